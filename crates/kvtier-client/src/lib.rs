@@ -1,0 +1,1 @@
+//! The LMCache MP protocol from the client's side.

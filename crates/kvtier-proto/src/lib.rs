@@ -1,0 +1,1 @@
+//! Bytes of the LMCache MP protocol: operations, requests, responses, descriptors, pickles.

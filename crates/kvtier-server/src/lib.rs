@@ -1,0 +1,1 @@
+//! The cache server: engine, ZMQ front end, HTTP admin, metrics and configuration.
