@@ -1,1 +1,12 @@
 //! Every decision of the cache, without input or output: keys, hashes, index, leases, eviction.
+//!
+//! Time is an argument, and the same calls give the same answers. This crate must never know a byte of KV data,
+//! a socket, a file, a clock, a thread or a task.
+#![forbid(unsafe_code)]
+
+pub mod hashing;
+pub mod object_key;
+pub mod window;
+
+pub use hashing::ChunkHash;
+pub use object_key::{ObjectKey, kv_rank};
