@@ -1,0 +1,130 @@
+//! The block ids of one request, checked once.
+
+use crate::error::PlanError;
+use crate::layout::KvLayout;
+
+/// Block ids of whole chunks, per kernel group, every one below the number of blocks.
+#[derive(Debug, Clone)]
+pub struct BlockTable {
+    pub(crate) layout_id: u64,
+    chunks: usize,
+    /// All groups' ids, one group behind the other.
+    ids: Vec<u32>,
+    /// Where each group's ids start, and blocks per chunk.
+    groups: Vec<(usize, usize)>,
+}
+
+impl BlockTable {
+    /// Checks the ids of a request that covers `chunks` chunks: one list per kernel group, at least
+    /// the blocks of all chunks, and whole chunks. What a longer list has in addition is ignored.
+    ///
+    /// # Errors
+    /// [`PlanError`]; the reference server answers [`PlanError::TooFewBlocks`] and
+    /// [`PlanError::BlockOutOfRange`] with "not ok".
+    pub fn check<L: AsRef<[i64]>>(
+        layout: &KvLayout,
+        block_ids: &[L],
+        chunks: usize,
+    ) -> Result<Self, PlanError> {
+        let expected = layout.kernel_groups().len();
+        if block_ids.len() != expected {
+            return Err(PlanError::GroupCount {
+                given: block_ids.len(),
+                expected,
+            });
+        }
+        // Counts first, for every group: nothing is kept of a request that does not add up.
+        let mut total = 0usize;
+        let mut groups = Vec::with_capacity(expected);
+        for (group, ids) in layout.kernel_groups().iter().zip(block_ids) {
+            let per_chunk = group.blocks_per_chunk;
+            let given = ids.as_ref().len();
+            let needed = chunks
+                .checked_mul(per_chunk)
+                .ok_or(PlanError::TooManyChunks {
+                    chunks,
+                    most: usize::MAX / per_chunk,
+                })?;
+            if given < needed {
+                return Err(PlanError::TooFewBlocks {
+                    group: group.index,
+                    given,
+                    needed,
+                });
+            }
+            if given % per_chunk != 0 {
+                return Err(PlanError::NotWholeChunks {
+                    group: group.index,
+                    given,
+                    blocks_per_chunk: per_chunk,
+                });
+            }
+            groups.push((total, per_chunk));
+            // A list this long exists, so the sum cannot overflow.
+            total += needed;
+        }
+        let mut ids = Vec::with_capacity(total);
+        for (group, list) in layout.kernel_groups().iter().zip(block_ids) {
+            let needed = chunks * group.blocks_per_chunk;
+            for (position, id) in list.as_ref()[..needed].iter().enumerate() {
+                // num_blocks is at most u32::MAX, checked with the layout.
+                match u32::try_from(*id) {
+                    Ok(id) if u64::from(id) < group.num_blocks => ids.push(id),
+                    _ => {
+                        return Err(PlanError::BlockOutOfRange {
+                            group: group.index,
+                            position,
+                            id: *id,
+                            num_blocks: group.num_blocks,
+                        });
+                    }
+                }
+            }
+        }
+        Ok(Self {
+            layout_id: layout.id,
+            chunks,
+            ids,
+            groups,
+        })
+    }
+
+    /// Chunks covered.
+    pub fn chunks(&self) -> usize {
+        self.chunks
+    }
+
+    /// Ids of one chunk in one kernel group; empty when either does not exist.
+    pub fn chunk(&self, kernel_group: usize, chunk: usize) -> &[u32] {
+        match self.groups.get(kernel_group) {
+            Some((start, per_chunk)) if chunk < self.chunks => {
+                let first = start + chunk * per_chunk;
+                &self.ids[first..first + per_chunk]
+            }
+            _ => &[],
+        }
+    }
+
+    /// Whether every block of a chunk, in every kernel group of an object group, is the engine's
+    /// null block. Such a chunk is not stored.
+    pub fn is_null_chunk(
+        &self,
+        layout: &KvLayout,
+        object_group: usize,
+        chunk: usize,
+        null_block_id: i64,
+    ) -> bool {
+        let Some(object) = layout.object_groups().get(object_group) else {
+            return false;
+        };
+        let Ok(null) = u32::try_from(null_block_id) else {
+            return false;
+        };
+        chunk < self.chunks
+            && self.layout_id == layout.id
+            && object
+                .kernel_groups
+                .iter()
+                .all(|group| self.chunk(*group, chunk).iter().all(|id| *id == null))
+    }
+}

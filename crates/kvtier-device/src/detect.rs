@@ -1,0 +1,303 @@
+//! Which format a registration is in: from the engine, ranks, a few sizes, and hints.
+
+use std::collections::HashMap;
+
+use crate::error::LayoutError;
+use crate::format::{INDEXER_SCALE_BYTES, INDEXER_VALUE_BYTES, KvFormat};
+use crate::geometry::{Layer, MAX_LAYERS, View, truncated};
+use crate::spec::{Engine, KvListLayout, LayoutHints, MemorySpec, TensorSpec};
+
+/// The layers of a registration and the distinct memories they lie in.
+pub(crate) struct Detected {
+    pub layers: Vec<Layer>,
+    pub memories: Vec<MemorySpec>,
+    /// One tensor holds all layers.
+    pub one_tensor: bool,
+}
+
+/// Reads every tensor as the engine means it.
+pub(crate) fn detect(
+    tensors: &[TensorSpec],
+    engine: Engine,
+    hints: &LayoutHints,
+) -> Result<Detected, LayoutError> {
+    if tensors.is_empty() || tensors.len() as u64 > 2 * MAX_LAYERS {
+        return Err(LayoutError::new(
+            "kv_caches",
+            format!("{} tensors", tensors.len()),
+            format!("1 to {} tensors", 2 * MAX_LAYERS),
+        ));
+    }
+    let (views, memories) = views(tensors)?;
+    let heads_first = hints.kv_layout.map_or_else(
+        || {
+            tensors
+                .iter()
+                .all(|tensor| matches!(tensor.memory, MemorySpec::CpuShm { .. }))
+        },
+        |order| order.heads_first(),
+    );
+    let mut one_tensor = false;
+    let layers = match engine {
+        Engine::Vllm => match one_tensor_format(&views, hints) {
+            Some(format) => {
+                one_tensor = true;
+                views[0].layers(format)?
+            }
+            None => {
+                let mut layers = Vec::with_capacity(views.len());
+                for view in views {
+                    let (view, format) = vllm_layer(view, heads_first)?;
+                    layers.append(&mut view.layers(format)?);
+                }
+                layers
+            }
+        },
+        Engine::Atom => each(views, engine, |view| {
+            (view.shape.len() == 3).then_some(KvFormat::NL_X_NB_BS_HS)
+        })?,
+        Engine::Sglang => sglang(views, hints)?,
+        Engine::Trtllm => {
+            one_tensor = true;
+            trtllm(views, hints)?
+        }
+        Engine::Mock => return Err(unknown(engine, &views[0], "an engine with a known layout")),
+    };
+    Ok(Detected {
+        layers,
+        memories,
+        one_tensor,
+    })
+}
+
+/// Checked views, with equal memories shared.
+fn views(tensors: &[TensorSpec]) -> Result<(Vec<View>, Vec<MemorySpec>), LayoutError> {
+    let mut memories: Vec<MemorySpec> = Vec::new();
+    let mut known: HashMap<&MemorySpec, usize> = HashMap::new();
+    let mut views = Vec::with_capacity(tensors.len());
+    for (index, tensor) in tensors.iter().enumerate() {
+        let shared = match &tensor.memory {
+            // Nothing says that two of these are the same memory.
+            MemorySpec::Unsupported { .. } => None,
+            MemorySpec::CpuShm { .. } => known.get(&tensor.memory).copied(),
+        };
+        let memory = shared.unwrap_or_else(|| {
+            known.insert(&tensor.memory, memories.len());
+            memories.push(tensor.memory.clone());
+            memories.len() - 1
+        });
+        let view = View {
+            tensor: index,
+            memory,
+            memory_bytes: match &tensor.memory {
+                MemorySpec::CpuShm { nbytes, .. } => Some(*nbytes),
+                MemorySpec::Unsupported { .. } => None,
+            },
+            dtype_size: tensor.dtype_size,
+            dtype_name: tensor.dtype_name.clone(),
+            shape: tensor.shape.clone(),
+            stride: tensor.stride.clone(),
+            storage_offset: tensor.storage_offset,
+        };
+        view.check()?;
+        views.push(view);
+    }
+    Ok((views, memories))
+}
+
+/// vLLM's tensor of all layers: the only tensor, rank 6, K and V in the third dimension. A format-15
+/// layer (rank 6 with a fourth dimension of one behind a first of two) is not one unless its third
+/// dimension is two as well and its first is not.
+fn one_tensor_format(views: &[View], hints: &LayoutHints) -> Option<KvFormat> {
+    let [view] = views else { return None };
+    let shape: &[u64; 6] = view.shape.as_slice().try_into().ok()?;
+    let rebellions = shape[0] == 2 && shape[3] == 1;
+    if shape[2] != 2 || rebellions {
+        return None;
+    }
+    // Unlike per-layer tensors, no hint means token-major here, whatever the memory.
+    Some(
+        if hints.kv_layout.is_some_and(|order| order.heads_first()) {
+            KvFormat::NB_NL_TWO_NH_BS_HS
+        } else {
+            KvFormat::NB_NL_TWO_BS_NH_HS
+        },
+    )
+}
+
+/// One vLLM layer tensor; indexer pages lose their dimension of one.
+fn vllm_layer(mut view: View, heads_first: bool) -> Result<(View, KvFormat), LayoutError> {
+    let pick = |hnd, nhd| if heads_first { hnd } else { nhd };
+    let indexer_row = view.dtype_name == "uint8"
+        && view.dtype_size == 1
+        && view.shape.last() == Some(&(INDEXER_VALUE_BYTES + INDEXER_SCALE_BYTES));
+    let format = match view.shape.as_slice() {
+        [_, _, _] if indexer_row => KvFormat::NL_X_NB_BSV_BSS,
+        [_, _, _] => KvFormat::NL_X_NB_BS_HS,
+        [_, one, _, _] | [_, _, one, _] if indexer_row && *one == 1 => {
+            let at = if view.shape[1] == 1 { 1 } else { 2 };
+            view.drop_singleton(at);
+            KvFormat::NL_X_NB_BSV_BSS
+        }
+        [_, _, _, _] => pick(KvFormat::NL_X_NB_NH_BS_CS, KvFormat::NL_X_NB_BS_NH_CS),
+        [2, _, _, _, _] => pick(
+            KvFormat::NL_X_TWO_NB_NH_BS_HS,
+            KvFormat::NL_X_TWO_NB_BS_NH_HS,
+        ),
+        [_, 2, _, _, _] => pick(
+            KvFormat::NL_X_NB_TWO_NH_BS_HS,
+            KvFormat::NL_X_NB_TWO_BS_NH_HS,
+        ),
+        [2, _, _, 1, _, _] => KvFormat::NL_X_TWO_NB_NH_ONE_BS_HS,
+        _ => {
+            return Err(unknown(
+                Engine::Vllm,
+                &view,
+                "rank 3; rank 4; rank 5 with a first or second dimension of 2; rank 6 as \
+                 [2, NB, NH, 1, BS, HS] or, as the only tensor, [NB, NL, 2, BS, NH, HS]",
+            ));
+        }
+    };
+    Ok((view, format))
+}
+
+/// One tensor per layer, all read by the same rule.
+fn each(
+    views: Vec<View>,
+    engine: Engine,
+    format: impl Fn(&View) -> Option<KvFormat>,
+) -> Result<Vec<Layer>, LayoutError> {
+    let mut layers = Vec::with_capacity(views.len());
+    for view in views {
+        let format = format(&view).ok_or_else(|| unknown(engine, &view, "rank 3: [NB, BS, HS]"))?;
+        layers.append(&mut view.layers(format)?);
+    }
+    Ok(layers)
+}
+
+fn sglang(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, LayoutError> {
+    let engine = Engine::Sglang;
+    match hints.kv_list_layout {
+        Some(KvListLayout::Unified) => {
+            let mut layers = Vec::with_capacity(views.len());
+            for view in views {
+                let format = match view.shape.len() {
+                    3 => KvFormat::NL_X_NB_BS_HS,
+                    4 => KvFormat::NL_X_NB_BS_NH_HS,
+                    _ => {
+                        return Err(unknown(
+                            engine,
+                            &view,
+                            "rank 3: [NB, BS, HS], or rank 4: [NB, BS, NH, HS], with \
+                             kv_list_layout unified",
+                        ));
+                    }
+                };
+                layers.append(&mut view.layers(format)?);
+            }
+            Ok(layers)
+        }
+        Some(KvListLayout::Separate) => {
+            let tokens = needed(hints.tokens_per_block, "tokens_per_block", engine)?;
+            if views.len() % 2 != 0 {
+                return Err(LayoutError::new(
+                    "kv_caches",
+                    format!("{} tensors", views.len()),
+                    "an even number: all K tensors, then all V tensors (kv_list_layout k_v)",
+                ));
+            }
+            for view in &mut views {
+                if view.shape.len() != 3 || !view.split(0, tokens) {
+                    return Err(unknown(
+                        engine,
+                        view,
+                        "rank 3: [NB*BS, NH, HS] with BS = hint tokens_per_block and \
+                         kv_list_layout k_v",
+                    ));
+                }
+            }
+            join_k_and_v(&views)
+        }
+        None => Err(LayoutError::new(
+            "layout_hints.kv_list_layout",
+            format!(
+                "absent (engine sglang, shape {:?})",
+                truncated(&views[0].shape)
+            ),
+            "k_v or unified",
+        )),
+    }
+}
+
+/// Puts the plane of V tensor `l` behind that of K tensor `l`.
+fn join_k_and_v(views: &[View]) -> Result<Vec<Layer>, LayoutError> {
+    let (keys, values) = views.split_at(views.len() / 2);
+    let mut layers = Vec::with_capacity(keys.len());
+    for (k, v) in keys.iter().zip(values) {
+        if k.shape != v.shape || k.dtype_name != v.dtype_name || k.dtype_size != v.dtype_size {
+            return Err(LayoutError::new(
+                format!("kv_caches[{}].shape", v.tensor),
+                format!("{:?} {}", v.shape, v.dtype_name),
+                format!(
+                    "{:?} {}, as its K tensor {}",
+                    k.shape, k.dtype_name, k.tensor
+                ),
+            ));
+        }
+        let format = KvFormat::TWO_X_NL_X_NB_BS_NH_HS;
+        let mut joined = k.layers(format)?;
+        for (layer, other) in joined.iter_mut().zip(v.layers(format)?) {
+            layer.planes.extend(other.planes);
+        }
+        layers.append(&mut joined);
+    }
+    Ok(layers)
+}
+
+/// TensorRT-LLM's pool `[NB, NL, 2, NH*BS*HS]`, re-viewed with the three hints.
+fn trtllm(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, LayoutError> {
+    let engine = Engine::Trtllm;
+    let heads = needed(hints.num_kv_heads, "num_kv_heads", engine)?;
+    let tokens = needed(hints.tokens_per_block, "tokens_per_block", engine)?;
+    let head_dim = needed(hints.head_dim, "head_dim", engine)?;
+    let count = views.len();
+    let view = &mut views[0];
+    let flat = tokens
+        .checked_mul(head_dim)
+        .and_then(|block| block.checked_mul(heads));
+    let fits = count == 1
+        && view.shape.len() == 4
+        && view.shape.last().copied() == flat
+        && view.split(3, tokens * head_dim)
+        && view.split(4, head_dim);
+    if !fits {
+        return Err(unknown(
+            engine,
+            view,
+            "one tensor [NB, NL, 2, num_kv_heads * tokens_per_block * head_dim]",
+        ));
+    }
+    view.layers(KvFormat::NB_NL_TWO_NH_BS_HS)
+}
+
+fn needed(value: Option<u64>, name: &str, engine: Engine) -> Result<u64, LayoutError> {
+    value.filter(|value| *value > 0).ok_or_else(|| {
+        LayoutError::new(
+            format!("layout_hints.{name}"),
+            value.map_or_else(|| "absent".to_owned(), |value| value.to_string()),
+            format!("at least 1 (engine {})", engine.name()),
+        )
+    })
+}
+
+fn unknown(engine: Engine, view: &View, allowed: &str) -> LayoutError {
+    LayoutError::new(
+        format!("kv_caches[{}] of engine {}", view.tensor, engine.name()),
+        format!(
+            "of dtype {} and shape {:?}",
+            view.dtype_name,
+            truncated(&view.shape)
+        ),
+        allowed,
+    )
+}

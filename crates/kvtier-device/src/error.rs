@@ -1,0 +1,111 @@
+//! Errors. Every one names what was wrong, its value, and what would have been right.
+
+/// A registration that cannot be served.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{field} is {value}; allowed: {allowed}")]
+pub struct LayoutError {
+    /// What was looked at, such as `kv_caches[3].stride`.
+    pub field: String,
+    /// What was found.
+    pub value: String,
+    /// What would be accepted.
+    pub allowed: String,
+}
+
+impl LayoutError {
+    pub(crate) fn new(
+        field: impl Into<String>,
+        value: impl std::fmt::Display,
+        allowed: impl Into<String>,
+    ) -> Self {
+        Self {
+            field: field.into(),
+            value: value.to_string(),
+            allowed: allowed.into(),
+        }
+    }
+}
+
+/// Block ids or a chunk position that the registered tensors cannot satisfy.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// The number of block-id lists is not the number of kernel groups.
+    #[error("block id lists: {given} given; allowed: exactly {expected}, one per kernel group")]
+    GroupCount {
+        /// Lists in the request.
+        given: usize,
+        /// Kernel groups of the layout.
+        expected: usize,
+    },
+    /// A list is shorter than the chunks of the request need. The reference server answers such a
+    /// request with "not ok" and moves nothing.
+    #[error("block ids of kernel group {group}: {given} given; allowed: at least {needed}")]
+    TooFewBlocks {
+        /// Kernel group.
+        group: usize,
+        /// Ids given.
+        given: usize,
+        /// Ids needed.
+        needed: usize,
+    },
+    /// A list is longer than needed and not whole chunks.
+    #[error(
+        "block ids of kernel group {group}: {given} given; allowed: a multiple of \
+         {blocks_per_chunk}, the blocks of one chunk"
+    )]
+    NotWholeChunks {
+        /// Kernel group.
+        group: usize,
+        /// Ids given.
+        given: usize,
+        /// Blocks of one chunk.
+        blocks_per_chunk: usize,
+    },
+    /// An id that names no block of the tensors.
+    #[error("block_ids[{group}][{position}] is {id}; allowed: 0 to {last}", last = num_blocks - 1)]
+    BlockOutOfRange {
+        /// Kernel group.
+        group: usize,
+        /// Position in the group's list.
+        position: usize,
+        /// The id.
+        id: i64,
+        /// Blocks of every tensor of the group.
+        num_blocks: u64,
+    },
+    /// The request has more chunks than can be counted in blocks.
+    #[error("chunks of the request: {chunks}; allowed: at most {most}")]
+    TooManyChunks {
+        /// Chunks asked for.
+        chunks: usize,
+        /// Most chunks any list of ids could cover.
+        most: usize,
+    },
+    /// A chunk position outside the checked block ids.
+    #[error("chunk is {chunk}; allowed: 0 to below {chunks}")]
+    NoSuchChunk {
+        /// Position asked for.
+        chunk: usize,
+        /// Chunks of the request.
+        chunks: usize,
+    },
+    /// An object group the layout does not have.
+    #[error("object group is {group}; allowed: 0 to below {groups}")]
+    NoSuchObjectGroup {
+        /// Group asked for.
+        group: usize,
+        /// Object groups of the layout.
+        groups: usize,
+    },
+    /// Block ids that were checked for another layout.
+    #[error("block table was made for another layout; allowed: one made by the same layout")]
+    ForeignBlockTable,
+    /// A layer the layout does not have.
+    #[error("layer is {layer}; allowed: 0 to below {layers}, and part of a group")]
+    NoSuchLayer {
+        /// Layer asked for.
+        layer: usize,
+        /// Layers registered.
+        layers: usize,
+    },
+}

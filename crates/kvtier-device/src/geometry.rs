@@ -1,0 +1,347 @@
+//! One layer's place in memory, derived from a tensor's shape and strides and the axes of its
+//! format. All arithmetic on the engine's numbers is checked here; what leaves this file cannot
+//! overflow when block ids are below the number of blocks.
+
+use crate::error::LayoutError;
+use crate::format::{Axis, INDEXER_SCALE_BYTES, INDEXER_VALUE_BYTES, KvFormat};
+use crate::plan::Loop;
+
+/// Most dimensions any known format has.
+const MAX_RANK: usize = 6;
+/// Most layers one registration may have: above any model, and it bounds what is allocated.
+pub(crate) const MAX_LAYERS: u64 = 1 << 16;
+
+/// Where the blocks of one (K/V plane, layer) are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plane {
+    /// Index into [`crate::KvLayout::memories`].
+    pub memory: usize,
+    /// Bytes from the start of that memory to block 0.
+    pub base: u64,
+    /// Bytes from a block to the next.
+    pub block_stride: u64,
+    /// What one block consists of.
+    pub parts: Vec<Part>,
+}
+
+/// Bytes of one block that go together: two loops (outer first) around one run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Part {
+    /// Bytes from the start of the block.
+    pub engine_offset: u64,
+    /// Bytes from the start of the block's first row in the object.
+    pub object_offset: u64,
+    /// Contiguous bytes on both sides.
+    pub bytes: u64,
+    /// Loops around the run, outermost first; a count of 1 is no loop.
+    pub loops: [Loop; 2],
+}
+
+/// A view of one tensor: the engine's numbers, possibly re-viewed by a hint.
+#[derive(Debug, Clone)]
+pub(crate) struct View {
+    /// Position in the registered list, for messages.
+    pub tensor: usize,
+    pub memory: usize,
+    /// Size the engine gave for the storage, if its kind has one.
+    pub memory_bytes: Option<u64>,
+    pub dtype_size: u64,
+    pub dtype_name: String,
+    pub shape: Vec<u64>,
+    pub stride: Vec<u64>,
+    pub storage_offset: u64,
+}
+
+/// One layer: what decides its kernel group, and its planes.
+#[derive(Debug, Clone)]
+pub(crate) struct Layer {
+    pub format: KvFormat,
+    pub dtype_size: u64,
+    pub dtype_name: String,
+    pub num_blocks: u64,
+    pub slots: u64,
+    pub heads: u64,
+    /// Elements of one head (of one token, for latent formats).
+    pub head_size: u64,
+    /// One per K/V plane.
+    pub planes: Vec<Plane>,
+    /// Shape of the tensor this layer is in.
+    pub shape: Vec<u64>,
+}
+
+impl View {
+    fn field(&self, name: &str) -> String {
+        format!("kv_caches[{}].{name}", self.tensor)
+    }
+
+    /// Checks ranks, sizes, strides and that the whole view lies inside its storage.
+    pub fn check(&self) -> Result<(), LayoutError> {
+        let rank = self.shape.len();
+        if rank == 0 || rank > MAX_RANK {
+            return Err(LayoutError::new(
+                self.field("shape"),
+                format!("{:?}", truncated(&self.shape)),
+                format!("1 to {MAX_RANK} dimensions"),
+            ));
+        }
+        if self.stride.len() != rank {
+            return Err(LayoutError::new(
+                self.field("stride"),
+                format!("{:?}", truncated(&self.stride)),
+                format!("{rank} values, one per dimension of shape {:?}", self.shape),
+            ));
+        }
+        if self.dtype_size == 0 || self.dtype_size > 16 {
+            return Err(LayoutError::new(
+                self.field("dtype size"),
+                self.dtype_size,
+                "1 to 16 bytes",
+            ));
+        }
+        if self.shape.contains(&0) {
+            return Err(LayoutError::new(
+                self.field("shape"),
+                format!("{:?}", self.shape),
+                "no dimension of size 0",
+            ));
+        }
+        for (size, stride) in self.shape.iter().zip(&self.stride) {
+            if *size > 1 && *stride == 0 {
+                return Err(LayoutError::new(
+                    self.field("stride"),
+                    format!("{:?}", self.stride),
+                    "at least 1 for every dimension larger than 1",
+                ));
+            }
+        }
+        let most = self
+            .memory_bytes
+            .unwrap_or(i64::MAX as u64)
+            .min(i64::MAX as u64);
+        match self.span() {
+            Some(span) if span <= most => Ok(()),
+            span => Err(LayoutError::new(
+                self.field("byte span"),
+                span.map_or_else(|| "more than 2^64".to_owned(), |span| span.to_string()),
+                format!("at most {most}, the bytes of its memory"),
+            )),
+        }
+    }
+
+    /// Bytes from the start of the storage to the end of the last element.
+    fn span(&self) -> Option<u64> {
+        let mut last = self.storage_offset;
+        let mut count = 1u64;
+        for (size, stride) in self.shape.iter().zip(&self.stride) {
+            last = last.checked_add((size - 1).checked_mul(*stride)?)?;
+            count = count.checked_mul(*size)?;
+        }
+        // The element count also has to be addressable: object sizes are made from it.
+        count.checked_mul(self.dtype_size)?;
+        last.checked_add(1)?.checked_mul(self.dtype_size)
+    }
+
+    /// Splits dimension `at` into `inner`-sized pieces; `false` when it does not divide.
+    pub fn split(&mut self, at: usize, inner: u64) -> bool {
+        let (Some(&size), Some(&stride)) = (self.shape.get(at), self.stride.get(at)) else {
+            return false;
+        };
+        if inner == 0 || size % inner != 0 {
+            return false;
+        }
+        let Some(outer_stride) = stride.checked_mul(inner) else {
+            return false;
+        };
+        self.shape[at] = size / inner;
+        self.stride[at] = outer_stride;
+        self.shape.insert(at + 1, inner);
+        self.stride.insert(at + 1, stride);
+        true
+    }
+
+    /// Removes a dimension of size 1.
+    pub fn drop_singleton(&mut self, at: usize) {
+        self.shape.remove(at);
+        self.stride.remove(at);
+    }
+
+    /// The size and stride of an axis; an absent axis has size 1.
+    fn axis(&self, format: KvFormat, axis: Axis) -> (u64, u64) {
+        format
+            .axes()
+            .iter()
+            .position(|candidate| *candidate == axis)
+            .map_or((1, 0), |at| (self.shape[at], self.stride[at]))
+    }
+
+    /// The layers of this view read as `format`. [`View::check`] must have passed.
+    pub fn layers(&self, format: KvFormat) -> Result<Vec<Layer>, LayoutError> {
+        let axes = format.axes();
+        if axes.is_empty() || axes.contains(&Axis::BlockSlot) || axes.len() != self.shape.len() {
+            return Err(LayoutError::new(
+                self.field("shape"),
+                format!("{:?} for format {format}", self.shape),
+                format!("{} dimensions: {}", axes.len(), format.symbolic_shape()),
+            ));
+        }
+        let (kv_size, kv_stride) = self.axis(format, Axis::Plane);
+        let (one, _) = self.axis(format, Axis::One);
+        if one != 1 || (axes.contains(&Axis::Plane) && kv_size != 2) {
+            return Err(LayoutError::new(
+                self.field("shape"),
+                format!("{:?} for format {format}", self.shape),
+                format.symbolic_shape(),
+            ));
+        }
+        let (num_layers, layer_stride) = self.axis(format, Axis::Layer);
+        if num_layers > MAX_LAYERS {
+            return Err(LayoutError::new(
+                self.field("shape"),
+                format!("{:?}, so {num_layers} layers", self.shape),
+                format!("at most {MAX_LAYERS} layers"),
+            ));
+        }
+        let (num_blocks, block_stride) = self.axis(format, Axis::Block);
+        if num_blocks > u64::from(u32::MAX) {
+            return Err(LayoutError::new(
+                self.field("shape"),
+                format!("{:?}, so {num_blocks} blocks", self.shape),
+                format!("at most {} blocks", u32::MAX),
+            ));
+        }
+        let (slots, slot_stride) = self.axis(format, Axis::Slot);
+        let (heads, head_stride) = self.axis(format, Axis::Head);
+        let head_size = self.content(format)?;
+        let es = self.dtype_size;
+        let parts = if format == KvFormat::NL_X_NB_BSV_BSS {
+            self.indexer_parts(slots, slot_stride, head_size)?
+        } else {
+            vec![Part::collapsed(
+                0,
+                0,
+                head_size * es,
+                Loop {
+                    count: slots,
+                    engine_stride: slot_stride * es,
+                    object_stride: heads * head_size * es,
+                },
+                Loop {
+                    count: heads,
+                    engine_stride: head_stride * es,
+                    object_stride: head_size * es,
+                },
+            )]
+        };
+        let plane = |kv: u64, layer: u64| Plane {
+            memory: self.memory,
+            // Inside the checked span, so none of this overflows.
+            base: (self.storage_offset + kv * kv_stride + layer * layer_stride) * es,
+            block_stride: if num_blocks > 1 { block_stride * es } else { 0 },
+            parts: parts.clone(),
+        };
+        Ok((0..num_layers)
+            .map(|layer| Layer {
+                format,
+                dtype_size: es,
+                dtype_name: self.dtype_name.clone(),
+                num_blocks,
+                slots,
+                heads,
+                head_size,
+                planes: (0..kv_size).map(|kv| plane(kv, layer)).collect(),
+                shape: self.shape.clone(),
+            })
+            .collect())
+    }
+
+    /// Elements of one head, which must adjoin.
+    fn content(&self, format: KvFormat) -> Result<u64, LayoutError> {
+        let (content, content_stride) = self.axis(format, Axis::Content);
+        let (packed, packed_stride) = self.axis(format, Axis::Packed);
+        let tight =
+            (content == 1 || content_stride == 1) && (packed == 1 || packed_stride == content);
+        if !tight {
+            return Err(LayoutError::new(
+                self.field("stride"),
+                format!("{:?} for shape {:?}", self.stride, self.shape),
+                format!("a contiguous last dimension (format {format})"),
+            ));
+        }
+        Ok(content * packed)
+    }
+
+    /// Indexer pages keep the values of all slots first, then the scales of all slots; a row of the
+    /// object is a slot's values followed by its scale.
+    fn indexer_parts(
+        &self,
+        slots: u64,
+        slot_stride: u64,
+        row: u64,
+    ) -> Result<Vec<Part>, LayoutError> {
+        if slots > 1 && slot_stride != row {
+            return Err(LayoutError::new(
+                self.field("stride"),
+                format!("{:?} for shape {:?}", self.stride, self.shape),
+                "contiguous pages (format NL_X_NB_BSV_BSS)",
+            ));
+        }
+        let part = |engine_offset, object_offset, bytes| {
+            Part::collapsed(
+                engine_offset,
+                object_offset,
+                bytes,
+                Loop {
+                    count: slots,
+                    engine_stride: bytes,
+                    object_stride: row,
+                },
+                Loop::ONCE,
+            )
+        };
+        Ok(vec![
+            part(0, 0, INDEXER_VALUE_BYTES),
+            part(
+                slots * INDEXER_VALUE_BYTES,
+                INDEXER_VALUE_BYTES,
+                INDEXER_SCALE_BYTES,
+            ),
+        ])
+    }
+}
+
+impl Part {
+    /// Joins loops whose steps adjoin on both sides into longer runs.
+    fn collapsed(
+        engine_offset: u64,
+        object_offset: u64,
+        bytes: u64,
+        outer: Loop,
+        inner: Loop,
+    ) -> Self {
+        let mut part = Self {
+            engine_offset,
+            object_offset,
+            bytes,
+            loops: [outer, inner],
+        };
+        if part.loops[1].adjoins(part.bytes) {
+            part.bytes *= part.loops[1].count;
+            part.loops[1] = Loop::ONCE;
+        }
+        if part.loops[1].count == 1 && part.loops[0].adjoins(part.bytes) {
+            part.bytes *= part.loops[0].count;
+            part.loops[0] = Loop::ONCE;
+        }
+        part
+    }
+
+    /// Whether the part is a single run.
+    pub fn is_one_run(&self) -> bool {
+        self.loops.iter().all(|step| step.count == 1)
+    }
+}
+
+/// At most a few values of a list that may be long and hostile.
+pub(crate) fn truncated(values: &[u64]) -> &[u64] {
+    &values[..values.len().min(MAX_RANK + 2)]
+}

@@ -1,0 +1,136 @@
+//! The checked layout of one registration.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::detect::detect;
+use crate::error::LayoutError;
+use crate::groups::{KernelGroup, ObjectGroup, checked_infos, kernel_groups, object_groups};
+use crate::spec::{Engine, GroupSpec, LayoutHints, MemorySpec, TensorSpec};
+
+/// Everything the planner and the backends need to know about one registered worker.
+///
+/// An object of an object group is the concatenation, without padding, of each kernel group's
+/// array `[kv_size, layers, slots, NH * HS]`, row-major, always token-major whatever the pages are.
+#[derive(Debug, Clone)]
+pub struct KvLayout {
+    pub(crate) id: u64,
+    chunk_tokens: u64,
+    num_layers: usize,
+    memories: Vec<MemorySpec>,
+    kernel_groups: Vec<KernelGroup>,
+    object_groups: Vec<ObjectGroup>,
+    /// Where each registered layer is: (kernel group, position in it).
+    layers: Vec<Option<(usize, usize)>>,
+}
+
+impl KvLayout {
+    /// Works out the layout of a registration.
+    ///
+    /// `groups` may be empty: one group of all tensors. `chunk_tokens` is the chunk size of the
+    /// server. Nothing is opened: memory sizes are those the engine gave, and
+    /// [`crate::Device::open`] compares them with the real ones.
+    ///
+    /// # Errors
+    /// Names the field, its value and what is allowed: unknown shapes, sizes that overflow or lie
+    /// outside their memory, groups that do not match the tensors, block and window sizes that do
+    /// not divide a chunk.
+    pub fn detect(
+        tensors: &[TensorSpec],
+        engine: Engine,
+        hints: &LayoutHints,
+        groups: &[GroupSpec],
+        chunk_tokens: u64,
+        separate_object_groups: bool,
+    ) -> Result<Self, LayoutError> {
+        if chunk_tokens == 0 || chunk_tokens > u64::from(u32::MAX) {
+            return Err(LayoutError::new(
+                "chunk size",
+                chunk_tokens,
+                format!("1 to {} tokens", u32::MAX),
+            ));
+        }
+        let detected = detect(tensors, engine, hints)?;
+        let infos = checked_infos(groups, detected.layers.len(), detected.one_tensor)?;
+        let mut kernel_groups = kernel_groups(&detected.layers, &infos, chunk_tokens)?;
+        let object_groups = object_groups(
+            &mut kernel_groups,
+            &infos,
+            chunk_tokens,
+            separate_object_groups,
+        )?;
+        let mut layers = vec![None; detected.layers.len()];
+        for group in &kernel_groups {
+            for (position, layer) in group.layer_indices.iter().enumerate() {
+                layers[*layer] = Some((group.index, position));
+            }
+        }
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        Ok(Self {
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            chunk_tokens,
+            num_layers: kernel_groups
+                .iter()
+                .map(|group| group.layer_indices.len())
+                .sum(),
+            memories: detected.memories,
+            kernel_groups,
+            object_groups,
+            layers,
+        })
+    }
+
+    /// Tokens of a chunk.
+    pub fn chunk_tokens(&self) -> u64 {
+        self.chunk_tokens
+    }
+
+    /// Layers that are part of a group.
+    pub fn num_layers(&self) -> usize {
+        self.num_layers
+    }
+
+    /// Layers the engine registered, grouped or not.
+    pub fn registered_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Blocks that every group has.
+    pub fn num_blocks(&self) -> u64 {
+        self.kernel_groups
+            .iter()
+            .map(|group| group.num_blocks)
+            .min()
+            .unwrap_or(0)
+    }
+
+    /// The distinct memories the tensors lie in.
+    pub fn memories(&self) -> &[MemorySpec] {
+        &self.memories
+    }
+
+    /// Kernel groups, in the order of the block-id lists.
+    pub fn kernel_groups(&self) -> &[KernelGroup] {
+        &self.kernel_groups
+    }
+
+    /// Object groups, by number.
+    pub fn object_groups(&self) -> &[ObjectGroup] {
+        &self.object_groups
+    }
+
+    /// Bytes one token takes in all groups together, in the objects.
+    pub fn bytes_per_token(&self) -> u64 {
+        let bytes: u64 = self
+            .object_groups
+            .iter()
+            .map(|group| group.object_bytes)
+            .sum();
+        bytes / self.chunk_tokens
+    }
+
+    /// Where a registered layer is: its kernel group and its position in it.
+    pub(crate) fn layer(&self, layer: usize) -> Option<(&KernelGroup, usize)> {
+        let (group, position) = (*self.layers.get(layer)?)?;
+        Some((&self.kernel_groups[group], position))
+    }
+}

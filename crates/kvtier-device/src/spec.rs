@@ -1,0 +1,197 @@
+//! What an engine says about its tensors, as plain values: nothing here has been checked yet.
+
+/// Which engine registers. Decides how [`crate::KvLayout::detect`] reads the shapes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Engine {
+    /// vLLM: one tensor per layer, or one tensor for all layers.
+    Vllm,
+    /// ATOM: only its MLA form is known.
+    Atom,
+    /// SGLang: K and V lists, or one tensor per layer.
+    Sglang,
+    /// TensorRT-LLM: one pool tensor.
+    Trtllm,
+    /// The protocol's test engine; has no known tensor layout.
+    Mock,
+}
+
+impl Engine {
+    /// The name used on the wire.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Vllm => "vllm",
+            Self::Atom => "atom",
+            Self::Sglang => "sglang",
+            Self::Trtllm => "trtllm",
+            Self::Mock => "mock",
+        }
+    }
+
+    /// The engine with this wire name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [
+            Self::Vllm,
+            Self::Atom,
+            Self::Sglang,
+            Self::Trtllm,
+            Self::Mock,
+        ]
+        .into_iter()
+        .find(|engine| engine.name() == name)
+    }
+}
+
+/// The `kv_layout` hint: whether heads come before or after the tokens of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KvAxisOrder {
+    /// Token-major blocks.
+    Nhd,
+    /// Head-major blocks.
+    Hnd,
+    /// Head-major blocks; all layers of a block adjoin in memory.
+    Blhnc,
+    /// Token-major blocks; all layers of a block adjoin in memory.
+    Blnhc,
+}
+
+impl KvAxisOrder {
+    /// The name used on the wire.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Nhd => "NHD",
+            Self::Hnd => "HND",
+            Self::Blhnc => "BLHNC",
+            Self::Blnhc => "BLNHC",
+        }
+    }
+
+    /// The order with this wire name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Nhd, Self::Hnd, Self::Blhnc, Self::Blnhc]
+            .into_iter()
+            .find(|order| order.name() == name)
+    }
+
+    /// Whether heads come before tokens inside a block.
+    pub fn heads_first(self) -> bool {
+        matches!(self, Self::Hnd | Self::Blhnc)
+    }
+}
+
+/// The `kv_list_layout` hint of SGLang.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KvListLayout {
+    /// Wire name `k_v`: all K tensors, then all V tensors.
+    Separate,
+    /// Wire name `unified`: one tensor per layer.
+    Unified,
+}
+
+impl KvListLayout {
+    /// The name used on the wire.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Separate => "k_v",
+            Self::Unified => "unified",
+        }
+    }
+
+    /// The layout with this wire name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Separate, Self::Unified]
+            .into_iter()
+            .find(|layout| layout.name() == name)
+    }
+}
+
+/// Optional facts an engine adds to its shapes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LayoutHints {
+    /// `kv_layout`. When absent, tensors in CPU memory are taken as heads-first and all others as
+    /// tokens-first, as the reference server does.
+    pub kv_layout: Option<KvAxisOrder>,
+    /// `num_kv_heads` (TensorRT-LLM).
+    pub num_kv_heads: Option<u64>,
+    /// `tokens_per_block` (SGLang, TensorRT-LLM).
+    pub tokens_per_block: Option<u64>,
+    /// `kv_list_layout` (SGLang).
+    pub kv_list_layout: Option<KvListLayout>,
+    /// `head_dim` (TensorRT-LLM).
+    pub head_dim: Option<u64>,
+}
+
+/// Where a tensor's storage is.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum MemorySpec {
+    /// A POSIX shared-memory segment.
+    CpuShm {
+        /// Name with its leading slash, such as `/lmcache_kv_12_0`.
+        name: String,
+        /// Size of the whole segment in bytes, as the engine says.
+        nbytes: u64,
+    },
+    /// Memory that no backend of this build can open.
+    Unsupported {
+        /// Wire name of the descriptor, such as `cuda`.
+        kind: String,
+    },
+}
+
+impl MemorySpec {
+    /// Wire name of the descriptor kind.
+    pub fn kind(&self) -> &str {
+        match self {
+            Self::CpuShm { .. } => "cpu_shm",
+            Self::Unsupported { kind } => kind,
+        }
+    }
+}
+
+/// One registered tensor: a strided view of some storage.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// The storage.
+    pub memory: MemorySpec,
+    /// Bytes per element.
+    pub dtype_size: u64,
+    /// Torch's name without prefix, such as `bfloat16`.
+    pub dtype_name: String,
+    /// Elements per dimension, outermost first in memory.
+    pub shape: Vec<u64>,
+    /// Elements between neighbours of each dimension.
+    pub stride: Vec<u64>,
+    /// Elements from the start of the storage to the first element.
+    pub storage_offset: u64,
+}
+
+/// What an engine says about one group of layers (`EngineGroupInfo`); the order of these is the
+/// order of the block-id lists of every store and retrieve.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupSpec {
+    /// The engine's own number of the group.
+    pub engine_group_id: i64,
+    /// Positions in the registered tensor list.
+    pub layer_indices: Vec<i64>,
+    /// Tokens one block id stands for; 0 = as many as the tensor has slots per block.
+    pub tokens_per_block: i64,
+    /// Sliding window in tokens; -1 = none.
+    pub sliding_window_tokens: i64,
+    /// Non-zero for additional groups (their objects are stored apart, last).
+    pub extra_object_group_tag: i64,
+    /// Recurrent state: only the newest block matters.
+    pub recurrent_state: bool,
+}
+
+impl GroupSpec {
+    /// One group of full-attention layers in engine group 0.
+    pub fn full_attention(layer_indices: Vec<i64>, tokens_per_block: i64) -> Self {
+        Self {
+            engine_group_id: 0,
+            layer_indices,
+            tokens_per_block,
+            sliding_window_tokens: -1,
+            extra_object_group_tag: 0,
+            recurrent_state: false,
+        }
+    }
+}
