@@ -1,6 +1,6 @@
 //! The element types a tensor can have, by the names PyTorch 2.13 gives them.
 
-use crate::wire::DecodeError;
+use crate::wire::{DecodeError, name_shown};
 
 /// Declares [`Dtype`] from one table: variant, name on the wire, bytes of one element.
 macro_rules! dtypes {
@@ -91,11 +91,11 @@ impl Dtype {
     /// The type of that name; the error names `field`, the text and a few of the allowed names.
     pub fn parse(field: &'static str, name: &str) -> Result<Dtype, DecodeError> {
         Dtype::from_name(name).ok_or_else(|| {
-            DecodeError::new(
+            DecodeError::at(
                 field,
                 format!(
                     "{:?} is not an element type of PyTorch (bfloat16, float16, float32, uint8, float8_e4m3fn, ...)",
-                    super::shortened(name)
+                    name_shown(name)
                 ),
             )
         })

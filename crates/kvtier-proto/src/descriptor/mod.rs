@@ -13,7 +13,7 @@ mod encode;
 
 pub use dtype::Dtype;
 
-use crate::wire::DecodeError;
+use crate::wire::{DecodeError, Reader, write_ext};
 
 /// Type code of the msgpack extension that carries a descriptor.
 pub const EXT_CODE: i8 = 1;
@@ -183,6 +183,23 @@ impl TensorDescriptor {
         encode::descriptor(self, out);
     }
 
+    /// Reads one extension value of a `register_kv_cache` list; any other value or type code is an error.
+    pub fn read(reader: &mut Reader<'_>) -> Result<TensorDescriptor, DecodeError> {
+        match reader.ext()? {
+            (EXT_CODE, body) => TensorDescriptor::decode(body),
+            (code, _) => Err(DecodeError::new(format!(
+                "an extension of type {code}; allowed is {EXT_CODE}"
+            ))),
+        }
+    }
+
+    /// Writes the descriptor as an extension value at the end of `out`.
+    pub fn write(&self, out: &mut Vec<u8>) {
+        let mut body = Vec::with_capacity(512);
+        self.encode(&mut body);
+        write_ext(out, EXT_CODE, &body);
+    }
+
     /// The view, where the descriptor was read.
     pub fn metadata(&self) -> Option<&TensorMetadata> {
         match self {
@@ -223,7 +240,7 @@ pub(crate) fn byte_span(
     stride: &[u64],
 ) -> Result<u64, DecodeError> {
     if shape.len() > MAX_RANK || shape.len() != stride.len() {
-        return Err(DecodeError::new(
+        return Err(DecodeError::at(
             field,
             format!(
                 "{} lengths and {} strides; allowed are equally many, at most {MAX_RANK}",
@@ -235,13 +252,16 @@ pub(crate) fn byte_span(
     if shape.contains(&0) {
         return Ok(0);
     }
-    let last_element = shape.iter().zip(stride).try_fold(storage_offset, |sum, (&size, &stride)| {
-        sum.checked_add((size - 1).checked_mul(stride)?)
-    });
+    let last_element = shape
+        .iter()
+        .zip(stride)
+        .try_fold(storage_offset, |sum, (&size, &stride)| {
+            sum.checked_add((size - 1).checked_mul(stride)?)
+        });
     last_element
         .and_then(|last| last.checked_add(1)?.checked_mul(item_size))
         .ok_or_else(|| {
-            DecodeError::new(
+            DecodeError::at(
                 field,
                 format!(
                     "offset {storage_offset}, shape {shape:?} and stride {stride:?} reach past 2^64 bytes"
@@ -258,18 +278,10 @@ pub(crate) fn check_span(
 ) -> Result<(), DecodeError> {
     let span = metadata.byte_span()?;
     if span > available {
-        return Err(DecodeError::new(
+        return Err(DecodeError::at(
             field,
             format!("the view needs {span} bytes, its memory has {available}"),
         ));
     }
     Ok(())
-}
-
-/// At most 40 characters of a text from outside, for an error message.
-pub(crate) fn shortened(text: &str) -> &str {
-    match text.char_indices().nth(40) {
-        Some((end, _)) => &text[..end],
-        None => text,
-    }
 }

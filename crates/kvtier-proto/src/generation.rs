@@ -1,0 +1,206 @@
+//! Client generations: which number means what, and which payloads belong to it.
+//!
+//! Between LMCache 0.4.2 and 0.5.6 the framing stayed, while operations were renumbered five times and
+//! payloads changed more often. Each numbering is one [`Generation`], each generation one table of
+//! [`OperationSpec`] rows; where releases of one generation differ in payloads the table has one row for
+//! each form. [`Candidates`] finds out which generation a connection speaks.
+
+mod candidates;
+mod tables;
+
+pub use candidates::{Candidates, Resolved, Unresolved};
+
+use crate::frames::OperationId;
+use crate::key::KeyForm;
+use crate::operation::Operation;
+use crate::response::ResponseKind;
+
+/// A numbering of the operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Generation {
+    /// 0.4.2.
+    G1,
+    /// 0.4.3 to 0.4.5.
+    G2,
+    /// 0.4.6.
+    G3,
+    /// 0.4.7.
+    G4,
+    /// 0.5.0 to 0.5.2.
+    G5,
+    /// 0.5.3 to 0.5.6.
+    G6,
+}
+
+/// One row of a generation's table.
+#[derive(Debug, PartialEq, Eq)]
+pub struct OperationSpec {
+    /// The number; none for operations that are called by name only.
+    pub number: Option<u16>,
+    /// What it means.
+    pub operation: Operation,
+    /// Its payloads, one frame each.
+    pub payloads: &'static [Field],
+    /// Its response.
+    pub response: ResponseKind,
+}
+
+/// A payload frame: what it means and which form it has.
+///
+/// "int" and "bool" are lenient here, see the table of formats in the crate's documentation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Field {
+    /// The key.
+    Key(KeyForm),
+    /// An int: the worker.
+    InstanceId,
+    /// An int or nil: the worker, or a caller that is none.
+    OptionalInstanceId,
+    /// Block ids.
+    BlockIds(BlockForm),
+    /// Bytes: a device event.
+    EventHandle,
+    /// An int: tokens not to write.
+    SkipTokens,
+    /// An int: tensor-parallel size.
+    TpSize,
+    /// A text: the engine's request.
+    RequestId,
+    /// An int: the number a lookup returned.
+    JobId,
+    /// A float or int: seconds.
+    Timeout,
+    /// A bool: leases do not protect.
+    Force,
+    /// Bytes: pickled chunks.
+    Data,
+    /// An array of extension values of type 1: tensors.
+    Tensors(TensorForm),
+    /// A text: the model.
+    ModelName,
+    /// An int: workers that share the model's KV.
+    WorldSize,
+    /// A text: the engine.
+    EngineType,
+    /// A map: layout hints.
+    LayoutHints,
+    /// An array of maps: groups of layers.
+    GroupInfos,
+    /// A map: geometry of a worker that copies by itself.
+    EngineDrivenContext {
+        /// Whether `num_physical_slots` is sent (from 0.5.5).
+        slots: bool,
+    },
+    /// An array of maps: block allocations.
+    AllocationRecords,
+    /// An int: first event wanted.
+    Cursor,
+    /// An int: most events in a batch.
+    MaxEvents,
+    /// An int: head size.
+    HeadSize,
+    /// A bool: NeoX rotation.
+    IsNeoxStyle,
+    /// An array of ints: table of each group.
+    GroupToCache,
+    /// An array of arrays of ints: rotated range of each group.
+    GroupRot,
+    /// An array of ints: head size of each group.
+    GroupHeadSize,
+    /// A text: KV quantisation.
+    KvQuant,
+    /// An array of maps: matched segments.
+    MatchedSegments,
+    /// An int: segments to keep in front.
+    KeepPrefix,
+    /// An int: milliseconds.
+    BudgetMs,
+    /// An int: version of the blending protocol.
+    ClientVersion,
+    /// An array of maps: object keys.
+    ObjectKeys,
+    /// A map from object group to its layout.
+    LayoutDescriptors,
+    /// An int: what a lookup between servers returned.
+    TaskId,
+    /// A map: method and payload of a plug-in call.
+    ModuleCall,
+}
+
+/// How block ids are sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BlockForm {
+    /// An array of ints, for one group: up to 0.4.6.
+    Flat,
+    /// An array of arrays of ints, one for each group: from 0.4.7.
+    Grouped,
+}
+
+/// How tensors are sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TensorForm {
+    /// Pickled objects, kept undecoded, or descriptors: up to 0.5.2.
+    PickledOrDescribed,
+    /// Descriptors only: from 0.5.3.
+    Described,
+}
+
+impl Generation {
+    /// Every generation, oldest first.
+    pub const ALL: [Self; 6] = [Self::G1, Self::G2, Self::G3, Self::G4, Self::G5, Self::G6];
+
+    /// The releases of LMCache that speak it.
+    #[must_use]
+    pub fn releases(self) -> &'static str {
+        match self {
+            Self::G1 => "0.4.2",
+            Self::G2 => "0.4.3 to 0.4.5",
+            Self::G3 => "0.4.6",
+            Self::G4 => "0.4.7",
+            Self::G5 => "0.5.0 to 0.5.2",
+            Self::G6 => "0.5.3 to 0.5.6",
+        }
+    }
+
+    /// The table: what this generation can ask.
+    #[must_use]
+    pub fn specs(self) -> &'static [OperationSpec] {
+        tables::table(self)
+    }
+
+    /// The rows for an op frame: several where releases differ in payloads, none for an unknown operation.
+    ///
+    /// Names belong to the newest generation alone; older servers know only numbers.
+    pub fn rows(self, id: OperationId<'_>) -> impl Iterator<Item = &'static OperationSpec> {
+        self.specs().iter().filter(move |spec| match id {
+            OperationId::Number(number) => spec.number.is_some_and(|own| i64::from(own) == number),
+            OperationId::Name(name) => self == Self::G6 && spec.operation.name() == name,
+        })
+    }
+
+    /// The row that a client of this generation's newest release uses for an operation.
+    #[must_use]
+    pub fn spec(self, operation: Operation) -> Option<&'static OperationSpec> {
+        self.specs().iter().find(|spec| spec.operation == operation)
+    }
+
+    /// Whether clients of this generation survive a reply whose op frame is a text.
+    ///
+    /// Clients before 0.5.3 stop receiving for good when they cannot decode an op frame.
+    #[must_use]
+    pub fn takes_text_op(self) -> bool {
+        self == Self::G6
+    }
+}
+
+impl OperationSpec {
+    /// The op frame a client of 0.5.6 sends: the number, or the name where there is none.
+    #[must_use]
+    pub fn id(&self) -> OperationId<'static> {
+        match self.number {
+            Some(number) => OperationId::Number(i64::from(number)),
+            None => OperationId::Name(self.operation.name()),
+        }
+    }
+}

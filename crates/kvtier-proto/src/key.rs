@@ -1,0 +1,293 @@
+//! The key: which tokens, of which model, for which worker and tenant, a request is about.
+
+use crate::wire::{self, DecodeError, InField, Reader};
+
+/// Most code points a cache salt may have (LMCache 0.5.6).
+pub const MAX_SALT_CHARS: usize = 128;
+
+/// The key of every lookup, store and retrieve (`IPCCacheServerKey` of LMCache 0.5.6).
+///
+/// `T` is what the caller's [`TokenReader`] made of the token ids.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CacheKey<'a, T> {
+    /// Model name, as the client decorated it. May contain `@`, which no object key may.
+    pub model_name: &'a str,
+    /// Workers that share the model's KV.
+    pub world_size: u32,
+    /// The worker; absent in keys of a scheduler, which mean all workers.
+    pub worker_id: Option<u32>,
+    /// The whole prompt known so far, not only the range.
+    pub tokens: T,
+    /// First token of the range, counted from the prompt's start.
+    pub start: u64,
+    /// End of the range (exclusive), counted from the prompt's start; may exceed the prompt.
+    pub end: u64,
+    /// The engine's request.
+    pub request_id: &'a str,
+    /// The tenant; empty for none. Checked by [`check_salt`].
+    pub cache_salt: &'a str,
+    /// Free-form settings of the request: the undecoded MessagePack map, if there is one.
+    pub request_configs: Option<&'a [u8]>,
+    /// How many workers will read each object; absent before 0.5.5. See [`CacheKey::readers`].
+    pub num_kv_readers: Option<i64>,
+}
+
+/// Which fields of a key a release sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KeyForm {
+    /// Seven fields, without a salt: 0.4.2 and 0.4.3.
+    Unsalted,
+    /// Eight fields, with the salt: 0.4.4 to 0.5.4.
+    Salted,
+    /// Ten fields, with `request_configs` and `num_kv_readers`: from 0.5.5.
+    Full,
+}
+
+/// Turns the token ids of a key into what a caller needs of them.
+///
+/// The decoder calls it when it stands just behind the header of the `token_ids` array.
+pub trait TokenReader {
+    /// What becomes of the token ids.
+    type Output;
+
+    /// Reads `count` token ids from the start of `data`, which is all that is left of the payload, and
+    /// returns the result with the number of bytes the ids took.
+    ///
+    /// `count` never exceeds `data.len()`. Ids are ints of any width with 0 <= id < 2^32; implementations
+    /// refuse everything else, most simply with [`wire::decode_tokens`].
+    fn read(&mut self, count: usize, data: &[u8]) -> Result<(Self::Output, usize), DecodeError>;
+}
+
+/// Decodes all token ids into a vector.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct VecTokens;
+
+impl TokenReader for VecTokens {
+    type Output = Vec<u32>;
+
+    fn read(&mut self, count: usize, data: &[u8]) -> Result<(Vec<u32>, usize), DecodeError> {
+        let mut tokens = Vec::new();
+        let consumed = wire::decode_tokens(count, data, &mut tokens)?;
+        Ok((tokens, consumed))
+    }
+}
+
+/// Checks the token ids and keeps only their number.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SkipTokens;
+
+impl TokenReader for SkipTokens {
+    type Output = usize;
+
+    fn read(&mut self, count: usize, data: &[u8]) -> Result<(usize, usize), DecodeError> {
+        Ok((count, wire::skip_tokens(count, data)?))
+    }
+}
+
+/// Token ids that can be written into a key.
+pub trait TokenWriter {
+    /// Appends the array of token ids, header included.
+    fn write(&self, out: &mut Vec<u8>);
+}
+
+impl TokenWriter for [u32] {
+    fn write(&self, out: &mut Vec<u8>) {
+        wire::write_tokens(out, self);
+    }
+}
+
+impl TokenWriter for Vec<u32> {
+    fn write(&self, out: &mut Vec<u8>) {
+        self.as_slice().write(out);
+    }
+}
+
+impl<T: TokenWriter + ?Sized> TokenWriter for &T {
+    fn write(&self, out: &mut Vec<u8>) {
+        (**self).write(out);
+    }
+}
+
+impl<T: TokenWriter + ?Sized> TokenWriter for std::sync::Arc<T> {
+    fn write(&self, out: &mut Vec<u8>) {
+        (**self).write(out);
+    }
+}
+
+/// An array of token ids that is encoded already, header included, as [`wire::write_tokens`] made it.
+///
+/// Spares a client that sends the same prompt again and again the encoding.
+#[derive(Debug, Clone, Copy)]
+pub struct EncodedTokens<'a>(pub &'a [u8]);
+
+impl TokenWriter for EncodedTokens<'_> {
+    fn write(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(self.0);
+    }
+}
+
+impl<'a, T> CacheKey<'a, T> {
+    /// How many workers will read each object of this key, as a lookup must pin it.
+    ///
+    /// Releases without `num_kv_readers` say it with the tensor-parallel size: more ranks than the world
+    /// has pieces share each piece (MLA), otherwise each piece has one reader.
+    #[must_use]
+    pub fn readers(&self, tp_size: i64) -> i64 {
+        match self.num_kv_readers {
+            Some(readers) => readers,
+            None if tp_size > i64::from(self.world_size) => tp_size,
+            None => 1,
+        }
+    }
+
+    /// Decodes a key that is a whole payload.
+    pub fn decode<R: TokenReader<Output = T>>(
+        payload: &'a [u8],
+        tokens: &mut R,
+    ) -> Result<Self, DecodeError> {
+        let mut reader = Reader::new(payload);
+        let key = Self::read(&mut reader, tokens)?;
+        reader.finish()?;
+        Ok(key)
+    }
+
+    /// Reads a key: a map by name, unknown fields skipped, the first seven fields required.
+    pub fn read<R: TokenReader<Output = T>>(
+        reader: &mut Reader<'a>,
+        tokens: &mut R,
+    ) -> Result<Self, DecodeError> {
+        let mut model_name = None;
+        let mut world_size = None;
+        let mut worker_id = None;
+        let mut token_ids = None;
+        let mut start = None;
+        let mut end = None;
+        let mut request_id = None;
+        let mut cache_salt = "";
+        let mut request_configs = None;
+        let mut num_kv_readers = None;
+        reader.map(|name, value| {
+            match name {
+                "model_name" => model_name = Some(value.str()?),
+                "world_size" => world_size = Some(value.int()?),
+                "worker_id" => worker_id = Some(value.optional_int()?),
+                "token_ids" => token_ids = Some(read_tokens(value, tokens)?),
+                "start" => start = Some(value.int()?),
+                "end" => end = Some(value.int()?),
+                "request_id" => request_id = Some(value.str()?),
+                "cache_salt" => {
+                    cache_salt = value.str()?;
+                    check_salt(cache_salt)?;
+                }
+                "request_configs" => request_configs = read_configs(value)?,
+                "num_kv_readers" => num_kv_readers = Some(value.int()?),
+                _ => value.skip()?,
+            }
+            Ok(())
+        })?;
+        Ok(Self {
+            model_name: required(model_name, "model_name")?,
+            world_size: required(world_size, "world_size")?,
+            worker_id: required(worker_id, "worker_id")?,
+            tokens: required(token_ids, "token_ids")?,
+            start: required(start, "start")?,
+            end: required(end, "end")?,
+            request_id: required(request_id, "request_id")?,
+            cache_salt,
+            request_configs,
+            num_kv_readers,
+        })
+    }
+}
+
+impl<T: TokenWriter> CacheKey<'_, T> {
+    /// Appends the key with the fields that `form` has, in the order the client sends them.
+    ///
+    /// A form without a salt or a reader count drops them; a full form writes 0 for an absent count.
+    pub fn write(&self, form: KeyForm, out: &mut Vec<u8>) {
+        wire::write_map_len(
+            out,
+            match form {
+                KeyForm::Unsalted => 7,
+                KeyForm::Salted => 8,
+                KeyForm::Full => 10,
+            },
+        );
+        wire::write_str(out, "model_name");
+        wire::write_str(out, self.model_name);
+        wire::write_str(out, "world_size");
+        wire::write_uint(out, u64::from(self.world_size));
+        wire::write_str(out, "worker_id");
+        match self.worker_id {
+            Some(worker) => wire::write_uint(out, u64::from(worker)),
+            None => wire::write_nil(out),
+        }
+        wire::write_str(out, "token_ids");
+        self.tokens.write(out);
+        wire::write_str(out, "start");
+        wire::write_uint(out, self.start);
+        wire::write_str(out, "end");
+        wire::write_uint(out, self.end);
+        wire::write_str(out, "request_id");
+        wire::write_str(out, self.request_id);
+        if form == KeyForm::Unsalted {
+            return;
+        }
+        wire::write_str(out, "cache_salt");
+        wire::write_str(out, self.cache_salt);
+        if form == KeyForm::Salted {
+            return;
+        }
+        wire::write_str(out, "request_configs");
+        match self.request_configs {
+            Some(raw) => out.extend_from_slice(raw),
+            None => wire::write_nil(out),
+        }
+        wire::write_str(out, "num_kv_readers");
+        wire::write_int(out, self.num_kv_readers.unwrap_or(0));
+    }
+}
+
+/// Checks a cache salt: at most 128 code points, none of `@`, `/`, `\` and NUL (LMCache 0.5.6).
+pub fn check_salt(salt: &str) -> Result<(), DecodeError> {
+    if let Some(bad) = salt.chars().find(|c| matches!(c, '@' | '/' | '\\' | '\0')) {
+        return Err(DecodeError::new(format!(
+            "a cache salt must not contain {bad:?}; '@', '/', '\\' and NUL are refused"
+        )));
+    }
+    // A code point takes at most four bytes, so most salts need no counting.
+    if salt.len() > MAX_SALT_CHARS && salt.chars().count() > MAX_SALT_CHARS {
+        return Err(DecodeError::new(format!(
+            "a cache salt has at most {MAX_SALT_CHARS} characters, this one has {}",
+            salt.chars().count()
+        )));
+    }
+    Ok(())
+}
+
+fn read_tokens<R: TokenReader>(
+    value: &mut Reader<'_>,
+    tokens: &mut R,
+) -> Result<R::Output, DecodeError> {
+    let count = value.array_len()?;
+    let (output, consumed) = tokens.read(count, value.rest())?;
+    value.advance(consumed)?;
+    Ok(output)
+}
+
+/// The undecoded map of settings, or nothing for nil.
+fn read_configs<'a>(value: &mut Reader<'a>) -> Result<Option<&'a [u8]>, DecodeError> {
+    if value.nil()? {
+        return Ok(None);
+    }
+    let before = value.rest();
+    value.map(|_, setting| setting.skip())?;
+    Ok(Some(&before[..before.len() - value.rest().len()]))
+}
+
+/// The value of a field that must be there.
+pub(crate) fn required<T>(value: Option<T>, name: &str) -> Result<T, DecodeError> {
+    value
+        .ok_or_else(|| DecodeError::new("the field is missing and has no default"))
+        .in_field(name)
+}

@@ -1,0 +1,95 @@
+//! The names a pickle may mention. A name outside this list ends the reading.
+
+use crate::descriptor::Dtype;
+use crate::wire::{DecodeError, name_shown};
+
+/// A known global: a tag to compare with, never a function to call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Global {
+    /// `torch._utils._rebuild_tensor_v2`: a tensor over a typed storage.
+    RebuildTensorV2,
+    /// `torch._utils._rebuild_tensor_v3`: a tensor over an untyped storage, with its element type.
+    RebuildTensorV3,
+    /// `torch.storage._load_from_bytes`: a storage from a `torch.save` stream.
+    LoadFromBytes,
+    /// `collections.OrderedDict`: the (empty) hooks of a tensor.
+    OrderedDict,
+    /// `torch.<dtype>`.
+    Dtype(Dtype),
+    /// `torch.<Type>Storage`: a storage counted in elements of that type.
+    TypedStorage(Dtype),
+    /// `torch.storage.UntypedStorage`: a storage counted in bytes.
+    UntypedStorage,
+    /// The wrapper that clients up to 0.5.0 register for CUDA pages.
+    CudaWrapper,
+}
+
+/// Modules that had the CUDA wrapper in releases that pickled it.
+const CUDA_WRAPPER_MODULES: [&str; 1] = ["lmcache.v1.multiprocess.custom_types"];
+
+impl Global {
+    pub(super) fn resolve(module: &str, name: &str) -> Result<Global, DecodeError> {
+        let found = match (module, name) {
+            ("torch._utils", "_rebuild_tensor_v2") => Some(Global::RebuildTensorV2),
+            ("torch._utils", "_rebuild_tensor_v3") => Some(Global::RebuildTensorV3),
+            ("torch.storage", "_load_from_bytes") => Some(Global::LoadFromBytes),
+            ("collections", "OrderedDict") => Some(Global::OrderedDict),
+            ("torch.storage" | "torch", "UntypedStorage") => Some(Global::UntypedStorage),
+            ("torch", name) => typed_storage(name)
+                .map(Global::TypedStorage)
+                .or_else(|| Dtype::from_name(name).map(Global::Dtype)),
+            (module, "CudaIPCWrapper") if CUDA_WRAPPER_MODULES.contains(&module) => {
+                Some(Global::CudaWrapper)
+            }
+            _ => None,
+        };
+        found.ok_or_else(|| {
+            DecodeError::at(
+                "pickle",
+                format!(
+                    "the global {:?} of module {:?} is not allowed; known are torch's tensor and storage rebuilders, \
+                     element types and storage classes, collections.OrderedDict and LMCache's CudaIPCWrapper",
+                    name_shown(name),
+                    name_shown(module)
+                ),
+            )
+        })
+    }
+}
+
+fn typed_storage(name: &str) -> Option<Dtype> {
+    Some(match name {
+        "BFloat16Storage" => Dtype::BFloat16,
+        "HalfStorage" => Dtype::Float16,
+        "FloatStorage" => Dtype::Float32,
+        "DoubleStorage" => Dtype::Float64,
+        "ByteStorage" => Dtype::UInt8,
+        "CharStorage" => Dtype::Int8,
+        "ShortStorage" => Dtype::Int16,
+        "IntStorage" => Dtype::Int32,
+        "LongStorage" => Dtype::Int64,
+        "BoolStorage" => Dtype::Bool,
+        "ComplexFloatStorage" => Dtype::Complex64,
+        "ComplexDoubleStorage" => Dtype::Complex128,
+        _ => return None,
+    })
+}
+
+/// The storage class PyTorch names when it pickles a tensor of that type; None where it uses an untyped storage.
+pub(super) fn storage_class(dtype: Dtype) -> Option<&'static str> {
+    Some(match dtype {
+        Dtype::BFloat16 => "BFloat16Storage",
+        Dtype::Float16 => "HalfStorage",
+        Dtype::Float32 => "FloatStorage",
+        Dtype::Float64 => "DoubleStorage",
+        Dtype::UInt8 => "ByteStorage",
+        Dtype::Int8 => "CharStorage",
+        Dtype::Int16 => "ShortStorage",
+        Dtype::Int32 => "IntStorage",
+        Dtype::Int64 => "LongStorage",
+        Dtype::Bool => "BoolStorage",
+        Dtype::Complex64 => "ComplexFloatStorage",
+        Dtype::Complex128 => "ComplexDoubleStorage",
+        _ => return None,
+    })
+}

@@ -1,0 +1,277 @@
+//! Requests: what a client asks, typed.
+//!
+//! [`Request::decode`] reads the payload frames by a row of a generation's table, [`Request::encode`]
+//! writes them; what differs between generations (flat block ids, keys without a salt, registrations
+//! without groups, pings without a payload) is in the row, not in the types.
+
+mod decode;
+mod encode;
+mod types;
+
+pub use encode::EncodeError;
+pub(crate) use types::write_ints;
+pub use types::{
+    AllocationRecord, EngineDrivenContext, EngineGroupInfo, EngineType, InstanceId, JobRef,
+    KvLayoutName, KvListLayout, LayoutDescriptor, LayoutHints, MatchedSegment, ObjectKeyParts,
+    Seconds,
+};
+
+use crate::descriptor::TensorDescriptor;
+use crate::key::CacheKey;
+use crate::operation::Operation;
+
+/// A request. `T` is what the caller's [`crate::key::TokenReader`] made of token ids.
+#[derive(Debug, Clone, PartialEq)]
+#[expect(
+    missing_docs,
+    reason = "fields carry their wire names; see the operations' documentation"
+)]
+pub enum Request<'a, T> {
+    RegisterKvCache(Registration<'a>),
+    UnregisterKvCache {
+        instance: InstanceId,
+    },
+    RegisterQCache(Registration<'a>),
+    UnregisterQCache {
+        instance: InstanceId,
+    },
+    StoreQ(Store<'a, T>),
+    Store(Store<'a, T>),
+    Retrieve(Retrieve<'a, T>),
+    Lookup {
+        key: CacheKey<'a, T>,
+        tp_size: i64,
+    },
+    QueryPrefetchStatus {
+        job: JobRef<'a>,
+    },
+    QueryPrefetchLookupHits {
+        job: JobRef<'a>,
+    },
+    WaitPrefetchStatus {
+        job: JobRef<'a>,
+        timeout: Seconds,
+    },
+    FreeLookupLocks {
+        key: CacheKey<'a, T>,
+        tp_size: i64,
+    },
+    EndSession {
+        request_id: &'a str,
+    },
+    RegisterEngineDriven(EngineDrivenContext<'a>),
+    UnregisterEngineDriven {
+        instance: InstanceId,
+    },
+    PrepareStore {
+        key: CacheKey<'a, T>,
+        instance: InstanceId,
+    },
+    CommitStore {
+        key: CacheKey<'a, T>,
+        instance: InstanceId,
+        data: &'a [u8],
+    },
+    PrepareRetrieve {
+        key: CacheKey<'a, T>,
+        instance: InstanceId,
+    },
+    CommitRetrieve {
+        key: CacheKey<'a, T>,
+        instance: InstanceId,
+    },
+    Clear {
+        force: bool,
+    },
+    GetChunkSize,
+    Ping {
+        instance: Option<InstanceId>,
+    },
+    ReportBlockAllocation(BlockAllocation<'a>),
+    Noop,
+    GetExperimental,
+    CbRegisterRope(RopeRegistration<'a>),
+    CbUnregisterRope {
+        instance: InstanceId,
+    },
+    CbRetrievePreComputed(RetrieveMatched<'a, T>),
+    CbUnifiedLookup {
+        key: CacheKey<'a, T>,
+        tp_size: i64,
+    },
+    CbReorderPlan {
+        key: CacheKey<'a, T>,
+        keep_prefix: i64,
+        budget_ms: i64,
+    },
+    CbProtocolHandshake {
+        client_version: i64,
+    },
+    P2pLookupAndLock {
+        keys: Vec<ObjectKeyParts<'a>>,
+        layouts: Vec<(i64, LayoutDescriptor<'a>)>,
+    },
+    P2pQueryLookupResults {
+        task_id: i64,
+    },
+    P2pUnlockObjects {
+        keys: Vec<ObjectKeyParts<'a>>,
+    },
+    SubscribeKvEvents(Subscription<'a>),
+    ServerModuleCall {
+        method: &'a str,
+        payload: &'a [u8],
+    },
+}
+
+/// A worker that shows where its KV pages are.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Registration<'a> {
+    /// The worker.
+    pub instance: InstanceId,
+    /// One tensor for each layer.
+    pub tensors: Vec<TensorDescriptor>,
+    /// Model name, as the client decorated it.
+    pub model_name: &'a str,
+    /// Workers that share the model's KV.
+    pub world_size: u32,
+    /// The engine; vLLM for releases that do not say.
+    pub engine: EngineType,
+    /// What the engine knows about the tensors' layout; empty for releases that do not say.
+    pub hints: LayoutHints,
+    /// Groups of layers with block ids of their own; empty means one group of all tensors.
+    pub groups: Vec<EngineGroupInfo>,
+}
+
+/// Copy blocks of a worker into the cache.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Store<'a, T> {
+    /// What the blocks hold.
+    pub key: CacheKey<'a, T>,
+    /// The worker.
+    pub instance: InstanceId,
+    /// Block ids of each group, in the order of the registration's groups.
+    pub block_ids: Vec<Vec<i64>>,
+    /// The device event behind which the blocks are complete; see the LMCache 0.5.6 event handles.
+    pub event_handle: &'a [u8],
+}
+
+/// Copy cached chunks into blocks of a worker.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Retrieve<'a, T> {
+    /// What to read.
+    pub key: CacheKey<'a, T>,
+    /// The worker.
+    pub instance: InstanceId,
+    /// Block ids of each group, in the order of the registration's groups.
+    pub block_ids: Vec<Vec<i64>>,
+    /// The device event behind which the blocks may be written.
+    pub event_handle: &'a [u8],
+    /// Tokens at the front of the range whose blocks must not be written.
+    pub skip_first_n_tokens: i64,
+}
+
+/// Blending: copy matched segments into blocks of a worker.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RetrieveMatched<'a, T> {
+    /// The prompt.
+    pub key: CacheKey<'a, T>,
+    /// Which segments of other prompts go where.
+    pub matches: Vec<MatchedSegment<'a>>,
+    /// Block ids of each group.
+    pub block_ids: Vec<Vec<i64>>,
+    /// The worker.
+    pub instance: InstanceId,
+    /// The device event behind which the blocks may be written.
+    pub event_handle: &'a [u8],
+}
+
+/// Blending: rotary tables of a worker.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeRegistration<'a> {
+    /// The worker.
+    pub instance: InstanceId,
+    /// Cosine and sine tables.
+    pub caches: Vec<TensorDescriptor>,
+    /// Head size.
+    pub head_size: i64,
+    /// Whether halves are rotated (NeoX) instead of pairs.
+    pub is_neox_style: bool,
+    /// Table of each group.
+    pub group_to_cache: Vec<i64>,
+    /// Rotated range of each group.
+    pub group_rot: Vec<Vec<i64>>,
+    /// Head size of each group.
+    pub group_head_size: Vec<i64>,
+    /// Name of the KV quantisation, empty for none.
+    pub kv_quant: &'a str,
+}
+
+/// Telemetry of a scheduler: which blocks its requests got.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BlockAllocation<'a> {
+    /// The scheduler; absent in 0.4.3.
+    pub instance: Option<InstanceId>,
+    /// The model; absent in 0.4.3.
+    pub model_name: Option<&'a str>,
+    /// One record for each request.
+    pub records: Vec<AllocationRecord<'a>>,
+}
+
+/// Open a stream of what was stored and removed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Subscription<'a> {
+    /// The subscribing worker.
+    pub instance: InstanceId,
+    /// Only events of this model.
+    pub model_name: &'a str,
+    /// First sequence number wanted.
+    pub cursor: i64,
+    /// Most events in one batch.
+    pub max_events: i64,
+}
+
+impl<T> Request<'_, T> {
+    /// The operation this is a request of.
+    #[must_use]
+    pub fn operation(&self) -> Operation {
+        match self {
+            Self::RegisterKvCache(_) => Operation::RegisterKvCache,
+            Self::UnregisterKvCache { .. } => Operation::UnregisterKvCache,
+            Self::RegisterQCache(_) => Operation::RegisterQCache,
+            Self::UnregisterQCache { .. } => Operation::UnregisterQCache,
+            Self::StoreQ(_) => Operation::StoreQ,
+            Self::Store(_) => Operation::Store,
+            Self::Retrieve(_) => Operation::Retrieve,
+            Self::Lookup { .. } => Operation::Lookup,
+            Self::QueryPrefetchStatus { .. } => Operation::QueryPrefetchStatus,
+            Self::QueryPrefetchLookupHits { .. } => Operation::QueryPrefetchLookupHits,
+            Self::WaitPrefetchStatus { .. } => Operation::WaitPrefetchStatus,
+            Self::FreeLookupLocks { .. } => Operation::FreeLookupLocks,
+            Self::EndSession { .. } => Operation::EndSession,
+            Self::RegisterEngineDriven(_) => Operation::RegisterEngineDriven,
+            Self::UnregisterEngineDriven { .. } => Operation::UnregisterEngineDriven,
+            Self::PrepareStore { .. } => Operation::PrepareStore,
+            Self::CommitStore { .. } => Operation::CommitStore,
+            Self::PrepareRetrieve { .. } => Operation::PrepareRetrieve,
+            Self::CommitRetrieve { .. } => Operation::CommitRetrieve,
+            Self::Clear { .. } => Operation::Clear,
+            Self::GetChunkSize => Operation::GetChunkSize,
+            Self::Ping { .. } => Operation::Ping,
+            Self::ReportBlockAllocation(_) => Operation::ReportBlockAllocation,
+            Self::Noop => Operation::Noop,
+            Self::GetExperimental => Operation::GetExperimental,
+            Self::CbRegisterRope(_) => Operation::CbRegisterRope,
+            Self::CbUnregisterRope { .. } => Operation::CbUnregisterRope,
+            Self::CbRetrievePreComputed(_) => Operation::CbRetrievePreComputed,
+            Self::CbUnifiedLookup { .. } => Operation::CbUnifiedLookup,
+            Self::CbReorderPlan { .. } => Operation::CbReorderPlan,
+            Self::CbProtocolHandshake { .. } => Operation::CbProtocolHandshake,
+            Self::P2pLookupAndLock { .. } => Operation::P2pLookupAndLock,
+            Self::P2pQueryLookupResults { .. } => Operation::P2pQueryLookupResults,
+            Self::P2pUnlockObjects { .. } => Operation::P2pUnlockObjects,
+            Self::SubscribeKvEvents(_) => Operation::SubscribeKvEvents,
+            Self::ServerModuleCall { .. } => Operation::ServerModuleCall,
+        }
+    }
+}

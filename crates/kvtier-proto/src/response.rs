@@ -1,0 +1,235 @@
+//! Responses: what the server answers, typed.
+//!
+//! A response of "nothing" is no third frame at all ([`Response::encode`] gives none), and a client takes
+//! a missing third frame as nothing whatever the operation returns (LMCache 0.5.6).
+
+mod decode;
+mod encode;
+
+use std::borrow::Cow;
+
+pub use crate::request::MatchedSegment;
+pub use encode::prepare_retrieve_hit;
+
+/// What kind of response an operation has; part of each row of a generation's table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ResponseKind {
+    /// Always nothing.
+    Nothing,
+    /// An int.
+    Int,
+    /// An int, or nothing: not known yet.
+    OptionalInt,
+    /// A bool.
+    Bool,
+    /// A text.
+    Text,
+    /// An array of texts.
+    Texts,
+    /// An array of ints.
+    Ints,
+    /// Event handle and verdict of a transfer.
+    Transfer,
+    /// Where the shared pool is.
+    EngineDriven,
+    /// Where to write.
+    PrepareStore,
+    /// Where to read.
+    PrepareRetrieve,
+    /// A batch of a stream of events.
+    EventBatch,
+    /// A blending lookup's result, or nothing: not known yet.
+    UnifiedLookup,
+    /// A version and whether it fits.
+    Handshake,
+    /// Addresses of objects, or nothing: not known yet.
+    Addresses,
+    /// A plug-in's answer.
+    ModuleCall,
+}
+
+/// A response.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Response<'a> {
+    /// Nothing: no third frame.
+    Nothing,
+    /// An int: chunk size, hit chunks, task, job.
+    Int(i64),
+    /// A bool.
+    Bool(bool),
+    /// A text.
+    Text(Cow<'a, str>),
+    /// Texts: names of optional features.
+    Texts(Vec<Cow<'a, str>>),
+    /// Ints: an order of segments.
+    Ints(Vec<i64>),
+    /// To store and retrieve.
+    Transfer(Transfer<'a>),
+    /// To an engine-driven registration.
+    EngineDriven(EngineDriven<'a>),
+    /// To prepare_store.
+    PrepareStore(PrepareStore<'a>),
+    /// To prepare_retrieve.
+    PrepareRetrieve(PrepareRetrieve<'a>),
+    /// A batch of a stream.
+    EventBatch(EventBatch<'a>),
+    /// To a blending lookup.
+    UnifiedLookup(UnifiedLookup<'a>),
+    /// To a blending handshake.
+    Handshake {
+        /// The server's version.
+        version: i64,
+        /// Whether the client's version fits.
+        compatible: bool,
+    },
+    /// To a query between servers.
+    Addresses(Vec<ChannelAddress>),
+    /// To a plug-in call.
+    ModuleCall(ModuleCall<'a>),
+}
+
+/// The verdict on a store or retrieve.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Transfer<'a> {
+    /// The device event that ends the transfer; empty when it is complete already.
+    pub event_handle: Cow<'a, [u8]>,
+    /// Whether there was no fatal error.
+    pub ok: bool,
+}
+
+/// Where the pool shared with a worker is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineDriven<'a> {
+    /// POSIX segment, without a slash in front; empty: no pool, data travels pickled.
+    pub shm_name: Cow<'a, str>,
+    /// Bytes of the pool.
+    pub pool_size: u64,
+}
+
+/// A chunk's place in the shared pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slot<'a> {
+    /// Bytes from the pool's start.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Shape of the chunk, in values.
+    pub shape: Cow<'a, [u64]>,
+    /// Name of the values' type, such as `bfloat16`.
+    pub dtype: Cow<'a, str>,
+}
+
+/// Where a worker may write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrepareStore<'a> {
+    /// Slots to write and which chunks they are; none: send the data pickled. Empty: all is cached.
+    pub target: Option<StoreTarget<'a>>,
+}
+
+/// The slots of a [`PrepareStore`].
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StoreTarget<'a> {
+    /// One slot for each chunk that is wanted.
+    pub slots: Vec<Slot<'a>>,
+    /// Which chunks of the request's range they are, counted from its start.
+    pub chunk_indices: Vec<u64>,
+}
+
+/// What a worker may read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrepareRetrieve<'a> {
+    /// Whether everything asked for is here.
+    pub success: bool,
+    /// The chunks, pickled; empty for a miss and with a shared pool.
+    pub data: Cow<'a, [u8]>,
+    /// One slot for each chunk of the range, in order; none without a shared pool.
+    pub slots: Option<Vec<Slot<'a>>>,
+}
+
+impl PrepareRetrieve<'_> {
+    /// The answer to a request for what is not (all) here.
+    #[must_use]
+    pub fn miss() -> Self {
+        Self {
+            success: false,
+            data: Cow::Borrowed(&[]),
+            slots: None,
+        }
+    }
+}
+
+/// A batch of a stream of events.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EventBatch<'a> {
+    /// Whether the server keeps events at all.
+    pub enabled: bool,
+    /// Changes when the server restarts: its start in nanoseconds.
+    pub incarnation: i64,
+    /// First sequence number not in this batch.
+    pub next_cursor: i64,
+    /// Whether events before this batch are gone.
+    pub lost: bool,
+    /// The events.
+    pub events: Vec<EventRecord<'a>>,
+}
+
+/// One event.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EventRecord<'a> {
+    /// Sequence number.
+    pub seq: i64,
+    /// `stored` or `removed`.
+    pub kind: Cow<'a, str>,
+    /// Where, such as `CPU`.
+    pub medium: Cow<'a, str>,
+    /// The model.
+    pub model_name: Cow<'a, str>,
+    /// Hashes of the chunks.
+    pub block_hashes: Vec<Cow<'a, [u8]>>,
+    /// Hash of the chunk before the first one.
+    pub parent_block_hash: Option<Cow<'a, [u8]>>,
+    /// Tokens of the chunks; empty for removals.
+    pub token_ids: Vec<u32>,
+}
+
+/// A blending lookup's result.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnifiedLookup<'a> {
+    /// Tokens the prefix covers.
+    pub prefix_coverage_tokens: i64,
+    /// Segments elsewhere in the prompt.
+    pub non_prefix_segments: Vec<MatchedSegment<'a>>,
+    /// Segments of the prefix.
+    pub segmented_prefix_segments: Vec<MatchedSegment<'a>>,
+}
+
+/// An object's place in another server's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChannelAddress {
+    /// Bytes from the start; -1 for an object that is not here.
+    pub offset: i64,
+    /// Bytes.
+    pub size: u64,
+}
+
+/// A plug-in's answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModuleCall<'a> {
+    /// Whether the call worked.
+    pub success: bool,
+    /// What it returned.
+    pub payload: Cow<'a, [u8]>,
+    /// Why it failed; empty otherwise.
+    pub error: Cow<'a, str>,
+}
+
+impl<'a> Response<'a> {
+    /// A store's or retrieve's verdict.
+    #[must_use]
+    pub fn transfer(event_handle: impl Into<Cow<'a, [u8]>>, ok: bool) -> Self {
+        Self::Transfer(Transfer {
+            event_handle: event_handle.into(),
+            ok,
+        })
+    }
+}
