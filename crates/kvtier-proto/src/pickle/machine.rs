@@ -422,13 +422,13 @@ impl<'a> Run<'a> {
     fn remember(&mut self, slot: usize) -> Result<(), DecodeError> {
         let value = self.pop()?;
         self.stack.push(value);
+        let known = self.memo.len();
         match self.memo.get_mut(slot) {
             Some(entry) => *entry = value,
-            None if slot == self.memo.len() => self.memo.push(value),
+            None if slot == known => self.memo.push(value),
             None => {
                 return Err(error(format!(
-                    "memo entry {slot} is written while there are {}",
-                    self.memo.len()
+                    "memo entry {slot} is written while there are {known}"
                 )));
             }
         }

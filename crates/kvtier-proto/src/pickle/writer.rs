@@ -175,7 +175,9 @@ fn shape_error(index: usize, shape: &[u64]) -> WriteError {
 }
 
 fn frame(index: usize, tensor: &TensorToWrite<'_>) -> Result<Frame, WriteError> {
-    let representable = |shape: &[u64]| shape.len() <= MAX_RANK && shape.iter().all(|&length| i64::try_from(length).is_ok());
+    let representable = |shape: &[u64]| {
+        shape.len() <= MAX_RANK && shape.iter().all(|&length| i64::try_from(length).is_ok())
+    };
     let elements = tensor.byte_len().filter(|_| representable(tensor.shape));
     let elements = elements.ok_or_else(|| shape_error(index, tensor.shape))?;
     // Row-major strides as PyTorch counts them: an empty axis counts like one of length 1.
