@@ -4,9 +4,12 @@
 //! a socket, a file, a clock, a thread or a task.
 #![forbid(unsafe_code)]
 
+pub mod cache;
+pub mod eviction;
 pub mod hashing;
 pub mod object_key;
+pub mod prompt;
 pub mod window;
 
 pub use hashing::ChunkHash;
-pub use object_key::{ObjectKey, kv_rank};
+pub use object_key::{KeyScope, ObjectKey, kv_rank};

@@ -105,7 +105,9 @@ pub enum AlgorithmError {
     )]
     Pickled,
     /// Any other name.
-    #[error("unknown hash algorithm {0:?}; allowed are \"blake3\", \"sha256_cbor\" and \"sha256_cbor_64bit\"")]
+    #[error(
+        "unknown hash algorithm {0:?}; allowed are \"blake3\", \"sha256_cbor\" and \"sha256_cbor_64bit\""
+    )]
     Unknown(String),
 }
 
@@ -126,7 +128,11 @@ impl ChunkHasher {
             HashAlgorithm::Blake3 => blake3_chunk(&[0; 8], &[0]),
             HashAlgorithm::Sha256Cbor => sha256_of(|cbor| cbor.str(seed).map(drop)),
         };
-        Self { algorithm, chunk_size, none_hash }
+        Self {
+            algorithm,
+            chunk_size,
+            none_hash,
+        }
     }
 
     /// The algorithm.
@@ -181,7 +187,9 @@ fn blake3_chunk(previous: &[u8], tokens: &[u32]) -> ChunkHash {
 
 fn sha256_cbor_chunk(previous: &ChunkHash, tokens: &[u32]) -> ChunkHash {
     sha256_of(|cbor| {
-        cbor.array(3)?.bytes(&previous.0)?.array(tokens.len() as u64)?;
+        cbor.array(3)?
+            .bytes(&previous.0)?
+            .array(tokens.len() as u64)?;
         for &token in tokens {
             cbor.u32(token)?;
         }

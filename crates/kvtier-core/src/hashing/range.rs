@@ -7,7 +7,12 @@ use std::ops::Range;
 ///
 /// As LMCache 0.5.6: an end past the prompt is the prompt's end, an unaligned end is rounded down, an unaligned start
 /// is rounded up, and what is left may be empty.
-pub fn lookup_chunks(chunk_size: NonZeroUsize, token_count: usize, start: u64, end: u64) -> Range<usize> {
+pub fn lookup_chunks(
+    chunk_size: NonZeroUsize,
+    token_count: usize,
+    start: u64,
+    end: u64,
+) -> Range<usize> {
     let size = chunk_size.get() as u64;
     // Both are at most the number of chunks, which is a usize.
     let end = (end.min(token_count as u64) / size) as usize;

@@ -1,12 +1,23 @@
-//! The full identity of a stored object, and how it is derived from a request's key.
+//! The full identity of a stored object, its forms in text, JSON and MessagePack, and how a request names objects.
+
+mod foreign;
+mod parse;
+mod scope;
+mod text;
 
 use crate::hashing::ChunkHash;
 use std::sync::Arc;
 
+pub use foreign::{EncodedObjectKey, ForeignKey};
+pub use parse::ParseError;
+pub use scope::{KeyScope, MAX_WORLD_SIZE};
+pub use text::{KeyShape, KeyText};
+
 /// Packs world size and worker number as LMCache 0.5.6 does with `local` equal to `global`:
 /// `(world_size << 24) | (worker << 16) | (world_size << 8) | worker`.
 ///
-/// Nothing is masked: from 256 workers on, the numbers run into each other, exactly as they do in LMCache.
+/// Nothing is masked, so large numbers run into each other exactly as they do in LMCache; [`KeyScope`] refuses
+/// those that would make two workers one.
 pub fn kv_rank(world_size: u32, worker: u32) -> u64 {
     kv_rank_parts(world_size, worker, world_size, worker)
 }
@@ -24,9 +35,55 @@ pub fn kv_rank_parts(
         | u64::from(local_rank)
 }
 
+/// The world size packed into a [`kv_rank`], as LMCache reads it back: its low eight bits.
+pub fn world_size_of(kv_rank: u64) -> u32 {
+    // Masked to eight bits, so it fits.
+    (kv_rank >> 24 & 0xff) as u32
+}
+
+/// Checks a model name as part of an object key: it has no `@`, which separates the fields of the text forms.
+pub fn check_model_name(model_name: &str) -> Result<(), KeyError> {
+    match model_name.contains('@') {
+        true => Err(KeyError::ModelName(model_name.to_owned())),
+        false => Ok(()),
+    }
+}
+
+/// Checks a cache salt: at most 128 characters, none of `@`, `/`, `\` and NUL.
+pub fn check_cache_salt(cache_salt: &str) -> Result<(), KeyError> {
+    kvtier_proto::key::check_salt(cache_salt).map_err(|error| KeyError::CacheSalt(error.message))
+}
+
+/// Values that cannot be part of an object key.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum KeyError {
+    /// The model name holds an `@`.
+    #[error(
+        "model_name must not contain '@', which separates the fields of a key's text forms (got {0:?})"
+    )]
+    ModelName(String),
+    /// The salt holds a forbidden character or is too long.
+    #[error("cache_salt: {0}")]
+    CacheSalt(String),
+    /// The world size is zero or too large for its place in a rank.
+    #[error("world_size must be between 1 and {MAX_WORLD_SIZE} (got {0})")]
+    WorldSize(u32),
+    /// The worker is too large for its place in a rank.
+    #[error(
+        "worker_id must be below {MAX_WORLD_SIZE}, or two workers would share their objects (got {0})"
+    )]
+    WorkerId(u32),
+    /// The hash is of another algorithm.
+    #[error("chunk_hash must have 32 bytes, as blake3 and sha256_cbor make it (got {0})")]
+    HashLength(usize),
+    /// The hash is not written as hex.
+    #[error("chunk_hash_hex must be pairs of hex digits (got {0:?})")]
+    HashHex(String),
+}
+
 /// What one stored object is: one chunk, of one model, on one rank, for one object group and one tenant.
 ///
-/// All fields take part in equality.
+/// All fields take part in equality. A key that exists is valid: its model name and salt were checked.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ObjectKey {
     chunk_hash: ChunkHash,
@@ -37,6 +94,26 @@ pub struct ObjectKey {
 }
 
 impl ObjectKey {
+    /// A key from its parts. To derive many keys from one request, use [`KeyScope`], which shares the strings.
+    pub fn new(
+        chunk_hash: ChunkHash,
+        model_name: impl Into<Arc<str>>,
+        kv_rank: u64,
+        object_group_id: u32,
+        cache_salt: impl Into<Arc<str>>,
+    ) -> Result<Self, KeyError> {
+        let (model_name, cache_salt) = (model_name.into(), cache_salt.into());
+        check_model_name(&model_name)?;
+        check_cache_salt(&cache_salt)?;
+        Ok(Self {
+            chunk_hash,
+            model_name,
+            kv_rank,
+            object_group_id,
+            cache_salt,
+        })
+    }
+
     /// The chunk's hash.
     pub fn chunk_hash(&self) -> ChunkHash {
         self.chunk_hash
@@ -60,5 +137,26 @@ impl ObjectKey {
     /// The tenant; empty for none.
     pub fn cache_salt(&self) -> &Arc<str> {
         &self.cache_salt
+    }
+
+    /// The key's forms in text and MessagePack.
+    pub fn text(&self) -> KeyText<'_> {
+        KeyText {
+            chunk_hash: &self.chunk_hash.0,
+            model_name: &self.model_name,
+            kv_rank: self.kv_rank,
+            object_group_id: self.object_group_id,
+            cache_salt: &self.cache_salt,
+        }
+    }
+
+    /// Reads [`KeyText::name`] back; see [`ForeignKey::parse_name`].
+    pub fn parse_name(name: &str, shape: Option<KeyShape>) -> Result<Self, ParseError> {
+        Ok(ForeignKey::parse_name(name, shape)?.try_into()?)
+    }
+
+    /// Reads [`KeyText::file_name`] back; see [`ForeignKey::parse_file_name`].
+    pub fn parse_file_name(file_name: &str, shape: Option<KeyShape>) -> Result<Self, ParseError> {
+        Ok(ForeignKey::parse_file_name(file_name, shape)?.try_into()?)
     }
 }

@@ -1,0 +1,97 @@
+//! Writing keys: names in second tiers, file names, and the MessagePack of peers.
+
+use kvtier_proto::wire;
+use std::fmt::Write;
+
+/// The field layout of a key's text forms, which changed between releases of LMCache.
+///
+/// Each release finds only what was written in its own shape.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum KeyShape {
+    /// `model@rank@group@hash[@salt]`, as LMCache 0.5.6.
+    #[default]
+    Grouped,
+    /// `model@rank@hash[@salt]`, as LMCache 0.4.4. Keys of another group than 0 are written grouped.
+    Ungrouped,
+}
+
+/// A key about to be written; see [`ObjectKey::text`](super::ObjectKey::text).
+#[derive(Clone, Copy, Debug)]
+pub struct KeyText<'a> {
+    pub(super) chunk_hash: &'a [u8],
+    pub(super) model_name: &'a str,
+    pub(super) kv_rank: u64,
+    pub(super) object_group_id: u32,
+    pub(super) cache_salt: &'a str,
+}
+
+impl KeyText<'_> {
+    /// The name in Redis, Valkey, S3 and other stores of whole objects: `model@02010201@0@hash[@salt]`.
+    pub fn name(&self, shape: KeyShape) -> String {
+        self.fields(self.model_name, "", shape)
+    }
+
+    /// The path of an S3 request for [`Self::name`]: percent-encoded, `/` kept, with a `/` in front.
+    pub fn s3_path(&self, shape: KeyShape) -> String {
+        let name = self.name(shape);
+        let mut path = String::with_capacity(name.len() + 16);
+        path.push('/');
+        for byte in name.bytes() {
+            if byte.is_ascii_alphanumeric() || b"_.-~/".contains(&byte) {
+                path.push(char::from(byte));
+            } else {
+                push(&mut path, format_args!("%{byte:02X}"));
+            }
+        }
+        path
+    }
+
+    /// The file name of the `fs` adapter: `model@0x02010201@0@hash[@salt].data`, each `/` of the model as `-SEP-`.
+    ///
+    /// A model name that holds `-SEP-` itself does not read back.
+    pub fn file_name(&self, shape: KeyShape) -> String {
+        let mut name = self.fields(&self.model_name.replace('/', "-SEP-"), "0x", shape);
+        name.push_str(".data");
+        name
+    }
+
+    /// The MessagePack map that LMCache 0.5.6 peers exchange.
+    pub fn to_msgpack(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(128 + self.model_name.len() + self.cache_salt.len());
+        wire::write_map_len(&mut out, 5);
+        wire::write_str(&mut out, "chunk_hash");
+        wire::write_bin(&mut out, self.chunk_hash);
+        wire::write_str(&mut out, "model_name");
+        wire::write_str(&mut out, self.model_name);
+        wire::write_str(&mut out, "kv_rank");
+        wire::write_uint(&mut out, self.kv_rank);
+        wire::write_str(&mut out, "object_group_id");
+        wire::write_uint(&mut out, u64::from(self.object_group_id));
+        wire::write_str(&mut out, "cache_salt");
+        wire::write_str(&mut out, self.cache_salt);
+        out
+    }
+
+    fn fields(&self, model_name: &str, rank_prefix: &str, shape: KeyShape) -> String {
+        let length = model_name.len() + self.chunk_hash.len() * 2 + self.cache_salt.len() + 32;
+        let mut text = String::with_capacity(length);
+        push(
+            &mut text,
+            format_args!("{model_name}@{rank_prefix}{:08x}@", self.kv_rank),
+        );
+        if shape == KeyShape::Grouped || self.object_group_id != 0 {
+            push(&mut text, format_args!("{:x}@", self.object_group_id));
+        }
+        for byte in self.chunk_hash {
+            push(&mut text, format_args!("{byte:02x}"));
+        }
+        if !self.cache_salt.is_empty() {
+            push(&mut text, format_args!("@{}", self.cache_salt));
+        }
+        text
+    }
+}
+
+fn push(text: &mut String, part: std::fmt::Arguments<'_>) {
+    text.write_fmt(part).expect("a String takes any text");
+}

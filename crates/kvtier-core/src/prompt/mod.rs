@@ -1,0 +1,310 @@
+//! Chunk hashes of prompts, remembered by the bytes the prompts arrived in.
+//!
+//! Every request repeats its whole prompt, several times a step, and prompts of one conversation repeat each other.
+//! So the memory keeps, per chunk, the raw MessagePack bytes of its token ids beside its hash. A prompt is walked
+//! chunk by chunk: what follows a known hash with known bytes has a known hash, and is neither decoded nor hashed.
+//! From the first unknown chunk on, the prompt is decoded and hashed plainly and remembered for the next time.
+//! The last tokens, too few for a chunk, have no hash; they are decoded every time, to check them.
+//!
+//! Bytes and the hash before them are always compared whole. What the table is searched by only decides where to
+//! look, so whoever fills the memory with prompts, or finds two that collide, causes misses and never a wrong hash.
+
+mod generations;
+#[cfg(test)]
+mod tests;
+
+use crate::hashing::{ChunkHash, ChunkHasher};
+use foldhash::quality::RandomState;
+use generations::{Arrivals, Entry, Found, Generations, Limits, Table};
+use kvtier_proto::key::TokenReader;
+use kvtier_proto::wire::{self, DecodeError};
+use parking_lot::{Mutex, RwLock};
+use std::fmt;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Entries of a retired generation that an insertion frees for each one it makes. More than one, because entries
+/// differ in size and a young generation may fill with fewer than the retired one has.
+const RETIRED_PER_ARRIVAL: usize = 8;
+
+/// What a request's token ids come to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prompt {
+    /// Token ids in the request.
+    pub token_count: usize,
+    /// The hashes of all full chunks, in order.
+    pub hashes: Vec<ChunkHash>,
+}
+
+/// Counters of a [`PromptMemory`] since its start, and its present size.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PromptStats {
+    /// Prompts read without an error; the next three count these only.
+    pub prompts: u64,
+    /// Chunks known by their bytes (hits).
+    pub chunks_known: u64,
+    /// Chunks decoded and hashed (misses).
+    pub chunks_hashed: u64,
+    /// Token ids decoded, rests of less than a chunk included.
+    pub tokens_decoded: u64,
+    /// Chunks remembered now.
+    pub entries: usize,
+    /// Bytes they take, their places in the tables included.
+    pub bytes: usize,
+}
+
+/// Reads token ids into chunk hashes and remembers both; shared by all threads.
+///
+/// Locks: `generations` is read-locked once a prompt for the walk, and write-locked once when something must be moved
+/// into the young generation (once more where that one is full). `retired` is locked without the other.
+pub struct PromptMemory {
+    hasher: ChunkHasher,
+    keys: RandomState,
+    limits: Limits,
+    generations: RwLock<Generations>,
+    /// The key of the chunk that a prompt started with last time; 0 at first.
+    first: AtomicU64,
+    /// A generation on its way out. To free it at once would stop one request for milliseconds, so whoever inserts
+    /// frees a few entries more than that.
+    retired: Mutex<hashbrown::hash_table::IntoIter<Entry>>,
+    prompts: AtomicU64,
+    chunks_known: AtomicU64,
+    chunks_hashed: AtomicU64,
+    tokens_decoded: AtomicU64,
+}
+
+impl fmt::Debug for PromptMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PromptMemory")
+            .field("hasher", &self.hasher)
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
+/// How far a prompt is known.
+struct Walk {
+    hashes: Vec<ChunkHash>,
+    /// Bytes of the known chunks.
+    at: usize,
+    /// Filled as far as the walk went; its `fresh` entries come from decoding.
+    arrivals: Arrivals,
+}
+
+impl PromptMemory {
+    /// `budget` is in bytes and bounds all that is remembered, overhead included; 0 remembers nothing.
+    ///
+    /// A chunk of 256 tokens takes about 1 KiB. Using an entry keeps it: only what was not used while a third of the
+    /// budget was filled with newer or newly used entries is forgotten.
+    pub fn new(hasher: ChunkHasher, budget: usize) -> Self {
+        // One third for each generation and one for what is on its way out.
+        let limits = Limits::new(budget / 3, hasher.chunk_size().get());
+        Self {
+            hasher,
+            keys: RandomState::default(),
+            limits,
+            generations: RwLock::new(Generations::new(limits)),
+            first: AtomicU64::new(0),
+            retired: Mutex::new(Table::new().into_iter()),
+            prompts: AtomicU64::new(0),
+            chunks_known: AtomicU64::new(0),
+            chunks_hashed: AtomicU64::new(0),
+            tokens_decoded: AtomicU64::new(0),
+        }
+    }
+
+    /// How this memory hashes.
+    pub fn hasher(&self) -> &ChunkHasher {
+        &self.hasher
+    }
+
+    /// A reader for the token ids of one request.
+    pub fn reader(&self) -> PromptReader<'_> {
+        PromptReader { memory: self }
+    }
+
+    /// Counters and size.
+    pub fn stats(&self) -> PromptStats {
+        let size = self.generations.read().size();
+        PromptStats {
+            prompts: self.prompts.load(Relaxed),
+            chunks_known: self.chunks_known.load(Relaxed),
+            chunks_hashed: self.chunks_hashed.load(Relaxed),
+            tokens_decoded: self.tokens_decoded.load(Relaxed),
+            entries: size.entries,
+            bytes: size.with_table(),
+        }
+    }
+
+    fn read(&self, count: usize, data: &[u8]) -> Result<(Prompt, usize), DecodeError> {
+        let mut walk = self.walk(count, data);
+        let known = walk.hashes.len();
+        let tokens_known = known * self.hasher.chunk_size().get();
+        if self.decode(count - tokens_known, data, &mut walk).is_err() {
+            // Nothing is remembered. Decoding again names the token by its place in the whole prompt.
+            return Err(self.explain(count, data));
+        }
+        let Walk {
+            hashes,
+            at,
+            arrivals,
+        } = walk;
+        self.prompts.fetch_add(1, Relaxed);
+        self.chunks_known.fetch_add(known as u64, Relaxed);
+        self.chunks_hashed
+            .fetch_add((hashes.len() - known) as u64, Relaxed);
+        self.tokens_decoded
+            .fetch_add((count - tokens_known) as u64, Relaxed);
+        if arrivals.size.entries > 0 {
+            self.admit(arrivals);
+        }
+        Ok((
+            Prompt {
+                token_count: count,
+                hashes,
+            },
+            at,
+        ))
+    }
+
+    /// Follows the prompt through the memory up to the first unknown chunk.
+    fn walk(&self, count: usize, data: &[u8]) -> Walk {
+        let chunk_size = self.hasher.chunk_size().get();
+        // A token id takes at least one byte, whatever `count` claims.
+        let chunks = count.min(data.len()) / chunk_size;
+        let mut walk = Walk {
+            hashes: Vec::with_capacity(chunks),
+            at: 0,
+            arrivals: Arrivals::default(),
+        };
+        let generations = self.generations.read();
+        let mut previous = self.hasher.none_hash();
+        let mut hint = &self.first;
+        while walk.hashes.len() < chunks {
+            let Some(found) = self.find(&generations, hint, &previous, &data[walk.at..]) else {
+                break;
+            };
+            walk.arrivals.use_entry(&found);
+            walk.hashes.push(found.hash);
+            walk.at += found.length;
+            previous = found.hash;
+            hint = found.entry.next();
+        }
+        walk
+    }
+
+    /// The chunk at the start of `data`, if it is known behind `previous`.
+    fn find<'a>(
+        &self,
+        generations: &'a Generations,
+        hint: &AtomicU64,
+        previous: &ChunkHash,
+        data: &[u8],
+    ) -> Option<Found<'a>> {
+        let hinted = generations.find(hint.load(Relaxed), previous, data);
+        if hinted.is_some() {
+            return hinted;
+        }
+        // Another prompt came this way last time, or none.
+        let length = wire::skip_tokens(self.hasher.chunk_size().get(), data).ok()?;
+        let key = self.search_key(previous, &data[..length]);
+        let found = generations.find(key, previous, data)?;
+        hint.store(key, Relaxed);
+        Some(found)
+    }
+
+    /// Where to look for the chunk with these raw bytes behind this hash.
+    fn search_key(&self, previous: &ChunkHash, raw: &[u8]) -> u64 {
+        let mut hasher = self.keys.build_hasher();
+        hasher.write(&previous.0);
+        hasher.write(raw);
+        hasher.finish()
+    }
+
+    /// Decodes and hashes the `count` tokens behind the known chunks and makes entries of them.
+    fn decode(&self, mut count: usize, data: &[u8], walk: &mut Walk) -> Result<(), DecodeError> {
+        let chunk_size = self.hasher.chunk_size().get();
+        let mut previous = walk
+            .hashes
+            .last()
+            .copied()
+            .unwrap_or(self.hasher.none_hash());
+        let mut tokens = Vec::new();
+        let mut remembering = true;
+        while count > 0 {
+            let data = &data[walk.at..];
+            tokens.clear();
+            let length = wire::decode_tokens(count.min(chunk_size), data, &mut tokens)?;
+            walk.at += length;
+            count -= tokens.len();
+            if tokens.len() < chunk_size {
+                break;
+            }
+            let hash = self.hasher.hash_chunk(&previous, &tokens);
+            if remembering {
+                let raw = &data[..length];
+                let entry = Entry::new(self.search_key(&previous, raw), &previous, &hash, raw);
+                // Of a prompt too long for a generation, the start is kept: that is what others may share.
+                remembering = walk.arrivals.push(entry, &self.limits);
+            }
+            walk.hashes.push(hash);
+            previous = hash;
+        }
+        Ok(())
+    }
+
+    fn explain(&self, count: usize, data: &[u8]) -> DecodeError {
+        match wire::decode_tokens(count, data, &mut Vec::new()) {
+            Err(error) => error,
+            Ok(_) => DecodeError::new("the token ids decode in one piece but not by chunks"),
+        }
+    }
+
+    /// Moves what a walk used or made into the young generation.
+    fn admit(&self, mut arrivals: Arrivals) {
+        if let (None, Some(entry)) = (arrivals.last, arrivals.fresh.first()) {
+            self.first.store(entry.key(), Relaxed);
+        }
+        let mut spare = None;
+        let retired = loop {
+            let mut generations = self.generations.write();
+            if !generations.must_turn(arrivals.size) {
+                generations.admit(&mut arrivals, None);
+                break None;
+            }
+            if let Some(table) = spare.take() {
+                let mut retired = generations.turn(table);
+                generations.admit(&mut arrivals, Some(&mut retired));
+                break Some(retired);
+            }
+            // Tables are made, and what was retired before is freed, without the lock.
+            drop(generations);
+            *self.retired.lock() = Table::new().into_iter();
+            spare = Some(self.limits.table());
+        };
+        if let Some(retired) = retired {
+            *self.retired.lock() = retired.into_entries();
+        } else if let Some(mut retired) = self.retired.try_lock() {
+            retired
+                .by_ref()
+                .take(RETIRED_PER_ARRIVAL * arrivals.size.entries)
+                .for_each(drop);
+        }
+    }
+}
+
+/// Reads the token ids of one request by way of a [`PromptMemory`].
+///
+/// Its result is that of decoding all token ids and hashing them, always.
+#[derive(Debug)]
+pub struct PromptReader<'m> {
+    memory: &'m PromptMemory,
+}
+
+impl TokenReader for PromptReader<'_> {
+    type Output = Prompt;
+
+    fn read(&mut self, count: usize, data: &[u8]) -> Result<(Prompt, usize), DecodeError> {
+        self.memory.read(count, data)
+    }
+}
