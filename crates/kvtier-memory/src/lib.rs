@@ -1,1 +1,41 @@
-//! L1 bytes: arenas, extents, the allocator, copies and shared-memory segments.
+//! L1 bytes: where cached KV data lies in host memory, and every way bytes get in and out of it.
+//!
+//! * [`Arena`]: one large block of memory (anonymous, POSIX shared memory, huge pages or a file).
+//! * [`ExtentAllocator`]: which byte ranges ([`Extent`]) of an arena are taken. All of its
+//!   bookkeeping lies outside the arena, so whoever writes to shared memory cannot corrupt it.
+//! * [`ForeignSegment`]: memory that a client created and lent to us.
+//! * [`copy_affine`] and [`copy_runs`]: the one copy between the two.
+//! * [`fault`]: a peer that truncates its segment gets an error, not our process.
+//!
+//! This crate must never know what the bytes mean: no keys, no layouts, no leases, no protocol.
+//! Whoever calls it decides which extent may be touched when.
+//!
+//! # Memory that others write
+//!
+//! Arenas in shared memory and foreign segments are mapped by other processes, which may write
+//! them at any moment whatever was agreed. Rust references promise that this does not happen, so
+//! this crate never makes a `&[u8]` or `&mut [u8]` over such memory: bytes move through raw
+//! pointers into or out of private buffers, and nothing is ever parsed in place. A racing writer
+//! can thus give torn bytes, never a broken program. That the bytes are *not* torn is the
+//! promise of the cache above, which lets nobody read an extent before it is committed, nor
+//! write it afterwards.
+
+mod access;
+pub mod allocator;
+pub mod arena;
+pub mod checksum;
+pub mod copy;
+mod extent;
+pub mod fault;
+mod mapping;
+mod prefault;
+pub mod segment;
+mod shm_file;
+
+pub use access::AccessError;
+pub use allocator::{AllocateError, AllocatorStats, ExtentAllocator, FreeError, GeometryError};
+pub use arena::{Arena, ArenaError, ArenaKind, ArenaOptions};
+pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, copy_runs};
+pub use extent::Extent;
+pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
+pub use segment::{ForeignSegment, OwnSegment, SegmentError};

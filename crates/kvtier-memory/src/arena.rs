@@ -1,0 +1,407 @@
+//! Arenas: the large blocks of memory that objects lie in.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicBool;
+
+use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::mm::Advice;
+
+use crate::access::AccessError;
+use crate::checksum;
+use crate::extent::Extent;
+use crate::fault::TableFull;
+use crate::mapping::{HUGE_PAGE, MapError, Mapping};
+use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
+use crate::shm_file::ShmFile;
+
+pub use crate::shm_file::SHM_PREFIX;
+
+/// Where the memory of an arena comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ArenaKind {
+    /// Private memory of this process.
+    Anonymous,
+    /// A POSIX shared memory segment that engines of the same user can map.
+    Shm {
+        /// Its name; a leading `/` is dropped and [`SHM_PREFIX`] put before it unless there.
+        name: String,
+    },
+    /// Private memory in huge pages of 2 MiB, which the administrator must have set aside.
+    Hugepages,
+    /// A file, for memory that swaps to a chosen place. The file is created, must not exist
+    /// before, and loses its name at once, so none is left behind whatever happens.
+    File {
+        /// Path of the file, or of an existing directory to make a nameless one in.
+        path: PathBuf,
+    },
+}
+
+/// Details that suit nearly everybody as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArenaOptions {
+    /// Ask for transparent huge pages. Off: on some hosts first touches become much slower.
+    pub transparent_hugepages: bool,
+    /// Leave the arena out of core dumps. On: it is large and holds other people's prompts.
+    pub exclude_from_core_dumps: bool,
+}
+
+impl Default for ArenaOptions {
+    fn default() -> Self {
+        Self {
+            transparent_hugepages: false,
+            exclude_from_core_dumps: true,
+        }
+    }
+}
+
+/// Why an arena could not be created.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArenaError {
+    /// The size is zero, or too large for this machine's addresses.
+    #[error("an arena of {bytes} bytes cannot be: it takes 1 to {}", isize::MAX)]
+    Size {
+        /// Bytes asked for.
+        bytes: u64,
+    },
+    /// The name cannot name a segment.
+    #[error("shared memory name {name:?} {reason}")]
+    Name {
+        /// The name asked for.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A living process has an arena of that name.
+    #[error("shared memory {name:?} belongs to a running server: choose another name")]
+    NameInUse {
+        /// The full name.
+        name: String,
+    },
+    /// The file system is smaller than the arena.
+    #[error(
+        "{bytes} bytes do not fit in the {available} bytes free in {place} \
+         (in a container, raise the size of /dev/shm)"
+    )]
+    NoRoom {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Bytes free.
+        available: u64,
+        /// Directory of the file system.
+        place: String,
+    },
+    /// There are not enough huge pages.
+    #[error("{needed} huge pages of 2 MiB are needed and {free} are free (set vm.nr_hugepages)")]
+    Hugepages {
+        /// Pages needed.
+        needed: u64,
+        /// Pages free.
+        free: u64,
+    },
+    /// A system call failed.
+    #[error("cannot {action} the arena in {place}: {source}")]
+    System {
+        /// What was tried.
+        action: &'static str,
+        /// Where.
+        place: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The fault guard is full.
+    #[error("the arena cannot be guarded: {0}")]
+    Guard(#[from] TableFull),
+}
+
+/// One block of memory. Its bytes are reached by [`Extent`], bounds-checked, through `&self`:
+/// who may touch which extent when is the caller's to know (see the crate's notes).
+pub struct Arena {
+    mapping: Mapping,
+    kind: ArenaKind,
+    shm: Option<ShmFile>,
+}
+
+impl Arena {
+    /// Creates an arena of at least `bytes` bytes (rounded up to whole pages) without touching
+    /// any: time does not depend on the size.
+    ///
+    /// # Errors
+    /// See [`ArenaError`]; nothing is left behind.
+    pub fn create(kind: ArenaKind, bytes: u64) -> Result<Self, ArenaError> {
+        Self::create_with(kind, bytes, ArenaOptions::default())
+    }
+
+    /// [`Arena::create`] with options.
+    ///
+    /// # Errors
+    /// See [`ArenaError`]; nothing is left behind.
+    pub fn create_with(
+        kind: ArenaKind,
+        bytes: u64,
+        options: ArenaOptions,
+    ) -> Result<Self, ArenaError> {
+        let page = match kind {
+            ArenaKind::Hugepages => HUGE_PAGE,
+            _ => rustix::param::page_size(),
+        };
+        let len = usize::try_from(bytes)
+            .ok()
+            .filter(|len| *len > 0)
+            .and_then(|len| len.checked_next_multiple_of(page))
+            .filter(|len| *len <= isize::MAX as usize)
+            .ok_or(ArenaError::Size { bytes })?;
+        let (mapping, shm) = match &kind {
+            ArenaKind::Anonymous => {
+                let mapped = Mapping::anonymous(len, false, "arena");
+                (mapped.map_err(|e| map_error(e, "memory"))?, None)
+            }
+            ArenaKind::Hugepages => (map_hugepages(len)?, None),
+            ArenaKind::Shm { name } => {
+                let shm = ShmFile::create(name)?;
+                size_file(shm.file(), len as u64, "/dev/shm", false)?;
+                let mapped = Mapping::shared(shm.file().as_fd(), len, "arena");
+                (mapped.map_err(|e| map_error(e, shm.name()))?, Some(shm))
+            }
+            ArenaKind::File { path } => {
+                let place = path.display().to_string();
+                let file = create_nameless(path)?;
+                size_file(&file, len as u64, &place, true)?;
+                let mapped = Mapping::shared(file.as_fd(), len, "arena");
+                (mapped.map_err(|e| map_error(e, &place))?, None)
+            }
+        };
+        let arena = Self { mapping, kind, shm };
+        if options.exclude_from_core_dumps {
+            arena.advise(Advice::LinuxDontDump);
+        }
+        if options.transparent_hugepages && arena.kind != ArenaKind::Hugepages {
+            arena.advise(Advice::LinuxHugepage);
+        }
+        Ok(arena)
+    }
+
+    /// Advice is a wish: a kernel that does not know it loses nothing but speed.
+    fn advise(&self, advice: Advice) {
+        let base = self.mapping.base().as_ptr().cast();
+        // SAFETY: the range is our mapping, and neither advice used changes its contents.
+        let _ = unsafe { rustix::mm::madvise(base, self.mapping.len() as usize, advice) };
+    }
+
+    /// Bytes of the arena: what was asked for, rounded up to whole pages.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "an arena is never empty")]
+    pub fn len(&self) -> u64 {
+        self.mapping.len()
+    }
+
+    /// Where its memory comes from, as asked for.
+    #[must_use]
+    pub fn kind(&self) -> &ArenaKind {
+        &self.kind
+    }
+
+    /// Bytes of the pages it was mapped with.
+    #[must_use]
+    pub fn page_bytes(&self) -> u64 {
+        self.mapping.page() as u64
+    }
+
+    /// Name of its shared memory segment, as clients are told: prefixed, without a slash.
+    #[must_use]
+    pub fn shm_name(&self) -> Option<&str> {
+        self.shm.as_ref().map(ShmFile::name)
+    }
+
+    /// Removes the name of a shared arena, so that no later process finds it; those that map it
+    /// keep it. Drop does this too; call it where the process may end without drops. It takes no
+    /// lock, allocates nothing, and may be called again.
+    pub fn unlink(&self) {
+        if let Some(shm) = &self.shm {
+            shm.unlink();
+        }
+    }
+
+    /// Address of the first byte: for registering the arena with a device, and for I/O straight
+    /// from or to it. Valid as long as the arena lives.
+    #[must_use]
+    pub fn base(&self) -> NonNull<u8> {
+        self.mapping.base()
+    }
+
+    /// Address of `len` bytes at `at` inside `extent`, checked to lie inside both.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`].
+    pub fn address(&self, extent: Extent, at: u64, len: u64) -> Result<NonNull<u8>, AccessError> {
+        self.mapping.locate(self.offset(extent, at, len)?, len)
+    }
+
+    /// Copies `bytes` to offset `at` of `extent`.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`] (nothing was written), [`AccessError::Poisoned`].
+    pub fn write(&self, extent: Extent, at: u64, bytes: &[u8]) -> Result<(), AccessError> {
+        let offset = self.offset(extent, at, bytes.len() as u64)?;
+        self.mapping.write(offset, bytes)
+    }
+
+    /// Appends `len` bytes from offset `at` of `extent` to `buffer`, which stays as it was on
+    /// error.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`], [`AccessError::OutOfMemory`], [`AccessError::Poisoned`].
+    pub fn read_into(
+        &self,
+        extent: Extent,
+        at: u64,
+        len: u64,
+        buffer: &mut Vec<u8>,
+    ) -> Result<(), AccessError> {
+        let offset = self.offset(extent, at, len)?;
+        self.mapping.read_into(offset, len, buffer)
+    }
+
+    /// The 128-bit xxh3 of the bytes of `extent`.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`], [`AccessError::Poisoned`].
+    pub fn checksum(&self, extent: Extent) -> Result<u128, AccessError> {
+        checksum::mapped128(&self.mapping, extent)
+    }
+
+    /// The 64-bit xxh3 of the bytes of `extent`.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`], [`AccessError::Poisoned`].
+    pub fn checksum64(&self, extent: Extent) -> Result<u64, AccessError> {
+        checksum::mapped64(&self.mapping, extent)
+    }
+
+    /// The part of the arena that lost pages: from the lowest to the highest of them. Accesses
+    /// that overlap it fail. A server that sees this should call itself unhealthy.
+    #[must_use]
+    pub fn poisoned(&self) -> Option<Extent> {
+        self.mapping.poisoned()
+    }
+
+    /// Has the system put memory behind every page now, front to back, so that no later store
+    /// waits for it. Made for a thread of its own: the arena can be used meanwhile, by other
+    /// processes too, and no byte changes. `progress` is called after every 64 MiB; `stop` is
+    /// looked at more often.
+    ///
+    /// # Errors
+    /// [`PrefaultError`] when the system has no more memory; the arena stays usable.
+    pub fn prefault(
+        &self,
+        stop: &AtomicBool,
+        progress: impl FnMut(PrefaultProgress),
+    ) -> Result<PrefaultEnd, PrefaultError> {
+        prefault::run(&self.mapping, stop, progress)
+    }
+
+    pub(crate) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+
+    /// Offset in the arena of `len` bytes at `at` of `extent`, checked against the extent only.
+    fn offset(&self, extent: Extent, at: u64, len: u64) -> Result<u64, AccessError> {
+        let inside = at.checked_add(len).is_some_and(|end| end <= extent.len);
+        let offset = extent.offset.checked_add(at).filter(|_| inside);
+        offset.ok_or(AccessError::OutOfBounds {
+            what: "extent",
+            offset: at,
+            len,
+            limit: extent.len,
+        })
+    }
+}
+
+impl std::fmt::Debug for Arena {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Arena")
+            .field("kind", &self.kind)
+            .field("len", &self.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Gives the new `file` its size, after checking that the file system has that much: touching a
+/// page that it cannot back would be a fault, long after start.
+fn size_file(file: &OwnedFd, bytes: u64, place: &str, reserve: bool) -> Result<(), ArenaError> {
+    let system = |action, e: rustix::io::Errno| ArenaError::System {
+        action,
+        place: place.to_owned(),
+        source: e.into(),
+    };
+    let room = rustix::fs::fstatvfs(file).map_err(|e| system("ask for the room of", e))?;
+    let available = room.f_bavail.saturating_mul(room.f_frsize);
+    // A file system without a limit says it has no blocks at all.
+    if room.f_blocks > 0 && available < bytes {
+        return Err(ArenaError::NoRoom {
+            bytes,
+            available,
+            place: place.to_owned(),
+        });
+    }
+    rustix::fs::ftruncate(file, bytes).map_err(|e| system("size", e))?;
+    if reserve {
+        // Disk file systems set the blocks aside without writing them; those that cannot
+        // are covered by the fault guard. (On /dev/shm this would touch every page.)
+        match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
+            Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {}
+            Err(e) => return Err(system("reserve room for", e)),
+        }
+    }
+    Ok(())
+}
+
+/// A new file without a name: in the directory `path`, or at `path` and then unlinked.
+fn create_nameless(path: &Path) -> Result<OwnedFd, ArenaError> {
+    let mode = Mode::RUSR | Mode::WUSR;
+    let system = |action, e: rustix::io::Errno| ArenaError::System {
+        action,
+        place: path.display().to_string(),
+        source: e.into(),
+    };
+    if path.is_dir() {
+        return rustix::fs::open(path, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode)
+            .map_err(|e| system("create a nameless file for", e));
+    }
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let file = rustix::fs::open(path, flags, mode).map_err(|e| system("create", e))?;
+    rustix::fs::unlink(path).map_err(|e| system("remove the name of", e))?;
+    Ok(file)
+}
+
+fn map_hugepages(len: usize) -> Result<Mapping, ArenaError> {
+    Mapping::anonymous(len, true, "arena").map_err(|e| match e {
+        MapError::System(rustix::io::Errno::NOMEM) => ArenaError::Hugepages {
+            needed: (len / HUGE_PAGE) as u64,
+            free: free_hugepages(),
+        },
+        e => map_error(e, "huge pages"),
+    })
+}
+
+/// Free huge pages of 2 MiB; 0 if the kernel does not say.
+fn free_hugepages() -> u64 {
+    std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
+        .ok()
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(0)
+}
+
+fn map_error(error: MapError, place: &str) -> ArenaError {
+    match error {
+        MapError::System(e) => ArenaError::System {
+            action: "map",
+            place: place.to_owned(),
+            source: e.into(),
+        },
+        MapError::Guard(full) => ArenaError::Guard(full),
+    }
+}

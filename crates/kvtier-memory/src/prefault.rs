@@ -1,0 +1,140 @@
+//! Putting memory behind the pages of an arena before anybody waits for it.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+use rustix::io::Errno;
+use rustix::mm::Advice;
+
+use crate::extent::Extent;
+use crate::mapping::Mapping;
+
+/// How often progress is reported.
+const PIECE: usize = 64 << 20;
+
+/// How much is asked of the kernel at a time. Small, because a thread that wants to change the
+/// address space meanwhile waits for one of these, and page faults of others wait behind it.
+const STEP: usize = 4 << 20;
+
+/// How far prefaulting has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefaultProgress {
+    /// Bytes from the start of the arena that have memory behind them.
+    pub done: u64,
+    /// Bytes of the arena.
+    pub total: u64,
+}
+
+/// How prefaulting ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PrefaultEnd {
+    /// Every page has memory.
+    Complete,
+    /// `stop` was set; the bytes before this offset have memory.
+    Stopped {
+        /// Bytes done.
+        done: u64,
+    },
+}
+
+/// The system would not give more memory. Later stores may still get some.
+#[derive(Debug, thiserror::Error)]
+#[error("no memory for the arena beyond its first {done} bytes: {source}")]
+pub struct PrefaultError {
+    /// Bytes done.
+    pub done: u64,
+    /// What the system said.
+    pub source: io::Error,
+}
+
+pub(crate) fn run(
+    mapping: &Mapping,
+    stop: &AtomicBool,
+    mut progress: impl FnMut(PrefaultProgress),
+) -> Result<PrefaultEnd, PrefaultError> {
+    let total = mapping.len() as usize;
+    // Kernels before 5.14 cannot populate; found out once, at the first step.
+    let mut can_populate = true;
+    let mut done = 0;
+    while done < total {
+        if stop.load(Ordering::Relaxed) {
+            return Ok(PrefaultEnd::Stopped { done: done as u64 });
+        }
+        let step = STEP.min(total - done);
+        let result = if can_populate {
+            match populate(mapping, done, step) {
+                Err(Errno::INVAL | Errno::NOSYS) if done == 0 => {
+                    can_populate = false;
+                    continue;
+                }
+                other => other,
+            }
+        } else {
+            touch(mapping, done, step)
+        };
+        result.map_err(|e| PrefaultError {
+            done: done as u64,
+            source: e.into(),
+        })?;
+        done += step;
+        if done % PIECE == 0 || done == total {
+            progress(PrefaultProgress {
+                done: done as u64,
+                total: total as u64,
+            });
+        }
+    }
+    Ok(PrefaultEnd::Complete)
+}
+
+/// Faults the pages in as writes would, without writing: contents do not change, so this is
+/// safe beside any use.
+fn populate(mapping: &Mapping, offset: usize, len: usize) -> Result<(), Errno> {
+    loop {
+        // SAFETY: the range lies inside the mapping, which outlives the call; populating leaves
+        // contents as they are.
+        let result = unsafe {
+            let start = mapping.base().as_ptr().add(offset);
+            rustix::mm::madvise(start.cast(), len, Advice::LinuxPopulateWrite)
+        };
+        match result {
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            other => return other,
+        }
+    }
+}
+
+/// The same for old kernels: an atomic addition of nothing to one byte of each page. It is one
+/// indivisible read and write, so no concurrent writer, here or in another process, can lose a
+/// byte to it.
+fn touch(mapping: &Mapping, offset: usize, len: usize) -> Result<(), Errno> {
+    for at in (offset..offset + len).step_by(mapping.page()) {
+        // SAFETY: `at` lies inside the mapping, which outlives the reference; atomics are the
+        // one kind of reference that others may write beside.
+        let byte = unsafe { AtomicU8::from_ptr(mapping.base().as_ptr().add(at)) };
+        byte.fetch_add(0, Ordering::Relaxed);
+    }
+    // A page that could not be had was replaced by the guard.
+    mapping
+        .check_poison(Extent::new(offset as u64, len as u64))
+        .map_err(|_| Errno::NOMEM)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn touching_changes_nothing() {
+        let Ok(mapping) = Mapping::anonymous(1 << 20, false, "arena") else {
+            panic!("1 MiB of memory");
+        };
+        let bytes: Vec<u8> = (0..1 << 20).map(|i: u32| (i % 251) as u8).collect();
+        mapping.write(0, &bytes).unwrap();
+        touch(&mapping, 0, 1 << 20).unwrap();
+        populate(&mapping, 0, 1 << 20).unwrap();
+        let mut read = Vec::new();
+        mapping.read_into(0, 1 << 20, &mut read).unwrap();
+        assert_eq!(read, bytes);
+    }
+}

@@ -1,0 +1,328 @@
+//! Shared memory segments that engines create and lend: from our side ([`ForeignSegment`]) and
+//! from theirs ([`OwnSegment`]).
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{FileType, Mode};
+use rustix::process::Pid;
+use rustix::shm::{self, OFlags};
+
+use crate::access::AccessError;
+use crate::extent::Extent;
+use crate::fault::TableFull;
+use crate::mapping::{MapError, Mapping};
+use crate::shm_file::{NAME_MAX, NO_FOLLOW};
+
+/// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
+/// KV caches in CPU memory). Other names are refused: a client must not make us write into
+/// segments that belong to other programs, or into our own arena.
+pub const SEGMENT_PREFIX: &str = "/lmcache_kv_";
+
+/// Why a segment could not be opened or created.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SegmentError {
+    /// The name cannot be a client's segment.
+    #[error("segment name {name:?} {reason}")]
+    Name {
+        /// The name given.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A segment of this many bytes cannot be mapped.
+    #[error(
+        "a segment of {bytes} bytes cannot be mapped: it takes 1 to {}",
+        isize::MAX
+    )]
+    Size {
+        /// Bytes stated.
+        bytes: u64,
+    },
+    /// The segment is smaller than the client says.
+    #[error("segment {name:?} has {actual} bytes, fewer than the {expected} stated")]
+    TooSmall {
+        /// Its name.
+        name: String,
+        /// Bytes stated.
+        expected: u64,
+        /// Bytes it has.
+        actual: u64,
+    },
+    /// The name leads to something that is no segment.
+    #[error("{name:?} is no shared memory segment")]
+    NotASegment {
+        /// The name given.
+        name: String,
+    },
+    /// A system call failed.
+    #[error("cannot {action} segment {name:?}: {source}")]
+    System {
+        /// What was tried.
+        action: &'static str,
+        /// Its name.
+        name: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The fault guard is full.
+    #[error("the segment cannot be guarded: {0}")]
+    Guard(#[from] TableFull),
+}
+
+/// A client's segment, mapped for reading and writing. The client may write it, or take pages
+/// away, at any time: the first gives torn bytes, the second [`AccessError::Poisoned`].
+#[derive(Debug)]
+pub struct ForeignSegment {
+    name: String,
+    mapping: Mapping,
+}
+
+impl ForeignSegment {
+    /// Maps the first `bytes` bytes of the segment `name`, which must have that many.
+    ///
+    /// # Errors
+    /// See [`SegmentError`].
+    pub fn open(name: &str, bytes: u64) -> Result<Self, SegmentError> {
+        check_name(name)?;
+        let len = mappable(bytes)?;
+        let system = |action, e: rustix::io::Errno| SegmentError::System {
+            action,
+            name: name.to_owned(),
+            source: e.into(),
+        };
+        let file = shm::open(name, OFlags::RDWR | NO_FOLLOW, Mode::empty())
+            .map_err(|e| system("open", e))?;
+        let stat = rustix::fs::fstat(&file).map_err(|e| system("examine", e))?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(SegmentError::NotASegment {
+                name: name.to_owned(),
+            });
+        }
+        let actual = u64::try_from(stat.st_size).unwrap_or(0);
+        if actual < bytes {
+            return Err(SegmentError::TooSmall {
+                name: name.to_owned(),
+                expected: bytes,
+                actual,
+            });
+        }
+        let mapping =
+            Mapping::shared(file.as_fd(), len, "segment").map_err(|e| map_error(e, name))?;
+        Ok(Self {
+            name: name.to_owned(),
+            mapping,
+        })
+    }
+
+    /// Its name, with the slash.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Bytes mapped.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a segment is never empty")]
+    pub fn len(&self) -> u64 {
+        self.mapping.len()
+    }
+
+    /// Whether pages were lost under it. It stays so: the segment is of no further use.
+    #[must_use]
+    pub fn is_poisoned(&self) -> bool {
+        self.mapping.poisoned().is_some()
+    }
+
+    /// Process that created it, as its name says.
+    #[must_use]
+    pub fn creator(&self) -> Option<u32> {
+        creator_of(&self.name)
+    }
+
+    /// Copies `bytes` to `offset`.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`], [`AccessError::Poisoned`].
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), AccessError> {
+        self.mapping.write(offset, bytes)?;
+        self.check()
+    }
+
+    /// Appends `len` bytes from `offset` to `buffer`, which stays as it was on error.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`], [`AccessError::OutOfMemory`], [`AccessError::Poisoned`].
+    pub fn read_into(
+        &self,
+        offset: u64,
+        len: u64,
+        buffer: &mut Vec<u8>,
+    ) -> Result<(), AccessError> {
+        let old = buffer.len();
+        self.mapping.read_into(offset, len, buffer)?;
+        self.check().inspect_err(|_| buffer.truncate(old))
+    }
+
+    /// Fails once any page was lost, wherever: such a segment is no longer what was lent.
+    pub(crate) fn check(&self) -> Result<(), AccessError> {
+        self.mapping.check_poison(Extent::new(0, u64::MAX))
+    }
+
+    pub(crate) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+}
+
+/// A segment of our own, named as a client's: for programs that take the client's side of the
+/// protocol. Mode 0600, zeroed, unlinked on drop.
+#[derive(Debug)]
+pub struct OwnSegment {
+    segment: ForeignSegment,
+}
+
+impl OwnSegment {
+    /// Creates a segment of `bytes` bytes under a name that this process has not used yet.
+    ///
+    /// # Errors
+    /// See [`SegmentError`].
+    pub fn create(bytes: u64) -> Result<Self, SegmentError> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let len = mappable(bytes)?;
+        let process = std::process::id();
+        loop {
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let name = format!("{SEGMENT_PREFIX}{process}_{number}");
+            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
+            let file = match shm::open(&name, flags, Mode::RUSR | Mode::WUSR) {
+                Ok(file) => file,
+                // Left by a dead process that had our number.
+                Err(rustix::io::Errno::EXIST) => continue,
+                Err(e) => {
+                    return Err(SegmentError::System {
+                        action: "create",
+                        name,
+                        source: e.into(),
+                    });
+                }
+            };
+            let made = rustix::fs::ftruncate(&file, bytes)
+                .map_err(MapError::System)
+                .and_then(|()| Mapping::shared(file.as_fd(), len, "segment"));
+            return match made {
+                Ok(mapping) => Ok(Self {
+                    segment: ForeignSegment { name, mapping },
+                }),
+                Err(e) => {
+                    // The first error is the one worth telling.
+                    let _ = shm::unlink(&name);
+                    Err(map_error(e, &name))
+                }
+            };
+        }
+    }
+
+    /// The segment as the other side sees it.
+    #[must_use]
+    pub fn as_segment(&self) -> &ForeignSegment {
+        &self.segment
+    }
+
+    /// Its name, with the slash, for the other side to open.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.segment.name()
+    }
+}
+
+impl Drop for OwnSegment {
+    fn drop(&mut self) {
+        // Nothing can be done about a failure.
+        let _ = shm::unlink(self.segment.name());
+    }
+}
+
+/// Process that created the segment `name`, as the name says: `/lmcache_kv_<pid>_<n>`.
+#[must_use]
+pub fn creator_of(name: &str) -> Option<u32> {
+    let (process, number) = name.strip_prefix(SEGMENT_PREFIX)?.split_once('_')?;
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    if !digits(process) || !digits(number) {
+        return None;
+    }
+    process.parse().ok().filter(|p| *p > 0)
+}
+
+/// Unlinks the segment `name` if the process that created it is gone; says whether it did.
+///
+/// Processes in another PID namespace look gone, so call this only for segments whose client is
+/// known to be gone by other signs too.
+///
+/// # Errors
+/// [`SegmentError::Name`] if the name has no process in it, [`SegmentError::System`].
+pub fn unlink_if_orphan(name: &str) -> Result<bool, SegmentError> {
+    check_name(name)?;
+    let process = creator_of(name).and_then(|p| Pid::from_raw(i32::try_from(p).ok()?));
+    let process = process.ok_or_else(|| SegmentError::Name {
+        name: name.to_owned(),
+        reason: "does not say which process created it",
+    })?;
+    match rustix::process::test_kill_process(process) {
+        Err(rustix::io::Errno::SRCH) => {}
+        _ => return Ok(false),
+    }
+    match shm::unlink(name) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::NOENT) => Ok(false),
+        Err(e) => Err(SegmentError::System {
+            action: "unlink",
+            name: name.to_owned(),
+            source: e.into(),
+        }),
+    }
+}
+
+fn check_name(name: &str) -> Result<(), SegmentError> {
+    let refuse = |reason| {
+        Err(SegmentError::Name {
+            name: name.chars().take(NAME_MAX).collect(),
+            reason,
+        })
+    };
+    let Some(rest) = name.strip_prefix(SEGMENT_PREFIX) else {
+        return refuse("does not begin with /lmcache_kv_");
+    };
+    if rest.is_empty() {
+        return refuse("ends behind its prefix");
+    }
+    if rest.contains('/') {
+        return refuse("has a second slash in it");
+    }
+    if rest.contains('\0') {
+        return refuse("has a zero byte in it");
+    }
+    if name.len() > NAME_MAX {
+        return refuse("is longer than 255 bytes");
+    }
+    Ok(())
+}
+
+fn mappable(bytes: u64) -> Result<usize, SegmentError> {
+    usize::try_from(bytes)
+        .ok()
+        .filter(|len| *len > 0 && *len <= isize::MAX as usize - rustix::param::page_size())
+        .ok_or(SegmentError::Size { bytes })
+}
+
+fn map_error(error: MapError, name: &str) -> SegmentError {
+    match error {
+        MapError::System(e) => SegmentError::System {
+            action: "map",
+            name: name.to_owned(),
+            source: e.into(),
+        },
+        MapError::Guard(full) => SegmentError::Guard(full),
+    }
+}

@@ -1,0 +1,149 @@
+//! The shared memory segment of an arena: its name, and the lock that says its server lives.
+
+use std::ffi::CString;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{FlockOperation, Mode};
+use rustix::shm::{self, OFlags};
+
+use crate::arena::ArenaError;
+
+/// What every arena's shared-memory name begins with (LMCache 0.5.6 names its pools so, and its
+/// clients look for the name they are told, without a slash).
+pub const SHM_PREFIX: &str = "lmcache_l1_pool_";
+
+/// Longest name of a file in one directory, hence of a segment in `/dev/shm`.
+pub(crate) const NAME_MAX: usize = 255;
+
+/// A link in the place of a segment is not followed: `/dev/shm` is open to everybody.
+pub(crate) const NO_FOLLOW: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NOFOLLOW.bits());
+
+/// The name and file of a shared arena; the file also holds the lock that says "alive".
+pub(crate) struct ShmFile {
+    /// Without a slash.
+    name: String,
+    c_name: CString,
+    file: OwnedFd,
+    linked: AtomicBool,
+}
+
+impl ShmFile {
+    /// Its name, without a slash.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The segment itself.
+    pub(crate) fn file(&self) -> &OwnedFd {
+        &self.file
+    }
+
+    /// Creates the segment, in place of one that a dead process left behind.
+    pub(crate) fn create(name: &str) -> Result<Self, ArenaError> {
+        let name = full_name(name)?;
+        let c_name = CString::new(name.as_str()).map_err(|_| ArenaError::Name {
+            name: name.clone(),
+            reason: "has a zero byte in it",
+        })?;
+        let system = |action, e: rustix::io::Errno| ArenaError::System {
+            action,
+            place: format!("shared memory {name:?}"),
+            source: e.into(),
+        };
+        // Twice: a stale segment is removed in between.
+        for _ in 0..2 {
+            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | NO_FOLLOW;
+            match shm::open(c_name.as_c_str(), flags, Mode::RUSR | Mode::WUSR) {
+                Ok(file) => {
+                    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
+                        .map_err(|e| system("lock", e))?;
+                    return Ok(Self {
+                        name,
+                        c_name,
+                        file,
+                        linked: AtomicBool::new(true),
+                    });
+                }
+                Err(rustix::io::Errno::EXIST) => {}
+                Err(e) => return Err(system("create", e)),
+            }
+            let flags = OFlags::RDWR | NO_FOLLOW;
+            let stale = match shm::open(c_name.as_c_str(), flags, Mode::empty()) {
+                Ok(stale) => stale,
+                Err(rustix::io::Errno::NOENT) => continue,
+                Err(e) => return Err(system("open the old segment of", e)),
+            };
+            // Our servers lock their segment as long as they live. Replacing a living one's
+            // would send its new clients to our memory.
+            match rustix::fs::flock(&stale, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
+                Err(e) => return Err(system("lock the old segment of", e)),
+            }
+            match shm::unlink(c_name.as_c_str()) {
+                Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+                Err(e) => return Err(system("remove the old segment of", e)),
+            }
+        }
+        // Someone created it again in between: it is theirs.
+        Err(ArenaError::NameInUse { name })
+    }
+
+    /// Removes the name, once, if it is still ours.
+    pub(crate) fn unlink(&self) {
+        if self.linked.swap(false, Ordering::AcqRel) && self.is_still_ours() {
+            // Nothing can be done about a failure, and a second try would not help.
+            let _ = shm::unlink(self.c_name.as_c_str());
+        }
+    }
+
+    /// Whether the name still leads to our file: another program may have replaced it.
+    fn is_still_ours(&self) -> bool {
+        let named = shm::open(
+            self.c_name.as_c_str(),
+            OFlags::RDONLY | NO_FOLLOW,
+            Mode::empty(),
+        );
+        let (Ok(named), Ok(ours)) = (named, rustix::fs::fstat(&self.file)) else {
+            return false;
+        };
+        rustix::fs::fstat(&named)
+            .is_ok_and(|named| (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino))
+    }
+}
+
+impl Drop for ShmFile {
+    fn drop(&mut self) {
+        self.unlink();
+    }
+}
+
+/// The name a segment gets when `name` is asked for.
+fn full_name(name: &str) -> Result<String, ArenaError> {
+    let bare = name.strip_prefix('/').unwrap_or(name);
+    let refuse = |reason| {
+        Err(ArenaError::Name {
+            name: name.to_owned(),
+            reason,
+        })
+    };
+    if bare.is_empty() {
+        return refuse("is empty");
+    }
+    if bare.contains('/') {
+        return refuse("has a slash in it, other than one at its start");
+    }
+    if bare.contains('\0') {
+        return refuse("has a zero byte in it");
+    }
+    let full = if bare.starts_with(SHM_PREFIX) {
+        bare.to_owned()
+    } else {
+        format!("{SHM_PREFIX}{bare}")
+    };
+    if full.len() > NAME_MAX {
+        return refuse("is longer than 255 bytes with its prefix");
+    }
+    Ok(full)
+}
