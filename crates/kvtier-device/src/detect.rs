@@ -105,14 +105,13 @@ fn views(tensors: &[TensorSpec]) -> Result<(Vec<View>, Vec<MemorySpec>), LayoutE
     Ok((views, memories))
 }
 
-/// vLLM's tensor of all layers: the only tensor, rank 6, K and V in the third dimension. A format-15
-/// layer (rank 6 with a fourth dimension of one behind a first of two) is not one unless its third
-/// dimension is two as well and its first is not.
+/// vLLM's tensor of all layers `[NB, NL, 2, BS, NH, HS]`: the only tensor, rank 6, K and V in the
+/// third dimension. `[2, NB, NH, 1, BS, HS]` is a model of one layer in format 15.
 fn one_tensor_format(views: &[View], hints: &LayoutHints) -> Option<KvFormat> {
     let [view] = views else { return None };
     let shape: &[u64; 6] = view.shape.as_slice().try_into().ok()?;
-    let rebellions = shape[0] == 2 && shape[3] == 1;
-    if shape[2] != 2 || rebellions {
+    let one_layer = shape[0] == 2 && shape[3] == 1;
+    if shape[2] != 2 || one_layer {
         return None;
     }
     // Unlike per-layer tensors, no hint means token-major here, whatever the memory.

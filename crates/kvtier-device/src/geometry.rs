@@ -165,13 +165,17 @@ impl View {
         self.stride.remove(at);
     }
 
-    /// The size and stride of an axis; an absent axis has size 1.
+    /// The size and stride of an axis; an absent axis has size 1. The stride of a single element
+    /// means nothing and may be anything, so it becomes 0.
     fn axis(&self, format: KvFormat, axis: Axis) -> (u64, u64) {
-        format
+        let at = format
             .axes()
             .iter()
-            .position(|candidate| *candidate == axis)
-            .map_or((1, 0), |at| (self.shape[at], self.stride[at]))
+            .position(|candidate| *candidate == axis);
+        match at.map(|at| (self.shape[at], self.stride[at])) {
+            Some((size, stride)) if size > 1 => (size, stride),
+            _ => (1, 0),
+        }
     }
 
     /// The layers of this view read as `format`. [`View::check`] must have passed.
@@ -236,7 +240,7 @@ impl View {
             memory: self.memory,
             // Inside the checked span, so none of this overflows.
             base: (self.storage_offset + kv * kv_stride + layer * layer_stride) * es,
-            block_stride: if num_blocks > 1 { block_stride * es } else { 0 },
+            block_stride: block_stride * es,
             parts: parts.clone(),
         };
         Ok((0..num_layers)

@@ -95,7 +95,10 @@ pub struct ObjectGroup {
     pub object_bytes: u64,
 }
 
-/// One layer's claim on a group, before matching.
+/// Most groups one registration may have: above any model, and it bounds the matching.
+const MAX_GROUPS: usize = 1024;
+
+/// Whether two layers of an engine group are copied alike.
 fn same_kernel_group(a: &Layer, b: &Layer) -> bool {
     a.planes.len() == b.planes.len()
         && a.heads == b.heads
@@ -115,6 +118,13 @@ pub(crate) fn checked_infos(
     if infos.is_empty() {
         let everything = GroupSpec::full_attention(Vec::new(), 0);
         return Ok(vec![(everything, (0..layers).collect())]);
+    }
+    if infos.len() > MAX_GROUPS {
+        return Err(LayoutError::new(
+            "engine_group_infos",
+            format!("{} groups", infos.len()),
+            format!("at most {MAX_GROUPS} groups"),
+        ));
     }
     let mut taken = HashSet::new();
     let mut checked = Vec::with_capacity(infos.len());
@@ -159,6 +169,7 @@ pub(crate) fn kernel_groups(
     chunk_tokens: u64,
 ) -> Result<Vec<KernelGroup>, LayoutError> {
     let mut groups: Vec<KernelGroup> = Vec::with_capacity(infos.len());
+    let mut previous_start = None;
     for (at, (info, indices)) in infos.iter().enumerate() {
         let field = format!("engine_group_infos[{at}].layer_indices");
         let first = &layers[indices[0]];
@@ -185,14 +196,16 @@ pub(crate) fn kernel_groups(
                     "one group for all equal layers of an engine group",
                 ));
             }
-            if other.1.iter().min() > indices.iter().min() {
-                return Err(LayoutError::new(
-                    field,
-                    format!("behind group {earlier}, whose layers start later"),
-                    "groups in the order of their first layers",
-                ));
-            }
         }
+        let start = indices.iter().min();
+        if start < previous_start {
+            return Err(LayoutError::new(
+                field,
+                format!("behind group {}, whose layers start later", at - 1),
+                "groups in the order of their first layers",
+            ));
+        }
+        previous_start = start;
         groups.push(kernel_group(at, info, indices, layers, chunk_tokens)?);
     }
     Ok(groups)
