@@ -135,6 +135,8 @@ impl Generation {
     }
 
     fn insert(&mut self, entry: Entry) {
+        // The caller made sure of the room, so the table does not grow.
+        debug_assert!(self.table.len() < self.table.capacity());
         self.size = self.size.plus(entry.size());
         self.table
             .insert_unique(entry.key, entry, |entry| entry.key);
@@ -263,6 +265,21 @@ impl Generations {
             if self.entry(entry.key).is_none() {
                 self.young.insert(std::mem::take(entry));
             }
+        }
+    }
+
+    /// Sizes are those of the entries and within the limits; a key is held once.
+    #[cfg(test)]
+    pub(super) fn check_invariants(&self) {
+        let mut keys = std::collections::HashSet::new();
+        for generation in [&self.young, &self.old] {
+            let sum = |size: Size, entry: &Entry| size.plus(entry.size());
+            assert_eq!(
+                generation.table.iter().fold(Size::default(), sum),
+                generation.size
+            );
+            assert!(self.limits.admit(generation.size));
+            assert!(generation.table.iter().all(|entry| keys.insert(entry.key)));
         }
     }
 
