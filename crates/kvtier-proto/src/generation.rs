@@ -6,6 +6,7 @@
 //! each form. [`Candidates`] finds out which generation a connection speaks.
 
 mod candidates;
+mod field;
 mod tables;
 
 pub use candidates::{Candidates, Resolved, Unresolved};

@@ -9,7 +9,7 @@ mod tokens;
 mod writer;
 
 pub use reader::{MAX_DEPTH, Reader};
-pub(crate) use reader::{is_int, name_shown, truncated, unexpected, whole};
+pub(crate) use reader::{is_int, name_shown, unexpected, whole};
 pub use tokens::{decode_tokens, skip_tokens};
 pub use writer::{
     write_array_len, write_bin, write_bool, write_ext, write_f64, write_int, write_map_len,

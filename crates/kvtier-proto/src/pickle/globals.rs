@@ -20,12 +20,20 @@ pub(super) enum Global {
     TypedStorage(Dtype),
     /// `torch.storage.UntypedStorage`: a storage counted in bytes.
     UntypedStorage,
-    /// The wrapper that clients up to 0.5.0 register for CUDA pages.
-    CudaWrapper,
+    /// A wrapper that clients up to 0.5.0 register for their pages.
+    Wrapper(WrapperClass),
 }
 
-/// Modules that had the CUDA wrapper in releases that pickled it.
-const CUDA_WRAPPER_MODULES: [&str; 1] = ["lmcache.v1.multiprocess.custom_types"];
+/// The wrapper classes of releases 0.4.2 to 0.5.0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum WrapperClass {
+    /// `lmcache.v1.multiprocess.custom_types.CudaIPCWrapper`.
+    Cuda,
+    /// `lmcache.v1.multiprocess.custom_types.RawCudaIPCWrapper`.
+    RawCuda,
+    /// `lmcache.v1.platform.cpu.shm.CpuShmTensorWrapper`.
+    CpuShm,
+}
 
 impl Global {
     pub(super) fn resolve(module: &str, name: &str) -> Result<Global, DecodeError> {
@@ -38,8 +46,14 @@ impl Global {
             ("torch", name) => typed_storage(name)
                 .map(Global::TypedStorage)
                 .or_else(|| Dtype::from_name(name).map(Global::Dtype)),
-            (module, "CudaIPCWrapper") if CUDA_WRAPPER_MODULES.contains(&module) => {
-                Some(Global::CudaWrapper)
+            ("lmcache.v1.multiprocess.custom_types", "CudaIPCWrapper") => {
+                Some(Global::Wrapper(WrapperClass::Cuda))
+            }
+            ("lmcache.v1.multiprocess.custom_types", "RawCudaIPCWrapper") => {
+                Some(Global::Wrapper(WrapperClass::RawCuda))
+            }
+            ("lmcache.v1.platform.cpu.shm", "CpuShmTensorWrapper") => {
+                Some(Global::Wrapper(WrapperClass::CpuShm))
             }
             _ => None,
         };
@@ -48,7 +62,7 @@ impl Global {
                 "pickle",
                 format!(
                     "the global {:?} of module {:?} is not allowed; known are torch's tensor and storage rebuilders, \
-                     element types and storage classes, collections.OrderedDict and LMCache's CudaIPCWrapper",
+                     element types and storage classes, collections.OrderedDict and LMCache's tensor wrappers",
                     name_shown(name),
                     name_shown(module)
                 ),

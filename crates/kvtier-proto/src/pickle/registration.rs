@@ -1,20 +1,26 @@
-//! The pickled CUDA wrapper that clients up to 0.5.0 register instead of a descriptor.
+//! The pickled wrappers that clients up to 0.5.0 register instead of descriptors.
+//!
+//! Three classes exist: `CudaIPCWrapper` (all releases since 0.4.2), `RawCudaIPCWrapper` and `CpuShmTensorWrapper` (0.4.7 and
+//! 0.5.0). Each is an object without arguments whose members follow as a dict.
 
 use super::Limits;
-use super::globals::Global;
+use super::globals::{Global, WrapperClass};
 use super::machine::{Budget, Machine, Value, run};
 use super::tensors::read_axes;
-use crate::descriptor::{Cuda, CudaHandle, TensorMetadata, check_span};
+use crate::descriptor::{
+    CpuShm, Cuda, CudaHandle, CudaRaw, TensorDescriptor, TensorMetadata, check_span,
+};
 use crate::wire::{DecodeError, name_shown};
 
 fn error(message: impl Into<String>) -> DecodeError {
     DecodeError::at("pickled wrapper", message)
 }
 
-/// Reads the pickle of a `CudaIPCWrapper` into the descriptor that later releases send for the same tensor.
+/// Reads a pickled wrapper into the descriptor that later releases send for the same tensor.
 ///
-/// The same rules as for descriptors: no unknown member, equal ranks, the view inside the storage.
-pub fn read_registration(pickle: &[u8], limits: &Limits) -> Result<Cuda, DecodeError> {
+/// The result is [`TensorDescriptor::Cuda`], [`TensorDescriptor::CudaRaw`] or [`TensorDescriptor::CpuShm`]. The same rules
+/// hold as for descriptors: no unknown member, equal ranks, the view inside its memory.
+pub fn read_registration(pickle: &[u8], limits: &Limits) -> Result<TensorDescriptor, DecodeError> {
     let (machine, object, used) = run(pickle, &mut Budget::new(limits.max_opcodes))?;
     if used != pickle.len() {
         return Err(error(format!(
@@ -24,33 +30,91 @@ pub fn read_registration(pickle: &[u8], limits: &Limits) -> Result<Cuda, DecodeE
     }
     let call = machine
         .call(object)
-        .filter(|call| call.callable == Value::Global(Global::CudaWrapper))
         .filter(|call| machine.tuple(call.arguments).is_some_and(<[_]>::is_empty))
-        .ok_or_else(|| error("the result is not a CudaIPCWrapper"))?;
+        .ok_or_else(|| error("the result is not an object made without arguments"))?;
+    let Value::Global(Global::Wrapper(class)) = call.callable else {
+        return Err(error("the result is not one of LMCache's tensor wrappers"));
+    };
     let members = call
         .state
         .and_then(|state| machine.dict(state))
         .ok_or_else(|| error("the object has no dict of members"))?;
-
     let mut members = Members::new(members)?;
-    let handle = read_handle(&machine, members.take("handle")?)?;
-    let dtype = match members.take("dtype")? {
-        Value::Global(Global::Dtype(dtype)) => dtype,
-        _ => return Err(DecodeError::at("dtype", "not an element type of torch")),
-    };
-    let metadata = TensorMetadata {
-        dtype,
-        shape: read_axes(&machine, "shape", members.take("shape")?)?,
-        stride: read_axes(&machine, "stride", members.take("stride")?)?,
-        storage_offset: unsigned("storage_offset", members.take("storage_offset")?)?,
-        device_uuid: match members.take("device_uuid")? {
-            Value::Text(uuid) => uuid.to_owned(),
-            _ => return Err(DecodeError::at("device_uuid", "not a text")),
-        },
+    let descriptor = match class {
+        WrapperClass::Cuda => TensorDescriptor::Cuda(cuda(&machine, &mut members)?),
+        WrapperClass::RawCuda => TensorDescriptor::CudaRaw(raw_cuda(&machine, &mut members)?),
+        WrapperClass::CpuShm => TensorDescriptor::CpuShm(cpu_shm(&machine, &mut members)?),
     };
     members.finish()?;
-    check_span("handle", &metadata, handle.storage_bytes)?;
+    Ok(descriptor)
+}
+
+fn cuda<'a>(machine: &Machine<'a>, members: &mut Members<'_, 'a>) -> Result<Cuda, DecodeError> {
+    let handle = read_handle(machine, members.take("handle")?)?;
+    let metadata = read_metadata(machine, members)?;
+    check_span("handle[2]", &metadata, handle.storage_bytes)?;
     Ok(Cuda { handle, metadata })
+}
+
+fn raw_cuda<'a>(
+    machine: &Machine<'a>,
+    members: &mut Members<'_, 'a>,
+) -> Result<CudaRaw, DecodeError> {
+    const HANDLE: &str = "_ipc_handle_reserved";
+    let ipc_handle = match members.take(HANDLE)? {
+        Value::Bytes(bytes) => bytes.try_into().ok(),
+        _ => None,
+    };
+    let ipc_handle = ipc_handle.ok_or_else(|| DecodeError::at(HANDLE, "not 64 bytes"))?;
+    let nbytes = unsigned("_nbytes", members.take("_nbytes")?)?;
+    members.take_none("handle")?;
+    let metadata = read_metadata(machine, members)?;
+    // The server of that time mapped the allocation and used it from its first byte on.
+    if metadata.storage_offset != 0 {
+        return Err(DecodeError::at(
+            "storage_offset",
+            format!("{}; allowed is 0", metadata.storage_offset),
+        ));
+    }
+    check_span("_nbytes", &metadata, nbytes)?;
+    Ok(CudaRaw {
+        ipc_handle,
+        alloc_offset: 0,
+        nbytes,
+        metadata,
+    })
+}
+
+fn cpu_shm<'a>(
+    machine: &Machine<'a>,
+    members: &mut Members<'_, 'a>,
+) -> Result<CpuShm, DecodeError> {
+    let shm_name = text("shm_name", members.take("shm_name")?)?;
+    let nbytes = unsigned("nbytes", members.take("nbytes")?)?;
+    members.take_none("handle")?;
+    let metadata = read_metadata(machine, members)?;
+    check_span("nbytes", &metadata, nbytes)?;
+    Ok(CpuShm {
+        shm_name,
+        nbytes,
+        metadata,
+    })
+}
+
+fn read_metadata<'a>(
+    machine: &Machine<'a>,
+    members: &mut Members<'_, 'a>,
+) -> Result<TensorMetadata, DecodeError> {
+    Ok(TensorMetadata {
+        dtype: match members.take("dtype")? {
+            Value::Global(Global::Dtype(dtype)) => dtype,
+            _ => return Err(DecodeError::at("dtype", "not an element type of torch")),
+        },
+        shape: read_axes(machine, "shape", members.take("shape")?)?,
+        stride: read_axes(machine, "stride", members.take("stride")?)?,
+        storage_offset: unsigned("storage_offset", members.take("storage_offset")?)?,
+        device_uuid: text("device_uuid", members.take("device_uuid")?)?,
+    })
 }
 
 /// The members of the object, each of which must be taken once.
@@ -86,6 +150,14 @@ impl<'m, 'a> Members<'m, 'a> {
         }
     }
 
+    /// A member that these classes inherit and do not use.
+    fn take_none(&mut self, name: &'static str) -> Result<(), DecodeError> {
+        match self.take(name)? {
+            Value::None => Ok(()),
+            _ => Err(DecodeError::at(name, "not None")),
+        }
+    }
+
     fn finish(self) -> Result<(), DecodeError> {
         if self.taken == self.all.len() {
             return Ok(());
@@ -98,9 +170,7 @@ impl<'m, 'a> Members<'m, 'a> {
                 _ => "(not a text)",
             })
             .collect();
-        Err(error(format!(
-            "members {names:?}; allowed are handle, dtype, shape, stride, storage_offset and device_uuid"
-        )))
+        Err(error(format!("one of the members {names:?} is not known")))
     }
 }
 
@@ -146,6 +216,13 @@ fn unsigned(field: &'static str, value: Value<'_>) -> Result<u64, DecodeError> {
         _ => None,
     }
     .ok_or_else(|| DecodeError::at(field, "not an integer of 0 or more"))
+}
+
+fn text(field: &'static str, value: Value<'_>) -> Result<String, DecodeError> {
+    match value {
+        Value::Text(text) => Ok(text.to_owned()),
+        _ => Err(DecodeError::at(field, "not a text")),
+    }
 }
 
 fn optional_bytes(field: &'static str, value: Value<'_>) -> Result<Option<Vec<u8>>, DecodeError> {

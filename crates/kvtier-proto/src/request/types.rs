@@ -35,6 +35,13 @@ pub enum Seconds {
 }
 
 impl Seconds {
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        if wire::is_int(reader.peek()?) {
+            return reader.int().map(Self::Whole);
+        }
+        reader.f64().map(Self::Fraction)
+    }
+
     /// The span as a float; may be negative or not finite.
     #[must_use]
     pub fn as_f64(self) -> f64 {

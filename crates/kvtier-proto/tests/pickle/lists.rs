@@ -1,14 +1,12 @@
 //! Every row of `pickle.json`: lists of tensors that real PyTorch pickled.
 
-mod support;
-
+use crate::support::{gathered, hex_field};
 use kvtier_proto::pickle::{Limits, read_tensors};
 use serde_json::{Value, json};
-use support::{gathered, hex_field};
 
 #[test]
 fn every_pickled_list_reads_as_pytorch_reads_it() {
-    let vectors: Value = serde_json::from_str(include_str!("vectors/pickle.json")).unwrap();
+    let vectors: Value = serde_json::from_str(include_str!("../vectors/pickle.json")).unwrap();
     for row in vectors["cases"].as_array().unwrap() {
         let name = row["name"].as_str().unwrap();
         let message = hex_field(row, "pickle");

@@ -1,0 +1,124 @@
+//! What the fields of the tables are called and what they look like on the wire.
+
+use super::{BlockForm, Field};
+use crate::key::KeyForm;
+use crate::wire::{Reader, is_int};
+
+impl Field {
+    /// The name of the payload, as LMCache 0.5.6 calls it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Key(_) => "key",
+            Self::InstanceId | Self::OptionalInstanceId => "instance_id",
+            Self::BlockIds(_) => "block_ids",
+            Self::EventHandle => "event_ipc_handle",
+            Self::SkipTokens => "skip_first_n_tokens",
+            Self::TpSize => "tp_size",
+            Self::RequestId => "request_id",
+            Self::JobId => "job_id",
+            Self::Timeout => "timeout",
+            Self::Force => "force",
+            Self::Data => "data",
+            Self::Tensors(_) => "kv_cache",
+            Self::ModelName => "model_name",
+            Self::WorldSize => "world_size",
+            Self::EngineType => "engine_type",
+            Self::LayoutHints => "layout_hints",
+            Self::GroupInfos => "engine_group_infos",
+            Self::EngineDrivenContext { .. } => "payload",
+            Self::AllocationRecords => "records",
+            Self::Cursor => "cursor",
+            Self::MaxEvents => "max_events",
+            Self::HeadSize => "head_size",
+            Self::IsNeoxStyle => "is_neox_style",
+            Self::GroupToCache => "group_to_cache",
+            Self::GroupRot => "group_rot",
+            Self::GroupHeadSize => "group_head_size",
+            Self::KvQuant => "kv_quant",
+            Self::MatchedSegments => "match_results",
+            Self::KeepPrefix => "keep_prefix",
+            Self::BudgetMs => "budget_ms",
+            Self::ClientVersion => "client_version",
+            Self::ObjectKeys => "keys",
+            Self::LayoutDescriptors => "group_layout_descs",
+            Self::TaskId => "task_id",
+            Self::ModuleCall => "request",
+        }
+    }
+
+    /// Whether a real client may have sent `payload` for this field, judged by its first bytes.
+    ///
+    /// Stricter than decoding: it tells forms apart that decoding would both take, and expects ints where
+    /// decoding is lenient. Only used to choose between rows that fit otherwise.
+    #[must_use]
+    pub fn looks_like(self, payload: &[u8]) -> bool {
+        let mut reader = Reader::new(payload);
+        let Ok(marker) = reader.peek() else {
+            return false;
+        };
+        let is_array = matches!(marker, 0x90..=0x9f | 0xdc | 0xdd);
+        match self {
+            Self::Key(form) => reader.map_len().is_ok_and(|fields| form.may_have(fields)),
+            Self::BlockIds(form) => is_array && form.may_be(&mut reader),
+            Self::OptionalInstanceId => is_int(marker) || marker == 0xc0,
+            Self::InstanceId
+            | Self::SkipTokens
+            | Self::TpSize
+            | Self::JobId
+            | Self::WorldSize
+            | Self::Cursor
+            | Self::MaxEvents
+            | Self::HeadSize
+            | Self::KeepPrefix
+            | Self::BudgetMs
+            | Self::ClientVersion
+            | Self::TaskId => is_int(marker),
+            Self::Timeout => is_int(marker) || matches!(marker, 0xca | 0xcb),
+            Self::Force | Self::IsNeoxStyle => matches!(marker, 0xc2 | 0xc3),
+            Self::EventHandle | Self::Data => matches!(marker, 0xc4..=0xc6),
+            Self::RequestId | Self::ModelName | Self::EngineType | Self::KvQuant => {
+                matches!(marker, 0xa0..=0xbf | 0xd9..=0xdb)
+            }
+            Self::LayoutHints
+            | Self::EngineDrivenContext { .. }
+            | Self::LayoutDescriptors
+            | Self::ModuleCall => matches!(marker, 0x80..=0x8f | 0xde | 0xdf),
+            Self::Tensors(_)
+            | Self::GroupInfos
+            | Self::AllocationRecords
+            | Self::GroupToCache
+            | Self::GroupRot
+            | Self::GroupHeadSize
+            | Self::MatchedSegments
+            | Self::ObjectKeys => is_array,
+        }
+    }
+}
+
+impl KeyForm {
+    /// Whether a key with so many fields may be of this form. Full keys of 0.5.3 and 0.5.4 have no more
+    /// fields than salted ones; a count that no release sends tells nothing.
+    fn may_have(self, fields: usize) -> bool {
+        match fields {
+            7 => self == Self::Unsalted,
+            8 => self != Self::Unsalted,
+            10 => self == Self::Full,
+            _ => true,
+        }
+    }
+}
+
+impl BlockForm {
+    /// Whether an array that starts like this may be of this form; an empty one may be of either.
+    fn may_be(self, reader: &mut Reader<'_>) -> bool {
+        match reader.array_len() {
+            Ok(0) => true,
+            Ok(_) => {
+                let flat = reader.peek().is_ok_and(is_int);
+                flat == (self == Self::Flat)
+            }
+            Err(_) => false,
+        }
+    }
+}
