@@ -1,4 +1,5 @@
 //! Chunk hashes as LMCache 0.5.6 computes them: every row of `vectors/chunk_hashes.json`.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use kvtier_core::hashing::{ChunkHash, ChunkHasher, DEFAULT_SEED, HashAlgorithm, lookup_chunks};
 use kvtier_core::prompt::PromptMemory;

@@ -1,4 +1,5 @@
 //! Keys as LMCache 0.5.6 makes, writes and reads them: every row of `vectors/keys.json`.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use kvtier_core::hashing::{ChunkHasher, DEFAULT_SEED, HashAlgorithm, store_chunks};
 use kvtier_core::object_key::{

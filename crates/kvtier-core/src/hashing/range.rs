@@ -82,3 +82,34 @@ pub enum RangeError {
         end: u64,
     },
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZE: NonZeroUsize = NonZeroUsize::new(4).unwrap();
+
+    #[test]
+    fn a_lookup_takes_any_range() {
+        let chunks = |start, end| lookup_chunks(SIZE, 18, start, end);
+        assert_eq!(chunks(0, 16), 0..4);
+        assert_eq!(chunks(0, u64::MAX), 0..4);
+        assert_eq!(chunks(5, 15), 2..3);
+        assert!(chunks(8, 8).is_empty());
+        assert!(chunks(u64::MAX, u64::MAX).is_empty());
+        assert!(chunks(12, 4).is_empty());
+    }
+
+    #[test]
+    fn a_store_takes_whole_chunks_of_the_prompt() {
+        let chunks = |start, end| store_chunks(SIZE, 18, start, end);
+        assert_eq!(chunks(0, 16), Ok(0..4));
+        assert_eq!(chunks(8, 8), Ok(2..2));
+        let error = |start, end| chunks(start, end).unwrap_err().to_string();
+        assert_eq!(error(2, 8), "start 2 is not a multiple of the chunk size 4");
+        assert_eq!(error(0, 10), "end 10 is not a multiple of the chunk size 4");
+        assert_eq!(error(0, 20), "end 20 is past the 18 token ids of the key");
+        assert_eq!(error(12, 8), "start 12 is past end 8");
+        assert!(chunks(u64::MAX - 3, u64::MAX - 3).is_err());
+    }
+}

@@ -16,6 +16,10 @@ const ENTRY_BYTES: usize = 2 * ChunkHash::LEN + 16;
 /// slots is filled to 7/16 at worst.
 const SLOT_BYTES: usize = (size_of::<Entry>() + 1) * 16 / 7 + 1;
 
+/// Most entries that one prompt moves into the young generation, which bounds how long the lock is held (about 0.2
+/// ms). A longer prompt is remembered over as many requests as it takes.
+pub(super) const MAX_ARRIVALS: usize = 4096;
+
 /// One remembered chunk.
 #[derive(Debug, Default)]
 pub(super) struct Entry {
@@ -184,16 +188,17 @@ impl Arrivals {
     /// Notes that an entry was used.
     pub(super) fn use_entry(&mut self, found: &Found<'_>) {
         self.last = Some(found.entry.key);
-        if found.is_old {
+        if found.is_old && self.size.entries < MAX_ARRIVALS {
             self.aging.push(found.entry.key);
             self.size = self.size.plus(found.entry.size());
         }
     }
 
-    /// Adds a new entry, which follows the one before. Refuses it when a whole generation could not hold them all.
+    /// Adds a new entry, which follows the one before. Refuses it when a generation could not hold them all, or when
+    /// moving them in would take too long.
     pub(super) fn push(&mut self, entry: Entry, limits: &Limits) -> bool {
         let size = self.size.plus(entry.size());
-        if !limits.admit(size) {
+        if size.entries > MAX_ARRIVALS || !limits.admit(size) {
             return false;
         }
         if let Some(before) = self.fresh.last() {

@@ -27,6 +27,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// differ in size and a young generation may fill with fewer than the retired one has.
 const RETIRED_PER_ARRIVAL: usize = 8;
 
+/// Chunks that are walked under one read lock. A walk of that many takes well below a millisecond, and only
+/// prompts beyond a quarter of a million tokens (at 256 a chunk) lock again.
+const CHUNKS_PER_LOCK: usize = 1024;
+
 /// What a request's token ids come to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prompt {
@@ -55,8 +59,9 @@ pub struct PromptStats {
 
 /// Reads token ids into chunk hashes and remembers both; shared by all threads.
 ///
-/// Locks: `generations` is read-locked once a prompt for the walk, and write-locked once when something must be moved
-/// into the young generation (once more where that one is full). `retired` is locked without the other.
+/// Locks: `generations` is read-locked once for the walk (extremely long prompts: for each part of it), and
+/// write-locked once when something must be moved into the young generation (once more where that one is full), by a
+/// bounded number of moves. `retired` is locked without the other.
 pub struct PromptMemory {
     hasher: ChunkHasher,
     keys: RandomState,
@@ -169,28 +174,49 @@ impl PromptMemory {
 
     /// Follows the prompt through the memory up to the first unknown chunk.
     fn walk(&self, count: usize, data: &[u8]) -> Walk {
-        let chunk_size = self.hasher.chunk_size().get();
         // A token id takes at least one byte, whatever `count` claims.
-        let chunks = count.min(data.len()) / chunk_size;
+        let chunks = count.min(data.len()) / self.hasher.chunk_size().get();
         let mut walk = Walk {
             hashes: Vec::with_capacity(chunks),
             at: 0,
             arrivals: Arrivals::default(),
         };
-        let generations = self.generations.read();
-        let mut previous = self.hasher.none_hash();
-        let mut hint = &self.first;
+        let mut next = self.first.load(Relaxed);
         while walk.hashes.len() < chunks {
-            let Some(found) = self.find(&generations, hint, &previous, &data[walk.at..]) else {
-                break;
-            };
+            let end = chunks.min(walk.hashes.len() + CHUNKS_PER_LOCK);
+            match self.walk_some(&mut walk, end, next, data) {
+                Some(hint) => next = hint,
+                None => break,
+            }
+        }
+        walk
+    }
+
+    /// Goes on to the chunk `end` under one lock. `next` is where the next chunk may be found; returns the same for the
+    /// chunk `end`, or nothing when a chunk before it is unknown.
+    fn walk_some(&self, walk: &mut Walk, end: usize, next: u64, data: &[u8]) -> Option<u64> {
+        let generations = self.generations.read();
+        let resumed = AtomicU64::new(next);
+        let mut hint = match walk.hashes.is_empty() {
+            true => &self.first,
+            false => &resumed,
+        };
+        let mut previous = self.last_hash(walk);
+        while walk.hashes.len() < end {
+            let found = self.find(&generations, hint, &previous, &data[walk.at..])?;
             walk.arrivals.use_entry(&found);
             walk.hashes.push(found.hash);
             walk.at += found.length;
             previous = found.hash;
             hint = found.entry.next();
         }
-        walk
+        Some(hint.load(Relaxed))
+    }
+
+    /// What the next chunk is hashed with.
+    fn last_hash(&self, walk: &Walk) -> ChunkHash {
+        let last = walk.hashes.last().copied();
+        last.unwrap_or_else(|| self.hasher.none_hash())
     }
 
     /// The chunk at the start of `data`, if it is known behind `previous`.
@@ -224,11 +250,7 @@ impl PromptMemory {
     /// Decodes and hashes the `count` tokens behind the known chunks and makes entries of them.
     fn decode(&self, mut count: usize, data: &[u8], walk: &mut Walk) -> Result<(), DecodeError> {
         let chunk_size = self.hasher.chunk_size().get();
-        let mut previous = walk
-            .hashes
-            .last()
-            .copied()
-            .unwrap_or(self.hasher.none_hash());
+        let mut previous = self.last_hash(walk);
         let mut tokens = Vec::new();
         let mut remembering = true;
         while count > 0 {
@@ -244,7 +266,7 @@ impl PromptMemory {
             if remembering {
                 let raw = &data[..length];
                 let entry = Entry::new(self.search_key(&previous, raw), &previous, &hash, raw);
-                // Of a prompt too long for a generation, the start is kept: that is what others may share.
+                // Of a prompt too long, the start is kept: that is what others may share.
                 remembering = walk.arrivals.push(entry, &self.limits);
             }
             walk.hashes.push(hash);

@@ -1,5 +1,6 @@
 //! The memory against plain decoding and hashing, and what it remembers.
 
+use super::generations::MAX_ARRIVALS;
 use super::*;
 use crate::hashing::{DEFAULT_SEED, HashAlgorithm};
 use kvtier_proto::key::VecTokens;
@@ -165,6 +166,20 @@ fn the_start_of_a_prompt_too_long_is_kept() {
         &data[..wire::skip_tokens(160, &data).unwrap()],
     );
     assert_eq!(stats.chunks_known, 10);
+}
+
+#[test]
+fn a_very_long_prompt_is_remembered_in_parts() {
+    let memory = memory(2, 64 << 20);
+    let chunks = MAX_ARRIVALS + 2000;
+    let data = prompt(3, chunks as u32 * 2);
+    for (known, hashed) in [(0, chunks), (MAX_ARRIVALS, 2000), (chunks, 0)] {
+        let stats = counted(&memory, chunks * 2, &data);
+        assert_eq!(
+            (stats.chunks_known, stats.chunks_hashed),
+            (known as u64, hashed as u64)
+        );
+    }
 }
 
 #[test]
