@@ -1,0 +1,128 @@
+//! Memory set aside for objects whose bytes are still being written.
+
+use super::{Cache, Extent, ExtentAllocator, ReadLease, Space};
+use crate::hashing::ChunkHash;
+use std::time::Duration;
+
+/// Objects of one space and one size that somebody wants to write.
+#[derive(Clone, Copy, Debug)]
+pub struct ReserveRequest<'a> {
+    /// Where the objects belong.
+    pub space: Space<'a>,
+    /// The chunks, in prefix order.
+    pub hashes: &'a [ChunkHash],
+    /// Bytes of each object, at least 1.
+    pub len: u64,
+}
+
+/// What became of one requested key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeyOutcome {
+    /// The object is in the cache already; nothing to write.
+    AlreadyResident,
+    /// Memory is set aside.
+    Reserved(Extent),
+    /// No memory, and nothing left that could be evicted.
+    NoMemory,
+}
+
+/// A `reserve` that was refused as a whole; nothing was set aside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReserveError {
+    /// An object without bytes cannot be stored.
+    #[error("len of reserve request {request} is 0: allowed is 1 or more bytes")]
+    EmptyObject {
+        /// Which of the requests.
+        request: usize,
+    },
+}
+
+/// What a `reserve` achieved.
+#[derive(Debug)]
+pub struct Reserved<A: ExtentAllocator> {
+    /// The memory set aside; possibly none.
+    pub reservation: Reservation<A>,
+    /// One outcome a key, the requests' keys in order, one request after the other.
+    pub outcomes: Vec<KeyOutcome>,
+}
+
+/// One object being written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Staged {
+    /// Which of the requests asked for it.
+    pub request: u32,
+    /// Which of that request's hashes it is.
+    pub position: u32,
+    /// Where its bytes go.
+    pub extent: Extent,
+    pub(super) slot: super::slab::SlotRef,
+}
+
+/// What a commit achieved. Counts objects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Committed {
+    /// New in the cache.
+    pub inserted: usize,
+    /// Bytes of those.
+    pub inserted_bytes: u64,
+    /// Dropped, because the key had become resident meanwhile; its first writer wins.
+    pub duplicates: usize,
+    /// Given up by `commit_subset`.
+    pub aborted: usize,
+}
+
+/// Memory set aside, private to its holder until committed. Dropping it gives the memory back.
+#[must_use = "dropping a reservation gives its memory back"]
+#[derive(Debug)]
+pub struct Reservation<A: ExtentAllocator> {
+    cache: Cache<A>,
+    staged: Vec<Staged>,
+}
+
+impl<A: ExtentAllocator> Reservation<A> {
+    pub(super) fn new(cache: Cache<A>, staged: Vec<Staged>) -> Self {
+        Self { cache, staged }
+    }
+
+    /// The objects to write, in the order in which they were asked for.
+    pub fn staged(&self) -> &[Staged] {
+        &self.staged
+    }
+
+    /// Where to write, one extent an object, in the order of [`staged`](Self::staged).
+    pub fn extents(&self) -> impl ExactSizeIterator<Item = Extent> + '_ {
+        self.staged.iter().map(|staged| staged.extent)
+    }
+
+    /// How many objects to write.
+    pub fn len(&self) -> usize {
+        self.staged.len()
+    }
+
+    /// Whether there is nothing to write.
+    pub fn is_empty(&self) -> bool {
+        self.staged.is_empty()
+    }
+
+    /// Makes all objects visible. Their bytes must be written.
+    pub fn commit(self, now: Duration) -> Committed {
+        self.commit_subset(now, |_| true)
+    }
+
+    /// Makes those objects visible that `keep` says yes to, and gives up the others.
+    pub fn commit_subset(self, now: Duration, keep: impl FnMut(&Staged) -> bool) -> Committed {
+        let _ = (now, keep);
+        unimplemented!()
+    }
+
+    /// Makes all objects visible and leases them in the same moment, so that nothing can evict them first. Where
+    /// another writer was first, the lease is on that writer's object. The lease's order is that of
+    /// [`staged`](Self::staged).
+    pub fn commit_leased(self, now: Duration) -> (Committed, ReadLease<A>) {
+        let _ = now;
+        unimplemented!()
+    }
+
+    /// Gives the memory back; the same as dropping.
+    pub fn abort(self) {}
+}

@@ -1,0 +1,93 @@
+//! What the cache says about itself.
+
+use std::sync::Arc;
+
+/// A snapshot of the counters, all taken at one moment.
+///
+/// Totals count from the cache's creation. "Bytes" are the objects' own; `used_bytes` is what the allocator holds
+/// for them, rounding included.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Bytes the allocator has in all.
+    pub capacity_bytes: u64,
+    /// Bytes the allocator has handed out, rounding included.
+    pub used_bytes: u64,
+    /// Resident objects.
+    pub objects: u64,
+    /// Bytes of resident objects.
+    pub bytes: u64,
+    /// Objects reserved and not yet committed or aborted.
+    pub staged_objects: u64,
+    /// Bytes of those.
+    pub staged_bytes: u64,
+    /// Resident objects with at least one lease.
+    pub leased_objects: u64,
+    /// Objects removed by force while leased; their memory returns with the last lease.
+    pub doomed_objects: u64,
+    /// Bytes of those.
+    pub doomed_bytes: u64,
+    /// Objects that could be evicted now.
+    pub evictable_objects: u64,
+    /// Spaces with at least one object.
+    pub spaces: u64,
+    /// Cache salts with at least one object.
+    pub salts: u64,
+    /// Lookups so far.
+    pub lookups_total: u64,
+    /// Chunks that lookups asked for.
+    pub requested_chunks_total: u64,
+    /// Chunks of the prefixes that lookups found.
+    pub hit_chunks_total: u64,
+    /// Objects evicted to make room, by `reserve` or by `evict`.
+    pub evicted_objects_total: u64,
+    /// Bytes of those.
+    pub evicted_bytes_total: u64,
+    /// Seconds since its last use of the object evicted last.
+    pub last_evicted_idle_seconds: u64,
+    /// Keys a `reserve` found no memory for.
+    pub refused_total: u64,
+    /// Staged objects that became resident.
+    pub committed_total: u64,
+    /// Staged objects that were dropped at commit, because another reservation of the key had been first.
+    pub duplicates_total: u64,
+    /// Staged objects that were given up.
+    pub aborted_total: u64,
+    /// Objects taken out by `remove` or `clear`.
+    pub removed_total: u64,
+    /// Times a counter or a lease did not add up: a bug in the cache. 0 in a healthy one.
+    pub accounting_errors: u64,
+    /// Bytes of bookkeeping held: slots, index, eviction order and interned names, the allocator's excluded.
+    pub bookkeeping_bytes: u64,
+}
+
+/// Room taken and room there is, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// What the allocator has handed out.
+    pub used_bytes: u64,
+    /// What it has in all.
+    pub capacity_bytes: u64,
+}
+
+/// What one tenant has in the cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SaltUsage {
+    /// The cache salt; empty for none.
+    pub salt: Arc<str>,
+    /// Resident objects.
+    pub objects: u64,
+    /// Bytes of those.
+    pub bytes: u64,
+    /// Bytes reserved and not yet committed.
+    pub staged_bytes: u64,
+}
+
+/// A part of a long list, and where the next part starts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Page<T> {
+    /// The entries of this part.
+    pub entries: Vec<T>,
+    /// What to pass to get the next part; `None` after the last one. Entries that come or go between two calls may
+    /// be seen or missed.
+    pub next: Option<u32>,
+}
