@@ -67,18 +67,14 @@ impl BlockTable {
         for (group, list) in layout.kernel_groups().iter().zip(block_ids) {
             let needed = chunks * group.blocks_per_chunk;
             for (position, id) in list.as_ref()[..needed].iter().enumerate() {
-                // num_blocks is at most u32::MAX, checked with the layout.
-                match u32::try_from(*id) {
-                    Ok(id) if u64::from(id) < group.num_blocks => ids.push(id),
-                    _ => {
-                        return Err(PlanError::BlockOutOfRange {
-                            group: group.index,
-                            position,
-                            id: *id,
-                            num_blocks: group.num_blocks,
-                        });
-                    }
-                }
+                ids.push(
+                    checked_id(*id, group.num_blocks).ok_or(PlanError::BlockOutOfRange {
+                        group: group.index,
+                        position,
+                        id: *id,
+                        num_blocks: group.num_blocks,
+                    })?,
+                );
             }
         }
         Ok(Self {
@@ -127,4 +123,11 @@ impl BlockTable {
                 .iter()
                 .all(|group| self.chunk(*group, chunk).iter().all(|id| *id == null))
     }
+}
+
+/// The id as a block number, when there is such a block (there are at most `u32::MAX`).
+pub(crate) fn checked_id(id: i64, num_blocks: u64) -> Option<u32> {
+    u32::try_from(id)
+        .ok()
+        .filter(|id| u64::from(*id) < num_blocks)
 }

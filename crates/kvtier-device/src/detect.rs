@@ -70,29 +70,32 @@ pub(crate) fn detect(
     })
 }
 
-/// Checked views, with equal memories shared.
+/// Checked views, and the distinct memories they lie in: one per segment name, as large as the
+/// largest statement about it.
 fn views(tensors: &[TensorSpec]) -> Result<(Vec<View>, Vec<MemorySpec>), LayoutError> {
     let mut memories: Vec<MemorySpec> = Vec::new();
-    let mut known: HashMap<&MemorySpec, usize> = HashMap::new();
+    let mut known: HashMap<&str, usize> = HashMap::new();
     let mut views = Vec::with_capacity(tensors.len());
     for (index, tensor) in tensors.iter().enumerate() {
-        let shared = match &tensor.memory {
+        let (memory, memory_bytes) = match &tensor.memory {
+            MemorySpec::CpuShm { name, nbytes } => {
+                let memory = *known.entry(name).or_insert(memories.len());
+                match memories.get_mut(memory) {
+                    Some(MemorySpec::CpuShm { nbytes: most, .. }) => *most = (*most).max(*nbytes),
+                    _ => memories.push(tensor.memory.clone()),
+                }
+                (memory, Some(*nbytes))
+            }
             // Nothing says that two of these are the same memory.
-            MemorySpec::Unsupported { .. } => None,
-            MemorySpec::CpuShm { .. } => known.get(&tensor.memory).copied(),
+            MemorySpec::Unsupported { .. } => {
+                memories.push(tensor.memory.clone());
+                (memories.len() - 1, None)
+            }
         };
-        let memory = shared.unwrap_or_else(|| {
-            known.insert(&tensor.memory, memories.len());
-            memories.push(tensor.memory.clone());
-            memories.len() - 1
-        });
         let view = View {
             tensor: index,
             memory,
-            memory_bytes: match &tensor.memory {
-                MemorySpec::CpuShm { nbytes, .. } => Some(*nbytes),
-                MemorySpec::Unsupported { .. } => None,
-            },
+            memory_bytes,
             dtype_size: tensor.dtype_size,
             dtype_name: tensor.dtype_name.clone(),
             shape: tensor.shape.clone(),

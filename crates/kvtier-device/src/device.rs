@@ -45,16 +45,18 @@ pub trait EngineMemory: Send + Sync {
         direction: Direction,
     ) -> Result<u64, DeviceError>;
 
-    /// Appends the bytes of a layer's blocks, in the tensor's own order of dimensions: what
+    /// Gives `sink` the bytes of a layer's blocks, in the tensor's own order of dimensions: what
     /// selecting those blocks from the tensor and making it contiguous gives. For checksums.
+    ///
+    /// Comes in pieces of at most one block, so that memory use does not depend on the request.
     ///
     /// # Errors
     /// A layer or block that does not exist, or memory that went away.
-    fn block_bytes(
+    fn read_blocks(
         &self,
         layer: usize,
         block_ids: &[i64],
-        out: &mut Vec<u8>,
+        sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), DeviceError>;
 }
 
@@ -78,7 +80,7 @@ pub enum DeviceError {
     /// Bytes could not be moved.
     #[error("copy: {0}")]
     Access(#[from] AccessError),
-    /// An extent of another size than the object.
+    /// An extent smaller than the object.
     #[error("extent of {len} bytes; allowed: at least {needed}, one object of group {group}")]
     ExtentTooSmall {
         /// Bytes of the extent.

@@ -2,9 +2,11 @@
 //! format. All arithmetic on the engine's numbers is checked here; what leaves this file cannot
 //! overflow when block ids are below the number of blocks.
 
+use kvtier_memory::CopyLoop;
+
 use crate::error::LayoutError;
 use crate::format::{Axis, INDEXER_SCALE_BYTES, INDEXER_VALUE_BYTES, KvFormat};
-use crate::plan::Loop;
+use crate::plan::adjoins;
 
 /// Most dimensions any known format has.
 const MAX_RANK: usize = 6;
@@ -34,7 +36,7 @@ pub struct Part {
     /// Contiguous bytes on both sides.
     pub bytes: u64,
     /// Loops around the run, outermost first; a count of 1 is no loop.
-    pub loops: [Loop; 2],
+    pub loops: [CopyLoop; 2],
 }
 
 /// A view of one tensor: the engine's numbers, possibly re-viewed by a hint.
@@ -224,15 +226,15 @@ impl View {
                 0,
                 0,
                 head_size * es,
-                Loop {
+                CopyLoop {
                     count: slots,
-                    engine_stride: slot_stride * es,
-                    object_stride: heads * head_size * es,
+                    segment_stride: slot_stride * es,
+                    arena_stride: heads * head_size * es,
                 },
-                Loop {
+                CopyLoop {
                     count: heads,
-                    engine_stride: head_stride * es,
-                    object_stride: head_size * es,
+                    segment_stride: head_stride * es,
+                    arena_stride: head_size * es,
                 },
             )]
         };
@@ -294,12 +296,12 @@ impl View {
                 engine_offset,
                 object_offset,
                 bytes,
-                Loop {
+                CopyLoop {
                     count: slots,
-                    engine_stride: bytes,
-                    object_stride: row,
+                    segment_stride: bytes,
+                    arena_stride: row,
                 },
-                Loop::ONCE,
+                CopyLoop::ONCE,
             )
         };
         Ok(vec![
@@ -313,14 +315,31 @@ impl View {
     }
 }
 
+impl Plane {
+    /// The byte behind the last one of `num_blocks` blocks; `None` when that is no `u64`.
+    pub(crate) fn end(&self, num_blocks: u64) -> Option<u64> {
+        let last = num_blocks.checked_sub(1)?.checked_mul(self.block_stride)?;
+        let mut end = 0;
+        for part in &self.parts {
+            let mut part_end = part.engine_offset.checked_add(part.bytes)?;
+            for step in &part.loops {
+                let steps = (step.count - 1).checked_mul(step.segment_stride)?;
+                part_end = part_end.checked_add(steps)?;
+            }
+            end = part_end.max(end);
+        }
+        self.base.checked_add(last)?.checked_add(end)
+    }
+}
+
 impl Part {
     /// Joins loops whose steps adjoin on both sides into longer runs.
     fn collapsed(
         engine_offset: u64,
         object_offset: u64,
         bytes: u64,
-        outer: Loop,
-        inner: Loop,
+        outer: CopyLoop,
+        inner: CopyLoop,
     ) -> Self {
         let mut part = Self {
             engine_offset,
@@ -328,13 +347,13 @@ impl Part {
             bytes,
             loops: [outer, inner],
         };
-        if part.loops[1].adjoins(part.bytes) {
+        if adjoins(&part.loops[1], part.bytes) {
             part.bytes *= part.loops[1].count;
-            part.loops[1] = Loop::ONCE;
+            part.loops[1] = CopyLoop::ONCE;
         }
-        if part.loops[1].count == 1 && part.loops[0].adjoins(part.bytes) {
+        if part.loops[1].count == 1 && adjoins(&part.loops[0], part.bytes) {
             part.bytes *= part.loops[0].count;
-            part.loops[0] = Loop::ONCE;
+            part.loops[0] = CopyLoop::ONCE;
         }
         part
     }

@@ -3,7 +3,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::detect::detect;
-use crate::error::LayoutError;
+use crate::error::{LayoutError, PlanError};
+use crate::format::Axis;
+use crate::geometry::Plane;
 use crate::groups::{KernelGroup, ObjectGroup, checked_infos, kernel_groups, object_groups};
 use crate::spec::{Engine, GroupSpec, LayoutHints, MemorySpec, TensorSpec};
 
@@ -128,9 +130,64 @@ impl KvLayout {
         bytes / self.chunk_tokens
     }
 
-    /// Where a registered layer is: its kernel group and its position in it.
-    pub(crate) fn layer(&self, layer: usize) -> Option<(&KernelGroup, usize)> {
-        let (group, position) = (*self.layers.get(layer)?)?;
-        Some((&self.kernel_groups[group], position))
+    /// Positions of the layers that are part of a group, ascending.
+    pub fn grouped_layers(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.layers.len()).filter(|layer| self.layers[*layer].is_some())
     }
+
+    /// The kernel group of a registered layer.
+    ///
+    /// # Errors
+    /// [`PlanError::NoSuchLayer`] when the layer does not exist or is in no group.
+    pub fn group_of_layer(&self, layer: usize) -> Result<&KernelGroup, PlanError> {
+        self.layer(layer).map(|(group, _)| group)
+    }
+
+    fn layer(&self, layer: usize) -> Result<(&KernelGroup, usize), PlanError> {
+        let (group, position) =
+            self.layers
+                .get(layer)
+                .copied()
+                .flatten()
+                .ok_or(PlanError::NoSuchLayer {
+                    layer,
+                    layers: self.layers.len(),
+                })?;
+        Ok((&self.kernel_groups[group], position))
+    }
+
+    /// One layer as its tensor has it.
+    pub(crate) fn layer_planes(&self, layer: usize) -> Result<LayerPlanes<'_>, PlanError> {
+        let (group, position) = self.layer(layer)?;
+        let axes = group.format.axes();
+        let place = |wanted| axes.iter().position(|axis| *axis == wanted);
+        Ok(LayerPlanes {
+            group: group.index,
+            num_blocks: group.num_blocks,
+            planes: group
+                .planes
+                .iter()
+                .skip(position)
+                .step_by(group.layer_indices.len())
+                .collect(),
+            planes_outside_blocks: group.format.separate_k_and_v()
+                || place(Axis::Plane) < place(Axis::Block),
+        })
+    }
+}
+
+/// The planes of one layer, and whether its tensor has them outside the blocks or inside.
+pub(crate) struct LayerPlanes<'a> {
+    pub group: usize,
+    pub num_blocks: u64,
+    pub planes: Vec<&'a Plane>,
+    pub planes_outside_blocks: bool,
+}
+
+/// Shape of an object whose bytes the engine itself moves: `[2, layers, slots, hidden]`, or
+/// `[layers, slots, hidden]` when K and V are one plane. The same bytes as an object of a
+/// [`KvLayout`] with that many planes.
+pub fn engine_driven_shape(one_plane: bool, layers: u64, slots: u64, hidden: u64) -> Vec<u64> {
+    let shape = [2, layers, slots, hidden];
+    shape[usize::from(one_plane)..].to_vec()
 }

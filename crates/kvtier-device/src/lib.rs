@@ -2,7 +2,7 @@
 //!
 //! An engine registers tensors ([`TensorSpec`]); [`KvLayout::detect`] works out what their axes
 //! mean, groups the layers and fixes the bytes of an object; [`BlockTable`] checks the block ids of
-//! one request; [`KvLayout::plan_chunk`] turns (object group, chunk, skip) into [`AffineCopy`]
+//! one request; [`KvLayout::plan_chunk`] turns (object group, chunk, skip) into [`PlannedCopy`]
 //! elements; a [`Device`] opens the tensors and runs the copies.
 //!
 //! This crate must never know: requests, sessions, keys, hashes, sockets, who is allowed to read
@@ -12,8 +12,10 @@
 //! Formats, shapes and the object layout are those of LMCache's multi-process protocol, 0.5.6.
 
 mod blocks;
+mod cpu;
 mod describe;
 mod detect;
+mod device;
 mod error;
 mod format;
 mod geometry;
@@ -23,11 +25,13 @@ mod plan;
 mod spec;
 
 pub use blocks::BlockTable;
+pub use cpu::CpuDevice;
 pub use describe::{KernelGroupDescription, LayoutDescription};
+pub use device::{Device, DeviceError, EngineMemory};
 pub use error::{LayoutError, PlanError};
 pub use format::{Axis, KvFormat};
 pub use geometry::{Part, Plane};
 pub use groups::{KernelGroup, ObjectGroup};
-pub use layout::KvLayout;
-pub use plan::{AffineCopy, ChunkRequest, Direction, Loop};
+pub use layout::{KvLayout, engine_driven_shape};
+pub use plan::{ChunkRequest, Direction, PlannedCopy};
 pub use spec::{Engine, GroupSpec, KvAxisOrder, KvListLayout, LayoutHints, MemorySpec, TensorSpec};

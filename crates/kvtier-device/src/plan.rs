@@ -1,6 +1,9 @@
 //! The pure planner: which bytes of which memory are which bytes of an object.
 //!
-//! A plan says nothing about direction: stores read the engine side, retrieves write it.
+//! A plan says nothing about direction: stores read the engine side, retrieves write it. "Segment" in
+//! [`AffineCopy`] stands for an engine's memory of whatever kind.
+
+use kvtier_memory::{AffineCopy, CopyLoop};
 
 use crate::blocks::BlockTable;
 use crate::error::PlanError;
@@ -17,71 +20,46 @@ pub enum Direction {
     Retrieve,
 }
 
-/// One level of repetition around a run of bytes.
+/// One element of a plan: a copy in one of the engine's memories.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Loop {
-    /// Repetitions.
-    pub count: u64,
-    /// Bytes from one to the next in the engine's memory.
-    pub engine_stride: u64,
-    /// Bytes from one to the next in the object.
-    pub object_stride: u64,
-}
-
-impl Loop {
-    /// No repetition.
-    pub const ONCE: Self = Self {
-        count: 1,
-        engine_stride: 0,
-        object_stride: 0,
-    };
-
-    /// Whether repeating a run of `bytes` makes one longer run on both sides.
-    pub(crate) fn adjoins(&self, bytes: u64) -> bool {
-        self.count == 1 || (self.engine_stride == bytes && self.object_stride == bytes)
-    }
-}
-
-/// Runs of equal length at affine addresses: three loops, outermost first, around `bytes` bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AffineCopy {
-    /// Index into [`KvLayout::memories`].
+pub struct PlannedCopy {
+    /// Index into [`KvLayout::memories`]; the copy's segment offsets count from its start.
     pub memory: usize,
-    /// Bytes from the start of that memory.
-    pub engine_offset: u64,
-    /// Bytes from the start of the object.
-    pub object_offset: u64,
-    /// Bytes of each run.
-    pub bytes: u64,
-    /// Loops around the run; a count of 1 is no loop.
-    pub loops: [Loop; 3],
+    /// The bytes; its arena offsets count from the start of the object. At most three loops are
+    /// used: blocks, slots, heads.
+    pub copy: AffineCopy,
 }
 
-impl AffineCopy {
-    /// Bytes moved in total.
-    pub fn total_bytes(&self) -> u64 {
-        self.loops
-            .iter()
-            .fold(self.bytes, |bytes, step| bytes * step.count)
+impl PlannedCopy {
+    /// Bytes moved. Never more than an object has.
+    pub fn bytes(&self) -> u64 {
+        self.copy.bytes().unwrap_or(u64::MAX)
     }
 
     /// Whether this is a single run.
     pub fn is_one_run(&self) -> bool {
-        self.loops.iter().all(|step| step.count == 1)
+        self.copy.loops.iter().all(|step| step.count == 1)
     }
 
     /// Takes `next` in when both are single runs that adjoin on both sides.
     fn extend(&mut self, next: &Self) -> bool {
-        let adjoins = self.memory == next.memory
-            && self.engine_offset + self.bytes == next.engine_offset
-            && self.object_offset + self.bytes == next.object_offset
-            && self.is_one_run()
-            && next.is_one_run();
-        if adjoins {
-            self.bytes += next.bytes;
+        let (own, other) = (&mut self.copy, &next.copy);
+        if self.memory != next.memory
+            || own.segment_offset + own.inner_bytes != other.segment_offset
+            || own.arena_offset + own.inner_bytes != other.arena_offset
+            || !self.is_one_run()
+            || !next.is_one_run()
+        {
+            return false;
         }
-        adjoins
+        self.copy.inner_bytes += next.copy.inner_bytes;
+        true
     }
+}
+
+/// Whether repeating a run of `bytes` makes one longer run on both sides.
+pub(crate) fn adjoins(step: &CopyLoop, bytes: u64) -> bool {
+    step.count == 1 || (step.segment_stride == bytes && step.arena_stride == bytes)
 }
 
 /// One chunk of one object group of a request.
@@ -106,7 +84,7 @@ impl KvLayout {
         &self,
         blocks: &BlockTable,
         request: ChunkRequest,
-        mut visit: impl FnMut(&AffineCopy) -> Result<(), E>,
+        mut visit: impl FnMut(&PlannedCopy) -> Result<(), E>,
     ) -> Result<(), E> {
         if blocks.layout_id != self.id {
             return Err(PlanError::ForeignBlockTable.into());
@@ -125,7 +103,7 @@ impl KvLayout {
             }
             .into());
         };
-        let mut pending: Option<AffineCopy> = None;
+        let mut pending: Option<PlannedCopy> = None;
         for kernel in &object.kernel_groups {
             let group = &self.kernel_groups()[*kernel];
             let ids = blocks.chunk(*kernel, request.chunk);
@@ -155,7 +133,7 @@ impl KvLayout {
         &self,
         blocks: &BlockTable,
         request: ChunkRequest,
-        copies: &mut Vec<AffineCopy>,
+        copies: &mut Vec<PlannedCopy>,
     ) -> Result<(), PlanError> {
         copies.clear();
         self.visit_chunk(blocks, request, |copy| {
@@ -178,7 +156,7 @@ fn visit_group<E>(
     group: &KernelGroup,
     ids: &[u32],
     first_block: usize,
-    visit: &mut impl FnMut(&AffineCopy) -> Result<(), E>,
+    visit: &mut impl FnMut(&PlannedCopy) -> Result<(), E>,
 ) -> Result<(), E> {
     let row = group.row_bytes();
     let block = group.slots_per_block * row;
@@ -223,24 +201,24 @@ fn copy_of(
     count: u64,
     object_offset: u64,
     block: u64,
-) -> AffineCopy {
-    let blocks = Loop {
+) -> PlannedCopy {
+    let blocks = CopyLoop {
         count,
-        engine_stride: plane.block_stride,
-        object_stride: block,
+        segment_stride: plane.block_stride,
+        arena_stride: block,
     };
     let mut copy = AffineCopy {
-        memory: plane.memory,
-        engine_offset: plane.base + u64::from(first) * plane.block_stride + part.engine_offset,
-        object_offset: object_offset + part.object_offset,
-        bytes: part.bytes,
-        loops: [blocks, part.loops[0], part.loops[1]],
+        loops: [CopyLoop::ONCE, blocks, part.loops[0], part.loops[1]],
+        inner_bytes: part.bytes,
+        segment_offset: plane.base + u64::from(first) * plane.block_stride + part.engine_offset,
+        arena_offset: object_offset + part.object_offset,
     };
-    if part.is_one_run() && blocks.adjoins(part.bytes) {
-        copy.bytes *= count;
-        copy.loops = [Loop::ONCE; 3];
-    } else if count == 1 {
-        copy.loops[0] = Loop::ONCE;
+    if part.is_one_run() && adjoins(&blocks, part.bytes) {
+        copy.inner_bytes *= count;
+        copy.loops[1] = CopyLoop::ONCE;
     }
-    copy
+    PlannedCopy {
+        memory: plane.memory,
+        copy,
+    }
 }

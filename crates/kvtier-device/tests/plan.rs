@@ -27,7 +27,7 @@ proptest! {
                 let mut request =
                     ChunkRequest { object_group: object.index, chunk, skip_tokens: 0 };
                 layout.plan_chunk(&table, request, &mut copies).unwrap();
-                let moved: u64 = copies.iter().map(|copy| copy.total_bytes()).sum();
+                let moved: u64 = copies.iter().map(|copy| copy.bytes()).sum();
                 prop_assert_eq!(moved, object.object_bytes);
                 let mut bytes = vec![0; object.object_bytes as usize];
                 apply(&copies, &mut memories, &mut bytes, Direction::Store);

@@ -1,10 +1,9 @@
 //! A naive model of pages and objects: one element at a time, from the written rules, with none of
 //! the planner's code. And a random registration to hold against it.
-#![expect(dead_code, reason = "each test binary uses a part of this")]
 
 use kvtier_device::{
-    AffineCopy, Direction, Engine, GroupSpec, KvAxisOrder, KvFormat, KvLayout, KvListLayout,
-    LayoutHints, MemorySpec, TensorSpec,
+    Direction, Engine, GroupSpec, KvAxisOrder, KvFormat, KvLayout, KvListLayout, LayoutHints,
+    MemorySpec, PlannedCopy, TensorSpec,
 };
 
 /// Strides of a tight tensor, in elements.
@@ -18,32 +17,33 @@ pub fn row_major(shape: &[u64]) -> Vec<u64> {
 
 /// Runs copies over plain byte vectors; a copy outside them panics.
 pub fn apply(
-    copies: &[AffineCopy],
+    copies: &[PlannedCopy],
     memories: &mut [Vec<u8>],
     object: &mut [u8],
     direction: Direction,
 ) {
-    for copy in copies {
-        let [a, b, c] = copy.loops;
+    for PlannedCopy { memory, copy } in copies {
+        let [one, a, b, c] = copy.loops;
+        assert_eq!(one.count, 1);
         for i in 0..a.count {
             for j in 0..b.count {
                 for k in 0..c.count {
-                    let engine = copy.engine_offset
-                        + i * a.engine_stride
-                        + j * b.engine_stride
-                        + k * c.engine_stride;
-                    let at = copy.object_offset
-                        + i * a.object_stride
-                        + j * b.object_stride
-                        + k * c.object_stride;
-                    let engine = engine as usize..(engine + copy.bytes) as usize;
-                    let at = at as usize..(at + copy.bytes) as usize;
+                    let engine = copy.segment_offset
+                        + i * a.segment_stride
+                        + j * b.segment_stride
+                        + k * c.segment_stride;
+                    let at = copy.arena_offset
+                        + i * a.arena_stride
+                        + j * b.arena_stride
+                        + k * c.arena_stride;
+                    let engine = engine as usize..(engine + copy.inner_bytes) as usize;
+                    let at = at as usize..(at + copy.inner_bytes) as usize;
                     match direction {
                         Direction::Store => {
-                            object[at].copy_from_slice(&memories[copy.memory][engine]);
+                            object[at].copy_from_slice(&memories[*memory][engine]);
                         }
                         Direction::Retrieve => {
-                            memories[copy.memory][engine].copy_from_slice(&object[at]);
+                            memories[*memory][engine].copy_from_slice(&object[at]);
                         }
                     }
                 }
