@@ -201,7 +201,7 @@ fn sglang(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, Layou
         }
         Some(KvListLayout::Separate) => {
             let tokens = needed(hints.tokens_per_block, "tokens_per_block", engine)?;
-            if views.len() % 2 != 0 {
+            if !views.len().is_multiple_of(2) {
                 return Err(LayoutError::new(
                     "kv_caches",
                     format!("{} tensors", views.len()),

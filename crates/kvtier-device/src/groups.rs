@@ -231,7 +231,7 @@ fn kernel_group(
             ));
         }
     };
-    if chunk_tokens % tokens_per_block != 0 {
+    if !chunk_tokens.is_multiple_of(tokens_per_block) {
         return Err(LayoutError::new(
             field("tokens_per_block"),
             tokens_per_block,

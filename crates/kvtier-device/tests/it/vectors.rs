@@ -1,15 +1,13 @@
 //! The byte layout, against objects that LMCache 0.5.6 made of known tensors.
 
-mod common;
-
-use common::{apply, row_major};
+use crate::model::{apply, row_major};
 use kvtier_device::{
     BlockTable, ChunkRequest, Direction, Engine, GroupSpec, KvAxisOrder, KvFormat, KvLayout,
     LayoutHints, MemorySpec, PlanError, TensorSpec,
 };
 use serde_json::Value;
 
-const VECTORS: &str = include_str!("vectors/kv_layouts.json");
+const VECTORS: &str = include_str!("../vectors/kv_layouts.json");
 
 fn number(value: &Value) -> u64 {
     value

@@ -1,8 +1,6 @@
 //! Plans of random registrations, against the naive model.
 
-mod common;
-
-use common::{apply, random_case};
+use crate::model::{apply, random_case};
 use kvtier_device::{BlockTable, ChunkRequest, Direction};
 use proptest::prelude::*;
 

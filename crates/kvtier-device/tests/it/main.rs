@@ -1,0 +1,10 @@
+//! Formats, layouts, plans and the CPU backend, from outside.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod cpu;
+mod groups;
+mod hostile;
+mod model;
+mod plan;
+mod vectors;
