@@ -7,6 +7,9 @@ use crate::extent::Extent;
 /// Alignment of extents unless stated otherwise, in bytes (as LMCache 0.5.6 aligns).
 pub const DEFAULT_ALIGNMENT: u64 = 4096;
 
+/// Most units an allocator can count: one bit of 32 says whether an extent is taken.
+const MAX_UNITS: u32 = u32::MAX >> 1;
+
 /// A capacity or alignment that cannot be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum GeometryError {
@@ -76,7 +79,7 @@ pub struct AllocatorStats {
 ///
 /// All operations take O(log n) in the number of extents and never rebuild a table, so none is
 /// much slower than the others. Offsets and sizes are counted in units of the alignment, in
-/// 32 bits: 16 TiB at the default 4096 bytes.
+/// 31 bits: 8 TiB at the default 4096 bytes.
 #[derive(Debug)]
 pub struct ExtentAllocator {
     /// log2 of the alignment.
@@ -85,12 +88,33 @@ pub struct ExtentAllocator {
     capacity: u32,
     /// Units taken.
     used: u32,
-    /// Offset to size, in units; no two of these touch each other.
-    free_by_offset: BTreeMap<u32, u32>,
-    /// The same extents as (size, offset).
-    free_by_size: BTreeSet<(u32, u32)>,
-    /// Offset to size, in units.
-    taken: BTreeMap<u32, u32>,
+    /// Every extent, free or taken, by its first unit: together they tile the arena. One map
+    /// for both, so that the neighbours of an extent are found where the extent is.
+    blocks: BTreeMap<u32, Block>,
+    /// The free ones as (size, first unit).
+    free: BTreeSet<(u32, u32)>,
+}
+
+/// Size of an extent in units, and whether it is taken, in 32 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Block(u32);
+
+impl Block {
+    fn free(size: u32) -> Self {
+        Self(size << 1)
+    }
+
+    fn taken(size: u32) -> Self {
+        Self(size << 1 | 1)
+    }
+
+    fn size(self) -> u32 {
+        self.0 >> 1
+    }
+
+    fn is_taken(self) -> bool {
+        self.0 & 1 == 1
+    }
 }
 
 impl ExtentAllocator {
@@ -113,21 +137,18 @@ impl ExtentAllocator {
         }
         let units = u32::try_from(capacity / alignment)
             .ok()
-            .filter(|units| *units > 0)
+            .filter(|units| (1..=MAX_UNITS).contains(units))
             .ok_or(GeometryError::Capacity {
                 capacity,
                 alignment,
             })?;
-        let mut allocator = Self {
+        Ok(Self {
             shift: alignment.trailing_zeros(),
             capacity: units,
             used: 0,
-            free_by_offset: BTreeMap::new(),
-            free_by_size: BTreeSet::new(),
-            taken: BTreeMap::new(),
-        };
-        allocator.add_free(0, units);
-        Ok(allocator)
+            blocks: BTreeMap::from([(0, Block::free(units))]),
+            free: BTreeSet::from([(units, 0)]),
+        })
     }
 
     /// Takes an extent of `bytes` bytes. Its length is `bytes`; what it takes is that rounded up
@@ -141,7 +162,7 @@ impl ExtentAllocator {
         }
         let found = self
             .units(bytes)
-            .and_then(|units| Some((units, *self.free_by_size.range((units, 0)..).next()?)));
+            .and_then(|units| Some((units, *self.free.range((units, 0)..).next()?)));
         let Some((units, (size, offset))) = found else {
             return Err(AllocateError::NoSpace {
                 bytes,
@@ -149,11 +170,13 @@ impl ExtentAllocator {
                 largest_free: self.largest_free(),
             });
         };
-        self.remove_free(offset, size);
+        self.free.remove(&(size, offset));
+        self.blocks.insert(offset, Block::taken(units));
         if size > units {
-            self.add_free(offset + units, size - units);
+            let (rest, rest_size) = (offset + units, size - units);
+            self.blocks.insert(rest, Block::free(rest_size));
+            self.free.insert((rest_size, rest));
         }
-        self.taken.insert(offset, units);
         self.used += units;
         Ok(Extent::new(self.bytes(offset), bytes))
     }
@@ -166,24 +189,29 @@ impl ExtentAllocator {
         let error = FreeError { extent };
         let offset = self.unit_of(extent.offset).ok_or(error)?;
         let units = self.units(extent.len).ok_or(error)?;
-        match self.taken.get(&offset) {
-            Some(taken) if *taken == units => self.taken.remove(&offset),
-            _ => return Err(error),
-        };
+        if self.blocks.get(&offset) != Some(&Block::taken(units)) {
+            return Err(error);
+        }
         self.used -= units;
-        let (mut start, mut size) = (offset, units);
-        if let Some((&before, &before_size)) = self.free_by_offset.range(..offset).next_back()
-            && before + before_size == offset
-        {
-            self.remove_free(before, before_size);
-            start = before;
-            size += before_size;
+        let mut size = units;
+        let after = offset + units;
+        if let Some(next) = self.blocks.get(&after).filter(|next| !next.is_taken()) {
+            let next = next.size();
+            size += next;
+            self.blocks.remove(&after);
+            self.free.remove(&(next, after));
         }
-        if let Some(&after_size) = self.free_by_offset.get(&(offset + units)) {
-            self.remove_free(offset + units, after_size);
-            size += after_size;
+        let before = self.blocks.range_mut(..offset).next_back();
+        if let Some((&start, previous)) = before.filter(|(_, previous)| !previous.is_taken()) {
+            let old = previous.size();
+            *previous = Block::free(old + size);
+            self.blocks.remove(&offset);
+            self.free.remove(&(old, start));
+            self.free.insert((old + size, start));
+        } else {
+            self.blocks.insert(offset, Block::free(size));
+            self.free.insert((size, offset));
         }
-        self.add_free(start, size);
         Ok(())
     }
 
@@ -202,7 +230,7 @@ impl ExtentAllocator {
     /// Bytes of the largest free extent.
     #[must_use]
     pub fn largest_free(&self) -> u64 {
-        self.bytes(self.free_by_size.last().map_or(0, |(size, _)| *size))
+        self.bytes(self.free.last().map_or(0, |(size, _)| *size))
     }
 
     /// Bytes that every offset is a multiple of.
@@ -225,8 +253,8 @@ impl ExtentAllocator {
             used: self.used(),
             free: self.bytes(self.capacity - self.used),
             largest_free: self.largest_free(),
-            used_extents: self.taken.len(),
-            free_extents: self.free_by_offset.len(),
+            used_extents: self.blocks.len() - self.free.len(),
+            free_extents: self.free.len(),
         }
     }
 
@@ -235,47 +263,37 @@ impl ExtentAllocator {
     /// # Errors
     /// The invariant that is broken, which is a bug here.
     pub fn check_invariants(&self) -> Result<(), &'static str> {
-        let mut all: Vec<(u32, u32, bool)> = Vec::new();
-        all.extend(self.free_by_offset.iter().map(|(o, s)| (*o, *s, true)));
-        all.extend(self.taken.iter().map(|(o, s)| (*o, *s, false)));
-        all.sort_unstable();
-        let mut expected = 0;
+        let (mut expected, mut used, mut free) = (0, 0, 0);
         let mut last_free = false;
-        for (offset, size, free) in all {
+        for (&offset, block) in &self.blocks {
+            let size = block.size();
             if offset != expected || size == 0 {
                 return Err("extents tile the arena");
             }
-            if free && last_free {
-                return Err("free neighbours are joined");
-            }
-            last_free = free;
             expected = offset + size;
+            if block.is_taken() {
+                used += size;
+            } else {
+                if last_free {
+                    return Err("free neighbours are joined");
+                }
+                if !self.free.contains(&(size, offset)) {
+                    return Err("free extents are found by size");
+                }
+                free += 1;
+            }
+            last_free = !block.is_taken();
         }
         if expected != self.capacity {
             return Err("extents tile the arena to its end");
         }
-        if self.taken.values().sum::<u32>() != self.used {
+        if used != self.used {
             return Err("used is the sum of what is taken");
         }
-        let same = self.free_by_size.len() == self.free_by_offset.len()
-            && self
-                .free_by_size
-                .iter()
-                .all(|(size, offset)| self.free_by_offset.get(offset) == Some(size));
-        if !same {
-            return Err("both orders of free extents hold the same");
+        if free != self.free.len() {
+            return Err("extents found by size are free");
         }
         Ok(())
-    }
-
-    fn add_free(&mut self, offset: u32, size: u32) {
-        self.free_by_offset.insert(offset, size);
-        self.free_by_size.insert((size, offset));
-    }
-
-    fn remove_free(&mut self, offset: u32, size: u32) {
-        self.free_by_offset.remove(&offset);
-        self.free_by_size.remove(&(size, offset));
     }
 
     fn bytes(&self, units: u32) -> u64 {
@@ -285,7 +303,9 @@ impl ExtentAllocator {
     /// Units that `bytes` bytes take; `None` if none or more than can be counted.
     fn units(&self, bytes: u64) -> Option<u32> {
         let units = (bytes.checked_sub(1)? >> self.shift) + 1;
-        u32::try_from(units).ok()
+        u32::try_from(units)
+            .ok()
+            .filter(|units| *units <= MAX_UNITS)
     }
 
     /// The unit that begins at `offset`.

@@ -58,11 +58,19 @@ impl ShmFile {
                 Ok(file) => {
                     rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
                         .map_err(|e| system("lock", e))?;
-                    return Ok(Self {
+                    let created = Self {
                         name,
                         c_name,
                         file,
                         linked: AtomicBool::new(true),
+                    };
+                    // Another server that starts now may have taken it for a stale one
+                    // before it was locked. Then the name is theirs.
+                    if created.is_still_ours() {
+                        return Ok(created);
+                    }
+                    return Err(ArenaError::NameInUse {
+                        name: created.name.clone(),
                     });
                 }
                 Err(rustix::io::Errno::EXIST) => {}

@@ -17,6 +17,9 @@ const ONCE: Step = Step {
     to: 0,
 };
 
+/// Bytes of a cache line. Pieces of whole lines may be written in any order at little cost.
+const LINE: usize = 64;
+
 /// Executes a copy whose bounds were proved.
 ///
 /// # Safety
@@ -63,7 +66,7 @@ pub(super) unsafe fn execute(
 }
 
 /// Drops loops that run once, and joins loops that on both sides go on where the one inside
-/// them ends. The same bytes in the same order, with longer pieces.
+/// them ends. The same bytes, in longer pieces and in a better order.
 fn normalise(copy: &AffineCopy, direction: Direction) -> ([Step; MAX_LOOPS], usize) {
     let mut inner = copy.inner_bytes as usize;
     // Innermost last; `kept` is how many, from the end, are in use.
@@ -92,6 +95,10 @@ fn normalise(copy: &AffineCopy, direction: Direction) -> ([Step; MAX_LOOPS], usi
         }
         kept += 1;
         steps[MAX_LOOPS - kept] = Step { count, from, to };
+    }
+    if inner >= LINE {
+        // Innermost what is read in order: reads wait for memory, writes do not.
+        steps[MAX_LOOPS - kept..].sort_by_key(|step| std::cmp::Reverse(step.from));
     }
     (steps, inner)
 }
