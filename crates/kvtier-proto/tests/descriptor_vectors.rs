@@ -1,5 +1,7 @@
 //! Every row of `ipc_wrappers.json`: descriptors the real client made, and ones the real server refuses.
 
+#![expect(clippy::unwrap_used, reason = "tests")]
+
 use kvtier_proto::descriptor::{Dtype, OpaqueVendor, TensorDescriptor, TensorMetadata, VmmHandle};
 use kvtier_proto::pickle::{Limits, read_registration};
 use kvtier_proto::wire::{Reader, write_array_len};

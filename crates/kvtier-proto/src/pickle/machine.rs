@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use super::globals::Global;
+use super::input::Input;
 use crate::wire::DecodeError;
 
 /// Most unclosed marks. Real pickles nest four.
@@ -124,24 +125,22 @@ pub(super) fn run<'a>(
     budget: &mut Budget,
 ) -> Result<(Machine<'a>, Value<'a>, usize), DecodeError> {
     let mut run = Run {
-        input,
-        at: 0,
+        input: Input::new(input),
         stack: Vec::new(),
         marks: Vec::new(),
         memo: Vec::new(),
         machine: Machine::default(),
     };
     let result = run.all(budget)?;
-    Ok((run.machine, result, run.at))
+    Ok((run.machine, result, run.input.at()))
 }
 
-fn error(message: impl Into<String>) -> DecodeError {
+pub(super) fn error(message: impl Into<String>) -> DecodeError {
     DecodeError::at("pickle", message)
 }
 
 struct Run<'a> {
-    input: &'a [u8],
-    at: usize,
+    input: Input<'a>,
     stack: Vec<Value<'a>>,
     /// Height of the stack at each open mark.
     marks: Vec<usize>,
@@ -153,8 +152,8 @@ impl<'a> Run<'a> {
     fn all(&mut self, budget: &mut Budget) -> Result<Value<'a>, DecodeError> {
         loop {
             budget.spend()?;
-            let offset = self.at;
-            let opcode = self.byte()?;
+            let offset = self.input.at();
+            let opcode = self.input.byte()?;
             if opcode == b'.' {
                 let result = self.pop()?;
                 if !self.stack.is_empty() || !self.marks.is_empty() {
@@ -176,16 +175,16 @@ impl<'a> Run<'a> {
             b'N' => Value::None,
             0x88 => Value::Bool(true),
             0x89 => Value::Bool(false),
-            b'J' => Value::Int(i64::from(i32::from_le_bytes(self.array()?))),
-            b'K' => Value::Int(i64::from(self.byte()?)),
-            b'M' => Value::Int(i64::from(u16::from_le_bytes(self.array()?))),
-            0x8a => Value::Int(self.long1()?),
-            0x8c => self.text(1)?,
-            b'X' => self.text(4)?,
-            0x8d => self.text(8)?,
-            b'C' => self.bytes(1)?,
-            b'B' => self.bytes(4)?,
-            0x8e => self.bytes(8)?,
+            b'J' => Value::Int(i64::from(i32::from_le_bytes(self.input.array()?))),
+            b'K' => Value::Int(i64::from(self.input.byte()?)),
+            b'M' => Value::Int(i64::from(u16::from_le_bytes(self.input.array()?))),
+            0x8a => Value::Int(self.input.long1()?),
+            0x8c => Value::Text(self.input.text(1)?),
+            b'X' => Value::Text(self.input.text(4)?),
+            0x8d => Value::Text(self.input.text(8)?),
+            b'C' => Value::Bytes(self.input.sized(1)?),
+            b'B' => Value::Bytes(self.input.sized(4)?),
+            0x8e => Value::Bytes(self.input.sized(8)?),
             b')' => Value::Tuple { start: 0, len: 0 },
             0x85 => self.tuple(1)?,
             0x86 => self.tuple(2)?,
@@ -203,8 +202,8 @@ impl<'a> Run<'a> {
                 Value::Dict(index(self.machine.dicts.len() - 1))
             }
             b'c' => {
-                let module = self.line()?;
-                let name = self.line()?;
+                let module = self.input.line()?;
+                let name = self.input.line()?;
                 Value::Global(Global::resolve(module, name)?)
             }
             0x93 => match (self.pop()?, self.pop()?) {
@@ -228,20 +227,20 @@ impl<'a> Run<'a> {
                 Value::Persistent(index(self.machine.persistent.len() - 1))
             }
             b'h' => {
-                let slot = usize::from(self.byte()?);
+                let slot = usize::from(self.input.byte()?);
                 self.recall(slot)?
             }
             b'j' => {
-                let slot = u32::from_le_bytes(self.array()?) as usize;
+                let slot = u32::from_le_bytes(self.input.array()?) as usize;
                 self.recall(slot)?
             }
             0x94 => return self.remember(self.memo.len()),
             b'q' => {
-                let slot = usize::from(self.byte()?);
+                let slot = usize::from(self.input.byte()?);
                 return self.remember(slot);
             }
             b'r' => {
-                let slot = u32::from_le_bytes(self.array()?) as usize;
+                let slot = u32::from_le_bytes(self.input.array()?) as usize;
                 return self.remember(slot);
             }
             b'a' => {
@@ -272,7 +271,7 @@ impl<'a> Run<'a> {
     }
 
     fn protocol(&mut self) -> Result<(), DecodeError> {
-        let version = self.byte()?;
+        let version = self.input.byte()?;
         match version {
             2..=5 => Ok(()),
             _ => Err(error(format!("protocol {version}; allowed are 2 to 5"))),
@@ -281,11 +280,11 @@ impl<'a> Run<'a> {
 
     /// Frames only help a reader that streams; the length must be true all the same.
     fn frame(&mut self) -> Result<(), DecodeError> {
-        let length = u64::from_le_bytes(self.array()?);
-        if length > (self.input.len() - self.at) as u64 {
+        let length = u64::from_le_bytes(self.input.array()?);
+        if length > self.input.rest().len() as u64 {
             return Err(error(format!(
                 "a frame of {length} bytes, but {} are left",
-                self.input.len() - self.at
+                self.input.rest().len()
             )));
         }
         Ok(())
@@ -312,7 +311,10 @@ impl<'a> Run<'a> {
 
     fn pop(&mut self) -> Result<Value<'a>, DecodeError> {
         if self.stack.len() <= self.floor() {
-            return Err(error(format!("the stack is empty before byte {}", self.at)));
+            return Err(error(format!(
+                "the stack is empty before byte {}",
+                self.input.at()
+            )));
         }
         self.stack.pop().ok_or_else(|| error("the stack is empty"))
     }
@@ -326,7 +328,7 @@ impl<'a> Run<'a> {
         let start = start.ok_or_else(|| {
             error(format!(
                 "too few values for a tuple before byte {}",
-                self.at
+                self.input.at()
             ))
         })?;
         let first = self.machine.items.len();
@@ -440,82 +442,6 @@ impl<'a> Run<'a> {
             .get(slot)
             .copied()
             .ok_or_else(|| error(format!("memo entry {slot} is read but not written")))
-    }
-
-    fn take(&mut self, len: u64) -> Result<&'a [u8], DecodeError> {
-        let left = &self.input[self.at..];
-        let taken = usize::try_from(len).ok().and_then(|len| left.get(..len));
-        let taken = taken.ok_or_else(|| {
-            error(format!(
-                "{len} bytes wanted at byte {}, {} are left",
-                self.at,
-                left.len()
-            ))
-        })?;
-        self.at += taken.len();
-        Ok(taken)
-    }
-
-    fn byte(&mut self) -> Result<u8, DecodeError> {
-        Ok(self.take(1)?[0])
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], DecodeError> {
-        let mut array = [0; N];
-        array.copy_from_slice(self.take(N as u64)?);
-        Ok(array)
-    }
-
-    /// A length of that many bytes, then as many bytes.
-    fn sized(&mut self, length_bytes: usize) -> Result<&'a [u8], DecodeError> {
-        let mut length = [0; 8];
-        length[..length_bytes].copy_from_slice(self.take(length_bytes as u64)?);
-        self.take(u64::from_le_bytes(length))
-    }
-
-    fn bytes(&mut self, length_bytes: usize) -> Result<Value<'a>, DecodeError> {
-        Ok(Value::Bytes(self.sized(length_bytes)?))
-    }
-
-    fn text(&mut self, length_bytes: usize) -> Result<Value<'a>, DecodeError> {
-        let at = self.at;
-        let bytes = self.sized(length_bytes)?;
-        let text = std::str::from_utf8(bytes)
-            .map_err(|_| error(format!("the text at byte {at} is not UTF-8")))?;
-        Ok(Value::Text(text))
-    }
-
-    /// Text up to a line feed, as protocols 2 and 3 name globals.
-    fn line(&mut self) -> Result<&'a str, DecodeError> {
-        /// More than any allowed name.
-        const MAX_LINE: usize = 128;
-        let left = &self.input[self.at..];
-        let end = left.iter().take(MAX_LINE).position(|&byte| byte == b'\n');
-        let end = end.ok_or_else(|| {
-            error(format!(
-                "no line end within {MAX_LINE} bytes of byte {}",
-                self.at
-            ))
-        })?;
-        let line = std::str::from_utf8(&left[..end])
-            .map_err(|_| error(format!("the name at byte {} is not UTF-8", self.at)))?;
-        self.at += end + 1;
-        Ok(line)
-    }
-
-    /// A signed little-endian integer of 0 to 8 bytes.
-    fn long1(&mut self) -> Result<i64, DecodeError> {
-        let bytes = self.sized(1)?;
-        if bytes.len() > 8 {
-            return Err(error(format!(
-                "an integer of {} bytes; allowed are 8",
-                bytes.len()
-            )));
-        }
-        let negative = bytes.last().is_some_and(|&top| top & 0x80 != 0);
-        let mut whole = if negative { [0xff; 8] } else { [0; 8] };
-        whole[..bytes.len()].copy_from_slice(bytes);
-        Ok(i64::from_le_bytes(whole))
     }
 }
 

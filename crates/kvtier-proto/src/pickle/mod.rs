@@ -12,6 +12,7 @@
 //! still what a pickled CPU tensor contains (PyTorch 1.x to 2.13).
 
 mod globals;
+mod input;
 mod machine;
 mod registration;
 mod storage;

@@ -185,15 +185,10 @@ fn read_tensor<'a>(
     };
     check_hooks(machine, hooks)?;
     let memory = read_memory(machine, memory, budget)?;
-    let dtype = match (memory.dtype, named_dtype) {
-        (Some(dtype), None) | (None, Some(dtype)) => dtype,
-        (Some(stored), Some(named)) if stored == named => stored,
-        (stored, named) => {
-            return Err(error(format!(
-                "element type {named:?} over a storage of {stored:?}"
-            )));
-        }
-    };
+    // A named type reads the storage as plain bytes, whatever type that has itself.
+    let dtype = named_dtype
+        .or(memory.dtype)
+        .ok_or_else(|| error("neither the tensor nor its storage has an element type"))?;
     let tensor = PickledTensor {
         dtype,
         shape: read_axes(machine, "shape", shape)?,

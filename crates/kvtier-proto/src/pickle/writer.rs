@@ -239,17 +239,17 @@ fn frame(index: usize, tensor: &TensorToWrite<'_>) -> Result<Frame, WriteError> 
 
 /// The torch.save stream up to its elements.
 fn stream_head(class: Option<&str>, elements: usize, dtype: Dtype) -> Vec<u8> {
-    let (module, class, count) = match class {
-        Some(class) => ("torch", class, elements as u64 / dtype.item_size()),
-        None => ("torch.storage", "UntypedStorage", elements as u64),
+    // Types without a storage class lie in a storage of bytes. PyTorch itself names an untyped storage there, and then
+    // (seen up to 2.13) fails to load its own pickle; over a typed storage of bytes the same rebuilding works.
+    let (class, count) = match class {
+        Some(class) => (class, elements as u64 / dtype.item_size()),
+        None => ("ByteStorage", elements as u64),
     };
     let mut stream = Vec::with_capacity(PREAMBLE.len() + SYSTEM.len() + KEYS.len() + 128);
     stream.extend_from_slice(PREAMBLE);
     stream.extend_from_slice(SYSTEM);
     // The persistent id ("storage", class, "0", "cpu", count, None).
-    stream.extend_from_slice(b"\x80\x02(X\x07\x00\x00\x00storageq\x00c");
-    stream.extend_from_slice(module.as_bytes());
-    stream.push(b'\n');
+    stream.extend_from_slice(b"\x80\x02(X\x07\x00\x00\x00storageq\x00ctorch\n");
     stream.extend_from_slice(class.as_bytes());
     stream.extend_from_slice(b"\nq\x01X\x01\x00\x00\x000q\x02X\x03\x00\x00\x00cpuq\x03");
     integer(&mut stream, count);

@@ -1,5 +1,7 @@
 //! Pickles: real ones read as Python reads them, ours are what Python reads, and hostile ones do no harm.
 
+#![expect(clippy::unwrap_used, reason = "tests")]
+
 mod hostile;
 mod legacy_wrappers;
 mod lists;

@@ -23,9 +23,6 @@ for row in vectors["rows"]:
         flat = flat.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes(),))
         assert tensor.storage_offset() == 0, row["name"]
         assert bytes(flat.tolist()).hex() == expected["elements"], row["name"]
-        # The tensor must be a full citizen: pickled by PyTorch and loaded again it is the same.
-        again = pickle.loads(pickle.dumps(tensor))
-        assert again.shape == tensor.shape and again.dtype == tensor.dtype, row["name"]
 
 note = f"written by this crate, loaded and compared with PyTorch {torch.__version__}, Python {sys.version.split()[0]}"
 print(json.dumps({"note": note, "rows": vectors["rows"]}, indent=1))
