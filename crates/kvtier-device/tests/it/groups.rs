@@ -96,6 +96,29 @@ fn the_default_axis_order_depends_on_the_memory() {
     assert_eq!(format(&tensors), KvFormat::NL_X_TWO_NB_BS_NH_HS);
 }
 
+#[test]
+fn a_segment_is_one_memory_however_large_it_is_said_to_be() {
+    let mut tensors = layers(3, &[2, 8, 16, 2, 4]);
+    for (tensor, size) in tensors.iter_mut().zip([8192, 65536, 4096 * 4]) {
+        tensor.memory = MemorySpec::CpuShm {
+            name: "/lmcache_kv_1_0".into(),
+            nbytes: size,
+        };
+    }
+    tensors[0].shape[1] = 1;
+    let layout = KvLayout::detect(&tensors, Engine::Vllm, &nhd(), &[], 16, false);
+    let layout = layout.unwrap();
+    assert_eq!(
+        layout.memories(),
+        [MemorySpec::CpuShm {
+            name: "/lmcache_kv_1_0".into(),
+            nbytes: 65536
+        }]
+    );
+    // Layers of a group share their ids, so the smallest layer decides.
+    assert_eq!(layout.num_blocks(), 1);
+}
+
 fn windowed() -> Vec<GroupSpec> {
     let group = |id, layers: &[i64], window| GroupSpec {
         engine_group_id: id,

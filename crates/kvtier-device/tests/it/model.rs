@@ -70,7 +70,7 @@ impl Random {
     }
 
     pub fn chance(&mut self, one_in: u64) -> bool {
-        self.next() % one_in == 0
+        self.next().is_multiple_of(one_in)
     }
 
     pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
