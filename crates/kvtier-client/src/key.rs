@@ -1,0 +1,147 @@
+//! What keys are made of.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvtier_proto::key::{CacheKey, EncodedTokens};
+use kvtier_proto::wire;
+
+/// A key over a [`Prompt`].
+pub type Key<'a> = CacheKey<'a, EncodedTokens<'a>>;
+
+/// A prompt, encoded once: every key that repeats it only copies bytes. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Prompt {
+    encoded: Arc<[u8]>,
+    tokens: usize,
+}
+
+impl Prompt {
+    /// Encodes a prompt.
+    #[must_use]
+    pub fn new(tokens: &[u32]) -> Self {
+        let mut encoded = Vec::new();
+        wire::write_tokens(&mut encoded, tokens);
+        Self {
+            encoded: encoded.into(),
+            tokens: tokens.len(),
+        }
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.tokens
+    }
+
+    /// Whether there is no token.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.tokens == 0
+    }
+
+    /// Its tokens as keys carry them.
+    #[must_use]
+    pub fn encoded(&self) -> EncodedTokens<'_> {
+        EncodedTokens(&self.encoded)
+    }
+
+    /// The range of the prompt's whole chunks: what a scheduler looks up.
+    ///
+    /// # Panics
+    /// If `chunk_tokens` is 0.
+    #[must_use]
+    pub fn whole_chunks(&self, chunk_tokens: usize) -> Range<u64> {
+        0..(self.tokens / chunk_tokens * chunk_tokens) as u64
+    }
+}
+
+impl From<&[u32]> for Prompt {
+    fn from(tokens: &[u32]) -> Self {
+        Self::new(tokens)
+    }
+}
+
+/// The part of a key that does not change from request to request: model, world and tenant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Scope {
+    /// Model name; must not contain `@`.
+    pub model_name: String,
+    /// Workers that share the model's KV.
+    pub world_size: u32,
+    /// The tenant; empty for none. At most 128 characters, without `@`, `/`, `\` and NUL.
+    pub cache_salt: String,
+    /// How many workers read each object: 1, or several for MLA with tensor parallelism.
+    pub num_kv_readers: i64,
+}
+
+impl Scope {
+    /// One worker, one reader, no tenant.
+    #[must_use]
+    pub fn new(model_name: impl Into<String>) -> Self {
+        Self {
+            model_name: model_name.into(),
+            world_size: 1,
+            cache_salt: String::new(),
+            num_kv_readers: 1,
+        }
+    }
+
+    /// The same for a tenant.
+    #[must_use]
+    pub fn with_salt(mut self, salt: impl Into<String>) -> Self {
+        self.cache_salt = salt.into();
+        self
+    }
+
+    /// The same with a world of several workers.
+    #[must_use]
+    pub fn with_world_size(mut self, world_size: u32) -> Self {
+        self.world_size = world_size;
+        self
+    }
+
+    /// A scheduler's key, which means all workers. `range` is in tokens from the prompt's start.
+    #[must_use]
+    pub fn scheduler_key<'a>(
+        &'a self,
+        prompt: &'a Prompt,
+        range: Range<u64>,
+        request_id: &'a str,
+    ) -> Key<'a> {
+        self.key(None, prompt, range, request_id)
+    }
+
+    /// The key of one worker. `range` is in tokens from the prompt's start.
+    #[must_use]
+    pub fn worker_key<'a>(
+        &'a self,
+        worker_id: u32,
+        prompt: &'a Prompt,
+        range: Range<u64>,
+        request_id: &'a str,
+    ) -> Key<'a> {
+        self.key(Some(worker_id), prompt, range, request_id)
+    }
+
+    fn key<'a>(
+        &'a self,
+        worker_id: Option<u32>,
+        prompt: &'a Prompt,
+        range: Range<u64>,
+        request_id: &'a str,
+    ) -> Key<'a> {
+        CacheKey {
+            model_name: &self.model_name,
+            world_size: self.world_size,
+            worker_id,
+            tokens: prompt.encoded(),
+            start: range.start,
+            end: range.end,
+            request_id,
+            cache_salt: &self.cache_salt,
+            request_configs: None,
+            num_kv_readers: Some(self.num_kv_readers),
+        }
+    }
+}

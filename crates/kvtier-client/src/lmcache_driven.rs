@@ -1,0 +1,376 @@
+//! A worker with pages of its own, which the server copies: KV tensors in a POSIX segment.
+
+use std::ops::Range;
+
+use kvtier_memory::OwnSegment;
+use kvtier_proto::descriptor::{CpuShm, Dtype, TensorDescriptor, TensorMetadata};
+use kvtier_proto::request::{
+    EngineGroupInfo, EngineType, InstanceId, KvLayoutName, LayoutHints, Registration, Request,
+};
+
+use crate::connection::Connection;
+use crate::engine_driven::whole_chunks;
+use crate::error::ClientError;
+use crate::key::{Key, Prompt, Scope};
+
+/// What an [`LmcacheDrivenWorker`] is: for each layer a tensor `[2, blocks, block_tokens, heads, head_size]`, the
+/// layers one behind the other in one segment.
+#[derive(Debug, Clone)]
+pub struct LmcacheDrivenSpec {
+    /// Its number; any that no other worker of the server has.
+    pub instance: InstanceId,
+    /// Model, world and tenant of its keys.
+    pub scope: Scope,
+    /// Its rank in the world.
+    pub worker_id: u32,
+    /// Layers.
+    pub layers: u64,
+    /// Blocks in the worker's memory. Block 0 is the null block of engines, whose contents are never stored.
+    pub blocks: u64,
+    /// Tokens in one block; must divide the chunk.
+    pub block_tokens: u64,
+    /// KV heads.
+    pub heads: u64,
+    /// Values in one head.
+    pub head_size: u64,
+    /// Type of the values.
+    pub dtype: Dtype,
+}
+
+impl LmcacheDrivenSpec {
+    /// bfloat16, blocks of 16 tokens.
+    #[must_use]
+    pub fn new(
+        instance: InstanceId,
+        scope: Scope,
+        layers: u64,
+        heads: u64,
+        head_size: u64,
+        blocks: u64,
+    ) -> Self {
+        Self {
+            instance,
+            scope,
+            worker_id: 0,
+            layers,
+            blocks,
+            block_tokens: 16,
+            heads,
+            head_size,
+            dtype: Dtype::BFloat16,
+        }
+    }
+
+    /// Bytes of one block in one plane of one layer.
+    fn piece_bytes(&self) -> Option<u64> {
+        self.block_tokens
+            .checked_mul(self.heads)?
+            .checked_mul(self.head_size)?
+            .checked_mul(self.dtype.item_size())
+    }
+
+    fn segment_bytes(&self) -> Option<u64> {
+        self.piece_bytes()?
+            .checked_mul(self.blocks)?
+            .checked_mul(2)?
+            .checked_mul(self.layers)
+    }
+}
+
+/// A registered worker with pages of its own. Dropping it unregisters and removes its segment.
+#[derive(Debug)]
+pub struct LmcacheDrivenWorker {
+    connection: Option<Connection>,
+    spec: LmcacheDrivenSpec,
+    chunk_tokens: usize,
+    segment: OwnSegment,
+    piece_bytes: u64,
+}
+
+impl LmcacheDrivenWorker {
+    /// Asks for the chunk size, creates the segment and registers it.
+    ///
+    /// # Errors
+    /// As [`Connection::call`]; [`ClientError::Segment`]; [`ClientError::Argument`] for a geometry without bytes, or
+    /// blocks that do not divide the chunk.
+    pub fn register(
+        mut connection: Connection,
+        spec: LmcacheDrivenSpec,
+    ) -> Result<Self, ClientError> {
+        let chunk_tokens = connection.get_chunk_size()?;
+        if spec.block_tokens == 0 || !(chunk_tokens as u64).is_multiple_of(spec.block_tokens) {
+            return Err(ClientError::Argument {
+                field: "block_tokens",
+                message: format!(
+                    "{} does not divide the server's chunk of {chunk_tokens} tokens",
+                    spec.block_tokens
+                ),
+            });
+        }
+        let (Some(piece_bytes), Some(bytes)) = (spec.piece_bytes(), spec.segment_bytes()) else {
+            return Err(ClientError::Argument {
+                field: "geometry",
+                message: "the tensors have more than 2^64 bytes".to_owned(),
+            });
+        };
+        let segment = OwnSegment::create(bytes)?;
+        connection.register_kv_cache(registration(&spec, &segment, bytes))?;
+        Ok(Self {
+            connection: Some(connection),
+            spec,
+            chunk_tokens,
+            segment,
+            piece_bytes,
+        })
+    }
+
+    /// Tokens in a chunk.
+    #[must_use]
+    pub fn chunk_tokens(&self) -> usize {
+        self.chunk_tokens
+    }
+
+    /// Bytes of a chunk.
+    #[must_use]
+    pub fn chunk_bytes(&self) -> usize {
+        (self.piece_bytes * self.blocks_per_chunk() * 2 * self.spec.layers) as usize
+    }
+
+    /// Blocks that hold a chunk.
+    #[must_use]
+    pub fn blocks_per_chunk(&self) -> u64 {
+        self.chunk_tokens as u64 / self.spec.block_tokens
+    }
+
+    /// What it was made of.
+    #[must_use]
+    pub fn spec(&self) -> &LmcacheDrivenSpec {
+        &self.spec
+    }
+
+    /// Name of the worker's segment, with its slash.
+    #[must_use]
+    pub fn segment_name(&self) -> &str {
+        self.segment.name()
+    }
+
+    /// The connection, for other requests of the same process.
+    pub fn connection(&mut self) -> &mut Connection {
+        self.connection
+            .as_mut()
+            .expect("only close and drop take the connection")
+    }
+
+    /// This worker's key for a range of a prompt.
+    #[must_use]
+    pub fn key<'a>(
+        &'a self,
+        prompt: &'a Prompt,
+        range: Range<u64>,
+        request_id: &'a str,
+    ) -> Key<'a> {
+        self.spec
+            .scope
+            .worker_key(self.spec.worker_id, prompt, range, request_id)
+    }
+
+    /// Looks a prompt up with the key of a scheduler; returns hit chunks, counted from the prompt's start.
+    ///
+    /// # Errors
+    /// As [`Connection::lookup_hits`].
+    pub fn lookup(&mut self, prompt: &Prompt, request_id: &str) -> Result<u64, ClientError> {
+        let scope = self.spec.scope.clone();
+        let range = prompt.whole_chunks(self.chunk_tokens);
+        self.connection()
+            .lookup_hits(&scope.scheduler_key(prompt, range, request_id))
+    }
+
+    /// Writes a chunk into blocks. `bytes` is `[2, layers, chunk tokens, heads * head_size]`, row-major, as the
+    /// server keeps it.
+    ///
+    /// # Errors
+    /// [`ClientError::Argument`] for other lengths or block ids, [`ClientError::Access`].
+    pub fn write_chunk(&mut self, blocks: &[i64], bytes: &[u8]) -> Result<(), ClientError> {
+        if bytes.len() != self.chunk_bytes() {
+            return Err(ClientError::Argument {
+                field: "bytes",
+                message: format!(
+                    "{} were given, a chunk has {}",
+                    bytes.len(),
+                    self.chunk_bytes()
+                ),
+            });
+        }
+        let offsets = self.pieces(blocks)?;
+        for (offset, piece) in offsets
+            .into_iter()
+            .zip(bytes.chunks_exact(self.piece_bytes as usize))
+        {
+            self.segment.as_segment().write(offset, piece)?;
+        }
+        Ok(())
+    }
+
+    /// Replaces the contents of `buffer` by the chunk that blocks hold, laid out as for
+    /// [`LmcacheDrivenWorker::write_chunk`].
+    ///
+    /// # Errors
+    /// [`ClientError::Argument`] for other block ids, [`ClientError::Access`].
+    pub fn read_chunk(&self, blocks: &[i64], buffer: &mut Vec<u8>) -> Result<(), ClientError> {
+        buffer.clear();
+        for offset in self.pieces(blocks)? {
+            self.segment
+                .as_segment()
+                .read_into(offset, self.piece_bytes, buffer)?;
+        }
+        Ok(())
+    }
+
+    /// Has the server copy blocks into the cache: all blocks of `range`, which must consist of whole chunks. False
+    /// means a fatal error.
+    ///
+    /// # Errors
+    /// As [`Connection::store`].
+    pub fn store(
+        &mut self,
+        prompt: &Prompt,
+        range: Range<u64>,
+        request_id: &str,
+        blocks: &[i64],
+    ) -> Result<bool, ClientError> {
+        whole_chunks(&range, self.chunk_tokens as u64)?;
+        let scope = self.spec.scope.clone();
+        let key = scope.worker_key(self.spec.worker_id, prompt, range, request_id);
+        let instance = self.spec.instance;
+        self.connection().store(&key, instance, &[blocks.to_vec()])
+    }
+
+    /// Has the server copy the chunks of `range`, which must have been looked up under the same request, into blocks,
+    /// but for those of the first `skip_first_n_tokens`. False means that not all of them were there.
+    ///
+    /// # Errors
+    /// As [`Connection::retrieve`].
+    pub fn retrieve(
+        &mut self,
+        prompt: &Prompt,
+        range: Range<u64>,
+        request_id: &str,
+        blocks: &[i64],
+        skip_first_n_tokens: u64,
+    ) -> Result<bool, ClientError> {
+        whole_chunks(&range, self.chunk_tokens as u64)?;
+        let scope = self.spec.scope.clone();
+        let key = scope.worker_key(self.spec.worker_id, prompt, range, request_id);
+        let instance = self.spec.instance;
+        self.connection()
+            .retrieve(&key, instance, &[blocks.to_vec()], skip_first_n_tokens)
+    }
+
+    /// Unregisters, removes the segment and hands the connection back.
+    ///
+    /// # Errors
+    /// As [`Connection::call`].
+    pub fn close(mut self) -> Result<Connection, ClientError> {
+        let mut connection = self
+            .connection
+            .take()
+            .expect("only close and drop take the connection");
+        connection.unregister_kv_cache(self.spec.instance)?;
+        Ok(connection)
+    }
+
+    /// Offsets in the segment of all pieces of a chunk, in the order of the chunk's bytes.
+    fn pieces(&self, blocks: &[i64]) -> Result<Vec<u64>, ClientError> {
+        let allowed = 0..self.spec.blocks as i64;
+        if blocks.len() as u64 != self.blocks_per_chunk()
+            || blocks.iter().any(|block| !allowed.contains(block))
+        {
+            return Err(ClientError::Argument {
+                field: "blocks",
+                message: format!(
+                    "{blocks:?} are not {} blocks in {allowed:?}",
+                    self.blocks_per_chunk()
+                ),
+            });
+        }
+        let plane = self.piece_bytes * self.spec.blocks;
+        let mut offsets = Vec::with_capacity(blocks.len() * 2 * self.spec.layers as usize);
+        for kv in 0..2 {
+            for layer in 0..self.spec.layers {
+                let start = (layer * 2 + kv) * plane;
+                offsets.extend(
+                    blocks
+                        .iter()
+                        .map(|&block| start + block as u64 * self.piece_bytes),
+                );
+            }
+        }
+        Ok(offsets)
+    }
+}
+
+impl Drop for LmcacheDrivenWorker {
+    fn drop(&mut self) {
+        if let Some(mut connection) = self.connection.take() {
+            // Sent, not waited for: the server may be the reason for the drop.
+            if let Ok(ticket) = connection.send::<Vec<u32>>(&Request::UnregisterKvCache {
+                instance: self.spec.instance,
+            }) {
+                connection.forget(ticket);
+            }
+        }
+    }
+}
+
+fn registration<'a>(
+    spec: &'a LmcacheDrivenSpec,
+    segment: &OwnSegment,
+    bytes: u64,
+) -> Registration<'a> {
+    let shape = [
+        2,
+        spec.blocks,
+        spec.block_tokens,
+        spec.heads,
+        spec.head_size,
+    ];
+    let mut stride = [1; 5];
+    for axis in (0..4).rev() {
+        stride[axis] = stride[axis + 1] * shape[axis + 1];
+    }
+    let layer_values = stride[0] * shape[0];
+    let tensors = (0..spec.layers)
+        .map(|layer| {
+            TensorDescriptor::CpuShm(CpuShm {
+                shm_name: segment.name().to_owned(),
+                nbytes: bytes,
+                metadata: TensorMetadata {
+                    dtype: spec.dtype,
+                    shape: shape.to_vec(),
+                    stride: stride.to_vec(),
+                    storage_offset: layer * layer_values,
+                    device_uuid: "cpu".to_owned(),
+                },
+            })
+        })
+        .collect();
+    Registration {
+        instance: spec.instance,
+        tensors,
+        model_name: &spec.scope.model_name,
+        world_size: spec.scope.world_size,
+        engine: EngineType::Vllm,
+        hints: LayoutHints {
+            kv_layout: Some(KvLayoutName::Nhd),
+            ..LayoutHints::default()
+        },
+        groups: vec![EngineGroupInfo {
+            engine_group_id: 0,
+            layer_indices: (0..spec.layers as i64).collect(),
+            tokens_per_block: spec.block_tokens as i64,
+            sw_size_tokens: -1,
+            extra_object_group_tag: 0,
+            recurrent_state: false,
+        }],
+    }
+}
