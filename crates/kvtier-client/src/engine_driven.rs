@@ -105,7 +105,7 @@ pub struct EngineDrivenWorker {
     shape: Vec<u64>,
     chunk_bytes: usize,
     pool: Option<Pool>,
-    /// One chunk on its way.
+    /// One retrieved chunk.
     buffer: Vec<u8>,
 }
 
@@ -226,17 +226,17 @@ impl EngineDrivenWorker {
             .lookup_hits(&scope.scheduler_key(prompt, range, request_id))
     }
 
-    /// Stores the chunks of `range`, which must consist of whole chunks. `fill` is called for each chunk the server
-    /// wants, with its position in the range and a zeroed buffer of [`EngineDrivenWorker::chunk_bytes`].
+    /// Stores the chunks of `range`, which must consist of whole chunks. `source` is called for each chunk the server
+    /// wants, with its position in the range; it gives the [`EngineDrivenWorker::chunk_bytes`] bytes of the chunk.
     ///
     /// # Errors
     /// As [`Connection::call`]; [`ClientError::Refused`] when the commit is answered with false; [`ClientError::Pool`].
-    pub fn store(
+    pub fn store<B: AsRef<[u8]>>(
         &mut self,
         prompt: &Prompt,
         range: Range<u64>,
         request_id: &str,
-        mut fill: impl FnMut(u64, &mut [u8]),
+        mut source: impl FnMut(u64) -> B,
     ) -> Result<Stored, ClientError> {
         let chunks = self.chunks_of(&range)?;
         let scope = self.spec.scope.clone();
@@ -244,7 +244,7 @@ impl EngineDrivenWorker {
         let instance = self.spec.instance;
         let target = self.connection().prepare_store(&key, instance)?.target;
         let (sent, data) = match (target, &self.pool) {
-            (Some(target), Some(_)) => {
+            (Some(target), Some(pool)) => {
                 if target.slots.len() != target.chunk_indices.len() {
                     return Err(ClientError::Unexpected {
                         operation: Operation::PrepareStore,
@@ -266,12 +266,13 @@ impl EngineDrivenWorker {
                             message: format!("chunk {index} of {chunks} is wanted"),
                         });
                     }
-                    self.write_slot(slot, |bytes| fill(index, bytes))?;
+                    let bytes = source(index);
+                    pool.write(slot.offset, self.check_bytes(bytes.as_ref())?)?;
                 }
                 (target.chunk_indices, Vec::new())
             }
             // Without slots, or without a pool to write them to, all chunks travel in the message.
-            _ => ((0..chunks).collect(), self.pickled(chunks, fill)?),
+            _ => ((0..chunks).collect(), self.pickled(chunks, source)?),
         };
         if !self.connection().commit_store(&key, instance, &data)? {
             return Err(ClientError::Refused {
@@ -346,33 +347,31 @@ impl EngineDrivenWorker {
         })
     }
 
-    fn write_slot(
-        &mut self,
-        slot: &Slot<'_>,
-        fill: impl FnOnce(&mut [u8]),
-    ) -> Result<(), ClientError> {
-        self.buffer.clear();
-        self.buffer.resize(self.chunk_bytes, 0);
-        fill(&mut self.buffer);
-        match &self.pool {
-            Some(pool) => pool.write(slot.offset, &self.buffer),
-            None => Ok(()),
+    fn check_bytes<'b>(&self, bytes: &'b [u8]) -> Result<&'b [u8], ClientError> {
+        if bytes.len() == self.chunk_bytes {
+            return Ok(bytes);
         }
+        Err(ClientError::Argument {
+            field: "source",
+            message: format!(
+                "gave {} bytes, a chunk has {}",
+                bytes.len(),
+                self.chunk_bytes
+            ),
+        })
     }
 
-    fn pickled(
+    fn pickled<B: AsRef<[u8]>>(
         &self,
         chunks: u64,
-        mut fill: impl FnMut(u64, &mut [u8]),
+        mut source: impl FnMut(u64) -> B,
     ) -> Result<Vec<u8>, ClientError> {
         let tensor = TensorToWrite {
             dtype: self.spec.dtype,
             shape: &self.shape,
         };
         pickle::write_tensors(&vec![tensor; chunks as usize], |index, out| {
-            let start = out.len();
-            out.resize(start + self.chunk_bytes, 0);
-            fill(index as u64, &mut out[start..]);
+            out.extend_from_slice(self.check_bytes(source(index as u64).as_ref())?);
             Ok(())
         })
     }
