@@ -8,6 +8,7 @@ mod decode;
 mod encode;
 mod types;
 
+pub use decode::{MAX_GROUPS, MAX_TENSORS};
 pub use encode::EncodeError;
 pub(crate) use types::write_ints;
 pub use types::{

@@ -1,5 +1,4 @@
 //! Every response the real 0.5.6 client accepted, and the odd ones it was given.
-#![expect(clippy::unwrap_used, reason = "test")]
 
 mod support;
 

@@ -15,8 +15,10 @@ use crate::lenient;
 use crate::operation::Operation;
 use crate::wire::{self, DecodeError, InField, Reader};
 
-/// Fewest bytes of an extension value that holds a tensor.
-const MIN_TENSOR: usize = 3;
+/// Most tensors of one registration. Real ones have a few for each layer.
+pub const MAX_TENSORS: usize = 4096;
+/// Most groups of layers, each with block ids of its own. Real models have a few.
+pub const MAX_GROUPS: usize = 4096;
 
 impl<'a, T> Request<'a, T> {
     /// Decodes the payload frames of a request by its row.
@@ -131,7 +133,9 @@ impl<'a, T> Request<'a, T> {
                 head_size: p.int(Field::HeadSize)?,
                 is_neox_style: p.value(Field::IsNeoxStyle, lenient::bool)?,
                 group_to_cache: p.value(Field::GroupToCache, Reader::ints)?,
-                group_rot: p.list(Field::GroupRot, 1, Reader::ints)?,
+                group_rot: p.value(Field::GroupRot, |reader| {
+                    reader.short_array_of(MAX_GROUPS, Reader::ints)
+                })?,
                 group_head_size: p.value(Field::GroupHeadSize, Reader::ints)?,
                 kv_quant: p.text(Field::KvQuant)?,
             }),
@@ -279,7 +283,7 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
             .ok_or_else(|| absent("block_ids"))?;
         wire::whole(frame, |reader| match field {
             Field::BlockIds(BlockForm::Flat) => Ok(vec![reader.ints()?]),
-            _ => reader.array_of(1, Reader::ints),
+            _ => reader.short_array_of(MAX_GROUPS, Reader::ints),
         })
         .in_field(field.name())
     }
@@ -290,7 +294,7 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
             .ok_or_else(|| absent("kv_cache"))?;
         let pickles = field == Field::Tensors(TensorForm::PickledOrDescribed);
         wire::whole(frame, |reader| {
-            reader.array_of(MIN_TENSOR, |reader| read_tensor(reader, pickles))
+            reader.short_array_of(MAX_TENSORS, |reader| read_tensor(reader, pickles))
         })
         .in_field(field.name())
     }

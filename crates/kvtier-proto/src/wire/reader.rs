@@ -5,6 +5,9 @@ use super::{DecodeError, InField};
 /// How deep values that are skipped may nest. Real messages stay below ten.
 pub const MAX_DEPTH: usize = 64;
 
+/// Bytes that an array may reserve before its values are read.
+const MAX_RESERVED: usize = 1 << 16;
+
 /// Longest piece of a foreign text repeated in an error.
 const SHOWN: usize = 40;
 
@@ -224,11 +227,28 @@ impl<'a> Reader<'a> {
         if len > self.rest.len() / min_bytes.max(1) {
             return Err(truncated());
         }
-        let mut out = Vec::with_capacity(len);
+        // A claimed count may reserve this much at once; what is really there grows it further.
+        let mut out = Vec::with_capacity(len.min(MAX_RESERVED / size_of::<T>().max(1)));
         for index in 0..len {
             out.push(element(self).at_index(index)?);
         }
         Ok(out)
+    }
+
+    /// Like [`Reader::array_of`], refusing more than `limit` values: for values that take much more memory
+    /// than bytes on the wire.
+    pub fn short_array_of<T>(
+        &mut self,
+        limit: usize,
+        element: impl FnMut(&mut Self) -> Result<T, DecodeError>,
+    ) -> Result<Vec<T>, DecodeError> {
+        let len = Self { rest: self.rest }.array_len()?;
+        if len > limit {
+            return Err(DecodeError::new(format!(
+                "{len} values, at most {limit} are allowed"
+            )));
+        }
+        self.array_of(1, element)
     }
 
     /// An array of integers that fit `T`.

@@ -1,0 +1,209 @@
+//! What a registration tells about its tensors: engine, layout hints, groups of layers.
+
+use super::write_ints;
+use crate::key::required;
+use crate::wire::{self, DecodeError, Reader, name_shown};
+
+/// An enum whose values are texts on the wire.
+macro_rules! text_enum {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum $name {
+            $($(#[$variant_doc])* $variant),+
+        }
+
+        impl $name {
+            /// Every value.
+            pub const ALL: &'static [Self] = &[$(Self::$variant),+];
+
+            /// The value's text on the wire.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $text),+
+                }
+            }
+
+            pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+                let text = reader.str()?;
+                Self::ALL.iter().copied().find(|value| value.name() == text).ok_or_else(|| {
+                    DecodeError::new(format!(
+                        "{:?} is not one of {}",
+                        name_shown(text),
+                        [$($text),+].join(", ")
+                    ))
+                })
+            }
+        }
+    };
+}
+
+text_enum! {
+    /// The engine of a worker.
+    EngineType {
+        /// vLLM.
+        Vllm = "vllm",
+        /// ATOM.
+        Atom = "atom",
+        /// SGLang.
+        Sglang = "sglang",
+        /// TensorRT-LLM.
+        Trtllm = "trtllm",
+        /// Tests of the peer.
+        Mock = "mock",
+    }
+}
+
+text_enum! {
+    /// Order of the dimensions of a KV tensor, as the engine names it.
+    KvLayoutName {
+        /// Tokens, heads, values.
+        Nhd = "NHD",
+        /// Heads, tokens, values.
+        Hnd = "HND",
+        /// Blocks, layers, heads, tokens, values.
+        Blhnc = "BLHNC",
+        /// Blocks, layers, tokens, heads, values.
+        Blnhc = "BLNHC",
+    }
+}
+
+text_enum! {
+    /// How a list of tensors splits K and V.
+    KvListLayout {
+        /// All K tensors, then all V tensors.
+        KThenV = "k_v",
+        /// One tensor holds both.
+        Unified = "unified",
+    }
+}
+
+/// What an engine knows about its tensors' layout. Absent fields are unknown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LayoutHints {
+    /// Order of the dimensions.
+    pub kv_layout: Option<KvLayoutName>,
+    /// KV heads of one worker.
+    pub num_kv_heads: Option<i64>,
+    /// Tokens in one block.
+    pub tokens_per_block: Option<i64>,
+    /// How the list of tensors splits K and V.
+    pub kv_list_layout: Option<KvListLayout>,
+    /// Values in one head.
+    pub head_dim: Option<i64>,
+}
+
+impl LayoutHints {
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        let mut hints = Self::default();
+        reader.map(|name, value| {
+            match name {
+                "kv_layout" => hints.kv_layout = Some(KvLayoutName::read(value)?),
+                "num_kv_heads" => hints.num_kv_heads = Some(value.int()?),
+                "tokens_per_block" => hints.tokens_per_block = Some(value.int()?),
+                "kv_list_layout" => hints.kv_list_layout = Some(KvListLayout::read(value)?),
+                "head_dim" => hints.head_dim = Some(value.int()?),
+                _ => value.skip()?,
+            }
+            Ok(())
+        })?;
+        Ok(hints)
+    }
+
+    /// Writes the fields that are known; the only structure of the protocol that leaves fields out.
+    pub(crate) fn write(&self, out: &mut Vec<u8>) {
+        let texts = [
+            ("kv_layout", self.kv_layout.map(KvLayoutName::name)),
+            (
+                "kv_list_layout",
+                self.kv_list_layout.map(KvListLayout::name),
+            ),
+        ];
+        let known = [self.num_kv_heads, self.tokens_per_block, self.head_dim];
+        let count = known.iter().flatten().count()
+            + texts.iter().filter(|(_, text)| text.is_some()).count();
+        let text = |out: &mut Vec<u8>, (name, text): (&str, Option<&str>)| {
+            if let Some(text) = text {
+                wire::write_str(out, name);
+                wire::write_str(out, text);
+            }
+        };
+        let int = |out: &mut Vec<u8>, name: &str, value: Option<i64>| {
+            if let Some(value) = value {
+                wire::write_str(out, name);
+                wire::write_int(out, value);
+            }
+        };
+        wire::write_map_len(out, count);
+        text(out, texts[0]);
+        int(out, "num_kv_heads", self.num_kv_heads);
+        int(out, "tokens_per_block", self.tokens_per_block);
+        text(out, texts[1]);
+        int(out, "head_dim", self.head_dim);
+    }
+}
+
+/// A group of layers with block ids of its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineGroupInfo {
+    /// The engine's number of the group.
+    pub engine_group_id: i64,
+    /// Which of the registered tensors belong to it.
+    pub layer_indices: Vec<i64>,
+    /// Tokens in one block; 0 when unknown.
+    pub tokens_per_block: i64,
+    /// Sliding window in tokens; -1 for none.
+    pub sw_size_tokens: i64,
+    /// Keeps object groups apart that would otherwise be one.
+    pub extra_object_group_tag: i64,
+    /// Whether the layers keep a recurrent state instead of keys and values.
+    pub recurrent_state: bool,
+}
+
+impl EngineGroupInfo {
+    /// Fewest bytes one takes on the wire: a map with one name.
+    pub(crate) const MIN_BYTES: usize = 18;
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        let mut engine_group_id = None;
+        let mut info = Self {
+            engine_group_id: 0,
+            layer_indices: Vec::new(),
+            tokens_per_block: 0,
+            sw_size_tokens: -1,
+            extra_object_group_tag: 0,
+            recurrent_state: false,
+        };
+        reader.map(|name, value| {
+            match name {
+                "engine_group_id" => engine_group_id = Some(value.int()?),
+                "layer_indices" => info.layer_indices = value.ints()?,
+                "tokens_per_block" => info.tokens_per_block = value.int()?,
+                "sw_size_tokens" => info.sw_size_tokens = value.int()?,
+                "extra_object_group_tag" => info.extra_object_group_tag = value.int()?,
+                "recurrent_state" => info.recurrent_state = value.bool()?,
+                _ => value.skip()?,
+            }
+            Ok(())
+        })?;
+        info.engine_group_id = required(engine_group_id, "engine_group_id")?;
+        Ok(info)
+    }
+
+    pub(crate) fn write(&self, out: &mut Vec<u8>) {
+        wire::write_map_len(out, 6);
+        wire::write_str(out, "engine_group_id");
+        wire::write_int(out, self.engine_group_id);
+        wire::write_str(out, "layer_indices");
+        write_ints(out, &self.layer_indices);
+        wire::write_str(out, "tokens_per_block");
+        wire::write_int(out, self.tokens_per_block);
+        wire::write_str(out, "sw_size_tokens");
+        wire::write_int(out, self.sw_size_tokens);
+        wire::write_str(out, "extra_object_group_tag");
+        wire::write_int(out, self.extra_object_group_tag);
+        wire::write_str(out, "recurrent_state");
+        wire::write_bool(out, self.recurrent_state);
+    }
+}
