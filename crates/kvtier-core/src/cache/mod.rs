@@ -8,11 +8,18 @@
 //! eviction order) → leased (held by any number of leases, not in the eviction order) → back in the order → evicted
 //! or removed. Objects never move.
 
+mod counters;
 mod extent;
+mod index;
+mod invariants;
 mod lease;
+mod lookup;
+mod removal;
 mod reservation;
+mod reserve;
 mod slab;
 mod space;
+mod state;
 mod stats;
 
 pub use extent::{Extent, ExtentAllocator};
@@ -25,9 +32,15 @@ pub use stats::{Page, SaltUsage, Stats, Usage};
 
 use crate::eviction::EvictionKind;
 use crate::hashing::ChunkHash;
+use lease::OrderedHold;
+use lookup::LookupBatch;
 use parking_lot::Mutex;
+use reserve::ReserveBatch;
+use slab::SlotRef;
+use state::State;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 /// How a cache behaves.
@@ -90,9 +103,12 @@ pub struct Cache<A: ExtentAllocator> {
     shared: Arc<Shared<A>>,
 }
 
-/// The lock guards everything: metadata only, no bytes, no waiting inside.
 struct Shared<A: ExtentAllocator> {
-    state: Mutex<A>,
+    /// Guards everything there is: metadata only, no bytes, no waiting inside.
+    state: Mutex<State<A>>,
+    /// See [`CacheConfig::check_invariants_every`].
+    check_every: u32,
+    calls: AtomicU32,
 }
 
 impl<A: ExtentAllocator> Clone for Cache<A> {
@@ -112,19 +128,35 @@ impl<A: ExtentAllocator> fmt::Debug for Cache<A> {
 impl<A: ExtentAllocator> Cache<A> {
     /// An empty cache over this memory, which must be all free.
     pub fn new(allocator: A, config: CacheConfig) -> Self {
-        let _ = config;
         Self {
             shared: Arc::new(Shared {
-                state: Mutex::new(allocator),
+                state: Mutex::new(State::new(allocator, config.eviction)),
+                check_every: config.check_invariants_every,
+                calls: AtomicU32::new(0),
             }),
         }
     }
 
+    /// One step under the lock.
+    fn locked<T>(&self, step: impl FnOnce(&mut State<A>) -> T) -> T {
+        let mut state = self.shared.state.lock();
+        let result = step(&mut state);
+        if cfg!(debug_assertions) && self.shared.check_every > 0 {
+            let calls = self.shared.calls.fetch_add(1, Ordering::Relaxed);
+            if calls.is_multiple_of(self.shared.check_every) {
+                let broken = state.check_invariants().err();
+                drop(state);
+                assert!(broken.is_none(), "{broken:?}");
+            }
+        }
+        result
+    }
+
     /// Sets memory aside for those of these keys that are not resident, evicting what must leave for it.
     ///
-    /// Resident keys count as used and are made young before anything is evicted. A key is refused only when nothing
-    /// evictable is left; keys set aside before it stay. An object larger than the whole capacity is refused without
-    /// evicting anything.
+    /// Resident keys count as used, and are never evicted to make room for other keys of the same call. A key is
+    /// refused only when nothing evictable is left; keys set aside before it stay. An object larger than the
+    /// capacity, or than what is neither leased nor reserved of it, is refused without evicting anything.
     ///
     /// # Errors
     /// [`ReserveError::EmptyObject`]: a request has `len` 0; nothing is set aside.
@@ -133,15 +165,32 @@ impl<A: ExtentAllocator> Cache<A> {
         now: Duration,
         requests: &[ReserveRequest<'_>],
     ) -> Result<Reserved<A>, ReserveError> {
-        let _ = (now, requests, &self.shared.state);
-        unimplemented!()
+        if let Some(request) = requests.iter().position(|request| request.len == 0) {
+            return Err(ReserveError::EmptyObject { request });
+        }
+        let mut batch = ReserveBatch::new(requests);
+        self.locked(|state| {
+            state.tell_time(now);
+            state.reserve(requests, &mut batch);
+        });
+        Ok(Reserved {
+            reservation: Reservation::new(self.clone(), batch.staged),
+            outcomes: batch.outcomes,
+        })
     }
 
     /// The longest prefix of `hashes` that every row can serve, held in the same moment: full-attention rows hold
-    /// all its chunks, rows with a window the last of them. A miss holds nothing.
+    /// all its chunks, rows with a window the last of them. A miss holds nothing; so does a lookup without rows.
     pub fn lookup(&self, now: Duration, rows: &[LookupRow<'_>], hashes: &[ChunkHash]) -> Lookup<A> {
-        let _ = (now, rows, hashes);
-        unimplemented!()
+        let mut batch = LookupBatch::new(rows, hashes.len());
+        let hit_chunks = self.locked(|state| {
+            state.tell_time(now);
+            state.lookup(rows, hashes, &mut batch)
+        });
+        Lookup {
+            hit_chunks,
+            lease: PrefixLease::new(self.clone(), batch.holds),
+        }
     }
 
     /// A lease on all these objects, in this order, or `None` if one of them is not resident.
@@ -151,71 +200,116 @@ impl<A: ExtentAllocator> Cache<A> {
         space: &Space<'_>,
         hashes: &[ChunkHash],
     ) -> Option<ReadLease<A>> {
-        let _ = (now, space, hashes);
-        unimplemented!()
+        let mut hold = OrderedHold {
+            slots: Vec::with_capacity(hashes.len()),
+            extents: Vec::with_capacity(hashes.len()),
+        };
+        let pinned = self.locked(|state| {
+            state.tell_time(now);
+            let pinned = match state.spaces.find(space) {
+                Some(space) => state.pin_all(space, hashes, &mut hold.slots),
+                None => hashes.is_empty(),
+            };
+            if pinned {
+                let extent = |held: &SlotRef| state.slab.at(held.slot).extent;
+                hold.extents.extend(hold.slots.iter().map(extent));
+            }
+            pinned
+        });
+        pinned.then(|| ReadLease::new(self.clone(), hold))
     }
 
     /// Which of these objects are resident, in order.
     pub fn contains(&self, space: &Space<'_>, hashes: &[ChunkHash]) -> Vec<bool> {
-        let _ = (space, hashes);
-        unimplemented!()
+        let mut resident = Vec::with_capacity(hashes.len());
+        self.locked(|state| {
+            let space = state.spaces.find(space);
+            let is_resident = |hash| space.is_some_and(|space| state.find(space, hash).is_some());
+            resident.extend(hashes.iter().map(is_resident));
+        });
+        resident
     }
 
     /// Counts these objects as used now; the last chunk stays the first to leave. Gives how many are resident.
     pub fn touch(&self, now: Duration, space: &Space<'_>, hashes: &[ChunkHash]) -> usize {
-        let _ = (now, space, hashes);
-        unimplemented!()
+        self.locked(|state| {
+            state.tell_time(now);
+            let Some(space) = state.spaces.find(space) else {
+                return 0;
+            };
+            let mut touched = 0;
+            for hash in hashes.iter().rev() {
+                if let Some(number) = state.find(space, hash) {
+                    state.touch(number);
+                    touched += 1;
+                }
+            }
+            touched
+        })
     }
 
     /// Takes these objects out. With `force` also leased ones: they disappear at once, their memory returns with
     /// the last lease.
     pub fn remove(&self, space: &Space<'_>, hashes: &[ChunkHash], force: bool) -> Removed {
-        let _ = (space, hashes, force);
-        unimplemented!()
+        self.locked(|state| state.remove(space, hashes, force))
     }
 
-    /// Takes out everything that was resident at the call, in slices, so that others get in between. Reservations
-    /// stay as they are. `force` as in [`remove`](Self::remove).
+    /// Takes out everything that was resident at the call, in slices, so that others get in between; what they
+    /// store meanwhile may stay or go. Reservations stay as they are. `force` as in [`remove`](Self::remove).
     pub fn clear(&self, force: bool) -> Removed {
-        let _ = force;
-        unimplemented!()
+        const SLICE: u32 = 4096;
+        let slots = self.locked(|state| state.slab.slots() as u32);
+        let mut removed = Removed::default();
+        for start in (0..slots).step_by(SLICE as usize) {
+            let slice = start..slots.min(start + SLICE);
+            self.locked(|state| state.clear(slice, force, &mut removed));
+        }
+        removed
     }
 
     /// Evicts in policy order until `bytes_wanted` bytes of objects or `max_objects` objects are gone, or nothing
-    /// evictable is left. One slice of a background pass: keep `max_objects` small (some thousands), so that others
+    /// evictable is left. One slice of a background pass: keep `max_objects` small (some hundreds), so that others
     /// get in between.
     pub fn evict(&self, now: Duration, bytes_wanted: u64, max_objects: usize) -> Evicted {
-        let _ = (now, bytes_wanted, max_objects);
-        unimplemented!()
+        self.locked(|state| {
+            state.tell_time(now);
+            state.evict(bytes_wanted, max_objects)
+        })
     }
 
     /// Room taken and room there is; cheap.
     pub fn usage(&self) -> Usage {
-        unimplemented!()
+        self.locked(|state| Usage {
+            used_bytes: state.allocator.used(),
+            capacity_bytes: state.allocator.capacity(),
+        })
     }
 
     /// All counters.
     pub fn stats(&self) -> Stats {
-        unimplemented!()
+        self.locked(|state| state.stats())
     }
 
     /// What one tenant has; `None` if nothing.
     pub fn salt_usage(&self, salt: &str) -> Option<SaltUsage> {
-        let _ = salt;
-        unimplemented!()
+        self.locked(|state| state.spaces.salt(salt).map(SaltUsage::of))
     }
 
     /// What each tenant has, at most `limit` of them; start with `from` 0.
     pub fn salts(&self, from: u32, limit: usize) -> Page<SaltUsage> {
-        let _ = (from, limit);
-        unimplemented!()
+        self.locked(|state| {
+            let mut salts = state.spaces.salts_from(from);
+            let entries = salts.by_ref().take(limit);
+            let entries = entries.map(|(_, salt)| SaltUsage::of(salt)).collect();
+            let next = salts.next().map(|(number, _)| number);
+            Page { entries, next }
+        })
     }
 
     /// The resident objects, from a look at no more than `limit` slots; start with `from` 0. A page may be empty
     /// and still have a next one.
     pub fn objects(&self, from: u32, limit: usize) -> Page<ResidentObject> {
-        let _ = (from, limit);
-        unimplemented!()
+        self.locked(|state| state.objects(from, limit))
     }
 
     /// Checks everything that must always hold. Takes time proportional to the number of objects, under the lock.
@@ -223,6 +317,6 @@ impl<A: ExtentAllocator> Cache<A> {
     /// # Errors
     /// The first invariant found broken.
     pub fn check_invariants(&self) -> Result<(), BrokenInvariant> {
-        unimplemented!()
+        self.shared.state.lock().check_invariants()
     }
 }

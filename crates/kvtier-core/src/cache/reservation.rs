@@ -1,7 +1,11 @@
 //! Memory set aside for objects whose bytes are still being written.
 
+use super::lease::OrderedHold;
+use super::slab::SlotRef;
 use super::{Cache, Extent, ExtentAllocator, ReadLease, Space};
 use crate::hashing::ChunkHash;
+use std::cmp::Reverse;
+use std::mem;
 use std::time::Duration;
 
 /// Objects of one space and one size that somebody wants to write.
@@ -55,7 +59,7 @@ pub struct Staged {
     pub position: u32,
     /// Where its bytes go.
     pub extent: Extent,
-    pub(super) slot: super::slab::SlotRef,
+    pub(super) slot: SlotRef,
 }
 
 /// What a commit achieved. Counts objects.
@@ -109,20 +113,66 @@ impl<A: ExtentAllocator> Reservation<A> {
         self.commit_subset(now, |_| true)
     }
 
-    /// Makes those objects visible that `keep` says yes to, and gives up the others.
-    pub fn commit_subset(self, now: Duration, keep: impl FnMut(&Staged) -> bool) -> Committed {
-        let _ = (now, keep);
-        unimplemented!()
+    /// Makes those objects visible that `keep` says yes to, and gives up the others, in one step.
+    pub fn commit_subset(mut self, now: Duration, keep: impl FnMut(&Staged) -> bool) -> Committed {
+        let keep: Vec<bool> = self.staged.iter().map(keep).collect();
+        let staged = mem::take(&mut self.staged);
+        if staged.is_empty() {
+            return Committed::default();
+        }
+        let order = last_chunk_first(&staged);
+        self.cache.locked(|state| {
+            state.tell_time(now);
+            state.commit(&staged, order, &keep)
+        })
     }
 
     /// Makes all objects visible and leases them in the same moment, so that nothing can evict them first. Where
     /// another writer was first, the lease is on that writer's object. The lease's order is that of
     /// [`staged`](Self::staged).
-    pub fn commit_leased(self, now: Duration) -> (Committed, ReadLease<A>) {
-        let _ = now;
-        unimplemented!()
+    pub fn commit_leased(mut self, now: Duration) -> (Committed, ReadLease<A>) {
+        let staged = mem::take(&mut self.staged);
+        let mut hold = OrderedHold {
+            slots: staged.iter().map(|staged| staged.slot).collect(),
+            extents: staged.iter().map(|staged| staged.extent).collect(),
+        };
+        let mut committed = Committed::default();
+        if !staged.is_empty() {
+            let order = last_chunk_first(&staged);
+            committed = self.cache.locked(|state| {
+                state.tell_time(now);
+                state.commit_leased(&staged, order, &mut hold)
+            });
+        }
+        (committed, ReadLease::new(self.cache.clone(), hold))
     }
 
     /// Gives the memory back; the same as dropping.
     pub fn abort(self) {}
+}
+
+impl<A: ExtentAllocator> Drop for Reservation<A> {
+    fn drop(&mut self) {
+        if !self.staged.is_empty() {
+            self.cache.locked(|state| {
+                for staged in &self.staged {
+                    state.abort(staged.slot);
+                }
+            });
+        }
+    }
+}
+
+/// The order in which staged objects become resident: the last chunk of all requests first, because it is worth
+/// least without the others and should be the first to leave.
+fn last_chunk_first(staged: &[Staged]) -> impl Iterator<Item = usize> + use<> {
+    let one_request =
+        staged.first().map(|first| first.request) == staged.last().map(|last| last.request);
+    let mut order = Vec::new();
+    if !one_request {
+        order.extend(0..staged.len());
+        order.sort_by_key(|&at| Reverse(staged[at].position));
+    }
+    let reversed = if one_request { staged.len() } else { 0 };
+    order.into_iter().chain((0..reversed).rev())
 }

@@ -1,8 +1,212 @@
-//! Slots.
+//! The slots: one cache line of facts for every object that has memory.
 
-/// A slot at one point of its life.
+use super::Extent;
+use crate::hashing::ChunkHash;
+
+/// What a slot stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SlotState {
+    /// Nothing; the slot is in the list of free ones.
+    Free,
+    /// An object being written, known to its reservation only.
+    Staged,
+    /// An object that lookups find.
+    Resident,
+    /// An object removed by force while leased: invisible, its memory in use until the last lease ends.
+    Doomed,
+}
+
+/// One object. Exactly one cache line, because a batch's cost is the lines it touches.
+#[derive(Debug)]
+#[repr(align(64))]
+pub(super) struct Slot {
+    pub(super) hash: ChunkHash,
+    pub(super) extent: Extent,
+    /// The interned space; the next free slot while this one is free.
+    pub(super) space: u32,
+    /// The state in the low two bits, above them how often the slot has been freed.
+    life: u32,
+    /// How many leases are held.
+    pub(super) leases: u32,
+    /// When it was last used, in ticks of the cache's clock.
+    pub(super) used_at: u32,
+}
+
+const _: () = assert!(size_of::<Slot>() == 64);
+
+const STATE_BITS: u32 = 2;
+
+impl Slot {
+    pub(super) fn state(&self) -> SlotState {
+        match self.life & 0b11 {
+            0 => SlotState::Free,
+            1 => SlotState::Staged,
+            2 => SlotState::Resident,
+            _ => SlotState::Doomed,
+        }
+    }
+
+    pub(super) fn set_state(&mut self, state: SlotState) {
+        self.life = self.life & !0b11 | state as u32;
+    }
+
+    pub(super) fn generation(&self) -> u32 {
+        self.life >> STATE_BITS
+    }
+}
+
+/// A slot at one point of its life: a reference kept beyond the slot's end is recognised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SlotRef {
     pub(super) slot: u32,
     pub(super) generation: u32,
+}
+
+impl SlotRef {
+    /// Refers to nothing.
+    pub(super) const NONE: Self = Self {
+        slot: u32::MAX,
+        generation: u32::MAX,
+    };
+}
+
+const NO_SLOT: u32 = u32::MAX;
+/// More slots than this are not made, so that `u32::MAX` and its neighbour stay free for lists' own use.
+const MAX_SLOTS: usize = 1 << 31;
+/// Slots come in blocks, so that growing never moves what is there: 64 KiB at a time under the lock.
+const BLOCK: usize = 1024;
+
+/// All slots, by number.
+#[derive(Debug)]
+pub(super) struct Slab {
+    blocks: Vec<Box<[Slot]>>,
+    first_free: u32,
+    live: usize,
+}
+
+impl Default for Slab {
+    fn default() -> Self {
+        Self {
+            blocks: Vec::new(),
+            first_free: NO_SLOT,
+            live: 0,
+        }
+    }
+}
+
+impl Slab {
+    /// A slot for a new object, or `None` when there can be no more.
+    pub(super) fn take(&mut self, hash: ChunkHash, space: u32, extent: Extent) -> Option<SlotRef> {
+        if self.first_free == NO_SLOT {
+            self.grow()?;
+        }
+        let number = self.first_free;
+        let slot = self.at_mut(number);
+        let next = slot.space;
+        slot.hash = hash;
+        slot.extent = extent;
+        slot.space = space;
+        slot.leases = 0;
+        slot.set_state(SlotState::Staged);
+        let generation = slot.generation();
+        self.first_free = next;
+        self.live += 1;
+        Some(SlotRef {
+            slot: number,
+            generation,
+        })
+    }
+
+    /// Ends the life of a slot.
+    pub(super) fn give_back(&mut self, number: u32) {
+        let next = self.first_free;
+        let slot = self.at_mut(number);
+        slot.life = slot.generation().wrapping_add(1) << STATE_BITS;
+        slot.space = next;
+        self.first_free = number;
+        self.live -= 1;
+    }
+
+    fn grow(&mut self) -> Option<()> {
+        let start = self.slots();
+        if start + BLOCK > MAX_SLOTS {
+            return None;
+        }
+        let numbers = start as u32..(start + BLOCK) as u32;
+        let last = numbers.end - 1;
+        self.first_free = numbers.start;
+        self.blocks.push(
+            numbers
+                .map(|number| Slot {
+                    hash: ChunkHash([0; 32]),
+                    extent: Extent { offset: 0, len: 0 },
+                    space: if number == last { NO_SLOT } else { number + 1 },
+                    life: 0,
+                    leases: 0,
+                    used_at: 0,
+                })
+                .collect(),
+        );
+        Some(())
+    }
+
+    /// The slot of this number, which must have been handed out once.
+    pub(super) fn at(&self, number: u32) -> &Slot {
+        &self.blocks[number as usize / BLOCK][number as usize % BLOCK]
+    }
+
+    /// See [`at`](Self::at).
+    pub(super) fn at_mut(&mut self, number: u32) -> &mut Slot {
+        &mut self.blocks[number as usize / BLOCK][number as usize % BLOCK]
+    }
+
+    /// The referred slot, unless its life has ended since.
+    pub(super) fn get(&self, reference: SlotRef) -> Option<&Slot> {
+        let block = self.blocks.get(reference.slot as usize / BLOCK)?;
+        let slot = &block[reference.slot as usize % BLOCK];
+        (slot.generation() == reference.generation && slot.state() != SlotState::Free)
+            .then_some(slot)
+    }
+
+    /// A reference to the slot as it is now.
+    pub(super) fn reference(&self, number: u32) -> SlotRef {
+        SlotRef {
+            slot: number,
+            generation: self.at(number).generation(),
+        }
+    }
+
+    /// How many slots there are, free ones included.
+    pub(super) fn slots(&self) -> usize {
+        self.blocks.len() * BLOCK
+    }
+
+    /// How many slots stand for an object.
+    pub(super) fn live(&self) -> usize {
+        self.live
+    }
+
+    /// All slots with their numbers, free ones included.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
+        self.blocks.iter().flatten().zip(0..).map(|(s, n)| (n, s))
+    }
+
+    /// How many slots are in the list of free ones; an error when the list has a loop or a used slot.
+    pub(super) fn count_free(&self) -> Result<usize, String> {
+        let mut count = 0;
+        let mut at = self.first_free;
+        while at != NO_SLOT {
+            let slot = self.at(at);
+            if slot.state() != SlotState::Free || count == self.slots() {
+                return Err(format!("slot {at} in the list of free slots is {slot:?}"));
+            }
+            count += 1;
+            at = slot.space;
+        }
+        Ok(count)
+    }
+
+    pub(super) fn bookkeeping_bytes(&self) -> usize {
+        self.slots() * size_of::<Slot>() + self.blocks.capacity() * size_of::<Box<[Slot]>>()
+    }
 }

@@ -1,5 +1,8 @@
 //! What the cache says about itself.
 
+use super::ExtentAllocator;
+use super::space::Salt;
+use super::state::{State, TICKS_PER_SECOND};
 use std::sync::Arc;
 
 /// A snapshot of the counters, all taken at one moment.
@@ -22,6 +25,8 @@ pub struct Stats {
     pub staged_bytes: u64,
     /// Resident objects with at least one lease.
     pub leased_objects: u64,
+    /// Bytes of those.
+    pub leased_bytes: u64,
     /// Objects removed by force while leased; their memory returns with the last lease.
     pub doomed_objects: u64,
     /// Bytes of those.
@@ -90,4 +95,53 @@ pub struct Page<T> {
     /// What to pass to get the next part; `None` after the last one. Entries that come or go between two calls may
     /// be seen or missed.
     pub next: Option<u32>,
+}
+
+impl SaltUsage {
+    pub(super) fn of(salt: &Salt) -> Self {
+        Self {
+            salt: Arc::clone(&salt.name),
+            objects: salt.counters.resident.objects,
+            bytes: salt.counters.resident.bytes,
+            staged_bytes: salt.counters.staged.bytes,
+        }
+    }
+}
+
+impl<A: ExtentAllocator> State<A> {
+    pub(super) fn stats(&self) -> Stats {
+        let (counters, totals) = (&self.counters, &self.totals);
+        let bookkeeping = self.slab.bookkeeping_bytes()
+            + self.index.bookkeeping_bytes()
+            + self.policy.bookkeeping_bytes()
+            + self.spaces.bookkeeping_bytes();
+        Stats {
+            capacity_bytes: self.allocator.capacity(),
+            used_bytes: self.allocator.used(),
+            objects: counters.resident.objects,
+            bytes: counters.resident.bytes,
+            staged_objects: counters.staged.objects,
+            staged_bytes: counters.staged.bytes,
+            leased_objects: self.leased.objects,
+            leased_bytes: self.leased.bytes,
+            doomed_objects: counters.doomed.objects,
+            doomed_bytes: counters.doomed.bytes,
+            evictable_objects: self.policy.len() as u64,
+            spaces: self.spaces.spaces_len() as u64,
+            salts: self.spaces.salts_len() as u64,
+            lookups_total: totals.lookups,
+            requested_chunks_total: totals.requested_chunks,
+            hit_chunks_total: totals.hit_chunks,
+            evicted_objects_total: totals.evicted.objects,
+            evicted_bytes_total: totals.evicted.bytes,
+            last_evicted_idle_seconds: u64::from(totals.last_evicted_idle_ticks / TICKS_PER_SECOND),
+            refused_total: totals.refused,
+            committed_total: totals.committed,
+            duplicates_total: totals.duplicates,
+            aborted_total: totals.aborted,
+            removed_total: totals.removed,
+            accounting_errors: self.accounting_errors,
+            bookkeeping_bytes: bookkeeping as u64,
+        }
+    }
 }

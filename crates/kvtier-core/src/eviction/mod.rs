@@ -32,6 +32,11 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     /// The policy's name in configuration.
     fn name(&self) -> &'static str;
 
+    /// Whether the policy ever names a victim.
+    fn evicts(&self) -> bool {
+        true
+    }
+
     /// The object may leave from now on and has just been used.
     fn insert(&mut self, candidate: Candidate);
 

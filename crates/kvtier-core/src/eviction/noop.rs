@@ -11,6 +11,10 @@ impl EvictionPolicy for Noop {
         "noop"
     }
 
+    fn evicts(&self) -> bool {
+        false
+    }
+
     fn insert(&mut self, _: Candidate) {}
 
     fn withdraw(&mut self, _: Candidate) {}

@@ -1,0 +1,180 @@
+//! What must hold whenever the lock is free: one function for each rule.
+
+use super::counters::{Counters, Tally};
+use super::slab::SlotState;
+use super::state::State;
+use super::{BrokenInvariant, ExtentAllocator};
+use std::collections::HashMap;
+
+type Checked = Result<(), String>;
+type Check<A> = (&'static str, fn(&State<A>) -> Checked);
+
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: T, known: T) -> Checked {
+    if counted == known {
+        return Ok(());
+    }
+    Err(format!("{what}: counted {counted:?}, known {known:?}"))
+}
+
+impl<A: ExtentAllocator> State<A> {
+    /// All of them.
+    pub(super) fn check_invariants(&self) -> Result<(), BrokenInvariant> {
+        let checks: [Check<A>; 9] = [
+            ("bytes_within_capacity", Self::bytes_within_capacity),
+            ("extents_disjoint", Self::extents_disjoint),
+            ("sums_match_slots", Self::sums_match_slots),
+            ("tenants_match_slots", Self::tenants_match_slots),
+            ("spaces_match_slots", Self::spaces_match_slots),
+            ("index_matches_slots", Self::index_matches_slots),
+            ("slots_all_known", Self::slots_all_known),
+            ("eviction_order_complete", Self::eviction_order_complete),
+            ("no_accounting_errors", Self::no_accounting_errors),
+        ];
+        for (invariant, check) in checks {
+            check(self).map_err(|details| BrokenInvariant { invariant, details })?;
+        }
+        Ok(())
+    }
+
+    /// What objects take is what the allocator gave, and no more than there is.
+    fn bytes_within_capacity(&self) -> Checked {
+        let Counters {
+            staged,
+            resident,
+            doomed,
+        } = self.counters;
+        let objects = staged.bytes + resident.bytes + doomed.bytes;
+        let (used, capacity) = (self.allocator.used(), self.allocator.capacity());
+        if objects <= used && used <= capacity {
+            return Ok(());
+        }
+        Err(format!(
+            "objects have {objects} bytes of {used} used of {capacity}"
+        ))
+    }
+
+    /// No two objects share a byte.
+    fn extents_disjoint(&self) -> Checked {
+        let live = self
+            .slab
+            .iter()
+            .filter(|(_, s)| s.state() != SlotState::Free);
+        let mut extents: Vec<_> = live.map(|(_, slot)| slot.extent).collect();
+        extents.sort_unstable();
+        for pair in extents.windows(2) {
+            if pair[0].offset + pair[0].len > pair[1].offset {
+                return Err(format!("{:?} and {:?} overlap", pair[0], pair[1]));
+            }
+        }
+        Ok(())
+    }
+
+    fn recount(&self, mut add: impl FnMut(u32, SlotState, u64)) {
+        for (_, slot) in self.slab.iter() {
+            if slot.state() != SlotState::Free {
+                add(slot.space, slot.state(), slot.extent.len);
+            }
+        }
+    }
+
+    /// The sums are those of the slots.
+    fn sums_match_slots(&self) -> Checked {
+        let mut counted = Counters::default();
+        self.recount(|_, state, bytes| count(&mut counted, state, bytes));
+        same("sums", counted, self.counters)?;
+        let mut leased = Tally::default();
+        for (_, slot) in self.slab.iter() {
+            if slot.state() == SlotState::Resident && slot.leases > 0 {
+                leased.add(slot.extent.len);
+            }
+        }
+        same("leased", leased, self.leased)
+    }
+
+    /// Every tenant's counters are those of its slots, and only tenants with slots are known.
+    fn tenants_match_slots(&self) -> Checked {
+        let mut counted: HashMap<u32, Counters> = HashMap::new();
+        self.recount(|space, state, bytes| {
+            let salt = self.spaces.salt_of(space);
+            count(counted.entry(salt).or_default(), state, bytes);
+        });
+        let known = self.spaces.salts_from(0);
+        let known = known
+            .map(|(number, salt)| (number, salt.counters))
+            .collect();
+        same("tenants", counted, known)
+    }
+
+    /// Every space is used by exactly its slots, and only spaces with slots are known.
+    fn spaces_match_slots(&self) -> Checked {
+        let mut counted: HashMap<u32, u64> = HashMap::new();
+        self.recount(|space, _, _| *counted.entry(space).or_default() += 1);
+        let spaces = counted.len();
+        same("users of spaces", counted, self.spaces.users().collect())?;
+        if self.spaces.models_len() > spaces || self.spaces.salts_len() > spaces {
+            return Err("a name without a space".to_owned());
+        }
+        Ok(())
+    }
+
+    /// The index finds every resident object, and nothing else is in it.
+    fn index_matches_slots(&self) -> Checked {
+        let mut resident = 0;
+        for (number, slot) in self.slab.iter() {
+            if slot.state() == SlotState::Resident {
+                same("found", self.find(slot.space, &slot.hash), Some(number))?;
+                resident += 1;
+            }
+        }
+        same("entries", resident, self.index.len())
+    }
+
+    /// A slot is live or in the list of free ones; only resident and doomed ones have leases, doomed ones always.
+    fn slots_all_known(&self) -> Checked {
+        let mut live = 0;
+        for (number, slot) in self.slab.iter() {
+            let leases_allowed = match slot.state() {
+                SlotState::Free | SlotState::Staged => slot.leases == 0,
+                SlotState::Resident => true,
+                SlotState::Doomed => slot.leases > 0,
+            };
+            if !leases_allowed {
+                return Err(format!("slot {number} is {slot:?}"));
+            }
+            live += usize::from(slot.state() != SlotState::Free);
+        }
+        same("live slots", live, self.slab.live())?;
+        same(
+            "free slots",
+            self.slab.count_free()?,
+            self.slab.slots() - live,
+        )
+    }
+
+    /// The eviction order has every resident object that nobody leases, once, and no other.
+    fn eviction_order_complete(&self) -> Checked {
+        let mut order = self.policy.order()?;
+        same("length of the order", order.len(), self.policy.len())?;
+        same("victim", order.first().copied(), self.policy.victim())?;
+        order.sort_unstable();
+        let evictable = self.slab.iter().filter(|(_, slot)| {
+            slot.state() == SlotState::Resident && slot.leases == 0 && self.policy.evicts()
+        });
+        let evictable: Vec<u32> = evictable.map(|(number, _)| number).collect();
+        same("evictable slots", evictable, order)
+    }
+
+    /// Nothing has failed to add up so far.
+    fn no_accounting_errors(&self) -> Checked {
+        same("accounting errors", self.accounting_errors, 0)
+    }
+}
+
+fn count(counters: &mut Counters, state: SlotState, bytes: u64) {
+    match state {
+        SlotState::Free => {}
+        SlotState::Staged => counters.staged.add(bytes),
+        SlotState::Resident => counters.resident.add(bytes),
+        SlotState::Doomed => counters.doomed.add(bytes),
+    }
+}

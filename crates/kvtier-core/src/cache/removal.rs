@@ -1,0 +1,71 @@
+//! Taking objects out on request, and listing those that are in.
+
+use super::slab::SlotState;
+use super::state::State;
+use super::{ExtentAllocator, Page, Removed, ResidentObject, Space};
+use crate::hashing::ChunkHash;
+use std::ops::Range;
+
+impl<A: ExtentAllocator> State<A> {
+    /// See [`super::Cache::remove`].
+    pub(super) fn remove(
+        &mut self,
+        space: &Space<'_>,
+        hashes: &[ChunkHash],
+        force: bool,
+    ) -> Removed {
+        let mut removed = Removed::default();
+        for hash in hashes {
+            // The space is forgotten with its last object, so it is looked up again for each.
+            let space = self.spaces.find(space);
+            match space.and_then(|space| self.find(space, hash)) {
+                Some(number) => self.remove_one(number, force, &mut removed),
+                None => removed.missing += 1,
+            }
+        }
+        removed
+    }
+
+    fn remove_one(&mut self, number: u32, force: bool, removed: &mut Removed) {
+        if self.slab.at(number).leases > 0 && !force {
+            removed.kept += 1;
+            return;
+        }
+        removed.bytes += self.take_out(number);
+        removed.objects += 1;
+        self.totals.removed += 1;
+    }
+
+    /// Removes the resident objects among these slots.
+    pub(super) fn clear(&mut self, slots: Range<u32>, force: bool, removed: &mut Removed) {
+        for number in slots {
+            if self.slab.at(number).state() == SlotState::Resident {
+                self.remove_one(number, force, removed);
+            }
+        }
+    }
+
+    /// See [`super::Cache::objects`].
+    pub(super) fn objects(&self, from: u32, limit: usize) -> Page<ResidentObject> {
+        let slots = self.slab.slots() as u32;
+        let end = from
+            .saturating_add(u32::try_from(limit).unwrap_or(u32::MAX))
+            .min(slots);
+        let resident = (from..end).filter_map(|number| {
+            let slot = self.slab.at(number);
+            if slot.state() != SlotState::Resident {
+                return None;
+            }
+            Some(ResidentObject {
+                chunk_hash: slot.hash,
+                space: self.spaces.owned(slot.space)?,
+                bytes: slot.extent.len,
+                leases: slot.leases,
+            })
+        });
+        Page {
+            entries: resident.collect(),
+            next: (end < slots).then_some(end),
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! The state machine behind the lock: its parts, and the steps every operation is made of.
+
+use super::counters::{Counters, Tally, Totals};
+use super::index::Index;
+use super::slab::{Slab, Slot, SlotRef, SlotState};
+use super::space::Spaces;
+use super::{Evicted, Extent, ExtentAllocator};
+use crate::eviction::{Candidate, EvictionKind, EvictionPolicy};
+use crate::hashing::ChunkHash;
+use std::time::Duration;
+
+/// Ticks of the cache's clock in a second; a `u32` of them lasts 13 years.
+pub(super) const TICKS_PER_SECOND: u32 = 10;
+
+/// Everything the cache knows. Every method is one step under the lock.
+#[derive(Debug)]
+pub(super) struct State<A> {
+    pub(super) allocator: A,
+    pub(super) slab: Slab,
+    pub(super) index: Index,
+    pub(super) spaces: Spaces,
+    pub(super) policy: Box<dyn EvictionPolicy>,
+    pub(super) counters: Counters,
+    /// Resident objects with leases.
+    pub(super) leased: Tally,
+    pub(super) totals: Totals,
+    pub(super) accounting_errors: u64,
+    /// The latest time told, in ticks; releases come without a time of their own.
+    clock: u32,
+}
+
+impl<A: ExtentAllocator> State<A> {
+    pub(super) fn new(allocator: A, eviction: EvictionKind) -> Self {
+        Self {
+            allocator,
+            slab: Slab::default(),
+            index: Index::default(),
+            spaces: Spaces::default(),
+            policy: eviction.build(),
+            counters: Counters::default(),
+            leased: Tally::default(),
+            totals: Totals::default(),
+            accounting_errors: 0,
+            clock: 0,
+        }
+    }
+
+    /// Moves the clock on; it never goes back.
+    pub(super) fn tell_time(&mut self, now: Duration) {
+        let ticks = now.as_secs() * u64::from(TICKS_PER_SECOND)
+            + u64::from(now.subsec_millis() / (1000 / TICKS_PER_SECOND));
+        self.clock = self.clock.max(u32::try_from(ticks).unwrap_or(u32::MAX));
+    }
+
+    /// The resident object of this key.
+    pub(super) fn find(&self, space: u32, hash: &ChunkHash) -> Option<u32> {
+        self.index
+            .find(self.index.fingerprint(space, hash), |number| {
+                let slot = self.slab.at(number);
+                slot.hash == *hash && slot.space == space
+            })
+    }
+
+    fn candidate(&self, number: u32, slot: &Slot) -> Candidate {
+        Candidate {
+            slot: number,
+            salt: self.spaces.salt_of(slot.space),
+        }
+    }
+
+    /// One more lease on an object that is resident, or that is leased already.
+    pub(super) fn pin(&mut self, number: u32) -> SlotRef {
+        let slot = self.slab.at_mut(number);
+        let reference = SlotRef {
+            slot: number,
+            generation: slot.generation(),
+        };
+        slot.used_at = self.clock;
+        match slot.leases.checked_add(1) {
+            Some(leases) => slot.leases = leases,
+            // Cannot be counted: the object will leave early or never; either way it shows.
+            None => self.accounting_errors += 1,
+        }
+        if slot.leases == 1 && slot.state() == SlotState::Resident {
+            let bytes = slot.extent.len;
+            self.leased.add(bytes);
+            let candidate = self.candidate(number, self.slab.at(number));
+            self.policy.withdraw(candidate);
+        }
+        reference
+    }
+
+    /// One lease less. With the last one a resident object joins the eviction order as the youngest, and a doomed
+    /// one gives its memory back.
+    pub(super) fn unpin(&mut self, reference: SlotRef) {
+        let number = reference.slot;
+        if self.slab.get(reference).is_none_or(|slot| slot.leases == 0) {
+            self.accounting_errors += 1;
+            return;
+        }
+        let slot = self.slab.at_mut(number);
+        slot.leases -= 1;
+        if slot.leases > 0 {
+            return;
+        }
+        slot.used_at = self.clock;
+        if slot.state() == SlotState::Resident {
+            let bytes = slot.extent.len;
+            self.leased.sub(bytes, &mut self.accounting_errors);
+            let candidate = self.candidate(number, self.slab.at(number));
+            self.policy.insert(candidate);
+        } else {
+            self.give_back(number);
+        }
+    }
+
+    /// Counts a use of a resident object.
+    pub(super) fn touch(&mut self, number: u32) {
+        self.slab.at_mut(number).used_at = self.clock;
+        let candidate = self.candidate(number, self.slab.at(number));
+        self.policy.touch(candidate);
+    }
+
+    /// Moves bytes from one tally to another, in the sums and for the tenant. `None` stands for free memory.
+    fn account(&mut self, space: u32, bytes: u64, from: SlotState, to: SlotState) {
+        let errors = &mut self.accounting_errors;
+        let mut apply = |counters: &mut Counters| {
+            match from {
+                SlotState::Free => {}
+                SlotState::Staged => counters.staged.sub(bytes, errors),
+                SlotState::Resident => counters.resident.sub(bytes, errors),
+                SlotState::Doomed => counters.doomed.sub(bytes, errors),
+            }
+            match to {
+                SlotState::Free => {}
+                SlotState::Staged => counters.staged.add(bytes),
+                SlotState::Resident => counters.resident.add(bytes),
+                SlotState::Doomed => counters.doomed.add(bytes),
+            }
+        };
+        apply(&mut self.counters);
+        match self.spaces.counters_of(space) {
+            Some(counters) => apply(counters),
+            None => self.accounting_errors += 1,
+        }
+    }
+
+    /// Memory for one object, evicting until there is some. `None` once nothing evictable is left.
+    pub(super) fn allocate(&mut self, bytes: u64) -> Option<Extent> {
+        let capacity = self.allocator.capacity();
+        // What nothing could move, without the allocator's rounding: if this leaves no room, evicting is in vain.
+        let fixed = self.counters.staged.bytes + self.counters.doomed.bytes + self.leased.bytes;
+        if bytes > capacity.saturating_sub(fixed) {
+            return None;
+        }
+        loop {
+            if bytes <= capacity.saturating_sub(self.allocator.used()) {
+                let extent = self.allocator.allocate(bytes);
+                if extent.is_some() {
+                    return extent;
+                }
+            }
+            self.evict_one()?;
+        }
+    }
+
+    /// A private object in this memory. Gives the memory back if there can be no more objects.
+    pub(super) fn stage(&mut self, space: u32, hash: ChunkHash, extent: Extent) -> Option<SlotRef> {
+        let Some(reference) = self.slab.take(hash, space, extent) else {
+            self.allocator.free(extent);
+            return None;
+        };
+        self.spaces.add_user(space);
+        self.account(space, extent.len, SlotState::Free, SlotState::Staged);
+        Some(reference)
+    }
+
+    /// Ends the life of an object that is in no index and no order, and frees its memory.
+    pub(super) fn give_back(&mut self, number: u32) {
+        let slot = self.slab.at(number);
+        let (space, extent, state) = (slot.space, slot.extent, slot.state());
+        self.account(space, extent.len, state, SlotState::Free);
+        self.allocator.free(extent);
+        self.slab.give_back(number);
+        self.spaces.drop_user(space, &mut self.accounting_errors);
+    }
+
+    /// A staged object, if the reference is still one.
+    fn staged(&mut self, reference: SlotRef) -> bool {
+        let slot = self.slab.get(reference);
+        let is_staged = slot.is_some_and(|slot| slot.state() == SlotState::Staged);
+        if !is_staged {
+            self.accounting_errors += 1;
+        }
+        is_staged
+    }
+
+    /// Gives up a staged object.
+    pub(super) fn abort(&mut self, reference: SlotRef) {
+        if self.staged(reference) {
+            self.totals.aborted += 1;
+            self.give_back(reference.slot);
+        }
+    }
+
+    /// Makes a staged object resident, or frees it if its key is resident already. Gives the key's resident slot,
+    /// and whether it is the staged one.
+    pub(super) fn admit(&mut self, reference: SlotRef) -> Option<(u32, bool)> {
+        if !self.staged(reference) {
+            return None;
+        }
+        let number = reference.slot;
+        let slot = self.slab.at(number);
+        let (space, hash, bytes) = (slot.space, slot.hash, slot.extent.len);
+        if let Some(first) = self.find(space, &hash) {
+            self.totals.duplicates += 1;
+            self.give_back(number);
+            self.touch(first);
+            return Some((first, false));
+        }
+        self.totals.committed += 1;
+        self.account(space, bytes, SlotState::Staged, SlotState::Resident);
+        let key = self.index.fingerprint(space, &hash);
+        self.index.insert(key, number);
+        let slot = self.slab.at_mut(number);
+        slot.set_state(SlotState::Resident);
+        slot.used_at = self.clock;
+        let candidate = self.candidate(number, self.slab.at(number));
+        self.policy.insert(candidate);
+        Some((number, true))
+    }
+
+    /// Takes a resident object out of the cache. Its memory goes now, or with its last lease. Gives its bytes.
+    pub(super) fn take_out(&mut self, number: u32) -> u64 {
+        let slot = self.slab.at(number);
+        let (space, bytes, leases) = (slot.space, slot.extent.len, slot.leases);
+        let key = self.index.fingerprint(space, &slot.hash);
+        let candidate = self.candidate(number, slot);
+        if !self.index.remove(key, number) {
+            self.accounting_errors += 1;
+        }
+        if leases == 0 {
+            self.policy.withdraw(candidate);
+            self.give_back(number);
+        } else {
+            self.leased.sub(bytes, &mut self.accounting_errors);
+            self.account(space, bytes, SlotState::Resident, SlotState::Doomed);
+            self.slab.at_mut(number).set_state(SlotState::Doomed);
+        }
+        bytes
+    }
+
+    /// Evicts the next object in policy order; gives its bytes.
+    pub(super) fn evict_one(&mut self) -> Option<u64> {
+        let number = self.policy.victim()?;
+        let idle = self.clock - self.slab.at(number).used_at.min(self.clock);
+        let bytes = self.take_out(number);
+        self.totals.evicted.add(bytes);
+        self.totals.last_evicted_idle_ticks = idle;
+        Some(bytes)
+    }
+
+    /// See [`super::Cache::evict`].
+    pub(super) fn evict(&mut self, bytes_wanted: u64, max_objects: usize) -> Evicted {
+        let mut evicted = Evicted::default();
+        while evicted.bytes < bytes_wanted && evicted.objects < max_objects {
+            let Some(bytes) = self.evict_one() else { break };
+            evicted.objects += 1;
+            evicted.bytes += bytes;
+        }
+        evicted
+    }
+}
