@@ -59,8 +59,17 @@ impl<'a> Input<'a> {
 
     /// A length of that many bytes, then as much text.
     pub(super) fn text(&mut self, length_bytes: usize) -> Result<&'a str, DecodeError> {
+        /// More than any text of a real message. A long one, read again for each of many tensors, would cost
+        /// far more time than it cost to send.
+        const MAX_TEXT: usize = 1024;
         let at = self.at;
         let bytes = self.sized(length_bytes)?;
+        if bytes.len() > MAX_TEXT {
+            return Err(error(format!(
+                "a text of {} bytes at byte {at}; at most {MAX_TEXT} are allowed",
+                bytes.len()
+            )));
+        }
         std::str::from_utf8(bytes).map_err(|_| error(format!("the text at byte {at} is not UTF-8")))
     }
 

@@ -27,7 +27,7 @@ pub use writer::{TensorToWrite, WriteError, write_tensors, write_tensors_into, w
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Steps of the machine for one message. A tensor takes about 35, and 40 more inside its storage.
-    /// A step keeps at most some 100 bytes alive.
+    /// A step keeps at most 160 bytes alive.
     pub max_opcodes: usize,
     /// Tensors in the list.
     pub max_tensors: usize,

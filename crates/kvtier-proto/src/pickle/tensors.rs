@@ -9,7 +9,7 @@ use crate::wire::DecodeError;
 /// One tensor of a pickled list: a view into bytes of the message.
 ///
 /// Checked on reading: the ranks agree (at most [`MAX_RANK`]), every element lies inside `data`, and there are at most
-/// as many elements as `data` holds, so that copying a tensor out never costs more than it cost to send.
+/// as many elements as `data` holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PickledTensor<'a> {
@@ -112,7 +112,8 @@ fn error(message: impl Into<String>) -> DecodeError {
 
 /// Reads `pickle.dumps(list_of_cpu_tensors)`, protocols 3 to 5.
 ///
-/// The tensors borrow their bytes from `message`. Nothing may follow the pickle. Errors name what is wrong and what is
+/// The tensors borrow their bytes from `message`; together they have at most as many bytes as it, so copying them out never
+/// costs more than it cost to send them. Nothing may follow the pickle. Errors name what is wrong and what is
 /// allowed; a pickle that mentions anything but tensors is refused, and nothing in it is ever called.
 pub fn read_tensors<'a>(
     message: &'a [u8],
@@ -136,9 +137,21 @@ pub fn read_tensors<'a>(
             limits.max_tensors
         )));
     }
-    list.iter()
-        .map(|&value| read_tensor(&machine, value, &mut budget))
-        .collect()
+    let mut tensors = Vec::new();
+    let mut bytes = 0;
+    for &value in list {
+        let tensor = read_tensor(&machine, value, &mut budget)?;
+        // One storage under many tensors would be a small message that is large once it is copied out.
+        bytes += tensor.byte_len();
+        if bytes > message.len() {
+            return Err(error(format!(
+                "the tensors have more bytes than the {} of the message",
+                message.len()
+            )));
+        }
+        tensors.push(tensor);
+    }
+    Ok(tensors)
 }
 
 fn read_tensor<'a>(

@@ -173,6 +173,36 @@ fn a_view_must_stay_inside_its_storage_and_not_repeat_it() {
 }
 
 #[test]
+fn many_tensors_over_one_storage_are_refused() {
+    let one = flat_storage(&[7; 200], 0, &[200], &[1]);
+    let body = &one[2 + 1 + 1..one.len() - 2];
+    assert_eq!(one[..4], *b"\x80\x04]\x94");
+    // The tensor into the memo, then the same tensor three times more.
+    let repeated = |times: usize| {
+        let more = b"h\x00".repeat(times);
+        [b"\x80\x04](".as_slice(), body, b"q\x00", &more, b"e."].concat()
+    };
+    let read = |times| read_tensors(&repeated(times), &Limits::default()).map(|list| list.len());
+    assert_eq!(read(1), Ok(2));
+    assert!(read(40).unwrap_err().message.contains("more bytes"));
+}
+
+#[test]
+fn long_texts_are_refused() {
+    let text = |length: u32| {
+        let text = vec![b'x'; length as usize];
+        [b"\x80\x04X".as_slice(), &length.to_le_bytes(), &text, b"."].concat()
+    };
+    let read = |length| {
+        read_tensors(&text(length), &Limits::default())
+            .unwrap_err()
+            .message
+    };
+    assert!(read(1024).contains("not a list"));
+    assert!(read(1025).contains("at most 1024"));
+}
+
+#[test]
 fn the_limits_hold() {
     let lists: Value = serde_json::from_str(include_str!("../vectors/pickle.json")).unwrap();
     let two = hex_field(&lists["cases"][1], "pickle");

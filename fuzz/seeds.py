@@ -1,0 +1,57 @@
+"""Writes starting points for the fuzz targets from the recorded messages of the protocol crate's tests."""
+
+import hashlib
+import json
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parent
+VECTORS = ROOT.parent / "crates" / "kvtier-proto" / "tests" / "vectors"
+
+
+def seed(target: str, data: bytes) -> None:
+    folder = ROOT / "corpus" / target
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / hashlib.sha1(data).hexdigest()).write_bytes(data)
+
+
+def load(name: str):
+    return json.loads((VECTORS / name).read_text())
+
+
+def hex_lists(value):
+    """Every list of at least two texts that are all hexadecimal: the messages, wherever they stand."""
+    if isinstance(value, dict):
+        for member in value.values():
+            yield from hex_lists(member)
+    elif isinstance(value, list):
+        try:
+            frames = [bytes.fromhex(member) for member in value]
+        except (TypeError, ValueError):
+            for member in value:
+                yield from hex_lists(member)
+        else:
+            if len(frames) >= 2:
+                yield frames
+
+
+for path in sorted(VECTORS.glob("*.json")):
+    for frames in hex_lists(json.loads(path.read_text())):
+        if all(len(frame) < 1 << 16 for frame in frames):
+            seed("frames", b"".join(len(frame).to_bytes(2, "little") + frame for frame in frames))
+        for frame in frames[2:]:
+            if b"token_ids" in frame:
+                seed("keys", frame)
+
+wrappers = load("ipc_wrappers.json")
+for row in wrappers["valid"]:
+    seed("descriptors", bytes.fromhex(row["descriptor_msgpack"]))
+for row in wrappers["invalid"]:
+    if "descriptor" in row:
+        seed("descriptors", bytes.fromhex(row["descriptor"]))
+for row in load("legacy_wrappers.json")["rows"]:
+    seed("descriptors", bytes.fromhex(row["pickle"]))
+for row in load("pickles.json")["vectors"]:
+    target = "pickle" if row["name"].startswith("engine_driven") else "descriptors"
+    seed(target, bytes.fromhex(row["hex"]))
+for row in load("pickle.json")["cases"] + load("written.json")["rows"]:
+    seed("pickle", bytes.fromhex(row["pickle"]))
