@@ -1,0 +1,110 @@
+"""Fixtures: servers that are checked when a test ends, and engines that connect to them."""
+
+import os
+import uuid
+
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", DO_NOT_TRACK="1")
+
+import pytest
+from kvrig.server import Server, our_command, peer_command
+
+
+def pytest_addoption(parser):
+    parser.addoption("--peer", action="store_true", help="test LMCache's own server instead of ours")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--peer"):
+        return
+    for item in items:
+        if marker := item.get_closest_marker("ours"):
+            item.add_marker(pytest.mark.skip(reason=f"peer: {marker.args[0]}"))
+
+
+@pytest.fixture(scope="session")
+def peer(request):
+    """Whether LMCache's own server is under test."""
+    return request.config.getoption("--peer")
+
+
+@pytest.fixture(scope="session")
+def command(peer):
+    """How to start the server under test."""
+    return peer_command() if peer else our_command()
+
+
+def check_and_stop(server):
+    """A server must stop cleanly, leave nothing in shared memory, and have logged nothing unexpected."""
+    if server.running():
+        leftovers = server.shm_files()
+        status, seconds = server.stop()
+        assert status == 0 or server.peer, f"exit status {status} after SIGTERM\n{server.tail()}"
+        left = [path for path in leftovers if os.path.exists(path)]
+        assert not left, f"left in shared memory: {left}"
+        assert seconds < 10 or server.peer, f"took {seconds:.1f} s to stop"
+    else:
+        assert server.process is None, f"server died:\n{server.tail()}"
+    trouble = server.unexpected_trouble()
+    assert server.peer or not trouble, "unexpected lines in the server's log:\n" + "\n".join(trouble[:20])
+
+
+@pytest.fixture(scope="session")
+def peer_pool(tmp_path_factory):
+    """LMCache's server needs many seconds to start: tests that allow it share one a configuration."""
+    pool = {}
+    yield pool
+    for server in pool.values():
+        if server.running():
+            server.stop()
+
+
+@pytest.fixture
+def serve(command, peer, peer_pool, tmp_path):
+    """Start servers: serve(mode, ...) -> Server. Each is stopped and checked after the test.
+
+    `fresh=True` asks for a process no other test uses (always so for ours).
+    """
+    started = []
+
+    def start(mode="lmcache_driven", fresh=False, **options):
+        key = (mode, repr(sorted(options.items())))
+        if peer and not fresh and key in peer_pool and peer_pool[key].running():
+            return peer_pool[key]
+        server = Server(command, tmp_path / f"server-{len(started)}.log", mode, peer=peer, **options)
+        server.start()
+        if peer and not fresh:
+            peer_pool[key] = server
+        else:
+            started.append(server)
+        return server
+
+    yield start
+    problems = []
+    for server in started:
+        try:
+            check_and_stop(server)
+        except AssertionError as problem:
+            problems.append(str(problem))
+    assert not problems, "\n".join(problems)
+
+
+@pytest.fixture
+def engines(serve):
+    """Connect engines: engines(server, ...) -> Engine. All are closed before the servers stop.
+
+    Engines of one test share one model name that no other test uses.
+    """
+    from kvrig.engine import Engine
+    from kvrig.server import client_mode
+
+    opened, model = [], f"models/{uuid.uuid4().hex}"
+
+    def connect(server, mode=None, **options):
+        engine = Engine(server, mode or client_mode(server.mode), **{"model": model, **options})
+        opened.append(engine)
+        return engine
+
+    yield connect
+    for engine in reversed(opened):
+        engine.close()

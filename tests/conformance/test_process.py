@@ -1,0 +1,112 @@
+"""The server as a process: flags, ports, signals, what it leaves behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from kvrig.engine import tokens
+from kvrig.server import ANSI, free_port
+
+pytestmark = pytest.mark.ours("raw tracebacks, and wrong values that are accepted")
+
+# flags to add, and what the message must name
+WRONG = [
+    (["--chunk-size", "0"], "--chunk-size"),
+    (["--chunk-size", "many"], "--chunk-size"),
+    (["--eviction-trigger-watermark", "5"], "--eviction-trigger-watermark"),
+    (["--eviction-ratio", "-1"], "--eviction-ratio"),
+    (["--eviction-policy", "FIFO"], "--eviction-policy"),
+    (["--hash-algorithm", "nope"], "--hash-algorithm"),
+    (["--hash-algorithm", "builtin"], "--hash-algorithm"),
+    (["--l1-size-gb", "-1"], "--l1-size-gb"),
+    (["--l1-size-gb", "nan"], "--l1-size-gb"),
+    (["--l1-align-bytes", "3"], "--l1-align-bytes"),
+    (["--port", "99999"], "--port"),
+    (["--supported-transfer-mode", "magic"], "--supported-transfer-mode"),
+    (["--worker-reap-timeout-seconds", "5"], "--worker-reap-timeout-seconds"),
+    (["--no-such-flag"], "--no-such-flag"),
+    (["stray"], "stray"),
+]
+
+
+def run(command, flags, ports=None):
+    """Start the server with these flags; it must end by itself. (exit status, lines of stderr)"""
+    port, http = ports or (free_port(), free_port())
+    defaults = {
+        "--host": "127.0.0.1", "--port": str(port), "--http-host": "127.0.0.1", "--http-port": str(http),
+        "--prometheus-port": str(free_port()), "--l1-size-gb": "0.01", "--eviction-policy": "LRU",
+    }  # fmt: skip
+    argv = list(command)
+    for flag, value in defaults.items():
+        if flag not in flags:
+            argv += [flag, value]
+    began = time.monotonic()
+    done = subprocess.run(argv + flags, capture_output=True, text=True, timeout=20, check=False)
+    assert time.monotonic() - began < 10
+    return done.returncode, [line for line in ANSI.sub("", done.stderr).splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("flags, named", WRONG, ids=[" ".join(flags) for flags, _ in WRONG])
+def test_wrong_flag_is_refused_in_one_line(command, flags, named):
+    """Exit status not 0, one line on stderr, which names the flag."""
+    status, lines = run(command, flags)
+    assert status not in (0, 101), lines  # 101 is a Rust panic
+    assert len(lines) == 1, lines
+    assert named in lines[0]
+
+
+def test_port_in_use(command):
+    """The message names the address, for both ports."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = taken.getsockname()[1]
+        for ports in ((busy, free_port()), (free_port(), busy)):
+            status, lines = run(command, [], ports)
+            assert status not in (0, 101), lines
+            assert str(busy) in lines[-1], lines
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle"])
+def test_signal_ends_it_cleanly(serve, engines, mode, end):
+    """With an engine registered, data cached and a lookup pinned: exit 0 within seconds, nothing in /dev/shm."""
+    server = serve(mode)
+    engine = engines(server, mq_timeout=2)
+    prompt = tokens(32)
+    engine.store_prompt(prompt)
+    assert engine.lookup(prompt)[1] == 32
+    files = server.shm_files()
+    assert bool(files) == (mode == "engine_shm"), files
+    process, server.process = server.process, None
+    process.send_signal(end)
+    assert process.wait(5) == 0, server.tail()
+    assert not [path for path in files if os.path.exists(path)]
+
+
+def test_shm_pool_is_private_and_replaced(serve, engines):
+    """The pool is readable by its owner only, and one left by a killed server does not stop the next."""
+    server = serve("engine_shm")
+    [pool] = server.shm_files()
+    assert Path(pool).stat().st_mode & 0o777 == 0o600
+    server.kill()
+    assert os.path.exists(pool), "SIGKILL leaves no chance to clean up; else this test proves nothing"
+    server.start()
+    engine = engines(server)
+    engine.store_prompt(tokens(32))
+
+
+def test_data_dies_with_the_engine_not_with_its_connection(serve, engines):
+    """An engine that vanishes without a word: its data stays, its pins go once its sessions are gone or timed out."""
+    server = serve()
+    first = engines(server, mq_timeout=2)
+    prompt = tokens(32)
+    first.store_prompt(prompt)
+    second = engines(server, seed=1)
+    assert second.hits(prompt) == 32
+    first.close()
+    assert second.hits(prompt) == 32

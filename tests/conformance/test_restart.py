@@ -1,0 +1,101 @@
+"""The server dies and comes back; the unmodified client recovers by itself."""
+
+import time
+
+import pytest
+import torch
+from kvrig.engine import tokens
+from kvrig.waiting import wait_until
+
+MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
+HEARTBEAT = 1.0
+
+
+def round_trip(engine):
+    """Store a new prompt, find it, load it elsewhere, compare."""
+    prompt = tokens(32)
+    engine.store_prompt(prompt)
+    engine.wait_hit(prompt, 32)
+    stored = engine.worker.read(engine.blocks_for(32))
+    request, hit = engine.lookup(prompt)
+    target = engine.blocks_for(32, 30)
+    engine.worker.fill(target)
+    assert engine.worker.retrieve(request, prompt, 0, hit, target).ok
+    engine.end(request)
+    assert all(torch.equal(a, b) for a, b in zip(engine.worker.read(target), stored, strict=True))
+    return prompt
+
+
+@pytest.mark.ours("it answers true to the ping of an instance it does not know, so the client never re-registers")
+@pytest.mark.parametrize("mode", MODES)
+def test_restart_faster_than_a_heartbeat(serve, engines, mode):
+    """SIGKILL and immediate start: no ping is lost, yet the worker registers again within about two heartbeats."""
+    server = serve(mode)
+    server.expect_trouble(r"instance")
+    engine = engines(server, heartbeat=HEARTBEAT)
+    prompt = round_trip(engine)
+    before = engine.worker.adapter.transfer_ctx
+
+    server.kill()
+    server.start()
+    restarted = time.monotonic()
+    # What the engine sends before it has noticed is answered at once, not after mq_timeout (10 s).
+    request = engine.new_request()
+    began = time.monotonic()
+    engine.worker.store(request, prompt, 0, 32, engine.blocks_for(32))
+    assert time.monotonic() - began < 5
+    engine.end(request)
+
+    adapter = engine.worker.adapter
+    wait_until(
+        lambda: adapter.transfer_ctx is not before and adapter.is_healthy, 4 * HEARTBEAT + 2, "registration again"
+    )
+    print(f"registered again after {time.monotonic() - restarted:.2f} s, heartbeat {HEARTBEAT} s")
+    round_trip(engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_restart_after_the_client_noticed(serve, engines, mode):
+    """Down for longer than a heartbeat: the client degrades without errors, recovers, and everything works again."""
+    server = serve(mode, fresh=True)
+    server.expect_trouble(r"instance")
+    engine = engines(server, heartbeat=HEARTBEAT, mq_timeout=4)
+    prompt = round_trip(engine)
+    scheduler, worker = engine.scheduler, engine.worker
+
+    server.kill()
+    wait_until(lambda: not scheduler.is_healthy and not worker.adapter.is_healthy, 4 * HEARTBEAT + 2, "degraded mode")
+    assert engine.lookup(prompt)[1] == 0
+    assert worker.store(engine.new_request(), prompt, 0, 32, engine.blocks_for(32)) is None
+    lost = worker.retrieve(engine.new_request(), prompt, 0, 32, engine.blocks_for(32, 20))
+    assert lost.error_blocks == set(engine.blocks_for(32, 20))
+
+    server.start()
+    wait_until(lambda: scheduler.is_healthy and worker.adapter.is_healthy, 6 * HEARTBEAT + 10, "recovery")
+    assert engine.hits(prompt) == 0, "L1 does not survive a kill"
+    round_trip(engine)
+
+
+@pytest.mark.ours("an engine whose ping it missed is never told")
+def test_two_engines_both_return(serve, engines):
+    """Each instance is told on its own; one that has registered again is not asked to do it twice."""
+    server = serve("lmcache_driven")
+    server.expect_trouble(r"instance")
+    crew = [engines(server, heartbeat=HEARTBEAT, seed=i) for i in range(2)]
+    for engine in crew:
+        round_trip(engine)
+    before = [engine.worker.adapter.transfer_ctx for engine in crew]
+    server.kill()
+    server.start()
+
+    def all_back():
+        adapters = [engine.worker.adapter for engine in crew]
+        return all(a.transfer_ctx is not old and a.is_healthy for a, old in zip(adapters, before, strict=True))
+
+    wait_until(all_back, 4 * HEARTBEAT + 2, "both registered again")
+    after = [engine.worker.adapter.transfer_ctx for engine in crew]
+    for engine in crew:
+        round_trip(engine)
+    # Two more pings each: they are known now, so nothing may change.
+    time.sleep(2.2 * HEARTBEAT)
+    assert [engine.worker.adapter.transfer_ctx for engine in crew] == after

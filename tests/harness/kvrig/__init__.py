@@ -1,0 +1,1 @@
+"""Shared parts of the end-to-end tests: the server process, simulated engines, waiting."""

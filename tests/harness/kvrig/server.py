@@ -1,0 +1,213 @@
+"""A cache server process under test: our binary, or LMCache's own server for comparison.
+
+Everything listens on loopback. A server is stopped by its own process id, never by name.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from .waiting import wait_until
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+# Name of a server mode -> the flags that select it, and what a client must ask for.
+MODES = {
+    "lmcache_driven": ["--supported-transfer-mode", "lmcache_driven"],
+    "engine_shm": ["--supported-transfer-mode", "engine_driven", "--shm-name", "{shm}", "--no-l1-use-lazy"],
+    "engine_pickle": ["--supported-transfer-mode", "engine_driven"],
+    "both": ["--supported-transfer-mode", "auto", "--shm-name", "{shm}", "--no-l1-use-lazy"],
+}
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+TROUBLE = re.compile(r"\b(WARN|WARNING|ERROR)\b|panicked at")
+
+_handed_out = set()
+
+
+def client_mode(mode):
+    """The transfer mode a client of a server in `mode` uses."""
+    return "lmcache_driven" if mode in ("lmcache_driven", "both") else "engine_driven"
+
+
+def free_port():
+    """A loopback TCP port nobody listens on, and that this process has not handed out before."""
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        if port not in _handed_out:
+            _handed_out.add(port)
+            return port
+
+
+def our_command():
+    """The built server binary: $KVTIER_BIN, else the release build of this checkout."""
+    target = Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
+    binary = Path(os.environ.get("KVTIER_BIN") or target / "release" / "kvtier")
+    if not os.access(binary, os.X_OK):
+        raise FileNotFoundError(f"no server binary at {binary}: run `cargo build --release` or set KVTIER_BIN")
+    return [str(binary), "server"]
+
+
+def peer_command():
+    """LMCache's own server from the Python environment that runs the tests."""
+    return [str(Path(sys.prefix) / "bin" / "lmcache"), "server"]
+
+
+class Server:
+    """One server process on ports of its own; can be killed and started again on the same ports."""
+
+    def __init__(self, command, log, mode="lmcache_driven", chunk=16, l1_gb=0.25, flags=(), peer=False):
+        """`command` starts the server, flags are appended; `log` is the file its output goes to."""
+        self.mode, self.chunk, self.peer = mode, chunk, peer
+        self.command, self.log = list(command), Path(log)
+        self.port, self.http_port, self.metrics_port = free_port(), free_port(), free_port()
+        self.shm_name = f"kvtier_test_{os.getpid()}_{self.port}"
+        self.l1_gb, self.flags = l1_gb, list(flags)
+        self.process = None
+        self.expected_trouble = []
+
+    @property
+    def url(self):
+        """Where clients of the request protocol connect."""
+        return f"tcp://127.0.0.1:{self.port}"
+
+    @property
+    def http(self):
+        """Base of the admin API."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def argv(self):
+        """The whole command line."""
+        return self.command + [
+            "--host", "127.0.0.1", "--port", str(self.port),
+            "--http-host", "127.0.0.1", "--http-port", str(self.http_port),
+            "--prometheus-port", str(self.metrics_port),
+            "--l1-size-gb", str(self.l1_gb), "--eviction-policy", "LRU",
+            "--chunk-size", str(self.chunk),
+            *(flag.replace("{shm}", self.shm_name) for flag in MODES[self.mode]),
+            *self.flags,
+        ]  # fmt: skip
+
+    def start(self, timeout=60):
+        """Start the process and wait until both ports answer. Returns the seconds it took."""
+        assert self.process is None, "already running"
+        began = time.monotonic()
+        env = dict(os.environ, LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="INFO")
+        with open(self.log, "ab") as out:
+            self.process = subprocess.Popen(
+                self.argv(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
+            )
+
+        def ready():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"server exited with {self.process.returncode} at start:\n{self.tail()}")
+            try:
+                return self.get("/healthcheck")[0] == 200 and listening(self.port)
+            except OSError:
+                return False
+
+        try:
+            wait_until(ready, timeout, "server start")
+        except BaseException:
+            self.kill()
+            raise
+        return time.monotonic() - began
+
+    def stop(self, timeout=20):
+        """SIGTERM; returns (exit status, seconds). Kills and fails when it takes longer than `timeout`."""
+        began = time.monotonic()
+        process, self.process = self.process, None
+        process.send_signal(signal.SIGTERM)
+        try:
+            return process.wait(timeout), time.monotonic() - began
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError(f"server ignored SIGTERM for {timeout} s:\n{self.tail()}") from None
+
+    def kill(self):
+        """SIGKILL, as a crash or the OOM killer would."""
+        if self.process is not None:
+            process, self.process = self.process, None
+            process.kill()
+            process.wait()
+
+    def running(self):
+        """Whether the process lives."""
+        return self.process is not None and self.process.poll() is None
+
+    def shm_files(self):
+        """Shared-memory files of the server's own (not its clients') that it has mapped."""
+        found = set()
+        for line in Path(f"/proc/{self.process.pid}/maps").read_text().splitlines():
+            path = line.split(maxsplit=5)[5:]
+            if path and path[0].startswith("/dev/shm/") and "/lmcache_kv_" not in path[0]:
+                found.add(path[0].removesuffix(" (deleted)"))
+        return found
+
+    # -- log ---------------------------------------------------------------------------------
+
+    def lines(self):
+        """Everything the server has printed, without colours."""
+        return ANSI.sub("", self.log.read_text(errors="replace")).splitlines()
+
+    def tail(self, count=25):
+        """The last lines of the log, for messages."""
+        return "\n".join(self.lines()[-count:])
+
+    def expect_trouble(self, pattern):
+        """Warnings and errors whose line matches `pattern` are part of the test."""
+        self.expected_trouble.append(re.compile(pattern))
+
+    def unexpected_trouble(self):
+        """Warning, error and panic lines no test has announced."""
+        return [
+            line
+            for line in self.lines()
+            if TROUBLE.search(line) and not any(known.search(line) for known in self.expected_trouble)
+        ]
+
+    # -- admin API ---------------------------------------------------------------------------
+
+    def request(self, method, path, body=None, timeout=10):
+        """(status, decoded JSON or text) of one admin call; HTTP errors are returned, not raised."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.http + path, data, {"Content-Type": "application/json"}, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                status, raw = response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            status, raw = error.code, error.read().decode()
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            return status, raw
+
+    def get(self, path):
+        """GET an admin path."""
+        return self.request("GET", path)
+
+    def post(self, path, body=None):
+        """POST JSON to an admin path."""
+        return self.request("POST", path, body)
+
+
+def listening(port):
+    """Whether something accepts TCP connections on this loopback port."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+        return True
+    except OSError:
+        return False
