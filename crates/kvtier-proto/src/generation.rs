@@ -185,14 +185,6 @@ impl Generation {
     pub fn spec(self, operation: Operation) -> Option<&'static OperationSpec> {
         self.specs().iter().find(|spec| spec.operation == operation)
     }
-
-    /// Whether clients of this generation survive a reply whose op frame is a text.
-    ///
-    /// Clients before 0.5.3 stop receiving for good when they cannot decode an op frame.
-    #[must_use]
-    pub fn takes_text_op(self) -> bool {
-        self == Self::G6
-    }
 }
 
 impl OperationSpec {

@@ -5,6 +5,9 @@ use crate::wire::{self, DecodeError, InField, Reader};
 /// Most code points a cache salt may have (LMCache 0.5.6).
 pub const MAX_SALT_CHARS: usize = 128;
 
+/// Fields of a key in its full form.
+pub(crate) const FULL_KEY_FIELDS: usize = 10;
+
 /// The key of every lookup, store and retrieve (`IPCCacheServerKey` of LMCache 0.5.6).
 ///
 /// `T` is what the caller's [`TokenReader`] made of the token ids.
@@ -210,7 +213,7 @@ impl<T: TokenWriter> CacheKey<'_, T> {
             match form {
                 KeyForm::Unsalted => 7,
                 KeyForm::Salted => 8,
-                KeyForm::Full => 10,
+                KeyForm::Full => FULL_KEY_FIELDS,
             },
         );
         wire::write_str(out, "model_name");

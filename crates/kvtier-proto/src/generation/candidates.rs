@@ -4,14 +4,20 @@
 //! fresh connection is decided at once. A connection that came back after a restart of the server starts
 //! with whatever was due; then each request narrows the set of generations that could have sent it.
 
-use super::{Generation, OperationSpec};
+use super::{Field, Generation, OperationSpec};
 use crate::frames::{OperationId, RequestFrames};
+use crate::key::{FULL_KEY_FIELDS, KeyForm};
 use crate::operation::Operation;
-use crate::wire::DecodeError;
+use crate::wire::{DecodeError, Reader};
 
 /// The generations a connection may still speak. Starts with all of them; keep one for each connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Candidates(u8);
+pub struct Candidates {
+    /// One bit a generation.
+    possible: u8,
+    /// Whether a request proved a release whose clients survive a text as op frame.
+    takes_text_op: bool,
+}
 
 /// What a request turned out to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,19 +66,25 @@ impl Candidates {
     /// Every generation is possible.
     #[must_use]
     pub fn all() -> Self {
-        Self((1 << Generation::ALL.len()) - 1)
+        Self {
+            possible: (1 << Generation::ALL.len()) - 1,
+            takes_text_op: false,
+        }
     }
 
     /// Only this generation is possible.
     #[must_use]
     pub fn only(generation: Generation) -> Self {
-        Self(1 << generation as u8)
+        Self {
+            possible: bit(generation),
+            takes_text_op: false,
+        }
     }
 
     /// Whether this generation is still possible.
     #[must_use]
     pub fn contains(self, generation: Generation) -> bool {
-        self.0 & (1 << generation as u8) != 0
+        self.possible & bit(generation) != 0
     }
 
     /// The generations still possible, oldest first.
@@ -90,6 +102,16 @@ impl Candidates {
         left.next().is_none().then_some(generation)
     }
 
+    /// Whether the client survives a reply whose op frame is a text instead of the request's.
+    ///
+    /// Clients before 0.5.5 stop receiving for good when they cannot decode an op frame; 0.5.5 logs it,
+    /// 0.5.6 raises the text where the request was made. True once a request proved 0.5.5 or later:
+    /// get_experimental, which a worker sends before it registers, is enough.
+    #[must_use]
+    pub fn takes_text_op(self) -> bool {
+        self.takes_text_op
+    }
+
     /// Finds the row for a request and drops the generations that cannot have sent it.
     ///
     /// Where several generations read the request differently, the choice is, in this order: the first of
@@ -104,7 +126,9 @@ impl Candidates {
     ) -> Result<Resolved, Unresolved> {
         let id = OperationId::decode(request.op)?;
         if let Some(generation) = self.decided() {
-            return decided(generation, id, &request.payloads);
+            let resolved = decided(generation, id, &request.payloads)?;
+            self.takes_text_op |= proves_text_op(resolved.spec, id, &request.payloads);
+            return Ok(resolved);
         }
         let mut readings = self.readings(id, &request.payloads)?;
         let is_chunk_size =
@@ -120,9 +144,12 @@ impl Candidates {
             .or(readings.last())
             .copied()
             .ok_or_else(|| self.unknown(id))?;
-        self.0 = readings
+        self.possible = readings
             .iter()
-            .fold(0, |set, (generation, _)| set | Self::only(*generation).0);
+            .fold(0, |set, (generation, _)| set | bit(*generation));
+        if self.decided().is_some() {
+            self.takes_text_op |= proves_text_op(spec, id, &request.payloads);
+        }
         Ok(Resolved {
             generation,
             spec,
@@ -177,6 +204,24 @@ impl Candidates {
         let releases: Vec<_> = self.iter().map(Generation::releases).collect();
         releases.join(", ")
     }
+}
+
+fn bit(generation: Generation) -> u8 {
+    1 << generation as u8
+}
+
+/// Whether a request can only come from 0.5.5 or later: what came with those is a
+/// name for an op, get_experimental as 32, a clear that says whether to force, and the full key.
+fn proves_text_op(spec: &OperationSpec, id: OperationId<'_>, payloads: &[&[u8]]) -> bool {
+    if matches!(id, OperationId::Name(_) | OperationId::Number(32)) {
+        return true;
+    }
+    let fields = spec.payloads.iter().zip(payloads);
+    fields.into_iter().any(|(field, payload)| match field {
+        Field::Force => true,
+        Field::Key(KeyForm::Full) => Reader::new(payload).map_len() == Ok(FULL_KEY_FIELDS),
+        _ => false,
+    })
 }
 
 /// The row of a connection whose generation is known: no collecting, the common case.

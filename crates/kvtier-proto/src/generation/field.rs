@@ -1,7 +1,7 @@
 //! What the fields of the tables are called and what they look like on the wire.
 
 use super::{BlockForm, Field};
-use crate::key::KeyForm;
+use crate::key::{FULL_KEY_FIELDS, KeyForm};
 use crate::wire::{Reader, is_int};
 
 impl Field {
@@ -103,7 +103,7 @@ impl KeyForm {
         match fields {
             7 => self == Self::Unsalted,
             8 => self != Self::Unsalted,
-            10 => self == Self::Full,
+            FULL_KEY_FIELDS => self == Self::Full,
             _ => true,
         }
     }
