@@ -185,6 +185,14 @@ impl Generation {
     pub fn spec(self, operation: Operation) -> Option<&'static OperationSpec> {
         self.specs().iter().find(|spec| spec.operation == operation)
     }
+
+    /// Whether some release of this generation survives a reply whose op frame is a text.
+    ///
+    /// Not enough to send one: 0.5.3 and 0.5.4 do not. See [`Resolved::takes_text_op`].
+    #[must_use]
+    pub fn takes_text_op(self) -> bool {
+        self == Self::G6
+    }
 }
 
 impl OperationSpec {

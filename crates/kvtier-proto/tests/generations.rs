@@ -269,7 +269,8 @@ fn only_releases_that_survive_a_text_op_are_said_to() {
         let mut worker = Candidates::all();
         ask(&mut worker, 0, 21, &[], &[]).unwrap();
         assert!(!worker.takes_text_op());
-        ask(&mut worker, 1, number, &[], &[]).unwrap();
+        let resolved = ask(&mut worker, 1, number, &[], &[]).unwrap();
+        assert_eq!(resolved.takes_text_op, survives);
         assert_eq!(worker.takes_text_op(), survives);
     }
     // A scheduler shows it with its first key.

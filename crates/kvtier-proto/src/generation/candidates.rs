@@ -28,6 +28,8 @@ pub struct Resolved {
     pub spec: &'static OperationSpec,
     /// Whether every generation still possible reads it as the same operation.
     pub certain: bool,
+    /// [`Candidates::takes_text_op`] of the connection, this request included.
+    pub takes_text_op: bool,
 }
 
 /// Why a request fits none of the generations still possible. It gets no reply.
@@ -126,9 +128,14 @@ impl Candidates {
     ) -> Result<Resolved, Unresolved> {
         let id = OperationId::decode(request.op)?;
         if let Some(generation) = self.decided() {
-            let resolved = decided(generation, id, &request.payloads)?;
-            self.takes_text_op |= proves_text_op(resolved.spec, id, &request.payloads);
-            return Ok(resolved);
+            let spec = decided(generation, id, &request.payloads)?;
+            self.takes_text_op |= proves_text_op(spec, id, &request.payloads);
+            return Ok(Resolved {
+                generation,
+                spec,
+                certain: true,
+                takes_text_op: self.takes_text_op,
+            });
         }
         let mut readings = self.readings(id, &request.payloads)?;
         let is_chunk_size =
@@ -156,6 +163,7 @@ impl Candidates {
             certain: readings
                 .iter()
                 .all(|(_, other)| other.operation == spec.operation),
+            takes_text_op: self.takes_text_op,
         })
     }
 
@@ -229,7 +237,7 @@ fn decided(
     generation: Generation,
     id: OperationId<'_>,
     payloads: &[&[u8]],
-) -> Result<Resolved, Unresolved> {
+) -> Result<&'static OperationSpec, Unresolved> {
     let mut rows = generation
         .rows(id)
         .filter(|row| row.payloads.len() == payloads.len());
@@ -238,16 +246,10 @@ fn decided(
         Candidates::only(generation).readings(id, payloads)?;
         return Err(Candidates::only(generation).unknown(id));
     };
-    let spec = if row_fits(first, payloads) {
-        first
-    } else {
-        rows.find(|row| row_fits(row, payloads)).unwrap_or(first)
-    };
-    Ok(Resolved {
-        generation,
-        spec,
-        certain: true,
-    })
+    if row_fits(first, payloads) {
+        return Ok(first);
+    }
+    Ok(rows.find(|row| row_fits(row, payloads)).unwrap_or(first))
 }
 
 /// The first row whose payloads look right, or else the first with the right number; and which it is.
