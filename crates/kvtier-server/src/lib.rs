@@ -1,1 +1,19 @@
-//! The cache server: engine, ZMQ front end, HTTP admin, metrics and configuration.
+//! The cache server: the engine that ties the rooms together, the ZMQ front end, HTTP administration, metrics and
+//! configuration.
+//!
+//! A library, so that tests and `kvtier demo` run it in their own process. It must never do byte arithmetic: layouts,
+//! copies and pickles belong to `kvtier-device`, `kvtier-memory` and `kvtier-proto`, decisions of the cache to
+//! `kvtier-core`.
+#![forbid(unsafe_code)]
+
+pub mod config;
+pub mod engine;
+pub mod front;
+pub mod health;
+pub mod http;
+pub mod logging;
+pub mod metrics;
+mod server;
+
+pub use config::{ConfigError, Parsed, ServerConfig};
+pub use server::{Server, StartError};

@@ -1,0 +1,330 @@
+//! The flags of `kvtier server`, their defaults and the checks that need more than one of them.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use kvtier_core::hashing::HashAlgorithm;
+
+use super::{ConfigError, GIB, ServerConfig};
+
+/// Which transfer modes workers may register for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum TransferMode {
+    /// The server copies (STORE, RETRIEVE).
+    LmcacheDriven,
+    /// The worker copies (PREPARE and COMMIT).
+    EngineDriven,
+    /// Both; each worker chooses.
+    Auto,
+}
+
+impl TransferMode {
+    /// Whether a worker may register memory that the server copies.
+    pub fn allows_lmcache_driven(self) -> bool {
+        self != TransferMode::EngineDriven
+    }
+
+    /// Whether a worker may register to copy by itself.
+    pub fn allows_engine_driven(self) -> bool {
+        self != TransferMode::LmcacheDriven
+    }
+}
+
+/// Eviction policies of L1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum EvictionPolicyName {
+    /// Least recently used first; within one prompt the last chunk first.
+    #[value(name = "LRU")]
+    Lru,
+    /// Nothing is ever evicted; a full cache refuses stores.
+    #[value(name = "noop")]
+    Noop,
+}
+
+impl EvictionPolicyName {
+    /// The name the flag and `/status` use.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            EvictionPolicyName::Lru => "LRU",
+            EvictionPolicyName::Noop => "noop",
+        }
+    }
+}
+
+/// Shape of log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// One readable line an event, coloured on a terminal only.
+    Text,
+    /// One JSON object an event.
+    Json,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Transport {
+    Zmq,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum EngineType {
+    Default,
+}
+
+/// Flags of `kvtier server`. Names, meanings and defaults are those of LMCache 0.5.6's `lmcache server` where it has
+/// them; where a default differs the help says so.
+#[derive(Debug, Clone, Parser)]
+#[command(
+    name = "kvtier server",
+    version,
+    about = "Serve a KV cache to LMCache clients",
+    args_override_self = true,
+    next_line_help = true
+)]
+pub struct ServerArgs {
+    /// TOML file with the same keys as these flags, without the dashes in front; the command line wins
+    #[arg(long, value_name = "FILE", help_heading = "Configuration")]
+    pub config: Option<PathBuf>,
+    /// Check the configuration, say so, and stop
+    #[arg(long, help_heading = "Configuration")]
+    pub check_config: bool,
+
+    /// Identity of this server in logs and metrics [default: kvtier-<port>]
+    #[arg(long, help_heading = "Request server")]
+    pub instance_id: Option<String>,
+    /// Transport of the request protocol
+    #[arg(long, value_enum, default_value = "zmq", help_heading = "Request server")]
+    pub(super) transport: Transport,
+    /// Host to bind the request socket to
+    #[arg(long, default_value = "localhost", help_heading = "Request server")]
+    pub host: String,
+    /// Port of the request socket; 0 lets the system choose one
+    #[arg(long, default_value_t = 5555, help_heading = "Request server")]
+    pub port: u16,
+    /// Tokens of one chunk, 1 to 65536; a multiple of the engine's block size
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536), help_heading = "Request server")]
+    pub chunk_size: u32,
+    /// Block id by which an engine denotes absent KV data
+    #[arg(long, default_value_t = 0, allow_negative_numbers = true, help_heading = "Request server")]
+    pub null_block_id: i64,
+    /// Worker threads of each pool, 1 to 256 [default: the number of cores, at most 4; LMCache: 1]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
+    pub max_workers: Option<u16>,
+    /// Threads that copy (store and retrieve), 1 to 256 [default: --max-workers]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
+    pub max_gpu_workers: Option<u16>,
+    /// Threads for lookups and other requests, 1 to 256 [default: --max-workers]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
+    pub max_cpu_workers: Option<u16>,
+    /// How chunk hashes are made: blake3, sha256_cbor
+    #[arg(long, default_value = "blake3", value_parser = parse_hash, help_heading = "Request server")]
+    pub hash_algorithm: HashAlgorithm,
+    /// Kind of cache engine
+    #[arg(long, value_enum, default_value = "default", help_heading = "Request server")]
+    pub(super) engine_type: EngineType,
+    /// Transfer modes that workers may use (LMCache's default, lmcache_driven, leaves a CPU worker without an answer)
+    #[arg(long, value_enum, default_value = "auto", help_heading = "Request server")]
+    pub supported_transfer_mode: TransferMode,
+    /// POSIX shared memory segment that holds L1, for engine-driven workers; "" switches it off
+    /// [default: lmcache_l1_pool_kvtier_<port>, if /dev/shm is large enough; LMCache: off]
+    #[arg(long, help_heading = "Request server")]
+    pub shm_name: Option<String>,
+    /// One object group per sliding-window size (hybrid models)
+    #[arg(long, overrides_with = "no_separate_object_groups", help_heading = "Request server")]
+    pub separate_object_groups: bool,
+    #[arg(long, hide = true)]
+    no_separate_object_groups: bool,
+    /// Silence in seconds after which a worker that has pinged is taken for dead; 0 (never) or at least 30
+    #[arg(long, default_value_t = 120.0, help_heading = "Request server")]
+    pub worker_reap_timeout_seconds: f64,
+    /// Silence in seconds granted to a worker that registered and has not pinged yet; at least the reap timeout
+    #[arg(long, default_value_t = 3600.0, help_heading = "Request server")]
+    pub worker_registration_grace_seconds: f64,
+    /// Longest life of a request session in seconds
+    #[arg(long, default_value_t = 600.0, help_heading = "Request server")]
+    pub session_ttl_seconds: f64,
+    /// Largest message a client may send, GiB [default: the size of L1, at least 0.25]
+    #[arg(long, value_name = "GB", help_heading = "Request server")]
+    pub max_message_gb: Option<f64>,
+
+    /// Size of L1 in GiB [default: a quarter of the machine's memory]
+    #[arg(long, value_name = "GB", allow_negative_numbers = true, help_heading = "L1")]
+    pub l1_size_gb: Option<f64>,
+    /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
+    #[arg(long, default_value_t = 4096, help_heading = "L1")]
+    pub l1_align_bytes: u64,
+    /// Take L1 from the pool of 2 MiB hugepages (not together with --shm-name)
+    #[arg(long, overrides_with = "no_l1_use_hugepages", help_heading = "L1")]
+    pub l1_use_hugepages: bool,
+    #[arg(long, hide = true)]
+    no_l1_use_hugepages: bool,
+    /// Do not touch L1's pages in the background after start
+    #[arg(long, overrides_with = "l1_prefault", help_heading = "L1")]
+    pub no_l1_prefault: bool,
+    #[arg(long, hide = true)]
+    l1_prefault: bool,
+    /// Seconds after which a reservation that nobody commits is given up
+    #[arg(long, default_value_t = 600.0, help_heading = "L1")]
+    pub l1_write_ttl_seconds: f64,
+    /// Seconds after which a lookup's leases that nobody uses are given up
+    #[arg(long, default_value_t = 300.0, help_heading = "L1")]
+    pub l1_read_ttl_seconds: f64,
+    /// Which objects leave L1 first
+    #[arg(long, value_enum, default_value = "LRU", help_heading = "L1")]
+    pub eviction_policy: EvictionPolicyName,
+    /// Share of L1 in use at which the background pass evicts, above 0 up to 1
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true, help_heading = "L1")]
+    pub eviction_trigger_watermark: f64,
+    /// Share of the bytes in use that such a pass evicts, 0 to 1
+    #[arg(long, default_value_t = 0.2, allow_negative_numbers = true, help_heading = "L1")]
+    pub eviction_ratio: f64,
+
+    /// Host of the HTTP API; there is no authentication yet, so keep it on loopback
+    #[arg(long, default_value = "127.0.0.1", help_heading = "HTTP")]
+    pub http_host: String,
+    /// Port of the HTTP API; 0 lets the system choose one
+    #[arg(long, default_value_t = 8080, help_heading = "HTTP")]
+    pub http_port: u16,
+    /// A further port that serves only /metrics [default: none; /metrics is on the HTTP port]
+    #[arg(long, help_heading = "HTTP")]
+    pub prometheus_port: Option<u16>,
+
+    /// Log filter: error, warn, info, debug, trace, or per target as in kvtier_server=debug
+    #[arg(long, env = "KVTIER_LOG_LEVEL", default_value = "info", help_heading = "Logs")]
+    pub log_level: String,
+    /// Shape of log lines
+    #[arg(long, value_enum, default_value = "text", help_heading = "Logs")]
+    pub log_format: LogFormat,
+}
+
+fn parse_hash(name: &str) -> Result<HashAlgorithm, String> {
+    name.parse().map_err(|error| format!("{error}"))
+}
+
+fn refuse(flag: &str, value: impl std::fmt::Display, allowed: &str) -> ConfigError {
+    ConfigError(format!("--{flag}: {value} is not allowed; {allowed}"))
+}
+
+fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration, ConfigError> {
+    if value.is_finite() && (min..=31_536_000.0).contains(&value) {
+        Ok(Duration::from_secs_f64(value))
+    } else {
+        Err(refuse(flag, value, &format!("give seconds from {min} to 31536000 (a year)")))
+    }
+}
+
+fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
+    // 2^20 GiB keeps every later product of sizes inside 64 bits.
+    if value.is_finite() && value > 0.0 && value <= 1_048_576.0 {
+        Ok((value * GIB as f64) as u64)
+    } else {
+        Err(refuse(flag, value, "give a size in GiB above 0 and at most 1048576"))
+    }
+}
+
+fn machine_memory() -> u64 {
+    let info = rustix::system::sysinfo();
+    (info.totalram as u64).saturating_mul(u64::from(info.mem_unit))
+}
+
+impl ServerArgs {
+    /// Checks ranges and combinations and fills in the defaults that depend on the machine.
+    pub(super) fn resolve(self, ignored: Vec<String>) -> Result<ServerConfig, ConfigError> {
+        let l1_bytes = match self.l1_size_gb {
+            Some(size) => gib("l1-size-gb", size)?,
+            None => (machine_memory() / 4).max(GIB / 4),
+        };
+        // Whole pages, and never less than one chunk of the smallest model.
+        let l1_bytes = l1_bytes.next_multiple_of(2 << 20);
+        if !self.l1_align_bytes.is_power_of_two() || !(64..=2 << 20).contains(&self.l1_align_bytes) {
+            return Err(refuse("l1-align-bytes", self.l1_align_bytes, "give a power of two from 64 to 2097152"));
+        }
+        let watermark = self.eviction_trigger_watermark;
+        if !(watermark > 0.0 && watermark <= 1.0) {
+            return Err(refuse("eviction-trigger-watermark", watermark, "give a share above 0 and at most 1"));
+        }
+        if !(0.0..=1.0).contains(&self.eviction_ratio) {
+            return Err(refuse("eviction-ratio", self.eviction_ratio, "give a share from 0 to 1"));
+        }
+        let reap = self.worker_reap_timeout_seconds;
+        let worker_reap_timeout = match reap {
+            0.0 => None,
+            reap if reap < 30.0 => {
+                return Err(refuse("worker-reap-timeout-seconds", reap, "give 0 (never) or at least 30"));
+            }
+            reap => Some(seconds("worker-reap-timeout-seconds", reap, 30.0)?),
+        };
+        let registration_grace = seconds("worker-registration-grace-seconds", self.worker_registration_grace_seconds, 1.0)?;
+        if worker_reap_timeout.is_some_and(|reap| registration_grace < reap) {
+            return Err(refuse(
+                "worker-registration-grace-seconds",
+                self.worker_registration_grace_seconds,
+                "give at least --worker-reap-timeout-seconds",
+            ));
+        }
+        let shm_required = self.shm_name.as_deref().is_some_and(|name| !name.is_empty());
+        if shm_required && self.l1_use_hugepages {
+            return Err(ConfigError(
+                "--shm-name and --l1-use-hugepages exclude each other: a POSIX segment is not made of hugepages".into(),
+            ));
+        }
+        let shm_name = match self.shm_name {
+            Some(name) if name.is_empty() => None,
+            Some(name) => Some(name),
+            None if self.l1_use_hugepages || !self.supported_transfer_mode.allows_engine_driven() => None,
+            None => Some(format!("kvtier_{}", self.port)),
+        };
+        if let Some(name) = &shm_name
+            && (name.len() > 200 || name.trim_start_matches('/').contains(['/', '\0']) || name.trim_start_matches('/').is_empty())
+        {
+            return Err(refuse("shm-name", format!("{name:?}"), "give at most 200 bytes without '/' or NUL"));
+        }
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let workers = self.max_workers.map_or(cores.clamp(2, 4), usize::from);
+        let max_message_bytes = match self.max_message_gb {
+            Some(size) => gib("max-message-gb", size)?,
+            None => l1_bytes.max(GIB / 4),
+        };
+        if tracing_subscriber::EnvFilter::try_new(&self.log_level).is_err() {
+            return Err(refuse(
+                "log-level",
+                format!("{:?}", self.log_level),
+                "give error, warn, info, debug, trace or target=level pairs",
+            ));
+        }
+        Ok(ServerConfig {
+            instance_id: self.instance_id.unwrap_or_else(|| format!("kvtier-{}", self.port)),
+            host: self.host,
+            port: self.port,
+            chunk_size: self.chunk_size,
+            null_block_id: self.null_block_id,
+            transfer_workers: self.max_gpu_workers.map_or(workers, usize::from),
+            control_workers: self.max_cpu_workers.map_or(workers, usize::from),
+            hash_algorithm: self.hash_algorithm,
+            transfer_mode: self.supported_transfer_mode,
+            shm_name,
+            shm_required,
+            separate_object_groups: self.separate_object_groups,
+            worker_reap_timeout,
+            registration_grace,
+            session_ttl: seconds("session-ttl-seconds", self.session_ttl_seconds, 1.0)?,
+            l1_bytes,
+            l1_align_bytes: self.l1_align_bytes,
+            l1_hugepages: self.l1_use_hugepages,
+            l1_prefault: !self.no_l1_prefault,
+            write_ttl: seconds("l1-write-ttl-seconds", self.l1_write_ttl_seconds, 1.0)?,
+            read_ttl: seconds("l1-read-ttl-seconds", self.l1_read_ttl_seconds, 1.0)?,
+            eviction_policy: self.eviction_policy,
+            eviction_trigger_watermark: watermark,
+            eviction_ratio: self.eviction_ratio,
+            http_host: self.http_host,
+            http_port: self.http_port,
+            prometheus_port: self.prometheus_port,
+            max_message_bytes,
+            log_level: self.log_level,
+            log_format: self.log_format,
+            ignored,
+        })
+    }
+}

@@ -1,0 +1,143 @@
+//! Configuration: one set of definitions for the command line and the TOML file.
+//!
+//! Every key of the file is a flag without its dashes, so a file is read by turning it into flags that stand before
+//! those of the command line. One parser, one set of names, ranges and error texts; the command line wins.
+
+mod flags;
+mod peer;
+mod file;
+mod docs;
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+pub use docs::reference_markdown;
+pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode};
+
+use kvtier_core::hashing::HashAlgorithm;
+
+/// Bytes of one "GB" of the flags. LMCache's sizes are GiB under that name.
+pub const GIB: u64 = 1 << 30;
+
+/// Why a configuration was refused: one line, naming the flag, its value and what is allowed.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct ConfigError(pub String);
+
+/// What a command line asks for.
+#[derive(Debug)]
+pub enum Parsed {
+    /// Run (or only check) this configuration.
+    Run {
+        /// The checked configuration.
+        config: Box<ServerConfig>,
+        /// `--check-config`: report and stop.
+        check_only: bool,
+    },
+    /// `--help` or `--version`: text to print, then stop.
+    Print(String),
+}
+
+/// A checked configuration; every value is in its range.
+#[derive(Debug, Clone)]
+pub struct ServerConfig {
+    /// Identity of this server in logs and metrics.
+    pub instance_id: String,
+    /// Host of the request socket, as given.
+    pub host: String,
+    /// TCP port of the request socket; 0 lets the system choose.
+    pub port: u16,
+    /// Tokens of one chunk.
+    pub chunk_size: u32,
+    /// Block id that stands for "no data" in an engine's block lists.
+    pub null_block_id: i64,
+    /// Threads for copies and the store/retrieve class.
+    pub transfer_workers: usize,
+    /// Threads for lookups and everything else that is not a copy.
+    pub control_workers: usize,
+    /// How chunk hashes are made.
+    pub hash_algorithm: HashAlgorithm,
+    /// Which transfer modes a worker may register for.
+    pub transfer_mode: TransferMode,
+    /// POSIX shm segment that holds the L1 arena; `None` keeps it in anonymous memory.
+    pub shm_name: Option<String>,
+    /// Whether `shm_name` was asked for by name rather than chosen by us.
+    pub shm_required: bool,
+    /// One object group per sliding-window size.
+    pub separate_object_groups: bool,
+    /// Silence after which a worker that has pinged is taken for dead; `None` never.
+    pub worker_reap_timeout: Option<Duration>,
+    /// Silence granted to a worker that registered but has not pinged yet.
+    pub registration_grace: Duration,
+    /// Longest life of a request session.
+    pub session_ttl: Duration,
+    /// Bytes of L1.
+    pub l1_bytes: u64,
+    /// Alignment of every object in L1, bytes, a power of two.
+    pub l1_align_bytes: u64,
+    /// Take L1 from the 2 MiB hugepage pool.
+    pub l1_hugepages: bool,
+    /// Touch all of L1 in the background after start.
+    pub l1_prefault: bool,
+    /// Life of a reservation whose client never commits.
+    pub write_ttl: Duration,
+    /// Life of a lookup's leases that nobody consumes.
+    pub read_ttl: Duration,
+    /// Which objects go first.
+    pub eviction_policy: EvictionPolicyName,
+    /// Share of L1 in use that starts a background eviction pass, (0, 1].
+    pub eviction_trigger_watermark: f64,
+    /// Share of the bytes in use that such a pass frees, [0, 1].
+    pub eviction_ratio: f64,
+    /// Host of the HTTP API.
+    pub http_host: String,
+    /// Port of the HTTP API; 0 lets the system choose.
+    pub http_port: u16,
+    /// Extra port that serves only `/metrics`.
+    pub prometheus_port: Option<u16>,
+    /// Largest message a client may send, bytes.
+    pub max_message_bytes: u64,
+    /// Log filter, in the syntax of `tracing`.
+    pub log_level: String,
+    /// Shape of log lines.
+    pub log_format: LogFormat,
+    /// Flags of LMCache's server that were given and have no effect here.
+    pub ignored: Vec<String>,
+}
+
+impl ServerConfig {
+    /// Parses the arguments that follow `kvtier server`.
+    ///
+    /// # Errors
+    /// One line naming the flag (or the file's key), the value and what is allowed.
+    pub fn parse<I>(args: I) -> Result<Parsed, ConfigError>
+    where
+        I: IntoIterator<Item = OsString>,
+    {
+        file::parse_with_file(args.into_iter().collect())
+    }
+
+    /// The configuration of `kvtier server` with these flags, for tests and embedding.
+    ///
+    /// # Errors
+    /// As [`ServerConfig::parse`]; asking for help is an error here.
+    pub fn from_flags(args: &[&str]) -> Result<Self, ConfigError> {
+        match Self::parse(args.iter().map(OsString::from))? {
+            Parsed::Run { config, .. } => Ok(*config),
+            Parsed::Print(_) => Err(ConfigError("help is not a configuration".into())),
+        }
+    }
+
+    /// The address to give libzmq; a name is resolved by libzmq, except `localhost`, which is IPv4 loopback here as it
+    /// is for every client of this protocol.
+    pub fn bind_address(&self) -> String {
+        let host = if self.host == "localhost" { "127.0.0.1" } else { &self.host };
+        match self.port {
+            0 => format!("tcp://{host}:*"),
+            port => format!("tcp://{host}:{port}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,78 @@
+//! Checksums of a worker's own pages, for comparing before a store and after a retrieve.
+
+use kvtier_proto::request::InstanceId;
+use md5::{Digest, Md5};
+
+use super::Engine;
+use super::instances::Mode;
+
+/// Why there are no checksums.
+#[derive(Debug, thiserror::Error)]
+pub enum ChecksumError {
+    /// No such worker.
+    #[error("instance_id {0} not registered")]
+    UnknownInstance(i64),
+    /// The worker keeps its pages to itself.
+    #[error("{0}")]
+    NotSupported(String),
+    /// A value that is not allowed.
+    #[error("{0}")]
+    BadRequest(String),
+}
+
+impl Engine {
+    /// MD5 in hex of the blocks of each chunk: one list over all layers, or one list a layer.
+    ///
+    /// The bytes are those LMCache hashes: for each layer in order the selected blocks, contiguous, with bfloat16 widened
+    /// to float32.
+    ///
+    /// # Errors
+    /// An unknown worker, one whose pages we do not see, or values that are not allowed.
+    pub fn checksums(
+        &self,
+        instance: i64,
+        block_ids: &[i64],
+        chunk_size: i64,
+        layerwise: bool,
+    ) -> Result<Vec<Vec<String>>, ChecksumError> {
+        let known = self.instances.get(InstanceId(instance)).ok_or(ChecksumError::UnknownInstance(instance))?;
+        let Mode::LmcacheDriven { memory, .. } = &known.mode else {
+            return Err(ChecksumError::NotSupported(format!("instance_id {instance} copies by itself; its pages are not ours to read")));
+        };
+        if block_ids.is_empty() {
+            return Err(ChecksumError::BadRequest("block_ids is required".into()));
+        }
+        let chunk_size = usize::try_from(chunk_size)
+            .ok()
+            .filter(|size| *size > 0)
+            .ok_or_else(|| ChecksumError::BadRequest("chunk_size must be positive".into()))?;
+        let layout = memory.layout();
+        let layers: Vec<_> = layout.grouped_layers().collect();
+        let mut sums = vec![Vec::new(); if layerwise { layers.len() } else { 1 }];
+        for chunk in block_ids.chunks(chunk_size) {
+            let mut digest = Md5::new();
+            for (index, layer) in layers.iter().enumerate() {
+                let group = layout.group_of_layer(*layer).map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
+                let widen = group.dtype_name == "bfloat16";
+                memory
+                    .read_blocks(*layer, chunk, &mut |bytes| match widen {
+                        true => digest.update(widened(bytes)),
+                        false => digest.update(bytes),
+                    })
+                    .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
+                if layerwise {
+                    sums[index].push(hex::encode(digest.finalize_reset()));
+                }
+            }
+            if !layerwise {
+                sums[0].push(hex::encode(digest.finalize()));
+            }
+        }
+        Ok(sums)
+    }
+}
+
+/// bfloat16 as float32: the same bits, above sixteen zeros.
+fn widened(bytes: &[u8]) -> Vec<u8> {
+    bytes.chunks_exact(2).flat_map(|value| [0, 0, value[0], value[1]]).collect()
+}

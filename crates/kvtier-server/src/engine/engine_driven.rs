@@ -1,0 +1,294 @@
+//! Prepare and commit: transfers where the worker copies, in the pool or pickled.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvtier_core::cache::{Extent, KeyOutcome, Reservation, ReserveRequest};
+use kvtier_core::prompt::Prompt;
+use kvtier_proto::key::CacheKey;
+use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite};
+use kvtier_proto::request::InstanceId;
+use kvtier_proto::response::{PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget, prepare_retrieve_hit};
+
+use super::instances::{Instance, Mode};
+use super::layout::EngineDrivenLayout;
+use super::lmcache_driven::{Held, WorkerRange};
+use super::lookup::space;
+use super::memory::{L1Allocator, to_memory};
+use super::transfers::{Kind, Lent, TransferId};
+use super::{Answer, Engine};
+
+const DEVICE: &str = "cpu";
+
+/// A worker that copies by itself, and what its key names.
+struct Transfer<'i> {
+    layout: &'i EngineDrivenLayout,
+    pickles: &'i AtomicBool,
+    range: WorkerRange,
+}
+
+impl Engine {
+    fn transfer<'i>(&self, instance: &'i Instance, key: &CacheKey<'_, Prompt>) -> Result<Transfer<'i>, String> {
+        let Mode::EngineDriven { layout, pickles } = &instance.mode else {
+            return Err("the instance is registered for lmcache-driven transfers; allowed: store and retrieve".into());
+        };
+        Ok(Transfer { layout, pickles, range: self.worker_range(key)? })
+    }
+
+    /// Whether a worker gets slots in the pool.
+    fn has_pool(&self, pickles: &AtomicBool) -> bool {
+        self.l1.arena.shm_name().is_some() && !pickles.load(Ordering::Relaxed)
+    }
+
+    fn id(kind: Kind, instance: InstanceId, key: &CacheKey<'_, Prompt>, range: &WorkerRange) -> TransferId {
+        let last = range.chunks.end.checked_sub(1).map(|last| key.tokens.hashes[last]);
+        TransferId::new(kind, instance, key, last)
+    }
+
+    fn slot<'l>(layout: &'l EngineDrivenLayout, extent: Extent) -> Slot<'l> {
+        Slot {
+            offset: extent.offset,
+            length: extent.len,
+            shape: layout.shape.as_slice().into(),
+            dtype: layout.dtype.name().into(),
+        }
+    }
+
+    /// Memory for those chunks of a range that are not here.
+    fn reserve_range(
+        &self,
+        instance: &Instance,
+        key: &CacheKey<'_, Prompt>,
+        transfer: &Transfer<'_>,
+    ) -> Result<Reservation<L1Allocator>, String> {
+        let request = ReserveRequest {
+            space: space(&transfer.range.scope, transfer.range.kv_rank, 0, instance.layout.fingerprint),
+            hashes: &key.tokens.hashes[transfer.range.chunks.clone()],
+            len: transfer.layout.object_bytes,
+        };
+        let reserved = self.l1.cache.reserve(self.now(), &[request]).map_err(|error| error.to_string())?;
+        let refused = reserved.outcomes.iter().filter(|outcome| matches!(outcome, KeyOutcome::NoMemory)).count();
+        if refused > 0 {
+            self.metrics.no_room(key.model_name, refused as u64);
+        }
+        Ok(reserved.reservation)
+    }
+
+    pub(super) fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
+        // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
+        let nothing = || Answer::from(Response::PrepareStore(PrepareStore { target: Some(StoreTarget::default()) }));
+        let Some(instance) = self.instances.get(id) else { return nothing().because("unknown_instance") };
+        instance.seen(self.now());
+        let transfer = match self.transfer(&instance, key) {
+            Ok(transfer) => transfer,
+            Err(error) => {
+                tracing::debug!(request = key.request_id, instance = id.0, error, "prepare_store refused");
+                return nothing().because("bad_key");
+            }
+        };
+        if !self.has_pool(transfer.pickles) {
+            return Answer::from(Response::PrepareStore(PrepareStore { target: None }));
+        }
+        let reservation = match self.reserve_range(&instance, key, &transfer) {
+            Ok(reservation) => reservation,
+            Err(error) => {
+                tracing::warn!(request = key.request_id, instance = id.0, error, "prepare_store failed");
+                return nothing().because("store_failed");
+            }
+        };
+        if reservation.is_empty() {
+            return nothing();
+        }
+        self.metrics.store(DEVICE, false);
+        let target = StoreTarget {
+            slots: reservation.extents().map(|extent| Self::slot(transfer.layout, extent)).collect(),
+            chunk_indices: reservation.staged().iter().map(|staged| u64::from(staged.position)).collect(),
+        };
+        let answer = Answer::from(Response::PrepareStore(PrepareStore { target: Some(target) }));
+        let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
+        self.transfers.begin(transfer_id, Lent::Store(reservation), self.now());
+        answer
+    }
+
+    pub(super) fn commit_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId, data: &[u8]) -> Answer {
+        let verdict = match self.instances.get(id) {
+            None => Err("unknown_instance"),
+            Some(instance) => {
+                instance.seen(self.now());
+                match self.transfer(&instance, key) {
+                    Err(error) => {
+                        tracing::debug!(request = key.request_id, instance = id.0, error, "commit_store refused");
+                        Err("bad_key")
+                    }
+                    Ok(transfer) if data.is_empty() => self.commit_slots(key, id, &transfer),
+                    Ok(transfer) => self.commit_pickled(&instance, key, &transfer, data),
+                }
+            }
+        };
+        match verdict {
+            Ok(()) => Answer::from(Response::Bool(true)),
+            Err(reason) => Answer::from(Response::Bool(false)).because(reason),
+        }
+    }
+
+    /// The worker has written its slots.
+    fn commit_slots(&self, key: &CacheKey<'_, Prompt>, id: InstanceId, transfer: &Transfer<'_>) -> Result<(), &'static str> {
+        let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
+        let Some(Lent::Store(reservation)) = self.transfers.finish(&transfer_id) else {
+            return Err("not_prepared");
+        };
+        self.commit(key, reservation);
+        Ok(())
+    }
+
+    fn commit(&self, key: &CacheKey<'_, Prompt>, reservation: Reservation<L1Allocator>) {
+        let tokens = reservation.len() * self.chunk_size.get();
+        let committed = reservation.commit(self.now());
+        self.metrics.admitted(key.cache_salt, committed.inserted as u64);
+        self.metrics.store(DEVICE, true);
+        tracing::debug!(request = key.request_id, tokens, "committed a store");
+    }
+
+    /// The worker sends all chunks of its range pickled.
+    fn commit_pickled(
+        &self,
+        instance: &Instance,
+        key: &CacheKey<'_, Prompt>,
+        transfer: &Transfer<'_>,
+        data: &[u8],
+    ) -> Result<(), &'static str> {
+        if self.has_pool(transfer.pickles) {
+            transfer.pickles.store(true, Ordering::Relaxed);
+            tracing::info!(instance = instance.id.0, "this worker cannot map the pool; its data travels pickled from now on");
+        }
+        let tensors = pickle::read_tensors(data, &Limits::default()).map_err(|error| {
+            tracing::warn!(request = key.request_id, instance = instance.id.0, %error, "commit_store: the data was refused");
+            "bad_data"
+        })?;
+        self.metrics.store(DEVICE, false);
+        let reservation = self.reserve_range(instance, key, transfer).map_err(|_| "store_failed")?;
+        // The chunks whose bytes are in place; a position of the range has at most one staged object.
+        let mut written = vec![false; transfer.range.chunks.len()];
+        for staged in reservation.staged() {
+            let position = staged.position as usize;
+            let fits = |tensor: &&PickledTensor<'_>| tensor.dtype == transfer.layout.dtype && tensor.shape == transfer.layout.shape;
+            let Some(tensor) = tensors.get(position).filter(fits) else { continue };
+            written[position] = self.write(tensor, staged.extent).is_ok();
+        }
+        let wanted = reservation.len();
+        let tokens = self.chunk_size.get() * wanted;
+        let committed = reservation.commit_subset(self.now(), |staged| written[staged.position as usize]);
+        self.metrics.admitted(key.cache_salt, committed.inserted as u64);
+        self.metrics.store(DEVICE, true);
+        tracing::debug!(request = key.request_id, tokens, "committed a pickled store");
+        if committed.aborted > 0 {
+            tracing::warn!(
+                request = key.request_id,
+                instance = instance.id.0,
+                missing = committed.aborted,
+                wanted,
+                "commit_store: some chunks were missing or had another shape or dtype than registered"
+            );
+            return Err("bad_data");
+        }
+        Ok(())
+    }
+
+    fn write(&self, tensor: &PickledTensor<'_>, extent: Extent) -> Result<(), kvtier_memory::AccessError> {
+        let mut at = 0;
+        let mut result = Ok(());
+        tensor.for_each_run(|run| {
+            if result.is_ok() {
+                result = self.l1.arena.write(to_memory(extent), at, run);
+                at += run.len() as u64;
+            }
+        });
+        result
+    }
+
+    pub(super) fn prepare_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
+        let miss = || Answer::from(Response::PrepareRetrieve(PrepareRetrieve::miss()));
+        let Some(instance) = self.instances.get(id) else { return miss().because("unknown_instance") };
+        instance.seen(self.now());
+        let transfer = match self.transfer(&instance, key) {
+            Ok(transfer) => transfer,
+            Err(error) => {
+                tracing::debug!(request = key.request_id, instance = id.0, error, "prepare_retrieve refused");
+                return miss().because("bad_key");
+            }
+        };
+        self.metrics.retrieve(DEVICE, false);
+        let range = &transfer.range;
+        let held = self.hold(&instance, key, range).filter(|held| held.iter().any(|held| !held.chunks.is_empty()));
+        // From here on the transfer has leases of its own, or will not happen.
+        self.lookups.settle(key.request_id, &range.scope, range.kv_rank, range.chunks.clone());
+        let Some(held) = held else {
+            self.metrics.not_leased(key.model_name, range.chunks.len() as u64);
+            return miss().because("not_held");
+        };
+        self.metrics.loaded(key.model_name, key.cache_salt, range.worker, range.chunks.len() as u64);
+        if self.has_pool(transfer.pickles) {
+            let extents = held.iter().flat_map(|held| held.lease.extents());
+            let slots = extents.map(|extent| Self::slot(transfer.layout, *extent)).collect();
+            let answer = Answer::from(Response::PrepareRetrieve(PrepareRetrieve {
+                success: true,
+                data: (&[][..]).into(),
+                slots: Some(slots),
+            }));
+            let leases = held.into_iter().map(|held| held.lease).collect();
+            self.transfers.begin(Self::id(Kind::Retrieve, id, key, range), Lent::Retrieve(leases), self.now());
+            return answer;
+        }
+        match self.pickled(transfer.layout, &held) {
+            Ok(Some(payload)) => {
+                self.metrics.retrieve(DEVICE, true);
+                Answer { payload: Some(payload), ..Answer::nothing() }
+            }
+            Ok(None) => {
+                tracing::warn!(request = key.request_id, "prepare_retrieve: the chunks are 4 GiB or more pickled, which no message holds");
+                miss().because("too_large")
+            }
+            Err(error) => {
+                tracing::warn!(request = key.request_id, error, "prepare_retrieve failed");
+                miss().because("retrieve_failed")
+            }
+        }
+    }
+
+    /// The answer with the chunks pickled, copied once from the arena into the frame.
+    fn pickled(&self, layout: &EngineDrivenLayout, held: &[Held]) -> Result<Option<Vec<u8>>, String> {
+        let extents: Vec<_> = held.iter().flat_map(|held| held.lease.extents()).collect();
+        let tensors: Vec<_> =
+            extents.iter().map(|_| TensorToWrite { dtype: layout.dtype, shape: &layout.shape }).collect();
+        let size = pickle::written_size(&tensors).map_err(|error| error.to_string())?;
+        prepare_retrieve_hit(size, |out| {
+            pickle::write_tensors_into(out, &tensors, |index, out| {
+                let extent = to_memory(*extents[index]);
+                self.l1.arena.read_into(extent, 0, extent.len, out).map_err(|error| PickleError(error.to_string()))
+            })
+        })
+        .map_err(|PickleError(error)| error)
+    }
+
+    pub(super) fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
+        // Nothing to be done is no failure: a worker commits after a miss too, and pickled data needs no commit.
+        if let Some(instance) = self.instances.get(id) {
+            instance.seen(self.now());
+        }
+        if let Ok(range) = self.worker_range(key)
+            && let Some(lent) = self.transfers.finish(&Self::id(Kind::Retrieve, id, key, &range))
+        {
+            drop(lent);
+            self.metrics.retrieve(DEVICE, true);
+        }
+        Answer::from(Response::Bool(true))
+    }
+}
+
+/// Carries both errors of writing a pickle.
+struct PickleError(String);
+
+impl From<pickle::WriteError> for PickleError {
+    fn from(error: pickle::WriteError) -> Self {
+        Self(error.to_string())
+    }
+}

@@ -1,0 +1,124 @@
+//! What happens by the clock: dead workers, forgotten lookups and transfers, and the low watermark.
+//!
+//! Nothing a request needs depends on this: `reserve` makes its own room, and every release has its own request. It only
+//! limits how long something stays that nobody will ask for again.
+
+use std::time::Duration;
+
+use kvtier_device::MemorySpec;
+
+use super::Engine;
+use super::instances::Mode;
+
+/// How often [`Engine::housekeep`] wants to be called.
+pub const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Objects evicted under one hold of the cache's lock: about a fifth of a millisecond.
+const EVICTION_SLICE: usize = 1024;
+
+impl Engine {
+    /// One round.
+    pub fn housekeep(&self) {
+        let now = self.now();
+        self.reap(now);
+        self.expire(now);
+        self.evict();
+    }
+
+    fn reap(&self, now: Duration) {
+        let Some(timeout) = self.config.worker_reap_timeout else { return };
+        for instance in self.instances.reap(now, timeout, self.config.registration_grace) {
+            // It may only be stopped and wake up again, so memory it may still write stays away for a while.
+            let transfers = self.transfers.abandon(instance.id, now + self.config.write_ttl);
+            self.metrics.reaped_instances.inc();
+            tracing::warn!(
+                instance = instance.id.0,
+                model = %instance.model_name,
+                transfers,
+                "a worker fell silent and was taken for dead"
+            );
+            if let Mode::LmcacheDriven { memory, .. } = &instance.mode {
+                for memory in memory.layout().memories() {
+                    let MemorySpec::CpuShm { name, .. } = memory else { continue };
+                    match kvtier_memory::segment::unlink_if_orphan(name) {
+                        Ok(true) => tracing::info!(name, "removed the shared memory of a dead worker"),
+                        Ok(false) => {}
+                        Err(error) => tracing::debug!(name, %error, "the shared memory of a silent worker stays"),
+                    }
+                }
+            }
+            if self.instances.layout(&instance.model_name, instance.world_size).is_none() {
+                // Nobody is left who could read for this model.
+                self.lookups.sweep(|lookup| {
+                    *lookup.scope.model_name() == instance.model_name && lookup.scope.world_size() == instance.world_size
+                });
+            }
+        }
+        let mut dead = Vec::new();
+        self.scheduler_pings.lock().retain(|connection, last| {
+            let alive = now.saturating_sub(*last) <= timeout;
+            if !alive {
+                dead.push(*connection);
+            }
+            alive
+        });
+        if !dead.is_empty() {
+            let released = self.lookups.sweep(|lookup| dead.contains(&lookup.connection));
+            if released > 0 {
+                tracing::warn!(lookups = released, "a scheduler fell silent; its lookups were released");
+            }
+        }
+    }
+
+    fn expire(&self, now: Duration) {
+        if let Some(limit) = now.checked_sub(self.config.read_ttl) {
+            let released = self.lookups.release_older(limit);
+            if released > 0 {
+                self.metrics.expired_lookups.inc_by(released as u64);
+                tracing::info!(objects = released, "lookups that nobody read were released");
+            }
+        }
+        if let Some(limit) = now.checked_sub(self.config.session_ttl) {
+            self.lookups.sweep(|lookup| lookup.created < limit);
+        }
+        let limit = now.checked_sub(self.config.write_ttl).unwrap_or_default();
+        let given_up = self.transfers.expire(limit, now);
+        if given_up > 0 {
+            self.metrics.expired_transfers.inc_by(given_up as u64);
+            tracing::warn!(transfers = given_up, "transfers were prepared and never committed; given up");
+        }
+    }
+
+    fn evict(&self) {
+        self.metrics.eviction_ticks.inc();
+        let usage = self.l1.cache.usage();
+        if (usage.used_bytes as f64) < usage.capacity_bytes as f64 * self.config.eviction_trigger_watermark {
+            return;
+        }
+        let mut wanted = (usage.used_bytes as f64 * self.config.eviction_ratio) as u64;
+        let mut total = 0;
+        while wanted > 0 {
+            let evicted = self.l1.cache.evict(self.now(), wanted, EVICTION_SLICE);
+            if evicted.objects == 0 {
+                break;
+            }
+            total += evicted.objects;
+            wanted = wanted.saturating_sub(evicted.bytes);
+        }
+        if total > 0 {
+            self.metrics.eviction_triggered.inc();
+            tracing::debug!(objects = total, "evicted down from the watermark");
+        }
+    }
+
+    /// Touches all of L1, so that no store pays for a page's first use.
+    pub fn prefault(&self, stop: &std::sync::atomic::AtomicBool) {
+        let result = self.l1.arena.prefault(stop, |progress| {
+            self.prefaulted.store(progress.done, std::sync::atomic::Ordering::Relaxed);
+        });
+        match result {
+            Ok(end) => tracing::info!(?end, "L1 is pre-faulted"),
+            Err(error) => tracing::warn!(%error, "L1 could not be pre-faulted; first stores will be slower"),
+        }
+    }
+}

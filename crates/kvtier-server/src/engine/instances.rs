@@ -1,0 +1,197 @@
+//! Registered workers, and how long each has been silent.
+//!
+//! The lock guards the tables; an instance is handed out by reference count, so a transfer that runs while its instance
+//! unregisters keeps its mappings to the end.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvtier_device::EngineMemory;
+use kvtier_proto::descriptor::TensorDescriptor;
+use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
+use parking_lot::RwLock;
+
+use super::layout::{EngineDrivenLayout, ModelLayout};
+
+/// Unknown instances whose pings we remember.
+const MAX_UNKNOWN: usize = 4096;
+
+/// How a worker's bytes travel.
+pub enum Mode {
+    /// We copy between its pages and the arena.
+    LmcacheDriven {
+        /// Its pages.
+        memory: Box<dyn EngineMemory>,
+        /// As registered, to recognise the same registration.
+        tensors: Vec<TensorDescriptor>,
+        /// As registered.
+        hints: LayoutHints,
+        /// As registered.
+        groups: Vec<EngineGroupInfo>,
+    },
+    /// It copies by itself.
+    EngineDriven {
+        /// Its objects.
+        layout: EngineDrivenLayout,
+        /// It sent pickled data although it was offered the pool, so it cannot map the pool.
+        pickles: AtomicBool,
+    },
+}
+
+/// A registered worker.
+pub struct Instance {
+    /// Chosen by the worker.
+    pub id: InstanceId,
+    /// Its model.
+    pub model_name: Arc<str>,
+    /// Workers that share the model's KV.
+    pub world_size: u32,
+    /// How its bytes travel.
+    pub mode: Mode,
+    /// Its objects.
+    pub layout: ModelLayout,
+    last_seen: AtomicU64,
+    pinged: AtomicBool,
+}
+
+impl Instance {
+    /// A worker that has just registered.
+    pub fn new(id: InstanceId, model_name: &str, world_size: u32, mode: Mode, layout: ModelLayout, now: Duration) -> Self {
+        Self {
+            id,
+            model_name: model_name.into(),
+            world_size,
+            mode,
+            layout,
+            last_seen: AtomicU64::new(millis(now)),
+            pinged: AtomicBool::new(false),
+        }
+    }
+
+    /// It gave a sign of life.
+    pub fn seen(&self, now: Duration) {
+        self.last_seen.fetch_max(millis(now), Ordering::Relaxed);
+    }
+
+    fn silent_for(&self, now: Duration) -> Duration {
+        now.saturating_sub(Duration::from_millis(self.last_seen.load(Ordering::Relaxed)))
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[derive(Default)]
+struct Tables {
+    by_id: HashMap<InstanceId, Arc<Instance>>,
+    /// Registrations of each model and world size, oldest first; the newest decides the layout of lookups.
+    by_model: HashMap<(Arc<str>, u32), Vec<Arc<Instance>>>,
+    /// Instances that pinged and are unknown: whether the last answer told them so.
+    unknown: HashMap<InstanceId, bool>,
+}
+
+impl Tables {
+    fn take(&mut self, id: InstanceId) -> Option<Arc<Instance>> {
+        let instance = self.by_id.remove(&id)?;
+        let key = (Arc::clone(&instance.model_name), instance.world_size);
+        if let Some(same) = self.by_model.get_mut(&key) {
+            same.retain(|other| other.id != id);
+            if same.is_empty() {
+                self.by_model.remove(&key);
+            }
+        }
+        Some(instance)
+    }
+}
+
+/// All registered workers.
+#[derive(Default)]
+pub struct Instances {
+    tables: RwLock<Tables>,
+}
+
+impl Instances {
+    /// Takes a worker in; gives the earlier registration under its id.
+    pub fn insert(&self, instance: Instance) -> Option<Arc<Instance>> {
+        let instance = Arc::new(instance);
+        let mut tables = self.tables.write();
+        let earlier = tables.take(instance.id);
+        tables.unknown.remove(&instance.id);
+        let key = (Arc::clone(&instance.model_name), instance.world_size);
+        tables.by_model.entry(key).or_default().push(Arc::clone(&instance));
+        tables.by_id.insert(instance.id, instance);
+        earlier
+    }
+
+    /// The worker of this id.
+    pub fn get(&self, id: InstanceId) -> Option<Arc<Instance>> {
+        self.tables.read().by_id.get(&id).cloned()
+    }
+
+    /// Lets a worker go.
+    pub fn remove(&self, id: InstanceId) -> Option<Arc<Instance>> {
+        self.tables.write().take(id)
+    }
+
+    /// The layout that lookups of a model use; `None` when no worker is registered for it.
+    pub fn layout(&self, model_name: &Arc<str>, world_size: u32) -> Option<Arc<Instance>> {
+        let tables = self.tables.read();
+        // The key is built only to look it up; a reference count is all it costs.
+        tables.by_model.get(&(Arc::clone(model_name), world_size))?.last().cloned()
+    }
+
+    /// A worker's ping: whether we know it, as far as it should learn.
+    ///
+    /// The first ping of a worker we do not know is answered "no": its client turns unhealthy and registers again at the
+    /// next "yes". Answering "no" again would only keep it unhealthy, so the answers alternate.
+    pub fn ping(&self, id: InstanceId, now: Duration) -> bool {
+        if let Some(instance) = self.tables.read().by_id.get(&id) {
+            instance.pinged.store(true, Ordering::Relaxed);
+            instance.seen(now);
+            return true;
+        }
+        let mut tables = self.tables.write();
+        if tables.unknown.len() >= MAX_UNKNOWN && !tables.unknown.contains_key(&id) {
+            // Which ones are forgotten does not matter: at worst one of them is told "no" once more.
+            tables.unknown.clear();
+        }
+        let told = tables.unknown.entry(id).or_default();
+        *told = !*told;
+        !*told
+    }
+
+    /// Takes out the workers that have been silent for too long.
+    pub fn reap(&self, now: Duration, pinged: Duration, never_pinged: Duration) -> Vec<Arc<Instance>> {
+        let dead = |instance: &Instance| {
+            let limit = if instance.pinged.load(Ordering::Relaxed) { pinged } else { never_pinged };
+            instance.silent_for(now) > limit
+        };
+        let ids: Vec<_> = self.all().iter().filter(|instance| dead(instance)).map(|instance| instance.id).collect();
+        if ids.is_empty() {
+            return Vec::new();
+        }
+        let mut tables = self.tables.write();
+        ids.into_iter()
+            // It may have spoken since.
+            .filter(|id| tables.by_id.get(id).is_some_and(|instance| dead(instance)))
+            .collect::<Vec<_>>()
+            .into_iter()
+            .filter_map(|id| tables.take(id))
+            .collect()
+    }
+
+    /// Every worker, by id.
+    pub fn all(&self) -> Vec<Arc<Instance>> {
+        let mut all: Vec<_> = self.tables.read().by_id.values().cloned().collect();
+        all.sort_by_key(|instance| instance.id);
+        all
+    }
+
+    /// How many workers are registered.
+    pub fn len(&self) -> usize {
+        self.tables.read().by_id.len()
+    }
+}

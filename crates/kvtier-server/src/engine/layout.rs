@@ -1,0 +1,119 @@
+//! The objects of a model as the cache sees them: object groups, windows, sizes, and a fingerprint of the bytes' shape.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use kvtier_device::KvLayout;
+use kvtier_proto::descriptor::Dtype;
+use kvtier_proto::request::EngineDrivenContext;
+
+/// One object group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupLayout {
+    /// Number of the group, part of the object key.
+    pub id: u32,
+    /// Chunks needed at the end of a prefix; `None` is all of them.
+    pub window: Option<u32>,
+    /// Bytes of one object.
+    pub object_bytes: u64,
+}
+
+/// What lookups must know of a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelLayout {
+    /// The object groups.
+    pub groups: Vec<GroupLayout>,
+    /// Stands for shape and type of every array in an object. Two workers whose objects differ in layout never see each
+    /// other's, even under one model name.
+    pub fingerprint: u64,
+}
+
+/// One array of an object: `[planes, layers, slots, hidden]` of a dtype.
+type ArrayShape<'a> = ([u64; 4], &'a str);
+
+/// Fixed keys: equal layouts have equal fingerprints in every process.
+fn fingerprint<'a>(arrays: impl Iterator<Item = (usize, ArrayShape<'a>)>) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for array in arrays {
+        array.hash(&mut hasher);
+    }
+    hasher.finish()
+}
+
+impl ModelLayout {
+    /// Of a worker whose pages we copy.
+    pub fn of_pages(layout: &KvLayout) -> Self {
+        let groups = layout.object_groups();
+        let arrays = groups.iter().flat_map(|group| {
+            let kernel_groups = group.kernel_groups.iter().map(|index| &layout.kernel_groups()[*index]);
+            kernel_groups.map(|kernel| (group.index, (kernel.object_shape(), kernel.dtype_name.as_str())))
+        });
+        let fingerprint = fingerprint(arrays);
+        let groups = groups
+            .iter()
+            .map(|group| GroupLayout {
+                // Both are bounded by the number of layers of a registration.
+                id: u32::try_from(group.index).unwrap_or(u32::MAX),
+                window: group.window_chunks.map(|window| u32::try_from(window).unwrap_or(u32::MAX)),
+                object_bytes: group.object_bytes,
+            })
+            .collect();
+        Self { groups, fingerprint }
+    }
+}
+
+/// Objects of a worker that copies by itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineDrivenLayout {
+    /// Type of the values.
+    pub dtype: Dtype,
+    /// `[layers, slots, hidden]` of one plane, `[2, layers, slots, hidden]` of two.
+    pub shape: Vec<u64>,
+    /// Bytes of one object.
+    pub object_bytes: u64,
+    /// As registered, for `/status`.
+    pub block_size: i64,
+    /// As registered; "one plane" rather than MLA.
+    pub use_mla: bool,
+}
+
+impl EngineDrivenLayout {
+    /// Checks what a worker registers.
+    ///
+    /// # Errors
+    /// Names the field, its value and what is allowed.
+    pub fn new(context: &EngineDrivenContext<'_>, chunk_size: u64) -> Result<Self, String> {
+        let positive = |name: &str, value: i64| match u64::try_from(value) {
+            Ok(value) if value > 0 && value <= 1 << 32 => Ok(value),
+            _ => Err(format!("{name} is {value}; allowed: 1 to 4294967296")),
+        };
+        let dtype = Dtype::from_name(context.dtype)
+            .ok_or_else(|| format!("dtype_str is {:?}; allowed: a torch dtype such as bfloat16", context.dtype))?;
+        let layers = positive("num_layers", context.num_layers)?;
+        let hidden = positive("hidden_dim_size", context.hidden_dim_size)?;
+        let slots = match context.num_physical_slots {
+            Some(slots) => positive("num_physical_slots", slots)?,
+            None => chunk_size,
+        };
+        let planes = if context.use_mla { 1 } else { 2 };
+        let object_bytes = [planes, layers, slots, hidden]
+            .iter()
+            .try_fold(dtype.item_size(), |bytes, extent| bytes.checked_mul(*extent))
+            .filter(|bytes| *bytes <= 1 << 40)
+            .ok_or_else(|| "num_layers x slots x hidden_dim_size: an object may have at most 2^40 bytes".to_string())?;
+        let mut shape = vec![layers, slots, hidden];
+        if planes == 2 {
+            shape.insert(0, 2);
+        }
+        Ok(Self { dtype, shape, object_bytes, block_size: context.block_size, use_mla: context.use_mla })
+    }
+
+    /// What lookups must know.
+    pub fn model(&self) -> ModelLayout {
+        let [.., layers, slots, hidden] = self.shape[..] else { unreachable!("the shape has three or four extents") };
+        let planes = if self.use_mla { 1 } else { 2 };
+        ModelLayout {
+            groups: vec![GroupLayout { id: 0, window: None, object_bytes: self.object_bytes }],
+            fingerprint: fingerprint(std::iter::once((0, ([planes, layers, slots, hidden], self.dtype.name())))),
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Lookups: what of a prompt is here, held until its workers have read it.
+
+use kvtier_core::cache::{LookupRow, Space};
+use kvtier_core::hashing::lookup_chunks;
+use kvtier_core::object_key::KeyScope;
+use kvtier_core::prompt::Prompt;
+use kvtier_proto::key::CacheKey;
+use kvtier_proto::request::JobRef;
+use kvtier_proto::response::Response;
+
+use super::lookups::{HeldLookup, Row};
+use super::{Answer, Caller, Engine};
+
+/// Most workers that may read one object; LMCache clamps there too.
+const MAX_READERS: i64 = 128;
+
+/// The objects of one scope, rank and group.
+pub(super) fn space(scope: &KeyScope, kv_rank: u64, object_group_id: u32, _layout: u64) -> Space<'_> {
+    Space { model_name: scope.model_name(), kv_rank, object_group_id, cache_salt: scope.cache_salt() }
+}
+
+impl Engine {
+    /// Looks a prompt up and holds what it finds. The answer says only that it was done; the result is asked for.
+    pub(super) fn lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> Answer {
+        let scope = match KeyScope::new(key.model_name, key.cache_salt, key.world_size, key.worker_id) {
+            Ok(scope) => scope,
+            Err(error) => return self.refused_lookup(key, &error),
+        };
+        let readers = match key.readers(tp_size) {
+            readers if readers >= 1 => readers.min(MAX_READERS),
+            readers => return self.refused_lookup(key, &format!("num_kv_readers is {readers}; allowed: at least 1")),
+        };
+        let model = scope.model_name();
+        let Some(instance) = self.instances.layout(model, key.world_size) else {
+            self.metrics.early_exit(model, key.cache_salt, "no_gpu_context");
+            return Answer::nothing();
+        };
+        let chunks = lookup_chunks(self.chunk_size, key.tokens.token_count, 0, key.end);
+        let hashes = &key.tokens.hashes[chunks.clone()];
+        if hashes.is_empty() {
+            self.metrics.early_exit(model, key.cache_salt, "empty_chunk_hashes");
+            return Answer::nothing();
+        }
+        let layout = &instance.layout;
+        let groups = layout.groups.iter();
+        let rows: Vec<_> = groups.flat_map(|group| scope.kv_ranks().map(move |rank| (group, rank))).collect();
+        let asked: Vec<_> = rows
+            .iter()
+            .map(|(group, rank)| LookupRow {
+                space: space(&scope, *rank, group.id, layout.fingerprint),
+                window: group.window,
+            })
+            .collect();
+        let now = self.now();
+        let found = self.l1.cache.lookup(now, &asked, hashes);
+        let tokens = |chunks: usize| (chunks * self.chunk_size.get()) as u64;
+        let held = found.lease.held() as u64;
+        self.metrics.lookup(model, key.cache_salt, tokens(hashes.len()), tokens(found.hit_chunks), held);
+        if found.hit_chunks > 0 {
+            tracing::debug!(
+                request = key.request_id,
+                "Prefetch request completed (L1+L2): {held}/{} retained keys ({held} L1, 0 L2)",
+                hashes.len() * rows.len(),
+            );
+        }
+        let lookup = HeldLookup {
+            layout: layout.fingerprint,
+            connection: caller.connection,
+            hashes: key.tokens.hashes.as_slice().into(),
+            rows: rows.iter().map(|(group, rank)| Row { kv_rank: *rank, object_group_id: group.id }).collect(),
+            hit_chunks: found.hit_chunks,
+            lease: found.lease,
+            // At most 128.
+            readers: u16::try_from(readers).unwrap_or(u16::MAX),
+            created: now,
+            scope,
+        };
+        self.lookups.insert(key.request_id, lookup);
+        Answer::nothing()
+    }
+
+    /// A lookup that names nothing that could be here: its result is 0.
+    fn refused_lookup(&self, key: &CacheKey<'_, Prompt>, error: &dyn std::fmt::Display) -> Answer {
+        tracing::debug!(request = key.request_id, %error, "lookup refused");
+        Answer::nothing().because("bad_key")
+    }
+
+    /// The result of a lookup in chunks, once; 0 for one that is unknown. It is always there: L1 answers at once.
+    pub(super) fn lookup_result(&self, caller: Caller, job: JobRef<'_>) -> Answer {
+        let chunks = match job {
+            JobRef::Request(request_id) => self.lookups.take_result(request_id, caller.connection).unwrap_or(0),
+            // A number is the answer of a lookup that was never served.
+            JobRef::Job(_) => 0,
+        };
+        Answer::from(Response::Int(i64::try_from(chunks).unwrap_or(i64::MAX)))
+    }
+
+    /// The scheduler does not need these chunks.
+    pub(super) fn free_lookup(&self, key: &CacheKey<'_, Prompt>) -> Answer {
+        match KeyScope::new(key.model_name, key.cache_salt, key.world_size, key.worker_id) {
+            Ok(scope) => {
+                let chunks = lookup_chunks(self.chunk_size, key.tokens.token_count, key.start, key.end);
+                self.lookups.free(key.request_id, &scope, chunks);
+                Answer::nothing()
+            }
+            Err(error) => {
+                tracing::debug!(request = key.request_id, %error, "free_lookup_locks refused");
+                Answer::nothing().because("bad_key")
+            }
+        }
+    }
+
+    /// A request ended: its chunks count as used just now, and what it still held is released.
+    pub(super) fn end_session(&self, caller: Caller, request_id: &str) -> Answer {
+        let now = self.now();
+        for lookup in self.lookups.end(request_id, caller.connection) {
+            for row in &lookup.rows {
+                let space = space(&lookup.scope, row.kv_rank, row.object_group_id, lookup.layout);
+                self.l1.cache.touch(now, &space, &lookup.hashes);
+            }
+        }
+        Answer::nothing()
+    }
+}

@@ -1,0 +1,290 @@
+//! Lookups under way: what each request found and still holds.
+//!
+//! A lookup belongs to its request and scope (model, workers, tenant), so equal request ids of two engines or tenants
+//! never meet. What it holds goes when its workers have read it, when the scheduler frees it, when the session ends,
+//! when the scheduler's connection is dead, and in the end by age. A transfer under way has a lease of its own, so none
+//! of these takes memory from under it.
+//!
+//! The mutex guards the table. The cache's lock may be taken inside it, never the other way round.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::PrefixLease;
+use kvtier_core::object_key::KeyScope;
+use parking_lot::Mutex;
+
+use super::memory::L1Allocator;
+
+/// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.
+const MAX_LOOKUPS: usize = 65_536;
+
+/// One row of a lookup: an object group on a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Row {
+    /// Packed world size and worker.
+    pub kv_rank: u64,
+    /// The object group.
+    pub object_group_id: u32,
+}
+
+/// What a lookup found, and what of it is still held.
+pub struct HeldLookup {
+    /// Whose objects.
+    pub scope: KeyScope,
+    /// Which layout the objects have.
+    pub layout: u64,
+    /// Number of the scheduler's connection.
+    pub connection: u64,
+    /// Chunk hashes of the whole prompt.
+    pub hashes: Arc<[ChunkHash]>,
+    /// In the order of the lease's rows.
+    pub rows: Vec<Row>,
+    /// Chunks in the prefix that was found.
+    pub hit_chunks: usize,
+    /// The hold itself.
+    pub lease: PrefixLease<L1Allocator>,
+    /// Workers that will read each object.
+    pub readers: u16,
+    /// When it was made, since start.
+    pub created: Duration,
+}
+
+struct Entry {
+    lookup: HeldLookup,
+    /// Age order; also tells a newer lookup of the same request apart.
+    serial: u64,
+    /// Nobody has asked for the result yet.
+    unread: bool,
+    /// Reads so far, by row and chunk; made at the first read of an object that has several readers.
+    reads: Vec<u16>,
+    /// Chunks the scheduler has freed: no retrieve may have them any more.
+    freed: Vec<Range<usize>>,
+}
+
+#[derive(Default)]
+struct Table {
+    by_request: HashMap<Box<str>, Vec<Entry>>,
+    /// Serial and request, oldest first; entries that are gone already are passed over.
+    ages: VecDeque<(u64, Box<str>)>,
+    next_serial: u64,
+    len: usize,
+}
+
+/// All lookups under way.
+#[derive(Default)]
+pub struct Lookups {
+    table: Mutex<Table>,
+}
+
+/// What a worker may read, as far as its request's lookup goes.
+pub struct Grant {
+    /// Which layout the objects have.
+    pub layout: u64,
+    /// The object groups of this rank.
+    pub object_groups: Vec<u32>,
+}
+
+impl Table {
+    fn remove_where(&mut self, request_id: &str, mut gone: impl FnMut(&Entry) -> bool) -> Vec<Entry> {
+        let Some(entries) = self.by_request.get_mut(request_id) else { return Vec::new() };
+        let taken: Vec<_> = entries.extract_if(.., |entry| gone(entry)).collect();
+        self.len -= taken.len();
+        if entries.is_empty() {
+            self.by_request.remove(request_id);
+        }
+        taken
+    }
+
+    fn find(&mut self, request_id: &str, scope: &KeyScope) -> Option<&mut Entry> {
+        let entries = self.by_request.get_mut(request_id)?;
+        entries.iter_mut().find(|entry| same_scope(&entry.lookup.scope, scope))
+    }
+
+    /// Drops what has gone from the front of the age order, and the order itself when it is mostly empty entries.
+    fn trim_ages(&mut self) {
+        let alive = |by_request: &HashMap<Box<str>, Vec<Entry>>, (serial, request): &(u64, Box<str>)| {
+            by_request.get(request).is_some_and(|entries| entries.iter().any(|entry| entry.serial == *serial))
+        };
+        while self.ages.front().is_some_and(|age| !alive(&self.by_request, age)) {
+            self.ages.pop_front();
+        }
+        if self.ages.len() > 2 * self.len + 1024 {
+            let by_request = &self.by_request;
+            self.ages.retain(|age| alive(by_request, age));
+        }
+    }
+}
+
+/// Whether two scopes are of the same model, world and tenant; workers aside.
+fn same_scope(a: &KeyScope, b: &KeyScope) -> bool {
+    a.model_name() == b.model_name() && a.world_size() == b.world_size() && a.cache_salt() == b.cache_salt()
+}
+
+impl Lookups {
+    /// Takes a lookup in. An earlier one of the same request and scope is given up.
+    pub fn insert(&self, request_id: &str, lookup: HeldLookup) {
+        let mut dropped = Vec::new();
+        {
+            let mut table = self.table.lock();
+            dropped.extend(table.remove_where(request_id, |entry| same_scope(&entry.lookup.scope, &lookup.scope)));
+            let serial = table.next_serial;
+            table.next_serial += 1;
+            table.len += 1;
+            let entry = Entry { lookup, serial, unread: true, reads: Vec::new(), freed: Vec::new() };
+            table.by_request.entry(request_id.into()).or_default().push(entry);
+            table.ages.push_back((serial, request_id.into()));
+            table.trim_ages();
+            while table.len > MAX_LOOKUPS {
+                let Some((serial, request)) = table.ages.pop_front() else { break };
+                dropped.extend(table.remove_where(&request, |entry| entry.serial == serial));
+            }
+        }
+        drop(dropped);
+    }
+
+    /// The hit of a request's lookup in chunks, once; `None` when there is none to tell.
+    ///
+    /// Asked on the connection of the lookup if that has one; else, after a reconnection, any of that name.
+    pub fn take_result(&self, request_id: &str, connection: u64) -> Option<usize> {
+        let mut table = self.table.lock();
+        let entries = table.by_request.get_mut(request_id)?;
+        let index = entries
+            .iter()
+            .position(|entry| entry.unread && entry.lookup.connection == connection)
+            .or_else(|| entries.iter().position(|entry| entry.unread))?;
+        entries[index].unread = false;
+        Some(entries[index].lookup.hit_chunks)
+    }
+
+    /// Whether a request's lookup lets a worker of `kv_rank` read these chunks, and of which object groups.
+    ///
+    /// It must have found them, for the same tokens, and nobody may have freed them. A worker that reads twice is let:
+    /// the second time it gets what is still there.
+    pub fn grant(
+        &self,
+        request_id: &str,
+        scope: &KeyScope,
+        kv_rank: u64,
+        hashes: &[ChunkHash],
+        chunks: Range<usize>,
+    ) -> Option<Grant> {
+        let mut table = self.table.lock();
+        let entry = table.find(request_id, scope)?;
+        let lookup = &entry.lookup;
+        let covered = chunks.end <= lookup.hit_chunks
+            && lookup.hashes.get(chunks.clone()) == hashes.get(chunks.clone())
+            && !entry.freed.iter().any(|freed| freed.start < chunks.end && chunks.start < freed.end);
+        if !covered {
+            return None;
+        }
+        let mine = lookup.rows.iter().filter(|row| row.kv_rank == kv_rank);
+        let object_groups: Vec<_> = mine.map(|row| row.object_group_id).collect();
+        (!object_groups.is_empty()).then_some(Grant { layout: lookup.layout, object_groups })
+    }
+
+    /// One worker of `kv_rank` is done with these chunks, whether it read them or not; what had its last reader is
+    /// released.
+    pub fn settle(&self, request_id: &str, scope: &KeyScope, kv_rank: u64, chunks: Range<usize>) {
+        let mut table = self.table.lock();
+        let Some(entry) = table.find(request_id, scope) else { return };
+        let chunks = chunks.start..chunks.end.min(entry.lookup.hit_chunks);
+        let width = entry.lookup.hit_chunks;
+        if entry.lookup.readers > 1 && entry.reads.is_empty() {
+            entry.reads = vec![0; entry.lookup.rows.len() * width];
+        }
+        let mine: Vec<_> = (0..entry.lookup.rows.len()).filter(|row| entry.lookup.rows[*row].kv_rank == kv_rank).collect();
+        for row in mine {
+            if entry.lookup.readers <= 1 {
+                // One cache-lock for the range of a row; there is one row for each object group.
+                entry.lookup.lease.release_range(row..row + 1, chunks.clone());
+                continue;
+            }
+            let reads = &mut entry.reads[row * width..][chunks.clone()];
+            reads.iter_mut().for_each(|reads| *reads = reads.saturating_add(1));
+            let done: Vec<_> = reads.iter().map(|reads| *reads >= entry.lookup.readers).collect();
+            for run in runs(&done) {
+                let run = chunks.start + run.start..chunks.start + run.end;
+                entry.lookup.lease.release_range(row..row + 1, run);
+            }
+        }
+    }
+
+    /// The scheduler will not have these chunks retrieved.
+    pub fn free(&self, request_id: &str, scope: &KeyScope, chunks: Range<usize>) {
+        if chunks.is_empty() {
+            return;
+        }
+        let mut table = self.table.lock();
+        let Some(entry) = table.find(request_id, scope) else { return };
+        entry.unread = false;
+        let rows = entry.lookup.rows.len();
+        entry.lookup.lease.release_range(0..rows, chunks.clone());
+        entry.freed.push(chunks);
+    }
+
+    /// A request ended: gives its lookups, to be touched and dropped.
+    ///
+    /// Those of the connection that says so, or, if that has none, all of that name.
+    pub fn end(&self, request_id: &str, connection: u64) -> Vec<HeldLookup> {
+        let mut table = self.table.lock();
+        let own = table.remove_where(request_id, |entry| entry.lookup.connection == connection);
+        let ended = if own.is_empty() { table.remove_where(request_id, |_| true) } else { own };
+        table.trim_ages();
+        ended.into_iter().map(|entry| entry.lookup).collect()
+    }
+
+    /// Takes out the lookups that `gone` says yes to, and gives how many there were.
+    pub fn sweep(&self, mut gone: impl FnMut(&HeldLookup) -> bool) -> usize {
+        let mut dropped = Vec::new();
+        {
+            let mut table = self.table.lock();
+            table.by_request.retain(|_, entries| {
+                dropped.extend(entries.extract_if(.., |entry| gone(&entry.lookup)));
+                !entries.is_empty()
+            });
+            table.len -= dropped.len();
+            table.trim_ages();
+        }
+        dropped.len()
+    }
+
+    /// Releases the leases of lookups made before `limit` and never read; the lookups stay known until they end.
+    /// Gives the number of objects released.
+    pub fn release_older(&self, limit: Duration) -> usize {
+        let mut table = self.table.lock();
+        let mut released = 0;
+        for entry in table.by_request.values_mut().flatten() {
+            if entry.lookup.created < limit && !entry.lookup.lease.is_empty() {
+                let (rows, hit) = (entry.lookup.rows.len(), entry.lookup.hit_chunks);
+                released += entry.lookup.lease.release_range(0..rows, 0..hit);
+            }
+        }
+        released
+    }
+
+    /// Lookups known, and those whose result nobody has asked for.
+    pub fn counts(&self) -> (usize, usize) {
+        let table = self.table.lock();
+        let unread = table.by_request.values().flatten().filter(|entry| entry.unread).count();
+        (table.len, unread)
+    }
+}
+
+/// The runs of `true`.
+fn runs(flags: &[bool]) -> Vec<Range<usize>> {
+    let mut out: Vec<Range<usize>> = Vec::new();
+    for (index, flag) in flags.iter().enumerate() {
+        if !flag {
+            continue;
+        }
+        match out.last_mut() {
+            Some(last) if last.end == index => last.end += 1,
+            _ => out.push(index..index + 1),
+        }
+    }
+    out
+}

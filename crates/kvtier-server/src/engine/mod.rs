@@ -1,0 +1,220 @@
+//! The cache engine: what each request of the protocol does.
+//!
+//! [`Engine::handle`] takes a decoded request and gives its answer; it may be called from any number of threads. Whoever
+//! calls it keeps the order that the protocol promises within one connection. Handlers never wait for anything but the
+//! short locks of the tables and the copy of the bytes they are about.
+
+mod answer;
+mod checksums;
+mod engine_driven;
+mod housekeeping;
+mod instances;
+mod layout;
+mod lmcache_driven;
+mod lookup;
+mod lookups;
+mod memory;
+mod registration;
+mod status;
+mod transfers;
+
+use std::collections::HashMap;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+pub use answer::Answer;
+pub use checksums::ChecksumError;
+pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
+
+use kvtier_core::hashing::ChunkHasher;
+use kvtier_core::prompt::{Prompt, PromptMemory, PromptReader};
+use kvtier_proto::operation::Operation;
+use kvtier_proto::request::Request;
+use kvtier_proto::response::Response;
+use parking_lot::Mutex;
+
+use crate::config::ServerConfig;
+use crate::metrics::{Metrics, Readings};
+use instances::Instances;
+use lookups::Lookups;
+use memory::L1;
+use transfers::Transfers;
+
+/// Bytes for remembered prompts. 16 MiB hold the token ids of about 4 million tokens, the prompts of some hundred
+/// requests under way.
+const PROMPT_MEMORY_BYTES: usize = 16 << 20;
+
+/// Seed of sha256_cbor's first hash where PYTHONHASHSEED is not set, as vLLM 0.32 and LMCache 0.5.6 have it.
+const HASH_SEED: &str = "vllm-none-hash";
+
+/// Who asks.
+#[derive(Debug, Clone, Copy)]
+pub struct Caller {
+    /// Number of the connection since start.
+    pub connection: u64,
+}
+
+/// What a clear took out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cleared {
+    /// Objects gone.
+    pub objects: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Objects kept because of a lease.
+    pub kept: usize,
+}
+
+/// The cache engine.
+pub struct Engine {
+    config: Arc<ServerConfig>,
+    chunk_size: NonZeroUsize,
+    l1: L1,
+    prompts: PromptMemory,
+    instances: Instances,
+    lookups: Lookups,
+    transfers: Transfers,
+    metrics: Arc<Metrics>,
+    /// When each scheduler's connection last pinged. Bounded by forgetting the dead ones.
+    scheduler_pings: Mutex<HashMap<u64, Duration>>,
+    /// Operations that were asked for and are not served; each is logged once.
+    unserved: Mutex<Vec<Operation>>,
+    prefaulted: AtomicU64,
+    started: Instant,
+}
+
+impl Engine {
+    /// Makes the arena and an empty cache. Takes milliseconds whatever the size of L1.
+    ///
+    /// # Errors
+    /// One line that says what cannot be had, and which flag asks for it.
+    pub fn new(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<Self, String> {
+        let chunk_size = NonZeroUsize::new(config.chunk_size as usize).ok_or("--chunk-size: 0 is not allowed")?;
+        let seed = std::env::var("PYTHONHASHSEED").unwrap_or_else(|_| HASH_SEED.into());
+        let hasher = ChunkHasher::new(config.hash_algorithm, chunk_size, &seed);
+        let l1 = L1::create(&config)?;
+        Ok(Self {
+            chunk_size,
+            l1,
+            prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
+            instances: Instances::default(),
+            lookups: Lookups::default(),
+            transfers: Transfers::default(),
+            metrics,
+            scheduler_pings: Mutex::default(),
+            unserved: Mutex::default(),
+            prefaulted: AtomicU64::new(0),
+            started: Instant::now(),
+            config,
+        })
+    }
+
+    /// The configuration it runs with.
+    pub fn config(&self) -> &ServerConfig {
+        &self.config
+    }
+
+    /// What it counts.
+    pub fn metrics(&self) -> &Arc<Metrics> {
+        &self.metrics
+    }
+
+    /// Reads token ids for [`Engine::handle`]: remembered prompts are neither decoded nor hashed.
+    pub fn prompt_reader(&self) -> PromptReader<'_> {
+        self.prompts.reader()
+    }
+
+    /// Time since the engine was made; the clock of everything below.
+    fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// Serves one request.
+    pub fn handle(&self, caller: Caller, request: &Request<'_, Prompt>) -> Answer {
+        match request {
+            Request::GetChunkSize => Answer::from(Response::Int(i64::from(self.config.chunk_size))),
+            Request::GetExperimental => Answer::from(Response::Texts(Vec::new())),
+            Request::Noop => Answer::from(Response::Text("OK".into())),
+            Request::Ping { instance } => self.ping(caller, *instance),
+            Request::ReportBlockAllocation(_) => Answer::nothing(),
+            Request::Clear { force } => {
+                self.clear(*force);
+                Answer::nothing()
+            }
+
+            Request::RegisterKvCache(registration) => self.register_pages(registration),
+            Request::RegisterEngineDriven(context) => self.register_engine_driven(context),
+            Request::UnregisterKvCache { instance } | Request::UnregisterEngineDriven { instance } => {
+                self.unregister(*instance);
+                Answer::nothing()
+            }
+
+            Request::Lookup { key, tp_size } => self.lookup(caller, key, *tp_size),
+            Request::QueryPrefetchStatus { job } | Request::WaitPrefetchStatus { job, .. } | Request::QueryPrefetchLookupHits { job } => {
+                self.lookup_result(caller, *job)
+            }
+            Request::FreeLookupLocks { key, .. } => self.free_lookup(key),
+            Request::EndSession { request_id } => self.end_session(caller, request_id),
+
+            Request::Store(store) => self.store(store),
+            Request::Retrieve(retrieve) => self.retrieve(retrieve),
+            Request::PrepareStore { key, instance } => self.prepare_store(key, *instance),
+            Request::CommitStore { key, instance, data } => self.commit_store(key, *instance, data),
+            Request::PrepareRetrieve { key, instance } => self.prepare_retrieve(key, *instance),
+            Request::CommitRetrieve { key, instance } => self.commit_retrieve(key, *instance),
+
+            // Between servers: there is nothing here for another server, and it learns so at once.
+            Request::P2pLookupAndLock { .. } => Answer::from(Response::Int(0)),
+            Request::P2pQueryLookupResults { .. } => Answer::from(Response::Addresses(Vec::new())),
+            Request::P2pUnlockObjects { .. } => Answer::nothing(),
+            other => self.unserved(other.operation()),
+        }
+    }
+
+    /// An operation that nobody serves here: its client learns so at once, the operator once.
+    pub fn unserved(&self, operation: Operation) -> Answer {
+        let mut known = self.unserved.lock();
+        if !known.contains(&operation) {
+            known.push(operation);
+            tracing::warn!(operation = operation.name(), "this operation is not served here; said once");
+        }
+        Answer::unserved(operation)
+    }
+
+    /// Drops the objects of L1 that have no lease, or all of them.
+    pub fn clear(&self, force: bool) -> Cleared {
+        let removed = self.l1.cache.clear(force);
+        tracing::info!(objects = removed.objects, bytes = removed.bytes, kept = removed.kept, force, "cleared L1");
+        Cleared { objects: removed.objects, bytes: removed.bytes, kept: removed.kept }
+    }
+
+    /// Figures for `/metrics`.
+    pub fn readings(&self) -> Readings {
+        let stats = self.l1.cache.stats();
+        let prompts = self.prompts.stats();
+        let (lookups, unread) = self.lookups.counts();
+        Readings {
+            capacity_bytes: stats.capacity_bytes,
+            used_bytes: stats.used_bytes,
+            staged_bytes: stats.staged_bytes,
+            objects: stats.objects,
+            leased_objects: stats.leased_objects,
+            prefaulted_bytes: self.prefaulted.load(Ordering::Relaxed),
+            sessions: lookups as u64,
+            unread_lookups: unread as u64,
+            instances: self.instances.len() as u64,
+            evicted_objects: stats.evicted_objects_total,
+            evicted_bytes: stats.evicted_bytes_total,
+            accounting_errors: stats.accounting_errors,
+            prompt_chunks_known: prompts.chunks_known,
+            prompt_chunks_hashed: prompts.chunks_hashed,
+        }
+    }
+
+    /// Takes the pool's name away, so that no segment outlives the server.
+    pub fn close(&self) {
+        self.l1.arena.unlink();
+    }
+}

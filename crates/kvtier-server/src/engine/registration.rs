@@ -1,0 +1,219 @@
+//! Workers come and go: registration, pings, unregistration.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use kvtier_device::{
+    CpuDevice, Device, Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout, LayoutHints,
+    MemorySpec, TensorSpec,
+};
+use kvtier_proto::descriptor::TensorDescriptor;
+use kvtier_proto::operation::Operation;
+use kvtier_proto::request::{EngineDrivenContext, EngineGroupInfo, InstanceId, Registration};
+use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
+
+use super::instances::{Instance, Mode};
+use super::layout::{EngineDrivenLayout, ModelLayout};
+use super::{Answer, Caller, Engine};
+
+/// World sizes that fit a rank's place in an object key.
+const WORLD_SIZES: std::ops::RangeInclusive<u32> = 1..=256;
+
+fn check_model(model_name: &str, world_size: u32) -> Result<(), String> {
+    kvtier_core::object_key::check_model_name(model_name).map_err(|error| error.to_string())?;
+    if !WORLD_SIZES.contains(&world_size) {
+        return Err(format!("world_size is {world_size}; allowed: 1 to 256"));
+    }
+    Ok(())
+}
+
+impl Engine {
+    /// A ping; schedulers and probes have no instance.
+    pub(super) fn ping(&self, caller: Caller, instance: Option<InstanceId>) -> Answer {
+        let now = self.now();
+        let known = match instance {
+            None => {
+                self.scheduler_pings.lock().insert(caller.connection, now);
+                true
+            }
+            Some(id) => self.instances.ping(id, now),
+        };
+        if !known && let Some(id) = instance {
+            tracing::info!(instance = id.0, "ping of an unknown worker: told to register again");
+        }
+        Answer::from(Response::Bool(known))
+    }
+
+    /// A worker shows its pages.
+    pub(super) fn register_pages(&self, registration: &Registration<'_>) -> Answer {
+        match self.try_register_pages(registration) {
+            Ok(()) => Answer::nothing(),
+            Err(text) => {
+                tracing::warn!(instance = registration.instance.0, model = registration.model_name, error = text, "registration refused");
+                Answer::refusal_with(Operation::RegisterKvCache, ResponseKind::Nothing, "bad_registration", &text)
+            }
+        }
+    }
+
+    fn try_register_pages(&self, registration: &Registration<'_>) -> Result<(), String> {
+        if !self.config.transfer_mode.allows_lmcache_driven() {
+            return Err("this server runs with --supported-transfer-mode engine_driven; lmcache_driven workers cannot register".into());
+        }
+        check_model(registration.model_name, registration.world_size)?;
+        let now = self.now();
+        if let Some(instance) = self.instances.get(registration.instance)
+            && is_same(&instance, registration)
+        {
+            instance.seen(now);
+            return Ok(());
+        }
+        if registration.tensors.is_empty() {
+            return Err("the list of tensors is empty; allowed: one tensor a layer".into());
+        }
+        let tensors = registration.tensors.iter().map(tensor_spec).collect::<Result<Vec<_>, _>>()?;
+        let engine = DeviceEngine::from_name(registration.engine.name())
+            .ok_or_else(|| format!("engine type {:?} is unknown", registration.engine.name()))?;
+        let groups: Vec<_> = registration.groups.iter().map(group_spec).collect();
+        let layout = KvLayout::detect(
+            &tensors,
+            engine,
+            &hints(&registration.hints),
+            &groups,
+            u64::from(self.config.chunk_size),
+            self.config.separate_object_groups,
+        )
+        .map_err(|error| error.to_string())?;
+        let model = ModelLayout::of_pages(&layout);
+        let layers = layout.num_layers();
+        let memory = CpuDevice.open(Arc::new(layout)).map_err(|error| error.to_string())?;
+        let mode = Mode::LmcacheDriven {
+            memory,
+            tensors: registration.tensors.clone(),
+            hints: registration.hints.clone(),
+            groups: registration.groups.clone(),
+        };
+        let instance = Instance::new(registration.instance, registration.model_name, registration.world_size, mode, model, now);
+        self.admit(instance);
+        tracing::info!(
+            model = registration.model_name,
+            world_size = registration.world_size,
+            "Registered KV cache for GPU ID {} with {layers} layers",
+            registration.instance
+        );
+        Ok(())
+    }
+
+    /// A worker that copies by itself.
+    pub(super) fn register_engine_driven(&self, context: &EngineDrivenContext<'_>) -> Answer {
+        match self.try_register_engine_driven(context) {
+            Ok(pool) => Answer::from(Response::EngineDriven(pool)),
+            Err(text) => {
+                tracing::warn!(instance = context.instance.0, model = context.model_name, error = text, "registration refused");
+                Answer::refusal_with(Operation::RegisterEngineDriven, ResponseKind::EngineDriven, "bad_registration", &text)
+            }
+        }
+    }
+
+    fn try_register_engine_driven(&self, context: &EngineDrivenContext<'_>) -> Result<EngineDriven<'static>, String> {
+        if !self.config.transfer_mode.allows_engine_driven() {
+            return Err("this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register".into());
+        }
+        check_model(context.model_name, context.world_size)?;
+        let layout = EngineDrivenLayout::new(context, u64::from(self.config.chunk_size))?;
+        let now = self.now();
+        let same = self.instances.get(context.instance).filter(|instance| {
+            *instance.model_name == *context.model_name
+                && instance.world_size == context.world_size
+                && matches!(&instance.mode, Mode::EngineDriven { layout: known, .. } if *known == layout)
+        });
+        match same {
+            Some(instance) => instance.seen(now),
+            None => {
+                let model = layout.model();
+                let mode = Mode::EngineDriven { layout, pickles: AtomicBool::new(false) };
+                self.admit(Instance::new(context.instance, context.model_name, context.world_size, mode, model, now));
+                tracing::info!(
+                    model = context.model_name,
+                    world_size = context.world_size,
+                    "Registered non-GPU context for instance {}",
+                    context.instance
+                );
+            }
+        }
+        let arena = &self.l1.arena;
+        Ok(match arena.shm_name() {
+            Some(name) => EngineDriven { shm_name: name.trim_start_matches('/').to_string().into(), pool_size: arena.len() },
+            None => EngineDriven { shm_name: "".into(), pool_size: 0 },
+        })
+    }
+
+    fn admit(&self, instance: Instance) {
+        let id = instance.id;
+        if self.instances.insert(instance).is_some() {
+            // Another process, or the same one with other memory: whatever the earlier one had borrowed is over.
+            let transfers = self.transfers.release(id);
+            tracing::info!(instance = id.0, transfers, "a new registration replaced the one under this instance id");
+        }
+    }
+
+    /// A worker leaves; what it had borrowed comes back, uncommitted.
+    pub(super) fn unregister(&self, id: InstanceId) {
+        let transfers = self.transfers.release(id);
+        if self.instances.remove(id).is_some() {
+            tracing::info!(instance = id.0, transfers, "Unregistered instance {id}");
+        }
+    }
+}
+
+fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
+    *instance.model_name == *registration.model_name
+        && instance.world_size == registration.world_size
+        && matches!(
+            &instance.mode,
+            Mode::LmcacheDriven { tensors, hints, groups, .. }
+                if *tensors == registration.tensors && *hints == registration.hints && *groups == registration.groups
+        )
+}
+
+fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec, String> {
+    let Some(metadata) = descriptor.metadata() else {
+        return Err(format!(
+            "tensors of kind {} cannot be registered; allowed: the descriptors of LMCache 0.5.1 and later",
+            descriptor.kind()
+        ));
+    };
+    let memory = match descriptor {
+        TensorDescriptor::CpuShm(shm) => MemorySpec::CpuShm { name: shm.shm_name.clone(), nbytes: shm.nbytes },
+        other => MemorySpec::Unsupported { kind: other.kind().to_string() },
+    };
+    Ok(TensorSpec {
+        memory,
+        dtype_size: metadata.dtype.item_size(),
+        dtype_name: metadata.dtype.name().to_string(),
+        shape: metadata.shape.clone(),
+        stride: metadata.stride.clone(),
+        storage_offset: metadata.storage_offset,
+    })
+}
+
+fn group_spec(info: &EngineGroupInfo) -> GroupSpec {
+    GroupSpec {
+        engine_group_id: info.engine_group_id,
+        layer_indices: info.layer_indices.clone(),
+        tokens_per_block: info.tokens_per_block,
+        sliding_window_tokens: info.sw_size_tokens,
+        extra_object_group_tag: info.extra_object_group_tag,
+        recurrent_state: info.recurrent_state,
+    }
+}
+
+fn hints(hints: &kvtier_proto::request::LayoutHints) -> LayoutHints {
+    let positive = |value: Option<i64>| value.and_then(|value| u64::try_from(value).ok());
+    LayoutHints {
+        kv_layout: hints.kv_layout.and_then(|layout| KvAxisOrder::from_name(layout.name())),
+        num_kv_heads: positive(hints.num_kv_heads),
+        tokens_per_block: positive(hints.tokens_per_block),
+        kv_list_layout: hints.kv_list_layout.and_then(|layout| KvListLayout::from_name(layout.name())),
+        head_dim: positive(hints.head_dim),
+    }
+}

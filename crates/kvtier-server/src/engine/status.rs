@@ -1,0 +1,160 @@
+//! `/status` in the shape of LMCache 0.5.6, with its keys as far as they apply.
+
+use serde_json::{Map, Value, json};
+
+use super::Engine;
+use super::instances::Mode;
+
+/// Tag of the only L1.
+const TAG: &str = "_default";
+
+impl Engine {
+    /// The whole state.
+    pub fn status(&self, healthy: bool) -> Value {
+        let stats = self.l1.cache.stats();
+        let (lookups, unread) = self.lookups.counts();
+        let (transfers, withheld) = self.transfers.counts();
+        let config = &self.config;
+        let memory_healthy = self.l1.arena.poisoned().is_none() && stats.accounting_errors == 0;
+        let by_backend = json!({ "dram": stats.capacity_bytes });
+        let l1 = json!({
+            "is_healthy": memory_healthy,
+            "total_object_count": stats.objects,
+            "write_locked_count": stats.staged_objects,
+            "read_locked_count": stats.leased_objects,
+            "temporary_count": 0,
+            "staging_object_count": stats.staged_objects,
+            "staging_bytes": stats.staged_bytes,
+            "memory_used_bytes": stats.used_bytes,
+            "memory_total_bytes": stats.capacity_bytes,
+            "memory_configured_bytes": config.l1_bytes,
+            "capacity_bytes_by_backend": by_backend,
+            "memory_usage_ratio": stats.used_bytes as f64 / stats.capacity_bytes.max(1) as f64,
+            "write_ttl_seconds": config.write_ttl.as_secs(),
+            "read_ttl_seconds": config.read_ttl.as_secs(),
+            "prefaulted_bytes": self.prefaulted.load(std::sync::atomic::Ordering::Relaxed),
+            "bookkeeping_bytes": stats.bookkeeping_bytes,
+            "accounting_errors": stats.accounting_errors,
+        });
+        let eviction = json!({
+            "is_healthy": healthy,
+            "thread_alive": healthy,
+            "eviction_policy": config.eviction_policy.as_str(),
+            "trigger_watermark": config.eviction_trigger_watermark,
+            "eviction_ratio": config.eviction_ratio,
+        });
+        let store = json!({
+            "is_healthy": healthy, "thread_alive": healthy, "pending_keys_count": 0, "in_flight_task_count": 0,
+            "num_l2_adapters": 0, "num_active_adapters": 0, "num_draining_adapters": 0,
+        });
+        let mut pages = Map::new();
+        let mut engine_driven = Map::new();
+        for instance in self.instances.all() {
+            let id = instance.id.to_string();
+            match &instance.mode {
+                Mode::LmcacheDriven { memory, .. } => {
+                    let layout = memory.layout().describe();
+                    let groups: Vec<_> = layout
+                        .kernel_groups
+                        .iter()
+                        .map(|group| {
+                            json!({
+                                "kernel_group_idx": group.kernel_group_idx,
+                                "engine_group_idx": group.engine_group_idx,
+                                "object_group_idx": group.object_group_idx,
+                                "num_layers": group.num_layers,
+                                "layer_indices": group.layer_indices,
+                                "tokens_per_block": group.tokens_per_block,
+                                "slots_per_block": group.slots_per_block,
+                                "dtype": group.dtype,
+                                "engine_kv_concrete_shape": group.engine_kv_concrete_shape,
+                                "is_mla": group.is_mla,
+                                "engine_kv_format": group.engine_kv_format,
+                                "engine_kv_shape": group.engine_kv_shape,
+                                "attention_backend": group.attention_backend,
+                            })
+                        })
+                        .collect();
+                    pages.insert(
+                        id,
+                        json!({
+                            "model_name": &*instance.model_name,
+                            "world_size": instance.world_size,
+                            "kv_cache_layout": {
+                                "num_layers": layout.num_layers,
+                                "num_blocks": layout.num_blocks,
+                                "cache_size_per_token": layout.cache_size_per_token,
+                                "kernel_groups": groups,
+                            },
+                        }),
+                    );
+                }
+                Mode::EngineDriven { layout, .. } => {
+                    engine_driven.insert(
+                        id,
+                        json!({
+                            "model_name": &*instance.model_name,
+                            "world_size": instance.world_size,
+                            "block_size": layout.block_size,
+                            "use_mla": layout.use_mla,
+                        }),
+                    );
+                }
+            }
+        }
+        let ids = |map: &Map<String, Value>| map.keys().filter_map(|id| id.parse::<i64>().ok()).collect::<Vec<_>>();
+        let reap = config.worker_reap_timeout;
+        json!({
+            "is_healthy": healthy && memory_healthy,
+            "engine_type": "MPCacheServer",
+            "server": "kvtier",
+            "version": env!("CARGO_PKG_VERSION"),
+            "instance_id": config.instance_id,
+            "uptime_seconds": self.now().as_secs(),
+            "chunk_size": config.chunk_size,
+            "hash_algorithm": config.hash_algorithm.name(),
+            "active_sessions": lookups,
+            "pending_transfers": transfers,
+            "withheld_transfers": withheld,
+            "storage_manager": {
+                "is_healthy": healthy && memory_healthy,
+                "l1_managers": { TAG: l1 },
+                "l1_manager": l1,
+                "store_controllers": { TAG: store },
+                "store_controller": store,
+                "l1_eviction_controllers": { TAG: eviction },
+                "l1_eviction_controller": eviction,
+                // The stock CLI reads the policy under this older name.
+                "eviction_controller": eviction,
+                "prefetch_controller": {
+                    "is_healthy": healthy, "thread_alive": healthy, "max_in_flight": 0, "submission_queue_size": 0,
+                    "pending_queue_size": 0, "in_flight_request_count": 0, "lookup_phase_count": 0,
+                    "load_phase_count": 0, "completed_results_count": unread, "num_l2_adapters": 0,
+                    "num_active_adapters": 0, "num_draining_adapters": 0,
+                },
+                "l2_eviction_controller": { "is_healthy": healthy, "thread_alive": healthy, "adapters": [] },
+                "l2_adapters": [],
+                "num_l2_adapters": 0,
+                "l1_usage": [stats.used_bytes, stats.capacity_bytes],
+                "l1_capacity_bytes_by_backend": by_backend,
+            },
+            "active_prefetch_jobs": unread,
+            "active_p2p_lookup_jobs": 0,
+            "p2p_enabled": false,
+            "p2p_state": "unregistered",
+            "p2p_peer_count": 0,
+            "p2p_peers": [],
+            "worker_liveness": {
+                "enabled": reap.is_some(),
+                "reap_timeout_seconds": reap.map_or(0.0, |timeout| timeout.as_secs_f64()),
+                "registration_grace_seconds": config.registration_grace.as_secs_f64(),
+                "tracked_instances": self.instances.len(),
+            },
+            "kv_events": { "enabled": false },
+            "registered_gpu_ids": ids(&pages),
+            "cache_context_meta": pages,
+            "registered_non_cuda_instance_ids": ids(&engine_driven),
+            "non_cuda_context_meta": engine_driven,
+        })
+    }
+}

@@ -1,0 +1,294 @@
+//! The ZMQ front end: one thread that owns the socket, moves frames and never waits for a request.
+//!
+//! It answers the requests that need no work at once, and queues the others in the lanes of their connection. Pools
+//! decode and serve them and put the answers into the outbox, which wakes this thread.
+
+mod connection;
+pub mod lanes;
+mod outbox;
+mod request;
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
+use kvtier_proto::generation::{Generation, Unresolved};
+use kvtier_proto::operation::Lane as LaneKind;
+
+use crate::config::ServerConfig;
+use crate::engine::{Answer, Engine};
+use crate::health::Health;
+use connection::Connections;
+use lanes::Pool;
+use outbox::{Inbox, Outbox, Reply};
+use request::{Job, Server, error_frame};
+
+/// Replies that wait for a client which does not read. More than it can have requests under way.
+const SEND_HWM: i32 = 100_000;
+
+/// Messages taken from the socket before replies get their turn.
+const BURST: usize = 64;
+
+/// Milliseconds a new TCP connection has for the ZMTP handshake.
+const HANDSHAKE_MS: i32 = 10_000;
+
+/// Milliseconds between ZMTP heartbeats to a silent client, and until it is taken for gone.
+const HEARTBEAT_MS: i32 = 10_000;
+const HEARTBEAT_TIMEOUT_MS: i32 = 60_000;
+
+/// Milliseconds between looks at the stop flag when nothing happens; stopping also wakes the thread.
+const IDLE_MS: i64 = 1000;
+
+/// The running front end.
+pub struct FrontEnd {
+    endpoint: String,
+    stop: Arc<AtomicBool>,
+    outbox: Outbox,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl FrontEnd {
+    /// Binds the socket and starts serving.
+    ///
+    /// # Errors
+    /// One line that names the address.
+    pub fn start(config: &ServerConfig, engine: Arc<Engine>, health: Arc<Health>) -> Result<Self, String> {
+        let address = config.bind_address();
+        let context = zmq::Context::new();
+        let socket = bind(&context, &address, config.max_message_bytes)
+            .map_err(|error| format!("--host, --port: {address} cannot be bound: {error}"))?;
+        let endpoint = match socket.get_last_endpoint() {
+            Ok(Ok(endpoint)) => endpoint,
+            _ => address,
+        };
+        let (outbox, inbox) = outbox::outbox().map_err(|error| format!("no eventfd: {error}"))?;
+        let server = Arc::new(Server { engine, health, outbox: outbox.clone() });
+        let pool = |name, threads| {
+            let server = Arc::clone(&server);
+            Pool::start(name, threads, move |job| server.run(job)).map_err(|error| format!("no thread: {error}"))
+        };
+        let mut front = Front {
+            socket,
+            inbox,
+            transfers: pool("kvtier-transfer", config.transfer_workers)?,
+            control: pool("kvtier-control", config.control_workers)?,
+            connections: Connections::default(),
+            server: Arc::clone(&server),
+            stop: Arc::new(AtomicBool::new(false)),
+        };
+        let stop = Arc::clone(&front.stop);
+        let thread = std::thread::Builder::new()
+            .name("kvtier-front".into())
+            .spawn(move || front.run())
+            .map_err(|error| format!("no thread: {error}"))?;
+        Ok(Self { endpoint, stop, outbox, thread: Some(thread) })
+    }
+
+    /// Where it listens, such as `tcp://127.0.0.1:5555`.
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// Stops taking requests, lets those under way finish, and closes the socket.
+    pub fn stop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.outbox.wake();
+        if let Some(thread) = self.thread.take() {
+            // A panic of that thread has been noted in the health by itself.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for FrontEnd {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn bind(context: &zmq::Context, address: &str, max_message_bytes: u64) -> zmq::Result<zmq::Socket> {
+    let socket = context.socket(zmq::ROUTER)?;
+    socket.set_router_mandatory(true)?;
+    socket.set_linger(1000)?;
+    socket.set_sndhwm(SEND_HWM)?;
+    socket.set_maxmsgsize(i64::try_from(max_message_bytes).unwrap_or(i64::MAX))?;
+    socket.set_handshake_ivl(HANDSHAKE_MS)?;
+    socket.set_heartbeat_ivl(HEARTBEAT_MS)?;
+    socket.set_heartbeat_timeout(HEARTBEAT_TIMEOUT_MS)?;
+    socket.bind(address)?;
+    Ok(socket)
+}
+
+struct Front {
+    socket: zmq::Socket,
+    inbox: Inbox,
+    transfers: Pool<Job>,
+    control: Pool<Job>,
+    connections: Connections,
+    server: Arc<Server>,
+    stop: Arc<AtomicBool>,
+}
+
+impl Front {
+    fn run(&mut self) {
+        let health = Arc::clone(&self.server.health);
+        let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.serve()));
+        if served.is_err() {
+            health.poison("front end");
+        }
+    }
+
+    fn serve(&mut self) {
+        let wake: RawFd = self.inbox.fd();
+        while !self.stop.load(Ordering::Acquire) {
+            let mut items = [self.socket.as_poll_item(zmq::POLLIN), zmq::PollItem::from_fd(wake, zmq::POLLIN)];
+            match zmq::poll(&mut items, IDLE_MS) {
+                Ok(_) | Err(zmq::Error::EINTR) => {}
+                Err(error) => {
+                    tracing::error!(%error, "polling the request socket failed");
+                    self.server.health.poison("front end");
+                    return;
+                }
+            }
+            self.send_replies();
+            for _ in 0..BURST {
+                match self.receive() {
+                    Some(frames) => self.take(frames),
+                    None => break,
+                }
+            }
+        }
+        // Requests that the lanes still hold are answered before the socket goes.
+        self.transfers.finish();
+        self.control.finish();
+        self.send_replies();
+    }
+
+    /// One message, if one is there: routing id first.
+    fn receive(&self) -> Option<Vec<zmq::Message>> {
+        let mut frames = Vec::with_capacity(6);
+        loop {
+            let mut frame = zmq::Message::new();
+            match self.socket.recv(&mut frame, zmq::DONTWAIT) {
+                Ok(()) => {}
+                Err(zmq::Error::EAGAIN) => return None,
+                Err(zmq::Error::EINTR) => continue,
+                Err(error) => {
+                    tracing::error!(%error, "receiving failed");
+                    return None;
+                }
+            }
+            let more = frame.get_more();
+            frames.push(frame);
+            if !more {
+                return Some(frames);
+            }
+        }
+    }
+
+    fn take(&mut self, frames: Vec<zmq::Message>) {
+        let received = Instant::now();
+        let mut frames = frames.into_iter();
+        let Some(routing_id) = frames.next() else { return };
+        let frames: Vec<_> = frames.collect();
+        let message = match ClientMessage::parse(frames.iter().map(|frame| &**frame)) {
+            Ok(ClientMessage::Request(request)) => request,
+            // No stream stays open here: the only one ends with its first batch.
+            Ok(ClientMessage::Stream { .. }) => return,
+            Err(error) => {
+                self.server.engine.metrics().malformed_messages.inc();
+                tracing::debug!(%error, frames = frames.len(), "a message that is no request was dropped");
+                return;
+            }
+        };
+        let connection = self.connections.get(&routing_id, received);
+        let resolved = match connection.candidates.resolve(&message, &[Generation::G6]) {
+            Ok(resolved) => resolved,
+            Err(error) => {
+                let reply = self.unresolved(&routing_id, &message, &error, received);
+                if let Some(reply) = reply {
+                    self.send(reply);
+                }
+                return;
+            }
+        };
+        if resolved.generation != Generation::G6 && resolved.certain && !std::mem::replace(&mut connection.told_off, true) {
+            tracing::warn!(
+                releases = resolved.generation.releases(),
+                "a client of LMCache {} connected; this server serves {}: it runs without a cache",
+                resolved.generation.releases(),
+                Generation::G6.releases(),
+            );
+        }
+        let (uid, op) = (message.uid.to_vec(), message.op.to_vec());
+        let job = Job {
+            peer: Arc::clone(&connection.peer),
+            uid,
+            op,
+            payloads: frames.into_iter().skip(2).collect(),
+            resolved,
+            takes_text: resolved.takes_text_op,
+            received,
+        };
+        let (pool, lane) = match resolved.spec.operation.lane() {
+            LaneKind::Inline => return self.server.run(job),
+            LaneKind::Transfer => (&self.transfers, &connection.transfers),
+            LaneKind::Control => (&self.control, &connection.control),
+        };
+        if let Err(job) = pool.push(lane, job) {
+            tracing::warn!(operation = job.resolved.spec.operation.name(), "a client has too many requests waiting");
+            self.server.refuse(job, "lane_full");
+        }
+    }
+
+    /// A request that no table knows: clients that take a text learn why, others would not survive one.
+    fn unresolved(
+        &mut self,
+        routing_id: &[u8],
+        message: &RequestFrames<'_>,
+        error: &Unresolved,
+        received: Instant,
+    ) -> Option<Reply> {
+        self.server.engine.metrics().malformed_messages.inc();
+        tracing::debug!(%error, "a request that no table knows");
+        let connection = self.connections.get(routing_id, received);
+        let generation = connection.candidates.decided()?;
+        let takes_text = connection.candidates.takes_text_op();
+        let peer = Arc::clone(&connection.peer);
+        // A known operation with the wrong payloads still has its own "no".
+        let known = OperationId::decode(message.op).ok().and_then(|id| generation.rows(id).next());
+        let answer = match known {
+            Some(spec) => Answer::refusal_with(spec.operation, spec.response, "payload_count", error),
+            None => Answer::error(error.to_string(), "unknown_operation"),
+        };
+        let (op, payload) = match answer.error {
+            Some(text) if takes_text => (error_frame(&text), None),
+            // An operation that an older client knows and we do not: there is no answer it would understand.
+            Some(_) if known.is_none() => return None,
+            _ => (message.op.to_vec(), answer.payload),
+        };
+        Some(Reply { peer, uid: message.uid.to_vec(), op, payload })
+    }
+
+    fn send_replies(&self) {
+        for reply in self.inbox.drain() {
+            self.send(reply);
+        }
+    }
+
+    fn send(&self, reply: Reply) {
+        let mut frames: Vec<zmq::Message> = Vec::with_capacity(4);
+        frames.push(zmq::Message::from(&*reply.peer.routing_id));
+        frames.push(reply.uid.into());
+        frames.push(reply.op.into());
+        frames.extend(reply.payload.map(zmq::Message::from));
+        if let Err(error) = self.socket.send_multipart(frames, zmq::DONTWAIT) {
+            // Gone (EHOSTUNREACH), or so far behind that its queue is full (EAGAIN).
+            self.server.engine.metrics().undeliverable.inc();
+            tracing::debug!(%error, connection = reply.peer.id, "a reply could not be delivered");
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Replies on their way from the pools to the thread that owns the socket.
+//!
+//! A channel carries them; an eventfd wakes the socket's thread, once for any number of replies that wait.
+
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::connection::Peer;
+
+/// One message to a client.
+pub struct Reply {
+    /// Whom it is for.
+    pub peer: Arc<Peer>,
+    /// The request's uid frame.
+    pub uid: Vec<u8>,
+    /// The request's operation frame, or an error text in its place.
+    pub op: Vec<u8>,
+    /// The response; nothing is no third frame.
+    pub payload: Option<Vec<u8>>,
+}
+
+struct Wake {
+    fd: OwnedFd,
+    /// Set by whoever wrote the eventfd, cleared by the reader before it drains the channel.
+    signalled: AtomicBool,
+}
+
+/// Where the pools put replies. The channel is bounded by the requests under way, which the lanes bound.
+#[derive(Clone)]
+pub struct Outbox {
+    replies: Sender<Reply>,
+    wake: Arc<Wake>,
+}
+
+/// Where the socket's thread takes them.
+pub struct Inbox {
+    replies: Receiver<Reply>,
+    wake: Arc<Wake>,
+}
+
+/// Makes both ends.
+///
+/// # Errors
+/// The system's, when it gives no eventfd.
+pub fn outbox() -> std::io::Result<(Outbox, Inbox)> {
+    let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    let wake = Arc::new(Wake { fd, signalled: AtomicBool::new(false) });
+    let (sender, receiver) = unbounded();
+    Ok((Outbox { replies: sender, wake: Arc::clone(&wake) }, Inbox { replies: receiver, wake }))
+}
+
+impl Outbox {
+    /// Hands a reply over.
+    pub fn send(&self, reply: Reply) {
+        // Fails only when the socket's thread is gone, and then there is nobody to answer to.
+        let _ = self.replies.send(reply);
+        self.wake();
+    }
+
+    /// Wakes the socket's thread.
+    pub fn wake(&self) {
+        if !self.wake.signalled.swap(true, Ordering::AcqRel) {
+            // An eventfd refuses a write only when its counter would overflow, and then it is readable anyway.
+            let _ = rustix::io::write(&self.wake.fd, &1_u64.to_ne_bytes());
+        }
+    }
+}
+
+impl Inbox {
+    /// The descriptor that becomes readable when replies wait.
+    pub fn fd(&self) -> RawFd {
+        self.wake.fd.as_raw_fd()
+    }
+
+    /// Takes the replies that wait.
+    pub fn drain(&self) -> impl Iterator<Item = Reply> + '_ {
+        // The order matters: a reply sent before the flag is cleared is drained below, one sent after it writes the
+        // eventfd again. Clearing first would let the read swallow the signal of a reply still to come.
+        let mut counter = [0; 8];
+        let _ = rustix::io::read(&self.wake.fd, &mut counter);
+        self.wake.signalled.store(false, Ordering::Release);
+        self.replies.try_iter()
+    }
+}

@@ -1,0 +1,121 @@
+//! One request on its way through a pool: decode, handle, reply.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvtier_proto::generation::{Generation, OperationSpec, Resolved};
+use kvtier_proto::operation::Operation;
+use kvtier_proto::request::Request;
+
+use super::connection::Peer;
+use super::outbox::{Outbox, Reply};
+use crate::engine::{Answer, Caller, Engine};
+use crate::health::Health;
+
+/// A request whose frames are still undecoded.
+pub struct Job {
+    /// Who asks.
+    pub peer: Arc<Peer>,
+    /// The request's uid frame.
+    pub uid: Vec<u8>,
+    /// The request's operation frame.
+    pub op: Vec<u8>,
+    /// The payload frames; token ids and pickled data stay in them to the end.
+    pub payloads: Vec<zmq::Message>,
+    /// The row of the table that the request is read by.
+    pub resolved: Resolved,
+    /// Whether its client survives a text in place of the operation's frame.
+    pub takes_text: bool,
+    /// When its message was taken from the socket.
+    pub received: Instant,
+}
+
+/// What serves requests.
+pub struct Server {
+    /// The cache.
+    pub engine: Arc<Engine>,
+    /// Where a panic is noted.
+    pub health: Arc<Health>,
+    /// Where answers go.
+    pub outbox: Outbox,
+}
+
+impl Job {
+    /// The operation's table row.
+    fn spec(&self) -> &'static OperationSpec {
+        self.resolved.spec
+    }
+}
+
+impl Server {
+    /// Serves a request and sends its answer. Whatever happens, there is one.
+    pub fn run(&self, job: Job) {
+        let operation = job.spec().operation;
+        let answer = catch_unwind(AssertUnwindSafe(|| self.serve(&job))).unwrap_or_else(|_| {
+            // The panic has been printed. State under a lock may be half changed, so the health says it for good.
+            self.health.poison(operation.name());
+            self.engine.metrics().handler_panics.inc();
+            Answer::refusal(operation, job.spec().response, "panic")
+        });
+        self.reply(job, answer);
+    }
+
+    /// Answers with the operation's "no", without serving.
+    pub fn refuse(&self, job: Job, reason: &'static str) {
+        let answer = Answer::refusal(job.spec().operation, job.spec().response, reason);
+        self.reply(job, answer);
+    }
+
+    fn serve(&self, job: &Job) -> Answer {
+        let spec = job.spec();
+        if job.resolved.generation != Generation::G6 {
+            return self.serve_older(job);
+        }
+        let payloads: Vec<&[u8]> = job.payloads.iter().map(|payload| &**payload).collect();
+        match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
+            Ok(request) => self.engine.handle(Caller { connection: job.peer.id }, &request),
+            Err(error) => {
+                tracing::debug!(operation = spec.operation.name(), %error, "a request could not be decoded");
+                Answer::refusal_with(spec.operation, spec.response, "undecodable", &error)
+            }
+        }
+    }
+
+    /// A client of a generation that is recognised and not served yet: it gets the "no" of each operation, so that it
+    /// runs without a cache instead of waiting.
+    fn serve_older(&self, job: &Job) -> Answer {
+        let spec = job.spec();
+        match spec.operation {
+            Operation::GetChunkSize => self.engine.handle(Caller { connection: job.peer.id }, &Request::GetChunkSize),
+            operation => Answer::refusal(operation, spec.response, "older_generation"),
+        }
+    }
+
+    fn reply(&self, job: Job, answer: Answer) {
+        let operation = job.spec().operation.name();
+        let metrics = self.engine.metrics();
+        if let Some(reason) = answer.refused {
+            metrics.refused(operation, reason);
+        }
+        metrics.answered(operation, job.received.elapsed());
+        let text = answer.error.filter(|_| job.takes_text);
+        let (op, payload) = match text {
+            Some(text) => (error_frame(&text), None),
+            None => (job.op.clone(), answer.payload),
+        };
+        if answer.ends_stream {
+            self.outbox.send(Reply { peer: Arc::clone(&job.peer), uid: job.uid.clone(), op: op.clone(), payload });
+            self.outbox.send(Reply { peer: job.peer, uid: job.uid, op, payload: None });
+        } else {
+            self.outbox.send(Reply { peer: job.peer, uid: job.uid, op, payload });
+        }
+    }
+}
+
+/// An error text as an operation frame.
+pub fn error_frame(text: &str) -> Vec<u8> {
+    let mut frame = Vec::new();
+    kvtier_proto::wire::write_str(&mut frame, text);
+    frame
+}

@@ -1,0 +1,115 @@
+//! Routes that act on the cache: clear it, and checksum an engine's pages.
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+
+use super::body::Body;
+use super::{ApiError, State};
+use crate::engine::ChecksumError;
+
+fn engine(api: &State) -> Result<&std::sync::Arc<crate::engine::Engine>, ApiError> {
+    api.engine
+        .get()
+        .ok_or_else(|| ApiError::Detail(StatusCode::SERVICE_UNAVAILABLE, "engine not initialized".into()))
+}
+
+/// Drops the objects of L1: those without a lease, or all of them with `force`.
+///
+/// Body, all optional: `{"tier": "l1", "force": false}`. A forced clear hides leased objects at once; their memory
+/// returns when the last lease goes, so a transfer under way still reads right bytes.
+#[utoipa::path(post, path = "/cache/clear", request_body = Option<Value>, responses(
+    (status = 200, description = "Cleared; counts of what went and what was kept because of a lease", body = Value),
+    (status = 400, description = "That tier cannot be cleared", body = Value),
+    (status = 422, description = "Body of the wrong shape", body = Value),
+))]
+pub(super) async fn clear(api: State, bytes: Bytes) -> Result<Json<Value>, ApiError> {
+    let body = Body::parse(&bytes)?;
+    let tier = body.one_of("tier", &["l1", "l2", "all"])?;
+    let force = body.bool("force", false)?;
+    if tier != "l1" {
+        return Err(ApiError::Detail(StatusCode::BAD_REQUEST, format!("tier '{tier}' not supported; only 'l1'")));
+    }
+    let cleared = engine(&api)?.clear(force);
+    Ok(Json(json!({
+        "status": "ok",
+        "cleared": { "tier": "l1", "objects": cleared.objects, "bytes": cleared.bytes, "kept": cleared.kept },
+    })))
+}
+
+/// MD5 of an engine's own KV blocks, to compare before a store and after a retrieve.
+///
+/// Body: `{"block_ids": [int], "chunk_size": int, "instance_id": int, "layerwise": bool}`. Every `chunk_size` block ids
+/// make one checksum over the blocks of each layer in layer order; bfloat16 counts as float32.
+#[utoipa::path(post, path = "/cache/checksums", request_body = Value, responses(
+    (status = 200, description = "Checksums", body = Value),
+    (status = 400, description = "A value is not allowed", body = Value),
+    (status = 404, description = "That instance is not registered", body = Value),
+    (status = 422, description = "Body of the wrong shape", body = Value),
+))]
+pub(super) async fn checksums(api: State, bytes: Bytes) -> Result<Json<Value>, ApiError> {
+    let body = Body::parse(&bytes)?;
+    let block_ids = body.ints("block_ids")?;
+    let chunk_size = body.int("chunk_size", 0)?;
+    let instance_id = body.int("instance_id", 0)?;
+    let layerwise = body.bool("layerwise", false)?;
+    let engine = std::sync::Arc::clone(engine(&api)?);
+    let blocks = block_ids.clone();
+    let result = tokio::task::spawn_blocking(move || engine.checksums(instance_id, &blocks, chunk_size, layerwise))
+        .await
+        .map_err(|_| ApiError::Detail(StatusCode::INTERNAL_SERVER_ERROR, "the checksum task failed".into()))?;
+    let layers = result.map_err(|error| {
+        let status = match &error {
+            ChecksumError::UnknownInstance(_) => StatusCode::NOT_FOUND,
+            ChecksumError::NotSupported(_) => StatusCode::NOT_IMPLEMENTED,
+            ChecksumError::BadRequest(_) => StatusCode::BAD_REQUEST,
+        };
+        ApiError::Detail(status, error.to_string())
+    })?;
+    let chunk_checksums = if layerwise {
+        let named = layers.iter().enumerate().map(|(index, sums)| (format!("layer_{index}"), json!(sums)));
+        Value::Object(named.collect())
+    } else {
+        json!(layers.first().cloned().unwrap_or_default())
+    };
+    Ok(Json(json!({
+        "status": "success",
+        "chunk_size": chunk_size,
+        "num_chunks": block_ids.len().div_ceil(usize::try_from(chunk_size).unwrap_or(1).max(1)),
+        "chunk_checksums": chunk_checksums,
+        "layerwise": layerwise,
+        "block_id_ranges": ranges(&block_ids),
+    })))
+}
+
+/// Runs of consecutive ids as `[first, last]`, single ids as they are.
+fn ranges(ids: &[i64]) -> Vec<Value> {
+    let mut out = Vec::new();
+    let mut rest = ids;
+    while let Some(&first) = rest.first() {
+        let run = rest.iter().zip(first..).take_while(|(id, expected)| **id == *expected).count();
+        let last = rest[run - 1];
+        out.push(if run == 1 { json!(first) } else { json!([first, last]) });
+        rest = &rest[run..];
+    }
+    // One single run is written without a list around it, as LMCache does.
+    match out.as_slice() {
+        [Value::Array(only)] => only.clone(),
+        _ => out,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_written_as_lmcache_writes_them() {
+        assert_eq!(json!(ranges(&[0, 1, 2, 3, 8])), json!([[0, 3], 8]));
+        assert_eq!(json!(ranges(&[0, 1])), json!([0, 1]));
+        assert_eq!(json!(ranges(&[5])), json!([5]));
+        assert_eq!(json!(ranges(&[])), json!([]));
+        assert_eq!(json!(ranges(&[i64::MAX, 0])), json!([i64::MAX, 0]));
+    }
+}

@@ -1,0 +1,66 @@
+//! Routes that only tell: `/`, health, status, versions, metrics.
+
+use axum::Json;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+use super::{ApiError, State};
+
+/// The release of LMCache whose HTTP API this one answers like; clients compare it.
+const LMCACHE_RELEASE: &str = "0.5.6";
+
+/// Says that somebody is there.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "The service is there", body = Value)))]
+pub(super) async fn root() -> Json<Value> {
+    Json(json!({ "status": "ok", "service": "kvtier HTTP API" }))
+}
+
+/// True readiness: 200 when requests are served and no component has failed, 503 with the reason otherwise.
+#[utoipa::path(get, path = "/healthcheck", responses(
+    (status = 200, description = "Serving", body = Value),
+    (status = 503, description = "Not serving; `reason` says why", body = Value),
+))]
+pub(super) async fn healthcheck(api: State) -> Response {
+    match api.health.reason() {
+        None => Json(json!({ "status": "healthy" })).into_response(),
+        Some(reason) => {
+            (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "status": "unhealthy", "reason": reason }))).into_response()
+        }
+    }
+}
+
+/// Everything about the server's state, in the shape of LMCache's `/status`.
+#[utoipa::path(get, path = "/status", responses(
+    (status = 200, description = "State of the server", body = Value),
+    (status = 503, description = "The engine is not there yet", body = Value),
+))]
+pub(super) async fn status(api: State) -> Result<Json<Value>, ApiError> {
+    match api.engine.get() {
+        Some(engine) => Ok(Json(engine.status(api.health.reason().is_none()))),
+        None => Err(ApiError::Error(StatusCode::SERVICE_UNAVAILABLE, "engine not initialized".into())),
+    }
+}
+
+/// Version of this server.
+#[utoipa::path(get, path = "/version", responses((status = 200, description = "Version of kvtier", body = String)))]
+pub(super) async fn version() -> Json<String> {
+    Json(format!("{}+kvtier.{}", LMCACHE_RELEASE, env!("CARGO_PKG_VERSION")))
+}
+
+/// Release of LMCache whose protocol and API are served.
+#[utoipa::path(get, path = "/lmc_version", responses((status = 200, description = "Release of LMCache", body = String)))]
+pub(super) async fn release() -> Json<&'static str> {
+    Json(LMCACHE_RELEASE)
+}
+
+/// Metrics in Prometheus' text format.
+#[utoipa::path(get, path = "/metrics", responses((status = 200, description = "Prometheus text", body = String)))]
+pub(super) async fn metrics(api: State) -> Response {
+    let Some(engine) = api.engine.get() else {
+        return (StatusCode::SERVICE_UNAVAILABLE, "engine not initialized\n").into_response();
+    };
+    let text = engine.metrics().encode(&engine.readings());
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, kind)], text).into_response()
+}

@@ -1,0 +1,126 @@
+//! The HTTP API: health, status, metrics and administration.
+//!
+//! Paths, bodies and the three error shapes are those of LMCache 0.5.6's HTTP server where it has the route; what it
+//! lacks is added beside them. The socket opens before the engine does, so that a probe is answered from the start.
+
+mod body;
+mod cache;
+mod info;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::DefaultBodyLimit;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use tower_http::timeout::TimeoutLayer;
+use utoipa::OpenApi;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use crate::engine::Engine;
+use crate::health::Health;
+
+/// Largest request body, bytes. The largest real one is a list of block ids.
+const BODY_LIMIT: usize = 8 << 20;
+
+/// Longest time one request may take.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What the routes read.
+pub struct Api {
+    /// The engine, once it is there.
+    pub engine: std::sync::OnceLock<Arc<Engine>>,
+    /// Readiness and poisoned components.
+    pub health: Arc<Health>,
+}
+
+type State = axum::extract::State<Arc<Api>>;
+
+/// An error in one of the shapes the API knows.
+#[derive(Debug)]
+pub(super) enum ApiError {
+    /// `{"detail": "<text>"}`, as `/cache/*` answers.
+    Detail(StatusCode, String),
+    /// `{"detail": [...]}` with status 422, for a body of the wrong shape.
+    Schema(serde_json::Value),
+    /// `{"error": "<text>"}`, as `/status` answers.
+    Error(StatusCode, String),
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let (status, body) = match self {
+            ApiError::Detail(status, text) => (status, serde_json::json!({ "detail": text })),
+            ApiError::Schema(errors) => (StatusCode::UNPROCESSABLE_ENTITY, serde_json::json!({ "detail": errors })),
+            ApiError::Error(status, text) => (status, serde_json::json!({ "error": text })),
+        };
+        (status, axum::Json(body)).into_response()
+    }
+}
+
+#[derive(OpenApi)]
+#[openapi(info(
+    title = "kvtier HTTP API",
+    description = "Health, status, metrics and administration of a kvtier server."
+))]
+struct Description;
+
+fn api() -> OpenApiRouter<Arc<Api>> {
+    OpenApiRouter::with_openapi(Description::openapi())
+        .routes(routes!(info::root))
+        .routes(routes!(info::healthcheck))
+        .routes(routes!(info::status))
+        .routes(routes!(info::version))
+        .routes(routes!(info::release))
+        .routes(routes!(info::metrics))
+        .routes(routes!(cache::clear))
+        .routes(routes!(cache::checksums))
+}
+
+/// The OpenAPI description of the routes, as served at `/openapi.json`.
+pub fn openapi() -> utoipa::openapi::OpenApi {
+    api().into_openapi()
+}
+
+fn router(api_state: Arc<Api>) -> Router {
+    let (router, description) = api().split_for_parts();
+    router
+        .route("/openapi.json", get(async move || axum::Json(description)))
+        .fallback(async || ApiError::Detail(StatusCode::NOT_FOUND, "Not Found".into()))
+        .method_not_allowed_fallback(async || {
+            ApiError::Detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed".into())
+        })
+        .layer(DefaultBodyLimit::max(BODY_LIMIT))
+        .layer(TimeoutLayer::with_status_code(StatusCode::REQUEST_TIMEOUT, REQUEST_TIMEOUT))
+        .with_state(api_state)
+}
+
+/// Serves the API on `listener` until `stop` resolves.
+pub(crate) async fn serve(
+    listener: tokio::net::TcpListener,
+    api: Arc<Api>,
+    stop: impl Future<Output = ()> + Send + 'static,
+) -> std::io::Result<()> {
+    axum::serve(listener, router(api)).with_graceful_shutdown(stop).await
+}
+
+/// Serves only `/metrics`, for `--prometheus-port`.
+pub(crate) async fn serve_metrics(
+    listener: tokio::net::TcpListener,
+    api: Arc<Api>,
+    stop: impl Future<Output = ()> + Send + 'static,
+) -> std::io::Result<()> {
+    let router = Router::new().route("/metrics", get(info::metrics)).with_state(api);
+    axum::serve(listener, router).with_graceful_shutdown(stop).await
+}
+
+/// Binds `host:port`.
+pub(crate) async fn bind(host: &str, port: u16) -> std::io::Result<(tokio::net::TcpListener, SocketAddr)> {
+    let listener = tokio::net::TcpListener::bind((host, port)).await?;
+    let address = listener.local_addr()?;
+    Ok((listener, address))
+}

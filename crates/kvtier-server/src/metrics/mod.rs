@@ -1,0 +1,421 @@
+//! Metrics: LMCache 0.5.6's names where it has the figure, `kvtier_` names for what it lacks.
+//!
+//! Counters that belong to a request are bumped as it is answered; gauges are read from the engine when somebody
+//! scrapes. The `cache_salt` label is bounded: after [`MAX_SALTS`] tenants further ones share the value `other`.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use parking_lot::RwLock;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+/// Tenants with a label value of their own.
+pub const MAX_SALTS: usize = 1000;
+
+/// Labels of LMCache's L1 counters.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct L1Labels {
+    cache_salt: Arc<str>,
+    l1_tag: &'static str,
+}
+
+/// Labels of LMCache's lookup counters.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct LookupLabels {
+    cache_salt: Arc<str>,
+    model_name: Arc<str>,
+}
+
+/// Labels of LMCache's counter of lookups that ended before any key was asked for.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct EarlyExitLabels {
+    cache_salt: Arc<str>,
+    model_name: Arc<str>,
+    reason: &'static str,
+}
+
+/// Labels of LMCache's failure counters.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct FailureLabels {
+    during: &'static str,
+    model_name: Arc<str>,
+}
+
+/// Labels of LMCache's read failures.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ReadFailureLabels {
+    during: &'static str,
+    model_name: Arc<str>,
+    reason: &'static str,
+}
+
+/// Labels of LMCache's transfer counters.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct DeviceLabels {
+    device: &'static str,
+}
+
+/// Labels of LMCache's loaded chunks.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct LoadedLabels {
+    cache_salt: Arc<str>,
+    model_name: Arc<str>,
+    worker_id: u32,
+}
+
+/// Labels of the request counters.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct OperationLabels {
+    operation: &'static str,
+}
+
+/// Labels of requests that got their operation's failure answer.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RefusedLabels {
+    operation: &'static str,
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct BuildLabels {
+    version: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct L1GaugeLabels {
+    backend: &'static str,
+    l1_tag: &'static str,
+}
+
+/// Latency buckets in seconds: 10 microseconds to 10 seconds, about three a decade.
+const LATENCY_BUCKETS: [f64; 19] = [
+    10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+];
+
+fn latency() -> Histogram {
+    Histogram::new(LATENCY_BUCKETS)
+}
+
+/// Everything that is counted.
+pub struct Metrics {
+    registry: Registry,
+    salts: RwLock<HashSet<Arc<str>>>,
+    other: Arc<str>,
+
+    l1_write_chunks: Family<L1Labels, Counter>,
+    l1_read_chunks: Family<L1Labels, Counter>,
+    allocation_failures: Family<FailureLabels, Counter>,
+    read_failures: Family<ReadFailureLabels, Counter>,
+    lookup_requested_tokens: Family<LookupLabels, Counter>,
+    lookup_hit_tokens: Family<LookupLabels, Counter>,
+    lookup_hit_l1_tokens: Family<LookupLabels, Counter>,
+    lookup_hit_l1_keys: Family<LookupLabels, Counter>,
+    lookups: Family<LookupLabels, Counter>,
+    early_exits: Family<EarlyExitLabels, Counter>,
+    submitted_stores: Family<DeviceLabels, Counter>,
+    finished_stores: Family<DeviceLabels, Counter>,
+    submitted_retrieves: Family<DeviceLabels, Counter>,
+    finished_retrieves: Family<DeviceLabels, Counter>,
+    chunks_loaded: Family<LoadedLabels, Counter>,
+    requests: Family<OperationLabels, Counter>,
+    refused: Family<RefusedLabels, Counter>,
+    /// Request latency from the frame's arrival to its answer, by operation.
+    latency: Family<OperationLabels, Histogram>,
+    /// Replies that could not be delivered because the client was gone or did not read.
+    pub undeliverable: Counter,
+    /// Messages that are no request of the protocol.
+    pub malformed_messages: Counter,
+    /// Handlers that panicked; each got its operation's failure answer.
+    pub handler_panics: Counter,
+    /// Workers taken for dead after their silence.
+    pub reaped_instances: Counter,
+    /// Transfers given up because their client never committed.
+    pub expired_transfers: Counter,
+    /// Lookup leases given up because nobody consumed them.
+    pub expired_lookups: Counter,
+    /// Background eviction passes, and those that evicted.
+    pub eviction_ticks: Counter,
+    /// Background eviction passes that evicted.
+    pub eviction_triggered: Counter,
+
+    l1_usage_bytes: Family<L1GaugeLabels, Gauge>,
+    l1_usage_ratio: Family<L1GaugeLabels, Gauge<f64, AtomicU64>>,
+    l1_staging_bytes: Family<L1GaugeLabels, Gauge>,
+    l1_capacity_bytes: Gauge,
+    l1_objects: Gauge,
+    l1_leased_objects: Gauge,
+    l1_prefaulted_bytes: Gauge,
+    active_prefetch_jobs: Gauge,
+    active_sessions: Gauge,
+    registered_instances: Gauge,
+    evicted_chunks: Counter,
+    evicted_bytes: Counter,
+    accounting_errors: Counter,
+    prompt_chunks_known: Counter,
+    prompt_chunks_hashed: Counter,
+}
+
+/// Figures read from the engine at scrape time.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct Readings {
+    /// Bytes of L1.
+    pub capacity_bytes: u64,
+    /// Bytes in use, staged ones included.
+    pub used_bytes: u64,
+    /// Bytes reserved and not committed.
+    pub staged_bytes: u64,
+    /// Readable objects.
+    pub objects: u64,
+    /// Objects with at least one lease.
+    pub leased_objects: u64,
+    /// Bytes of the arena touched so far.
+    pub prefaulted_bytes: u64,
+    /// Request sessions alive.
+    pub sessions: u64,
+    /// Lookups whose result nobody has asked for yet.
+    pub unread_lookups: u64,
+    /// Workers registered.
+    pub instances: u64,
+    /// Objects evicted since start.
+    pub evicted_objects: u64,
+    /// Bytes evicted since start.
+    pub evicted_bytes: u64,
+    /// Accounting errors found since start; anything but 0 is a bug.
+    pub accounting_errors: u64,
+    /// Chunks whose hash was remembered from an earlier request.
+    pub prompt_chunks_known: u64,
+    /// Chunks that were decoded and hashed.
+    pub prompt_chunks_hashed: u64,
+}
+
+const L1: L1GaugeLabels = L1GaugeLabels { backend: "dram", l1_tag: "_default" };
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    /// Registers every metric.
+    pub fn new() -> Self {
+        let mut metrics = Self {
+            registry: Registry::default(),
+            salts: RwLock::default(),
+            other: "other".into(),
+            l1_write_chunks: Family::default(),
+            l1_read_chunks: Family::default(),
+            allocation_failures: Family::default(),
+            read_failures: Family::default(),
+            lookup_requested_tokens: Family::default(),
+            lookup_hit_tokens: Family::default(),
+            lookup_hit_l1_tokens: Family::default(),
+            lookup_hit_l1_keys: Family::default(),
+            lookups: Family::default(),
+            early_exits: Family::default(),
+            submitted_stores: Family::default(),
+            finished_stores: Family::default(),
+            submitted_retrieves: Family::default(),
+            finished_retrieves: Family::default(),
+            chunks_loaded: Family::default(),
+            requests: Family::default(),
+            refused: Family::default(),
+            latency: Family::new_with_constructor(latency),
+            undeliverable: Counter::default(),
+            malformed_messages: Counter::default(),
+            handler_panics: Counter::default(),
+            reaped_instances: Counter::default(),
+            expired_transfers: Counter::default(),
+            expired_lookups: Counter::default(),
+            eviction_ticks: Counter::default(),
+            eviction_triggered: Counter::default(),
+            l1_usage_bytes: Family::default(),
+            l1_usage_ratio: Family::default(),
+            l1_staging_bytes: Family::default(),
+            l1_capacity_bytes: Gauge::default(),
+            l1_objects: Gauge::default(),
+            l1_leased_objects: Gauge::default(),
+            l1_prefaulted_bytes: Gauge::default(),
+            active_prefetch_jobs: Gauge::default(),
+            active_sessions: Gauge::default(),
+            registered_instances: Gauge::default(),
+            evicted_chunks: Counter::default(),
+            evicted_bytes: Counter::default(),
+            accounting_errors: Counter::default(),
+            prompt_chunks_known: Counter::default(),
+            prompt_chunks_hashed: Counter::default(),
+        };
+        metrics.register();
+        metrics
+    }
+
+    fn register(&mut self) {
+        let build: Family<BuildLabels, Gauge> = Family::default();
+        build.get_or_create(&BuildLabels { version: env!("CARGO_PKG_VERSION") }).set(1);
+        let mut registry = Registry::default();
+        let lmcache = registry.sub_registry_with_prefix("lmcache_mp");
+        lmcache.register("l1_memory_usage_bytes", "Bytes of L1 in use", self.l1_usage_bytes.clone());
+        lmcache.register("l1_usage_ratio", "Share of L1 in use", self.l1_usage_ratio.clone());
+        lmcache.register("l1_staging_bytes", "Bytes reserved and not yet committed", self.l1_staging_bytes.clone());
+        lmcache.register("active_prefetch_jobs", "Lookups whose result was not asked for yet", self.active_prefetch_jobs.clone());
+        lmcache.register("l1_write_chunks", "Objects admitted to L1", self.l1_write_chunks.clone());
+        lmcache.register("l1_read_chunks", "Objects leased by lookups", self.l1_read_chunks.clone());
+        lmcache.register("l1_eviction_loop_ticks", "Background eviction passes", self.eviction_ticks.clone());
+        lmcache.register("l1_eviction_loop_triggered", "Background eviction passes that evicted", self.eviction_triggered.clone());
+        lmcache.register("l1_allocation_failure_chunks", "Chunks L1 had no room for", self.allocation_failures.clone());
+        lmcache.register("l1_read_failure_chunks", "Chunks that could not be read", self.read_failures.clone());
+        lmcache.register("lookup_requested_tokens", "Tokens of full chunks asked for", self.lookup_requested_tokens.clone());
+        lmcache.register("lookup_hit_tokens", "Tokens found", self.lookup_hit_tokens.clone());
+        lmcache.register("lookup_hit_l1_tokens", "Tokens found in L1", self.lookup_hit_l1_tokens.clone());
+        lmcache.register("lookup_hit_l1_keys", "Objects found in L1", self.lookup_hit_l1_keys.clone());
+        lmcache.register("lookups_requests", "Lookups", self.lookups.clone());
+        lmcache.register("lookup_early_exit_requests", "Lookups that asked for no key", self.early_exits.clone());
+        lmcache.register("num_submitted_stores", "Stores received", self.submitted_stores.clone());
+        lmcache.register("num_finished_stores", "Stores answered", self.finished_stores.clone());
+        lmcache.register("num_submitted_retrieves", "Retrieves received", self.submitted_retrieves.clone());
+        lmcache.register("num_finished_retrieves", "Retrieves answered", self.finished_retrieves.clone());
+        lmcache.register("num_chunks_loaded", "Chunks given back to workers", self.chunks_loaded.clone());
+        let own = registry.sub_registry_with_prefix("kvtier");
+        own.register("build_info", "Version of this server", build);
+        own.register("requests", "Requests by operation", self.requests.clone());
+        own.register("refused_requests", "Requests that got their operation's failure answer", self.refused.clone());
+        own.register("request_duration_seconds", "Time from a request's arrival to its answer", self.latency.clone());
+        own.register("undeliverable_replies", "Replies whose client was gone or did not read", self.undeliverable.clone());
+        own.register("malformed_messages", "Messages that are no request", self.malformed_messages.clone());
+        own.register("handler_panics", "Handlers that panicked", self.handler_panics.clone());
+        own.register("reaped_instances", "Workers taken for dead", self.reaped_instances.clone());
+        own.register("expired_transfers", "Transfers given up without a commit", self.expired_transfers.clone());
+        own.register("expired_lookups", "Lookup leases given up unused", self.expired_lookups.clone());
+        own.register("l1_capacity_bytes", "Size of L1", self.l1_capacity_bytes.clone());
+        own.register("l1_objects", "Readable objects in L1", self.l1_objects.clone());
+        own.register("l1_leased_objects", "Objects in L1 with a lease", self.l1_leased_objects.clone());
+        own.register("l1_prefaulted_bytes", "Bytes of L1 touched since start", self.l1_prefaulted_bytes.clone());
+        own.register("active_sessions", "Request sessions alive", self.active_sessions.clone());
+        own.register("registered_instances", "Workers registered", self.registered_instances.clone());
+        own.register("l1_evicted_chunks", "Objects evicted from L1", self.evicted_chunks.clone());
+        own.register("l1_evicted_bytes", "Bytes evicted from L1", self.evicted_bytes.clone());
+        own.register("accounting_errors", "Accounting errors found; anything but 0 is a bug", self.accounting_errors.clone());
+        own.register("prompt_chunks_known", "Prompt chunks whose hash was remembered", self.prompt_chunks_known.clone());
+        own.register("prompt_chunks_hashed", "Prompt chunks decoded and hashed", self.prompt_chunks_hashed.clone());
+        self.registry = registry;
+    }
+
+    /// The label value of a tenant.
+    fn salt(&self, salt: &str) -> Arc<str> {
+        if let Some(known) = self.salts.read().get(salt) {
+            return Arc::clone(known);
+        }
+        let mut salts = self.salts.write();
+        if salts.len() >= MAX_SALTS {
+            return Arc::clone(&self.other);
+        }
+        let salt: Arc<str> = salt.into();
+        salts.insert(Arc::clone(&salt));
+        salt
+    }
+
+    /// A lookup that asked for keys.
+    pub fn lookup(&self, model: &Arc<str>, salt: &str, requested_tokens: u64, hit_tokens: u64, hit_keys: u64) {
+        let cache_salt = self.salt(salt);
+        let labels = LookupLabels { cache_salt: Arc::clone(&cache_salt), model_name: Arc::clone(model) };
+        self.lookups.get_or_create(&labels).inc();
+        self.lookup_requested_tokens.get_or_create(&labels).inc_by(requested_tokens);
+        self.lookup_hit_tokens.get_or_create(&labels).inc_by(hit_tokens);
+        self.lookup_hit_l1_tokens.get_or_create(&labels).inc_by(hit_tokens);
+        self.lookup_hit_l1_keys.get_or_create(&labels).inc_by(hit_keys);
+        self.l1_read_chunks.get_or_create(&L1Labels { cache_salt, l1_tag: "_default" }).inc_by(hit_keys);
+    }
+
+    /// A lookup that could not ask for any key.
+    pub fn early_exit(&self, model: &Arc<str>, salt: &str, reason: &'static str) {
+        let labels = EarlyExitLabels { cache_salt: self.salt(salt), model_name: Arc::clone(model), reason };
+        self.early_exits.get_or_create(&labels).inc();
+    }
+
+    /// Objects admitted to L1.
+    pub fn admitted(&self, salt: &str, objects: u64) {
+        self.l1_write_chunks.get_or_create(&L1Labels { cache_salt: self.salt(salt), l1_tag: "_default" }).inc_by(objects);
+    }
+
+    /// Objects L1 had no room for.
+    pub fn no_room(&self, model: &str, objects: u64) {
+        self.allocation_failures
+            .get_or_create(&FailureLabels { during: "l1_store", model_name: model.into() })
+            .inc_by(objects);
+    }
+
+    /// Chunks a retrieve asked for and had no lease on.
+    pub fn not_leased(&self, model: &str, chunks: u64) {
+        let labels = ReadFailureLabels { during: "l1_retrieve", model_name: model.into(), reason: "not_found" };
+        self.read_failures.get_or_create(&labels).inc_by(chunks);
+    }
+
+    /// Chunks given to a worker.
+    pub fn loaded(&self, model: &str, salt: &str, worker_id: u32, chunks: u64) {
+        let labels = LoadedLabels { cache_salt: self.salt(salt), model_name: model.into(), worker_id };
+        self.chunks_loaded.get_or_create(&labels).inc_by(chunks);
+    }
+
+    /// A store was received, or answered.
+    pub fn store(&self, device: &'static str, finished: bool) {
+        let family = if finished { &self.finished_stores } else { &self.submitted_stores };
+        family.get_or_create(&DeviceLabels { device }).inc();
+    }
+
+    /// A retrieve was received, or answered.
+    pub fn retrieve(&self, device: &'static str, finished: bool) {
+        let family = if finished { &self.finished_retrieves } else { &self.submitted_retrieves };
+        family.get_or_create(&DeviceLabels { device }).inc();
+    }
+
+    /// A request was answered.
+    pub fn answered(&self, operation: &'static str, took: Duration) {
+        let labels = OperationLabels { operation };
+        self.requests.get_or_create(&labels).inc();
+        self.latency.get_or_create(&labels).observe(took.as_secs_f64());
+    }
+
+    /// A request got its operation's failure answer.
+    pub fn refused(&self, operation: &'static str, reason: &'static str) {
+        self.refused.get_or_create(&RefusedLabels { operation, reason }).inc();
+    }
+
+    /// The text of `/metrics`.
+    pub fn encode(&self, readings: &Readings) -> String {
+        let set = |gauge: &Gauge, value: u64| {
+            gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        };
+        set(&self.l1_usage_bytes.get_or_create(&L1), readings.used_bytes);
+        set(&self.l1_staging_bytes.get_or_create(&L1), readings.staged_bytes);
+        let ratio = readings.used_bytes as f64 / readings.capacity_bytes.max(1) as f64;
+        self.l1_usage_ratio.get_or_create(&L1).set(ratio);
+        set(&self.l1_capacity_bytes, readings.capacity_bytes);
+        set(&self.l1_objects, readings.objects);
+        set(&self.l1_leased_objects, readings.leased_objects);
+        set(&self.l1_prefaulted_bytes, readings.prefaulted_bytes);
+        set(&self.active_prefetch_jobs, readings.unread_lookups);
+        set(&self.active_sessions, readings.sessions);
+        set(&self.registered_instances, readings.instances);
+        // The engine's own totals are the truth; the counters here only follow them.
+        for (counter, total) in [
+            (&self.evicted_chunks, readings.evicted_objects),
+            (&self.evicted_bytes, readings.evicted_bytes),
+            (&self.accounting_errors, readings.accounting_errors),
+            (&self.prompt_chunks_known, readings.prompt_chunks_known),
+            (&self.prompt_chunks_hashed, readings.prompt_chunks_hashed),
+        ] {
+            counter.inner().fetch_max(total, std::sync::atomic::Ordering::Relaxed);
+        }
+        let mut text = String::new();
+        // Writing to a String cannot fail.
+        let _ = prometheus_client::encoding::text::encode(&mut text, &self.registry);
+        text
+    }
+}

@@ -1,0 +1,189 @@
+//! A whole server: HTTP first, then the engine, then the request socket, then the work behind.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tokio::runtime::Runtime;
+use tokio::sync::watch;
+
+use crate::config::ServerConfig;
+use crate::engine::Engine;
+use crate::front::FrontEnd;
+use crate::health::Health;
+use crate::http::{self, Api};
+use crate::metrics::Metrics;
+
+/// Threads of the HTTP runtime; a scrape or a health probe is all they serve.
+const HTTP_THREADS: usize = 1;
+
+/// How long open HTTP connections may hold up a shutdown.
+const HTTP_GRACE: Duration = Duration::from_secs(2);
+
+/// Why a server did not start: one line that names the flag.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct StartError(String);
+
+/// A running server. Dropping it stops it.
+pub struct Server {
+    engine: Arc<Engine>,
+    front: FrontEnd,
+    health: Arc<Health>,
+    http: Option<Runtime>,
+    http_address: SocketAddr,
+    stop_http: watch::Sender<bool>,
+    stop_background: Arc<AtomicBool>,
+    background: Vec<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Starts everything; returns when requests are served.
+    ///
+    /// # Errors
+    /// A port that is taken, memory that cannot be had, a system out of threads.
+    pub fn start(config: ServerConfig) -> Result<Self, StartError> {
+        let config = Arc::new(config);
+        let health = Arc::new(Health::default());
+        let api = Arc::new(Api { engine: std::sync::OnceLock::new(), health: Arc::clone(&health) });
+        let (stop_http, _) = watch::channel(false);
+        let (http, http_address) = start_http(&config, &api, &stop_http)?;
+
+        let engine = Engine::new(Arc::clone(&config), Arc::new(Metrics::new())).map_err(StartError)?;
+        let engine = Arc::new(engine);
+        let front = FrontEnd::start(&config, Arc::clone(&engine), Arc::clone(&health)).map_err(StartError)?;
+        let stop_background = Arc::new(AtomicBool::new(false));
+        let mut background = vec![spawn_housekeeping(&engine, &health, &stop_background)?];
+        if config.l1_prefault {
+            background.push(spawn_prefault(&engine, &health, &stop_background)?);
+        }
+        // The routes find the engine from here on; a second engine cannot be set, and there is none.
+        let _ = api.engine.set(Arc::clone(&engine));
+        health.set_ready();
+        Ok(Self { engine, front, health, http: Some(http), http_address, stop_http, stop_background, background })
+    }
+
+    /// Where requests are served, such as `tcp://127.0.0.1:5555`.
+    pub fn endpoint(&self) -> &str {
+        self.front.endpoint()
+    }
+
+    /// Where HTTP is served.
+    pub fn http_address(&self) -> SocketAddr {
+        self.http_address
+    }
+
+    /// The engine, for those who run a server in their own process.
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// Whether it serves, and if not, why.
+    pub fn health(&self) -> &Arc<Health> {
+        &self.health
+    }
+
+    /// Answers what is under way and stops.
+    pub fn stop(&mut self) {
+        self.health.set_stopping();
+        self.front.stop();
+        self.stop_background.store(true, Ordering::Release);
+        for thread in self.background.drain(..) {
+            thread.thread().unpark();
+            // A panic of it has been noted in the health.
+            let _ = thread.join();
+        }
+        // Errors when no HTTP task listens any more.
+        let _ = self.stop_http.send(true);
+        if let Some(http) = self.http.take() {
+            http.shutdown_timeout(HTTP_GRACE);
+        }
+        self.engine.close();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn start_http(
+    config: &ServerConfig,
+    api: &Arc<Api>,
+    stop: &watch::Sender<bool>,
+) -> Result<(Runtime, SocketAddr), StartError> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(HTTP_THREADS)
+        .thread_name("kvtier-http")
+        .enable_all()
+        .build()
+        .map_err(|error| StartError(format!("no HTTP runtime: {error}")))?;
+    let bind = |flag: &str, port: u16| {
+        runtime
+            .block_on(http::bind(&config.http_host, port))
+            .map_err(|error| StartError(format!("--http-host, --{flag}: {}:{port} cannot be bound: {error}", config.http_host)))
+    };
+    let stopped = || {
+        let mut stop = stop.subscribe();
+        async move {
+            // Also ends when the sender is gone.
+            let _ = stop.wait_for(|stop| *stop).await;
+        }
+    };
+    let (listener, address) = bind("http-port", config.http_port)?;
+    let metrics = config.prometheus_port.map(|port| bind("prometheus-port", port)).transpose()?;
+    let note = |health: Arc<Health>, served: std::io::Result<()>| {
+        if let Err(error) = served {
+            tracing::error!(%error, "HTTP stopped serving");
+            health.poison("http");
+        }
+    };
+    let (state, stop_api) = (Arc::clone(api), stopped());
+    runtime.spawn(async move {
+        let health = Arc::clone(&state.health);
+        note(health, http::serve(listener, state, stop_api).await);
+    });
+    if let Some((listener, _)) = metrics {
+        let (state, stop_metrics) = (Arc::clone(api), stopped());
+        runtime.spawn(async move {
+            let health = Arc::clone(&state.health);
+            note(health, http::serve_metrics(listener, state, stop_metrics).await);
+        });
+    }
+    Ok((runtime, address))
+}
+
+/// Runs a background task; a panic poisons it in the health instead of passing unnoticed.
+fn spawn_background(
+    name: &'static str,
+    health: &Arc<Health>,
+    run: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>, StartError> {
+    let health = Arc::clone(health);
+    std::thread::Builder::new()
+        .name(format!("kvtier-{name}"))
+        .spawn(move || {
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
+                health.poison(name);
+            }
+        })
+        .map_err(|error| StartError(format!("no thread: {error}")))
+}
+
+fn spawn_housekeeping(engine: &Arc<Engine>, health: &Arc<Health>, stop: &Arc<AtomicBool>) -> Result<JoinHandle<()>, StartError> {
+    let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
+    spawn_background("housekeeping", health, move || {
+        while !stop.load(Ordering::Acquire) {
+            engine.housekeep();
+            std::thread::park_timeout(crate::engine::HOUSEKEEPING_INTERVAL);
+        }
+    })
+}
+
+fn spawn_prefault(engine: &Arc<Engine>, health: &Arc<Health>, stop: &Arc<AtomicBool>) -> Result<JoinHandle<()>, StartError> {
+    let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
+    spawn_background("prefault", health, move || engine.prefault(&stop))
+}
