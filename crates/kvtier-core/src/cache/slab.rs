@@ -80,6 +80,8 @@ const BLOCK: usize = 1024;
 #[derive(Debug)]
 pub(super) struct Slab {
     blocks: Vec<Box<[Slot]>>,
+    /// Slots below this number have been handed out at least once.
+    known: u32,
     first_free: u32,
     live: usize,
 }
@@ -88,6 +90,7 @@ impl Default for Slab {
     fn default() -> Self {
         Self {
             blocks: Vec::new(),
+            known: 0,
             first_free: NO_SLOT,
             live: 0,
         }
@@ -97,10 +100,10 @@ impl Default for Slab {
 impl Slab {
     /// A slot for a new object, or `None` when there can be no more.
     pub(super) fn take(&mut self, hash: ChunkHash, space: u32, extent: Extent) -> Option<SlotRef> {
-        if self.first_free == NO_SLOT {
-            self.grow()?;
-        }
-        let number = self.first_free;
+        let number = match self.first_free {
+            NO_SLOT => self.another()?,
+            number => number,
+        };
         let slot = self.at_mut(number);
         let next = slot.space;
         slot.hash = hash;
@@ -127,27 +130,26 @@ impl Slab {
         self.live -= 1;
     }
 
-    fn grow(&mut self) -> Option<()> {
-        let start = self.slots();
-        if start + BLOCK > MAX_SLOTS {
+    /// A slot never handed out before.
+    fn another(&mut self) -> Option<u32> {
+        let number = self.known;
+        if number as usize == MAX_SLOTS {
             return None;
         }
-        let numbers = start as u32..(start + BLOCK) as u32;
-        let last = numbers.end - 1;
-        self.first_free = numbers.start;
-        self.blocks.push(
-            numbers
-                .map(|number| Slot {
-                    hash: ChunkHash([0; 32]),
-                    extent: Extent { offset: 0, len: 0 },
-                    space: if number == last { NO_SLOT } else { number + 1 },
-                    life: 0,
-                    leases: 0,
-                    used_at: 0,
-                })
-                .collect(),
-        );
-        Some(())
+        if number as usize == self.blocks.len() * BLOCK {
+            let never_used = || Slot {
+                hash: ChunkHash([0; 32]),
+                extent: Extent { offset: 0, len: 0 },
+                space: NO_SLOT,
+                life: 0,
+                leases: 0,
+                used_at: 0,
+            };
+            self.blocks
+                .push(std::iter::repeat_with(never_used).take(BLOCK).collect());
+        }
+        self.known += 1;
+        Some(number)
     }
 
     /// The slot of this number, which must have been handed out once.
@@ -176,9 +178,9 @@ impl Slab {
         }
     }
 
-    /// How many slots there are, free ones included.
+    /// How many slots were handed out at least once, free ones included.
     pub(super) fn slots(&self) -> usize {
-        self.blocks.len() * BLOCK
+        self.known as usize
     }
 
     /// How many slots stand for an object.
@@ -188,7 +190,7 @@ impl Slab {
 
     /// All slots with their numbers, free ones included.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
-        self.blocks.iter().flatten().zip(0..).map(|(s, n)| (n, s))
+        (0..self.known).zip(self.blocks.iter().flatten())
     }
 
     /// How many slots are in the list of free ones; an error when the list has a loop or a used slot.
@@ -207,6 +209,7 @@ impl Slab {
     }
 
     pub(super) fn bookkeeping_bytes(&self) -> usize {
-        self.slots() * size_of::<Slot>() + self.blocks.capacity() * size_of::<Box<[Slot]>>()
+        self.blocks.len() * BLOCK * size_of::<Slot>()
+            + self.blocks.capacity() * size_of::<Box<[Slot]>>()
     }
 }
