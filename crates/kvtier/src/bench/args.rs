@@ -1,0 +1,269 @@
+//! What can be said on the command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand, ValueEnum};
+
+/// Arguments of `kvtier bench`.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<BenchCommand>,
+    #[command(flatten)]
+    pub(crate) load: LoadArgs,
+}
+
+/// What is no load.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Start a server several times; measure the time to its first answer, and its idle memory.
+    Start(StartArgs),
+    /// Compare JSON reports of two servers: medians over the files of each, and their ratio.
+    Compare(CompareArgs),
+}
+
+/// Which load, and where.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct LoadArgs {
+    /// Address of the server: tcp://host:port, ipc://path or host:port.
+    #[arg(required = true)]
+    pub(crate) url: Option<String>,
+    /// What to measure; default is everything but replay and memory. May be repeated or separated by commas.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub(crate) scenario: Vec<Scenario>,
+    /// Clients of the mixed and replay scenarios.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) clients: u32,
+    /// Tokens of the prompts that are looked up and whose chunks are retrieved.
+    #[arg(long, default_value_t = 32_768, value_parser = clap::value_parser!(u32).range(1..=4_194_304))]
+    pub(crate) prompt_tokens: u32,
+    /// Different prompts that lookups take in turn.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) prompts: u32,
+    /// How long each latency scenario is measured, such as 5s or 500ms, after a tenth of it to warm up.
+    #[arg(long, default_value = "3s", value_parser = duration)]
+    pub(crate) duration: Duration,
+    /// Measure this many requests (a client) instead of a duration.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) requests: Option<u64>,
+    /// Requests a second and client, at fixed times; default is the next as soon as the last was answered.
+    #[arg(long, value_parser = rate)]
+    pub(crate) rate: Option<f64>,
+    /// Stores a second of the writer beside the mixed lookups; 0 for none.
+    #[arg(long, default_value_t = 100.0, value_parser = rate_or_none)]
+    pub(crate) writer_rate: f64,
+    /// Where tokens and bytes come from.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Bytes of a chunk in the transfer scenarios, such as 2MiB; a multiple of 4 bytes a token of the chunk.
+    #[arg(long, default_value = "2MiB", value_parser = bytes)]
+    pub(crate) chunk_bytes: u64,
+    /// Chunks in one transfer request.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) chunks_per_request: u32,
+    /// Bytes that each transfer scenario stores in all; should fit into the server's memory.
+    #[arg(long, default_value = "384MiB", value_parser = bytes)]
+    pub(crate) volume: u64,
+    /// Send chunks pickled, even where the server has a shared pool.
+    #[arg(long)]
+    pub(crate) pickle: bool,
+    /// How long any request may take. The first that takes longer ends the run.
+    #[arg(long, default_value = "10s", value_parser = duration)]
+    pub(crate) timeout: Duration,
+    /// Ask the server to drop unused chunks before each scenario. For servers that nobody else uses.
+    #[arg(long)]
+    pub(crate) clear: bool,
+    /// Trace to replay: JSON lines with timestamp (ms), input_length, output_length, hash_ids (of 512 tokens each).
+    #[arg(long)]
+    pub(crate) trace: Option<PathBuf>,
+    /// Requests of the trace to replay.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) limit: u64,
+    /// Replay at the trace's own times, this many times as fast; default is as fast as it goes.
+    #[arg(long, value_parser = rate)]
+    pub(crate) speed: Option<f64>,
+    /// Bytes of a chunk in all other scenarios.
+    #[arg(long, default_value = "4KiB", value_parser = bytes)]
+    pub(crate) small_chunk_bytes: u64,
+    /// Objects that the memory scenario stores.
+    #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) objects: u64,
+    /// Process of the server, for its memory.
+    #[arg(long)]
+    pub(crate) pid: Option<u32>,
+    /// Name of the server in reports; default is its address.
+    #[arg(long)]
+    pub(crate) label: Option<String>,
+    /// Write the report as JSON to a file, or with `-` to stdout instead of the table.
+    #[arg(long, value_name = "FILE|-")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+impl LoadArgs {
+    /// The scenarios to run, in order. Asking for a trace or for objects without naming scenarios means those.
+    pub(crate) fn scenarios(&self) -> Vec<Scenario> {
+        match (self.scenario.is_empty(), &self.trace) {
+            (false, _) => self.scenario.clone(),
+            (true, Some(_)) => vec![Scenario::Replay],
+            (true, None) => Scenario::TABLE.to_vec(),
+        }
+    }
+}
+
+/// One thing to measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Scenario {
+    /// Round trip of the smallest request.
+    Ping,
+    /// Lookup of a prompt whose chunks are all cached, until the result is known.
+    LookupHit,
+    /// Lookup of a prompt that was never seen.
+    LookupMiss,
+    /// prepare_retrieve and commit_retrieve of all chunks of a prompt, without reading them.
+    RetrieveBookkeeping,
+    /// prepare_store and commit_store of one chunk, without writing it.
+    StoreBookkeeping,
+    /// Store and retrieve of a worker that copies by itself.
+    EngineDriven,
+    /// Store and retrieve of a worker whose pages the server copies, beside a plain memory copy.
+    LmcacheDriven,
+    /// Several clients looking up, a writer beside them.
+    Mixed,
+    /// A trace of a real service, with small objects. Needs --trace.
+    Replay,
+    /// The server's memory for each of many tiny objects. Needs --pid.
+    Memory,
+}
+
+impl Scenario {
+    /// What runs when nothing is asked for.
+    const TABLE: [Self; 8] = [
+        Self::Ping,
+        Self::LookupHit,
+        Self::LookupMiss,
+        Self::RetrieveBookkeeping,
+        Self::StoreBookkeeping,
+        Self::EngineDriven,
+        Self::LmcacheDriven,
+        Self::Mixed,
+    ];
+
+    /// The name on the command line.
+    pub(crate) fn name(self) -> String {
+        self.to_possible_value()
+            .map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+/// Arguments of `kvtier bench start`.
+#[derive(Debug, Args)]
+pub(crate) struct StartArgs {
+    /// Address the server will answer at.
+    #[arg(long)]
+    pub(crate) url: String,
+    /// How often to start it.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) rounds: u32,
+    /// How long it may take.
+    #[arg(long, default_value = "120s", value_parser = duration)]
+    pub(crate) timeout: Duration,
+    /// How long to leave it idle before its memory is read.
+    #[arg(long, default_value = "1s", value_parser = duration)]
+    pub(crate) settle: Duration,
+    /// Name of the server in reports; default is its program.
+    #[arg(long)]
+    pub(crate) label: Option<String>,
+    /// Where the server's output goes; default is nowhere.
+    #[arg(long)]
+    pub(crate) log: Option<PathBuf>,
+    /// Write the report as JSON to a file, or with `-` to stdout instead of the table.
+    #[arg(long, value_name = "FILE|-")]
+    pub(crate) json: Option<PathBuf>,
+    /// The server's command.
+    #[arg(last = true, required = true)]
+    pub(crate) command: Vec<String>,
+}
+
+/// Arguments of `kvtier bench compare`.
+#[derive(Debug, Args)]
+pub(crate) struct CompareArgs {
+    /// Reports of the server to compare with.
+    #[arg(long, required = true, num_args = 1..)]
+    pub(crate) base: Vec<PathBuf>,
+    /// Reports of the server in question.
+    #[arg(long, required = true, num_args = 1..)]
+    pub(crate) ours: Vec<PathBuf>,
+}
+
+/// A span of time: a number of seconds, or one with the unit ms, s or m.
+fn duration(text: &str) -> Result<Duration, String> {
+    let (number, scale) = split_unit(text, &[("ms", 0.001), ("s", 1.0), ("m", 60.0), ("", 1.0)])
+        .ok_or("expected a time such as 5s, 500ms or 2m")?;
+    if !(number * scale).is_finite() || number * scale < 0.001 || number * scale > 86_400.0 {
+        return Err(format!("{text} is not within 1ms and 24 hours"));
+    }
+    Ok(Duration::from_secs_f64(number * scale))
+}
+
+/// A number of bytes, or one with the unit KiB, MiB or GiB.
+fn bytes(text: &str) -> Result<u64, String> {
+    let units = [
+        ("KiB", 1024.0),
+        ("MiB", 1_048_576.0),
+        ("GiB", 1_073_741_824.0),
+        ("", 1.0),
+    ];
+    let (number, scale) =
+        split_unit(text, &units).ok_or("expected a size such as 4096, 64KiB, 2MiB or 1GiB")?;
+    let size = number * scale;
+    if !(1.0..=1e15).contains(&size) || size.fract() != 0.0 {
+        return Err(format!("{text} is no positive whole number of bytes"));
+    }
+    Ok(size as u64)
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate.is_finite() && rate > 0.0 => Ok(rate),
+        _ => Err("expected a positive number".to_owned()),
+    }
+}
+
+fn rate_or_none(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(0.0) => Ok(0.0),
+        _ => rate(text),
+    }
+}
+
+/// The number in front of the first unit that fits, and the unit's value.
+fn split_unit(text: &str, units: &[(&str, f64)]) -> Option<(f64, f64)> {
+    units.iter().find_map(|&(unit, scale)| {
+        let number = text.strip_suffix(unit)?.trim().parse::<f64>().ok()?;
+        Some((number, scale))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_and_sizes_have_units() {
+        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(duration("2m"), Ok(Duration::from_secs(120)));
+        assert_eq!(duration("1.5"), Ok(Duration::from_millis(1500)));
+        assert_eq!(bytes("2MiB"), Ok(2 << 20));
+        assert_eq!(bytes("4096"), Ok(4096));
+        for bad in ["", "-1s", "nans", "1e99s", "0"] {
+            assert!(duration(bad).is_err(), "{bad}");
+        }
+        for bad in ["", "0", "1.5", "2MB", "-4KiB", "nan"] {
+            assert!(bytes(bad).is_err(), "{bad}");
+        }
+        assert_eq!(rate_or_none("0"), Ok(0.0));
+        assert!(rate("0").is_err());
+    }
+}

@@ -1,0 +1,348 @@
+//! What all scenarios share: the server, names that no other run has, pacing, and the wish to stop.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::Context as _;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvtier_client::proto::descriptor::Dtype;
+use kvtier_client::{
+    Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, Options, Prompt, Scope,
+};
+
+use super::args::LoadArgs;
+use super::pattern;
+
+/// The run.
+pub(crate) struct Context {
+    pub(crate) args: LoadArgs,
+    /// Address of the server.
+    pub(crate) url: String,
+    /// Tokens in a chunk, as the server says.
+    pub(crate) chunk_tokens: usize,
+    /// Part of all names of this run: what earlier runs stored is never found.
+    run: u64,
+    stop: Arc<AtomicBool>,
+    instances: AtomicI64,
+    requests: AtomicU64,
+}
+
+impl Context {
+    /// Asks the server for its chunk size: a server that does not answer ends the run here.
+    pub(crate) fn new(args: LoadArgs) -> anyhow::Result<Self> {
+        let url = args
+            .url
+            .clone()
+            .context("the server's address is missing")?;
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let nanos = since.map_or(0, |span| span.as_nanos() as u64);
+        let run = pattern::mix(nanos ^ (u64::from(std::process::id()) << 48));
+        let mut context = Self {
+            args,
+            url,
+            chunk_tokens: 0,
+            run,
+            stop: stop_on_signals()?,
+            // Away from process ids, which real workers use.
+            instances: AtomicI64::new((1 << 40) | ((run >> 24) as i64 & 0xff_ffff_f000)),
+            requests: AtomicU64::new(0),
+        };
+        context.chunk_tokens = context.connect()?.get_chunk_size()?;
+        Ok(context)
+    }
+
+    /// A connection of its own.
+    pub(crate) fn connect(&self) -> anyhow::Result<Connection> {
+        let options = Options {
+            timeout: self.args.timeout,
+            ..Options::default()
+        };
+        Ok(Connection::connect_with(&self.url, options)?)
+    }
+
+    /// Model and tenant for one scenario. The tenant is this run's.
+    pub(crate) fn scope(&self, scenario: &str) -> Scope {
+        Scope::new(format!("kvtier-bench-{scenario}")).with_salt(format!("bench-{:016x}", self.run))
+    }
+
+    /// A number for a worker.
+    pub(crate) fn instance(&self) -> InstanceId {
+        InstanceId(self.instances.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// A name for a request.
+    pub(crate) fn request_id(&self) -> String {
+        let number = self.requests.fetch_add(1, Ordering::Relaxed);
+        format!("bench-{:016x}-{number}", self.run)
+    }
+
+    /// Random tokens, the same for the same seed and number.
+    pub(crate) fn tokens(&self, number: u64, count: usize) -> Vec<u32> {
+        pattern::tokens(pattern::mix(self.args.seed ^ pattern::mix(number)), count)
+    }
+
+    /// Whether somebody wants the run to end.
+    pub(crate) fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    /// A registered worker with small chunks, for scenarios that measure bookkeeping.
+    pub(crate) fn small_worker(&self, scope: &Scope) -> anyhow::Result<EngineDrivenWorker> {
+        self.engine_driven(scope, self.args.small_chunk_bytes)
+    }
+
+    /// A registered worker that copies by itself, with chunks of that size.
+    pub(crate) fn engine_driven(
+        &self,
+        scope: &Scope,
+        chunk_bytes: u64,
+    ) -> anyhow::Result<EngineDrivenWorker> {
+        let (layers, hidden) = geometry(chunk_bytes, self.chunk_tokens as u64)?;
+        let mut spec = EngineDrivenSpec::new(self.instance(), scope.clone(), layers, hidden);
+        spec.dtype = Dtype::BFloat16;
+        spec.force_pickle = self.args.pickle;
+        spec.block_tokens = block_tokens(self.chunk_tokens as u64);
+        EngineDrivenWorker::register(self.connect()?, spec).context(
+            "registering a worker that copies by itself (LMCache's server takes such workers only with \
+             `--supported-transfer-mode auto`)",
+        )
+    }
+
+    /// A bar for a scenario, on a terminal only.
+    pub(crate) fn bar(&self, name: &str, total: u64) -> ProgressBar {
+        let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+        let style = ProgressStyle::with_template("{msg:24} [{bar:40}] {percent:>3} % {elapsed}")
+            .unwrap_or_else(|_| ProgressStyle::default_bar());
+        bar.set_style(style.progress_chars("=> "));
+        bar.set_message(name.to_owned());
+        bar
+    }
+
+    /// The loop of one client of a latency scenario.
+    pub(crate) fn pace(&self, bar: &ProgressBar) -> Pace<'_> {
+        Pace::new(self, bar.clone(), self.args.rate)
+    }
+
+    /// Length of a latency scenario's bar: requests or milliseconds.
+    pub(crate) fn bar_total(&self) -> u64 {
+        match self.args.requests {
+            Some(requests) => requests,
+            None => self.args.duration.as_millis() as u64,
+        }
+    }
+}
+
+/// Layers and values a token of two planes of bfloat16 that make chunks of that many bytes.
+pub(crate) fn geometry(chunk_bytes: u64, chunk_tokens: u64) -> anyhow::Result<(u64, u64)> {
+    let row = 4 * chunk_tokens;
+    let values = chunk_bytes / row;
+    anyhow::ensure!(
+        values > 0 && chunk_bytes.is_multiple_of(row),
+        "a chunk of {chunk_bytes} bytes is not possible: with the server's {chunk_tokens} tokens a chunk, allowed are \
+         multiples of {row} bytes"
+    );
+    let layers = [4, 2, 1]
+        .into_iter()
+        .find(|layers| values.is_multiple_of(*layers))
+        .unwrap_or(1);
+    Ok((layers, values / layers))
+}
+
+/// Tokens of a block: 16 as vLLM has it, or what divides the chunk.
+pub(crate) fn block_tokens(chunk_tokens: u64) -> u64 {
+    [16, 8, 4, 2]
+        .into_iter()
+        .find(|block| chunk_tokens.is_multiple_of(*block))
+        .unwrap_or(1)
+}
+
+/// The loop of one client: how long, when each request is due, and what counts.
+pub(crate) struct Pace<'c> {
+    context: &'c Context,
+    bar: ProgressBar,
+    /// Requests left, the first of them to warm up.
+    requests: Option<(u64, u64)>,
+    measured_from: Instant,
+    end: Instant,
+    interval: Option<Duration>,
+    due: Instant,
+    done: u64,
+    first_measured: Option<Instant>,
+}
+
+impl<'c> Pace<'c> {
+    /// Goes on until somebody stops the run; every request counts.
+    pub(crate) fn endless(context: &'c Context, rate: Option<f64>) -> Self {
+        let now = Instant::now();
+        let mut pace = Self::new(context, ProgressBar::hidden(), rate);
+        pace.requests = None;
+        pace.measured_from = now;
+        // Longer than any run; not so long that the clock overflows.
+        pace.end = now + Duration::from_secs(100 * 365 * 86_400);
+        pace
+    }
+
+    fn new(context: &'c Context, bar: ProgressBar, rate: Option<f64>) -> Self {
+        let now = Instant::now();
+        let warm_up = context.args.duration / 10;
+        Self {
+            context,
+            bar,
+            requests: context
+                .args
+                .requests
+                .map(|wanted| (wanted + (wanted / 10).min(100), wanted)),
+            measured_from: now + warm_up,
+            end: now + warm_up + context.args.duration,
+            interval: rate.map(|rate| Duration::from_secs_f64(1.0 / rate)),
+            due: now,
+            done: 0,
+            first_measured: None,
+        }
+    }
+
+    /// The next request, when it is due; none when the loop is over.
+    pub(crate) fn next(&mut self) -> Option<Turn> {
+        if self.context.stopped() {
+            return None;
+        }
+        let now = Instant::now();
+        let measured = match &mut self.requests {
+            Some((0, _)) => return None,
+            Some((left, wanted)) => {
+                *left -= 1;
+                *left < *wanted
+            }
+            None if now >= self.end => return None,
+            None => now >= self.measured_from,
+        };
+        self.done += 1;
+        if measured && self.first_measured.is_none() {
+            self.first_measured = Some(now);
+        }
+        if self.requests.is_some() {
+            self.bar.inc(u64::from(measured));
+        } else {
+            let position = now.saturating_duration_since(self.measured_from);
+            self.bar.set_position(position.as_millis() as u64);
+        }
+        let Some(interval) = self.interval else {
+            return Some(Turn {
+                due: None,
+                measured,
+                number: self.done,
+            });
+        };
+        let due = self.due;
+        self.due += interval;
+        if let Some(early) = due.checked_duration_since(now) {
+            std::thread::sleep(early);
+        }
+        Some(Turn {
+            due: Some(due),
+            measured,
+            number: self.done,
+        })
+    }
+
+    /// Time since the first request that counted.
+    pub(crate) fn measured(&self) -> Duration {
+        self.first_measured
+            .map_or(Duration::ZERO, |first| first.elapsed())
+    }
+}
+
+/// One request of a loop.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Turn {
+    due: Option<Instant>,
+    /// Whether it counts; the first ones warm up.
+    pub(crate) measured: bool,
+    /// Counted from 1.
+    pub(crate) number: u64,
+}
+
+impl Turn {
+    /// When its latency starts: when it was due, or now.
+    pub(crate) fn start(&self) -> Instant {
+        self.due.unwrap_or_else(Instant::now)
+    }
+}
+
+/// A flag that the first SIGINT or SIGTERM raises, so that workers unregister and segments go away; the second one
+/// ends the process.
+pub(crate) fn stop_on_signals() -> anyhow::Result<Arc<AtomicBool>> {
+    use tokio::signal::unix::{SignalKind, signal};
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&stop);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .build()
+        .context("cannot wait for signals")?;
+    let (mut interrupt, mut terminate) = {
+        let _inside = runtime.enter();
+        (
+            signal(SignalKind::interrupt())?,
+            signal(SignalKind::terminate())?,
+        )
+    };
+    std::thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(move || {
+            runtime.block_on(async {
+                loop {
+                    tokio::select! {
+                        _ = interrupt.recv() => {}
+                        _ = terminate.recv() => {}
+                    }
+                    if flag.swap(true, Ordering::Relaxed) {
+                        std::process::exit(130);
+                    }
+                    eprintln!("stopping; once more to stop at once");
+                }
+            });
+        })?;
+    Ok(stop)
+}
+
+/// Stores a prompt's chunks and waits until a lookup finds all of them (LMCache's server answers a store some time
+/// before it can be read).
+pub(crate) fn make_resident(
+    worker: &mut EngineDrivenWorker,
+    context: &Context,
+    tokens: &[u32],
+) -> anyhow::Result<Prompt> {
+    let chunk_tokens = worker.chunk_tokens();
+    let prompt = Prompt::new(tokens);
+    let range = prompt.whole_chunks(chunk_tokens);
+    let chunks = range.end / chunk_tokens as u64;
+    let seeds = pattern::chunk_seeds(tokens, chunk_tokens);
+    let size = worker.chunk_bytes();
+    let request = context.request_id();
+    let stored = worker.store(&prompt, range.clone(), &request, |index| {
+        pattern::chunk(seeds[index as usize], size)
+    })?;
+    worker.connection().end_session(&request)?;
+    let give_up = Instant::now() + context.args.timeout;
+    loop {
+        let request = context.request_id();
+        let hits = worker.lookup(&prompt, &request)?;
+        let scope = worker.spec().scope.clone();
+        let connection = worker.connection();
+        connection.free_lookup_locks(&scope.scheduler_key(&prompt, range.clone(), &request))?;
+        connection.end_session(&request)?;
+        if hits == chunks {
+            return Ok(prompt);
+        }
+        anyhow::ensure!(
+            Instant::now() < give_up,
+            "a prompt of {chunks} chunks was stored ({} were taken), but {:?} later a lookup finds {hits}; has the \
+             server room for it?",
+            stored.chunks.len(),
+            context.args.timeout
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,132 @@
+//! Round trips that move no chunk: ping and the bookkeeping of transfers.
+
+use anyhow::Context as _;
+use kvtier_client::Prompt;
+use kvtier_client::Transport;
+
+use super::context::{Context, make_resident};
+use super::record::Recorder;
+use super::report::Report;
+
+/// The smallest request there is.
+pub(crate) fn ping(context: &Context, report: &mut Report) -> anyhow::Result<()> {
+    let bar = context.bar("ping", context.bar_total());
+    let mut connection = context.connect()?;
+    // The connection itself is not measured.
+    connection.get_chunk_size()?;
+    let mut recorder = Recorder::new();
+    let mut pace = context.pace(&bar);
+    while let Some(turn) = pace.next() {
+        let start = turn.start();
+        let alive = connection.ping(None)?;
+        let latency = start.elapsed();
+        if !alive {
+            recorder.failure(|| "the ping was answered with false".to_owned());
+        } else if turn.measured {
+            recorder.success(latency, 0);
+        }
+    }
+    let wall = pace.measured();
+    bar.finish_and_clear();
+    report.add(recorder.row("ping", wall));
+    Ok(())
+}
+
+/// Where are all these chunks, and I have read them: for a whole prompt, after its lookup.
+pub(crate) fn retrieve_bookkeeping(context: &Context, report: &mut Report) -> anyhow::Result<()> {
+    let scope = context.scope("retrieve-bookkeeping");
+    let mut worker = context.small_worker(&scope)?;
+    let tokens = context.tokens(1000, context.args.prompt_tokens as usize);
+    let prompt = make_resident(&mut worker, context, &tokens)?;
+    let range = prompt.whole_chunks(context.chunk_tokens);
+    let chunks = range.end / context.chunk_tokens as u64;
+    let shared = worker.transport() == Transport::SharedPool;
+    let instance = worker.spec().instance;
+
+    let bar = context.bar("retrieve bookkeeping", context.bar_total());
+    let mut recorder = Recorder::new();
+    let mut pace = context.pace(&bar);
+    while let Some(turn) = pace.next() {
+        let request = context.request_id();
+        worker.lookup(&prompt, &request)?;
+        let key = scope.worker_key(0, &prompt, range.clone(), &request);
+        let connection = worker.connection();
+        let start = turn.start();
+        let answer = connection.prepare_retrieve(&key, instance)?;
+        connection.commit_retrieve(&key, instance)?;
+        let latency = start.elapsed();
+        connection.end_session(&request)?;
+        let came = answer.slots.as_ref().map_or(0, Vec::len) as u64;
+        let good = answer.success
+            && (if shared {
+                came == chunks
+            } else {
+                !answer.data.is_empty()
+            });
+        if !good {
+            recorder.failure(|| format!("{came} of {chunks} chunks came"));
+        } else if turn.measured {
+            recorder.success(latency, 0);
+        }
+    }
+    let wall = pace.measured();
+    bar.finish_and_clear();
+    let name = match shared {
+        true => "retrieve bookkeeping",
+        false => "retrieve bookkeeping (pickled)",
+    };
+    report.add(recorder.row(name, wall).fact("chunks", chunks as f64));
+    worker.close()?;
+    Ok(())
+}
+
+/// Where may I write this chunk, and I have written it: a new one each time.
+pub(crate) fn store_bookkeeping(context: &Context, report: &mut Report) -> anyhow::Result<()> {
+    let scope = context.scope("store-bookkeeping");
+    let mut worker = context.small_worker(&scope)?;
+    let shared = worker.transport() == Transport::SharedPool;
+    let instance = worker.spec().instance;
+    let size = worker.chunk_bytes();
+
+    let bar = context.bar("store bookkeeping", context.bar_total());
+    let mut recorder = Recorder::new();
+    let mut pace = context.pace(&bar);
+    while let Some(turn) = pace.next() {
+        let prompt = Prompt::new(&context.tokens(1 << 40 | turn.number, context.chunk_tokens));
+        let request = context.request_id();
+        if !shared {
+            let start = turn.start();
+            let range = prompt.whole_chunks(context.chunk_tokens);
+            worker.store(&prompt, range, &request, |_| vec![0; size])?;
+            if turn.measured {
+                recorder.success(start.elapsed(), 0);
+            }
+            continue;
+        }
+        let key = scope.worker_key(0, &prompt, 0..context.chunk_tokens as u64, &request);
+        let connection = worker.connection();
+        let start = turn.start();
+        let slots = connection
+            .prepare_store(&key, instance)?
+            .target
+            .map_or(0, |target| target.slots.len());
+        let committed = slots == 1 && connection.commit_store(&key, instance, b"")?;
+        let latency = start.elapsed();
+        connection.end_session(&request)?;
+        if !committed {
+            recorder
+                .failure(|| format!("{slots} slots came for one new chunk; is the server full?"));
+        } else if turn.measured {
+            recorder.success(latency, 0);
+        }
+    }
+    let wall = pace.measured();
+    bar.finish_and_clear();
+    let name = match shared {
+        true => "store bookkeeping",
+        false => "store bookkeeping (pickled)",
+    };
+    report.add(recorder.row(name, wall));
+    worker.close().context("unregistering")?;
+    Ok(())
+}

@@ -1,0 +1,92 @@
+//! `kvtier bench`: a load generator for any server of the LMCache MP protocol.
+//!
+//! It measures round trips with a blocking DEALER socket a client, the way an engine's process has one. Latencies are
+//! those of single calls (or of the two or three calls a row names), without the calls that only clean up. By default
+//! each client sends its next request when the last one was answered (closed loop), so a server that stalls is asked
+//! less often and its stalls are under-represented ("coordinated omission"); with `--rate` requests have intended
+//! times, and latency counts from those, whether or not the request could be sent then.
+//!
+//! Every chunk that is stored has bytes derived from its whole prefix, and every chunk retrieved is compared.
+
+mod args;
+mod compare;
+mod context;
+mod footprint;
+mod latency;
+mod lookups;
+mod memcpy;
+mod mixed;
+mod pattern;
+mod record;
+mod replay;
+mod report;
+mod start;
+mod transfer;
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+
+pub(crate) use args::BenchArgs;
+use args::{BenchCommand, LoadArgs, Scenario};
+use context::Context;
+use report::Report;
+
+/// Runs the command; the exit code says whether all requests succeeded and all bytes were right.
+pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
+    match args.command {
+        Some(BenchCommand::Start(args)) => start::run(&args),
+        Some(BenchCommand::Compare(args)) => compare::run(&args),
+        None => load(args.load),
+    }
+}
+
+fn load(args: LoadArgs) -> anyhow::Result<ExitCode> {
+    let json = args.json.clone();
+    let context = Context::new(args)?;
+    let mut report = Report::new(&context);
+    let outcome = scenarios(&context, &mut report);
+    if let Err(error) = &outcome {
+        report.abort(format!("{error:#}"));
+    } else if context.stopped() {
+        report.abort("interrupted".to_owned());
+    }
+    report
+        .print(json.as_deref())
+        .context("cannot write the report")?;
+    outcome?;
+    Ok(if report.is_good() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// Runs the scenarios in the order given. The first request that gets no reply ends the run.
+fn scenarios(context: &Context, report: &mut Report) -> anyhow::Result<()> {
+    for scenario in &context.args.scenarios() {
+        if context.stopped() {
+            break;
+        }
+        if context.args.clear {
+            context
+                .connect()?
+                .clear(false)
+                .context("clearing the cache")?;
+        }
+        match scenario {
+            Scenario::Ping => latency::ping(context, report),
+            Scenario::LookupHit => lookups::hit(context, report),
+            Scenario::LookupMiss => lookups::miss(context, report),
+            Scenario::RetrieveBookkeeping => latency::retrieve_bookkeeping(context, report),
+            Scenario::StoreBookkeeping => latency::store_bookkeeping(context, report),
+            Scenario::EngineDriven => transfer::engine_driven(context, report),
+            Scenario::LmcacheDriven => transfer::lmcache_driven(context, report),
+            Scenario::Mixed => mixed::run(context, report),
+            Scenario::Replay => replay::run(context, report),
+            Scenario::Memory => footprint::run(context, report),
+        }
+        .with_context(|| format!("scenario {}", scenario.name()))?;
+    }
+    Ok(())
+}

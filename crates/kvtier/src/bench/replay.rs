@@ -1,0 +1,274 @@
+//! A trace of a real service, with the tokens made from its block ids and small objects.
+//!
+//! For each request: look the prompt up, retrieve and compare what is cached, store the rest, end the session; what
+//! an engine does that has no cache of its own.
+
+use std::io::{BufRead, BufReader};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use kvtier_client::{EngineDrivenWorker, Prompt};
+use serde::Deserialize;
+
+use super::context::Context;
+use super::pattern;
+use super::record::{Recorder, Row};
+use super::report::Report;
+
+/// Tokens that one id of the trace stands for (Mooncake traces, FAST'25).
+const TOKENS_PER_ID: usize = 512;
+
+/// Longest prompt that is believed.
+const LONGEST: usize = 4 << 20;
+
+/// One line of a trace. What is answered does not matter here.
+#[derive(Debug, Deserialize)]
+struct Line {
+    /// Milliseconds since the trace began.
+    timestamp: u64,
+    /// Tokens of the prompt.
+    input_length: usize,
+    /// One id for each 512 tokens of the prompt; equal ids mean equal prefixes up to there.
+    hash_ids: Vec<u64>,
+}
+
+/// What one client found.
+struct Outcome {
+    lookups: Recorder,
+    retrieves: Recorder,
+    stores: Recorder,
+    asked_tokens: u64,
+    hit_tokens: u64,
+}
+
+pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> {
+    let path = context
+        .args
+        .trace
+        .as_ref()
+        .context("a replay needs a trace: --trace FILE")?;
+    let lines = read(path, context.args.limit)?;
+    let scope = context.scope("replay");
+    let bar = context.bar("replay", lines.len() as u64);
+    let queue = Mutex::new(lines.iter());
+    let workers = (0..context.args.clients)
+        .map(|_| context.small_worker(&scope))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let started = Instant::now();
+    let outcomes: Vec<_> = std::thread::scope(|threads| {
+        let clients: Vec<_> = workers
+            .into_iter()
+            .map(|mut worker| {
+                let (queue, bar) = (&queue, &bar);
+                threads.spawn(move || {
+                    let mut outcome = Outcome {
+                        lookups: Recorder::new(),
+                        retrieves: Recorder::new(),
+                        stores: Recorder::new(),
+                        asked_tokens: 0,
+                        hit_tokens: 0,
+                    };
+                    while !context.stopped() {
+                        let next = queue.lock().map_or(None, |mut lines| lines.next());
+                        let Some(line) = next else { break };
+                        let due = due(context, started, line);
+                        if let Some(early) =
+                            due.and_then(|due| due.checked_duration_since(Instant::now()))
+                        {
+                            std::thread::sleep(early);
+                        }
+                        replay(context, &mut worker, line, due, &mut outcome)?;
+                        bar.inc(1);
+                    }
+                    worker.close()?;
+                    Ok::<_, anyhow::Error>(outcome)
+                })
+            })
+            .collect();
+        clients
+            .into_iter()
+            .map(std::thread::ScopedJoinHandle::join)
+            .collect()
+    });
+    let wall = started.elapsed();
+    bar.finish_and_clear();
+    add_rows(report, outcomes, lines.len(), wall)
+}
+
+fn add_rows(
+    report: &mut Report,
+    outcomes: Vec<std::thread::Result<anyhow::Result<Outcome>>>,
+    requests: usize,
+    wall: Duration,
+) -> anyhow::Result<()> {
+    let mut lookups = Recorder::new();
+    let mut retrieves = Recorder::new();
+    let mut stores = Recorder::new();
+    let (mut asked, mut hit) = (0, 0);
+    for outcome in outcomes {
+        let outcome = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        lookups.add(outcome.lookups);
+        retrieves.add(outcome.retrieves);
+        stores.add(outcome.stores);
+        asked += outcome.asked_tokens;
+        hit += outcome.hit_tokens;
+    }
+    report.add(lookups.row("replay lookup", wall));
+    report.add(retrieves.row("replay retrieve", wall));
+    report.add(stores.row("replay store", wall));
+    report.add(
+        Row::of_facts("replay")
+            .fact("requests", requests as f64)
+            .fact("seconds", wall.as_secs_f64())
+            .fact("hit rate", hit as f64 / (asked as f64).max(1.0)),
+    );
+    Ok(())
+}
+
+/// When a request is due, if the trace's own times are kept.
+fn due(context: &Context, started: Instant, line: &Line) -> Option<Instant> {
+    let speed = context.args.speed?;
+    let offset = Duration::try_from_secs_f64(line.timestamp as f64 / 1000.0 / speed).ok()?;
+    started.checked_add(offset)
+}
+
+fn replay(
+    context: &Context,
+    worker: &mut EngineDrivenWorker,
+    line: &Line,
+    due: Option<Instant>,
+    outcome: &mut Outcome,
+) -> anyhow::Result<()> {
+    let chunk_tokens = context.chunk_tokens;
+    let tokens = tokens(context.args.seed, line);
+    let prompt = Prompt::new(&tokens);
+    let seeds = pattern::chunk_seeds(&tokens, chunk_tokens);
+    let range = prompt.whole_chunks(chunk_tokens);
+    let size = worker.chunk_bytes();
+    let request = context.request_id();
+
+    let start = due.unwrap_or_else(Instant::now);
+    let hits = worker.lookup(&prompt, &request)?;
+    outcome.lookups.success(start.elapsed(), 0);
+    outcome.asked_tokens += tokens.len() as u64;
+    outcome.hit_tokens += hits * chunk_tokens as u64;
+    let hit_end = hits * chunk_tokens as u64;
+    if hit_end > range.end {
+        outcome
+            .lookups
+            .mismatch(|| format!("{hits} chunks are found of a prompt of {}", seeds.len()));
+        return Ok(());
+    }
+    if hits > 0 {
+        let mut checking = Duration::ZERO;
+        let start = Instant::now();
+        let got = worker.retrieve(&prompt, 0..hit_end, &request, |index, bytes| {
+            let check = Instant::now();
+            if !pattern::matches(seeds[index as usize], bytes) {
+                outcome
+                    .retrieves
+                    .mismatch(|| format!("chunk {index} of {request}"));
+            }
+            checking += check.elapsed();
+        })?;
+        match got {
+            Some(got) => outcome
+                .retrieves
+                .success(start.elapsed() - checking, got.bytes),
+            None => outcome
+                .retrieves
+                .failure(|| format!("{hits} chunks were found, then missed")),
+        }
+    }
+    if hit_end < range.end {
+        let chunks: Vec<_> = seeds[hits as usize..]
+            .iter()
+            .map(|seed| pattern::chunk(*seed, size))
+            .collect();
+        let start = Instant::now();
+        // A full server may take less than all; the hit rate shows it.
+        let stored = worker.store(&prompt, hit_end..range.end, &request, |index| {
+            &chunks[index as usize]
+        })?;
+        outcome.stores.success(start.elapsed(), stored.bytes);
+    }
+    worker.connection().end_session(&request)?;
+    Ok(())
+}
+
+/// The prompt of a line: the same id gives the same tokens.
+fn tokens(seed: u64, line: &Line) -> Vec<u32> {
+    let mut tokens: Vec<u32> = line
+        .hash_ids
+        .iter()
+        .flat_map(|id| pattern::tokens(pattern::mix(seed ^ pattern::mix(*id)), TOKENS_PER_ID))
+        .collect();
+    tokens.truncate(line.input_length);
+    tokens
+}
+
+fn read(path: &std::path::Path, limit: u64) -> anyhow::Result<Vec<Line>> {
+    let file = std::fs::File::open(path).with_context(|| format!("opening {}", path.display()))?;
+    let mut lines = Vec::new();
+    for (number, text) in BufReader::new(file).lines().enumerate() {
+        if lines.len() as u64 == limit {
+            break;
+        }
+        let text = text.with_context(|| format!("reading {}", path.display()))?;
+        if text.trim().is_empty() {
+            continue;
+        }
+        let place = || format!("{}, line {}", path.display(), number + 1);
+        let line: Line = serde_json::from_str(&text).with_context(place)?;
+        anyhow::ensure!(
+            line.hash_ids.len() <= LONGEST / TOKENS_PER_ID,
+            "{}: hash_ids has {} ids, at most {} are allowed",
+            place(),
+            line.hash_ids.len(),
+            LONGEST / TOKENS_PER_ID
+        );
+        lines.push(line);
+    }
+    anyhow::ensure!(!lines.is_empty(), "{} has no requests", path.display());
+    Ok(lines)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn equal_ids_give_equal_prefixes() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        writeln!(
+            file,
+            r#"{{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}}"#
+        )
+        .unwrap();
+        writeln!(
+            file,
+            r#"{{"timestamp": 3, "input_length": 1024, "output_length": 5, "hash_ids": [0, 2]}}"#
+        )
+        .unwrap();
+        let lines = read(file.path(), 10).unwrap();
+        assert_eq!(lines.len(), 2);
+        let (first, second) = (tokens(1, &lines[0]), tokens(1, &lines[1]));
+        assert_eq!((first.len(), second.len()), (700, 1024));
+        assert_eq!(first[..512], second[..512]);
+        assert_ne!(first[512..], second[512..700]);
+        assert_eq!(read(file.path(), 1).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_bad_line_is_named() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        writeln!(file, "{{}}").unwrap();
+        let error = format!("{:#}", read(file.path(), 10).unwrap_err());
+        assert!(
+            error.contains("line 1") && error.contains("timestamp"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,186 @@
+//! How long a server takes from its command to its first answer, and what it weighs then.
+
+use std::fs::File;
+use std::net::TcpStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use kvtier_client::{ClientError, Connection, Options};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::args::StartArgs;
+use super::context::stop_on_signals;
+use super::footprint::resident;
+use super::record::{Recorder, Row};
+use super::report::Report;
+
+/// How often the address is tried until the server answers.
+const TRY_EVERY: Duration = Duration::from_millis(1);
+
+/// How long a server may take to end when asked to.
+const ENDS_WITHIN: Duration = Duration::from_secs(20);
+
+/// A server that ends with us.
+struct Server {
+    child: Child,
+}
+
+impl Server {
+    fn start(args: &StartArgs) -> anyhow::Result<Self> {
+        let output = || match &args.log {
+            Some(path) => Ok::<_, anyhow::Error>(Stdio::from(
+                File::options()
+                    .create(true)
+                    .append(true)
+                    .open(path)
+                    .with_context(|| format!("opening {}", path.display()))?,
+            )),
+            None => Ok(Stdio::null()),
+        };
+        let (program, rest) = args
+            .command
+            .split_first()
+            .context("the server's command is missing")?;
+        let child = Command::new(program)
+            .args(rest)
+            .stdin(Stdio::null())
+            .stdout(output()?)
+            .stderr(output()?)
+            // A terminal's Ctrl-C is for us; the server is then stopped in order.
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("starting {program}"))?;
+        Ok(Self { child })
+    }
+
+    /// Asks it to end, by its id; insists after a while.
+    fn stop(&mut self) -> anyhow::Result<Duration> {
+        let start = Instant::now();
+        if self.child.try_wait()?.is_some() {
+            return Ok(Duration::ZERO);
+        }
+        if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
+            kill_process(pid, Signal::TERM).context("asking the server to end")?;
+        }
+        while start.elapsed() < ENDS_WITHIN {
+            if self.child.try_wait()?.is_some() {
+                return Ok(start.elapsed());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(start.elapsed())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Nothing can be done about a failure.
+        let _ = self.stop();
+    }
+}
+
+pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
+    let stop = stop_on_signals()?;
+    let label = args
+        .label
+        .clone()
+        .or_else(|| args.command.first().cloned())
+        .unwrap_or_default();
+    let mut report = Report::bare(label, &args.url, 0, 0);
+    let mut starts = Recorder::new();
+    let mut ends = Recorder::new();
+    let mut memory = Vec::new();
+    for _ in 0..args.rounds {
+        if stop.load(std::sync::atomic::Ordering::Relaxed) {
+            report.abort("interrupted".to_owned());
+            break;
+        }
+        anyhow::ensure!(
+            !listens(&args.url),
+            "something listens at {} already",
+            args.url
+        );
+        let begin = Instant::now();
+        let mut server = Server::start(args)?;
+        report.chunk_tokens = first_answer(args, &mut server, begin, || {
+            stop.load(std::sync::atomic::Ordering::Relaxed)
+        })?;
+        starts.success(begin.elapsed(), 0);
+        std::thread::sleep(args.settle);
+        memory.push(resident(server.child.id())?);
+        ends.success(server.stop()?, 0);
+    }
+    let wall = Duration::ZERO;
+    report.add(starts.row("start to first answer", wall));
+    report.add(ends.row("stop", wall));
+    if !memory.is_empty() {
+        let median = |pick: fn(&super::footprint::Resident) -> u64| {
+            let mut values: Vec<u64> = memory.iter().map(pick).collect();
+            values.sort_unstable();
+            values[values.len() / 2] as f64 / 1_048_576.0
+        };
+        report.add(
+            Row::of_facts("idle memory")
+                .fact("private MiB", median(|m| m.anonymous))
+                .fact("shared MiB", median(|m| m.shared))
+                .fact("all MiB", median(|m| m.all)),
+        );
+    }
+    report.print(args.json.as_deref())?;
+    Ok(if report.is_good() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// Waits for the first answered request; returns it: tokens in a chunk.
+fn first_answer(
+    args: &StartArgs,
+    server: &mut Server,
+    begin: Instant,
+    stopped: impl Fn() -> bool,
+) -> anyhow::Result<usize> {
+    // ZMQ pauses between attempts to connect, which would be measured too; so it first tries when somebody listens.
+    while !listens(&args.url) {
+        if let Some(status) = server.child.try_wait()? {
+            anyhow::bail!("the server ended before it listened: {status}");
+        }
+        anyhow::ensure!(!stopped(), "interrupted");
+        anyhow::ensure!(
+            begin.elapsed() < args.timeout,
+            "the server did not listen at {} within {:?}",
+            args.url,
+            args.timeout
+        );
+        std::thread::sleep(TRY_EVERY);
+    }
+    let options = Options {
+        timeout: args
+            .timeout
+            .saturating_sub(begin.elapsed())
+            .max(Duration::from_secs(1)),
+        reconnect: TRY_EVERY,
+        ..Options::default()
+    };
+    let answer = Connection::connect_with(&args.url, options)?.get_chunk_size();
+    if let Err(ClientError::Timeout { .. }) = answer
+        && let Some(status) = server.child.try_wait()?
+    {
+        anyhow::bail!("the server ended before it answered: {status}");
+    }
+    Ok(answer?)
+}
+
+/// Whether somebody accepts connections there. Addresses other than TCP always count.
+fn listens(url: &str) -> bool {
+    match url.strip_prefix("tcp://") {
+        Some(address) => TcpStream::connect(address).is_ok(),
+        None if url.contains("://") => true,
+        None => TcpStream::connect(url).is_ok(),
+    }
+}

@@ -1,0 +1,308 @@
+//! Chunks into the server and back, in both transfer modes.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use kvtier_client::{LmcacheDrivenSpec, LmcacheDrivenWorker, Prompt, Scope, Transport};
+
+use super::context::{Context, block_tokens, geometry};
+use super::memcpy;
+use super::pattern;
+use super::record::Recorder;
+use super::report::Report;
+
+/// Passes over 192 MiB for each of the two memory copies around a scenario.
+const COPY_PASSES: usize = 5;
+
+/// One request of the scenario: a prompt and what its chunks hold.
+struct Job {
+    prompt: Prompt,
+    seeds: Vec<u64>,
+    store_request: String,
+}
+
+/// Requests that a scenario measures, behind one in eight (at least one) that warms up.
+fn jobs(context: &Context, chunk_bytes: usize) -> (u64, u64) {
+    let each = u64::from(context.args.chunks_per_request) * chunk_bytes as u64;
+    let wanted = context
+        .args
+        .requests
+        .unwrap_or(context.args.volume / each)
+        .max(2);
+    let warm_up = (wanted / 8).max(1);
+    match context.args.requests {
+        Some(_) => (warm_up, wanted),
+        // Within the volume.
+        None => (warm_up, wanted - warm_up),
+    }
+}
+
+fn job(context: &Context, base: u64, number: u64) -> Job {
+    let tokens = context.tokens(
+        base | number,
+        context.chunk_tokens * context.args.chunks_per_request as usize,
+    );
+    Job {
+        prompt: Prompt::new(&tokens),
+        seeds: pattern::chunk_seeds(&tokens, context.chunk_tokens),
+        store_request: context.request_id(),
+    }
+}
+
+/// The worker writes and reads the server's pool itself, or sends and gets pickles.
+pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::Result<()> {
+    let scope = context.scope("engine-driven");
+    let mut worker = context.engine_driven(&scope, context.args.chunk_bytes)?;
+    let size = worker.chunk_bytes();
+    let way = match worker.transport() {
+        Transport::SharedPool => "shm",
+        Transport::Pickle => "pickle",
+    };
+    let (warm_up, measured) = jobs(context, size);
+    let bar = context.bar("engine-driven", (warm_up + measured) * 2);
+    let mut stores = Recorder::new();
+    let mut chunks = Vec::new();
+    let mut done = Vec::new();
+    let mut store_wall = Duration::ZERO;
+    let memcpy_before = memcpy::gb_per_second(size, COPY_PASSES);
+
+    for number in 0..warm_up + measured {
+        if context.stopped() {
+            break;
+        }
+        bar.inc(1);
+        let job = job(context, 3 << 40, number);
+        chunks.resize(job.seeds.len(), Vec::new());
+        for (chunk, seed) in chunks.iter_mut().zip(&job.seeds) {
+            chunk.resize(size, 0);
+            pattern::fill(*seed, chunk);
+        }
+        let range = job.prompt.whole_chunks(context.chunk_tokens);
+        let start = Instant::now();
+        let stored = worker.store(&job.prompt, range, &job.store_request, |index| {
+            &chunks[index as usize]
+        })?;
+        let latency = start.elapsed();
+        worker.connection().end_session(&job.store_request)?;
+        if stored.chunks.len() != job.seeds.len() {
+            stores.failure(|| took(stored.chunks.len(), job.seeds.len()));
+        } else if number >= warm_up {
+            stores.success(latency, stored.bytes);
+            store_wall += start.elapsed();
+        }
+        done.push(job);
+    }
+
+    let mut retrieves = Recorder::new();
+    let mut retrieve_wall = Duration::ZERO;
+    for (number, job) in (0..).zip(&done) {
+        if context.stopped() {
+            break;
+        }
+        bar.inc(1);
+        let request = context.request_id();
+        let wanted = job.seeds.len() as u64;
+        let whole = Instant::now();
+        let hits = until_found(context, wanted, &request, |request| {
+            worker.lookup(&job.prompt, request)
+        })?;
+        if hits == wanted {
+            let range = job.prompt.whole_chunks(context.chunk_tokens);
+            let mut checking = Duration::ZERO;
+            let start = Instant::now();
+            let got = worker.retrieve(&job.prompt, range, &request, |index, bytes| {
+                let check = Instant::now();
+                if !pattern::matches(job.seeds[index as usize], bytes) {
+                    retrieves.mismatch(|| format!("chunk {index} of request {number}"));
+                }
+                checking += check.elapsed();
+            })?;
+            let latency = start.elapsed() - checking;
+            match got {
+                None => retrieves.failure(|| "a miss, right after a hit".to_owned()),
+                Some(got) if number >= warm_up => {
+                    retrieves.success(latency, got.bytes);
+                    retrieve_wall += whole.elapsed();
+                }
+                Some(_) => {}
+            }
+        } else {
+            retrieves.failure(|| format!("{hits} of {wanted} stored chunks are found"));
+        }
+        worker.connection().end_session(&request)?;
+    }
+    bar.finish_and_clear();
+    let memcpy_after = memcpy::gb_per_second(size, COPY_PASSES);
+    let memcpy = f64::midpoint(memcpy_before, memcpy_after);
+    for (name, recorder, wall) in [
+        ("store", stores, store_wall),
+        ("retrieve", retrieves, retrieve_wall),
+    ] {
+        report.add(with_copy(
+            recorder.row(format!("engine-driven {name} ({way})"), wall),
+            memcpy,
+        ));
+    }
+    worker.close()?;
+    Ok(())
+}
+
+/// The server copies from the worker's pages, and back into others.
+pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::Result<()> {
+    let scope = context.scope("lmcache-driven");
+    let per_request = u64::from(context.args.chunks_per_request);
+    let mut worker = paged_worker(context, &scope, per_request)?;
+    let size = worker.chunk_bytes();
+    let (sources, targets) = blocks(context, &worker, per_request);
+    let per_chunk = worker.blocks_per_chunk() as usize;
+    let (warm_up, measured) = jobs(context, size);
+    let bar = context.bar("lmcache-driven", (warm_up + measured) * 2);
+    let mut stores = Recorder::new();
+    let mut done = Vec::new();
+    let mut store_wall = Duration::ZERO;
+    let mut chunk = vec![0; size];
+    let memcpy_before = memcpy::gb_per_second(size, COPY_PASSES);
+
+    for number in 0..warm_up + measured {
+        if context.stopped() {
+            break;
+        }
+        bar.inc(1);
+        let job = job(context, 4 << 40, number);
+        for (blocks, seed) in sources.chunks_exact(per_chunk).zip(&job.seeds) {
+            pattern::fill(*seed, &mut chunk);
+            worker.write_chunk(blocks, &chunk)?;
+        }
+        let range = job.prompt.whole_chunks(context.chunk_tokens);
+        let start = Instant::now();
+        let ok = worker.store(&job.prompt, range, &job.store_request, &sources)?;
+        let latency = start.elapsed();
+        worker.connection().end_session(&job.store_request)?;
+        if !ok {
+            stores.failure(|| "a store was answered with false".to_owned());
+        } else if number >= warm_up {
+            stores.success(latency, per_request * size as u64);
+            store_wall += start.elapsed();
+        }
+        done.push(job);
+    }
+
+    let mut retrieves = Recorder::new();
+    let mut retrieve_wall = Duration::ZERO;
+    for (number, job) in (0..).zip(&done) {
+        if context.stopped() {
+            break;
+        }
+        bar.inc(1);
+        let request = context.request_id();
+        let whole = Instant::now();
+        let hits = until_found(context, per_request, &request, |request| {
+            worker.lookup(&job.prompt, request)
+        })?;
+        if hits == per_request {
+            let range = job.prompt.whole_chunks(context.chunk_tokens);
+            let start = Instant::now();
+            let ok = worker.retrieve(&job.prompt, range, &request, &targets, 0)?;
+            let latency = start.elapsed();
+            if !ok {
+                retrieves.failure(|| "a miss, right after a hit".to_owned());
+            } else if number >= warm_up {
+                retrieves.success(latency, per_request * size as u64);
+                retrieve_wall += whole.elapsed();
+            }
+            for (index, (blocks, seed)) in
+                targets.chunks_exact(per_chunk).zip(&job.seeds).enumerate()
+            {
+                worker.read_chunk(blocks, &mut chunk)?;
+                if ok && !pattern::matches(*seed, &chunk) {
+                    retrieves.mismatch(|| format!("chunk {index} of request {number}"));
+                }
+            }
+        } else {
+            retrieves.failure(|| format!("{hits} of {per_request} stored chunks are found"));
+        }
+        worker.connection().end_session(&request)?;
+    }
+    bar.finish_and_clear();
+    let memcpy_after = memcpy::gb_per_second(size, COPY_PASSES);
+    let memcpy = f64::midpoint(memcpy_before, memcpy_after);
+    report.add(with_copy(
+        stores.row("lmcache-driven store", store_wall),
+        memcpy,
+    ));
+    report.add(with_copy(
+        retrieves.row("lmcache-driven retrieve", retrieve_wall),
+        memcpy,
+    ));
+    worker.close()?;
+    Ok(())
+}
+
+/// A worker with room for one request's blocks twice, behind the null block.
+fn paged_worker(
+    context: &Context,
+    scope: &Scope,
+    chunks: u64,
+) -> anyhow::Result<LmcacheDrivenWorker> {
+    let chunk_tokens = context.chunk_tokens as u64;
+    let (layers, hidden) = geometry(context.args.chunk_bytes, chunk_tokens)?;
+    let (heads, head_size) = match hidden {
+        hidden if hidden.is_multiple_of(128) => (hidden / 128, 128),
+        hidden => (1, hidden),
+    };
+    let block = block_tokens(chunk_tokens);
+    let blocks = 1 + 2 * chunks * (chunk_tokens / block);
+    let mut spec = LmcacheDrivenSpec::new(
+        context.instance(),
+        scope.clone(),
+        layers,
+        heads,
+        head_size,
+        blocks,
+    );
+    spec.block_tokens = block;
+    LmcacheDrivenWorker::register(context.connect()?, spec)
+        .context("registering a worker whose pages the server copies")
+}
+
+/// Block ids to store from, and others to retrieve to, in the random order that an engine's allocator ends up with.
+fn blocks(context: &Context, worker: &LmcacheDrivenWorker, chunks: u64) -> (Vec<i64>, Vec<i64>) {
+    let count = (chunks * worker.blocks_per_chunk()) as i64;
+    let shuffled = |first: i64| {
+        let mut ids: Vec<i64> = (first..first + count).collect();
+        ids.sort_by_key(|id| pattern::mix(context.args.seed ^ *id as u64));
+        ids
+    };
+    (shuffled(1), shuffled(1 + count))
+}
+
+/// Looks up until all stored chunks are found or a second has gone: LMCache's server answers a store some time before
+/// it can be read.
+fn until_found(
+    context: &Context,
+    wanted: u64,
+    request: &str,
+    mut lookup: impl FnMut(&str) -> Result<u64, kvtier_client::ClientError>,
+) -> anyhow::Result<u64> {
+    let give_up = Instant::now() + Duration::from_secs(1);
+    loop {
+        let hits = lookup(request)?;
+        if hits >= wanted || Instant::now() >= give_up || context.stopped() {
+            return Ok(hits);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn with_copy(row: super::record::Row, memcpy: f64) -> super::record::Row {
+    let speed = row.gb_per_second;
+    let row = row.fact("memcpy GB/s", memcpy);
+    match speed {
+        Some(speed) => row.fact("of memcpy", speed / memcpy),
+        None => row,
+    }
+}
+
+fn took(stored: usize, wanted: usize) -> String {
+    format!("the server took {stored} of {wanted} new chunks; is it full?")
+}
