@@ -1,4 +1,5 @@
 //! The cache's rules, one test each.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod cache_support;
 
@@ -79,7 +80,7 @@ fn commit_subset_gives_up_the_rest() {
     let reserved = cache
         .reserve(NOW, &request(space(0, ""), &keys, 10))
         .unwrap();
-    let even = |staged: &kvtier_core::cache::Staged| staged.position % 2 == 0;
+    let even = |staged: &kvtier_core::cache::Staged| staged.position.is_multiple_of(2);
     let committed = reserved.reservation.commit_subset(NOW, even);
     assert_eq!((committed.inserted, committed.aborted), (2, 2));
     assert_eq!(resident(&cache, space(0, ""), 4), [0, 2]);

@@ -33,6 +33,7 @@ impl<A: ExtentAllocator> State<A> {
     ///
     /// Resident keys are held until the end, so that room for the tail of a prefix is never made of its head.
     pub(super) fn reserve(&mut self, requests: &[ReserveRequest<'_>], batch: &mut ReserveBatch) {
+        self.warm = 0;
         for request in requests {
             let space = self.spaces.find(&request.space);
             for hash in request.hashes {
@@ -51,7 +52,7 @@ impl<A: ExtentAllocator> State<A> {
                     continue;
                 }
                 let staged = self
-                    .allocate(request.len)
+                    .allocate(request.len, request.hashes.len() - 1 - position)
                     .and_then(|extent| Some((extent, self.stage(space, *hash, extent)?)));
                 let Some((extent, slot)) = staged else {
                     self.totals.refused += 1;
@@ -61,7 +62,7 @@ impl<A: ExtentAllocator> State<A> {
                 batch.outcomes.push(KeyOutcome::Reserved(extent));
                 batch.staged.push(Staged {
                     request: which,
-                    position,
+                    position: position as u32,
                     extent,
                     slot,
                 });

@@ -7,6 +7,7 @@ use super::space::Spaces;
 use super::{Evicted, Extent, ExtentAllocator};
 use crate::eviction::{Candidate, EvictionKind, EvictionPolicy};
 use crate::hashing::ChunkHash;
+use std::hint::black_box;
 use std::time::Duration;
 
 /// Ticks of the cache's clock in a second; a `u32` of them lasts 13 years.
@@ -27,7 +28,13 @@ pub(super) struct State<A> {
     pub(super) accounting_errors: u64,
     /// The latest time told, in ticks; releases come without a time of their own.
     clock: u32,
+    /// How many of the next victims have been fetched from memory already.
+    pub(super) warm: usize,
+    upcoming: Vec<u32>,
 }
+
+/// Victims fetched at once.
+const WARM: usize = 32;
 
 impl<A: ExtentAllocator> State<A> {
     pub(super) fn new(allocator: A, eviction: EvictionKind) -> Self {
@@ -42,6 +49,8 @@ impl<A: ExtentAllocator> State<A> {
             totals: Totals::default(),
             accounting_errors: 0,
             clock: 0,
+            warm: 0,
+            upcoming: Vec::with_capacity(WARM),
         }
     }
 
@@ -145,8 +154,9 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// Memory for one object, evicting until there is some. `None` once nothing evictable is left.
-    pub(super) fn allocate(&mut self, bytes: u64) -> Option<Extent> {
+    /// Memory for one object, evicting until there is some. `None` once nothing evictable is left. `more` tells how
+    /// many more the caller is likely to want.
+    pub(super) fn allocate(&mut self, bytes: u64, more: usize) -> Option<Extent> {
         let capacity = self.allocator.capacity();
         // What nothing could move, without the allocator's rounding: if this leaves no room, evicting is in vain.
         let fixed = self.counters.staged.bytes + self.counters.doomed.bytes + self.leased.bytes;
@@ -160,7 +170,7 @@ impl<A: ExtentAllocator> State<A> {
                     return extent;
                 }
             }
-            self.evict_one()?;
+            self.evict_one(more + 1)?;
         }
     }
 
@@ -250,8 +260,27 @@ impl<A: ExtentAllocator> State<A> {
         bytes
     }
 
-    /// Evicts the next object in policy order; gives its bytes.
-    pub(super) fn evict_one(&mut self) -> Option<u64> {
+    /// Touches what the evictions to come will need. They stay one by one; only their waits for memory overlap.
+    fn warm_up(&mut self, likely: usize) {
+        self.warm = likely.clamp(1, WARM);
+        if self.warm == 1 {
+            return;
+        }
+        self.upcoming.clear();
+        self.policy.upcoming(self.warm, &mut self.upcoming);
+        for &number in &self.upcoming {
+            let slot = self.slab.at(number);
+            let key = self.index.fingerprint(slot.space, &slot.hash);
+            black_box(self.index.find(key, |found| found == number));
+        }
+    }
+
+    /// Evicts the next object in policy order, of `likely` in a row; gives its bytes.
+    fn evict_one(&mut self, likely: usize) -> Option<u64> {
+        if self.warm == 0 {
+            self.warm_up(likely);
+        }
+        self.warm -= 1;
         let number = self.policy.victim()?;
         let idle = self.clock - self.slab.at(number).used_at.min(self.clock);
         let bytes = self.take_out(number);
@@ -263,8 +292,11 @@ impl<A: ExtentAllocator> State<A> {
     /// See [`super::Cache::evict`].
     pub(super) fn evict(&mut self, bytes_wanted: u64, max_objects: usize) -> Evicted {
         let mut evicted = Evicted::default();
+        self.warm = 0;
         while evicted.bytes < bytes_wanted && evicted.objects < max_objects {
-            let Some(bytes) = self.evict_one() else { break };
+            let Some(bytes) = self.evict_one(max_objects - evicted.objects) else {
+                break;
+            };
             evicted.objects += 1;
             evicted.bytes += bytes;
         }

@@ -114,6 +114,16 @@ impl EvictionPolicy for Lru {
         (self.oldest != NONE).then_some(self.oldest)
     }
 
+    fn upcoming(&self, limit: usize, slots: &mut Vec<u32>) {
+        let mut next = self.victim();
+        for _ in 0..limit {
+            let Some(slot) = next else { return };
+            slots.push(slot);
+            next = self.get(slot).map(|link| link.newer);
+            next = next.filter(|&newer| newer != NONE);
+        }
+    }
+
     fn len(&self) -> usize {
         self.len
     }
@@ -174,6 +184,11 @@ mod tests {
         lru.withdraw(candidate(9000));
         assert_eq!(lru.order().unwrap(), [1, 3]);
         assert_eq!(lru.len(), 2);
+        for (limit, expected) in [(9, &[1, 3][..]), (1, &[1]), (0, &[])] {
+            let mut upcoming = Vec::new();
+            lru.upcoming(limit, &mut upcoming);
+            assert_eq!(upcoming, expected);
+        }
     }
 
     #[test]

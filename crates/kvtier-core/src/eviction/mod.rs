@@ -49,6 +49,10 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     /// The object that should leave next; it stays inserted until withdrawn. `None`: nothing may leave.
     fn victim(&self) -> Option<u32>;
 
+    /// Appends the objects that will probably leave next, at most `limit`: a hint, so that a batch of evictions can
+    /// fetch what it needs from memory at once instead of one after the other.
+    fn upcoming(&self, limit: usize, slots: &mut Vec<u32>);
+
     /// How many objects could leave.
     fn len(&self) -> usize;
 

@@ -25,6 +25,8 @@ impl EvictionPolicy for Noop {
         None
     }
 
+    fn upcoming(&self, _: usize, _: &mut Vec<u32>) {}
+
     fn len(&self) -> usize {
         0
     }
