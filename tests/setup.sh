@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Make the Python environment and the model that the end-to-end tests use. Does nothing when both are there.
+#
+#   tests/setup.sh
+#
+# They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch) and
+# model/ (a tiny random Llama). First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+home=${KVTIER_E2E_HOME:-$HOME/.cache/kvtier-e2e}
+venv=$home/venv model=$home/model
+mkdir -p "$home"
+
+# One set-up at a time; the second finds the work done.
+exec 9>"$home/.setup.lock"
+flock 9
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-} python3.11 /usr/bin/python3.11; do
+    if "$candidate" -c 'import sys, venv, ensurepip; assert sys.version_info[:2] == (3, 11)' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+fingerprint() { cat "$@" | sha256sum | cut -d' ' -f1; }
+
+install_packages() {
+  local python attempt pause=10
+  if ! python=$(find_python); then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+      apt-get update -qq && apt-get install -y -qq python3.11 python3.11-venv
+    fi
+    python=$(find_python) || { echo "tests/setup.sh: needs Python 3.11 with the venv module (set PYTHON)" >&2; exit 1; }
+  fi
+  rm -f "$venv/.stamp"
+  "$venv/bin/python" -c 'import sys; assert sys.version_info[:2] == (3, 11)' 2>/dev/null || { rm -rf "$venv"; "$python" -m venv "$venv"; }
+  for attempt in 1 2 3 4 5; do
+    if "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --retries 10 --timeout 60 \
+      -r "$here/requirements.lock"; then
+      break
+    fi
+    [ "$attempt" = 5 ] && { echo "tests/setup.sh: the package registry failed five times" >&2; exit 1; }
+    echo "tests/setup.sh: attempt $attempt failed, again in $pause s" >&2
+    sleep "$pause"
+    pause=$((pause * 2))
+  done
+  # What the tests import must load, and vLLM must have picked its CPU platform.
+  (cd / && LMCACHE_LOG_LEVEL=ERROR "$venv/bin/python" - <<'PY')
+import lmcache.integration.vllm.lmcache_mp_connector, pytest
+from vllm.platforms import current_platform
+assert current_platform.device_type == "cpu", current_platform
+PY
+  fingerprint "$here/requirements.lock" >"$venv/.stamp"
+}
+
+began=$SECONDS
+if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$(fingerprint "$here/requirements.lock")" ]; then
+  echo "tests/setup.sh: installing Python packages into $venv"
+  install_packages
+fi
+if [ "$(cat "$model/.stamp" 2>/dev/null)" != "$(fingerprint "$here/vllm/make_model.py")" ]; then
+  echo "tests/setup.sh: making the model in $model"
+  rm -rf "$model"
+  "$venv/bin/python" "$here/vllm/make_model.py" --out "$model"
+  fingerprint "$here/vllm/make_model.py" >"$model/.stamp"
+fi
+echo "tests/setup.sh: ready in $((SECONDS - began)) s ($home)"

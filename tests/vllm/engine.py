@@ -1,0 +1,160 @@
+"""A real vLLM on CPU behind its OpenAI API, with or without LMCache's connector."""
+
+import json
+import os
+import re
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+
+from children import Child
+from kvrig.server import client_mode, free_port
+from kvrig.waiting import wait_until
+
+CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_SERVER_DEV_MODE": "1",  # for POST /reset_prefix_cache
+    "PYTHONDONTWRITEBYTECODE": "1",
+}  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """One completion, and what vLLM's counters say about it."""
+
+    ids: list
+    ttft: float
+    external: int = 0  # prompt tokens that came from the cache server
+    local: int = 0  # ... from vLLM's own prefix cache
+    computed: int = 0
+
+    def __str__(self):
+        return f"external={self.external} local={self.local} computed={self.computed} ttft={self.ttft:.3f}s"
+
+
+class Vllm:
+    """One vLLM process group; ready to answer when constructed."""
+
+    def __init__(self, options, name, server=None, flags=()):
+        """`server`: the cache server to connect to, or None for vLLM alone."""
+        self.name = name
+        self.base = f"http://127.0.0.1:{(port := free_port())}"
+        argv = [
+            # `vllm serve` asks for a distribution called "vllm"; the CPU build has another name.
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", options.model, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
+            "--enforce-eager", "--max-model-len", "4096", "--block-size", str(options.block_size),
+            "--dtype", options.dtype, "--max-num-seqs", "8", "--enable-prompt-tokens-details",
+            "--num-gpu-blocks-override", str(options.kv_blocks), *flags,
+        ]  # fmt: skip
+        if server is not None:
+            argv += ["--kv-transfer-config", json.dumps(transfer_config(options, server))]
+        self.child = Child(name, argv, os.path.join(options.logs, f"{name}.log"), ENVIRONMENT)
+        try:
+            wait_until(self.ready, options.start_timeout, f"vLLM {name}", interval=0.2)
+        except BaseException:
+            print(self.child.tail(), flush=True)
+            self.child.stop()
+            raise
+        print(f"# vllm[{name}] up after {time.monotonic() - self.child.began:.1f} s", flush=True)
+        self.ask([5] * 40, count=4)  # warm up; shorter than a chunk, so nothing is cached
+
+    def ready(self):
+        """Whether the API answers."""
+        if not self.child.alive():
+            raise RuntimeError(f"vLLM {self.name} ended, see {self.child.log}")
+        try:
+            return self.call("GET", "/health", timeout=2) is not None
+        except OSError:
+            return False
+
+    def call(self, method, path, body=None, timeout=180):
+        """Body of the answer to one HTTP request."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.base + path, data, {"Content-Type": "application/json"}, method=method
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return response.read()
+
+    def ask(self, prompt, count=16, salt=None):
+        """Greedy completion of a list of token ids."""
+        body = {
+            "model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
+            "stream": True, "return_token_ids": True,
+        }  # fmt: skip
+        if salt is not None:
+            body["cache_salt"] = salt
+        request = urllib.request.Request(
+            self.base + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        began, first, ids = time.monotonic(), None, []
+        with urllib.request.urlopen(request, timeout=180) as response:
+            for line in response:
+                if not line.startswith(b"data: ") or b"[DONE]" in line:
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(event["error"])
+                for choice in event.get("choices", []):
+                    if choice.get("token_ids"):
+                        first = first or time.monotonic() - began
+                        ids += choice["token_ids"]
+        return Answer(ids, first)
+
+    def counters(self):
+        """(external hits, local hits, computed) prompt tokens since start."""
+        text = self.call("GET", "/metrics").decode()
+
+        def total(name, labels=""):
+            pattern = rf"^{name}(?:\{{[^}}]*{labels}[^}}]*\}})? ([0-9.e+]+)$"
+            return int(sum(float(value) for value in re.findall(pattern, text, re.MULTILINE)))
+
+        return (
+            total("vllm:external_prefix_cache_hits_total"),
+            total("vllm:prefix_cache_hits_total"),
+            total("vllm:prompt_tokens_by_source_total", 'source="local_compute"'),
+        )
+
+    def measured(self, prompt, salt=None):
+        """`ask`, with the counters' differences."""
+        before = self.counters()
+        answer = self.ask(prompt, salt=salt)
+        answer.external, answer.local, answer.computed = (
+            new - old for new, old in zip(self.counters(), before, strict=True)
+        )
+        return answer
+
+    def forget(self):
+        """Empty vLLM's own prefix cache (the connector clears unpinned L1 with it only when asked to)."""
+        wait_until(
+            lambda: b"false" not in self.call("POST", "/reset_prefix_cache", {}).lower(), 20, "reset_prefix_cache"
+        )
+
+    def stop(self):
+        """End all its processes."""
+        began, removed = time.monotonic(), self.child.stop()
+        left = f", {removed >> 20} MiB of /dev/shm left by it removed" if removed else ""
+        print(f"# vllm[{self.name}] stopped in {time.monotonic() - began:.1f} s{left}", flush=True)
+
+
+def transfer_config(options, server):
+    """vLLM's --kv-transfer-config for LMCache's connector and this server."""
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": CONNECTOR,
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": server.port,
+            "lmcache.mp.mp_transfer_mode": client_mode(server.mode),
+            "lmcache.mp.mq_timeout": options.mq_timeout,
+            "lmcache.mp.heartbeat_interval": options.heartbeat,
+        },
+    }

@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""A real vLLM on CPU with LMCache's MP connector against our server, in every transfer mode.
+
+  run.py                       all modes: lmcache_driven in full, the others without two long checks
+  run.py --mode engine_shm     one mode (may be repeated)
+  run.py --peer                LMCache's own server instead of ours
+
+Every prompt is a list of random token ids, decoding is greedy. Hits are taken after vLLM's own prefix cache is
+emptied AND its KV blocks are overwritten, then in a new vLLM process; output must equal that of vLLM alone.
+Exit status: 0 when every check passed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "harness"))
+
+from cases import ModeCases, Prompts, Report, baseline
+from kvrig.server import Server, our_command, peer_command
+
+MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
+
+
+def options():
+    """The command line."""
+    home = os.environ.get("KVTIER_E2E_HOME") or os.path.expanduser("~/.cache/kvtier-e2e")
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+    parser.add_argument("--mode", action="append", choices=MODES)
+    parser.add_argument("--full", action="store_true", help="all checks in every mode")
+    parser.add_argument("--quick", action="store_true", help="no mode in full")
+    parser.add_argument("--peer", action="store_true", help="test LMCache's own server")
+    parser.add_argument("--model", default=os.path.join(home, "model"), help="made by make_model.py")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--kv-blocks", type=int, default=96, help="paged blocks of vLLM; they are shared memory")
+    parser.add_argument("--l1-gb", type=float, default=1.0)
+    parser.add_argument("--mq-timeout", type=float, default=15)
+    parser.add_argument("--heartbeat", type=float, default=2)
+    parser.add_argument("--start-timeout", type=float, default=240)
+    parser.add_argument("--seed", type=int, default=20260101)
+    parser.add_argument("--reuse-baseline", action="store_true", help="keep what vLLM alone answered last time")
+    parser.add_argument("--logs", default=os.path.join(home, "logs"))
+    return parser.parse_args()
+
+
+def main():
+    """Run the modes one after the other, on one baseline."""
+    chosen = options()
+    os.makedirs(chosen.logs, exist_ok=True)
+    report, prompts, began = Report(), Prompts(chosen.seed), time.monotonic()
+    command = peer_command() if chosen.peer else our_command()
+    known = baseline(chosen, prompts, report)
+    for mode in chosen.mode or MODES:
+        started = time.monotonic()
+        log = Path(chosen.logs) / f"server-{mode}.log"
+        log.unlink(missing_ok=True)
+        server = Server(command, log, mode, chunk=256, l1_gb=chosen.l1_gb, peer=chosen.peer)
+        # After the kill the new process meets an instance it does not know.
+        server.expect_trouble(r"instance")
+        try:
+            print(f"# server[{mode}] up after {server.start():.2f} s", flush=True)
+            quick = chosen.quick or (mode != "lmcache_driven" and not chosen.full)
+            ModeCases(chosen, prompts, known, server, report).run(quick)
+        except Exception as problem:
+            report.check(f"{mode}/runs-to-the-end", False, repr(problem))
+            print(server.tail(), flush=True)
+        finally:
+            finish(server, report)
+        print(f"# {mode}: {time.monotonic() - started:.0f} s", flush=True)
+    seconds = time.monotonic() - began
+    with open(os.path.join(chosen.logs, "summary.json"), "w") as file:
+        json.dump({"seconds": seconds, "options": vars(chosen), "checks": report.rows}, file, indent=1)
+    failed = report.failed()
+    print(f"vLLM: {len(report.rows) - failed} passed, {failed} failed ({seconds:.0f} s)")
+    return 1 if failed else 0
+
+
+def finish(server, report):
+    """The server must still run, stop when asked, leave no shared memory and no unexpected log lines."""
+    if not server.running():
+        server.kill()
+        report.check(f"{server.mode}/server-alive", False, "the server ended by itself: " + server.tail(5))
+        return
+    files = server.shm_files()
+    status, seconds = server.stop()
+    left = [path for path in files if os.path.exists(path)]
+    ok = (status == 0 or server.peer) and not left
+    report.check(f"{server.mode}/server-stops", ok, f"exit status {status} after {seconds:.1f} s, left: {left}")
+    trouble = server.unexpected_trouble()
+    if not server.peer:
+        report.check(f"{server.mode}/server-log-clean", not trouble, trouble[:3])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
