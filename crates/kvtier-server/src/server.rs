@@ -47,13 +47,18 @@ impl Server {
     pub fn start(config: ServerConfig) -> Result<Self, StartError> {
         let config = Arc::new(config);
         let health = Arc::new(Health::default());
-        let api = Arc::new(Api { engine: std::sync::OnceLock::new(), health: Arc::clone(&health) });
+        let api = Arc::new(Api {
+            engine: std::sync::OnceLock::new(),
+            health: Arc::clone(&health),
+        });
         let (stop_http, _) = watch::channel(false);
         let (http, http_address) = start_http(&config, &api, &stop_http)?;
 
-        let engine = Engine::new(Arc::clone(&config), Arc::new(Metrics::new())).map_err(StartError)?;
+        let engine =
+            Engine::new(Arc::clone(&config), Arc::new(Metrics::new())).map_err(StartError)?;
         let engine = Arc::new(engine);
-        let front = FrontEnd::start(&config, Arc::clone(&engine), Arc::clone(&health)).map_err(StartError)?;
+        let front = FrontEnd::start(&config, Arc::clone(&engine), Arc::clone(&health))
+            .map_err(StartError)?;
         let stop_background = Arc::new(AtomicBool::new(false));
         let mut background = vec![spawn_housekeeping(&engine, &health, &stop_background)?];
         if config.l1_prefault {
@@ -62,7 +67,16 @@ impl Server {
         // The routes find the engine from here on; a second engine cannot be set, and there is none.
         let _ = api.engine.set(Arc::clone(&engine));
         health.set_ready();
-        Ok(Self { engine, front, health, http: Some(http), http_address, stop_http, stop_background, background })
+        Ok(Self {
+            engine,
+            front,
+            health,
+            http: Some(http),
+            http_address,
+            stop_http,
+            stop_background,
+            background,
+        })
     }
 
     /// Where requests are served, such as `tcp://127.0.0.1:5555`.
@@ -124,7 +138,12 @@ fn start_http(
     let bind = |flag: &str, port: u16| {
         runtime
             .block_on(http::bind(&config.http_host, port))
-            .map_err(|error| StartError(format!("--http-host, --{flag}: {}:{port} cannot be bound: {error}", config.http_host)))
+            .map_err(|error| {
+                StartError(format!(
+                    "--http-host, --{flag}: {}:{port} cannot be bound: {error}",
+                    config.http_host
+                ))
+            })
     };
     let stopped = || {
         let mut stop = stop.subscribe();
@@ -134,7 +153,10 @@ fn start_http(
         }
     };
     let (listener, address) = bind("http-port", config.http_port)?;
-    let metrics = config.prometheus_port.map(|port| bind("prometheus-port", port)).transpose()?;
+    let metrics = config
+        .prometheus_port
+        .map(|port| bind("prometheus-port", port))
+        .transpose()?;
     let note = |health: Arc<Health>, served: std::io::Result<()>| {
         if let Err(error) = served {
             tracing::error!(%error, "HTTP stopped serving");
@@ -150,7 +172,10 @@ fn start_http(
         let (state, stop_metrics) = (Arc::clone(api), stopped());
         runtime.spawn(async move {
             let health = Arc::clone(&state.health);
-            note(health, http::serve_metrics(listener, state, stop_metrics).await);
+            note(
+                health,
+                http::serve_metrics(listener, state, stop_metrics).await,
+            );
         });
     }
     Ok((runtime, address))
@@ -173,7 +198,11 @@ fn spawn_background(
         .map_err(|error| StartError(format!("no thread: {error}")))
 }
 
-fn spawn_housekeeping(engine: &Arc<Engine>, health: &Arc<Health>, stop: &Arc<AtomicBool>) -> Result<JoinHandle<()>, StartError> {
+fn spawn_housekeeping(
+    engine: &Arc<Engine>,
+    health: &Arc<Health>,
+    stop: &Arc<AtomicBool>,
+) -> Result<JoinHandle<()>, StartError> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
     spawn_background("housekeeping", health, move || {
         while !stop.load(Ordering::Acquire) {
@@ -183,7 +212,11 @@ fn spawn_housekeeping(engine: &Arc<Engine>, health: &Arc<Health>, stop: &Arc<Ato
     })
 }
 
-fn spawn_prefault(engine: &Arc<Engine>, health: &Arc<Health>, stop: &Arc<AtomicBool>) -> Result<JoinHandle<()>, StartError> {
+fn spawn_prefault(
+    engine: &Arc<Engine>,
+    health: &Arc<Health>,
+    stop: &Arc<AtomicBool>,
+) -> Result<JoinHandle<()>, StartError> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
     spawn_background("prefault", health, move || engine.prefault(&stop))
 }

@@ -1,2 +1,35 @@
-//! The kvtier command line.
-fn main() {}
+//! The kvtier command line. Each subcommand is a module; this file only tells them apart.
+
+mod bench;
+mod server;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// A KV-cache server for LLM inference that speaks the LMCache MP protocol.
+#[derive(Debug, Parser)]
+#[command(name = "kvtier", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve a KV cache to LMCache clients.
+    Server(server::ServerCommand),
+    /// Load a server of the protocol (this one or LMCache's), check every byte, and print latencies.
+    Bench(Box<bench::BenchArgs>),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Server(command) => server::run(command),
+        Command::Bench(args) => bench::run(*args),
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
+}

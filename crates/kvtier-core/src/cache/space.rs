@@ -6,7 +6,7 @@ use hashbrown::HashTable;
 use std::hash::BuildHasher;
 use std::sync::Arc;
 
-/// One model, rank, object group and tenant. All fields take part in identity.
+/// One model, rank, object group, layout and tenant. All fields take part in identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Space<'a> {
     /// The model's name as the engine gave it.
@@ -15,6 +15,8 @@ pub struct Space<'a> {
     pub kv_rank: u64,
     /// The object group.
     pub object_group_id: u32,
+    /// Shape and type of the object's arrays, as a fingerprint: objects laid out differently are different objects.
+    pub layout: u64,
     /// The tenant; empty for none.
     pub cache_salt: &'a str,
 }
@@ -28,6 +30,8 @@ pub struct OwnedSpace {
     pub kv_rank: u64,
     /// The object group.
     pub object_group_id: u32,
+    /// Shape and type of the object's arrays, as a fingerprint: objects laid out differently are different objects.
+    pub layout: u64,
     /// The tenant; empty for none.
     pub cache_salt: Arc<str>,
 }
@@ -39,6 +43,7 @@ impl OwnedSpace {
             model_name: &self.model_name,
             kv_rank: self.kv_rank,
             object_group_id: self.object_group_id,
+            layout: self.layout,
             cache_salt: &self.cache_salt,
         }
     }
@@ -128,6 +133,7 @@ struct Entry {
     salt: u32,
     kv_rank: u64,
     object_group_id: u32,
+    layout: u64,
     users: u64,
 }
 
@@ -165,6 +171,7 @@ impl Spaces {
             model_name: &self.models.get(entry.model)?.name,
             kv_rank: entry.kv_rank,
             object_group_id: entry.object_group_id,
+            layout: entry.layout,
             cache_salt: &self.salts.get(entry.salt)?.name,
         })
     }
@@ -214,6 +221,7 @@ impl Spaces {
             salt,
             kv_rank: space.kv_rank,
             object_group_id: space.object_group_id,
+            layout: space.layout,
             users: 0,
         };
         let (models, salts) = (&self.models, &self.salts);
@@ -225,6 +233,7 @@ impl Spaces {
                 model_name: &model.name,
                 kv_rank: entry.kv_rank,
                 object_group_id: entry.object_group_id,
+                layout: entry.layout,
                 cache_salt: &salt.name,
             })
         })
@@ -294,6 +303,7 @@ impl Spaces {
             model_name: Arc::clone(&self.models.get(entry.model)?.name),
             kv_rank: entry.kv_rank,
             object_group_id: entry.object_group_id,
+            layout: entry.layout,
             cache_salt: Arc::clone(&self.salts.get(entry.salt)?.name),
         })
     }

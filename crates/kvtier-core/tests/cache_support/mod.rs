@@ -85,6 +85,7 @@ pub fn space(group: u32, salt: &str) -> Space<'_> {
         model_name: "some/model",
         kv_rank: 0x0101_0000,
         object_group_id: group,
+        layout: 0,
         cache_salt: salt,
     }
 }

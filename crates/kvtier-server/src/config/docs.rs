@@ -21,12 +21,31 @@ pub fn reference_markdown() -> String {
         let group = arg.get_help_heading().unwrap_or("Other");
         if group != heading {
             heading = group.to_string();
-            let _ = write!(out, "\n## {heading}\n\n| flag | default | meaning |\n| --- | --- | --- |\n");
+            let _ = write!(
+                out,
+                "\n## {heading}\n\n| flag | default | meaning |\n| --- | --- | --- |\n"
+            );
         }
-        let default: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
-        let default = if !arg.get_action().takes_values() { "off".into() } else { default.join(" ") };
-        let mut help = arg.get_help().map(ToString::to_string).unwrap_or_default().replace('\n', " ");
-        let values: Vec<_> = arg.get_possible_values().iter().map(|value| value.get_name().to_string()).collect();
+        let default: Vec<_> = arg
+            .get_default_values()
+            .iter()
+            .map(|value| value.to_string_lossy())
+            .collect();
+        let default = if !arg.get_action().takes_values() {
+            "off".into()
+        } else {
+            default.join(" ")
+        };
+        let mut help = arg
+            .get_help()
+            .map(ToString::to_string)
+            .unwrap_or_default()
+            .replace('\n', " ");
+        let values: Vec<_> = arg
+            .get_possible_values()
+            .iter()
+            .map(|value| value.get_name().to_string())
+            .collect();
         if arg.get_action().takes_values() && !values.is_empty() {
             let _ = write!(help, " ({})", values.join(", "));
         }
@@ -36,8 +55,10 @@ pub fn reference_markdown() -> String {
         "\n## Known, without effect\n\n\
          Accepted so that a command line written for LMCache starts; one warning at start names those that were given.\n\n",
     );
-    let known: Vec<_> =
-        super::peer::args().iter().filter_map(|arg| arg.get_long().map(|name| format!("`--{name}`"))).collect();
+    let known: Vec<_> = super::peer::args()
+        .iter()
+        .filter_map(|arg| arg.get_long().map(|name| format!("`--{name}`")))
+        .collect();
     out.push_str(&known.join(", "));
     out.push('\n');
     out

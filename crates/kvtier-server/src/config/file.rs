@@ -20,18 +20,28 @@ fn one_line(error: &clap::Error) -> ConfigError {
     let mut lines = text.lines();
     let first = lines.next().unwrap_or_default();
     let first = first.strip_prefix("error: ").unwrap_or(first).trim();
-    let hint = lines.map(str::trim).find(|line| line.starts_with("[possible values")).unwrap_or_default();
+    let hint = lines
+        .map(str::trim)
+        .find(|line| line.starts_with("[possible values"))
+        .unwrap_or_default();
     ConfigError(format!("{first} {hint}").trim().to_string())
 }
 
 fn matches(args: &[OsString]) -> Result<ArgMatches, clap::Error> {
-    command().try_get_matches_from(std::iter::once(OsString::from("kvtier server")).chain(args.iter().cloned()))
+    command().try_get_matches_from(
+        std::iter::once(OsString::from("kvtier server")).chain(args.iter().cloned()),
+    )
 }
 
 pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError> {
     let given = match matches(&args) {
         Ok(given) => given,
-        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::DisplayHelp | ErrorKind::DisplayVersion
+            ) =>
+        {
             return Ok(Parsed::Print(error.to_string()));
         }
         Err(error) => return Err(one_line(&error)),
@@ -47,33 +57,57 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError
             })?
         }
     };
-    for spec in merged.get_many::<String>("l2-adapter").into_iter().flatten() {
+    for spec in merged
+        .get_many::<String>("l2-adapter")
+        .into_iter()
+        .flatten()
+    {
         peer::check_adapter(spec).map_err(ConfigError)?;
     }
     let ignored = peer::ignored(&merged);
     let args = ServerArgs::from_arg_matches(&merged).map_err(|error| one_line(&error))?;
     let check_only = args.check_config;
-    Ok(Parsed::Run { config: Box::new(args.resolve(ignored)?), check_only })
+    Ok(Parsed::Run {
+        config: Box::new(args.resolve(ignored)?),
+        check_only,
+    })
 }
 
 /// The file's keys as flags, without those that the command line gives itself.
 fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, ConfigError> {
     let refuse = |text: String| ConfigError(format!("{}: {text}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|error| refuse(format!("cannot be read: {error}")))?;
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| refuse(format!("cannot be read: {error}")))?;
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
-        let line = error.span().map_or(0, |span| text[..span.start.min(text.len())].lines().count().max(1));
-        refuse(format!("line {line}: {}", error.message().lines().next().unwrap_or_default()))
+        let line = error.span().map_or(0, |span| {
+            text[..span.start.min(text.len())].lines().count().max(1)
+        });
+        refuse(format!(
+            "line {line}: {}",
+            error.message().lines().next().unwrap_or_default()
+        ))
     })?;
     let command = command();
     let mut flags = Vec::new();
     for (key, value) in &table {
         let name = key.replace('_', "-");
-        let known = command.get_arguments().find(|arg| arg.get_long() == Some(&name) && name != "config" && name != "check-config");
-        let negated = command.get_arguments().find(|arg| arg.get_long() == Some(&format!("no-{name}")));
+        let known = command.get_arguments().find(|arg| {
+            arg.get_long() == Some(&name) && name != "config" && name != "check-config"
+        });
+        let negated = command
+            .get_arguments()
+            .find(|arg| arg.get_long() == Some(&format!("no-{name}")));
         let Some(arg) = known.or(negated) else {
-            let mut names: Vec<_> = command.get_arguments().filter(|arg| !arg.is_hide_set()).filter_map(|arg| arg.get_long()).collect();
+            let mut names: Vec<_> = command
+                .get_arguments()
+                .filter(|arg| !arg.is_hide_set())
+                .filter_map(|arg| arg.get_long())
+                .collect();
             names.retain(|name| !["config", "check-config", "help", "version"].contains(name));
-            return Err(refuse(format!("key {key:?} is unknown; known keys are {}", names.join(", "))));
+            return Err(refuse(format!(
+                "key {key:?} is unknown; known keys are {}",
+                names.join(", ")
+            )));
         };
         let on_command_line = |id: &str| {
             given.try_contains_id(id).unwrap_or(false)
@@ -84,23 +118,34 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
             continue;
         }
         match value {
-            toml::Value::Boolean(on) if !arg.get_action().takes_values() => match (*on, known.is_some(), negated.is_some()) {
-                (true, true, _) => flags.push(format!("--{name}").into()),
-                (false, _, true) => flags.push(format!("--no-{name}").into()),
-                _ => {}
-            },
+            toml::Value::Boolean(on) if !arg.get_action().takes_values() => {
+                match (*on, known.is_some(), negated.is_some()) {
+                    (true, true, _) => flags.push(format!("--{name}").into()),
+                    (false, _, true) => flags.push(format!("--no-{name}").into()),
+                    _ => {}
+                }
+            }
             toml::Value::Array(values) => {
                 for value in values {
                     flags.push(format!("--{name}").into());
-                    flags.push(flag_value(value).map_err(|kind| refuse(format!("key {key:?}: {kind} is not allowed")))?);
+                    flags.push(
+                        flag_value(value).map_err(|kind| {
+                            refuse(format!("key {key:?}: {kind} is not allowed"))
+                        })?,
+                    );
                 }
             }
             value if arg.get_action().takes_values() => {
                 flags.push(format!("--{name}").into());
-                flags.push(flag_value(value).map_err(|kind| refuse(format!("key {key:?}: {kind} is not allowed")))?);
+                flags.push(
+                    flag_value(value)
+                        .map_err(|kind| refuse(format!("key {key:?}: {kind} is not allowed")))?,
+                );
             }
             value => {
-                return Err(refuse(format!("key {key:?}: {value} is not allowed; give true or false")));
+                return Err(refuse(format!(
+                    "key {key:?}: {value} is not allowed; give true or false"
+                )));
             }
         }
     }
@@ -113,7 +158,9 @@ fn flag_value(value: &toml::Value) -> Result<OsString, &'static str> {
         toml::Value::String(text) => Ok(text.into()),
         toml::Value::Integer(number) => Ok(number.to_string().into()),
         toml::Value::Float(number) => Ok(number.to_string().into()),
-        toml::Value::Table(_) => serde_json::to_string(value).map(Into::into).map_err(|_| "this table"),
+        toml::Value::Table(_) => serde_json::to_string(value)
+            .map(Into::into)
+            .map_err(|_| "this table"),
         toml::Value::Boolean(_) => Err("true or false"),
         toml::Value::Datetime(_) => Err("a date"),
         toml::Value::Array(_) => Err("a list inside a list"),

@@ -94,7 +94,12 @@ pub struct ServerArgs {
     #[arg(long, help_heading = "Request server")]
     pub instance_id: Option<String>,
     /// Transport of the request protocol
-    #[arg(long, value_enum, default_value = "zmq", help_heading = "Request server")]
+    #[arg(
+        long,
+        value_enum,
+        default_value = "zmq",
+        help_heading = "Request server"
+    )]
     pub(super) transport: Transport,
     /// Host to bind the request socket to
     #[arg(long, default_value = "localhost", help_heading = "Request server")]
@@ -106,7 +111,12 @@ pub struct ServerArgs {
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536), help_heading = "Request server")]
     pub chunk_size: u32,
     /// Block id by which an engine denotes absent KV data
-    #[arg(long, default_value_t = 0, allow_negative_numbers = true, help_heading = "Request server")]
+    #[arg(
+        long,
+        default_value_t = 0,
+        allow_negative_numbers = true,
+        help_heading = "Request server"
+    )]
     pub null_block_id: i64,
     /// Worker threads of each pool, 1 to 256 [default: the number of cores, at most 4; LMCache: 1]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
@@ -121,17 +131,31 @@ pub struct ServerArgs {
     #[arg(long, default_value = "blake3", value_parser = parse_hash, help_heading = "Request server")]
     pub hash_algorithm: HashAlgorithm,
     /// Kind of cache engine
-    #[arg(long, value_enum, default_value = "default", help_heading = "Request server")]
+    #[arg(
+        long,
+        value_enum,
+        default_value = "default",
+        help_heading = "Request server"
+    )]
     pub(super) engine_type: EngineType,
     /// Transfer modes that workers may use (LMCache's default, lmcache_driven, leaves a CPU worker without an answer)
-    #[arg(long, value_enum, default_value = "auto", help_heading = "Request server")]
+    #[arg(
+        long,
+        value_enum,
+        default_value = "auto",
+        help_heading = "Request server"
+    )]
     pub supported_transfer_mode: TransferMode,
     /// POSIX shared memory segment that holds L1, for engine-driven workers; "" switches it off
     /// [default: lmcache_l1_pool_kvtier_<port>, if /dev/shm is large enough; LMCache: off]
     #[arg(long, help_heading = "Request server")]
     pub shm_name: Option<String>,
     /// One object group per sliding-window size (hybrid models)
-    #[arg(long, overrides_with = "no_separate_object_groups", help_heading = "Request server")]
+    #[arg(
+        long,
+        overrides_with = "no_separate_object_groups",
+        help_heading = "Request server"
+    )]
     pub separate_object_groups: bool,
     #[arg(long, hide = true)]
     no_separate_object_groups: bool,
@@ -149,7 +173,12 @@ pub struct ServerArgs {
     pub max_message_gb: Option<f64>,
 
     /// Size of L1 in GiB [default: a quarter of the machine's memory]
-    #[arg(long, value_name = "GB", allow_negative_numbers = true, help_heading = "L1")]
+    #[arg(
+        long,
+        value_name = "GB",
+        allow_negative_numbers = true,
+        help_heading = "L1"
+    )]
     pub l1_size_gb: Option<f64>,
     /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
     #[arg(long, default_value_t = 4096, help_heading = "L1")]
@@ -174,10 +203,20 @@ pub struct ServerArgs {
     #[arg(long, value_enum, default_value = "LRU", help_heading = "L1")]
     pub eviction_policy: EvictionPolicyName,
     /// Share of L1 in use at which the background pass evicts, above 0 up to 1
-    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true, help_heading = "L1")]
+    #[arg(
+        long,
+        default_value_t = 0.8,
+        allow_negative_numbers = true,
+        help_heading = "L1"
+    )]
     pub eviction_trigger_watermark: f64,
     /// Share of the bytes in use that such a pass evicts, 0 to 1
-    #[arg(long, default_value_t = 0.2, allow_negative_numbers = true, help_heading = "L1")]
+    #[arg(
+        long,
+        default_value_t = 0.2,
+        allow_negative_numbers = true,
+        help_heading = "L1"
+    )]
     pub eviction_ratio: f64,
 
     /// Host of the HTTP API; there is no authentication yet, so keep it on loopback
@@ -191,7 +230,12 @@ pub struct ServerArgs {
     pub prometheus_port: Option<u16>,
 
     /// Log filter: error, warn, info, debug, trace, or per target as in kvtier_server=debug
-    #[arg(long, env = "KVTIER_LOG_LEVEL", default_value = "info", help_heading = "Logs")]
+    #[arg(
+        long,
+        env = "KVTIER_LOG_LEVEL",
+        default_value = "info",
+        help_heading = "Logs"
+    )]
     pub log_level: String,
     /// Shape of log lines
     #[arg(long, value_enum, default_value = "text", help_heading = "Logs")]
@@ -210,7 +254,11 @@ fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration, ConfigError> {
     if value.is_finite() && (min..=31_536_000.0).contains(&value) {
         Ok(Duration::from_secs_f64(value))
     } else {
-        Err(refuse(flag, value, &format!("give seconds from {min} to 31536000 (a year)")))
+        Err(refuse(
+            flag,
+            value,
+            &format!("give seconds from {min} to 31536000 (a year)"),
+        ))
     }
 }
 
@@ -219,7 +267,11 @@ fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
     if value.is_finite() && value > 0.0 && value <= 1_048_576.0 {
         Ok((value * GIB as f64) as u64)
     } else {
-        Err(refuse(flag, value, "give a size in GiB above 0 and at most 1048576"))
+        Err(refuse(
+            flag,
+            value,
+            "give a size in GiB above 0 and at most 1048576",
+        ))
     }
 }
 
@@ -237,25 +289,46 @@ impl ServerArgs {
         };
         // Whole pages, and never less than one chunk of the smallest model.
         let l1_bytes = l1_bytes.next_multiple_of(2 << 20);
-        if !self.l1_align_bytes.is_power_of_two() || !(64..=2 << 20).contains(&self.l1_align_bytes) {
-            return Err(refuse("l1-align-bytes", self.l1_align_bytes, "give a power of two from 64 to 2097152"));
+        if !self.l1_align_bytes.is_power_of_two() || !(64..=2 << 20).contains(&self.l1_align_bytes)
+        {
+            return Err(refuse(
+                "l1-align-bytes",
+                self.l1_align_bytes,
+                "give a power of two from 64 to 2097152",
+            ));
         }
         let watermark = self.eviction_trigger_watermark;
         if !(watermark > 0.0 && watermark <= 1.0) {
-            return Err(refuse("eviction-trigger-watermark", watermark, "give a share above 0 and at most 1"));
+            return Err(refuse(
+                "eviction-trigger-watermark",
+                watermark,
+                "give a share above 0 and at most 1",
+            ));
         }
         if !(0.0..=1.0).contains(&self.eviction_ratio) {
-            return Err(refuse("eviction-ratio", self.eviction_ratio, "give a share from 0 to 1"));
+            return Err(refuse(
+                "eviction-ratio",
+                self.eviction_ratio,
+                "give a share from 0 to 1",
+            ));
         }
         let reap = self.worker_reap_timeout_seconds;
         let worker_reap_timeout = match reap {
             0.0 => None,
             reap if reap < 30.0 => {
-                return Err(refuse("worker-reap-timeout-seconds", reap, "give 0 (never) or at least 30"));
+                return Err(refuse(
+                    "worker-reap-timeout-seconds",
+                    reap,
+                    "give 0 (never) or at least 30",
+                ));
             }
             reap => Some(seconds("worker-reap-timeout-seconds", reap, 30.0)?),
         };
-        let registration_grace = seconds("worker-registration-grace-seconds", self.worker_registration_grace_seconds, 1.0)?;
+        let registration_grace = seconds(
+            "worker-registration-grace-seconds",
+            self.worker_registration_grace_seconds,
+            1.0,
+        )?;
         if worker_reap_timeout.is_some_and(|reap| registration_grace < reap) {
             return Err(refuse(
                 "worker-registration-grace-seconds",
@@ -263,7 +336,10 @@ impl ServerArgs {
                 "give at least --worker-reap-timeout-seconds",
             ));
         }
-        let shm_required = self.shm_name.as_deref().is_some_and(|name| !name.is_empty());
+        let shm_required = self
+            .shm_name
+            .as_deref()
+            .is_some_and(|name| !name.is_empty());
         if shm_required && self.l1_use_hugepages {
             return Err(ConfigError(
                 "--shm-name and --l1-use-hugepages exclude each other: a POSIX segment is not made of hugepages".into(),
@@ -272,13 +348,23 @@ impl ServerArgs {
         let shm_name = match self.shm_name {
             Some(name) if name.is_empty() => None,
             Some(name) => Some(name),
-            None if self.l1_use_hugepages || !self.supported_transfer_mode.allows_engine_driven() => None,
+            None if self.l1_use_hugepages
+                || !self.supported_transfer_mode.allows_engine_driven() =>
+            {
+                None
+            }
             None => Some(format!("kvtier_{}", self.port)),
         };
         if let Some(name) = &shm_name
-            && (name.len() > 200 || name.trim_start_matches('/').contains(['/', '\0']) || name.trim_start_matches('/').is_empty())
+            && (name.len() > 200
+                || name.trim_start_matches('/').contains(['/', '\0'])
+                || name.trim_start_matches('/').is_empty())
         {
-            return Err(refuse("shm-name", format!("{name:?}"), "give at most 200 bytes without '/' or NUL"));
+            return Err(refuse(
+                "shm-name",
+                format!("{name:?}"),
+                "give at most 200 bytes without '/' or NUL",
+            ));
         }
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let workers = self.max_workers.map_or(cores.clamp(2, 4), usize::from);
@@ -294,7 +380,9 @@ impl ServerArgs {
             ));
         }
         Ok(ServerConfig {
-            instance_id: self.instance_id.unwrap_or_else(|| format!("kvtier-{}", self.port)),
+            instance_id: self
+                .instance_id
+                .unwrap_or_else(|| format!("kvtier-{}", self.port)),
             host: self.host,
             port: self.port,
             chunk_size: self.chunk_size,

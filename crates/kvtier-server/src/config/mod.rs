@@ -3,10 +3,10 @@
 //! Every key of the file is a flag without its dashes, so a file is read by turning it into flags that stand before
 //! those of the command line. One parser, one set of names, ranges and error texts; the command line wins.
 
+mod docs;
+mod file;
 mod flags;
 mod peer;
-mod file;
-mod docs;
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -131,7 +131,11 @@ impl ServerConfig {
     /// The address to give libzmq; a name is resolved by libzmq, except `localhost`, which is IPv4 loopback here as it
     /// is for every client of this protocol.
     pub fn bind_address(&self) -> String {
-        let host = if self.host == "localhost" { "127.0.0.1" } else { &self.host };
+        let host = if self.host == "localhost" {
+            "127.0.0.1"
+        } else {
+            &self.host
+        };
         match self.port {
             0 => format!("tcp://{host}:*"),
             port => format!("tcp://{host}:{port}"),

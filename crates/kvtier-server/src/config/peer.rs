@@ -20,7 +20,7 @@ enum Values {
     Many,
 }
 
-use Values::{Many, One, OnOff, Repeated, Switch};
+use Values::{Many, OnOff, One, Repeated, Switch};
 
 const FLAGS: &[(&str, Values)] = &[
     ("grpc-server-workers", One),
@@ -88,7 +88,14 @@ const FLAGS: &[(&str, Values)] = &[
 ];
 
 /// Flags whose only meaning here is already the normal behaviour: accepted without a warning.
-const HARMLESS: &[&str] = &["l1-use-lazy", "no-l1-use-lazy", "l1-init-size-gb", "format", "quiet", "disable-grpc-metrics"];
+const HARMLESS: &[&str] = &[
+    "l1-use-lazy",
+    "no-l1-use-lazy",
+    "l1-init-size-gb",
+    "format",
+    "quiet",
+    "disable-grpc-metrics",
+];
 
 /// Adapter types of LMCache 0.5.6 with their keys, for a first check of `--l2-adapter`. No list: keys are not checked.
 const ADAPTERS: &[(&str, Option<&[&str]>)] = &[
@@ -96,10 +103,25 @@ const ADAPTERS: &[(&str, Option<&[&str]>)] = &[
     ("bigtable", None),
     ("dax", None),
     ("fault_inject", None),
-    ("fs", Some(&["base_path", "relative_tmp_dir", "read_ahead_size", "use_odirect"])),
+    (
+        "fs",
+        Some(&[
+            "base_path",
+            "relative_tmp_dir",
+            "read_ahead_size",
+            "use_odirect",
+        ]),
+    ),
     (
         "fs_native",
-        Some(&["base_path", "num_workers", "relative_tmp_dir", "read_ahead_size", "use_odirect", "max_capacity_gb"]),
+        Some(&[
+            "base_path",
+            "num_workers",
+            "relative_tmp_dir",
+            "read_ahead_size",
+            "use_odirect",
+            "max_capacity_gb",
+        ]),
     ),
     ("hf3fs", None),
     ("hfbucket", None),
@@ -112,13 +134,30 @@ const ADAPTERS: &[(&str, Option<&[&str]>)] = &[
     ("p2p", None),
     ("plugin", None),
     ("raw_block", None),
-    ("resp", Some(&["host", "port", "num_workers", "username", "password", "max_capacity_gb"])),
+    (
+        "resp",
+        Some(&[
+            "host",
+            "port",
+            "num_workers",
+            "username",
+            "password",
+            "max_capacity_gb",
+        ]),
+    ),
     ("s3", None),
     ("sagemaker-hyperpod", None),
     ("valkey", None),
 ];
 
-const ADAPTER_COMMON: &[&str] = &["type", "affinity_tag", "shared", "persist_enabled", "eviction", "serde"];
+const ADAPTER_COMMON: &[&str] = &[
+    "type",
+    "affinity_tag",
+    "shared",
+    "persist_enabled",
+    "eviction",
+    "serde",
+];
 
 /// The hidden clap arguments.
 pub(super) fn args() -> Vec<Arg> {
@@ -134,7 +173,12 @@ pub(super) fn args() -> Vec<Arg> {
         });
         if matches!(values, OnOff) {
             let no = format!("no-{name}");
-            args.push(Arg::new(no.clone()).long(no).hide(true).action(ArgAction::SetTrue));
+            args.push(
+                Arg::new(no.clone())
+                    .long(no)
+                    .hide(true)
+                    .action(ArgAction::SetTrue),
+            );
         }
     }
     args
@@ -153,15 +197,23 @@ pub(super) fn ignored(matches: &clap::ArgMatches) -> Vec<String> {
 
 /// Refuses an `--l2-adapter` that LMCache would not understand either.
 pub(super) fn check_adapter(spec: &str) -> Result<(), String> {
-    let value: serde_json::Value =
-        serde_json::from_str(spec).map_err(|error| format!("--l2-adapter: {spec:?} is not JSON: {error}"))?;
+    let value: serde_json::Value = serde_json::from_str(spec)
+        .map_err(|error| format!("--l2-adapter: {spec:?} is not JSON: {error}"))?;
     let Some(map) = value.as_object() else {
-        return Err(format!("--l2-adapter: {spec:?} is not allowed; give a JSON object with a \"type\""));
+        return Err(format!(
+            "--l2-adapter: {spec:?} is not allowed; give a JSON object with a \"type\""
+        ));
     };
-    let kind = map.get("type").and_then(|kind| kind.as_str()).unwrap_or_default();
+    let kind = map
+        .get("type")
+        .and_then(|kind| kind.as_str())
+        .unwrap_or_default();
     let Some((_, keys)) = ADAPTERS.iter().find(|(name, _)| *name == kind) else {
         let known: Vec<_> = ADAPTERS.iter().map(|(name, _)| *name).collect();
-        return Err(format!("--l2-adapter: type {kind:?} is unknown; known types are {}", known.join(", ")));
+        return Err(format!(
+            "--l2-adapter: type {kind:?} is unknown; known types are {}",
+            known.join(", ")
+        ));
     };
     let Some(keys) = keys else { return Ok(()) };
     for key in map.keys() {

@@ -6,7 +6,8 @@
 
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::{
-    EngineDriven, EventBatch, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget, UnifiedLookup,
+    EngineDriven, EventBatch, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
+    UnifiedLookup,
 };
 
 /// What goes back to a client.
@@ -24,19 +25,32 @@ pub struct Answer {
 
 impl From<Response<'_>> for Answer {
     fn from(response: Response<'_>) -> Self {
-        Self { payload: response.encode(), error: None, refused: None, ends_stream: false }
+        Self {
+            payload: response.encode(),
+            error: None,
+            refused: None,
+            ends_stream: false,
+        }
     }
 }
 
 impl Answer {
     /// No third frame.
     pub fn nothing() -> Self {
-        Self { payload: None, error: None, refused: None, ends_stream: false }
+        Self {
+            payload: None,
+            error: None,
+            refused: None,
+            ends_stream: false,
+        }
     }
 
     /// Marks this as a failure answer.
     pub fn because(self, reason: &'static str) -> Self {
-        Self { refused: Some(reason), ..self }
+        Self {
+            refused: Some(reason),
+            ..self
+        }
     }
 
     /// The failure answer of an operation, without a text.
@@ -45,14 +59,29 @@ impl Answer {
     }
 
     /// The failure answer of an operation, with a text where the client can take one.
-    pub fn refusal_with(operation: Operation, kind: ResponseKind, reason: &'static str, error: &dyn std::fmt::Display) -> Self {
+    pub fn refusal_with(
+        operation: Operation,
+        kind: ResponseKind,
+        reason: &'static str,
+        error: &dyn std::fmt::Display,
+    ) -> Self {
         let refusal = Self::refusal(operation, kind, reason);
-        if waits_with_handler(operation) { Self { error: Some(format!("error: {error}")), ..refusal } } else { refusal }
+        if waits_with_handler(operation) {
+            Self {
+                error: Some(format!("error: {error}")),
+                ..refusal
+            }
+        } else {
+            refusal
+        }
     }
 
     /// A registration or another call whose client waits for it with a handler around: the text reaches its operator.
     pub fn error(text: impl Into<String>, reason: &'static str) -> Self {
-        Self { error: Some(format!("error: {}", text.into())), ..Self::nothing().because(reason) }
+        Self {
+            error: Some(format!("error: {}", text.into())),
+            ..Self::nothing().because(reason)
+        }
     }
 
     /// The answer to an operation that is not served here.
@@ -60,11 +89,22 @@ impl Answer {
         let reason = "unserved";
         match operation {
             Operation::SubscribeKvEvents => {
-                let batch = EventBatch { enabled: false, incarnation: 0, next_cursor: 0, lost: false, events: Vec::new() };
-                Self { ends_stream: true, ..Self::from(Response::EventBatch(batch)).because(reason) }
+                let batch = EventBatch {
+                    enabled: false,
+                    incarnation: 0,
+                    next_cursor: 0,
+                    lost: false,
+                    events: Vec::new(),
+                };
+                Self {
+                    ends_stream: true,
+                    ..Self::from(Response::EventBatch(batch)).because(reason)
+                }
             }
             // Read inside the engine without a handler around: a plain "no".
-            Operation::StoreQ | Operation::CbRetrievePreComputed => Self::from(Response::transfer(&[][..], false)).because(reason),
+            Operation::StoreQ | Operation::CbRetrievePreComputed => {
+                Self::from(Response::transfer(&[][..], false)).because(reason)
+            }
             Operation::CbUnifiedLookup => {
                 let none = UnifiedLookup {
                     prefix_coverage_tokens: 0,
@@ -73,7 +113,10 @@ impl Answer {
                 };
                 Self::from(Response::UnifiedLookup(none)).because(reason)
             }
-            operation => Self::error(format!("{} is not served by kvtier", operation.name()), reason),
+            operation => Self::error(
+                format!("{} is not served by kvtier", operation.name()),
+                reason,
+            ),
         }
     }
 }
@@ -99,16 +142,24 @@ fn refusal(operation: Operation, kind: ResponseKind) -> Response<'static> {
         ResponseKind::Nothing => Response::Nothing,
         ResponseKind::Int | ResponseKind::OptionalInt => Response::Int(0),
         // A ping that cannot be read still proves that the server is there; a commit that cannot has failed.
-        ResponseKind::Bool => Response::Bool(matches!(operation, Operation::Ping | Operation::CommitRetrieve)),
+        ResponseKind::Bool => Response::Bool(matches!(
+            operation,
+            Operation::Ping | Operation::CommitRetrieve
+        )),
         ResponseKind::Text => Response::Text("OK".into()),
         ResponseKind::Texts => Response::Texts(Vec::new()),
         ResponseKind::Ints => Response::Ints(Vec::new()),
         ResponseKind::Transfer => Response::transfer(&[][..], false),
-        ResponseKind::PrepareStore => Response::PrepareStore(PrepareStore { target: Some(StoreTarget::default()) }),
+        ResponseKind::PrepareStore => Response::PrepareStore(PrepareStore {
+            target: Some(StoreTarget::default()),
+        }),
         ResponseKind::PrepareRetrieve => Response::PrepareRetrieve(PrepareRetrieve::miss()),
         ResponseKind::Addresses => Response::Addresses(Vec::new()),
         // No pool: whatever it prepares next is refused in turn.
-        ResponseKind::EngineDriven => Response::EngineDriven(EngineDriven { shm_name: "".into(), pool_size: 0 }),
+        ResponseKind::EngineDriven => Response::EngineDriven(EngineDriven {
+            shm_name: "".into(),
+            pool_size: 0,
+        }),
         ResponseKind::EventBatch
         | ResponseKind::UnifiedLookup
         | ResponseKind::Handshake

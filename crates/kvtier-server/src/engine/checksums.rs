@@ -35,9 +35,14 @@ impl Engine {
         chunk_size: i64,
         layerwise: bool,
     ) -> Result<Vec<Vec<String>>, ChecksumError> {
-        let known = self.instances.get(InstanceId(instance)).ok_or(ChecksumError::UnknownInstance(instance))?;
+        let known = self
+            .instances
+            .get(InstanceId(instance))
+            .ok_or(ChecksumError::UnknownInstance(instance))?;
         let Mode::LmcacheDriven { memory, .. } = &known.mode else {
-            return Err(ChecksumError::NotSupported(format!("instance_id {instance} copies by itself; its pages are not ours to read")));
+            return Err(ChecksumError::NotSupported(format!(
+                "instance_id {instance} copies by itself; its pages are not ours to read"
+            )));
         };
         if block_ids.is_empty() {
             return Err(ChecksumError::BadRequest("block_ids is required".into()));
@@ -52,7 +57,9 @@ impl Engine {
         for chunk in block_ids.chunks(chunk_size) {
             let mut digest = Md5::new();
             for (index, layer) in layers.iter().enumerate() {
-                let group = layout.group_of_layer(*layer).map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
+                let group = layout
+                    .group_of_layer(*layer)
+                    .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
                 let widen = group.dtype_name == "bfloat16";
                 memory
                     .read_blocks(*layer, chunk, &mut |bytes| match widen {
@@ -74,5 +81,8 @@ impl Engine {
 
 /// bfloat16 as float32: the same bits, above sixteen zeros.
 fn widened(bytes: &[u8]) -> Vec<u8> {
-    bytes.chunks_exact(2).flat_map(|value| [0, 0, value[0], value[1]]).collect()
+    bytes
+        .chunks_exact(2)
+        .flat_map(|value| [0, 0, value[0], value[1]])
+        .collect()
 }

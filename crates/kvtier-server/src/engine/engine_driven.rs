@@ -7,7 +7,9 @@ use kvtier_core::prompt::Prompt;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite};
 use kvtier_proto::request::InstanceId;
-use kvtier_proto::response::{PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget, prepare_retrieve_hit};
+use kvtier_proto::response::{
+    PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget, prepare_retrieve_hit,
+};
 
 use super::instances::{Instance, Mode};
 use super::layout::EngineDrivenLayout;
@@ -27,11 +29,19 @@ struct Transfer<'i> {
 }
 
 impl Engine {
-    fn transfer<'i>(&self, instance: &'i Instance, key: &CacheKey<'_, Prompt>) -> Result<Transfer<'i>, String> {
+    fn transfer<'i>(
+        &self,
+        instance: &'i Instance,
+        key: &CacheKey<'_, Prompt>,
+    ) -> Result<Transfer<'i>, String> {
         let Mode::EngineDriven { layout, pickles } = &instance.mode else {
             return Err("the instance is registered for lmcache-driven transfers; allowed: store and retrieve".into());
         };
-        Ok(Transfer { layout, pickles, range: self.worker_range(key)? })
+        Ok(Transfer {
+            layout,
+            pickles,
+            range: self.worker_range(key)?,
+        })
     }
 
     /// Whether a worker gets slots in the pool.
@@ -39,8 +49,17 @@ impl Engine {
         self.l1.arena.shm_name().is_some() && !pickles.load(Ordering::Relaxed)
     }
 
-    fn id(kind: Kind, instance: InstanceId, key: &CacheKey<'_, Prompt>, range: &WorkerRange) -> TransferId {
-        let last = range.chunks.end.checked_sub(1).map(|last| key.tokens.hashes[last]);
+    fn id(
+        kind: Kind,
+        instance: InstanceId,
+        key: &CacheKey<'_, Prompt>,
+        range: &WorkerRange,
+    ) -> TransferId {
+        let last = range
+            .chunks
+            .end
+            .checked_sub(1)
+            .map(|last| key.tokens.hashes[last]);
         TransferId::new(kind, instance, key, last)
     }
 
@@ -61,12 +80,25 @@ impl Engine {
         transfer: &Transfer<'_>,
     ) -> Result<Reservation<L1Allocator>, String> {
         let request = ReserveRequest {
-            space: space(&transfer.range.scope, transfer.range.kv_rank, 0, instance.layout.fingerprint),
+            space: space(
+                &transfer.range.scope,
+                transfer.range.kv_rank,
+                0,
+                instance.layout.fingerprint,
+            ),
             hashes: &key.tokens.hashes[transfer.range.chunks.clone()],
             len: transfer.layout.object_bytes,
         };
-        let reserved = self.l1.cache.reserve(self.now(), &[request]).map_err(|error| error.to_string())?;
-        let refused = reserved.outcomes.iter().filter(|outcome| matches!(outcome, KeyOutcome::NoMemory)).count();
+        let reserved = self
+            .l1
+            .cache
+            .reserve(self.now(), &[request])
+            .map_err(|error| error.to_string())?;
+        let refused = reserved
+            .outcomes
+            .iter()
+            .filter(|outcome| matches!(outcome, KeyOutcome::NoMemory))
+            .count();
         if refused > 0 {
             self.metrics.no_room(key.model_name, refused as u64);
         }
@@ -75,13 +107,24 @@ impl Engine {
 
     pub(super) fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
-        let nothing = || Answer::from(Response::PrepareStore(PrepareStore { target: Some(StoreTarget::default()) }));
-        let Some(instance) = self.instances.get(id) else { return nothing().because("unknown_instance") };
+        let nothing = || {
+            Answer::from(Response::PrepareStore(PrepareStore {
+                target: Some(StoreTarget::default()),
+            }))
+        };
+        let Some(instance) = self.instances.get(id) else {
+            return nothing().because("unknown_instance");
+        };
         instance.seen(self.now());
         let transfer = match self.transfer(&instance, key) {
             Ok(transfer) => transfer,
             Err(error) => {
-                tracing::debug!(request = key.request_id, instance = id.0, error, "prepare_store refused");
+                tracing::debug!(
+                    request = key.request_id,
+                    instance = id.0,
+                    error,
+                    "prepare_store refused"
+                );
                 return nothing().because("bad_key");
             }
         };
@@ -91,7 +134,12 @@ impl Engine {
         let reservation = match self.reserve_range(&instance, key, &transfer) {
             Ok(reservation) => reservation,
             Err(error) => {
-                tracing::warn!(request = key.request_id, instance = id.0, error, "prepare_store failed");
+                tracing::warn!(
+                    request = key.request_id,
+                    instance = id.0,
+                    error,
+                    "prepare_store failed"
+                );
                 return nothing().because("store_failed");
             }
         };
@@ -100,23 +148,43 @@ impl Engine {
         }
         self.metrics.store(DEVICE, false);
         let target = StoreTarget {
-            slots: reservation.extents().map(|extent| Self::slot(transfer.layout, extent)).collect(),
-            chunk_indices: reservation.staged().iter().map(|staged| u64::from(staged.position)).collect(),
+            slots: reservation
+                .extents()
+                .map(|extent| Self::slot(transfer.layout, extent))
+                .collect(),
+            chunk_indices: reservation
+                .staged()
+                .iter()
+                .map(|staged| u64::from(staged.position))
+                .collect(),
         };
-        let answer = Answer::from(Response::PrepareStore(PrepareStore { target: Some(target) }));
+        let answer = Answer::from(Response::PrepareStore(PrepareStore {
+            target: Some(target),
+        }));
         let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
-        self.transfers.begin(transfer_id, Lent::Store(reservation), self.now());
+        self.transfers
+            .begin(transfer_id, Lent::Store(reservation), self.now());
         answer
     }
 
-    pub(super) fn commit_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId, data: &[u8]) -> Answer {
+    pub(super) fn commit_store(
+        &self,
+        key: &CacheKey<'_, Prompt>,
+        id: InstanceId,
+        data: &[u8],
+    ) -> Answer {
         let verdict = match self.instances.get(id) {
             None => Err("unknown_instance"),
             Some(instance) => {
                 instance.seen(self.now());
                 match self.transfer(&instance, key) {
                     Err(error) => {
-                        tracing::debug!(request = key.request_id, instance = id.0, error, "commit_store refused");
+                        tracing::debug!(
+                            request = key.request_id,
+                            instance = id.0,
+                            error,
+                            "commit_store refused"
+                        );
                         Err("bad_key")
                     }
                     Ok(transfer) if data.is_empty() => self.commit_slots(key, id, &transfer),
@@ -131,7 +199,12 @@ impl Engine {
     }
 
     /// The worker has written its slots.
-    fn commit_slots(&self, key: &CacheKey<'_, Prompt>, id: InstanceId, transfer: &Transfer<'_>) -> Result<(), &'static str> {
+    fn commit_slots(
+        &self,
+        key: &CacheKey<'_, Prompt>,
+        id: InstanceId,
+        transfer: &Transfer<'_>,
+    ) -> Result<(), &'static str> {
         let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
         let Some(Lent::Store(reservation)) = self.transfers.finish(&transfer_id) else {
             return Err("not_prepared");
@@ -143,7 +216,8 @@ impl Engine {
     fn commit(&self, key: &CacheKey<'_, Prompt>, reservation: Reservation<L1Allocator>) {
         let tokens = reservation.len() * self.chunk_size.get();
         let committed = reservation.commit(self.now());
-        self.metrics.admitted(key.cache_salt, committed.inserted as u64);
+        self.metrics
+            .admitted(key.cache_salt, committed.inserted as u64);
         self.metrics.store(DEVICE, true);
         tracing::debug!(request = key.request_id, tokens, "committed a store");
     }
@@ -158,28 +232,43 @@ impl Engine {
     ) -> Result<(), &'static str> {
         if self.has_pool(transfer.pickles) {
             transfer.pickles.store(true, Ordering::Relaxed);
-            tracing::info!(instance = instance.id.0, "this worker cannot map the pool; its data travels pickled from now on");
+            tracing::info!(
+                instance = instance.id.0,
+                "this worker cannot map the pool; its data travels pickled from now on"
+            );
         }
         let tensors = pickle::read_tensors(data, &Limits::default()).map_err(|error| {
             tracing::warn!(request = key.request_id, instance = instance.id.0, %error, "commit_store: the data was refused");
             "bad_data"
         })?;
         self.metrics.store(DEVICE, false);
-        let reservation = self.reserve_range(instance, key, transfer).map_err(|_| "store_failed")?;
+        let reservation = self
+            .reserve_range(instance, key, transfer)
+            .map_err(|_| "store_failed")?;
         // The chunks whose bytes are in place; a position of the range has at most one staged object.
         let mut written = vec![false; transfer.range.chunks.len()];
         for staged in reservation.staged() {
             let position = staged.position as usize;
-            let fits = |tensor: &&PickledTensor<'_>| tensor.dtype == transfer.layout.dtype && tensor.shape == transfer.layout.shape;
-            let Some(tensor) = tensors.get(position).filter(fits) else { continue };
+            let fits = |tensor: &&PickledTensor<'_>| {
+                tensor.dtype == transfer.layout.dtype && tensor.shape == transfer.layout.shape
+            };
+            let Some(tensor) = tensors.get(position).filter(fits) else {
+                continue;
+            };
             written[position] = self.write(tensor, staged.extent).is_ok();
         }
         let wanted = reservation.len();
         let tokens = self.chunk_size.get() * wanted;
-        let committed = reservation.commit_subset(self.now(), |staged| written[staged.position as usize]);
-        self.metrics.admitted(key.cache_salt, committed.inserted as u64);
+        let committed =
+            reservation.commit_subset(self.now(), |staged| written[staged.position as usize]);
+        self.metrics
+            .admitted(key.cache_salt, committed.inserted as u64);
         self.metrics.store(DEVICE, true);
-        tracing::debug!(request = key.request_id, tokens, "committed a pickled store");
+        tracing::debug!(
+            request = key.request_id,
+            tokens,
+            "committed a pickled store"
+        );
         if committed.aborted > 0 {
             tracing::warn!(
                 request = key.request_id,
@@ -193,7 +282,11 @@ impl Engine {
         Ok(())
     }
 
-    fn write(&self, tensor: &PickledTensor<'_>, extent: Extent) -> Result<(), kvtier_memory::AccessError> {
+    fn write(
+        &self,
+        tensor: &PickledTensor<'_>,
+        extent: Extent,
+    ) -> Result<(), kvtier_memory::AccessError> {
         let mut at = 0;
         let mut result = Ok(());
         tensor.for_each_run(|run| {
@@ -207,44 +300,76 @@ impl Engine {
 
     pub(super) fn prepare_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         let miss = || Answer::from(Response::PrepareRetrieve(PrepareRetrieve::miss()));
-        let Some(instance) = self.instances.get(id) else { return miss().because("unknown_instance") };
+        let Some(instance) = self.instances.get(id) else {
+            return miss().because("unknown_instance");
+        };
         instance.seen(self.now());
         let transfer = match self.transfer(&instance, key) {
             Ok(transfer) => transfer,
             Err(error) => {
-                tracing::debug!(request = key.request_id, instance = id.0, error, "prepare_retrieve refused");
+                tracing::debug!(
+                    request = key.request_id,
+                    instance = id.0,
+                    error,
+                    "prepare_retrieve refused"
+                );
                 return miss().because("bad_key");
             }
         };
         self.metrics.retrieve(DEVICE, false);
         let range = &transfer.range;
-        let held = self.hold(&instance, key, range).filter(|held| held.iter().any(|held| !held.chunks.is_empty()));
+        let held = self
+            .hold(&instance, key, range)
+            .filter(|held| held.iter().any(|held| !held.chunks.is_empty()));
         // From here on the transfer has leases of its own, or will not happen.
-        self.lookups.settle(key.request_id, &range.scope, range.kv_rank, range.chunks.clone());
+        self.lookups.settle(
+            key.request_id,
+            &range.scope,
+            range.kv_rank,
+            range.chunks.clone(),
+        );
         let Some(held) = held else {
-            self.metrics.not_leased(key.model_name, range.chunks.len() as u64);
+            self.metrics
+                .not_leased(key.model_name, range.chunks.len() as u64);
             return miss().because("not_held");
         };
-        self.metrics.loaded(key.model_name, key.cache_salt, range.worker, range.chunks.len() as u64);
+        self.metrics.loaded(
+            key.model_name,
+            key.cache_salt,
+            range.worker,
+            range.chunks.len() as u64,
+        );
         if self.has_pool(transfer.pickles) {
             let extents = held.iter().flat_map(|held| held.lease.extents());
-            let slots = extents.map(|extent| Self::slot(transfer.layout, *extent)).collect();
+            let slots = extents
+                .map(|extent| Self::slot(transfer.layout, *extent))
+                .collect();
             let answer = Answer::from(Response::PrepareRetrieve(PrepareRetrieve {
                 success: true,
                 data: (&[][..]).into(),
                 slots: Some(slots),
             }));
             let leases = held.into_iter().map(|held| held.lease).collect();
-            self.transfers.begin(Self::id(Kind::Retrieve, id, key, range), Lent::Retrieve(leases), self.now());
+            self.transfers.begin(
+                Self::id(Kind::Retrieve, id, key, range),
+                Lent::Retrieve(leases),
+                self.now(),
+            );
             return answer;
         }
         match self.pickled(transfer.layout, &held) {
             Ok(Some(payload)) => {
                 self.metrics.retrieve(DEVICE, true);
-                Answer { payload: Some(payload), ..Answer::nothing() }
+                Answer {
+                    payload: Some(payload),
+                    ..Answer::nothing()
+                }
             }
             Ok(None) => {
-                tracing::warn!(request = key.request_id, "prepare_retrieve: the chunks are 4 GiB or more pickled, which no message holds");
+                tracing::warn!(
+                    request = key.request_id,
+                    "prepare_retrieve: the chunks are 4 GiB or more pickled, which no message holds"
+                );
                 miss().because("too_large")
             }
             Err(error) => {
@@ -255,15 +380,27 @@ impl Engine {
     }
 
     /// The answer with the chunks pickled, copied once from the arena into the frame.
-    fn pickled(&self, layout: &EngineDrivenLayout, held: &[Held]) -> Result<Option<Vec<u8>>, String> {
+    fn pickled(
+        &self,
+        layout: &EngineDrivenLayout,
+        held: &[Held],
+    ) -> Result<Option<Vec<u8>>, String> {
         let extents: Vec<_> = held.iter().flat_map(|held| held.lease.extents()).collect();
-        let tensors: Vec<_> =
-            extents.iter().map(|_| TensorToWrite { dtype: layout.dtype, shape: &layout.shape }).collect();
+        let tensors: Vec<_> = extents
+            .iter()
+            .map(|_| TensorToWrite {
+                dtype: layout.dtype,
+                shape: &layout.shape,
+            })
+            .collect();
         let size = pickle::written_size(&tensors).map_err(|error| error.to_string())?;
         prepare_retrieve_hit(size, |out| {
             pickle::write_tensors_into(out, &tensors, |index, out| {
                 let extent = to_memory(*extents[index]);
-                self.l1.arena.read_into(extent, 0, extent.len, out).map_err(|error| PickleError(error.to_string()))
+                self.l1
+                    .arena
+                    .read_into(extent, 0, extent.len, out)
+                    .map_err(|error| PickleError(error.to_string()))
             })
         })
         .map_err(|PickleError(error)| error)
@@ -275,7 +412,9 @@ impl Engine {
             instance.seen(self.now());
         }
         if let Ok(range) = self.worker_range(key)
-            && let Some(lent) = self.transfers.finish(&Self::id(Kind::Retrieve, id, key, &range))
+            && let Some(lent) = self
+                .transfers
+                .finish(&Self::id(Kind::Retrieve, id, key, &range))
         {
             drop(lent);
             self.metrics.retrieve(DEVICE, true);

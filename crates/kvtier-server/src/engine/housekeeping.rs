@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use kvtier_device::MemorySpec;
+use kvtier_memory::PrefaultEnd;
 
 use super::Engine;
 use super::instances::Mode;
@@ -26,10 +27,17 @@ impl Engine {
     }
 
     fn reap(&self, now: Duration) {
-        let Some(timeout) = self.config.worker_reap_timeout else { return };
-        for instance in self.instances.reap(now, timeout, self.config.registration_grace) {
+        let Some(timeout) = self.config.worker_reap_timeout else {
+            return;
+        };
+        for instance in self
+            .instances
+            .reap(now, timeout, self.config.registration_grace)
+        {
             // It may only be stopped and wake up again, so memory it may still write stays away for a while.
-            let transfers = self.transfers.abandon(instance.id, now + self.config.write_ttl);
+            let transfers = self
+                .transfers
+                .abandon(instance.id, now + self.config.write_ttl);
             self.metrics.reaped_instances.inc();
             tracing::warn!(
                 instance = instance.id.0,
@@ -39,18 +47,29 @@ impl Engine {
             );
             if let Mode::LmcacheDriven { memory, .. } = &instance.mode {
                 for memory in memory.layout().memories() {
-                    let MemorySpec::CpuShm { name, .. } = memory else { continue };
+                    let MemorySpec::CpuShm { name, .. } = memory else {
+                        continue;
+                    };
                     match kvtier_memory::segment::unlink_if_orphan(name) {
-                        Ok(true) => tracing::info!(name, "removed the shared memory of a dead worker"),
+                        Ok(true) => {
+                            tracing::info!(name, "removed the shared memory of a dead worker")
+                        }
                         Ok(false) => {}
-                        Err(error) => tracing::debug!(name, %error, "the shared memory of a silent worker stays"),
+                        Err(error) => {
+                            tracing::debug!(name, %error, "the shared memory of a silent worker stays")
+                        }
                     }
                 }
             }
-            if self.instances.layout(&instance.model_name, instance.world_size).is_none() {
+            if self
+                .instances
+                .layout(&instance.model_name, instance.world_size)
+                .is_none()
+            {
                 // Nobody is left who could read for this model.
                 self.lookups.sweep(|lookup| {
-                    *lookup.scope.model_name() == instance.model_name && lookup.scope.world_size() == instance.world_size
+                    *lookup.scope.model_name() == instance.model_name
+                        && lookup.scope.world_size() == instance.world_size
                 });
             }
         }
@@ -63,9 +82,14 @@ impl Engine {
             alive
         });
         if !dead.is_empty() {
-            let released = self.lookups.sweep(|lookup| dead.contains(&lookup.connection));
+            let released = self
+                .lookups
+                .sweep(|lookup| dead.contains(&lookup.connection));
             if released > 0 {
-                tracing::warn!(lookups = released, "a scheduler fell silent; its lookups were released");
+                tracing::warn!(
+                    lookups = released,
+                    "a scheduler fell silent; its lookups were released"
+                );
             }
         }
     }
@@ -85,14 +109,19 @@ impl Engine {
         let given_up = self.transfers.expire(limit, now);
         if given_up > 0 {
             self.metrics.expired_transfers.inc_by(given_up as u64);
-            tracing::warn!(transfers = given_up, "transfers were prepared and never committed; given up");
+            tracing::warn!(
+                transfers = given_up,
+                "transfers were prepared and never committed; given up"
+            );
         }
     }
 
     fn evict(&self) {
         self.metrics.eviction_ticks.inc();
         let usage = self.l1.cache.usage();
-        if (usage.used_bytes as f64) < usage.capacity_bytes as f64 * self.config.eviction_trigger_watermark {
+        if (usage.used_bytes as f64)
+            < usage.capacity_bytes as f64 * self.config.eviction_trigger_watermark
+        {
             return;
         }
         let mut wanted = (usage.used_bytes as f64 * self.config.eviction_ratio) as u64;
@@ -114,11 +143,15 @@ impl Engine {
     /// Touches all of L1, so that no store pays for a page's first use.
     pub fn prefault(&self, stop: &std::sync::atomic::AtomicBool) {
         let result = self.l1.arena.prefault(stop, |progress| {
-            self.prefaulted.store(progress.done, std::sync::atomic::Ordering::Relaxed);
+            self.prefaulted
+                .store(progress.done, std::sync::atomic::Ordering::Relaxed);
         });
         match result {
-            Ok(end) => tracing::info!(?end, "L1 is pre-faulted"),
-            Err(error) => tracing::warn!(%error, "L1 could not be pre-faulted; first stores will be slower"),
+            Ok(PrefaultEnd::Complete) => tracing::info!("L1 is pre-faulted"),
+            Ok(PrefaultEnd::Stopped { .. }) => {}
+            Err(error) => {
+                tracing::warn!(%error, "L1 could not be pre-faulted; first stores will be slower")
+            }
         }
     }
 }

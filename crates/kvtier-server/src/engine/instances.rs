@@ -58,7 +58,14 @@ pub struct Instance {
 
 impl Instance {
     /// A worker that has just registered.
-    pub fn new(id: InstanceId, model_name: &str, world_size: u32, mode: Mode, layout: ModelLayout, now: Duration) -> Self {
+    pub fn new(
+        id: InstanceId,
+        model_name: &str,
+        world_size: u32,
+        mode: Mode,
+        layout: ModelLayout,
+        now: Duration,
+    ) -> Self {
         Self {
             id,
             model_name: model_name.into(),
@@ -76,7 +83,9 @@ impl Instance {
     }
 
     fn silent_for(&self, now: Duration) -> Duration {
-        now.saturating_sub(Duration::from_millis(self.last_seen.load(Ordering::Relaxed)))
+        now.saturating_sub(Duration::from_millis(
+            self.last_seen.load(Ordering::Relaxed),
+        ))
     }
 }
 
@@ -121,7 +130,11 @@ impl Instances {
         let earlier = tables.take(instance.id);
         tables.unknown.remove(&instance.id);
         let key = (Arc::clone(&instance.model_name), instance.world_size);
-        tables.by_model.entry(key).or_default().push(Arc::clone(&instance));
+        tables
+            .by_model
+            .entry(key)
+            .or_default()
+            .push(Arc::clone(&instance));
         tables.by_id.insert(instance.id, instance);
         earlier
     }
@@ -140,7 +153,11 @@ impl Instances {
     pub fn layout(&self, model_name: &Arc<str>, world_size: u32) -> Option<Arc<Instance>> {
         let tables = self.tables.read();
         // The key is built only to look it up; a reference count is all it costs.
-        tables.by_model.get(&(Arc::clone(model_name), world_size))?.last().cloned()
+        tables
+            .by_model
+            .get(&(Arc::clone(model_name), world_size))?
+            .last()
+            .cloned()
     }
 
     /// A worker's ping: whether we know it, as far as it should learn.
@@ -164,12 +181,26 @@ impl Instances {
     }
 
     /// Takes out the workers that have been silent for too long.
-    pub fn reap(&self, now: Duration, pinged: Duration, never_pinged: Duration) -> Vec<Arc<Instance>> {
+    pub fn reap(
+        &self,
+        now: Duration,
+        pinged: Duration,
+        never_pinged: Duration,
+    ) -> Vec<Arc<Instance>> {
         let dead = |instance: &Instance| {
-            let limit = if instance.pinged.load(Ordering::Relaxed) { pinged } else { never_pinged };
+            let limit = if instance.pinged.load(Ordering::Relaxed) {
+                pinged
+            } else {
+                never_pinged
+            };
             instance.silent_for(now) > limit
         };
-        let ids: Vec<_> = self.all().iter().filter(|instance| dead(instance)).map(|instance| instance.id).collect();
+        let ids: Vec<_> = self
+            .all()
+            .iter()
+            .filter(|instance| dead(instance))
+            .map(|instance| instance.id)
+            .collect();
         if ids.is_empty() {
             return Vec::new();
         }

@@ -44,8 +44,16 @@ impl ModelLayout {
     pub fn of_pages(layout: &KvLayout) -> Self {
         let groups = layout.object_groups();
         let arrays = groups.iter().flat_map(|group| {
-            let kernel_groups = group.kernel_groups.iter().map(|index| &layout.kernel_groups()[*index]);
-            kernel_groups.map(|kernel| (group.index, (kernel.object_shape(), kernel.dtype_name.as_str())))
+            let kernel_groups = group
+                .kernel_groups
+                .iter()
+                .map(|index| &layout.kernel_groups()[*index]);
+            kernel_groups.map(|kernel| {
+                (
+                    group.index,
+                    (kernel.object_shape(), kernel.dtype_name.as_str()),
+                )
+            })
         });
         let fingerprint = fingerprint(arrays);
         let groups = groups
@@ -53,11 +61,16 @@ impl ModelLayout {
             .map(|group| GroupLayout {
                 // Both are bounded by the number of layers of a registration.
                 id: u32::try_from(group.index).unwrap_or(u32::MAX),
-                window: group.window_chunks.map(|window| u32::try_from(window).unwrap_or(u32::MAX)),
+                window: group
+                    .window_chunks
+                    .map(|window| u32::try_from(window).unwrap_or(u32::MAX)),
                 object_bytes: group.object_bytes,
             })
             .collect();
-        Self { groups, fingerprint }
+        Self {
+            groups,
+            fingerprint,
+        }
     }
 }
 
@@ -86,8 +99,12 @@ impl EngineDrivenLayout {
             Ok(value) if value > 0 && value <= 1 << 32 => Ok(value),
             _ => Err(format!("{name} is {value}; allowed: 1 to 4294967296")),
         };
-        let dtype = Dtype::from_name(context.dtype)
-            .ok_or_else(|| format!("dtype_str is {:?}; allowed: a torch dtype such as bfloat16", context.dtype))?;
+        let dtype = Dtype::from_name(context.dtype).ok_or_else(|| {
+            format!(
+                "dtype_str is {:?}; allowed: a torch dtype such as bfloat16",
+                context.dtype
+            )
+        })?;
         let layers = positive("num_layers", context.num_layers)?;
         let hidden = positive("hidden_dim_size", context.hidden_dim_size)?;
         let slots = match context.num_physical_slots {
@@ -97,23 +114,43 @@ impl EngineDrivenLayout {
         let planes = if context.use_mla { 1 } else { 2 };
         let object_bytes = [planes, layers, slots, hidden]
             .iter()
-            .try_fold(dtype.item_size(), |bytes, extent| bytes.checked_mul(*extent))
+            .try_fold(dtype.item_size(), |bytes, extent| {
+                bytes.checked_mul(*extent)
+            })
             .filter(|bytes| *bytes <= 1 << 40)
-            .ok_or_else(|| "num_layers x slots x hidden_dim_size: an object may have at most 2^40 bytes".to_string())?;
+            .ok_or_else(|| {
+                "num_layers x slots x hidden_dim_size: an object may have at most 2^40 bytes"
+                    .to_string()
+            })?;
         let mut shape = vec![layers, slots, hidden];
         if planes == 2 {
             shape.insert(0, 2);
         }
-        Ok(Self { dtype, shape, object_bytes, block_size: context.block_size, use_mla: context.use_mla })
+        Ok(Self {
+            dtype,
+            shape,
+            object_bytes,
+            block_size: context.block_size,
+            use_mla: context.use_mla,
+        })
     }
 
     /// What lookups must know.
     pub fn model(&self) -> ModelLayout {
-        let [.., layers, slots, hidden] = self.shape[..] else { unreachable!("the shape has three or four extents") };
+        let [.., layers, slots, hidden] = self.shape[..] else {
+            unreachable!("the shape has three or four extents")
+        };
         let planes = if self.use_mla { 1 } else { 2 };
         ModelLayout {
-            groups: vec![GroupLayout { id: 0, window: None, object_bytes: self.object_bytes }],
-            fingerprint: fingerprint(std::iter::once((0, ([planes, layers, slots, hidden], self.dtype.name())))),
+            groups: vec![GroupLayout {
+                id: 0,
+                window: None,
+                object_bytes: self.object_bytes,
+            }],
+            fingerprint: fingerprint(std::iter::once((
+                0,
+                ([planes, layers, slots, hidden], self.dtype.name()),
+            ))),
         }
     }
 }

@@ -31,13 +31,20 @@ pub(super) struct WorkerRange {
 impl Engine {
     /// Checks the key of a worker's transfer.
     pub(super) fn worker_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange, String> {
-        let worker = key.worker_id.ok_or("worker_id is nil; allowed: the number of a worker")?;
+        let worker = key
+            .worker_id
+            .ok_or("worker_id is nil; allowed: the number of a worker")?;
         let scope = KeyScope::new(key.model_name, key.cache_salt, key.world_size, Some(worker))
             .map_err(|error| error.to_string())?;
         let chunks = store_chunks(self.chunk_size, key.tokens.token_count, key.start, key.end)
             .map_err(|error| error.to_string())?;
         let kv_rank = kvtier_core::kv_rank(key.world_size, worker);
-        Ok(WorkerRange { scope, kv_rank, worker, chunks })
+        Ok(WorkerRange {
+            scope,
+            kv_rank,
+            worker,
+            chunks,
+        })
     }
 
     pub(super) fn store(&self, store: &Store<'_, Prompt>) -> Answer {
@@ -53,7 +60,10 @@ impl Engine {
         match verdict {
             Ok(tokens) => {
                 let seconds = (self.now() - started).as_secs_f64();
-                tracing::info!(request = store.key.request_id, "Stored {tokens} tokens in {seconds:.6} seconds");
+                tracing::info!(
+                    request = store.key.request_id,
+                    "Stored {tokens} tokens in {seconds:.6} seconds"
+                );
                 answer
             }
             Err(error) => {
@@ -67,16 +77,27 @@ impl Engine {
     fn try_store(&self, instance: &Instance, store: &Store<'_, Prompt>) -> Result<usize, String> {
         let (memory, range) = self.pages_and_range(instance, &store.key)?;
         let layout = memory.layout();
-        let blocks = BlockTable::check(layout, &store.block_ids, range.chunks.len()).map_err(|error| error.to_string())?;
+        let blocks = BlockTable::check(layout, &store.block_ids, range.chunks.len())
+            .map_err(|error| error.to_string())?;
         // Which chunks of the range each object group has data for, and their hashes.
         let present: Vec<(Vec<usize>, Vec<ChunkHash>)> = instance
             .layout
             .groups
             .iter()
             .map(|group| {
-                let has_data = |chunk: &usize| !blocks.is_null_chunk(layout, group.id as usize, *chunk, self.config.null_block_id);
+                let has_data = |chunk: &usize| {
+                    !blocks.is_null_chunk(
+                        layout,
+                        group.id as usize,
+                        *chunk,
+                        self.config.null_block_id,
+                    )
+                };
                 let chunks: Vec<_> = (0..range.chunks.len()).filter(has_data).collect();
-                let hashes = chunks.iter().map(|chunk| store.key.tokens.hashes[range.chunks.start + chunk]).collect();
+                let hashes = chunks
+                    .iter()
+                    .map(|chunk| store.key.tokens.hashes[range.chunks.start + chunk])
+                    .collect();
                 (chunks, hashes)
             })
             .collect();
@@ -86,13 +107,26 @@ impl Engine {
             .iter()
             .zip(&present)
             .map(|(group, (_, hashes))| ReserveRequest {
-                space: space(&range.scope, range.kv_rank, group.id, instance.layout.fingerprint),
+                space: space(
+                    &range.scope,
+                    range.kv_rank,
+                    group.id,
+                    instance.layout.fingerprint,
+                ),
                 hashes,
                 len: group.object_bytes,
             })
             .collect();
-        let reserved = self.l1.cache.reserve(self.now(), &requests).map_err(|error| error.to_string())?;
-        let refused = reserved.outcomes.iter().filter(|outcome| matches!(outcome, KeyOutcome::NoMemory)).count();
+        let reserved = self
+            .l1
+            .cache
+            .reserve(self.now(), &requests)
+            .map_err(|error| error.to_string())?;
+        let refused = reserved
+            .outcomes
+            .iter()
+            .filter(|outcome| matches!(outcome, KeyOutcome::NoMemory))
+            .count();
         if refused > 0 {
             self.metrics.no_room(store.key.model_name, refused as u64);
         }
@@ -104,12 +138,19 @@ impl Engine {
             };
             // A failed copy drops the reservation: nothing half-written becomes readable.
             memory
-                .copy(&blocks, request, &self.l1.arena, to_memory(staged.extent), Direction::Store)
+                .copy(
+                    &blocks,
+                    request,
+                    &self.l1.arena,
+                    to_memory(staged.extent),
+                    Direction::Store,
+                )
                 .map_err(|error| error.to_string())?;
         }
         let stored = reserved.reservation.len();
         let committed = reserved.reservation.commit(self.now());
-        self.metrics.admitted(store.key.cache_salt, committed.inserted as u64);
+        self.metrics
+            .admitted(store.key.cache_salt, committed.inserted as u64);
         Ok(stored / instance.layout.groups.len().max(1) * self.chunk_size.get())
     }
 
@@ -130,7 +171,8 @@ impl Engine {
         let Some(instance) = self.instances.get(retrieve.instance) else {
             // This worker will not read its share; holding it would only block eviction.
             if let Ok(range) = self.worker_range(key) {
-                self.lookups.settle(key.request_id, &range.scope, range.kv_rank, range.chunks);
+                self.lookups
+                    .settle(key.request_id, &range.scope, range.kv_rank, range.chunks);
             }
             return Answer::from(Response::transfer(&[][..], false)).because("unknown_instance");
         };
@@ -143,64 +185,126 @@ impl Engine {
         match verdict {
             Ok(tokens) => {
                 let seconds = (self.now() - started).as_secs_f64();
-                tracing::info!(request = key.request_id, "Retrieved {tokens} tokens in {seconds:.6} seconds");
+                tracing::info!(
+                    request = key.request_id,
+                    "Retrieved {tokens} tokens in {seconds:.6} seconds"
+                );
                 answer
             }
             Err(RetrieveError::NotHeld) => answer.because("not_held"),
             Err(RetrieveError::Failed(error)) => {
-                tracing::warn!(request = key.request_id, instance = retrieve.instance.0, error, "retrieve failed");
+                tracing::warn!(
+                    request = key.request_id,
+                    instance = retrieve.instance.0,
+                    error,
+                    "retrieve failed"
+                );
                 answer.because("retrieve_failed")
             }
         }
     }
 
-    fn try_retrieve(&self, instance: &Instance, retrieve: &Retrieve<'_, Prompt>) -> Result<usize, RetrieveError> {
+    fn try_retrieve(
+        &self,
+        instance: &Instance,
+        retrieve: &Retrieve<'_, Prompt>,
+    ) -> Result<usize, RetrieveError> {
         let key = &retrieve.key;
         let (memory, range) = self.pages_and_range(instance, key)?;
-        let blocks =
-            BlockTable::check(memory.layout(), &retrieve.block_ids, range.chunks.len()).map_err(|error| error.to_string())?;
-        let skip = u64::try_from(retrieve.skip_first_n_tokens)
-            .map_err(|_| format!("skip_first_n_tokens is {}; allowed: at least 0", retrieve.skip_first_n_tokens))?;
+        let blocks = BlockTable::check(memory.layout(), &retrieve.block_ids, range.chunks.len())
+            .map_err(|error| error.to_string())?;
+        let skip = u64::try_from(retrieve.skip_first_n_tokens).map_err(|_| {
+            format!(
+                "skip_first_n_tokens is {}; allowed: at least 0",
+                retrieve.skip_first_n_tokens
+            )
+        })?;
         if range.chunks.is_empty() {
             return Ok(0);
         }
         let held = self.hold(instance, key, &range).ok_or_else(|| {
-            self.metrics.not_leased(key.model_name, range.chunks.len() as u64);
+            self.metrics
+                .not_leased(key.model_name, range.chunks.len() as u64);
             RetrieveError::NotHeld
         })?;
         let copied = held.iter().try_for_each(|held| {
-            held.lease.extents().iter().zip(held.chunks.clone()).try_for_each(|(extent, chunk)| {
-                let request = ChunkRequest {
-                    object_group: held.object_group as usize,
-                    chunk: chunk - range.chunks.start,
-                    skip_tokens: skip,
-                };
-                let extent = to_memory(*extent);
-                memory.copy(&blocks, request, &self.l1.arena, extent, Direction::Retrieve).map(drop)
-            })
+            held.lease
+                .extents()
+                .iter()
+                .zip(held.chunks.clone())
+                .try_for_each(|(extent, chunk)| {
+                    let request = ChunkRequest {
+                        object_group: held.object_group as usize,
+                        chunk: chunk - range.chunks.start,
+                        skip_tokens: skip,
+                    };
+                    let extent = to_memory(*extent);
+                    memory
+                        .copy(
+                            &blocks,
+                            request,
+                            &self.l1.arena,
+                            extent,
+                            Direction::Retrieve,
+                        )
+                        .map(drop)
+                })
         });
-        self.lookups.settle(key.request_id, &range.scope, range.kv_rank, range.chunks.clone());
+        self.lookups.settle(
+            key.request_id,
+            &range.scope,
+            range.kv_rank,
+            range.chunks.clone(),
+        );
         copied.map_err(|error: DeviceError| error.to_string())?;
-        self.metrics.loaded(key.model_name, key.cache_salt, range.worker, range.chunks.len() as u64);
+        self.metrics.loaded(
+            key.model_name,
+            key.cache_salt,
+            range.worker,
+            range.chunks.len() as u64,
+        );
         Ok(range.chunks.len() * self.chunk_size.get())
     }
 
     /// Leases of its own for a transfer, one an object group: all that the range needs, or nothing.
     ///
     /// The lookup of the request must have found the range for a worker of this layout.
-    pub(super) fn hold(&self, instance: &Instance, key: &CacheKey<'_, Prompt>, range: &WorkerRange) -> Option<Vec<Held>> {
+    pub(super) fn hold(
+        &self,
+        instance: &Instance,
+        key: &CacheKey<'_, Prompt>,
+        range: &WorkerRange,
+    ) -> Option<Vec<Held>> {
         let hashes = &key.tokens.hashes;
-        let grant = self.lookups.grant(key.request_id, &range.scope, range.kv_rank, hashes, range.chunks.clone())?;
+        let grant = self.lookups.grant(
+            key.request_id,
+            &range.scope,
+            range.kv_rank,
+            hashes,
+            range.chunks.clone(),
+        )?;
         if grant.layout != instance.layout.fingerprint {
             return None;
         }
         let groups = grant.object_groups.iter().map(|id| {
-            let window = instance.layout.groups.iter().find(|group| group.id == *id)?.window;
+            let window = instance
+                .layout
+                .groups
+                .iter()
+                .find(|group| group.id == *id)?
+                .window;
             let chunks = needed(window, range.chunks.end);
             let chunks = chunks.start.max(range.chunks.start)..range.chunks.end;
             let space = space(&range.scope, range.kv_rank, *id, grant.layout);
-            let lease = self.l1.cache.pin(self.now(), &space, &hashes[chunks.clone()])?;
-            Some(Held { object_group: *id, chunks, lease })
+            let lease = self
+                .l1
+                .cache
+                .pin(self.now(), &space, &hashes[chunks.clone()])?;
+            Some(Held {
+                object_group: *id,
+                chunks,
+                lease,
+            })
         });
         groups.collect()
     }
@@ -225,4 +329,3 @@ impl From<String> for RetrieveError {
         RetrieveError::Failed(error)
     }
 }
-

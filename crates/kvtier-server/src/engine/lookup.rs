@@ -15,35 +15,65 @@ use super::{Answer, Caller, Engine};
 const MAX_READERS: i64 = 128;
 
 /// The objects of one scope, rank and group.
-pub(super) fn space(scope: &KeyScope, kv_rank: u64, object_group_id: u32, _layout: u64) -> Space<'_> {
-    Space { model_name: scope.model_name(), kv_rank, object_group_id, cache_salt: scope.cache_salt() }
+pub(super) fn space(
+    scope: &KeyScope,
+    kv_rank: u64,
+    object_group_id: u32,
+    layout: u64,
+) -> Space<'_> {
+    Space {
+        model_name: scope.model_name(),
+        kv_rank,
+        object_group_id,
+        cache_salt: scope.cache_salt(),
+        layout,
+    }
 }
 
 impl Engine {
     /// Looks a prompt up and holds what it finds. The answer says only that it was done; the result is asked for.
-    pub(super) fn lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> Answer {
-        let scope = match KeyScope::new(key.model_name, key.cache_salt, key.world_size, key.worker_id) {
+    pub(super) fn lookup(
+        &self,
+        caller: Caller,
+        key: &CacheKey<'_, Prompt>,
+        tp_size: i64,
+    ) -> Answer {
+        let scope = match KeyScope::new(
+            key.model_name,
+            key.cache_salt,
+            key.world_size,
+            key.worker_id,
+        ) {
             Ok(scope) => scope,
             Err(error) => return self.refused_lookup(key, &error),
         };
         let readers = match key.readers(tp_size) {
             readers if readers >= 1 => readers.min(MAX_READERS),
-            readers => return self.refused_lookup(key, &format!("num_kv_readers is {readers}; allowed: at least 1")),
+            readers => {
+                return self.refused_lookup(
+                    key,
+                    &format!("num_kv_readers is {readers}; allowed: at least 1"),
+                );
+            }
         };
         let model = scope.model_name();
         let Some(instance) = self.instances.layout(model, key.world_size) else {
-            self.metrics.early_exit(model, key.cache_salt, "no_gpu_context");
+            self.metrics
+                .early_exit(model, key.cache_salt, "no_gpu_context");
             return Answer::nothing();
         };
         let chunks = lookup_chunks(self.chunk_size, key.tokens.token_count, 0, key.end);
         let hashes = &key.tokens.hashes[chunks.clone()];
         if hashes.is_empty() {
-            self.metrics.early_exit(model, key.cache_salt, "empty_chunk_hashes");
+            self.metrics
+                .early_exit(model, key.cache_salt, "empty_chunk_hashes");
             return Answer::nothing();
         }
         let layout = &instance.layout;
         let groups = layout.groups.iter();
-        let rows: Vec<_> = groups.flat_map(|group| scope.kv_ranks().map(move |rank| (group, rank))).collect();
+        let rows: Vec<_> = groups
+            .flat_map(|group| scope.kv_ranks().map(move |rank| (group, rank)))
+            .collect();
         let asked: Vec<_> = rows
             .iter()
             .map(|(group, rank)| LookupRow {
@@ -55,7 +85,13 @@ impl Engine {
         let found = self.l1.cache.lookup(now, &asked, hashes);
         let tokens = |chunks: usize| (chunks * self.chunk_size.get()) as u64;
         let held = found.lease.held() as u64;
-        self.metrics.lookup(model, key.cache_salt, tokens(hashes.len()), tokens(found.hit_chunks), held);
+        self.metrics.lookup(
+            model,
+            key.cache_salt,
+            tokens(hashes.len()),
+            tokens(found.hit_chunks),
+            held,
+        );
         if found.hit_chunks > 0 {
             tracing::debug!(
                 request = key.request_id,
@@ -67,7 +103,13 @@ impl Engine {
             layout: layout.fingerprint,
             connection: caller.connection,
             hashes: key.tokens.hashes.as_slice().into(),
-            rows: rows.iter().map(|(group, rank)| Row { kv_rank: *rank, object_group_id: group.id }).collect(),
+            rows: rows
+                .iter()
+                .map(|(group, rank)| Row {
+                    kv_rank: *rank,
+                    object_group_id: group.id,
+                })
+                .collect(),
             hit_chunks: found.hit_chunks,
             lease: found.lease,
             // At most 128.
@@ -88,7 +130,10 @@ impl Engine {
     /// The result of a lookup in chunks, once; 0 for one that is unknown. It is always there: L1 answers at once.
     pub(super) fn lookup_result(&self, caller: Caller, job: JobRef<'_>) -> Answer {
         let chunks = match job {
-            JobRef::Request(request_id) => self.lookups.take_result(request_id, caller.connection).unwrap_or(0),
+            JobRef::Request(request_id) => self
+                .lookups
+                .take_result(request_id, caller.connection)
+                .unwrap_or(0),
             // A number is the answer of a lookup that was never served.
             JobRef::Job(_) => 0,
         };
@@ -97,9 +142,15 @@ impl Engine {
 
     /// The scheduler does not need these chunks.
     pub(super) fn free_lookup(&self, key: &CacheKey<'_, Prompt>) -> Answer {
-        match KeyScope::new(key.model_name, key.cache_salt, key.world_size, key.worker_id) {
+        match KeyScope::new(
+            key.model_name,
+            key.cache_salt,
+            key.world_size,
+            key.worker_id,
+        ) {
             Ok(scope) => {
-                let chunks = lookup_chunks(self.chunk_size, key.tokens.token_count, key.start, key.end);
+                let chunks =
+                    lookup_chunks(self.chunk_size, key.tokens.token_count, key.start, key.end);
                 self.lookups.free(key.request_id, &scope, chunks);
                 Answer::nothing()
             }
@@ -115,7 +166,12 @@ impl Engine {
         let now = self.now();
         for lookup in self.lookups.end(request_id, caller.connection) {
             for row in &lookup.rows {
-                let space = space(&lookup.scope, row.kv_rank, row.object_group_id, lookup.layout);
+                let space = space(
+                    &lookup.scope,
+                    row.kv_rank,
+                    row.object_group_id,
+                    lookup.layout,
+                );
                 self.l1.cache.touch(now, &space, &lookup.hashes);
             }
         }

@@ -89,8 +89,14 @@ pub struct Grant {
 }
 
 impl Table {
-    fn remove_where(&mut self, request_id: &str, mut gone: impl FnMut(&Entry) -> bool) -> Vec<Entry> {
-        let Some(entries) = self.by_request.get_mut(request_id) else { return Vec::new() };
+    fn remove_where(
+        &mut self,
+        request_id: &str,
+        mut gone: impl FnMut(&Entry) -> bool,
+    ) -> Vec<Entry> {
+        let Some(entries) = self.by_request.get_mut(request_id) else {
+            return Vec::new();
+        };
         let taken: Vec<_> = entries.extract_if(.., |entry| gone(entry)).collect();
         self.len -= taken.len();
         if entries.is_empty() {
@@ -101,15 +107,24 @@ impl Table {
 
     fn find(&mut self, request_id: &str, scope: &KeyScope) -> Option<&mut Entry> {
         let entries = self.by_request.get_mut(request_id)?;
-        entries.iter_mut().find(|entry| same_scope(&entry.lookup.scope, scope))
+        entries
+            .iter_mut()
+            .find(|entry| same_scope(&entry.lookup.scope, scope))
     }
 
     /// Drops what has gone from the front of the age order, and the order itself when it is mostly empty entries.
     fn trim_ages(&mut self) {
-        let alive = |by_request: &HashMap<Box<str>, Vec<Entry>>, (serial, request): &(u64, Box<str>)| {
-            by_request.get(request).is_some_and(|entries| entries.iter().any(|entry| entry.serial == *serial))
+        let alive = |by_request: &HashMap<Box<str>, Vec<Entry>>,
+                     (serial, request): &(u64, Box<str>)| {
+            by_request
+                .get(request)
+                .is_some_and(|entries| entries.iter().any(|entry| entry.serial == *serial))
         };
-        while self.ages.front().is_some_and(|age| !alive(&self.by_request, age)) {
+        while self
+            .ages
+            .front()
+            .is_some_and(|age| !alive(&self.by_request, age))
+        {
             self.ages.pop_front();
         }
         if self.ages.len() > 2 * self.len + 1024 {
@@ -121,7 +136,9 @@ impl Table {
 
 /// Whether two scopes are of the same model, world and tenant; workers aside.
 fn same_scope(a: &KeyScope, b: &KeyScope) -> bool {
-    a.model_name() == b.model_name() && a.world_size() == b.world_size() && a.cache_salt() == b.cache_salt()
+    a.model_name() == b.model_name()
+        && a.world_size() == b.world_size()
+        && a.cache_salt() == b.cache_salt()
 }
 
 impl Lookups {
@@ -130,16 +147,30 @@ impl Lookups {
         let mut dropped = Vec::new();
         {
             let mut table = self.table.lock();
-            dropped.extend(table.remove_where(request_id, |entry| same_scope(&entry.lookup.scope, &lookup.scope)));
+            dropped.extend(table.remove_where(request_id, |entry| {
+                same_scope(&entry.lookup.scope, &lookup.scope)
+            }));
             let serial = table.next_serial;
             table.next_serial += 1;
             table.len += 1;
-            let entry = Entry { lookup, serial, unread: true, reads: Vec::new(), freed: Vec::new() };
-            table.by_request.entry(request_id.into()).or_default().push(entry);
+            let entry = Entry {
+                lookup,
+                serial,
+                unread: true,
+                reads: Vec::new(),
+                freed: Vec::new(),
+            };
+            table
+                .by_request
+                .entry(request_id.into())
+                .or_default()
+                .push(entry);
             table.ages.push_back((serial, request_id.into()));
             table.trim_ages();
             while table.len > MAX_LOOKUPS {
-                let Some((serial, request)) = table.ages.pop_front() else { break };
+                let Some((serial, request)) = table.ages.pop_front() else {
+                    break;
+                };
                 dropped.extend(table.remove_where(&request, |entry| entry.serial == serial));
             }
         }
@@ -177,35 +208,53 @@ impl Lookups {
         let lookup = &entry.lookup;
         let covered = chunks.end <= lookup.hit_chunks
             && lookup.hashes.get(chunks.clone()) == hashes.get(chunks.clone())
-            && !entry.freed.iter().any(|freed| freed.start < chunks.end && chunks.start < freed.end);
+            && !entry
+                .freed
+                .iter()
+                .any(|freed| freed.start < chunks.end && chunks.start < freed.end);
         if !covered {
             return None;
         }
         let mine = lookup.rows.iter().filter(|row| row.kv_rank == kv_rank);
         let object_groups: Vec<_> = mine.map(|row| row.object_group_id).collect();
-        (!object_groups.is_empty()).then_some(Grant { layout: lookup.layout, object_groups })
+        (!object_groups.is_empty()).then_some(Grant {
+            layout: lookup.layout,
+            object_groups,
+        })
     }
 
     /// One worker of `kv_rank` is done with these chunks, whether it read them or not; what had its last reader is
     /// released.
     pub fn settle(&self, request_id: &str, scope: &KeyScope, kv_rank: u64, chunks: Range<usize>) {
         let mut table = self.table.lock();
-        let Some(entry) = table.find(request_id, scope) else { return };
+        let Some(entry) = table.find(request_id, scope) else {
+            return;
+        };
         let chunks = chunks.start..chunks.end.min(entry.lookup.hit_chunks);
         let width = entry.lookup.hit_chunks;
         if entry.lookup.readers > 1 && entry.reads.is_empty() {
             entry.reads = vec![0; entry.lookup.rows.len() * width];
         }
-        let mine: Vec<_> = (0..entry.lookup.rows.len()).filter(|row| entry.lookup.rows[*row].kv_rank == kv_rank).collect();
+        let mine: Vec<_> = (0..entry.lookup.rows.len())
+            .filter(|row| entry.lookup.rows[*row].kv_rank == kv_rank)
+            .collect();
         for row in mine {
             if entry.lookup.readers <= 1 {
                 // One cache-lock for the range of a row; there is one row for each object group.
-                entry.lookup.lease.release_range(row..row + 1, chunks.clone());
+                entry
+                    .lookup
+                    .lease
+                    .release_range(row..row + 1, chunks.clone());
                 continue;
             }
             let reads = &mut entry.reads[row * width..][chunks.clone()];
-            reads.iter_mut().for_each(|reads| *reads = reads.saturating_add(1));
-            let done: Vec<_> = reads.iter().map(|reads| *reads >= entry.lookup.readers).collect();
+            reads
+                .iter_mut()
+                .for_each(|reads| *reads = reads.saturating_add(1));
+            let done: Vec<_> = reads
+                .iter()
+                .map(|reads| *reads >= entry.lookup.readers)
+                .collect();
             for run in runs(&done) {
                 let run = chunks.start + run.start..chunks.start + run.end;
                 entry.lookup.lease.release_range(row..row + 1, run);
@@ -219,7 +268,9 @@ impl Lookups {
             return;
         }
         let mut table = self.table.lock();
-        let Some(entry) = table.find(request_id, scope) else { return };
+        let Some(entry) = table.find(request_id, scope) else {
+            return;
+        };
         entry.unread = false;
         let rows = entry.lookup.rows.len();
         entry.lookup.lease.release_range(0..rows, chunks.clone());
@@ -232,7 +283,11 @@ impl Lookups {
     pub fn end(&self, request_id: &str, connection: u64) -> Vec<HeldLookup> {
         let mut table = self.table.lock();
         let own = table.remove_where(request_id, |entry| entry.lookup.connection == connection);
-        let ended = if own.is_empty() { table.remove_where(request_id, |_| true) } else { own };
+        let ended = if own.is_empty() {
+            table.remove_where(request_id, |_| true)
+        } else {
+            own
+        };
         table.trim_ages();
         ended.into_iter().map(|entry| entry.lookup).collect()
     }
@@ -269,7 +324,12 @@ impl Lookups {
     /// Lookups known, and those whose result nobody has asked for.
     pub fn counts(&self) -> (usize, usize) {
         let table = self.table.lock();
-        let unread = table.by_request.values().flatten().filter(|entry| entry.unread).count();
+        let unread = table
+            .by_request
+            .values()
+            .flatten()
+            .filter(|entry| entry.unread)
+            .count();
         (table.len, unread)
     }
 }

@@ -14,7 +14,10 @@ pub struct L1Allocator(ExtentAllocator);
 impl cache::ExtentAllocator for L1Allocator {
     fn allocate(&mut self, bytes: u64) -> Option<cache::Extent> {
         let extent = self.0.allocate(bytes).ok()?;
-        Some(cache::Extent { offset: extent.offset, len: extent.len })
+        Some(cache::Extent {
+            offset: extent.offset,
+            len: extent.len,
+        })
     }
 
     fn free(&mut self, extent: cache::Extent) {
@@ -60,8 +63,17 @@ impl L1 {
             EvictionPolicyName::Lru => EvictionKind::Lru,
             EvictionPolicyName::Noop => EvictionKind::Noop,
         };
-        let cache = Cache::new(L1Allocator(allocator), CacheConfig { eviction, ..CacheConfig::default() });
-        Ok(Self { arena: Arc::new(arena), cache })
+        let cache = Cache::new(
+            L1Allocator(allocator),
+            CacheConfig {
+                eviction,
+                ..CacheConfig::default()
+            },
+        );
+        Ok(Self {
+            arena: Arc::new(arena),
+            cache,
+        })
     }
 }
 
@@ -83,7 +95,8 @@ fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
             room.unwrap_or_default()
         ))
     } else {
-        Arena::create(ArenaKind::Shm { name: name.clone() }, bytes).map_err(|error| error.to_string())
+        Arena::create(ArenaKind::Shm { name: name.clone() }, bytes)
+            .map_err(|error| error.to_string())
     };
     match shared {
         Ok(arena) => Ok(arena),

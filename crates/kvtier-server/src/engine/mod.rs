@@ -91,7 +91,8 @@ impl Engine {
     /// # Errors
     /// One line that says what cannot be had, and which flag asks for it.
     pub fn new(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<Self, String> {
-        let chunk_size = NonZeroUsize::new(config.chunk_size as usize).ok_or("--chunk-size: 0 is not allowed")?;
+        let chunk_size = NonZeroUsize::new(config.chunk_size as usize)
+            .ok_or("--chunk-size: 0 is not allowed")?;
         let seed = std::env::var("PYTHONHASHSEED").unwrap_or_else(|_| HASH_SEED.into());
         let hasher = ChunkHasher::new(config.hash_algorithm, chunk_size, &seed);
         let l1 = L1::create(&config)?;
@@ -146,22 +147,27 @@ impl Engine {
 
             Request::RegisterKvCache(registration) => self.register_pages(registration),
             Request::RegisterEngineDriven(context) => self.register_engine_driven(context),
-            Request::UnregisterKvCache { instance } | Request::UnregisterEngineDriven { instance } => {
+            Request::UnregisterKvCache { instance }
+            | Request::UnregisterEngineDriven { instance } => {
                 self.unregister(*instance);
                 Answer::nothing()
             }
 
             Request::Lookup { key, tp_size } => self.lookup(caller, key, *tp_size),
-            Request::QueryPrefetchStatus { job } | Request::WaitPrefetchStatus { job, .. } | Request::QueryPrefetchLookupHits { job } => {
-                self.lookup_result(caller, *job)
-            }
+            Request::QueryPrefetchStatus { job }
+            | Request::WaitPrefetchStatus { job, .. }
+            | Request::QueryPrefetchLookupHits { job } => self.lookup_result(caller, *job),
             Request::FreeLookupLocks { key, .. } => self.free_lookup(key),
             Request::EndSession { request_id } => self.end_session(caller, request_id),
 
             Request::Store(store) => self.store(store),
             Request::Retrieve(retrieve) => self.retrieve(retrieve),
             Request::PrepareStore { key, instance } => self.prepare_store(key, *instance),
-            Request::CommitStore { key, instance, data } => self.commit_store(key, *instance, data),
+            Request::CommitStore {
+                key,
+                instance,
+                data,
+            } => self.commit_store(key, *instance, data),
             Request::PrepareRetrieve { key, instance } => self.prepare_retrieve(key, *instance),
             Request::CommitRetrieve { key, instance } => self.commit_retrieve(key, *instance),
 
@@ -178,7 +184,10 @@ impl Engine {
         let mut known = self.unserved.lock();
         if !known.contains(&operation) {
             known.push(operation);
-            tracing::warn!(operation = operation.name(), "this operation is not served here; said once");
+            tracing::warn!(
+                operation = operation.name(),
+                "this operation is not served here; said once"
+            );
         }
         Answer::unserved(operation)
     }
@@ -186,8 +195,18 @@ impl Engine {
     /// Drops the objects of L1 that have no lease, or all of them.
     pub fn clear(&self, force: bool) -> Cleared {
         let removed = self.l1.cache.clear(force);
-        tracing::info!(objects = removed.objects, bytes = removed.bytes, kept = removed.kept, force, "cleared L1");
-        Cleared { objects: removed.objects, bytes: removed.bytes, kept: removed.kept }
+        tracing::info!(
+            objects = removed.objects,
+            bytes = removed.bytes,
+            kept = removed.kept,
+            force,
+            "cleared L1"
+        );
+        Cleared {
+            objects: removed.objects,
+            bytes: removed.bytes,
+            kept: removed.kept,
+        }
     }
 
     /// Figures for `/metrics`.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use kvtier_device::{
-    CpuDevice, Device, Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout, LayoutHints,
-    MemorySpec, TensorSpec,
+    CpuDevice, Device, Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout,
+    LayoutHints, MemorySpec, TensorSpec,
 };
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::operation::Operation;
@@ -39,7 +39,10 @@ impl Engine {
             Some(id) => self.instances.ping(id, now),
         };
         if !known && let Some(id) = instance {
-            tracing::info!(instance = id.0, "ping of an unknown worker: told to register again");
+            tracing::info!(
+                instance = id.0,
+                "ping of an unknown worker: told to register again"
+            );
         }
         Answer::from(Response::Bool(known))
     }
@@ -49,8 +52,18 @@ impl Engine {
         match self.try_register_pages(registration) {
             Ok(()) => Answer::nothing(),
             Err(text) => {
-                tracing::warn!(instance = registration.instance.0, model = registration.model_name, error = text, "registration refused");
-                Answer::refusal_with(Operation::RegisterKvCache, ResponseKind::Nothing, "bad_registration", &text)
+                tracing::warn!(
+                    instance = registration.instance.0,
+                    model = registration.model_name,
+                    error = text,
+                    "registration refused"
+                );
+                Answer::refusal_with(
+                    Operation::RegisterKvCache,
+                    ResponseKind::Nothing,
+                    "bad_registration",
+                    &text,
+                )
             }
         }
     }
@@ -70,7 +83,11 @@ impl Engine {
         if registration.tensors.is_empty() {
             return Err("the list of tensors is empty; allowed: one tensor a layer".into());
         }
-        let tensors = registration.tensors.iter().map(tensor_spec).collect::<Result<Vec<_>, _>>()?;
+        let tensors = registration
+            .tensors
+            .iter()
+            .map(tensor_spec)
+            .collect::<Result<Vec<_>, _>>()?;
         let engine = DeviceEngine::from_name(registration.engine.name())
             .ok_or_else(|| format!("engine type {:?} is unknown", registration.engine.name()))?;
         let groups: Vec<_> = registration.groups.iter().map(group_spec).collect();
@@ -85,14 +102,23 @@ impl Engine {
         .map_err(|error| error.to_string())?;
         let model = ModelLayout::of_pages(&layout);
         let layers = layout.num_layers();
-        let memory = CpuDevice.open(Arc::new(layout)).map_err(|error| error.to_string())?;
+        let memory = CpuDevice
+            .open(Arc::new(layout))
+            .map_err(|error| error.to_string())?;
         let mode = Mode::LmcacheDriven {
             memory,
             tensors: registration.tensors.clone(),
             hints: registration.hints.clone(),
             groups: registration.groups.clone(),
         };
-        let instance = Instance::new(registration.instance, registration.model_name, registration.world_size, mode, model, now);
+        let instance = Instance::new(
+            registration.instance,
+            registration.model_name,
+            registration.world_size,
+            mode,
+            model,
+            now,
+        );
         self.admit(instance);
         tracing::info!(
             model = registration.model_name,
@@ -108,13 +134,26 @@ impl Engine {
         match self.try_register_engine_driven(context) {
             Ok(pool) => Answer::from(Response::EngineDriven(pool)),
             Err(text) => {
-                tracing::warn!(instance = context.instance.0, model = context.model_name, error = text, "registration refused");
-                Answer::refusal_with(Operation::RegisterEngineDriven, ResponseKind::EngineDriven, "bad_registration", &text)
+                tracing::warn!(
+                    instance = context.instance.0,
+                    model = context.model_name,
+                    error = text,
+                    "registration refused"
+                );
+                Answer::refusal_with(
+                    Operation::RegisterEngineDriven,
+                    ResponseKind::EngineDriven,
+                    "bad_registration",
+                    &text,
+                )
             }
         }
     }
 
-    fn try_register_engine_driven(&self, context: &EngineDrivenContext<'_>) -> Result<EngineDriven<'static>, String> {
+    fn try_register_engine_driven(
+        &self,
+        context: &EngineDrivenContext<'_>,
+    ) -> Result<EngineDriven<'static>, String> {
         if !self.config.transfer_mode.allows_engine_driven() {
             return Err("this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register".into());
         }
@@ -130,8 +169,18 @@ impl Engine {
             Some(instance) => instance.seen(now),
             None => {
                 let model = layout.model();
-                let mode = Mode::EngineDriven { layout, pickles: AtomicBool::new(false) };
-                self.admit(Instance::new(context.instance, context.model_name, context.world_size, mode, model, now));
+                let mode = Mode::EngineDriven {
+                    layout,
+                    pickles: AtomicBool::new(false),
+                };
+                self.admit(Instance::new(
+                    context.instance,
+                    context.model_name,
+                    context.world_size,
+                    mode,
+                    model,
+                    now,
+                ));
                 tracing::info!(
                     model = context.model_name,
                     world_size = context.world_size,
@@ -142,8 +191,14 @@ impl Engine {
         }
         let arena = &self.l1.arena;
         Ok(match arena.shm_name() {
-            Some(name) => EngineDriven { shm_name: name.trim_start_matches('/').to_string().into(), pool_size: arena.len() },
-            None => EngineDriven { shm_name: "".into(), pool_size: 0 },
+            Some(name) => EngineDriven {
+                shm_name: name.trim_start_matches('/').to_string().into(),
+                pool_size: arena.len(),
+            },
+            None => EngineDriven {
+                shm_name: "".into(),
+                pool_size: 0,
+            },
         })
     }
 
@@ -152,7 +207,11 @@ impl Engine {
         if self.instances.insert(instance).is_some() {
             // Another process, or the same one with other memory: whatever the earlier one had borrowed is over.
             let transfers = self.transfers.release(id);
-            tracing::info!(instance = id.0, transfers, "a new registration replaced the one under this instance id");
+            tracing::info!(
+                instance = id.0,
+                transfers,
+                "a new registration replaced the one under this instance id"
+            );
         }
     }
 
@@ -183,8 +242,13 @@ fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec, String> {
         ));
     };
     let memory = match descriptor {
-        TensorDescriptor::CpuShm(shm) => MemorySpec::CpuShm { name: shm.shm_name.clone(), nbytes: shm.nbytes },
-        other => MemorySpec::Unsupported { kind: other.kind().to_string() },
+        TensorDescriptor::CpuShm(shm) => MemorySpec::CpuShm {
+            name: shm.shm_name.clone(),
+            nbytes: shm.nbytes,
+        },
+        other => MemorySpec::Unsupported {
+            kind: other.kind().to_string(),
+        },
     };
     Ok(TensorSpec {
         memory,
@@ -210,10 +274,14 @@ fn group_spec(info: &EngineGroupInfo) -> GroupSpec {
 fn hints(hints: &kvtier_proto::request::LayoutHints) -> LayoutHints {
     let positive = |value: Option<i64>| value.and_then(|value| u64::try_from(value).ok());
     LayoutHints {
-        kv_layout: hints.kv_layout.and_then(|layout| KvAxisOrder::from_name(layout.name())),
+        kv_layout: hints
+            .kv_layout
+            .and_then(|layout| KvAxisOrder::from_name(layout.name())),
         num_kv_heads: positive(hints.num_kv_heads),
         tokens_per_block: positive(hints.tokens_per_block),
-        kv_list_layout: hints.kv_list_layout.and_then(|layout| KvListLayout::from_name(layout.name())),
+        kv_list_layout: hints
+            .kv_list_layout
+            .and_then(|layout| KvListLayout::from_name(layout.name())),
         head_dim: positive(hints.head_dim),
     }
 }

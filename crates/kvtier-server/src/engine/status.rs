@@ -102,7 +102,11 @@ impl Engine {
                 }
             }
         }
-        let ids = |map: &Map<String, Value>| map.keys().filter_map(|id| id.parse::<i64>().ok()).collect::<Vec<_>>();
+        let ids = |map: &Map<String, Value>| {
+            map.keys()
+                .filter_map(|id| id.parse::<i64>().ok())
+                .collect::<Vec<_>>()
+        };
         let reap = config.worker_reap_timeout;
         json!({
             "is_healthy": healthy && memory_healthy,

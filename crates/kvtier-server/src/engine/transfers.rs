@@ -48,7 +48,12 @@ pub struct TransferId {
 
 impl TransferId {
     /// The transfer a key names.
-    pub fn new<T>(kind: Kind, instance: InstanceId, key: &CacheKey<'_, T>, last_hash: Option<ChunkHash>) -> Self {
+    pub fn new<T>(
+        kind: Kind,
+        instance: InstanceId,
+        key: &CacheKey<'_, T>,
+        last_hash: Option<ChunkHash>,
+    ) -> Self {
         Self {
             instance,
             kind,
@@ -69,7 +74,10 @@ pub enum Lent {
     /// To write.
     Store(Reservation<L1Allocator>),
     /// To read; one lease an object group.
-    Retrieve(#[expect(dead_code, reason = "held, to be released when dropped")] Vec<ReadLease<L1Allocator>>),
+    Retrieve(
+        #[expect(dead_code, reason = "held, to be released when dropped")]
+        Vec<ReadLease<L1Allocator>>,
+    ),
 }
 
 struct Pending {
@@ -101,20 +109,34 @@ pub struct Transfers {
 impl Transfers {
     /// Notes a transfer. An earlier one of the same id is over: its client has asked again.
     pub fn begin(&self, id: TransferId, lent: Lent, now: Duration) {
-        let earlier = self.tables.lock().pending.insert(id, Pending { lent, since: now });
+        let earlier = self
+            .tables
+            .lock()
+            .pending
+            .insert(id, Pending { lent, since: now });
         drop(earlier);
     }
 
     /// Ends a transfer and gives what was lent.
     pub fn finish(&self, id: &TransferId) -> Option<Lent> {
-        self.tables.lock().pending.remove(id).map(|pending| pending.lent)
+        self.tables
+            .lock()
+            .pending
+            .remove(id)
+            .map(|pending| pending.lent)
     }
 
     /// An instance said that it is done: all it had comes back at once. Gives the number of transfers.
     pub fn release(&self, instance: InstanceId) -> usize {
         let mut tables = self.tables.lock();
-        let pending: Vec<_> = tables.pending.extract_if(|id, _| id.instance == instance).collect();
-        let withheld: Vec<_> = tables.withheld.extract_if(.., |held| held.instance == instance).collect();
+        let pending: Vec<_> = tables
+            .pending
+            .extract_if(|id, _| id.instance == instance)
+            .collect();
+        let withheld: Vec<_> = tables
+            .withheld
+            .extract_if(.., |held| held.instance == instance)
+            .collect();
         drop(tables);
         pending.len() + withheld.len()
     }
@@ -122,12 +144,23 @@ impl Transfers {
     /// An instance fell silent: its transfers can no longer be committed; their memory comes back at `until`.
     pub fn abandon(&self, instance: InstanceId, until: Duration) -> usize {
         let mut tables = self.tables.lock();
-        for held in tables.withheld.iter_mut().filter(|held| held.instance == instance) {
+        for held in tables
+            .withheld
+            .iter_mut()
+            .filter(|held| held.instance == instance)
+        {
             held.until.get_or_insert(until);
         }
-        let pending: Vec<_> = tables.pending.extract_if(|id, _| id.instance == instance).collect();
+        let pending: Vec<_> = tables
+            .pending
+            .extract_if(|id, _| id.instance == instance)
+            .collect();
         let count = pending.len();
-        let withheld = pending.into_iter().map(|(_, pending)| Withheld { instance, until: Some(until), _lent: pending.lent });
+        let withheld = pending.into_iter().map(|(_, pending)| Withheld {
+            instance,
+            until: Some(until),
+            _lent: pending.lent,
+        });
         tables.withheld.extend(withheld);
         count
     }
@@ -136,10 +169,20 @@ impl Transfers {
     /// Gives the number of transfers given up.
     pub fn expire(&self, limit: Duration, now: Duration) -> usize {
         let mut tables = self.tables.lock();
-        let due: Vec<_> = tables.withheld.extract_if(.., |held| held.until.is_some_and(|until| until <= now)).collect();
-        let expired: Vec<_> = tables.pending.extract_if(|_, pending| pending.since < limit).collect();
+        let due: Vec<_> = tables
+            .withheld
+            .extract_if(.., |held| held.until.is_some_and(|until| until <= now))
+            .collect();
+        let expired: Vec<_> = tables
+            .pending
+            .extract_if(|_, pending| pending.since < limit)
+            .collect();
         let count = expired.len();
-        let withheld = expired.into_iter().map(|(id, pending)| Withheld { instance: id.instance, until: None, _lent: pending.lent });
+        let withheld = expired.into_iter().map(|(id, pending)| Withheld {
+            instance: id.instance,
+            until: None,
+            _lent: pending.lent,
+        });
         tables.withheld.extend(withheld);
         drop(tables);
         drop(due);

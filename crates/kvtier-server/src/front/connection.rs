@@ -55,7 +55,10 @@ impl Connections {
     pub fn get(&mut self, routing_id: &[u8], now: Instant) -> &mut Connection {
         self.sweep(now);
         if !self.by_routing_id.contains_key(routing_id) {
-            let peer = Arc::new(Peer { id: self.next_id, routing_id: routing_id.into() });
+            let peer = Arc::new(Peer {
+                id: self.next_id,
+                routing_id: routing_id.into(),
+            });
             self.next_id += 1;
             let connection = Connection {
                 peer,
@@ -67,7 +70,10 @@ impl Connections {
             };
             self.by_routing_id.insert(routing_id.into(), connection);
         }
-        let connection = self.by_routing_id.get_mut(routing_id).expect("inserted above");
+        let connection = self
+            .by_routing_id
+            .get_mut(routing_id)
+            .expect("inserted above");
         connection.last_seen = now;
         connection
     }
@@ -82,13 +88,19 @@ impl Connections {
         let mut keep_since = now.checked_sub(IDLE);
         if full {
             // Half of them at once, so that a flood of short connections does not sweep for each one.
-            let mut seen: Vec<_> = self.by_routing_id.values().map(|connection| connection.last_seen).collect();
+            let mut seen: Vec<_> = self
+                .by_routing_id
+                .values()
+                .map(|connection| connection.last_seen)
+                .collect();
             let middle = seen.len() / 2;
             keep_since = Some(*seen.select_nth_unstable(middle).1);
         }
         let Some(keep_since) = keep_since else { return };
         self.by_routing_id.retain(|_, connection| {
-            connection.last_seen > keep_since || !connection.transfers.is_idle() || !connection.control.is_idle()
+            connection.last_seen > keep_since
+                || !connection.transfers.is_idle()
+                || !connection.control.is_idle()
         });
     }
 
@@ -111,7 +123,13 @@ mod tests {
         assert_ne!(first, second);
         connections.get(b"two", start + IDLE + Duration::from_secs(61));
         assert_eq!(connections.len(), 1);
-        assert!(connections.get(b"one", start + IDLE + Duration::from_secs(62)).peer.id > second);
+        assert!(
+            connections
+                .get(b"one", start + IDLE + Duration::from_secs(62))
+                .peer
+                .id
+                > second
+        );
     }
 
     #[test]

@@ -30,7 +30,12 @@ struct LaneState<J> {
 
 impl<J> Default for Lane<J> {
     fn default() -> Self {
-        Self { state: Mutex::new(LaneState { jobs: VecDeque::new(), scheduled: false }) }
+        Self {
+            state: Mutex::new(LaneState {
+                jobs: VecDeque::new(),
+                scheduled: false,
+            }),
+        }
     }
 }
 
@@ -68,7 +73,10 @@ impl<J: Send + 'static> Pool<J> {
                     .spawn(move || serve(&queue, again, run.as_ref()))
             })
             .collect::<std::io::Result<Vec<_>>>()?;
-        Ok(Self { ready: Some(ready), threads })
+        Ok(Self {
+            ready: Some(ready),
+            threads,
+        })
     }
 
     /// Queues a job; hands it back when the lane is full.
@@ -113,7 +121,11 @@ impl<J> Drop for Pool<J> {
     }
 }
 
-fn serve<J>(queue: &Receiver<Arc<Lane<J>>>, again: Sender<Arc<Lane<J>>>, run: &(dyn Fn(J) + Send + Sync)) {
+fn serve<J>(
+    queue: &Receiver<Arc<Lane<J>>>,
+    again: Sender<Arc<Lane<J>>>,
+    run: &(dyn Fn(J) + Send + Sync),
+) {
     while let Ok(lane) = queue.recv() {
         let Some(job) = lane.state.lock().jobs.pop_front() else {
             // A lane without a job is in the run queue only as the sign to stop.
@@ -173,7 +185,9 @@ mod tests {
         })
         .unwrap();
         let lane = Arc::new(Lane::default());
-        let refused = (0..LANE_LIMIT + 2).filter(|&job| pool.push(&lane, job).is_err()).count();
+        let refused = (0..LANE_LIMIT + 2)
+            .filter(|&job| pool.push(&lane, job).is_err())
+            .count();
         // One job may already be running and so not count against the limit.
         assert!((1..=2).contains(&refused), "{refused}");
         drop(gate);

@@ -55,7 +55,11 @@ impl FrontEnd {
     ///
     /// # Errors
     /// One line that names the address.
-    pub fn start(config: &ServerConfig, engine: Arc<Engine>, health: Arc<Health>) -> Result<Self, String> {
+    pub fn start(
+        config: &ServerConfig,
+        engine: Arc<Engine>,
+        health: Arc<Health>,
+    ) -> Result<Self, String> {
         let address = config.bind_address();
         let context = zmq::Context::new();
         let socket = bind(&context, &address, config.max_message_bytes)
@@ -65,10 +69,15 @@ impl FrontEnd {
             _ => address,
         };
         let (outbox, inbox) = outbox::outbox().map_err(|error| format!("no eventfd: {error}"))?;
-        let server = Arc::new(Server { engine, health, outbox: outbox.clone() });
+        let server = Arc::new(Server {
+            engine,
+            health,
+            outbox: outbox.clone(),
+        });
         let pool = |name, threads| {
             let server = Arc::clone(&server);
-            Pool::start(name, threads, move |job| server.run(job)).map_err(|error| format!("no thread: {error}"))
+            Pool::start(name, threads, move |job| server.run(job))
+                .map_err(|error| format!("no thread: {error}"))
         };
         let mut front = Front {
             socket,
@@ -84,7 +93,12 @@ impl FrontEnd {
             .name("kvtier-front".into())
             .spawn(move || front.run())
             .map_err(|error| format!("no thread: {error}"))?;
-        Ok(Self { endpoint, stop, outbox, thread: Some(thread) })
+        Ok(Self {
+            endpoint,
+            stop,
+            outbox,
+            thread: Some(thread),
+        })
     }
 
     /// Where it listens, such as `tcp://127.0.0.1:5555`.
@@ -144,7 +158,10 @@ impl Front {
     fn serve(&mut self) {
         let wake: RawFd = self.inbox.fd();
         while !self.stop.load(Ordering::Acquire) {
-            let mut items = [self.socket.as_poll_item(zmq::POLLIN), zmq::PollItem::from_fd(wake, zmq::POLLIN)];
+            let mut items = [
+                self.socket.as_poll_item(zmq::POLLIN),
+                zmq::PollItem::from_fd(wake, zmq::POLLIN),
+            ];
             match zmq::poll(&mut items, IDLE_MS) {
                 Ok(_) | Err(zmq::Error::EINTR) => {}
                 Err(error) => {
@@ -192,7 +209,9 @@ impl Front {
     fn take(&mut self, frames: Vec<zmq::Message>) {
         let received = Instant::now();
         let mut frames = frames.into_iter();
-        let Some(routing_id) = frames.next() else { return };
+        let Some(routing_id) = frames.next() else {
+            return;
+        };
         let frames: Vec<_> = frames.collect();
         let message = match ClientMessage::parse(frames.iter().map(|frame| &**frame)) {
             Ok(ClientMessage::Request(request)) => request,
@@ -215,7 +234,10 @@ impl Front {
                 return;
             }
         };
-        if resolved.generation != Generation::G6 && resolved.certain && !std::mem::replace(&mut connection.told_off, true) {
+        if resolved.generation != Generation::G6
+            && resolved.certain
+            && !std::mem::replace(&mut connection.told_off, true)
+        {
             tracing::warn!(
                 releases = resolved.generation.releases(),
                 "a client of LMCache {} connected; this server serves {}: it runs without a cache",
@@ -239,7 +261,10 @@ impl Front {
             LaneKind::Control => (&self.control, &connection.control),
         };
         if let Err(job) = pool.push(lane, job) {
-            tracing::warn!(operation = job.resolved.spec.operation.name(), "a client has too many requests waiting");
+            tracing::warn!(
+                operation = job.resolved.spec.operation.name(),
+                "a client has too many requests waiting"
+            );
             self.server.refuse(job, "lane_full");
         }
     }
@@ -259,9 +284,13 @@ impl Front {
         let takes_text = connection.candidates.takes_text_op();
         let peer = Arc::clone(&connection.peer);
         // A known operation with the wrong payloads still has its own "no".
-        let known = OperationId::decode(message.op).ok().and_then(|id| generation.rows(id).next());
+        let known = OperationId::decode(message.op)
+            .ok()
+            .and_then(|id| generation.rows(id).next());
         let answer = match known {
-            Some(spec) => Answer::refusal_with(spec.operation, spec.response, "payload_count", error),
+            Some(spec) => {
+                Answer::refusal_with(spec.operation, spec.response, "payload_count", error)
+            }
             None => Answer::error(error.to_string(), "unknown_operation"),
         };
         let (op, payload) = match answer.error {
@@ -270,7 +299,12 @@ impl Front {
             Some(_) if known.is_none() => return None,
             _ => (message.op.to_vec(), answer.payload),
         };
-        Some(Reply { peer, uid: message.uid.to_vec(), op, payload })
+        Some(Reply {
+            peer,
+            uid: message.uid.to_vec(),
+            op,
+            payload,
+        })
     }
 
     fn send_replies(&self) {

@@ -48,9 +48,21 @@ pub struct Inbox {
 /// The system's, when it gives no eventfd.
 pub fn outbox() -> std::io::Result<(Outbox, Inbox)> {
     let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-    let wake = Arc::new(Wake { fd, signalled: AtomicBool::new(false) });
+    let wake = Arc::new(Wake {
+        fd,
+        signalled: AtomicBool::new(false),
+    });
     let (sender, receiver) = unbounded();
-    Ok((Outbox { replies: sender, wake: Arc::clone(&wake) }, Inbox { replies: receiver, wake }))
+    Ok((
+        Outbox {
+            replies: sender,
+            wake: Arc::clone(&wake),
+        },
+        Inbox {
+            replies: receiver,
+            wake,
+        },
+    ))
 }
 
 impl Outbox {

@@ -74,7 +74,12 @@ impl Server {
         }
         let payloads: Vec<&[u8]> = job.payloads.iter().map(|payload| &**payload).collect();
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
-            Ok(request) => self.engine.handle(Caller { connection: job.peer.id }, &request),
+            Ok(request) => self.engine.handle(
+                Caller {
+                    connection: job.peer.id,
+                },
+                &request,
+            ),
             Err(error) => {
                 tracing::debug!(operation = spec.operation.name(), %error, "a request could not be decoded");
                 Answer::refusal_with(spec.operation, spec.response, "undecodable", &error)
@@ -87,7 +92,12 @@ impl Server {
     fn serve_older(&self, job: &Job) -> Answer {
         let spec = job.spec();
         match spec.operation {
-            Operation::GetChunkSize => self.engine.handle(Caller { connection: job.peer.id }, &Request::GetChunkSize),
+            Operation::GetChunkSize => self.engine.handle(
+                Caller {
+                    connection: job.peer.id,
+                },
+                &Request::GetChunkSize,
+            ),
             operation => Answer::refusal(operation, spec.response, "older_generation"),
         }
     }
@@ -105,10 +115,25 @@ impl Server {
             None => (job.op.clone(), answer.payload),
         };
         if answer.ends_stream {
-            self.outbox.send(Reply { peer: Arc::clone(&job.peer), uid: job.uid.clone(), op: op.clone(), payload });
-            self.outbox.send(Reply { peer: job.peer, uid: job.uid, op, payload: None });
+            self.outbox.send(Reply {
+                peer: Arc::clone(&job.peer),
+                uid: job.uid.clone(),
+                op: op.clone(),
+                payload,
+            });
+            self.outbox.send(Reply {
+                peer: job.peer,
+                uid: job.uid,
+                op,
+                payload: None,
+            });
         } else {
-            self.outbox.send(Reply { peer: job.peer, uid: job.uid, op, payload });
+            self.outbox.send(Reply {
+                peer: job.peer,
+                uid: job.uid,
+                op,
+                payload,
+            });
         }
     }
 }

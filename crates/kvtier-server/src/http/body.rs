@@ -20,10 +20,20 @@ impl Body {
         match serde_json::from_slice(bytes) {
             Ok(Value::Object(map)) => Ok(Self(map)),
             Ok(Value::Null) => Ok(Self(Map::new())),
-            Ok(other) => Err(schema("dict_type", &["body".into()], "Input should be a JSON object", &other)),
+            Ok(other) => Err(schema(
+                "dict_type",
+                &["body".into()],
+                "Input should be a JSON object",
+                &other,
+            )),
             Err(error) => {
                 let text = format!("JSON decode error: {error}");
-                Err(schema("json_invalid", &["body".into(), error.column().into()], &text, &json!({})))
+                Err(schema(
+                    "json_invalid",
+                    &["body".into(), error.column().into()],
+                    &text,
+                    &json!({}),
+                ))
             }
         }
     }
@@ -37,7 +47,12 @@ impl Body {
         match self.0.get(name) {
             None | Some(Value::Null) => Ok(default),
             Some(Value::Bool(value)) => Ok(*value),
-            Some(value) => Err(Self::refuse(name, "bool_parsing", "Input should be true or false", value)),
+            Some(value) => Err(Self::refuse(
+                name,
+                "bool_parsing",
+                "Input should be true or false",
+                value,
+            )),
         }
     }
 
@@ -45,15 +60,22 @@ impl Body {
     pub(super) fn int(&self, name: &str, default: i64) -> Result<i64, ApiError> {
         match self.0.get(name) {
             None | Some(Value::Null) => Ok(default),
-            Some(value) => value
-                .as_i64()
-                .ok_or_else(|| Self::refuse(name, "int_type", "Input should be a valid integer", value)),
+            Some(value) => value.as_i64().ok_or_else(|| {
+                Self::refuse(name, "int_type", "Input should be a valid integer", value)
+            }),
         }
     }
 
     /// A list of integers; absent or null is empty.
     pub(super) fn ints(&self, name: &str) -> Result<Vec<i64>, ApiError> {
-        let refuse = |value| Self::refuse(name, "list_type", "Input should be a list of integers", value);
+        let refuse = |value| {
+            Self::refuse(
+                name,
+                "list_type",
+                "Input should be a list of integers",
+                value,
+            )
+        };
         match self.0.get(name) {
             None | Some(Value::Null) => Ok(Vec::new()),
             Some(value) => value
@@ -64,21 +86,33 @@ impl Body {
     }
 
     /// One of `allowed`; absent is the first of them.
-    pub(super) fn one_of(&self, name: &str, allowed: &[&'static str]) -> Result<&'static str, ApiError> {
-        let Some(value) = self.0.get(name) else { return Ok(allowed[0]) };
-        allowed.iter().copied().find(|word| value.as_str() == Some(*word)).ok_or_else(|| {
-            let quoted: Vec<_> = allowed.iter().map(|word| format!("'{word}'")).collect();
-            let expected = match quoted.split_last() {
-                Some((last, first)) if !first.is_empty() => format!("{} or {last}", first.join(", ")),
-                _ => quoted.concat(),
-            };
-            ApiError::Schema(json!([{
-                "type": "enum",
-                "loc": ["body", name],
-                "msg": format!("Input should be {expected}"),
-                "input": value,
-                "ctx": { "expected": expected },
-            }]))
-        })
+    pub(super) fn one_of(
+        &self,
+        name: &str,
+        allowed: &[&'static str],
+    ) -> Result<&'static str, ApiError> {
+        let Some(value) = self.0.get(name) else {
+            return Ok(allowed[0]);
+        };
+        allowed
+            .iter()
+            .copied()
+            .find(|word| value.as_str() == Some(*word))
+            .ok_or_else(|| {
+                let quoted: Vec<_> = allowed.iter().map(|word| format!("'{word}'")).collect();
+                let expected = match quoted.split_last() {
+                    Some((last, first)) if !first.is_empty() => {
+                        format!("{} or {last}", first.join(", "))
+                    }
+                    _ => quoted.concat(),
+                };
+                ApiError::Schema(json!([{
+                    "type": "enum",
+                    "loc": ["body", name],
+                    "msg": format!("Input should be {expected}"),
+                    "input": value,
+                    "ctx": { "expected": expected },
+                }]))
+            })
     }
 }

@@ -10,9 +10,12 @@ use super::{ApiError, State};
 use crate::engine::ChecksumError;
 
 fn engine(api: &State) -> Result<&std::sync::Arc<crate::engine::Engine>, ApiError> {
-    api.engine
-        .get()
-        .ok_or_else(|| ApiError::Detail(StatusCode::SERVICE_UNAVAILABLE, "engine not initialized".into()))
+    api.engine.get().ok_or_else(|| {
+        ApiError::Detail(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "engine not initialized".into(),
+        )
+    })
 }
 
 /// Drops the objects of L1: those without a lease, or all of them with `force`.
@@ -29,7 +32,10 @@ pub(super) async fn clear(api: State, bytes: Bytes) -> Result<Json<Value>, ApiEr
     let tier = body.one_of("tier", &["l1", "l2", "all"])?;
     let force = body.bool("force", false)?;
     if tier != "l1" {
-        return Err(ApiError::Detail(StatusCode::BAD_REQUEST, format!("tier '{tier}' not supported; only 'l1'")));
+        return Err(ApiError::Detail(
+            StatusCode::BAD_REQUEST,
+            format!("tier '{tier}' not supported; only 'l1'"),
+        ));
     }
     let cleared = engine(&api)?.clear(force);
     Ok(Json(json!({
@@ -56,9 +62,16 @@ pub(super) async fn checksums(api: State, bytes: Bytes) -> Result<Json<Value>, A
     let layerwise = body.bool("layerwise", false)?;
     let engine = std::sync::Arc::clone(engine(&api)?);
     let blocks = block_ids.clone();
-    let result = tokio::task::spawn_blocking(move || engine.checksums(instance_id, &blocks, chunk_size, layerwise))
-        .await
-        .map_err(|_| ApiError::Detail(StatusCode::INTERNAL_SERVER_ERROR, "the checksum task failed".into()))?;
+    let result = tokio::task::spawn_blocking(move || {
+        engine.checksums(instance_id, &blocks, chunk_size, layerwise)
+    })
+    .await
+    .map_err(|_| {
+        ApiError::Detail(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "the checksum task failed".into(),
+        )
+    })?;
     let layers = result.map_err(|error| {
         let status = match &error {
             ChecksumError::UnknownInstance(_) => StatusCode::NOT_FOUND,
@@ -68,7 +81,10 @@ pub(super) async fn checksums(api: State, bytes: Bytes) -> Result<Json<Value>, A
         ApiError::Detail(status, error.to_string())
     })?;
     let chunk_checksums = if layerwise {
-        let named = layers.iter().enumerate().map(|(index, sums)| (format!("layer_{index}"), json!(sums)));
+        let named = layers
+            .iter()
+            .enumerate()
+            .map(|(index, sums)| (format!("layer_{index}"), json!(sums)));
         Value::Object(named.collect())
     } else {
         json!(layers.first().cloned().unwrap_or_default())
@@ -88,9 +104,17 @@ fn ranges(ids: &[i64]) -> Vec<Value> {
     let mut out = Vec::new();
     let mut rest = ids;
     while let Some(&first) = rest.first() {
-        let run = rest.iter().zip(first..).take_while(|(id, expected)| **id == *expected).count();
+        let run = rest
+            .iter()
+            .zip(first..)
+            .take_while(|(id, expected)| **id == *expected)
+            .count();
         let last = rest[run - 1];
-        out.push(if run == 1 { json!(first) } else { json!([first, last]) });
+        out.push(if run == 1 {
+            json!(first)
+        } else {
+            json!([first, last])
+        });
         rest = &rest[run..];
     }
     // One single run is written without a list around it, as LMCache does.

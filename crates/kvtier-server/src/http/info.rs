@@ -24,9 +24,11 @@ pub(super) async fn root() -> Json<Value> {
 pub(super) async fn healthcheck(api: State) -> Response {
     match api.health.reason() {
         None => Json(json!({ "status": "healthy" })).into_response(),
-        Some(reason) => {
-            (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "status": "unhealthy", "reason": reason }))).into_response()
-        }
+        Some(reason) => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            Json(json!({ "status": "unhealthy", "reason": reason })),
+        )
+            .into_response(),
     }
 }
 
@@ -38,14 +40,21 @@ pub(super) async fn healthcheck(api: State) -> Response {
 pub(super) async fn status(api: State) -> Result<Json<Value>, ApiError> {
     match api.engine.get() {
         Some(engine) => Ok(Json(engine.status(api.health.reason().is_none()))),
-        None => Err(ApiError::Error(StatusCode::SERVICE_UNAVAILABLE, "engine not initialized".into())),
+        None => Err(ApiError::Error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "engine not initialized".into(),
+        )),
     }
 }
 
 /// Version of this server.
 #[utoipa::path(get, path = "/version", responses((status = 200, description = "Version of kvtier", body = String)))]
 pub(super) async fn version() -> Json<String> {
-    Json(format!("{}+kvtier.{}", LMCACHE_RELEASE, env!("CARGO_PKG_VERSION")))
+    Json(format!(
+        "{}+kvtier.{}",
+        LMCACHE_RELEASE,
+        env!("CARGO_PKG_VERSION")
+    ))
 }
 
 /// Release of LMCache whose protocol and API are served.

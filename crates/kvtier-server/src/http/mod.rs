@@ -55,7 +55,10 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let (status, body) = match self {
             ApiError::Detail(status, text) => (status, serde_json::json!({ "detail": text })),
-            ApiError::Schema(errors) => (StatusCode::UNPROCESSABLE_ENTITY, serde_json::json!({ "detail": errors })),
+            ApiError::Schema(errors) => (
+                StatusCode::UNPROCESSABLE_ENTITY,
+                serde_json::json!({ "detail": errors }),
+            ),
             ApiError::Error(status, text) => (status, serde_json::json!({ "error": text })),
         };
         (status, axum::Json(body)).into_response()
@@ -95,7 +98,10 @@ fn router(api_state: Arc<Api>) -> Router {
             ApiError::Detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed".into())
         })
         .layer(DefaultBodyLimit::max(BODY_LIMIT))
-        .layer(TimeoutLayer::with_status_code(StatusCode::REQUEST_TIMEOUT, REQUEST_TIMEOUT))
+        .layer(TimeoutLayer::with_status_code(
+            StatusCode::REQUEST_TIMEOUT,
+            REQUEST_TIMEOUT,
+        ))
         .with_state(api_state)
 }
 
@@ -105,7 +111,9 @@ pub(crate) async fn serve(
     api: Arc<Api>,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> std::io::Result<()> {
-    axum::serve(listener, router(api)).with_graceful_shutdown(stop).await
+    axum::serve(listener, router(api))
+        .with_graceful_shutdown(stop)
+        .await
 }
 
 /// Serves only `/metrics`, for `--prometheus-port`.
@@ -114,12 +122,19 @@ pub(crate) async fn serve_metrics(
     api: Arc<Api>,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> std::io::Result<()> {
-    let router = Router::new().route("/metrics", get(info::metrics)).with_state(api);
-    axum::serve(listener, router).with_graceful_shutdown(stop).await
+    let router = Router::new()
+        .route("/metrics", get(info::metrics))
+        .with_state(api);
+    axum::serve(listener, router)
+        .with_graceful_shutdown(stop)
+        .await
 }
 
 /// Binds `host:port`.
-pub(crate) async fn bind(host: &str, port: u16) -> std::io::Result<(tokio::net::TcpListener, SocketAddr)> {
+pub(crate) async fn bind(
+    host: &str,
+    port: u16,
+) -> std::io::Result<(tokio::net::TcpListener, SocketAddr)> {
     let listener = tokio::net::TcpListener::bind((host, port)).await?;
     let address = listener.local_addr()?;
     Ok((listener, address))

@@ -96,7 +96,8 @@ struct L1GaugeLabels {
 
 /// Latency buckets in seconds: 10 microseconds to 10 seconds, about three a decade.
 const LATENCY_BUCKETS: [f64; 19] = [
-    10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+    10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2,
+    0.5, 1.0, 2.0, 5.0, 10.0,
 ];
 
 fn latency() -> Histogram {
@@ -195,7 +196,10 @@ pub struct Readings {
     pub prompt_chunks_hashed: u64,
 }
 
-const L1: L1GaugeLabels = L1GaugeLabels { backend: "dram", l1_tag: "_default" };
+const L1: L1GaugeLabels = L1GaugeLabels {
+    backend: "dram",
+    l1_tag: "_default",
+};
 
 impl Default for Metrics {
     fn default() -> Self {
@@ -258,52 +262,212 @@ impl Metrics {
 
     fn register(&mut self) {
         let build: Family<BuildLabels, Gauge> = Family::default();
-        build.get_or_create(&BuildLabels { version: env!("CARGO_PKG_VERSION") }).set(1);
+        build
+            .get_or_create(&BuildLabels {
+                version: env!("CARGO_PKG_VERSION"),
+            })
+            .set(1);
         let mut registry = Registry::default();
         let lmcache = registry.sub_registry_with_prefix("lmcache_mp");
-        lmcache.register("l1_memory_usage_bytes", "Bytes of L1 in use", self.l1_usage_bytes.clone());
-        lmcache.register("l1_usage_ratio", "Share of L1 in use", self.l1_usage_ratio.clone());
-        lmcache.register("l1_staging_bytes", "Bytes reserved and not yet committed", self.l1_staging_bytes.clone());
-        lmcache.register("active_prefetch_jobs", "Lookups whose result was not asked for yet", self.active_prefetch_jobs.clone());
-        lmcache.register("l1_write_chunks", "Objects admitted to L1", self.l1_write_chunks.clone());
-        lmcache.register("l1_read_chunks", "Objects leased by lookups", self.l1_read_chunks.clone());
-        lmcache.register("l1_eviction_loop_ticks", "Background eviction passes", self.eviction_ticks.clone());
-        lmcache.register("l1_eviction_loop_triggered", "Background eviction passes that evicted", self.eviction_triggered.clone());
-        lmcache.register("l1_allocation_failure_chunks", "Chunks L1 had no room for", self.allocation_failures.clone());
-        lmcache.register("l1_read_failure_chunks", "Chunks that could not be read", self.read_failures.clone());
-        lmcache.register("lookup_requested_tokens", "Tokens of full chunks asked for", self.lookup_requested_tokens.clone());
-        lmcache.register("lookup_hit_tokens", "Tokens found", self.lookup_hit_tokens.clone());
-        lmcache.register("lookup_hit_l1_tokens", "Tokens found in L1", self.lookup_hit_l1_tokens.clone());
-        lmcache.register("lookup_hit_l1_keys", "Objects found in L1", self.lookup_hit_l1_keys.clone());
+        lmcache.register(
+            "l1_memory_usage_bytes",
+            "Bytes of L1 in use",
+            self.l1_usage_bytes.clone(),
+        );
+        lmcache.register(
+            "l1_usage_ratio",
+            "Share of L1 in use",
+            self.l1_usage_ratio.clone(),
+        );
+        lmcache.register(
+            "l1_staging_bytes",
+            "Bytes reserved and not yet committed",
+            self.l1_staging_bytes.clone(),
+        );
+        lmcache.register(
+            "active_prefetch_jobs",
+            "Lookups whose result was not asked for yet",
+            self.active_prefetch_jobs.clone(),
+        );
+        lmcache.register(
+            "l1_write_chunks",
+            "Objects admitted to L1",
+            self.l1_write_chunks.clone(),
+        );
+        lmcache.register(
+            "l1_read_chunks",
+            "Objects leased by lookups",
+            self.l1_read_chunks.clone(),
+        );
+        lmcache.register(
+            "l1_eviction_loop_ticks",
+            "Background eviction passes",
+            self.eviction_ticks.clone(),
+        );
+        lmcache.register(
+            "l1_eviction_loop_triggered",
+            "Background eviction passes that evicted",
+            self.eviction_triggered.clone(),
+        );
+        lmcache.register(
+            "l1_allocation_failure_chunks",
+            "Chunks L1 had no room for",
+            self.allocation_failures.clone(),
+        );
+        lmcache.register(
+            "l1_read_failure_chunks",
+            "Chunks that could not be read",
+            self.read_failures.clone(),
+        );
+        lmcache.register(
+            "lookup_requested_tokens",
+            "Tokens of full chunks asked for",
+            self.lookup_requested_tokens.clone(),
+        );
+        lmcache.register(
+            "lookup_hit_tokens",
+            "Tokens found",
+            self.lookup_hit_tokens.clone(),
+        );
+        lmcache.register(
+            "lookup_hit_l1_tokens",
+            "Tokens found in L1",
+            self.lookup_hit_l1_tokens.clone(),
+        );
+        lmcache.register(
+            "lookup_hit_l1_keys",
+            "Objects found in L1",
+            self.lookup_hit_l1_keys.clone(),
+        );
         lmcache.register("lookups_requests", "Lookups", self.lookups.clone());
-        lmcache.register("lookup_early_exit_requests", "Lookups that asked for no key", self.early_exits.clone());
-        lmcache.register("num_submitted_stores", "Stores received", self.submitted_stores.clone());
-        lmcache.register("num_finished_stores", "Stores answered", self.finished_stores.clone());
-        lmcache.register("num_submitted_retrieves", "Retrieves received", self.submitted_retrieves.clone());
-        lmcache.register("num_finished_retrieves", "Retrieves answered", self.finished_retrieves.clone());
-        lmcache.register("num_chunks_loaded", "Chunks given back to workers", self.chunks_loaded.clone());
+        lmcache.register(
+            "lookup_early_exit_requests",
+            "Lookups that asked for no key",
+            self.early_exits.clone(),
+        );
+        lmcache.register(
+            "num_submitted_stores",
+            "Stores received",
+            self.submitted_stores.clone(),
+        );
+        lmcache.register(
+            "num_finished_stores",
+            "Stores answered",
+            self.finished_stores.clone(),
+        );
+        lmcache.register(
+            "num_submitted_retrieves",
+            "Retrieves received",
+            self.submitted_retrieves.clone(),
+        );
+        lmcache.register(
+            "num_finished_retrieves",
+            "Retrieves answered",
+            self.finished_retrieves.clone(),
+        );
+        lmcache.register(
+            "num_chunks_loaded",
+            "Chunks given back to workers",
+            self.chunks_loaded.clone(),
+        );
         let own = registry.sub_registry_with_prefix("kvtier");
         own.register("build_info", "Version of this server", build);
         own.register("requests", "Requests by operation", self.requests.clone());
-        own.register("refused_requests", "Requests that got their operation's failure answer", self.refused.clone());
-        own.register("request_duration_seconds", "Time from a request's arrival to its answer", self.latency.clone());
-        own.register("undeliverable_replies", "Replies whose client was gone or did not read", self.undeliverable.clone());
-        own.register("malformed_messages", "Messages that are no request", self.malformed_messages.clone());
-        own.register("handler_panics", "Handlers that panicked", self.handler_panics.clone());
-        own.register("reaped_instances", "Workers taken for dead", self.reaped_instances.clone());
-        own.register("expired_transfers", "Transfers given up without a commit", self.expired_transfers.clone());
-        own.register("expired_lookups", "Lookup leases given up unused", self.expired_lookups.clone());
-        own.register("l1_capacity_bytes", "Size of L1", self.l1_capacity_bytes.clone());
-        own.register("l1_objects", "Readable objects in L1", self.l1_objects.clone());
-        own.register("l1_leased_objects", "Objects in L1 with a lease", self.l1_leased_objects.clone());
-        own.register("l1_prefaulted_bytes", "Bytes of L1 touched since start", self.l1_prefaulted_bytes.clone());
-        own.register("active_sessions", "Request sessions alive", self.active_sessions.clone());
-        own.register("registered_instances", "Workers registered", self.registered_instances.clone());
-        own.register("l1_evicted_chunks", "Objects evicted from L1", self.evicted_chunks.clone());
-        own.register("l1_evicted_bytes", "Bytes evicted from L1", self.evicted_bytes.clone());
-        own.register("accounting_errors", "Accounting errors found; anything but 0 is a bug", self.accounting_errors.clone());
-        own.register("prompt_chunks_known", "Prompt chunks whose hash was remembered", self.prompt_chunks_known.clone());
-        own.register("prompt_chunks_hashed", "Prompt chunks decoded and hashed", self.prompt_chunks_hashed.clone());
+        own.register(
+            "refused_requests",
+            "Requests that got their operation's failure answer",
+            self.refused.clone(),
+        );
+        own.register(
+            "request_duration_seconds",
+            "Time from a request's arrival to its answer",
+            self.latency.clone(),
+        );
+        own.register(
+            "undeliverable_replies",
+            "Replies whose client was gone or did not read",
+            self.undeliverable.clone(),
+        );
+        own.register(
+            "malformed_messages",
+            "Messages that are no request",
+            self.malformed_messages.clone(),
+        );
+        own.register(
+            "handler_panics",
+            "Handlers that panicked",
+            self.handler_panics.clone(),
+        );
+        own.register(
+            "reaped_instances",
+            "Workers taken for dead",
+            self.reaped_instances.clone(),
+        );
+        own.register(
+            "expired_transfers",
+            "Transfers given up without a commit",
+            self.expired_transfers.clone(),
+        );
+        own.register(
+            "expired_lookups",
+            "Lookup leases given up unused",
+            self.expired_lookups.clone(),
+        );
+        own.register(
+            "l1_capacity_bytes",
+            "Size of L1",
+            self.l1_capacity_bytes.clone(),
+        );
+        own.register(
+            "l1_objects",
+            "Readable objects in L1",
+            self.l1_objects.clone(),
+        );
+        own.register(
+            "l1_leased_objects",
+            "Objects in L1 with a lease",
+            self.l1_leased_objects.clone(),
+        );
+        own.register(
+            "l1_prefaulted_bytes",
+            "Bytes of L1 touched since start",
+            self.l1_prefaulted_bytes.clone(),
+        );
+        own.register(
+            "active_sessions",
+            "Request sessions alive",
+            self.active_sessions.clone(),
+        );
+        own.register(
+            "registered_instances",
+            "Workers registered",
+            self.registered_instances.clone(),
+        );
+        own.register(
+            "l1_evicted_chunks",
+            "Objects evicted from L1",
+            self.evicted_chunks.clone(),
+        );
+        own.register(
+            "l1_evicted_bytes",
+            "Bytes evicted from L1",
+            self.evicted_bytes.clone(),
+        );
+        own.register(
+            "accounting_errors",
+            "Accounting errors found; anything but 0 is a bug",
+            self.accounting_errors.clone(),
+        );
+        own.register(
+            "prompt_chunks_known",
+            "Prompt chunks whose hash was remembered",
+            self.prompt_chunks_known.clone(),
+        );
+        own.register(
+            "prompt_chunks_hashed",
+            "Prompt chunks decoded and hashed",
+            self.prompt_chunks_hashed.clone(),
+        );
         self.registry = registry;
     }
 
@@ -322,56 +486,107 @@ impl Metrics {
     }
 
     /// A lookup that asked for keys.
-    pub fn lookup(&self, model: &Arc<str>, salt: &str, requested_tokens: u64, hit_tokens: u64, hit_keys: u64) {
+    pub fn lookup(
+        &self,
+        model: &Arc<str>,
+        salt: &str,
+        requested_tokens: u64,
+        hit_tokens: u64,
+        hit_keys: u64,
+    ) {
         let cache_salt = self.salt(salt);
-        let labels = LookupLabels { cache_salt: Arc::clone(&cache_salt), model_name: Arc::clone(model) };
+        let labels = LookupLabels {
+            cache_salt: Arc::clone(&cache_salt),
+            model_name: Arc::clone(model),
+        };
         self.lookups.get_or_create(&labels).inc();
-        self.lookup_requested_tokens.get_or_create(&labels).inc_by(requested_tokens);
-        self.lookup_hit_tokens.get_or_create(&labels).inc_by(hit_tokens);
-        self.lookup_hit_l1_tokens.get_or_create(&labels).inc_by(hit_tokens);
-        self.lookup_hit_l1_keys.get_or_create(&labels).inc_by(hit_keys);
-        self.l1_read_chunks.get_or_create(&L1Labels { cache_salt, l1_tag: "_default" }).inc_by(hit_keys);
+        self.lookup_requested_tokens
+            .get_or_create(&labels)
+            .inc_by(requested_tokens);
+        self.lookup_hit_tokens
+            .get_or_create(&labels)
+            .inc_by(hit_tokens);
+        self.lookup_hit_l1_tokens
+            .get_or_create(&labels)
+            .inc_by(hit_tokens);
+        self.lookup_hit_l1_keys
+            .get_or_create(&labels)
+            .inc_by(hit_keys);
+        self.l1_read_chunks
+            .get_or_create(&L1Labels {
+                cache_salt,
+                l1_tag: "_default",
+            })
+            .inc_by(hit_keys);
     }
 
     /// A lookup that could not ask for any key.
     pub fn early_exit(&self, model: &Arc<str>, salt: &str, reason: &'static str) {
-        let labels = EarlyExitLabels { cache_salt: self.salt(salt), model_name: Arc::clone(model), reason };
+        let labels = EarlyExitLabels {
+            cache_salt: self.salt(salt),
+            model_name: Arc::clone(model),
+            reason,
+        };
         self.early_exits.get_or_create(&labels).inc();
     }
 
     /// Objects admitted to L1.
     pub fn admitted(&self, salt: &str, objects: u64) {
-        self.l1_write_chunks.get_or_create(&L1Labels { cache_salt: self.salt(salt), l1_tag: "_default" }).inc_by(objects);
+        self.l1_write_chunks
+            .get_or_create(&L1Labels {
+                cache_salt: self.salt(salt),
+                l1_tag: "_default",
+            })
+            .inc_by(objects);
     }
 
     /// Objects L1 had no room for.
     pub fn no_room(&self, model: &str, objects: u64) {
         self.allocation_failures
-            .get_or_create(&FailureLabels { during: "l1_store", model_name: model.into() })
+            .get_or_create(&FailureLabels {
+                during: "l1_store",
+                model_name: model.into(),
+            })
             .inc_by(objects);
     }
 
     /// Chunks a retrieve asked for and had no lease on.
     pub fn not_leased(&self, model: &str, chunks: u64) {
-        let labels = ReadFailureLabels { during: "l1_retrieve", model_name: model.into(), reason: "not_found" };
+        let labels = ReadFailureLabels {
+            during: "l1_retrieve",
+            model_name: model.into(),
+            reason: "not_found",
+        };
         self.read_failures.get_or_create(&labels).inc_by(chunks);
     }
 
     /// Chunks given to a worker.
     pub fn loaded(&self, model: &str, salt: &str, worker_id: u32, chunks: u64) {
-        let labels = LoadedLabels { cache_salt: self.salt(salt), model_name: model.into(), worker_id };
+        let labels = LoadedLabels {
+            cache_salt: self.salt(salt),
+            model_name: model.into(),
+            worker_id,
+        };
         self.chunks_loaded.get_or_create(&labels).inc_by(chunks);
     }
 
     /// A store was received, or answered.
     pub fn store(&self, device: &'static str, finished: bool) {
-        let family = if finished { &self.finished_stores } else { &self.submitted_stores };
+        let family = if finished {
+            &self.finished_stores
+        } else {
+            &self.submitted_stores
+        };
         family.get_or_create(&DeviceLabels { device }).inc();
     }
 
     /// A retrieve was received, or answered.
     pub fn retrieve(&self, device: &'static str, finished: bool) {
-        let family = if finished { &self.finished_retrieves } else { &self.submitted_retrieves };
+        let family = if finished {
+            &self.finished_retrieves
+        } else {
+            &self.submitted_retrieves
+        };
         family.get_or_create(&DeviceLabels { device }).inc();
     }
 
@@ -379,12 +594,16 @@ impl Metrics {
     pub fn answered(&self, operation: &'static str, took: Duration) {
         let labels = OperationLabels { operation };
         self.requests.get_or_create(&labels).inc();
-        self.latency.get_or_create(&labels).observe(took.as_secs_f64());
+        self.latency
+            .get_or_create(&labels)
+            .observe(took.as_secs_f64());
     }
 
     /// A request got its operation's failure answer.
     pub fn refused(&self, operation: &'static str, reason: &'static str) {
-        self.refused.get_or_create(&RefusedLabels { operation, reason }).inc();
+        self.refused
+            .get_or_create(&RefusedLabels { operation, reason })
+            .inc();
     }
 
     /// The text of `/metrics`.
@@ -393,7 +612,10 @@ impl Metrics {
             gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
         };
         set(&self.l1_usage_bytes.get_or_create(&L1), readings.used_bytes);
-        set(&self.l1_staging_bytes.get_or_create(&L1), readings.staged_bytes);
+        set(
+            &self.l1_staging_bytes.get_or_create(&L1),
+            readings.staged_bytes,
+        );
         let ratio = readings.used_bytes as f64 / readings.capacity_bytes.max(1) as f64;
         self.l1_usage_ratio.get_or_create(&L1).set(ratio);
         set(&self.l1_capacity_bytes, readings.capacity_bytes);
@@ -411,7 +633,9 @@ impl Metrics {
             (&self.prompt_chunks_known, readings.prompt_chunks_known),
             (&self.prompt_chunks_hashed, readings.prompt_chunks_hashed),
         ] {
-            counter.inner().fetch_max(total, std::sync::atomic::Ordering::Relaxed);
+            counter
+                .inner()
+                .fetch_max(total, std::sync::atomic::Ordering::Relaxed);
         }
         let mut text = String::new();
         // Writing to a String cannot fail.

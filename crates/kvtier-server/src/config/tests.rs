@@ -1,0 +1,200 @@
+//! Defaults, refusals and the file.
+
+use super::*;
+
+fn refused(args: &[&str]) -> String {
+    ServerConfig::from_flags(args).unwrap_err().0
+}
+
+#[test]
+fn no_flag_at_all_is_a_sensible_server() {
+    let config = ServerConfig::from_flags(&[]).unwrap();
+    assert_eq!(
+        (config.port, config.http_port, config.chunk_size),
+        (5555, 8080, 256)
+    );
+    assert_eq!(config.bind_address(), "tcp://127.0.0.1:5555");
+    assert_eq!(config.http_host, "127.0.0.1");
+    assert_eq!(config.transfer_mode, TransferMode::Auto);
+    assert_eq!(config.shm_name.as_deref(), Some("kvtier_5555"));
+    assert!(!config.shm_required);
+    assert_eq!(config.eviction_policy, EvictionPolicyName::Lru);
+    assert_eq!(
+        (config.eviction_trigger_watermark, config.eviction_ratio),
+        (0.8, 0.2)
+    );
+    assert_eq!(config.write_ttl.as_secs(), 600);
+    assert_eq!(config.read_ttl.as_secs(), 300);
+    assert_eq!(config.worker_reap_timeout.unwrap().as_secs(), 120);
+    assert!(config.l1_bytes >= GIB / 4 && config.l1_bytes.is_multiple_of(2 << 20));
+}
+
+#[test]
+fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
+    for (args, parts) in [
+        (
+            vec!["--chunk-size", "0"],
+            vec!["--chunk-size", "'0'", "1..=65536"],
+        ),
+        (
+            vec!["--eviction-trigger-watermark", "5"],
+            vec!["--eviction-trigger-watermark", "5", "at most 1"],
+        ),
+        (
+            vec!["--eviction-trigger-watermark", "nan"],
+            vec!["--eviction-trigger-watermark", "NaN"],
+        ),
+        (
+            vec!["--eviction-ratio=-0.1"],
+            vec!["--eviction-ratio", "-0.1", "0 to 1"],
+        ),
+        (
+            vec!["--hash-algorithm", "nope"],
+            vec!["--hash-algorithm", "nope", "blake3", "sha256_cbor"],
+        ),
+        (
+            vec!["--eviction-policy", "FIFO"],
+            vec!["--eviction-policy", "FIFO", "LRU, noop"],
+        ),
+        (
+            vec!["--transport", "grpc"],
+            vec!["--transport", "grpc", "zmq"],
+        ),
+        (
+            vec!["--l1-size-gb", "-3"],
+            vec!["--l1-size-gb", "-3", "above 0"],
+        ),
+        (vec!["--l1-size-gb", "inf"], vec!["--l1-size-gb", "inf"]),
+        (
+            vec!["--l1-align-bytes", "3"],
+            vec!["--l1-align-bytes", "3", "power of two"],
+        ),
+        (
+            vec!["--worker-reap-timeout-seconds", "5"],
+            vec!["--worker-reap-timeout-seconds", "5", "30"],
+        ),
+        (
+            vec!["--worker-registration-grace-seconds", "60"],
+            vec!["--worker-registration-grace-seconds", "60"],
+        ),
+        (vec!["--shm-name", "a/b"], vec!["--shm-name", "a/b"]),
+        (
+            vec!["--shm-name", "x", "--l1-use-hugepages"],
+            vec!["--shm-name", "--l1-use-hugepages"],
+        ),
+        (vec!["--log-level", "a=b=c"], vec!["--log-level", "a=b=c"]),
+        (vec!["--no-such-flag"], vec!["--no-such-flag"]),
+        (vec!["--l2-adapter", "{"], vec!["--l2-adapter", "not JSON"]),
+        (
+            vec!["--l2-adapter", r#"{"type":"floppy"}"#],
+            vec!["--l2-adapter", "floppy", "fs_native"],
+        ),
+        (
+            vec!["--l2-adapter", r#"{"type":"fs","bas_path":"/x"}"#],
+            vec!["--l2-adapter", "bas_path", "base_path"],
+        ),
+    ] {
+        let line = refused(&args);
+        assert!(!line.contains('\n'), "{line}");
+        for part in parts {
+            assert!(line.contains(part), "{args:?}: {line:?} lacks {part:?}");
+        }
+    }
+}
+
+#[test]
+fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
+    let config = ServerConfig::from_flags(&[
+        "--l1-use-lazy",
+        "--enable-tracing",
+        "--kv-event-log-size",
+        "7",
+        "--l2-adapter",
+        r#"{"type":"fs","base_path":"/x"}"#,
+        "--runtime-plugin-locations",
+        "a",
+        "b",
+        "--no-isolated-ipc",
+    ])
+    .unwrap();
+    let mut ignored = config.ignored;
+    ignored.sort();
+    assert_eq!(
+        ignored,
+        [
+            "--enable-tracing",
+            "--kv-event-log-size",
+            "--l2-adapter",
+            "--no-isolated-ipc",
+            "--runtime-plugin-locations"
+        ]
+    );
+}
+
+fn with_file(text: &str, args: &[&str]) -> Result<ServerConfig, ConfigError> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), text).unwrap();
+    let path = file.path().to_str().unwrap();
+    let mut all = vec!["--config", path];
+    all.extend(args);
+    ServerConfig::from_flags(&all)
+}
+
+#[test]
+fn the_file_has_the_same_keys_and_the_command_line_wins() {
+    let text = "chunk-size = 64\nport = 7000\nl1_size_gb = 0.5\neviction-policy = 'noop'\nseparate-object-groups = true\n\
+                l1-prefault = false\n[[l2-adapter]]\ntype = 'fs'\nbase_path = '/x'\n";
+    let config = with_file(text, &["--port", "7001"]).unwrap();
+    assert_eq!(
+        (config.chunk_size, config.port, config.l1_bytes),
+        (64, 7001, GIB / 2)
+    );
+    assert_eq!(config.eviction_policy, EvictionPolicyName::Noop);
+    assert!(config.separate_object_groups && !config.l1_prefault);
+    assert_eq!(config.ignored, ["--l2-adapter"]);
+    let config = with_file(
+        "separate-object-groups = true",
+        &["--no-separate-object-groups"],
+    )
+    .unwrap();
+    assert!(!config.separate_object_groups);
+}
+
+#[test]
+fn a_bad_file_is_refused_by_name_and_key() {
+    for (text, parts) in [
+        (
+            "chunk-sise = 64",
+            vec!["chunk-sise", "unknown", "chunk-size"],
+        ),
+        ("chunk-size = 0", vec!["--chunk-size", "1..=65536"]),
+        ("chunk-size = true", vec!["chunk-size", "true"]),
+        ("a = 1\nb = [", vec!["line 2"]),
+        (
+            "separate-object-groups = 3",
+            vec!["separate-object-groups", "true or false"],
+        ),
+        ("config = 'other'", vec!["config", "unknown"]),
+    ] {
+        let line = with_file(text, &[]).unwrap_err().0;
+        assert!(!line.contains('\n') && line.contains(".tmp"), "{line}");
+        for part in parts {
+            assert!(line.contains(part), "{text:?}: {line:?} lacks {part:?}");
+        }
+    }
+    assert!(refused(&["--config", "/no/such/file"]).contains("/no/such/file"));
+}
+
+#[test]
+fn the_reference_page_is_true() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/flags.md");
+    let page = reference_markdown();
+    if std::env::var_os("KVTIER_WRITE_DOCS").is_some() {
+        std::fs::write(path, &page).unwrap();
+    }
+    let written = std::fs::read_to_string(path).unwrap_or_default();
+    assert!(
+        written == page,
+        "docs/flags.md is out of date; KVTIER_WRITE_DOCS=1 cargo test -p kvtier-server reference_page"
+    );
+}

@@ -1,0 +1,121 @@
+//! `kvtier server`: run a server in the foreground until it is told to stop.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Args;
+use kvtier_server::{Parsed, Server, ServerConfig};
+
+/// Exit code for a configuration that was refused.
+const USAGE: u8 = 2;
+
+/// Arguments of `kvtier server`; the library parses them, together with the file behind `--config`.
+#[derive(Debug, Args)]
+#[command(disable_help_flag = true)]
+pub struct ServerCommand {
+    /// Flags of the server; `kvtier server --help` lists them
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "FLAGS"
+    )]
+    flags: Vec<OsString>,
+}
+
+/// Runs the server. Ends with SIGTERM, SIGINT or SIGHUP, exit code 0.
+pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
+    let config = match ServerConfig::parse(command.flags) {
+        Ok(Parsed::Run {
+            config,
+            check_only: false,
+        }) => *config,
+        Ok(Parsed::Run {
+            config,
+            check_only: true,
+        }) => {
+            println!(
+                "the configuration is good: L1 of {} bytes, chunks of {} tokens",
+                config.l1_bytes, config.chunk_size
+            );
+            return Ok(ExitCode::SUCCESS);
+        }
+        Ok(Parsed::Print(text)) => {
+            print!("{text}");
+            return Ok(ExitCode::SUCCESS);
+        }
+        Err(error) => {
+            eprintln!("kvtier server: {error}");
+            return Ok(ExitCode::from(USAGE));
+        }
+    };
+    kvtier_server::logging::init(&config);
+    if !config.ignored.is_empty() {
+        tracing::warn!(
+            flags = config.ignored.join(" "),
+            "known flags of LMCache's server that have no effect here"
+        );
+    }
+    // Before anything is created that a signal would have to clean up.
+    let signals = Signals::listen().context("cannot listen for signals")?;
+    let mut server = match Server::start(config) {
+        Ok(server) => server,
+        Err(error) => {
+            eprintln!("kvtier server: {error}");
+            return Ok(ExitCode::FAILURE);
+        }
+    };
+    tracing::info!(
+        endpoint = server.endpoint(),
+        http = %server.http_address(),
+        l1_bytes = server.engine().config().l1_bytes,
+        chunk_size = server.engine().config().chunk_size,
+        version = env!("CARGO_PKG_VERSION"),
+        "serving"
+    );
+    let signal = signals.wait();
+    tracing::info!(signal, "stopping");
+    server.stop();
+    tracing::info!("stopped");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The signals that end the server.
+struct Signals {
+    runtime: tokio::runtime::Runtime,
+    term: tokio::signal::unix::Signal,
+    int: tokio::signal::unix::Signal,
+    hup: tokio::signal::unix::Signal,
+}
+
+impl Signals {
+    fn listen() -> std::io::Result<Self> {
+        use tokio::signal::unix::{SignalKind, signal};
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let guard = runtime.enter();
+        let (term, int, hup) = (
+            signal(SignalKind::terminate())?,
+            signal(SignalKind::interrupt())?,
+            signal(SignalKind::hangup())?,
+        );
+        drop(guard);
+        Ok(Self {
+            runtime,
+            term,
+            int,
+            hup,
+        })
+    }
+
+    fn wait(mut self) -> &'static str {
+        self.runtime.block_on(async {
+            tokio::select! {
+                _ = self.term.recv() => "SIGTERM",
+                _ = self.int.recv() => "SIGINT",
+                _ = self.hup.recv() => "SIGHUP",
+            }
+        })
+    }
+}
