@@ -1,27 +1,53 @@
-//! What this machine can do at most: one thread copying memory.
+//! What this machine can do at most: one thread copying memory, with caches as warm as in a transfer.
+//!
+//! A transfer has one side that the worker has just touched (its blocks, or its buffer) and one that nobody has for
+//! long (a piece of the server's memory). A copy between two cold buffers would be slower, and flatter the server.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-/// Bytes of each of the two buffers: more than caches hold.
-const BUFFER: usize = 192 << 20;
+use super::pattern;
 
-/// Copies, in pieces of that many bytes, between two touched buffers that no cache holds; 10^9 bytes a second, the
-/// median of `passes` passes over the buffers.
-pub(crate) fn gb_per_second(piece: usize, passes: usize) -> f64 {
-    let piece = piece.clamp(1, BUFFER);
-    let from: Vec<u8> = (0..BUFFER).map(|index| index as u8).collect();
-    let mut to = vec![1_u8; BUFFER];
-    let mut speeds: Vec<f64> = (0..passes.max(1))
-        .map(|_| {
-            let start = Instant::now();
-            for (to, from) in to.chunks_exact_mut(piece).zip(from.chunks_exact(piece)) {
-                to.copy_from_slice(from);
-            }
-            let seconds = start.elapsed().as_secs_f64();
-            std::hint::black_box(&mut to);
-            (BUFFER / piece * piece) as f64 / 1e9 / seconds
+/// Bytes of the cold side: more than caches hold.
+const COLD: usize = 192 << 20;
+
+/// Which way the copy goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// From the warm side to the cold one.
+    Store,
+    /// From the cold side to the warm one.
+    Retrieve,
+}
+
+/// 10^9 bytes a second that one thread copies, in pieces of `piece` bytes, between a side of `warm` bytes that was
+/// just written and successive parts of a cold one: the median over one pass of the cold side. All pages were
+/// touched before.
+pub(crate) fn gb_per_second(way: Way, warm: usize, piece: usize) -> f64 {
+    let warm = warm.clamp(1, COLD / 4);
+    let piece = piece.clamp(1, warm);
+    let mut near = vec![0_u8; warm];
+    let mut far: Vec<u8> = vec![1; COLD];
+    let mut speeds: Vec<f64> = far
+        .chunks_exact_mut(warm)
+        .zip(0..)
+        .map(|(far, seed)| {
+            pattern::fill(seed, &mut near);
+            let took = copy(way, &mut near, far, piece);
+            std::hint::black_box((&mut near, far));
+            warm as f64 / 1e9 / took.as_secs_f64()
         })
         .collect();
     speeds.sort_by(f64::total_cmp);
     speeds[speeds.len() / 2]
+}
+
+fn copy(way: Way, near: &mut [u8], far: &mut [u8], piece: usize) -> Duration {
+    let start = Instant::now();
+    for (near, far) in near.chunks_mut(piece).zip(far.chunks_mut(piece)) {
+        match way {
+            Way::Store => far.copy_from_slice(near),
+            Way::Retrieve => near.copy_from_slice(far),
+        }
+    }
+    start.elapsed()
 }

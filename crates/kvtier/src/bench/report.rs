@@ -108,8 +108,7 @@ impl Report {
                     .as_ref()
                     .map_or_else(String::new, |latency| time(pick(latency)))
             };
-            let optional =
-                |value: Option<f64>| value.map_or_else(String::new, number);
+            let optional = |value: Option<f64>| value.map_or_else(String::new, number);
             let facts: Vec<_> = row
                 .facts
                 .iter()

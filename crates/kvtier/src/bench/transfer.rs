@@ -6,13 +6,10 @@ use anyhow::Context as _;
 use kvtier_client::{LmcacheDrivenSpec, LmcacheDrivenWorker, Prompt, Scope, Transport};
 
 use super::context::{Context, block_tokens, geometry};
-use super::memcpy;
+use super::memcpy::{self, Way};
 use super::pattern;
 use super::record::Recorder;
 use super::report::Report;
-
-/// Passes over 192 MiB for each of the two memory copies around a scenario.
-const COPY_PASSES: usize = 5;
 
 /// One request of the scenario: a prompt and what its chunks hold.
 struct Job {
@@ -64,7 +61,9 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
     let mut chunks = Vec::new();
     let mut done = Vec::new();
     let mut store_wall = Duration::ZERO;
-    let memcpy_before = memcpy::gb_per_second(size, COPY_PASSES);
+    // The worker reads into one buffer, again and again.
+    let warm = [size * context.args.chunks_per_request as usize, size];
+    let before = copies(warm, size);
 
     for number in 0..warm_up + measured {
         if context.stopped() {
@@ -132,11 +131,11 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
         worker.connection().end_session(&request)?;
     }
     bar.finish_and_clear();
-    let memcpy_after = memcpy::gb_per_second(size, COPY_PASSES);
-    let memcpy = f64::midpoint(memcpy_before, memcpy_after);
-    for (name, recorder, wall) in [
-        ("store", stores, store_wall),
-        ("retrieve", retrieves, retrieve_wall),
+    let after = copies(warm, size);
+    let memcpy = [0, 1].map(|way| f64::midpoint(before[way], after[way]));
+    for (name, recorder, wall, memcpy) in [
+        ("store", stores, store_wall, memcpy[0]),
+        ("retrieve", retrieves, retrieve_wall, memcpy[1]),
     ] {
         report.add(with_copy(
             recorder.row(format!("engine-driven {name} ({way})"), wall),
@@ -161,7 +160,8 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
     let mut done = Vec::new();
     let mut store_wall = Duration::ZERO;
     let mut chunk = vec![0; size];
-    let memcpy_before = memcpy::gb_per_second(size, COPY_PASSES);
+    let warm = [size * context.args.chunks_per_request as usize; 2];
+    let before = copies(warm, size);
 
     for number in 0..warm_up + measured {
         if context.stopped() {
@@ -224,15 +224,15 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
         worker.connection().end_session(&request)?;
     }
     bar.finish_and_clear();
-    let memcpy_after = memcpy::gb_per_second(size, COPY_PASSES);
-    let memcpy = f64::midpoint(memcpy_before, memcpy_after);
+    let after = copies(warm, size);
+    let memcpy = [0, 1].map(|way| f64::midpoint(before[way], after[way]));
     report.add(with_copy(
         stores.row("lmcache-driven store", store_wall),
-        memcpy,
+        memcpy[0],
     ));
     report.add(with_copy(
         retrieves.row("lmcache-driven retrieve", retrieve_wall),
-        memcpy,
+        memcpy[1],
     ));
     worker.close()?;
     Ok(())
@@ -292,6 +292,14 @@ fn until_found(
         }
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Speeds of plain copies either way, with that many bytes on the warm side of each.
+fn copies(warm: [usize; 2], chunk_bytes: usize) -> [f64; 2] {
+    [
+        memcpy::gb_per_second(Way::Store, warm[0], chunk_bytes),
+        memcpy::gb_per_second(Way::Retrieve, warm[1], chunk_bytes),
+    ]
 }
 
 fn with_copy(row: super::record::Row, memcpy: f64) -> super::record::Row {
