@@ -141,7 +141,9 @@ impl<A: ExtentAllocator> Cache<A> {
     fn locked<T>(&self, step: impl FnOnce(&mut State<A>) -> T) -> T {
         let mut state = self.shared.state.lock();
         let result = step(&mut state);
-        if cfg!(debug_assertions) && self.shared.check_every > 0 {
+        // A second panic while one unwinds would end the process without a word.
+        let checks = cfg!(debug_assertions) && !std::thread::panicking();
+        if checks && self.shared.check_every > 0 {
             let calls = self.shared.calls.fetch_add(1, Ordering::Relaxed);
             if calls.is_multiple_of(self.shared.check_every) {
                 let broken = state.check_invariants().err();

@@ -213,3 +213,38 @@ impl Slab {
             + self.blocks.capacity() * size_of::<Box<[Slot]>>()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn take(slab: &mut Slab) -> SlotRef {
+        let extent = Extent { offset: 0, len: 1 };
+        slab.take(ChunkHash([7; 32]), 3, extent).unwrap()
+    }
+
+    #[test]
+    fn a_reference_ends_with_its_slot_s_life() {
+        let mut slab = Slab::default();
+        let old = take(&mut slab);
+        assert_eq!(slab.get(old).map(Slot::state), Some(SlotState::Staged));
+        slab.give_back(old.slot);
+        assert!(slab.get(old).is_none());
+        let new = take(&mut slab);
+        assert_eq!(new.slot, old.slot, "free slots are used again");
+        assert!(slab.get(old).is_none());
+        assert!(slab.get(new).is_some());
+        assert!(slab.get(SlotRef::NONE).is_none());
+    }
+
+    #[test]
+    fn slots_are_counted_beyond_a_block() {
+        let mut slab = Slab::default();
+        let taken: Vec<_> = (0..BLOCK + 1).map(|_| take(&mut slab)).collect();
+        taken[..10].iter().for_each(|r| slab.give_back(r.slot));
+        assert_eq!((slab.slots(), slab.live()), (BLOCK + 1, BLOCK - 9));
+        assert_eq!(slab.count_free(), Ok(10));
+        slab.at_mut(0).set_state(SlotState::Resident);
+        assert!(slab.count_free().is_err());
+    }
+}
