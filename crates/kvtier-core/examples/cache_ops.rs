@@ -102,6 +102,7 @@ fn main() {
         model_name: "meta-llama/Llama-3.1-8B-Instruct",
         kv_rank: kvtier_core::kv_rank(1, 0),
         object_group_id: 0,
+        layout: 0,
         cache_salt: "tenant",
     };
     let store = |hashes: &[ChunkHash]| {
