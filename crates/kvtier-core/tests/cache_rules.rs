@@ -251,6 +251,7 @@ fn tenants_models_ranks_and_groups_do_not_see_each_other() {
             model_name: "some/mode",
             ..own
         },
+        kvtier_core::cache::Space { layout: 1, ..own },
     ] {
         assert!(cache.pin(NOW, &other, &keys).is_none(), "{other:?}");
     }
