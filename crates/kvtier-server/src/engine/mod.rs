@@ -6,6 +6,7 @@
 
 mod answer;
 mod checksums;
+mod clock;
 mod engine_driven;
 mod housekeeping;
 mod instances;
@@ -22,10 +23,11 @@ use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub use answer::Answer;
 pub use checksums::ChecksumError;
+pub use clock::Clock;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 
 use kvtier_core::hashing::ChunkHasher;
@@ -82,7 +84,7 @@ pub struct Engine {
     /// Operations that were asked for and are not served; each is logged once.
     unserved: Mutex<Vec<Operation>>,
     prefaulted: AtomicU64,
-    started: Instant,
+    clock: Clock,
 }
 
 impl Engine {
@@ -107,7 +109,7 @@ impl Engine {
             scheduler_pings: Mutex::default(),
             unserved: Mutex::default(),
             prefaulted: AtomicU64::new(0),
-            started: Instant::now(),
+            clock: Clock::start(),
             config,
         })
     }
@@ -127,9 +129,14 @@ impl Engine {
         self.prompts.reader()
     }
 
-    /// Time since the engine was made; the clock of everything below.
+    /// Its clock.
+    pub fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    /// The time of everything below.
     fn now(&self) -> Duration {
-        self.started.elapsed()
+        self.clock.now()
     }
 
     /// Serves one request.

@@ -104,10 +104,9 @@ fn ranges(ids: &[i64]) -> Vec<Value> {
     let mut out = Vec::new();
     let mut rest = ids;
     while let Some(&first) = rest.first() {
-        let run = rest
-            .iter()
-            .zip(first..)
-            .take_while(|(id, expected)| **id == *expected)
+        let run = 1 + rest
+            .windows(2)
+            .take_while(|pair| pair[0].checked_add(1) == Some(pair[1]))
             .count();
         let last = rest[run - 1];
         out.push(if run == 1 {

@@ -1,0 +1,153 @@
+//! Whole conversations of LMCache 0.5.6's adapters, said again to our server: each request gets the answer it got then.
+
+use std::collections::HashMap;
+
+use kvtier_client::proto::operation::Operation;
+use kvtier_client::proto::pickle::{Limits, read_tensors};
+use kvtier_client::proto::response::{PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot};
+use kvtier_memory::OwnSegment;
+
+use crate::replay::{Segments, frames, load, operation};
+use crate::support::{Frames, Raw, TestServer, bytes};
+
+/// The peer served a retrieve whose leases had been freed an instant before, because nothing there orders two sockets.
+/// Here a retrieve without a lookup of its own request is a miss, always.
+const RETRIEVED_WITHOUT_A_LOOKUP: &str = "req-f";
+
+/// Says the conversation, each request after the answer to the one before. `after` sees each request that was answered,
+/// with the segments of the conversation.
+fn converse(server: &TestServer, file: &str, mut after: impl FnMut(&Frames, &Segments)) {
+    let conversation = load(file);
+    let exchanged = conversation["frames"].as_array().unwrap();
+    let mut segments = Segments::default();
+    let mut clients: HashMap<u64, Raw> = HashMap::new();
+    let answered = |client: u64, uid: &[u8]| -> Frames {
+        let mut answers = exchanged.iter().filter(|frame| frame["dir"] == "s2c" && frame["client"] == client);
+        frames(&answers.find(|frame| frames(&frame["frames"])[0] == uid).unwrap()["frames"])
+    };
+    for frame in exchanged.iter().filter(|frame| frame["dir"] == "c2s") {
+        let client = frame["client"].as_u64().unwrap();
+        let request = segments.patch(frames(&frame["frames"]));
+        let socket = clients.entry(client).or_insert_with(|| server.raw());
+        socket.send(&request);
+        let ours = socket.receive();
+        let theirs = answered(client, &request[0]);
+        let context = format!("{file}: {} {}", frame["op"], frame["payload"]);
+        assert_eq!(ours[..2], theirs[..2], "{context}");
+        let payload = |message: &Frames| message.get(2).cloned();
+        compare(&request, payload(&ours), payload(&theirs), &context);
+        after(&request, &segments);
+    }
+    assert!(clients.len() >= 2, "{file}");
+    for client in clients.values_mut() {
+        assert_eq!(client.settle(), Vec::<Frames>::new(), "{file}: more answers than requests");
+    }
+    let readings = server.readings();
+    assert_eq!((readings.leased_objects, readings.staged_bytes, readings.instances), (0, 0, 0), "{file}");
+    server.assert_sound();
+}
+
+/// Where a chunk lies is ours to choose, and so are the pool and the optional features; all else is the same.
+fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, context: &str) {
+    fn read(kind: ResponseKind, payload: &Option<Vec<u8>>) -> Response<'_> {
+        Response::decode(kind, payload.as_deref()).unwrap()
+    }
+    match operation(request).unwrap() {
+        Operation::GetExperimental => {
+            assert_eq!(read(ResponseKind::Texts, &ours), Response::Texts(Vec::new()), "{context}");
+        }
+        Operation::RegisterEngineDriven => {
+            let Response::EngineDriven(our) = read(ResponseKind::EngineDriven, &ours) else { panic!("{context}") };
+            let Response::EngineDriven(their) = read(ResponseKind::EngineDriven, &theirs) else { panic!("{context}") };
+            assert_eq!(our.shm_name.is_empty(), their.shm_name.is_empty(), "{context}");
+            assert_eq!(our.pool_size == 0, their.pool_size == 0, "{context}");
+        }
+        Operation::PrepareStore => {
+            let stored = |payload| match read(ResponseKind::PrepareStore, payload) {
+                Response::PrepareStore(PrepareStore { target }) => {
+                    target.map(|target| (target.chunk_indices.clone(), shapes(Some(target.slots))))
+                }
+                other => panic!("{context}: {other:?}"),
+            };
+            assert_eq!(stored(&ours), stored(&theirs), "{context}");
+        }
+        Operation::PrepareRetrieve => {
+            let got = |payload| match read(ResponseKind::PrepareRetrieve, payload) {
+                Response::PrepareRetrieve(PrepareRetrieve { success, data, slots }) => {
+                    (success, chunks(&data), shapes(slots))
+                }
+                other => panic!("{context}: {other:?}"),
+            };
+            match context.contains(RETRIEVED_WITHOUT_A_LOOKUP) {
+                true => assert_eq!(got(&ours), (false, Vec::new(), Vec::new()), "{context}"),
+                false => assert_eq!(got(&ours), got(&theirs), "{context}"),
+            }
+        }
+        _ => assert_eq!(ours, theirs, "{context}"),
+    }
+}
+
+/// Slots without their offsets.
+fn shapes(slots: Option<Vec<Slot<'_>>>) -> Vec<(u64, Vec<u64>, String)> {
+    let slots = slots.unwrap_or_default().into_iter();
+    slots.map(|slot| (slot.length, slot.shape.into_owned(), slot.dtype.into_owned())).collect()
+}
+
+/// The bytes of pickled chunks.
+fn chunks(data: &[u8]) -> Vec<Vec<u8>> {
+    if data.is_empty() {
+        return Vec::new();
+    }
+    let tensors = read_tensors(data, &Limits::default()).unwrap();
+    tensors.iter().map(|tensor| tensor.contiguous_bytes().unwrap().to_vec()).collect()
+}
+
+#[test]
+fn engine_driven_with_a_pool() {
+    converse(&TestServer::start(&[]), "capture_engine_driven_shm.json", |_, _| {});
+}
+
+#[test]
+fn engine_driven_pickled() {
+    converse(&TestServer::start(&["--shm-name", ""]), "capture_engine_driven_pickle.json", |_, _| {});
+}
+
+/// Bytes of one of the 32 blocks in a layer and plane: 4 tokens of 2 x 8 values.
+const PIECE: u64 = 4 * 2 * 8 * 2;
+
+/// What one block holds, in both planes of one layer.
+fn block(segment: &OwnSegment, block: u64) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for plane in 0..2 {
+        segment.as_segment().read_into((plane * 32 + block) * PIECE, PIECE, &mut bytes).unwrap();
+    }
+    bytes
+}
+
+#[test]
+fn lmcache_driven_with_pages_in_shared_memory() {
+    let server = TestServer::start(&[]);
+    let mut retrieves = 0;
+    converse(&server, "capture_lmcache_driven_cpu_shm.json", |request, segments| match operation(request).unwrap() {
+        Operation::RegisterKvCache => {
+            for (layer, segment) in (0..).zip(segments.iter()) {
+                let len = segment.as_segment().len();
+                segment.as_segment().write(0, &bytes(layer, 0, usize::try_from(len).unwrap())).unwrap();
+            }
+        }
+        Operation::Retrieve => {
+            retrieves += 1;
+            assert_eq!(segments.iter().count(), 2);
+            for (layer, segment) in (0..).zip(segments.iter()) {
+                let before = bytes(layer, 0, usize::try_from(segment.as_segment().len()).unwrap());
+                segment.as_segment().write(0, &before[..usize::try_from(8 * PIECE).unwrap()]).unwrap();
+                // The first retrieve copies blocks 0 to 7 into 16 to 23.
+                if retrieves == 1 {
+                    assert!((0..8).all(|index| block(segment, index) == block(segment, 16 + index)), "layer {layer}");
+                }
+            }
+        }
+        _ => {}
+    });
+    assert_eq!(retrieves, 3);
+}
