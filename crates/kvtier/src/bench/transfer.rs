@@ -8,7 +8,7 @@ use kvtier_client::{LmcacheDrivenSpec, LmcacheDrivenWorker, Prompt, Scope, Trans
 use super::context::{Context, block_tokens, geometry};
 use super::memcpy::{self, Way};
 use super::pattern;
-use super::record::Recorder;
+use super::record::{Recorder, Row};
 use super::report::Report;
 
 /// One request of the scenario: a prompt and what its chunks hold.
@@ -302,11 +302,16 @@ fn copies(warm: [usize; 2], chunk_bytes: usize) -> [f64; 2] {
     ]
 }
 
-fn with_copy(row: super::record::Row, memcpy: f64) -> super::record::Row {
-    let speed = row.gb_per_second;
+/// The row with the plain copy's speed, and the ratio of the two medians.
+fn with_copy(row: Row, memcpy: f64) -> Row {
+    // All requests of a row move the same bytes, so the mean speed is that of the mean latency.
+    let ratio = row
+        .gb_per_second
+        .zip(row.latency_us)
+        .map(|(speed, latency)| speed * latency.mean / latency.p50 / memcpy);
     let row = row.fact("memcpy GB/s", memcpy);
-    match speed {
-        Some(speed) => row.fact("of memcpy", speed / memcpy),
+    match ratio {
+        Some(ratio) => row.fact("of memcpy", ratio),
         None => row,
     }
 }

@@ -1,0 +1,188 @@
+//! `kvtier bench` as its user runs it, against `kvtier server`.
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+
+const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
+
+/// A server on ports nobody uses, killed on drop.
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    fn start(name: &str) -> Self {
+        let (port, http_port) = (free_port(), free_port());
+        let child = Command::new(KVTIER)
+            .args([
+                "server",
+                "--l1-size-gb",
+                "0.25",
+                "--port",
+                &port.to_string(),
+            ])
+            .args(["--http-port", &http_port.to_string()])
+            .args(["--shm-name", &format!("{name}_{}", std::process::id())])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        Self { child, port }
+    }
+
+    fn bench(&self, args: &[&str]) -> Output {
+        Command::new(KVTIER)
+            .args(["bench", &format!("tcp://127.0.0.1:{}", self.port)])
+            .args(["--timeout", "60s", "--json", "-"])
+            .args(args)
+            .output()
+            .unwrap()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // SIGTERM, so that the pool goes away.
+        let id = self.child.id().to_string();
+        let _ = Command::new("kill").arg(id).status();
+        let _ = self.child.wait();
+    }
+}
+
+fn free_port() -> u16 {
+    let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+    socket.local_addr().unwrap().port()
+}
+
+fn rows(output: &Output) -> Vec<serde_json::Value> {
+    let text = String::from_utf8_lossy(&output.stdout);
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap_or_else(|error| {
+        panic!(
+            "{error}: {text}\n{}",
+            String::from_utf8_lossy(&output.stderr)
+        )
+    });
+    assert_eq!(report["aborted"], serde_json::Value::Null, "{report:#}");
+    report["rows"].as_array().unwrap().clone()
+}
+
+#[test]
+fn the_whole_table_runs_and_every_byte_is_right() {
+    let server = Server::start("bench_table");
+    let output = server.bench(&[
+        "--requests=3",
+        "--prompt-tokens=2100",
+        "--clients=2",
+        "--chunk-bytes=64KiB",
+        "--chunks-per-request=3",
+    ]);
+    let rows = rows(&output);
+    let names: Vec<_> = rows
+        .iter()
+        .map(|row| row["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        names,
+        [
+            "ping",
+            "lookup hit",
+            "lookup miss",
+            "retrieve bookkeeping",
+            "store bookkeeping",
+            "engine-driven store (shm)",
+            "engine-driven retrieve (shm)",
+            "lmcache-driven store",
+            "lmcache-driven retrieve",
+            "mixed lookup, 2 clients",
+            "mixed writer",
+        ]
+    );
+    for row in &rows {
+        assert_eq!(
+            (&row["failed"], &row["mismatched"]),
+            (&0.into(), &0.into()),
+            "{row:#}"
+        );
+    }
+    for row in &rows[..9] {
+        assert_eq!(row["count"], 3, "{row:#}");
+    }
+    assert_eq!(rows[9]["count"], 6);
+    assert!(output.status.success());
+}
+
+#[test]
+fn a_trace_is_replayed_with_its_hits() {
+    let server = Server::start("bench_trace");
+    let mut trace = tempfile::NamedTempFile::new().unwrap();
+    for ids in ["[1, 2, 3]", "[1, 2, 4]", "[5, 6, 7]", "[1, 2, 3]"] {
+        use std::io::Write;
+        writeln!(
+            trace,
+            r#"{{"timestamp": 0, "input_length": 1536, "output_length": 1, "hash_ids": {ids}}}"#
+        )
+        .unwrap();
+    }
+    let path = trace.path().to_str().unwrap();
+    let output = server.bench(&["--trace", path, "--clients=1"]);
+    let rows = rows(&output);
+    let facts = &rows[3]["facts"];
+    assert_eq!(facts["requests"], 4.0);
+    // Nothing; two blocks of three; nothing; all three.
+    let rate = facts["hit rate"].as_f64().unwrap();
+    assert!((rate - 5.0 / 12.0).abs() < 1e-9, "{rate}");
+    assert!(output.status.success());
+}
+
+#[test]
+fn memory_is_told_for_each_object() {
+    let server = Server::start("bench_memory");
+    let pid = server.child.id().to_string();
+    let output = server.bench(&["--scenario=memory", "--objects=128", "--pid", &pid]);
+    let rows = rows(&output);
+    assert_eq!(rows[1]["facts"]["objects"], 128.0);
+    assert!(output.status.success());
+}
+
+#[test]
+fn a_server_that_is_not_there_ends_the_run_with_its_name() {
+    let output = Command::new(KVTIER)
+        .args(["bench", &format!("tcp://127.0.0.1:{}", free_port())])
+        .args(["--timeout", "50ms"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(
+        text.contains("get_chunk_size: no reply from tcp://127.0.0.1:"),
+        "{text}"
+    );
+}
+
+#[test]
+fn starts_are_timed_and_the_server_is_stopped() {
+    let (port, http_port) = (free_port().to_string(), free_port().to_string());
+    let url = format!("tcp://127.0.0.1:{port}");
+    let name = format!("bench_start_{}", std::process::id());
+    let output = Command::new(KVTIER)
+        .args(["bench", "start", "--url", &url, "--rounds", "2"])
+        .args(["--settle", "1ms", "--json", "-", "--", KVTIER, "server"])
+        .args([
+            "--l1-size-gb",
+            "0.25",
+            "--port",
+            &port,
+            "--http-port",
+            &http_port,
+        ])
+        .args(["--shm-name", &name])
+        .output()
+        .unwrap();
+    let rows = rows(&output);
+    assert_eq!(rows[0]["name"], "start to first answer");
+    assert_eq!(rows[0]["count"], 2);
+    assert!(rows[2]["facts"]["private MiB"].as_f64().unwrap() > 0.0);
+    assert!(output.status.success());
+    assert!(std::net::TcpStream::connect(format!("127.0.0.1:{port}")).is_err());
+}
