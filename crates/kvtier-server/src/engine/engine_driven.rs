@@ -105,6 +105,17 @@ impl Engine {
         Ok(reserved.reservation)
     }
 
+    /// Begins a transfer, unless its instance has left on another connection just now: nobody would take back what it
+    /// has been lent.
+    fn lend(&self, instance: InstanceId, id: TransferId, lent: Lent) -> bool {
+        self.transfers.begin(id, lent, self.now());
+        let known = self.instances.get(instance).is_some();
+        if !known {
+            self.transfers.release(instance);
+        }
+        known
+    }
+
     pub(super) fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
         let nothing = || {
@@ -143,7 +154,10 @@ impl Engine {
                 return nothing().because("store_failed");
             }
         };
+        let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
         if reservation.is_empty() {
+            // Others have stored it all since an earlier prepare of this transfer, which is over.
+            drop(self.transfers.finish(&transfer_id));
             return nothing();
         }
         self.metrics.store(DEVICE, false);
@@ -161,9 +175,9 @@ impl Engine {
         let answer = Answer::from(Response::PrepareStore(PrepareStore {
             target: Some(target),
         }));
-        let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
-        self.transfers
-            .begin(transfer_id, Lent::Store(reservation), self.now());
+        if !self.lend(id, transfer_id, Lent::Store(reservation)) {
+            return nothing().because("unknown_instance");
+        }
         answer
     }
 
@@ -230,6 +244,13 @@ impl Engine {
         transfer: &Transfer<'_>,
         data: &[u8],
     ) -> Result<(), &'static str> {
+        // The slots it was lent by its prepare stay unwritten.
+        let transfer_id = Self::id(Kind::Store, instance.id, key, &transfer.range);
+        drop(self.transfers.finish(&transfer_id));
+        let tensors = pickle::read_tensors(data, &Limits::default()).map_err(|error| {
+            tracing::warn!(request = key.request_id, instance = instance.id.0, %error, "commit_store: the data was refused");
+            "bad_data"
+        })?;
         if self.has_pool(transfer.pickles) {
             transfer.pickles.store(true, Ordering::Relaxed);
             tracing::info!(
@@ -237,10 +258,6 @@ impl Engine {
                 "this worker cannot map the pool; its data travels pickled from now on"
             );
         }
-        let tensors = pickle::read_tensors(data, &Limits::default()).map_err(|error| {
-            tracing::warn!(request = key.request_id, instance = instance.id.0, %error, "commit_store: the data was refused");
-            "bad_data"
-        })?;
         self.metrics.store(DEVICE, false);
         let reservation = self
             .reserve_range(instance, key, transfer)
@@ -350,11 +367,10 @@ impl Engine {
                 slots: Some(slots),
             }));
             let leases = held.into_iter().map(|held| held.lease).collect();
-            self.transfers.begin(
-                Self::id(Kind::Retrieve, id, key, range),
-                Lent::Retrieve(leases),
-                self.now(),
-            );
+            let transfer_id = Self::id(Kind::Retrieve, id, key, range);
+            if !self.lend(id, transfer_id, Lent::Retrieve(leases)) {
+                return miss().because("unknown_instance");
+            }
             return answer;
         }
         match self.pickled(transfer.layout, &held) {

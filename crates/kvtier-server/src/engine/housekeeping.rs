@@ -61,17 +61,7 @@ impl Engine {
                     }
                 }
             }
-            if self
-                .instances
-                .layout(&instance.model_name, instance.world_size)
-                .is_none()
-            {
-                // Nobody is left who could read for this model.
-                self.lookups.sweep(|lookup| {
-                    *lookup.scope.model_name() == instance.model_name
-                        && lookup.scope.world_size() == instance.world_size
-                });
-            }
+            self.release_unreadable(&instance);
         }
         let mut dead = Vec::new();
         self.scheduler_pings.lock().retain(|connection, last| {

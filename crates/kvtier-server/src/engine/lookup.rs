@@ -1,5 +1,7 @@
 //! Lookups: what of a prompt is here, held until its workers have read it.
 
+use std::sync::Arc;
+
 use kvtier_core::cache::{LookupRow, Space};
 use kvtier_core::hashing::lookup_chunks;
 use kvtier_core::object_key::KeyScope;
@@ -50,16 +52,17 @@ impl Engine {
         let readers = match key.readers(tp_size) {
             readers if readers >= 1 => readers.min(MAX_READERS),
             readers => {
-                return self.refused_lookup(
-                    key,
-                    &format!("num_kv_readers is {readers}; allowed: at least 1"),
-                );
+                let error = format!("num_kv_readers is {readers}; allowed: at least 1");
+                let answer = self.refused_lookup(key, &error);
+                self.found_nothing(caller, key.request_id, scope);
+                return answer;
             }
         };
         let model = scope.model_name();
         let Some(instance) = self.instances.layout(model, key.world_size) else {
             self.metrics
                 .early_exit(model, key.cache_salt, "no_gpu_context");
+            self.found_nothing(caller, key.request_id, scope);
             return Answer::nothing();
         };
         let chunks = lookup_chunks(self.chunk_size, key.tokens.token_count, 0, key.end);
@@ -67,6 +70,7 @@ impl Engine {
         if hashes.is_empty() {
             self.metrics
                 .early_exit(model, key.cache_salt, "empty_chunk_hashes");
+            self.found_nothing(caller, key.request_id, scope);
             return Answer::nothing();
         }
         let layout = &instance.layout;
@@ -119,6 +123,24 @@ impl Engine {
         };
         self.lookups.insert(key.request_id, lookup);
         Answer::nothing()
+    }
+
+    /// Notes a lookup that had nothing to ask for. Its result is 0, whatever an earlier lookup of the request or one of
+    /// another engine under the same id has found.
+    fn found_nothing(&self, caller: Caller, request_id: &str, scope: KeyScope) {
+        let now = self.now();
+        let lookup = HeldLookup {
+            scope,
+            layout: 0,
+            connection: caller.connection,
+            hashes: Arc::default(),
+            rows: Vec::new(),
+            hit_chunks: 0,
+            lease: self.l1.cache.lookup(now, &[], &[]).lease,
+            readers: 1,
+            created: now,
+        };
+        self.lookups.insert(request_id, lookup);
     }
 
     /// A lookup that names nothing that could be here: its result is 0.

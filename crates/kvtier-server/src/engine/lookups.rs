@@ -230,7 +230,9 @@ impl Lookups {
         let Some(entry) = table.find(request_id, scope) else {
             return;
         };
-        let chunks = chunks.start..chunks.end.min(entry.lookup.hit_chunks);
+        // What lies behind the hit was never held.
+        let end = chunks.end.min(entry.lookup.hit_chunks);
+        let chunks = chunks.start.min(end)..end;
         let width = entry.lookup.hit_chunks;
         if entry.lookup.readers > 1 && entry.reads.is_empty() {
             entry.reads = vec![0; entry.lookup.rows.len() * width];

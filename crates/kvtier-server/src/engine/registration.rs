@@ -217,9 +217,22 @@ impl Engine {
 
     /// A worker leaves; what it had borrowed comes back, uncommitted.
     pub(super) fn unregister(&self, id: InstanceId) {
+        // In this order: no transfer begins for an instance that is gone.
+        let instance = self.instances.remove(id);
         let transfers = self.transfers.release(id);
-        if self.instances.remove(id).is_some() {
+        if let Some(instance) = instance {
+            self.release_unreadable(&instance);
             tracing::info!(instance = id.0, transfers, "Unregistered instance {id}");
+        }
+    }
+
+    /// Releases the lookups of a model when the worker that is gone was the last that could read what they found.
+    pub(super) fn release_unreadable(&self, gone: &Instance) {
+        let (model, world_size) = (&gone.model_name, gone.world_size);
+        if self.instances.layout(model, world_size).is_none() {
+            self.lookups.sweep(|lookup| {
+                lookup.scope.model_name() == model && lookup.scope.world_size() == world_size
+            });
         }
     }
 }

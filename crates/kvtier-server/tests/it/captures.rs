@@ -2,9 +2,11 @@
 
 use std::collections::HashMap;
 
+use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::proto::operation::Operation;
-use kvtier_client::proto::pickle::{Limits, read_tensors};
+use kvtier_client::proto::pickle::{Limits, TensorToWrite, WriteError, read_tensors, write_tensors};
 use kvtier_client::proto::response::{PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot};
+use kvtier_client::proto::wire;
 use kvtier_memory::OwnSegment;
 
 use crate::replay::{Segments, frames, load, operation};
@@ -27,15 +29,22 @@ fn converse(server: &TestServer, file: &str, mut after: impl FnMut(&Frames, &Seg
     };
     for frame in exchanged.iter().filter(|frame| frame["dir"] == "c2s") {
         let client = frame["client"].as_u64().unwrap();
-        let request = segments.patch(frames(&frame["frames"]));
+        let mut request = segments.patch(frames(&frame["frames"]));
+        if let Some(cut) = request.iter_mut().skip(2).find(|frame| frame.is_empty()) {
+            *cut = pickled();
+        }
         let socket = clients.entry(client).or_insert_with(|| server.raw());
         socket.send(&request);
         let ours = socket.receive();
         let theirs = answered(client, &request[0]);
         let context = format!("{file}: {} {}", frame["op"], frame["payload"]);
         assert_eq!(ours[..2], theirs[..2], "{context}");
-        let payload = |message: &Frames| message.get(2).cloned();
-        compare(&request, payload(&ours), payload(&theirs), &context);
+        let theirs = match theirs.get(2) {
+            // The chunks that were stored come back.
+            Some(cut) if cut.is_empty() => Some(retrieved()),
+            other => other.cloned(),
+        };
+        compare(&request, ours.get(2).cloned(), theirs, &context);
         after(&request, &segments);
     }
     assert!(clients.len() >= 2, "{file}");
@@ -73,14 +82,16 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
         }
         Operation::PrepareRetrieve => {
             let got = |payload| match read(ResponseKind::PrepareRetrieve, payload) {
-                Response::PrepareRetrieve(PrepareRetrieve { success, data, slots }) => {
-                    (success, chunks(&data), shapes(slots))
-                }
+                Response::PrepareRetrieve(hit) => (hit.success, chunks(&hit.data), shapes(hit.slots)),
                 other => panic!("{context}: {other:?}"),
             };
+            let mut theirs = got(&theirs);
+            // Pickled chunks come back as we stored them, not as they were stored then; ranges end at the last chunk.
+            let stored = chunks(&pickled_chunks());
+            theirs.1 = stored[stored.len() - theirs.1.len()..].to_vec();
             match context.contains(RETRIEVED_WITHOUT_A_LOOKUP) {
                 true => assert_eq!(got(&ours), (false, Vec::new(), Vec::new()), "{context}"),
-                false => assert_eq!(got(&ours), got(&theirs), "{context}"),
+                false => assert_eq!(got(&ours), theirs, "{context}"),
             }
         }
         _ => assert_eq!(ours, theirs, "{context}"),
@@ -91,6 +102,29 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
 fn shapes(slots: Option<Vec<Slot<'_>>>) -> Vec<(u64, Vec<u64>, String)> {
     let slots = slots.unwrap_or_default().into_iter();
     slots.map(|slot| (slot.length, slot.shape.into_owned(), slot.dtype.into_owned())).collect()
+}
+
+/// Two chunks, as the adapter stores them.
+fn pickled_chunks() -> Vec<u8> {
+    let tensor = TensorToWrite { dtype: Dtype::BFloat16, shape: &[2, 2, 16, 16] };
+    let write = |index: usize, out: &mut Vec<u8>| -> Result<(), WriteError> {
+        out.extend(bytes(1, index as u64, 2048));
+        Ok(())
+    };
+    write_tensors(&[tensor; 2], write).unwrap()
+}
+
+/// The payload of a store's commit.
+fn pickled() -> Vec<u8> {
+    let mut payload = Vec::new();
+    wire::write_bin(&mut payload, &pickled_chunks());
+    payload
+}
+
+/// The response of a retrieve.
+fn retrieved() -> Vec<u8> {
+    let hit = PrepareRetrieve { success: true, data: pickled_chunks().into(), slots: None };
+    Response::PrepareRetrieve(hit).encode().unwrap()
 }
 
 /// The bytes of pickled chunks.

@@ -2,6 +2,12 @@
 //! misbehave or vanish, and its HTTP API.
 #![expect(clippy::unwrap_used, reason = "test")]
 
+mod captures;
+mod leases;
+mod order;
 mod replay;
+mod restart;
+mod sessions;
 mod support;
+mod transfers;
 mod vectors;

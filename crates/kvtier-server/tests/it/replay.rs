@@ -17,12 +17,14 @@ pub fn load(name: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// Frames, written as a list of hex texts.
+/// Frames, written as a list of hex texts. Long ones were cut when they were captured; they lose all of their bytes here.
 pub fn frames(value: &Value) -> Frames {
-    let list = value.as_array().unwrap();
-    list.iter()
-        .map(|frame| hex::decode(frame.as_str().unwrap()).unwrap())
-        .collect()
+    let frame = |text: &str| match text.contains("...") {
+        true => Vec::new(),
+        false => hex::decode(text).unwrap(),
+    };
+    let list = value.as_array().unwrap().iter();
+    list.map(|text| frame(text.as_str().unwrap())).collect()
 }
 
 /// What the request's op frame asks for.

@@ -180,7 +180,7 @@ pub fn prompt(seed: u32, chunks: usize) -> Prompt {
 /// Its tokens.
 pub fn tokens(seed: u32, chunks: usize) -> Vec<u32> {
     (0..chunks * CHUNK)
-        .map(|index| seed * 1_000_000 + u32::try_from(index).unwrap())
+        .map(|index| seed * 100_000 + u32::try_from(index).unwrap())
         .collect()
 }
 

@@ -1,0 +1,223 @@
+//! A full L1: what makes room, in which order, and who lets go of what and when.
+
+use std::time::Duration;
+
+use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, Scope};
+
+use crate::support::{TestServer, bytes, prompt, range};
+
+/// Chunks of 1 MiB that L1 has room for.
+const ROOM: usize = 64;
+
+/// A worker with chunks of 1 MiB.
+fn worker(server: &TestServer, instance: i64, scope: &Scope) -> EngineDrivenWorker {
+    // 2 planes x 4 layers x 16 tokens x 4096 values x 2 bytes.
+    let mut spec = EngineDrivenSpec::new(InstanceId(instance), scope.clone(), 4, 4096);
+    spec.block_tokens = 4;
+    let worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    assert_eq!(worker.chunk_bytes() * ROOM, 64 << 20);
+    worker
+}
+
+/// Stores a whole prompt; which of its chunks found room.
+fn store(worker: &mut EngineDrivenWorker, seed: u32, chunks: usize) -> Vec<u64> {
+    let len = worker.chunk_bytes();
+    let prompt = prompt(seed, chunks);
+    let filler = bytes(u64::from(seed), 0, len);
+    worker.store(&prompt, range(0..chunks as u64), &format!("store {seed}"), |_| &filler).unwrap().chunks
+}
+
+/// Chunks of a prompt that are there, without holding them.
+fn resident(worker: &mut EngineDrivenWorker, seed: u32, chunks: usize) -> u64 {
+    let found = worker.lookup(&prompt(seed, chunks), "resident").unwrap();
+    worker.connection().end_session("resident").unwrap();
+    found
+}
+
+#[test]
+fn the_last_chunk_of_the_oldest_prefix_goes_first() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("leases/order");
+    let mut worker = worker(&server, 1, &scope);
+    for seed in 0..4 {
+        assert_eq!(store(&mut worker, seed, ROOM / 4).len(), ROOM / 4);
+    }
+    assert_eq!(server.readings().used_bytes, server.readings().capacity_bytes);
+    // No lookup touches anything in between: each store takes as much as it needs from the oldest prompt's end.
+    for (new, needed) in [(10, 1), (11, 2), (12, 5)] {
+        assert_eq!(store(&mut worker, new, needed).len(), needed);
+    }
+    let left: Vec<_> = (0..4).map(|seed| resident(&mut worker, seed, ROOM / 4)).collect();
+    assert_eq!(left, [8, 16, 16, 16]);
+    for (new, needed) in [(10, 1), (11, 2), (12, 5)] {
+        assert_eq!(resident(&mut worker, new, needed), needed as u64);
+    }
+    server.assert_sound();
+}
+
+#[test]
+fn what_was_used_last_stays_longest() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("leases/used");
+    let mut worker = worker(&server, 1, &scope);
+    for seed in 0..4 {
+        store(&mut worker, seed, ROOM / 4);
+    }
+    assert_eq!(resident(&mut worker, 0, ROOM / 4), 16);
+    assert_eq!(store(&mut worker, 10, ROOM / 4).len(), ROOM / 4);
+    let left: Vec<_> = [0, 2, 3, 10].into_iter().map(|seed| resident(&mut worker, seed, ROOM / 4)).collect();
+    assert_eq!(left, [16, 16, 16, 16]);
+    assert_eq!(resident(&mut worker, 1, ROOM / 4), 0);
+}
+
+#[test]
+fn a_store_is_refused_only_for_what_is_leased_or_being_written() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("leases/refused");
+    let mut worker = worker(&server, 1, &scope);
+    assert_eq!(store(&mut worker, 1, ROOM - 2).len(), ROOM - 2);
+    assert_eq!(store(&mut worker, 2, 2).len(), 2);
+    assert_eq!(worker.lookup(&prompt(1, ROOM - 2), "held").unwrap(), ROOM as u64 - 2);
+    // Only the two chunks of prompt 2 can go, and they do, at once; the third has no room.
+    assert_eq!(store(&mut worker, 3, 3), [0, 1]);
+    assert_eq!(resident(&mut worker, 2, 2), 0);
+    assert_eq!(worker.lookup(&prompt(3, 2), "held too").unwrap(), 2);
+    assert!(store(&mut worker, 4, 1).is_empty());
+    assert_eq!(server.readings().leased_objects, ROOM as u64);
+    assert_eq!(server.readings().used_bytes, server.readings().capacity_bytes);
+    server.assert_sound();
+}
+
+/// An L1 exactly full of chunks that one lookup holds.
+fn full_and_held(server: &TestServer, scope: &Scope) -> EngineDrivenWorker {
+    let mut worker = worker(server, 1, scope);
+    assert_eq!(store(&mut worker, 1, ROOM).len(), ROOM);
+    assert_eq!(worker.lookup(&prompt(1, ROOM), "held").unwrap(), ROOM as u64);
+    assert_eq!(server.readings().leased_objects, ROOM as u64);
+    assert!(store(&mut worker, 2, 1).is_empty());
+    worker
+}
+
+#[test]
+fn the_end_of_a_session_lets_go_at_once() {
+    let server = TestServer::start(&[]);
+    let mut worker = full_and_held(&server, &Scope::new("leases/ended"));
+    worker.connection().end_session("held").unwrap();
+    assert_eq!(server.readings().leased_objects, 0);
+    assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM);
+}
+
+#[test]
+fn a_lookup_in_the_place_of_another_lets_go_of_the_other_at_once() {
+    let server = TestServer::start(&[]);
+    let mut worker = full_and_held(&server, &Scope::new("leases/replaced"));
+    assert_eq!(worker.lookup(&prompt(1, 3), "held").unwrap(), 3);
+    assert_eq!(server.readings().leased_objects, 3);
+    assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM - 3);
+}
+
+#[test]
+fn a_free_lets_go_at_once() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("leases/freed");
+    let mut worker = full_and_held(&server, &scope);
+    let held = prompt(1, ROOM);
+    worker.connection().free_lookup_locks(&scope.scheduler_key(&held, range(10..ROOM as u64), "held")).unwrap();
+    assert_eq!(server.readings().leased_objects, 10);
+    assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM - 10);
+}
+
+#[test]
+fn a_retrieve_lets_go_at_its_end() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("leases/retrieved");
+    let mut worker = full_and_held(&server, &scope);
+    let held = prompt(1, ROOM);
+    let key = scope.worker_key(0, &held, range(0..ROOM as u64), "held");
+    assert!(worker.connection().prepare_retrieve(&key, InstanceId(1)).unwrap().success);
+    // While the worker reads, neither the end of its session nor a forced clear gives its memory to anybody.
+    worker.connection().end_session("held").unwrap();
+    assert!(store(&mut worker, 2, 1).is_empty());
+    worker.connection().clear(true).unwrap();
+    assert!(store(&mut worker, 2, 1).is_empty());
+    assert!(worker.connection().commit_retrieve(&key, InstanceId(1)).unwrap());
+    assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM);
+    server.assert_sound();
+}
+
+#[test]
+fn the_last_worker_of_a_model_lets_go_when_it_is_dead() {
+    let server = TestServer::start(&["--worker-reap-timeout-seconds", "120", "--l1-read-ttl-seconds", "3000"]);
+    let scope = Scope::new("leases/dead");
+    let mut dead = full_and_held(&server, &scope);
+    assert!(dead.connection().ping(Some(InstanceId(1))).unwrap());
+    server.pass(Duration::from_secs(119));
+    assert_eq!(server.readings().leased_objects, ROOM as u64);
+    server.pass(Duration::from_secs(2));
+    assert_eq!(server.readings().leased_objects, 0);
+    let mut other = worker(&server, 2, &Scope::new("leases/living"));
+    assert_eq!(store(&mut other, 3, ROOM).len(), ROOM);
+}
+
+#[test]
+fn the_last_worker_of_a_model_lets_go_when_it_leaves() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("leases/left");
+    let leaving = full_and_held(&server, &scope);
+    leaving.close().unwrap();
+    assert_eq!(server.readings().leased_objects, 0);
+}
+
+#[test]
+fn a_scheduler_that_fell_silent_lets_go() {
+    let server = TestServer::start(&["--worker-reap-timeout-seconds", "120", "--l1-read-ttl-seconds", "3000"]);
+    let scope = Scope::new("leases/scheduler");
+    let mut worker = worker(&server, 1, &scope);
+    store(&mut worker, 1, 2);
+    let (mut silent, mut alive) = (server.connect(), server.connect());
+    let held = prompt(1, 2);
+    for (scheduler, request) in [(&mut silent, "silent"), (&mut alive, "alive")] {
+        assert!(scheduler.ping(None).unwrap());
+        assert_eq!(scheduler.lookup_hits(&scope.scheduler_key(&held, range(0..2), request)).unwrap(), 2);
+    }
+    server.pass(Duration::from_secs(60));
+    assert!(alive.ping(None).unwrap());
+    assert!(worker.connection().ping(Some(InstanceId(1))).unwrap());
+    server.pass(Duration::from_secs(61));
+    // The other one's lookup is still served.
+    assert_eq!(server.readings().sessions, 1);
+    assert_eq!(server.readings().leased_objects, 2);
+    let read = worker.retrieve(&held, range(0..2), "alive", |_, _| {}).unwrap();
+    assert_eq!(read.unwrap().chunks, 2);
+    assert_eq!(server.readings().leased_objects, 0);
+}
+
+#[test]
+fn a_lookup_that_nobody_reads_lets_go_after_the_read_ttl() {
+    let server = TestServer::start(&["--l1-read-ttl-seconds", "300", "--worker-reap-timeout-seconds", "0"]);
+    let scope = Scope::new("leases/unread");
+    let mut worker = full_and_held(&server, &scope);
+    server.pass(Duration::from_secs(299));
+    assert_eq!(server.readings().leased_objects, ROOM as u64);
+    server.pass(Duration::from_secs(2));
+    assert_eq!(server.readings().leased_objects, 0);
+    assert_eq!(store(&mut worker, 3, 1), [0]);
+}
+
+#[test]
+fn a_pass_of_the_background_brings_the_use_down_from_the_watermark() {
+    let server = TestServer::start(&["--eviction-trigger-watermark", "0.5", "--eviction-ratio", "0.25"]);
+    let scope = Scope::new("leases/watermark");
+    let mut worker = worker(&server, 1, &scope);
+    store(&mut worker, 1, ROOM / 2 - 1);
+    server.engine().housekeep();
+    assert_eq!(resident(&mut worker, 1, ROOM / 2 - 1), ROOM as u64 / 2 - 1);
+    assert_eq!(worker.lookup(&prompt(1, 4), "held").unwrap(), 4);
+    store(&mut worker, 2, ROOM / 2 - 4);
+    server.engine().housekeep();
+    // A quarter of the 59 MiB in use, from the end of the older prompt; more if the server's own pass came between.
+    let left = resident(&mut worker, 1, ROOM / 2 - 1);
+    assert!((4..=ROOM as u64 / 2 - 1 - 15).contains(&left), "{left}");
+    assert_eq!(server.readings().leased_objects, 4);
+    assert!(server.readings().used_bytes < 45 << 20);
+}

@@ -1,0 +1,72 @@
+//! A server that came back faster than a heartbeat: its workers learn that they must register again.
+
+use std::time::Duration;
+
+use kvtier_client::{InstanceId, Scope};
+
+use crate::support::{TestServer, bytes, prompt, range};
+
+const UNKNOWN: Option<InstanceId> = Some(InstanceId(5));
+
+#[test]
+fn the_first_ping_of_an_unknown_worker_says_no_and_the_next_yes() {
+    let server = TestServer::start(&[]);
+    let mut worker = server.connect();
+    // "No" makes the client unhealthy, the "yes" behind it makes it register; "no" again would only keep it waiting.
+    assert_eq!([worker.ping(UNKNOWN).unwrap(), worker.ping(UNKNOWN).unwrap()], [false, true]);
+    // One that does not register after that is told again.
+    assert!(!worker.ping(UNKNOWN).unwrap());
+    // Each worker is told by itself, and schedulers and probes have nothing to register.
+    assert!(!worker.ping(Some(InstanceId(6))).unwrap());
+    assert!(worker.ping(None).unwrap());
+}
+
+#[test]
+fn a_worker_that_registers_again_is_served() {
+    let scope = Scope::new("restart/registered");
+    let prompt = prompt(1, 1);
+    let server = TestServer::start(&[]);
+    let mut worker = server.connect();
+    assert!(!worker.ping(UNKNOWN).unwrap());
+    assert!(worker.ping(UNKNOWN).unwrap());
+    let mut worker = server.engine_driven(5, &scope);
+    let len = worker.chunk_bytes();
+    assert!(worker.connection().ping(UNKNOWN).unwrap());
+    assert_eq!(worker.store(&prompt, range(0..1), "r", |_| bytes(1, 0, len)).unwrap().chunks, [0]);
+    assert_eq!(worker.lookup(&prompt, "r").unwrap(), 1);
+}
+
+#[test]
+fn a_worker_that_left_is_unknown_again() {
+    let scope = Scope::new("restart/left");
+    let server = TestServer::start(&[]);
+    let mut connection = server.engine_driven(5, &scope).close().unwrap();
+    assert!(!connection.ping(UNKNOWN).unwrap());
+    assert!(connection.ping(UNKNOWN).unwrap());
+}
+
+#[test]
+fn a_worker_that_was_taken_for_dead_is_told_so() {
+    let scope = Scope::new("restart/reaped");
+    let server = TestServer::start(&["--worker-reap-timeout-seconds", "120"]);
+    let mut worker = server.engine_driven(5, &scope);
+    assert!(worker.connection().ping(UNKNOWN).unwrap());
+    server.pass(Duration::from_secs(119));
+    assert_eq!(server.readings().instances, 1);
+    assert!(worker.connection().ping(UNKNOWN).unwrap());
+    server.pass(Duration::from_secs(121));
+    assert_eq!(server.readings().instances, 0);
+    assert!(!worker.connection().ping(UNKNOWN).unwrap());
+    assert!(worker.connection().ping(UNKNOWN).unwrap());
+}
+
+#[test]
+fn a_worker_that_never_pinged_is_granted_longer() {
+    let scope = Scope::new("restart/quiet");
+    let server = TestServer::start(&["--worker-registration-grace-seconds", "3600"]);
+    let _worker = server.engine_driven(5, &scope);
+    server.pass(Duration::from_secs(3590));
+    assert_eq!(server.readings().instances, 1);
+    server.pass(Duration::from_secs(20));
+    assert_eq!(server.readings().instances, 0);
+}

@@ -1,0 +1,258 @@
+//! Requests and their lookups: reused ids, tenants, layouts, readers, and what a lookup lets a worker read.
+
+use kvtier_client::{EngineDrivenWorker, InstanceId, Scope};
+
+use crate::support::{TestServer, bytes, engine_driven, prompt, range};
+
+/// What `request` retrieves of the chunks; none for a miss.
+fn retrieve(
+    worker: &mut EngineDrivenWorker,
+    prompt: &kvtier_client::Prompt,
+    chunks: std::ops::Range<u64>,
+    request: &str,
+) -> Option<Vec<Vec<u8>>> {
+    let mut got = Vec::new();
+    let take = |_, bytes: &[u8]| got.push(bytes.to_vec());
+    worker.retrieve(prompt, range(chunks), request, take).unwrap().map(|_| got)
+}
+
+#[test]
+fn a_reused_request_id_never_stores_under_the_hashes_of_other_tokens() {
+    let scope = Scope::new("sessions/reused");
+    let server = TestServer::start(&[]);
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let (first, second) = (prompt(1, 2), prompt(2, 2));
+    // The same id without an end in between, as an engine does that aborts a request before it loads.
+    worker.store(&first, range(0..2), "same", |chunk| bytes(1, chunk, len)).unwrap();
+    worker.store(&second, range(0..2), "same", |chunk| bytes(2, chunk, len)).unwrap();
+    for (seed, prompt) in [(1, &first), (2, &second)] {
+        let request = format!("read {seed}");
+        assert_eq!(worker.lookup(prompt, &request).unwrap(), 2);
+        let expected: Vec<_> = (0..2).map(|chunk| bytes(seed, chunk, len)).collect();
+        assert_eq!(retrieve(&mut worker, prompt, 0..2, &request), Some(expected));
+    }
+}
+
+#[test]
+fn a_lookup_lets_nobody_read_other_tokens_under_its_request_id() {
+    let scope = Scope::new("sessions/other_tokens");
+    let server = TestServer::start(&[]);
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let (first, second) = (prompt(1, 1), prompt(2, 1));
+    worker.store(&first, range(0..1), "s", |_| bytes(1, 0, len)).unwrap();
+    worker.store(&second, range(0..1), "s", |_| bytes(2, 0, len)).unwrap();
+    assert_eq!(worker.lookup(&first, "r").unwrap(), 1);
+    assert_eq!(retrieve(&mut worker, &second, 0..1, "r"), None);
+    assert_eq!(retrieve(&mut worker, &first, 0..1, "r"), Some(vec![bytes(1, 0, len)]));
+}
+
+#[test]
+fn a_store_that_was_answered_is_seen_by_every_connection() {
+    let scope = Scope::new("sessions/visible");
+    let server = TestServer::start(&[]);
+    let mut worker = server.engine_driven(1, &scope);
+    let mut pages = server.lmcache_driven(2, &Scope::new("sessions/visible/pages"));
+    let len = worker.chunk_bytes();
+    let mut others: Vec<_> = (0..4).map(|_| server.connect()).collect();
+    for round in 0..50 {
+        let prompt = prompt(round, 1);
+        let request = format!("r{round}");
+        worker.store(&prompt, range(0..1), &request, |_| bytes(1, 0, len)).unwrap();
+        assert!(pages.store(&prompt, range(0..1), &request, &[1, 2, 3, 4]).unwrap());
+        for (number, other) in others.iter_mut().enumerate() {
+            for scope in [&scope, &pages.spec().scope.clone()] {
+                let request = format!("{request} {number} {}", scope.model_name);
+                assert_eq!(other.lookup_hits(&scope.scheduler_key(&prompt, range(0..1), &request)).unwrap(), 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn tenants_with_equal_prompts_share_nothing() {
+    let model = "sessions/tenants";
+    let server = TestServer::start(&[]);
+    let mut tenants: Vec<_> = ["", "alice", "bob"]
+        .into_iter()
+        .zip(1..)
+        .map(|(salt, instance)| server.engine_driven(instance, &Scope::new(model).with_salt(salt)))
+        .collect();
+    let prompt = prompt(1, 2);
+    let len = tenants[0].chunk_bytes();
+    for (number, stored) in (0..).zip(0..3) {
+        for tenant in &mut tenants[stored..] {
+            assert_eq!(tenant.lookup(&prompt, "same").unwrap(), 0);
+        }
+        let sent = tenants[stored].store(&prompt, range(0..2), "same", |chunk| bytes(number, chunk, len)).unwrap();
+        assert_eq!(sent.chunks, [0, 1]);
+    }
+    for (number, tenant) in (0..).zip(&mut tenants) {
+        assert_eq!(tenant.lookup(&prompt, "same").unwrap(), 2);
+        let own: Vec<_> = (0..2).map(|chunk| bytes(number, chunk, len)).collect();
+        assert_eq!(retrieve(tenant, &prompt, 0..2, "same"), Some(own));
+    }
+}
+
+#[test]
+fn equal_request_ids_of_two_tenants_do_not_meet() {
+    let server = TestServer::start(&[]);
+    let alice = Scope::new("sessions/ids").with_salt("alice");
+    let bob = Scope::new("sessions/ids").with_salt("bob");
+    let (mut of_alice, mut of_bob) = (server.engine_driven(1, &alice), server.engine_driven(2, &bob));
+    let len = of_alice.chunk_bytes();
+    let prompt = prompt(1, 2);
+    of_alice.store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len)).unwrap();
+    of_bob.store(&prompt, range(0..1), "s", |chunk| bytes(2, chunk, len)).unwrap();
+
+    // Both look up before either asks.
+    of_alice.connection().lookup(&alice.scheduler_key(&prompt, range(0..2), "0")).unwrap();
+    of_bob.connection().lookup(&bob.scheduler_key(&prompt, range(0..2), "0")).unwrap();
+    assert_eq!(of_bob.connection().query_prefetch_status("0").unwrap(), Some(1));
+    assert_eq!(of_alice.connection().query_prefetch_status("0").unwrap(), Some(2));
+    // Bob frees and ends; what alice found stays hers.
+    of_bob.connection().free_lookup_locks(&bob.scheduler_key(&prompt, range(0..2), "0")).unwrap();
+    of_bob.connection().end_session("0").unwrap();
+    assert_eq!(server.readings().leased_objects, 2);
+    assert!(retrieve(&mut of_alice, &prompt, 0..2, "0").is_some());
+}
+
+#[test]
+fn a_lookup_that_finds_nothing_to_ask_for_takes_nothing_of_an_equal_id() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/nothing");
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let prompt = prompt(1, 1);
+    worker.store(&prompt, range(0..1), "s", |_| bytes(1, 0, len)).unwrap();
+    let (mut scheduler, mut stranger) = (server.connect(), server.connect());
+    scheduler.lookup(&scope.scheduler_key(&prompt, range(0..1), "0")).unwrap();
+    // Another engine, with the same id: a model without workers, and a prompt shorter than a chunk.
+    let strange = [(Scope::new("sessions/nobody"), range(0..1)), (scope.clone().with_salt("x"), 0..3)];
+    for (scope, tokens) in strange {
+        assert_eq!(stranger.lookup_hits(&scope.scheduler_key(&prompt, tokens, "0")).unwrap(), 0);
+        stranger.end_session("0").unwrap();
+    }
+    assert_eq!(server.readings().leased_objects, 1);
+    assert_eq!(scheduler.query_prefetch_status("0").unwrap(), Some(1));
+    assert!(retrieve(&mut worker, &prompt, 0..1, "0").is_some());
+}
+
+#[test]
+fn the_result_of_a_replaced_lookup_is_gone_even_if_the_new_one_asks_for_nothing() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/replaced");
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let prompt = prompt(1, 2);
+    worker.store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len)).unwrap();
+    let connection = worker.connection();
+    connection.lookup(&scope.scheduler_key(&prompt, range(0..2), "r")).unwrap();
+    assert_eq!(connection.lookup_hits(&scope.scheduler_key(&prompt, 0..3, "r")).unwrap(), 0);
+    assert_eq!(server.readings().leased_objects, 0);
+}
+
+#[test]
+fn layouts_of_one_model_name_never_serve_each_other() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/layouts");
+    let prompt = prompt(1, 2);
+    let mut small = server.engine_driven(1, &scope);
+    let len = small.chunk_bytes();
+    small.store(&prompt, range(0..2), "a", |chunk| bytes(1, chunk, len)).unwrap();
+    assert_eq!(small.lookup(&prompt, "b").unwrap(), 2);
+
+    // As many bytes in another shape: a chunk of one would pass for one of the other.
+    let mut spec = engine_driven(2, &scope);
+    (spec.layers, spec.hidden) = (4, 32);
+    let mut other = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    assert_eq!(other.chunk_bytes(), len);
+    assert_eq!(retrieve(&mut other, &prompt, 0..2, "b"), None, "a lookup made for the other layout");
+    assert_eq!(other.lookup(&prompt, "c").unwrap(), 0);
+    assert_eq!(other.store(&prompt, range(0..2), "c", |chunk| bytes(2, chunk, len)).unwrap().chunks, [0, 1]);
+    assert_eq!(other.lookup(&prompt, "d").unwrap(), 2);
+    let expected: Vec<_> = (0..2).map(|chunk| bytes(2, chunk, len)).collect();
+    assert_eq!(retrieve(&mut other, &prompt, 0..2, "d"), Some(expected));
+
+    // The first one is back: what it stored is still what it stored.
+    drop(other);
+    let mut small = server.engine_driven(3, &scope);
+    small.connection().unregister_engine_driven(InstanceId(2)).unwrap();
+    assert_eq!(small.lookup(&prompt, "e").unwrap(), 2);
+    let expected: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
+    assert_eq!(retrieve(&mut small, &prompt, 0..2, "e"), Some(expected));
+}
+
+#[test]
+fn objects_with_several_readers_stay_leased_to_the_last() {
+    let server = TestServer::start(&[]);
+    let mut scope = Scope::new("sessions/readers");
+    scope.num_kv_readers = 3;
+    let prompt = prompt(1, 2);
+    let mut readers: Vec<_> = (1..=3).map(|instance| server.engine_driven(instance, &scope)).collect();
+    let len = readers[0].chunk_bytes();
+    readers[0].store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len)).unwrap();
+    assert_eq!(readers[0].lookup(&prompt, "r").unwrap(), 2);
+    let expected: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
+    for (reader, left) in readers.iter_mut().zip([2, 2, 0]) {
+        assert_eq!(server.readings().leased_objects, 2);
+        assert_eq!(retrieve(reader, &prompt, 0..2, "r").as_ref(), Some(&expected));
+        assert_eq!(server.readings().leased_objects, left);
+    }
+}
+
+#[test]
+fn freeing_a_part_leaves_the_rest_to_be_retrieved() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/freed");
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let prompt = prompt(1, 4);
+    worker.store(&prompt, range(0..4), "s", |chunk| bytes(1, chunk, len)).unwrap();
+    assert_eq!(worker.lookup(&prompt, "r").unwrap(), 4);
+    assert_eq!(server.readings().leased_objects, 4);
+    // What the engine has in its own cache, which need not end with a chunk: the rest of that chunk is needed.
+    worker.connection().free_lookup_locks(&scope.scheduler_key(&prompt, 0..37, "r")).unwrap();
+    assert_eq!(server.readings().leased_objects, 2);
+    assert_eq!(retrieve(&mut worker, &prompt, 1..4, "r"), None, "freed chunks are not served");
+    let expected: Vec<_> = (2..4).map(|chunk| bytes(1, chunk, len)).collect();
+    assert_eq!(retrieve(&mut worker, &prompt, 2..4, "r"), Some(expected));
+    assert_eq!(server.readings().leased_objects, 0);
+}
+
+#[test]
+fn a_result_is_told_once_and_waits_for_whoever_asks() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/once");
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let prompt = prompt(1, 1);
+    worker.store(&prompt, range(0..1), "s", |_| bytes(1, 0, len)).unwrap();
+    worker.connection().lookup(&scope.scheduler_key(&prompt, range(0..1), "r")).unwrap();
+    // The scheduler's socket was replaced meanwhile.
+    let mut scheduler = server.connect();
+    assert_eq!(scheduler.wait_prefetch_status("r", std::time::Duration::from_secs(1)).unwrap(), Some(1));
+    assert_eq!(scheduler.query_prefetch_status("r").unwrap(), Some(0));
+}
+
+#[test]
+fn a_retrieve_behind_the_hit_is_a_miss_for_any_number_of_readers() {
+    let server = TestServer::start(&[]);
+    for readers in [1, 3] {
+        let mut scope = Scope::new(format!("sessions/behind/{readers}"));
+        scope.num_kv_readers = readers;
+        let mut worker = server.engine_driven(readers, &scope);
+        let len = worker.chunk_bytes();
+        let prompt = prompt(1, 4);
+        worker.store(&prompt, range(0..1), "s", |chunk| bytes(1, chunk, len)).unwrap();
+        for (request, stored) in [("hit", 1), ("miss", 0)] {
+            assert_eq!(worker.lookup(&prompt, request).unwrap(), stored);
+            assert_eq!(retrieve(&mut worker, &prompt, 2..4, request), None);
+            assert_eq!(retrieve(&mut worker, &prompt, 0..0, request), None);
+            worker.connection().end_session(request).unwrap();
+            worker.connection().clear(false).unwrap();
+        }
+        server.assert_sound();
+    }
+}
