@@ -204,9 +204,13 @@ fn spawn_housekeeping(
     stop: &Arc<AtomicBool>,
 ) -> Result<JoinHandle<()>, StartError> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
+    let state = Arc::clone(health);
     spawn_background("housekeeping", health, move || {
         while !stop.load(Ordering::Acquire) {
             engine.housekeep();
+            if engine.lost_memory() {
+                state.poison("L1 memory (pages were lost)");
+            }
             std::thread::park_timeout(crate::engine::HOUSEKEEPING_INTERVAL);
         }
     })

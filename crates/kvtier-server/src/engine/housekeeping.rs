@@ -130,8 +130,15 @@ impl Engine {
         }
     }
 
+    /// Whether pages of the arena were lost: somebody truncated the pool, or its file system is full.
+    pub fn lost_memory(&self) -> bool {
+        self.l1.arena.poisoned().is_some()
+    }
+
     /// Touches all of L1, so that no store pays for a page's first use.
     pub fn prefault(&self, stop: &std::sync::atomic::AtomicBool) {
+        // Requests come first. On Linux a nice value belongs to the thread; being refused one changes nothing.
+        let _ = rustix::process::nice(19);
         let result = self.l1.arena.prefault(stop, |progress| {
             self.prefaulted
                 .store(progress.done, std::sync::atomic::Ordering::Relaxed);

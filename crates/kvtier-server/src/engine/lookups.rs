@@ -61,8 +61,8 @@ struct Entry {
     unread: bool,
     /// Reads so far, by row and chunk; made at the first read of an object that has several readers.
     reads: Vec<u16>,
-    /// Chunks the scheduler has freed: no retrieve may have them any more.
-    freed: Vec<Range<usize>>,
+    /// Chunks of the hit that the scheduler has freed: no retrieve may have them any more. Made at the first free.
+    freed: Vec<bool>,
 }
 
 #[derive(Default)]
@@ -210,8 +210,8 @@ impl Lookups {
             && lookup.hashes.get(chunks.clone()) == hashes.get(chunks.clone())
             && !entry
                 .freed
-                .iter()
-                .any(|freed| freed.start < chunks.end && chunks.start < freed.end);
+                .get(chunks.clone())
+                .is_some_and(|freed| freed.contains(&true));
         if !covered {
             return None;
         }
@@ -276,7 +276,9 @@ impl Lookups {
         entry.unread = false;
         let rows = entry.lookup.rows.len();
         entry.lookup.lease.release_range(0..rows, chunks.clone());
-        entry.freed.push(chunks);
+        let hit = entry.lookup.hit_chunks;
+        entry.freed.resize(hit, false);
+        entry.freed[chunks.start.min(hit)..chunks.end.min(hit)].fill(true);
     }
 
     /// A request ended: gives its lookups, to be touched and dropped.

@@ -108,7 +108,7 @@ impl Engine {
         let mode = Mode::LmcacheDriven {
             memory,
             tensors: registration.tensors.clone(),
-            hints: registration.hints.clone(),
+            hints: registration.hints,
             groups: registration.groups.clone(),
         };
         let instance = Instance::new(

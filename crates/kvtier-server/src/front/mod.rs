@@ -256,7 +256,9 @@ impl Front {
             received,
         };
         let (pool, lane) = match resolved.spec.operation.lane() {
-            LaneKind::Inline => return self.server.run(job),
+            LaneKind::Inline => {
+                return self.server.answer(job).for_each(|reply| self.send(reply));
+            }
             LaneKind::Transfer => (&self.transfers, &connection.transfers),
             LaneKind::Control => (&self.control, &connection.control),
         };
@@ -265,7 +267,9 @@ impl Front {
                 operation = job.resolved.spec.operation.name(),
                 "a client has too many requests waiting"
             );
-            self.server.refuse(job, "lane_full");
+            self.server
+                .refuse(job, "lane_full")
+                .for_each(|reply| self.send(reply));
         }
     }
 

@@ -49,8 +49,15 @@ impl Job {
 }
 
 impl Server {
-    /// Serves a request and sends its answer. Whatever happens, there is one.
+    /// Serves a request and sends its answer through the outbox.
     pub fn run(&self, job: Job) {
+        for reply in self.answer(job) {
+            self.outbox.send(reply);
+        }
+    }
+
+    /// Serves a request. Whatever happens, there is an answer; a stream has two messages.
+    pub fn answer(&self, job: Job) -> impl Iterator<Item = Reply> + use<> {
         let operation = job.spec().operation;
         let answer = catch_unwind(AssertUnwindSafe(|| self.serve(&job))).unwrap_or_else(|_| {
             // The panic has been printed. State under a lock may be half changed, so the health says it for good.
@@ -58,13 +65,13 @@ impl Server {
             self.engine.metrics().handler_panics.inc();
             Answer::refusal(operation, job.spec().response, "panic")
         });
-        self.reply(job, answer);
+        self.replies(job, answer)
     }
 
     /// Answers with the operation's "no", without serving.
-    pub fn refuse(&self, job: Job, reason: &'static str) {
+    pub fn refuse(&self, job: Job, reason: &'static str) -> impl Iterator<Item = Reply> + use<> {
         let answer = Answer::refusal(job.spec().operation, job.spec().response, reason);
-        self.reply(job, answer);
+        self.replies(job, answer)
     }
 
     fn serve(&self, job: &Job) -> Answer {
@@ -102,39 +109,31 @@ impl Server {
         }
     }
 
-    fn reply(&self, job: Job, answer: Answer) {
+    fn replies(&self, job: Job, answer: Answer) -> impl Iterator<Item = Reply> + use<> {
         let operation = job.spec().operation.name();
         let metrics = self.engine.metrics();
         if let Some(reason) = answer.refused {
             metrics.refused(operation, reason);
         }
         metrics.answered(operation, job.received.elapsed());
-        let text = answer.error.filter(|_| job.takes_text);
-        let (op, payload) = match text {
+        let Job { peer, uid, op, .. } = job;
+        let (op, payload) = match answer.error.filter(|_| job.takes_text) {
             Some(text) => (error_frame(&text), None),
-            None => (job.op.clone(), answer.payload),
+            None => (op, answer.payload),
         };
-        if answer.ends_stream {
-            self.outbox.send(Reply {
-                peer: Arc::clone(&job.peer),
-                uid: job.uid.clone(),
-                op: op.clone(),
-                payload,
-            });
-            self.outbox.send(Reply {
-                peer: job.peer,
-                uid: job.uid,
-                op,
-                payload: None,
-            });
-        } else {
-            self.outbox.send(Reply {
-                peer: job.peer,
-                uid: job.uid,
-                op,
-                payload,
-            });
-        }
+        let end = answer.ends_stream.then(|| Reply {
+            peer: Arc::clone(&peer),
+            uid: uid.clone(),
+            op: op.clone(),
+            payload: None,
+        });
+        std::iter::once(Reply {
+            peer,
+            uid,
+            op,
+            payload,
+        })
+        .chain(end)
     }
 }
 
