@@ -1,7 +1,12 @@
 //! The kvtier command line. Each subcommand is a module; this file only tells them apart.
 
 mod bench;
+mod demo;
+mod get;
+mod ping;
 mod server;
+mod signals;
+mod status;
 
 use std::process::ExitCode;
 
@@ -21,12 +26,21 @@ enum Command {
     Server(server::ServerCommand),
     /// Load a server of the protocol (this one or LMCache's), check every byte, and print latencies.
     Bench(Box<bench::BenchArgs>),
+    /// Start a server here, talk to it as many engines of several tenants do, and check every byte.
+    Demo(demo::DemoArgs),
+    /// Tell how a server is: health, memory, workers, sessions.
+    Status(status::StatusArgs),
+    /// Measure the round trip to a server.
+    Ping(ping::PingArgs),
 }
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Server(command) => server::run(command),
         Command::Bench(args) => bench::run(*args),
+        Command::Demo(args) => demo::run(&args),
+        Command::Status(args) => status::run(&args),
+        Command::Ping(args) => ping::run(&args),
     };
     outcome.unwrap_or_else(|error| {
         eprintln!("error: {error:#}");

@@ -1,0 +1,243 @@
+//! One engine worker of either kind, as far as a conversation cares: look up, load, save.
+
+use std::time::{Duration, Instant};
+
+use kvtier_client::{
+    ClientError, Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenSpec,
+    LmcacheDrivenWorker, Prompt, Scope, Transport,
+};
+
+use super::pattern;
+
+/// Name of the model that all engines of the demo say they run.
+pub(super) const MODEL: &str = "kvtier/demo";
+
+/// Its KV: layers, heads, values in a head. In bfloat16 a chunk of 256 tokens has 512 KiB.
+const LAYERS: u64 = 4;
+const HEADS: u64 = 2;
+const HEAD_SIZE: u64 = 64;
+
+/// Bytes of one token's keys and values.
+pub(super) const TOKEN_BYTES: u64 = 2 * LAYERS * HEADS * HEAD_SIZE * 2;
+
+/// How an engine's bytes travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The engine copies, into and out of the server's shared pool.
+    Pool,
+    /// The engine sends and receives its chunks pickled.
+    Pickle,
+    /// The server copies, out of and into the engine's pages.
+    Pages,
+}
+
+impl Kind {
+    pub(super) const ALL: [Self; 3] = [Self::Pool, Self::Pickle, Self::Pages];
+
+    /// As the report calls it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Pool => "engine-driven, shared pool",
+            Self::Pickle => "engine-driven, pickled",
+            Self::Pages => "lmcache-driven",
+        }
+    }
+}
+
+enum Worker {
+    Copies(EngineDrivenWorker),
+    Paged(LmcacheDrivenWorker),
+}
+
+/// A registered worker of one tenant.
+pub(super) struct Engine {
+    worker: Worker,
+    /// Chunks on their way, one behind the other.
+    buffer: Vec<u8>,
+    /// What pages hold before a load, so that old bytes never pass for loaded ones.
+    blank: Vec<u8>,
+    saved: bool,
+}
+
+impl Engine {
+    /// Connects and registers. `longest` is the number of chunks of the longest prompt.
+    pub(super) fn start(
+        endpoint: &str,
+        kind: Kind,
+        instance: i64,
+        tenant: &str,
+        longest: usize,
+    ) -> Result<Self, ClientError> {
+        let connection = Connection::connect(endpoint)?;
+        let (instance, scope) = (InstanceId(instance), Scope::new(MODEL).with_salt(tenant));
+        let worker = match kind {
+            Kind::Pool | Kind::Pickle => {
+                let spec = EngineDrivenSpec {
+                    force_pickle: kind == Kind::Pickle,
+                    ..EngineDrivenSpec::new(instance, scope, LAYERS, HEADS * HEAD_SIZE)
+                };
+                Worker::Copies(EngineDrivenWorker::register(connection, spec)?)
+            }
+            Kind::Pages => {
+                let mut spec = LmcacheDrivenSpec::new(instance, scope, LAYERS, HEADS, HEAD_SIZE, 0);
+                let mut connection = connection;
+                let per_chunk = connection.get_chunk_size()? as u64 / spec.block_tokens;
+                // Block 0 is the null block.
+                spec.blocks = 1 + per_chunk * longest as u64;
+                Worker::Paged(LmcacheDrivenWorker::register(connection, spec)?)
+            }
+        };
+        let mut engine = Self {
+            worker,
+            buffer: Vec::new(),
+            blank: Vec::new(),
+            saved: false,
+        };
+        engine.blank = vec![0xA5; engine.chunk_bytes()];
+        Ok(engine)
+    }
+
+    /// How its bytes really travel: a server without a shared pool makes everybody pickle.
+    pub(super) fn kind(&self) -> Kind {
+        match &self.worker {
+            Worker::Copies(worker) if worker.transport() == Transport::SharedPool => Kind::Pool,
+            Worker::Copies(_) => Kind::Pickle,
+            Worker::Paged(_) => Kind::Pages,
+        }
+    }
+
+    /// Whether what hit can be loaded for sure. A server with a pool offers it to everybody, and learns from the first
+    /// chunk that comes pickled who cannot reach it; until then such an engine's loads are misses.
+    pub(super) fn can_load(&self) -> bool {
+        self.kind() != Kind::Pickle || self.saved
+    }
+
+    pub(super) fn chunk_bytes(&self) -> usize {
+        match &self.worker {
+            Worker::Copies(worker) => worker.chunk_bytes(),
+            Worker::Paged(worker) => worker.chunk_bytes(),
+        }
+    }
+
+    fn chunk_tokens(&self) -> u64 {
+        match &self.worker {
+            Worker::Copies(worker) => worker.chunk_tokens() as u64,
+            Worker::Paged(worker) => worker.chunk_tokens() as u64,
+        }
+    }
+
+    pub(super) fn connection(&mut self) -> &mut Connection {
+        match &mut self.worker {
+            Worker::Copies(worker) => worker.connection(),
+            Worker::Paged(worker) => worker.connection(),
+        }
+    }
+
+    /// Chunks of the prompt's longest cached prefix.
+    pub(super) fn lookup(&mut self, prompt: &Prompt, request: &str) -> Result<usize, ClientError> {
+        let chunks = match &mut self.worker {
+            Worker::Copies(worker) => worker.lookup(prompt, request)?,
+            Worker::Paged(worker) => worker.lookup(prompt, request)?,
+        };
+        Ok(chunks as usize)
+    }
+
+    /// Loads the first `chunks` chunks, which a lookup must have found. None is a miss; else the time it took, and the
+    /// bytes.
+    pub(super) fn load(
+        &mut self,
+        prompt: &Prompt,
+        request: &str,
+        chunks: usize,
+    ) -> Result<Option<(Duration, &[u8])>, ClientError> {
+        let range = 0..chunks as u64 * self.chunk_tokens();
+        self.buffer.clear();
+        let buffer = &mut self.buffer;
+        match &mut self.worker {
+            Worker::Copies(worker) => {
+                let began = Instant::now();
+                let loaded = worker.retrieve(prompt, range, request, |_, bytes| {
+                    buffer.extend_from_slice(bytes);
+                })?;
+                let took = began.elapsed();
+                Ok(loaded.map(|_| (took, &*self.buffer)))
+            }
+            Worker::Paged(worker) => {
+                let blocks = blocks(worker, 0..chunks);
+                let per_chunk = worker.blocks_per_chunk() as usize;
+                for blocks in blocks.chunks(per_chunk) {
+                    worker.write_chunk(blocks, &self.blank)?;
+                }
+                let began = Instant::now();
+                let loaded = worker.retrieve(prompt, range, request, &blocks, 0)?;
+                let took = began.elapsed();
+                if !loaded {
+                    return Ok(None);
+                }
+                let mut chunk = Vec::new();
+                for blocks in blocks.chunks(per_chunk) {
+                    worker.read_chunk(blocks, &mut chunk)?;
+                    buffer.extend_from_slice(&chunk);
+                }
+                Ok(Some((took, &*self.buffer)))
+            }
+        }
+    }
+
+    /// Saves the chunks from `first` on, with the bytes of their numbers. The time it took, and the bytes sent.
+    pub(super) fn save(
+        &mut self,
+        prompt: &Prompt,
+        request: &str,
+        first: usize,
+        numbers: &[u64],
+    ) -> Result<(Duration, u64), ClientError> {
+        let len = self.chunk_bytes();
+        let start = first as u64 * self.chunk_tokens();
+        let range = start..start + numbers.len() as u64 * self.chunk_tokens();
+        self.buffer.resize(numbers.len() * len, 0);
+        for (bytes, number) in self.buffer.chunks_exact_mut(len).zip(numbers) {
+            pattern::fill(*number, bytes);
+        }
+        self.saved = true;
+        let buffer = &self.buffer;
+        match &mut self.worker {
+            Worker::Copies(worker) => {
+                let began = Instant::now();
+                let stored = worker.store(prompt, range, request, |index| {
+                    &buffer[index as usize * len..][..len]
+                })?;
+                Ok((began.elapsed(), stored.bytes))
+            }
+            Worker::Paged(worker) => {
+                let blocks = blocks(worker, first..first + numbers.len());
+                let per_chunk = worker.blocks_per_chunk() as usize;
+                for (blocks, bytes) in blocks.chunks(per_chunk).zip(buffer.chunks_exact(len)) {
+                    worker.write_chunk(blocks, bytes)?;
+                }
+                let began = Instant::now();
+                if !worker.store(prompt, range, request, &blocks)? {
+                    return Err(ClientError::Refused {
+                        operation: kvtier_client::proto::operation::Operation::Store,
+                    });
+                }
+                Ok((began.elapsed(), buffer.len() as u64))
+            }
+        }
+    }
+
+    /// Unregisters.
+    pub(super) fn stop(self) -> Result<(), ClientError> {
+        match self.worker {
+            Worker::Copies(worker) => worker.close().map(drop),
+            Worker::Paged(worker) => worker.close().map(drop),
+        }
+    }
+}
+
+/// The blocks of a prompt's chunks, behind the null block.
+fn blocks(worker: &LmcacheDrivenWorker, chunks: std::ops::Range<usize>) -> Vec<i64> {
+    let per_chunk = worker.blocks_per_chunk();
+    let block = |chunk: usize| 1 + (chunk as u64 * per_chunk) as i64;
+    (block(chunks.start)..block(chunks.end)).collect()
+}

@@ -1,0 +1,267 @@
+//! The result: tables for people, JSON for programs.
+
+use std::io::Write as _;
+use std::time::{Duration, Instant};
+
+use comfy_table::{CellAlignment, Table, presets};
+use indicatif::HumanBytes;
+use kvtier_server::{Server, ServerConfig};
+use serde_json::{Value, json};
+
+use super::tally::{Counts, Faults, KindLatencies, Latencies};
+use super::workload::{Party, TENANTS};
+use super::{by_kind, take_counts};
+
+/// One of the two phases.
+pub(super) struct Phase {
+    name: &'static str,
+    pub(super) began: Instant,
+    took: Duration,
+    pub(super) rounds: u64,
+    counts: Counts,
+    pub(super) evicted_objects: u64,
+}
+
+impl Phase {
+    pub(super) fn begin(name: &'static str, server: &Server) -> Self {
+        Self {
+            name,
+            began: Instant::now(),
+            took: Duration::ZERO,
+            rounds: 0,
+            counts: Counts::default(),
+            evicted_objects: server.engine().readings().evicted_objects,
+        }
+    }
+
+    pub(super) fn elapsed(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// Takes over what the parties have counted since it began.
+    pub(super) fn end(&mut self, server: &Server, parties: &mut [Party]) {
+        self.took = self.began.elapsed();
+        self.counts = take_counts(parties);
+        self.evicted_objects = server.engine().readings().evicted_objects - self.evicted_objects;
+    }
+
+    fn json(&self) -> Value {
+        let mut value = counts_json(&self.counts);
+        value["name"] = self.name.into();
+        value["seconds"] = self.took.as_secs_f64().into();
+        value["rounds"] = self.rounds.into();
+        value["evicted_objects"] = self.evicted_objects.into();
+        value
+    }
+}
+
+fn counts_json(counts: &Counts) -> Value {
+    json!({
+        "requests": counts.requests,
+        "asked_tokens": counts.asked_tokens,
+        "hit_tokens": counts.hit_tokens,
+        "hit_rate": counts.hit_rate(),
+        "stored_bytes": counts.stored_bytes,
+        "retrieved_bytes": counts.retrieved_bytes,
+        "verified_chunks": counts.verified_chunks,
+        "foreign_lookups": counts.foreign_lookups,
+        "foreign_loads": counts.foreign_loads,
+    })
+}
+
+/// Everything the demo found out.
+pub(super) struct Report {
+    seed: u64,
+    chunk_tokens: u32,
+    chunk_bytes: u64,
+    l1_bytes: u64,
+    took: Duration,
+    pub(super) phases: Vec<Phase>,
+    pub(super) latencies: Vec<KindLatencies>,
+    pub(super) faults: Faults,
+    pub(super) interrupted: bool,
+    pub(super) ok: bool,
+}
+
+impl Report {
+    pub(super) fn new(seed: u64, config: &ServerConfig, chunk_bytes: u64) -> Self {
+        Self {
+            seed,
+            chunk_tokens: config.chunk_size,
+            chunk_bytes,
+            l1_bytes: config.l1_bytes,
+            took: Duration::ZERO,
+            phases: Vec::new(),
+            latencies: Vec::new(),
+            faults: Faults::default(),
+            interrupted: false,
+            ok: false,
+        }
+    }
+
+    /// Nothing more will be added.
+    pub(super) fn close(&mut self, took: Duration, interrupted: bool) {
+        self.took = took;
+        self.latencies = by_kind(&self.latencies);
+        self.interrupted = interrupted;
+        self.ok = self.faults.count == 0 && !interrupted;
+    }
+
+    fn total(&self) -> Counts {
+        let mut total = Counts::default();
+        for phase in &self.phases {
+            total.add(&phase.counts);
+        }
+        total
+    }
+
+    /// To stdout.
+    pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
+        let mut out = std::io::stdout().lock();
+        if json {
+            writeln!(out, "{}", serde_json::to_string_pretty(&self.json())?)?;
+            return Ok(());
+        }
+        writeln!(out, "{}\n\n{}\n", self.phase_table(), self.latency_table())?;
+        let total = self.total();
+        writeln!(
+            out,
+            "{} chunks of {} came back and were compared; tenants looked {} times for each other's prompts and tried \
+             {} times to load from them.",
+            total.verified_chunks,
+            HumanBytes(self.chunk_bytes),
+            total.foreign_lookups,
+            total.foreign_loads,
+        )?;
+        for fault in &self.faults.told {
+            writeln!(out, "WRONG: {fault}")?;
+        }
+        let verdict = match (self.faults.count, self.interrupted) {
+            (0, false) => "All of it was right.".to_owned(),
+            (0, true) => "Interrupted; until then all was right.".to_owned(),
+            (faults, _) => format!("{faults} things were wrong."),
+        };
+        writeln!(
+            out,
+            "{verdict} ({:.1} s, seed {})",
+            self.took.as_secs_f64(),
+            self.seed
+        )?;
+        Ok(())
+    }
+
+    fn json(&self) -> Value {
+        let phases: Vec<_> = self.phases.iter().map(Phase::json).collect();
+        let latencies: Vec<_> = self
+            .latencies
+            .iter()
+            .map(|kind| {
+                json!({
+                    "engine": kind.kind.name(),
+                    "lookup": latency_json(&kind.lookup),
+                    "store": latency_json(&kind.store),
+                    "retrieve": latency_json(&kind.retrieve),
+                })
+            })
+            .collect();
+        json!({
+            "ok": self.ok,
+            "interrupted": self.interrupted,
+            "version": env!("CARGO_PKG_VERSION"),
+            "seed": self.seed,
+            "seconds": self.took.as_secs_f64(),
+            "tenants": TENANTS.len(),
+            "chunk_tokens": self.chunk_tokens,
+            "chunk_bytes": self.chunk_bytes,
+            "l1_bytes": self.l1_bytes,
+            "total": counts_json(&self.total()),
+            "phases": phases,
+            "latency_us": latencies,
+            "faults": { "count": self.faults.count, "first": self.faults.told },
+        })
+    }
+
+    fn phase_table(&self) -> Table {
+        let mut table = table(&[
+            "phase",
+            "requests",
+            "tokens asked",
+            "hit rate",
+            "stored",
+            "retrieved",
+            "evicted",
+        ]);
+        for phase in &self.phases {
+            let counts = &phase.counts;
+            table.add_row([
+                phase.name.to_owned(),
+                counts.requests.to_string(),
+                counts.asked_tokens.to_string(),
+                format!("{:.1} %", 100.0 * counts.hit_rate()),
+                HumanBytes(counts.stored_bytes).to_string(),
+                HumanBytes(counts.retrieved_bytes).to_string(),
+                HumanBytes(phase.evicted_objects * self.chunk_bytes).to_string(),
+            ]);
+        }
+        table
+    }
+
+    fn latency_table(&self) -> Table {
+        let mut table = table(&["engines", "request", "count", "p50", "p99", "max"]);
+        for kind in &self.latencies {
+            for (operation, latencies) in [
+                ("lookup", &kind.lookup),
+                ("store", &kind.store),
+                ("retrieve", &kind.retrieve),
+            ] {
+                let micros = |nanos: u64| time(nanos as f64 / 1000.0);
+                let name = if operation == "lookup" {
+                    kind.kind.name()
+                } else {
+                    ""
+                };
+                table.add_row([
+                    name.to_owned(),
+                    operation.to_owned(),
+                    latencies.len().to_string(),
+                    micros(latencies.value_at_quantile(0.5)),
+                    micros(latencies.value_at_quantile(0.99)),
+                    micros(latencies.max()),
+                ]);
+            }
+        }
+        table
+    }
+}
+
+fn latency_json(latencies: &Latencies) -> Value {
+    let micros = |nanos: u64| nanos as f64 / 1000.0;
+    json!({
+        "count": latencies.len(),
+        "p50": micros(latencies.value_at_quantile(0.5)),
+        "p99": micros(latencies.value_at_quantile(0.99)),
+        "max": micros(latencies.max()),
+    })
+}
+
+fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table
+        .load_style(presets::UTF8_BORDERS_ONLY)
+        .set_header(header.iter().copied());
+    for (column, name) in table.column_iter_mut().zip(header) {
+        if !matches!(*name, "phase" | "engines" | "request") {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
+}
+
+/// Microseconds for people.
+fn time(micros: f64) -> String {
+    match micros {
+        m if m < 1000.0 => format!("{m:.0} us"),
+        m if m < 1_000_000.0 => format!("{:.2} ms", m / 1e3),
+        m => format!("{:.2} s", m / 1e6),
+    }
+}

@@ -1,0 +1,48 @@
+//! HTTP GET for `status` and `ping`.
+
+use std::time::Duration;
+
+use anyhow::Context as _;
+
+/// Largest body that is read, bytes; a status with thousands of workers is far smaller.
+const BODY_LIMIT: u64 = 64 << 20;
+
+/// Status code and body of `GET base + path`. Any status is an answer; no answer is an error of one line.
+pub(crate) fn get(base: &str, path: &str, timeout: Duration) -> anyhow::Result<(u16, String)> {
+    let url = format!("{}{path}", base.trim_end_matches('/'));
+    let agent: ureq::Agent = ureq::Agent::config_builder()
+        .timeout_global(Some(timeout))
+        .http_status_as_error(false)
+        // A proxy would answer for the server.
+        .proxy(None)
+        .build()
+        .into();
+    let mut answer = agent
+        .get(&url)
+        .call()
+        .with_context(|| format!("nothing answers at {url}"))?;
+    let body = answer
+        .body_mut()
+        .with_config()
+        .limit(BODY_LIMIT)
+        .read_to_string()
+        .with_context(|| format!("the answer of {url} cannot be read"))?;
+    Ok((answer.status().as_u16(), body))
+}
+
+/// Address of an HTTP API on the command line.
+pub(crate) fn http_url(text: &str) -> Result<String, String> {
+    if text.starts_with("http://") {
+        Ok(text.to_owned())
+    } else {
+        Err("give http://host:port".to_owned())
+    }
+}
+
+/// Seconds on the command line: above 0, at most an hour.
+pub(crate) fn patience(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if seconds > 0.0 && seconds <= 3600.0 => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("give seconds above 0 and at most 3600".to_owned()),
+    }
+}

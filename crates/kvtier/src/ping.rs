@@ -1,0 +1,116 @@
+//! `kvtier ping`: is a server there, and how far away?
+
+use std::net::{TcpStream, ToSocketAddrs as _};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use clap::Args;
+use kvtier_client::{Connection, Options};
+
+use crate::get::{get, patience};
+
+/// Arguments of `kvtier ping`.
+#[derive(Debug, Args)]
+pub struct PingArgs {
+    /// The request socket (tcp://host:port, a ping of the protocol) or the HTTP API (http://host:port, its health)
+    #[arg(long, default_value = "tcp://127.0.0.1:5555", value_parser = url)]
+    url: String,
+    /// How many pings
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    count: u32,
+    /// Seconds to wait for each answer
+    #[arg(long, default_value = "3", value_parser = patience)]
+    timeout: Duration,
+}
+
+fn url(text: &str) -> Result<String, String> {
+    if ["tcp://", "ipc://", "http://"]
+        .iter()
+        .any(|scheme| text.starts_with(scheme))
+    {
+        Ok(text.to_owned())
+    } else {
+        Err("give tcp://host:port or http://host:port".to_owned())
+    }
+}
+
+/// Pings and prints the round trip time. Exit code 1, with one line, when nobody answers as they should.
+pub fn run(args: &PingArgs) -> anyhow::Result<ExitCode> {
+    let trips = if args.url.starts_with("http://") {
+        over_http(args)
+    } else {
+        over_requests(args)
+    };
+    match trips {
+        Ok(trips) => println!("{} {}", args.url, summary(&trips)),
+        Err(error) => {
+            eprintln!("kvtier ping: {error:#}");
+            return Ok(ExitCode::FAILURE);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn over_http(args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
+    (0..args.count)
+        .map(|_| {
+            let began = Instant::now();
+            let (status, body) = get(&args.url, "/healthcheck", args.timeout)?;
+            let took = began.elapsed();
+            anyhow::ensure!(
+                status == 200,
+                "{} answers, and is not healthy: status {status}, {}",
+                args.url,
+                body.trim()
+            );
+            Ok(took)
+        })
+        .collect()
+}
+
+fn over_requests(args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
+    // A plain connection first: it is refused at once where nobody listens, while ZMQ would go on trying.
+    if let Some(address) = args.url.strip_prefix("tcp://") {
+        let address = address
+            .to_socket_addrs()
+            .with_context(|| format!("--url: {:?} is no address", args.url))?
+            .find(|address| TcpStream::connect_timeout(address, args.timeout).is_ok());
+        anyhow::ensure!(address.is_some(), "nobody listens at {}", args.url);
+    }
+    let options = Options {
+        timeout: args.timeout,
+        ..Options::default()
+    };
+    let mut connection = Connection::connect_with(&args.url, options)?;
+    (0..args.count)
+        .map(|_| {
+            let began = Instant::now();
+            let alive = connection.ping(None)?;
+            let took = began.elapsed();
+            anyhow::ensure!(alive, "{} answers a ping with no", args.url);
+            Ok(took)
+        })
+        .collect()
+}
+
+/// The first trip pays for the connection, so it stands apart.
+fn summary(trips: &[Duration]) -> String {
+    let micros = |trip: &Duration| format!("{:.0} us", trip.as_secs_f64() * 1e6);
+    let Some((first, rest)) = trips.split_first() else {
+        return String::new();
+    };
+    let mut rest = rest.to_vec();
+    rest.sort_unstable();
+    match (rest.first(), rest.get(rest.len() / 2), rest.last()) {
+        (Some(least), Some(median), Some(most)) => format!(
+            "answers: round trip {} (best {}, worst {} of {}; first {})",
+            micros(median),
+            micros(least),
+            micros(most),
+            rest.len(),
+            micros(first)
+        ),
+        _ => format!("answers: round trip {} with the connection", micros(first)),
+    }
+}

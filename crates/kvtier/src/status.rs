@@ -1,0 +1,259 @@
+//! `kvtier status`: a server's `/status` for people.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::Args;
+use indicatif::{HumanBytes, HumanCount, HumanDuration};
+use serde_json::Value;
+
+use crate::get::{get, http_url, patience};
+
+/// Arguments of `kvtier status`.
+#[derive(Debug, Args)]
+pub struct StatusArgs {
+    /// The server's HTTP API
+    #[arg(long, default_value = "http://127.0.0.1:8080", value_parser = http_url)]
+    url: String,
+    /// Print what the server says as it is, JSON
+    #[arg(long)]
+    json: bool,
+    /// Seconds to wait for the answer
+    #[arg(long, default_value = "3", value_parser = patience)]
+    timeout: Duration,
+}
+
+/// Prints the status. Exit code 1, with one line on stderr, when the server is not healthy or not there.
+pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
+    match status(args) {
+        Ok(true) => Ok(ExitCode::SUCCESS),
+        Ok(false) => {
+            eprintln!(
+                "kvtier status: {} is not healthy: {}",
+                args.url,
+                reason(args)
+            );
+            Ok(ExitCode::FAILURE)
+        }
+        Err(error) => {
+            eprintln!("kvtier status: {error:#}");
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+/// Prints; says whether the server is healthy.
+fn status(args: &StatusArgs) -> anyhow::Result<bool> {
+    let (code, body) = get(&args.url, "/status", args.timeout)?;
+    let status: Value = serde_json::from_str(&body)
+        .ok()
+        .filter(Value::is_object)
+        .with_context(|| {
+            format!(
+                "{} answers /status with {code} and no JSON object",
+                args.url
+            )
+        })?;
+    if code != 200 {
+        let error = status["error"].as_str().unwrap_or(body.trim());
+        anyhow::bail!("{} has no status: {code}, {error}", args.url);
+    }
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&status)?);
+    } else {
+        print!("{}", summary(&args.url, &status));
+    }
+    Ok(status["is_healthy"].as_bool().unwrap_or(false))
+}
+
+/// Why it is not healthy, in the server's words.
+fn reason(args: &StatusArgs) -> String {
+    let told = get(&args.url, "/healthcheck", args.timeout)
+        .ok()
+        .and_then(|(_, body)| serde_json::from_str::<Value>(&body).ok())
+        .and_then(|body| body["reason"].as_str().map(str::to_owned));
+    told.unwrap_or_else(|| "its status says so".to_owned())
+}
+
+/// The lines. Whatever a server does not tell is left out, so LMCache's own server can be asked as well.
+fn summary(url: &str, status: &Value) -> String {
+    let mut out = String::new();
+    let health = match status["is_healthy"].as_bool() {
+        Some(true) => "healthy",
+        _ => "NOT HEALTHY",
+    };
+    let mut about = Vec::new();
+    if let Some(version) = status["version"].as_str() {
+        about.push(format!("version {version}"));
+    }
+    if let Some(name) = status["instance_id"].as_str() {
+        about.push(name.to_owned());
+    }
+    if let Some(seconds) = status["uptime_seconds"].as_u64() {
+        about.push(format!(
+            "up {}",
+            HumanDuration(Duration::from_secs(seconds))
+        ));
+    }
+    line(&mut out, "server", &format!("{url}: {health}"), &about);
+
+    let l1 = &status["storage_manager"]["l1_manager"];
+    let count = |value: &Value| HumanCount(value.as_u64().unwrap_or(0)).to_string();
+    if let (Some(used), Some(size)) = (
+        l1["memory_used_bytes"].as_u64(),
+        l1["memory_total_bytes"].as_u64(),
+    ) {
+        let share = 100.0 * used as f64 / size.max(1) as f64;
+        let mut more = vec![
+            format!("{} objects", count(&l1["total_object_count"])),
+            format!("{} leased", count(&l1["read_locked_count"])),
+            format!("{} being written", count(&l1["write_locked_count"])),
+        ];
+        if let Some(touched) = l1["prefaulted_bytes"]
+            .as_u64()
+            .filter(|touched| *touched < size)
+        {
+            more.push(format!("{} pre-faulted", HumanBytes(touched)));
+        }
+        let text = format!(
+            "{} of {} in use ({share:.1} %)",
+            HumanBytes(used),
+            HumanBytes(size)
+        );
+        line(&mut out, "L1", &text, &more);
+    }
+    let eviction = &status["storage_manager"]["l1_eviction_controller"];
+    if let Some(policy) = eviction["eviction_policy"].as_str() {
+        let mut more = Vec::new();
+        if let Some(watermark) = eviction["trigger_watermark"].as_f64() {
+            more.push(format!(
+                "in the background from {:.0} % on",
+                100.0 * watermark
+            ));
+        }
+        line(&mut out, "eviction", policy, &more);
+    }
+    if let Some(tokens) = status["chunk_size"].as_u64() {
+        let hash = status["hash_algorithm"].as_str().unwrap_or("unknown hash");
+        line(
+            &mut out,
+            "chunks",
+            &format!("{tokens} tokens"),
+            &[hash.to_owned()],
+        );
+    }
+    if let Some(sessions) = status["active_sessions"].as_u64() {
+        let mut more = Vec::new();
+        if let Some(transfers) = status["pending_transfers"].as_u64() {
+            more.push(format!("{transfers} transfers under way"));
+        }
+        if let Some(withheld) = status["withheld_transfers"]
+            .as_u64()
+            .filter(|count| *count > 0)
+        {
+            more.push(format!("{withheld} abandoned, memory withheld"));
+        }
+        line(&mut out, "sessions", &sessions.to_string(), &more);
+    }
+    let workers = workers(status);
+    line(&mut out, "workers", &workers.len().to_string(), &[]);
+    for worker in workers {
+        let _ = writeln!(out, "  {worker}");
+    }
+    out
+}
+
+fn line(out: &mut String, name: &str, text: &str, more: &[String]) {
+    let _ = write!(out, "{name:<9} {text}");
+    for part in more {
+        let _ = write!(out, ", {part}");
+    }
+    out.push('\n');
+}
+
+/// One line a registered worker: who it is and what its KV looks like.
+fn workers(status: &Value) -> Vec<String> {
+    let mut lines = Vec::new();
+    let all = |key: &str| status[key].as_object().into_iter().flatten();
+    let who = |id: &String, worker: &Value| {
+        format!(
+            "{id}: {}, world of {}",
+            worker["model_name"].as_str().unwrap_or("unknown model"),
+            worker["world_size"]
+        )
+    };
+    for (id, worker) in all("cache_context_meta") {
+        let layout = &worker["kv_cache_layout"];
+        lines.push(format!(
+            "{}, lmcache-driven, {} layers, {} blocks, {} bytes a token",
+            who(id, worker),
+            layout["num_layers"],
+            layout["num_blocks"],
+            layout["cache_size_per_token"]
+        ));
+        let groups = layout["kernel_groups"].as_array().into_iter().flatten();
+        for group in groups {
+            lines.push(format!(
+                "  group {}: {} layers, {} tokens a block, {}, {}",
+                group["kernel_group_idx"],
+                group["num_layers"],
+                group["tokens_per_block"],
+                group["dtype"].as_str().unwrap_or("unknown dtype"),
+                text(&group["engine_kv_shape"]),
+            ));
+        }
+    }
+    for (id, worker) in all("non_cuda_context_meta") {
+        lines.push(format!(
+            "{}, engine-driven, {} tokens a block{}",
+            who(id, worker),
+            worker["block_size"],
+            if worker["use_mla"] == Value::Bool(true) {
+                ", one plane"
+            } else {
+                ""
+            }
+        ));
+    }
+    lines
+}
+
+fn text(value: &Value) -> String {
+    value
+        .as_str()
+        .map_or_else(|| value.to_string(), str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_is_not_told_is_left_out() {
+        assert_eq!(
+            summary("u", &json!({})),
+            "server    u: NOT HEALTHY\nworkers   0\n"
+        );
+        let status = json!({
+            "is_healthy": true,
+            "chunk_size": 256,
+            "hash_algorithm": "blake3",
+            "storage_manager": { "l1_manager": {
+                "memory_used_bytes": 512 << 10, "memory_total_bytes": 1 << 20, "total_object_count": 1234,
+            } },
+            "non_cuda_context_meta": { "7": { "model_name": "m", "world_size": 2, "block_size": 16, "use_mla": true } },
+        });
+        let text = summary("u", &status);
+        assert!(
+            text.contains("512.00 KiB of 1.00 MiB in use (50.0 %), 1,234 objects, 0 leased"),
+            "{text}"
+        );
+        assert!(
+            text.contains("\n  7: m, world of 2, engine-driven, 16 tokens a block, one plane\n"),
+            "{text}"
+        );
+    }
+}
