@@ -19,12 +19,15 @@ SOON = 5.0  # seconds; a client without an answer waits 300
 
 @pytest.fixture
 def connect(serve):
-    """LMCache's request client without an adapter around it."""
+    """LMCache's request client without an adapter around it; says hello as every worker does."""
     context, clients = zmq.Context(), []
     context.setsockopt(zmq.LINGER, 0)
 
     def make(server):
         clients.append(RequestClientFactory.create(server.url, context=context))
+        # Tells the server which generation of clients this is, hence which answers it understands.
+        assert clients[-1].get_chunk_size().result(SOON) == server.chunk
+        assert isinstance(clients[-1].get_experimental().result(SOON), list)
         return clients[-1]
 
     yield make

@@ -98,15 +98,3 @@ def test_shm_pool_is_private_and_replaced(serve, engines):
     server.start()
     engine = engines(server)
     engine.store_prompt(tokens(32))
-
-
-def test_data_dies_with_the_engine_not_with_its_connection(serve, engines):
-    """An engine that vanishes without a word: its data stays, its pins go once its sessions are gone or timed out."""
-    server = serve()
-    first = engines(server, mq_timeout=2)
-    prompt = tokens(32)
-    first.store_prompt(prompt)
-    second = engines(server, seed=1)
-    assert second.hits(prompt) == 32
-    first.close()
-    assert second.hits(prompt) == 32

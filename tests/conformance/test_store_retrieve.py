@@ -7,6 +7,7 @@ import pytest
 import torch
 from kvrig.engine import Group, tokens
 from kvrig.layouts import BLOCK_TOKENS, NUM_BLOCKS, layout
+from kvrig.waiting import wait_until
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
 LAYOUTS = ["kv_first_nhd", "kv_first_hnd", "blocks_first_nhd", "fused_hnd", "fused_nhd", "mla"]
@@ -50,21 +51,28 @@ def test_what_was_stored_comes_back(server, engines, name):
     assert same(engine.worker.read(all_but(target)), rest)
 
 
-FP8 = pytest.param(torch.float8_e4m3fn, marks=pytest.mark.ours("torch has no fp8 copies on CPU"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8, FP8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
 def test_every_element_type(server, engines, dtype):
     """Bytes are bytes, whatever the element type is called."""
-    engine = engines(server, groups=[Group(layout("kv_first_nhd", dtype=dtype))])
-    prompt = tokens(32)
+    check_element_type(engines(server, groups=[Group(layout("kv_first_nhd", dtype=dtype))]))
+
+
+@pytest.mark.ours("torch has no fp8 copies on CPU")
+def test_fp8(serve, engines):
+    """The same for 8-bit floats where the server copies; in engine-driven modes the client's torch cannot."""
+    check_element_type(engines(serve(), groups=[Group(layout("kv_first_nhd", dtype=torch.float8_e4m3fn))]))
+
+
+def check_element_type(engine):
+    """Store, overwrite, load again."""
+    prompt, blocks = tokens(32), engine.blocks_for(32)
     engine.store_prompt(prompt)
     engine.wait_hit(prompt, 32)
-    stored = engine.worker.read(engine.blocks_for(32))
-    engine.worker.fill(engine.blocks_for(32))
+    stored = engine.worker.read(blocks)
+    engine.worker.fill(blocks)
     request, _ = engine.lookup(prompt)
-    assert engine.worker.retrieve(request, prompt, 0, 32, engine.blocks_for(32)).ok
-    assert same(engine.worker.read(engine.blocks_for(32)), stored)
+    assert engine.worker.retrieve(request, prompt, 0, 32, blocks).ok
+    assert same(engine.worker.read(blocks), stored)
     engine.end(request)
 
 
@@ -203,6 +211,18 @@ def test_clear_spares_what_a_lookup_pinned(server, engines):
     engine.end(request)
     assert engine.scheduler.reset_cache() is True
     assert engine.hits(prompt) == 0
+
+
+@pytest.mark.ours("what an ended session had pinned stays pinned for minutes")
+def test_end_of_session_gives_back_its_pins(server, engines):
+    """A request that is aborted between its hit and its retrieve: a clear then removes what it had pinned."""
+    engine = engines(server)
+    prompt = tokens(32)
+    engine.store_prompt(prompt)
+    request, hit = engine.lookup(prompt)
+    assert hit == 32
+    engine.end(request)
+    wait_until(lambda: engine.scheduler.reset_cache() and engine.hits(prompt) == 0, 10, "release of the pins")
 
 
 def test_retrieve_without_lookup_fails(server, engines):

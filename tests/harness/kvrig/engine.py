@@ -249,7 +249,9 @@ class Engine:
         wait_until(lambda: self.hits(prompt, salt) == tokens, self.deadline, f"hit of {tokens} tokens", interval=0.05)
 
     def close(self):
-        """Unregister and disconnect everything."""
+        """Unregister and disconnect everything; a second call does nothing."""
+        if self.context.closed:
+            return
         for worker in self.workers:
             worker.close()
         self.scheduler.shutdown()

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 MODES = {
     "lmcache_driven": ["--supported-transfer-mode", "lmcache_driven"],
     "engine_shm": ["--supported-transfer-mode", "engine_driven", "--shm-name", "{shm}", "--no-l1-use-lazy"],
-    "engine_pickle": ["--supported-transfer-mode", "engine_driven"],
+    "engine_pickle": ["--supported-transfer-mode", "engine_driven", "--shm-name", ""],
     "both": ["--supported-transfer-mode", "auto", "--shm-name", "{shm}", "--no-l1-use-lazy"],
 }
 
