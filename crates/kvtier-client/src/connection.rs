@@ -317,20 +317,15 @@ impl Connection {
     fn wait_frames(&self, left: Duration) -> zmq::Result<Option<Vec<zmq::Message>>> {
         let deadline = Instant::now() + left;
         let first = loop {
-            match self.socket.recv_msg(zmq::DONTWAIT) {
-                Ok(message) => break message,
-                Err(zmq::Error::EAGAIN) => {}
-                Err(zmq::Error::EINTR) => continue,
-                Err(error) => return Err(error),
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(None);
-            }
             // Rounded up, lest the last part of a millisecond be spent spinning.
-            let millis = left.as_millis().min(3_600_000) as i64 + 1;
-            match self.socket.poll(zmq::POLLIN, millis) {
-                Ok(_) | Err(zmq::Error::EINTR) => {}
+            let left = deadline.saturating_duration_since(Instant::now());
+            let millis = left.as_nanos().div_ceil(1_000_000).min(3_600_000);
+            self.socket.set_rcvtimeo(millis as i32)?;
+            match self.socket.recv_msg(0) {
+                Ok(message) => break message,
+                Err(zmq::Error::EINTR) => {}
+                Err(zmq::Error::EAGAIN) if deadline <= Instant::now() => return Ok(None),
+                Err(zmq::Error::EAGAIN) => {}
                 Err(error) => return Err(error),
             }
         };

@@ -1,4 +1,5 @@
 //! The connection against a server that follows a script.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod support;
 

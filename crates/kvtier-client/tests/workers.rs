@@ -1,4 +1,5 @@
 //! Both kinds of worker against a small cache behind a ROUTER: real pools, real segments, real pickles.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod support;
 

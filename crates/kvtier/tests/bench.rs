@@ -1,4 +1,5 @@
 //! `kvtier bench` as its user runs it, against `kvtier server`.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Output, Stdio};
