@@ -1,0 +1,141 @@
+//! The hot paths, for counting their instructions: `instructions SCENARIO ROUNDS`.
+//!
+//! Time is too noisy to gate on, instructions are not: `tests/instructions.sh` runs each scenario under callgrind with
+//! two numbers of rounds and holds the difference against the limits in `tests/instructions.tsv`. One round is one
+//! prompt of 128 chunks.
+
+use std::num::NonZeroUsize;
+use std::time::Duration;
+
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::{
+    Cache, CacheConfig, Extent, ExtentAllocator, LookupRow, ReserveRequest, Space,
+};
+use kvtier_core::hashing::{ChunkHasher, HashAlgorithm};
+use kvtier_core::prompt::PromptMemory;
+use kvtier_proto::key::TokenReader;
+use kvtier_proto::wire::write_tokens;
+
+const CHUNKS: usize = 128;
+const CHUNK: usize = 256;
+const OBJECT: u64 = 4096;
+const CAPACITY_PROMPTS: usize = 64;
+
+/// Equal pieces, last in first out.
+struct Pieces(Vec<u64>);
+
+impl ExtentAllocator for Pieces {
+    fn allocate(&mut self, bytes: u64) -> Option<Extent> {
+        self.0.pop().map(|offset| Extent { offset, len: bytes })
+    }
+
+    fn free(&mut self, extent: Extent) {
+        self.0.push(extent.offset);
+    }
+
+    fn capacity(&self) -> u64 {
+        (CAPACITY_PROMPTS * CHUNKS) as u64 * OBJECT
+    }
+
+    fn used(&self) -> u64 {
+        self.capacity() - self.0.len() as u64 * OBJECT
+    }
+}
+
+fn tokens(prompt: u32) -> Vec<u32> {
+    let start = prompt * 7919;
+    (0..(CHUNKS * CHUNK) as u32)
+        .map(|position| (start + position * 31) % 128_000)
+        .collect()
+}
+
+/// The array of a prompt's token ids as it stands in a payload, without its header.
+fn encoded(prompt: u32) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    write_tokens(&mut bytes, &tokens(prompt));
+    // An array of more than 15 and at most 65535 entries has a header of three bytes.
+    bytes.split_off(3)
+}
+
+fn main() {
+    let mut args = std::env::args().skip(1);
+    let scenario = args.next().expect("a scenario");
+    let rounds: u32 = args
+        .next()
+        .and_then(|rounds| rounds.parse().ok())
+        .expect("rounds");
+    let chunk = NonZeroUsize::new(CHUNK).expect("not 0");
+    let hasher = || ChunkHasher::new(HashAlgorithm::Blake3, chunk, "");
+    let count = CHUNKS * CHUNK;
+    let space = Space {
+        model_name: "meta-llama/Llama-3.1-8B-Instruct",
+        kv_rank: kvtier_core::kv_rank(1, 0),
+        object_group_id: 0,
+        layout: 0,
+        cache_salt: "tenant",
+    };
+    let pieces = (0..(CAPACITY_PROMPTS * CHUNKS) as u64)
+        .map(|piece| piece * OBJECT)
+        .collect();
+    let cache = Cache::new(Pieces(pieces), CacheConfig::default());
+    let now = Duration::from_secs(1);
+    let hashes = |round: u32| -> Vec<ChunkHash> {
+        let hash = |chunk: u32| {
+            *blake3::hash(&[round.to_le_bytes(), chunk.to_le_bytes()].concat()).as_bytes()
+        };
+        (0..CHUNKS as u32)
+            .map(|chunk| ChunkHash(hash(chunk)))
+            .collect()
+    };
+    let store = |hashes: &[ChunkHash]| {
+        let request = ReserveRequest {
+            space,
+            hashes,
+            len: OBJECT,
+        };
+        let reserved = cache.reserve(now, &[request]).expect("len is not 0");
+        assert_eq!(reserved.reservation.commit(now).inserted, CHUNKS);
+    };
+    match scenario.as_str() {
+        // All chunks resident: hold them and let go.
+        "lookup" => {
+            let prompt = hashes(0);
+            store(&prompt);
+            let rows = [LookupRow {
+                space,
+                window: None,
+            }];
+            for _ in 0..rounds {
+                assert_eq!(cache.lookup(now, &rows, &prompt).hit_chunks, CHUNKS);
+            }
+        }
+        // A full cache: each object evicts one.
+        "store" => {
+            let prompts: Vec<_> = (0..CAPACITY_PROMPTS as u32 + 64).map(hashes).collect();
+            let (fill, more) = prompts.split_at(CAPACITY_PROMPTS);
+            fill.iter().for_each(|prompt| store(prompt));
+            more.iter()
+                .take(rounds as usize)
+                .for_each(|prompt| store(prompt));
+        }
+        // A prompt seen before: neither decoded nor hashed.
+        "prompt-known" => {
+            let memory = PromptMemory::new(hasher(), 64 << 20);
+            let payload = encoded(0);
+            for _ in 0..=rounds {
+                let (prompt, used) = memory.reader().read(count, &payload).expect("good tokens");
+                assert_eq!((prompt.hashes.len(), used), (CHUNKS, payload.len()));
+            }
+        }
+        // A new prompt: decoded, hashed, remembered.
+        "prompt-new" => {
+            let memory = PromptMemory::new(hasher(), 64 << 20);
+            let payloads: Vec<_> = (0..64).map(encoded).collect();
+            for payload in payloads.iter().take(rounds as usize) {
+                let (prompt, _) = memory.reader().read(count, payload).expect("good tokens");
+                assert_eq!(prompt.hashes.len(), CHUNKS);
+            }
+        }
+        other => panic!("no scenario {other:?}; allowed: lookup, store, prompt-known, prompt-new"),
+    }
+}
