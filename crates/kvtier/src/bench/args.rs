@@ -63,6 +63,9 @@ pub(crate) struct LoadArgs {
     /// Chunks in one transfer request.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) chunks_per_request: u32,
+    /// Take neighbouring blocks, as a fresh engine has them, instead of blocks in random order.
+    #[arg(long)]
+    pub(crate) ordered_blocks: bool,
     /// Bytes that each transfer scenario stores in all; should fit into the server's memory.
     #[arg(long, default_value = "384MiB", value_parser = bytes)]
     pub(crate) volume: u64,

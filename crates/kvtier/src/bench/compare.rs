@@ -18,7 +18,7 @@ struct Figure {
     less: bool,
 }
 
-const FIGURES: [Figure; 8] = [
+const FIGURES: [Figure; 9] = [
     Figure {
         name: "p50",
         pick: |row| row.latency_us.map(|latency| latency.p50),
@@ -52,6 +52,12 @@ const FIGURES: [Figure; 8] = [
     Figure {
         name: "of memcpy",
         pick: |row| row.facts.get("of memcpy").copied(),
+        show: number,
+        less: false,
+    },
+    Figure {
+        name: "of memcpy in runs",
+        pick: |row| row.facts.get("of memcpy in runs").copied(),
         show: number,
         less: false,
     },

@@ -161,7 +161,8 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
     let mut store_wall = Duration::ZERO;
     let mut chunk = vec![0; size];
     let warm = [size * context.args.chunks_per_request as usize; 2];
-    let before = copies(warm, size);
+    let run = run_bytes(context, &worker);
+    let before = (copies(warm, size), copies(warm, run));
 
     for number in 0..warm_up + measured {
         if context.stopped() {
@@ -224,16 +225,21 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
         worker.connection().end_session(&request)?;
     }
     bar.finish_and_clear();
-    let after = copies(warm, size);
-    let memcpy = [0, 1].map(|way| f64::midpoint(before[way], after[way]));
-    report.add(with_copy(
-        stores.row("lmcache-driven store", store_wall),
-        memcpy[0],
-    ));
-    report.add(with_copy(
-        retrieves.row("lmcache-driven retrieve", retrieve_wall),
-        memcpy[1],
-    ));
+    let after = (copies(warm, size), copies(warm, run));
+    let memcpy = [0, 1].map(|way| f64::midpoint(before.0[way], after.0[way]));
+    let in_runs = [0, 1].map(|way| f64::midpoint(before.1[way], after.1[way]));
+    for (name, recorder, wall, way) in [
+        ("store", stores, store_wall, 0),
+        ("retrieve", retrieves, retrieve_wall, 1),
+    ] {
+        let row = recorder.row(format!("lmcache-driven {name}"), wall);
+        let of_runs = ratio(&row, in_runs[way]);
+        let row = with_copy(row, memcpy[way]).fact("run KiB", run as f64 / 1024.0);
+        report.add(match of_runs {
+            Some(ratio) => row.fact("of memcpy in runs", ratio),
+            None => row,
+        });
+    }
     worker.close()?;
     Ok(())
 }
@@ -265,12 +271,15 @@ fn paged_worker(
         .context("registering a worker whose pages the server copies")
 }
 
-/// Block ids to store from, and others to retrieve to, in the random order that an engine's allocator ends up with.
+/// Block ids to store from, and others to retrieve to, in the random order that an engine's allocator ends up with,
+/// unless neighbours are wanted.
 fn blocks(context: &Context, worker: &LmcacheDrivenWorker, chunks: u64) -> (Vec<i64>, Vec<i64>) {
     let count = (chunks * worker.blocks_per_chunk()) as i64;
     let shuffled = |first: i64| {
         let mut ids: Vec<i64> = (first..first + count).collect();
-        ids.sort_by_key(|id| pattern::mix(context.args.seed ^ *id as u64));
+        if !context.args.ordered_blocks {
+            ids.sort_by_key(|id| pattern::mix(context.args.seed ^ *id as u64));
+        }
         ids
     };
     (shuffled(1), shuffled(1 + count))
@@ -294,6 +303,15 @@ fn until_found(
     }
 }
 
+/// Bytes that lie together in the worker's blocks and in the chunk: of one plane of one layer, a block or all of them.
+fn run_bytes(context: &Context, worker: &LmcacheDrivenWorker) -> usize {
+    let all = worker.chunk_bytes() / (2 * worker.spec().layers as usize);
+    match context.args.ordered_blocks {
+        true => all,
+        false => all / worker.blocks_per_chunk() as usize,
+    }
+}
+
 /// Speeds of plain copies either way, with that many bytes on the warm side of each.
 fn copies(warm: [usize; 2], chunk_bytes: usize) -> [f64; 2] {
     [
@@ -302,18 +320,21 @@ fn copies(warm: [usize; 2], chunk_bytes: usize) -> [f64; 2] {
     ]
 }
 
-/// The row with the plain copy's speed, and the ratio of the two medians.
+/// The row with the plain copy's speed, and its own beside it.
 fn with_copy(row: Row, memcpy: f64) -> Row {
-    // All requests of a row move the same bytes, so the mean speed is that of the mean latency.
-    let ratio = row
-        .gb_per_second
-        .zip(row.latency_us)
-        .map(|(speed, latency)| speed * latency.mean / latency.p50 / memcpy);
+    let ratio = ratio(&row, memcpy);
     let row = row.fact("memcpy GB/s", memcpy);
     match ratio {
         Some(ratio) => row.fact("of memcpy", ratio),
         None => row,
     }
+}
+
+/// The row's median speed in that of a copy. All its requests move the same bytes, so its mean speed is that of its
+/// mean latency.
+fn ratio(row: &Row, memcpy: f64) -> Option<f64> {
+    let (speed, latency) = row.gb_per_second.zip(row.latency_us)?;
+    Some(speed * latency.mean / latency.p50 / memcpy)
 }
 
 fn took(stored: usize, wanted: usize) -> String {
