@@ -64,6 +64,9 @@ impl Server {
         if config.l1_prefault {
             background.push(spawn_prefault(&engine, &health, &stop_background)?);
         }
+        if !http_address.ip().is_loopback() {
+            tracing::warn!(address = %http_address, "the HTTP API is reachable from other hosts and has no authentication");
+        }
         // The routes find the engine from here on; a second engine cannot be set, and there is none.
         let _ = api.engine.set(Arc::clone(&engine));
         health.set_ready();

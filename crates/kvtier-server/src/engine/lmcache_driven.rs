@@ -14,7 +14,7 @@ use kvtier_proto::request::{Retrieve, Store};
 use kvtier_proto::response::Response;
 
 use super::instances::{Instance, Mode};
-use super::lookup::space;
+use super::lookup::{check_names, space};
 use super::memory::to_memory;
 use super::{Answer, Engine};
 
@@ -31,6 +31,7 @@ pub(super) struct WorkerRange {
 impl Engine {
     /// Checks the key of a worker's transfer.
     pub(super) fn worker_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange, String> {
+        check_names(key)?;
         let worker = key
             .worker_id
             .ok_or("worker_id is nil; allowed: the number of a worker")?;

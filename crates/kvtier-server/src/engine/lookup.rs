@@ -32,6 +32,31 @@ pub(super) fn space(
     }
 }
 
+/// Longest request id and model name, bytes. They are remembered for as long as a request or an object lives.
+const MAX_NAME_BYTES: usize = 1024;
+
+/// Refuses names that nobody should have to remember.
+pub(super) fn check_names<T>(key: &CacheKey<'_, T>) -> Result<(), String> {
+    for (field, name) in [
+        ("request_id", key.request_id),
+        ("model_name", key.model_name),
+    ] {
+        check_name(field, name)?;
+    }
+    Ok(())
+}
+
+/// The same for one name.
+pub(super) fn check_name(field: &str, name: &str) -> Result<(), String> {
+    if name.len() > MAX_NAME_BYTES {
+        return Err(format!(
+            "{field} has {} bytes; allowed: at most {MAX_NAME_BYTES}",
+            name.len()
+        ));
+    }
+    Ok(())
+}
+
 impl Engine {
     /// Looks a prompt up and holds what it finds. The answer says only that it was done; the result is asked for.
     pub(super) fn lookup(
@@ -40,6 +65,9 @@ impl Engine {
         key: &CacheKey<'_, Prompt>,
         tp_size: i64,
     ) -> Answer {
+        if let Err(error) = check_names(key) {
+            return self.refused_lookup(key, &error);
+        }
         let scope = match KeyScope::new(
             key.model_name,
             key.cache_salt,
@@ -106,7 +134,7 @@ impl Engine {
         let lookup = HeldLookup {
             layout: layout.fingerprint,
             connection: caller.connection,
-            hashes: key.tokens.hashes.as_slice().into(),
+            hashes: hashes[..found.hit_chunks].into(),
             rows: rows
                 .iter()
                 .map(|(group, rank)| Row {

@@ -39,7 +39,7 @@ pub struct HeldLookup {
     pub layout: u64,
     /// Number of the scheduler's connection.
     pub connection: u64,
-    /// Chunk hashes of the whole prompt.
+    /// Chunk hashes of the prefix that was found.
     pub hashes: Arc<[ChunkHash]>,
     /// In the order of the lease's rows.
     pub rows: Vec<Row>,

@@ -14,12 +14,14 @@ use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
 
 use super::instances::{Instance, Mode};
 use super::layout::{EngineDrivenLayout, ModelLayout};
+use super::lookup::check_name;
 use super::{Answer, Caller, Engine};
 
 /// World sizes that fit a rank's place in an object key.
 const WORLD_SIZES: std::ops::RangeInclusive<u32> = 1..=256;
 
 fn check_model(model_name: &str, world_size: u32) -> Result<(), String> {
+    check_name("model_name", model_name)?;
     kvtier_core::object_key::check_model_name(model_name).map_err(|error| error.to_string())?;
     if !WORLD_SIZES.contains(&world_size) {
         return Err(format!("world_size is {world_size}; allowed: 1 to 256"));

@@ -1,14 +1,16 @@
 //! Metrics: LMCache 0.5.6's names where it has the figure, `kvtier_` names for what it lacks.
 //!
 //! Counters that belong to a request are bumped as it is answered; gauges are read from the engine when somebody
-//! scrapes. The `cache_salt` label is bounded: after [`MAX_SALTS`] tenants further ones share the value `other`.
+//! scrapes. Labels that clients choose are bounded: after [`MAX_SALTS`] tenants and [`MAX_MODELS`] models further ones
+//! share the value `other`.
 
-use std::collections::HashSet;
+mod names;
+
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use parking_lot::RwLock;
+use names::Names;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -18,6 +20,9 @@ use prometheus_client::registry::Registry;
 
 /// Tenants with a label value of their own.
 pub const MAX_SALTS: usize = 1000;
+
+/// Models with a label value of their own.
+pub const MAX_MODELS: usize = 50;
 
 /// Labels of LMCache's L1 counters.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -107,8 +112,8 @@ fn latency() -> Histogram {
 /// Everything that is counted.
 pub struct Metrics {
     registry: Registry,
-    salts: RwLock<HashSet<Arc<str>>>,
-    other: Arc<str>,
+    salts: Names,
+    models: Names,
 
     l1_write_chunks: Family<L1Labels, Counter>,
     l1_read_chunks: Family<L1Labels, Counter>,
@@ -212,8 +217,8 @@ impl Metrics {
     pub fn new() -> Self {
         let mut metrics = Self {
             registry: Registry::default(),
-            salts: RwLock::default(),
-            other: "other".into(),
+            salts: Names::new(MAX_SALTS),
+            models: Names::new(MAX_MODELS),
             l1_write_chunks: Family::default(),
             l1_read_chunks: Family::default(),
             allocation_failures: Family::default(),
@@ -471,33 +476,19 @@ impl Metrics {
         self.registry = registry;
     }
 
-    /// The label value of a tenant.
-    fn salt(&self, salt: &str) -> Arc<str> {
-        if let Some(known) = self.salts.read().get(salt) {
-            return Arc::clone(known);
-        }
-        let mut salts = self.salts.write();
-        if salts.len() >= MAX_SALTS {
-            return Arc::clone(&self.other);
-        }
-        let salt: Arc<str> = salt.into();
-        salts.insert(Arc::clone(&salt));
-        salt
-    }
-
     /// A lookup that asked for keys.
     pub fn lookup(
         &self,
-        model: &Arc<str>,
+        model: &str,
         salt: &str,
         requested_tokens: u64,
         hit_tokens: u64,
         hit_keys: u64,
     ) {
-        let cache_salt = self.salt(salt);
+        let cache_salt = self.salts.label(salt);
         let labels = LookupLabels {
             cache_salt: Arc::clone(&cache_salt),
-            model_name: Arc::clone(model),
+            model_name: self.models.label(model),
         };
         self.lookups.get_or_create(&labels).inc();
         self.lookup_requested_tokens
@@ -521,10 +512,10 @@ impl Metrics {
     }
 
     /// A lookup that could not ask for any key.
-    pub fn early_exit(&self, model: &Arc<str>, salt: &str, reason: &'static str) {
+    pub fn early_exit(&self, model: &str, salt: &str, reason: &'static str) {
         let labels = EarlyExitLabels {
-            cache_salt: self.salt(salt),
-            model_name: Arc::clone(model),
+            cache_salt: self.salts.label(salt),
+            model_name: self.models.label(model),
             reason,
         };
         self.early_exits.get_or_create(&labels).inc();
@@ -534,7 +525,7 @@ impl Metrics {
     pub fn admitted(&self, salt: &str, objects: u64) {
         self.l1_write_chunks
             .get_or_create(&L1Labels {
-                cache_salt: self.salt(salt),
+                cache_salt: self.salts.label(salt),
                 l1_tag: "_default",
             })
             .inc_by(objects);
@@ -545,7 +536,7 @@ impl Metrics {
         self.allocation_failures
             .get_or_create(&FailureLabels {
                 during: "l1_store",
-                model_name: model.into(),
+                model_name: self.models.label(model),
             })
             .inc_by(objects);
     }
@@ -554,7 +545,7 @@ impl Metrics {
     pub fn not_leased(&self, model: &str, chunks: u64) {
         let labels = ReadFailureLabels {
             during: "l1_retrieve",
-            model_name: model.into(),
+            model_name: self.models.label(model),
             reason: "not_found",
         };
         self.read_failures.get_or_create(&labels).inc_by(chunks);
@@ -563,8 +554,8 @@ impl Metrics {
     /// Chunks given to a worker.
     pub fn loaded(&self, model: &str, salt: &str, worker_id: u32, chunks: u64) {
         let labels = LoadedLabels {
-            cache_salt: self.salt(salt),
-            model_name: model.into(),
+            cache_salt: self.salts.label(salt),
+            model_name: self.models.label(model),
             worker_id,
         };
         self.chunks_loaded.get_or_create(&labels).inc_by(chunks);
