@@ -4,7 +4,9 @@ use std::collections::HashMap;
 
 use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::proto::operation::Operation;
-use kvtier_client::proto::pickle::{Limits, TensorToWrite, WriteError, read_tensors, write_tensors};
+use kvtier_client::proto::pickle::{
+    Limits, TensorToWrite, WriteError, read_tensors, write_tensors,
+};
 use kvtier_client::proto::response::{PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot};
 use kvtier_client::proto::wire;
 use kvtier_memory::OwnSegment;
@@ -24,8 +26,14 @@ fn converse(server: &TestServer, file: &str, mut after: impl FnMut(&Frames, &Seg
     let mut segments = Segments::default();
     let mut clients: HashMap<u64, Raw> = HashMap::new();
     let answered = |client: u64, uid: &[u8]| -> Frames {
-        let mut answers = exchanged.iter().filter(|frame| frame["dir"] == "s2c" && frame["client"] == client);
-        frames(&answers.find(|frame| frames(&frame["frames"])[0] == uid).unwrap()["frames"])
+        let mut answers = exchanged
+            .iter()
+            .filter(|frame| frame["dir"] == "s2c" && frame["client"] == client);
+        frames(
+            &answers
+                .find(|frame| frames(&frame["frames"])[0] == uid)
+                .unwrap()["frames"],
+        )
     };
     for frame in exchanged.iter().filter(|frame| frame["dir"] == "c2s") {
         let client = frame["client"].as_u64().unwrap();
@@ -49,10 +57,22 @@ fn converse(server: &TestServer, file: &str, mut after: impl FnMut(&Frames, &Seg
     }
     assert!(clients.len() >= 2, "{file}");
     for client in clients.values_mut() {
-        assert_eq!(client.settle(), Vec::<Frames>::new(), "{file}: more answers than requests");
+        assert_eq!(
+            client.settle(),
+            Vec::<Frames>::new(),
+            "{file}: more answers than requests"
+        );
     }
     let readings = server.readings();
-    assert_eq!((readings.leased_objects, readings.staged_bytes, readings.instances), (0, 0, 0), "{file}");
+    assert_eq!(
+        (
+            readings.leased_objects,
+            readings.staged_bytes,
+            readings.instances
+        ),
+        (0, 0, 0),
+        "{file}"
+    );
     server.assert_sound();
 }
 
@@ -63,12 +83,24 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
     }
     match operation(request).unwrap() {
         Operation::GetExperimental => {
-            assert_eq!(read(ResponseKind::Texts, &ours), Response::Texts(Vec::new()), "{context}");
+            assert_eq!(
+                read(ResponseKind::Texts, &ours),
+                Response::Texts(Vec::new()),
+                "{context}"
+            );
         }
         Operation::RegisterEngineDriven => {
-            let Response::EngineDriven(our) = read(ResponseKind::EngineDriven, &ours) else { panic!("{context}") };
-            let Response::EngineDriven(their) = read(ResponseKind::EngineDriven, &theirs) else { panic!("{context}") };
-            assert_eq!(our.shm_name.is_empty(), their.shm_name.is_empty(), "{context}");
+            let Response::EngineDriven(our) = read(ResponseKind::EngineDriven, &ours) else {
+                panic!("{context}")
+            };
+            let Response::EngineDriven(their) = read(ResponseKind::EngineDriven, &theirs) else {
+                panic!("{context}")
+            };
+            assert_eq!(
+                our.shm_name.is_empty(),
+                their.shm_name.is_empty(),
+                "{context}"
+            );
             assert_eq!(our.pool_size == 0, their.pool_size == 0, "{context}");
         }
         Operation::PrepareStore => {
@@ -82,7 +114,9 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
         }
         Operation::PrepareRetrieve => {
             let got = |payload| match read(ResponseKind::PrepareRetrieve, payload) {
-                Response::PrepareRetrieve(hit) => (hit.success, chunks(&hit.data), shapes(hit.slots)),
+                Response::PrepareRetrieve(hit) => {
+                    (hit.success, chunks(&hit.data), shapes(hit.slots))
+                }
                 other => panic!("{context}: {other:?}"),
             };
             let mut theirs = got(&theirs);
@@ -101,12 +135,23 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
 /// Slots without their offsets.
 fn shapes(slots: Option<Vec<Slot<'_>>>) -> Vec<(u64, Vec<u64>, String)> {
     let slots = slots.unwrap_or_default().into_iter();
-    slots.map(|slot| (slot.length, slot.shape.into_owned(), slot.dtype.into_owned())).collect()
+    slots
+        .map(|slot| {
+            (
+                slot.length,
+                slot.shape.into_owned(),
+                slot.dtype.into_owned(),
+            )
+        })
+        .collect()
 }
 
 /// Two chunks, as the adapter stores them.
 fn pickled_chunks() -> Vec<u8> {
-    let tensor = TensorToWrite { dtype: Dtype::BFloat16, shape: &[2, 2, 16, 16] };
+    let tensor = TensorToWrite {
+        dtype: Dtype::BFloat16,
+        shape: &[2, 2, 16, 16],
+    };
     let write = |index: usize, out: &mut Vec<u8>| -> Result<(), WriteError> {
         out.extend(bytes(1, index as u64, 2048));
         Ok(())
@@ -123,7 +168,11 @@ fn pickled() -> Vec<u8> {
 
 /// The response of a retrieve.
 fn retrieved() -> Vec<u8> {
-    let hit = PrepareRetrieve { success: true, data: pickled_chunks().into(), slots: None };
+    let hit = PrepareRetrieve {
+        success: true,
+        data: pickled_chunks().into(),
+        slots: None,
+    };
     Response::PrepareRetrieve(hit).encode().unwrap()
 }
 
@@ -133,17 +182,28 @@ fn chunks(data: &[u8]) -> Vec<Vec<u8>> {
         return Vec::new();
     }
     let tensors = read_tensors(data, &Limits::default()).unwrap();
-    tensors.iter().map(|tensor| tensor.contiguous_bytes().unwrap().to_vec()).collect()
+    tensors
+        .iter()
+        .map(|tensor| tensor.contiguous_bytes().unwrap().to_vec())
+        .collect()
 }
 
 #[test]
 fn engine_driven_with_a_pool() {
-    converse(&TestServer::start(&[]), "capture_engine_driven_shm.json", |_, _| {});
+    converse(
+        &TestServer::start(&[]),
+        "capture_engine_driven_shm.json",
+        |_, _| {},
+    );
 }
 
 #[test]
 fn engine_driven_pickled() {
-    converse(&TestServer::start(&["--shm-name", ""]), "capture_engine_driven_pickle.json", |_, _| {});
+    converse(
+        &TestServer::start(&["--shm-name", ""]),
+        "capture_engine_driven_pickle.json",
+        |_, _| {},
+    );
 }
 
 /// Bytes of one of the 32 blocks in a layer and plane: 4 tokens of 2 x 8 values.
@@ -153,7 +213,10 @@ const PIECE: u64 = 4 * 2 * 8 * 2;
 fn block(segment: &OwnSegment, block: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
     for plane in 0..2 {
-        segment.as_segment().read_into((plane * 32 + block) * PIECE, PIECE, &mut bytes).unwrap();
+        segment
+            .as_segment()
+            .read_into((plane * 32 + block) * PIECE, PIECE, &mut bytes)
+            .unwrap();
     }
     bytes
 }
@@ -162,26 +225,43 @@ fn block(segment: &OwnSegment, block: u64) -> Vec<u8> {
 fn lmcache_driven_with_pages_in_shared_memory() {
     let server = TestServer::start(&[]);
     let mut retrieves = 0;
-    converse(&server, "capture_lmcache_driven_cpu_shm.json", |request, segments| match operation(request).unwrap() {
-        Operation::RegisterKvCache => {
-            for (layer, segment) in (0..).zip(segments.iter()) {
-                let len = segment.as_segment().len();
-                segment.as_segment().write(0, &bytes(layer, 0, usize::try_from(len).unwrap())).unwrap();
-            }
-        }
-        Operation::Retrieve => {
-            retrieves += 1;
-            assert_eq!(segments.iter().count(), 2);
-            for (layer, segment) in (0..).zip(segments.iter()) {
-                let before = bytes(layer, 0, usize::try_from(segment.as_segment().len()).unwrap());
-                segment.as_segment().write(0, &before[..usize::try_from(8 * PIECE).unwrap()]).unwrap();
-                // The first retrieve copies blocks 0 to 7 into 16 to 23.
-                if retrieves == 1 {
-                    assert!((0..8).all(|index| block(segment, index) == block(segment, 16 + index)), "layer {layer}");
+    converse(
+        &server,
+        "capture_lmcache_driven_cpu_shm.json",
+        |request, segments| match operation(request).unwrap() {
+            Operation::RegisterKvCache => {
+                for (layer, segment) in (0..).zip(segments.iter()) {
+                    let len = segment.as_segment().len();
+                    segment
+                        .as_segment()
+                        .write(0, &bytes(layer, 0, usize::try_from(len).unwrap()))
+                        .unwrap();
                 }
             }
-        }
-        _ => {}
-    });
+            Operation::Retrieve => {
+                retrieves += 1;
+                assert_eq!(segments.iter().count(), 2);
+                for (layer, segment) in (0..).zip(segments.iter()) {
+                    let before = bytes(
+                        layer,
+                        0,
+                        usize::try_from(segment.as_segment().len()).unwrap(),
+                    );
+                    segment
+                        .as_segment()
+                        .write(0, &before[..usize::try_from(8 * PIECE).unwrap()])
+                        .unwrap();
+                    // The first retrieve copies blocks 0 to 7 into 16 to 23.
+                    if retrieves == 1 {
+                        assert!(
+                            (0..8).all(|index| block(segment, index) == block(segment, 16 + index)),
+                            "layer {layer}"
+                        );
+                    }
+                }
+            }
+            _ => {}
+        },
+    );
     assert_eq!(retrieves, 3);
 }

@@ -24,7 +24,15 @@ fn store(worker: &mut EngineDrivenWorker, seed: u32, chunks: usize) -> Vec<u64> 
     let len = worker.chunk_bytes();
     let prompt = prompt(seed, chunks);
     let filler = bytes(u64::from(seed), 0, len);
-    worker.store(&prompt, range(0..chunks as u64), &format!("store {seed}"), |_| &filler).unwrap().chunks
+    worker
+        .store(
+            &prompt,
+            range(0..chunks as u64),
+            &format!("store {seed}"),
+            |_| &filler,
+        )
+        .unwrap()
+        .chunks
 }
 
 /// Chunks of a prompt that are there, without holding them.
@@ -42,12 +50,17 @@ fn the_last_chunk_of_the_oldest_prefix_goes_first() {
     for seed in 0..4 {
         assert_eq!(store(&mut worker, seed, ROOM / 4).len(), ROOM / 4);
     }
-    assert_eq!(server.readings().used_bytes, server.readings().capacity_bytes);
+    assert_eq!(
+        server.readings().used_bytes,
+        server.readings().capacity_bytes
+    );
     // No lookup touches anything in between: each store takes as much as it needs from the oldest prompt's end.
     for (new, needed) in [(10, 1), (11, 2), (12, 5)] {
         assert_eq!(store(&mut worker, new, needed).len(), needed);
     }
-    let left: Vec<_> = (0..4).map(|seed| resident(&mut worker, seed, ROOM / 4)).collect();
+    let left: Vec<_> = (0..4)
+        .map(|seed| resident(&mut worker, seed, ROOM / 4))
+        .collect();
     assert_eq!(left, [8, 16, 16, 16]);
     for (new, needed) in [(10, 1), (11, 2), (12, 5)] {
         assert_eq!(resident(&mut worker, new, needed), needed as u64);
@@ -65,7 +78,10 @@ fn what_was_used_last_stays_longest() {
     }
     assert_eq!(resident(&mut worker, 0, ROOM / 4), 16);
     assert_eq!(store(&mut worker, 10, ROOM / 4).len(), ROOM / 4);
-    let left: Vec<_> = [0, 2, 3, 10].into_iter().map(|seed| resident(&mut worker, seed, ROOM / 4)).collect();
+    let left: Vec<_> = [0, 2, 3, 10]
+        .into_iter()
+        .map(|seed| resident(&mut worker, seed, ROOM / 4))
+        .collect();
     assert_eq!(left, [16, 16, 16, 16]);
     assert_eq!(resident(&mut worker, 1, ROOM / 4), 0);
 }
@@ -77,14 +93,20 @@ fn a_store_is_refused_only_for_what_is_leased_or_being_written() {
     let mut worker = worker(&server, 1, &scope);
     assert_eq!(store(&mut worker, 1, ROOM - 2).len(), ROOM - 2);
     assert_eq!(store(&mut worker, 2, 2).len(), 2);
-    assert_eq!(worker.lookup(&prompt(1, ROOM - 2), "held").unwrap(), ROOM as u64 - 2);
+    assert_eq!(
+        worker.lookup(&prompt(1, ROOM - 2), "held").unwrap(),
+        ROOM as u64 - 2
+    );
     // Only the two chunks of prompt 2 can go, and they do, at once; the third has no room.
     assert_eq!(store(&mut worker, 3, 3), [0, 1]);
     assert_eq!(resident(&mut worker, 2, 2), 0);
     assert_eq!(worker.lookup(&prompt(3, 2), "held too").unwrap(), 2);
     assert!(store(&mut worker, 4, 1).is_empty());
     assert_eq!(server.readings().leased_objects, ROOM as u64);
-    assert_eq!(server.readings().used_bytes, server.readings().capacity_bytes);
+    assert_eq!(
+        server.readings().used_bytes,
+        server.readings().capacity_bytes
+    );
     server.assert_sound();
 }
 
@@ -92,7 +114,10 @@ fn a_store_is_refused_only_for_what_is_leased_or_being_written() {
 fn full_and_held(server: &TestServer, scope: &Scope) -> EngineDrivenWorker {
     let mut worker = worker(server, 1, scope);
     assert_eq!(store(&mut worker, 1, ROOM).len(), ROOM);
-    assert_eq!(worker.lookup(&prompt(1, ROOM), "held").unwrap(), ROOM as u64);
+    assert_eq!(
+        worker.lookup(&prompt(1, ROOM), "held").unwrap(),
+        ROOM as u64
+    );
     assert_eq!(server.readings().leased_objects, ROOM as u64);
     assert!(store(&mut worker, 2, 1).is_empty());
     worker
@@ -122,7 +147,10 @@ fn a_free_lets_go_at_once() {
     let scope = Scope::new("leases/freed");
     let mut worker = full_and_held(&server, &scope);
     let held = prompt(1, ROOM);
-    worker.connection().free_lookup_locks(&scope.scheduler_key(&held, range(10..ROOM as u64), "held")).unwrap();
+    worker
+        .connection()
+        .free_lookup_locks(&scope.scheduler_key(&held, range(10..ROOM as u64), "held"))
+        .unwrap();
     assert_eq!(server.readings().leased_objects, 10);
     assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM - 10);
 }
@@ -134,20 +162,36 @@ fn a_retrieve_lets_go_at_its_end() {
     let mut worker = full_and_held(&server, &scope);
     let held = prompt(1, ROOM);
     let key = scope.worker_key(0, &held, range(0..ROOM as u64), "held");
-    assert!(worker.connection().prepare_retrieve(&key, InstanceId(1)).unwrap().success);
+    assert!(
+        worker
+            .connection()
+            .prepare_retrieve(&key, InstanceId(1))
+            .unwrap()
+            .success
+    );
     // While the worker reads, neither the end of its session nor a forced clear gives its memory to anybody.
     worker.connection().end_session("held").unwrap();
     assert!(store(&mut worker, 2, 1).is_empty());
     worker.connection().clear(true).unwrap();
     assert!(store(&mut worker, 2, 1).is_empty());
-    assert!(worker.connection().commit_retrieve(&key, InstanceId(1)).unwrap());
+    assert!(
+        worker
+            .connection()
+            .commit_retrieve(&key, InstanceId(1))
+            .unwrap()
+    );
     assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM);
     server.assert_sound();
 }
 
 #[test]
 fn the_last_worker_of_a_model_lets_go_when_it_is_dead() {
-    let server = TestServer::start(&["--worker-reap-timeout-seconds", "120", "--l1-read-ttl-seconds", "3000"]);
+    let server = TestServer::start(&[
+        "--worker-reap-timeout-seconds",
+        "120",
+        "--l1-read-ttl-seconds",
+        "3000",
+    ]);
     let scope = Scope::new("leases/dead");
     let mut dead = full_and_held(&server, &scope);
     assert!(dead.connection().ping(Some(InstanceId(1))).unwrap());
@@ -170,7 +214,12 @@ fn the_last_worker_of_a_model_lets_go_when_it_leaves() {
 
 #[test]
 fn a_scheduler_that_fell_silent_lets_go() {
-    let server = TestServer::start(&["--worker-reap-timeout-seconds", "120", "--l1-read-ttl-seconds", "3000"]);
+    let server = TestServer::start(&[
+        "--worker-reap-timeout-seconds",
+        "120",
+        "--l1-read-ttl-seconds",
+        "3000",
+    ]);
     let scope = Scope::new("leases/scheduler");
     let mut worker = worker(&server, 1, &scope);
     store(&mut worker, 1, 2);
@@ -178,7 +227,12 @@ fn a_scheduler_that_fell_silent_lets_go() {
     let held = prompt(1, 2);
     for (scheduler, request) in [(&mut silent, "silent"), (&mut alive, "alive")] {
         assert!(scheduler.ping(None).unwrap());
-        assert_eq!(scheduler.lookup_hits(&scope.scheduler_key(&held, range(0..2), request)).unwrap(), 2);
+        assert_eq!(
+            scheduler
+                .lookup_hits(&scope.scheduler_key(&held, range(0..2), request))
+                .unwrap(),
+            2
+        );
     }
     server.pass(Duration::from_secs(60));
     assert!(alive.ping(None).unwrap());
@@ -187,14 +241,21 @@ fn a_scheduler_that_fell_silent_lets_go() {
     // The other one's lookup is still served.
     assert_eq!(server.readings().sessions, 1);
     assert_eq!(server.readings().leased_objects, 2);
-    let read = worker.retrieve(&held, range(0..2), "alive", |_, _| {}).unwrap();
+    let read = worker
+        .retrieve(&held, range(0..2), "alive", |_, _| {})
+        .unwrap();
     assert_eq!(read.unwrap().chunks, 2);
     assert_eq!(server.readings().leased_objects, 0);
 }
 
 #[test]
 fn a_lookup_that_nobody_reads_lets_go_after_the_read_ttl() {
-    let server = TestServer::start(&["--l1-read-ttl-seconds", "300", "--worker-reap-timeout-seconds", "0"]);
+    let server = TestServer::start(&[
+        "--l1-read-ttl-seconds",
+        "300",
+        "--worker-reap-timeout-seconds",
+        "0",
+    ]);
     let scope = Scope::new("leases/unread");
     let mut worker = full_and_held(&server, &scope);
     server.pass(Duration::from_secs(299));
@@ -206,7 +267,12 @@ fn a_lookup_that_nobody_reads_lets_go_after_the_read_ttl() {
 
 #[test]
 fn a_pass_of_the_background_brings_the_use_down_from_the_watermark() {
-    let server = TestServer::start(&["--eviction-trigger-watermark", "0.5", "--eviction-ratio", "0.25"]);
+    let server = TestServer::start(&[
+        "--eviction-trigger-watermark",
+        "0.5",
+        "--eviction-ratio",
+        "0.25",
+    ]);
     let scope = Scope::new("leases/watermark");
     let mut worker = worker(&server, 1, &scope);
     store(&mut worker, 1, ROOM / 2 - 1);

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "test")]
 
 mod captures;
+mod http;
 mod leases;
 mod order;
 mod replay;

@@ -3,7 +3,9 @@
 use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::request::{Request, Store};
 use kvtier_client::proto::response::Response;
-use kvtier_client::{Connection, InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope, Ticket};
+use kvtier_client::{
+    Connection, InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope, Ticket,
+};
 
 use crate::support::{TestServer, bytes, prompt, range};
 
@@ -26,9 +28,14 @@ fn send_stores(worker: &mut LmcacheDrivenWorker, scope: &Scope, count: u32) -> V
 
 /// The operations of the next replies, in the order they arrive.
 fn replies(connection: &mut Connection, count: usize) -> Vec<Operation> {
-    let mut replies: Vec<_> = (0..count).map(|_| connection.receive_any().unwrap().unwrap()).collect();
+    let mut replies: Vec<_> = (0..count)
+        .map(|_| connection.receive_any().unwrap().unwrap())
+        .collect();
     replies.sort_by_key(kvtier_client::Reply::received);
-    replies.iter().map(kvtier_client::Reply::operation).collect()
+    replies
+        .iter()
+        .map(kvtier_client::Reply::operation)
+        .collect()
 }
 
 #[test]
@@ -46,10 +53,17 @@ fn pings_lookups_and_waits_do_not_wait_for_copies() {
     let absent = prompt(5000, 1);
     let connection = worker.connection();
     let others = [
-        connection.send::<Vec<u32>>(&Request::Ping { instance: Some(InstanceId(1)) }).unwrap(),
+        connection
+            .send::<Vec<u32>>(&Request::Ping {
+                instance: Some(InstanceId(1)),
+            })
+            .unwrap(),
         connection.send::<Vec<u32>>(&Request::GetChunkSize).unwrap(),
         connection
-            .send(&Request::Lookup { key: scope.scheduler_key(&absent, range(0..1), "q"), tp_size: 1 })
+            .send(&Request::Lookup {
+                key: scope.scheduler_key(&absent, range(0..1), "q"),
+                tp_size: 1,
+            })
             .unwrap(),
         connection
             .send::<Vec<u32>>(&Request::EndSession { request_id: "q" })
@@ -62,9 +76,15 @@ fn pings_lookups_and_waits_do_not_wait_for_copies() {
         waited_for.push(reply.received());
     }
     let copied = connection.receive(last).unwrap().received();
-    assert!(waited_for.iter().all(|received| *received < copied), "a reply waited for all the copies");
+    assert!(
+        waited_for.iter().all(|received| *received < copied),
+        "a reply waited for all the copies"
+    );
     for ticket in &stores[..199] {
-        assert!(connection.receive(*ticket).unwrap().received() <= copied, "stores are answered in order");
+        assert!(
+            connection.receive(*ticket).unwrap().received() <= copied,
+            "stores are answered in order"
+        );
     }
     server.assert_sound();
 }
@@ -80,9 +100,17 @@ fn a_stranger_does_not_wait_for_a_pipeline_of_copies() {
     // Its transfers take turns with those of the busy one, even on one thread.
     let mut stranger = server.lmcache_driven(2, &Scope::new("order/stranger"));
     let prompt = prompt(9000, 1);
-    assert!(stranger.store(&prompt, range(0..1), "r", &[1, 2, 3, 4]).unwrap());
+    assert!(
+        stranger
+            .store(&prompt, range(0..1), "r", &[1, 2, 3, 4])
+            .unwrap()
+    );
     let served = std::time::Instant::now();
-    let last = busy.connection().receive(*stores.last().unwrap()).unwrap().received();
+    let last = busy
+        .connection()
+        .receive(*stores.last().unwrap())
+        .unwrap()
+        .received();
     assert!(served < last, "the stranger waited for all the copies");
 }
 
@@ -96,19 +124,48 @@ fn transfers_of_one_connection_keep_their_order() {
     let mut tickets = Vec::new();
     for prompt in &prompts {
         let key = scope.worker_key(0, prompt, range(0..1), "r");
-        tickets.push(connection.send(&Request::PrepareStore { key: key.clone(), instance: InstanceId(1) }).unwrap());
         tickets.push(
-            connection.send(&Request::CommitStore { key, instance: InstanceId(1), data: b"" }).unwrap(),
+            connection
+                .send(&Request::PrepareStore {
+                    key: key.clone(),
+                    instance: InstanceId(1),
+                })
+                .unwrap(),
+        );
+        tickets.push(
+            connection
+                .send(&Request::CommitStore {
+                    key,
+                    instance: InstanceId(1),
+                    data: b"",
+                })
+                .unwrap(),
         );
     }
-    let unregister: Request<Vec<u32>> = Request::UnregisterEngineDriven { instance: InstanceId(1) };
+    let unregister: Request<Vec<u32>> = Request::UnregisterEngineDriven {
+        instance: InstanceId(1),
+    };
     tickets.push(connection.send(&unregister).unwrap());
     let key = scope.worker_key(0, &prompts[0], range(0..1), "r");
-    let late = connection.send(&Request::CommitStore { key, instance: InstanceId(1), data: b"" }).unwrap();
+    let late = connection
+        .send(&Request::CommitStore {
+            key,
+            instance: InstanceId(1),
+            data: b"",
+        })
+        .unwrap();
     // Each commit came behind its prepare, and all of them before the worker left.
     let operations = replies(connection, tickets.len());
-    let expected = [Operation::PrepareStore, Operation::CommitStore].into_iter().cycle().take(600);
-    assert!(operations.iter().copied().eq(expected.chain([Operation::UnregisterEngineDriven])));
+    let expected = [Operation::PrepareStore, Operation::CommitStore]
+        .into_iter()
+        .cycle()
+        .take(600);
+    assert!(
+        operations
+            .iter()
+            .copied()
+            .eq(expected.chain([Operation::UnregisterEngineDriven]))
+    );
     let late = connection.receive(late).unwrap();
     assert_eq!(late.response().unwrap(), Response::Bool(false));
     assert_eq!(server.readings().objects, 300);
@@ -127,20 +184,39 @@ fn stores_of_many_connections_at_once_are_all_right() {
                 let len = worker.chunk_bytes();
                 for round in 0..60 {
                     // Half of the prompts are shared between all threads, and every thread stores the same bytes.
-                    let seed = if round % 2 == 0 { round } else { (thread + 1) * 1000 + round };
+                    let seed = if round % 2 == 0 {
+                        round
+                    } else {
+                        (thread + 1) * 1000 + round
+                    };
                     let (prompt, request) = (prompt(seed, 3), format!("{thread} {round}"));
                     worker
-                        .store(&prompt, range(0..3), &request, |chunk| bytes(u64::from(seed), chunk, len))
+                        .store(&prompt, range(0..3), &request, |chunk| {
+                            bytes(u64::from(seed), chunk, len)
+                        })
                         .unwrap();
                     assert_eq!(worker.lookup(&prompt, &request).unwrap(), 3);
-                    let check = |chunk, got: &[u8]| assert_eq!(got, bytes(u64::from(seed), chunk, len));
-                    assert!(worker.retrieve(&prompt, range(0..3), &request, check).unwrap().is_some());
+                    let check =
+                        |chunk, got: &[u8]| assert_eq!(got, bytes(u64::from(seed), chunk, len));
+                    assert!(
+                        worker
+                            .retrieve(&prompt, range(0..3), &request, check)
+                            .unwrap()
+                            .is_some()
+                    );
                     worker.connection().end_session(&request).unwrap();
                 }
             });
         }
     });
     let readings = server.readings();
-    assert_eq!((readings.leased_objects, readings.staged_bytes, readings.sessions), (0, 0, 0));
+    assert_eq!(
+        (
+            readings.leased_objects,
+            readings.staged_bytes,
+            readings.sessions
+        ),
+        (0, 0, 0)
+    );
     server.assert_sound();
 }

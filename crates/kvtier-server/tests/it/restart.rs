@@ -13,7 +13,10 @@ fn the_first_ping_of_an_unknown_worker_says_no_and_the_next_yes() {
     let server = TestServer::start(&[]);
     let mut worker = server.connect();
     // "No" makes the client unhealthy, the "yes" behind it makes it register; "no" again would only keep it waiting.
-    assert_eq!([worker.ping(UNKNOWN).unwrap(), worker.ping(UNKNOWN).unwrap()], [false, true]);
+    assert_eq!(
+        [worker.ping(UNKNOWN).unwrap(), worker.ping(UNKNOWN).unwrap()],
+        [false, true]
+    );
     // One that does not register after that is told again.
     assert!(!worker.ping(UNKNOWN).unwrap());
     // Each worker is told by itself, and schedulers and probes have nothing to register.
@@ -32,7 +35,13 @@ fn a_worker_that_registers_again_is_served() {
     let mut worker = server.engine_driven(5, &scope);
     let len = worker.chunk_bytes();
     assert!(worker.connection().ping(UNKNOWN).unwrap());
-    assert_eq!(worker.store(&prompt, range(0..1), "r", |_| bytes(1, 0, len)).unwrap().chunks, [0]);
+    assert_eq!(
+        worker
+            .store(&prompt, range(0..1), "r", |_| bytes(1, 0, len))
+            .unwrap()
+            .chunks,
+        [0]
+    );
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 1);
 }
 

@@ -13,7 +13,10 @@ fn retrieve(
 ) -> Option<Vec<Vec<u8>>> {
     let mut got = Vec::new();
     let take = |_, bytes: &[u8]| got.push(bytes.to_vec());
-    worker.retrieve(prompt, range(chunks), request, take).unwrap().map(|_| got)
+    worker
+        .retrieve(prompt, range(chunks), request, take)
+        .unwrap()
+        .map(|_| got)
 }
 
 #[test]
@@ -24,13 +27,20 @@ fn a_reused_request_id_never_stores_under_the_hashes_of_other_tokens() {
     let len = worker.chunk_bytes();
     let (first, second) = (prompt(1, 2), prompt(2, 2));
     // The same id without an end in between, as an engine does that aborts a request before it loads.
-    worker.store(&first, range(0..2), "same", |chunk| bytes(1, chunk, len)).unwrap();
-    worker.store(&second, range(0..2), "same", |chunk| bytes(2, chunk, len)).unwrap();
+    worker
+        .store(&first, range(0..2), "same", |chunk| bytes(1, chunk, len))
+        .unwrap();
+    worker
+        .store(&second, range(0..2), "same", |chunk| bytes(2, chunk, len))
+        .unwrap();
     for (seed, prompt) in [(1, &first), (2, &second)] {
         let request = format!("read {seed}");
         assert_eq!(worker.lookup(prompt, &request).unwrap(), 2);
         let expected: Vec<_> = (0..2).map(|chunk| bytes(seed, chunk, len)).collect();
-        assert_eq!(retrieve(&mut worker, prompt, 0..2, &request), Some(expected));
+        assert_eq!(
+            retrieve(&mut worker, prompt, 0..2, &request),
+            Some(expected)
+        );
     }
 }
 
@@ -41,11 +51,18 @@ fn a_lookup_lets_nobody_read_other_tokens_under_its_request_id() {
     let mut worker = server.engine_driven(1, &scope);
     let len = worker.chunk_bytes();
     let (first, second) = (prompt(1, 1), prompt(2, 1));
-    worker.store(&first, range(0..1), "s", |_| bytes(1, 0, len)).unwrap();
-    worker.store(&second, range(0..1), "s", |_| bytes(2, 0, len)).unwrap();
+    worker
+        .store(&first, range(0..1), "s", |_| bytes(1, 0, len))
+        .unwrap();
+    worker
+        .store(&second, range(0..1), "s", |_| bytes(2, 0, len))
+        .unwrap();
     assert_eq!(worker.lookup(&first, "r").unwrap(), 1);
     assert_eq!(retrieve(&mut worker, &second, 0..1, "r"), None);
-    assert_eq!(retrieve(&mut worker, &first, 0..1, "r"), Some(vec![bytes(1, 0, len)]));
+    assert_eq!(
+        retrieve(&mut worker, &first, 0..1, "r"),
+        Some(vec![bytes(1, 0, len)])
+    );
 }
 
 #[test]
@@ -59,12 +76,23 @@ fn a_store_that_was_answered_is_seen_by_every_connection() {
     for round in 0..50 {
         let prompt = prompt(round, 1);
         let request = format!("r{round}");
-        worker.store(&prompt, range(0..1), &request, |_| bytes(1, 0, len)).unwrap();
-        assert!(pages.store(&prompt, range(0..1), &request, &[1, 2, 3, 4]).unwrap());
+        worker
+            .store(&prompt, range(0..1), &request, |_| bytes(1, 0, len))
+            .unwrap();
+        assert!(
+            pages
+                .store(&prompt, range(0..1), &request, &[1, 2, 3, 4])
+                .unwrap()
+        );
         for (number, other) in others.iter_mut().enumerate() {
             for scope in [&scope, &pages.spec().scope.clone()] {
                 let request = format!("{request} {number} {}", scope.model_name);
-                assert_eq!(other.lookup_hits(&scope.scheduler_key(&prompt, range(0..1), &request)).unwrap(), 1);
+                assert_eq!(
+                    other
+                        .lookup_hits(&scope.scheduler_key(&prompt, range(0..1), &request))
+                        .unwrap(),
+                    1
+                );
             }
         }
     }
@@ -85,7 +113,11 @@ fn tenants_with_equal_prompts_share_nothing() {
         for tenant in &mut tenants[stored..] {
             assert_eq!(tenant.lookup(&prompt, "same").unwrap(), 0);
         }
-        let sent = tenants[stored].store(&prompt, range(0..2), "same", |chunk| bytes(number, chunk, len)).unwrap();
+        let sent = tenants[stored]
+            .store(&prompt, range(0..2), "same", |chunk| {
+                bytes(number, chunk, len)
+            })
+            .unwrap();
         assert_eq!(sent.chunks, [0, 1]);
     }
     for (number, tenant) in (0..).zip(&mut tenants) {
@@ -100,19 +132,41 @@ fn equal_request_ids_of_two_tenants_do_not_meet() {
     let server = TestServer::start(&[]);
     let alice = Scope::new("sessions/ids").with_salt("alice");
     let bob = Scope::new("sessions/ids").with_salt("bob");
-    let (mut of_alice, mut of_bob) = (server.engine_driven(1, &alice), server.engine_driven(2, &bob));
+    let (mut of_alice, mut of_bob) = (
+        server.engine_driven(1, &alice),
+        server.engine_driven(2, &bob),
+    );
     let len = of_alice.chunk_bytes();
     let prompt = prompt(1, 2);
-    of_alice.store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len)).unwrap();
-    of_bob.store(&prompt, range(0..1), "s", |chunk| bytes(2, chunk, len)).unwrap();
+    of_alice
+        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
+    of_bob
+        .store(&prompt, range(0..1), "s", |chunk| bytes(2, chunk, len))
+        .unwrap();
 
     // Both look up before either asks.
-    of_alice.connection().lookup(&alice.scheduler_key(&prompt, range(0..2), "0")).unwrap();
-    of_bob.connection().lookup(&bob.scheduler_key(&prompt, range(0..2), "0")).unwrap();
-    assert_eq!(of_bob.connection().query_prefetch_status("0").unwrap(), Some(1));
-    assert_eq!(of_alice.connection().query_prefetch_status("0").unwrap(), Some(2));
+    of_alice
+        .connection()
+        .lookup(&alice.scheduler_key(&prompt, range(0..2), "0"))
+        .unwrap();
+    of_bob
+        .connection()
+        .lookup(&bob.scheduler_key(&prompt, range(0..2), "0"))
+        .unwrap();
+    assert_eq!(
+        of_bob.connection().query_prefetch_status("0").unwrap(),
+        Some(1)
+    );
+    assert_eq!(
+        of_alice.connection().query_prefetch_status("0").unwrap(),
+        Some(2)
+    );
     // Bob frees and ends; what alice found stays hers.
-    of_bob.connection().free_lookup_locks(&bob.scheduler_key(&prompt, range(0..2), "0")).unwrap();
+    of_bob
+        .connection()
+        .free_lookup_locks(&bob.scheduler_key(&prompt, range(0..2), "0"))
+        .unwrap();
     of_bob.connection().end_session("0").unwrap();
     assert_eq!(server.readings().leased_objects, 2);
     assert!(retrieve(&mut of_alice, &prompt, 0..2, "0").is_some());
@@ -125,13 +179,25 @@ fn a_lookup_that_finds_nothing_to_ask_for_takes_nothing_of_an_equal_id() {
     let mut worker = server.engine_driven(1, &scope);
     let len = worker.chunk_bytes();
     let prompt = prompt(1, 1);
-    worker.store(&prompt, range(0..1), "s", |_| bytes(1, 0, len)).unwrap();
+    worker
+        .store(&prompt, range(0..1), "s", |_| bytes(1, 0, len))
+        .unwrap();
     let (mut scheduler, mut stranger) = (server.connect(), server.connect());
-    scheduler.lookup(&scope.scheduler_key(&prompt, range(0..1), "0")).unwrap();
+    scheduler
+        .lookup(&scope.scheduler_key(&prompt, range(0..1), "0"))
+        .unwrap();
     // Another engine, with the same id: a model without workers, and a prompt shorter than a chunk.
-    let strange = [(Scope::new("sessions/nobody"), range(0..1)), (scope.clone().with_salt("x"), 0..3)];
+    let strange = [
+        (Scope::new("sessions/nobody"), range(0..1)),
+        (scope.clone().with_salt("x"), 0..3),
+    ];
     for (scope, tokens) in strange {
-        assert_eq!(stranger.lookup_hits(&scope.scheduler_key(&prompt, tokens, "0")).unwrap(), 0);
+        assert_eq!(
+            stranger
+                .lookup_hits(&scope.scheduler_key(&prompt, tokens, "0"))
+                .unwrap(),
+            0
+        );
         stranger.end_session("0").unwrap();
     }
     assert_eq!(server.readings().leased_objects, 1);
@@ -146,10 +212,19 @@ fn the_result_of_a_replaced_lookup_is_gone_even_if_the_new_one_asks_for_nothing(
     let mut worker = server.engine_driven(1, &scope);
     let len = worker.chunk_bytes();
     let prompt = prompt(1, 2);
-    worker.store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len)).unwrap();
+    worker
+        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
     let connection = worker.connection();
-    connection.lookup(&scope.scheduler_key(&prompt, range(0..2), "r")).unwrap();
-    assert_eq!(connection.lookup_hits(&scope.scheduler_key(&prompt, 0..3, "r")).unwrap(), 0);
+    connection
+        .lookup(&scope.scheduler_key(&prompt, range(0..2), "r"))
+        .unwrap();
+    assert_eq!(
+        connection
+            .lookup_hits(&scope.scheduler_key(&prompt, 0..3, "r"))
+            .unwrap(),
+        0
+    );
     assert_eq!(server.readings().leased_objects, 0);
 }
 
@@ -160,7 +235,9 @@ fn layouts_of_one_model_name_never_serve_each_other() {
     let prompt = prompt(1, 2);
     let mut small = server.engine_driven(1, &scope);
     let len = small.chunk_bytes();
-    small.store(&prompt, range(0..2), "a", |chunk| bytes(1, chunk, len)).unwrap();
+    small
+        .store(&prompt, range(0..2), "a", |chunk| bytes(1, chunk, len))
+        .unwrap();
     assert_eq!(small.lookup(&prompt, "b").unwrap(), 2);
 
     // As many bytes in another shape: a chunk of one would pass for one of the other.
@@ -168,9 +245,19 @@ fn layouts_of_one_model_name_never_serve_each_other() {
     (spec.layers, spec.hidden) = (4, 32);
     let mut other = EngineDrivenWorker::register(server.connect(), spec).unwrap();
     assert_eq!(other.chunk_bytes(), len);
-    assert_eq!(retrieve(&mut other, &prompt, 0..2, "b"), None, "a lookup made for the other layout");
+    assert_eq!(
+        retrieve(&mut other, &prompt, 0..2, "b"),
+        None,
+        "a lookup made for the other layout"
+    );
     assert_eq!(other.lookup(&prompt, "c").unwrap(), 0);
-    assert_eq!(other.store(&prompt, range(0..2), "c", |chunk| bytes(2, chunk, len)).unwrap().chunks, [0, 1]);
+    assert_eq!(
+        other
+            .store(&prompt, range(0..2), "c", |chunk| bytes(2, chunk, len))
+            .unwrap()
+            .chunks,
+        [0, 1]
+    );
     assert_eq!(other.lookup(&prompt, "d").unwrap(), 2);
     let expected: Vec<_> = (0..2).map(|chunk| bytes(2, chunk, len)).collect();
     assert_eq!(retrieve(&mut other, &prompt, 0..2, "d"), Some(expected));
@@ -178,7 +265,10 @@ fn layouts_of_one_model_name_never_serve_each_other() {
     // The first one is back: what it stored is still what it stored.
     drop(other);
     let mut small = server.engine_driven(3, &scope);
-    small.connection().unregister_engine_driven(InstanceId(2)).unwrap();
+    small
+        .connection()
+        .unregister_engine_driven(InstanceId(2))
+        .unwrap();
     assert_eq!(small.lookup(&prompt, "e").unwrap(), 2);
     let expected: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
     assert_eq!(retrieve(&mut small, &prompt, 0..2, "e"), Some(expected));
@@ -190,14 +280,21 @@ fn objects_with_several_readers_stay_leased_to_the_last() {
     let mut scope = Scope::new("sessions/readers");
     scope.num_kv_readers = 3;
     let prompt = prompt(1, 2);
-    let mut readers: Vec<_> = (1..=3).map(|instance| server.engine_driven(instance, &scope)).collect();
+    let mut readers: Vec<_> = (1..=3)
+        .map(|instance| server.engine_driven(instance, &scope))
+        .collect();
     let len = readers[0].chunk_bytes();
-    readers[0].store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len)).unwrap();
+    readers[0]
+        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
     assert_eq!(readers[0].lookup(&prompt, "r").unwrap(), 2);
     let expected: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
     for (reader, left) in readers.iter_mut().zip([2, 2, 0]) {
         assert_eq!(server.readings().leased_objects, 2);
-        assert_eq!(retrieve(reader, &prompt, 0..2, "r").as_ref(), Some(&expected));
+        assert_eq!(
+            retrieve(reader, &prompt, 0..2, "r").as_ref(),
+            Some(&expected)
+        );
         assert_eq!(server.readings().leased_objects, left);
     }
 }
@@ -209,13 +306,22 @@ fn freeing_a_part_leaves_the_rest_to_be_retrieved() {
     let mut worker = server.engine_driven(1, &scope);
     let len = worker.chunk_bytes();
     let prompt = prompt(1, 4);
-    worker.store(&prompt, range(0..4), "s", |chunk| bytes(1, chunk, len)).unwrap();
+    worker
+        .store(&prompt, range(0..4), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 4);
     assert_eq!(server.readings().leased_objects, 4);
     // What the engine has in its own cache, which need not end with a chunk: the rest of that chunk is needed.
-    worker.connection().free_lookup_locks(&scope.scheduler_key(&prompt, 0..37, "r")).unwrap();
+    worker
+        .connection()
+        .free_lookup_locks(&scope.scheduler_key(&prompt, 0..37, "r"))
+        .unwrap();
     assert_eq!(server.readings().leased_objects, 2);
-    assert_eq!(retrieve(&mut worker, &prompt, 1..4, "r"), None, "freed chunks are not served");
+    assert_eq!(
+        retrieve(&mut worker, &prompt, 1..4, "r"),
+        None,
+        "freed chunks are not served"
+    );
     let expected: Vec<_> = (2..4).map(|chunk| bytes(1, chunk, len)).collect();
     assert_eq!(retrieve(&mut worker, &prompt, 2..4, "r"), Some(expected));
     assert_eq!(server.readings().leased_objects, 0);
@@ -228,11 +334,21 @@ fn a_result_is_told_once_and_waits_for_whoever_asks() {
     let mut worker = server.engine_driven(1, &scope);
     let len = worker.chunk_bytes();
     let prompt = prompt(1, 1);
-    worker.store(&prompt, range(0..1), "s", |_| bytes(1, 0, len)).unwrap();
-    worker.connection().lookup(&scope.scheduler_key(&prompt, range(0..1), "r")).unwrap();
+    worker
+        .store(&prompt, range(0..1), "s", |_| bytes(1, 0, len))
+        .unwrap();
+    worker
+        .connection()
+        .lookup(&scope.scheduler_key(&prompt, range(0..1), "r"))
+        .unwrap();
     // The scheduler's socket was replaced meanwhile.
     let mut scheduler = server.connect();
-    assert_eq!(scheduler.wait_prefetch_status("r", std::time::Duration::from_secs(1)).unwrap(), Some(1));
+    assert_eq!(
+        scheduler
+            .wait_prefetch_status("r", std::time::Duration::from_secs(1))
+            .unwrap(),
+        Some(1)
+    );
     assert_eq!(scheduler.query_prefetch_status("r").unwrap(), Some(0));
 }
 
@@ -245,7 +361,9 @@ fn a_retrieve_behind_the_hit_is_a_miss_for_any_number_of_readers() {
         let mut worker = server.engine_driven(readers, &scope);
         let len = worker.chunk_bytes();
         let prompt = prompt(1, 4);
-        worker.store(&prompt, range(0..1), "s", |chunk| bytes(1, chunk, len)).unwrap();
+        worker
+            .store(&prompt, range(0..1), "s", |chunk| bytes(1, chunk, len))
+            .unwrap();
         for (request, stored) in [("hit", 1), ("miss", 0)] {
             assert_eq!(worker.lookup(&prompt, request).unwrap(), stored);
             assert_eq!(retrieve(&mut worker, &prompt, 2..4, request), None);
@@ -255,4 +373,31 @@ fn a_retrieve_behind_the_hit_is_a_miss_for_any_number_of_readers() {
         }
         server.assert_sound();
     }
+}
+
+#[test]
+fn names_of_any_length_are_answered_and_not_kept() {
+    let server = TestServer::start(&[]);
+    let prompt = prompt(1, 1);
+    let mut connection = server.connect();
+    let long = "x".repeat(1 << 20);
+    for (model, request) in [("sessions/long", long.as_str()), (&long, "r")] {
+        let scope = Scope::new(model);
+        assert_eq!(
+            connection
+                .lookup_hits(&scope.scheduler_key(&prompt, range(0..1), request))
+                .unwrap(),
+            0
+        );
+        connection
+            .free_lookup_locks(&scope.scheduler_key(&prompt, range(0..1), request))
+            .unwrap();
+        connection.end_session(request).unwrap();
+    }
+    let spec = engine_driven(1, &Scope::new(long));
+    // A client that may be of 0.5.4 or older is refused without a text, by a pool that is none.
+    let _refused = EngineDrivenWorker::register(server.connect(), spec);
+    let readings = server.readings();
+    assert_eq!((readings.sessions, readings.instances), (0, 0));
+    server.assert_sound();
 }

@@ -35,7 +35,11 @@ fn pool(server: &TestServer, scope: &Scope) -> Pool {
 /// Bytes staged, objects leased, bytes in use.
 fn held(server: &TestServer) -> (u64, u64, u64) {
     let readings = server.readings();
-    (readings.staged_bytes, readings.leased_objects, readings.used_bytes)
+    (
+        readings.staged_bytes,
+        readings.leased_objects,
+        readings.used_bytes,
+    )
 }
 
 #[test]
@@ -45,7 +49,12 @@ fn a_commit_without_a_prepare_stores_nothing() {
     let mut worker = server.engine_driven(1, &scope);
     let prompt = prompt(1, 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
-    assert!(!worker.connection().commit_store(&key, InstanceId(1), b"").unwrap());
+    assert!(
+        !worker
+            .connection()
+            .commit_store(&key, InstanceId(1), b"")
+            .unwrap()
+    );
     assert_eq!(worker.lookup(&prompt, "q").unwrap(), 0);
     assert_eq!(held(&server), (0, 0, 0));
     server.assert_sound();
@@ -58,13 +67,28 @@ fn what_is_prepared_and_not_committed_is_not_readable() {
     let mut worker = server.engine_driven(1, &scope);
     let prompt = prompt(1, 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
-    let lent = slots(worker.connection().prepare_store(&key, InstanceId(1)).unwrap());
+    let lent = slots(
+        worker
+            .connection()
+            .prepare_store(&key, InstanceId(1))
+            .unwrap(),
+    );
     assert_eq!(lent.len(), 2);
     assert_eq!(worker.lookup(&prompt, "q").unwrap(), 0);
-    assert!(worker.connection().commit_store(&key, InstanceId(1), b"").unwrap());
+    assert!(
+        worker
+            .connection()
+            .commit_store(&key, InstanceId(1), b"")
+            .unwrap()
+    );
     assert_eq!(worker.lookup(&prompt, "q2").unwrap(), 2);
     // A second commit of the same has nothing to commit.
-    assert!(!worker.connection().commit_store(&key, InstanceId(1), b"").unwrap());
+    assert!(
+        !worker
+            .connection()
+            .commit_store(&key, InstanceId(1), b"")
+            .unwrap()
+    );
     assert_eq!(server.readings().staged_bytes, 0);
 }
 
@@ -75,20 +99,50 @@ fn a_second_prepare_takes_the_place_of_the_first() {
     let mut worker = server.engine_driven(1, &scope);
     let (prompt, len) = (prompt(1, 2), worker.chunk_bytes());
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
-    let first = slots(worker.connection().prepare_store(&key, InstanceId(1)).unwrap());
+    let first = slots(
+        worker
+            .connection()
+            .prepare_store(&key, InstanceId(1))
+            .unwrap(),
+    );
     let staged = server.readings().staged_bytes;
-    let second = slots(worker.connection().prepare_store(&key, InstanceId(1)).unwrap());
-    assert_eq!(server.readings().staged_bytes, staged, "the first one's memory is back");
-    assert!(first.iter().all(|(_, slot)| second.iter().all(|(_, other)| other.offset != slot.offset)));
+    let second = slots(
+        worker
+            .connection()
+            .prepare_store(&key, InstanceId(1))
+            .unwrap(),
+    );
+    assert_eq!(
+        server.readings().staged_bytes,
+        staged,
+        "the first one's memory is back"
+    );
+    assert!(
+        first
+            .iter()
+            .all(|(_, slot)| second.iter().all(|(_, other)| other.offset != slot.offset))
+    );
     let pool = pool(&server, &scope);
     for (chunk, slot) in &second {
         pool.write(slot.offset, &bytes(7, *chunk, len)).unwrap();
     }
-    assert!(worker.connection().commit_store(&key, InstanceId(1), b"").unwrap());
-    assert!(!worker.connection().commit_store(&key, InstanceId(1), b"").unwrap());
+    assert!(
+        worker
+            .connection()
+            .commit_store(&key, InstanceId(1), b"")
+            .unwrap()
+    );
+    assert!(
+        !worker
+            .connection()
+            .commit_store(&key, InstanceId(1), b"")
+            .unwrap()
+    );
     assert_eq!(server.readings().staged_bytes, 0);
     assert_eq!(worker.lookup(&prompt, "q").unwrap(), 2);
-    let read = worker.retrieve(&prompt, range(0..2), "q", |chunk, got| assert_eq!(got, bytes(7, chunk, len)));
+    let read = worker.retrieve(&prompt, range(0..2), "q", |chunk, got| {
+        assert_eq!(got, bytes(7, chunk, len))
+    });
     assert_eq!(read.unwrap().unwrap().chunks, 2);
 }
 
@@ -96,12 +150,32 @@ fn a_second_prepare_takes_the_place_of_the_first() {
 fn a_second_prepare_that_has_nothing_to_store_ends_the_first() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/overtaken");
-    let (mut slow, mut fast) = (server.engine_driven(1, &scope), server.engine_driven(2, &scope));
+    let (mut slow, mut fast) = (
+        server.engine_driven(1, &scope),
+        server.engine_driven(2, &scope),
+    );
     let (prompt, len) = (prompt(1, 2), slow.chunk_bytes());
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
-    assert_eq!(slots(slow.connection().prepare_store(&key, InstanceId(1)).unwrap()).len(), 2);
-    fast.store(&prompt, range(0..2), "other", |chunk| bytes(1, chunk, len)).unwrap();
-    assert_eq!(slots(slow.connection().prepare_store(&key, InstanceId(1)).unwrap()).len(), 0);
+    assert_eq!(
+        slots(
+            slow.connection()
+                .prepare_store(&key, InstanceId(1))
+                .unwrap()
+        )
+        .len(),
+        2
+    );
+    fast.store(&prompt, range(0..2), "other", |chunk| bytes(1, chunk, len))
+        .unwrap();
+    assert_eq!(
+        slots(
+            slow.connection()
+                .prepare_store(&key, InstanceId(1))
+                .unwrap()
+        )
+        .len(),
+        0
+    );
     assert_eq!(server.readings().staged_bytes, 0);
 }
 
@@ -109,7 +183,10 @@ fn a_second_prepare_that_has_nothing_to_store_ends_the_first() {
 fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/race");
-    let (mut one, mut two) = (server.engine_driven(1, &scope), server.engine_driven(2, &scope));
+    let (mut one, mut two) = (
+        server.engine_driven(1, &scope),
+        server.engine_driven(2, &scope),
+    );
     let (prompt, len) = (prompt(1, 2), one.chunk_bytes());
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
     let pool = pool(&server, &scope);
@@ -121,12 +198,25 @@ fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
     };
     lend(&mut one, 1);
     lend(&mut two, 2);
-    assert!(two.connection().commit_store(&key, InstanceId(2), b"").unwrap());
+    assert!(
+        two.connection()
+            .commit_store(&key, InstanceId(2), b"")
+            .unwrap()
+    );
     let used = server.readings().used_bytes;
-    assert!(one.connection().commit_store(&key, InstanceId(1), b"").unwrap());
-    assert!(server.readings().used_bytes < used, "the second copy is dropped");
+    assert!(
+        one.connection()
+            .commit_store(&key, InstanceId(1), b"")
+            .unwrap()
+    );
+    assert!(
+        server.readings().used_bytes < used,
+        "the second copy is dropped"
+    );
     assert_eq!(one.lookup(&prompt, "q").unwrap(), 2);
-    let read = one.retrieve(&prompt, range(0..2), "q", |chunk, got| assert_eq!(got, bytes(2, chunk, len)));
+    let read = one.retrieve(&prompt, range(0..2), "q", |chunk, got| {
+        assert_eq!(got, bytes(2, chunk, len))
+    });
     assert!(read.unwrap().is_some());
     assert_eq!(server.readings().staged_bytes, 0);
 }
@@ -135,16 +225,36 @@ fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
 fn an_instance_that_leaves_takes_its_transfers_along() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/left");
-    let (mut worker, mut other) = (server.engine_driven(1, &scope), server.engine_driven(2, &scope));
+    let (mut worker, mut other) = (
+        server.engine_driven(1, &scope),
+        server.engine_driven(2, &scope),
+    );
     let (stored, unfinished, len) = (prompt(1, 2), prompt(2, 2), worker.chunk_bytes());
-    worker.store(&stored, range(0..2), "s", |chunk| bytes(1, chunk, len)).unwrap();
+    worker
+        .store(&stored, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
     let used = server.readings().used_bytes;
 
     let write = scope.worker_key(0, &unfinished, range(0..2), "w");
-    assert_eq!(slots(worker.connection().prepare_store(&write, InstanceId(1)).unwrap()).len(), 2);
+    assert_eq!(
+        slots(
+            worker
+                .connection()
+                .prepare_store(&write, InstanceId(1))
+                .unwrap()
+        )
+        .len(),
+        2
+    );
     assert_eq!(worker.lookup(&stored, "r").unwrap(), 2);
     let read = scope.worker_key(0, &stored, range(0..2), "r");
-    assert!(worker.connection().prepare_retrieve(&read, InstanceId(1)).unwrap().success);
+    assert!(
+        worker
+            .connection()
+            .prepare_retrieve(&read, InstanceId(1))
+            .unwrap()
+            .success
+    );
     assert_eq!(held(&server), (used, 2, 2 * used));
 
     let mut connection = worker.close().unwrap();
@@ -162,31 +272,64 @@ fn a_registration_in_the_place_of_another_ends_its_transfers() {
     let mut worker = server.engine_driven(1, &scope);
     let prompt = prompt(1, 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "w");
-    assert_eq!(slots(worker.connection().prepare_store(&key, InstanceId(1)).unwrap()).len(), 2);
+    assert_eq!(
+        slots(
+            worker
+                .connection()
+                .prepare_store(&key, InstanceId(1))
+                .unwrap()
+        )
+        .len(),
+        2
+    );
     let mut spec = engine_driven(1, &scope);
     spec.hidden = 32;
     let mut successor = EngineDrivenWorker::register(server.connect(), spec).unwrap();
     assert_eq!(held(&server), (0, 0, 0));
-    assert!(!worker.connection().commit_store(&key, InstanceId(1), b"").unwrap());
+    assert!(
+        !worker
+            .connection()
+            .commit_store(&key, InstanceId(1), b"")
+            .unwrap()
+    );
     assert_eq!(successor.lookup(&prompt, "q").unwrap(), 0);
 }
 
 #[test]
 fn memory_of_a_vanished_worker_comes_back_after_its_death_and_the_write_ttl() {
-    let server = TestServer::start(&["--worker-reap-timeout-seconds", "120", "--l1-write-ttl-seconds", "600"]);
+    let server = TestServer::start(&[
+        "--worker-reap-timeout-seconds",
+        "120",
+        "--l1-write-ttl-seconds",
+        "600",
+    ]);
     let scope = Scope::new("transfers/vanished");
     let mut worker = server.engine_driven(1, &scope);
     assert!(worker.connection().ping(Some(InstanceId(1))).unwrap());
     let prompt = prompt(1, 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "w");
-    assert_eq!(slots(worker.connection().prepare_store(&key, InstanceId(1)).unwrap()).len(), 2);
+    assert_eq!(
+        slots(
+            worker
+                .connection()
+                .prepare_store(&key, InstanceId(1))
+                .unwrap()
+        )
+        .len(),
+        2
+    );
     let staged = server.readings().staged_bytes;
 
     server.pass(Duration::from_secs(130));
     assert_eq!(server.readings().instances, 0);
     // It may only be stopped and still write: its memory is not given to anybody yet, and not to be committed.
     assert_eq!(server.readings().staged_bytes, staged);
-    assert!(!worker.connection().commit_store(&key, InstanceId(1), b"").unwrap());
+    assert!(
+        !worker
+            .connection()
+            .commit_store(&key, InstanceId(1), b"")
+            .unwrap()
+    );
     server.pass(Duration::from_secs(610));
     assert_eq!(held(&server), (0, 0, 0));
     server.assert_sound();
@@ -194,17 +337,40 @@ fn memory_of_a_vanished_worker_comes_back_after_its_death_and_the_write_ttl() {
 
 #[test]
 fn a_prepared_store_that_nobody_commits_is_given_up_and_its_memory_kept_from_others() {
-    let server = TestServer::start(&["--worker-reap-timeout-seconds", "0", "--l1-write-ttl-seconds", "60"]);
+    let server = TestServer::start(&[
+        "--worker-reap-timeout-seconds",
+        "0",
+        "--l1-write-ttl-seconds",
+        "60",
+    ]);
     let scope = Scope::new("transfers/forgotten");
     let mut worker = server.engine_driven(1, &scope);
     let prompt = prompt(1, 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "w");
-    assert_eq!(slots(worker.connection().prepare_store(&key, InstanceId(1)).unwrap()).len(), 2);
+    assert_eq!(
+        slots(
+            worker
+                .connection()
+                .prepare_store(&key, InstanceId(1))
+                .unwrap()
+        )
+        .len(),
+        2
+    );
     let staged = server.readings().staged_bytes;
     server.pass(Duration::from_secs(59));
     server.pass(Duration::from_secs(2));
-    assert!(!worker.connection().commit_store(&key, InstanceId(1), b"").unwrap());
-    assert_eq!(server.readings().staged_bytes, staged, "no clock can tell that the worker has stopped writing");
+    assert!(
+        !worker
+            .connection()
+            .commit_store(&key, InstanceId(1), b"")
+            .unwrap()
+    );
+    assert_eq!(
+        server.readings().staged_bytes,
+        staged,
+        "no clock can tell that the worker has stopped writing"
+    );
     worker.close().unwrap();
     assert_eq!(held(&server), (0, 0, 0));
 }
@@ -217,10 +383,14 @@ fn a_worker_that_sends_its_data_along_leaves_no_slots_behind() {
     spec.force_pickle = true;
     let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
     let (prompt, len) = (prompt(1, 2), worker.chunk_bytes());
-    worker.store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len)).unwrap();
+    worker
+        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
     assert_eq!(server.readings().staged_bytes, 0);
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
-    let read = worker.retrieve(&prompt, range(0..2), "r", |chunk, got| assert_eq!(got, bytes(1, chunk, len)));
+    let read = worker.retrieve(&prompt, range(0..2), "r", |chunk, got| {
+        assert_eq!(got, bytes(1, chunk, len))
+    });
     assert!(read.unwrap().is_some());
     assert_eq!(server.readings().leased_objects, 0);
 }
@@ -231,12 +401,20 @@ fn a_copy_that_fails_in_the_middle_stores_nothing() {
     let scope = Scope::new("transfers/half");
     let mut worker = server.lmcache_driven(1, &scope);
     let prompt = prompt(1, 2);
-    for blocks in [[1, 2, 3, 4, 5, 6, 7, 32], [1, 2, 3, 4, 5, 6, 7, -1], [1, 2, 3, 4, 5, 6, 7, i64::MAX]] {
+    for blocks in [
+        [1, 2, 3, 4, 5, 6, 7, 32],
+        [1, 2, 3, 4, 5, 6, 7, -1],
+        [1, 2, 3, 4, 5, 6, 7, i64::MAX],
+    ] {
         assert!(!worker.store(&prompt, range(0..2), "s", &blocks).unwrap());
         assert_eq!(worker.lookup(&prompt, "q").unwrap(), 0);
         assert_eq!(held(&server), (0, 0, 0));
     }
-    assert!(worker.store(&prompt, range(0..2), "s", &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap());
+    assert!(
+        worker
+            .store(&prompt, range(0..2), "s", &[1, 2, 3, 4, 5, 6, 7, 8])
+            .unwrap()
+    );
     assert_eq!(worker.lookup(&prompt, "q2").unwrap(), 2);
     server.assert_sound();
 }
@@ -250,9 +428,23 @@ fn pages_come_back_as_they_were_stored() {
     let chunks = [bytes(1, 0, len), bytes(1, 1, len)];
     worker.write_chunk(&[4, 9, 2, 7], &chunks[0]).unwrap();
     worker.write_chunk(&[8, 3, 5, 1], &chunks[1]).unwrap();
-    assert!(worker.store(&prompt, range(0..2), "s", &[4, 9, 2, 7, 8, 3, 5, 1]).unwrap());
+    assert!(
+        worker
+            .store(&prompt, range(0..2), "s", &[4, 9, 2, 7, 8, 3, 5, 1])
+            .unwrap()
+    );
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
-    assert!(worker.retrieve(&prompt, range(0..2), "r", &[20, 21, 22, 23, 16, 17, 18, 19], 0).unwrap());
+    assert!(
+        worker
+            .retrieve(
+                &prompt,
+                range(0..2),
+                "r",
+                &[20, 21, 22, 23, 16, 17, 18, 19],
+                0
+            )
+            .unwrap()
+    );
     let mut got = Vec::new();
     worker.read_chunk(&[20, 21, 22, 23], &mut got).unwrap();
     assert_eq!(got, chunks[0]);
@@ -264,13 +456,29 @@ fn pages_come_back_as_they_were_stored() {
 fn a_client_that_truncates_its_pages_harms_only_itself() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/truncated");
-    let (mut victim, mut other) = (server.lmcache_driven(1, &scope), server.lmcache_driven(2, &scope));
+    let (mut victim, mut other) = (
+        server.lmcache_driven(1, &scope),
+        server.lmcache_driven(2, &scope),
+    );
     let prompt = prompt(1, 1);
     let path = format!("/dev/shm{}", victim.segment_name());
-    std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(0).unwrap();
-    assert!(!victim.store(&prompt, range(0..1), "s", &[1, 2, 3, 4]).unwrap());
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(path)
+        .unwrap()
+        .set_len(0)
+        .unwrap();
+    assert!(
+        !victim
+            .store(&prompt, range(0..1), "s", &[1, 2, 3, 4])
+            .unwrap()
+    );
     assert_eq!(held(&server), (0, 0, 0));
-    assert!(other.store(&prompt, range(0..1), "s", &[1, 2, 3, 4]).unwrap());
+    assert!(
+        other
+            .store(&prompt, range(0..1), "s", &[1, 2, 3, 4])
+            .unwrap()
+    );
     assert_eq!(other.lookup(&prompt, "q").unwrap(), 1);
     server.assert_sound();
 }

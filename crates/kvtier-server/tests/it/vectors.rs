@@ -43,19 +43,40 @@ const NOT_DONE: Ours = Is("92c40f737475625f6970635f68616e646c65c2");
 const DONE: Ours = Is("92c40f737475625f6970635f68616e646c65c3");
 
 const SILENT: &str = "the peer says nothing and its client waits for its timeout; we say no in the form the operation has";
-const SILENT_TEXT: &str = "the peer says nothing; this client raises our text where it made the call";
+const SILENT_TEXT: &str =
+    "the peer says nothing; this client raises our text where it made the call";
 const EVENTS: &str = "there is no stream of events: the first batch says so and the stream ends";
 
 /// The two files of errors, with and without a pool, differ in this from the peer.
 const ERRORS: Differences = &[
     ("get_experimental", Is("90"), "no optional feature is on"),
-    ("ping_unknown_instance", FALSE, "so that a worker of a server that restarted quickly registers again"),
+    (
+        "ping_unknown_instance",
+        FALSE,
+        "so that a worker of a server that restarted quickly registers again",
+    ),
     ("unknown_id", Text("operation 99 is unknown"), SILENT_TEXT),
     ("unknown_name", Text("\"nope\" is unknown"), SILENT_TEXT),
-    ("blend_op_on_default_engine", Text("cb_protocol_handshake is not served"), SILENT_TEXT),
-    ("retired_id_11", ZERO, "0.5.3 still asked for hits under this number"),
-    ("too_few_payloads", TRUE, "a ping that cannot be read still proves that the server is there"),
-    ("too_many_payloads", Text("does not have 1 payloads"), SILENT_TEXT),
+    (
+        "blend_op_on_default_engine",
+        Text("cb_protocol_handshake is not served"),
+        SILENT_TEXT,
+    ),
+    (
+        "retired_id_11",
+        ZERO,
+        "0.5.3 still asked for hits under this number",
+    ),
+    (
+        "too_few_payloads",
+        TRUE,
+        "a ping that cannot be read still proves that the server is there",
+    ),
+    (
+        "too_many_payloads",
+        Text("does not have 1 payloads"),
+        SILENT_TEXT,
+    ),
     ("malformed_payload", Nothing, SILENT),
     ("wrong_type_payload", Nothing, SILENT),
     ("trailing_bytes_in_payload", Nothing, SILENT),
@@ -63,8 +84,16 @@ const ERRORS: Differences = &[
     ("prepare_retrieve_unregistered", MISS, SILENT),
     ("commit_store_unregistered", FALSE, SILENT),
     ("commit_retrieve_unregistered", TRUE, SILENT),
-    ("register_ed_bad_dtype", Text("dtype_str is \"nope\""), SILENT_TEXT),
-    ("register_ed_zero_slots", Text("num_physical_slots is 0"), SILENT_TEXT),
+    (
+        "register_ed_bad_dtype",
+        Text("dtype_str is \"nope\""),
+        SILENT_TEXT,
+    ),
+    (
+        "register_ed_zero_slots",
+        Text("num_physical_slots is 0"),
+        SILENT_TEXT,
+    ),
     ("lookup_readers_0", Nothing, SILENT),
     ("lookup_token_over_u32", Nothing, SILENT),
     ("commit_store_bad_pickle", FALSE, SILENT),
@@ -72,7 +101,11 @@ const ERRORS: Differences = &[
     ("prepare_store_unaligned_end", NO_SLOTS, SILENT),
     ("prepare_store_end_past_tokens", NO_SLOTS, SILENT),
     ("prepare_store_worker_none", NO_SLOTS, SILENT),
-    ("server_module_call", Text("server_module_call is not served"), SILENT_TEXT),
+    (
+        "server_module_call",
+        Text("server_module_call is not served"),
+        SILENT_TEXT,
+    ),
     ("subscribe_bad_cursor", NoEvents, EVENTS),
     ("subscribe_bad_max", NoEvents, EVENTS),
     ("subscribe", NoEvents, EVENTS),
@@ -81,12 +114,28 @@ const ERRORS: Differences = &[
 
 /// Both files go on like this: a failed commit leaves the chunks it had no data for reserved at the peer, for minutes.
 const NOTHING_STAYS_RESERVED: Differences = &[
-    ("query_hit", Is("02"), "the next store of those chunks stored them"),
+    (
+        "query_hit",
+        Is("02"),
+        "the next store of those chunks stored them",
+    ),
     ("prepare_retrieve_hit", Chunks(2), "both chunks are there"),
-    ("prepare_retrieve_hit_again", Chunks(2), "while its session lives, a request may read again what is there"),
-    ("prepare_retrieve_after_release", Chunks(2), "while its session lives, a request may read again what is there"),
+    (
+        "prepare_retrieve_hit_again",
+        Chunks(2),
+        "while its session lives, a request may read again what is there",
+    ),
+    (
+        "prepare_retrieve_after_release",
+        Chunks(2),
+        "while its session lives, a request may read again what is there",
+    ),
     ("query_dup", Is("02"), "both chunks are there"),
-    ("query_after_clear", ZERO, "a lookup in the place of another lets go of what that held, so nothing is left leased"),
+    (
+        "query_after_clear",
+        ZERO,
+        "a lookup in the place of another lets go of what that held, so nothing is left leased",
+    ),
 ];
 
 /// Without a pool.
@@ -97,25 +146,54 @@ const ERRORS_PICKLED: Differences = &[
     ("commit_store_start_eq_end", FALSE, SILENT),
 ];
 
-const PICKLES: &str = "a worker that sent its data along cannot map the pool: it is lent no more slots";
+const PICKLES: &str =
+    "a worker that sent its data along cannot map the pool: it is lent no more slots";
 
 /// With a pool.
 const ERRORS_POOLED: Differences = &[
     ("register_ed", Pool, "our own name and size"),
-    ("register_ed_again_different_layout_ignored", Pool, "our own name and size"),
+    (
+        "register_ed_again_different_layout_ignored",
+        Pool,
+        "our own name and size",
+    ),
     ("prepare_store_fresh", Is("81a7636f6e7465787480"), PICKLES),
-    ("prepare_store_again_same_key", Is("81a7636f6e7465787480"), PICKLES),
-    ("prepare_store_start_eq_end", Is("81a7636f6e7465787480"), PICKLES),
+    (
+        "prepare_store_again_same_key",
+        Is("81a7636f6e7465787480"),
+        PICKLES,
+    ),
+    (
+        "prepare_store_start_eq_end",
+        Is("81a7636f6e7465787480"),
+        PICKLES,
+    ),
 ];
 
 const NO_EVENT: &str = "there is no stream of events that could tell of it";
 
 /// A worker whose pages the server copies.
 const PAGES: Differences = &[
-    ("register_empty_list", Text("the list of tensors is empty"), SILENT_TEXT),
-    ("register_missing_shm", Text("layer_indices is 1"), SILENT_TEXT),
-    ("register_wrong_group_count", Text("engine_group_infos[2]"), SILENT_TEXT),
-    ("register_bad_tokens_per_block", Text("tokens_per_block is 24"), SILENT_TEXT),
+    (
+        "register_empty_list",
+        Text("the list of tensors is empty"),
+        SILENT_TEXT,
+    ),
+    (
+        "register_missing_shm",
+        Text("layer_indices is 1"),
+        SILENT_TEXT,
+    ),
+    (
+        "register_wrong_group_count",
+        Text("engine_group_infos[2]"),
+        SILENT_TEXT,
+    ),
+    (
+        "register_bad_tokens_per_block",
+        Text("tokens_per_block is 24"),
+        SILENT_TEXT,
+    ),
     ("subscribe", NoEvents, EVENTS),
     ("store_ok", DONE, NO_EVENT),
     ("store_extra_blocks_multiple_of_chunk", DONE, NO_EVENT),
@@ -125,23 +203,50 @@ const PAGES: Differences = &[
     ("store_one_null_chunk", DONE, NO_EVENT),
     ("store_worker_none", NOT_DONE, SILENT),
     ("store_unaligned", NOT_DONE, SILENT),
-    ("store_event_empty_handle", Is("92c400c3"), "the handle that came goes back; an empty one means that all is done"),
-    ("retrieve_again_no_locks", DONE, "while its session lives, a request may read again what is there"),
-    ("retrieve_known_after_release", DONE, "while its session lives, a request may read again what is there"),
-    ("stream_ack_after_clear", Silence, "the stream has ended already"),
+    (
+        "store_event_empty_handle",
+        Is("92c400c3"),
+        "the handle that came goes back; an empty one means that all is done",
+    ),
+    (
+        "retrieve_again_no_locks",
+        DONE,
+        "while its session lives, a request may read again what is there",
+    ),
+    (
+        "retrieve_known_after_release",
+        DONE,
+        "while its session lives, a request may read again what is there",
+    ),
+    (
+        "stream_ack_after_clear",
+        Silence,
+        "the stream has ended already",
+    ),
     ("stream_cancel", Silence, "the stream has ended already"),
 ];
 
 /// Reused request ids and short messages.
 const MISC: Differences = &[
-    ("query B", Is("01"), "the peer stored these tokens under the hash of others"),
+    (
+        "query B",
+        Is("01"),
+        "the peer stored these tokens under the hash of others",
+    ),
     ("bad model @", FALSE, SILENT),
-    ("noop after one_frame", Is("a24f4b"), "the peer answers nobody any more"),
+    (
+        "noop after one_frame",
+        Is("a24f4b"),
+        "the peer answers nobody any more",
+    ),
 ];
 
 /// A registration that the peer ignores because the instance is known takes the place of the earlier one here: the
 /// memory it tells of is what the worker has now. The rows behind it need the earlier one again.
-const REPLACED: [&str; 2] = ["register_ed_again_different_layout_ignored", "register_same_instance_again_is_noop"];
+const REPLACED: [&str; 2] = [
+    "register_ed_again_different_layout_ignored",
+    "register_same_instance_again_is_noop",
+];
 
 fn replay(server: &TestServer, file: &str, differences: &[Differences]) {
     let vectors = load(file);
@@ -158,15 +263,29 @@ fn replay(server: &TestServer, file: &str, differences: &[Differences]) {
         let request = segments.patch(frames(&row["request"]));
         client.send(&request);
         let ours = client.settle();
-        let theirs: Vec<_> = row["replies"].as_array().unwrap().iter().map(frames).collect();
-        let listed = differences.iter().position(|(row, ..)| *row == name).map(|index| differences.remove(index));
+        let theirs: Vec<_> = row["replies"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(frames)
+            .collect();
+        let listed = differences
+            .iter()
+            .position(|(row, ..)| *row == name)
+            .map(|index| differences.remove(index));
         let right = match listed {
             Some((_, expected, _)) => ours != theirs && is(expected, &request, &ours),
             None => ours == theirs,
         };
         if !right {
-            let hex: Vec<Vec<_>> = ours.iter().map(|frames| frames.iter().map(hex::encode).collect()).collect();
-            wrong.push(format!("{name}: {hex:?}, listed: {listed:?}, the peer: {}", row["replies"]));
+            let hex: Vec<Vec<_>> = ours
+                .iter()
+                .map(|frames| frames.iter().map(hex::encode).collect())
+                .collect();
+            wrong.push(format!(
+                "{name}: {hex:?}, listed: {listed:?}, the peer: {}",
+                row["replies"]
+            ));
         }
         if REPLACED.contains(&name) {
             client.send(&registration);
@@ -176,7 +295,10 @@ fn replay(server: &TestServer, file: &str, differences: &[Differences]) {
         }
     }
     assert!(wrong.is_empty(), "{file}:\n{}", wrong.join("\n"));
-    assert!(differences.is_empty(), "{file} has no rows for {differences:?}");
+    assert!(
+        differences.is_empty(),
+        "{file} has no rows for {differences:?}"
+    );
     server.assert_sound();
 }
 
@@ -193,7 +315,9 @@ fn worker(server: &TestServer) -> Raw {
 fn is(expected: &Ours, request: &Frames, answers: &[Frames]) -> bool {
     let echoed = |answer: &Frames| answer[..2] == request[..2];
     let response = |kind| match answers {
-        [answer] if echoed(answer) && answer.len() == 3 => Response::decode(kind, Some(&answer[2])).ok(),
+        [answer] if echoed(answer) && answer.len() == 3 => {
+            Response::decode(kind, Some(&answer[2])).ok()
+        }
         _ => None,
     };
     match expected {
@@ -217,7 +341,9 @@ fn is(expected: &Ours, request: &Frames, answers: &[Frames]) -> bool {
         },
         Chunks(count) => match response(ResponseKind::PrepareRetrieve) {
             Some(Response::PrepareRetrieve(hit)) => {
-                hit.success && read_tensors(&hit.data, &Limits::default()).is_ok_and(|chunks| chunks.len() == *count)
+                hit.success
+                    && read_tensors(&hit.data, &Limits::default())
+                        .is_ok_and(|chunks| chunks.len() == *count)
             }
             _ => false,
         },
@@ -233,20 +359,36 @@ fn is(expected: &Ours, request: &Frames, answers: &[Frames]) -> bool {
 
 #[test]
 fn errors_with_a_pool() {
-    replay(&TestServer::start(&[]), "server_errors_shm.json", &[ERRORS, NOTHING_STAYS_RESERVED, ERRORS_POOLED]);
+    replay(
+        &TestServer::start(&[]),
+        "server_errors_shm.json",
+        &[ERRORS, NOTHING_STAYS_RESERVED, ERRORS_POOLED],
+    );
 }
 
 #[test]
 fn errors_without_a_pool() {
-    replay(&TestServer::start(&["--shm-name", ""]), "server_errors_pickle.json", &[ERRORS, NOTHING_STAYS_RESERVED, ERRORS_PICKLED]);
+    replay(
+        &TestServer::start(&["--shm-name", ""]),
+        "server_errors_pickle.json",
+        &[ERRORS, NOTHING_STAYS_RESERVED, ERRORS_PICKLED],
+    );
 }
 
 #[test]
 fn pages_of_a_worker() {
-    replay(&TestServer::start(&[]), "server_probes_lmcache_driven_cpu.json", &[PAGES]);
+    replay(
+        &TestServer::start(&[]),
+        "server_probes_lmcache_driven_cpu.json",
+        &[PAGES],
+    );
 }
 
 #[test]
 fn reused_requests_and_short_messages() {
-    replay(&TestServer::start(&["--shm-name", ""]), "server_probes_misc.json", &[MISC]);
+    replay(
+        &TestServer::start(&["--shm-name", ""]),
+        "server_probes_misc.json",
+        &[MISC],
+    );
 }
