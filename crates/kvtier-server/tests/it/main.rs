@@ -5,6 +5,7 @@
 mod captures;
 mod http;
 mod leases;
+mod older_clients;
 mod order;
 mod replay;
 mod restart;
