@@ -4,100 +4,30 @@
 //! scrapes. Labels that clients choose are bounded: after [`MAX_SALTS`] tenants and [`MAX_MODELS`] models further ones
 //! share the value `other`.
 
+mod labels;
 mod names;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use labels::{
+    BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
+    LoadedLabels, LookupLabels, OperationLabels, ReadFailureLabels, RefusedLabels,
+};
 use names::Names;
-use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::Registry;
+use prometheus_client::registry::{Metric, Registry};
 
 /// Tenants with a label value of their own.
 pub const MAX_SALTS: usize = 1000;
 
 /// Models with a label value of their own.
 pub const MAX_MODELS: usize = 50;
-
-/// Labels of LMCache's L1 counters.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct L1Labels {
-    cache_salt: Arc<str>,
-    l1_tag: &'static str,
-}
-
-/// Labels of LMCache's lookup counters.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct LookupLabels {
-    cache_salt: Arc<str>,
-    model_name: Arc<str>,
-}
-
-/// Labels of LMCache's counter of lookups that ended before any key was asked for.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct EarlyExitLabels {
-    cache_salt: Arc<str>,
-    model_name: Arc<str>,
-    reason: &'static str,
-}
-
-/// Labels of LMCache's failure counters.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct FailureLabels {
-    during: &'static str,
-    model_name: Arc<str>,
-}
-
-/// Labels of LMCache's read failures.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct ReadFailureLabels {
-    during: &'static str,
-    model_name: Arc<str>,
-    reason: &'static str,
-}
-
-/// Labels of LMCache's transfer counters.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct DeviceLabels {
-    device: &'static str,
-}
-
-/// Labels of LMCache's loaded chunks.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct LoadedLabels {
-    cache_salt: Arc<str>,
-    model_name: Arc<str>,
-    worker_id: u32,
-}
-
-/// Labels of the request counters.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct OperationLabels {
-    operation: &'static str,
-}
-
-/// Labels of requests that got their operation's failure answer.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct RefusedLabels {
-    operation: &'static str,
-    reason: &'static str,
-}
-
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct BuildLabels {
-    version: &'static str,
-}
-
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct L1GaugeLabels {
-    backend: &'static str,
-    l1_tag: &'static str,
-}
 
 /// Latency buckets in seconds: 10 microseconds to 10 seconds, about three a decade.
 const LATENCY_BUCKETS: [f64; 19] = [
@@ -111,7 +41,7 @@ fn latency() -> Histogram {
 
 /// Everything that is counted.
 pub struct Metrics {
-    registry: Registry,
+    registries: [Registry; 2],
     salts: Names,
     models: Names,
 
@@ -206,6 +136,24 @@ const L1: L1GaugeLabels = L1GaugeLabels {
     l1_tag: "_default",
 };
 
+/// Metrics whose names share a prefix.
+struct Prefix(Registry);
+
+impl Prefix {
+    fn new(prefix: &str) -> Self {
+        Self(Registry::with_prefix(prefix))
+    }
+
+    fn add<M: Metric + Clone + Default>(&mut self, name: &str, help: &str) -> M {
+        self.add_made(name, help, M::default())
+    }
+
+    fn add_made<M: Metric + Clone>(&mut self, name: &str, help: &str, metric: M) -> M {
+        self.0.register(name, help, metric.clone());
+        metric
+    }
+}
+
 impl Default for Metrics {
     fn default() -> Self {
         Self::new()
@@ -213,267 +161,91 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Registers every metric.
+    /// Makes and registers every metric.
     pub fn new() -> Self {
-        let mut metrics = Self {
-            registry: Registry::default(),
-            salts: Names::new(MAX_SALTS),
-            models: Names::new(MAX_MODELS),
-            l1_write_chunks: Family::default(),
-            l1_read_chunks: Family::default(),
-            allocation_failures: Family::default(),
-            read_failures: Family::default(),
-            lookup_requested_tokens: Family::default(),
-            lookup_hit_tokens: Family::default(),
-            lookup_hit_l1_tokens: Family::default(),
-            lookup_hit_l1_keys: Family::default(),
-            lookups: Family::default(),
-            early_exits: Family::default(),
-            submitted_stores: Family::default(),
-            finished_stores: Family::default(),
-            submitted_retrieves: Family::default(),
-            finished_retrieves: Family::default(),
-            chunks_loaded: Family::default(),
-            requests: Family::default(),
-            refused: Family::default(),
-            latency: Family::new_with_constructor(latency),
-            undeliverable: Counter::default(),
-            malformed_messages: Counter::default(),
-            handler_panics: Counter::default(),
-            reaped_instances: Counter::default(),
-            expired_transfers: Counter::default(),
-            expired_lookups: Counter::default(),
-            eviction_ticks: Counter::default(),
-            eviction_triggered: Counter::default(),
-            l1_usage_bytes: Family::default(),
-            l1_usage_ratio: Family::default(),
-            l1_staging_bytes: Family::default(),
-            l1_capacity_bytes: Gauge::default(),
-            l1_objects: Gauge::default(),
-            l1_leased_objects: Gauge::default(),
-            l1_prefaulted_bytes: Gauge::default(),
-            active_prefetch_jobs: Gauge::default(),
-            active_sessions: Gauge::default(),
-            registered_instances: Gauge::default(),
-            evicted_chunks: Counter::default(),
-            evicted_bytes: Counter::default(),
-            accounting_errors: Counter::default(),
-            prompt_chunks_known: Counter::default(),
-            prompt_chunks_hashed: Counter::default(),
-        };
-        metrics.register();
-        metrics
-    }
-
-    fn register(&mut self) {
-        let build: Family<BuildLabels, Gauge> = Family::default();
+        // LMCache's names, then those it lacks.
+        let (mut lmcache, mut own) = (Prefix::new("lmcache_mp"), Prefix::new("kvtier"));
+        let build: Family<BuildLabels, Gauge> = own.add("build_info", "Version of this server");
         build
             .get_or_create(&BuildLabels {
                 version: env!("CARGO_PKG_VERSION"),
             })
             .set(1);
-        let mut registry = Registry::default();
-        let lmcache = registry.sub_registry_with_prefix("lmcache_mp");
-        lmcache.register(
-            "l1_memory_usage_bytes",
-            "Bytes of L1 in use",
-            self.l1_usage_bytes.clone(),
-        );
-        lmcache.register(
-            "l1_usage_ratio",
-            "Share of L1 in use",
-            self.l1_usage_ratio.clone(),
-        );
-        lmcache.register(
-            "l1_staging_bytes",
-            "Bytes reserved and not yet committed",
-            self.l1_staging_bytes.clone(),
-        );
-        lmcache.register(
-            "active_prefetch_jobs",
-            "Lookups whose result was not asked for yet",
-            self.active_prefetch_jobs.clone(),
-        );
-        lmcache.register(
-            "l1_write_chunks",
-            "Objects admitted to L1",
-            self.l1_write_chunks.clone(),
-        );
-        lmcache.register(
-            "l1_read_chunks",
-            "Objects leased by lookups",
-            self.l1_read_chunks.clone(),
-        );
-        lmcache.register(
-            "l1_eviction_loop_ticks",
-            "Background eviction passes",
-            self.eviction_ticks.clone(),
-        );
-        lmcache.register(
-            "l1_eviction_loop_triggered",
-            "Background eviction passes that evicted",
-            self.eviction_triggered.clone(),
-        );
-        lmcache.register(
-            "l1_allocation_failure_chunks",
-            "Chunks L1 had no room for",
-            self.allocation_failures.clone(),
-        );
-        lmcache.register(
-            "l1_read_failure_chunks",
-            "Chunks that could not be read",
-            self.read_failures.clone(),
-        );
-        lmcache.register(
-            "lookup_requested_tokens",
-            "Tokens of full chunks asked for",
-            self.lookup_requested_tokens.clone(),
-        );
-        lmcache.register(
-            "lookup_hit_tokens",
-            "Tokens found",
-            self.lookup_hit_tokens.clone(),
-        );
-        lmcache.register(
-            "lookup_hit_l1_tokens",
-            "Tokens found in L1",
-            self.lookup_hit_l1_tokens.clone(),
-        );
-        lmcache.register(
-            "lookup_hit_l1_keys",
-            "Objects found in L1",
-            self.lookup_hit_l1_keys.clone(),
-        );
-        lmcache.register("lookups_requests", "Lookups", self.lookups.clone());
-        lmcache.register(
-            "lookup_early_exit_requests",
-            "Lookups that asked for no key",
-            self.early_exits.clone(),
-        );
-        lmcache.register(
-            "num_submitted_stores",
-            "Stores received",
-            self.submitted_stores.clone(),
-        );
-        lmcache.register(
-            "num_finished_stores",
-            "Stores answered",
-            self.finished_stores.clone(),
-        );
-        lmcache.register(
-            "num_submitted_retrieves",
-            "Retrieves received",
-            self.submitted_retrieves.clone(),
-        );
-        lmcache.register(
-            "num_finished_retrieves",
-            "Retrieves answered",
-            self.finished_retrieves.clone(),
-        );
-        lmcache.register(
-            "num_chunks_loaded",
-            "Chunks given back to workers",
-            self.chunks_loaded.clone(),
-        );
-        let own = registry.sub_registry_with_prefix("kvtier");
-        own.register("build_info", "Version of this server", build);
-        own.register("requests", "Requests by operation", self.requests.clone());
-        own.register(
-            "refused_requests",
-            "Requests that got their operation's failure answer",
-            self.refused.clone(),
-        );
-        own.register(
-            "request_duration_seconds",
-            "Time from a request's arrival to its answer",
-            self.latency.clone(),
-        );
-        own.register(
-            "undeliverable_replies",
-            "Replies whose client was gone or did not read",
-            self.undeliverable.clone(),
-        );
-        own.register(
-            "malformed_messages",
-            "Messages that are no request",
-            self.malformed_messages.clone(),
-        );
-        own.register(
-            "handler_panics",
-            "Handlers that panicked",
-            self.handler_panics.clone(),
-        );
-        own.register(
-            "reaped_instances",
-            "Workers taken for dead",
-            self.reaped_instances.clone(),
-        );
-        own.register(
-            "expired_transfers",
-            "Transfers given up without a commit",
-            self.expired_transfers.clone(),
-        );
-        own.register(
-            "expired_lookups",
-            "Lookup leases given up unused",
-            self.expired_lookups.clone(),
-        );
-        own.register(
-            "l1_capacity_bytes",
-            "Size of L1",
-            self.l1_capacity_bytes.clone(),
-        );
-        own.register(
-            "l1_objects",
-            "Readable objects in L1",
-            self.l1_objects.clone(),
-        );
-        own.register(
-            "l1_leased_objects",
-            "Objects in L1 with a lease",
-            self.l1_leased_objects.clone(),
-        );
-        own.register(
-            "l1_prefaulted_bytes",
-            "Bytes of L1 touched since start",
-            self.l1_prefaulted_bytes.clone(),
-        );
-        own.register(
-            "active_sessions",
-            "Request sessions alive",
-            self.active_sessions.clone(),
-        );
-        own.register(
-            "registered_instances",
-            "Workers registered",
-            self.registered_instances.clone(),
-        );
-        own.register(
-            "l1_evicted_chunks",
-            "Objects evicted from L1",
-            self.evicted_chunks.clone(),
-        );
-        own.register(
-            "l1_evicted_bytes",
-            "Bytes evicted from L1",
-            self.evicted_bytes.clone(),
-        );
-        own.register(
-            "accounting_errors",
-            "Accounting errors found; anything but 0 is a bug",
-            self.accounting_errors.clone(),
-        );
-        own.register(
-            "prompt_chunks_known",
-            "Prompt chunks whose hash was remembered",
-            self.prompt_chunks_known.clone(),
-        );
-        own.register(
-            "prompt_chunks_hashed",
-            "Prompt chunks decoded and hashed",
-            self.prompt_chunks_hashed.clone(),
-        );
-        self.registry = registry;
+        Self {
+            salts: Names::new(MAX_SALTS),
+            models: Names::new(MAX_MODELS),
+            l1_write_chunks: lmcache.add("l1_write_chunks", "Objects admitted to L1"),
+            l1_read_chunks: lmcache.add("l1_read_chunks", "Objects leased by lookups"),
+            allocation_failures: lmcache
+                .add("l1_allocation_failure_chunks", "Chunks L1 had no room for"),
+            read_failures: lmcache.add("l1_read_failure_chunks", "Chunks that could not be read"),
+            lookup_requested_tokens: lmcache
+                .add("lookup_requested_tokens", "Tokens of full chunks asked for"),
+            lookup_hit_tokens: lmcache.add("lookup_hit_tokens", "Tokens found"),
+            lookup_hit_l1_tokens: lmcache.add("lookup_hit_l1_tokens", "Tokens found in L1"),
+            lookup_hit_l1_keys: lmcache.add("lookup_hit_l1_keys", "Objects found in L1"),
+            lookups: lmcache.add("lookups_requests", "Lookups"),
+            early_exits: lmcache.add(
+                "lookup_early_exit_requests",
+                "Lookups that asked for no key",
+            ),
+            submitted_stores: lmcache.add("num_submitted_stores", "Stores received"),
+            finished_stores: lmcache.add("num_finished_stores", "Stores answered"),
+            submitted_retrieves: lmcache.add("num_submitted_retrieves", "Retrieves received"),
+            finished_retrieves: lmcache.add("num_finished_retrieves", "Retrieves answered"),
+            chunks_loaded: lmcache.add("num_chunks_loaded", "Chunks given back to workers"),
+            requests: own.add("requests", "Requests by operation"),
+            refused: own.add(
+                "refused_requests",
+                "Requests that got their operation's failure answer",
+            ),
+            latency: own.add_made(
+                "request_duration_seconds",
+                "Time from a request's arrival to its answer",
+                Family::new_with_constructor(latency),
+            ),
+            undeliverable: own.add(
+                "undeliverable_replies",
+                "Replies whose client was gone or did not read",
+            ),
+            malformed_messages: own.add("malformed_messages", "Messages that are no request"),
+            handler_panics: own.add("handler_panics", "Handlers that panicked"),
+            reaped_instances: own.add("reaped_instances", "Workers taken for dead"),
+            expired_transfers: own.add("expired_transfers", "Transfers given up without a commit"),
+            expired_lookups: own.add("expired_lookups", "Lookup leases given up unused"),
+            eviction_ticks: lmcache.add("l1_eviction_loop_ticks", "Background eviction passes"),
+            eviction_triggered: lmcache.add(
+                "l1_eviction_loop_triggered",
+                "Background eviction passes that evicted",
+            ),
+            l1_usage_bytes: lmcache.add("l1_memory_usage_bytes", "Bytes of L1 in use"),
+            l1_usage_ratio: lmcache.add("l1_usage_ratio", "Share of L1 in use"),
+            l1_staging_bytes: lmcache
+                .add("l1_staging_bytes", "Bytes reserved and not yet committed"),
+            l1_capacity_bytes: own.add("l1_capacity_bytes", "Size of L1"),
+            l1_objects: own.add("l1_objects", "Readable objects in L1"),
+            l1_leased_objects: own.add("l1_leased_objects", "Objects in L1 with a lease"),
+            l1_prefaulted_bytes: own.add("l1_prefaulted_bytes", "Bytes of L1 touched since start"),
+            active_prefetch_jobs: lmcache.add(
+                "active_prefetch_jobs",
+                "Lookups whose result was not asked for yet",
+            ),
+            active_sessions: own.add("active_sessions", "Request sessions alive"),
+            registered_instances: own.add("registered_instances", "Workers registered"),
+            evicted_chunks: own.add("l1_evicted_chunks", "Objects evicted from L1"),
+            evicted_bytes: own.add("l1_evicted_bytes", "Bytes evicted from L1"),
+            accounting_errors: own.add(
+                "accounting_errors",
+                "Accounting errors found; anything but 0 is a bug",
+            ),
+            prompt_chunks_known: own.add(
+                "prompt_chunks_known",
+                "Prompt chunks whose hash was remembered",
+            ),
+            prompt_chunks_hashed: own
+                .add("prompt_chunks_hashed", "Prompt chunks decoded and hashed"),
+            registries: [lmcache.0, own.0],
+        }
     }
 
     /// A lookup that asked for keys.
@@ -628,9 +400,12 @@ impl Metrics {
                 .inner()
                 .fetch_max(total, std::sync::atomic::Ordering::Relaxed);
         }
-        let mut text = String::new();
+        let mut out = String::new();
         // Writing to a String cannot fail.
-        let _ = prometheus_client::encoding::text::encode(&mut text, &self.registry);
-        text
+        for registry in &self.registries {
+            let _ = text::encode_registry(&mut out, registry);
+        }
+        let _ = text::encode_eof(&mut out);
+        out
     }
 }
