@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use kvtier_memory::{AccessError, ForeignSegment};
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::pickle::{self, Limits, TensorToWrite};
@@ -12,7 +13,6 @@ use crate::calls::wrong;
 use crate::connection::{Connection, Reply};
 use crate::error::ClientError;
 use crate::key::{Key, Prompt, Scope};
-use crate::pool::Pool;
 
 /// What an [`EngineDrivenWorker`] is.
 #[derive(Debug, Clone)]
@@ -104,7 +104,7 @@ pub struct EngineDrivenWorker {
     chunk_tokens: usize,
     shape: Vec<u64>,
     chunk_bytes: usize,
-    pool: Option<Pool>,
+    pool: Option<ForeignSegment>,
     /// One retrieved chunk.
     buffer: Vec<u8>,
 }
@@ -155,7 +155,7 @@ impl EngineDrivenWorker {
         let pool = if told.shm_name.is_empty() || spec.force_pickle {
             None
         } else {
-            Pool::open(&told.shm_name, told.pool_size).ok()
+            ForeignSegment::open_pool(&told.shm_name, told.pool_size).ok()
         };
         Ok(Self {
             connection: Some(connection),
@@ -267,7 +267,8 @@ impl EngineDrivenWorker {
                         });
                     }
                     let bytes = source(index);
-                    pool.write(slot.offset, self.check_bytes(bytes.as_ref())?)?;
+                    pool.write(slot.offset, self.check_bytes(bytes.as_ref())?)
+                        .map_err(|error| pool_error(pool, &error))?;
                 }
                 (target.chunk_indices, Vec::new())
             }
@@ -440,8 +441,9 @@ impl EngineDrivenWorker {
         count(slots.len())?;
         for (index, slot) in slots.iter().enumerate() {
             self.check_slot(Operation::PrepareRetrieve, slot)?;
-            self.buffer.resize(self.chunk_bytes, 0);
-            pool.read(slot.offset, &mut self.buffer)?;
+            self.buffer.clear();
+            pool.read_into(slot.offset, self.chunk_bytes as u64, &mut self.buffer)
+                .map_err(|error| pool_error(pool, &error))?;
             take(index as u64, &self.buffer);
         }
         Ok(true)
@@ -458,6 +460,13 @@ impl Drop for EngineDrivenWorker {
                 connection.forget(ticket);
             }
         }
+    }
+}
+
+fn pool_error(pool: &ForeignSegment, error: &AccessError) -> ClientError {
+    ClientError::Pool {
+        name: pool.name().to_owned(),
+        message: error.to_string(),
     }
 }
 

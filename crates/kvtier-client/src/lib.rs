@@ -15,14 +15,12 @@ mod engine_driven;
 mod error;
 mod key;
 mod lmcache_driven;
-mod pool;
 
 pub use connection::{Connection, Options, Reply, Ticket};
 pub use engine_driven::{EngineDrivenSpec, EngineDrivenWorker, Retrieved, Stored, Transport};
 pub use error::ClientError;
 pub use key::{Key, Prompt, Scope};
 pub use lmcache_driven::{LmcacheDrivenSpec, LmcacheDrivenWorker};
-pub use pool::Pool;
 
 /// Chunks, blocks and answers are told in the types of the protocol.
 pub use kvtier_proto as proto;

@@ -13,7 +13,7 @@ use crate::access::AccessError;
 use crate::extent::Extent;
 use crate::fault::TableFull;
 use crate::mapping::{MapError, Mapping};
-use crate::shm_file::{NAME_MAX, NO_FOLLOW};
+use crate::shm_file::{NAME_MAX, NO_FOLLOW, SHM_PREFIX};
 
 /// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
 /// KV caches in CPU memory). Other names are refused: a client must not make us write into
@@ -87,6 +87,31 @@ impl ForeignSegment {
     /// See [`SegmentError`].
     pub fn open(name: &str, bytes: u64) -> Result<Self, SegmentError> {
         check_name(name)?;
+        Self::map(name, bytes)
+    }
+
+    /// Maps a server's pool, for clients: `name` as the server tells it, with or without a slash.
+    ///
+    /// # Errors
+    /// See [`SegmentError`].
+    pub fn open_pool(name: &str, bytes: u64) -> Result<Self, SegmentError> {
+        let plain = name.strip_prefix('/').unwrap_or(name);
+        let refuse = |reason| {
+            Err(SegmentError::Name {
+                name: name.chars().take(NAME_MAX).collect(),
+                reason,
+            })
+        };
+        if !plain.starts_with(SHM_PREFIX) {
+            return refuse("is not a pool's: those begin with lmcache_l1_pool_");
+        }
+        if plain.len() > NAME_MAX || plain.contains(['/', '\0']) {
+            return refuse("must be one part of a path of at most 255 bytes");
+        }
+        Self::map(&format!("/{plain}"), bytes)
+    }
+
+    fn map(name: &str, bytes: u64) -> Result<Self, SegmentError> {
         let len = mappable(bytes)?;
         let system = |action, e: rustix::io::Errno| SegmentError::System {
             action,

@@ -1,7 +1,7 @@
 //! The ZMQ front end: one thread that owns the socket, moves frames and never waits for a request.
 //!
-//! It answers the requests that need no work at once, and queues the others in the lanes of their connection. Pools
-//! decode and serve them and put the answers into the outbox, which wakes this thread.
+//! It answers the requests that need next to no work at once ([`Job::is_quick`]), and queues the others in the lanes of
+//! their connection. Pools decode and serve them and put the answers into the outbox, which wakes this thread.
 
 mod connection;
 pub mod lanes;
@@ -262,6 +262,10 @@ impl Front {
             LaneKind::Transfer => (&self.transfers, &connection.transfers),
             LaneKind::Control => (&self.control, &connection.control),
         };
+        // Only this thread puts jobs into lanes, so an idle one stays idle and no order is broken.
+        if job.is_quick() && lane.is_idle() {
+            return self.server.answer(job).for_each(|reply| self.send(reply));
+        }
         if let Err(job) = pool.push(lane, job) {
             tracing::warn!(
                 operation = job.resolved.spec.operation.name(),

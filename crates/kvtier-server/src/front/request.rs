@@ -31,6 +31,10 @@ pub struct Job {
     pub received: Instant,
 }
 
+/// Payload bytes up to which a request may be served by the thread that owns the socket. About a thousand token ids:
+/// some ten microseconds to decode and hash, less than handing it to another thread and back costs.
+const QUICK_BYTES: usize = 4096;
+
 /// What serves requests.
 pub struct Server {
     /// The cache.
@@ -42,6 +46,26 @@ pub struct Server {
 }
 
 impl Job {
+    /// Whether serving it takes microseconds at most: little to decode, and an operation that copies no KV data, maps no
+    /// memory and walks no long list.
+    pub fn is_quick(&self) -> bool {
+        matches!(
+            self.spec().operation,
+            Operation::Lookup
+                | Operation::QueryPrefetchStatus
+                | Operation::WaitPrefetchStatus
+                | Operation::FreeLookupLocks
+                | Operation::PrepareStore
+                | Operation::CommitStore
+                | Operation::CommitRetrieve
+        ) && self
+            .payloads
+            .iter()
+            .map(|payload| payload.len())
+            .sum::<usize>()
+            <= QUICK_BYTES
+    }
+
     /// The operation's table row.
     fn spec(&self) -> &'static OperationSpec {
         self.resolved.spec
