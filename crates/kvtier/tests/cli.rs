@@ -1,0 +1,293 @@
+//! The commands as their user runs them.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use assert_cmd::Command as Assert;
+use serde_json::Value;
+
+const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
+
+fn kvtier(args: &[&str]) -> Output {
+    Assert::new(KVTIER)
+        .args(args)
+        .timeout(Duration::from_secs(300))
+        .output()
+        .unwrap()
+}
+
+fn lines(bytes: &[u8]) -> Vec<String> {
+    String::from_utf8_lossy(bytes)
+        .lines()
+        .map(str::to_owned)
+        .collect()
+}
+
+/// The one line a command that failed has to say.
+fn complaint(output: &Output, code: i32) -> String {
+    let said = lines(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{said:?}");
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(output.stdout.is_empty());
+    said[0].clone()
+}
+
+fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+/// A server on ports of its own, stopped on drop.
+struct Server {
+    child: Child,
+    requests: String,
+    http: String,
+}
+
+impl Server {
+    fn start() -> Self {
+        let (port, http) = (free_port(), free_port());
+        let child = Command::new(KVTIER)
+            .args(["server", "--l1-size-gb", "0.05"])
+            .args([
+                "--port",
+                &port.to_string(),
+                "--http-port",
+                &http.to_string(),
+            ])
+            .args(["--shm-name", &format!("kvtier_cli_{port}")])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let server = Self {
+            child,
+            requests: format!("tcp://127.0.0.1:{port}"),
+            http: format!("http://127.0.0.1:{http}"),
+        };
+        let began = Instant::now();
+        while !kvtier(&["ping", "--count", "1", "--url", &server.http])
+            .status
+            .success()
+        {
+            assert!(
+                began.elapsed() < Duration::from_secs(60),
+                "the server does not answer"
+            );
+            std::thread::yield_now();
+        }
+        server
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // SIGTERM, so that the pool goes away.
+        let _ = Command::new("kill")
+            .arg(self.child.id().to_string())
+            .status();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn the_demo_is_right_and_its_figures_add_up() {
+    let output = kvtier(&[
+        "demo",
+        "--turns",
+        "2",
+        "--seconds",
+        "0",
+        "--l1-size-gb",
+        "0.0625",
+        "--seed",
+        "7",
+        "--json",
+    ]);
+    assert!(output.status.success(), "{:?}", lines(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let number = |value: &Value| {
+        value
+            .as_u64()
+            .unwrap_or_else(|| panic!("{value} is no number"))
+    };
+    assert_eq!(
+        (&report["ok"], &report["interrupted"]),
+        (&true.into(), &false.into())
+    );
+    assert_eq!(
+        (number(&report["seed"]), number(&report["faults"]["count"])),
+        (7, 0)
+    );
+    let phases = report["phases"].as_array().unwrap();
+    assert_eq!(phases.len(), 2);
+    for key in [
+        "requests",
+        "asked_tokens",
+        "hit_tokens",
+        "stored_bytes",
+        "retrieved_bytes",
+        "verified_chunks",
+        "foreign_lookups",
+        "foreign_loads",
+    ] {
+        let sum: u64 = phases.iter().map(|phase| number(&phase[key])).sum();
+        assert_eq!(number(&report["total"][key]), sum, "{key}");
+        assert!(
+            phases.iter().all(|phase| number(&phase[key]) > 0),
+            "{key} is 0"
+        );
+    }
+    let (roomy, tight) = (&phases[0], &phases[1]);
+    // Four tenants with three engines each, two turns.
+    assert_eq!(number(&roomy["requests"]), 4 * 3 * 2);
+    assert_eq!(number(&roomy["evicted_objects"]), 0);
+    assert!(number(&tight["evicted_objects"]) > 0);
+    for phase in phases {
+        assert!(number(&phase["hit_tokens"]) <= number(&phase["asked_tokens"]));
+        // What hit was loaded, but for the first request of those who have not shown that they pickle.
+        let (chunk_bytes, verified) = (
+            number(&report["chunk_bytes"]),
+            number(&phase["verified_chunks"]),
+        );
+        assert_eq!(number(&phase["retrieved_bytes"]), verified * chunk_bytes);
+        assert!(verified * number(&report["chunk_tokens"]) <= number(&phase["hit_tokens"]));
+    }
+    let lookups: u64 = report["latency_us"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|engine| number(&engine["lookup"]["count"]))
+        .sum();
+    assert_eq!(lookups, number(&report["total"]["requests"]));
+}
+
+#[test]
+fn a_demo_that_cannot_be_played_says_why() {
+    let output = kvtier(&["demo", "--turns", "60", "--l1-size-gb", "0.0625"]);
+    let line = complaint(&output, 1);
+    assert!(
+        line.contains("--turns 60") && line.contains("--l1-size-gb"),
+        "{line}"
+    );
+}
+
+#[test]
+fn status_and_ping_of_a_server_that_is_there() {
+    let server = Server::start();
+    let status = kvtier(&["status", "--url", &server.http]);
+    assert!(status.status.success() && status.stderr.is_empty());
+    let text = lines(&status.stdout).join("\n");
+    for part in [
+        "healthy",
+        "L1",
+        "0 objects",
+        "LRU",
+        "256 tokens, blake3",
+        "sessions  0",
+        "workers   0",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    let json = kvtier(&["status", "--json", "--url", &server.http]);
+    let json: Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(json["is_healthy"], true);
+    for url in [&server.requests, &server.http] {
+        for count in ["1", "3"] {
+            let ping = kvtier(&["ping", "--url", url, "--count", count]);
+            assert!(ping.status.success(), "{:?}", lines(&ping.stderr));
+            let text = lines(&ping.stdout);
+            assert!(
+                text.len() == 1 && text[0].contains(url.as_str()) && text[0].contains(" us"),
+                "{text:?}"
+            );
+        }
+    }
+    // Each is asked at the other's door.
+    let http_of_requests = server.requests.replace("tcp://", "http://");
+    for command in ["status", "ping"] {
+        complaint(
+            &kvtier(&[command, "--timeout", "1", "--url", &http_of_requests]),
+            1,
+        );
+    }
+}
+
+#[test]
+fn status_and_ping_of_a_closed_port() {
+    let port = free_port();
+    let (http, tcp) = (
+        format!("http://127.0.0.1:{port}"),
+        format!("tcp://127.0.0.1:{port}"),
+    );
+    for args in [
+        ["status", "--url", &http],
+        ["ping", "--url", &http],
+        ["ping", "--url", &tcp],
+    ] {
+        let line = complaint(&kvtier(&args), 1);
+        assert!(
+            line.contains(args[0]) && line.contains(&port.to_string()),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn addresses_that_are_none_are_usage_errors() {
+    for args in [
+        ["status", "--url", "tcp://a:1"],
+        ["ping", "--url", "a:1"],
+        ["ping", "--timeout", "0"],
+    ] {
+        assert_eq!(kvtier(&args).status.code(), Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn bad_server_flags_are_refused_in_one_line() {
+    for (args, named) in [
+        (["--chunk-size", "0"], "--chunk-size"),
+        (
+            ["--eviction-trigger-watermark", "5"],
+            "--eviction-trigger-watermark",
+        ),
+        (["--hash-algorithm", "builtin"], "--hash-algorithm"),
+        (["--config", "/no/such/file"], "/no/such/file"),
+        (["--no-such-flag", "1"], "--no-such-flag"),
+    ] {
+        let output = kvtier(&[&["server"], &args[..]].concat());
+        let line = complaint(&output, 2);
+        assert!(line.contains(named), "{line}");
+    }
+}
+
+#[test]
+fn check_config_checks_and_stops() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let path = file.path().to_str().unwrap();
+    std::fs::write(path, "chunk-size = 64\nl1-size-gb = 0.5\n").unwrap();
+    let output = kvtier(&["server", "--config", path, "--check-config"]);
+    let text = lines(&output.stdout).join("\n");
+    assert!(
+        output.status.success() && text.contains("64 tokens") && text.contains("536870912"),
+        "{text}"
+    );
+    std::fs::write(path, "chunk-size = 0\n").unwrap();
+    let line = complaint(&kvtier(&["server", "--config", path, "--check-config"]), 2);
+    assert!(line.contains(path) && line.contains("chunk-size"), "{line}");
+}
+
+#[test]
+fn help_names_every_command() {
+    let output = kvtier(&["--help"]);
+    let text = lines(&output.stdout).join("\n");
+    for command in ["server", "bench", "demo", "status", "ping"] {
+        assert!(
+            output.status.success() && text.contains(&format!("\n  {command} ")),
+            "{text}"
+        );
+    }
+}

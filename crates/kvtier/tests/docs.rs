@@ -1,0 +1,189 @@
+//! The pages under `docs/` against the program they are about.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_server::metrics::{Metrics, Readings};
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+fn page(name: &str) -> String {
+    std::fs::read_to_string(root().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// Metrics in which every counter has counted something: a family appears with its first series.
+fn all_counted() -> Metrics {
+    let metrics = Metrics::new();
+    let model: Arc<str> = "m".into();
+    metrics.lookup(&model, "s", 1, 1, 1);
+    metrics.early_exit(&model, "s", "empty_chunk_hashes");
+    metrics.admitted("s", 1);
+    metrics.no_room("m", 1);
+    metrics.not_leased("m", 1);
+    metrics.loaded("m", "s", 0, 1);
+    for finished in [false, true] {
+        metrics.store("cpu", finished);
+        metrics.retrieve("cpu", finished);
+    }
+    metrics.answered("ping", Duration::from_micros(1));
+    metrics.refused("store", "bad_key");
+    metrics
+}
+
+/// Names of series, without a histogram's endings, and their labels.
+fn series(text: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let mut found = BTreeMap::<String, BTreeSet<String>>::new();
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let name = line.split(['{', ' ']).next().unwrap();
+        let name = ["_bucket", "_sum", "_count"]
+            .iter()
+            .find_map(|end| {
+                name.strip_suffix(end)
+                    .filter(|name| name.ends_with("_seconds"))
+            })
+            .unwrap_or(name);
+        let labels = line
+            .split_once('{')
+            .map_or("", |(_, rest)| rest.split_once('}').unwrap().0);
+        let labels = labels
+            .split("\",")
+            .filter_map(|label| label.split_once('='))
+            .map(|(name, _)| name.to_owned());
+        found
+            .entry(name.to_owned())
+            .or_default()
+            .extend(labels.filter(|label| label != "le"));
+    }
+    found
+}
+
+#[test]
+fn the_metrics_page_has_every_series_with_its_type_and_labels() {
+    let text = all_counted().encode(&Readings::default());
+    let page = page("docs/metrics.md");
+    let rows: BTreeMap<_, _> = page
+        .lines()
+        .filter_map(|line| {
+            let cells: Vec<_> = line.strip_prefix("| `")?.split(" | ").collect();
+            Some((
+                cells[0].trim_end_matches('`').to_owned(),
+                (cells[1], cells[2]),
+            ))
+        })
+        .filter(|(name, _)| name.starts_with("lmcache_mp_") || name.starts_with("kvtier_"))
+        .collect();
+    let series = series(&text);
+    for (name, labels) in &series {
+        let (kind, documented) = rows
+            .get(name)
+            .unwrap_or_else(|| panic!("{name} is not in docs/metrics.md"));
+        let documented: BTreeSet<_> = documented
+            .split(", ")
+            .filter_map(|label| label.strip_prefix('`')?.strip_suffix('`'))
+            .map(str::to_owned)
+            .collect();
+        assert_eq!(&documented, labels, "labels of {name}");
+        let family = name.strip_suffix("_total").unwrap_or(name);
+        assert!(
+            text.contains(&format!("# TYPE {family} {kind}\n")),
+            "{name} is no {kind}"
+        );
+    }
+    let unknown: Vec<_> = rows
+        .keys()
+        .filter(|name| !series.contains_key(*name))
+        .collect();
+    assert!(
+        unknown.is_empty(),
+        "docs/metrics.md has what does not exist: {unknown:?}"
+    );
+    // A family that the list above forgets to count would not be missed; its registration is.
+    let source =
+        std::fs::read_to_string(root().join("crates/kvtier-server/src/metrics/mod.rs")).unwrap();
+    for registration in source.split(".register(").skip(1) {
+        let Some(name) = registration.trim_start().strip_prefix('"') else {
+            continue;
+        };
+        let name = name.split('"').next().unwrap();
+        assert!(
+            page.contains(&format!("_{name}")),
+            "{name} is registered and not in docs/metrics.md"
+        );
+    }
+}
+
+#[test]
+fn the_http_page_has_every_route() {
+    let page = page("docs/http.md");
+    for path in kvtier_server::http::openapi().paths.paths.keys() {
+        let heading = ["GET", "POST"].map(|method| format!("\n## {method} {path}\n"));
+        assert!(
+            heading.iter().any(|heading| page.contains(heading)),
+            "{path} is not in docs/http.md"
+        );
+    }
+}
+
+#[test]
+fn every_test_that_a_page_names_exists() {
+    let mut named = 0;
+    for name in [
+        "docs/failures.md",
+        "docs/vllm.md",
+        "README.md",
+        "CONTRIBUTING.md",
+    ] {
+        let page = page(name);
+        for reference in page
+            .split('`')
+            .skip(1)
+            .step_by(2)
+            .filter(|text| text.contains("::"))
+        {
+            let (path, test) = reference.split_once("::").unwrap();
+            let Ok(source) = std::fs::read_to_string(root().join(path)) else {
+                panic!("{name} names {path}, which is not there");
+            };
+            let there = ["fn", "def"]
+                .iter()
+                .any(|word| source.contains(&format!("{word} {test}(")));
+            assert!(there, "{name} names {test}, which is not in {path}");
+            named += 1;
+        }
+    }
+    assert!(named > 20, "only {named} tests are named");
+}
+
+#[test]
+fn links_between_pages_lead_somewhere() {
+    let mut pages = vec![
+        "README.md".to_owned(),
+        "ARCHITECTURE.md".into(),
+        "CONTRIBUTING.md".into(),
+        "CHANGELOG.md".into(),
+    ];
+    for entry in std::fs::read_dir(root().join("docs")).unwrap() {
+        pages.push(format!(
+            "docs/{}",
+            entry.unwrap().file_name().to_string_lossy()
+        ));
+    }
+    for name in pages {
+        let folder = Path::new(&name).parent().unwrap().to_owned();
+        for link in page(&name).split("](").skip(1) {
+            let target = link.split([')', '#']).next().unwrap();
+            if target.is_empty() || target.starts_with("http") {
+                continue;
+            }
+            assert!(
+                root().join(&folder).join(target).exists(),
+                "{name} links to {target}, which is not there"
+            );
+        }
+    }
+}
