@@ -6,7 +6,8 @@ use kvtier_client::proto::generation::{Field, Generation, OperationSpec};
 use kvtier_client::proto::key::CacheKey;
 use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::request::{
-    BlockAllocation, EngineDrivenContext, EngineType, JobRef, LayoutHints, Registration, Request, Retrieve, Seconds, Store,
+    BlockAllocation, EngineDrivenContext, EngineType, JobRef, LayoutHints, Registration, Request,
+    Retrieve, Seconds, Store,
 };
 use kvtier_client::proto::response::{
     EngineDriven, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
@@ -14,7 +15,13 @@ use kvtier_client::proto::response::{
 
 use crate::support::{CHUNK, Frames, Raw, TestServer, tokens};
 
-const OLDER: [Generation; 5] = [Generation::G1, Generation::G2, Generation::G3, Generation::G4, Generation::G5];
+const OLDER: [Generation; 5] = [
+    Generation::G1,
+    Generation::G2,
+    Generation::G3,
+    Generation::G4,
+    Generation::G5,
+];
 
 const INSTANCE: InstanceId = InstanceId(4711);
 
@@ -48,7 +55,12 @@ fn request(spec: &OperationSpec) -> Request<'static, Vec<u32>> {
             groups: Vec::new(),
         }),
         Operation::UnregisterKvCache => Request::UnregisterKvCache { instance },
-        Operation::Store => Request::Store(Store { key: key(Some(0)), instance, block_ids, event_handle: b"event" }),
+        Operation::Store => Request::Store(Store {
+            key: key(Some(0)),
+            instance,
+            block_ids,
+            event_handle: b"event",
+        }),
         Operation::Retrieve => Request::Retrieve(Retrieve {
             key: key(Some(0)),
             instance,
@@ -56,11 +68,20 @@ fn request(spec: &OperationSpec) -> Request<'static, Vec<u32>> {
             event_handle: b"event",
             skip_first_n_tokens: 0,
         }),
-        Operation::Lookup => Request::Lookup { key: key(None), tp_size: 1 },
+        Operation::Lookup => Request::Lookup {
+            key: key(None),
+            tp_size: 1,
+        },
         Operation::QueryPrefetchStatus => Request::QueryPrefetchStatus { job },
         Operation::QueryPrefetchLookupHits => Request::QueryPrefetchLookupHits { job },
-        Operation::WaitPrefetchStatus => Request::WaitPrefetchStatus { job, timeout: Seconds::Whole(60) },
-        Operation::FreeLookupLocks => Request::FreeLookupLocks { key: key(None), tp_size: 1 },
+        Operation::WaitPrefetchStatus => Request::WaitPrefetchStatus {
+            job,
+            timeout: Seconds::Whole(60),
+        },
+        Operation::FreeLookupLocks => Request::FreeLookupLocks {
+            key: key(None),
+            tp_size: 1,
+        },
         Operation::EndSession => Request::EndSession { request_id: "r" },
         Operation::RegisterEngineDriven => Request::RegisterEngineDriven(EngineDrivenContext {
             instance,
@@ -74,13 +95,28 @@ fn request(spec: &OperationSpec) -> Request<'static, Vec<u32>> {
             num_physical_slots: None,
         }),
         Operation::UnregisterEngineDriven => Request::UnregisterEngineDriven { instance },
-        Operation::PrepareStore => Request::PrepareStore { key: key(Some(0)), instance },
-        Operation::CommitStore => Request::CommitStore { key: key(Some(0)), instance, data: b"pickle" },
-        Operation::PrepareRetrieve => Request::PrepareRetrieve { key: key(Some(0)), instance },
-        Operation::CommitRetrieve => Request::CommitRetrieve { key: key(Some(0)), instance },
+        Operation::PrepareStore => Request::PrepareStore {
+            key: key(Some(0)),
+            instance,
+        },
+        Operation::CommitStore => Request::CommitStore {
+            key: key(Some(0)),
+            instance,
+            data: b"pickle",
+        },
+        Operation::PrepareRetrieve => Request::PrepareRetrieve {
+            key: key(Some(0)),
+            instance,
+        },
+        Operation::CommitRetrieve => Request::CommitRetrieve {
+            key: key(Some(0)),
+            instance,
+        },
         Operation::Clear => Request::Clear { force: false },
         Operation::GetChunkSize => Request::GetChunkSize,
-        Operation::Ping => Request::Ping { instance: Some(instance) },
+        Operation::Ping => Request::Ping {
+            instance: Some(instance),
+        },
         Operation::ReportBlockAllocation => Request::ReportBlockAllocation(BlockAllocation {
             instance: Some(instance),
             model_name: Some("older/model"),
@@ -101,10 +137,13 @@ fn refusal(spec: &OperationSpec) -> Response<'static> {
         (_, ResponseKind::Int | ResponseKind::OptionalInt) => Response::Int(0),
         (_, ResponseKind::Text) => Response::Text("OK".into()),
         (_, ResponseKind::Transfer) => Response::transfer(&[][..], false),
-        (_, ResponseKind::EngineDriven) => Response::EngineDriven(EngineDriven { shm_name: "".into(), pool_size: 0 }),
-        (_, ResponseKind::PrepareStore) => {
-            Response::PrepareStore(PrepareStore { target: Some(StoreTarget::default()) })
-        }
+        (_, ResponseKind::EngineDriven) => Response::EngineDriven(EngineDriven {
+            shm_name: "".into(),
+            pool_size: 0,
+        }),
+        (_, ResponseKind::PrepareStore) => Response::PrepareStore(PrepareStore {
+            target: Some(StoreTarget::default()),
+        }),
         (_, ResponseKind::PrepareRetrieve) => Response::PrepareRetrieve(PrepareRetrieve::miss()),
         (operation, kind) => panic!("{} answers with {kind:?}", operation.name()),
     }
@@ -112,14 +151,21 @@ fn refusal(spec: &OperationSpec) -> Response<'static> {
 
 fn frames(uid: u8, spec: &OperationSpec) -> Frames {
     let payloads = request(spec).encode(spec).unwrap();
-    [vec![uid], spec.id().encode()].into_iter().chain(payloads).collect()
+    [vec![uid], spec.id().encode()]
+        .into_iter()
+        .chain(payloads)
+        .collect()
 }
 
 /// Says hello as every adapter does.
 fn hello(client: &Raw, generation: Generation) {
     let hello = frames(0, generation.spec(Operation::GetChunkSize).unwrap());
     client.send(&hello);
-    assert_eq!(client.receive(), [hello[0].clone(), hello[1].clone(), vec![16]], "{generation:?}");
+    assert_eq!(
+        client.receive(),
+        [hello[0].clone(), hello[1].clone(), vec![16]],
+        "{generation:?}"
+    );
 }
 
 #[test]
@@ -156,7 +202,12 @@ fn nonsense_gets_no_text_either() {
             vec![vec![3], b"\xc1".to_vec()],
             vec![vec![4], number(Operation::GetChunkSize), vec![1]],
             vec![vec![5], number(Operation::Store)],
-            vec![vec![6], number(Operation::Lookup), b"\x80".to_vec(), vec![1]],
+            vec![
+                vec![6],
+                number(Operation::Lookup),
+                b"\x80".to_vec(),
+                vec![1],
+            ],
             vec![vec![7], number(Operation::EndSession), b"\xc1".to_vec()],
             vec![vec![8], number(Operation::RegisterKvCache), vec![1]],
             vec![vec![9]],
@@ -165,7 +216,11 @@ fn nonsense_gets_no_text_either() {
             client.send(message);
         }
         // Whatever is answered to that is answered by the time of these.
-        let lanes = [Operation::Noop, Operation::EndSession, Operation::UnregisterKvCache];
+        let lanes = [
+            Operation::Noop,
+            Operation::EndSession,
+            Operation::UnregisterKvCache,
+        ];
         for (uid, operation) in (100..).zip(lanes) {
             client.send(&frames(uid, generation.spec(operation).unwrap()));
         }
@@ -176,8 +231,14 @@ fn nonsense_gets_no_text_either() {
                 left -= 1;
                 continue;
             }
-            let request = nonsense.iter().find(|message| message[0] == answer[0]).unwrap();
-            assert_eq!(answer[1], request[1], "{generation:?}: another operation frame in {answer:02x?}");
+            let request = nonsense
+                .iter()
+                .find(|message| message[0] == answer[0])
+                .unwrap();
+            assert_eq!(
+                answer[1], request[1],
+                "{generation:?}: another operation frame in {answer:02x?}"
+            );
         }
     }
     server.assert_sound();
@@ -189,7 +250,9 @@ fn a_newer_client_beside_them_is_served() {
     let scope = kvtier_client::Scope::new("older/model");
     let mut worker = server.engine_driven(INSTANCE.0, &scope);
     let (prompt, len) = (crate::support::prompt(1, 2), worker.chunk_bytes());
-    let stored = worker.store(&prompt, crate::support::range(0..2), "r", |_| vec![7; len]).unwrap();
+    let stored = worker
+        .store(&prompt, crate::support::range(0..2), "r", |_| vec![7; len])
+        .unwrap();
     assert_eq!(stored.chunks.len(), 2);
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
     for generation in OLDER {
@@ -202,6 +265,8 @@ fn a_newer_client_beside_them_is_served() {
     }
     // Not even the same instance, request and prompt in all of their requests did it harm.
     assert_eq!(server.readings().leased_objects, 2);
-    let read = worker.retrieve(&prompt, crate::support::range(0..2), "r", |_, got| assert_eq!(got, vec![7; len]));
+    let read = worker.retrieve(&prompt, crate::support::range(0..2), "r", |_, got| {
+        assert_eq!(got, vec![7; len])
+    });
     assert!(read.unwrap().is_some());
 }

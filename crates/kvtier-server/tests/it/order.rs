@@ -1,11 +1,8 @@
 //! What waits for what: transfers of one connection keep their order, everything else waits for no copy.
 
-use kvtier_client::proto::operation::Operation;
-use kvtier_client::proto::request::{Request, Store};
+use kvtier_client::proto::request::{EngineDrivenContext, JobRef, Request, Seconds, Store};
 use kvtier_client::proto::response::Response;
-use kvtier_client::{
-    Connection, InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope, Ticket,
-};
+use kvtier_client::{InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope, Ticket};
 
 use crate::support::{TestServer, bytes, prompt, range};
 
@@ -23,18 +20,6 @@ fn send_stores(worker: &mut LmcacheDrivenWorker, scope: &Scope, count: u32) -> V
             };
             worker.connection().send(&Request::Store(store)).unwrap()
         })
-        .collect()
-}
-
-/// The operations of the next replies, in the order they arrive.
-fn replies(connection: &mut Connection, count: usize) -> Vec<Operation> {
-    let mut replies: Vec<_> = (0..count)
-        .map(|_| connection.receive_any().unwrap().unwrap())
-        .collect();
-    replies.sort_by_key(kvtier_client::Reply::received);
-    replies
-        .iter()
-        .map(kvtier_client::Reply::operation)
         .collect()
 }
 
@@ -67,6 +52,12 @@ fn pings_lookups_and_waits_do_not_wait_for_copies() {
             .unwrap(),
         connection
             .send::<Vec<u32>>(&Request::EndSession { request_id: "q" })
+            .unwrap(),
+        connection
+            .send::<Vec<u32>>(&Request::WaitPrefetchStatus {
+                job: JobRef::Request("nobody"),
+                timeout: Seconds::Whole(50),
+            })
             .unwrap(),
     ];
     let last = *stores.last().unwrap();
@@ -118,58 +109,65 @@ fn a_stranger_does_not_wait_for_a_pipeline_of_copies() {
 fn transfers_of_one_connection_keep_their_order() {
     let server = TestServer::start(&["--max-gpu-workers", "4"]);
     let scope = Scope::new("order/kept");
-    let mut worker = server.engine_driven(1, &scope);
-    let prompts: Vec<_> = (0..300).map(|seed| prompt(seed, 1)).collect();
-    let connection = worker.connection();
+    let instance = InstanceId(1);
+    let mut connection = server.connect();
     let mut tickets = Vec::new();
+    let prompts: Vec<_> = (0..200).map(|seed| prompt(seed, 1)).collect();
     for prompt in &prompts {
         let key = scope.worker_key(0, prompt, range(0..1), "r");
-        tickets.push(
-            connection
-                .send(&Request::PrepareStore {
-                    key: key.clone(),
-                    instance: InstanceId(1),
-                })
-                .unwrap(),
-        );
-        tickets.push(
-            connection
-                .send(&Request::CommitStore {
-                    key,
-                    instance: InstanceId(1),
-                    data: b"",
-                })
-                .unwrap(),
-        );
-    }
-    let unregister: Request<Vec<u32>> = Request::UnregisterEngineDriven {
-        instance: InstanceId(1),
-    };
-    tickets.push(connection.send(&unregister).unwrap());
-    let key = scope.worker_key(0, &prompts[0], range(0..1), "r");
-    let late = connection
-        .send(&Request::CommitStore {
-            key,
-            instance: InstanceId(1),
+        let commit = Request::CommitStore {
+            key: key.clone(),
+            instance,
             data: b"",
-        })
-        .unwrap();
-    // Each commit came behind its prepare, and all of them before the worker left.
-    let operations = replies(connection, tickets.len());
-    let expected = [Operation::PrepareStore, Operation::CommitStore]
-        .into_iter()
-        .cycle()
-        .take(600);
-    assert!(
-        operations
-            .iter()
-            .copied()
-            .eq(expected.chain([Operation::UnregisterEngineDriven]))
+        };
+        let context = EngineDrivenContext {
+            instance,
+            model_name: &scope.model_name,
+            world_size: 1,
+            block_size: 4,
+            num_layers: 2,
+            hidden_dim_size: 64,
+            dtype: "bfloat16",
+            use_mla: false,
+            num_physical_slots: None,
+        };
+        // Each is answered like this only behind the one before it. None waits for an answer.
+        let in_order = [
+            (Request::RegisterEngineDriven(context), None),
+            (
+                Request::PrepareStore {
+                    key: key.clone(),
+                    instance,
+                },
+                None,
+            ),
+            (commit.clone(), Some(true)),
+            (commit.clone(), Some(false)),
+            (Request::PrepareRetrieve { key, instance }, None),
+            (Request::UnregisterEngineDriven { instance }, None),
+            (commit, Some(false)),
+        ];
+        for (request, verdict) in &in_order {
+            tickets.push((connection.send(request).unwrap(), *verdict));
+        }
+    }
+    for (number, (ticket, verdict)) in tickets.into_iter().enumerate() {
+        let reply = connection.receive(ticket).unwrap();
+        match (reply.response().unwrap(), verdict) {
+            (Response::Bool(answer), Some(expected)) => {
+                assert_eq!(answer, expected, "request {number}")
+            }
+            (Response::PrepareStore(answer), None) => {
+                assert_eq!(answer.target.unwrap().slots.len(), 1, "request {number}");
+            }
+            (_, expected) => assert_eq!(expected, None, "request {number}"),
+        }
+    }
+    let readings = server.readings();
+    assert_eq!(
+        (readings.objects, readings.staged_bytes, readings.instances),
+        (200, 0, 0)
     );
-    let late = connection.receive(late).unwrap();
-    assert_eq!(late.response().unwrap(), Response::Bool(false));
-    assert_eq!(server.readings().objects, 300);
-    assert_eq!(server.readings().staged_bytes, 0);
 }
 
 #[test]

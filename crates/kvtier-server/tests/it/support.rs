@@ -168,6 +168,7 @@ impl Raw {
                 false => others.push(message),
             }
         }
+        others.extend(self.take());
         others
     }
 }

@@ -1,9 +1,11 @@
 //! Transfers that do not go as they should: nothing half-written becomes readable, and no memory stays behind.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use kvtier_client::proto::response::{PrepareStore, Slot};
-use kvtier_client::{EngineDrivenWorker, InstanceId, Pool, Scope};
+use kvtier_client::{EngineDrivenWorker, InstanceId, Scope};
 
 use crate::support::{TestServer, bytes, engine_driven, prompt, range};
 
@@ -14,7 +16,7 @@ fn slots(prepared: PrepareStore<'static>) -> Vec<(u64, Slot<'static>)> {
 }
 
 /// The server's pool, as a worker of its own opens it.
-fn pool(server: &TestServer, scope: &Scope) -> Pool {
+fn pool(server: &TestServer, scope: &Scope) -> File {
     let context = kvtier_client::proto::request::EngineDrivenContext {
         instance: InstanceId(99),
         model_name: &scope.model_name,
@@ -29,7 +31,10 @@ fn pool(server: &TestServer, scope: &Scope) -> Pool {
     let mut connection = server.connect();
     let told = connection.register_engine_driven(context).unwrap();
     connection.unregister_engine_driven(InstanceId(99)).unwrap();
-    Pool::open(&told.shm_name, told.pool_size).unwrap()
+    let path = format!("/dev/shm/{}", told.shm_name);
+    let pool = File::options().read(true).write(true).open(path).unwrap();
+    assert_eq!(pool.metadata().unwrap().len(), told.pool_size);
+    pool
 }
 
 /// Bytes staged, objects leased, bytes in use.
@@ -124,7 +129,8 @@ fn a_second_prepare_takes_the_place_of_the_first() {
     );
     let pool = pool(&server, &scope);
     for (chunk, slot) in &second {
-        pool.write(slot.offset, &bytes(7, *chunk, len)).unwrap();
+        pool.write_all_at(&bytes(7, *chunk, len), slot.offset)
+            .unwrap();
     }
     assert!(
         worker
@@ -193,7 +199,8 @@ fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
     let lend = |worker: &mut EngineDrivenWorker, seed: u64| {
         let instance = worker.spec().instance;
         for (chunk, slot) in slots(worker.connection().prepare_store(&key, instance).unwrap()) {
-            pool.write(slot.offset, &bytes(seed, chunk, len)).unwrap();
+            pool.write_all_at(&bytes(seed, chunk, len), slot.offset)
+                .unwrap();
         }
     };
     lend(&mut one, 1);

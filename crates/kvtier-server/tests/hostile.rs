@@ -1,0 +1,475 @@
+//! Clients that send anything at all, beside one that works: it is always served, and the server stays as it was.
+//!
+//! A test program of its own, because it watches the memory of its process.
+#![expect(clippy::unwrap_used, reason = "test")]
+
+#[path = "it/replay.rs"]
+#[expect(dead_code, reason = "what only the other test program needs")]
+mod replay;
+#[path = "it/support.rs"]
+mod support;
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use kvtier_client::proto::operation::Operation;
+use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenWorker, Scope};
+use support::{Frames, Raw, TestServer, bytes, prompt, range};
+
+/// The tests watch the memory of their process, so they take turns.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// Ids that no vector names and no flipped byte makes of one that a vector names.
+const GOOD: [i64; 2] = [0x5a5a_5a5a_1111_1111, 0x5a5a_5a5a_2222_2222];
+
+/// A random number generator whose sequence is the same in every run.
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self) -> u64 {
+        // SplitMix64.
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut value = self.0;
+        value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        value ^ (value >> 31)
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        usize::try_from(self.next() % limit as u64).unwrap()
+    }
+
+    fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes: Vec<u8> = (0..len.div_ceil(8))
+            .flat_map(|_| self.next().to_le_bytes())
+            .collect();
+        bytes.truncate(len);
+        bytes
+    }
+
+    fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
+        &of[self.below(of.len())]
+    }
+}
+
+/// Every request of the vectors but those that clear the cache, which are anybody's right. Registrations name segments
+/// that are there.
+fn requests(segments: &mut replay::Segments) -> Vec<Frames> {
+    let folder = format!("{}/tests/vectors", env!("CARGO_MANIFEST_DIR"));
+    let mut names: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let mut requests = Vec::new();
+    for name in names
+        .iter()
+        .filter(|name| name.starts_with("server_") || name.starts_with("capture_"))
+    {
+        let vectors = replay::load(name);
+        let rows = vectors["rows"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .map(|row| &row["request"]);
+        let sent = vectors["frames"].as_array().into_iter().flatten();
+        let sent = sent
+            .filter(|frame| frame["dir"] == "c2s")
+            .map(|frame| &frame["frames"]);
+        let all = rows.chain(sent).map(replay::frames);
+        requests.extend(
+            all.filter(|request| !clears(request))
+                .map(|request| segments.patch(request)),
+        );
+    }
+    assert!(requests.len() > 250);
+    requests
+}
+
+fn clears(request: &Frames) -> bool {
+    replay::operation(request) == Some(Operation::Clear)
+}
+
+/// Values that claim more than they hold, nest deeply, or are none.
+fn bomb(dice: &mut Dice) -> Vec<u8> {
+    let header = *dice.pick(&[0xdd_u8, 0xdf, 0xdb, 0xc6, 0xc9]);
+    match dice.below(8) {
+        // Array, map, text, bytes or extension of 4 Gi entries or bytes, and nothing or a little behind it.
+        0 => [&[header, 0xff, 0xff, 0xff, 0xff][..], &dice.bytes(20)].concat(),
+        1 => [&[header, 0x00, 0xff, 0xff, 0xff][..], &dice.bytes(2000)].concat(),
+        // Arrays in arrays, maps in maps.
+        2 => vec![0x91; 100_000],
+        3 => [0x81, 0xa1, b'x'].repeat(50_000),
+        // A key with a prompt that claims 4 Gi tokens.
+        4 => [
+            &b"\x87\xaamodel_name\xa1m\xa9token_ids\xdd\xff\xff\xff\xff"[..],
+            &[7; 5000],
+        ]
+        .concat(),
+        // A pickle that claims 4 GiB.
+        5 => b"\xc4\x0b\x80\x04\x8e\xff\xff\xff\xff\x00\x00\x00\x00".to_vec(),
+        6 => Vec::new(),
+        _ => dice.bytes(1 << 20),
+    }
+}
+
+fn mutate(dice: &mut Dice, requests: &[Frames]) -> Frames {
+    let mut frames = dice.pick(requests).clone();
+    for _ in 0..1 + dice.below(3) {
+        let at = dice.below(frames.len().max(1));
+        let Some(frame) = frames.get_mut(at) else {
+            break;
+        };
+        match dice.below(14) {
+            0..=3 if !frame.is_empty() => {
+                for _ in 0..1 + dice.below(4) {
+                    let at = dice.below(frame.len());
+                    frame[at] ^= 1 << dice.below(8);
+                }
+            }
+            4 => frame.truncate(dice.below(frame.len() + 1)),
+            5 => frame.extend(dice.bytes(1 + 7 * (at % 3))),
+            6 => drop(frames.remove(at)),
+            7 => frames.insert(at, frames[at].clone()),
+            8 => {
+                let other = dice.below(frames.len());
+                frames.swap(at, other);
+            }
+            9 => frames = vec![frames.swap_remove(at)],
+            10 => *frame = bomb(dice),
+            11 => {
+                let other = dice.pick(requests);
+                *frame = dice.pick(other).clone();
+            }
+            // Another operation with these payloads, by number.
+            12 if frames.len() > 1 => frames[1] = vec![u8::try_from(dice.below(45)).unwrap()],
+            13 => frames.extend((0..dice.below(40)).map(|_| vec![0xc0])),
+            _ => {}
+        }
+    }
+    if frames.is_empty() || clears(&frames) {
+        // A message has a frame.
+        return vec![Vec::new()];
+    }
+    frames
+}
+
+/// Sends so many mutated requests over sockets that come and go; some of them are never read from.
+fn attack(server: &TestServer, requests: &[Frames], seed: u64, messages: usize) {
+    let mut dice = Dice(seed);
+    let mut sent = 0;
+    while sent < messages {
+        let socket = server.raw();
+        let reads = dice.below(3) > 0;
+        let hello = dice.below(4) > 0;
+        if hello {
+            // Its further requests are read as those of the newest release.
+            socket.send(&[[0], [21]]);
+            socket.receive();
+        }
+        for _ in 0..1 + dice.below(400) {
+            socket.send(&mutate(&mut dice, requests));
+            sent += 1;
+            if reads {
+                socket.take();
+            }
+        }
+        if reads && hello {
+            // All of it has arrived and was answered before the socket goes.
+            let mut socket = socket;
+            socket.settle();
+        }
+    }
+}
+
+/// The client that works: stores, looks up and retrieves until told to stop; gives the number of rounds.
+fn work(server: &TestServer, stop: &AtomicBool) -> usize {
+    let mut copies = worker(server, GOOD[0]);
+    let mut pages = pages(server, GOOD[1]);
+    let mut rounds = 0;
+    while !stop.load(Ordering::Acquire) {
+        round(&mut copies, &mut pages, rounds);
+        rounds += 1;
+    }
+    rounds
+}
+
+fn worker(server: &TestServer, instance: i64) -> EngineDrivenWorker {
+    server.engine_driven(
+        instance,
+        &Scope::new(format!("good/{instance}")).with_salt("good"),
+    )
+}
+
+fn pages(server: &TestServer, instance: i64) -> LmcacheDrivenWorker {
+    server.lmcache_driven(instance, &Scope::new(format!("good/{instance}")))
+}
+
+/// One round: every answer must come, and be the right one.
+fn round(copies: &mut EngineDrivenWorker, pages: &mut LmcacheDrivenWorker, number: usize) {
+    // 100 prompts by turns, so that rounds store anew and find again, in bounded memory.
+    let seed = u32::try_from(number % 100).unwrap();
+    let (prompt, request) = (prompt(seed + 1, 3), format!("good {number}"));
+    let len = copies.chunk_bytes();
+    let written = |chunk| bytes(u64::from(seed), chunk, len);
+    copies
+        .store(&prompt, range(0..3), &request, written)
+        .unwrap();
+    assert_eq!(copies.lookup(&prompt, &request).unwrap(), 3);
+    let check = |chunk, got: &[u8]| assert_eq!(got, written(chunk), "round {number}");
+    assert!(
+        copies
+            .retrieve(&prompt, range(0..3), &request, check)
+            .unwrap()
+            .is_some()
+    );
+    copies.connection().end_session(&request).unwrap();
+
+    let chunk = bytes(u64::from(seed), 9, pages.chunk_bytes());
+    pages.write_chunk(&[1, 2, 3, 4], &chunk).unwrap();
+    assert!(
+        pages
+            .store(&prompt, range(0..1), &request, &[1, 2, 3, 4])
+            .unwrap()
+    );
+    assert_eq!(pages.lookup(&prompt, &request).unwrap(), 1);
+    assert!(
+        pages
+            .retrieve(&prompt, range(0..1), &request, &[8, 7, 6, 5], 0)
+            .unwrap()
+    );
+    let mut got = Vec::new();
+    pages.read_chunk(&[8, 7, 6, 5], &mut got).unwrap();
+    assert_eq!(got, chunk, "round {number}");
+    pages.connection().end_session(&request).unwrap();
+    assert!(pages.connection().ping(Some(InstanceId(GOOD[1]))).unwrap());
+}
+
+/// Bytes of this process that are its own; the pool is not among them.
+fn own_memory() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"))
+        .unwrap();
+    line.trim()
+        .strip_suffix(" kB")
+        .unwrap()
+        .parse::<usize>()
+        .unwrap()
+        << 10
+}
+
+/// Attacks from several sockets at once, with the good client at work from the first message to the last.
+fn attack_beside_work(
+    server: &TestServer,
+    requests: &[Frames],
+    seed: u64,
+    messages: usize,
+) -> usize {
+    const ATTACKERS: usize = 3;
+    let stop = AtomicBool::new(false);
+    let running = AtomicUsize::new(ATTACKERS);
+    std::thread::scope(|threads| {
+        let good = threads.spawn(|| work(server, &stop));
+        for attacker in 0..ATTACKERS {
+            let (stop, running) = (&stop, &running);
+            threads.spawn(move || {
+                // Also when an attacker fails, lest the good client work for ever.
+                struct Done<'a>(&'a AtomicBool, &'a AtomicUsize);
+                impl Drop for Done<'_> {
+                    fn drop(&mut self) {
+                        if self.1.fetch_sub(1, Ordering::AcqRel) == 1 {
+                            self.0.store(true, Ordering::Release);
+                        }
+                    }
+                }
+                let _done = Done(stop, running);
+                attack(
+                    server,
+                    requests,
+                    seed + attacker as u64,
+                    messages / ATTACKERS,
+                );
+            });
+        }
+        good.join().unwrap()
+    })
+}
+
+#[test]
+fn a_good_client_is_served_among_mutated_requests_and_memory_stays() {
+    let _turn = TURN
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let server = TestServer::start(&["--l1-size-gb", "0.25"]);
+    let mut segments = replay::Segments::default();
+    let requests = requests(&mut segments);
+    // As many as it takes to have every table, thread and buffer in use.
+    let rounds = attack_beside_work(&server, &requests, 1, 3000);
+    assert!(rounds > 0);
+    let before = own_memory();
+    let malformed = server.engine().metrics().malformed_messages.get();
+    let rounds = attack_beside_work(&server, &requests, 1000, 24_000);
+    assert!(rounds > 10, "{rounds}");
+    assert!(
+        server.engine().metrics().malformed_messages.get() > malformed + 1000,
+        "the attack did not arrive"
+    );
+    let grown = own_memory().saturating_sub(before);
+    assert!(grown < 48 << 20, "{} MiB more than before", grown >> 20);
+    server.assert_sound();
+
+    // Whatever they left behind goes by the clock.
+    for _ in 0..2 {
+        server.pass(Duration::from_secs(2 * 3600));
+    }
+    let left = server.readings();
+    assert_eq!(
+        (
+            left.instances,
+            left.sessions,
+            left.leased_objects,
+            left.staged_bytes
+        ),
+        (0, 0, 0, 0)
+    );
+    let (mut copies, mut pages) = (worker(&server, GOOD[0]), pages(&server, GOOD[1]));
+    round(&mut copies, &mut pages, 0);
+    server.assert_sound();
+}
+
+#[test]
+fn a_good_client_is_served_beside_anything_on_the_port() {
+    let _turn = TURN
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let server = TestServer::start(&[]);
+    let address = server.endpoint().strip_prefix("tcp://").unwrap();
+    let (mut copies, mut pages) = (worker(&server, GOOD[0]), pages(&server, GOOD[1]));
+    let mut dice = Dice(7);
+    // A greeting of ZMTP 3.0 with the NULL mechanism, and the READY of a DEALER.
+    let mut greeting = [&[0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0][..], b"NULL"].concat();
+    greeting.resize(64, 0);
+    let ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER";
+    let mut open = Vec::new();
+    for round_number in 0..150 {
+        let mut stream = TcpStream::connect(address).unwrap();
+        let garbage = dice.bytes(1 + dice.0 as usize % 5000);
+        let sent: Vec<Vec<u8>> = match round_number % 5 {
+            0 => vec![garbage],
+            1 => vec![b"GET / HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()],
+            2 => vec![greeting[..dice.below(64)].to_vec()],
+            3 => vec![greeting.clone(), garbage],
+            // A frame that claims 2^62 bytes.
+            _ => vec![
+                greeting.clone(),
+                ready.to_vec(),
+                vec![0x02, 0x40, 0, 0, 0, 0, 0, 0, 0],
+                garbage,
+            ],
+        };
+        for bytes in sent {
+            // The server may have hung up already.
+            let _ = stream.write_all(&bytes);
+        }
+        // Half of them stay open and say no more.
+        if round_number % 2 == 0 {
+            open.push(stream);
+        }
+        round(&mut copies, &mut pages, round_number);
+    }
+    server.assert_sound();
+}
+
+#[test]
+fn a_message_above_the_limit_costs_its_sender_the_connection_and_nobody_else() {
+    let _turn = TURN
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    // 8 MiB.
+    let server = TestServer::start(&["--max-message-gb", "0.0078125"]);
+    let (mut copies, mut pages) = (worker(&server, GOOD[0]), pages(&server, GOOD[1]));
+    let mut fits = server.raw();
+    fits.send(&[vec![1], vec![13], vec![0xc1; 8_000_000]]);
+    assert_eq!(fits.settle(), [[[1], [13]]]);
+    for number in 0..5 {
+        let sender = server.raw();
+        sender.send(&[vec![1], vec![13], vec![0xc1; 9_000_000]]);
+        round(&mut copies, &mut pages, number);
+        let mut again = server.raw();
+        assert_eq!(again.settle(), Vec::<Frames>::new());
+        assert_eq!(
+            sender.take(),
+            Vec::<Frames>::new(),
+            "a message above the limit was served"
+        );
+    }
+    server.assert_sound();
+}
+
+#[test]
+fn a_chunk_larger_than_everything_evicts_nothing() {
+    let _turn = TURN
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let server = TestServer::start(&[]);
+    let mut copies = worker(&server, GOOD[0]);
+    let len = copies.chunk_bytes();
+    let stored = prompt(1, 3);
+    copies
+        .store(&stored, range(0..3), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
+    for layers in [4096, 1 << 20] {
+        // 128 MiB and 32 GiB a chunk, in a cache of 64 MiB.
+        let scope = Scope::new("hostile/large");
+        let mut spec =
+            EngineDrivenSpec::new(InstanceId(layers), scope.clone(), layers as u64, 1024);
+        spec.block_tokens = 4;
+        let mut large = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+        let key = scope.worker_key(0, &stored, range(0..3), "l");
+        let target = large
+            .connection()
+            .prepare_store(&key, InstanceId(layers))
+            .unwrap()
+            .target
+            .unwrap();
+        assert!(target.slots.is_empty());
+    }
+    assert_eq!(copies.lookup(&stored, "r").unwrap(), 3);
+    server.assert_sound();
+}
+
+#[test]
+fn requests_without_end_from_one_client_do_not_stop_another() {
+    let _turn = TURN
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let server = TestServer::start(&[]);
+    let (mut copies, mut pages) = (worker(&server, GOOD[0]), pages(&server, GOOD[1]));
+    let greedy: Vec<Raw> = (0..4).map(|_| server.raw()).collect();
+    // Unanswered, as far as it goes: it never reads, and its requests repeat a prompt of 100 chunks.
+    let long = prompt(77, 100);
+    let scope = Scope::new("hostile/greedy");
+    let spec = kvtier_client::proto::generation::Generation::G6
+        .spec(Operation::Lookup)
+        .unwrap();
+    for number in 0..2000_u32 {
+        let request = format!("greedy {number}");
+        let key = scope.scheduler_key(&long, range(0..100), &request);
+        let lookup = kvtier_client::proto::request::Request::Lookup { key, tp_size: 1 };
+        let payloads = lookup.encode(spec).unwrap();
+        let frames: Frames = [number.to_le_bytes().to_vec(), vec![8]]
+            .into_iter()
+            .chain(payloads)
+            .collect();
+        greedy[number as usize % 4].send(&frames);
+        if number % 100 == 0 {
+            round(&mut copies, &mut pages, number as usize);
+        }
+    }
+    server.assert_sound();
+}
