@@ -138,7 +138,7 @@ impl Engine {
     /// Touches all of L1, so that no store pays for a page's first use.
     pub fn prefault(&self, stop: &std::sync::atomic::AtomicBool) {
         // Requests come first. On Linux a nice value belongs to the thread; being refused one changes nothing.
-        let _ = rustix::process::nice(19);
+        let _ = rustix::process::nice(10);
         let result = self.l1.arena.prefault(stop, |progress| {
             self.prefaulted
                 .store(progress.done, std::sync::atomic::Ordering::Relaxed);
