@@ -35,7 +35,10 @@ impl Engine {
         let now = self.now();
         let known = match instance {
             None => {
-                self.scheduler_pings.lock().insert(caller.connection, now);
+                // Without a reaper nobody would forget them again.
+                if self.config.worker_reap_timeout.is_some() {
+                    self.scheduler_pings.lock().insert(caller.connection, now);
+                }
                 true
             }
             Some(id) => self.instances.ping(id, now),
