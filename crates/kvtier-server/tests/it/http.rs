@@ -3,16 +3,14 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
-use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::{InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope};
-use md5::{Digest, Md5};
 use serde_json::{Value, json};
 
 use crate::replay::load;
 use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
 /// One request on a connection of its own: status, header lines in lower case, body.
-fn request(server: &TestServer, method: &str, path: &str, body: &str) -> (u16, String, String) {
+pub fn request(server: &TestServer, method: &str, path: &str, body: &str) -> (u16, String, String) {
     let mut stream = TcpStream::connect(server.http_address()).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let length = body.len();
@@ -35,7 +33,7 @@ fn request(server: &TestServer, method: &str, path: &str, body: &str) -> (u16, S
 }
 
 /// Status and body of a request whose answer is JSON.
-fn json_of(server: &TestServer, method: &str, path: &str, body: &str) -> (u16, Value) {
+pub fn json_of(server: &TestServer, method: &str, path: &str, body: &str) -> (u16, Value) {
     let (status, head, body) = request(server, method, path, body);
     assert!(
         head.contains("\r\ncontent-type: application/json"),
@@ -296,8 +294,10 @@ fn bodies_of_the_wrong_shape_are_refused() {
     }
     let (status, _) = json_of(&server, "POST", "/cache/clear", r#"{"tier": "all"}"#);
     assert_eq!(status, 400);
-    let large = format!(r#"{{"block_ids": [{}1]}}"#, "1,".repeat(5 << 20));
+    // One byte more than is read, so that all of it is read before it is refused.
+    let large = format!("{}{{}}", " ".repeat((8 << 20) - 1));
     assert_eq!(request(&server, "POST", "/cache/checksums", &large).0, 413);
+    assert_eq!(request(&server, "POST", "/cache/clear", &large[1..]).0, 200);
     server.assert_sound();
 }
 
@@ -374,132 +374,6 @@ fn the_description_lists_every_route_and_each_is_there() {
     }
 }
 
-/// Checksums of some blocks of a worker's layers, computed from the segment's own bytes.
-fn checksum(
-    worker: &LmcacheDrivenWorker,
-    layers: std::ops::Range<usize>,
-    blocks: &[usize],
-) -> String {
-    let spec = worker.spec();
-    let segment = std::fs::read(format!("/dev/shm{}", worker.segment_name())).unwrap();
-    let piece =
-        usize::try_from(spec.block_tokens * spec.heads * spec.head_size * spec.dtype.item_size())
-            .unwrap();
-    let plane = piece * usize::try_from(spec.blocks).unwrap();
-    let mut hash = Md5::new();
-    for layer in layers {
-        for kv in 0..2 {
-            for block in blocks {
-                let start = (layer * 2 + kv) * plane + block * piece;
-                let values = &segment[start..start + piece];
-                match spec.dtype {
-                    // A float32 whose upper half is the bfloat16.
-                    Dtype::BFloat16 => values.chunks_exact(2).for_each(|value| {
-                        let half = u16::from_le_bytes([value[0], value[1]]);
-                        hash.update(f32::from_bits(u32::from(half) << 16).to_le_bytes());
-                    }),
-                    _ => hash.update(values),
-                }
-            }
-        }
-    }
-    hex::encode(hash.finalize())
-}
-
-#[test]
-fn checksums_are_those_of_the_workers_blocks() {
-    let server = TestServer::start(&[]);
-    for (instance, dtype) in [(1, Dtype::BFloat16), (2, Dtype::Float32)] {
-        let mut spec = LmcacheDrivenSpec::new(
-            InstanceId(instance),
-            Scope::new("http/checksums"),
-            3,
-            2,
-            8,
-            16,
-        );
-        (spec.block_tokens, spec.dtype) = (4, dtype);
-        let mut worker = LmcacheDrivenWorker::register(server.connect(), spec).unwrap();
-        let len = worker.chunk_bytes();
-        for chunk in 0..4 {
-            let blocks: Vec<i64> = (chunk * 4..chunk * 4 + 4).collect();
-            worker
-                .write_chunk(&blocks, &bytes(instance as u64, chunk as u64, len))
-                .unwrap();
-        }
-        let asked =
-            json!({ "instance_id": instance, "block_ids": [0, 1, 2, 3, 9], "chunk_size": 2 });
-        let (status, answer) = json_of(&server, "POST", "/cache/checksums", &asked.to_string());
-        let sums = [&[0, 1][..], &[2, 3], &[9]].map(|blocks| checksum(&worker, 0..3, blocks));
-        let expected = json!({
-            "status": "success", "chunk_size": 2, "num_chunks": 3, "chunk_checksums": sums, "layerwise": false,
-            "block_id_ranges": [[0, 3], 9],
-        });
-        assert_eq!((status, answer), (200, expected));
-
-        let asked = json!({ "instance_id": instance, "block_ids": [5, 4], "chunk_size": 2, "layerwise": true });
-        let (_, answer) = json_of(&server, "POST", "/cache/checksums", &asked.to_string());
-        let layers: serde_json::Map<_, _> = (0..3)
-            .map(|layer| {
-                (
-                    format!("layer_{layer}"),
-                    json!([checksum(&worker, layer..layer + 1, &[5, 4])]),
-                )
-            })
-            .collect();
-        assert_eq!(answer["chunk_checksums"], Value::Object(layers));
-        assert_eq!(answer["block_id_ranges"], json!([5, 4]));
-
-        for (body, error) in [
-            (
-                json!({ "instance_id": instance, "block_ids": [], "chunk_size": 2 }),
-                "block_ids is required",
-            ),
-            (
-                json!({ "instance_id": instance, "block_ids": [1], "chunk_size": 0 }),
-                "chunk_size must be positive",
-            ),
-            (
-                json!({ "instance_id": instance, "block_ids": [1], "chunk_size": -1 }),
-                "chunk_size must be positive",
-            ),
-            (
-                json!({ "instance_id": instance, "block_ids": [16], "chunk_size": 1 }),
-                "16",
-            ),
-            (
-                json!({ "instance_id": instance, "block_ids": [-1], "chunk_size": 1 }),
-                "-1",
-            ),
-        ] {
-            let (status, answer) = json_of(&server, "POST", "/cache/checksums", &body.to_string());
-            assert_eq!(status, 400, "{body}: {answer}");
-            assert!(
-                answer["detail"].as_str().unwrap().contains(error),
-                "{body}: {answer}"
-            );
-        }
-    }
-    let unknown = json_of(
-        &server,
-        "POST",
-        "/cache/checksums",
-        r#"{"instance_id": 77, "block_ids": [1], "chunk_size": 1}"#,
-    );
-    assert_eq!(
-        unknown,
-        (404, json!({ "detail": "instance_id 77 not registered" }))
-    );
-    let _own = server.engine_driven(3, &Scope::new("http/own"));
-    let (status, _) = json_of(
-        &server,
-        "POST",
-        "/cache/checksums",
-        r#"{"instance_id": 3, "block_ids": [1], "chunk_size": 1}"#,
-    );
-    assert_eq!(status, 501);
-}
-
 #[test]
 fn a_server_that_stops_says_that_it_is_not_healthy() {
     let server = TestServer::start(&[]);
@@ -518,227 +392,4 @@ fn a_server_that_stops_says_that_it_is_not_healthy() {
         json_of(&server, "GET", "/status", "").1["is_healthy"],
         false
     );
-}
-
-/// Why a metric of LMCache's busy server is absent after a store, a lookup and a retrieve here; none if it must be there.
-fn absent(name: &str) -> Option<&'static str> {
-    let reasons = [
-        ("python_", "of another language"),
-        (
-            "process_",
-            "of another language's library; the system tells the same",
-        ),
-        ("target_info", "of the telemetry library"),
-        ("lmcache_mp_l2_", "there is no second tier"),
-        ("lmcache_mp_lookup_hit_l2_", "there is no second tier"),
-        ("lmcache_mp_event_bus_", "there is no bus of events"),
-        ("lmcache_mp_kv_events_", "there is no log of events"),
-        ("lmcache_mp_active_p2p_", "there are no other servers"),
-        (
-            "lmcache_mp_l0_l1_",
-            "request latencies tell it, without sampling",
-        ),
-        ("lmcache_mp_l1_chunk_", "sampled lives of chunks"),
-        ("lmcache_mp_real_reuse_", "sampled lives of chunks"),
-        (
-            "lmcache_mp_l1_evicted_chunks",
-            "counted without tenants, under our own name",
-        ),
-    ];
-    reasons
-        .into_iter()
-        .find(|(prefix, _)| name.starts_with(prefix))
-        .map(|(_, reason)| reason)
-}
-
-#[test]
-fn metrics_have_the_names_of_lmcaches_and_count() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("http/metrics").with_salt("tenant \"one\"\n");
-    let mut worker = server.engine_driven(1, &scope);
-    let mut pages = server.lmcache_driven(2, &scope.clone().with_salt("pages"));
-    let len = worker.chunk_bytes();
-    let prompt = prompt(1, 2);
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
-    assert!(
-        pages
-            .store(&prompt, range(0..2), "s", &[1, 2, 3, 4, 5, 6, 7, 8])
-            .unwrap()
-    );
-    assert_eq!(pages.lookup(&prompt, "p").unwrap(), 2);
-    assert!(
-        pages
-            .retrieve(&prompt, range(0..2), "p", &[1, 2, 3, 4, 5, 6, 7, 8], 0)
-            .unwrap()
-    );
-    // The newest registration decides which objects a lookup means.
-    drop(pages);
-    worker
-        .connection()
-        .unregister_kv_cache(InstanceId(2))
-        .unwrap();
-    assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
-    assert!(
-        worker
-            .retrieve(&prompt, range(0..2), "r", |_, _| {})
-            .unwrap()
-            .is_some()
-    );
-
-    let (status, head, text) = request(&server, "GET", "/metrics", "");
-    assert_eq!(status, 200);
-    assert!(
-        head.contains("\r\ncontent-type: application/openmetrics-text"),
-        "{head}"
-    );
-    let metrics = parse_metrics(&text);
-    let names = std::fs::read_to_string(format!(
-        "{}/tests/vectors/metrics_names.txt",
-        env!("CARGO_MANIFEST_DIR")
-    ));
-    for line in names.unwrap().lines() {
-        let (name, kind) = line.split_once(' ').unwrap();
-        match absent(name) {
-            Some(reason) => assert!(
-                !metrics.iter().any(|metric| metric.name == name),
-                "{name} is there: {reason}"
-            ),
-            None => assert!(
-                metrics
-                    .iter()
-                    .any(|metric| metric.name == name && metric.kind == kind),
-                "{name} is missing, or no {kind}"
-            ),
-        }
-    }
-    let value = |name: &str, label: &str| -> f64 {
-        let mut found = metrics
-            .iter()
-            .filter(|metric| metric.name == name && metric.labels.contains(label));
-        let value = found
-            .next()
-            .unwrap_or_else(|| panic!("no {name} with {label}"))
-            .value;
-        assert!(found.next().is_none(), "{name} with {label} is there twice");
-        value
-    };
-    let tenant = r#"cache_salt="tenant \"one\"\n""#;
-    for (name, expected) in [
-        ("lmcache_mp_lookup_requested_tokens_total", 32.0),
-        ("lmcache_mp_lookup_hit_tokens_total", 32.0),
-        ("lmcache_mp_lookup_hit_l1_tokens_total", 32.0),
-        ("lmcache_mp_lookup_hit_l1_keys_total", 2.0),
-        ("lmcache_mp_lookups_requests_total", 1.0),
-        ("lmcache_mp_l1_read_chunks_total", 2.0),
-        ("lmcache_mp_l1_write_chunks_total", 2.0),
-        ("lmcache_mp_num_chunks_loaded_total", 2.0),
-    ] {
-        assert_eq!(value(name, tenant), expected, "{name}");
-    }
-    for name in [
-        "submitted_stores",
-        "finished_stores",
-        "submitted_retrieves",
-        "finished_retrieves",
-    ] {
-        assert_eq!(
-            value(&format!("lmcache_mp_num_{name}_total"), r#"device="cpu""#),
-            2.0,
-            "{name}"
-        );
-    }
-    assert_eq!(
-        value("lmcache_mp_l1_memory_usage_bytes", "dram"),
-        server.readings().used_bytes as f64
-    );
-    assert_eq!(value("kvtier_accounting_errors_total", ""), 0.0);
-    for operation in [
-        "lookup",
-        "store",
-        "retrieve",
-        "prepare_store",
-        "commit_store",
-        "prepare_retrieve",
-    ] {
-        let label = format!(r#"operation="{operation}""#);
-        assert!(
-            value("kvtier_request_duration_seconds_count", &label) >= 1.0,
-            "{operation}"
-        );
-    }
-}
-
-#[test]
-fn names_that_clients_choose_do_not_fill_the_metrics() {
-    let server = TestServer::start(&[]);
-    let mut client = server.connect();
-    let prompt = prompt(1, 1);
-    for number in 0..3000 {
-        let scope = Scope::new(format!("model {number}")).with_salt(format!("salt {number}"));
-        client
-            .lookup(&scope.scheduler_key(&prompt, range(0..1), "r"))
-            .unwrap();
-    }
-    let (_, _, text) = request(&server, "GET", "/metrics", "");
-    let series = text.lines().filter(|line| line.contains("model ")).count();
-    assert!((1..=1100).contains(&series), "{series} series");
-}
-
-struct Metric {
-    name: String,
-    kind: String,
-    labels: String,
-    value: f64,
-}
-
-/// Every sample, with the kind of its family. Fails for text that Prometheus would refuse.
-fn parse_metrics(text: &str) -> Vec<Metric> {
-    let mut kinds: Vec<(String, String)> = Vec::new();
-    let mut metrics = Vec::new();
-    let mut ended = false;
-    for line in text.lines() {
-        assert!(!ended, "{line:?} behind the end");
-        ended = line == "# EOF";
-        if let Some(rest) = line.strip_prefix("# TYPE ") {
-            let (name, kind) = rest.split_once(' ').unwrap();
-            assert!(
-                !kinds.iter().any(|(known, _)| known == name),
-                "{name} is described twice"
-            );
-            kinds.push((name.into(), kind.into()));
-        } else if !line.starts_with("# ") {
-            let (series, value) = line.rsplit_once(' ').unwrap();
-            let (name, labels) = match series.split_once('{') {
-                Some((name, labels)) => (name, labels.strip_suffix('}').unwrap()),
-                None => (series, ""),
-            };
-            assert!(
-                name.chars()
-                    .all(|c| c.is_ascii_alphanumeric() || c == '_' || c == ':'),
-                "{line:?}"
-            );
-            let family = kinds.iter().find(|(family, kind)| {
-                let suffixes: &[&str] = match kind.as_str() {
-                    "counter" => &["_total"],
-                    "histogram" => &["_bucket", "_sum", "_count"],
-                    _ => &[""],
-                };
-                suffixes
-                    .iter()
-                    .any(|suffix| name.strip_suffix(suffix) == Some(family))
-            });
-            let (_, kind) = family.unwrap_or_else(|| panic!("{line:?} belongs to no family"));
-            let metric = Metric {
-                name: name.into(),
-                kind: kind.clone(),
-                labels: labels.into(),
-                value: value.parse().unwrap(),
-            };
-            metrics.push(metric);
-        }
-    }
-    assert!(ended, "no end");
-    metrics
 }

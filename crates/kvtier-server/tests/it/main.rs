@@ -3,8 +3,10 @@
 #![expect(clippy::unwrap_used, reason = "test")]
 
 mod captures;
+mod checksums;
 mod http;
 mod leases;
+mod metrics;
 mod older_clients;
 mod order;
 mod replay;
