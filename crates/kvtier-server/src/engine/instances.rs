@@ -18,6 +18,9 @@ use super::layout::{EngineDrivenLayout, ModelLayout};
 /// Unknown instances whose pings we remember.
 const MAX_UNKNOWN: usize = 4096;
 
+/// Workers registered at most. Each maps segments of its own, and a fleet has some dozens on a host.
+const MAX_INSTANCES: usize = 4096;
+
 /// How a worker's bytes travel.
 pub enum Mode {
     /// We copy between its pages and the arena.
@@ -124,9 +127,17 @@ pub struct Instances {
 
 impl Instances {
     /// Takes a worker in; gives the earlier registration under its id.
-    pub fn insert(&self, instance: Instance) -> Option<Arc<Instance>> {
+    ///
+    /// # Errors
+    /// One line, when there are too many.
+    pub fn insert(&self, instance: Instance) -> Result<Option<Arc<Instance>>, String> {
         let instance = Arc::new(instance);
         let mut tables = self.tables.write();
+        if tables.by_id.len() >= MAX_INSTANCES && !tables.by_id.contains_key(&instance.id) {
+            return Err(format!(
+                "{MAX_INSTANCES} workers are registered; no more are allowed"
+            ));
+        }
         let earlier = tables.take(instance.id);
         tables.unknown.remove(&instance.id);
         let key = (Arc::clone(&instance.model_name), instance.world_size);
@@ -136,7 +147,7 @@ impl Instances {
             .or_default()
             .push(Arc::clone(&instance));
         tables.by_id.insert(instance.id, instance);
-        earlier
+        Ok(earlier)
     }
 
     /// The worker of this id.

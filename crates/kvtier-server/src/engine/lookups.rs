@@ -22,6 +22,9 @@ use super::memory::L1Allocator;
 /// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.
 const MAX_LOOKUPS: usize = 65_536;
 
+/// Objects that all lookups together may hold; each costs some 50 bytes here. Beyond it the oldest lookups go first.
+const MAX_HELD: usize = 16 << 20;
+
 /// One row of a lookup: an object group on a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
@@ -65,6 +68,13 @@ struct Entry {
     freed: Vec<bool>,
 }
 
+impl Entry {
+    /// Objects it was made for, whether still held or not.
+    fn objects(&self) -> usize {
+        self.lookup.rows.len() * self.lookup.hit_chunks
+    }
+}
+
 #[derive(Default)]
 struct Table {
     by_request: HashMap<Box<str>, Vec<Entry>>,
@@ -72,6 +82,8 @@ struct Table {
     ages: VecDeque<(u64, Box<str>)>,
     next_serial: u64,
     len: usize,
+    /// Sum of [`Entry::objects`].
+    held: usize,
 }
 
 /// All lookups under way.
@@ -98,11 +110,17 @@ impl Table {
             return Vec::new();
         };
         let taken: Vec<_> = entries.extract_if(.., |entry| gone(entry)).collect();
-        self.len -= taken.len();
         if entries.is_empty() {
             self.by_request.remove(request_id);
         }
+        self.forget(&taken);
         taken
+    }
+
+    /// Takes entries out of the totals.
+    fn forget(&mut self, taken: &[Entry]) {
+        self.len -= taken.len();
+        self.held -= taken.iter().map(Entry::objects).sum::<usize>();
     }
 
     fn find(&mut self, request_id: &str, scope: &KeyScope) -> Option<&mut Entry> {
@@ -153,6 +171,7 @@ impl Lookups {
             let serial = table.next_serial;
             table.next_serial += 1;
             table.len += 1;
+            table.held += lookup.rows.len() * lookup.hit_chunks;
             let entry = Entry {
                 lookup,
                 serial,
@@ -167,7 +186,7 @@ impl Lookups {
                 .push(entry);
             table.ages.push_back((serial, request_id.into()));
             table.trim_ages();
-            while table.len > MAX_LOOKUPS {
+            while table.len > MAX_LOOKUPS || (table.held > MAX_HELD && table.len > 1) {
                 let Some((serial, request)) = table.ages.pop_front() else {
                     break;
                 };
@@ -305,7 +324,7 @@ impl Lookups {
                 dropped.extend(entries.extract_if(.., |entry| gone(&entry.lookup)));
                 !entries.is_empty()
             });
-            table.len -= dropped.len();
+            table.forget(&dropped);
             table.trim_ages();
         }
         dropped.len()

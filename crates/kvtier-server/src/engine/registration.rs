@@ -124,7 +124,7 @@ impl Engine {
             model,
             now,
         );
-        self.admit(instance);
+        self.admit(instance)?;
         tracing::info!(
             model = registration.model_name,
             world_size = registration.world_size,
@@ -185,7 +185,7 @@ impl Engine {
                     mode,
                     model,
                     now,
-                ));
+                ))?;
                 tracing::info!(
                     model = context.model_name,
                     world_size = context.world_size,
@@ -207,9 +207,9 @@ impl Engine {
         })
     }
 
-    fn admit(&self, instance: Instance) {
+    fn admit(&self, instance: Instance) -> Result<(), String> {
         let id = instance.id;
-        if self.instances.insert(instance).is_some() {
+        if self.instances.insert(instance)?.is_some() {
             // Another process, or the same one with other memory: whatever the earlier one had borrowed is over.
             let transfers = self.transfers.release(id);
             tracing::info!(
@@ -218,6 +218,7 @@ impl Engine {
                 "a new registration replaced the one under this instance id"
             );
         }
+        Ok(())
     }
 
     /// A worker leaves; what it had borrowed comes back, uncommitted.

@@ -22,12 +22,12 @@ use crate::config::ServerConfig;
 use crate::engine::{Answer, Engine};
 use crate::health::Health;
 use connection::Connections;
-use lanes::Pool;
+use lanes::{LANE_LIMIT, Pool};
 use outbox::{Inbox, Outbox, Reply};
 use request::{Job, Server, error_frame};
 
-/// Replies that wait for a client which does not read. More than it can have requests under way.
-const SEND_HWM: i32 = 100_000;
+/// Replies that wait for a client which does not read: as many as its two lanes hold requests.
+const SEND_HWM: i32 = 2 * LANE_LIMIT as i32;
 
 /// Messages taken from the socket before replies get their turn.
 const BURST: usize = 64;
