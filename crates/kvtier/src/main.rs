@@ -3,6 +3,7 @@
 mod bench;
 mod demo;
 mod get;
+mod pattern;
 mod ping;
 mod server;
 mod signals;

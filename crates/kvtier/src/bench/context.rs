@@ -12,7 +12,7 @@ use kvtier_client::{
 };
 
 use super::args::LoadArgs;
-use super::pattern;
+use crate::pattern;
 
 /// The run.
 pub(crate) struct Context {
@@ -43,7 +43,7 @@ impl Context {
             url,
             chunk_tokens: 0,
             run,
-            stop: stop_on_signals()?,
+            stop: crate::signals::stop_flag()?,
             // Away from process ids, which real workers use.
             instances: AtomicI64::new((1 << 40) | ((run >> 24) as i64 & 0xff_ffff_f000)),
             requests: AtomicU64::new(0),
@@ -268,43 +268,6 @@ impl Turn {
     pub(crate) fn start(&self) -> Instant {
         self.due.unwrap_or_else(Instant::now)
     }
-}
-
-/// A flag that the first SIGINT or SIGTERM raises, so that workers unregister and segments go away; the second one
-/// ends the process.
-pub(crate) fn stop_on_signals() -> anyhow::Result<Arc<AtomicBool>> {
-    use tokio::signal::unix::{SignalKind, signal};
-
-    let stop = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&stop);
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_io()
-        .build()
-        .context("cannot wait for signals")?;
-    let (mut interrupt, mut terminate) = {
-        let _inside = runtime.enter();
-        (
-            signal(SignalKind::interrupt())?,
-            signal(SignalKind::terminate())?,
-        )
-    };
-    std::thread::Builder::new()
-        .name("signals".to_owned())
-        .spawn(move || {
-            runtime.block_on(async {
-                loop {
-                    tokio::select! {
-                        _ = interrupt.recv() => {}
-                        _ = terminate.recv() => {}
-                    }
-                    if flag.swap(true, Ordering::Relaxed) {
-                        std::process::exit(130);
-                    }
-                    eprintln!("stopping; once more to stop at once");
-                }
-            });
-        })?;
-    Ok(stop)
 }
 
 /// Stores a prompt's chunks and waits until a lookup finds all of them (LMCache's server answers a store some time

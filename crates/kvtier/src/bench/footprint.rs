@@ -5,9 +5,9 @@ use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, Prompt};
 
 use super::context::{Context, Pace};
-use super::pattern;
 use super::record::{Recorder, Row};
 use super::report::Report;
+use crate::pattern;
 
 /// Chunks of one prompt.
 const CHUNKS: usize = 64;

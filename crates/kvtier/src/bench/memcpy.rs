@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::pattern;
+use crate::pattern;
 
 /// Bytes of the cold side: more than caches hold.
 const COLD: usize = 192 << 20;

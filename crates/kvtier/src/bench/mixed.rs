@@ -8,9 +8,9 @@ use kvtier_client::{EngineDrivenWorker, Prompt};
 
 use super::context::{Context, Pace};
 use super::lookups;
-use super::pattern;
 use super::record::Recorder;
 use super::report::Report;
+use crate::pattern;
 
 /// All clients start together; the writer stops when the last of them has.
 pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> {

@@ -16,7 +16,6 @@ mod latency;
 mod lookups;
 mod memcpy;
 mod mixed;
-mod pattern;
 mod record;
 mod replay;
 mod report;

@@ -12,9 +12,9 @@ use kvtier_client::{EngineDrivenWorker, Prompt};
 use serde::Deserialize;
 
 use super::context::Context;
-use super::pattern;
 use super::record::{Recorder, Row};
 use super::report::Report;
+use crate::pattern;
 
 /// Tokens that one id of the trace stands for (Mooncake traces, FAST'25).
 const TOKENS_PER_ID: usize = 512;

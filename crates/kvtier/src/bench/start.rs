@@ -11,10 +11,10 @@ use kvtier_client::{ClientError, Connection, Options};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::args::StartArgs;
-use super::context::stop_on_signals;
 use super::footprint::resident;
 use super::record::{Recorder, Row};
 use super::report::Report;
+use crate::signals::stop_flag;
 
 /// How often the address is tried until the server answers.
 const TRY_EVERY: Duration = Duration::from_millis(1);
@@ -84,7 +84,7 @@ impl Drop for Server {
 }
 
 pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
-    let stop = stop_on_signals()?;
+    let stop = stop_flag()?;
     let label = args
         .label
         .clone()

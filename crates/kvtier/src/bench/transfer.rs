@@ -7,9 +7,9 @@ use kvtier_client::{LmcacheDrivenSpec, LmcacheDrivenWorker, Prompt, Scope, Trans
 
 use super::context::{Context, block_tokens, geometry};
 use super::memcpy::{self, Way};
-use super::pattern;
 use super::record::{Recorder, Row};
 use super::report::Report;
+use crate::pattern;
 
 /// One request of the scenario: a prompt and what its chunks hold.
 struct Job {

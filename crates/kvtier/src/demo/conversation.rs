@@ -2,7 +2,7 @@
 
 use kvtier_client::Prompt;
 
-use super::pattern::{ChunkNumbers, Random};
+use super::numbers::{ChunkNumbers, Random};
 
 /// Tokens of the system prompt: not a multiple of a chunk, as in life.
 const SYSTEM_TOKENS: u64 = 600;

@@ -7,7 +7,7 @@ use kvtier_client::{
     LmcacheDrivenWorker, Prompt, Scope, Transport,
 };
 
-use super::pattern;
+use crate::pattern;
 
 /// Name of the model that all engines of the demo say they run.
 pub(super) const MODEL: &str = "kvtier/demo";

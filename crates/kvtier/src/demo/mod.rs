@@ -10,7 +10,7 @@ mod conversation;
 mod display;
 mod engine;
 mod ledger;
-mod pattern;
+mod numbers;
 mod report;
 mod tally;
 mod workload;

@@ -8,8 +8,9 @@ use kvtier_client::{ClientError, Scope};
 use super::conversation::Conversation;
 use super::engine::{Engine, Kind, MODEL};
 use super::ledger::Ledger;
-use super::pattern::{self, Random};
+use super::numbers::Random;
 use super::tally::{Counts, Faults, KindLatencies, record};
+use crate::pattern;
 
 /// The tenants. One has no name: requests without a salt are a tenant like any other.
 pub(super) const TENANTS: [&str; 4] = ["blue", "green", "red", ""];

@@ -1,4 +1,6 @@
-//! Tokens and bytes that can be made again: tokens from a seed, bytes from the tenant and the whole prefix.
+//! What conversations are made of: tokens from a seed, and chunk numbers from the tenant and the whole prefix.
+
+use crate::pattern::mix;
 
 /// Tokens are drawn from a vocabulary of this size, that of Llama 3.
 const VOCABULARY: u64 = 128_000;
@@ -24,14 +26,6 @@ impl Random {
         let count = least + self.below(most - least + 1);
         tokens.extend((0..count).map(|_| self.below(VOCABULARY) as u32));
     }
-}
-
-/// Spreads a number over 64 bits (the finalizer of SplitMix64).
-pub(super) fn mix(number: u64) -> u64 {
-    let mut z = number;
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 /// Numbers of a conversation's whole chunks, kept up as it grows. A number depends on the tenant and on all tokens up
@@ -77,39 +71,9 @@ fn absorb(state: u64, value: u64) -> u64 {
         .rotate_left(23)
 }
 
-/// Word `index` of the chunk with that number: cheap, and different everywhere, so that swapped pieces do not match.
-fn word(number: u64, index: u64) -> u64 {
-    let word = number ^ index.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    (word ^ (word >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9)
-}
-
-/// Writes the bytes of the chunk with that number. The length must be a multiple of 8.
-pub(super) fn fill(number: u64, bytes: &mut [u8]) {
-    for (target, index) in bytes.chunks_exact_mut(8).zip(0..) {
-        target.copy_from_slice(&word(number, index).to_le_bytes());
-    }
-}
-
-/// Whether these are the bytes of the chunk with that number.
-pub(super) fn matches(number: u64, bytes: &[u8]) -> bool {
-    bytes
-        .chunks_exact(8)
-        .zip(0..)
-        .all(|(bytes, index)| bytes == word(number, index).to_le_bytes())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_chunk_matches_itself_only() {
-        let mut bytes = vec![0; 4096];
-        fill(7, &mut bytes);
-        assert!(matches(7, &bytes) && !matches(8, &bytes));
-        bytes[..2048].rotate_left(1024);
-        assert!(!matches(7, &bytes));
-    }
 
     #[test]
     fn numbers_depend_on_the_tenant_and_the_whole_prefix() {
