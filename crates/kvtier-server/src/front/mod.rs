@@ -12,7 +12,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
 use kvtier_proto::generation::{Generation, Unresolved};
@@ -38,6 +38,10 @@ const HANDSHAKE_MS: i32 = 10_000;
 /// Milliseconds between ZMTP heartbeats to a silent client, and until it is taken for gone.
 const HEARTBEAT_MS: i32 = 10_000;
 const HEARTBEAT_TIMEOUT_MS: i32 = 60_000;
+
+/// How long to look for more work before sleeping. A request that follows a reply, and a reply that a pool is about to
+/// give, come sooner than this; being woken for them costs more, most of all on virtual machines.
+const LINGER: Duration = Duration::from_micros(50);
 
 /// Milliseconds between looks at the stop flag when nothing happens; stopping also wakes the thread.
 const IDLE_MS: i64 = 1000;
@@ -157,7 +161,17 @@ impl Front {
 
     fn serve(&mut self) {
         let wake: RawFd = self.inbox.fd();
+        let mut last_work = Instant::now();
         while !self.stop.load(Ordering::Acquire) {
+            // Both, whatever the first one finds.
+            if self.send_replies() | self.take_requests() {
+                last_work = Instant::now();
+                continue;
+            }
+            if last_work.elapsed() < LINGER {
+                std::thread::yield_now();
+                continue;
+            }
             let mut items = [
                 self.socket.as_poll_item(zmq::POLLIN),
                 zmq::PollItem::from_fd(wake, zmq::POLLIN),
@@ -170,18 +184,25 @@ impl Front {
                     return;
                 }
             }
-            self.send_replies();
-            for _ in 0..BURST {
-                match self.receive() {
-                    Some(frames) => self.take(frames),
-                    None => break,
-                }
+            if items[1].is_readable() {
+                self.inbox.clear();
             }
         }
         // Requests that the lanes still hold are answered before the socket goes.
         self.transfers.finish();
         self.control.finish();
         self.send_replies();
+    }
+
+    /// Serves or queues what has arrived, so much at most that replies get their turn; says whether there was anything.
+    fn take_requests(&mut self) -> bool {
+        for taken in 0..BURST {
+            match self.receive() {
+                Some(frames) => self.take(frames),
+                None => return taken > 0,
+            }
+        }
+        true
     }
 
     /// One message, if one is there: routing id first.
@@ -315,10 +336,9 @@ impl Front {
         })
     }
 
-    fn send_replies(&self) {
-        for reply in self.inbox.drain() {
-            self.send(reply);
-        }
+    /// Sends the replies that wait; says whether there were any.
+    fn send_replies(&self) -> bool {
+        self.inbox.drain().map(|reply| self.send(reply)).count() > 0
     }
 
     fn send(&self, reply: Reply) {

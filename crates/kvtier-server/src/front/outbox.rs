@@ -88,13 +88,20 @@ impl Inbox {
         self.wake.fd.as_raw_fd()
     }
 
-    /// Takes the replies that wait.
+    /// Takes the replies that wait. Costs next to nothing when there are none.
     pub fn drain(&self) -> impl Iterator<Item = Reply> + '_ {
+        if self.wake.signalled.load(Ordering::Acquire) {
+            self.clear();
+        }
+        self.replies.try_iter()
+    }
+
+    /// Takes the signal back. To be called when the descriptor is readable: a signal may come after its reply was drained.
+    pub fn clear(&self) {
         // The order matters: a reply sent before the flag is cleared is drained below, one sent after it writes the
         // eventfd again. Clearing first would let the read swallow the signal of a reply still to come.
         let mut counter = [0; 8];
         let _ = rustix::io::read(&self.wake.fd, &mut counter);
         self.wake.signalled.store(false, Ordering::Release);
-        self.replies.try_iter()
     }
 }
