@@ -93,6 +93,7 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
     }
 
     let mut retrieves = Recorder::new();
+    let mut patience = PATIENCE;
     let mut retrieve_wall = Duration::ZERO;
     for (number, job) in (0..).zip(&done) {
         if context.stopped() {
@@ -102,7 +103,7 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
         let request = context.request_id();
         let wanted = job.seeds.len() as u64;
         let whole = Instant::now();
-        let hits = until_found(context, wanted, &request, |request| {
+        let hits = until_found(context, &mut patience, wanted, &request, |request| {
             worker.lookup(&job.prompt, request)
         })?;
         if hits == wanted {
@@ -189,6 +190,7 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
     }
 
     let mut retrieves = Recorder::new();
+    let mut patience = PATIENCE;
     let mut retrieve_wall = Duration::ZERO;
     for (number, job) in (0..).zip(&done) {
         if context.stopped() {
@@ -197,7 +199,7 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
         bar.inc(1);
         let request = context.request_id();
         let whole = Instant::now();
-        let hits = until_found(context, per_request, &request, |request| {
+        let hits = until_found(context, &mut patience, per_request, &request, |request| {
             worker.lookup(&job.prompt, request)
         })?;
         if hits == per_request {
@@ -285,18 +287,26 @@ fn blocks(context: &Context, worker: &LmcacheDrivenWorker, chunks: u64) -> (Vec<
     (shuffled(1), shuffled(1 + count))
 }
 
-/// Looks up until all stored chunks are found or a second has gone: LMCache's server answers a store some time before
-/// it can be read.
+/// How long chunks may take to be found after their store was answered: LMCache's server answers some time before.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Looks up until all stored chunks are found or patience has run out, which it does once: a server that has lost
+/// chunks, for want of room, will not find the next ones for waiting either.
 fn until_found(
     context: &Context,
+    patience: &mut Duration,
     wanted: u64,
     request: &str,
     mut lookup: impl FnMut(&str) -> Result<u64, kvtier_client::ClientError>,
 ) -> anyhow::Result<u64> {
-    let give_up = Instant::now() + Duration::from_secs(1);
+    let start = Instant::now();
     loop {
         let hits = lookup(request)?;
-        if hits >= wanted || Instant::now() >= give_up || context.stopped() {
+        if hits >= wanted || context.stopped() {
+            return Ok(hits);
+        }
+        if start.elapsed() >= *patience {
+            *patience = Duration::ZERO;
             return Ok(hits);
         }
         std::thread::sleep(Duration::from_millis(5));
