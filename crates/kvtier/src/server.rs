@@ -35,9 +35,13 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             check_only: true,
         }) => {
             println!(
-                "the configuration is good: L1 of {} bytes, chunks of {} tokens",
-                config.l1_bytes, config.chunk_size
+                "the configuration is good: L1 of {:.2} GiB, chunks of {} tokens",
+                config.l1_bytes as f64 / kvtier_server::config::GIB as f64,
+                config.chunk_size
             );
+            if !config.ignored.is_empty() {
+                println!("without effect here: {}", config.ignored.join(" "));
+            }
             return Ok(ExitCode::SUCCESS);
         }
         Ok(Parsed::Print(text)) => {

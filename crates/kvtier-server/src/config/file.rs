@@ -24,7 +24,12 @@ fn one_line(error: &clap::Error) -> ConfigError {
         .map(str::trim)
         .find(|line| line.starts_with("[possible values"))
         .unwrap_or_default();
-    ConfigError(format!("{first} {hint}").trim().to_string())
+    let tip = text
+        .lines()
+        .map(str::trim)
+        .find_map(|line| line.strip_prefix("tip: "))
+        .map_or_else(String::new, |tip| format!("; {tip}"));
+    ConfigError(format!("{first} {hint}").trim().to_string() + &tip)
 }
 
 fn matches(args: &[OsString]) -> Result<ArgMatches, clap::Error> {

@@ -200,7 +200,13 @@ pub struct ServerArgs {
     #[arg(long, default_value_t = 300.0, help_heading = "L1")]
     pub l1_read_ttl_seconds: f64,
     /// Which objects leave L1 first
-    #[arg(long, value_enum, default_value = "LRU", help_heading = "L1")]
+    #[arg(
+        long,
+        value_enum,
+        default_value = "LRU",
+        ignore_case = true,
+        help_heading = "L1"
+    )]
     pub eviction_policy: EvictionPolicyName,
     /// Share of L1 in use at which the background pass evicts, above 0 up to 1
     #[arg(

@@ -131,10 +131,10 @@ impl ServerConfig {
     /// The address to give libzmq; a name is resolved by libzmq, except `localhost`, which is IPv4 loopback here as it
     /// is for every client of this protocol.
     pub fn bind_address(&self) -> String {
-        let host = if self.host == "localhost" {
-            "127.0.0.1"
-        } else {
-            &self.host
+        let host = match self.host.as_str() {
+            "localhost" => "127.0.0.1".into(),
+            address if address.contains(':') && !address.starts_with('[') => format!("[{address}]"),
+            host => host.to_string(),
         };
         match self.port {
             0 => format!("tcp://{host}:*"),

@@ -15,6 +15,10 @@ fn no_flag_at_all_is_a_sensible_server() {
     );
     assert_eq!(config.bind_address(), "tcp://127.0.0.1:5555");
     assert_eq!(config.http_host, "127.0.0.1");
+    for host in ["::1", "[::1]"] {
+        let config = ServerConfig::from_flags(&["--host", host]).unwrap();
+        assert_eq!(config.bind_address(), "tcp://[::1]:5555");
+    }
     assert_eq!(config.transfer_mode, TransferMode::Auto);
     assert_eq!(config.shm_name.as_deref(), Some("kvtier_5555"));
     assert!(!config.shm_required);
@@ -84,6 +88,10 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
         ),
         (vec!["--log-level", "a=b=c"], vec!["--log-level", "a=b=c"]),
         (vec!["--no-such-flag"], vec!["--no-such-flag"]),
+        (
+            vec!["--l1-size", "20"],
+            vec!["'--l1-size'", "'--l1-size-gb'"],
+        ),
         (vec!["--l2-adapter", "{"], vec!["--l2-adapter", "not JSON"]),
         (
             vec!["--l2-adapter", r#"{"type":"floppy"}"#],

@@ -228,7 +228,7 @@ impl Engine {
         let transfers = self.transfers.release(id);
         if let Some(instance) = instance {
             self.release_unreadable(&instance);
-            tracing::info!(instance = id.0, transfers, "Unregistered instance {id}");
+            tracing::info!(transfers, "Unregistered instance {id}");
         }
     }
 

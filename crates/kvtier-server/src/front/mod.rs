@@ -130,6 +130,8 @@ impl Drop for FrontEnd {
 fn bind(context: &zmq::Context, address: &str, max_message_bytes: u64) -> zmq::Result<zmq::Socket> {
     let socket = context.socket(zmq::ROUTER)?;
     socket.set_router_mandatory(true)?;
+    // Only for an address that is one: with it on, a name may resolve to IPv6 alone.
+    socket.set_ipv6(address.contains('['))?;
     socket.set_linger(1000)?;
     socket.set_sndhwm(SEND_HWM)?;
     socket.set_maxmsgsize(i64::try_from(max_message_bytes).unwrap_or(i64::MAX))?;

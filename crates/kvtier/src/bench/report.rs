@@ -100,7 +100,7 @@ impl Report {
 
     fn table(&self) -> Table {
         let mut table = new_table(&[
-            "scenario", "count", "p50", "p99", "p99.9", "max", "per s", "GB/s", "",
+            "scenario", "count", "p50", "p99", "p99.9", "max", "per s", "GB/s",
         ]);
         for row in &self.rows {
             let latency = |pick: fn(&super::record::Latency) -> f64| {
@@ -109,11 +109,6 @@ impl Report {
                     .map_or_else(String::new, |latency| time(pick(latency)))
             };
             let optional = |value: Option<f64>| value.map_or_else(String::new, number);
-            let facts: Vec<_> = row
-                .facts
-                .iter()
-                .map(|(name, value)| format!("{name} {}", number(*value)))
-                .collect();
             table.add_row([
                 row.name.clone(),
                 if row.count > 0 {
@@ -122,20 +117,36 @@ impl Report {
                     String::new()
                 },
                 latency(|l| l.p50),
-                latency(|l| l.p99),
-                latency(|l| l.p999),
+                // A percentile of fewer requests than it has parts is only their maximum.
+                if row.count < 100 {
+                    String::new()
+                } else {
+                    latency(|l| l.p99)
+                },
+                if row.count < 1000 {
+                    String::new()
+                } else {
+                    latency(|l| l.p999)
+                },
                 latency(|l| l.max),
                 optional(row.per_second),
                 optional(row.gb_per_second),
-                facts.join(", "),
             ]);
         }
         table
     }
 
-    /// What went wrong, in words.
+    /// What else is known of the rows, and what went wrong, in words.
     fn remarks(&self) -> Vec<String> {
         let mut lines = Vec::new();
+        for row in self.rows.iter().filter(|row| !row.facts.is_empty()) {
+            let facts: Vec<_> = row
+                .facts
+                .iter()
+                .map(|(name, value)| format!("{name} {}", number(*value)))
+                .collect();
+            lines.push(format!("{}: {}", row.name, facts.join(", ")));
+        }
         for row in &self.rows {
             if row.failed + row.mismatched == 0 {
                 continue;
