@@ -272,7 +272,7 @@ fn check_config_checks_and_stops() {
     let output = kvtier(&["server", "--config", path, "--check-config"]);
     let text = lines(&output.stdout).join("\n");
     assert!(
-        output.status.success() && text.contains("64 tokens") && text.contains("536870912"),
+        output.status.success() && text.contains("64 tokens") && text.contains("0.50 GiB"),
         "{text}"
     );
     std::fs::write(path, "chunk-size = 0\n").unwrap();
