@@ -8,7 +8,9 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use parking_lot::Mutex;
@@ -51,6 +53,8 @@ impl<J> Lane<J> {
 pub struct Pool<J> {
     ready: Option<Sender<Arc<Lane<J>>>>,
     threads: Vec<JoinHandle<()>>,
+    /// Jobs queued or running.
+    waiting: Arc<AtomicUsize>,
 }
 
 impl<J: Send + 'static> Pool<J> {
@@ -64,7 +68,13 @@ impl<J: Send + 'static> Pool<J> {
     {
         // Holds at most one entry a lane, so it is bounded by the number of connections.
         let (ready, queue) = unbounded::<Arc<Lane<J>>>();
-        let run = Arc::new(run);
+        let waiting = Arc::new(AtomicUsize::new(0));
+        let done = Arc::clone(&waiting);
+        let run = Arc::new(move |job| {
+            // Also when the job panics: nobody may wait for it for ever.
+            let _done = Done(&done);
+            run(job);
+        });
         let threads = (0..threads)
             .map(|index| {
                 let (run, queue, again) = (Arc::clone(&run), queue.clone(), ready.clone());
@@ -76,6 +86,7 @@ impl<J: Send + 'static> Pool<J> {
         Ok(Self {
             ready: Some(ready),
             threads,
+            waiting,
         })
     }
 
@@ -88,6 +99,7 @@ impl<J: Send + 'static> Pool<J> {
         if state.jobs.len() >= LANE_LIMIT {
             return Err(job);
         }
+        self.waiting.fetch_add(1, Ordering::AcqRel);
         state.jobs.push_back(job);
         let idle = !std::mem::replace(&mut state.scheduled, true);
         drop(state);
@@ -102,6 +114,10 @@ impl<J: Send + 'static> Pool<J> {
 impl<J> Pool<J> {
     /// Lets the jobs that are queued run and ends the threads. Later jobs are never run.
     pub fn finish(&mut self) {
+        // A lane with more jobs queues itself again, so it could come behind the signs to stop and never be served.
+        while self.waiting.load(Ordering::Acquire) > 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         // Behind all lanes that wait by now; a lane without a job ends the thread that takes it, see `serve`.
         if let Some(ready) = self.ready.take() {
             for _ in &self.threads {
@@ -112,6 +128,15 @@ impl<J> Pool<J> {
             // A panic of a job is caught where it runs, so a thread that ended badly has nothing left to say.
             let _ = thread.join();
         }
+    }
+}
+
+/// Counts a job out.
+struct Done<'w>(&'w AtomicUsize);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -145,7 +170,6 @@ fn serve<J>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
     fn jobs_of_one_lane_run_in_order_and_lanes_run_side_by_side() {
@@ -172,6 +196,26 @@ mod tests {
         for index in 0..10 {
             assert_eq!(receiver.recv().unwrap(), (0, index));
         }
+    }
+
+    #[test]
+    fn what_waits_behind_a_running_job_runs_before_the_pool_ends() {
+        let (gate, blocked) = crossbeam_channel::bounded::<()>(0);
+        let ran = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&ran);
+        let mut pool = Pool::start("test", 1, move |job: usize| {
+            if job == 0 {
+                let _ = blocked.recv();
+            }
+            count.fetch_add(1, Ordering::SeqCst);
+        })
+        .unwrap();
+        let lane = Arc::new(Lane::default());
+        (0..3).for_each(|job| pool.push(&lane, job).unwrap());
+        let opener = std::thread::spawn(move || gate.send(()));
+        pool.finish();
+        opener.join().unwrap().unwrap();
+        assert_eq!(ran.load(Ordering::SeqCst), 3);
     }
 
     #[test]
