@@ -63,11 +63,11 @@ impl Engine {
             }
             self.release_unreadable(&instance);
         }
-        let mut dead = Vec::new();
+        let mut dead = std::collections::HashSet::new();
         self.scheduler_pings.lock().retain(|connection, last| {
             let alive = now.saturating_sub(*last) <= timeout;
             if !alive {
-                dead.push(*connection);
+                dead.insert(*connection);
             }
             alive
         });
