@@ -25,6 +25,8 @@ impl Server {
     pub fn raw(mut answer: impl FnMut(Frames) -> Vec<Frames> + Send + 'static) -> Self {
         let context = zmq::Context::new();
         let socket = context.socket(zmq::ROUTER).unwrap();
+        // libzmq's default waits for ever for a reply to a client that is gone.
+        socket.set_linger(0).unwrap();
         socket.bind("tcp://127.0.0.1:*").unwrap();
         let endpoint = socket.get_last_endpoint().unwrap().unwrap();
         let stop = Arc::new(AtomicBool::new(false));
