@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use kvtier_memory::{AffineCopy, Arena, CopyLoop, Extent, ForeignSegment, copy_affine};
+use kvtier_memory::{
+    AffineCopy, Arena, CopyLoop, Extent, ForeignSegment, copy_affine,
+};
 
 use crate::blocks::{BlockTable, checked_id};
 use crate::device::{Device, DeviceError, EngineMemory};
@@ -81,6 +83,10 @@ impl CpuMemory {
 impl EngineMemory for CpuMemory {
     fn layout(&self) -> &Arc<KvLayout> {
         &self.layout
+    }
+
+    fn is_current(&self) -> bool {
+        self.segments.iter().all(ForeignSegment::is_current)
     }
 
     fn copy(

@@ -30,6 +30,10 @@ pub trait EngineMemory: Send + Sync {
     /// The layout these pages were opened with.
     fn layout(&self) -> &Arc<KvLayout>;
 
+    /// Whether the names in the layout still lead to this memory, and none of it was lost. An
+    /// engine that says the same again may mean other memory: it was started anew.
+    fn is_current(&self) -> bool;
+
     /// Copies one chunk of one object group, and returns the bytes moved. Returns when every byte
     /// is in place.
     ///

@@ -13,7 +13,7 @@ use crate::access::AccessError;
 use crate::extent::Extent;
 use crate::fault::TableFull;
 use crate::mapping::{MapError, Mapping};
-use crate::shm_file::{NAME_MAX, NO_FOLLOW, SHM_PREFIX};
+use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, SHM_PREFIX};
 
 /// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
 /// KV caches in CPU memory). Other names are refused: a client must not make us write into
@@ -77,6 +77,7 @@ pub enum SegmentError {
 #[derive(Debug)]
 pub struct ForeignSegment {
     name: String,
+    file: FileId,
     mapping: Mapping,
 }
 
@@ -138,8 +139,16 @@ impl ForeignSegment {
             Mapping::shared(file.as_fd(), len, "segment").map_err(|e| map_error(e, name))?;
         Ok(Self {
             name: name.to_owned(),
+            file: FileId::of(&stat),
             mapping,
         })
+    }
+
+    /// Whether the name still leads to this memory, and no page of it was lost. A client that
+    /// starts anew with the process id of an earlier one makes other memory of the same name.
+    #[must_use]
+    pub fn is_current(&self) -> bool {
+        !self.is_poisoned() && FileId::named(&self.name) == Some(self.file)
     }
 
     /// Its name, with the slash.
@@ -234,11 +243,16 @@ impl OwnSegment {
                 }
             };
             let made = rustix::fs::ftruncate(&file, bytes)
+                .and_then(|()| rustix::fs::fstat(&file))
                 .map_err(MapError::System)
-                .and_then(|()| Mapping::shared(file.as_fd(), len, "segment"));
+                .and_then(|stat| Ok((stat, Mapping::shared(file.as_fd(), len, "segment")?)));
             return match made {
-                Ok(mapping) => Ok(Self {
-                    segment: ForeignSegment { name, mapping },
+                Ok((stat, mapping)) => Ok(Self {
+                    segment: ForeignSegment {
+                        name,
+                        file: FileId::of(&stat),
+                        mapping,
+                    },
                 }),
                 Err(e) => {
                     // The first error is the one worth telling.

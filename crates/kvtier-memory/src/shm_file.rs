@@ -19,6 +19,32 @@ pub(crate) const NAME_MAX: usize = 255;
 /// A link in the place of a segment is not followed: `/dev/shm` is open to everybody.
 pub(crate) const NO_FOLLOW: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NOFOLLOW.bits());
 
+/// Nor is anybody waited for who would have to open a pipe's other end.
+const NO_WAIT: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NONBLOCK.bits());
+
+/// Which file it is, whatever its name. Holds as long as somebody holds the file, as a mapping does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FileId {
+    device: u64,
+    inode: u64,
+}
+
+impl FileId {
+    /// Of a file that was examined.
+    pub(crate) fn of(stat: &rustix::fs::Stat) -> Self {
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+        }
+    }
+
+    /// Of the segment that has this name now.
+    pub(crate) fn named(name: impl rustix::path::Arg) -> Option<Self> {
+        let file = shm::open(name, OFlags::RDONLY | NO_FOLLOW | NO_WAIT, Mode::empty()).ok()?;
+        Some(Self::of(&rustix::fs::fstat(&file).ok()?))
+    }
+}
+
 /// The name and file of a shared arena; the file also holds the lock that says "alive".
 pub(crate) struct ShmFile {
     /// Without a slash.
@@ -108,16 +134,8 @@ impl ShmFile {
 
     /// Whether the name still leads to our file: another program may have replaced it.
     fn is_still_ours(&self) -> bool {
-        let named = shm::open(
-            self.c_name.as_c_str(),
-            OFlags::RDONLY | NO_FOLLOW,
-            Mode::empty(),
-        );
-        let (Ok(named), Ok(ours)) = (named, rustix::fs::fstat(&self.file)) else {
-            return false;
-        };
-        rustix::fs::fstat(&named)
-            .is_ok_and(|named| (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino))
+        rustix::fs::fstat(&self.file)
+            .is_ok_and(|ours| FileId::named(self.c_name.as_c_str()) == Some(FileId::of(&ours)))
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 
 use kvtier_memory::segment::{creator_of, unlink_if_orphan};
 use kvtier_memory::{
@@ -96,6 +96,50 @@ fn links_and_other_files_are_refused() {
     let opened = ForeignSegment::open(&link, 4096);
     fs::remove_dir(&path).unwrap();
     assert!(opened.is_err());
+}
+
+/// A process that lives until it is told, and a segment in its name.
+fn lent_by_a_child() -> (Child, String) {
+    let child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+    let name = format!("/lmcache_kv_{}_{}", child.id(), std::process::id());
+    fs::write(path_of(&name), [1; 4096]).unwrap();
+    (child, name)
+}
+
+fn path_of(name: &str) -> String {
+    format!("/dev/shm{name}")
+}
+
+#[test]
+fn a_segment_is_current_while_its_name_leads_to_it() {
+    let (mut child, name) = lent_by_a_child();
+    let segment = ForeignSegment::open(&name, 4096).unwrap();
+    assert!(segment.is_current());
+    fs::remove_file(path_of(&name)).unwrap();
+    assert!(!segment.is_current());
+    // Made again, as a restarted client with the same process id does.
+    fs::write(path_of(&name), [2; 4096]).unwrap();
+    assert!(!segment.is_current());
+    let again = ForeignSegment::open(&name, 4096).unwrap();
+    assert!(again.is_current());
+    truncate(&name, 0);
+    assert!(again.is_current());
+    // Once that has been noticed, the mapping is of no more use.
+    assert!(again.write(0, b"byte").is_err());
+    assert!(!again.is_current());
+    fs::remove_file(path_of(&name)).unwrap();
+    // Whatever else has the name, nobody waits for it.
+    assert!(
+        Command::new("mkfifo")
+            .arg(path_of(&name))
+            .status()
+            .unwrap()
+            .success()
+    );
+    assert!(!again.is_current());
+    fs::remove_file(path_of(&name)).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 #[test]

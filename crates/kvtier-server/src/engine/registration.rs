@@ -248,8 +248,9 @@ fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
         && instance.world_size == registration.world_size
         && matches!(
             &instance.mode,
-            Mode::LmcacheDriven { tensors, hints, groups, .. }
+            Mode::LmcacheDriven { memory, tensors, hints, groups }
                 if *tensors == registration.tensors && *hints == registration.hints && *groups == registration.groups
+                    && memory.is_current()
         )
 }
 

@@ -11,6 +11,7 @@ mod older_clients;
 mod order;
 mod replay;
 mod restart;
+mod segments;
 mod sessions;
 mod support;
 mod transfers;

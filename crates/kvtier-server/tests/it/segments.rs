@@ -1,0 +1,154 @@
+//! Segments of workers that have the same process id, one behind the other.
+
+use std::os::unix::fs::FileExt;
+use std::process::{Child, Command, Stdio};
+
+use kvtier_client::proto::descriptor::{CpuShm, Dtype, TensorDescriptor, TensorMetadata};
+use kvtier_client::proto::request::{EngineGroupInfo, EngineType, LayoutHints, Registration};
+use kvtier_client::{Connection, InstanceId, Scope};
+
+use crate::support::{TestServer, prompt, range};
+
+const BLOCKS: u64 = 8;
+
+/// Bytes of one block in one plane: 4 tokens, 2 heads, 16 values of 2 bytes.
+const PIECE: u64 = 4 * 2 * 16 * 2;
+
+const BYTES: u64 = 2 * BLOCKS * PIECE;
+
+/// What an engine has in `/dev/shm`: one layer `[2, blocks, 4, 2, 16]`. Removed on drop.
+struct Pages {
+    name: String,
+}
+
+impl Pages {
+    fn new(process: u32) -> Self {
+        let name = format!("/lmcache_kv_{process}_{}", std::process::id());
+        let pages = Self { name };
+        pages.make(0);
+        pages
+    }
+
+    fn path(&self) -> String {
+        format!("/dev/shm{}", self.name)
+    }
+
+    /// Makes the file anew, as another process does that follows this one.
+    fn make(&self, byte: u8) {
+        let _ = std::fs::remove_file(self.path());
+        std::fs::write(self.path(), [byte; BYTES as usize]).unwrap();
+    }
+
+    fn fill(&self, block: u64, byte: u8) {
+        let file = std::fs::File::options().write(true).open(self.path());
+        for plane in 0..2 {
+            let at = (plane * BLOCKS + block) * PIECE;
+            let file = file.as_ref().unwrap();
+            file.write_all_at(&[byte; PIECE as usize], at).unwrap();
+        }
+    }
+
+    /// The byte that both planes of a block consist of.
+    fn byte(&self, block: u64) -> u8 {
+        let all = std::fs::read(self.path()).unwrap();
+        let piece = |plane| {
+            let at = ((plane * BLOCKS + block) * PIECE) as usize;
+            &all[at..at + PIECE as usize]
+        };
+        let byte = piece(0)[0];
+        assert!((0..2).all(|plane| piece(plane).iter().all(|other| *other == byte)));
+        byte
+    }
+
+    fn register(&self, connection: &mut Connection, scope: &Scope) {
+        let tensor = TensorDescriptor::CpuShm(CpuShm {
+            shm_name: self.name.clone(),
+            nbytes: BYTES,
+            metadata: TensorMetadata {
+                dtype: Dtype::BFloat16,
+                shape: vec![2, BLOCKS, 4, 2, 16],
+                stride: vec![BLOCKS * 128, 128, 32, 16, 1],
+                storage_offset: 0,
+                device_uuid: "cpu".to_owned(),
+            },
+        });
+        let group = EngineGroupInfo {
+            engine_group_id: 0,
+            layer_indices: vec![0],
+            tokens_per_block: 4,
+            sw_size_tokens: -1,
+            extra_object_group_tag: 0,
+            recurrent_state: false,
+        };
+        connection
+            .register_kv_cache(Registration {
+                instance: ENGINE,
+                tensors: vec![tensor],
+                model_name: &scope.model_name,
+                world_size: 1,
+                engine: EngineType::Vllm,
+                hints: LayoutHints::default(),
+                groups: vec![group],
+            })
+            .unwrap();
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(self.path());
+    }
+}
+
+const ENGINE: InstanceId = InstanceId(7);
+
+/// A process that lives until it is killed.
+fn process() -> Child {
+    Command::new("cat").stdin(Stdio::piped()).spawn().unwrap()
+}
+
+fn end(mut process: Child) {
+    process.kill().unwrap();
+    process.wait().unwrap();
+}
+
+#[test]
+fn a_worker_that_restarts_under_its_old_process_id_is_served_from_its_new_memory() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("segments/again");
+    let process = process();
+    let pages = Pages::new(process.id());
+    let mut connection = server.connect();
+    pages.register(&mut connection, &scope);
+    // The same once more changes nothing.
+    pages.register(&mut connection, &scope);
+    assert_eq!(server.readings().instances, 1);
+
+    pages.make(0);
+    pages.register(&mut connection, &scope);
+    for block in 1..=4 {
+        pages.fill(block, 40 + block as u8);
+    }
+    let prompt = prompt(1, 1);
+    let key = |request| scope.worker_key(0, &prompt, range(0..1), request);
+    let blocks = |ids: std::ops::Range<i64>| [ids.collect::<Vec<_>>()];
+    assert!(
+        connection
+            .store(&key("store"), ENGINE, &blocks(1..5))
+            .unwrap()
+    );
+    // Elsewhere, in the memory of a third process.
+    pages.make(0);
+    pages.register(&mut connection, &scope);
+    let lookup = scope.scheduler_key(&prompt, range(0..1), "load");
+    assert_eq!(connection.lookup_hits(&lookup).unwrap(), 1);
+    assert!(
+        connection
+            .retrieve(&key("load"), ENGINE, &blocks(4..8), 0)
+            .unwrap()
+    );
+    let read: Vec<_> = (0..BLOCKS).map(|block| pages.byte(block)).collect();
+    assert_eq!(read, [0, 0, 0, 0, 41, 42, 43, 44]);
+    server.assert_sound();
+    end(process);
+}
