@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvtier_memory::{
-    AffineCopy, Arena, CopyLoop, Extent, ForeignSegment, copy_affine,
+    AffineCopy, Arena, CopyLoop, Extent, ForeignSegment, SegmentError, copy_affine,
 };
 
 use crate::blocks::{BlockTable, checked_id};
@@ -87,6 +87,18 @@ impl EngineMemory for CpuMemory {
 
     fn is_current(&self) -> bool {
         self.segments.iter().all(ForeignSegment::is_current)
+    }
+
+    fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
+        let mut removed = Vec::new();
+        for segment in &self.segments {
+            match segment.unlink_if_orphan() {
+                Ok(true) => removed.push(Ok(segment.name().to_owned())),
+                Ok(false) => {}
+                Err(error) => removed.push(Err(error)),
+            }
+        }
+        removed
     }
 
     fn copy(

@@ -34,6 +34,11 @@ pub trait EngineMemory: Send + Sync {
     /// engine that says the same again may mean other memory: it was started anew.
     fn is_current(&self) -> bool;
 
+    /// Removes from the system what an engine that is taken for dead left behind; nothing whose
+    /// maker may live. Gives what it removed, by name, and what it should have removed and could
+    /// not.
+    fn remove_orphans(&self) -> Vec<Result<String, SegmentError>>;
+
     /// Copies one chunk of one object group, and returns the bytes moved. Returns when every byte
     /// is in place.
     ///

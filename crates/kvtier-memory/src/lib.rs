@@ -29,6 +29,7 @@ mod extent;
 pub mod fault;
 mod mapping;
 mod prefault;
+mod process;
 pub mod segment;
 mod shm_file;
 

@@ -6,13 +6,13 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FileType, Mode};
-use rustix::process::Pid;
 use rustix::shm::{self, OFlags};
 
 use crate::access::AccessError;
 use crate::extent::Extent;
 use crate::fault::TableFull;
 use crate::mapping::{MapError, Mapping};
+use crate::process::SeenProcess;
 use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, SHM_PREFIX};
 
 /// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
@@ -78,6 +78,8 @@ pub enum SegmentError {
 pub struct ForeignSegment {
     name: String,
     file: FileId,
+    /// The process in the name, if it could be seen when the segment was mapped.
+    creator: Option<SeenProcess>,
     mapping: Mapping,
 }
 
@@ -140,6 +142,7 @@ impl ForeignSegment {
         Ok(Self {
             name: name.to_owned(),
             file: FileId::of(&stat),
+            creator: creator_of(name).and_then(SeenProcess::find),
             mapping,
         })
     }
@@ -149,6 +152,30 @@ impl ForeignSegment {
     #[must_use]
     pub fn is_current(&self) -> bool {
         !self.is_poisoned() && FileId::named(&self.name) == Some(self.file)
+    }
+
+    /// Unlinks it if the process that created it is gone; says whether it did.
+    ///
+    /// It stays when that process could not be seen at the time of mapping, as one of another
+    /// PID namespace cannot, and when the name leads to other memory by now.
+    ///
+    /// # Errors
+    /// [`SegmentError::System`].
+    pub fn unlink_if_orphan(&self) -> Result<bool, SegmentError> {
+        let is_orphan = self.creator.as_ref().is_some_and(SeenProcess::is_gone)
+            && FileId::named(&self.name) == Some(self.file);
+        if !is_orphan {
+            return Ok(false);
+        }
+        match shm::unlink(&self.name) {
+            Ok(()) => Ok(true),
+            Err(rustix::io::Errno::NOENT) => Ok(false),
+            Err(e) => Err(SegmentError::System {
+                action: "unlink",
+                name: self.name.clone(),
+                source: e.into(),
+            }),
+        }
     }
 
     /// Its name, with the slash.
@@ -251,6 +278,7 @@ impl OwnSegment {
                     segment: ForeignSegment {
                         name,
                         file: FileId::of(&stat),
+                        creator: SeenProcess::find(process),
                         mapping,
                     },
                 }),
@@ -292,35 +320,6 @@ pub fn creator_of(name: &str) -> Option<u32> {
         return None;
     }
     process.parse().ok().filter(|p| *p > 0)
-}
-
-/// Unlinks the segment `name` if the process that created it is gone; says whether it did.
-///
-/// Processes in another PID namespace look gone, so call this only for segments whose client is
-/// known to be gone by other signs too.
-///
-/// # Errors
-/// [`SegmentError::Name`] if the name has no process in it, [`SegmentError::System`].
-pub fn unlink_if_orphan(name: &str) -> Result<bool, SegmentError> {
-    check_name(name)?;
-    let process = creator_of(name).and_then(|p| Pid::from_raw(i32::try_from(p).ok()?));
-    let process = process.ok_or_else(|| SegmentError::Name {
-        name: name.to_owned(),
-        reason: "does not say which process created it",
-    })?;
-    match rustix::process::test_kill_process(process) {
-        Err(rustix::io::Errno::SRCH) => {}
-        _ => return Ok(false),
-    }
-    match shm::unlink(name) {
-        Ok(()) => Ok(true),
-        Err(rustix::io::Errno::NOENT) => Ok(false),
-        Err(e) => Err(SegmentError::System {
-            action: "unlink",
-            name: name.to_owned(),
-            source: e.into(),
-        }),
-    }
 }
 
 fn check_name(name: &str) -> Result<(), SegmentError> {

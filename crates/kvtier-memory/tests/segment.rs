@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 
-use kvtier_memory::segment::{creator_of, unlink_if_orphan};
+use kvtier_memory::segment::creator_of;
 use kvtier_memory::{
     AccessError, AffineCopy, Arena, ArenaKind, Direction, Extent, ForeignSegment, OwnSegment, Run,
     SegmentError, copy_affine, copy_runs,
@@ -145,21 +145,36 @@ fn a_segment_is_current_while_its_name_leads_to_it() {
 #[test]
 fn orphans_are_unlinked_and_others_are_not() {
     let own = OwnSegment::create(4096).unwrap();
-    assert!(!unlink_if_orphan(own.name()).unwrap());
+    let foreign = ForeignSegment::open(own.name(), 4096).unwrap();
+    assert!(!foreign.unlink_if_orphan().unwrap());
 
-    let mut child = Command::new("true").spawn().unwrap();
-    let dead = child.id();
+    let (mut child, name) = lent_by_a_child();
+    let (first, second) = (
+        ForeignSegment::open(&name, 4096).unwrap(),
+        ForeignSegment::open(&name, 4096).unwrap(),
+    );
+    assert!(!first.unlink_if_orphan().unwrap());
+    child.kill().unwrap();
     child.wait().unwrap();
-    let name = format!("/lmcache_kv_{dead}_{}", std::process::id());
-    fs::write(format!("/dev/shm{name}"), b"left").unwrap();
-    assert!(unlink_if_orphan(&name).unwrap());
-    assert!(!fs::exists(format!("/dev/shm{name}")).unwrap());
-    assert!(!unlink_if_orphan(&name).unwrap());
+    assert!(first.unlink_if_orphan().unwrap());
+    assert!(!fs::exists(path_of(&name)).unwrap());
+    assert!(!first.unlink_if_orphan().unwrap());
+    // Another one's, of the same name.
+    fs::write(path_of(&name), [2; 4096]).unwrap();
+    assert!(!second.unlink_if_orphan().unwrap());
 
-    assert!(unlink_if_orphan("/lmcache_kv_x_1").is_err());
+    // Whoever made this one could not be seen when it was mapped: a process that is gone, or one of another namespace.
+    let unknown = ForeignSegment::open(&name, 4096).unwrap();
+    assert!(!unknown.unlink_if_orphan().unwrap());
+    fs::remove_file(path_of(&name)).unwrap();
+}
+
+#[test]
+fn names_tell_who_created_a_segment() {
     assert_eq!(creator_of("/lmcache_kv_12_3"), Some(12));
     for name in [
         "/lmcache_kv_12",
+        "/lmcache_kv_x_1",
         "/lmcache_kv_+1_2",
         "/lmcache_kv_0_2",
         "/x_1_2",

@@ -5,7 +5,6 @@
 
 use std::time::Duration;
 
-use kvtier_device::MemorySpec;
 use kvtier_memory::PrefaultEnd;
 
 use super::Engine;
@@ -46,17 +45,13 @@ impl Engine {
                 "a worker fell silent and was taken for dead"
             );
             if let Mode::LmcacheDriven { memory, .. } = &instance.mode {
-                for memory in memory.layout().memories() {
-                    let MemorySpec::CpuShm { name, .. } = memory else {
-                        continue;
-                    };
-                    match kvtier_memory::segment::unlink_if_orphan(name) {
-                        Ok(true) => {
+                for removed in memory.remove_orphans() {
+                    match removed {
+                        Ok(name) => {
                             tracing::info!(name, "removed the shared memory of a dead worker")
                         }
-                        Ok(false) => {}
                         Err(error) => {
-                            tracing::debug!(name, %error, "the shared memory of a silent worker stays")
+                            tracing::debug!(%error, "the shared memory of a dead worker stays")
                         }
                     }
                 }

@@ -1,7 +1,8 @@
-//! Segments of workers that have the same process id, one behind the other.
+//! Segments of workers that share a process id: one behind the other, or in another PID namespace.
 
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use kvtier_client::proto::descriptor::{CpuShm, Dtype, TensorDescriptor, TensorMetadata};
 use kvtier_client::proto::request::{EngineGroupInfo, EngineType, LayoutHints, Registration};
@@ -37,6 +38,10 @@ impl Pages {
     fn make(&self, byte: u8) {
         let _ = std::fs::remove_file(self.path());
         std::fs::write(self.path(), [byte; BYTES as usize]).unwrap();
+    }
+
+    fn exist(&self) -> bool {
+        std::fs::exists(self.path()).unwrap()
     }
 
     fn fill(&self, block: u64, byte: u8) {
@@ -151,4 +156,39 @@ fn a_worker_that_restarts_under_its_old_process_id_is_served_from_its_new_memory
     assert_eq!(read, [0, 0, 0, 0, 41, 42, 43, 44]);
     server.assert_sound();
     end(process);
+}
+
+#[test]
+fn memory_of_a_dead_worker_is_removed() {
+    let server = TestServer::start(&["--worker-registration-grace-seconds", "3600"]);
+    let process = process();
+    let pages = Pages::new(process.id());
+    pages.register(&mut server.connect(), &Scope::new("segments/dead"));
+    end(process);
+    server.pass(Duration::from_secs(3590));
+    assert!(pages.exist());
+    server.pass(Duration::from_secs(20));
+    assert_eq!(server.readings().instances, 0);
+    assert!(!pages.exist());
+}
+
+#[test]
+fn memory_of_a_silent_worker_stays_while_it_may_live() {
+    let server = TestServer::start(&["--worker-registration-grace-seconds", "3600"]);
+    let silent = process();
+    let pages = Pages::new(silent.id());
+    pages.register(&mut server.connect(), &Scope::new("segments/silent"));
+    server.pass(Duration::from_secs(3610));
+    assert_eq!(server.readings().instances, 0);
+    assert!(pages.exist());
+    end(silent);
+
+    // No process has this number here; in the worker's own PID namespace one does.
+    let gone = process();
+    let pages = Pages::new(gone.id());
+    end(gone);
+    pages.register(&mut server.connect(), &Scope::new("segments/elsewhere"));
+    server.pass(Duration::from_secs(3610));
+    assert_eq!(server.readings().instances, 0);
+    assert!(pages.exist());
 }
