@@ -35,8 +35,9 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             check_only: true,
         }) => {
             println!(
-                "the configuration is good: L1 of {:.2} GiB, chunks of {} tokens",
+                "the configuration is good: L1 of {:.2} GiB ({}), chunks of {} tokens",
                 config.l1_bytes as f64 / kvtier_server::config::GIB as f64,
+                config.l1_origin(),
                 config.chunk_size
             );
             if !config.ignored.is_empty() {
@@ -73,6 +74,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
         endpoint = server.endpoint(),
         http = %server.http_address(),
         l1_bytes = server.engine().config().l1_bytes,
+        l1_size = server.engine().config().l1_origin(),
         chunk_size = server.engine().config().chunk_size,
         version = env!("CARGO_PKG_VERSION"),
         "serving"

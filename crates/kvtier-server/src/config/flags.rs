@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use kvtier_core::hashing::HashAlgorithm;
 
-use super::{ConfigError, GIB, ServerConfig};
+use super::{ConfigError, GIB, HostMemory, ServerConfig};
 
 /// Which transfer modes workers may register for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -172,7 +172,7 @@ pub struct ServerArgs {
     #[arg(long, value_name = "GB", help_heading = "Request server")]
     pub max_message_gb: Option<f64>,
 
-    /// Size of L1 in GiB [default: a quarter of the machine's memory]
+    /// Size of L1 in GiB [default: a quarter of the machine's memory, or of the cgroup's limit where that is less]
     #[arg(
         long,
         value_name = "GB",
@@ -281,20 +281,16 @@ fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
     }
 }
 
-fn machine_memory() -> u64 {
-    let info = rustix::system::sysinfo();
-    (info.totalram as u64).saturating_mul(u64::from(info.mem_unit))
-}
-
 impl ServerArgs {
     /// Checks ranges and combinations and fills in the defaults that depend on the machine.
     pub(super) fn resolve(self, ignored: Vec<String>) -> Result<ServerConfig, ConfigError> {
+        let memory = HostMemory::of_this_process();
         let l1_bytes = match self.l1_size_gb {
             Some(size) => gib("l1-size-gb", size)?,
-            None => (machine_memory() / 4).max(GIB / 4),
+            None => memory.bytes / 4,
         };
         // Whole pages, and never less than one chunk of the smallest model.
-        let l1_bytes = l1_bytes.next_multiple_of(2 << 20);
+        let l1_bytes = l1_bytes.max(1).next_multiple_of(2 << 20);
         if !self.l1_align_bytes.is_power_of_two() || !(64..=2 << 20).contains(&self.l1_align_bytes)
         {
             return Err(refuse(
@@ -404,6 +400,8 @@ impl ServerArgs {
             registration_grace,
             session_ttl: seconds("session-ttl-seconds", self.session_ttl_seconds, 1.0)?,
             l1_bytes,
+            l1_given: self.l1_size_gb.is_some(),
+            memory,
             l1_align_bytes: self.l1_align_bytes,
             l1_hugepages: self.l1_use_hugepages,
             l1_prefault: !self.no_l1_prefault,

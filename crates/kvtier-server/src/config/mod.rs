@@ -6,6 +6,7 @@
 mod docs;
 mod file;
 mod flags;
+mod memory;
 mod peer;
 
 use std::ffi::OsString;
@@ -13,6 +14,7 @@ use std::time::Duration;
 
 pub use docs::reference_markdown;
 pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode};
+pub use memory::HostMemory;
 
 use kvtier_core::hashing::HashAlgorithm;
 
@@ -73,6 +75,10 @@ pub struct ServerConfig {
     pub session_ttl: Duration,
     /// Bytes of L1.
     pub l1_bytes: u64,
+    /// Whether `l1_bytes` was asked for rather than taken from `memory`.
+    pub l1_given: bool,
+    /// What this process may use of the machine's memory.
+    pub memory: HostMemory,
     /// Alignment of every object in L1, bytes, a power of two.
     pub l1_align_bytes: u64,
     /// Take L1 from the 2 MiB hugepage pool.
@@ -125,6 +131,14 @@ impl ServerConfig {
         match Self::parse(args.iter().map(OsString::from))? {
             Parsed::Run { config, .. } => Ok(*config),
             Parsed::Print(_) => Err(ConfigError("help is not a configuration".into())),
+        }
+    }
+
+    /// Where the size of L1 comes from, for people.
+    pub fn l1_origin(&self) -> String {
+        match self.l1_given {
+            true => "as asked for".to_owned(),
+            false => format!("a quarter of {}", self.memory),
         }
     }
 

@@ -30,7 +30,11 @@ fn no_flag_at_all_is_a_sensible_server() {
     assert_eq!(config.write_ttl.as_secs(), 600);
     assert_eq!(config.read_ttl.as_secs(), 300);
     assert_eq!(config.worker_reap_timeout.unwrap().as_secs(), 120);
-    assert!(config.l1_bytes >= GIB / 4 && config.l1_bytes.is_multiple_of(2 << 20));
+    let quarter = config.memory.bytes / 4;
+    assert_eq!(config.l1_bytes, quarter.next_multiple_of(2 << 20));
+    assert!(config.l1_origin().starts_with("a quarter of the m"));
+    let config = ServerConfig::from_flags(&["--l1-size-gb", "1"]).unwrap();
+    assert_eq!(config.l1_origin(), "as asked for");
 }
 
 #[test]
