@@ -1,4 +1,7 @@
-//! A whole server: HTTP first, then the engine, then the request socket, then the work behind.
+//! A whole server: both ports first, then the engine, then those who serve requests, then the work behind.
+//!
+//! The ports come first because they tell servers apart: a second one on the same port ends there, before it asks for the
+//! pool that has the port in its name.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,7 +14,7 @@ use tokio::sync::watch;
 
 use crate::config::ServerConfig;
 use crate::engine::Engine;
-use crate::front::FrontEnd;
+use crate::front::{FrontEnd, RequestSocket};
 use crate::health::Health;
 use crate::http::{self, Api};
 use crate::metrics::Metrics;
@@ -46,6 +49,7 @@ impl Server {
     /// A port that is taken, memory that cannot be had, a system out of threads.
     pub fn start(config: ServerConfig) -> Result<Self, StartError> {
         let config = Arc::new(config);
+        let socket = RequestSocket::bind(&config).map_err(StartError)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {
             engine: std::sync::OnceLock::new(),
@@ -57,7 +61,7 @@ impl Server {
         let engine =
             Engine::new(Arc::clone(&config), Arc::new(Metrics::new())).map_err(StartError)?;
         let engine = Arc::new(engine);
-        let front = FrontEnd::start(&config, Arc::clone(&engine), Arc::clone(&health))
+        let front = FrontEnd::start(&config, socket, Arc::clone(&engine), Arc::clone(&health))
             .map_err(StartError)?;
         let stop_background = Arc::new(AtomicBool::new(false));
         let mut background = vec![spawn_housekeeping(&engine, &health, &stop_background)?];

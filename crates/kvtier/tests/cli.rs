@@ -48,6 +48,10 @@ struct Server {
 
 impl Server {
     fn start() -> Self {
+        Self::start_with(&["--shm-name", &format!("kvtier_cli_{}", std::process::id())])
+    }
+
+    fn start_with(flags: &[&str]) -> Self {
         let (port, http) = (free_port(), free_port());
         let child = Command::new(KVTIER)
             .args(["server", "--l1-size-gb", "0.05"])
@@ -57,7 +61,7 @@ impl Server {
                 "--http-port",
                 &http.to_string(),
             ])
-            .args(["--shm-name", &format!("kvtier_cli_{port}")])
+            .args(flags)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
@@ -79,6 +83,10 @@ impl Server {
             std::thread::yield_now();
         }
         server
+    }
+
+    fn port(&self) -> &str {
+        self.requests.rsplit_once(':').unwrap().1
     }
 }
 
@@ -261,6 +269,30 @@ fn bad_server_flags_are_refused_in_one_line() {
         let output = kvtier(&[&["server"], &args[..]].concat());
         let line = complaint(&output, 2);
         assert!(line.contains(named), "{line}");
+    }
+}
+
+#[test]
+fn a_second_server_on_one_port_says_so_and_nothing_else() {
+    let first = Server::start_with(&[]);
+    let (port, http) = (first.port(), first.http.rsplit_once(':').unwrap().1);
+    let (other, another) = (free_port().to_string(), free_port().to_string());
+    let pool = format!("kvtier_{port}");
+    assert!(std::fs::exists(format!("/dev/shm/lmcache_l1_pool_{pool}")).unwrap());
+    for (ports, named) in [
+        ([port, http], "--port"),
+        ([port, &other], "--port"),
+        ([&another, http], "--http-port"),
+    ] {
+        let args = ["server", "--l1-size-gb", "0.05", "--port", ports[0]];
+        let line = complaint(
+            &kvtier(&[&args[..], &["--http-port", ports[1]]].concat()),
+            1,
+        );
+        assert!(
+            line.contains(named) && line.contains("cannot be bound"),
+            "{line}"
+        );
     }
 }
 

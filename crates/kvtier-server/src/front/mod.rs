@@ -46,6 +46,30 @@ const LINGER: Duration = Duration::from_micros(50);
 /// Milliseconds between looks at the stop flag when nothing happens; stopping also wakes the thread.
 const IDLE_MS: i64 = 1000;
 
+/// The request socket, bound; whoever connects waits until a front end runs on it.
+pub struct RequestSocket {
+    socket: zmq::Socket,
+    endpoint: String,
+}
+
+impl RequestSocket {
+    /// Binds the socket.
+    ///
+    /// # Errors
+    /// One line that names the address.
+    pub fn bind(config: &ServerConfig) -> Result<Self, String> {
+        let address = config.bind_address();
+        let context = zmq::Context::new();
+        let socket = bind(&context, &address, config.max_message_bytes)
+            .map_err(|error| format!("--host, --port: {address} cannot be bound: {error}"))?;
+        let endpoint = match socket.get_last_endpoint() {
+            Ok(Ok(endpoint)) => endpoint,
+            _ => address,
+        };
+        Ok(Self { socket, endpoint })
+    }
+}
+
 /// The running front end.
 pub struct FrontEnd {
     endpoint: String,
@@ -55,23 +79,16 @@ pub struct FrontEnd {
 }
 
 impl FrontEnd {
-    /// Binds the socket and starts serving.
+    /// Starts serving.
     ///
     /// # Errors
-    /// One line that names the address.
+    /// A system out of threads or file descriptors, in one line.
     pub fn start(
         config: &ServerConfig,
+        RequestSocket { socket, endpoint }: RequestSocket,
         engine: Arc<Engine>,
         health: Arc<Health>,
     ) -> Result<Self, String> {
-        let address = config.bind_address();
-        let context = zmq::Context::new();
-        let socket = bind(&context, &address, config.max_message_bytes)
-            .map_err(|error| format!("--host, --port: {address} cannot be bound: {error}"))?;
-        let endpoint = match socket.get_last_endpoint() {
-            Ok(Ok(endpoint)) => endpoint,
-            _ => address,
-        };
         let (outbox, inbox) = outbox::outbox().map_err(|error| format!("no eventfd: {error}"))?;
         let server = Arc::new(Server {
             engine,
