@@ -67,7 +67,7 @@ def test_sliding_window_needs_only_its_tail(serve, engines):
     The blocks that slid out are the null block, 0, and are not stored. The whole prompt still hits, because its
     last window is there; a shorter prompt misses, because its window is not.
     """
-    engine = engines(serve(flags=("--separate-object-groups",)), groups=groups(window=32))
+    engine = engines(serve(), groups=groups(window=32))
     prompt = tokens(80)
     full, windowed = engine.blocks_for(80, 1), engine.blocks_for(80, 30)
     kept = [0] * 12 + windowed[12:]  # chunks 3 and 4 of 0..4
@@ -91,6 +91,24 @@ def test_sliding_window_needs_only_its_tail(serve, engines):
     assert same(engine.worker.read(target_full, group=0), stored_full)
     assert same(engine.worker.read(target_tail, group=1), stored_tail)
     assert same(engine.worker.read([0], group=1), null_block), "the null block was written"
+
+
+def test_layers_of_one_object_are_stored_together_or_not_at_all(serve, engines):
+    """One object for all layers: a chunk that slid out of a window has no data of some of them.
+
+    Stored all the same, it would give a later and shorter prompt what happened to be in the null block.
+    """
+    engine = engines(serve(flags=("--no-separate-object-groups",)), groups=groups(window=32))
+    prompt = tokens(80)
+    full, windowed = engine.blocks_for(80, 1), engine.blocks_for(80, 30)
+    request = engine.new_request()
+    assert engine.worker.store(request, prompt, 0, 80, [full, [0] * 5 + windowed[5:]]) is True
+    engine.end(request)
+    assert engine.hits(prompt) == 0
+    request = engine.new_request()
+    assert engine.worker.store(request, prompt, 0, 80, [full, windowed]) is True
+    engine.end(request)
+    engine.wait_hit(prompt, 80)
 
 
 @pytest.mark.parametrize("stored", [16, 48])

@@ -101,27 +101,36 @@ impl BlockTable {
         }
     }
 
-    /// Whether every block of a chunk, in every kernel group of an object group, is the engine's
-    /// null block. Such a chunk is not stored.
-    pub fn is_null_chunk(
+    /// Whether a chunk can be stored: the engine has data for all of it in every kernel group of an object group.
+    ///
+    /// An engine that keeps only a window, or only the last state, puts its null block in place of what it has
+    /// dropped. A null id there means a hole in the chunk, and so does a chunk of nothing but null ids anywhere. In a
+    /// group that keeps everything a single id equal to the null block's is taken for a block: engines without a null
+    /// block have one of that number.
+    pub fn has_data(
         &self,
         layout: &KvLayout,
         object_group: usize,
         chunk: usize,
         null_block_id: i64,
     ) -> bool {
-        let Some(object) = layout.object_groups().get(object_group) else {
-            return false;
-        };
         let Ok(null) = u32::try_from(null_block_id) else {
-            return false;
+            return true;
         };
-        chunk < self.chunks
-            && self.layout_id == layout.id
-            && object
-                .kernel_groups
-                .iter()
-                .all(|group| self.chunk(*group, chunk).iter().all(|id| *id == null))
+        let Some(object) = layout.object_groups().get(object_group) else {
+            return true;
+        };
+        object.kernel_groups.iter().all(|index| {
+            let ids = self.chunk(*index, chunk);
+            let mut nulls = ids.iter().map(|id| *id == null);
+            let window = layout.kernel_groups()[*index].window_tokens;
+            match (object.recurrent_state, window) {
+                // The state behind the chunk is in its last block.
+                (true, _) => !nulls.next_back().unwrap_or(false),
+                (false, Some(_)) => !nulls.any(|null| null),
+                (false, None) => ids.is_empty() || !nulls.all(|null| null),
+            }
+        })
     }
 }
 

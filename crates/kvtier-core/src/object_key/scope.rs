@@ -64,6 +64,11 @@ impl KeyScope {
         self.world_size
     }
 
+    /// The workers meant.
+    pub fn workers(&self) -> Range<u32> {
+        self.workers.clone()
+    }
+
     /// The ranks meant, in worker order.
     pub fn kv_ranks(&self) -> impl ExactSizeIterator<Item = u64> + Clone + use<> {
         let world_size = self.world_size;

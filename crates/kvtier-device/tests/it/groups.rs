@@ -336,30 +336,54 @@ fn skips_whole_blocks_from_the_front_of_the_range() {
 }
 
 #[test]
-fn null_chunks_are_those_with_nothing_but_null_blocks() {
+fn a_chunk_without_data_of_every_layer_is_told() {
     let tensors = layers(5, &[2, 64, 16, 2, 4]);
-    let layout = detect(&tensors, &windowed(), true).unwrap();
-    // Two chunks of 16 blocks; group 2 has only null blocks in the first.
-    let mut ids = vec![(1..33).collect::<Vec<i64>>(); 4];
-    ids[2][..16].fill(0);
-    ids[0][..15].fill(0);
-    let table = BlockTable::check(&layout, &ids, 2).unwrap();
-    let null = |chunk, null_block| -> Vec<bool> {
+    let infos = windowed();
+    let layout = detect(&tensors, &infos, true).unwrap();
+    let windows: Vec<_> = layout
+        .kernel_groups()
+        .iter()
+        .map(|group| group.window_tokens.is_some())
+        .collect();
+    // Which object groups of each of two chunks have data when the first `nulls` blocks of one kernel group are null.
+    let data = |layout: &KvLayout, group: usize, nulls: usize, null_block| -> [Vec<bool>; 2] {
+        let mut ids = vec![(1..33).collect::<Vec<i64>>(); 4];
+        ids[group][..nulls].fill(0);
+        let table = BlockTable::check(layout, &ids, 2).unwrap();
         let groups = 0..layout.object_groups().len();
-        groups
-            .map(|group| table.is_null_chunk(&layout, group, chunk, null_block))
-            .collect()
+        [0, 1].map(|chunk| {
+            let has_data = |group| table.has_data(layout, group, chunk, null_block);
+            groups.clone().map(has_data).collect()
+        })
     };
-    let group_of_two = layout.kernel_groups()[2].object_group;
-    let mut expected = vec![false; layout.object_groups().len()];
-    assert_eq!(null(1, 0), expected);
-    expected[group_of_two] = true;
-    assert_eq!(null(0, 0), expected);
-    assert_eq!(null(0, -1), vec![false; expected.len()]);
-    assert_eq!(null(2, 0), vec![false; expected.len()]);
-    let together = detect(&tensors, &windowed(), false).unwrap();
-    let table = BlockTable::check(&together, &ids, 2).unwrap();
-    assert!(!table.is_null_chunk(&together, 0, 0, 0));
+    let all = vec![true; layout.object_groups().len()];
+    let together = detect(&tensors, &infos, false).unwrap();
+    for (group, windowed) in windows.iter().enumerate() {
+        let mut without = all.clone();
+        without[layout.kernel_groups()[group].object_group] = false;
+        assert_eq!(data(&layout, group, 16, 0), [without.clone(), all.clone()]);
+        // Part of a chunk: a hole where an engine keeps a window, else a block that has that number.
+        let partly = if *windowed { &without } else { &all };
+        assert_eq!(data(&layout, group, 1, 0)[0], *partly);
+        assert_eq!(data(&layout, group, 16, -1)[0], all);
+        assert_eq!(data(&together, group, 16, 0), [vec![false], vec![true]]);
+    }
+    assert!(windows.contains(&true) && windows.contains(&false));
+}
+
+#[test]
+fn of_recurrent_state_the_last_block_of_a_chunk_counts() {
+    let tensors = layers(5, &[2, 64, 16, 2, 4]);
+    let mut infos = windowed();
+    infos[2].recurrent_state = true;
+    let layout = detect(&tensors, &infos, true).unwrap();
+    let object = layout.kernel_groups()[2].object_group;
+    let mut ids = vec![(1..33).collect::<Vec<i64>>(); 4];
+    ids[2][..15].fill(0);
+    ids[2][31] = 0;
+    let table = BlockTable::check(&layout, &ids, 2).unwrap();
+    assert!(table.has_data(&layout, object, 0, 0));
+    assert!(!table.has_data(&layout, object, 1, 0));
 }
 
 #[test]

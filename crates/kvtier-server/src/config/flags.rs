@@ -150,15 +150,16 @@ pub struct ServerArgs {
     /// [default: lmcache_l1_pool_kvtier_<port>, if /dev/shm is large enough; LMCache: off]
     #[arg(long, help_heading = "Request server")]
     pub shm_name: Option<String>,
-    /// One object group per sliding-window size (hybrid models)
+    /// One object group for all layers, however their sliding windows differ (LMCache's default): a chunk is stored only
+    /// while the engine has data for every layer, so hybrid models hit less
     #[arg(
         long,
-        overrides_with = "no_separate_object_groups",
+        overrides_with = "separate_object_groups",
         help_heading = "Request server"
     )]
-    pub separate_object_groups: bool,
+    pub no_separate_object_groups: bool,
     #[arg(long, hide = true)]
-    no_separate_object_groups: bool,
+    separate_object_groups: bool,
     /// Silence in seconds after which a worker that has pinged is taken for dead; 0 (never) or at least 30
     #[arg(long, default_value_t = 120.0, help_heading = "Request server")]
     pub worker_reap_timeout_seconds: f64,
@@ -395,7 +396,7 @@ impl ServerArgs {
             transfer_mode: self.supported_transfer_mode,
             shm_name,
             shm_required,
-            separate_object_groups: self.separate_object_groups,
+            separate_object_groups: !self.no_separate_object_groups,
             worker_reap_timeout,
             registration_grace,
             session_ttl: seconds("session-ttl-seconds", self.session_ttl_seconds, 1.0)?,

@@ -6,6 +6,9 @@ use md5::{Digest, Md5};
 use super::Engine;
 use super::instances::Mode;
 
+/// Blocks of one request: a million tokens in blocks of 16. A request reads them all.
+const MAX_BLOCKS: usize = 65_536;
+
 /// Why there are no checksums.
 #[derive(Debug, thiserror::Error)]
 pub enum ChecksumError {
@@ -46,6 +49,12 @@ impl Engine {
         };
         if block_ids.is_empty() {
             return Err(ChecksumError::BadRequest("block_ids is required".into()));
+        }
+        if block_ids.len() > MAX_BLOCKS {
+            return Err(ChecksumError::BadRequest(format!(
+                "block_ids has {} ids; allowed: at most {MAX_BLOCKS}",
+                block_ids.len()
+            )));
         }
         let chunk_size = usize::try_from(chunk_size)
             .ok()

@@ -1,5 +1,6 @@
 //! Prepare and commit: transfers where the worker copies, in the pool or pickled.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_core::cache::{Extent, KeyOutcome, Reservation, ReserveRequest};
@@ -16,37 +17,62 @@ use super::layout::EngineDrivenLayout;
 use super::lmcache_driven::{Held, WorkerRange};
 use super::lookup::space;
 use super::memory::{L1Allocator, to_memory};
-use super::transfers::{Kind, Lent, TransferId};
+use super::transfers::{Finish, Kind, Lent, TransferId};
 use super::{Answer, Engine};
 
 const DEVICE: &str = "cpu";
 
 /// A worker that copies by itself, and what its key names.
-struct Transfer<'i> {
-    layout: &'i EngineDrivenLayout,
-    pickles: &'i AtomicBool,
+struct Transfer {
+    instance: Arc<Instance>,
     range: WorkerRange,
 }
 
+impl Transfer {
+    /// The worker's objects, and whether its data travels pickled.
+    fn worker(&self) -> (&EngineDrivenLayout, &AtomicBool) {
+        match &self.instance.mode {
+            Mode::EngineDriven { layout, pickles } => (layout, pickles),
+            Mode::LmcacheDriven { .. } => unreachable!("checked when the transfer was made"),
+        }
+    }
+
+    fn layout(&self) -> &EngineDrivenLayout {
+        self.worker().0
+    }
+}
+
 impl Engine {
-    fn transfer<'i>(
+    /// Who asks for a transfer, and for what; else why not, for the metrics.
+    fn transfer(
         &self,
-        instance: &'i Instance,
+        operation: &'static str,
         key: &CacheKey<'_, Prompt>,
-    ) -> Result<Transfer<'i>, String> {
-        let Mode::EngineDriven { layout, pickles } = &instance.mode else {
-            return Err("the instance is registered for lmcache-driven transfers; allowed: store and retrieve".into());
+        id: InstanceId,
+    ) -> Result<Transfer, &'static str> {
+        let instance = self.instances.get(id).ok_or("unknown_instance")?;
+        instance.seen(self.now());
+        let range = match &instance.mode {
+            Mode::EngineDriven { .. } => self.worker_range(&instance, key),
+            Mode::LmcacheDriven { .. } => Err("the instance is registered for lmcache-driven transfers; allowed: store and retrieve".into()),
         };
-        Ok(Transfer {
-            layout,
-            pickles,
-            range: self.worker_range(key)?,
-        })
+        match range {
+            Ok(range) => Ok(Transfer { instance, range }),
+            Err(error) => {
+                tracing::debug!(
+                    request = key.request_id,
+                    instance = id.0,
+                    error,
+                    "{operation} refused"
+                );
+                Err("bad_key")
+            }
+        }
     }
 
     /// Whether a worker gets slots in the pool.
-    fn has_pool(&self, pickles: &AtomicBool) -> bool {
-        self.l1.arena.shm_name().is_some() && !pickles.load(Ordering::Relaxed)
+    fn has_pool(&self, transfer: &Transfer) -> bool {
+        self.l1.arena.shm_name().is_some() && !transfer.worker().1.load(Ordering::Relaxed)
     }
 
     fn id(
@@ -63,7 +89,7 @@ impl Engine {
         TransferId::new(kind, instance, key, last)
     }
 
-    fn slot<'l>(layout: &'l EngineDrivenLayout, extent: Extent) -> Slot<'l> {
+    fn slot(layout: &EngineDrivenLayout, extent: Extent) -> Slot<'_> {
         Slot {
             offset: extent.offset,
             length: extent.len,
@@ -75,19 +101,18 @@ impl Engine {
     /// Memory for those chunks of a range that are not here.
     fn reserve_range(
         &self,
-        instance: &Instance,
         key: &CacheKey<'_, Prompt>,
-        transfer: &Transfer<'_>,
+        transfer: &Transfer,
     ) -> Result<Reservation<L1Allocator>, String> {
         let request = ReserveRequest {
             space: space(
                 &transfer.range.scope,
                 transfer.range.kv_rank,
                 0,
-                instance.layout.fingerprint,
+                transfer.instance.layout.fingerprint,
             ),
             hashes: &key.tokens.hashes[transfer.range.chunks.clone()],
-            len: transfer.layout.object_bytes,
+            len: transfer.layout().object_bytes,
         };
         let reserved = self
             .l1
@@ -105,80 +130,66 @@ impl Engine {
         Ok(reserved.reservation)
     }
 
-    /// Begins a transfer, unless its instance has left on another connection just now: nobody would take back what it
-    /// has been lent.
-    fn lend(&self, instance: InstanceId, id: TransferId, lent: Lent) -> bool {
-        self.transfers.begin(id, lent, self.now());
-        let known = self.instances.get(instance).is_some();
-        if !known {
-            self.transfers.release(instance);
+    /// Begins a transfer, unless it is under way, or its instance has left on another connection just now: nobody would
+    /// take back what it has been lent.
+    fn lend(&self, instance: InstanceId, id: TransferId, lent: Lent) -> Result<(), &'static str> {
+        if !self.transfers.begin(id, lent, self.now()) {
+            return Err("under_way");
         }
-        known
+        if self.instances.get(instance).is_none() {
+            self.transfers
+                .abandon(instance, self.now() + self.config.write_ttl);
+            return Err("unknown_instance");
+        }
+        Ok(())
     }
 
     pub(super) fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
-        let nothing = || {
-            Answer::from(Response::PrepareStore(PrepareStore {
-                target: Some(StoreTarget::default()),
-            }))
-        };
-        let Some(instance) = self.instances.get(id) else {
-            return nothing().because("unknown_instance");
-        };
-        instance.seen(self.now());
-        let transfer = match self.transfer(&instance, key) {
-            Ok(transfer) => transfer,
-            Err(error) => {
-                tracing::debug!(
-                    request = key.request_id,
-                    instance = id.0,
-                    error,
-                    "prepare_store refused"
-                );
-                return nothing().because("bad_key");
-            }
-        };
-        if !self.has_pool(transfer.pickles) {
-            return Answer::from(Response::PrepareStore(PrepareStore { target: None }));
+        self.try_prepare_store(key, id)
+            .unwrap_or_else(|reason| store_target(Some(StoreTarget::default())).because(reason))
+    }
+
+    /// Slots for the chunks that are not here; none at all for a worker that will send its data.
+    fn try_prepare_store(
+        &self,
+        key: &CacheKey<'_, Prompt>,
+        id: InstanceId,
+    ) -> Result<Answer, &'static str> {
+        let transfer = self.transfer("prepare_store", key, id)?;
+        if !self.has_pool(&transfer) {
+            return Ok(store_target(None));
         }
-        let reservation = match self.reserve_range(&instance, key, &transfer) {
-            Ok(reservation) => reservation,
-            Err(error) => {
-                tracing::warn!(
-                    request = key.request_id,
-                    instance = id.0,
-                    error,
-                    "prepare_store failed"
-                );
-                return nothing().because("store_failed");
-            }
-        };
         let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
+        if self.transfers.is_pending(&transfer_id) {
+            return Err("under_way");
+        }
+        let reservation = self.reserve_range(key, &transfer).map_err(|error| {
+            tracing::warn!(
+                request = key.request_id,
+                instance = id.0,
+                error,
+                "prepare_store failed"
+            );
+            "store_failed"
+        })?;
         if reservation.is_empty() {
-            // Others have stored it all since an earlier prepare of this transfer, which is over.
-            drop(self.transfers.finish(&transfer_id));
-            return nothing();
+            return Ok(store_target(Some(StoreTarget::default())));
         }
         self.metrics.store(DEVICE, false);
-        let target = StoreTarget {
-            slots: reservation
-                .extents()
-                .map(|extent| Self::slot(transfer.layout, extent))
-                .collect(),
-            chunk_indices: reservation
-                .staged()
-                .iter()
-                .map(|staged| u64::from(staged.position))
-                .collect(),
-        };
-        let answer = Answer::from(Response::PrepareStore(PrepareStore {
-            target: Some(target),
+        let slots = reservation
+            .extents()
+            .map(|extent| Self::slot(transfer.layout(), extent));
+        let positions = reservation
+            .staged()
+            .iter()
+            .map(|staged| u64::from(staged.position));
+        let answer = store_target(Some(StoreTarget {
+            slots: slots.collect(),
+            chunk_indices: positions.collect(),
         }));
-        if !self.lend(id, transfer_id, Lent::Store(reservation)) {
-            return nothing().because("unknown_instance");
-        }
-        answer
+        self.lend(id, transfer_id, Lent::Store(reservation))?;
+        Ok(answer)
     }
 
     pub(super) fn commit_store(
@@ -187,25 +198,12 @@ impl Engine {
         id: InstanceId,
         data: &[u8],
     ) -> Answer {
-        let verdict = match self.instances.get(id) {
-            None => Err("unknown_instance"),
-            Some(instance) => {
-                instance.seen(self.now());
-                match self.transfer(&instance, key) {
-                    Err(error) => {
-                        tracing::debug!(
-                            request = key.request_id,
-                            instance = id.0,
-                            error,
-                            "commit_store refused"
-                        );
-                        Err("bad_key")
-                    }
-                    Ok(transfer) if data.is_empty() => self.commit_slots(key, id, &transfer),
-                    Ok(transfer) => self.commit_pickled(&instance, key, &transfer, data),
-                }
-            }
-        };
+        let verdict = self
+            .transfer("commit_store", key, id)
+            .and_then(|transfer| match data {
+                [] => self.commit_slots(key, &transfer),
+                data => self.commit_pickled(key, &transfer, data),
+            });
         match verdict {
             Ok(()) => Answer::from(Response::Bool(true)),
             Err(reason) => Answer::from(Response::Bool(false)).because(reason),
@@ -216,11 +214,10 @@ impl Engine {
     fn commit_slots(
         &self,
         key: &CacheKey<'_, Prompt>,
-        id: InstanceId,
-        transfer: &Transfer<'_>,
+        transfer: &Transfer,
     ) -> Result<(), &'static str> {
-        let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
-        let Some(Lent::Store(reservation)) = self.transfers.finish(&transfer_id) else {
+        let transfer_id = Self::id(Kind::Store, transfer.instance.id, key, &transfer.range);
+        let Finish::Last(Lent::Store(reservation)) = self.transfers.finish(&transfer_id) else {
             return Err("not_prepared");
         };
         self.commit(key, reservation);
@@ -239,11 +236,11 @@ impl Engine {
     /// The worker sends all chunks of its range pickled.
     fn commit_pickled(
         &self,
-        instance: &Instance,
         key: &CacheKey<'_, Prompt>,
-        transfer: &Transfer<'_>,
+        transfer: &Transfer,
         data: &[u8],
     ) -> Result<(), &'static str> {
+        let instance = &transfer.instance;
         // The slots it was lent by its prepare stay unwritten.
         let transfer_id = Self::id(Kind::Store, instance.id, key, &transfer.range);
         drop(self.transfers.finish(&transfer_id));
@@ -251,8 +248,8 @@ impl Engine {
             tracing::warn!(request = key.request_id, instance = instance.id.0, %error, "commit_store: the data was refused");
             "bad_data"
         })?;
-        if self.has_pool(transfer.pickles) {
-            transfer.pickles.store(true, Ordering::Relaxed);
+        if self.has_pool(transfer) {
+            transfer.worker().1.store(true, Ordering::Relaxed);
             tracing::info!(
                 instance = instance.id.0,
                 "this worker cannot map the pool; its data travels pickled from now on"
@@ -260,14 +257,14 @@ impl Engine {
         }
         self.metrics.store(DEVICE, false);
         let reservation = self
-            .reserve_range(instance, key, transfer)
+            .reserve_range(key, transfer)
             .map_err(|_| "store_failed")?;
         // The chunks whose bytes are in place; a position of the range has at most one staged object.
         let mut written = vec![false; transfer.range.chunks.len()];
         for staged in reservation.staged() {
             let position = staged.position as usize;
             let fits = |tensor: &&PickledTensor<'_>| {
-                tensor.dtype == transfer.layout.dtype && tensor.shape == transfer.layout.shape
+                tensor.dtype == transfer.layout().dtype && tensor.shape == transfer.layout().shape
             };
             let Some(tensor) = tensors.get(position).filter(fits) else {
                 continue;
@@ -316,50 +313,35 @@ impl Engine {
     }
 
     pub(super) fn prepare_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
-        let miss = || Answer::from(Response::PrepareRetrieve(PrepareRetrieve::miss()));
-        let Some(instance) = self.instances.get(id) else {
-            return miss().because("unknown_instance");
-        };
-        instance.seen(self.now());
-        let transfer = match self.transfer(&instance, key) {
-            Ok(transfer) => transfer,
-            Err(error) => {
-                tracing::debug!(
-                    request = key.request_id,
-                    instance = id.0,
-                    error,
-                    "prepare_retrieve refused"
-                );
-                return miss().because("bad_key");
-            }
-        };
+        self.try_prepare_retrieve(key, id).unwrap_or_else(|reason| {
+            Answer::from(Response::PrepareRetrieve(PrepareRetrieve::miss())).because(reason)
+        })
+    }
+
+    fn try_prepare_retrieve(
+        &self,
+        key: &CacheKey<'_, Prompt>,
+        id: InstanceId,
+    ) -> Result<Answer, &'static str> {
+        let transfer = self.transfer("prepare_retrieve", key, id)?;
         self.metrics.retrieve(DEVICE, false);
         let range = &transfer.range;
         let held = self
-            .hold(&instance, key, range)
+            .hold(&transfer.instance, key, range)
             .filter(|held| held.iter().any(|held| !held.chunks.is_empty()));
         // From here on the transfer has leases of its own, or will not happen.
-        self.lookups.settle(
-            key.request_id,
-            &range.scope,
-            range.kv_rank,
-            range.chunks.clone(),
-        );
-        let Some(held) = held else {
-            self.metrics
-                .not_leased(key.model_name, range.chunks.len() as u64);
-            return miss().because("not_held");
-        };
-        self.metrics.loaded(
-            key.model_name,
-            key.cache_salt,
-            range.worker,
-            range.chunks.len() as u64,
-        );
-        if self.has_pool(transfer.pickles) {
+        self.settle(key, range);
+        let chunks = range.chunks.len() as u64;
+        let held = held.ok_or_else(|| {
+            self.metrics.not_leased(key.model_name, chunks);
+            "not_held"
+        })?;
+        self.metrics
+            .loaded(key.model_name, key.cache_salt, range.worker, chunks);
+        if self.has_pool(&transfer) {
             let extents = held.iter().flat_map(|held| held.lease.extents());
             let slots = extents
-                .map(|extent| Self::slot(transfer.layout, *extent))
+                .map(|extent| Self::slot(transfer.layout(), *extent))
                 .collect();
             let answer = Answer::from(Response::PrepareRetrieve(PrepareRetrieve {
                 success: true,
@@ -368,29 +350,27 @@ impl Engine {
             }));
             let leases = held.into_iter().map(|held| held.lease).collect();
             let transfer_id = Self::id(Kind::Retrieve, id, key, range);
-            if !self.lend(id, transfer_id, Lent::Retrieve(leases)) {
-                return miss().because("unknown_instance");
-            }
-            return answer;
+            self.lend(id, transfer_id, Lent::Retrieve(leases))?;
+            return Ok(answer);
         }
-        match self.pickled(transfer.layout, &held) {
+        match self.pickled(transfer.layout(), &held) {
             Ok(Some(payload)) => {
                 self.metrics.retrieve(DEVICE, true);
-                Answer {
+                Ok(Answer {
                     payload: Some(payload),
                     ..Answer::nothing()
-                }
+                })
             }
             Ok(None) => {
                 tracing::warn!(
                     request = key.request_id,
                     "prepare_retrieve: the chunks are 4 GiB or more pickled, which no message holds"
                 );
-                miss().because("too_large")
+                Err("too_large")
             }
             Err(error) => {
                 tracing::warn!(request = key.request_id, error, "prepare_retrieve failed");
-                miss().because("retrieve_failed")
+                Err("retrieve_failed")
             }
         }
     }
@@ -424,19 +404,19 @@ impl Engine {
 
     pub(super) fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         // Nothing to be done is no failure: a worker commits after a miss too, and pickled data needs no commit.
-        if let Some(instance) = self.instances.get(id) {
-            instance.seen(self.now());
-        }
-        if let Ok(range) = self.worker_range(key)
-            && let Some(lent) = self
-                .transfers
-                .finish(&Self::id(Kind::Retrieve, id, key, &range))
-        {
-            drop(lent);
-            self.metrics.retrieve(DEVICE, true);
+        if let Ok(transfer) = self.transfer("commit_retrieve", key, id) {
+            let transfer_id = Self::id(Kind::Retrieve, id, key, &transfer.range);
+            match self.transfers.finish(&transfer_id) {
+                Finish::Last(_) | Finish::Earlier => self.metrics.retrieve(DEVICE, true),
+                Finish::Unknown => {}
+            }
         }
         Answer::from(Response::Bool(true))
     }
+}
+
+fn store_target(target: Option<StoreTarget<'_>>) -> Answer {
+    Answer::from(Response::PrepareStore(PrepareStore { target }))
 }
 
 /// Carries both errors of writing a pickle.

@@ -4,8 +4,9 @@
 //! unregisters keeps its mappings to the end.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvtier_device::EngineMemory;
@@ -55,6 +56,8 @@ pub struct Instance {
     pub mode: Mode,
     /// Its objects.
     pub layout: ModelLayout,
+    /// Its number in the world, known from its first transfer: a registration does not tell.
+    worker: OnceLock<u32>,
     last_seen: AtomicU64,
     pinged: AtomicBool,
 }
@@ -75,6 +78,7 @@ impl Instance {
             world_size,
             mode,
             layout,
+            worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
         }
@@ -83,6 +87,10 @@ impl Instance {
     /// It gave a sign of life.
     pub fn seen(&self, now: Duration) {
         self.last_seen.fetch_max(millis(now), Ordering::Relaxed);
+    }
+
+    fn may_be(&self, worker: u32) -> bool {
+        self.worker.get().is_none_or(|known| *known == worker)
     }
 
     fn silent_for(&self, now: Duration) -> Duration {
@@ -99,7 +107,7 @@ fn millis(time: Duration) -> u64 {
 #[derive(Default)]
 struct Tables {
     by_id: HashMap<InstanceId, Arc<Instance>>,
-    /// Registrations of each model and world size, oldest first; the newest decides the layout of lookups.
+    /// Registrations of each model and world size, oldest first.
     by_model: HashMap<(Arc<str>, u32), Vec<Arc<Instance>>>,
     /// Instances that pinged and are unknown: whether the last answer told them so.
     unknown: HashMap<InstanceId, bool>,
@@ -160,15 +168,47 @@ impl Instances {
         self.tables.write().take(id)
     }
 
-    /// The layout that lookups of a model use; `None` when no worker is registered for it.
-    pub fn layout(&self, model_name: &Arc<str>, world_size: u32) -> Option<Arc<Instance>> {
+    /// For each of these workers the registration whose layout lookups use; `None` when there is none for the model.
+    ///
+    /// Workers of one model may differ in layout (pipeline stages of unequal length), so it is the newest registration
+    /// that has this number. One whose number is not known yet may have it.
+    pub fn of_workers(
+        &self,
+        model_name: &Arc<str>,
+        world_size: u32,
+        workers: Range<u32>,
+    ) -> Option<Vec<Arc<Instance>>> {
         let tables = self.tables.read();
         // The key is built only to look it up; a reference count is all it costs.
-        tables
-            .by_model
-            .get(&(Arc::clone(model_name), world_size))?
-            .last()
-            .cloned()
+        let same = tables.by_model.get(&(Arc::clone(model_name), world_size))?;
+        let newest = |worker| {
+            let mut newer = same.iter().rev();
+            newer.find(|instance| instance.may_be(worker))
+        };
+        workers
+            .map(|worker| newest(worker).or(same.last()).cloned())
+            .collect()
+    }
+
+    /// Whether any worker of a model is registered.
+    pub fn serves(&self, model_name: &Arc<str>, world_size: u32) -> bool {
+        let key = (Arc::clone(model_name), world_size);
+        self.tables.read().by_model.contains_key(&key)
+    }
+
+    /// An instance said which worker it is; the first time, gives another one of this number with another layout.
+    pub fn learn(&self, instance: &Instance, worker: u32) -> Option<Arc<Instance>> {
+        if instance.worker.set(worker).is_err() {
+            return None;
+        }
+        let key = (Arc::clone(&instance.model_name), instance.world_size);
+        let tables = self.tables.read();
+        let mut same = tables.by_model.get(&key)?.iter();
+        let differs = |other: &&Arc<Instance>| {
+            other.worker.get() == Some(&worker)
+                && other.layout.fingerprint != instance.layout.fingerprint
+        };
+        same.find(differs).cloned()
     }
 
     /// A worker's ping: whether we know it, as far as it should learn.

@@ -27,8 +27,9 @@ pub struct ModelLayout {
     pub fingerprint: u64,
 }
 
-/// One array of an object: `[planes, layers, slots, hidden]` of a dtype.
-type ArrayShape<'a> = ([u64; 4], &'a str);
+/// One array of an object: `[planes, layers, slots, hidden]` of a dtype, and its layers' positions in the registration
+/// unless they are the first ones in order.
+type ArrayShape<'a> = ([u64; 4], &'a str, Option<&'a [usize]>);
 
 /// Fixed keys: equal layouts have equal fingerprints in every process.
 fn fingerprint<'a>(arrays: impl Iterator<Item = (usize, ArrayShape<'a>)>) -> u64 {
@@ -49,9 +50,15 @@ impl ModelLayout {
                 .iter()
                 .map(|index| &layout.kernel_groups()[*index]);
             kernel_groups.map(|kernel| {
+                let layers = &kernel.layer_indices;
+                let in_order = layers.iter().copied().eq(0..layers.len());
                 (
                     group.index,
-                    (kernel.object_shape(), kernel.dtype_name.as_str()),
+                    (
+                        kernel.object_shape(),
+                        kernel.dtype_name.as_str(),
+                        (!in_order).then_some(layers.as_slice()),
+                    ),
                 )
             })
         });
@@ -149,8 +156,50 @@ impl EngineDrivenLayout {
             }],
             fingerprint: fingerprint(std::iter::once((
                 0,
-                ([planes, layers, slots, hidden], self.dtype.name()),
+                ([planes, layers, slots, hidden], self.dtype.name(), None),
             ))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvtier_device::{Engine, GroupSpec, KvAxisOrder, LayoutHints, MemorySpec, TensorSpec};
+
+    fn fingerprint_of(groups: [&[i64]; 2]) -> u64 {
+        let tensor = TensorSpec {
+            memory: MemorySpec::CpuShm {
+                name: "/lmcache_kv_1_1".into(),
+                nbytes: 1 << 20,
+            },
+            dtype_size: 2,
+            dtype_name: "bfloat16".into(),
+            shape: vec![2, 8, 16, 2, 4],
+            stride: vec![1024, 128, 8, 4, 1],
+            storage_offset: 0,
+        };
+        let hints = LayoutHints {
+            kv_layout: Some(KvAxisOrder::Nhd),
+            ..LayoutHints::default()
+        };
+        let groups = (0..).zip(groups);
+        let groups: Vec<_> = groups
+            .map(|(id, layers)| GroupSpec {
+                engine_group_id: id,
+                ..GroupSpec::full_attention(layers.to_vec(), 0)
+            })
+            .collect();
+        let tensors = vec![tensor; 4];
+        let layout = KvLayout::detect(&tensors, Engine::Vllm, &hints, &groups, 32, true).unwrap();
+        ModelLayout::of_pages(&layout).fingerprint
+    }
+
+    #[test]
+    fn equal_arrays_of_other_layers_are_another_layout() {
+        assert_ne!(
+            fingerprint_of([&[0, 1], &[2, 3]]),
+            fingerprint_of([&[0, 2], &[1, 3]])
+        );
     }
 }

@@ -29,8 +29,28 @@ pub(super) struct WorkerRange {
 }
 
 impl Engine {
-    /// Checks the key of a worker's transfer.
-    pub(super) fn worker_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange, String> {
+    /// Checks the key of a registered worker's transfer.
+    pub(super) fn worker_range(
+        &self,
+        instance: &Instance,
+        key: &CacheKey<'_, Prompt>,
+    ) -> Result<WorkerRange, String> {
+        let range = self.key_range(key)?;
+        if let Some(other) = self.instances.learn(instance, range.worker) {
+            tracing::warn!(
+                instance = instance.id.0,
+                other = other.id.0,
+                model = %instance.model_name,
+                worker = range.worker,
+                "two workers of this number have different KV layouts; they do not share a cache, and lookups see that of \
+                 the newer one"
+            );
+        }
+        Ok(range)
+    }
+
+    /// What the key of a worker's transfer names.
+    fn key_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange, String> {
         check_names(key)?;
         let worker = key
             .worker_id
@@ -87,12 +107,7 @@ impl Engine {
             .iter()
             .map(|group| {
                 let has_data = |chunk: &usize| {
-                    !blocks.is_null_chunk(
-                        layout,
-                        group.id as usize,
-                        *chunk,
-                        self.config.null_block_id,
-                    )
+                    blocks.has_data(layout, group.id as usize, *chunk, self.config.null_block_id)
                 };
                 let chunks: Vec<_> = (0..range.chunks.len()).filter(has_data).collect();
                 let hashes = chunks
@@ -148,11 +163,16 @@ impl Engine {
                 )
                 .map_err(|error| error.to_string())?;
         }
-        let stored = reserved.reservation.len();
+        // A chunk counts once, however many groups it has.
+        let mut stored = vec![false; range.chunks.len()];
+        for staged in reserved.reservation.staged() {
+            let (chunks, _) = &present[staged.request as usize];
+            stored[chunks[staged.position as usize]] = true;
+        }
         let committed = reserved.reservation.commit(self.now());
         self.metrics
             .admitted(store.key.cache_salt, committed.inserted as u64);
-        Ok(stored / instance.layout.groups.len().max(1) * self.chunk_size.get())
+        Ok(stored.into_iter().filter(|stored| *stored).count() * self.chunk_size.get())
     }
 
     /// The pages of a worker that lets us copy, and what its key names.
@@ -164,16 +184,15 @@ impl Engine {
         let Mode::LmcacheDriven { memory, .. } = &instance.mode else {
             return Err("the instance is registered for engine-driven transfers; allowed: prepare and commit".into());
         };
-        Ok((memory.as_ref(), self.worker_range(key)?))
+        Ok((memory.as_ref(), self.worker_range(instance, key)?))
     }
 
     pub(super) fn retrieve(&self, retrieve: &Retrieve<'_, Prompt>) -> Answer {
         let key = &retrieve.key;
         let Some(instance) = self.instances.get(retrieve.instance) else {
             // This worker will not read its share; holding it would only block eviction.
-            if let Ok(range) = self.worker_range(key) {
-                self.lookups
-                    .settle(key.request_id, &range.scope, range.kv_rank, range.chunks);
+            if let Ok(range) = self.key_range(key) {
+                self.settle(key, &range);
             }
             return Answer::from(Response::transfer(&[][..], false)).because("unknown_instance");
         };
@@ -251,12 +270,7 @@ impl Engine {
                         .map(drop)
                 })
         });
-        self.lookups.settle(
-            key.request_id,
-            &range.scope,
-            range.kv_rank,
-            range.chunks.clone(),
-        );
+        self.settle(key, &range);
         copied.map_err(|error: DeviceError| error.to_string())?;
         self.metrics.loaded(
             key.model_name,
@@ -265,6 +279,17 @@ impl Engine {
             range.chunks.len() as u64,
         );
         Ok(range.chunks.len() * self.chunk_size.get())
+    }
+
+    /// The worker of a range is done with what its request's lookup holds of it.
+    pub(super) fn settle(&self, key: &CacheKey<'_, Prompt>, range: &WorkerRange) {
+        self.lookups.settle(
+            key.request_id,
+            &range.scope,
+            range.kv_rank,
+            &key.tokens.hashes,
+            range.chunks.clone(),
+        );
     }
 
     /// Leases of its own for a transfer, one an object group: all that the range needs, or nothing.

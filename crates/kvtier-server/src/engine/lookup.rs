@@ -66,7 +66,7 @@ impl Engine {
         tp_size: i64,
     ) -> Answer {
         if let Err(error) = check_names(key) {
-            return self.refused_lookup(key, &error);
+            return self.refused_lookup(caller, key, &error);
         }
         let scope = match KeyScope::new(
             key.model_name,
@@ -75,19 +75,18 @@ impl Engine {
             key.worker_id,
         ) {
             Ok(scope) => scope,
-            Err(error) => return self.refused_lookup(key, &error),
+            Err(error) => return self.refused_lookup(caller, key, &error),
         };
         let readers = match key.readers(tp_size) {
             readers if readers >= 1 => readers.min(MAX_READERS),
             readers => {
                 let error = format!("num_kv_readers is {readers}; allowed: at least 1");
-                let answer = self.refused_lookup(key, &error);
-                self.found_nothing(caller, key.request_id, scope);
-                return answer;
+                return self.refused_lookup(caller, key, &error);
             }
         };
         let model = scope.model_name();
-        let Some(instance) = self.instances.layout(model, key.world_size) else {
+        let workers = scope.workers();
+        let Some(instances) = self.instances.of_workers(model, key.world_size, workers) else {
             self.metrics
                 .early_exit(model, key.cache_salt, "no_gpu_context");
             self.found_nothing(caller, key.request_id, scope);
@@ -101,18 +100,21 @@ impl Engine {
             self.found_nothing(caller, key.request_id, scope);
             return Answer::nothing();
         }
-        let layout = &instance.layout;
-        let groups = layout.groups.iter();
-        let rows: Vec<_> = groups
-            .flat_map(|group| scope.kv_ranks().map(move |rank| (group, rank)))
-            .collect();
-        let asked: Vec<_> = rows
-            .iter()
-            .map(|(group, rank)| LookupRow {
-                space: space(&scope, *rank, group.id, layout.fingerprint),
-                window: group.window,
-            })
-            .collect();
+        let (mut rows, mut asked) = (Vec::new(), Vec::new());
+        for (kv_rank, instance) in scope.kv_ranks().zip(&instances) {
+            let layout = instance.layout.fingerprint;
+            for group in &instance.layout.groups {
+                rows.push(Row {
+                    kv_rank,
+                    object_group_id: group.id,
+                    layout,
+                });
+                asked.push(LookupRow {
+                    space: space(&scope, kv_rank, group.id, layout),
+                    window: group.window,
+                });
+            }
+        }
         let now = self.now();
         let found = self.l1.cache.lookup(now, &asked, hashes);
         let tokens = |chunks: usize| (chunks * self.chunk_size.get()) as u64;
@@ -132,16 +134,9 @@ impl Engine {
             );
         }
         let lookup = HeldLookup {
-            layout: layout.fingerprint,
             connection: caller.connection,
             hashes: hashes[..found.hit_chunks].into(),
-            rows: rows
-                .iter()
-                .map(|(group, rank)| Row {
-                    kv_rank: *rank,
-                    object_group_id: group.id,
-                })
-                .collect(),
+            rows,
             hit_chunks: found.hit_chunks,
             lease: found.lease,
             // At most 128.
@@ -159,7 +154,6 @@ impl Engine {
         let now = self.now();
         let lookup = HeldLookup {
             scope,
-            layout: 0,
             connection: caller.connection,
             hashes: Arc::default(),
             rows: Vec::new(),
@@ -171,9 +165,15 @@ impl Engine {
         self.lookups.insert(request_id, lookup);
     }
 
-    /// A lookup that names nothing that could be here: its result is 0.
-    fn refused_lookup(&self, key: &CacheKey<'_, Prompt>, error: &dyn std::fmt::Display) -> Answer {
+    /// A lookup that names nothing that could be here: its result is 0, and no earlier one of its request.
+    fn refused_lookup(
+        &self,
+        caller: Caller,
+        key: &CacheKey<'_, Prompt>,
+        error: &dyn std::fmt::Display,
+    ) -> Answer {
         tracing::debug!(request = key.request_id, %error, "lookup refused");
+        self.lookups.forget(key.request_id, caller.connection);
         Answer::nothing().because("bad_key")
     }
 
@@ -191,7 +191,7 @@ impl Engine {
     }
 
     /// The scheduler does not need these chunks.
-    pub(super) fn free_lookup(&self, key: &CacheKey<'_, Prompt>) -> Answer {
+    pub(super) fn free_lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>) -> Answer {
         match KeyScope::new(
             key.model_name,
             key.cache_salt,
@@ -201,7 +201,8 @@ impl Engine {
             Ok(scope) => {
                 let chunks =
                     lookup_chunks(self.chunk_size, key.tokens.token_count, key.start, key.end);
-                self.lookups.free(key.request_id, &scope, chunks);
+                self.lookups
+                    .free(key.request_id, caller.connection, &scope, chunks);
                 Answer::nothing()
             }
             Err(error) => {
@@ -216,12 +217,7 @@ impl Engine {
         let now = self.now();
         for lookup in self.lookups.end(request_id, caller.connection) {
             for row in &lookup.rows {
-                let space = space(
-                    &lookup.scope,
-                    row.kv_rank,
-                    row.object_group_id,
-                    lookup.layout,
-                );
+                let space = space(&lookup.scope, row.kv_rank, row.object_group_id, row.layout);
                 self.l1.cache.touch(now, &space, &lookup.hashes);
             }
         }

@@ -1,7 +1,8 @@
 //! Lookups under way: what each request found and still holds.
 //!
-//! A lookup belongs to its request and scope (model, workers, tenant), so equal request ids of two engines or tenants
-//! never meet. What it holds goes when its workers have read it, when the scheduler frees it, when the session ends,
+//! A lookup belongs to its request, its scope (model, workers, tenant) and its scheduler's connection, so equal request
+//! ids of two engines or tenants never meet. A scheduler that has reconnected finds its lookups again: they are those of
+//! connections that have been silent since its own first word. What a lookup holds goes when its workers have read it, when the scheduler frees it, when the session ends,
 //! when the scheduler's connection is dead, and in the end by age. A transfer under way has a lease of its own, so none
 //! of these takes memory from under it.
 //!
@@ -22,6 +23,9 @@ use super::memory::L1Allocator;
 /// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.
 const MAX_LOOKUPS: usize = 65_536;
 
+/// Scheduler connections remembered; an engine has one.
+const MAX_SCHEDULERS: usize = 16_384;
+
 /// Objects that all lookups together may hold; each costs some 50 bytes here. Beyond it the oldest lookups go first.
 const MAX_HELD: usize = 16 << 20;
 
@@ -32,14 +36,14 @@ pub struct Row {
     pub kv_rank: u64,
     /// The object group.
     pub object_group_id: u32,
+    /// Which layout the objects have.
+    pub layout: u64,
 }
 
 /// What a lookup found, and what of it is still held.
 pub struct HeldLookup {
     /// Whose objects.
     pub scope: KeyScope,
-    /// Which layout the objects have.
-    pub layout: u64,
     /// Number of the scheduler's connection.
     pub connection: u64,
     /// Chunk hashes of the prefix that was found.
@@ -84,6 +88,35 @@ struct Table {
     len: usize,
     /// Sum of [`Entry::objects`].
     held: usize,
+    schedulers: Schedulers,
+}
+
+/// When each scheduler's connection spoke, counted in words of all of them.
+#[derive(Default)]
+struct Schedulers {
+    /// Its first and its last word.
+    words: HashMap<u64, (u64, u64)>,
+    said: u64,
+}
+
+impl Schedulers {
+    fn heard(&mut self, connection: u64) {
+        self.said += 1;
+        let said = self.said;
+        self.words.entry(connection).or_insert((said, said)).1 = said;
+        if self.words.len() > MAX_SCHEDULERS {
+            // The longest silent half; whoever is forgotten counts as silent.
+            let mut last: Vec<_> = self.words.values().map(|words| words.1).collect();
+            let (_, &mut middle, _) = last.select_nth_unstable(MAX_SCHEDULERS / 2);
+            self.words.retain(|_, words| words.1 > middle);
+        }
+    }
+
+    /// Whether `earlier` may be where the scheduler of `connection` was before it reconnected.
+    fn followed(&self, earlier: u64, connection: u64) -> bool {
+        let first = self.words.get(&connection).map_or(0, |words| words.0);
+        self.words.get(&earlier).is_none_or(|words| words.1 < first)
+    }
 }
 
 /// All lookups under way.
@@ -104,17 +137,23 @@ impl Table {
     fn remove_where(
         &mut self,
         request_id: &str,
-        mut gone: impl FnMut(&Entry) -> bool,
+        gone: impl Fn(&Schedulers, &Entry) -> bool,
     ) -> Vec<Entry> {
         let Some(entries) = self.by_request.get_mut(request_id) else {
             return Vec::new();
         };
-        let taken: Vec<_> = entries.extract_if(.., |entry| gone(entry)).collect();
+        let taken: Vec<_> = entries
+            .extract_if(.., |entry| gone(&self.schedulers, entry))
+            .collect();
         if entries.is_empty() {
             self.by_request.remove(request_id);
         }
         self.forget(&taken);
         taken
+    }
+
+    fn take_own(&mut self, request_id: &str, connection: u64) -> Vec<Entry> {
+        self.remove_where(request_id, |_, entry| entry.lookup.connection == connection)
     }
 
     /// Takes entries out of the totals.
@@ -123,11 +162,42 @@ impl Table {
         self.held -= taken.iter().map(Entry::objects).sum::<usize>();
     }
 
-    fn find(&mut self, request_id: &str, scope: &KeyScope) -> Option<&mut Entry> {
+    /// The lookups of a request that asked for the same tokens, as far as they found any of these chunks.
+    fn readable<'t>(
+        &'t mut self,
+        request_id: &str,
+        scope: &KeyScope,
+        hashes: &[ChunkHash],
+        chunks: &Range<usize>,
+    ) -> impl Iterator<Item = &'t mut Entry> {
+        let entries = self.by_request.get_mut(request_id);
+        entries.into_iter().flatten().filter(move |entry| {
+            let found = &entry.lookup.hashes;
+            let chunks = covered(chunks, found.len());
+            same_scope(&entry.lookup.scope, scope)
+                && hashes.get(chunks.clone()) == found.get(chunks)
+        })
+    }
+
+    /// The lookup of a request that a scheduler means which speaks on `connection`.
+    fn own(
+        &mut self,
+        request_id: &str,
+        connection: u64,
+        matches: impl Fn(&Entry) -> bool,
+    ) -> Option<&mut Entry> {
         let entries = self.by_request.get_mut(request_id)?;
-        entries
-            .iter_mut()
-            .find(|entry| same_scope(&entry.lookup.scope, scope))
+        let schedulers = &self.schedulers;
+        let of = |entry: &Entry| entry.lookup.connection;
+        let index = entries
+            .iter()
+            .position(|entry| of(entry) == connection && matches(entry))
+            .or_else(|| {
+                entries
+                    .iter()
+                    .position(|entry| schedulers.followed(of(entry), connection) && matches(entry))
+            })?;
+        entries.get_mut(index)
     }
 
     /// Drops what has gone from the front of the age order, and the order itself when it is mostly empty entries.
@@ -152,6 +222,12 @@ impl Table {
     }
 }
 
+/// The part of `chunks` that lies within the first `hit`.
+fn covered(chunks: &Range<usize>, hit: usize) -> Range<usize> {
+    let end = chunks.end.min(hit);
+    chunks.start.min(end)..end
+}
+
 /// Whether two scopes are of the same model, world and tenant; workers aside.
 fn same_scope(a: &KeyScope, b: &KeyScope) -> bool {
     a.model_name() == b.model_name()
@@ -160,13 +236,20 @@ fn same_scope(a: &KeyScope, b: &KeyScope) -> bool {
 }
 
 impl Lookups {
-    /// Takes a lookup in. An earlier one of the same request and scope is given up.
+    /// A scheduler is there.
+    pub fn heard(&self, connection: u64) {
+        self.table.lock().schedulers.heard(connection);
+    }
+
+    /// Takes a lookup in. An earlier one of the same request, scope and connection is given up.
     pub fn insert(&self, request_id: &str, lookup: HeldLookup) {
         let mut dropped = Vec::new();
         {
             let mut table = self.table.lock();
-            dropped.extend(table.remove_where(request_id, |entry| {
-                same_scope(&entry.lookup.scope, &lookup.scope)
+            table.schedulers.heard(lookup.connection);
+            dropped.extend(table.remove_where(request_id, |_, entry| {
+                entry.lookup.connection == lookup.connection
+                    && same_scope(&entry.lookup.scope, &lookup.scope)
             }));
             let serial = table.next_serial;
             table.next_serial += 1;
@@ -190,24 +273,19 @@ impl Lookups {
                 let Some((serial, request)) = table.ages.pop_front() else {
                     break;
                 };
-                dropped.extend(table.remove_where(&request, |entry| entry.serial == serial));
+                dropped.extend(table.remove_where(&request, |_, entry| entry.serial == serial));
             }
         }
         drop(dropped);
     }
 
     /// The hit of a request's lookup in chunks, once; `None` when there is none to tell.
-    ///
-    /// Asked on the connection of the lookup if that has one; else, after a reconnection, any of that name.
     pub fn take_result(&self, request_id: &str, connection: u64) -> Option<usize> {
         let mut table = self.table.lock();
-        let entries = table.by_request.get_mut(request_id)?;
-        let index = entries
-            .iter()
-            .position(|entry| entry.unread && entry.lookup.connection == connection)
-            .or_else(|| entries.iter().position(|entry| entry.unread))?;
-        entries[index].unread = false;
-        Some(entries[index].lookup.hit_chunks)
+        table.schedulers.heard(connection);
+        let entry = table.own(request_id, connection, |entry| entry.unread)?;
+        entry.unread = false;
+        Some(entry.lookup.hit_chunks)
     }
 
     /// Whether a request's lookup lets a worker of `kv_rank` read these chunks, and of which object groups.
@@ -223,36 +301,41 @@ impl Lookups {
         chunks: Range<usize>,
     ) -> Option<Grant> {
         let mut table = self.table.lock();
-        let entry = table.find(request_id, scope)?;
-        let lookup = &entry.lookup;
-        let covered = chunks.end <= lookup.hit_chunks
-            && lookup.hashes.get(chunks.clone()) == hashes.get(chunks.clone())
-            && !entry
-                .freed
-                .get(chunks.clone())
-                .is_some_and(|freed| freed.contains(&true));
-        if !covered {
-            return None;
-        }
-        let mine = lookup.rows.iter().filter(|row| row.kv_rank == kv_rank);
-        let object_groups: Vec<_> = mine.map(|row| row.object_group_id).collect();
-        (!object_groups.is_empty()).then_some(Grant {
-            layout: lookup.layout,
-            object_groups,
+        let freed = |entry: &Entry| {
+            let freed = entry.freed.get(chunks.clone());
+            freed.is_some_and(|freed| freed.contains(&true))
+        };
+        let lookup = table
+            .readable(request_id, scope, hashes, &chunks)
+            .find(|entry| chunks.end <= entry.lookup.hit_chunks && !freed(entry))
+            .map(|entry| &entry.lookup)?;
+        let mine = || lookup.rows.iter().filter(|row| row.kv_rank == kv_rank);
+        Some(Grant {
+            layout: mine().next()?.layout,
+            object_groups: mine().map(|row| row.object_group_id).collect(),
         })
     }
 
     /// One worker of `kv_rank` is done with these chunks, whether it read them or not; what had its last reader is
     /// released.
-    pub fn settle(&self, request_id: &str, scope: &KeyScope, kv_rank: u64, chunks: Range<usize>) {
+    pub fn settle(
+        &self,
+        request_id: &str,
+        scope: &KeyScope,
+        kv_rank: u64,
+        hashes: &[ChunkHash],
+        chunks: Range<usize>,
+    ) {
         let mut table = self.table.lock();
-        let Some(entry) = table.find(request_id, scope) else {
+        let Some(entry) = table
+            .readable(request_id, scope, hashes, &chunks)
+            .find(|entry| !entry.lookup.lease.is_empty())
+        else {
             return;
         };
-        // What lies behind the hit was never held.
-        let end = chunks.end.min(entry.lookup.hit_chunks);
-        let chunks = chunks.start.min(end)..end;
         let width = entry.lookup.hit_chunks;
+        // What lies behind the hit was never held.
+        let chunks = covered(&chunks, width);
         if entry.lookup.readers > 1 && entry.reads.is_empty() {
             entry.reads = vec![0; entry.lookup.rows.len() * width];
         }
@@ -284,12 +367,15 @@ impl Lookups {
     }
 
     /// The scheduler will not have these chunks retrieved.
-    pub fn free(&self, request_id: &str, scope: &KeyScope, chunks: Range<usize>) {
+    pub fn free(&self, request_id: &str, connection: u64, scope: &KeyScope, chunks: Range<usize>) {
         if chunks.is_empty() {
             return;
         }
         let mut table = self.table.lock();
-        let Some(entry) = table.find(request_id, scope) else {
+        table.schedulers.heard(connection);
+        let Some(entry) = table.own(request_id, connection, |entry| {
+            same_scope(&entry.lookup.scope, scope)
+        }) else {
             return;
         };
         entry.unread = false;
@@ -297,22 +383,30 @@ impl Lookups {
         entry.lookup.lease.release_range(0..rows, chunks.clone());
         let hit = entry.lookup.hit_chunks;
         entry.freed.resize(hit, false);
-        entry.freed[chunks.start.min(hit)..chunks.end.min(hit)].fill(true);
+        entry.freed[covered(&chunks, hit)].fill(true);
     }
 
     /// A request ended: gives its lookups, to be touched and dropped.
-    ///
-    /// Those of the connection that says so, or, if that has none, all of that name.
     pub fn end(&self, request_id: &str, connection: u64) -> Vec<HeldLookup> {
         let mut table = self.table.lock();
-        let own = table.remove_where(request_id, |entry| entry.lookup.connection == connection);
-        let ended = if own.is_empty() {
-            table.remove_where(request_id, |_| true)
-        } else {
-            own
-        };
+        table.schedulers.heard(connection);
+        let mut ended = table.take_own(request_id, connection);
+        if ended.is_empty() {
+            ended = table.remove_where(request_id, |schedulers, entry| {
+                schedulers.followed(entry.lookup.connection, connection)
+            });
+        }
         table.trim_ages();
         ended.into_iter().map(|entry| entry.lookup).collect()
+    }
+
+    /// What a scheduler has looked up for a request that goes on is void.
+    pub fn forget(&self, request_id: &str, connection: u64) {
+        let mut table = self.table.lock();
+        table.schedulers.heard(connection);
+        let void = table.take_own(request_id, connection);
+        drop(table);
+        drop(void);
     }
 
     /// Takes out the lookups that `gone` says yes to, and gives how many there were.

@@ -164,7 +164,7 @@ impl Engine {
             Request::QueryPrefetchStatus { job }
             | Request::WaitPrefetchStatus { job, .. }
             | Request::QueryPrefetchLookupHits { job } => self.lookup_result(caller, *job),
-            Request::FreeLookupLocks { key, .. } => self.free_lookup(key),
+            Request::FreeLookupLocks { key, .. } => self.free_lookup(caller, key),
             Request::EndSession { request_id } => self.end_session(caller, request_id),
 
             Request::Store(store) => self.store(store),

@@ -1,7 +1,7 @@
 //! Workers come and go: registration, pings, unregistration.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_device::{
     CpuDevice, Device, Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout,
@@ -35,6 +35,7 @@ impl Engine {
         let now = self.now();
         let known = match instance {
             None => {
+                self.lookups.heard(caller.connection);
                 // Without a reaper nobody would forget them again.
                 if self.config.worker_reap_timeout.is_some() {
                     self.scheduler_pings.lock().insert(caller.connection, now);
@@ -171,7 +172,13 @@ impl Engine {
                 && matches!(&instance.mode, Mode::EngineDriven { layout: known, .. } if *known == layout)
         });
         match same {
-            Some(instance) => instance.seen(now),
+            Some(instance) => {
+                instance.seen(now);
+                if let Mode::EngineDriven { pickles, .. } = &instance.mode {
+                    // It may be able to map the pool now.
+                    pickles.store(false, Ordering::Relaxed);
+                }
+            }
             None => {
                 let model = layout.model();
                 let mode = Mode::EngineDriven {
@@ -210,8 +217,10 @@ impl Engine {
     fn admit(&self, instance: Instance) -> Result<(), String> {
         let id = instance.id;
         if self.instances.insert(instance)?.is_some() {
-            // Another process, or the same one with other memory: whatever the earlier one had borrowed is over.
-            let transfers = self.transfers.release(id);
+            // Another process, or the same one with other memory. The earlier one may still be copying.
+            let transfers = self
+                .transfers
+                .abandon(id, self.now() + self.config.write_ttl);
             tracing::info!(
                 instance = id.0,
                 transfers,
@@ -221,11 +230,13 @@ impl Engine {
         Ok(())
     }
 
-    /// A worker leaves; what it had borrowed comes back, uncommitted.
+    /// A worker leaves; what it had borrowed is not committed, and comes back once its copies must have ended.
     pub(super) fn unregister(&self, id: InstanceId) {
         // In this order: no transfer begins for an instance that is gone.
         let instance = self.instances.remove(id);
-        let transfers = self.transfers.release(id);
+        let transfers = self
+            .transfers
+            .abandon(id, self.now() + self.config.write_ttl);
         if let Some(instance) = instance {
             self.release_unreadable(&instance);
             tracing::info!(transfers, "Unregistered instance {id}");
@@ -235,7 +246,7 @@ impl Engine {
     /// Releases the lookups of a model when the worker that is gone was the last that could read what they found.
     pub(super) fn release_unreadable(&self, gone: &Instance) {
         let (model, world_size) = (&gone.model_name, gone.world_size);
-        if self.instances.layout(model, world_size).is_none() {
+        if !self.instances.serves(model, world_size) {
             self.lookups.sweep(|lookup| {
                 lookup.scope.model_name() == model && lookup.scope.world_size() == world_size
             });

@@ -1,14 +1,19 @@
 //! Transfers between PREPARE and COMMIT: memory that a client is writing or reading by itself.
 //!
-//! A client maps the arena and copies without us, so no clock can tell that it has stopped. Memory lent this way comes
-//! back when the client says so (commit, a new prepare of the same transfer, unregister, a new registration). What
-//! nobody commits in time can no longer be committed, but its memory stays lent ([`Transfers::expire`]) until the
-//! instance is gone; and an instance that merely fell silent keeps its memory for one more write TTL, since a stopped
-//! process may still wake up and write.
+//! A client maps the arena and copies without us, so nothing but its own word tells that it has stopped: a commit ends a
+//! transfer and gives its memory back. Until then one id has one store: a second PREPARE of it is lent nothing, so that
+//! a COMMIT never means other slots than those that were written. Retrieves of one id are counted, and the last COMMIT
+//! ends them all.
+//!
+//! What is not committed in time can no longer be, but its memory stays lent ([`Transfers::expire`]) as long as its
+//! instance is registered. An instance that has left, was replaced or fell silent keeps its memory for one more write
+//! TTL ([`Transfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a
+//! stopped process may wake up.
 //!
 //! The mutex guards the two tables. Reservations and leases are dropped only after it is released.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::time::Duration;
 
 use kvtier_core::ChunkHash;
@@ -73,22 +78,22 @@ impl TransferId {
 pub enum Lent {
     /// To write.
     Store(Reservation<L1Allocator>),
-    /// To read; one lease an object group.
-    Retrieve(
-        #[expect(dead_code, reason = "held, to be released when dropped")]
-        Vec<ReadLease<L1Allocator>>,
-    ),
+    /// To read; one lease an object group, of every PREPARE.
+    Retrieve(Vec<ReadLease<L1Allocator>>),
 }
 
 struct Pending {
     lent: Lent,
+    /// PREPAREs whose COMMIT has not come.
+    prepared: usize,
+    /// Time of the last PREPARE.
     since: Duration,
 }
 
 /// Memory that nobody can commit any more, and whose borrower may still use it.
 struct Withheld {
-    instance: InstanceId,
-    /// When it may go at the latest, once its instance is known to be gone.
+    id: TransferId,
+    /// When it may go, once its instance is gone. Before that only a COMMIT ends it.
     until: Option<Duration>,
     /// Held only to be dropped.
     _lent: Lent,
@@ -100,6 +105,33 @@ struct Tables {
     withheld: Vec<Withheld>,
 }
 
+impl Tables {
+    fn withhold(
+        &mut self,
+        until: Option<Duration>,
+        gone: impl Fn(&TransferId, &Pending) -> bool,
+    ) -> usize {
+        let before = self.withheld.len();
+        let taken = self.pending.extract_if(|id, pending| gone(id, pending));
+        self.withheld.extend(taken.map(|(id, pending)| Withheld {
+            id,
+            until,
+            _lent: pending.lent,
+        }));
+        self.withheld.len() - before
+    }
+}
+
+/// What a COMMIT ends.
+pub enum Finish {
+    /// The transfer.
+    Last(Lent),
+    /// One of several retrieves of it.
+    Earlier,
+    /// Nothing that could be committed.
+    Unknown,
+}
+
 /// All transfers under way.
 #[derive(Default)]
 pub struct Transfers {
@@ -107,62 +139,70 @@ pub struct Transfers {
 }
 
 impl Transfers {
-    /// Notes a transfer. An earlier one of the same id is over: its client has asked again.
-    pub fn begin(&self, id: TransferId, lent: Lent, now: Duration) {
-        let earlier = self
-            .tables
-            .lock()
-            .pending
-            .insert(id, Pending { lent, since: now });
-        drop(earlier);
+    /// Whether a transfer is between its PREPARE and its COMMIT.
+    pub fn is_pending(&self, id: &TransferId) -> bool {
+        self.tables.lock().pending.contains_key(id)
     }
 
-    /// Ends a transfer and gives what was lent.
-    pub fn finish(&self, id: &TransferId) -> Option<Lent> {
-        self.tables
-            .lock()
-            .pending
-            .remove(id)
-            .map(|pending| pending.lent)
-    }
-
-    /// An instance said that it is done: all it had comes back at once. Gives the number of transfers.
-    pub fn release(&self, instance: InstanceId) -> usize {
+    /// Notes what a PREPARE has lent; false, and nothing is lent, when a store of this id is under way.
+    pub fn begin(&self, id: TransferId, lent: Lent, now: Duration) -> bool {
         let mut tables = self.tables.lock();
-        let pending: Vec<_> = tables
-            .pending
-            .extract_if(|id, _| id.instance == instance)
-            .collect();
-        let withheld: Vec<_> = tables
-            .withheld
-            .extract_if(.., |held| held.instance == instance)
-            .collect();
+        let refused = match (tables.pending.entry(id), lent) {
+            (Entry::Vacant(free), lent) => {
+                free.insert(Pending {
+                    lent,
+                    prepared: 1,
+                    since: now,
+                });
+                None
+            }
+            (Entry::Occupied(mut earlier), lent) => {
+                let earlier = earlier.get_mut();
+                match (&mut earlier.lent, lent) {
+                    (Lent::Retrieve(leases), Lent::Retrieve(more)) => {
+                        leases.extend(more);
+                        earlier.prepared += 1;
+                        earlier.since = now;
+                        None
+                    }
+                    (_, lent) => Some(lent),
+                }
+            }
+        };
         drop(tables);
-        pending.len() + withheld.len()
+        refused.is_none()
     }
 
-    /// An instance fell silent: its transfers can no longer be committed; their memory comes back at `until`.
+    /// A COMMIT. A late one ends a transfer that was given up: its memory comes back, and there is nothing to commit.
+    pub fn finish(&self, id: &TransferId) -> Finish {
+        let mut tables = self.tables.lock();
+        if let Entry::Occupied(mut pending) = tables.pending.entry(id.clone()) {
+            pending.get_mut().prepared -= 1;
+            return match pending.get().prepared {
+                0 => Finish::Last(pending.remove().lent),
+                _ => Finish::Earlier,
+            };
+        }
+        let late = tables
+            .withheld
+            .iter()
+            .position(|held| held.until.is_none() && held.id == *id)
+            .map(|index| tables.withheld.swap_remove(index));
+        drop(tables);
+        drop(late);
+        Finish::Unknown
+    }
+
+    /// An instance has left, was replaced or fell silent: its transfers can no longer be committed, and their memory
+    /// comes back at `until`. Gives the number of transfers that were under way.
     pub fn abandon(&self, instance: InstanceId, until: Duration) -> usize {
         let mut tables = self.tables.lock();
-        for held in tables
-            .withheld
-            .iter_mut()
-            .filter(|held| held.instance == instance)
-        {
-            held.until.get_or_insert(until);
+        for held in &mut tables.withheld {
+            if held.id.instance == instance {
+                held.until.get_or_insert(until);
+            }
         }
-        let pending: Vec<_> = tables
-            .pending
-            .extract_if(|id, _| id.instance == instance)
-            .collect();
-        let count = pending.len();
-        let withheld = pending.into_iter().map(|(_, pending)| Withheld {
-            instance,
-            until: Some(until),
-            _lent: pending.lent,
-        });
-        tables.withheld.extend(withheld);
-        count
+        tables.withhold(Some(until), |id, _| id.instance == instance)
     }
 
     /// Gives up transfers that began before `limit` and frees withheld memory whose time has come.
@@ -173,20 +213,10 @@ impl Transfers {
             .withheld
             .extract_if(.., |held| held.until.is_some_and(|until| until <= now))
             .collect();
-        let expired: Vec<_> = tables
-            .pending
-            .extract_if(|_, pending| pending.since < limit)
-            .collect();
-        let count = expired.len();
-        let withheld = expired.into_iter().map(|(id, pending)| Withheld {
-            instance: id.instance,
-            until: None,
-            _lent: pending.lent,
-        });
-        tables.withheld.extend(withheld);
+        let given_up = tables.withhold(None, |_, pending| pending.since < limit);
         drop(tables);
         drop(due);
-        count
+        given_up
     }
 
     /// Transfers under way, and lots of memory withheld.

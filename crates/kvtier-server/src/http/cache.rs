@@ -4,10 +4,14 @@ use axum::Json;
 use axum::body::Bytes;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
+use tokio::sync::Semaphore;
 
 use super::body::Body;
 use super::{ApiError, State};
 use crate::engine::ChecksumError;
+
+/// Checksums read every byte they are asked about, so one request at a time does.
+static CHECKSUMS: Semaphore = Semaphore::const_new(1);
 
 fn engine(api: &State) -> Result<&std::sync::Arc<crate::engine::Engine>, ApiError> {
     api.engine.get().ok_or_else(|| {
@@ -62,6 +66,8 @@ pub(super) async fn checksums(api: State, bytes: Bytes) -> Result<Json<Value>, A
     let layerwise = body.bool("layerwise", false)?;
     let engine = std::sync::Arc::clone(engine(&api)?);
     let blocks = block_ids.clone();
+    // Never closed.
+    let _turn = CHECKSUMS.acquire().await;
     let result = tokio::task::spawn_blocking(move || {
         engine.checksums(instance_id, &blocks, chunk_size, layerwise)
     })

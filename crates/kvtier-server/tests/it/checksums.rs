@@ -86,6 +86,10 @@ fn checksums_are_those_of_the_workers_blocks() {
 
         for (body, error) in [
             (
+                json!({ "instance_id": instance, "block_ids": vec![1; 65_537], "chunk_size": 2 }),
+                "block_ids has 65537 ids; allowed: at most 65536",
+            ),
+            (
                 json!({ "instance_id": instance, "block_ids": [], "chunk_size": 2 }),
                 "block_ids is required",
             ),

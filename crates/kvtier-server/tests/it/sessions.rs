@@ -206,6 +206,96 @@ fn a_lookup_that_finds_nothing_to_ask_for_takes_nothing_of_an_equal_id() {
 }
 
 #[test]
+fn equal_requests_of_two_engines_do_not_meet() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/engines");
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let prompts = [prompt(1, 2), prompt(2, 1)];
+    for (number, prompt) in (1..).zip(&prompts) {
+        let all = 0..prompt.len() as u64;
+        worker
+            .store(prompt, all, "s", |chunk| bytes(number, chunk, len))
+            .unwrap();
+    }
+    // Two replicas of one model count their requests from 0.
+    let mut schedulers = [server.connect(), server.connect()];
+    for (scheduler, prompt) in schedulers.iter_mut().zip(&prompts) {
+        let all = 0..prompt.len() as u64;
+        scheduler
+            .lookup(&scope.scheduler_key(prompt, all, "0"))
+            .unwrap();
+    }
+    for (scheduler, hits) in schedulers.iter_mut().zip([2, 1]) {
+        assert_eq!(scheduler.query_prefetch_status("0").unwrap(), Some(hits));
+    }
+    assert_eq!(server.readings().leased_objects, 3);
+    let expected = vec![bytes(2, 0, len)];
+    assert_eq!(
+        retrieve(&mut worker, &prompts[1], 0..1, "0"),
+        Some(expected)
+    );
+    schedulers[1].end_session("0").unwrap();
+    assert_eq!(server.readings().leased_objects, 2);
+    let expected: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
+    assert_eq!(
+        retrieve(&mut worker, &prompts[0], 0..2, "0"),
+        Some(expected)
+    );
+    assert_eq!(server.readings().leased_objects, 0);
+}
+
+#[test]
+fn a_scheduler_takes_nothing_of_one_that_still_speaks() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/alive");
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let prompt = prompt(1, 1);
+    worker
+        .store(&prompt, range(0..1), "s", |_| bytes(1, 0, len))
+        .unwrap();
+    let (mut scheduler, mut stranger) = (server.connect(), server.connect());
+    let key = scope.scheduler_key(&prompt, range(0..1), "0");
+    scheduler.lookup(&key).unwrap();
+    assert!(stranger.ping(None).unwrap());
+    assert!(scheduler.ping(None).unwrap());
+    // Not one that reconnected: the other is still there.
+    assert_eq!(stranger.query_prefetch_status("0").unwrap(), Some(0));
+    stranger.free_lookup_locks(&key).unwrap();
+    stranger.end_session("0").unwrap();
+    assert_eq!(server.readings().leased_objects, 1);
+    assert_eq!(scheduler.query_prefetch_status("0").unwrap(), Some(1));
+    assert!(retrieve(&mut worker, &prompt, 0..1, "0").is_some());
+}
+
+#[test]
+fn a_refused_lookup_has_no_result_of_an_earlier_one() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/refused");
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let prompt = prompt(1, 1);
+    worker
+        .store(&prompt, range(0..1), "s", |_| bytes(1, 0, len))
+        .unwrap();
+    let mut no_readers = scope.clone();
+    no_readers.num_kv_readers = 0;
+    let bad_name = Scope::new("sessions@refused");
+    let scheduler = worker.connection();
+    for bad in [no_readers, bad_name] {
+        scheduler
+            .lookup(&scope.scheduler_key(&prompt, range(0..1), "r"))
+            .unwrap();
+        scheduler
+            .lookup(&bad.scheduler_key(&prompt, range(0..1), "r"))
+            .unwrap();
+        assert_eq!(scheduler.query_prefetch_status("r").unwrap(), Some(0));
+        assert_eq!(server.readings().leased_objects, 0);
+    }
+}
+
+#[test]
 fn the_result_of_a_replaced_lookup_is_gone_even_if_the_new_one_asks_for_nothing() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/replaced");
@@ -272,6 +362,35 @@ fn layouts_of_one_model_name_never_serve_each_other() {
     assert_eq!(small.lookup(&prompt, "e").unwrap(), 2);
     let expected: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
     assert_eq!(retrieve(&mut small, &prompt, 0..2, "e"), Some(expected));
+}
+
+#[test]
+fn workers_of_one_model_may_differ_in_layout() {
+    let server = TestServer::start(&[]);
+    let mut scope = Scope::new("sessions/stages");
+    scope.world_size = 2;
+    let prompt = prompt(1, 2);
+    // Two pipeline stages, of two and of three layers.
+    let mut stages: Vec<_> = (0..2)
+        .map(|worker| {
+            let mut spec = engine_driven(i64::from(worker), &scope);
+            (spec.worker_id, spec.layers) = (worker, 2 + u64::from(worker));
+            EngineDrivenWorker::register(server.connect(), spec).unwrap()
+        })
+        .collect();
+    for (number, stage) in (0..).zip(&mut stages) {
+        let len = stage.chunk_bytes();
+        stage
+            .store(&prompt, range(0..2), "s", |chunk| bytes(number, chunk, len))
+            .unwrap();
+    }
+    assert_eq!(stages[0].lookup(&prompt, "r").unwrap(), 2);
+    for (number, stage) in (0..).zip(&mut stages) {
+        let len = stage.chunk_bytes();
+        let expected: Vec<_> = (0..2).map(|chunk| bytes(number, chunk, len)).collect();
+        assert_eq!(retrieve(stage, &prompt, 0..2, "r"), Some(expected));
+    }
+    assert_eq!(server.readings().leased_objects, 0);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use kvtier_client::proto::response::{PrepareStore, Slot};
-use kvtier_client::{EngineDrivenWorker, InstanceId, Scope};
+use kvtier_client::{EngineDrivenWorker, InstanceId, Key, Scope};
 
 use crate::support::{TestServer, bytes, engine_driven, prompt, range};
 
@@ -97,63 +97,49 @@ fn what_is_prepared_and_not_committed_is_not_readable() {
     assert_eq!(server.readings().staged_bytes, 0);
 }
 
+/// Slots that a worker is lent for a store.
+fn lend(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> Vec<(u64, Slot<'static>)> {
+    let instance = worker.spec().instance;
+    slots(worker.connection().prepare_store(key, instance).unwrap())
+}
+
+fn commit(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> bool {
+    let instance = worker.spec().instance;
+    worker
+        .connection()
+        .commit_store(key, instance, b"")
+        .unwrap()
+}
+
 #[test]
-fn a_second_prepare_takes_the_place_of_the_first() {
+fn a_transfer_under_way_is_not_lent_twice() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/twice");
     let mut worker = server.engine_driven(1, &scope);
     let (prompt, len) = (prompt(1, 2), worker.chunk_bytes());
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
-    let first = slots(
-        worker
-            .connection()
-            .prepare_store(&key, InstanceId(1))
-            .unwrap(),
-    );
+    let first = lend(&mut worker, &key);
     let staged = server.readings().staged_bytes;
-    let second = slots(
-        worker
-            .connection()
-            .prepare_store(&key, InstanceId(1))
-            .unwrap(),
-    );
-    assert_eq!(
-        server.readings().staged_bytes,
-        staged,
-        "the first one's memory is back"
-    );
-    assert!(
-        first
-            .iter()
-            .all(|(_, slot)| second.iter().all(|(_, other)| other.offset != slot.offset))
-    );
+    // The commit could mean either: only one of them is there to be written.
+    assert_eq!(lend(&mut worker, &key), []);
+    assert_eq!(server.readings().staged_bytes, staged);
     let pool = pool(&server, &scope);
-    for (chunk, slot) in &second {
+    for (chunk, slot) in &first {
         pool.write_all_at(&bytes(7, *chunk, len), slot.offset)
             .unwrap();
     }
-    assert!(
-        worker
-            .connection()
-            .commit_store(&key, InstanceId(1), b"")
-            .unwrap()
-    );
-    assert!(
-        !worker
-            .connection()
-            .commit_store(&key, InstanceId(1), b"")
-            .unwrap()
-    );
+    assert!(commit(&mut worker, &key));
+    assert!(!commit(&mut worker, &key));
     assert_eq!(server.readings().staged_bytes, 0);
     assert_eq!(worker.lookup(&prompt, "q").unwrap(), 2);
     let read = worker.retrieve(&prompt, range(0..2), "q", |chunk, got| {
-        assert_eq!(got, bytes(7, chunk, len))
+        assert!(got == bytes(7, chunk, len))
     });
     assert_eq!(read.unwrap().unwrap().chunks, 2);
 }
 
 #[test]
-fn a_second_prepare_that_has_nothing_to_store_ends_the_first() {
+fn a_store_that_others_overtook_keeps_its_memory_to_its_commit() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/overtaken");
     let (mut slow, mut fast) = (
@@ -162,27 +148,41 @@ fn a_second_prepare_that_has_nothing_to_store_ends_the_first() {
     );
     let (prompt, len) = (prompt(1, 2), slow.chunk_bytes());
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
-    assert_eq!(
-        slots(
-            slow.connection()
-                .prepare_store(&key, InstanceId(1))
-                .unwrap()
-        )
-        .len(),
-        2
-    );
+    assert_eq!(lend(&mut slow, &key).len(), 2);
+    let staged = server.readings().staged_bytes;
     fast.store(&prompt, range(0..2), "other", |chunk| bytes(1, chunk, len))
         .unwrap();
+    assert_eq!(lend(&mut slow, &key), []);
     assert_eq!(
-        slots(
-            slow.connection()
-                .prepare_store(&key, InstanceId(1))
-                .unwrap()
-        )
-        .len(),
-        0
+        server.readings().staged_bytes,
+        staged,
+        "it may still be writing"
     );
+    assert!(commit(&mut slow, &key));
     assert_eq!(server.readings().staged_bytes, 0);
+}
+
+#[test]
+fn a_retrieve_prepared_twice_is_leased_to_its_last_commit() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("transfers/reread");
+    let mut worker = server.engine_driven(1, &scope);
+    let (prompt, len) = (prompt(1, 2), worker.chunk_bytes());
+    worker
+        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
+    assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
+    let key = scope.worker_key(0, &prompt, range(0..2), "r");
+    let connection = worker.connection();
+    for _ in 0..2 {
+        let prepared = connection.prepare_retrieve(&key, InstanceId(1)).unwrap();
+        assert!(prepared.success);
+    }
+    connection.end_session("r").unwrap();
+    for leased in [2, 0] {
+        assert!(connection.commit_retrieve(&key, InstanceId(1)).unwrap());
+        assert_eq!(server.readings().leased_objects, leased);
+    }
 }
 
 #[test]
@@ -229,8 +229,8 @@ fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
 }
 
 #[test]
-fn an_instance_that_leaves_takes_its_transfers_along() {
-    let server = TestServer::start(&[]);
+fn memory_of_an_instance_that_left_is_kept_while_it_may_still_copy() {
+    let server = TestServer::start(&["--l1-write-ttl-seconds", "600"]);
     let scope = Scope::new("transfers/left");
     let (mut worker, mut other) = (
         server.engine_driven(1, &scope),
@@ -243,16 +243,7 @@ fn an_instance_that_leaves_takes_its_transfers_along() {
     let used = server.readings().used_bytes;
 
     let write = scope.worker_key(0, &unfinished, range(0..2), "w");
-    assert_eq!(
-        slots(
-            worker
-                .connection()
-                .prepare_store(&write, InstanceId(1))
-                .unwrap()
-        )
-        .len(),
-        2
-    );
+    assert_eq!(lend(&mut worker, &write).len(), 2);
     assert_eq!(worker.lookup(&stored, "r").unwrap(), 2);
     let read = scope.worker_key(0, &stored, range(0..2), "r");
     assert!(
@@ -264,42 +255,38 @@ fn an_instance_that_leaves_takes_its_transfers_along() {
     );
     assert_eq!(held(&server), (used, 2, 2 * used));
 
+    // LMCache's client ends its copies after it was told that it is unregistered.
     let mut connection = worker.close().unwrap();
-    assert_eq!(held(&server), (0, 0, used));
+    assert_eq!(held(&server), (used, 2, 2 * used));
     assert!(!connection.commit_store(&write, InstanceId(1), b"").unwrap());
     assert!(connection.commit_retrieve(&read, InstanceId(1)).unwrap());
     assert_eq!(other.lookup(&unfinished, "q").unwrap(), 0);
+    server.pass(Duration::from_secs(599));
+    assert_eq!(held(&server), (used, 2, 2 * used));
+    server.pass(Duration::from_secs(2));
+    assert_eq!(held(&server), (0, 0, used));
     server.assert_sound();
 }
 
 #[test]
-fn a_registration_in_the_place_of_another_ends_its_transfers() {
-    let server = TestServer::start(&[]);
+fn a_registration_in_the_place_of_another_commits_none_of_its_transfers() {
+    let server = TestServer::start(&["--l1-write-ttl-seconds", "600"]);
     let scope = Scope::new("transfers/replaced");
     let mut worker = server.engine_driven(1, &scope);
     let prompt = prompt(1, 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "w");
-    assert_eq!(
-        slots(
-            worker
-                .connection()
-                .prepare_store(&key, InstanceId(1))
-                .unwrap()
-        )
-        .len(),
-        2
-    );
+    assert_eq!(lend(&mut worker, &key).len(), 2);
+    let staged = server.readings().staged_bytes;
     let mut spec = engine_driven(1, &scope);
     spec.hidden = 32;
     let mut successor = EngineDrivenWorker::register(server.connect(), spec).unwrap();
-    assert_eq!(held(&server), (0, 0, 0));
-    assert!(
-        !worker
-            .connection()
-            .commit_store(&key, InstanceId(1), b"")
-            .unwrap()
-    );
+    // The earlier process may still be writing.
+    assert_eq!(server.readings().staged_bytes, staged);
+    assert!(!commit(&mut worker, &key));
     assert_eq!(successor.lookup(&prompt, "q").unwrap(), 0);
+    assert_eq!(server.readings().staged_bytes, staged);
+    server.pass(Duration::from_secs(601));
+    assert_eq!(held(&server), (0, 0, 0));
 }
 
 #[test]
@@ -352,33 +339,26 @@ fn a_prepared_store_that_nobody_commits_is_given_up_and_its_memory_kept_from_oth
     ]);
     let scope = Scope::new("transfers/forgotten");
     let mut worker = server.engine_driven(1, &scope);
-    let prompt = prompt(1, 2);
-    let key = scope.worker_key(0, &prompt, range(0..2), "w");
-    assert_eq!(
-        slots(
-            worker
-                .connection()
-                .prepare_store(&key, InstanceId(1))
-                .unwrap()
-        )
-        .len(),
-        2
-    );
+    let (late, never) = (prompt(1, 2), prompt(2, 2));
+    let late = scope.worker_key(0, &late, range(0..2), "w");
+    let never = scope.worker_key(0, &never, range(0..2), "w");
+    assert_eq!(lend(&mut worker, &late).len(), 2);
     let staged = server.readings().staged_bytes;
+    assert_eq!(lend(&mut worker, &never).len(), 2);
     server.pass(Duration::from_secs(59));
     server.pass(Duration::from_secs(2));
-    assert!(
-        !worker
-            .connection()
-            .commit_store(&key, InstanceId(1), b"")
-            .unwrap()
-    );
+    server.pass(Duration::from_secs(3600));
     assert_eq!(
         server.readings().staged_bytes,
-        staged,
+        2 * staged,
         "no clock can tell that the worker has stopped writing"
     );
+    // Its own word can.
+    assert!(!commit(&mut worker, &late));
+    assert_eq!(server.readings().staged_bytes, staged);
     worker.close().unwrap();
+    assert_eq!(server.readings().staged_bytes, staged);
+    server.pass(Duration::from_secs(61));
     assert_eq!(held(&server), (0, 0, 0));
 }
 
@@ -400,6 +380,28 @@ fn a_worker_that_sends_its_data_along_leaves_no_slots_behind() {
     });
     assert!(read.unwrap().is_some());
     assert_eq!(server.readings().leased_objects, 0);
+}
+
+#[test]
+fn a_worker_that_registers_again_is_offered_the_pool_again() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("transfers/again");
+    let mut spec = engine_driven(1, &scope);
+    spec.force_pickle = true;
+    let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    let (prompt, len) = (prompt(1, 4), worker.chunk_bytes());
+    worker
+        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
+    let key = scope.worker_key(0, &prompt, range(2..4), "t");
+    let prepared = |worker: &mut EngineDrivenWorker| {
+        let connection = worker.connection();
+        connection.prepare_store(&key, InstanceId(1)).unwrap()
+    };
+    assert_eq!(prepared(&mut worker).target, None);
+    // The same registration, of a worker that can map the pool now.
+    let mut again = server.engine_driven(1, &scope);
+    assert_eq!(slots(prepared(&mut again)).len(), 2);
 }
 
 #[test]
