@@ -40,3 +40,4 @@ pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, cop
 pub use extent::Extent;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use segment::{ForeignSegment, OwnSegment, SegmentError};
+pub use shm_file::remove_stale_pools;

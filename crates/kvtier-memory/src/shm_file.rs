@@ -145,6 +145,29 @@ impl Drop for ShmFile {
     }
 }
 
+/// Removes the pools whose names begin with `prefix` and whose servers are gone, as one does that was killed; a living
+/// server holds a lock on its pool. Gives how many there were.
+///
+/// What cannot be looked at or removed, such as another user's, stays.
+pub fn remove_stale_pools(prefix: &str) -> usize {
+    let Ok(prefix) = full_name(prefix) else {
+        return 0;
+    };
+    let Ok(all) = std::fs::read_dir("/dev/shm") else {
+        return 0;
+    };
+    let is_removed = |name: &str| {
+        let flags = OFlags::RDWR | NO_FOLLOW | NO_WAIT;
+        let file = shm::open(name, flags, Mode::empty())?;
+        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        shm::unlink(name)
+    };
+    all.flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| name.starts_with(&prefix) && is_removed(name).is_ok())
+        .count()
+}
+
 /// The name a segment gets when `name` is asked for.
 fn full_name(name: &str) -> Result<String, ArenaError> {
     let bare = name.strip_prefix('/').unwrap_or(name);

@@ -8,7 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvtier_memory::arena::SHM_PREFIX;
 use kvtier_memory::checksum::{checksum64, checksum128};
-use kvtier_memory::{AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, PrefaultEnd};
+use kvtier_memory::{
+    AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, PrefaultEnd,
+    remove_stale_pools,
+};
 use proptest::prelude::*;
 
 fn unique_name() -> String {
@@ -158,6 +161,23 @@ fn a_stale_segment_is_replaced_and_a_living_one_is_not() {
     assert!(path.exists());
     drop(arena);
     assert!(!path.exists());
+}
+
+#[test]
+fn only_pools_of_the_dead_are_stale() {
+    let prefix = unique_name();
+    let living = Arena::create(shm(&format!("{prefix}_living")), 4096).unwrap();
+    let left = |name: &str| {
+        let path = shm_path(&living).with_file_name(format!("{SHM_PREFIX}{name}"));
+        fs::write(&path, b"left").unwrap();
+        path
+    };
+    let (dead, other) = (left(&format!("{prefix}_dead")), left(&format!("x{prefix}")));
+    assert_eq!(remove_stale_pools(&prefix), 1);
+    assert_eq!(remove_stale_pools(&prefix), 0);
+    assert!(shm_path(&living).exists() && !dead.exists() && other.exists());
+    fs::remove_file(&other).unwrap();
+    assert_eq!(remove_stale_pools(""), 0);
 }
 
 #[test]

@@ -16,4 +16,6 @@ pub mod metrics;
 mod server;
 
 pub use config::{ConfigError, Parsed, ServerConfig};
+/// For those who start servers whose pools have names that nobody will ask for again.
+pub use kvtier_memory::remove_stale_pools;
 pub use server::{Server, StartError};

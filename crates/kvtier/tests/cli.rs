@@ -173,6 +173,28 @@ fn the_demo_is_right_and_its_figures_add_up() {
 }
 
 #[test]
+fn a_demo_removes_the_pool_of_one_that_was_killed() {
+    let mut killed = Command::new(KVTIER)
+        .args(["demo", "--l1-size-gb", "0.0625", "--turns", "1"])
+        .args(["--seconds", "3600"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let pool = format!("/dev/shm/lmcache_l1_pool_kvtier_demo_{}", killed.id());
+    while !std::fs::exists(&pool).unwrap() {
+        assert_eq!(killed.try_wait().unwrap(), None, "the demo ended");
+        std::thread::yield_now();
+    }
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    assert!(std::fs::exists(&pool).unwrap());
+    // One that ends at once is enough.
+    kvtier(&["demo", "--turns", "60", "--l1-size-gb", "0.0625"]);
+    assert!(!std::fs::exists(&pool).unwrap());
+}
+
+#[test]
 fn a_demo_that_cannot_be_played_says_why() {
     let output = kvtier(&["demo", "--turns", "60", "--l1-size-gb", "0.0625"]);
     let line = complaint(&output, 1);

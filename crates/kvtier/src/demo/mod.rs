@@ -32,6 +32,9 @@ use report::{Phase, Report};
 use tally::{Counts, Faults, KindLatencies};
 use workload::{Party, Stage, TENANTS};
 
+/// What names of pools begin with; the process id follows.
+const POOL_PREFIX: &str = "kvtier_demo_";
+
 /// Share of L1 that the first phase may fill: below the watermark at which the server starts to evict.
 const ROOMY: f64 = 0.75;
 
@@ -84,9 +87,11 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
 
 /// The server that no flag at all gives, but for its ports, its size and the name of its pool.
 fn start_server(args: &DemoArgs) -> anyhow::Result<Server> {
+    // A demo that was killed could not remove its own, and no other one has its name.
+    kvtier_server::remove_stale_pools(POOL_PREFIX);
     let (size, pool) = (
         format!("--l1-size-gb={}", args.l1_size_gb),
-        format!("--shm-name=kvtier_demo_{}", std::process::id()),
+        format!("--shm-name={POOL_PREFIX}{}", std::process::id()),
     );
     let mut config = ServerConfig::from_flags(&[
         "--port=0",
