@@ -52,7 +52,10 @@ measure() {
   "$@" >>"$log" 2>&1 &
   server=$!
   # Its first answer, however long that takes.
-  "$kvtier" bench "$url" --timeout 120s --scenario ping --requests 1 --json - >/dev/null
+  until "$kvtier" ping --url "$url" --count 1 --timeout 120 >/dev/null 2>&1; do
+    kill -0 "$server" 2>/dev/null || fail "$name ended before it answered; see $log"
+    sleep 0.1
+  done
   # Pages behind the arena are put there by both servers; let that end before anything is measured.
   sleep "${SETTLE:-5}"
   "$kvtier" bench "$url" --label "$name" --clear --json "$out/$name-$round-load.json" ${BENCH_ARGS:-} >/dev/null || bad=1

@@ -1,5 +1,6 @@
 //! The kvtier command line. Each subcommand is a module; this file only tells them apart.
 
+mod address;
 mod bench;
 mod demo;
 mod get;

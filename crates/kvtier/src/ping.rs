@@ -1,13 +1,12 @@
 //! `kvtier ping`: is a server there, and how far away?
 
-use std::net::{TcpStream, ToSocketAddrs as _};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
 use clap::Args;
 use kvtier_client::{Connection, Options};
 
+use crate::address::expect_listener;
 use crate::get::{get, patience};
 
 /// Arguments of `kvtier ping`.
@@ -70,14 +69,7 @@ fn over_http(args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
 }
 
 fn over_requests(args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
-    // A plain connection first: it is refused at once where nobody listens, while ZMQ would go on trying.
-    if let Some(address) = args.url.strip_prefix("tcp://") {
-        let address = address
-            .to_socket_addrs()
-            .with_context(|| format!("--url: {:?} is no address", args.url))?
-            .find(|address| TcpStream::connect_timeout(address, args.timeout).is_ok());
-        anyhow::ensure!(address.is_some(), "nobody listens at {}", args.url);
-    }
+    expect_listener(&args.url, args.timeout)?;
     let options = Options {
         timeout: args.timeout,
         ..Options::default()

@@ -1,8 +1,9 @@
 //! `kvtier bench` as its user runs it, against `kvtier server`.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
 
 const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
 
@@ -29,7 +30,12 @@ impl Server {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        Self { child, port }
+        let mut server = Self { child, port };
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert_eq!(server.child.try_wait().unwrap(), None, "the server ended");
+            std::thread::yield_now();
+        }
+        server
     }
 
     fn bench(&self, args: &[&str]) -> Output {
@@ -146,15 +152,32 @@ fn memory_is_told_for_each_object() {
     assert!(output.status.success());
 }
 
-#[test]
-fn a_server_that_is_not_there_ends_the_run_with_its_name() {
-    let output = Command::new(KVTIER)
-        .args(["bench", &format!("tcp://127.0.0.1:{}", free_port())])
-        .args(["--timeout", "50ms"])
+/// What `kvtier bench` says of a server that it cannot measure.
+fn complaint(port: u16, timeout: &str) -> String {
+    let output = assert_cmd::Command::new(KVTIER)
+        .args(["bench", &format!("tcp://127.0.0.1:{port}")])
+        .args(["--timeout", timeout])
+        .timeout(Duration::from_secs(60))
         .output()
         .unwrap();
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success());
+    assert_eq!(output.status.code(), Some(1));
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn a_server_that_is_not_there_is_named_at_once() {
+    let port = free_port();
+    let text = complaint(port, "3600");
+    assert!(
+        text.contains(&format!("nobody listens at tcp://127.0.0.1:{port}")),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_server_that_does_not_answer_ends_the_run_with_its_name() {
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let text = complaint(silent.local_addr().unwrap().port(), "50ms");
     assert!(
         text.contains("get_chunk_size: no reply from tcp://127.0.0.1:"),
         "{text}"
@@ -185,5 +208,5 @@ fn starts_are_timed_and_the_server_is_stopped() {
     assert_eq!(rows[0]["count"], 2);
     assert!(rows[2]["facts"]["private MiB"].as_f64().unwrap() > 0.0);
     assert!(output.status.success());
-    assert!(std::net::TcpStream::connect(format!("127.0.0.1:{port}")).is_err());
+    assert!(TcpStream::connect(format!("127.0.0.1:{port}")).is_err());
 }

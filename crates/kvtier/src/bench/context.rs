@@ -12,6 +12,7 @@ use kvtier_client::{
 };
 
 use super::args::LoadArgs;
+use crate::address::expect_listener;
 use crate::pattern;
 
 /// The run.
@@ -29,12 +30,13 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Asks the server for its chunk size: a server that does not answer ends the run here.
+    /// Asks the server for its chunk size: a server that is not there or does not answer ends the run here.
     pub(crate) fn new(args: LoadArgs) -> anyhow::Result<Self> {
         let url = args
             .url
             .clone()
             .context("the server's address is missing")?;
+        expect_listener(&url, args.timeout)?;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let nanos = since.map_or(0, |span| span.as_nanos() as u64);
         let run = pattern::mix(nanos ^ (u64::from(std::process::id()) << 48));

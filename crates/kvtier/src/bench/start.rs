@@ -1,7 +1,6 @@
 //! How long a server takes from its command to its first answer, and what it weighs then.
 
 use std::fs::File;
-use std::net::TcpStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
@@ -14,6 +13,7 @@ use super::args::StartArgs;
 use super::footprint::resident;
 use super::record::{Recorder, Row};
 use super::report::Report;
+use crate::address::listens;
 use crate::signals::stop_flag;
 
 /// How often the address is tried until the server answers.
@@ -100,7 +100,7 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
             break;
         }
         anyhow::ensure!(
-            !listens(&args.url),
+            !listens(&args.url, args.timeout)?,
             "something listens at {} already",
             args.url
         );
@@ -146,7 +146,7 @@ fn first_answer(
     stopped: impl Fn() -> bool,
 ) -> anyhow::Result<usize> {
     // ZMQ pauses between attempts to connect, which would be measured too; so it first tries when somebody listens.
-    while !listens(&args.url) {
+    while !listens(&args.url, args.timeout)? {
         if let Some(status) = server.child.try_wait()? {
             anyhow::bail!("the server ended before it listened: {status}");
         }
@@ -174,13 +174,4 @@ fn first_answer(
         anyhow::bail!("the server ended before it answered: {status}");
     }
     Ok(answer?)
-}
-
-/// Whether somebody accepts connections there. Addresses other than TCP always count.
-fn listens(url: &str) -> bool {
-    match url.strip_prefix("tcp://") {
-        Some(address) => TcpStream::connect(address).is_ok(),
-        None if url.contains("://") => true,
-        None => TcpStream::connect(url).is_ok(),
-    }
 }
