@@ -1,17 +1,71 @@
-//! Where a server is.
+//! Where a server is: how its address is given on the command line, and whether somebody is there.
+//!
+//! Every command takes it as an argument or behind `--url`. Without a scheme it is the request socket for commands that
+//! use that, the HTTP API for the others.
 
-use std::net::{TcpStream, ToSocketAddrs as _};
+use std::net::{Ipv6Addr, TcpStream, ToSocketAddrs as _};
 use std::time::Duration;
 
 use anyhow::Context as _;
 
+/// The request socket that a command talks to unless it is told another.
+pub(crate) const REQUESTS: &str = "tcp://127.0.0.1:5555";
+
+/// The HTTP API that a command talks to unless it is told another.
+pub(crate) const HTTP: &str = "http://127.0.0.1:8080";
+
+/// A request socket.
+pub(crate) fn requests(text: &str) -> Result<String, String> {
+    complete(text, &["tcp", "ipc"])
+        .ok_or_else(|| "give host:port, tcp://host:port or ipc://path of a request socket".into())
+}
+
+/// An HTTP API.
+pub(crate) fn http(text: &str) -> Result<String, String> {
+    complete(text, &["http"])
+        .ok_or_else(|| "give host:port or http://host:port of an HTTP API".into())
+}
+
+/// One or the other.
+pub(crate) fn requests_or_http(text: &str) -> Result<String, String> {
+    complete(text, &["tcp", "ipc", "http"]).ok_or_else(|| {
+        "give host:port, tcp://host:port or ipc://path of a request socket, or http://host:port of an HTTP API".into()
+    })
+}
+
+/// The address with its scheme, which is the first of those allowed where there is none.
+fn complete(text: &str, schemes: &[&str]) -> Option<String> {
+    let (scheme, rest) = match text.split_once("://") {
+        Some((scheme, rest)) => (*schemes.iter().find(|known| **known == scheme)?, rest),
+        None => (*schemes.first()?, text),
+    };
+    let rest = rest.trim_end_matches('/');
+    let good = match scheme {
+        "ipc" => !rest.is_empty(),
+        _ => is_host_and_port(rest),
+    };
+    good.then(|| format!("{scheme}://{rest}"))
+}
+
+/// A name, an IPv4 address, or an IPv6 address in brackets; a port of its own.
+fn is_host_and_port(text: &str) -> bool {
+    let Some((host, port)) = text.rsplit_once(':') else {
+        return false;
+    };
+    let bare = match host.strip_prefix('[') {
+        Some(rest) => rest
+            .strip_suffix(']')
+            .is_some_and(|ip| ip.parse::<Ipv6Addr>().is_ok()),
+        None => !host.is_empty() && !host.contains([':', '/', '@', '[', ']', ' ']),
+    };
+    bare && port.parse::<u16>().is_ok_and(|port| port > 0)
+}
+
 /// Whether somebody accepts connections at an address of the request protocol. ZMQ does not tell: where nobody listens,
 /// it goes on trying. Addresses other than TCP always count.
 pub(crate) fn listens(url: &str, patience: Duration) -> anyhow::Result<bool> {
-    let address = match url.split_once("://") {
-        Some(("tcp", address)) => address,
-        Some(_) => return Ok(true),
-        None => url,
+    let Some(address) = url.strip_prefix("tcp://") else {
+        return Ok(true);
     };
     let mut addresses = address
         .to_socket_addrs()
@@ -23,4 +77,58 @@ pub(crate) fn listens(url: &str, patience: Duration) -> anyhow::Result<bool> {
 pub(crate) fn expect_listener(url: &str, patience: Duration) -> anyhow::Result<()> {
     anyhow::ensure!(listens(url, patience)?, "nobody listens at {url}");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_without_a_scheme_is_the_commands_own() {
+        for host in ["a", "127.0.0.1", "[::1]", "a-b.c"] {
+            let (bare, tcp) = (format!("{host}:7"), format!("tcp://{host}:7"));
+            let web = format!("http://{host}:7");
+            for text in [&bare, &tcp] {
+                assert_eq!(requests(text).as_ref(), Ok(&tcp));
+                assert_eq!(requests_or_http(text).as_ref(), Ok(&tcp));
+            }
+            for text in [&bare, &web, &format!("{web}/")] {
+                assert_eq!(http(text).as_ref(), Ok(&web));
+            }
+            assert_eq!(requests_or_http(&web).as_ref(), Ok(&web));
+            assert!(requests(&web).is_err() && http(&tcp).is_err());
+        }
+        assert_eq!(requests("ipc:///a b").as_deref(), Ok("ipc:///a b"));
+        assert!(requests(REQUESTS).is_ok() && http(HTTP).is_ok());
+    }
+
+    #[test]
+    fn what_is_no_address_is_told_what_is_allowed() {
+        for text in [
+            "",
+            ":",
+            "a",
+            "a:",
+            ":7",
+            "a:0",
+            "a:65536",
+            "a:b",
+            "::1:7",
+            "[a]:7",
+            "a:7/b",
+            "tcp://",
+            "tcp://a",
+            "ipc://",
+            "ftp://a:7",
+            "tcp:a:7",
+            "u@a:7",
+        ] {
+            let told = requests_or_http(text).unwrap_err();
+            assert!(
+                ["host:port", "tcp://", "ipc://", "http://"]
+                    .iter()
+                    .all(|part| told.contains(part))
+            );
+        }
+    }
 }

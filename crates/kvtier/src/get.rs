@@ -30,15 +30,6 @@ pub(crate) fn get(base: &str, path: &str, timeout: Duration) -> anyhow::Result<(
     Ok((answer.status().as_u16(), body))
 }
 
-/// Address of an HTTP API on the command line.
-pub(crate) fn http_url(text: &str) -> Result<String, String> {
-    if text.starts_with("http://") {
-        Ok(text.to_owned())
-    } else {
-        Err("give http://host:port".to_owned())
-    }
-}
-
 /// Seconds on the command line: above 0, at most an hour.
 pub(crate) fn patience(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {

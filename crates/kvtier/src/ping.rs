@@ -6,15 +6,19 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use kvtier_client::{Connection, Options};
 
-use crate::address::expect_listener;
+use crate::address::{REQUESTS, expect_listener, requests_or_http};
 use crate::get::{get, patience};
 
 /// Arguments of `kvtier ping`.
 #[derive(Debug, Args)]
 pub struct PingArgs {
-    /// The request socket (tcp://host:port, a ping of the protocol) or the HTTP API (http://host:port, its health)
-    #[arg(long, default_value = "tcp://127.0.0.1:5555", value_parser = url)]
-    url: String,
+    /// The request socket (host:port or tcp://host:port, a ping of the protocol) or the HTTP API (http://host:port, its
+    /// health) [default: tcp://127.0.0.1:5555]
+    #[arg(value_name = "URL", value_parser = requests_or_http)]
+    server: Option<String>,
+    /// The same
+    #[arg(long, value_parser = requests_or_http, conflicts_with = "server")]
+    url: Option<String>,
     /// How many pings
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     count: u32,
@@ -23,26 +27,17 @@ pub struct PingArgs {
     timeout: Duration,
 }
 
-fn url(text: &str) -> Result<String, String> {
-    if ["tcp://", "ipc://", "http://"]
-        .iter()
-        .any(|scheme| text.starts_with(scheme))
-    {
-        Ok(text.to_owned())
-    } else {
-        Err("give tcp://host:port or http://host:port".to_owned())
-    }
-}
-
 /// Pings and prints the round trip time. Exit code 1, with one line, when nobody answers as they should.
 pub fn run(args: &PingArgs) -> anyhow::Result<ExitCode> {
-    let trips = if args.url.starts_with("http://") {
-        over_http(args)
+    let given = args.server.as_ref().or(args.url.as_ref());
+    let url = given.map_or(REQUESTS, String::as_str);
+    let trips = if url.starts_with("http://") {
+        over_http(url, args)
     } else {
-        over_requests(args)
+        over_requests(url, args)
     };
     match trips {
-        Ok(trips) => println!("{} {}", args.url, summary(&trips)),
+        Ok(trips) => println!("{url} {}", summary(&trips)),
         Err(error) => {
             eprintln!("kvtier ping: {error:#}");
             return Ok(ExitCode::FAILURE);
@@ -51,16 +46,15 @@ pub fn run(args: &PingArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn over_http(args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
+fn over_http(url: &str, args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
     (0..args.count)
         .map(|_| {
             let began = Instant::now();
-            let (status, body) = get(&args.url, "/healthcheck", args.timeout)?;
+            let (status, body) = get(url, "/healthcheck", args.timeout)?;
             let took = began.elapsed();
             anyhow::ensure!(
                 status == 200,
-                "{} answers, and is not healthy: status {status}, {}",
-                args.url,
+                "{url} answers, and is not healthy: status {status}, {}",
                 body.trim()
             );
             Ok(took)
@@ -68,19 +62,19 @@ fn over_http(args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
         .collect()
 }
 
-fn over_requests(args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
-    expect_listener(&args.url, args.timeout)?;
+fn over_requests(url: &str, args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
+    expect_listener(url, args.timeout)?;
     let options = Options {
         timeout: args.timeout,
         ..Options::default()
     };
-    let mut connection = Connection::connect_with(&args.url, options)?;
+    let mut connection = Connection::connect_with(url, options)?;
     (0..args.count)
         .map(|_| {
             let began = Instant::now();
             let alive = connection.ping(None)?;
             let took = began.elapsed();
-            anyhow::ensure!(alive, "{} answers a ping with no", args.url);
+            anyhow::ensure!(alive, "{url} answers a ping with no");
             Ok(took)
         })
         .collect()

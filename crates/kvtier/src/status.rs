@@ -9,14 +9,18 @@ use clap::Args;
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
 use serde_json::Value;
 
-use crate::get::{get, http_url, patience};
+use crate::address::{HTTP, http};
+use crate::get::{get, patience};
 
 /// Arguments of `kvtier status`.
 #[derive(Debug, Args)]
 pub struct StatusArgs {
-    /// The server's HTTP API
-    #[arg(long, default_value = "http://127.0.0.1:8080", value_parser = http_url)]
-    url: String,
+    /// The server's HTTP API, host:port or http://host:port [default: http://127.0.0.1:8080]
+    #[arg(value_name = "URL", value_parser = http)]
+    server: Option<String>,
+    /// The same
+    #[arg(long, value_parser = http, conflicts_with = "server")]
+    url: Option<String>,
     /// Print what the server says as it is, JSON
     #[arg(long)]
     json: bool,
@@ -27,14 +31,12 @@ pub struct StatusArgs {
 
 /// Prints the status. Exit code 1, with one line on stderr, when the server is not healthy or not there.
 pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
-    match status(args) {
+    let given = args.server.as_ref().or(args.url.as_ref());
+    let url = given.map_or(HTTP, String::as_str);
+    match status(url, args) {
         Ok(true) => Ok(ExitCode::SUCCESS),
         Ok(false) => {
-            eprintln!(
-                "kvtier status: {} is not healthy: {}",
-                args.url,
-                reason(args)
-            );
+            eprintln!("kvtier status: {url} is not healthy: {}", reason(url, args));
             Ok(ExitCode::FAILURE)
         }
         Err(error) => {
@@ -45,32 +47,27 @@ pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Prints; says whether the server is healthy.
-fn status(args: &StatusArgs) -> anyhow::Result<bool> {
-    let (code, body) = get(&args.url, "/status", args.timeout)?;
+fn status(url: &str, args: &StatusArgs) -> anyhow::Result<bool> {
+    let (code, body) = get(url, "/status", args.timeout)?;
     let status: Value = serde_json::from_str(&body)
         .ok()
         .filter(Value::is_object)
-        .with_context(|| {
-            format!(
-                "{} answers /status with {code} and no JSON object",
-                args.url
-            )
-        })?;
+        .with_context(|| format!("{url} answers /status with {code} and no JSON object"))?;
     if code != 200 {
         let error = status["error"].as_str().unwrap_or(body.trim());
-        anyhow::bail!("{} has no status: {code}, {error}", args.url);
+        anyhow::bail!("{url} has no status: {code}, {error}");
     }
     if args.json {
         println!("{}", serde_json::to_string_pretty(&status)?);
     } else {
-        print!("{}", summary(&args.url, &status));
+        print!("{}", summary(url, &status));
     }
     Ok(status["is_healthy"].as_bool().unwrap_or(false))
 }
 
 /// Why it is not healthy, in the server's words.
-fn reason(args: &StatusArgs) -> String {
-    let told = get(&args.url, "/healthcheck", args.timeout)
+fn reason(url: &str, args: &StatusArgs) -> String {
+    let told = get(url, "/healthcheck", args.timeout)
         .ok()
         .and_then(|(_, body)| serde_json::from_str::<Value>(&body).ok())
         .and_then(|body| body["reason"].as_str().map(str::to_owned));

@@ -235,6 +235,34 @@ fn status_and_ping_of_a_server_that_is_there() {
             );
         }
     }
+    // By position too, and without a scheme each command means its own port.
+    let (requests, http) = (
+        &server.requests["tcp://".len()..],
+        &server.http["http://".len()..],
+    );
+    for args in [
+        &["status", http][..],
+        &["status", &server.http],
+        &["status", "--url", http],
+        &["ping", requests],
+        &["ping", &server.http],
+        &["ping", "--url", requests],
+        &["bench", requests, "--scenario=ping", "--requests=1"],
+        &[
+            "bench",
+            "--url",
+            requests,
+            "--scenario=ping",
+            "--requests=1",
+        ],
+    ] {
+        let output = kvtier(args);
+        assert!(
+            output.status.success(),
+            "{args:?}: {:?}",
+            lines(&output.stderr)
+        );
+    }
     // Each is asked at the other's door.
     let http_of_requests = server.requests.replace("tcp://", "http://");
     for command in ["status", "ping"] {
@@ -267,12 +295,26 @@ fn status_and_ping_of_a_closed_port() {
 
 #[test]
 fn addresses_that_are_none_are_usage_errors() {
-    for args in [
-        ["status", "--url", "tcp://a:1"],
-        ["ping", "--url", "a:1"],
-        ["ping", "--timeout", "0"],
+    for (args, allowed) in [
+        (&["status", "tcp://a:1"][..], "http://host:port"),
+        (&["status", "--url", "tcp://a:1"], "http://host:port"),
+        (&["ping", "a"], "tcp://host:port"),
+        (&["ping", "--url", "https://a:1"], "http://host:port"),
+        (&["bench", "http://a:1"], "tcp://host:port"),
+        (&["bench", "--url", "a"], "ipc://path"),
+        (
+            &["bench", "start", "http://a:1", "--", "x"],
+            "tcp://host:port",
+        ),
+        (&["bench"], "URL"),
+        (&["bench", "start", "--", "x"], "URL"),
+        (&["ping", "a:1", "--url", "a:1"], "--url"),
+        (&["ping", "--timeout", "0"], "above 0"),
     ] {
-        assert_eq!(kvtier(&args).status.code(), Some(2), "{args:?}");
+        let output = kvtier(args);
+        let said = lines(&output.stderr).join("\n");
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {said}");
+        assert!(said.contains(allowed), "{args:?}: {said}");
     }
 }
 

@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 
+use crate::address::requests;
+
 /// Arguments of `kvtier bench`.
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
@@ -27,9 +29,12 @@ pub(crate) enum BenchCommand {
 /// Which load, and where.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct LoadArgs {
-    /// Address of the server: tcp://host:port, ipc://path or host:port.
-    #[arg(required = true)]
-    pub(crate) url: Option<String>,
+    /// Request socket of the server: host:port, tcp://host:port or ipc://path.
+    #[arg(value_name = "URL", required_unless_present = "url", value_parser = requests)]
+    server: Option<String>,
+    /// The same.
+    #[arg(long, value_parser = requests, conflicts_with = "server")]
+    url: Option<String>,
     /// What to measure; default is everything but replay and memory. May be repeated or separated by commas.
     #[arg(long, value_enum, value_delimiter = ',')]
     pub(crate) scenario: Vec<Scenario>,
@@ -105,6 +110,11 @@ pub(crate) struct LoadArgs {
 }
 
 impl LoadArgs {
+    /// Where the server is.
+    pub(crate) fn url(&self) -> Option<&str> {
+        self.server.as_deref().or(self.url.as_deref())
+    }
+
     /// The scenarios to run, in order. Asking for a trace or for objects without naming scenarios means those.
     pub(crate) fn scenarios(&self) -> Vec<Scenario> {
         match (self.scenario.is_empty(), &self.trace) {
@@ -163,9 +173,12 @@ impl Scenario {
 /// Arguments of `kvtier bench start`.
 #[derive(Debug, Args)]
 pub(crate) struct StartArgs {
-    /// Address the server will answer at.
-    #[arg(long)]
-    pub(crate) url: String,
+    /// Request socket the server will answer at: host:port, tcp://host:port or ipc://path.
+    #[arg(value_name = "URL", required_unless_present = "url", value_parser = requests)]
+    server: Option<String>,
+    /// The same.
+    #[arg(long, value_parser = requests, conflicts_with = "server")]
+    url: Option<String>,
     /// How often to start it.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) rounds: u32,
@@ -187,6 +200,13 @@ pub(crate) struct StartArgs {
     /// The server's command.
     #[arg(last = true, required = true)]
     pub(crate) command: Vec<String>,
+}
+
+impl StartArgs {
+    /// Where the server will be.
+    pub(crate) fn url(&self) -> Option<&str> {
+        self.server.as_deref().or(self.url.as_deref())
+    }
 }
 
 /// Arguments of `kvtier bench compare`.

@@ -84,13 +84,14 @@ impl Drop for Server {
 }
 
 pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
+    let url = args.url().context("the server's address is missing")?;
     let stop = stop_flag()?;
     let label = args
         .label
         .clone()
         .or_else(|| args.command.first().cloned())
         .unwrap_or_default();
-    let mut report = Report::bare(label, &args.url, 0, 0);
+    let mut report = Report::bare(label, url, 0, 0);
     let mut starts = Recorder::new();
     let mut ends = Recorder::new();
     let mut memory = Vec::new();
@@ -100,13 +101,12 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
             break;
         }
         anyhow::ensure!(
-            !listens(&args.url, args.timeout)?,
-            "something listens at {} already",
-            args.url
+            !listens(url, args.timeout)?,
+            "something listens at {url} already"
         );
         let begin = Instant::now();
         let mut server = Server::start(args)?;
-        report.chunk_tokens = first_answer(args, &mut server, begin, || {
+        report.chunk_tokens = first_answer(url, args, &mut server, begin, || {
             stop.load(std::sync::atomic::Ordering::Relaxed)
         })?;
         starts.success(begin.elapsed(), 0);
@@ -140,21 +140,21 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
 
 /// Waits for the first answered request; returns it: tokens in a chunk.
 fn first_answer(
+    url: &str,
     args: &StartArgs,
     server: &mut Server,
     begin: Instant,
     stopped: impl Fn() -> bool,
 ) -> anyhow::Result<usize> {
     // ZMQ pauses between attempts to connect, which would be measured too; so it first tries when somebody listens.
-    while !listens(&args.url, args.timeout)? {
+    while !listens(url, args.timeout)? {
         if let Some(status) = server.child.try_wait()? {
             anyhow::bail!("the server ended before it listened: {status}");
         }
         anyhow::ensure!(!stopped(), "interrupted");
         anyhow::ensure!(
             begin.elapsed() < args.timeout,
-            "the server did not listen at {} within {:?}",
-            args.url,
+            "the server did not listen at {url} within {:?}",
             args.timeout
         );
         std::thread::sleep(TRY_EVERY);
@@ -167,7 +167,7 @@ fn first_answer(
         reconnect: TRY_EVERY,
         ..Options::default()
     };
-    let answer = Connection::connect_with(&args.url, options)?.get_chunk_size();
+    let answer = Connection::connect_with(url, options)?.get_chunk_size();
     if let Err(ClientError::Timeout { .. }) = answer
         && let Some(status) = server.child.try_wait()?
     {
