@@ -1,0 +1,13 @@
+//! Second tiers: where objects are kept beyond host memory.
+//!
+//! An [`Adapter`] moves whole objects between L1 and one backend; everything that backends have in common is outside of
+//! it, in wrappers. This crate must never know of requests, sessions, leases of L1 or the protocol: it is given keys and
+//! memory, and who asked for them is not its business.
+
+mod adapter;
+mod error;
+mod object;
+
+pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
+pub use error::{ErrorKind, L2Error};
+pub use object::{Buffer, LoadItem, ObjectSpec, StoreItem};
