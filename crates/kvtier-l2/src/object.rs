@@ -27,6 +27,7 @@ pub struct ObjectSpec {
 pub struct Buffer {
     arena: Arc<Arena>,
     extent: Extent,
+    #[expect(dead_code, reason = "held, to be released when dropped")]
     hold: Arc<dyn Any + Send + Sync>,
 }
 
@@ -91,11 +92,8 @@ impl Buffer {
 
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            extent, hold: _, ..
-        } = self;
         f.debug_struct("Buffer")
-            .field("extent", extent)
+            .field("extent", &self.extent)
             .finish_non_exhaustive()
     }
 }
