@@ -29,11 +29,3 @@ pub(crate) fn get(base: &str, path: &str, timeout: Duration) -> anyhow::Result<(
         .with_context(|| format!("the answer of {url} cannot be read"))?;
     Ok((answer.status().as_u16(), body))
 }
-
-/// Seconds on the command line: above 0, at most an hour.
-pub(crate) fn patience(text: &str) -> Result<Duration, String> {
-    match text.parse::<f64>() {
-        Ok(seconds) if seconds > 0.0 && seconds <= 3600.0 => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err("give seconds above 0 and at most 3600".to_owned()),
-    }
-}

@@ -9,6 +9,7 @@ mod ping;
 mod server;
 mod signals;
 mod status;
+mod units;
 
 use std::process::ExitCode;
 

@@ -7,7 +7,8 @@ use clap::Args;
 use kvtier_client::{Connection, Options};
 
 use crate::address::{REQUESTS, expect_listener, requests_or_http};
-use crate::get::{get, patience};
+use crate::get::get;
+use crate::units::duration;
 
 /// Arguments of `kvtier ping`.
 #[derive(Debug, Args)]
@@ -22,8 +23,8 @@ pub struct PingArgs {
     /// How many pings
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     count: u32,
-    /// Seconds to wait for each answer
-    #[arg(long, default_value = "3", value_parser = patience)]
+    /// How long to wait for each answer, in seconds or as in 500ms, 30s, 2m
+    #[arg(long, default_value = "3", value_parser = duration)]
     timeout: Duration,
 }
 

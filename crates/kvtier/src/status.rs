@@ -10,7 +10,8 @@ use indicatif::{HumanBytes, HumanCount, HumanDuration};
 use serde_json::Value;
 
 use crate::address::{HTTP, http};
-use crate::get::{get, patience};
+use crate::get::get;
+use crate::units::duration;
 
 /// Arguments of `kvtier status`.
 #[derive(Debug, Args)]
@@ -24,8 +25,8 @@ pub struct StatusArgs {
     /// Print what the server says as it is, JSON
     #[arg(long)]
     json: bool,
-    /// Seconds to wait for the answer
-    #[arg(long, default_value = "3", value_parser = patience)]
+    /// How long to wait for the answer, in seconds or as in 500ms, 30s, 2m
+    #[arg(long, default_value = "3", value_parser = duration)]
     timeout: Duration,
 }
 

@@ -185,6 +185,31 @@ fn a_server_that_does_not_answer_ends_the_run_with_its_name() {
 }
 
 #[test]
+fn what_scenarios_lack_is_told_once_and_before_anything_starts() {
+    // Nobody listens there, and nobody is asked.
+    let url = format!("127.0.0.1:{}", free_port());
+    for (scenarios, lacking) in [
+        ("replay", &["--trace"][..]),
+        ("ping,memory", &["--pid"]),
+        ("memory,replay,memory", &["--pid", "--trace"]),
+    ] {
+        let output = Command::new(KVTIER)
+            .args(["bench", &url, "--scenario", scenarios])
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(
+            output.stdout.is_empty() && text.lines().count() == 1,
+            "{text}"
+        );
+        for flag in lacking {
+            assert_eq!(text.matches(flag).count(), 1, "{text}");
+        }
+    }
+}
+
+#[test]
 fn starts_are_timed_and_the_server_is_stopped() {
     let (port, http_port) = (free_port().to_string(), free_port().to_string());
     let url = format!("tcp://127.0.0.1:{port}");

@@ -309,7 +309,7 @@ fn addresses_that_are_none_are_usage_errors() {
         (&["bench"], "URL"),
         (&["bench", "start", "--", "x"], "URL"),
         (&["ping", "a:1", "--url", "a:1"], "--url"),
-        (&["ping", "--timeout", "0"], "above 0"),
+        (&["ping", "--timeout", "0"], "from 1ms"),
     ] {
         let output = kvtier(args);
         let said = lines(&output.stderr).join("\n");

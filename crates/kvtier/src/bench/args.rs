@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 
 use crate::address::requests;
+use crate::units::{duration, split_unit};
 
 /// Arguments of `kvtier bench`.
 #[derive(Debug, Args)]
@@ -25,6 +26,12 @@ pub(crate) enum BenchCommand {
     /// Compare JSON reports of two servers: medians over the files of each, and their ratio.
     Compare(CompareArgs),
 }
+
+/// What a scenario cannot do without.
+pub(crate) const NEEDS_TRACE: &str = "a replay needs a trace: --trace FILE";
+
+/// What a scenario cannot do without.
+pub(crate) const NEEDS_PID: &str = "the memory scenario needs the server's process: --pid PID";
 
 /// Which load, and where.
 #[derive(Debug, Clone, Args)]
@@ -47,7 +54,7 @@ pub(crate) struct LoadArgs {
     /// Different prompts that lookups take in turn.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) prompts: u32,
-    /// How long each latency scenario is measured, such as 5s or 500ms, after a tenth of it to warm up.
+    /// How long each latency scenario is measured, in seconds or as in 500ms, 30s, 2m, after a tenth of it to warm up.
     #[arg(long, default_value = "3s", value_parser = duration)]
     pub(crate) duration: Duration,
     /// Measure this many requests (a client) instead of a duration.
@@ -77,7 +84,7 @@ pub(crate) struct LoadArgs {
     /// Send chunks pickled, even where the server has a shared pool.
     #[arg(long)]
     pub(crate) pickle: bool,
-    /// How long any request may take. The first that takes longer ends the run.
+    /// How long any request may take, in seconds or as in 500ms, 30s, 2m. The first that takes longer ends the run.
     #[arg(long, default_value = "10s", value_parser = duration)]
     pub(crate) timeout: Duration,
     /// Ask the server to drop unused chunks before each scenario. For servers that nobody else uses.
@@ -115,13 +122,26 @@ impl LoadArgs {
         self.server.as_deref().or(self.url.as_deref())
     }
 
-    /// The scenarios to run, in order. Asking for a trace or for objects without naming scenarios means those.
+    /// The scenarios to run, in order. Giving a trace without naming scenarios means the replay.
     pub(crate) fn scenarios(&self) -> Vec<Scenario> {
         match (self.scenario.is_empty(), &self.trace) {
             (false, _) => self.scenario.clone(),
             (true, Some(_)) => vec![Scenario::Replay],
             (true, None) => Scenario::TABLE.to_vec(),
         }
+    }
+
+    /// What the scenarios need and was not given, all of it.
+    pub(crate) fn lacks(&self) -> Option<String> {
+        let lacks = |scenario| match scenario {
+            Scenario::Replay if self.trace.is_none() => Some(NEEDS_TRACE),
+            Scenario::Memory if self.pid.is_none() => Some(NEEDS_PID),
+            _ => None,
+        };
+        let mut all: Vec<_> = self.scenarios().into_iter().filter_map(lacks).collect();
+        all.sort_unstable();
+        all.dedup();
+        (!all.is_empty()).then(|| all.join("; "))
     }
 }
 
@@ -182,10 +202,10 @@ pub(crate) struct StartArgs {
     /// How often to start it.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) rounds: u32,
-    /// How long it may take.
+    /// How long it may take, in seconds or as in 500ms, 30s, 2m.
     #[arg(long, default_value = "120s", value_parser = duration)]
     pub(crate) timeout: Duration,
-    /// How long to leave it idle before its memory is read.
+    /// How long to leave it idle before its memory is read, in seconds or as in 500ms, 30s, 2m.
     #[arg(long, default_value = "1s", value_parser = duration)]
     pub(crate) settle: Duration,
     /// Name of the server in reports; default is its program.
@@ -220,16 +240,6 @@ pub(crate) struct CompareArgs {
     pub(crate) ours: Vec<PathBuf>,
 }
 
-/// A span of time: a number of seconds, or one with the unit ms, s or m.
-fn duration(text: &str) -> Result<Duration, String> {
-    let (number, scale) = split_unit(text, &[("ms", 0.001), ("s", 1.0), ("m", 60.0), ("", 1.0)])
-        .ok_or("expected a time such as 5s, 500ms or 2m")?;
-    if !(number * scale).is_finite() || number * scale < 0.001 || number * scale > 86_400.0 {
-        return Err(format!("{text} is not within 1ms and 24 hours"));
-    }
-    Ok(Duration::from_secs_f64(number * scale))
-}
-
 /// A number of bytes, or one with the unit KiB, MiB or GiB.
 fn bytes(text: &str) -> Result<u64, String> {
     let units = [
@@ -261,28 +271,14 @@ fn rate_or_none(text: &str) -> Result<f64, String> {
     }
 }
 
-/// The number in front of the first unit that fits, and the unit's value.
-fn split_unit(text: &str, units: &[(&str, f64)]) -> Option<(f64, f64)> {
-    units.iter().find_map(|&(unit, scale)| {
-        let number = text.strip_suffix(unit)?.trim().parse::<f64>().ok()?;
-        Some((number, scale))
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn times_and_sizes_have_units() {
-        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
-        assert_eq!(duration("2m"), Ok(Duration::from_secs(120)));
-        assert_eq!(duration("1.5"), Ok(Duration::from_millis(1500)));
+    fn sizes_have_units() {
         assert_eq!(bytes("2MiB"), Ok(2 << 20));
         assert_eq!(bytes("4096"), Ok(4096));
-        for bad in ["", "-1s", "nans", "1e99s", "0"] {
-            assert!(duration(bad).is_err(), "{bad}");
-        }
         for bad in ["", "0", "1.5", "2MB", "-4KiB", "nan"] {
             assert!(bytes(bad).is_err(), "{bad}");
         }

@@ -4,6 +4,7 @@ use anyhow::Context as _;
 use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, Prompt};
 
+use super::args::NEEDS_PID;
 use super::context::{Context, Pace};
 use super::record::{Recorder, Row};
 use super::report::Report;
@@ -43,10 +44,7 @@ pub(crate) fn resident(pid: u32) -> anyhow::Result<Resident> {
 
 /// Stores many one-byte objects without writing them, and compares the server's private memory before and after.
 pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> {
-    let pid = context
-        .args
-        .pid
-        .context("the memory scenario needs the server's process: --pid PID")?;
+    let pid = context.args.pid.context(NEEDS_PID)?;
     let scope = context.scope("memory");
     let mut spec = EngineDrivenSpec::new(context.instance(), scope.clone(), 1, 1);
     spec.dtype = Dtype::UInt8;

@@ -31,6 +31,9 @@ use args::{BenchCommand, LoadArgs, Scenario};
 use context::Context;
 use report::Report;
 
+/// Exit code for arguments that do not go together, as for those that are none.
+const USAGE: u8 = 2;
+
 /// Runs the command; the exit code says whether all requests succeeded and all bytes were right.
 pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     match args.command {
@@ -41,6 +44,10 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn load(args: LoadArgs) -> anyhow::Result<ExitCode> {
+    if let Some(lacks) = args.lacks() {
+        eprintln!("kvtier bench: {lacks}");
+        return Ok(ExitCode::from(USAGE));
+    }
     let json = args.json.clone();
     let context = Context::new(args)?;
     let mut report = Report::new(&context);

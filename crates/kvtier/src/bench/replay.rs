@@ -11,6 +11,7 @@ use anyhow::Context as _;
 use kvtier_client::{EngineDrivenWorker, Prompt};
 use serde::Deserialize;
 
+use super::args::NEEDS_TRACE;
 use super::context::Context;
 use super::record::{Recorder, Row};
 use super::report::Report;
@@ -43,11 +44,7 @@ struct Outcome {
 }
 
 pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> {
-    let path = context
-        .args
-        .trace
-        .as_ref()
-        .context("a replay needs a trace: --trace FILE")?;
+    let path = context.args.trace.as_ref().context(NEEDS_TRACE)?;
     let lines = read(path, context.args.limit)?;
     let scope = context.scope("replay");
     let bar = context.bar("replay", lines.len() as u64);

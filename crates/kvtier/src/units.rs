@@ -1,0 +1,40 @@
+//! Numbers with units on the command line.
+
+use std::time::Duration;
+
+/// A span of time: a number of seconds, or one with the unit ms, s or m.
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+    let (number, scale) = split_unit(text, &[("ms", 0.001), ("s", 1.0), ("m", 60.0), ("", 1.0)])
+        .ok_or("give a time in seconds, or such as 500ms, 30s or 2m")?;
+    if !(number * scale).is_finite() || number * scale < 0.001 || number * scale > 86_400.0 {
+        return Err("give a time from 1ms to 24 hours".to_owned());
+    }
+    Ok(Duration::from_secs_f64(number * scale))
+}
+
+/// The number in front of the first unit that fits, and the unit's value.
+pub(crate) fn split_unit(text: &str, units: &[(&str, f64)]) -> Option<(f64, f64)> {
+    units.iter().find_map(|&(unit, scale)| {
+        let number = text.strip_suffix(unit)?.trim().parse::<f64>().ok()?;
+        Some((number, scale))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_units() {
+        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(duration("30s"), Ok(Duration::from_secs(30)));
+        assert_eq!(duration("2m"), Ok(Duration::from_secs(120)));
+        assert_eq!(duration("1.5"), Ok(Duration::from_millis(1500)));
+        for bad in ["", "-1s", "nans", "1e99s", "0", "5h", "ms"] {
+            assert!(
+                duration(bad).unwrap_err().starts_with("give a time"),
+                "{bad}"
+            );
+        }
+    }
+}
