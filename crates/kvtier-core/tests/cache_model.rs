@@ -108,6 +108,7 @@ impl Both {
             eviction,
             // `compare` checks them.
             check_invariants_every: 0,
+            ..CacheConfig::default()
         };
         Self {
             cache: Cache::new(FirstFit::new(capacity, align), config),

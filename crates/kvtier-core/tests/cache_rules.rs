@@ -4,7 +4,7 @@
 mod cache_support;
 
 use cache_support::*;
-use kvtier_core::cache::{KeyOutcome, LookupRow, ReserveError, ReserveRequest};
+use kvtier_core::cache::{Cache, CacheConfig, KeyOutcome, LookupRow, ReserveError, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
 use std::time::Duration;
 
@@ -450,4 +450,33 @@ fn eviction_names_are_those_of_the_configuration() {
     assert_eq!("noop".parse(), Ok(EvictionKind::Noop));
     let error = "ARC".parse::<EvictionKind>().unwrap_err();
     assert!(error.to_string().contains("ARC"), "{error}");
+}
+
+#[test]
+fn what_was_evicted_is_told_once_where_somebody_asks() {
+    for report_evicted in [false, true] {
+        let cache = Cache::new(
+            FirstFit::new(100, 1),
+            CacheConfig {
+                report_evicted,
+                ..CacheConfig::default()
+            },
+        );
+        let keys = hashes(0..3);
+        for key in &keys {
+            let one = std::slice::from_ref(key);
+            let reserved = cache
+                .reserve(NOW, &request(space(0, "t"), one, 50))
+                .unwrap();
+            let _ = reserved.reservation.commit(NOW);
+        }
+        let evicted = cache.take_evicted();
+        if report_evicted {
+            assert_eq!(evicted.len(), 1);
+            assert_eq!((evicted[0].chunk_hash, evicted[0].bytes), (keys[0], 50));
+            assert_eq!(evicted[0].space.as_space(), space(0, "t"));
+        }
+        assert_eq!(evicted.is_empty(), !report_evicted);
+        assert_eq!(cache.take_evicted(), []);
+    }
 }

@@ -132,6 +132,7 @@ fn threads_never_read_what_others_wrote() {
     let config = CacheConfig {
         eviction: EvictionKind::Lru,
         check_invariants_every: 101,
+        ..CacheConfig::default()
     };
     let cache = Cache::new(FirstFit::new(CAPACITY, 1), config);
     thread::scope(|scope| {

@@ -48,6 +48,8 @@ use std::time::Duration;
 pub struct CacheConfig {
     /// Who leaves when room is needed.
     pub eviction: EvictionKind,
+    /// Keep a list of what was evicted, for [`Cache::take_evicted`]: where the bytes have to be deleted too.
+    pub report_evicted: bool,
     /// In builds with debug assertions: check all invariants after every so many calls. 0 = never. Costs time
     /// proportional to the number of objects.
     pub check_invariants_every: u32,
@@ -75,7 +77,7 @@ pub struct Removed {
     pub missing: usize,
 }
 
-/// A resident object, for listings.
+/// A resident object, or one that was resident until it was evicted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResidentObject {
     /// The chunk.
@@ -130,7 +132,7 @@ impl<A: ExtentAllocator> Cache<A> {
     pub fn new(allocator: A, config: CacheConfig) -> Self {
         Self {
             shared: Arc::new(Shared {
-                state: Mutex::new(State::new(allocator, config.eviction)),
+                state: Mutex::new(State::new(allocator, config)),
                 check_every: config.check_invariants_every,
                 calls: AtomicU32::new(0),
             }),
@@ -277,6 +279,13 @@ impl<A: ExtentAllocator> Cache<A> {
             state.tell_time(now);
             state.evict(bytes_wanted, max_objects)
         })
+    }
+
+    /// What was evicted since the last call, in order; always empty without [`CacheConfig::report_evicted`]. A cache
+    /// that reports must be asked after each `reserve` and `evict`: the list is kept until then.
+    pub fn take_evicted(&self) -> Vec<ResidentObject> {
+        self.locked(|state| state.evicted.as_mut().map(std::mem::take))
+            .unwrap_or_default()
     }
 
     /// Room taken and room there is; cheap.

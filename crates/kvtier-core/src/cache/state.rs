@@ -4,8 +4,8 @@ use super::counters::{Counters, Tally, Totals};
 use super::index::Index;
 use super::slab::{Slab, Slot, SlotRef, SlotState};
 use super::space::Spaces;
-use super::{Evicted, Extent, ExtentAllocator};
-use crate::eviction::{Candidate, EvictionKind, EvictionPolicy};
+use super::{CacheConfig, Evicted, Extent, ExtentAllocator, ResidentObject};
+use crate::eviction::{Candidate, EvictionPolicy};
 use crate::hashing::ChunkHash;
 use std::hint::black_box;
 use std::time::Duration;
@@ -31,19 +31,21 @@ pub(super) struct State<A> {
     /// How many of the next victims have been fetched from memory already.
     pub(super) warm: usize,
     upcoming: Vec<u32>,
+    /// Evicted and not asked for yet; `None` where nobody asks.
+    pub(super) evicted: Option<Vec<ResidentObject>>,
 }
 
 /// Victims fetched at once.
 const WARM: usize = 32;
 
 impl<A: ExtentAllocator> State<A> {
-    pub(super) fn new(allocator: A, eviction: EvictionKind) -> Self {
+    pub(super) fn new(allocator: A, config: CacheConfig) -> Self {
         Self {
             allocator,
             slab: Slab::default(),
             index: Index::default(),
             spaces: Spaces::default(),
-            policy: eviction.build(),
+            policy: config.eviction.build(),
             counters: Counters::default(),
             leased: Tally::default(),
             totals: Totals::default(),
@@ -51,6 +53,7 @@ impl<A: ExtentAllocator> State<A> {
             clock: 0,
             warm: 0,
             upcoming: Vec::with_capacity(WARM),
+            evicted: config.report_evicted.then(Vec::new),
         }
     }
 
@@ -282,7 +285,18 @@ impl<A: ExtentAllocator> State<A> {
         }
         self.warm -= 1;
         let number = self.policy.victim()?;
-        let idle = self.clock - self.slab.at(number).used_at.min(self.clock);
+        let slot = self.slab.at(number);
+        let idle = self.clock - slot.used_at.min(self.clock);
+        if let Some(evicted) = &mut self.evicted
+            && let Some(space) = self.spaces.owned(slot.space)
+        {
+            evicted.push(ResidentObject {
+                chunk_hash: slot.hash,
+                space,
+                bytes: slot.extent.len,
+                leases: 0,
+            });
+        }
         let bytes = self.take_out(number);
         self.totals.evicted.add(bytes);
         self.totals.last_evicted_idle_ticks = idle;

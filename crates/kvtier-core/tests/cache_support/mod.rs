@@ -98,6 +98,7 @@ pub fn cache_with(capacity: u64, eviction: EvictionKind) -> Cache<FirstFit> {
     let config = CacheConfig {
         eviction,
         check_invariants_every: 1,
+        ..CacheConfig::default()
     };
     Cache::new(FirstFit::new(capacity, 1), config)
 }
