@@ -49,6 +49,9 @@ impl Server {
     /// A port that is taken, memory that cannot be had, a system out of threads.
     pub fn start(config: ServerConfig) -> Result<Self, StartError> {
         let config = Arc::new(config);
+        if let Some(warning) = config.memory_warning() {
+            tracing::warn!("{warning}");
+        }
         let socket = RequestSocket::bind(&config).map_err(StartError)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {

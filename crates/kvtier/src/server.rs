@@ -34,6 +34,13 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             config,
             check_only: true,
         }) => {
+            let shortage = config.shm_shortage();
+            if let (true, Some(shortage), Some(name)) =
+                (config.shm_required, &shortage, &config.shm_name)
+            {
+                eprintln!("kvtier server: --shm-name {name}: {shortage}");
+                return Ok(ExitCode::FAILURE);
+            }
             println!(
                 "the configuration is good: L1 of {:.2} GiB ({}), chunks of {} tokens",
                 config.l1_bytes as f64 / kvtier_server::config::GIB as f64,
@@ -42,6 +49,9 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             );
             if !config.ignored.is_empty() {
                 println!("without effect here: {}", config.ignored.join(" "));
+            }
+            for warning in [config.memory_warning(), shortage].into_iter().flatten() {
+                println!("warning: {warning}");
             }
             return Ok(ExitCode::SUCCESS);
         }

@@ -377,6 +377,36 @@ fn check_config_checks_and_stops() {
 }
 
 #[test]
+fn check_config_warns_of_what_the_machine_does_not_have() {
+    let check = |flags: &[&str]| kvtier(&[&["server", "--check-config"], flags].concat());
+    let small = check(&["--l1-size-gb", "0.01"]);
+    assert!(small.status.success());
+    assert!(!lines(&small.stdout).join("\n").contains("warning"));
+    let large = ["--l1-size-gb", "1048576"];
+    let output = check(&large);
+    let text = lines(&output.stdout);
+    assert!(output.status.success(), "{text:?}");
+    assert!(text.iter().any(|line| {
+        line.contains("warning: --l1-size-gb: L1 of 1048576.00 GiB is more than the m")
+    }));
+    assert!(
+        text.iter()
+            .any(|line| line.contains("warning: /dev/shm has room for"))
+    );
+    // Without the pool there is nothing to fit; with one that was asked for by name the server would not start.
+    let text = lines(&check(&[&large[..], &["--shm-name", ""]].concat()).stdout).join("\n");
+    assert!(
+        text.contains("is more than") && !text.contains("/dev/shm"),
+        "{text}"
+    );
+    let line = complaint(&check(&[&large[..], &["--shm-name", "asked"]].concat()), 1);
+    assert!(
+        line.contains("--shm-name asked: /dev/shm has room for"),
+        "{line}"
+    );
+}
+
+#[test]
 fn help_names_every_command() {
     let output = kvtier(&["--help"]);
     let text = lines(&output.stdout).join("\n");

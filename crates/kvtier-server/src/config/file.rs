@@ -1,5 +1,6 @@
 //! Reading the command line and the TOML file behind `--config` through one parser.
 
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::path::Path;
 
@@ -8,6 +9,9 @@ use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 use super::flags::ServerArgs;
 use super::{ConfigError, Parsed, peer};
+
+/// Keys that are named for one that is unknown.
+const SUGGESTIONS: usize = 3;
 
 /// The whole command: our flags and the ones of LMCache that are only known.
 pub(super) fn command() -> Command {
@@ -94,8 +98,14 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
     })?;
     let command = command();
     let mut flags = Vec::new();
+    let mut seen = HashMap::new();
     for (key, value) in &table {
         let name = key.replace('_', "-");
+        if let Some(other) = seen.insert(name.clone(), key) {
+            return Err(refuse(format!(
+                "keys {other:?} and {key:?} are the same; give one of them"
+            )));
+        }
         let known = command.get_arguments().find(|arg| {
             arg.get_long() == Some(&name) && name != "config" && name != "check-config"
         });
@@ -103,15 +113,9 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
             .get_arguments()
             .find(|arg| arg.get_long() == Some(&format!("no-{name}")));
         let Some(arg) = known.or(negated) else {
-            let mut names: Vec<_> = command
-                .get_arguments()
-                .filter(|arg| !arg.is_hide_set())
-                .filter_map(|arg| arg.get_long())
-                .collect();
-            names.retain(|name| !["config", "check-config", "help", "version"].contains(name));
             return Err(refuse(format!(
-                "key {key:?} is unknown; known keys are {}",
-                names.join(", ")
+                "key {key:?} is unknown; the nearest keys are {}, and `kvtier server --help` lists all",
+                nearest(&command, &name).join(", ")
             )));
         };
         let on_command_line = |id: &str| {
@@ -155,6 +159,20 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
         }
     }
     Ok(flags)
+}
+
+/// The keys that look most like `name`.
+fn nearest<'a>(command: &'a Command, name: &str) -> Vec<&'a str> {
+    let mut names: Vec<_> = command
+        .get_arguments()
+        .filter(|arg| !arg.is_hide_set())
+        .filter_map(|arg| arg.get_long())
+        .filter(|name| !["config", "check-config", "help", "version"].contains(name))
+        .collect();
+    let likeness = |other: &&str| strsim::jaro_winkler(other, name);
+    names.sort_by(|a, b| likeness(b).total_cmp(&likeness(a)));
+    names.truncate(SUGGESTIONS);
+    names
 }
 
 /// One TOML value as the text a flag takes. A table becomes JSON, so that adapters can be written as TOML tables.

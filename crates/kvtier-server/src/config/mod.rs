@@ -142,6 +142,33 @@ impl ServerConfig {
         }
     }
 
+    /// What is wrong with an L1 that this process cannot keep in memory.
+    pub fn memory_warning(&self) -> Option<String> {
+        let gib = |bytes| bytes as f64 / GIB as f64;
+        (self.l1_bytes > self.memory.bytes).then(|| {
+            format!(
+                "--l1-size-gb: L1 of {:.2} GiB is more than {}, {:.2} GiB; as it fills, the system will swap or kill \
+                 the server",
+                gib(self.l1_bytes),
+                self.memory,
+                gib(self.memory.bytes)
+            )
+        })
+    }
+
+    /// Why the pool that is wanted cannot be in /dev/shm, if it does not fit: a segment larger than its file system can be
+    /// made, and kills whoever touches the part that does not fit.
+    pub fn shm_shortage(&self) -> Option<String> {
+        self.shm_name.as_ref()?;
+        let (room, bytes) = (memory::shm_room()?, self.l1_bytes);
+        (room < bytes).then(|| {
+            format!(
+                "/dev/shm has room for {room} bytes, L1 needs {bytes}; enlarge it, lower --l1-size-gb, or give \
+                 --shm-name \"\" to do without the pool"
+            )
+        })
+    }
+
     /// The address to give libzmq; a name is resolved by libzmq, except `localhost`, which is IPv4 loopback here as it
     /// is for every client of this protocol.
     pub fn bind_address(&self) -> String {

@@ -187,6 +187,10 @@ fn a_bad_file_is_refused_by_name_and_key() {
             vec!["separate-object-groups", "true or false"],
         ),
         ("config = 'other'", vec!["config", "unknown"]),
+        (
+            "chunk-size = 64\nport = 1\nchunk_size = 64",
+            vec!["\"chunk-size\"", "\"chunk_size\"", "the same"],
+        ),
     ] {
         let line = with_file(text, &[]).unwrap_err().0;
         assert!(!line.contains('\n') && line.contains(".tmp"), "{line}");
@@ -195,6 +199,17 @@ fn a_bad_file_is_refused_by_name_and_key() {
         }
     }
     assert!(refused(&["--config", "/no/such/file"]).contains("/no/such/file"));
+    for (key, near) in [
+        ("l1-size", "l1-size-gb"),
+        ("worker-timeout", "worker-reap-timeout-seconds"),
+        ("shm", "shm-name"),
+    ] {
+        let line = with_file(&format!("{key} = 1"), &[]).unwrap_err().0;
+        let (_, told) = line.split_once("nearest keys are ").unwrap();
+        let (keys, _) = told.split_once(", and").unwrap();
+        let keys: Vec<_> = keys.split(", ").collect();
+        assert!(keys.len() == 3 && keys.contains(&near), "{line}");
+    }
 }
 
 #[test]

@@ -86,17 +86,10 @@ fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
     let Some(name) = &config.shm_name else {
         return Arena::create(ArenaKind::Anonymous, bytes).map_err(describe);
     };
-    // A segment larger than its file system exists, and kills whoever touches the part that does not fit.
-    let room = shm_room();
-    let shared = if room.is_some_and(|room| room < bytes) {
-        Err(format!(
-            "/dev/shm has room for {} bytes, L1 needs {bytes}; enlarge it, lower --l1-size-gb, or give --shm-name \"\" \
-             to do without the pool",
-            room.unwrap_or_default()
-        ))
-    } else {
-        Arena::create(ArenaKind::Shm { name: name.clone() }, bytes)
-            .map_err(|error| error.to_string())
+    let shared = match config.shm_shortage() {
+        Some(shortage) => Err(shortage),
+        None => Arena::create(ArenaKind::Shm { name: name.clone() }, bytes)
+            .map_err(|error| error.to_string()),
     };
     match shared {
         Ok(arena) => Ok(arena),
@@ -106,10 +99,4 @@ fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
             Arena::create(ArenaKind::Anonymous, bytes).map_err(describe)
         }
     }
-}
-
-/// Bytes free in /dev/shm; `None` when that cannot be told.
-fn shm_room() -> Option<u64> {
-    let stat = rustix::fs::statvfs("/dev/shm").ok()?;
-    Some(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
