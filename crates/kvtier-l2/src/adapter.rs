@@ -136,6 +136,11 @@ pub trait Adapter: Send + Sync + 'static {
         found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> BoxFuture<'a, Result<Recovered, L2Error>>;
 
+    /// Bytes an object of `len` bytes will take in the backend, as far as that is known before it is written.
+    fn size_of(&self, len: u64) -> u64 {
+        len
+    }
+
     /// Bytes that could still be written, if the backend has a bound of its own such as a disk. `None` is "unknown".
     fn free_bytes(&self) -> Option<u64> {
         None

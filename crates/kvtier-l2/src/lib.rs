@@ -7,6 +7,7 @@
 mod adapter;
 mod error;
 mod object;
+pub mod tier;
 
 pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
 pub use error::{ErrorKind, L2Error};

@@ -1,0 +1,48 @@
+//! A tier's bytes as the cache's memory: a sum with a bound.
+
+use kvtier_core::cache::{Extent, ExtentAllocator};
+
+/// Counts bytes. Extents have places only so that no two are alike.
+#[derive(Debug)]
+pub struct Budget {
+    capacity: u64,
+    used: u64,
+    next: u64,
+}
+
+impl Budget {
+    /// At most `capacity` bytes; `None` is no bound.
+    pub fn new(capacity: Option<u64>) -> Self {
+        Self {
+            // Half the range of numbers, so that no sum of sizes wraps.
+            capacity: capacity.unwrap_or(u64::MAX / 2),
+            used: 0,
+            next: 0,
+        }
+    }
+}
+
+impl ExtentAllocator for Budget {
+    fn allocate(&mut self, bytes: u64) -> Option<Extent> {
+        let used = self.used.checked_add(bytes)?;
+        if used > self.capacity {
+            return None;
+        }
+        self.used = used;
+        let offset = self.next;
+        self.next = self.next.wrapping_add(bytes);
+        Some(Extent { offset, len: bytes })
+    }
+
+    fn free(&mut self, extent: Extent) {
+        self.used = self.used.saturating_sub(extent.len);
+    }
+
+    fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    fn used(&self) -> u64 {
+        self.used
+    }
+}

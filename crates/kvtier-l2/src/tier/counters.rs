@@ -1,0 +1,72 @@
+//! What a tier counts. All of it only grows.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::error::ErrorKind;
+
+/// A number that only grows.
+#[derive(Debug, Default)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    pub(super) fn add(&self, more: u64) {
+        self.0.fetch_add(more, Ordering::Relaxed);
+    }
+
+    /// Its value.
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Failures by kind.
+#[derive(Debug, Default)]
+pub struct Failures(Mutex<BTreeMap<&'static str, u64>>);
+
+impl Failures {
+    pub(super) fn add(&self, kind: ErrorKind) {
+        *self.0.lock().entry(kind.name()).or_default() += 1;
+    }
+
+    /// Each kind that there was, and how often.
+    pub fn get(&self) -> BTreeMap<&'static str, u64> {
+        self.0.lock().clone()
+    }
+
+    /// Of all kinds.
+    pub fn sum(&self) -> u64 {
+        self.0.lock().values().sum()
+    }
+}
+
+/// The counters of one tier.
+#[derive(Debug, Default)]
+pub struct TierCounters {
+    /// Objects written.
+    pub stored_objects: Counter,
+    /// Bytes of those, as they are in the backend.
+    pub stored_bytes: Counter,
+    /// Objects that were not written because they were there.
+    pub already_there: Counter,
+    /// Objects that could not be written.
+    pub store_failures: Failures,
+    /// Objects asked for.
+    pub looked_up: Counter,
+    /// Objects found.
+    pub found: Counter,
+    /// Objects read.
+    pub loaded_objects: Counter,
+    /// Their bytes.
+    pub loaded_bytes: Counter,
+    /// Objects read that had no checksum to compare with.
+    pub unverified: Counter,
+    /// Objects that could not be read, or were not what they had to be.
+    pub load_failures: Failures,
+    /// Objects evicted.
+    pub evicted_objects: Counter,
+    /// Their bytes.
+    pub evicted_bytes: Counter,
+}
