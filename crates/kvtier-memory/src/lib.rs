@@ -5,6 +5,7 @@
 //!   bookkeeping lies outside the arena, so whoever writes to shared memory cannot corrupt it.
 //! * [`ForeignSegment`]: memory that a client created and lent to us.
 //! * [`copy_affine`] and [`copy_runs`]: the one copy between the two.
+//! * [`Arena::read_file`] and [`Arena::write_file`]: files straight to and from an arena.
 //! * [`fault`]: a peer that truncates its segment gets an error, not our process.
 //!
 //! This crate must never know what the bytes mean: no keys, no layouts, no leases, no protocol.
@@ -27,6 +28,7 @@ pub mod checksum;
 pub mod copy;
 mod extent;
 pub mod fault;
+mod file;
 mod mapping;
 mod prefault;
 mod process;
@@ -38,6 +40,7 @@ pub use allocator::{AllocateError, AllocatorStats, ExtentAllocator, FreeError, G
 pub use arena::{Arena, ArenaError, ArenaKind, ArenaOptions};
 pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, copy_runs};
 pub use extent::Extent;
+pub use file::FileError;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use segment::{ForeignSegment, OwnSegment, SegmentError};
 pub use shm_file::remove_stale_pools;

@@ -1,0 +1,170 @@
+//! Files straight from and to an arena, without a buffer in between.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use crate::access::AccessError;
+use crate::arena::Arena;
+use crate::extent::Extent;
+
+/// Why a file could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FileError {
+    /// The arena's side failed.
+    #[error(transparent)]
+    Memory(#[from] AccessError),
+    /// The file's side failed.
+    #[error("{source} after {done} bytes")]
+    System {
+        /// Bytes moved before.
+        done: u64,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A write moved nothing and gave no reason.
+    #[error("no more bytes are taken after {0} bytes")]
+    Stuck(u64),
+}
+
+impl Arena {
+    /// Reads `file` from its byte `at` on: into `extent`, and behind it into `tail`, until `enough` bytes are there or
+    /// the file ends. Gives the bytes read, which may be more than `enough`.
+    ///
+    /// With `O_DIRECT` the extent, `tail` and `at` must be aligned as the file system wants it, and `enough` should be
+    /// what the file has: a second read would begin where the first ended.
+    ///
+    /// # Errors
+    /// [`FileError`]; what is in the extent then is undefined.
+    pub fn read_file(
+        &self,
+        extent: Extent,
+        tail: &mut [u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+        enough: u64,
+    ) -> Result<u64, FileError> {
+        let first = self.address(extent, 0, extent.len)?.as_ptr();
+        let pieces = Pieces {
+            first,
+            first_len: extent.len as usize,
+            second: tail.as_mut_ptr(),
+            second_len: tail.len(),
+        };
+        let mut done = 0;
+        while done < enough.min(pieces.len()) {
+            let vectors = pieces.from(done as usize);
+            // SAFETY: `vectors` name writable memory that outlives the call: the extent, checked to lie inside this
+            // arena, and `tail`, which is borrowed exclusively. Others may write the extent meanwhile; the system does
+            // not mind, and we make no reference to it.
+            let moved = unsafe {
+                libc::preadv(
+                    file.as_raw_fd(),
+                    vectors.as_ptr(),
+                    2,
+                    offset(at, done, pieces.len())?,
+                )
+            };
+            match outcome(moved, done)? {
+                Some(0) => break,
+                Some(moved) => done += moved,
+                None => {}
+            }
+        }
+        self.mapping().check_poison(extent)?;
+        Ok(done)
+    }
+
+    /// Writes `extent` and behind it `tail` to `file` from its byte `at` on, all of it.
+    ///
+    /// # Errors
+    /// [`FileError`]; the file may have part of the bytes then.
+    pub fn write_file(
+        &self,
+        extent: Extent,
+        tail: &[u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+    ) -> Result<(), FileError> {
+        let first = self.address(extent, 0, extent.len)?.as_ptr();
+        let pieces = Pieces {
+            first,
+            first_len: extent.len as usize,
+            second: tail.as_ptr().cast_mut(),
+            second_len: tail.len(),
+        };
+        let mut done = 0;
+        while done < pieces.len() {
+            let vectors = pieces.from(done as usize);
+            // SAFETY: `vectors` name readable memory that outlives the call: the extent, checked to lie inside this
+            // arena, and `tail`, which is borrowed. The system only reads them.
+            let moved = unsafe {
+                libc::pwritev(
+                    file.as_raw_fd(),
+                    vectors.as_ptr(),
+                    2,
+                    offset(at, done, pieces.len())?,
+                )
+            };
+            match outcome(moved, done)? {
+                Some(0) => return Err(FileError::Stuck(done)),
+                Some(moved) => done += moved,
+                None => {}
+            }
+        }
+        Ok(self.mapping().check_poison(extent)?)
+    }
+}
+
+/// Two pieces of memory that are one after the other in a file.
+struct Pieces {
+    first: *mut u8,
+    first_len: usize,
+    second: *mut u8,
+    second_len: usize,
+}
+
+impl Pieces {
+    fn len(&self) -> u64 {
+        self.first_len as u64 + self.second_len as u64
+    }
+
+    /// What is left of both behind the first `done` bytes, at most `len` of them.
+    fn from(&self, done: usize) -> [libc::iovec; 2] {
+        let of_first = done.min(self.first_len);
+        let of_second = done - of_first;
+        [
+            libc::iovec {
+                iov_base: self.first.wrapping_add(of_first).cast(),
+                iov_len: self.first_len - of_first,
+            },
+            libc::iovec {
+                iov_base: self.second.wrapping_add(of_second).cast(),
+                iov_len: self.second_len - of_second,
+            },
+        ]
+    }
+}
+
+/// Where the next byte is in the file; the end must be a file offset too.
+fn offset(at: u64, done: u64, len: u64) -> Result<i64, FileError> {
+    let end = at.checked_add(len).and_then(|end| i64::try_from(end).ok());
+    end.map(|_| (at + done) as i64).ok_or(FileError::System {
+        done,
+        source: io::Error::from_raw_os_error(libc::EFBIG),
+    })
+}
+
+/// Bytes moved; `None` to try again.
+fn outcome(moved: isize, done: u64) -> Result<Option<u64>, FileError> {
+    if let Ok(moved) = u64::try_from(moved) {
+        return Ok(Some(moved));
+    }
+    let source = io::Error::last_os_error();
+    match source.raw_os_error() {
+        Some(libc::EINTR) => Ok(None),
+        // The system touches lost pages without the fault guard and says so.
+        Some(libc::EFAULT) => Err(AccessError::Poisoned { what: "arena" }.into()),
+        _ => Err(FileError::System { done, source }),
+    }
+}
