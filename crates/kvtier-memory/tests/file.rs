@@ -1,5 +1,7 @@
 //! Files from and to an arena.
 
+#![expect(clippy::unwrap_used, reason = "tests")]
+
 use std::io::Write;
 use std::os::fd::AsFd;
 
