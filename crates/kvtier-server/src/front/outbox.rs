@@ -98,10 +98,12 @@ impl Inbox {
 
     /// Takes the signal back. To be called when the descriptor is readable: a signal may come after its reply was drained.
     pub fn clear(&self) {
-        // The order matters: a reply sent before the flag is cleared is drained below, one sent after it writes the
-        // eventfd again. Clearing first would let the read swallow the signal of a reply still to come.
-        let mut counter = [0; 8];
-        let _ = rustix::io::read(&self.wake.fd, &mut counter);
-        self.wake.signalled.store(false, Ordering::Release);
+        // The read comes first: after the flag it could swallow the signal of a reply still to come.
+        //
+        // The flag is swapped, not stored. Whoever finds it set writes no eventfd and relies on the drain that follows here
+        // to see its reply. A swap takes the value that the last of them left, so what they sent before is visible
+        // from here on; whoever comes later finds the flag clear and writes. A plain store takes nothing from them, and may
+        // even become visible after the drain has looked: that reply would wait until something else wakes the thread.
+        self.wake.signalled.swap(false, Ordering::AcqRel);
     }
 }
