@@ -8,9 +8,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use parking_lot::Mutex;
@@ -51,10 +49,10 @@ impl<J> Lane<J> {
 
 /// Threads that serve lanes.
 pub struct Pool<J> {
-    ready: Option<Sender<Arc<Lane<J>>>>,
+    ready: Sender<Arc<Lane<J>>>,
+    queue: Receiver<Arc<Lane<J>>>,
+    run: Arc<dyn Fn(J) + Send + Sync>,
     threads: Vec<JoinHandle<()>>,
-    /// Jobs queued or running.
-    waiting: Arc<AtomicUsize>,
 }
 
 impl<J: Send + 'static> Pool<J> {
@@ -67,26 +65,22 @@ impl<J: Send + 'static> Pool<J> {
         F: Fn(J) + Send + Sync + 'static,
     {
         // Holds at most one entry a lane, so it is bounded by the number of connections.
-        let (ready, queue) = unbounded::<Arc<Lane<J>>>();
-        let waiting = Arc::new(AtomicUsize::new(0));
-        let done = Arc::clone(&waiting);
-        let run = Arc::new(move |job| {
-            // Also when the job panics: nobody may wait for it for ever.
-            let _done = Done(&done);
-            run(job);
-        });
+        let (ready, queue) = unbounded();
+        let run: Arc<dyn Fn(J) + Send + Sync> = Arc::new(run);
         let threads = (0..threads)
             .map(|index| {
-                let (run, queue, again) = (Arc::clone(&run), queue.clone(), ready.clone());
+                let (ready, queue, run) =
+                    (ready.clone(), Receiver::clone(&queue), Arc::clone(&run));
                 std::thread::Builder::new()
                     .name(format!("{name}-{index}"))
-                    .spawn(move || serve(&queue, again, run.as_ref()))
+                    .spawn(move || serve(queue.iter(), &ready, run.as_ref()))
             })
             .collect::<std::io::Result<Vec<_>>>()?;
         Ok(Self {
-            ready: Some(ready),
+            ready,
+            queue,
+            run,
             threads,
-            waiting,
         })
     }
 
@@ -99,44 +93,32 @@ impl<J: Send + 'static> Pool<J> {
         if state.jobs.len() >= LANE_LIMIT {
             return Err(job);
         }
-        self.waiting.fetch_add(1, Ordering::AcqRel);
         state.jobs.push_back(job);
         let idle = !std::mem::replace(&mut state.scheduled, true);
         drop(state);
-        if idle && let Some(ready) = &self.ready {
-            // Only fails after every thread of the pool has ended, which is at shutdown.
-            let _ = ready.send(Arc::clone(lane));
+        if idle {
+            // Cannot fail: the pool has a receiver itself.
+            let _ = self.ready.send(Arc::clone(lane));
         }
         Ok(())
     }
 }
 
 impl<J> Pool<J> {
-    /// Lets the jobs that are queued run and ends the threads. Later jobs are never run.
+    /// Ends the threads; all jobs that are queued have run then. Nothing may be pushed afterwards.
     pub fn finish(&mut self) {
-        // A lane with more jobs queues itself again, so it could come behind the signs to stop and never be served.
-        while self.waiting.load(Ordering::Acquire) > 0 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        // Behind all lanes that wait by now; a lane without a job ends the thread that takes it, see `serve`.
-        if let Some(ready) = self.ready.take() {
-            for _ in &self.threads {
-                let _ = ready.send(Arc::new(Lane::default()));
-            }
+        // A lane without a job is the sign to stop, see `serve`.
+        for _ in &self.threads {
+            let _ = self.ready.send(Arc::new(Lane::default()));
         }
         for thread in self.threads.drain(..) {
             // A panic of a job is caught where it runs, so a thread that ended badly has nothing left to say.
             let _ = thread.join();
         }
-    }
-}
-
-/// Counts a job out.
-struct Done<'w>(&'w AtomicUsize);
-
-impl Drop for Done<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
+        // A lane whose job was running queued itself again behind the signs, where no thread came.
+        while !self.queue.is_empty() {
+            serve(self.queue.try_iter(), &self.ready, self.run.as_ref());
+        }
     }
 }
 
@@ -146,14 +128,14 @@ impl<J> Drop for Pool<J> {
     }
 }
 
+/// Runs a job of each lane by turns until a lane without one comes.
 fn serve<J>(
-    queue: &Receiver<Arc<Lane<J>>>,
-    again: Sender<Arc<Lane<J>>>,
+    queue: impl Iterator<Item = Arc<Lane<J>>>,
+    again: &Sender<Arc<Lane<J>>>,
     run: &(dyn Fn(J) + Send + Sync),
 ) {
-    while let Ok(lane) = queue.recv() {
+    for lane in queue {
         let Some(job) = lane.state.lock().jobs.pop_front() else {
-            // A lane without a job is in the run queue only as the sign to stop.
             return;
         };
         run(job);
@@ -161,14 +143,17 @@ fn serve<J>(
         state.scheduled = !state.jobs.is_empty();
         let more = state.scheduled;
         drop(state);
-        if more && again.send(lane).is_err() {
-            return;
+        if more {
+            // Cannot fail: the pool has a receiver until its threads have ended.
+            let _ = again.send(lane);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     #[test]
@@ -212,9 +197,10 @@ mod tests {
         .unwrap();
         let lane = Arc::new(Lane::default());
         (0..3).for_each(|job| pool.push(&lane, job).unwrap());
-        let opener = std::thread::spawn(move || gate.send(()));
+        // The sign to stop comes while the first job runs, so the lane queues itself again behind it.
+        pool.ready.send(Arc::default()).unwrap();
+        gate.send(()).unwrap();
         pool.finish();
-        opener.join().unwrap().unwrap();
         assert_eq!(ran.load(Ordering::SeqCst), 3);
     }
 
