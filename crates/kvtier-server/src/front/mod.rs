@@ -317,7 +317,8 @@ impl Front {
         }
     }
 
-    /// A request that no table knows: clients that take a text learn why, others would not survive one.
+    /// A request that no table knows is answered too, so that nobody waits for ever: a client that takes a text learns
+    /// why, others get the operation's "no", or their own frames back. Nothing answers a frame that names no operation.
     fn unresolved(
         &mut self,
         routing_id: &[u8],
@@ -328,13 +329,16 @@ impl Front {
         self.server.engine.metrics().malformed_messages.inc();
         tracing::debug!(%error, "a request that no table knows");
         let connection = self.connections.get(routing_id, received);
-        let generation = connection.candidates.decided()?;
-        let takes_text = connection.candidates.takes_text_op();
-        let peer = Arc::clone(&connection.peer);
-        // A known operation with the wrong payloads still has its own "no".
-        let known = OperationId::decode(message.op)
-            .ok()
-            .and_then(|id| generation.rows(id).next());
+        let candidates = connection.candidates;
+        let id = OperationId::decode(message.op).ok();
+        // Who calls by name is of a release that takes a text, unless its connection has proved otherwise.
+        let takes_text = candidates.takes_text_op()
+            || matches!(id, Some(OperationId::Name(_))) && candidates.contains(Generation::G6);
+        // A known operation with the wrong payloads still has its own "no", in the newest form its client may know.
+        let known = id.and_then(|id| {
+            let rows = candidates.iter().filter_map(|own| own.rows(id).next());
+            rows.last()
+        });
         let answer = match known {
             Some(spec) => {
                 Answer::refusal_with(spec.operation, spec.response, "payload_count", error)
@@ -343,12 +347,11 @@ impl Front {
         };
         let (op, payload) = match answer.error {
             Some(text) if takes_text => (error_frame(&text), None),
-            // An operation that an older client knows and we do not: there is no answer it would understand.
-            Some(_) if known.is_none() => return None,
+            _ if id.is_none() => return None,
             _ => (message.op.to_vec(), answer.payload),
         };
         Some(Reply {
-            peer,
+            peer: Arc::clone(&connection.peer),
             uid: message.uid.to_vec(),
             op,
             payload,

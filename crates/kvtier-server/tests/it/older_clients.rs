@@ -245,6 +245,45 @@ fn nonsense_gets_no_text_either() {
 }
 
 #[test]
+fn an_operation_of_no_table_is_answered_too() {
+    let server = TestServer::start(&[]);
+    let by_name: Frames = vec![vec![7], b"\xb0future_operation".to_vec(), vec![0x80]];
+    let by_number: Frames = vec![vec![8], vec![99], vec![0x80]];
+    // A connection that came back may begin with anything; a fresh one says hello.
+    for decided in [false, true] {
+        let client = server.raw();
+        if decided {
+            hello(&client, Generation::G6);
+        }
+        // Whoever calls by name takes a text.
+        client.send(&by_name);
+        let answer = client.receive();
+        assert_eq!((answer.len(), &answer[0]), (2, &by_name[0]), "{decided}");
+        let text = String::from_utf8_lossy(&answer[1]);
+        assert!(
+            text.contains("future_operation") && text.contains("unknown"),
+            "{text}"
+        );
+        // A number says nothing of the kind: its own frames come back.
+        let client = server.raw();
+        if decided {
+            hello(&client, Generation::G6);
+        }
+        client.send(&by_number);
+        assert_eq!(client.receive(), by_number[..2], "{decided}");
+    }
+    for generation in OLDER {
+        let client = server.raw();
+        hello(&client, generation);
+        for request in [&by_name, &by_number] {
+            client.send(request);
+            assert_eq!(client.receive(), request[..2], "{generation:?}");
+        }
+    }
+    server.assert_sound();
+}
+
+#[test]
 fn a_newer_client_beside_them_is_served() {
     let server = TestServer::start(&[]);
     let scope = kvtier_client::Scope::new("older/model");
