@@ -6,6 +6,7 @@
 //! `kvtier-core`.
 #![forbid(unsafe_code)]
 
+mod budget;
 pub mod config;
 pub mod engine;
 pub mod front;

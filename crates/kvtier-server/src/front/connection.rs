@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use kvtier_proto::generation::Candidates;
 
 use super::lanes::Lane;
+use super::limits::REPLY_SHARE;
 use super::request::Job;
+use crate::budget::Budget;
 
 /// Connections kept at most. A vLLM engine has one for its scheduler and one for each worker.
 const MAX_CONNECTIONS: usize = 65_536;
@@ -25,6 +27,10 @@ pub struct Peer {
     pub id: u64,
     /// Routing id of the socket, the first frame of every message to it.
     pub routing_id: Box<[u8]>,
+    /// Bytes of its requests that wait.
+    pub requests: Arc<Budget>,
+    /// Bytes of large replies to it that the system has not taken yet.
+    pub replies: Arc<Budget>,
 }
 
 /// One client socket.
@@ -43,14 +49,26 @@ pub struct Connection {
 }
 
 /// All connections, by routing id.
-#[derive(Default)]
 pub struct Connections {
     by_routing_id: HashMap<Box<[u8]>, Connection>,
+    requests: Arc<Budget>,
+    replies: Arc<Budget>,
     next_id: u64,
     next_sweep: Option<Instant>,
 }
 
 impl Connections {
+    /// None yet. Each gets a share of these budgets: half of the one for requests, [`REPLY_SHARE`] of the one for replies.
+    pub fn new(requests: Arc<Budget>, replies: Arc<Budget>) -> Self {
+        Self {
+            by_routing_id: HashMap::new(),
+            requests,
+            replies,
+            next_id: 0,
+            next_sweep: None,
+        }
+    }
+
     /// The connection of this routing id; a new one if it is unknown.
     pub fn get(&mut self, routing_id: &[u8], now: Instant) -> &mut Connection {
         self.sweep(now);
@@ -58,6 +76,8 @@ impl Connections {
             let peer = Arc::new(Peer {
                 id: self.next_id,
                 routing_id: routing_id.into(),
+                requests: self.requests.share(self.requests.limit() / 2),
+                replies: self.replies.share(REPLY_SHARE),
             });
             self.next_id += 1;
             let connection = Connection {
@@ -114,9 +134,13 @@ impl Connections {
 mod tests {
     use super::*;
 
+    fn connections() -> Connections {
+        Connections::new(Budget::new(0), Budget::new(0))
+    }
+
     #[test]
     fn idle_connections_are_forgotten_and_ids_never_reused() {
-        let mut connections = Connections::default();
+        let mut connections = connections();
         let start = Instant::now();
         let first = connections.get(b"one", start).peer.id;
         let second = connections.get(b"two", start + IDLE).peer.id;
@@ -134,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_flood_of_connections_is_bounded() {
-        let mut connections = Connections::default();
+        let mut connections = connections();
         let start = Instant::now();
         for index in 0..MAX_CONNECTIONS as u64 + 10 {
             connections.get(&index.to_le_bytes(), start + Duration::from_nanos(index));

@@ -5,8 +5,11 @@
 
 mod connection;
 pub mod lanes;
+mod limits;
 mod outbox;
 mod request;
+#[cfg(test)]
+mod tests;
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -17,17 +20,16 @@ use std::time::{Duration, Instant};
 use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
 use kvtier_proto::generation::{Generation, Unresolved};
 use kvtier_proto::operation::Lane as LaneKind;
+use kvtier_proto::wire::DecodeError;
 
 use crate::config::ServerConfig;
 use crate::engine::{Answer, Engine};
 use crate::health::Health;
 use connection::Connections;
-use lanes::{LANE_LIMIT, Pool};
+use lanes::Pool;
+use limits::{JOB_BYTES, MAX_FRAMES, MAX_HEAD, SEND_HWM};
 use outbox::{Inbox, Outbox, Reply};
 use request::{Job, Server, error_frame};
-
-/// Replies that wait for a client which does not read: as many as its two lanes hold requests.
-const SEND_HWM: i32 = 2 * LANE_LIMIT as i32;
 
 /// Messages taken from the socket before replies get their turn.
 const BURST: usize = 64;
@@ -105,7 +107,10 @@ impl FrontEnd {
             inbox,
             transfers: pool("kvtier-transfer", config.transfer_workers)?,
             control: pool("kvtier-control", config.control_workers)?,
-            connections: Connections::default(),
+            connections: Connections::new(
+                limits::request_budget(config.max_message_bytes),
+                limits::reply_budget(),
+            ),
             server: Arc::clone(&server),
             stop: Arc::new(AtomicBool::new(false)),
         };
@@ -151,7 +156,8 @@ fn bind(context: &zmq::Context, address: &str, max_message_bytes: u64) -> zmq::R
     socket.set_ipv6(address.contains('['))?;
     socket.set_linger(1000)?;
     socket.set_sndhwm(SEND_HWM)?;
-    socket.set_maxmsgsize(i64::try_from(max_message_bytes).unwrap_or(i64::MAX))?;
+    let max_frame = limits::max_frame(max_message_bytes);
+    socket.set_maxmsgsize(i64::try_from(max_frame).unwrap_or(i64::MAX))?;
     socket.set_handshake_ivl(HANDSHAKE_MS)?;
     socket.set_heartbeat_ivl(HEARTBEAT_MS)?;
     socket.set_heartbeat_timeout(HEARTBEAT_TIMEOUT_MS)?;
@@ -216,34 +222,12 @@ impl Front {
     /// Serves or queues what has arrived, so much at most that replies get their turn; says whether there was anything.
     fn take_requests(&mut self) -> bool {
         for taken in 0..BURST {
-            match self.receive() {
+            match receive(&self.socket) {
                 Some(frames) => self.take(frames),
                 None => return taken > 0,
             }
         }
         true
-    }
-
-    /// One message, if one is there: routing id first.
-    fn receive(&self) -> Option<Vec<zmq::Message>> {
-        let mut frames = Vec::with_capacity(6);
-        loop {
-            let mut frame = zmq::Message::new();
-            match self.socket.recv(&mut frame, zmq::DONTWAIT) {
-                Ok(()) => {}
-                Err(zmq::Error::EAGAIN) => return None,
-                Err(zmq::Error::EINTR) => continue,
-                Err(error) => {
-                    tracing::error!(%error, "receiving failed");
-                    return None;
-                }
-            }
-            let more = frame.get_more();
-            frames.push(frame);
-            if !more {
-                return Some(frames);
-            }
-        }
     }
 
     fn take(&mut self, frames: Vec<zmq::Message>) {
@@ -253,7 +237,14 @@ impl Front {
             return;
         };
         let frames: Vec<_> = frames.collect();
-        let message = match ClientMessage::parse(frames.iter().map(|frame| &**frame)) {
+        let head: usize = frames.iter().take(2).map(|frame| frame.len()).sum();
+        let parsed = match head {
+            0..=MAX_HEAD => ClientMessage::parse(frames.iter().map(|frame| &**frame)),
+            _ => Err(DecodeError::new(format!(
+                "uid and op have at most {MAX_HEAD} bytes"
+            ))),
+        };
+        let message = match parsed {
             Ok(ClientMessage::Request(request)) => request,
             // No stream stays open here: the only one ends with its first batch.
             Ok(ClientMessage::Stream { .. }) => return,
@@ -286,34 +277,57 @@ impl Front {
             );
         }
         let (uid, op) = (message.uid.to_vec(), message.op.to_vec());
-        let job = Job {
+        let payloads: Vec<_> = frames.into_iter().skip(2).collect();
+        let bytes = payloads.iter().map(|payload| payload.len() as u64).sum();
+        let mut job = Job {
             peer: Arc::clone(&connection.peer),
             uid,
             op,
-            payloads: frames.into_iter().skip(2).collect(),
+            payloads,
+            bytes,
+            charge: None,
             resolved,
             takes_text: resolved.takes_text_op,
             received,
         };
-        let (pool, lane) = match resolved.spec.operation.lane() {
-            LaneKind::Inline => {
-                return self.server.answer(job).for_each(|reply| self.send(reply));
-            }
+        let operation = resolved.spec.operation;
+        if bytes > limits::max_payload(operation) {
+            return self.refuse(job, "request_too_large");
+        }
+        let (pool, lane) = match operation.lane() {
+            LaneKind::Inline => return self.serve_now(job),
             LaneKind::Transfer => (&self.transfers, &connection.transfers),
             LaneKind::Control => (&self.control, &connection.control),
         };
         // Only this thread puts jobs into lanes, so an idle one stays idle and no order is broken.
         if job.is_quick() && lane.is_idle() {
-            return self.server.answer(job).for_each(|reply| self.send(reply));
+            return self.serve_now(job);
+        }
+        job.charge = job.peer.requests.take(bytes + JOB_BYTES);
+        if job.charge.is_none() {
+            return self.refuse(job, "queue_full");
         }
         if let Err(job) = pool.push(lane, job) {
-            tracing::warn!(
-                operation = job.resolved.spec.operation.name(),
-                "a client has too many requests waiting"
-            );
-            self.server
-                .refuse(job, "lane_full")
-                .for_each(|reply| self.send(reply));
+            self.refuse(job, "lane_full");
+        }
+    }
+
+    fn serve_now(&mut self, job: Job) {
+        for reply in self.server.answer(job) {
+            self.send(reply);
+        }
+    }
+
+    /// Answers with the operation's "no" a request that would take too much memory.
+    fn refuse(&mut self, job: Job, reason: &'static str) {
+        tracing::warn!(
+            operation = job.resolved.spec.operation.name(),
+            bytes = job.bytes,
+            reason,
+            "a client's request was refused"
+        );
+        for reply in self.server.refuse(job, reason) {
+            self.send(reply);
         }
     }
 
@@ -355,24 +369,70 @@ impl Front {
             uid: message.uid.to_vec(),
             op,
             payload,
+            charge: None,
         })
     }
 
     /// Sends the replies that wait; says whether there were any.
-    fn send_replies(&self) -> bool {
-        self.inbox.drain().map(|reply| self.send(reply)).count() > 0
+    fn send_replies(&mut self) -> bool {
+        let mut any = false;
+        for reply in self.inbox.drain() {
+            deliver(&mut self.socket, &self.server, reply);
+            any = true;
+        }
+        any
     }
 
-    fn send(&self, reply: Reply) {
-        let mut frames: Vec<zmq::Message> = Vec::with_capacity(4);
-        frames.push(zmq::Message::from(&*reply.peer.routing_id));
-        frames.push(reply.uid.into());
-        frames.push(reply.op.into());
-        frames.extend(reply.payload.map(zmq::Message::from));
-        if let Err(error) = self.socket.send_multipart(frames, zmq::DONTWAIT) {
-            // Gone (EHOSTUNREACH), or so far behind that its queue is full (EAGAIN).
-            self.server.engine.metrics().undeliverable.inc();
-            tracing::debug!(%error, connection = reply.peer.id, "a reply could not be delivered");
+    fn send(&mut self, reply: Reply) {
+        deliver(&mut self.socket, &self.server, reply);
+    }
+}
+
+/// One message, if one is there: routing id first, and no more than [`MAX_FRAMES`] of its frames.
+fn receive(socket: &zmq::Socket) -> Option<Vec<zmq::Message>> {
+    let mut frames = Vec::with_capacity(6);
+    loop {
+        let mut frame = zmq::Message::new();
+        match socket.recv(&mut frame, zmq::DONTWAIT) {
+            Ok(()) => {}
+            Err(zmq::Error::EAGAIN) => return None,
+            Err(zmq::Error::EINTR) => continue,
+            Err(error) => {
+                tracing::error!(%error, "receiving failed");
+                return None;
+            }
         }
+        let more = frame.get_more();
+        if frames.len() < MAX_FRAMES {
+            frames.push(frame);
+        }
+        if !more {
+            return Some(frames);
+        }
+    }
+}
+
+fn deliver(socket: &mut zmq::Socket, server: &Server, reply: Reply) {
+    let connection = reply.peer.id;
+    if let Err(error) = send(socket, reply) {
+        // Gone (EHOSTUNREACH), or so far behind that its queue is full (EAGAIN).
+        server.engine.metrics().undeliverable.inc();
+        tracing::debug!(%error, connection, "a reply could not be delivered");
+    }
+}
+
+/// Hands a message to libzmq; what is charged for it is given back when libzmq has no use for its bytes any more.
+fn send(socket: &mut zmq::Socket, reply: Reply) -> zmq::Result<()> {
+    let more = zmq::DONTWAIT | zmq::SNDMORE;
+    // The first frame finds the peer, or fails; what follows it is never refused.
+    socket.send(&*reply.peer.routing_id, more)?;
+    socket.send(reply.uid, more)?;
+    let Some(payload) = reply.payload else {
+        return socket.send(reply.op, zmq::DONTWAIT);
+    };
+    socket.send(reply.op, more)?;
+    match reply.charge {
+        None => socket.send(payload, zmq::DONTWAIT),
+        Some(charge) => kvtier_zmq::send_with(socket, payload, charge, zmq::DONTWAIT),
     }
 }

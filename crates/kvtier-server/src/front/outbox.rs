@@ -10,6 +10,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::connection::Peer;
+use crate::budget::Charge;
 
 /// One message to a client.
 pub struct Reply {
@@ -21,6 +22,8 @@ pub struct Reply {
     pub op: Vec<u8>,
     /// The response; nothing is no third frame.
     pub payload: Option<Vec<u8>>,
+    /// Its bytes in the budget of the connection, if it is large.
+    pub charge: Option<Charge>,
 }
 
 struct Wake {
@@ -29,7 +32,8 @@ struct Wake {
     signalled: AtomicBool,
 }
 
-/// Where the pools put replies. The channel is bounded by the requests under way, which the lanes bound.
+/// Where the pools put replies. The channel is bounded in number by the requests under way, which the lanes bound, and in
+/// bytes by what is charged for them.
 #[derive(Clone)]
 pub struct Outbox {
     replies: Sender<Reply>,

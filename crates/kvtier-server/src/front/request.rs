@@ -9,7 +9,9 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
 
 use super::connection::Peer;
+use super::limits::{SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
+use crate::budget::Charge;
 use crate::engine::{Answer, Caller, Engine};
 use crate::health::Health;
 
@@ -23,6 +25,10 @@ pub struct Job {
     pub op: Vec<u8>,
     /// The payload frames; token ids and pickled data stay in them to the end.
     pub payloads: Vec<zmq::Message>,
+    /// Bytes of the payload frames.
+    pub bytes: u64,
+    /// Those bytes in the budget of its connection, if it has to wait.
+    pub charge: Option<Charge>,
     /// The row of the table that the request is read by.
     pub resolved: Resolved,
     /// Whether its client survives a text in place of the operation's frame.
@@ -33,7 +39,7 @@ pub struct Job {
 
 /// Payload bytes up to which a request may be served by the thread that owns the socket. About a thousand token ids:
 /// some ten microseconds to decode and hash, less than handing it to another thread and back costs.
-const QUICK_BYTES: usize = 4096;
+const QUICK_BYTES: u64 = 4096;
 
 /// What serves requests.
 pub struct Server {
@@ -58,12 +64,7 @@ impl Job {
                 | Operation::PrepareStore
                 | Operation::CommitStore
                 | Operation::CommitRetrieve
-        ) && self
-            .payloads
-            .iter()
-            .map(|payload| payload.len())
-            .sum::<usize>()
-            <= QUICK_BYTES
+        ) && self.bytes <= QUICK_BYTES
     }
 
     /// The operation's table row.
@@ -102,6 +103,9 @@ impl Server {
         let spec = job.spec();
         if job.resolved.generation != Generation::G6 {
             return self.serve_older(job);
+        }
+        if answers_much(spec.operation) && job.peer.replies.is_full() {
+            return Answer::refusal(spec.operation, spec.response, "replies_unread");
         }
         let payloads: Vec<&[u8]> = job.payloads.iter().map(|payload| &**payload).collect();
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
@@ -150,20 +154,28 @@ impl Server {
             uid: uid.clone(),
             op: op.clone(),
             payload: None,
+            charge: None,
         });
+        let charge = payload
+            .as_ref()
+            .filter(|payload| payload.len() > SMALL_REPLY)
+            .map(|payload| peer.replies.take_anyway(payload.len() as u64));
         std::iter::once(Reply {
             peer,
             uid,
             op,
             payload,
+            charge,
         })
         .chain(end)
     }
 }
 
-/// An error text as an operation frame.
+/// An error text as an operation frame. Texts repeat what clients sent, so they are cut.
 pub fn error_frame(text: &str) -> Vec<u8> {
+    const SHOWN: usize = 500;
+    let end = text.char_indices().nth(SHOWN).map(|(end, _)| end);
     let mut frame = Vec::new();
-    kvtier_proto::wire::write_str(&mut frame, text);
+    kvtier_proto::wire::write_str(&mut frame, &text[..end.unwrap_or(text.len())]);
     frame
 }

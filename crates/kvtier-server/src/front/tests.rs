@@ -1,0 +1,181 @@
+//! The front end without its thread: each step is taken by hand, and its pools run jobs when they are told to.
+
+use crossbeam_channel::{Sender, bounded};
+
+use super::*;
+use crate::budget::Budget;
+use crate::metrics::Metrics;
+
+struct ByHand {
+    /// Lets one job run for each message, and all once it is dropped. First, so that nothing waits for it at the end.
+    gate: Option<Sender<()>>,
+    client: zmq::Socket,
+    front: Front,
+}
+
+impl ByHand {
+    /// With one client, which has said hello, and so many bytes for requests that wait.
+    fn new(request_bytes: u64) -> Self {
+        let flags = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.0625"];
+        let pickled = ["--no-l1-prefault", "--shm-name", ""];
+        let config = ServerConfig::from_flags(&[&flags[..], &pickled[..]].concat()).unwrap();
+        let engine = Engine::new(Arc::new(config), Arc::new(Metrics::new())).unwrap();
+        let (outbox, inbox) = outbox::outbox().unwrap();
+        let server = Arc::new(Server {
+            engine: Arc::new(engine),
+            health: Arc::default(),
+            outbox,
+        });
+        let context = zmq::Context::new();
+        let (gate, told) = bounded::<()>(0);
+        let pool = |name| {
+            let (server, told) = (Arc::clone(&server), told.clone());
+            Pool::start(name, 1, move |job| {
+                // An error is the gate that was dropped.
+                let _ = told.recv();
+                server.run(job);
+            })
+            .unwrap()
+        };
+        let front = Front {
+            socket: bind(&context, "inproc://front", 1 << 30).unwrap(),
+            inbox,
+            transfers: pool("transfer"),
+            control: pool("control"),
+            connections: Connections::new(Budget::new(request_bytes), limits::reply_budget()),
+            server: Arc::clone(&server),
+            stop: Arc::default(),
+        };
+        let client = context.socket(zmq::DEALER).unwrap();
+        client.connect("inproc://front").unwrap();
+        let mut by_hand = Self {
+            gate: Some(gate),
+            client,
+            front,
+        };
+        by_hand.send(&[&[0], &[21]]);
+        assert_eq!(by_hand.answers().len(), 1);
+        by_hand
+    }
+
+    /// Sends a message and has it taken.
+    fn send(&mut self, frames: &[&[u8]]) {
+        self.client.send_multipart(frames, 0).unwrap();
+        assert!(self.front.take_requests());
+    }
+
+    /// What has been answered by now.
+    fn answers(&self) -> Vec<Vec<Vec<u8>>> {
+        std::iter::from_fn(|| self.client.recv_multipart(zmq::DONTWAIT).ok()).collect()
+    }
+
+    /// Lets the jobs that wait run, and gives their answers.
+    fn run(&mut self, jobs: usize) -> Vec<Vec<Vec<u8>>> {
+        self.gate = None;
+        let mut answers = Vec::new();
+        while answers.len() < jobs {
+            self.front.send_replies();
+            answers.extend(self.answers());
+            std::thread::yield_now();
+        }
+        answers
+    }
+
+    /// How often an operation was refused for this reason.
+    fn refused(&self, operation: &str, reason: &str) -> u64 {
+        let text = self.metrics().encode(&Default::default());
+        let series = format!(
+            "kvtier_refused_requests_total{{operation=\"{operation}\",reason=\"{reason}\"}} "
+        );
+        text.lines()
+            .find_map(|line| line.strip_prefix(&series))
+            .map_or(0, |count| count.parse().unwrap())
+    }
+
+    fn metrics(&self) -> &Metrics {
+        self.front.server.engine.metrics()
+    }
+}
+
+/// A text of so many bytes as MessagePack has it.
+fn text(len: usize) -> Vec<u8> {
+    error_text(&"x".repeat(len))
+}
+
+fn error_text(text: &str) -> Vec<u8> {
+    let mut frame = Vec::new();
+    kvtier_proto::wire::write_str(&mut frame, text);
+    frame
+}
+
+#[test]
+fn requests_beyond_the_budget_are_refused_at_once_and_later_ones_are_not() {
+    // A connection may have half of it: two of these requests, not three.
+    let mut server = ByHand::new(2 * 60_000);
+    let session = text(20_000);
+    for uid in 1..=3 {
+        server.send(&[&[uid], &[13], &session]);
+    }
+    assert_eq!(server.answers(), [[[3], [13]]]);
+    assert_eq!(server.refused("end_session", "queue_full"), 1);
+    assert_eq!(server.run(2).len(), 2);
+    server.send(&[&[4], &[13], &session]);
+    server.run(1);
+    assert_eq!(server.refused("end_session", "queue_full"), 1);
+}
+
+#[test]
+fn many_small_requests_are_counted_by_what_they_hold() {
+    let mut server = ByHand::new(2 * 10 * JOB_BYTES);
+    let session = text(3);
+    for uid in 1..=20 {
+        server.send(&[&[uid], &[13], &session]);
+    }
+    assert_eq!(server.answers().len(), 11);
+    assert_eq!(server.refused("end_session", "queue_full"), 11);
+    server.run(9);
+}
+
+#[test]
+fn only_a_commit_may_be_large() {
+    let mut server = ByHand::new(1 << 30);
+    let large = text((64 << 20) + 1);
+    server.send(&[&[1], &[13], &large]);
+    assert_eq!(server.answers(), [[[1], [13]]]);
+    assert_eq!(server.refused("end_session", "request_too_large"), 1);
+    server.send(&[&[2], &[17], b"\x80", &[1], &large]);
+    assert_eq!(server.run(1), [[[2], [17], [0xc2]]]);
+    assert_eq!(server.refused("commit_store", "undecodable"), 1);
+}
+
+#[test]
+fn of_a_message_with_too_many_frames_only_the_first_are_kept() {
+    let mut server = ByHand::new(1 << 20);
+    let frames = [&[7_u8][..]; 1000];
+    server.client.send_multipart(frames, 0).unwrap();
+    server
+        .client
+        .send_multipart([&[8_u8][..], &[22]], 0)
+        .unwrap();
+    assert_eq!(receive(&server.front.socket).unwrap().len(), MAX_FRAMES);
+    // The next message begins where it does.
+    let next = receive(&server.front.socket).unwrap();
+    assert_eq!((&*next[1], &*next[2], next.len()), (&[8][..], &[22][..], 3));
+    server.send(&frames);
+    assert_eq!(server.metrics().malformed_messages.get(), 1);
+}
+
+#[test]
+fn what_is_sent_back_as_it_came_is_small() {
+    let mut server = ByHand::new(1 << 20);
+    let long = [1; MAX_HEAD];
+    server.send(&[&long, &[24]]);
+    server.send(&[&[1], &long]);
+    assert_eq!(server.answers(), Vec::<Vec<Vec<u8>>>::new());
+    assert_eq!(server.metrics().malformed_messages.get(), 2);
+    server.send(&[&long[1..], &[24]]);
+    assert_eq!(server.answers().len(), 1);
+    // An error repeats what it is about, but not all of it.
+    assert!(error_frame(&"é".repeat(1 << 20)).len() < 1100);
+    assert_eq!(error_frame("short"), error_text("short"));
+}
