@@ -38,6 +38,13 @@ impl ChunkBitmap {
         self.words[word] |= 1 << (chunk % 64);
     }
 
+    /// Marks one chunk as absent.
+    pub fn unset(&mut self, chunk: usize) {
+        if let Some(word) = self.words.get_mut(chunk / 64) {
+            *word &= !(1 << (chunk % 64));
+        }
+    }
+
     /// Whether a chunk is present.
     pub fn get(&self, chunk: usize) -> bool {
         self.words
