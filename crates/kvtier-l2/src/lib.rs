@@ -5,10 +5,15 @@
 //! memory, and who asked for them is not its business.
 
 mod adapter;
+pub mod config;
 mod error;
 mod object;
+pub mod registry;
 pub mod tier;
+pub mod wrap;
 
 pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
+pub use config::{AdapterConfig, ConfigError};
 pub use error::{ErrorKind, L2Error};
 pub use object::{Buffer, LoadItem, ObjectSpec, StoreItem};
+pub use registry::{AdapterType, Registry};

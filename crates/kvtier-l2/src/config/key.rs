@@ -1,0 +1,293 @@
+//! What an adapter can be told: one [`Key`] each, with everything that its check and its documentation need.
+
+use std::fmt;
+
+use serde_json::Value;
+
+/// One key of an adapter's configuration.
+///
+/// A list of these is all there is to say about a type's keys: values are checked by it before the adapter sees them,
+/// and the documentation is made from it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Key {
+    /// Its name in JSON and TOML.
+    pub name: &'static str,
+    /// What values it takes.
+    pub shape: Shape,
+    /// What it is when not given.
+    pub fallback: Fallback,
+    /// What a number counts, such as "ms"; empty where there is nothing to count.
+    pub unit: &'static str,
+    /// One line for its reader.
+    pub help: &'static str,
+}
+
+/// What values a key takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Shape {
+    /// `true` or `false`.
+    Switch,
+    /// A whole number between two, both included.
+    Integer {
+        /// Smallest.
+        min: i64,
+        /// Largest.
+        max: i64,
+    },
+    /// A number of an interval.
+    Number(Interval),
+    /// Text with at least one character.
+    Text,
+    /// Text that may be empty.
+    AnyText,
+    /// One of these words.
+    OneOf(&'static [&'static str]),
+    /// A list of whole numbers from this one on.
+    Integers {
+        /// Smallest.
+        min: i64,
+    },
+    /// A list of numbers of an interval.
+    Numbers(Interval),
+    /// A configuration of another adapter, with its own `type`.
+    Adapter,
+    /// An object whose keys are described elsewhere.
+    Object,
+}
+
+/// What a key is when not given.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Fallback {
+    /// It must be given.
+    Required,
+    /// Nothing; lists are empty.
+    Nothing,
+    /// A switch.
+    Switch(bool),
+    /// A whole number.
+    Integer(i64),
+    /// A number.
+    Number(f64),
+    /// A text.
+    Text(&'static str),
+}
+
+/// The numbers between two, with the upper one, with or without the lower one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Interval {
+    from: f64,
+    without_from: bool,
+    to: f64,
+}
+
+impl Interval {
+    /// Numbers above `from`.
+    #[must_use]
+    pub const fn above(from: f64) -> Self {
+        Self {
+            from,
+            without_from: true,
+            to: f64::INFINITY,
+        }
+    }
+
+    /// Numbers from `from` on.
+    #[must_use]
+    pub const fn from(from: f64) -> Self {
+        Self {
+            from,
+            without_from: false,
+            to: f64::INFINITY,
+        }
+    }
+
+    /// Those of them up to `to`, included.
+    #[must_use]
+    pub const fn up_to(self, to: f64) -> Self {
+        Self { to, ..self }
+    }
+
+    fn contains(self, number: f64) -> bool {
+        let low = if self.without_from {
+            number > self.from
+        } else {
+            number >= self.from
+        };
+        low && number <= self.to && number.is_finite()
+    }
+}
+
+impl fmt::Display for Interval {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = if self.without_from { "above" } else { "from" };
+        write!(f, "{word} {}", self.from)?;
+        match self.to.is_finite() {
+            true => write!(f, " up to {}", self.to),
+            false => Ok(()),
+        }
+    }
+}
+
+/// A checked value.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Setting {
+    Switch(bool),
+    Integer(i64),
+    Number(f64),
+    Text(String),
+    Integers(Vec<i64>),
+    Numbers(Vec<f64>),
+    Adapter(Box<super::AdapterConfig>),
+}
+
+impl Key {
+    const fn new(name: &'static str, shape: Shape, help: &'static str) -> Self {
+        Self {
+            name,
+            shape,
+            fallback: Fallback::Nothing,
+            unit: "",
+            help,
+        }
+    }
+
+    /// A switch, off unless it says otherwise by [`Self::or`].
+    #[must_use]
+    pub const fn switch(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Shape::Switch, help).or(Fallback::Switch(false))
+    }
+
+    /// A whole number from `min` to `max`.
+    #[must_use]
+    pub const fn integer(name: &'static str, min: i64, max: i64, help: &'static str) -> Self {
+        Self::new(name, Shape::Integer { min, max }, help)
+    }
+
+    /// A number.
+    #[must_use]
+    pub const fn number(name: &'static str, interval: Interval, help: &'static str) -> Self {
+        Self::new(name, Shape::Number(interval), help)
+    }
+
+    /// A text that is not empty.
+    #[must_use]
+    pub const fn text(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Shape::Text, help)
+    }
+
+    /// Anything else.
+    #[must_use]
+    pub const fn of(name: &'static str, shape: Shape, help: &'static str) -> Self {
+        Self::new(name, shape, help)
+    }
+
+    /// The same key, which must be given.
+    #[must_use]
+    pub const fn required(self) -> Self {
+        self.or(Fallback::Required)
+    }
+
+    /// The same key with this when it is not given.
+    #[must_use]
+    pub const fn or(self, fallback: Fallback) -> Self {
+        Self { fallback, ..self }
+    }
+
+    /// The same key, counting this.
+    #[must_use]
+    pub const fn unit(self, unit: &'static str) -> Self {
+        Self { unit, ..self }
+    }
+
+    /// What may be given, as the end of a sentence that begins with "give".
+    #[must_use]
+    pub fn allowed(&self) -> String {
+        match self.shape {
+            Shape::Switch => "true or false".into(),
+            Shape::Integer { min, max } => format!("a whole number {}", Whole(min, max)),
+            Shape::Number(interval) => format!("a number {interval}"),
+            Shape::Text => "a text that is not empty".into(),
+            Shape::AnyText => "a text".into(),
+            Shape::OneOf(words) => words.join(" or "),
+            Shape::Integers { min } => format!("a list of whole numbers {}", Whole(min, i64::MAX)),
+            Shape::Numbers(interval) => format!("a list of numbers {interval}"),
+            Shape::Adapter => "an adapter's object with a \"type\"".into(),
+            Shape::Object => "an object".into(),
+        }
+    }
+
+    /// What it is when not given, as text.
+    #[must_use]
+    pub fn default_text(&self) -> String {
+        match (self.fallback, self.shape) {
+            (Fallback::Required, _) => "required".into(),
+            (Fallback::Nothing, Shape::Integers { .. } | Shape::Numbers(_)) => "[]".into(),
+            (Fallback::Nothing, _) => "unset".into(),
+            (Fallback::Switch(on), _) => on.to_string(),
+            (Fallback::Integer(number), _) => number.to_string(),
+            (Fallback::Number(number), _) => number.to_string(),
+            (Fallback::Text(text), _) => format!("{text:?}"),
+        }
+    }
+
+    /// The value when none was given; `None` is "nothing".
+    pub(super) fn unset(&self) -> Option<Setting> {
+        Some(match (self.fallback, self.shape) {
+            (_, Shape::Integers { .. }) => Setting::Integers(Vec::new()),
+            (_, Shape::Numbers(_)) => Setting::Numbers(Vec::new()),
+            (Fallback::Required | Fallback::Nothing, _) => return None,
+            (Fallback::Switch(on), _) => Setting::Switch(on),
+            (Fallback::Integer(number), _) => Setting::Integer(number),
+            (Fallback::Number(number), _) => Setting::Number(number),
+            (Fallback::Text(text), _) => Setting::Text(text.into()),
+        })
+    }
+
+    /// `value`, if this key takes it. [`Shape::Adapter`] and [`Shape::Object`] are not for here: what they hold is.
+    pub(super) fn read(&self, value: &Value) -> Option<Setting> {
+        let integer =
+            |value: &Value, min, max| value.as_i64().filter(|number| (min..=max).contains(number));
+        let number = |value: &Value, interval: Interval| {
+            value.as_f64().filter(|number| interval.contains(*number))
+        };
+        match self.shape {
+            Shape::Switch => value.as_bool().map(Setting::Switch),
+            Shape::Integer { min, max } => integer(value, min, max).map(Setting::Integer),
+            Shape::Number(interval) => number(value, interval).map(Setting::Number),
+            Shape::Text | Shape::AnyText | Shape::OneOf(_) => value
+                .as_str()
+                .filter(|text| match self.shape {
+                    Shape::Text => !text.is_empty(),
+                    Shape::OneOf(words) => words.contains(text),
+                    _ => true,
+                })
+                .map(|text| Setting::Text(text.into())),
+            Shape::Integers { min } => value
+                .as_array()?
+                .iter()
+                .map(|value| integer(value, min, i64::MAX))
+                .collect::<Option<_>>()
+                .map(Setting::Integers),
+            Shape::Numbers(interval) => value
+                .as_array()?
+                .iter()
+                .map(|value| number(value, interval))
+                .collect::<Option<_>>()
+                .map(Setting::Numbers),
+            Shape::Adapter | Shape::Object => None,
+        }
+    }
+}
+
+/// The whole numbers between two, in words; the largest and smallest there are go without saying.
+struct Whole(i64, i64);
+
+impl fmt::Display for Whole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.0, self.1) {
+            (i64::MIN, i64::MAX) => f.write_str("of 64 bits"),
+            (min, i64::MAX) => write!(f, "from {min} on"),
+            (min, max) => write!(f, "from {min} to {max}"),
+        }
+    }
+}

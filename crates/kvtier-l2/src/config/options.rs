@@ -1,0 +1,167 @@
+//! Checked values by key.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value};
+
+use super::error::ConfigError;
+use super::key::{Fallback, Key, Setting, Shape};
+use super::{AdapterConfig, GIB};
+
+/// The values of a list of keys, all checked, defaults filled in.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    owner: String,
+    settings: BTreeMap<&'static str, Setting>,
+}
+
+/// A type that values are read as.
+pub trait FromSetting<'a>: Sized {
+    #[doc(hidden)]
+    fn of(options: &'a Options, key: &str) -> Option<Self>;
+}
+
+macro_rules! from_setting {
+    ($($type:ty: $pattern:pat => $value:expr;)*) => {$(
+        impl<'a> FromSetting<'a> for $type {
+            fn of(options: &'a Options, key: &str) -> Option<Self> {
+                match options.settings.get(key)? {
+                    $pattern => $value,
+                    _ => None,
+                }
+            }
+        }
+    )*};
+}
+
+from_setting! {
+    bool: Setting::Switch(on) => Some(*on);
+    i64: Setting::Integer(number) => Some(*number);
+    u64: Setting::Integer(number) => u64::try_from(*number).ok();
+    u32: Setting::Integer(number) => u32::try_from(*number).ok();
+    usize: Setting::Integer(number) => usize::try_from(*number).ok();
+    f64: Setting::Number(number) => Some(*number);
+    &'a str: Setting::Text(text) => Some(text);
+    String: Setting::Text(text) => Some(text.clone());
+    &'a [i64]: Setting::Integers(list) => Some(list);
+    &'a [f64]: Setting::Numbers(list) => Some(list);
+    &'a AdapterConfig: Setting::Adapter(config) => Some(config);
+}
+
+impl Options {
+    /// The values of `keys` in `map`, from which they are removed. A JSON null is a key not given. `owner` begins each
+    /// error.
+    pub(crate) fn take(
+        owner: &str,
+        keys: &[Key],
+        map: &mut Map<String, Value>,
+    ) -> Result<Self, ConfigError> {
+        Self::take_with(owner, keys, map, &|_| {
+            Err(ConfigError::new("an adapter cannot be configured here"))
+        })
+    }
+
+    /// [`Self::take`], with `nested` to read the configuration of another adapter.
+    pub(crate) fn take_with(
+        owner: &str,
+        keys: &[Key],
+        map: &mut Map<String, Value>,
+        nested: &dyn Fn(&Value) -> Result<AdapterConfig, ConfigError>,
+    ) -> Result<Self, ConfigError> {
+        let mut settings = BTreeMap::new();
+        for key in keys {
+            let given = map.remove(key.name).filter(|value| !value.is_null());
+            let setting =
+                match given {
+                    None if key.fallback == Fallback::Required => {
+                        return Err(ConfigError::new(format!(
+                            "{owner}: key {:?} is missing; give {}",
+                            key.name,
+                            key.allowed()
+                        )));
+                    }
+                    None => key.unset(),
+                    Some(value) if key.shape == Shape::Adapter => {
+                        let config = nested(&value).map_err(|error| {
+                            ConfigError::new(format!("{owner}: key {:?}: {error}", key.name))
+                        })?;
+                        Some(Setting::Adapter(Box::new(config)))
+                    }
+                    Some(value) => Some(key.read(&value).ok_or_else(|| {
+                        ConfigError::value(owner, key.name, &value, key.allowed())
+                    })?),
+                };
+            if let Some(setting) = setting {
+                settings.insert(key.name, setting);
+            }
+        }
+        Ok(Self {
+            owner: owner.to_owned(),
+            settings,
+        })
+    }
+
+    /// The value of `key`, `None` when it was not given and has no default.
+    ///
+    /// The type must be that of the key's [`Shape`]: a whole number is read as `i64`, `u64`, `u32` or `usize`, a number
+    /// as `f64`, a text as `&str` or `String`, a list as a slice.
+    #[must_use]
+    pub fn find<'a, T: FromSetting<'a>>(&'a self, key: &str) -> Option<T> {
+        let value = T::of(self, key);
+        assert!(
+            value.is_some() || !self.settings.contains_key(key),
+            "{}: key {key:?} is not of type {}",
+            self.owner,
+            std::any::type_name::<T>()
+        );
+        value
+    }
+
+    /// The value of `key`, which is required or has a default.
+    ///
+    /// # Panics
+    /// When it is neither, is not among the type's keys, or is of another type: mistakes of the adapter, which show the
+    /// first time it is opened.
+    #[must_use]
+    pub fn get<'a, T: FromSetting<'a>>(&'a self, key: &str) -> T {
+        match self.find(key) {
+            Some(value) => value,
+            None => panic!(
+                "{}: there is no key {key:?} that always has a value",
+                self.owner
+            ),
+        }
+    }
+
+    /// The value of a key that counts GiB, in bytes.
+    ///
+    /// # Panics
+    /// As [`Self::get`].
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "sizes that matter are far below 2^53, and the cast saturates"
+    )]
+    pub fn gib(&self, key: &str) -> u64 {
+        (self.get::<f64>(key) * GIB as f64) as u64
+    }
+
+    /// The error for the value of `key`; `allowed` ends the sentence that begins with "give". For checks that a
+    /// [`Shape`] cannot express.
+    #[must_use]
+    pub fn refuse(&self, key: &str, allowed: &str) -> ConfigError {
+        let value = match self.settings.get(key) {
+            None => Value::Null,
+            Some(Setting::Switch(on)) => (*on).into(),
+            Some(Setting::Integer(number)) => (*number).into(),
+            Some(Setting::Number(number)) => (*number).into(),
+            Some(Setting::Text(text)) => text.as_str().into(),
+            Some(Setting::Integers(list)) => list.as_slice().into(),
+            Some(Setting::Numbers(list)) => list.as_slice().into(),
+            Some(Setting::Adapter(config)) => config.kind.into(),
+        };
+        ConfigError::value(&self.owner, key, &value, allowed)
+    }
+}

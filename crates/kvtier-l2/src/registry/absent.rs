@@ -1,0 +1,52 @@
+//! LMCache's types that are not there, and what does their work.
+//!
+//! A type that is registered is never looked for here.
+
+const ON_DISK: &str = "keep objects on a disk by \"fs\"";
+const SAME_DEVICE: &str =
+    "put a file system on the device and use \"fs\" with \"use_odirect\": true";
+const IN_RUST: &str = "write the adapter in Rust and register it (kvtier_l2::Registry::add)";
+const SHARED: &str = "give all servers one network file system by \"fs\" with \"shared\": true";
+
+const ABSENT: &[(&str, &str)] = &[
+    ("aerospike", ON_DISK),
+    ("bigtable", ON_DISK),
+    ("dax", SAME_DEVICE),
+    (
+        "hf3fs",
+        "use \"fs\" with \"base_path\" below the mount point",
+    ),
+    ("hfbucket", ON_DISK),
+    ("mooncake_store", SHARED),
+    ("native_plugin", IN_RUST),
+    (
+        "nixl_native",
+        "use \"fs\" on the same directory with \"use_odirect\": true",
+    ),
+    (
+        "nixl_store",
+        "use \"fs\" on the same file system with \"use_odirect\": true",
+    ),
+    (
+        "nixl_store_dynamic",
+        "use \"fs\" on the same file system with \"use_odirect\": true",
+    ),
+    ("p2p", SHARED),
+    ("plugin", IN_RUST),
+    ("raw_block", SAME_DEVICE),
+    ("resp", ON_DISK),
+    ("s3", ON_DISK),
+    ("sagemaker-hyperpod", ON_DISK),
+    ("valkey", ON_DISK),
+];
+
+/// What to use instead of `name`, if that is a type of LMCache.
+pub(super) fn instead_of(name: &str) -> Option<&'static str> {
+    let found = ABSENT.iter().find(|(absent, _)| *absent == name)?;
+    Some(found.1)
+}
+
+#[cfg(test)]
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    ABSENT.iter().map(|(name, _)| *name)
+}

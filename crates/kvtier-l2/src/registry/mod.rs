@@ -1,0 +1,264 @@
+//! Adapters by the name of their type.
+//!
+//! A new adapter is one folder with an [`AdapterType`], and one line in [`BUILT_IN`]. One that is kept elsewhere is the
+//! same, with [`Registry::add`] instead of that line.
+
+mod absent;
+mod reference;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use crate::config::{
+    AdapterConfig, COMMON, Common, ConfigError, Fallback, Key, Options, Shape, clip, refuse_rest,
+};
+use crate::error::L2Error;
+use crate::{Adapter, wrap};
+
+/// The types that are there without further ado. In alphabetical order, which is the order of the documentation.
+const BUILT_IN: &[AdapterType] = &[];
+
+/// Opens an adapter.
+pub type Open = fn(&AdapterConfig, &Registry) -> Result<Arc<dyn Adapter>, L2Error>;
+
+/// A kind of adapter: how it is configured and opened.
+#[derive(Clone, Copy)]
+pub struct AdapterType {
+    name: &'static str,
+    summary: &'static str,
+    keys: &'static [Key],
+    check: fn(&Options) -> Result<(), ConfigError>,
+    open: Open,
+}
+
+impl AdapterType {
+    /// A type of this name, with one line about it, the keys it takes beyond [`COMMON`], and its constructor.
+    ///
+    /// `open` is called within a tokio runtime. It may look at a disk, but does not wait for others: a backend that is
+    /// down now may be up later, and the server starts meanwhile. The registry is for adapters around another one.
+    #[must_use]
+    pub const fn new(
+        name: &'static str,
+        summary: &'static str,
+        keys: &'static [Key],
+        open: Open,
+    ) -> Self {
+        Self {
+            name,
+            summary,
+            keys,
+            check: |_| Ok(()),
+            open,
+        }
+    }
+
+    /// The same with a check of its options beyond the one that its keys describe; see [`Options::refuse`].
+    #[must_use]
+    pub const fn check(self, check: fn(&Options) -> Result<(), ConfigError>) -> Self {
+        Self { check, ..self }
+    }
+
+    /// Its name, the `type` in a configuration.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// What it is, in one line.
+    #[must_use]
+    pub fn summary(&self) -> &'static str {
+        self.summary
+    }
+
+    /// The keys it takes beyond [`COMMON`].
+    #[must_use]
+    pub fn keys(&self) -> &'static [Key] {
+        self.keys
+    }
+}
+
+impl fmt::Debug for AdapterType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "AdapterType({})", self.name)
+    }
+}
+
+/// The types that can be configured.
+#[derive(Debug, Clone)]
+pub struct Registry {
+    types: Vec<AdapterType>,
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        Self::built_in()
+    }
+}
+
+impl Registry {
+    /// The built-in types.
+    #[must_use]
+    pub fn built_in() -> Self {
+        Self {
+            types: BUILT_IN.to_vec(),
+        }
+    }
+
+    /// Adds a type.
+    ///
+    /// # Errors
+    /// When there is one of that name, or one of its keys is there twice.
+    pub fn add(&mut self, new: AdapterType) -> Result<(), ConfigError> {
+        if self.find(new.name).is_some() {
+            return Err(ConfigError::new(format!(
+                "type {:?} is registered already; give another name",
+                new.name
+            )));
+        }
+        let mut names: Vec<_> = COMMON.iter().chain(new.keys).map(|key| key.name).collect();
+        names.sort_unstable();
+        if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(ConfigError::new(format!(
+                "type {:?}: key {:?} is there twice, perhaps as a common key; give another name",
+                new.name, twice[0]
+            )));
+        }
+        self.types.push(new);
+        Ok(())
+    }
+
+    /// The types, in the order they were added.
+    #[must_use]
+    pub fn types(&self) -> &[AdapterType] {
+        &self.types
+    }
+
+    fn find(&self, name: &str) -> Option<&AdapterType> {
+        self.types.iter().find(|known| known.name == name)
+    }
+
+    /// [`Self::parse`] of JSON text.
+    ///
+    /// # Errors
+    /// As [`Self::parse`].
+    pub fn parse_json(&self, text: &str) -> Result<AdapterConfig, ConfigError> {
+        let value = serde_json::from_str(text).map_err(|error| {
+            ConfigError::new(format!(
+                "{:?} is not JSON ({error}); give an object with a \"type\"",
+                clip(text)
+            ))
+        })?;
+        self.parse(&value)
+    }
+
+    /// Checks a configuration, without opening anything.
+    ///
+    /// # Errors
+    /// The first thing that is wrong with it.
+    pub fn parse(&self, value: &Value) -> Result<AdapterConfig, ConfigError> {
+        let Value::Object(map) = value else {
+            return Err(ConfigError::new(format!(
+                "{} is not allowed; give an object with a \"type\"",
+                clip(&value.to_string())
+            )));
+        };
+        let mut map = map.clone();
+        let kind = self.kind(&map)?;
+        let owner = format!("type {:?}", kind.name);
+        self.take_over(kind, &mut map);
+        let common = Common::take(&owner, &mut map)?;
+        let options = Options::take_with(&owner, kind.keys, &mut map, &|inner| self.parse(inner))?;
+        refuse_rest(&owner, &map, COMMON.iter().chain(kind.keys))?;
+        (kind.check)(&options)?;
+        Ok(AdapterConfig {
+            kind: kind.name,
+            shared: common.shared,
+            persist_enabled: common.persist_enabled,
+            eviction: common.eviction,
+            guards: common.guards,
+            options,
+            warnings: common.warnings,
+        })
+    }
+
+    fn kind(&self, map: &Map<String, Value>) -> Result<&AdapterType, ConfigError> {
+        let name = match map.get("type") {
+            Some(Value::String(name)) => name.as_str(),
+            other => {
+                return Err(ConfigError::new(format!(
+                    "key \"type\": {} is not allowed; give one of {}",
+                    clip(&other.unwrap_or(&Value::Null).to_string()),
+                    self.names()
+                )));
+            }
+        };
+        if let Some(kind) = self.find(name) {
+            return Ok(kind);
+        }
+        Err(ConfigError::new(match absent::instead_of(name) {
+            Some(instead) => format!("type {name:?} is not built into kvtier; {instead}"),
+            None => format!(
+                "type {:?} is unknown; known types are {}",
+                clip(name),
+                self.names()
+            ),
+        }))
+    }
+
+    fn names(&self) -> String {
+        let names: Vec<_> = self.types.iter().map(|kind| kind.name).collect();
+        names.join(", ")
+    }
+
+    /// Common keys that are only given to the adapter inside count for the one around it, for there they take effect.
+    fn take_over(&self, kind: &AdapterType, map: &mut Map<String, Value>) {
+        for key in kind.keys.iter().filter(|key| key.shape == Shape::Adapter) {
+            let Some(Value::Object(inner)) = map.get(key.name).cloned() else {
+                continue;
+            };
+            let mut inner = inner;
+            if let Some(inner_kind) = inner
+                .get("type")
+                .and_then(Value::as_str)
+                .and_then(|name| self.find(name))
+            {
+                self.take_over(&inner_kind.clone(), &mut inner);
+            }
+            for common in COMMON
+                .iter()
+                .filter(|key| key.fallback != Fallback::Required)
+            {
+                if let Some(value) = inner.get(common.name) {
+                    map.entry(common.name).or_insert_with(|| value.clone());
+                }
+            }
+        }
+    }
+
+    /// Opens an adapter with its guards around it, see [`wrap::guard`]. To be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// Those of the adapter's constructor.
+    pub fn open(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
+        let adapter = self.open_bare(config)?;
+        Ok(wrap::guard(adapter, &config.guards))
+    }
+
+    /// Opens an adapter without guards, for one that goes around it.
+    ///
+    /// # Errors
+    /// Those of the adapter's constructor.
+    pub fn open_bare(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
+        match self.find(config.kind) {
+            Some(kind) => (kind.open)(config, self),
+            None => Err(L2Error::new(
+                crate::ErrorKind::Unsupported,
+                format!("type {:?} is not registered", config.kind),
+            )),
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! The documentation of all keys, made from their definitions.
+
+use std::fmt::Write as _;
+
+use super::Registry;
+use crate::config::{COMMON, EVICTION, Key};
+
+impl Registry {
+    /// Markdown with a table of keys for each type, the common keys first. Headings are of the third level.
+    #[must_use]
+    pub fn reference_markdown(&self) -> String {
+        let mut out = String::from("### Keys of every type\n\n");
+        table(&mut out, COMMON);
+        out.push_str("\n### Keys of `eviction`\n\n");
+        table(&mut out, EVICTION);
+        for kind in &self.types {
+            let _ = write!(out, "\n### `{}`\n\n{}.\n\n", kind.name, kind.summary);
+            table(&mut out, kind.keys);
+        }
+        out
+    }
+}
+
+fn table(out: &mut String, keys: &[Key]) {
+    out.push_str("| key | default | give | meaning |\n| --- | --- | --- | --- |\n");
+    for key in keys {
+        let unit = match key.unit {
+            "" => String::new(),
+            unit => format!(" ({unit})"),
+        };
+        let _ = writeln!(
+            out,
+            "| `{}` | {} | {}{unit} | {} |",
+            key.name,
+            cell(&key.default_text()),
+            cell(&key.allowed()),
+            cell(key.help),
+        );
+    }
+}
+
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|").replace('<', "&lt;")
+}
