@@ -64,7 +64,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(USAGE));
         }
     };
-    kvtier_server::logging::init(&config);
+    let log = kvtier_server::logging::init(&config).context("no thread for the log")?;
     if !config.ignored.is_empty() {
         tracing::warn!(
             flags = config.ignored.join(" "),
@@ -76,6 +76,8 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     let mut server = match Server::start(config) {
         Ok(server) => server,
         Err(error) => {
+            // What the log has to say comes first.
+            drop(log);
             eprintln!("kvtier server: {error}");
             return Ok(ExitCode::FAILURE);
         }

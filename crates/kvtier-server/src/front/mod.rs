@@ -8,6 +8,7 @@ pub mod lanes;
 mod limits;
 mod outbox;
 mod request;
+mod seldom;
 #[cfg(test)]
 mod tests;
 
@@ -30,6 +31,7 @@ use lanes::Pool;
 use limits::{JOB_BYTES, MAX_FRAMES, MAX_HEAD, SEND_HWM};
 use outbox::{Inbox, Outbox, Reply};
 use request::{Job, Server, error_frame};
+use seldom::Seldom;
 
 /// Messages taken from the socket before replies get their turn.
 const BURST: usize = 64;
@@ -250,10 +252,14 @@ impl Front {
             Ok(ClientMessage::Stream { .. }) => return,
             Err(error) => {
                 self.server.engine.metrics().malformed_messages.inc();
-                tracing::debug!(%error, frames = frames.len(), "a message that is no request was dropped");
+                static SAID: Seldom = Seldom::new();
+                if let Some(left_out) = SAID.due(received) {
+                    tracing::debug!(%error, left_out, "a message that is no request was dropped");
+                }
                 return;
             }
         };
+        static TOLD_OFF: Seldom = Seldom::new();
         let connection = self.connections.get(&routing_id, received);
         let resolved = match connection.candidates.resolve(&message, &[Generation::G6]) {
             Ok(resolved) => resolved,
@@ -268,8 +274,10 @@ impl Front {
         if resolved.generation != Generation::G6
             && resolved.certain
             && !std::mem::replace(&mut connection.told_off, true)
+            && let Some(left_out) = TOLD_OFF.due(received)
         {
             tracing::warn!(
+                left_out,
                 releases = resolved.generation.releases(),
                 "a client of LMCache {} connected; this server serves {}: it runs without a cache",
                 resolved.generation.releases(),
@@ -320,12 +328,16 @@ impl Front {
 
     /// Answers with the operation's "no" a request that would take too much memory.
     fn refuse(&mut self, job: Job, reason: &'static str) {
-        tracing::warn!(
-            operation = job.resolved.spec.operation.name(),
-            bytes = job.bytes,
-            reason,
-            "a client's request was refused"
-        );
+        static SAID: Seldom = Seldom::new();
+        if let Some(left_out) = SAID.due(job.received) {
+            tracing::warn!(
+                operation = job.resolved.spec.operation.name(),
+                bytes = job.bytes,
+                reason,
+                left_out,
+                "a client's request was refused"
+            );
+        }
         for reply in self.server.refuse(job, reason) {
             self.send(reply);
         }
@@ -341,7 +353,10 @@ impl Front {
         received: Instant,
     ) -> Option<Reply> {
         self.server.engine.metrics().malformed_messages.inc();
-        tracing::debug!(%error, "a request that no table knows");
+        static SAID: Seldom = Seldom::new();
+        if let Some(left_out) = SAID.due(received) {
+            tracing::debug!(%error, left_out, "a request that no table knows");
+        }
         let connection = self.connections.get(routing_id, received);
         let candidates = connection.candidates;
         let id = OperationId::decode(message.op).ok();
@@ -417,7 +432,10 @@ fn deliver(socket: &mut zmq::Socket, server: &Server, reply: Reply) {
     if let Err(error) = send(socket, reply) {
         // Gone (EHOSTUNREACH), or so far behind that its queue is full (EAGAIN).
         server.engine.metrics().undeliverable.inc();
-        tracing::debug!(%error, connection, "a reply could not be delivered");
+        static SAID: Seldom = Seldom::new();
+        if let Some(left_out) = SAID.due(Instant::now()) {
+            tracing::debug!(%error, connection, left_out, "a reply could not be delivered");
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use kvtier_proto::request::Request;
 use super::connection::Peer;
 use super::limits::{SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
+use super::seldom::Seldom;
 use crate::budget::Charge;
 use crate::engine::{Answer, Caller, Engine};
 use crate::health::Health;
@@ -116,7 +117,11 @@ impl Server {
                 &request,
             ),
             Err(error) => {
-                tracing::debug!(operation = spec.operation.name(), %error, "a request could not be decoded");
+                static SAID: Seldom = Seldom::new();
+                if let Some(left_out) = SAID.due(Instant::now()) {
+                    let operation = spec.operation.name();
+                    tracing::debug!(operation, %error, left_out, "a request could not be decoded");
+                }
                 Answer::refusal_with(spec.operation, spec.response, "undecodable", &error)
             }
         }

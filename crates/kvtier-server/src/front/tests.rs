@@ -179,3 +179,49 @@ fn what_is_sent_back_as_it_came_is_small() {
     assert!(error_frame(&"é".repeat(1 << 20)).len() < 1100);
     assert_eq!(error_frame("short"), error_text("short"));
 }
+
+/// Lines of the log.
+#[derive(Default)]
+struct Log(parking_lot::Mutex<Vec<u8>>);
+
+impl std::io::Write for &Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn no_client_fills_the_log() {
+    let log = Arc::new(Log::default());
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::DEBUG)
+        .with_writer(Arc::clone(&log))
+        .finish();
+    tracing::subscriber::with_default(subscriber, || {
+        let mut server = ByHand::new(0);
+        for _ in 0..1000 {
+            // No request; an operation of no table; one that has to wait, without room; payloads that are none.
+            server.send(&[&[1]]);
+            server.send(&[&[2], &[99]]);
+            server.send(&[&[3], &[13], b"\xa1x"]);
+            server.send(&[&[4], &[9], b"\xc1"]);
+            server.answers();
+        }
+    });
+    let log = String::from_utf8(log.0.lock().clone()).unwrap();
+    for said in [
+        "a message that is no request was dropped",
+        "a request that no table knows",
+        "a client's request was refused",
+        "a request could not be decoded",
+    ] {
+        // One a second; this does not take 50.
+        let times = log.lines().filter(|line| line.contains(said)).count();
+        assert!((1..50).contains(&times), "{times} times: {said}");
+    }
+}

@@ -73,7 +73,9 @@ fn seconds(text: &str) -> Result<f64, String> {
 /// Runs the demo. Exit code 0 if all was right, 1 if not, 130 after Ctrl-C.
 pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     let stop = signals::stop_flag()?;
-    let mut server = start_server(args)?;
+    let config = server_config(args)?;
+    let _log = kvtier_server::logging::init(&config).context("no thread for the log")?;
+    let mut server = Server::start(config)?;
     let outcome = play(args, &server, stop);
     server.stop();
     let report = outcome?;
@@ -85,8 +87,8 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// The server that no flag at all gives, but for its ports, its size and the name of its pool.
-fn start_server(args: &DemoArgs) -> anyhow::Result<Server> {
+/// Those of the server that no flag at all gives, but for its ports, its size and the name of its pool.
+fn server_config(args: &DemoArgs) -> anyhow::Result<ServerConfig> {
     // A demo that was killed could not remove its own, and no other one has its name.
     kvtier_server::remove_stale_pools(POOL_PREFIX);
     let (size, pool) = (
@@ -102,8 +104,7 @@ fn start_server(args: &DemoArgs) -> anyhow::Result<Server> {
     ])?;
     // Where /dev/shm is small, the demo does without the pool, as a server without flags does.
     config.shm_required = false;
-    kvtier_server::logging::init(&config);
-    Ok(Server::start(config)?)
+    Ok(config)
 }
 
 fn play(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> anyhow::Result<Report> {
