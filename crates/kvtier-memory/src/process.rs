@@ -16,18 +16,15 @@ impl SeenProcess {
         let pid = Pid::from_raw(i32::try_from(number).ok()?)?;
         let seen = Self {
             pid,
-            started: start_time(pid),
+            started: Status::of(pid).map(|status| status.started),
         };
         exists(pid).then_some(seen)
     }
 
-    /// Whether it is known to have ended.
+    /// Whether it is known to have ended. One that nobody has waited for has.
     pub(crate) fn is_gone(&self) -> bool {
-        let is_other = || {
-            let now = start_time(self.pid);
-            self.started.is_some() && now.is_some() && now != self.started
-        };
-        !exists(self.pid) || is_other()
+        let is_other = |now: &Status| self.started.is_some_and(|ticks| ticks != now.started);
+        !exists(self.pid) || Status::of(self.pid).is_some_and(|now| now.has_ended || is_other(&now))
     }
 }
 
@@ -36,31 +33,78 @@ fn exists(pid: Pid) -> bool {
     test_kill_process(pid) != Err(rustix::io::Errno::SRCH)
 }
 
-fn start_time(pid: Pid) -> Option<u64> {
-    let stat = std::fs::read(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
-    start_in(&String::from_utf8_lossy(&stat))
+/// What `/proc` tells of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Status {
+    started: u64,
+    has_ended: bool,
 }
 
-/// The 22nd field (proc_pid_stat(5)). The second is the program's name in parentheses, in which
-/// anything may stand.
-fn start_in(stat: &str) -> Option<u64> {
-    let (_, from_third) = stat.rsplit_once(')')?;
-    from_third.split_ascii_whitespace().nth(19)?.parse().ok()
+impl Status {
+    fn of(pid: Pid) -> Option<Self> {
+        let stat = std::fs::read(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
+        Self::parse(&String::from_utf8_lossy(&stat))
+    }
+
+    /// The fields 3 (state), 20 (threads) and 22 (start) of proc_pid_stat(5). The second is the program's name in
+    /// parentheses, in which anything may stand.
+    fn parse(stat: &str) -> Option<Self> {
+        let (_, from_third) = stat.rsplit_once(')')?;
+        let mut fields = from_third.split_ascii_whitespace();
+        let state = fields.next()?;
+        let threads: u64 = fields.nth(16)?.parse().ok()?;
+        let started = fields.nth(1)?.parse().ok()?;
+        Some(Self {
+            started,
+            // The first thread may end and leave others behind, and with them the memory.
+            has_ended: matches!(state, "Z" | "X") && threads <= 1,
+        })
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use rustix::process::{WaitId, WaitIdOptions, waitid};
+
     use super::*;
 
     #[test]
-    fn the_start_is_found_behind_any_name() {
-        let rest = "S 1 7 7 0 -1 4194560 95 0 0 0 1 2 3 4 20 0 1 0 987654 4096 0";
-        for name in ["sh", "a b", ") 1 2 3 (", ""] {
-            assert_eq!(start_in(&format!("7 ({name}) {rest}")), Some(987_654));
+    fn start_and_end_are_found_behind_any_name() {
+        for (state, threads, has_ended) in [
+            ("S", 1, false),
+            ("R", 3, false),
+            ("Z", 1, true),
+            ("Z", 2, false),
+            ("X", 0, true),
+        ] {
+            let rest = format!(
+                "{state} 1 7 7 0 -1 4194560 95 0 0 0 1 2 3 4 20 0 {threads} 0 987654 4096 0"
+            );
+            for name in ["sh", "a b", ") Z 2 3 (", ""] {
+                let status = Status::parse(&format!("7 ({name}) {rest}")).unwrap();
+                assert_eq!((status.started, status.has_ended), (987_654, has_ended));
+            }
         }
         for bad in ["", "7 (sh", "7 (sh) S 1", "7 (sh) S x x x"] {
-            assert_eq!(start_in(bad), None);
+            assert_eq!(Status::parse(bad), None);
         }
+    }
+
+    #[test]
+    fn a_process_that_nobody_waited_for_is_gone() {
+        let mut child = std::process::Command::new("cat")
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let seen = SeenProcess::find(child.id()).unwrap();
+        assert!(!seen.is_gone());
+        child.kill().unwrap();
+        // Waits for the end, and leaves it to be waited for.
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        waitid(WaitId::Pid(seen.pid), options).unwrap();
+        assert!(exists(seen.pid) && seen.is_gone());
+        child.wait().unwrap();
+        assert!(seen.is_gone());
     }
 
     #[test]
