@@ -1,6 +1,11 @@
 //! Processes that are told from later ones with their number.
 
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+
 use rustix::process::{Pid, test_kill_process};
+
+use crate::shm_file::FileId;
 
 /// A process as it was seen once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +26,18 @@ impl SeenProcess {
         exists(pid).then_some(seen)
     }
 
+    /// The process with this number, if it is seen to have `file` mapped. In another PID namespace the number is a
+    /// stranger's, or nobody's.
+    pub(crate) fn find_mapper(number: u32, file: FileId) -> Option<Self> {
+        let seen = Self::find(number)?;
+        let maps = File::open(format!("/proc/{}/maps", seen.pid.as_raw_nonzero())).ok()?;
+        // Split, not lines: paths are any bytes.
+        let mut lines = BufReader::new(maps).split(b'\n').map_while(Result::ok);
+        lines
+            .any(|line| mapped_file(&String::from_utf8_lossy(&line)) == Some(file))
+            .then_some(seen)
+    }
+
     /// Whether it is known to have ended. One that nobody has waited for has.
     pub(crate) fn is_gone(&self) -> bool {
         let is_other = |now: &Status| self.started.is_some_and(|ticks| ticks != now.started);
@@ -31,6 +48,15 @@ impl SeenProcess {
 /// Every other error is about a process that exists and may not be signalled.
 fn exists(pid: Pid) -> bool {
     test_kill_process(pid) != Err(rustix::io::Errno::SRCH)
+}
+
+/// The file in a line of `/proc/<pid>/maps`: addresses, permissions, offset, device, inode and path.
+fn mapped_file(line: &str) -> Option<FileId> {
+    let mut fields = line.split_ascii_whitespace().skip(3);
+    let (major, minor) = fields.next()?.split_once(':')?;
+    let number = |text| u32::from_str_radix(text, 16).ok();
+    let device = rustix::fs::makedev(number(major)?, number(minor)?);
+    Some(FileId::new(device, fields.next()?.parse().ok()?))
 }
 
 /// What `/proc` tells of a process.
@@ -87,6 +113,28 @@ mod tests {
         }
         for bad in ["", "7 (sh", "7 (sh) S 1", "7 (sh) S x x x"] {
             assert_eq!(Status::parse(bad), None);
+        }
+    }
+
+    #[test]
+    fn mapped_files_are_found_in_front_of_any_path() {
+        let file = |device, inode| Some(FileId::new(device, inode));
+        for (line, found) in [
+            (
+                "7f00-7f01 rw-s 00000000 00:1b 54295 /dev/shm/a b (deleted)",
+                file(0x1b, 54295),
+            ),
+            (
+                "7f00-7f01 r--p 0001f000 fe:100 7 /x",
+                file(rustix::fs::makedev(0xfe, 0x100), 7),
+            ),
+            ("7f00-7f01 rw-p 00000000 00:00 0", file(0, 0)),
+            ("7f00-7f01 rw-p 00000000 00:1b", None),
+            ("7f00-7f01 rw-p 00000000 001b 7", None),
+            ("7f00-7f01 rw-p 00000000 x:y 7", None),
+            ("", None),
+        ] {
+            assert_eq!(mapped_file(line), found, "{line}");
         }
     }
 

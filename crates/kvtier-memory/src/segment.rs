@@ -78,7 +78,7 @@ pub enum SegmentError {
 pub struct ForeignSegment {
     name: String,
     file: FileId,
-    /// The process in the name, if it could be seen when the segment was mapped.
+    /// The process in the name, if it was seen to have the segment mapped when we mapped it.
     creator: Option<SeenProcess>,
     mapping: Mapping,
 }
@@ -139,10 +139,11 @@ impl ForeignSegment {
         }
         let mapping =
             Mapping::shared(file.as_fd(), len, "segment").map_err(|e| map_error(e, name))?;
+        let file = FileId::of(&stat);
         Ok(Self {
             name: name.to_owned(),
-            file: FileId::of(&stat),
-            creator: creator_of(name).and_then(SeenProcess::find),
+            file,
+            creator: creator_of(name).and_then(|process| SeenProcess::find_mapper(process, file)),
             mapping,
         })
     }
@@ -156,8 +157,8 @@ impl ForeignSegment {
 
     /// Unlinks it if the process that created it is gone; says whether it did.
     ///
-    /// It stays when that process could not be seen at the time of mapping, as one of another
-    /// PID namespace cannot, and when the name leads to other memory by now.
+    /// It stays when that process was not seen to have it mapped at the time of our mapping, as one
+    /// of another PID namespace is not, and when the name leads to other memory by now.
     ///
     /// # Errors
     /// [`SegmentError::System`].

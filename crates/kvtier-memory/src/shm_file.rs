@@ -30,12 +30,14 @@ pub(crate) struct FileId {
 }
 
 impl FileId {
+    /// Of the file with this number on this device.
+    pub(crate) fn new(device: u64, inode: u64) -> Self {
+        Self { device, inode }
+    }
+
     /// Of a file that was examined.
     pub(crate) fn of(stat: &rustix::fs::Stat) -> Self {
-        Self {
-            device: stat.st_dev,
-            inode: stat.st_ino,
-        }
+        Self::new(stat.st_dev, stat.st_ino)
     }
 
     /// Of the segment that has this name now.

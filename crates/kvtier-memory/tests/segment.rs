@@ -2,6 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "test")]
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 
@@ -142,13 +143,43 @@ fn a_segment_is_current_while_its_name_leads_to_it() {
     child.wait().unwrap();
 }
 
+const LENDER: &str = "KVTIER_TEST_LENDER";
+
+/// Not a test of its own: a client that says the name of its segment and lives until it is killed.
+#[test]
+fn child_lends_a_segment() {
+    if std::env::var_os(LENDER).is_none() {
+        return;
+    }
+    let own = OwnSegment::create(4096).unwrap();
+    eprintln!("{}", own.name());
+    // Ends with the process that started it, if not before.
+    let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+}
+
+/// A client as above, and the name of its segment.
+fn lender() -> (Child, String) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--nocapture", "child_lends_a_segment"])
+        .env(LENDER, "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut name = String::new();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    stderr.read_line(&mut name).unwrap();
+    (child, name.trim_end().to_owned())
+}
+
 #[test]
 fn orphans_are_unlinked_and_others_are_not() {
     let own = OwnSegment::create(4096).unwrap();
     let foreign = ForeignSegment::open(own.name(), 4096).unwrap();
     assert!(!foreign.unlink_if_orphan().unwrap());
 
-    let (mut child, name) = lent_by_a_child();
+    let (mut child, name) = lender();
     let (first, second) = (
         ForeignSegment::open(&name, 4096).unwrap(),
         ForeignSegment::open(&name, 4096).unwrap(),
@@ -162,10 +193,21 @@ fn orphans_are_unlinked_and_others_are_not() {
     // Another one's, of the same name.
     fs::write(path_of(&name), [2; 4096]).unwrap();
     assert!(!second.unlink_if_orphan().unwrap());
+    fs::remove_file(path_of(&name)).unwrap();
+}
 
-    // Whoever made this one could not be seen when it was mapped: a process that is gone, or one of another namespace.
-    let unknown = ForeignSegment::open(&name, 4096).unwrap();
-    assert!(!unknown.unlink_if_orphan().unwrap());
+#[test]
+fn a_segment_of_another_pid_namespace_stays() {
+    // There its number is a living process that has nothing to do with the stranger who has it here.
+    let (mut stranger, name) = lent_by_a_child();
+    let segment = ForeignSegment::open(&name, 4096).unwrap();
+    stranger.kill().unwrap();
+    stranger.wait().unwrap();
+    assert!(!segment.unlink_if_orphan().unwrap());
+    // And here it is nobody's.
+    let segment = ForeignSegment::open(&name, 4096).unwrap();
+    assert!(!segment.unlink_if_orphan().unwrap());
+    assert!(segment.is_current());
     fs::remove_file(path_of(&name)).unwrap();
 }
 

@@ -1,5 +1,6 @@
 //! Segments of workers that share a process id: one behind the other, or in another PID namespace.
 
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -7,6 +8,7 @@ use std::time::Duration;
 use kvtier_client::proto::descriptor::{CpuShm, Dtype, TensorDescriptor, TensorMetadata};
 use kvtier_client::proto::request::{EngineGroupInfo, EngineType, LayoutHints, Registration};
 use kvtier_client::{Connection, InstanceId, Scope};
+use kvtier_memory::ForeignSegment;
 
 use crate::support::{TestServer, prompt, range};
 
@@ -112,6 +114,38 @@ fn process() -> Child {
     Command::new("cat").stdin(Stdio::piped()).spawn().unwrap()
 }
 
+const LENDER: &str = "KVTIER_TEST_LENDER";
+
+/// Not a test of its own: a worker that has its pages mapped and lives until it is killed.
+#[test]
+fn child_lends_its_pages() {
+    if std::env::var_os(LENDER).is_none() {
+        return;
+    }
+    let pages = Pages::new(std::process::id());
+    let mapped = ForeignSegment::open(&pages.name, BYTES).unwrap();
+    eprintln!("{}", mapped.name());
+    // Ends with the process that started it, if not before.
+    let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+}
+
+/// A worker as above, and its pages.
+fn lender() -> (Child, Pages) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--nocapture", "segments::child_lends_its_pages"])
+        .env(LENDER, "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut name = String::new();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    stderr.read_line(&mut name).unwrap();
+    let name = name.trim_end().to_owned();
+    (child, Pages { name })
+}
+
 fn end(mut process: Child) {
     process.kill().unwrap();
     process.wait().unwrap();
@@ -161,8 +195,7 @@ fn a_worker_that_restarts_under_its_old_process_id_is_served_from_its_new_memory
 #[test]
 fn memory_of_a_dead_worker_is_removed() {
     let server = TestServer::start(&["--worker-registration-grace-seconds", "3600"]);
-    let process = process();
-    let pages = Pages::new(process.id());
+    let (process, pages) = lender();
     pages.register(&mut server.connect(), &Scope::new("segments/dead"));
     end(process);
     server.pass(Duration::from_secs(3590));
@@ -175,19 +208,18 @@ fn memory_of_a_dead_worker_is_removed() {
 #[test]
 fn memory_of_a_silent_worker_stays_while_it_may_live() {
     let server = TestServer::start(&["--worker-registration-grace-seconds", "3600"]);
-    let silent = process();
-    let pages = Pages::new(silent.id());
+    let (silent, pages) = lender();
     pages.register(&mut server.connect(), &Scope::new("segments/silent"));
     server.pass(Duration::from_secs(3610));
     assert_eq!(server.readings().instances, 0);
     assert!(pages.exist());
     end(silent);
 
-    // No process has this number here; in the worker's own PID namespace one does.
-    let gone = process();
-    let pages = Pages::new(gone.id());
-    end(gone);
+    // In the worker's own PID namespace its number is a living process; here it is a stranger, who ends.
+    let stranger = process();
+    let pages = Pages::new(stranger.id());
     pages.register(&mut server.connect(), &Scope::new("segments/elsewhere"));
+    end(stranger);
     server.pass(Duration::from_secs(3610));
     assert_eq!(server.readings().instances, 0);
     assert!(pages.exist());
