@@ -123,8 +123,8 @@ impl BlockTable {
         object.kernel_groups.iter().all(|index| {
             let ids = self.chunk(*index, chunk);
             let mut nulls = ids.iter().map(|id| *id == null);
-            let window = layout.kernel_groups()[*index].window_tokens;
-            match (object.recurrent_state, window) {
+            let group = &layout.kernel_groups()[*index];
+            match (group.recurrent_state, group.window_tokens) {
                 // The state behind the chunk is in its last block.
                 (true, _) => !nulls.next_back().unwrap_or(false),
                 (false, Some(_)) => !nulls.any(|null| null),

@@ -41,6 +41,8 @@ pub struct KernelGroup {
     pub slots_per_chunk: u64,
     /// Sliding window in tokens.
     pub window_tokens: Option<u64>,
+    /// Recurrent state: the last block of a chunk has all there is.
+    pub recurrent_state: bool,
     /// Positions of the layers in the registration, in the order they have in an object.
     pub layer_indices: Vec<usize>,
     /// Shape of the first layer's tensor.
@@ -300,6 +302,7 @@ fn kernel_group(
         blocks_per_chunk: usize::try_from(blocks_per_chunk).map_err(|_| too_large())?,
         slots_per_chunk,
         window_tokens,
+        recurrent_state: info.recurrent_state,
         layer_indices: indices.to_vec(),
         tensor_shape: first.shape.clone(),
         planes,

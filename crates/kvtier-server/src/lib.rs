@@ -12,6 +12,7 @@ pub mod engine;
 pub mod front;
 pub mod health;
 pub mod http;
+mod l2;
 pub mod logging;
 pub mod metrics;
 mod server;

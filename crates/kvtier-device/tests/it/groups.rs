@@ -376,14 +376,16 @@ fn of_recurrent_state_the_last_block_of_a_chunk_counts() {
     let tensors = layers(5, &[2, 64, 16, 2, 4]);
     let mut infos = windowed();
     infos[2].recurrent_state = true;
-    let layout = detect(&tensors, &infos, true).unwrap();
-    let object = layout.kernel_groups()[2].object_group;
     let mut ids = vec![(1..33).collect::<Vec<i64>>(); 4];
     ids[2][..15].fill(0);
     ids[2][31] = 0;
-    let table = BlockTable::check(&layout, &ids, 2).unwrap();
-    assert!(table.has_data(&layout, object, 0, 0));
-    assert!(!table.has_data(&layout, object, 1, 0));
+    for separate in [true, false] {
+        let layout = detect(&tensors, &infos, separate).unwrap();
+        let object = layout.kernel_groups()[2].object_group;
+        let table = BlockTable::check(&layout, &ids, 2).unwrap();
+        assert!(table.has_data(&layout, object, 0, 0));
+        assert!(!table.has_data(&layout, object, 1, 0));
+    }
 }
 
 #[test]

@@ -40,3 +40,15 @@ pub struct AdapterConfig {
     /// What its user should know, each one line.
     pub warnings: Vec<String>,
 }
+
+impl AdapterConfig {
+    /// Bytes its objects may take, as `max_capacity_gb` or `max_size_gb` says; `None` is no bound.
+    #[must_use]
+    pub fn capacity_bytes(&self) -> Option<u64> {
+        ["max_capacity_gb", "max_size_gb"]
+            .into_iter()
+            .find(|key| self.options.find::<f64>(key).is_some())
+            .map(|key| self.options.gib(key))
+            .filter(|bytes| *bytes > 0)
+    }
+}

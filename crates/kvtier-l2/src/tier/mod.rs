@@ -27,7 +27,7 @@ use crate::adapter::{Adapter, ListPage, Listed, Loaded, Stored};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use budget::Budget;
-use recovery::Recovery;
+pub use recovery::Recovery;
 
 /// Objects evicted under one hold of the index's lock.
 const EVICTION_SLICE: usize = 1024;

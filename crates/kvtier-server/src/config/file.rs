@@ -66,13 +66,6 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError
             })?
         }
     };
-    for spec in merged
-        .get_many::<String>("l2-adapter")
-        .into_iter()
-        .flatten()
-    {
-        peer::check_adapter(spec).map_err(ConfigError)?;
-    }
     let ignored = peer::ignored(&merged);
     let args = ServerArgs::from_arg_matches(&merged).map_err(|error| one_line(&error))?;
     let check_only = args.check_config;

@@ -6,7 +6,9 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use kvtier_core::hashing::HashAlgorithm;
 
-use super::{ConfigError, GIB, HostMemory, ServerConfig};
+use super::{
+    ConfigError, GIB, HostMemory, L2Config, PrefetchPolicy, ServerConfig, StorePolicy, l2,
+};
 
 /// Which transfer modes workers may register for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -226,6 +228,37 @@ pub struct ServerArgs {
     )]
     pub eviction_ratio: f64,
 
+    /// A second tier, as JSON with a "type"; may be given several times, the first one is asked first (docs/l2.md)
+    #[arg(long, value_name = "JSON", help_heading = "L2")]
+    pub l2_adapter: Vec<String>,
+    /// Whether objects stay in L1 once every tier has them (default) or leave it (skip_l1)
+    #[arg(long, value_enum, default_value = "default", help_heading = "L2")]
+    pub l2_store_policy: StorePolicy,
+    /// Whether objects that were loaded stay in L1 until they are evicted (retain) or leave it at the end of their request
+    /// (default, which is LMCache's default: a hot prefix is then read from L2 every time)
+    #[arg(long, value_enum, default_value = "retain", help_heading = "L2")]
+    pub l2_prefetch_policy: PrefetchPolicy,
+    /// Lookups that may ask the tiers at the same time, 1 to 4096; the others wait
+    #[arg(
+        long,
+        default_value_t = 8,
+        value_parser = clap::value_parser!(u16).range(1..=4096),
+        help_heading = "L2"
+    )]
+    pub l2_prefetch_max_in_flight: u16,
+    /// Seconds that a lookup asks the tiers, waiting included; its answer is what is known by then
+    #[arg(long, default_value_t = 2.0, help_heading = "L2")]
+    pub l2_lookup_timeout_seconds: f64,
+    /// Seconds that a lookup waits for what is being loaded; its answer is what is in L1 by then
+    #[arg(long, default_value_t = 15.0, help_heading = "L2")]
+    pub l2_load_timeout_seconds: f64,
+    /// GiB of L1 that may wait for a tier to store them; more is not stored there [default: a quarter of L1]
+    #[arg(long, help_heading = "L2")]
+    pub l2_store_queue_gb: Option<f64>,
+    /// GiB of a tier's disk that stay free
+    #[arg(long, default_value_t = 1.0, help_heading = "L2")]
+    pub l2_min_free_gb: f64,
+
     /// Host of the HTTP API; there is no authentication yet, so keep it on loopback
     #[arg(long, default_value = "127.0.0.1", help_heading = "HTTP")]
     pub http_host: String,
@@ -283,6 +316,39 @@ fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
 }
 
 impl ServerArgs {
+    fn l2(&self, l1_bytes: u64) -> Result<Option<L2Config>, ConfigError> {
+        if self.l2_adapter.is_empty() {
+            return Ok(None);
+        }
+        let store_queue_bytes = match self.l2_store_queue_gb {
+            Some(size) => gib("l2-store-queue-gb", size)?,
+            None => l1_bytes / 4,
+        };
+        let min_free_bytes = match self.l2_min_free_gb {
+            0.0 => 0,
+            size => gib("l2-min-free-gb", size)?,
+        };
+        Ok(Some(L2Config {
+            adapters: l2::adapters(&self.l2_adapter).map_err(ConfigError)?,
+            store_policy: self.l2_store_policy,
+            prefetch_policy: self.l2_prefetch_policy,
+            prefetch_max_in_flight: self.l2_prefetch_max_in_flight.into(),
+            lookup_timeout: seconds(
+                "l2-lookup-timeout-seconds",
+                self.l2_lookup_timeout_seconds,
+                0.001,
+            )?,
+            load_timeout: seconds(
+                "l2-load-timeout-seconds",
+                self.l2_load_timeout_seconds,
+                0.001,
+            )?,
+            store_queue_bytes,
+            load_bytes: l1_bytes / 4,
+            min_free_bytes,
+        }))
+    }
+
     /// Checks ranges and combinations and fills in the defaults that depend on the machine.
     pub(super) fn resolve(self, ignored: Vec<String>) -> Result<ServerConfig, ConfigError> {
         let memory = HostMemory::of_this_process();
@@ -300,6 +366,7 @@ impl ServerArgs {
                 "give a power of two from 64 to 2097152",
             ));
         }
+        let l2 = self.l2(l1_bytes)?;
         let watermark = self.eviction_trigger_watermark;
         if !(watermark > 0.0 && watermark <= 1.0) {
             return Err(refuse(
@@ -408,6 +475,7 @@ impl ServerArgs {
             l1_prefault: !self.no_l1_prefault,
             write_ttl: seconds("l1-write-ttl-seconds", self.l1_write_ttl_seconds, 1.0)?,
             read_ttl: seconds("l1-read-ttl-seconds", self.l1_read_ttl_seconds, 1.0)?,
+            l2,
             eviction_policy: self.eviction_policy,
             eviction_trigger_watermark: watermark,
             eviction_ratio: self.eviction_ratio,

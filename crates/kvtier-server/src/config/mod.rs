@@ -6,6 +6,7 @@
 mod docs;
 mod file;
 mod flags;
+mod l2;
 mod memory;
 mod peer;
 
@@ -14,6 +15,7 @@ use std::time::Duration;
 
 pub use docs::reference_markdown;
 pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode};
+pub use l2::{L2Config, PrefetchPolicy, StorePolicy};
 pub use memory::HostMemory;
 
 use kvtier_core::hashing::HashAlgorithm;
@@ -89,6 +91,8 @@ pub struct ServerConfig {
     pub write_ttl: Duration,
     /// Life of a lookup's leases that nobody consumes.
     pub read_ttl: Duration,
+    /// The tiers below L1; `None` without any.
+    pub l2: Option<L2Config>,
     /// Which objects go first.
     pub eviction_policy: EvictionPolicyName,
     /// Share of L1 in use that starts a background eviction pass, (0, 1].

@@ -47,11 +47,7 @@ const FLAGS: &[(&str, Values)] = &[
     ("gds-l1-path", One),
     ("gds-l1-use-direct-io", OnOff),
     ("gds-l1-backend", One),
-    ("l2-store-policy", One),
-    ("l2-prefetch-policy", One),
-    ("l2-prefetch-max-in-flight", One),
     ("periodic-notifier-interval-ms", One),
-    ("l2-adapter", Repeated),
     ("disable-observability", Switch),
     ("disable-metrics", Switch),
     ("disable-grpc-metrics", Switch),
@@ -97,68 +93,6 @@ const HARMLESS: &[&str] = &[
     "disable-grpc-metrics",
 ];
 
-/// Adapter types of LMCache 0.5.6 with their keys, for a first check of `--l2-adapter`. No list: keys are not checked.
-const ADAPTERS: &[(&str, Option<&[&str]>)] = &[
-    ("aerospike", None),
-    ("bigtable", None),
-    ("dax", None),
-    ("fault_inject", None),
-    (
-        "fs",
-        Some(&[
-            "base_path",
-            "relative_tmp_dir",
-            "read_ahead_size",
-            "use_odirect",
-        ]),
-    ),
-    (
-        "fs_native",
-        Some(&[
-            "base_path",
-            "num_workers",
-            "relative_tmp_dir",
-            "read_ahead_size",
-            "use_odirect",
-            "max_capacity_gb",
-        ]),
-    ),
-    ("hf3fs", None),
-    ("hfbucket", None),
-    ("mock", Some(&["max_size_gb", "mock_bandwidth_gb"])),
-    ("mooncake_store", None),
-    ("native_plugin", None),
-    ("nixl_native", None),
-    ("nixl_store", None),
-    ("nixl_store_dynamic", None),
-    ("p2p", None),
-    ("plugin", None),
-    ("raw_block", None),
-    (
-        "resp",
-        Some(&[
-            "host",
-            "port",
-            "num_workers",
-            "username",
-            "password",
-            "max_capacity_gb",
-        ]),
-    ),
-    ("s3", None),
-    ("sagemaker-hyperpod", None),
-    ("valkey", None),
-];
-
-const ADAPTER_COMMON: &[&str] = &[
-    "type",
-    "affinity_tag",
-    "shared",
-    "persist_enabled",
-    "eviction",
-    "serde",
-];
-
 /// The hidden clap arguments.
 pub(super) fn args() -> Vec<Arg> {
     let mut args = Vec::new();
@@ -193,37 +127,4 @@ pub(super) fn ignored(matches: &clap::ArgMatches) -> Vec<String> {
         .filter(|id| matches.value_source(id) == Some(clap::parser::ValueSource::CommandLine))
         .map(|id| format!("--{id}"))
         .collect()
-}
-
-/// Refuses an `--l2-adapter` that LMCache would not understand either.
-pub(super) fn check_adapter(spec: &str) -> Result<(), String> {
-    let value: serde_json::Value = serde_json::from_str(spec)
-        .map_err(|error| format!("--l2-adapter: {spec:?} is not JSON: {error}"))?;
-    let Some(map) = value.as_object() else {
-        return Err(format!(
-            "--l2-adapter: {spec:?} is not allowed; give a JSON object with a \"type\""
-        ));
-    };
-    let kind = map
-        .get("type")
-        .and_then(|kind| kind.as_str())
-        .unwrap_or_default();
-    let Some((_, keys)) = ADAPTERS.iter().find(|(name, _)| *name == kind) else {
-        let known: Vec<_> = ADAPTERS.iter().map(|(name, _)| *name).collect();
-        return Err(format!(
-            "--l2-adapter: type {kind:?} is unknown; known types are {}",
-            known.join(", ")
-        ));
-    };
-    let Some(keys) = keys else { return Ok(()) };
-    for key in map.keys() {
-        if !keys.contains(&key.as_str()) && !ADAPTER_COMMON.contains(&key.as_str()) {
-            return Err(format!(
-                "--l2-adapter: key {key:?} is unknown to type {kind:?}; known keys are {}, {}",
-                ADAPTER_COMMON.join(", "),
-                keys.join(", ")
-            ));
-        }
-    }
-    Ok(())
 }

@@ -102,8 +102,11 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
             vec!["--l2-adapter", "floppy", "fs_native"],
         ),
         (
-            vec!["--l2-adapter", r#"{"type":"fs","bas_path":"/x"}"#],
-            vec!["--l2-adapter", "bas_path", "base_path"],
+            vec![
+                "--l2-adapter",
+                r#"{"type":"fs","base_path":"/x","read_ahed_size":1}"#,
+            ],
+            vec!["--l2-adapter", "read_ahed_size", "read_ahead_size"],
         ),
     ] {
         let line = refused(&args);
@@ -121,8 +124,6 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
         "--enable-tracing",
         "--kv-event-log-size",
         "7",
-        "--l2-adapter",
-        r#"{"type":"fs","base_path":"/x"}"#,
         "--runtime-plugin-locations",
         "a",
         "b",
@@ -136,7 +137,6 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
         [
             "--enable-tracing",
             "--kv-event-log-size",
-            "--l2-adapter",
             "--no-isolated-ipc",
             "--runtime-plugin-locations"
         ]
@@ -163,7 +163,11 @@ fn the_file_has_the_same_keys_and_the_command_line_wins() {
     );
     assert_eq!(config.eviction_policy, EvictionPolicyName::Noop);
     assert!(config.separate_object_groups && !config.l1_prefault);
-    assert_eq!(config.ignored, ["--l2-adapter"]);
+    let l2 = config.l2.unwrap();
+    assert_eq!(l2.adapters.len(), 1);
+    assert_eq!(l2.adapters[0].kind, "fs");
+    assert_eq!(l2.adapters[0].options.get::<&str>("base_path"), "/x");
+    assert_eq!(l2.store_queue_bytes, GIB / 8);
     let config = with_file(
         "separate-object-groups = true",
         &["--no-separate-object-groups"],

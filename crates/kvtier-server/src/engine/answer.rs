@@ -4,6 +4,8 @@
 //! form in which that operation says "no". Where it has none, and the client waits for it with a handler around, the
 //! error travels as text in place of the operation's frame.
 
+use std::pin::Pin;
+
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::{
     EngineDriven, EventBatch, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
@@ -21,6 +23,23 @@ pub struct Answer {
     pub refused: Option<&'static str>,
     /// The answer is a stream of one batch: its end follows.
     pub ends_stream: bool,
+}
+
+/// What a request gets: an answer, or one that is still to come.
+pub enum Handled {
+    /// Now.
+    Now(Answer),
+    /// Later, without a thread that waits for it; and where to wait.
+    Later(
+        Pin<Box<dyn Future<Output = Answer> + Send>>,
+        tokio::runtime::Handle,
+    ),
+}
+
+impl From<Answer> for Handled {
+    fn from(answer: Answer) -> Self {
+        Self::Now(answer)
+    }
 }
 
 impl From<Response<'_>> for Answer {

@@ -22,6 +22,9 @@ use super::{Answer, Engine};
 
 const DEVICE: &str = "cpu";
 
+/// Part of L1 that may be withheld (a quarter) before those who cause it are lent nothing more.
+const WITHHELD_PART: u64 = 4;
+
 /// A worker that copies by itself, and what its key names.
 struct Transfer {
     instance: Arc<Instance>,
@@ -98,13 +101,9 @@ impl Engine {
         }
     }
 
-    /// Memory for those chunks of a range that are not here.
-    fn reserve_range(
-        &self,
-        key: &CacheKey<'_, Prompt>,
-        transfer: &Transfer,
-    ) -> Result<Reservation<L1Allocator>, String> {
-        let request = ReserveRequest {
+    /// The objects of a range.
+    fn objects<'a>(key: &'a CacheKey<'_, Prompt>, transfer: &'a Transfer) -> ReserveRequest<'a> {
+        ReserveRequest {
             space: space(
                 &transfer.range.scope,
                 transfer.range.kv_rank,
@@ -113,11 +112,19 @@ impl Engine {
             ),
             hashes: &key.tokens.hashes[transfer.range.chunks.clone()],
             len: transfer.layout().object_bytes,
-        };
+        }
+    }
+
+    /// Memory for those chunks of a range that are not here.
+    fn reserve_range(
+        &self,
+        key: &CacheKey<'_, Prompt>,
+        transfer: &Transfer,
+    ) -> Result<Reservation<L1Allocator>, String> {
         let reserved = self
             .l1
             .cache
-            .reserve(self.now(), &[request])
+            .reserve(self.now(), &[Self::objects(key, transfer)])
             .map_err(|error| error.to_string())?;
         let refused = reserved
             .outcomes
@@ -132,16 +139,39 @@ impl Engine {
 
     /// Begins a transfer, unless it is under way, or its instance has left on another connection just now: nobody would
     /// take back what it has been lent.
-    fn lend(&self, instance: InstanceId, id: TransferId, lent: Lent) -> Result<(), &'static str> {
-        if !self.transfers.begin(id, lent, self.now()) {
+    fn lend(
+        &self,
+        instance: &Arc<Instance>,
+        id: TransferId,
+        lent: Lent,
+    ) -> Result<(), &'static str> {
+        if !self.transfers.begin(id.clone(), lent, self.now()) {
             return Err("under_way");
         }
-        if self.instances.get(instance).is_none() {
-            self.transfers
-                .abandon(instance, self.now() + self.config.write_ttl);
+        let known = self.instances.get(instance.id);
+        if known.is_none_or(|known| !Arc::ptr_eq(&known, instance)) {
+            // Its worker has not been told of the memory yet.
+            drop(self.transfers.finish(&id));
             return Err("unknown_instance");
         }
         Ok(())
+    }
+
+    /// Refuses a worker that keeps memory of transfers it never ended while too much is kept so.
+    fn check_withheld(&self, instance: &Instance) -> Result<(), &'static str> {
+        let limit = self.l1.arena.len() / WITHHELD_PART;
+        if !self.transfers.is_overdrawn(instance.id, limit) {
+            return Ok(());
+        }
+        if instance.told_overdrawn() {
+            tracing::warn!(
+                instance = instance.id.0,
+                limit,
+                "a worker keeps preparing transfers and never commits them; it is lent nothing more until it \
+                 registers anew"
+            );
+        }
+        Err("never_commits")
     }
 
     pub(super) fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
@@ -161,9 +191,10 @@ impl Engine {
             return Ok(store_target(None));
         }
         let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
-        if self.transfers.is_pending(&transfer_id) {
+        if self.transfers.is_lent(&transfer_id) {
             return Err("under_way");
         }
+        self.check_withheld(&transfer.instance)?;
         let reservation = self.reserve_range(key, &transfer).map_err(|error| {
             tracing::warn!(
                 request = key.request_id,
@@ -188,7 +219,7 @@ impl Engine {
             slots: slots.collect(),
             chunk_indices: positions.collect(),
         }));
-        self.lend(id, transfer_id, Lent::Store(reservation))?;
+        self.lend(&transfer.instance, transfer_id, Lent::Store(reservation))?;
         Ok(answer)
     }
 
@@ -220,17 +251,15 @@ impl Engine {
         let Finish::Last(Lent::Store(reservation)) = self.transfers.finish(&transfer_id) else {
             return Err("not_prepared");
         };
-        self.commit(key, reservation);
-        Ok(())
-    }
-
-    fn commit(&self, key: &CacheKey<'_, Prompt>, reservation: Reservation<L1Allocator>) {
-        let tokens = reservation.len() * self.chunk_size.get();
+        let staged = reservation.staged().to_vec();
+        let tokens = staged.len() * self.chunk_size.get();
         let committed = reservation.commit(self.now());
         self.metrics
             .admitted(key.cache_salt, committed.inserted as u64);
         self.metrics.store(DEVICE, true);
+        self.write_behind(&[Self::objects(key, transfer)], &staged);
         tracing::debug!(request = key.request_id, tokens, "committed a store");
+        Ok(())
     }
 
     /// The worker sends all chunks of its range pickled.
@@ -272,12 +301,15 @@ impl Engine {
             written[position] = self.write(tensor, staged.extent).is_ok();
         }
         let wanted = reservation.len();
+        let mut staged = reservation.staged().to_vec();
+        staged.retain(|staged| written[staged.position as usize]);
         let tokens = self.chunk_size.get() * wanted;
         let committed =
             reservation.commit_subset(self.now(), |staged| written[staged.position as usize]);
         self.metrics
             .admitted(key.cache_salt, committed.inserted as u64);
         self.metrics.store(DEVICE, true);
+        self.write_behind(&[Self::objects(key, transfer)], &staged);
         tracing::debug!(
             request = key.request_id,
             tokens,
@@ -332,10 +364,16 @@ impl Engine {
         // From here on the transfer has leases of its own, or will not happen.
         self.settle(key, range);
         let chunks = range.chunks.len() as u64;
+        let transfer_id = Self::id(Kind::Retrieve, id, key, range);
+        let missed = |reason| {
+            self.transfers.missed(&transfer_id);
+            reason
+        };
         let held = held.ok_or_else(|| {
             self.metrics.not_leased(key.model_name, chunks);
-            "not_held"
+            missed("not_held")
         })?;
+        self.check_withheld(&transfer.instance).map_err(missed)?;
         self.metrics
             .loaded(key.model_name, key.cache_salt, range.worker, chunks);
         if self.has_pool(&transfer) {
@@ -349,8 +387,12 @@ impl Engine {
                 slots: Some(slots),
             }));
             let leases = held.into_iter().map(|held| held.lease).collect();
-            let transfer_id = Self::id(Kind::Retrieve, id, key, range);
-            self.lend(id, transfer_id, Lent::Retrieve(leases))?;
+            self.lend(
+                &transfer.instance,
+                transfer_id.clone(),
+                Lent::Retrieve(leases),
+            )
+            .map_err(missed)?;
             return Ok(answer);
         }
         match self.pickled(transfer.layout(), &held) {

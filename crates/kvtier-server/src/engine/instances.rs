@@ -60,6 +60,7 @@ pub struct Instance {
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
     pinged: AtomicBool,
+    told_overdrawn: AtomicBool,
 }
 
 impl Instance {
@@ -81,12 +82,18 @@ impl Instance {
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
+            told_overdrawn: AtomicBool::new(false),
         }
     }
 
     /// It gave a sign of life.
     pub fn seen(&self, now: Duration) {
         self.last_seen.fetch_max(millis(now), Ordering::Relaxed);
+    }
+
+    /// True once: whoever asks first says in the log that it is lent nothing more.
+    pub fn told_overdrawn(&self) -> bool {
+        !self.told_overdrawn.swap(true, Ordering::Relaxed)
     }
 
     fn may_be(&self, worker: u32) -> bool {

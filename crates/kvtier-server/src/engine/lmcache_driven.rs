@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{KeyOutcome, ReserveRequest};
+use kvtier_core::cache::{KeyOutcome, ReserveRequest, Staged};
 use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
@@ -169,10 +169,24 @@ impl Engine {
             let (chunks, _) = &present[staged.request as usize];
             stored[chunks[staged.position as usize]] = true;
         }
+        let staged: Vec<_> = reserved.reservation.staged().to_vec();
         let committed = reserved.reservation.commit(self.now());
         self.metrics
             .admitted(store.key.cache_salt, committed.inserted as u64);
+        self.write_behind(&requests, &staged);
         Ok(stored.into_iter().filter(|stored| *stored).count() * self.chunk_size.get())
+    }
+
+    /// What was committed of these requests is stored in the tiers too.
+    pub(super) fn write_behind(&self, requests: &[ReserveRequest<'_>], committed: &[Staged]) {
+        let Some(l2) = self.l2() else { return };
+        for (request, number) in requests.iter().zip(0..) {
+            let of_request = committed.iter().filter(|staged| staged.request == number);
+            let hashes: Vec<_> = of_request
+                .map(|staged| request.hashes[staged.position as usize])
+                .collect();
+            l2.store(&request.space, &hashes, request.len);
+        }
     }
 
     /// The pages of a worker that lets us copy, and what its key names.

@@ -1,17 +1,24 @@
 //! Lookups: what of a prompt is here, held until its workers have read it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use kvtier_core::ChunkHash;
 use kvtier_core::cache::{LookupRow, Space};
 use kvtier_core::hashing::lookup_chunks;
 use kvtier_core::object_key::KeyScope;
+use kvtier_core::prefetch::Cell;
 use kvtier_core::prompt::Prompt;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
+use tokio::sync::watch;
 
-use super::lookups::{HeldLookup, Row};
-use super::{Answer, Caller, Engine};
+use super::instances::Instance;
+use super::lookups::{HeldLookup, LookupResult, PrefetchedLookup, Row};
+use super::{Answer, Caller, Engine, Handled};
+use crate::config::PrefetchPolicy;
+use crate::l2::{L2, PrefetchRequest, PrefetchRow, Prefetched};
 
 /// Most workers that may read one object; LMCache clamps there too.
 const MAX_READERS: i64 = 128;
@@ -133,9 +140,15 @@ impl Engine {
                 hashes.len() * rows.len(),
             );
         }
+        let prefetch = self
+            .l2
+            .as_ref()
+            .filter(|_| found.hit_chunks < hashes.len())
+            .map(|l2| (Arc::clone(l2), prefetch_request(&scope, &instances, hashes)));
         let lookup = HeldLookup {
             connection: caller.connection,
             hashes: hashes[..found.hit_chunks].into(),
+            loaded: Vec::new(),
             rows,
             hit_chunks: found.hit_chunks,
             lease: found.lease,
@@ -144,8 +157,54 @@ impl Engine {
             created: now,
             scope,
         };
-        self.lookups.insert(key.request_id, lookup);
+        match prefetch {
+            None => self.lookups.insert(key.request_id, lookup),
+            Some((l2, request)) => self.prefetch(l2, key.request_id, lookup, request),
+        }
         Answer::nothing()
+    }
+
+    /// Asks the tiers for what L1 lacks; the result of the lookup waits for it.
+    fn prefetch(
+        &self,
+        l2: Arc<L2>,
+        request_id: &str,
+        lookup: HeldLookup,
+        request: PrefetchRequest,
+    ) {
+        let (done, pending) = watch::channel(());
+        let (in_l1, chunk_size) = (lookup.hit_chunks, self.chunk_size.get());
+        let serial = self.lookups.insert_pending(request_id, lookup, pending);
+        let (lookups, metrics) = (Arc::clone(&self.lookups), Arc::clone(&self.metrics));
+        let (request, request_id) = (Arc::new(request), Box::<str>::from(request_id));
+        let handle = l2.handle().clone();
+        handle.spawn(async move {
+            // Nobody holds the other end of a lookup that was given up.
+            let Prefetched { lookup, loaded } = l2.prefetch(&request, || done.is_closed()).await;
+            tracing::debug!(
+                request = &*request_id,
+                chunks = lookup.hit_chunks,
+                loaded = loaded.len(),
+                "a prefetch has ended"
+            );
+            let from_tiers = lookup.hit_chunks.saturating_sub(in_l1);
+            let scope = &request.scope;
+            metrics.prefetched(
+                scope.model_name(),
+                scope.cache_salt(),
+                (from_tiers * chunk_size) as u64,
+            );
+            let hashes = request.hashes[..lookup.hit_chunks].into();
+            let result = PrefetchedLookup {
+                hit_chunks: lookup.hit_chunks,
+                hashes,
+                lease: lookup.lease,
+                loaded,
+            };
+            lookups.complete(&request_id, serial, result);
+            // Wakes whoever waits.
+            drop(done);
+        });
     }
 
     /// Notes a lookup that had nothing to ask for. Its result is 0, whatever an earlier lookup of the request or one of
@@ -159,6 +218,7 @@ impl Engine {
             rows: Vec::new(),
             hit_chunks: 0,
             lease: self.l1.cache.lookup(now, &[], &[]).lease,
+            loaded: Vec::new(),
             readers: 1,
             created: now,
         };
@@ -177,17 +237,41 @@ impl Engine {
         Answer::nothing().because("bad_key")
     }
 
-    /// The result of a lookup in chunks, once; 0 for one that is unknown. It is always there: L1 answers at once.
+    /// The result of a lookup in chunks, once; 0 for one that is unknown, nothing for one that is not there yet.
     pub(super) fn lookup_result(&self, caller: Caller, job: JobRef<'_>) -> Answer {
-        let chunks = match job {
-            JobRef::Request(request_id) => self
-                .lookups
-                .take_result(request_id, caller.connection)
-                .unwrap_or(0),
+        match job {
+            JobRef::Request(request_id) => {
+                result_answer(self.lookups.take_result(request_id, caller.connection))
+            }
             // A number is the answer of a lookup that was never served.
-            JobRef::Job(_) => 0,
+            JobRef::Job(_) => Answer::from(Response::Int(0)),
+        }
+    }
+
+    /// The same, once it is there; nothing if it does not come within `timeout`.
+    pub(super) fn wait_lookup_result(
+        &self,
+        caller: Caller,
+        job: JobRef<'_>,
+        timeout: Duration,
+    ) -> Handled {
+        let JobRef::Request(request_id) = job else {
+            return Handled::Now(self.lookup_result(caller, job));
         };
-        Answer::from(Response::Int(i64::try_from(chunks).unwrap_or(i64::MAX)))
+        let result = self.lookups.take_result(request_id, caller.connection);
+        // Only what the tiers are asked for is ever pending.
+        let (mut pending, runtime) = match (result, &self.l2) {
+            (LookupResult::Pending(pending), Some(l2)) => (pending, l2.handle().clone()),
+            (result, _) => return result_answer(result).into(),
+        };
+        let (lookups, request_id) = (Arc::clone(&self.lookups), Box::<str>::from(request_id));
+        let later = async move {
+            // Nothing is ever sent: the other end is dropped when the result is there.
+            let _ = tokio::time::timeout(timeout, pending.changed()).await;
+            drop(pending);
+            result_answer(lookups.take_result(&request_id, caller.connection))
+        };
+        Handled::Later(Box::pin(later), runtime)
     }
 
     /// The scheduler does not need these chunks.
@@ -220,7 +304,69 @@ impl Engine {
                 let space = space(&lookup.scope, row.kv_rank, row.object_group_id, row.layout);
                 self.l1.cache.touch(now, &space, &lookup.hashes);
             }
+            self.unload(lookup);
         }
         Answer::nothing()
     }
+
+    /// Takes out of L1 what was loaded for a lookup that has ended, where the policy says so.
+    fn unload(&self, lookup: HeldLookup) {
+        let HeldLookup {
+            scope,
+            rows,
+            hashes,
+            loaded,
+            lease,
+            ..
+        } = lookup;
+        let leaves = |l2: &&Arc<L2>| l2.config().prefetch_policy == PrefetchPolicy::Default;
+        if self.l2.as_ref().is_none_or(|l2| !leaves(&l2)) {
+            return;
+        }
+        // Held by nobody any more.
+        drop(lease);
+        for Cell { row, chunk } in loaded {
+            let (Some(row), Some(hash)) = (rows.get(row), hashes.get(chunk)) else {
+                continue;
+            };
+            let space = space(&scope, row.kv_rank, row.object_group_id, row.layout);
+            self.l1
+                .cache
+                .remove(&space, std::slice::from_ref(hash), false);
+        }
+    }
+}
+
+/// What the tiers are asked for: all that the prompt has, of every row.
+fn prefetch_request(
+    scope: &KeyScope,
+    instances: &[Arc<Instance>],
+    hashes: &[ChunkHash],
+) -> PrefetchRequest {
+    let mut rows = Vec::new();
+    for (kv_rank, instance) in scope.kv_ranks().zip(instances) {
+        for group in &instance.layout.groups {
+            rows.push(PrefetchRow {
+                kv_rank,
+                object_group_id: group.id,
+                layout: instance.layout.fingerprint,
+                window: group.window,
+                len: group.object_bytes,
+            });
+        }
+    }
+    PrefetchRequest {
+        scope: scope.clone(),
+        rows,
+        hashes: hashes.into(),
+    }
+}
+
+fn result_answer(result: LookupResult) -> Answer {
+    let chunks = match result {
+        LookupResult::Pending(_) => return Answer::nothing(),
+        LookupResult::Unknown => 0,
+        LookupResult::Hit(chunks) => chunks,
+    };
+    Answer::from(Response::Int(i64::try_from(chunks).unwrap_or(i64::MAX)))
 }

@@ -16,7 +16,9 @@ use std::time::Duration;
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::PrefixLease;
 use kvtier_core::object_key::KeyScope;
+use kvtier_core::prefetch::Cell;
 use parking_lot::Mutex;
+use tokio::sync::watch;
 
 use super::memory::L1Allocator;
 
@@ -56,8 +58,22 @@ pub struct HeldLookup {
     pub lease: PrefixLease<L1Allocator>,
     /// Workers that will read each object.
     pub readers: u16,
+    /// Objects that were loaded into L1 for it.
+    pub loaded: Vec<Cell>,
     /// When it was made, since start.
     pub created: Duration,
+}
+
+/// What became of a lookup once the tiers were asked.
+pub struct PrefetchedLookup {
+    /// Chunks in the prefix that L1 has now.
+    pub hit_chunks: usize,
+    /// Their hashes.
+    pub hashes: Arc<[ChunkHash]>,
+    /// The hold on them; rows as in the lookup.
+    pub lease: PrefixLease<L1Allocator>,
+    /// Objects that were loaded for it.
+    pub loaded: Vec<Cell>,
 }
 
 struct Entry {
@@ -66,6 +82,8 @@ struct Entry {
     serial: u64,
     /// Nobody has asked for the result yet.
     unread: bool,
+    /// The tiers are still being asked; closed once they were.
+    pending: Option<watch::Receiver<()>>,
     /// Reads so far, by row and chunk; made at the first read of an object that has several readers.
     reads: Vec<u16>,
     /// Chunks of the hit that the scheduler has freed: no retrieve may have them any more. Made at the first free.
@@ -125,6 +143,16 @@ pub struct Lookups {
     table: Mutex<Table>,
 }
 
+/// The result of a lookup, as far as it is known.
+pub enum LookupResult {
+    /// There is none, or it was told already.
+    Unknown,
+    /// The tiers are still being asked. Closed once they were.
+    Pending(watch::Receiver<()>),
+    /// Chunks in the prefix that was found.
+    Hit(usize),
+}
+
 /// What a worker may read, as far as its request's lookup goes.
 pub struct Grant {
     /// Which layout the objects have.
@@ -152,8 +180,15 @@ impl Table {
         taken
     }
 
+    /// The lookups of a request that a scheduler means which speaks on `connection`.
     fn take_own(&mut self, request_id: &str, connection: u64) -> Vec<Entry> {
-        self.remove_where(request_id, |_, entry| entry.lookup.connection == connection)
+        let own = self.remove_where(request_id, |_, entry| entry.lookup.connection == connection);
+        if !own.is_empty() {
+            return own;
+        }
+        self.remove_where(request_id, |schedulers, entry| {
+            schedulers.followed(entry.lookup.connection, connection)
+        })
     }
 
     /// Takes entries out of the totals.
@@ -188,16 +223,13 @@ impl Table {
     ) -> Option<&mut Entry> {
         let entries = self.by_request.get_mut(request_id)?;
         let schedulers = &self.schedulers;
-        let of = |entry: &Entry| entry.lookup.connection;
-        let index = entries
-            .iter()
-            .position(|entry| of(entry) == connection && matches(entry))
-            .or_else(|| {
-                entries
-                    .iter()
-                    .position(|entry| schedulers.followed(of(entry), connection) && matches(entry))
-            })?;
-        entries.get_mut(index)
+        let own = |entry: &Entry| entry.lookup.connection == connection;
+        let reconnected = !entries.iter().any(own);
+        entries.iter_mut().find(|entry| {
+            let meant = own(entry)
+                || (reconnected && schedulers.followed(entry.lookup.connection, connection));
+            meant && matches(entry)
+        })
     }
 
     /// Drops what has gone from the front of the age order, and the order itself when it is mostly empty entries.
@@ -243,7 +275,59 @@ impl Lookups {
 
     /// Takes a lookup in. An earlier one of the same request, scope and connection is given up.
     pub fn insert(&self, request_id: &str, lookup: HeldLookup) {
+        self.add(request_id, lookup, None);
+    }
+
+    /// Takes a lookup in whose result is not known yet; [`Lookups::complete`] tells it by the number given here, and
+    /// whoever waits for it is woken when the other end of `pending` is dropped.
+    pub fn insert_pending(
+        &self,
+        request_id: &str,
+        lookup: HeldLookup,
+        pending: watch::Receiver<()>,
+    ) -> u64 {
+        self.add(request_id, lookup, Some(pending))
+    }
+
+    /// Puts the result in the place of a lookup that waits for it. Without effect if that is gone.
+    pub fn complete(&self, request_id: &str, serial: u64, result: PrefetchedLookup) {
+        let mut table = self.table.lock();
+        let entries = table.by_request.get_mut(request_id);
+        let entry =
+            entries.and_then(|entries| entries.iter_mut().find(|entry| entry.serial == serial));
+        let Some(entry) = entry else {
+            drop(table);
+            drop(result);
+            return;
+        };
+        let PrefetchedLookup {
+            hit_chunks,
+            hashes,
+            lease,
+            loaded,
+        } = result;
+        let before = entry.objects();
+        entry.pending = None;
+        entry.lookup.hit_chunks = hit_chunks;
+        entry.lookup.hashes = hashes;
+        entry.lookup.loaded = loaded;
+        let earlier = std::mem::replace(&mut entry.lookup.lease, lease);
+        // A retrieve that did not wait for the result has been counted against the earlier lease.
+        entry.reads = Vec::new();
+        let after = entry.objects();
+        table.held = table.held - before + after;
+        drop(table);
+        drop(earlier);
+    }
+
+    fn add(
+        &self,
+        request_id: &str,
+        lookup: HeldLookup,
+        pending: Option<watch::Receiver<()>>,
+    ) -> u64 {
         let mut dropped = Vec::new();
+        let added;
         {
             let mut table = self.table.lock();
             table.schedulers.heard(lookup.connection);
@@ -252,6 +336,7 @@ impl Lookups {
                     && same_scope(&entry.lookup.scope, &lookup.scope)
             }));
             let serial = table.next_serial;
+            added = serial;
             table.next_serial += 1;
             table.len += 1;
             table.held += lookup.rows.len() * lookup.hit_chunks;
@@ -259,6 +344,7 @@ impl Lookups {
                 lookup,
                 serial,
                 unread: true,
+                pending,
                 reads: Vec::new(),
                 freed: Vec::new(),
             };
@@ -277,15 +363,24 @@ impl Lookups {
             }
         }
         drop(dropped);
+        added
     }
 
-    /// The hit of a request's lookup in chunks, once; `None` when there is none to tell.
-    pub fn take_result(&self, request_id: &str, connection: u64) -> Option<usize> {
+    /// The hit of a request's lookup, once.
+    pub fn take_result(&self, request_id: &str, connection: u64) -> LookupResult {
         let mut table = self.table.lock();
         table.schedulers.heard(connection);
-        let entry = table.own(request_id, connection, |entry| entry.unread)?;
-        entry.unread = false;
-        Some(entry.lookup.hit_chunks)
+        match table.own(request_id, connection, |entry| entry.unread) {
+            None => LookupResult::Unknown,
+            Some(Entry {
+                pending: Some(pending),
+                ..
+            }) => LookupResult::Pending(pending.clone()),
+            Some(entry) => {
+                entry.unread = false;
+                LookupResult::Hit(entry.lookup.hit_chunks)
+            }
+        }
     }
 
     /// Whether a request's lookup lets a worker of `kv_rank` read these chunks, and of which object groups.
@@ -390,12 +485,7 @@ impl Lookups {
     pub fn end(&self, request_id: &str, connection: u64) -> Vec<HeldLookup> {
         let mut table = self.table.lock();
         table.schedulers.heard(connection);
-        let mut ended = table.take_own(request_id, connection);
-        if ended.is_empty() {
-            ended = table.remove_where(request_id, |schedulers, entry| {
-                schedulers.followed(entry.lookup.connection, connection)
-            });
-        }
+        let ended = table.take_own(request_id, connection);
         table.trim_ages();
         ended.into_iter().map(|entry| entry.lookup).collect()
     }

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use answer::Answer;
+pub use answer::{Answer, Handled};
 pub use checksums::ChecksumError;
 pub use clock::Clock;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
@@ -38,10 +38,12 @@ use kvtier_proto::response::Response;
 use parking_lot::Mutex;
 
 use crate::config::ServerConfig;
+use crate::l2::L2;
 use crate::metrics::{Metrics, Readings};
 use instances::Instances;
-use lookups::Lookups;
+pub(crate) use lookups::Lookups;
 use memory::L1;
+pub(crate) use memory::{L1Allocator, to_memory};
 use transfers::Transfers;
 
 /// Bytes for remembered prompts. 16 MiB hold the token ids of about 4 million tokens, the prompts of some hundred
@@ -50,6 +52,12 @@ const PROMPT_MEMORY_BYTES: usize = 16 << 20;
 
 /// Seed of sha256_cbor's first hash where PYTHONHASHSEED is not set, as vLLM 0.32 and LMCache 0.5.6 have it.
 const HASH_SEED: &str = "vllm-none-hash";
+
+/// Longest wait for the result of a lookup, whatever its client asks for.
+const MAX_WAIT: Duration = Duration::from_secs(600);
+
+/// How long a stop waits for what waits to be stored.
+const L2_GRACE: Duration = Duration::from_secs(10);
 
 /// Who asks.
 #[derive(Debug, Clone, Copy)]
@@ -76,7 +84,7 @@ pub struct Engine {
     l1: L1,
     prompts: PromptMemory,
     instances: Instances,
-    lookups: Lookups,
+    lookups: Arc<Lookups>,
     transfers: Transfers,
     metrics: Arc<Metrics>,
     /// When each scheduler's connection last pinged. Bounded by forgetting the dead ones.
@@ -84,7 +92,9 @@ pub struct Engine {
     /// Operations that were asked for and are not served; each is logged once.
     unserved: Mutex<Vec<Operation>>,
     prefaulted: AtomicU64,
-    clock: Clock,
+    clock: Arc<Clock>,
+    /// The tiers below L1, if there are any.
+    l2: Option<Arc<L2>>,
 }
 
 impl Engine {
@@ -98,18 +108,29 @@ impl Engine {
         let seed = std::env::var("PYTHONHASHSEED").unwrap_or_else(|_| HASH_SEED.into());
         let hasher = ChunkHasher::new(config.hash_algorithm, chunk_size, &seed);
         let l1 = L1::create(&config)?;
+        let clock = Arc::new(Clock::start());
+        let l2 = match &config.l2 {
+            None => None,
+            Some(l2) => Some(L2::start(
+                l2,
+                l1.cache.clone(),
+                Arc::clone(&l1.arena),
+                Arc::clone(&clock),
+            )?),
+        };
         Ok(Self {
             chunk_size,
             l1,
+            l2,
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
             instances: Instances::default(),
-            lookups: Lookups::default(),
+            lookups: Arc::default(),
             transfers: Transfers::default(),
             metrics,
             scheduler_pings: Mutex::default(),
             unserved: Mutex::default(),
             prefaulted: AtomicU64::new(0),
-            clock: Clock::start(),
+            clock,
             config,
         })
     }
@@ -140,7 +161,17 @@ impl Engine {
     }
 
     /// Serves one request.
-    pub fn handle(&self, caller: Caller, request: &Request<'_, Prompt>) -> Answer {
+    pub fn handle(&self, caller: Caller, request: &Request<'_, Prompt>) -> Handled {
+        match request {
+            Request::WaitPrefetchStatus { job, timeout } => {
+                self.wait_lookup_result(caller, *job, timeout.clamped(MAX_WAIT))
+            }
+            request => Handled::Now(self.answer(caller, request)),
+        }
+    }
+
+    /// Serves a request that never waits.
+    fn answer(&self, caller: Caller, request: &Request<'_, Prompt>) -> Answer {
         match request {
             Request::GetChunkSize => Answer::from(Response::Int(i64::from(self.config.chunk_size))),
             Request::GetExperimental => Answer::from(Response::Texts(Vec::new())),
@@ -161,9 +192,9 @@ impl Engine {
             }
 
             Request::Lookup { key, tp_size } => self.lookup(caller, key, *tp_size),
-            Request::QueryPrefetchStatus { job }
-            | Request::WaitPrefetchStatus { job, .. }
-            | Request::QueryPrefetchLookupHits { job } => self.lookup_result(caller, *job),
+            Request::QueryPrefetchStatus { job } | Request::QueryPrefetchLookupHits { job } => {
+                self.lookup_result(caller, *job)
+            }
             Request::FreeLookupLocks { key, .. } => self.free_lookup(caller, key),
             Request::EndSession { request_id } => self.end_session(caller, request_id),
 
@@ -221,6 +252,8 @@ impl Engine {
         let stats = self.l1.cache.stats();
         let prompts = self.prompts.stats();
         let (lookups, unread) = self.lookups.counts();
+        let l2 = self.l2.as_ref();
+        let stores = l2.map(|l2| l2.store_counts()).unwrap_or_default();
         Readings {
             capacity_bytes: stats.capacity_bytes,
             used_bytes: stats.used_bytes,
@@ -236,11 +269,23 @@ impl Engine {
             accounting_errors: stats.accounting_errors,
             prompt_chunks_known: prompts.chunks_known,
             prompt_chunks_hashed: prompts.chunks_hashed,
+            l2_queued_bytes: stores.queued_bytes,
+            l2_dropped_objects: stores.dropped_objects,
+            l2_loading_objects: l2.map_or(0, |l2| l2.loading() as u64),
+            tiers: l2.map_or_else(Vec::new, |l2| l2.readings()),
         }
     }
 
-    /// Takes the pool's name away, so that no segment outlives the server.
+    /// The tiers below L1, if there are any.
+    pub(crate) fn l2(&self) -> Option<&Arc<L2>> {
+        self.l2.as_ref()
+    }
+
+    /// Stores what waits to be stored, and takes the pool's name away, so that no segment outlives the server.
     pub fn close(&self) {
+        if let Some(l2) = &self.l2 {
+            l2.close(L2_GRACE);
+        }
         self.l1.arena.unlink();
     }
 }

@@ -13,7 +13,7 @@ impl Engine {
     pub fn status(&self, healthy: bool) -> Value {
         let stats = self.l1.cache.stats();
         let (lookups, unread) = self.lookups.counts();
-        let (transfers, withheld) = self.transfers.counts();
+        let (transfers, withheld, withheld_bytes) = self.transfers.counts();
         let config = &self.config;
         let memory_healthy = self.l1.arena.poisoned().is_none() && stats.accounting_errors == 0;
         let by_backend = json!({ "dram": stats.capacity_bytes });
@@ -43,9 +43,16 @@ impl Engine {
             "trigger_watermark": config.eviction_trigger_watermark,
             "eviction_ratio": config.eviction_ratio,
         });
+        let l2 = self.l2.as_ref();
+        let adapters = l2.map_or_else(Vec::new, |l2| l2.adapters_status());
+        let adapter_count = adapters.len();
+        let stores = l2.map(|l2| l2.store_counts()).unwrap_or_default();
+        let loading = l2.map_or(0, |l2| l2.loading());
         let store = json!({
-            "is_healthy": healthy, "thread_alive": healthy, "pending_keys_count": 0, "in_flight_task_count": 0,
-            "num_l2_adapters": 0, "num_active_adapters": 0, "num_draining_adapters": 0,
+            "is_healthy": healthy, "thread_alive": healthy, "pending_keys_count": stores.queued_objects,
+            "pending_bytes": stores.queued_bytes, "dropped_objects": stores.dropped_objects,
+            "dropped_bytes": stores.dropped_bytes, "in_flight_task_count": 0,
+            "num_l2_adapters": adapter_count, "num_active_adapters": adapter_count, "num_draining_adapters": 0,
         });
         let mut pages = Map::new();
         let mut engine_driven = Map::new();
@@ -120,6 +127,7 @@ impl Engine {
             "active_sessions": lookups,
             "pending_transfers": transfers,
             "withheld_transfers": withheld,
+            "withheld_bytes": withheld_bytes,
             "storage_manager": {
                 "is_healthy": healthy && memory_healthy,
                 "l1_managers": { TAG: l1 },
@@ -131,14 +139,19 @@ impl Engine {
                 // The stock CLI reads the policy under this older name.
                 "eviction_controller": eviction,
                 "prefetch_controller": {
-                    "is_healthy": healthy, "thread_alive": healthy, "max_in_flight": 0, "submission_queue_size": 0,
-                    "pending_queue_size": 0, "in_flight_request_count": 0, "lookup_phase_count": 0,
-                    "load_phase_count": 0, "completed_results_count": unread, "num_l2_adapters": 0,
-                    "num_active_adapters": 0, "num_draining_adapters": 0,
+                    "is_healthy": healthy, "thread_alive": healthy,
+                    "max_in_flight": l2.map_or(0, |l2| l2.config().prefetch_max_in_flight),
+                    "submission_queue_size": 0, "pending_queue_size": 0, "in_flight_request_count": 0,
+                    "lookup_phase_count": 0, "load_phase_count": 0, "loading_objects": loading,
+                    "completed_results_count": unread, "num_l2_adapters": adapter_count,
+                    "num_active_adapters": adapter_count, "num_draining_adapters": 0,
                 },
-                "l2_eviction_controller": { "is_healthy": healthy, "thread_alive": healthy, "adapters": [] },
-                "l2_adapters": [],
-                "num_l2_adapters": 0,
+                "l2_eviction_controller": {
+                    "is_healthy": healthy, "thread_alive": healthy,
+                    "adapters": l2.map_or_else(Vec::new, |l2| l2.eviction_status()),
+                },
+                "l2_adapters": adapters,
+                "num_l2_adapters": adapter_count,
                 "l1_usage": [stats.used_bytes, stats.capacity_bytes],
                 "l1_capacity_bytes_by_backend": by_backend,
             },

@@ -10,6 +10,9 @@
 //! TTL ([`Transfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a
 //! stopped process may wake up.
 //!
+//! Memory withheld this way is lost to everybody else, so a worker that has some is lent nothing more while there is too
+//! much of it.
+//!
 //! The mutex guards the two tables. Reservations and leases are dropped only after it is released.
 
 use std::collections::HashMap;
@@ -82,19 +85,38 @@ pub enum Lent {
     Retrieve(Vec<ReadLease<L1Allocator>>),
 }
 
+/// PREPAREs of one retrieve that may wait for their COMMIT. A worker has one under way; it may have lost some answers.
+const MAX_PREPARED: usize = 8;
+
+/// Transfers known at most. Each holds at least an object of L1, but retrieves may hold the same ones.
+const MAX_TRANSFERS: usize = 65_536;
+
+impl Lent {
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Store(reservation) => reservation.extents().map(|extent| extent.len).sum(),
+            Self::Retrieve(leases) => leases
+                .iter()
+                .flat_map(|lease| lease.extents())
+                .map(|extent| extent.len)
+                .sum(),
+        }
+    }
+}
+
 struct Pending {
     lent: Lent,
     /// PREPAREs whose COMMIT has not come.
     prepared: usize,
-    /// Time of the last PREPARE.
+    /// Time of the first PREPARE.
     since: Duration,
 }
 
 /// Memory that nobody can commit any more, and whose borrower may still use it.
 struct Withheld {
-    id: TransferId,
     /// When it may go, once its instance is gone. Before that only a COMMIT ends it.
     until: Option<Duration>,
+    bytes: u64,
     /// Held only to be dropped.
     _lent: Lent,
 }
@@ -102,7 +124,9 @@ struct Withheld {
 #[derive(Default)]
 struct Tables {
     pending: HashMap<TransferId, Pending>,
-    withheld: Vec<Withheld>,
+    withheld: HashMap<TransferId, Withheld>,
+    /// Of all that is withheld.
+    withheld_bytes: u64,
 }
 
 impl Tables {
@@ -111,12 +135,18 @@ impl Tables {
         until: Option<Duration>,
         gone: impl Fn(&TransferId, &Pending) -> bool,
     ) -> usize {
-        let before = self.withheld.len();
+        // No id is in both tables, so none is displaced here.
         let taken = self.pending.extract_if(|id, pending| gone(id, pending));
-        self.withheld.extend(taken.map(|(id, pending)| Withheld {
-            id,
-            until,
-            _lent: pending.lent,
+        let before = self.withheld.len();
+        let sum = &mut self.withheld_bytes;
+        self.withheld.extend(taken.map(|(id, pending)| {
+            let withheld = Withheld {
+                until,
+                bytes: pending.lent.bytes(),
+                _lent: pending.lent,
+            };
+            *sum += withheld.bytes;
+            (id, withheld)
         }));
         self.withheld.len() - before
     }
@@ -139,14 +169,28 @@ pub struct Transfers {
 }
 
 impl Transfers {
-    /// Whether a transfer is between its PREPARE and its COMMIT.
-    pub fn is_pending(&self, id: &TransferId) -> bool {
-        self.tables.lock().pending.contains_key(id)
+    /// Whether memory is lent under this id, to be committed or not.
+    pub fn is_lent(&self, id: &TransferId) -> bool {
+        let tables = self.tables.lock();
+        tables.pending.contains_key(id) || tables.withheld.contains_key(id)
     }
 
-    /// Notes what a PREPARE has lent; false, and nothing is lent, when a store of this id is under way.
+    /// Whether an instance keeps memory withheld while more than `limit` bytes are in all.
+    pub fn is_overdrawn(&self, instance: InstanceId, limit: u64) -> bool {
+        let tables = self.tables.lock();
+        tables.withheld_bytes > limit && tables.withheld.keys().any(|id| id.instance == instance)
+    }
+
+    /// Notes what a PREPARE has lent; false, and nothing is lent, when this id has a store under way, too many
+    /// retrieves, or memory of a transfer that was given up: a COMMIT could mean that one. So when there are too many.
     pub fn begin(&self, id: TransferId, lent: Lent, now: Duration) -> bool {
         let mut tables = self.tables.lock();
+        let full = tables.pending.len() + tables.withheld.len() >= MAX_TRANSFERS;
+        if full || tables.withheld.contains_key(&id) {
+            drop(tables);
+            drop(lent);
+            return false;
+        }
         let refused = match (tables.pending.entry(id), lent) {
             (Entry::Vacant(free), lent) => {
                 free.insert(Pending {
@@ -159,10 +203,11 @@ impl Transfers {
             (Entry::Occupied(mut earlier), lent) => {
                 let earlier = earlier.get_mut();
                 match (&mut earlier.lent, lent) {
-                    (Lent::Retrieve(leases), Lent::Retrieve(more)) => {
+                    (Lent::Retrieve(leases), Lent::Retrieve(more))
+                        if earlier.prepared < MAX_PREPARED =>
+                    {
                         leases.extend(more);
                         earlier.prepared += 1;
-                        earlier.since = now;
                         None
                     }
                     (_, lent) => Some(lent),
@@ -173,21 +218,34 @@ impl Transfers {
         refused.is_none()
     }
 
+    /// A PREPARE of a retrieve that was a miss: its client commits all the same, and that COMMIT must not end what
+    /// another PREPARE of the id has lent.
+    pub fn missed(&self, id: &TransferId) {
+        if let Some(pending) = self.tables.lock().pending.get_mut(id)
+            && matches!(pending.lent, Lent::Retrieve(_))
+        {
+            pending.prepared = pending.prepared.saturating_add(1);
+        }
+    }
+
     /// A COMMIT. A late one ends a transfer that was given up: its memory comes back, and there is nothing to commit.
     pub fn finish(&self, id: &TransferId) -> Finish {
         let mut tables = self.tables.lock();
-        if let Entry::Occupied(mut pending) = tables.pending.entry(id.clone()) {
-            pending.get_mut().prepared -= 1;
-            return match pending.get().prepared {
-                0 => Finish::Last(pending.remove().lent),
-                _ => Finish::Earlier,
+        if let Some(pending) = tables.pending.get_mut(id) {
+            pending.prepared -= 1;
+            if pending.prepared > 0 {
+                return Finish::Earlier;
+            }
+            return match tables.pending.remove(id) {
+                Some(pending) => Finish::Last(pending.lent),
+                None => Finish::Unknown,
             };
         }
-        let late = tables
-            .withheld
-            .iter()
-            .position(|held| held.until.is_none() && held.id == *id)
-            .map(|index| tables.withheld.swap_remove(index));
+        let late = match tables.withheld.get(id) {
+            Some(Withheld { until: None, .. }) => tables.withheld.remove(id),
+            _ => None,
+        };
+        tables.withheld_bytes -= late.as_ref().map_or(0, |held| held.bytes);
         drop(tables);
         drop(late);
         Finish::Unknown
@@ -197,8 +255,8 @@ impl Transfers {
     /// comes back at `until`. Gives the number of transfers that were under way.
     pub fn abandon(&self, instance: InstanceId, until: Duration) -> usize {
         let mut tables = self.tables.lock();
-        for held in &mut tables.withheld {
-            if held.id.instance == instance {
+        for (id, held) in &mut tables.withheld {
+            if id.instance == instance {
                 held.until.get_or_insert(until);
             }
         }
@@ -211,17 +269,19 @@ impl Transfers {
         let mut tables = self.tables.lock();
         let due: Vec<_> = tables
             .withheld
-            .extract_if(.., |held| held.until.is_some_and(|until| until <= now))
+            .extract_if(|_, held| held.until.is_some_and(|until| until <= now))
             .collect();
+        tables.withheld_bytes -= due.iter().map(|(_, held)| held.bytes).sum::<u64>();
         let given_up = tables.withhold(None, |_, pending| pending.since < limit);
         drop(tables);
         drop(due);
         given_up
     }
 
-    /// Transfers under way, and lots of memory withheld.
-    pub fn counts(&self) -> (usize, usize) {
+    /// Transfers under way, those withheld, and the bytes of these.
+    pub fn counts(&self) -> (usize, usize, u64) {
         let tables = self.tables.lock();
-        (tables.pending.len(), tables.withheld.len())
+        let withheld = tables.withheld.len();
+        (tables.pending.len(), withheld, tables.withheld_bytes)
     }
 }

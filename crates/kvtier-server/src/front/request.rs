@@ -13,7 +13,7 @@ use super::limits::{SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
 use super::seldom::Seldom;
 use crate::budget::Charge;
-use crate::engine::{Answer, Caller, Engine};
+use crate::engine::{Answer, Caller, Engine, Handled};
 use crate::health::Health;
 
 /// A request whose frames are still undecoded.
@@ -76,22 +76,36 @@ impl Job {
 
 impl Server {
     /// Serves a request and sends its answer through the outbox.
-    pub fn run(&self, job: Job) {
+    pub fn run(self: &Arc<Self>, job: Job) {
         for reply in self.answer(job) {
             self.outbox.send(reply);
         }
     }
 
-    /// Serves a request. Whatever happens, there is an answer; a stream has two messages.
-    pub fn answer(&self, job: Job) -> impl Iterator<Item = Reply> + use<> {
+    /// Serves a request. Whatever happens, there is an answer; a stream has two messages, and an answer that has to wait
+    /// for a tier goes through the outbox when it is there.
+    pub fn answer(self: &Arc<Self>, job: Job) -> impl Iterator<Item = Reply> + use<> {
         let operation = job.spec().operation;
-        let answer = catch_unwind(AssertUnwindSafe(|| self.serve(&job))).unwrap_or_else(|_| {
+        let handled = catch_unwind(AssertUnwindSafe(|| self.serve(&job))).unwrap_or_else(|_| {
             // The panic has been printed. State under a lock may be half changed, so the health says it for good.
             self.health.poison(operation.name());
             self.engine.metrics().handler_panics.inc();
-            Answer::refusal(operation, job.spec().response, "panic")
+            Answer::refusal(operation, job.spec().response, "panic").into()
         });
-        self.replies(job, answer)
+        let now = match handled {
+            Handled::Now(answer) => Some(self.replies(job, answer)),
+            Handled::Later(later, runtime) => {
+                let server = Arc::clone(self);
+                runtime.spawn(async move {
+                    let answer = later.await;
+                    for reply in server.replies(job, answer) {
+                        server.outbox.send(reply);
+                    }
+                });
+                None
+            }
+        };
+        now.into_iter().flatten()
     }
 
     /// Answers with the operation's "no", without serving.
@@ -100,13 +114,13 @@ impl Server {
         self.replies(job, answer)
     }
 
-    fn serve(&self, job: &Job) -> Answer {
+    fn serve(&self, job: &Job) -> Handled {
         let spec = job.spec();
         if job.resolved.generation != Generation::G6 {
             return self.serve_older(job);
         }
         if answers_much(spec.operation) && job.peer.replies.is_full() {
-            return Answer::refusal(spec.operation, spec.response, "replies_unread");
+            return Answer::refusal(spec.operation, spec.response, "replies_unread").into();
         }
         let payloads: Vec<&[u8]> = job.payloads.iter().map(|payload| &**payload).collect();
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
@@ -122,14 +136,14 @@ impl Server {
                     let operation = spec.operation.name();
                     tracing::debug!(operation, %error, left_out, "a request could not be decoded");
                 }
-                Answer::refusal_with(spec.operation, spec.response, "undecodable", &error)
+                Answer::refusal_with(spec.operation, spec.response, "undecodable", &error).into()
             }
         }
     }
 
     /// A client of a generation that is recognised and not served yet: it gets the "no" of each operation, so that it
     /// runs without a cache instead of waiting.
-    fn serve_older(&self, job: &Job) -> Answer {
+    fn serve_older(&self, job: &Job) -> Handled {
         let spec = job.spec();
         match spec.operation {
             Operation::GetChunkSize => self.engine.handle(
@@ -138,7 +152,7 @@ impl Server {
                 },
                 &Request::GetChunkSize,
             ),
-            operation => Answer::refusal(operation, spec.response, "older_generation"),
+            operation => Answer::refusal(operation, spec.response, "older_generation").into(),
         }
     }
 

@@ -52,6 +52,7 @@ pub struct Metrics {
     lookup_requested_tokens: Family<LookupLabels, Counter>,
     lookup_hit_tokens: Family<LookupLabels, Counter>,
     lookup_hit_l1_tokens: Family<LookupLabels, Counter>,
+    lookup_hit_l2_tokens: Family<LookupLabels, Counter>,
     lookup_hit_l1_keys: Family<LookupLabels, Counter>,
     lookups: Family<LookupLabels, Counter>,
     early_exits: Family<EarlyExitLabels, Counter>,
@@ -99,7 +100,7 @@ pub struct Metrics {
 }
 
 /// Figures read from the engine at scrape time.
-#[derive(Debug, Default, Clone, Copy)]
+#[derive(Debug, Default, Clone)]
 pub struct Readings {
     /// Bytes of L1.
     pub capacity_bytes: u64,
@@ -129,6 +130,49 @@ pub struct Readings {
     pub prompt_chunks_known: u64,
     /// Chunks that were decoded and hashed.
     pub prompt_chunks_hashed: u64,
+    /// Bytes of L1 that wait to be stored in a tier.
+    pub l2_queued_bytes: u64,
+    /// Objects that were not stored in a tier because too many bytes waited.
+    pub l2_dropped_objects: u64,
+    /// Objects being loaded from a tier.
+    pub l2_loading_objects: u64,
+    /// The tiers below L1.
+    pub tiers: Vec<TierReadings>,
+}
+
+/// Figures of one tier, since start.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TierReadings {
+    /// Its type and number.
+    pub name: String,
+    /// Bytes its objects take now.
+    pub used_bytes: u64,
+    /// Objects in it now.
+    pub objects: u64,
+    /// Objects written.
+    pub stored_objects: u64,
+    /// Bytes written.
+    pub stored_bytes: u64,
+    /// Objects not written because they were there.
+    pub already_there: u64,
+    /// Objects that could not be written, by reason.
+    pub store_failures: Vec<(&'static str, u64)>,
+    /// Objects asked for.
+    pub looked_up: u64,
+    /// Objects found.
+    pub found: u64,
+    /// Objects read.
+    pub loaded_objects: u64,
+    /// Bytes read.
+    pub loaded_bytes: u64,
+    /// Objects read that had no checksum.
+    pub unverified: u64,
+    /// Objects that could not be read, by reason.
+    pub load_failures: Vec<(&'static str, u64)>,
+    /// Objects evicted.
+    pub evicted_objects: u64,
+    /// Bytes evicted.
+    pub evicted_bytes: u64,
 }
 
 const L1: L1GaugeLabels = L1GaugeLabels {
@@ -183,6 +227,10 @@ impl Metrics {
                 .add("lookup_requested_tokens", "Tokens of full chunks asked for"),
             lookup_hit_tokens: lmcache.add("lookup_hit_tokens", "Tokens found"),
             lookup_hit_l1_tokens: lmcache.add("lookup_hit_l1_tokens", "Tokens found in L1"),
+            lookup_hit_l2_tokens: lmcache.add(
+                "lookup_hit_l2_tokens",
+                "Tokens that the tiers below L1 added to the prefixes found there",
+            ),
             lookup_hit_l1_keys: lmcache.add("lookup_hit_l1_keys", "Objects found in L1"),
             lookups: lmcache.add("lookups_requests", "Lookups"),
             early_exits: lmcache.add(
@@ -281,6 +329,18 @@ impl Metrics {
                 l1_tag: "_default",
             })
             .inc_by(hit_keys);
+    }
+
+    /// The tiers added this to the prefix that a lookup had found in L1.
+    pub fn prefetched(&self, model: &str, salt: &str, tokens: u64) {
+        let labels = LookupLabels {
+            cache_salt: self.salts.label(salt),
+            model_name: self.models.label(model),
+        };
+        self.lookup_hit_tokens.get_or_create(&labels).inc_by(tokens);
+        self.lookup_hit_l2_tokens
+            .get_or_create(&labels)
+            .inc_by(tokens);
     }
 
     /// A lookup that could not ask for any key.

@@ -5,6 +5,7 @@
 mod captures;
 mod checksums;
 mod http;
+mod l2;
 mod leases;
 mod metrics;
 mod older_clients;

@@ -472,6 +472,53 @@ fn a_result_is_told_once_and_waits_for_whoever_asks() {
 }
 
 #[test]
+fn a_scheduler_that_reconnected_lets_go_of_what_it_held() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/reconnected");
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let prompt = prompt(1, 2);
+    worker
+        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
+    let key = |request| scope.scheduler_key(&prompt, range(0..2), request);
+    for request in ["freed", "ended", "refused"] {
+        worker.connection().lookup(&key(request)).unwrap();
+    }
+    assert_eq!(server.readings().unread_lookups, 3);
+    let mut scheduler = server.connect();
+    scheduler.free_lookup_locks(&key("freed")).unwrap();
+    scheduler.end_session("ended").unwrap();
+    let mut no_readers = scope.clone();
+    no_readers.num_kv_readers = 0;
+    scheduler
+        .lookup(&no_readers.scheduler_key(&prompt, range(0..2), "refused"))
+        .unwrap();
+    assert_eq!(scheduler.query_prefetch_status("refused").unwrap(), Some(0));
+    assert_eq!(server.readings().leased_objects, 0);
+}
+
+#[test]
+fn a_result_that_was_told_is_not_replaced_by_that_of_another() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/told");
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    let prompt = prompt(1, 2);
+    worker
+        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
+    let (mut silent, mut speaking) = (server.connect(), server.connect());
+    silent
+        .lookup(&scope.scheduler_key(&prompt, range(0..2), "0"))
+        .unwrap();
+    let key = scope.scheduler_key(&prompt, range(0..1), "0");
+    assert_eq!(speaking.lookup_hits(&key).unwrap(), 1);
+    assert_eq!(speaking.query_prefetch_status("0").unwrap(), Some(0));
+    assert_eq!(silent.query_prefetch_status("0").unwrap(), Some(2));
+}
+
+#[test]
 fn a_retrieve_behind_the_hit_is_a_miss_for_any_number_of_readers() {
     let server = TestServer::start(&[]);
     for readers in [1, 3] {

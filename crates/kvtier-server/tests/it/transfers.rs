@@ -178,8 +178,13 @@ fn a_retrieve_prepared_twice_is_leased_to_its_last_commit() {
         let prepared = connection.prepare_retrieve(&key, InstanceId(1)).unwrap();
         assert!(prepared.success);
     }
+    // Clients commit after a miss too; that commit is not the other one's.
+    let freed = scope.scheduler_key(&prompt, range(0..2), "r");
+    connection.free_lookup_locks(&freed).unwrap();
+    let missed = connection.prepare_retrieve(&key, InstanceId(1)).unwrap();
+    assert!(!missed.success);
     connection.end_session("r").unwrap();
-    for leased in [2, 0] {
+    for leased in [2, 2, 0] {
         assert!(connection.commit_retrieve(&key, InstanceId(1)).unwrap());
         assert_eq!(server.readings().leased_objects, leased);
     }
@@ -353,13 +358,55 @@ fn a_prepared_store_that_nobody_commits_is_given_up_and_its_memory_kept_from_oth
         2 * staged,
         "no clock can tell that the worker has stopped writing"
     );
+    // A commit that is still to come could mean either, so the transfer does not begin again.
+    assert_eq!(lend(&mut worker, &late), []);
     // Its own word can.
     assert!(!commit(&mut worker, &late));
     assert_eq!(server.readings().staged_bytes, staged);
+    assert_eq!(lend(&mut worker, &late).len(), 2);
+    assert!(commit(&mut worker, &late));
     worker.close().unwrap();
     assert_eq!(server.readings().staged_bytes, staged);
     server.pass(Duration::from_secs(61));
-    assert_eq!(held(&server), (0, 0, 0));
+    assert_eq!(held(&server), (0, 0, staged));
+}
+
+#[test]
+fn a_worker_that_never_commits_does_not_fill_the_cache_for_others() {
+    let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
+    let scope = Scope::new("transfers/leaky");
+    let (mut leaky, mut other) = (
+        server.engine_driven(1, &scope),
+        server.engine_driven(2, &scope),
+    );
+    let mut lent = Vec::new();
+    for seed in 1.. {
+        // Of 64 MiB, 1 MiB at a time.
+        let prompt = prompt(seed, 128);
+        let key = scope.worker_key(0, &prompt, range(0..128), "w");
+        lent.push(lend(&mut leaky, &key).len());
+        server.pass(Duration::from_secs(61));
+        // As a worker does that lives.
+        assert!(leaky.connection().ping(Some(InstanceId(1))).unwrap());
+        assert!(other.connection().ping(Some(InstanceId(2))).unwrap());
+        if lent.last() == Some(&0) {
+            break;
+        }
+    }
+    // A quarter may be withheld.
+    assert_eq!(lent.len(), 18);
+    let (prompt, len) = (prompt(1000, 128), other.chunk_bytes());
+    let stored = other.store(&prompt, range(0..128), "s", |chunk| bytes(1, chunk, len));
+    assert_eq!(stored.unwrap().chunks.len(), 128);
+    assert_eq!(other.lookup(&prompt, "r").unwrap(), 128);
+    // What it has kept comes back when it registers anew, as another worker.
+    let mut spec = engine_driven(1, &scope);
+    spec.hidden = 32;
+    let mut again = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    server.pass(Duration::from_secs(61));
+    assert_eq!(server.readings().staged_bytes, 0);
+    let key = scope.worker_key(0, &prompt, range(0..128), "x");
+    assert_eq!(lend(&mut again, &key).len(), 128);
 }
 
 #[test]

@@ -1,0 +1,218 @@
+//! Between L1 and the tiers: what is stored is written behind, what L1 lacks is prefetched.
+//!
+//! It runs on threads of its own, so that no tier, however slow, delays what L1 can answer. It knows L1's cache and
+//! memory; requests, sessions and connections it never sees.
+
+mod flights;
+mod prefetch;
+mod status;
+mod store;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use kvtier_core::cache::{Cache, Extent, Space};
+use kvtier_core::eviction::EvictionKind;
+use kvtier_core::{ChunkHash, ObjectKey};
+use kvtier_l2::config::EvictionPolicy;
+use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
+use kvtier_l2::{AdapterConfig, Buffer, ObjectSpec, Registry};
+use kvtier_memory::Arena;
+use parking_lot::Mutex;
+use tokio::runtime::{Handle, Runtime};
+use tokio::sync::Semaphore;
+
+pub use prefetch::{PrefetchRequest, PrefetchRow, Prefetched};
+pub use store::StoreCounts;
+
+use crate::config::L2Config;
+use crate::engine::{Clock, L1Allocator, to_memory};
+use flights::Flights;
+use store::StoreQueue;
+
+/// Threads that plan and wait; adapters have their own for what blocks.
+const THREADS: usize = 2;
+
+/// How often full tiers are looked at.
+const EVICTION_INTERVAL: Duration = Duration::from_secs(1);
+
+/// See the module.
+pub struct L2 {
+    config: L2Config,
+    tiers: Vec<Arc<Tier>>,
+    cache: Cache<L1Allocator>,
+    arena: Arc<Arena>,
+    clock: Arc<Clock>,
+    stores: StoreQueue,
+    flights: Flights,
+    /// Lookups under way in the tiers.
+    lookups: Semaphore,
+    /// Room for loads, in units of [`LOAD_UNIT`].
+    loads: Arc<Semaphore>,
+    handle: Handle,
+    runtime: Mutex<Option<Runtime>>,
+    stop: Arc<AtomicBool>,
+}
+
+/// Bytes of one permit for loads: permits are counted in 32 bits.
+const LOAD_UNIT: u64 = 4096;
+
+impl L2 {
+    /// Opens the tiers and starts. Adopting what they hold goes on behind.
+    ///
+    /// # Errors
+    /// An adapter that cannot be opened, a system out of threads: one line.
+    pub fn start(
+        config: &L2Config,
+        cache: Cache<L1Allocator>,
+        arena: Arc<Arena>,
+        clock: Arc<Clock>,
+    ) -> Result<Arc<Self>, String> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(THREADS)
+            .thread_name("kvtier-l2")
+            .enable_all()
+            .build()
+            .map_err(|error| format!("no runtime for L2: {error}"))?;
+        let tiers = {
+            let _within = runtime.enter();
+            open(config)?
+        };
+        let (stores, receivers) = StoreQueue::new(tiers.len(), config.store_queue_bytes);
+        let units = usize::try_from(config.load_bytes / LOAD_UNIT).unwrap_or(usize::MAX);
+        let l2 = Arc::new(Self {
+            lookups: Semaphore::new(config.prefetch_max_in_flight.max(1)),
+            loads: Arc::new(Semaphore::new(units.clamp(1, Semaphore::MAX_PERMITS))),
+            flights: Flights::default(),
+            stop: Arc::default(),
+            handle: runtime.handle().clone(),
+            runtime: Mutex::new(Some(runtime)),
+            config: config.clone(),
+            tiers,
+            cache,
+            arena,
+            clock,
+            stores,
+        });
+        for (number, (tier, receiver)) in l2.tiers.iter().zip(receivers).enumerate() {
+            let (stop, recovered) = (Arc::clone(&l2.stop), Arc::clone(tier));
+            l2.handle
+                .spawn(async move { recovered.recover(&stop).await });
+            l2.handle
+                .spawn(store::serve(Arc::downgrade(&l2), number, receiver));
+            let (stop, tier) = (Arc::clone(&l2.stop), Arc::clone(tier));
+            l2.handle.spawn(async move {
+                while !stop.load(Ordering::Relaxed) {
+                    tokio::time::sleep(EVICTION_INTERVAL).await;
+                    tier.evict().await;
+                }
+            });
+        }
+        Ok(l2)
+    }
+
+    /// How the tiers are used.
+    pub fn config(&self) -> &L2Config {
+        &self.config
+    }
+
+    /// Where its tasks run.
+    pub fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    /// What waits to be stored, and what was dropped.
+    pub fn store_counts(&self) -> StoreCounts {
+        self.stores.counts()
+    }
+
+    /// Objects being loaded.
+    pub fn loading(&self) -> usize {
+        self.flights.len()
+    }
+
+    fn now(&self) -> Duration {
+        self.clock.now()
+    }
+
+    fn spec(&self, space: &Space<'_>, hash: ChunkHash, len: u64) -> Option<ObjectSpec> {
+        let key = ObjectKey::new(
+            hash,
+            space.model_name,
+            space.kv_rank,
+            space.object_group_id,
+            space.cache_salt,
+        );
+        Some(ObjectSpec {
+            // The names of everything in L1 were checked when they came in.
+            key: key.ok()?,
+            len,
+            layout: space.layout,
+        })
+    }
+
+    fn buffer(&self, extent: Extent, hold: Arc<dyn std::any::Any + Send + Sync>) -> Buffer {
+        Buffer::new(Arc::clone(&self.arena), to_memory(extent), hold)
+    }
+
+    /// Ends: what waits to be stored is still stored, for as long as `grace` allows.
+    pub fn close(&self, grace: Duration) {
+        let Some(runtime) = self.runtime.lock().take() else {
+            return;
+        };
+        self.stores.end();
+        self.stop.store(true, Ordering::Relaxed);
+        runtime.block_on(async {
+            let stored = tokio::time::timeout(grace, self.stores.drained()).await;
+            if stored.is_err() {
+                let left = self.stores.counts();
+                tracing::warn!(
+                    bytes = left.queued_bytes,
+                    "objects were not stored in time and are given up"
+                );
+            }
+            for tier in &self.tiers {
+                let _ = tokio::time::timeout(grace, tier.adapter().close()).await;
+            }
+        });
+        runtime.shutdown_timeout(grace);
+    }
+}
+
+fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {
+    let registry = Registry::built_in();
+    let open = |(number, adapter): (usize, &AdapterConfig)| {
+        for warning in &adapter.warnings {
+            tracing::warn!("--l2-adapter: {warning}");
+        }
+        let opened = registry
+            .open(adapter)
+            .map_err(|error| format!("--l2-adapter: type {:?}: {error}", adapter.kind))?;
+        let eviction = adapter.eviction.map(|eviction| TierEviction {
+            policy: match eviction.policy {
+                EvictionPolicy::Lru => EvictionKind::Lru,
+                EvictionPolicy::Noop => EvictionKind::Noop,
+            },
+            trigger_watermark: eviction.trigger_watermark,
+            eviction_ratio: eviction.eviction_ratio,
+        });
+        let tier = TierConfig {
+            name: format!("{}-{number}", adapter.kind),
+            capacity_bytes: adapter.capacity_bytes(),
+            eviction,
+            reserve_bytes: config.min_free_bytes,
+        };
+        Ok(Arc::new(Tier::new(opened, tier)))
+    };
+    config.adapters.iter().enumerate().map(open).collect()
+}
+
+impl std::fmt::Debug for L2 {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("L2")
+            .field("config", &self.config)
+            .field("tiers", &self.tiers)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,379 @@
+//! Prefetch: what L1 lacks of a prompt comes from the tiers.
+//!
+//! A lookup never waits for more than two deadlines, one for asking and one for loading; its answer is what L1 has by
+//! then. Loads are tasks of their own: one that comes too late for its lookup still ends in L1.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::{Lookup, LookupRow, ReadLease, Reservation, ReserveRequest, Space};
+use kvtier_core::object_key::KeyScope;
+use kvtier_core::prefetch::{Cell, PrefetchPlan};
+use kvtier_l2::tier::TierLease;
+use kvtier_l2::{LoadItem, ObjectSpec};
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
+
+use super::flights::{Boarded, Flight, over};
+use super::{L2, LOAD_UNIT};
+use crate::engine::L1Allocator;
+
+/// Chunks that are asked for at once: behind a gap in front of them nobody asks for the rest.
+const SLICE: usize = 1024;
+
+/// Bytes that are loaded by one task: several of them overlap, and each becomes readable on its own.
+const LOAD_BATCH: u64 = 16 << 20;
+
+/// One row of a prefetch.
+#[derive(Debug, Clone)]
+pub struct PrefetchRow {
+    /// Packed world size and worker.
+    pub kv_rank: u64,
+    /// The object group.
+    pub object_group_id: u32,
+    /// Which layout the objects have.
+    pub layout: u64,
+    /// Chunks needed at the end of a prefix; `None` is all.
+    pub window: Option<u32>,
+    /// Bytes of one object.
+    pub len: u64,
+}
+
+/// What a lookup asks for.
+#[derive(Debug, Clone)]
+pub struct PrefetchRequest {
+    /// Whose objects.
+    pub scope: KeyScope,
+    /// Object groups and ranks.
+    pub rows: Vec<PrefetchRow>,
+    /// The chunks.
+    pub hashes: Arc<[ChunkHash]>,
+}
+
+/// What came of it.
+pub struct Prefetched {
+    /// The prefix that L1 has now, held.
+    pub lookup: Lookup<L1Allocator>,
+    /// The objects that were loaded for it.
+    pub loaded: Vec<Cell>,
+}
+
+impl PrefetchRequest {
+    fn space(&self, row: usize) -> Space<'_> {
+        let PrefetchRow {
+            kv_rank,
+            object_group_id,
+            layout,
+            ..
+        } = self.rows[row];
+        Space {
+            model_name: self.scope.model_name(),
+            kv_rank,
+            object_group_id,
+            layout,
+            cache_salt: self.scope.cache_salt(),
+        }
+    }
+}
+
+/// A tier that has an object, and the hold on it there.
+type Source = (usize, TierLease);
+
+/// Memory that is being loaded into. Adapters may go on writing after they were given up, so it is their holds that
+/// keep it: what was loaded is committed, and the rest given back, when the last of them is gone.
+struct Landing {
+    l2: Arc<L2>,
+    reservation: Mutex<Option<Reservation<L1Allocator>>>,
+    /// Which staged objects have their bytes.
+    landed: Mutex<Vec<bool>>,
+}
+
+impl Landing {
+    fn commit(&mut self) {
+        let landed = std::mem::take(self.landed.get_mut());
+        if let Some(reservation) = self.reservation.get_mut().take() {
+            let mut landed = landed.into_iter();
+            let _ = reservation.commit_subset(self.l2.now(), |_| landed.next().unwrap_or(false));
+        }
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        self.commit();
+    }
+}
+
+/// A load of its own: the object, where it comes from, and the word to those who wait for it too.
+struct Wanted {
+    cell: Cell,
+    object: ObjectSpec,
+    source: Source,
+    flight: Flight,
+}
+
+impl L2 {
+    /// Brings as much of a prompt into L1 as there is. `cancelled` is asked now and then.
+    pub async fn prefetch(
+        self: &Arc<Self>,
+        request: &Arc<PrefetchRequest>,
+        cancelled: impl Fn() -> bool,
+    ) -> Prefetched {
+        let asked_until = Instant::now() + self.config.lookup_timeout;
+        let mut holds = Vec::new();
+        let mut loaded = Vec::new();
+        // A queue that does not move is the same as a tier that does not answer.
+        if let Ok(Ok(_turn)) = timeout_at(asked_until, self.lookups.acquire()).await
+            && !cancelled()
+        {
+            let (plan, mut sources) = self.ask(request, asked_until).await;
+            let hit = plan.hit();
+            let (missing, resident): (Vec<_>, Vec<_>) = plan
+                .needed(hit)
+                .into_iter()
+                .partition(|cell| sources.contains_key(cell));
+            if !missing.is_empty() && !cancelled() {
+                // What is in L1 and needed must not leave for what is loaded.
+                holds.extend(self.pin_cells(request, &resident));
+                let sources = missing
+                    .into_iter()
+                    .filter_map(|cell| Some((cell, sources.remove(&cell)?)));
+                let load_until = Instant::now() + self.config.load_timeout;
+                loaded = self
+                    .load(request, sources.collect(), load_until, &mut holds)
+                    .await;
+            }
+        }
+        let rows: Vec<_> = (0..request.rows.len())
+            .map(|row| LookupRow {
+                space: request.space(row),
+                window: request.rows[row].window,
+            })
+            .collect();
+        let lookup = self.cache.lookup(self.now(), &rows, &request.hashes);
+        Prefetched { lookup, loaded }
+    }
+
+    /// Asks L1, and the tiers in turn for what is missing.
+    async fn ask(
+        &self,
+        request: &PrefetchRequest,
+        until: Instant,
+    ) -> (PrefetchPlan, HashMap<Cell, Source>) {
+        let windows = request.rows.iter().map(|row| row.window);
+        let chunks = request.hashes.len();
+        let mut plan = PrefetchPlan::new(windows, chunks);
+        for row in 0..request.rows.len() {
+            let resident = self.cache.contains(&request.space(row), &request.hashes);
+            for (chunk, _) in resident.into_iter().enumerate().filter(|(_, is)| *is) {
+                plan.found(Cell { row, chunk });
+            }
+        }
+        let mut sources = HashMap::new();
+        for from in (0..chunks).step_by(SLICE) {
+            for (number, tier) in self.tiers.iter().enumerate() {
+                let wanted = plan.wanted(from..from + SLICE);
+                let objects = self.objects(request, &wanted);
+                if objects.is_empty() {
+                    break;
+                }
+                let (cells, objects): (Vec<_>, Vec<_>) = objects.into_iter().unzip();
+                let found = match timeout_at(until, tier.lookup(objects)).await {
+                    Ok(Ok(found)) => found,
+                    Ok(Err(error)) => {
+                        tracing::debug!(tier = tier.name(), %error, "a tier could not be asked");
+                        continue;
+                    }
+                    Err(_) => {
+                        tracing::debug!(tier = tier.name(), "a tier did not answer in time");
+                        continue;
+                    }
+                };
+                for (cell, lease) in cells.into_iter().zip(found) {
+                    if let Some(lease) = lease {
+                        plan.found(cell);
+                        sources.insert(cell, (number, lease));
+                    }
+                }
+            }
+        }
+        (plan, sources)
+    }
+
+    fn objects(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<(Cell, ObjectSpec)> {
+        let object = |cell: &Cell| {
+            let (space, len) = (request.space(cell.row), request.rows[cell.row].len);
+            Some((*cell, self.spec(&space, request.hashes[cell.chunk], len)?))
+        };
+        cells.iter().filter_map(object).collect()
+    }
+
+    /// Holds on what of these objects is in L1.
+    fn pin_cells(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<ReadLease<L1Allocator>> {
+        (0..request.rows.len())
+            .filter_map(|row| {
+                let of_row = cells.iter().filter(|cell| cell.row == row);
+                let hashes: Vec<_> = of_row.map(|cell| request.hashes[cell.chunk]).collect();
+                self.cache.pin(self.now(), &request.space(row), &hashes)
+            })
+            .collect()
+    }
+
+    /// Loads objects, or waits for others who do; gives those that were loaded here. What becomes resident in time is
+    /// held in `holds`.
+    async fn load(
+        self: &Arc<Self>,
+        request: &Arc<PrefetchRequest>,
+        sources: Vec<(Cell, Source)>,
+        until: Instant,
+        holds: &mut Vec<ReadLease<L1Allocator>>,
+    ) -> Vec<Cell> {
+        let cells: Vec<_> = sources.iter().map(|(cell, _)| *cell).collect();
+        let objects = self.objects(request, &cells);
+        let (mut tasks, mut joined) = (JoinSet::new(), Vec::new());
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        for ((cell, object), (_, source)) in objects.into_iter().zip(sources) {
+            match self.flights.board(&object) {
+                Boarded::Others(flight) => joined.push((cell, flight)),
+                Boarded::Own(flight) => {
+                    bytes += object.len;
+                    batch.push(Wanted {
+                        cell,
+                        object,
+                        source,
+                        flight,
+                    });
+                }
+            }
+            if bytes >= LOAD_BATCH {
+                let batch = std::mem::take(&mut batch);
+                self.spawn_load(&mut tasks, request, batch, std::mem::take(&mut bytes));
+            }
+        }
+        if !batch.is_empty() {
+            self.spawn_load(&mut tasks, request, batch, bytes);
+        }
+        let mut loaded = Vec::new();
+        // Tasks that are late go on: what they load is worth having.
+        while let Ok(Some(done)) = timeout_at(until, tasks.join_next()).await {
+            if let Ok((cells, leases)) = done {
+                loaded.extend(cells);
+                holds.extend(leases);
+            }
+        }
+        tasks.detach_all();
+        for (cell, flight) in joined {
+            if timeout_at(until, over(flight)).await.is_ok() {
+                holds.extend(self.pin_cells(request, &[cell]));
+            }
+        }
+        loaded
+    }
+
+    fn spawn_load(
+        self: &Arc<Self>,
+        tasks: &mut JoinSet<(Vec<Cell>, Vec<ReadLease<L1Allocator>>)>,
+        request: &Arc<PrefetchRequest>,
+        batch: Vec<Wanted>,
+        bytes: u64,
+    ) {
+        let (l2, request) = (Arc::clone(self), Arc::clone(request));
+        tasks.spawn(async move {
+            let units = u32::try_from(bytes.div_ceil(LOAD_UNIT)).unwrap_or(u32::MAX);
+            // An object larger than all the room is loaded alone.
+            let most = u32::try_from(l2.config.load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
+            let Ok(_room) = Arc::clone(&l2.loads)
+                .acquire_many_owned(units.clamp(1, most.max(1)))
+                .await
+            else {
+                return Default::default();
+            };
+            let cells = l2.load_batch(&request, batch).await;
+            let leases = l2.pin_cells(&request, &cells);
+            (cells, leases)
+        });
+    }
+
+    /// Loads one batch; gives what has become resident by it.
+    async fn load_batch(
+        self: &Arc<Self>,
+        request: &PrefetchRequest,
+        batch: Vec<Wanted>,
+    ) -> Vec<Cell> {
+        let hashes: Vec<_> = batch
+            .iter()
+            .map(|wanted| [request.hashes[wanted.cell.chunk]])
+            .collect();
+        let requests: Vec<_> = batch
+            .iter()
+            .zip(&hashes)
+            .map(|(wanted, hashes)| ReserveRequest {
+                space: request.space(wanted.cell.row),
+                hashes,
+                len: wanted.object.len,
+            })
+            .collect();
+        let reservation = match self.cache.reserve(self.now(), &requests) {
+            Ok(reserved) => reserved.reservation,
+            Err(error) => {
+                tracing::warn!(%error, "no memory could be asked for to load into");
+                return Vec::new();
+            }
+        };
+        let staged = reservation.staged().to_vec();
+        let landing = Arc::new(Landing {
+            l2: Arc::clone(self),
+            landed: Mutex::new(vec![false; staged.len()]),
+            reservation: Mutex::new(Some(reservation)),
+        });
+        let (mut flights, mut places) = (Vec::new(), HashMap::new());
+        for (place, staged) in staged.iter().enumerate() {
+            places.insert(staged.request as usize, (place, staged.extent));
+        }
+        let mut by_tier: Vec<Vec<(usize, Cell, LoadItem, TierLease)>> =
+            self.tiers.iter().map(|_| Vec::new()).collect();
+        for (at, wanted) in batch.into_iter().enumerate() {
+            flights.push(wanted.flight);
+            let Some((place, extent)) = places.get(&at) else {
+                continue;
+            };
+            let item = LoadItem {
+                object: wanted.object,
+                to: self.buffer(*extent, Arc::clone(&landing) as _),
+            };
+            let (tier, lease) = wanted.source;
+            by_tier[tier].push((*place, wanted.cell, item, lease));
+        }
+        let mut loaded = Vec::new();
+        // What one tier fails to give, the next one is asked for.
+        let mut failed = Vec::new();
+        for (tier, mut wanted) in self.tiers.iter().zip(by_tier) {
+            wanted.append(&mut failed);
+            if wanted.is_empty() {
+                continue;
+            }
+            let items = wanted.iter().map(|(_, _, item, _)| item.clone()).collect();
+            let results = tier.load(items).await;
+            for (wanted, result) in wanted.into_iter().zip(results) {
+                match result {
+                    Ok(_) => {
+                        landing.landed.lock()[wanted.0] = true;
+                        loaded.push(wanted.1);
+                    }
+                    Err(error) => {
+                        tracing::debug!(tier = tier.name(), %error, "an object could not be loaded");
+                        failed.push(wanted);
+                    }
+                }
+            }
+        }
+        drop(failed);
+        // Commits, unless an adapter that was given up still writes: then that will, at its end.
+        drop(landing);
+        // Only now, so that whoever waited finds them.
+        drop(flights);
+        loaded
+    }
+}

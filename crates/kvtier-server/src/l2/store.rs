@@ -1,0 +1,248 @@
+//! Write-behind: what was committed to L1 is stored in every tier.
+//!
+//! What waits is leased in L1, so neither eviction nor a timeout frees bytes that are being written; in return what may
+//! wait is bounded in bytes, for each tier on its own, and what does not fit is not stored there.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::{OwnedSpace, ReadLease, Space};
+use kvtier_l2::StoreItem;
+use parking_lot::Mutex;
+use tokio::sync::{Notify, Semaphore, mpsc};
+
+use super::L2;
+use crate::config::StorePolicy;
+use crate::engine::L1Allocator;
+
+/// Batches that are stored in a tier at the same time: enough that one slow object does not hold up the others.
+const BATCHES: usize = 4;
+
+/// Objects to be stored in one tier, all of one request and space.
+pub struct Batch {
+    items: Vec<StoreItem>,
+    shared: Arc<Shared>,
+    bytes: u64,
+}
+
+/// What the batches of all tiers for the same objects have in common; the last one to be done drops it.
+struct Shared {
+    l2: Weak<L2>,
+    space: OwnedSpace,
+    hashes: Vec<ChunkHash>,
+    /// Tiers that have all of it; see [`StorePolicy::SkipL1`].
+    complete: AtomicU64,
+    tiers: u64,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let Some(l2) = self.l2.upgrade() else { return };
+        if l2.config.store_policy == StorePolicy::SkipL1 && *self.complete.get_mut() == self.tiers {
+            l2.cache.remove(&self.space.as_space(), &self.hashes, false);
+        }
+    }
+}
+
+/// What waits to be stored.
+pub struct StoreQueue {
+    bound: u64,
+    senders: Mutex<Vec<mpsc::UnboundedSender<Batch>>>,
+    queues: Vec<Queue>,
+    drained: Notify,
+}
+
+#[derive(Default)]
+struct Queue {
+    bytes: AtomicU64,
+    objects: AtomicU64,
+    dropped_objects: AtomicU64,
+    dropped_bytes: AtomicU64,
+}
+
+/// Figures of the write-behind, all tiers together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StoreCounts {
+    /// Objects waiting or being stored.
+    pub queued_objects: u64,
+    /// Their bytes.
+    pub queued_bytes: u64,
+    /// Objects that were not stored because too many bytes waited.
+    pub dropped_objects: u64,
+    /// Their bytes.
+    pub dropped_bytes: u64,
+}
+
+impl StoreQueue {
+    /// A queue for each of `tiers` tiers, and where they are served from.
+    pub fn new(tiers: usize, bound: u64) -> (Self, Vec<mpsc::UnboundedReceiver<Batch>>) {
+        // Unbounded in number: bounded in bytes.
+        let (senders, receivers) = (0..tiers).map(|_| mpsc::unbounded_channel()).unzip();
+        let queue = Self {
+            bound,
+            senders: Mutex::new(senders),
+            queues: (0..tiers).map(|_| Queue::default()).collect(),
+            drained: Notify::new(),
+        };
+        (queue, receivers)
+    }
+
+    /// Sets bytes of a tier's bound aside; counts what does not fit.
+    fn admit(&self, tier: usize, objects: u64, bytes: u64) -> bool {
+        let queue = &self.queues[tier];
+        let admitted = queue
+            .bytes
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |queued| {
+                queued.checked_add(bytes).filter(|sum| *sum <= self.bound)
+            })
+            .is_ok();
+        if admitted {
+            queue.objects.fetch_add(objects, Ordering::Relaxed);
+        } else {
+            queue.dropped_objects.fetch_add(objects, Ordering::Relaxed);
+            queue.dropped_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
+        admitted
+    }
+
+    fn done(&self, tier: usize, objects: u64, bytes: u64) {
+        let queue = &self.queues[tier];
+        queue.objects.fetch_sub(objects, Ordering::Relaxed);
+        queue.bytes.fetch_sub(bytes, Ordering::AcqRel);
+        self.drained.notify_waiters();
+    }
+
+    fn send(&self, tier: usize, batch: Batch) {
+        let (objects, bytes) = (batch.items.len() as u64, batch.bytes);
+        let sent = self
+            .senders
+            .lock()
+            .get(tier)
+            .is_some_and(|sender| sender.send(batch).is_ok());
+        if !sent {
+            // It is ending.
+            self.done(tier, objects, bytes);
+        }
+    }
+
+    /// Takes nothing more.
+    pub fn end(&self) {
+        self.senders.lock().clear();
+    }
+
+    /// Waits until nothing waits.
+    pub async fn drained(&self) {
+        loop {
+            let news = self.drained.notified();
+            if self.counts().queued_bytes == 0 {
+                return;
+            }
+            news.await;
+        }
+    }
+
+    /// Figures.
+    pub fn counts(&self) -> StoreCounts {
+        let sum = |value: fn(&Queue) -> &AtomicU64| {
+            let values = self.queues.iter().map(value);
+            values.map(|value| value.load(Ordering::Relaxed)).sum()
+        };
+        StoreCounts {
+            queued_objects: sum(|queue| &queue.objects),
+            queued_bytes: sum(|queue| &queue.bytes),
+            dropped_objects: sum(|queue| &queue.dropped_objects),
+            dropped_bytes: sum(|queue| &queue.dropped_bytes),
+        }
+    }
+}
+
+impl L2 {
+    /// Objects of `len` bytes that have just become resident: to be stored in every tier.
+    pub fn store(self: &Arc<Self>, space: &Space<'_>, hashes: &[ChunkHash], len: u64) {
+        let Some((hashes, lease)) = self.lease(space, hashes) else {
+            return;
+        };
+        let bytes = len * hashes.len() as u64;
+        let shared = Arc::new(Shared {
+            l2: Arc::downgrade(self),
+            space: OwnedSpace {
+                model_name: space.model_name.into(),
+                kv_rank: space.kv_rank,
+                object_group_id: space.object_group_id,
+                layout: space.layout,
+                cache_salt: space.cache_salt.into(),
+            },
+            complete: AtomicU64::new(0),
+            tiers: self.tiers.len() as u64,
+            hashes,
+        });
+        let lease = Arc::new(lease);
+        let items: Vec<_> = shared
+            .hashes
+            .iter()
+            .zip(lease.extents())
+            .filter_map(|(hash, extent)| {
+                let object = self.spec(space, *hash, len)?;
+                let from = self.buffer(*extent, Arc::clone(&lease) as _);
+                Some(StoreItem { object, from })
+            })
+            .collect();
+        for tier in 0..self.tiers.len() {
+            if self.stores.admit(tier, items.len() as u64, bytes) {
+                let batch = Batch {
+                    items: items.clone(),
+                    shared: Arc::clone(&shared),
+                    bytes,
+                };
+                self.stores.send(tier, batch);
+            }
+        }
+    }
+
+    /// A lease on those of these objects that are still resident.
+    fn lease(
+        &self,
+        space: &Space<'_>,
+        hashes: &[ChunkHash],
+    ) -> Option<(Vec<ChunkHash>, ReadLease<L1Allocator>)> {
+        if let Some(lease) = self.cache.pin(self.now(), space, hashes) {
+            return (!hashes.is_empty()).then(|| (hashes.to_vec(), lease));
+        }
+        let resident = self.cache.contains(space, hashes);
+        let left: Vec<_> = hashes
+            .iter()
+            .zip(resident)
+            .filter(|(_, resident)| *resident)
+            .map(|(hash, _)| *hash)
+            .collect();
+        let lease = self.cache.pin(self.now(), space, &left)?;
+        (!left.is_empty()).then_some((left, lease))
+    }
+}
+
+/// Stores the batches of one tier, until its queue ends.
+pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiver<Batch>) {
+    let places = Arc::new(Semaphore::new(BATCHES));
+    while let Some(batch) = queue.recv().await {
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else {
+            return;
+        };
+        let Some(l2) = l2.upgrade() else { return };
+        tokio::spawn(async move {
+            let _place = place;
+            let Batch {
+                items,
+                shared,
+                bytes,
+            } = batch;
+            let objects = items.len() as u64;
+            let results = l2.tiers[number].store(items).await;
+            if results.iter().all(Result::is_ok) {
+                shared.complete.fetch_add(1, Ordering::AcqRel);
+            }
+            drop(shared);
+            l2.stores.done(number, objects, bytes);
+        });
+    }
+}

@@ -1,0 +1,289 @@
+//! The tiers below L1: what is stored comes back from them, whatever happens to L1, to them or to the server.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Prompt, Scope};
+
+use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
+
+/// A server with one tier in a directory.
+fn with_fs(directory: &Path, flags: &[&str]) -> TestServer {
+    let adapter = format!(r#"{{"type":"fs","base_path":"{}"}}"#, directory.display());
+    let mut all = vec!["--l2-adapter", &adapter, "--l2-min-free-gb", "0"];
+    all.extend(flags);
+    TestServer::start(&all)
+}
+
+/// Waits until nothing waits to be stored in a tier.
+fn settle(server: &TestServer) {
+    let started = Instant::now();
+    while server.readings().l2_queued_bytes > 0 {
+        assert!(started.elapsed() < PATIENCE, "the tiers do not store");
+        std::thread::yield_now();
+    }
+}
+
+fn store(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64) {
+    let len = worker.chunk_bytes();
+    let all = 0..prompt.len() as u64;
+    worker
+        .store(prompt, all, "s", |chunk| bytes(seed, chunk, len))
+        .unwrap();
+}
+
+/// Hits of a lookup, waited for in the server.
+fn hits(connection: &mut Connection, scope: &Scope, prompt: &Prompt, request: &str) -> u64 {
+    let all = 0..prompt.len() as u64;
+    connection
+        .lookup(&scope.scheduler_key(prompt, all, request))
+        .unwrap();
+    connection
+        .wait_prefetch_status(request, PATIENCE)
+        .unwrap()
+        .expect("a result within the deadlines of the tiers")
+}
+
+fn assert_reads(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64, request: &str) {
+    let len = worker.chunk_bytes();
+    let all = 0..prompt.len() as u64;
+    let read = worker.retrieve(prompt, all.clone(), request, |chunk, got| {
+        assert!(got == bytes(seed, chunk, len), "chunk {chunk}");
+    });
+    assert!(read.unwrap().is_some(), "a miss after a hit");
+}
+
+#[test]
+fn what_was_stored_comes_back_after_a_restart() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/restart").with_salt("t");
+    let prompt = prompt(1, 8);
+    {
+        let server = with_fs(directory.path(), &[]);
+        let mut worker = server.engine_driven(1, &scope);
+        store(&mut worker, &prompt, 1);
+        settle(&server);
+        assert_eq!(server.readings().tiers[0].stored_objects, 8);
+    }
+    let server = with_fs(directory.path(), &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 8);
+    assert_reads(&mut worker, &prompt, 1, "r");
+    worker.connection().end_session("r").unwrap();
+    let readings = server.readings();
+    assert_eq!((readings.leased_objects, readings.staged_bytes), (0, 0));
+    assert_eq!(readings.tiers[0].loaded_objects, 8);
+    assert_eq!(readings.tiers[0].unverified, 0);
+    // It is in L1 now.
+    assert_eq!(hits(worker.connection(), &scope, &prompt, "again"), 8);
+    assert_eq!(server.readings().tiers[0].loaded_objects, 8);
+    // Nobody else has it.
+    let stranger = scope.clone().with_salt("u");
+    assert_eq!(hits(worker.connection(), &stranger, &prompt, "u"), 0);
+    server.assert_sound();
+}
+
+#[test]
+fn what_waits_to_be_stored_is_stored_before_the_end() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/end");
+    let prompt = prompt(1, 200);
+    {
+        let server = with_fs(directory.path(), &[]);
+        let mut worker = server.engine_driven(1, &scope);
+        store(&mut worker, &prompt, 1);
+    }
+    let server = with_fs(directory.path(), &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 200);
+    assert_reads(&mut worker, &prompt, 1, "r");
+}
+
+#[test]
+fn a_prefix_is_served_from_both_tiers_together() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/mixed");
+    let prompt = prompt(1, 6);
+    {
+        let server = with_fs(directory.path(), &[]);
+        let mut worker = server.engine_driven(1, &scope);
+        store(&mut worker, &prompt, 1);
+        settle(&server);
+    }
+    let server = with_fs(directory.path(), &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    // Chunks 0, 1 and 4 are in L1.
+    for chunks in [0..2, 4..5] {
+        let first = chunks.start;
+        worker
+            .store(&prompt, range(chunks), "s", |chunk| {
+                bytes(1, first + chunk, len)
+            })
+            .unwrap();
+    }
+    assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 6);
+    assert_reads(&mut worker, &prompt, 1, "r");
+    assert_eq!(server.readings().tiers[0].loaded_objects, 3);
+}
+
+#[test]
+fn a_gap_ends_the_prefix() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/gap");
+    let prompt = prompt(1, 4);
+    let server = with_fs(directory.path(), &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    let len = worker.chunk_bytes();
+    for chunks in [0..1, 2..4] {
+        worker
+            .store(&prompt, range(chunks), "s", |chunk| bytes(1, chunk, len))
+            .unwrap();
+    }
+    settle(&server);
+    assert!(server.engine().clear(true).objects == 3);
+    assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 1);
+    assert_eq!(server.readings().tiers[0].loaded_objects, 1);
+}
+
+#[test]
+fn a_result_that_is_not_there_yet_is_none_and_then_told_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/pending");
+    let prompt = prompt(1, 3);
+    let server = with_fs(directory.path(), &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt, 1);
+    settle(&server);
+    server.engine().clear(true);
+    assert_eq!(worker.lookup(&prompt, "polled").unwrap(), 3);
+    assert_reads(&mut worker, &prompt, 1, "polled");
+    let connection = worker.connection();
+    assert_eq!(connection.query_prefetch_status("polled").unwrap(), Some(0));
+    let waited = connection.wait_prefetch_status("polled", Duration::from_secs(1));
+    assert_eq!(waited.unwrap(), Some(0));
+}
+
+#[test]
+fn a_request_that_ends_early_leaves_nothing_behind() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/early");
+    let prompt = prompt(1, 64);
+    let server = with_fs(directory.path(), &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt, 1);
+    settle(&server);
+    for round in 0..20 {
+        server.engine().clear(true);
+        let request = format!("r{round}");
+        let all = 0..prompt.len() as u64;
+        let connection = worker.connection();
+        connection
+            .lookup(&scope.scheduler_key(&prompt, all, &request))
+            .unwrap();
+        connection.end_session(&request).unwrap();
+    }
+    let started = Instant::now();
+    loop {
+        let readings = server.readings();
+        if (
+            readings.l2_loading_objects,
+            readings.leased_objects,
+            readings.staged_bytes,
+        ) == (0, 0, 0)
+        {
+            break;
+        }
+        assert!(started.elapsed() < PATIENCE, "{readings:?}");
+        std::thread::yield_now();
+    }
+    server.assert_sound();
+}
+
+#[test]
+fn one_cold_prefix_is_loaded_once_for_all_who_want_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/flights");
+    let prompt = prompt(1, 100);
+    let server = with_fs(directory.path(), &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt, 1);
+    settle(&server);
+    server.engine().clear(true);
+    let mut schedulers: Vec<_> = (0..4).map(|_| server.connect()).collect();
+    for (number, scheduler) in schedulers.iter_mut().enumerate() {
+        let all = 0..prompt.len() as u64;
+        let key = format!("r{number}");
+        scheduler
+            .lookup(&scope.scheduler_key(&prompt, all, &key))
+            .unwrap();
+    }
+    for (number, scheduler) in schedulers.iter_mut().enumerate() {
+        let hit = scheduler.wait_prefetch_status(&format!("r{number}"), PATIENCE);
+        assert_eq!(hit.unwrap(), Some(100));
+    }
+    assert_eq!(server.readings().tiers[0].loaded_objects, 100);
+    assert_reads(&mut worker, &prompt, 1, "r2");
+}
+
+#[test]
+fn loaded_objects_leave_with_their_request_where_the_policy_says_so() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/temporary");
+    let prompt = prompt(1, 5);
+    for (policy, left) in [("default", 0), ("retain", 5)] {
+        let server = with_fs(directory.path(), &["--l2-prefetch-policy", policy]);
+        let mut worker = server.engine_driven(1, &scope);
+        store(&mut worker, &prompt, 1);
+        settle(&server);
+        server.engine().clear(true);
+        assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 5);
+        assert_reads(&mut worker, &prompt, 1, "r");
+        worker.connection().end_session("r").unwrap();
+        assert_eq!(server.readings().objects, left, "{policy}");
+    }
+}
+
+#[test]
+fn objects_leave_l1_once_they_are_stored_where_the_policy_says_so() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/skip");
+    let prompt = prompt(1, 5);
+    let server = with_fs(directory.path(), &["--l2-store-policy", "skip_l1"]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt, 1);
+    settle(&server);
+    assert_eq!(server.readings().objects, 0);
+    assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 5);
+    assert_reads(&mut worker, &prompt, 1, "r");
+    worker
+        .connection()
+        .unregister_engine_driven(InstanceId(1))
+        .unwrap();
+    server.assert_sound();
+}
+
+#[test]
+fn more_than_l1_holds_is_stored_without_a_refusal() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/pressure");
+    // 64 MiB of L1, twice as much of objects.
+    let server = with_fs(directory.path(), &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    let prompts: Vec<_> = (0..16).map(|seed| prompt(seed, 1024)).collect();
+    for (seed, prompt) in (0..).zip(&prompts) {
+        let len = worker.chunk_bytes();
+        let all = 0..prompt.len() as u64;
+        let stored = worker.store(prompt, all, "s", |chunk| bytes(seed, chunk, len));
+        assert_eq!(stored.unwrap().chunks.len(), 1024);
+        settle(&server);
+    }
+    assert_eq!(server.readings().l2_dropped_objects, 0);
+    for (seed, prompt) in (0..).zip(&prompts) {
+        let request = format!("r{seed}");
+        assert_eq!(hits(worker.connection(), &scope, prompt, &request), 1024);
+        assert_reads(&mut worker, prompt, seed, &request);
+        worker.connection().end_session(&request).unwrap();
+    }
+    server.assert_sound();
+}
