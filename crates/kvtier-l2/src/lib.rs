@@ -6,7 +6,10 @@
 
 mod adapter;
 pub mod config;
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 mod error;
+pub mod mock;
 mod object;
 pub mod registry;
 pub mod tier;

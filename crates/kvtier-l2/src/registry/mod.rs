@@ -17,10 +17,10 @@ use crate::config::{
     AdapterConfig, COMMON, Common, ConfigError, Fallback, Key, Options, Shape, clip, refuse_rest,
 };
 use crate::error::L2Error;
-use crate::{Adapter, wrap};
+use crate::{Adapter, mock, wrap};
 
 /// The types that are there without further ado. In alphabetical order, which is the order of the documentation.
-const BUILT_IN: &[AdapterType] = &[];
+const BUILT_IN: &[AdapterType] = &[mock::MOCK];
 
 /// Opens an adapter.
 pub type Open = fn(&AdapterConfig, &Registry) -> Result<Arc<dyn Adapter>, L2Error>;

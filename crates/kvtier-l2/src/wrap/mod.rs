@@ -1,9 +1,31 @@
-//! What is around every adapter, so that none has it inside.
+//! What is around every adapter, so that none has it inside: see [`guard`].
+//!
+//! A guard is written once for all calls (`call`) and made an adapter by one type (`guarded`). Decisions that depend
+//! on time are apart from it, as functions that are told the time.
+
+mod breaker;
+mod call;
+mod deadline;
+mod guarded;
+mod limit;
+mod retry;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Adapter;
+use breaker::Breakers;
+use call::PerLane;
+use deadline::Deadline;
+use guarded::around;
+use limit::Limit;
+use retry::Retry;
+
+pub use breaker::{Admission, Breaker, Change, Rule, Ticket};
+pub use call::{Lane, Verdict};
+pub use retry::{back_off, random};
 
 /// What bounds each call of an adapter. The keys of a configuration say what each one means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,7 +37,7 @@ pub struct Guards {
     /// Longest wait for a store, a delete or the closing.
     pub store_timeout: Duration,
     /// Calls of one lane under way at once.
-    pub max_in_flight: usize,
+    pub max_in_flight: u32,
     /// How often items that failed for a passing reason are tried again.
     pub retries: u32,
     /// Pause before the first retry.
@@ -47,8 +69,38 @@ impl Default for Guards {
     }
 }
 
-/// `adapter` with its guards around it.
+/// `adapter` with its guards around it. Its calls need a tokio runtime with time.
+///
+/// From the outside in, each for the sake of what is inside of it:
+/// 1. The *breaker* sees what the caller would see: calls that failed for good, retries and deadlines included. While it
+///    is open nothing below is touched, and the answer is [`Unavailable`](crate::ErrorKind::Unavailable) at once.
+/// 2. The *deadline* bounds all the rest together, waiting for a place and pausing between retries too.
+/// 3. *Retries* never begin while an earlier attempt still has the buffers: an adapter that answered is done with them,
+///    and a call that was given up is not tried again. A pause holds no place.
+/// 4. The *limit* is next to the adapter, so it counts what the adapter really does, also for callers that are gone.
+///
+/// After a [`Deadline`](crate::ErrorKind::Deadline) the call's buffers may still be in use. They are kept in place by
+/// their holds; whoever tries elsewhere takes other ones.
 #[must_use]
-pub fn guard(adapter: Arc<dyn Adapter>, _guards: &Guards) -> Arc<dyn Adapter> {
-    adapter
+pub fn guard(adapter: Arc<dyn Adapter>, guards: &Guards) -> Arc<dyn Adapter> {
+    let mut guarded = around(Limit::new(guards.max_in_flight), adapter);
+    if guards.retries > 0 {
+        let retry = Retry::new(guards.retries, guards.retry_pause, guards.jitter_seed);
+        guarded = around(retry, guarded);
+    }
+    let times = PerLane {
+        lookup: guards.lookup_timeout,
+        load: guards.load_timeout,
+        store: guards.store_timeout,
+    };
+    guarded = around(Deadline::new(times), guarded);
+    if guards.breaker_failures > 0 {
+        let rule = Rule {
+            failures: guards.breaker_failures,
+            pause: guards.breaker_pause,
+            pause_max: guards.breaker_pause_max,
+        };
+        guarded = around(Breakers::new(rule), guarded);
+    }
+    guarded
 }

@@ -1,0 +1,172 @@
+//! What cases have in common.
+
+use std::collections::BTreeMap;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::Poll;
+
+use kvtier_core::object_key::ObjectKey;
+
+use super::memory::{Memory, bytes};
+use super::{Subject, content};
+use crate::adapter::{Adapter, Listed, Stored};
+use crate::error::L2Error;
+use crate::object::{LoadItem, ObjectSpec, StoreItem};
+
+/// Where a case lies: a store of its own, and memory.
+pub(super) struct Bed {
+    pub subject: Arc<dyn Subject>,
+    pub memory: Memory,
+}
+
+/// A listing that does not end by then never does.
+const MAX_PAGES: usize = 100_000;
+
+impl Bed {
+    pub(super) fn new(subject: Arc<dyn Subject>) -> Self {
+        Self {
+            subject,
+            memory: Memory::new(64 << 20),
+        }
+    }
+
+    pub(super) async fn open(&self) -> Arc<dyn Adapter> {
+        self.subject.open().await
+    }
+
+    /// To store `object` with the bytes it should have.
+    pub(super) fn store_item(&self, object: &ObjectSpec) -> StoreItem {
+        StoreItem {
+            object: object.clone(),
+            from: self.memory.filled(&content(object)),
+        }
+    }
+
+    pub(super) fn store_items(&self, objects: &[ObjectSpec]) -> Vec<StoreItem> {
+        objects
+            .iter()
+            .map(|object| self.store_item(object))
+            .collect()
+    }
+
+    pub(super) fn load_item(&self, object: &ObjectSpec) -> LoadItem {
+        LoadItem {
+            object: object.clone(),
+            to: self.memory.buffer(object.len),
+        }
+    }
+
+    pub(super) fn load_items(&self, objects: &[ObjectSpec]) -> Vec<LoadItem> {
+        objects
+            .iter()
+            .map(|object| self.load_item(object))
+            .collect()
+    }
+
+    /// Stores objects, of which all must succeed.
+    pub(super) async fn store(&self, to: &dyn Adapter, objects: &[ObjectSpec]) -> Vec<Stored> {
+        let results = to.store(self.store_items(objects)).await;
+        assert_eq!(results.len(), objects.len(), "results of a store");
+        let each = objects.iter().zip(results);
+        each.map(|(object, result)| match result {
+            Ok(stored) => stored,
+            Err(error) => panic!("store of {}: {error}", name(object)),
+        })
+        .collect()
+    }
+
+    /// Loads objects. Those that are `Ok` have exactly their bytes.
+    pub(super) async fn load(
+        &self,
+        from: &dyn Adapter,
+        objects: &[ObjectSpec],
+    ) -> Vec<Result<(), L2Error>> {
+        let items = self.load_items(objects);
+        let buffers: Vec<_> = items.iter().map(|item| item.to.clone()).collect();
+        let results = from.load(items).await;
+        assert_eq!(results.len(), objects.len(), "results of a load");
+        let each = objects.iter().zip(results).zip(buffers);
+        each.map(|((object, result), buffer)| {
+            result.map(|_| {
+                let right = bytes(&buffer) == content(object);
+                assert!(right, "load of {} is Ok with other bytes", name(object));
+            })
+        })
+        .collect()
+    }
+
+    /// Loads objects, of which all must be there.
+    pub(super) async fn load_all(&self, from: &dyn Adapter, objects: &[ObjectSpec]) {
+        for (object, result) in objects.iter().zip(self.load(from, objects).await) {
+            if let Err(error) = result {
+                panic!("load of {}: {error}", name(object));
+            }
+        }
+    }
+
+    /// What a lookup says, which must succeed.
+    pub(super) async fn lookup(
+        &self,
+        from: &dyn Adapter,
+        objects: &[ObjectSpec],
+    ) -> Vec<Option<u64>> {
+        let found = from.lookup(objects.to_vec()).await;
+        let found = found.unwrap_or_else(|error| panic!("lookup: {error}"));
+        assert_eq!(found.len(), objects.len(), "results of a lookup");
+        found
+    }
+
+    /// All pages of a listing, of which none may name an object twice.
+    pub(super) async fn list(
+        &self,
+        from: &dyn Adapter,
+        limit: usize,
+    ) -> BTreeMap<ObjectKey, Listed> {
+        let mut all = BTreeMap::new();
+        let mut next = None;
+        for _ in 0..MAX_PAGES {
+            let page = from.list(next, limit).await;
+            let page = page.unwrap_or_else(|error| panic!("list: {error}"));
+            for listed in page.objects {
+                let key = listed.key.clone();
+                let twice = all.insert(key, listed);
+                assert!(twice.is_none(), "{twice:?} is listed twice");
+            }
+            next = page.next;
+            if next.is_none() {
+                return all;
+            }
+        }
+        panic!("a listing has more than {MAX_PAGES} pages");
+    }
+}
+
+/// An object in a message.
+pub(super) fn name(object: &ObjectSpec) -> String {
+    let key = object.key.text().name(Default::default());
+    format!("{key} ({} bytes, layout {})", object.len, object.layout)
+}
+
+/// The keys of objects.
+pub(super) fn keys(objects: &[ObjectSpec]) -> Vec<ObjectKey> {
+    objects.iter().map(|object| object.key.clone()).collect()
+}
+
+/// Polls a future once. What it gave, if it was ready; else it is dropped.
+pub async fn poll_once<F: Future>(future: F) -> Option<F::Output> {
+    polls(future, 1).await
+}
+
+/// Polls a future so often, letting others run in between, then drops it.
+pub(super) async fn polls<F: Future>(future: F, times: usize) -> Option<F::Output> {
+    let mut future = pin!(future);
+    for _ in 0..times {
+        let poll = poll_fn(|context| Poll::Ready(future.as_mut().poll(context))).await;
+        if let Poll::Ready(output) = poll {
+            return Some(output);
+        }
+        tokio::task::yield_now().await;
+    }
+    None
+}

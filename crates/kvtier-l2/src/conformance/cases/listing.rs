@@ -1,0 +1,252 @@
+//! What is there, how much it is, and that it is still there later.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use kvtier_core::object_key::ObjectKey;
+
+use super::super::bed::{Bed, keys, name};
+use super::super::object;
+use crate::adapter::{Listed, Stored};
+use crate::object::ObjectSpec;
+
+fn some(count: u64) -> Vec<ObjectSpec> {
+    (0..count)
+        .map(|number| object(number, 1 + number * 1000))
+        .collect()
+}
+
+/// All of it, whatever the size of a page.
+pub(super) async fn a_listing_in_pages_is_complete(bed: Bed) {
+    let adapter = bed.open().await;
+    if !adapter.capabilities().list {
+        return;
+    }
+    assert!(bed.list(&*adapter, 10).await.is_empty(), "before a store");
+    let objects: Vec<_> = (0..200).map(|number| object(number, 100)).collect();
+    bed.store(&*adapter, &objects).await;
+    for limit in [1, 7, 200, 1000, usize::MAX] {
+        let listed = bed.list(&*adapter, limit).await;
+        let missing = objects
+            .iter()
+            .find(|object| !listed.contains_key(&object.key));
+        assert_eq!(missing, None, "pages of {limit}");
+        assert_eq!(listed.len(), objects.len(), "pages of {limit}");
+    }
+    let page = adapter.list(None, 10).await.expect("a page");
+    assert!(
+        page.objects.len() < 200 && page.next.is_some(),
+        "a limit of 10 of 200 gives all"
+    );
+}
+
+/// Cursors come back from outside.
+pub(super) async fn odd_cursors_are_harmless(bed: Bed) {
+    let adapter = bed.open().await;
+    if !adapter.capabilities().list {
+        return;
+    }
+    bed.store(&*adapter, &some(3)).await;
+    let long = "x".repeat(100_000);
+    for cursor in [
+        "",
+        "0",
+        "-1",
+        "18446744073709551616",
+        "../..",
+        "\0",
+        "\u{ff}ü",
+        &long,
+    ] {
+        // An error or a page: both are an answer.
+        let _ = adapter.list(Some(cursor.to_owned()), 10).await;
+    }
+    assert_eq!(bed.list(&*adapter, 10).await.len(), 3);
+}
+
+/// A store, a second one, a lookup and a listing tell the same bytes, and a delete gives them back.
+pub(super) async fn bytes_agree_at_every_step(bed: Bed) {
+    let adapter = bed.open().await;
+    let objects = some(20);
+    let mut expected = BTreeMap::new();
+    for object in &objects {
+        let one = std::slice::from_ref(object);
+        let stored = bed.store(&*adapter, one).await[0];
+        let Stored::Written(bytes) = stored else {
+            panic!("the first store of {}: {stored:?}", name(object));
+        };
+        assert!(bytes >= object.len, "{bytes} bytes of {}", name(object));
+        assert_eq!(
+            bed.lookup(&*adapter, one).await,
+            [Some(bytes)],
+            "{}",
+            name(object)
+        );
+        expected.insert(object.key.clone(), bytes);
+        let listed = bytes_listed(&bed, &*adapter).await;
+        assert_eq!(listed.unwrap_or_else(|| expected.clone()), expected);
+    }
+    for (object, stored) in objects.iter().zip(bed.store(&*adapter, &objects).await) {
+        assert_eq!(
+            stored,
+            Stored::AlreadyThere(expected[&object.key]),
+            "the second store of {}",
+            name(object)
+        );
+    }
+    if !adapter.capabilities().delete {
+        return;
+    }
+    for object in &objects[5..15] {
+        let deleted = adapter.delete(vec![object.key.clone()]).await;
+        assert_eq!(deleted, [Ok(true)], "delete of {}", name(object));
+        expected.remove(&object.key);
+        let listed = bytes_listed(&bed, &*adapter).await;
+        assert_eq!(listed.unwrap_or_else(|| expected.clone()), expected);
+    }
+}
+
+async fn bytes_listed(bed: &Bed, adapter: &dyn crate::Adapter) -> Option<BTreeMap<ObjectKey, u64>> {
+    if !adapter.capabilities().list {
+        return None;
+    }
+    let listed = bed.list(adapter, 6).await;
+    Some(
+        listed
+            .into_iter()
+            .map(|(key, listed)| (key, listed.bytes))
+            .collect(),
+    )
+}
+
+/// Closed and opened again, objects are served without a recovery.
+pub(super) async fn reopens_what_was_stored(bed: Bed) {
+    let objects = some(10);
+    let adapter = bed.open().await;
+    let stored = bed.store(&*adapter, &objects).await;
+    adapter.close().await;
+    drop(adapter);
+    let adapter = bed.open().await;
+    let found = bed.lookup(&*adapter, &objects).await;
+    let expected: Vec<_> = stored.iter().map(|stored| Some(stored.bytes())).collect();
+    assert_eq!(found, expected, "a lookup after opening it again");
+    bed.load_all(&*adapter, &objects).await;
+    for (object, stored) in objects.iter().zip(bed.store(&*adapter, &objects).await) {
+        let there = matches!(stored, Stored::AlreadyThere(_));
+        assert!(there, "{}: {stored:?}", name(object));
+    }
+    if adapter.capabilities().delete {
+        let deleted = adapter.delete(keys(&objects[..5])).await;
+        assert!(
+            deleted.iter().all(|result| *result == Ok(true)),
+            "{deleted:?}"
+        );
+        adapter.close().await;
+        let adapter = bed.open().await;
+        let found = bed.lookup(&*adapter, &objects).await;
+        let there = found.iter().map(Option::is_some);
+        assert!(
+            there.eq((0..10).map(|at| at >= 5)),
+            "after a delete: {found:?}"
+        );
+    }
+}
+
+/// A recovery tells each object once, with its bytes.
+pub(super) async fn recovers_what_was_stored(bed: Bed) {
+    let objects = some(50);
+    let adapter = bed.open().await;
+    if !adapter.capabilities().list {
+        return;
+    }
+    let stored = bed.store(&*adapter, &objects).await;
+    adapter.close().await;
+    drop(adapter);
+    let adapter = bed.open().await;
+    let found = Mutex::new(Vec::new());
+    let tell = |part: Vec<Listed>| {
+        found.lock().expect("no panic").extend(part);
+        true
+    };
+    let recovered = adapter.recover(&tell).await.expect("a recovery");
+    let found = found.into_inner().expect("no panic");
+    let told: BTreeMap<_, _> = found
+        .iter()
+        .map(|listed| (listed.key.clone(), listed.bytes))
+        .collect();
+    let each = objects.iter().zip(&stored);
+    let expected: BTreeMap<_, _> = each
+        .map(|(object, stored)| (object.key.clone(), stored.bytes()))
+        .collect();
+    assert_eq!(told, expected, "what it told");
+    assert_eq!(found.len(), objects.len(), "objects told");
+    assert_eq!(recovered.objects, 50, "{recovered:?}");
+    assert_eq!(
+        recovered.bytes,
+        expected.values().sum::<u64>(),
+        "{recovered:?}"
+    );
+    assert_eq!(
+        (recovered.removed, recovered.foreign),
+        (0, 0),
+        "{recovered:?}"
+    );
+    bed.load_all(&*adapter, &objects).await;
+}
+
+/// Whoever heard enough is told no more.
+pub(super) async fn a_recovery_stops_when_told(bed: Bed) {
+    let adapter = bed.open().await;
+    if !adapter.capabilities().list {
+        return;
+    }
+    bed.store(&*adapter, &some(30)).await;
+    adapter.close().await;
+    let adapter = bed.open().await;
+    let calls = Mutex::new(0);
+    let tell = |_| {
+        *calls.lock().expect("no panic") += 1;
+        false
+    };
+    adapter.recover(&tell).await.expect("a recovery");
+    assert_eq!(calls.into_inner().expect("no panic"), 1, "calls");
+}
+
+/// Objects come, go and are read during a recovery.
+pub(super) async fn recovers_while_used(bed: Bed) {
+    let adapter = bed.open().await;
+    if !adapter.capabilities().list {
+        return;
+    }
+    let (old, new) = (
+        some(40),
+        (100..140)
+            .map(|number| object(number, 3000))
+            .collect::<Vec<_>>(),
+    );
+    bed.store(&*adapter, &old).await;
+    adapter.close().await;
+    let adapter = bed.open().await;
+    let found = Mutex::new(Vec::new());
+    let tell = |part: Vec<Listed>| {
+        found.lock().expect("no panic").extend(part);
+        true
+    };
+    let recovery = adapter.recover(&tell);
+    let work = async {
+        for (old, new) in old.chunks(10).zip(new.chunks(10)) {
+            bed.store(&*adapter, new).await;
+            bed.load_all(&*adapter, old).await;
+            bed.load_all(&*adapter, new).await;
+        }
+    };
+    let (recovered, ()) = tokio::join!(recovery, work);
+    recovered.expect("a recovery");
+    let found = found.into_inner().expect("no panic");
+    let missing = old
+        .iter()
+        .find(|object| !found.iter().any(|listed| listed.key == object.key));
+    assert_eq!(missing, None, "objects from before");
+    bed.load_all(&*adapter, &old).await;
+    bed.load_all(&*adapter, &new).await;
+}

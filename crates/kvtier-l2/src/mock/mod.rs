@@ -1,0 +1,199 @@
+//! `mock`: objects in memory behind a link of a chosen speed. For tests, and for trying a configuration out.
+
+mod link;
+mod shelf;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use kvtier_core::object_key::ObjectKey;
+use serde_json::{Value, json};
+use tokio::sync::{Semaphore, SemaphorePermit};
+
+pub use shelf::Shelf;
+
+use crate::adapter::{
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+};
+use crate::config::{AdapterConfig, GIB, Interval, Key};
+use crate::error::{ErrorKind, L2Error};
+use crate::object::{LoadItem, ObjectSpec, StoreItem};
+use crate::registry::{AdapterType, Registry};
+use link::Link;
+
+const KEYS: &[Key] = &[
+    Key::number("max_size_gb", Interval::above(0.0), "Room for objects")
+        .unit("GiB")
+        .required(),
+    Key::number(
+        "mock_bandwidth_gb",
+        Interval::above(0.0),
+        "Speed of all stores and loads together",
+    )
+    .unit("GiB/s")
+    .required(),
+];
+
+/// The type `mock`.
+pub const MOCK: AdapterType = AdapterType::new(
+    "mock",
+    "Keeps objects in memory, at a chosen speed and for as long as the server runs; for tests",
+    KEYS,
+    open,
+);
+
+fn open(config: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Error> {
+    let options = &config.options;
+    let shelf = Shelf::new(options.gib("max_size_gb"));
+    let bytes_per_second = options.get::<f64>("mock_bandwidth_gb") * GIB as f64;
+    Ok(Arc::new(Mock::new(Arc::new(shelf), bytes_per_second)))
+}
+
+/// Calls under way at once. More wait, which nobody will see.
+const CALLS: u32 = 1 << 16;
+
+/// Objects of a [`Shelf`], at the speed of a link.
+#[derive(Debug)]
+pub struct Mock {
+    shelf: Arc<Shelf>,
+    link: Link,
+    /// One permit for each call under way; closed with the adapter.
+    calls: Semaphore,
+}
+
+impl Mock {
+    /// Opens `shelf`. To be called within a tokio runtime.
+    #[must_use]
+    pub fn new(shelf: Arc<Shelf>, bytes_per_second: f64) -> Self {
+        Self {
+            shelf,
+            link: Link::new(bytes_per_second),
+            calls: Semaphore::new(CALLS as usize),
+        }
+    }
+
+    async fn begin(&self) -> Result<SemaphorePermit<'_>, L2Error> {
+        let closed = |_| L2Error::new(ErrorKind::Unavailable, "mock: it is closed");
+        self.calls.acquire().await.map_err(closed)
+    }
+
+    async fn store_one(&self, item: StoreItem) -> Result<Stored, L2Error> {
+        let _call = self.begin().await?;
+        let mut bytes = Vec::new();
+        let read = item.from.read_into(0, item.object.len, &mut bytes);
+        read.map_err(|error| L2Error::new(ErrorKind::Memory, format!("mock: {error}")))?;
+        self.link.transfer(item.object.len).await;
+        self.shelf.put(&item.object, bytes)
+    }
+
+    async fn load_one(&self, item: LoadItem) -> Result<Loaded, L2Error> {
+        let _call = self.begin().await?;
+        let bytes = self.shelf.get(&item.object)?;
+        self.link.transfer(item.object.len).await;
+        let written = item.to.write(0, &bytes);
+        written.map_err(|error| L2Error::new(ErrorKind::Memory, format!("mock: {error}")))?;
+        Ok(Loaded { verified: true })
+    }
+}
+
+impl Adapter for Mock {
+    fn kind(&self) -> &'static str {
+        MOCK.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            delete: true,
+            list: true,
+            shared: false,
+        }
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(async move {
+            let mut results = Vec::with_capacity(batch.len());
+            for item in batch {
+                results.push(self.store_one(item).await);
+            }
+            results
+        })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move {
+            let _call = self.begin().await?;
+            Ok(batch.iter().map(|object| self.shelf.find(object)).collect())
+        })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(async move {
+            let mut results = Vec::with_capacity(batch.len());
+            for item in batch {
+                results.push(self.load_one(item).await);
+            }
+            results
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(async move {
+            let call = self.begin().await;
+            let one = |key| match &call {
+                Ok(_) => Ok(self.shelf.remove(key)),
+                Err(error) => Err(error.clone()),
+            };
+            keys.iter().map(one).collect()
+        })
+    }
+
+    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async move {
+            let _call = self.begin().await?;
+            self.shelf.list(from.as_deref(), limit)
+        })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async move {
+            let mut recovered = Recovered::default();
+            let mut next = None;
+            loop {
+                let page = self.list(next, 1000).await?;
+                recovered.objects += page.objects.len() as u64;
+                recovered.bytes += page.objects.iter().map(|listed| listed.bytes).sum::<u64>();
+                next = page.next;
+                if !found(page.objects) || next.is_none() {
+                    return Ok(recovered);
+                }
+            }
+        })
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        Some(self.shelf.capacity() - self.shelf.used().1)
+    }
+
+    fn status(&self) -> Value {
+        let (objects, bytes) = self.shelf.used();
+        json!({
+            "type": self.kind(),
+            "is_healthy": true,
+            "objects": objects,
+            "bytes": bytes,
+            "capacity_bytes": self.shelf.capacity(),
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            // Fails when it was closed before.
+            let _all = self.calls.acquire_many(CALLS).await;
+            self.calls.close();
+        })
+    }
+}

@@ -1,0 +1,297 @@
+//! Calls and answers as values, so that what is around an adapter is written once for all of them.
+
+use std::ops::Index;
+
+use kvtier_core::object_key::ObjectKey;
+use serde_json::{Map, Value};
+
+use crate::adapter::{Adapter, BoxFuture, ListPage, Loaded, Stored};
+use crate::error::L2Error;
+use crate::object::{LoadItem, ObjectSpec, StoreItem};
+
+/// What calls are bounded and counted by: those of one lane never wait for those of another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// Lookups and listings.
+    Lookup,
+    /// Loads.
+    Load,
+    /// Stores and deletes.
+    Store,
+}
+
+/// One of something for each lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PerLane<T> {
+    /// For [`Lane::Lookup`].
+    pub lookup: T,
+    /// For [`Lane::Load`].
+    pub load: T,
+    /// For [`Lane::Store`].
+    pub store: T,
+}
+
+impl<T> PerLane<T> {
+    /// Each by its lane.
+    pub(super) fn new(mut make: impl FnMut(Lane) -> T) -> Self {
+        Self {
+            lookup: make(Lane::Lookup),
+            load: make(Lane::Load),
+            store: make(Lane::Store),
+        }
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+        [&self.lookup, &self.load, &self.store].into_iter()
+    }
+
+    /// An object with one value a lane.
+    pub(super) fn to_json(&self, value: impl Fn(&T) -> Value) -> Value {
+        let mut map = Map::new();
+        map.insert("lookup".into(), value(&self.lookup));
+        map.insert("load".into(), value(&self.load));
+        map.insert("store".into(), value(&self.store));
+        Value::Object(map)
+    }
+}
+
+impl<T> Index<Lane> for PerLane<T> {
+    type Output = T;
+
+    fn index(&self, lane: Lane) -> &T {
+        match lane {
+            Lane::Lookup => &self.lookup,
+            Lane::Load => &self.load,
+            Lane::Store => &self.store,
+        }
+    }
+}
+
+/// What an answer tells about the backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// It answered, be it with errors.
+    Answered,
+    /// Nothing came back but errors of a backend that does not answer.
+    Failed,
+}
+
+/// A call of an adapter.
+pub(super) trait Call: Clone + Send + Sync + 'static {
+    type Answer: Answer;
+    const LANE: Lane;
+    /// For messages: "a load of 3 objects".
+    const NAME: &'static str;
+
+    /// How many items are answered for.
+    fn items(&self) -> usize;
+
+    fn send(self, to: &dyn Adapter) -> BoxFuture<'_, Self::Answer>;
+
+    /// The same for the items at these positions only.
+    fn only(&self, positions: &[usize]) -> Self;
+
+    /// What to call it in messages.
+    fn title(adapter: &dyn Adapter, items: usize) -> String {
+        let plural = if items == 1 { "" } else { "s" };
+        format!(
+            "{}: {} of {items} object{plural}",
+            adapter.kind(),
+            Self::NAME
+        )
+    }
+}
+
+/// What comes back from a call.
+pub(super) trait Answer: Send + 'static {
+    /// All items failed alike.
+    fn failed(items: usize, error: L2Error) -> Self;
+
+    /// Whether it answers for so many items.
+    fn fits(&self, items: usize) -> bool;
+
+    /// Positions of the items that may succeed a moment later.
+    fn transient(&self) -> Vec<usize>;
+
+    /// Takes over the answer to [`Call::only`] these positions.
+    fn patch(&mut self, positions: &[usize], by: Self);
+
+    /// What it tells about the backend; nothing when nothing was asked.
+    fn verdict(&self) -> Option<Verdict>;
+}
+
+impl<T: Send + 'static> Answer for Vec<Result<T, L2Error>> {
+    fn failed(items: usize, error: L2Error) -> Self {
+        (0..items).map(|_| Err(error.clone())).collect()
+    }
+
+    fn fits(&self, items: usize) -> bool {
+        self.len() == items
+    }
+
+    fn transient(&self) -> Vec<usize> {
+        (0..self.len())
+            .filter(|&at| is_transient(&self[at]))
+            .collect()
+    }
+
+    fn patch(&mut self, positions: &[usize], by: Self) {
+        for (&at, item) in positions.iter().zip(by) {
+            self[at] = item;
+        }
+    }
+
+    fn verdict(&self) -> Option<Verdict> {
+        match self.iter().all(is_transient) {
+            _ if self.is_empty() => None,
+            true => Some(Verdict::Failed),
+            false => Some(Verdict::Answered),
+        }
+    }
+}
+
+fn is_transient<T>(result: &Result<T, L2Error>) -> bool {
+    matches!(result, Err(error) if error.kind().is_transient())
+}
+
+/// What is answered for a whole call.
+pub(super) trait Whole: Send + 'static {
+    fn fits(&self, items: usize) -> bool;
+}
+
+impl Whole for Vec<Option<u64>> {
+    fn fits(&self, items: usize) -> bool {
+        self.len() == items
+    }
+}
+
+impl Whole for ListPage {
+    fn fits(&self, _: usize) -> bool {
+        true
+    }
+}
+
+impl<T: Whole> Answer for Result<T, L2Error> {
+    fn failed(_: usize, error: L2Error) -> Self {
+        Err(error)
+    }
+
+    fn fits(&self, items: usize) -> bool {
+        self.as_ref().map_or(true, |whole| whole.fits(items))
+    }
+
+    fn transient(&self) -> Vec<usize> {
+        // It fails as a whole: one position stands for all of it.
+        Vec::from_iter(is_transient(self).then_some(0))
+    }
+
+    fn patch(&mut self, _: &[usize], by: Self) {
+        *self = by;
+    }
+
+    fn verdict(&self) -> Option<Verdict> {
+        Some(match is_transient(self) {
+            true => Verdict::Failed,
+            false => Verdict::Answered,
+        })
+    }
+}
+
+fn pick<T: Clone>(items: &[T], positions: &[usize]) -> Vec<T> {
+    positions.iter().map(|&at| items[at].clone()).collect()
+}
+
+macro_rules! batch_call {
+    ($name:ident, $item:ty, $answer:ty, $lane:ident, $method:ident, $title:literal) => {
+        #[derive(Clone)]
+        pub(super) struct $name(pub Vec<$item>);
+
+        impl Call for $name {
+            type Answer = $answer;
+            const LANE: Lane = Lane::$lane;
+            const NAME: &'static str = $title;
+
+            fn items(&self) -> usize {
+                self.0.len()
+            }
+
+            fn send(self, to: &dyn Adapter) -> BoxFuture<'_, $answer> {
+                to.$method(self.0)
+            }
+
+            fn only(&self, positions: &[usize]) -> Self {
+                Self(pick(&self.0, positions))
+            }
+        }
+    };
+}
+
+batch_call!(
+    StoreCall,
+    StoreItem,
+    Vec<Result<Stored, L2Error>>,
+    Store,
+    store,
+    "store"
+);
+batch_call!(
+    LoadCall,
+    LoadItem,
+    Vec<Result<Loaded, L2Error>>,
+    Load,
+    load,
+    "load"
+);
+batch_call!(
+    DeleteCall,
+    ObjectKey,
+    Vec<Result<bool, L2Error>>,
+    Store,
+    delete,
+    "delete"
+);
+
+#[derive(Clone)]
+pub(super) struct LookupCall(pub Vec<ObjectSpec>);
+
+impl Call for LookupCall {
+    type Answer = Result<Vec<Option<u64>>, L2Error>;
+    const LANE: Lane = Lane::Lookup;
+    const NAME: &'static str = "lookup";
+
+    fn items(&self) -> usize {
+        self.0.len()
+    }
+
+    fn send(self, to: &dyn Adapter) -> BoxFuture<'_, Self::Answer> {
+        to.lookup(self.0)
+    }
+
+    fn only(&self, _: &[usize]) -> Self {
+        self.clone()
+    }
+}
+
+#[derive(Clone)]
+pub(super) struct ListCall {
+    pub from: Option<String>,
+    pub limit: usize,
+}
+
+impl Call for ListCall {
+    type Answer = Result<ListPage, L2Error>;
+    const LANE: Lane = Lane::Lookup;
+    const NAME: &'static str = "list";
+
+    fn items(&self) -> usize {
+        self.limit
+    }
+
+    fn send(self, to: &dyn Adapter) -> BoxFuture<'_, Self::Answer> {
+        to.list(self.from, self.limit)
+    }
+
+    fn only(&self, _: &[usize]) -> Self {
+        self.clone()
+    }
+}

@@ -1,0 +1,97 @@
+//! An adapter inside of a guard.
+
+use std::future::Future;
+use std::sync::Arc;
+
+use kvtier_core::object_key::ObjectKey;
+use serde_json::{Map, Value};
+
+use super::call::{Call, DeleteCall, ListCall, LoadCall, LookupCall, StoreCall};
+use crate::adapter::{
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+};
+use crate::error::L2Error;
+use crate::object::{LoadItem, ObjectSpec, StoreItem};
+
+/// What is done around each call, whatever it asks for.
+pub(super) trait Guard: Send + Sync + 'static {
+    /// Makes the call, in its own way.
+    fn run<C: Call>(
+        &self,
+        inner: &Arc<dyn Adapter>,
+        call: C,
+    ) -> impl Future<Output = C::Answer> + Send;
+
+    /// Adds what it knows to the adapter's status.
+    fn report(&self, status: &mut Map<String, Value>);
+
+    /// Closes the adapter.
+    fn close(&self, inner: &Arc<dyn Adapter>) -> impl Future<Output = ()> + Send {
+        async move { inner.close().await }
+    }
+}
+
+/// An adapter inside of a guard. A recovery goes straight through: it takes as long as it takes, in the
+/// background, and nobody waits for it.
+struct Guarded<G> {
+    inner: Arc<dyn Adapter>,
+    guard: G,
+}
+
+/// `inner` with `guard` around its calls.
+pub(super) fn around<G: Guard>(guard: G, inner: Arc<dyn Adapter>) -> Arc<dyn Adapter> {
+    Arc::new(Guarded { inner, guard })
+}
+
+impl<G: Guard> Adapter for Guarded<G> {
+    fn kind(&self) -> &'static str {
+        self.inner.kind()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(self.guard.run(&self.inner, StoreCall(batch)))
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(self.guard.run(&self.inner, LookupCall(batch)))
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(self.guard.run(&self.inner, LoadCall(batch)))
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(self.guard.run(&self.inner, DeleteCall(keys)))
+    }
+
+    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(self.guard.run(&self.inner, ListCall { from, limit }))
+    }
+
+    fn recover<'a>(
+        &'a self,
+        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        self.inner.recover(found)
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        self.inner.free_bytes()
+    }
+
+    fn status(&self) -> Value {
+        let mut status = self.inner.status();
+        if let Some(status) = status.as_object_mut() {
+            self.guard.report(status);
+        }
+        status
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(self.guard.close(&self.inner))
+    }
+}

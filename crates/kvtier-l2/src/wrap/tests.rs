@@ -1,0 +1,575 @@
+//! The guards around an adapter that does as it is told, in time that passes at will.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use kvtier_core::object_key::ObjectKey;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+use tokio::task::yield_now;
+use tokio::time::Instant;
+
+use super::*;
+use crate::adapter::{BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
+use crate::conformance::{Memory, object, poll_once};
+use crate::error::{ErrorKind, L2Error};
+use crate::mock::{Mock, Shelf};
+use crate::object::{LoadItem, ObjectSpec, StoreItem};
+use crate::{ListPage as Page, conformance};
+
+/// What becomes of one call.
+enum Step {
+    /// Each item by itself; further ones are fine.
+    Items(Vec<Option<ErrorKind>>),
+    /// All of them.
+    All(ErrorKind),
+    /// It waits for a permit of `gate`.
+    Wait,
+    /// It answers for one item more than it was asked for.
+    Surplus,
+    Panic,
+}
+
+/// Follows its steps, and then answers everything well.
+struct Scripted {
+    steps: Mutex<VecDeque<Step>>,
+    /// The calls that came, as "load 1 2".
+    log: Mutex<Vec<String>>,
+    gate: Semaphore,
+    under_way: AtomicUsize,
+    most: AtomicUsize,
+}
+
+impl Scripted {
+    fn new(steps: impl IntoIterator<Item = Step>) -> Arc<Self> {
+        Arc::new(Self {
+            steps: Mutex::new(steps.into_iter().collect()),
+            log: Mutex::default(),
+            gate: Semaphore::new(0),
+            under_way: AtomicUsize::new(0),
+            most: AtomicUsize::new(0),
+        })
+    }
+
+    fn log(&self) -> Vec<String> {
+        std::mem::take(&mut self.log.lock())
+    }
+
+    /// Answers for so many items.
+    async fn play(&self, name: &str, which: Vec<u64>) -> Vec<Result<(), L2Error>> {
+        let words: Vec<_> = which.iter().map(u64::to_string).collect();
+        self.log.lock().push(format!("{name} {}", words.join(" ")));
+        let under_way = self.under_way.fetch_add(1, Ordering::Relaxed) + 1;
+        self.most.fetch_max(under_way, Ordering::Relaxed);
+        let step = self.steps.lock().pop_front();
+        let fail = |kind: ErrorKind| Err(L2Error::new(kind, kind.name()));
+        let mut results = vec![Ok(()); which.len()];
+        match step {
+            None => {}
+            Some(Step::Items(kinds)) => {
+                for (result, kind) in results.iter_mut().zip(kinds) {
+                    *result = kind.map_or(Ok(()), fail);
+                }
+            }
+            Some(Step::All(kind)) => results.fill(fail(kind)),
+            Some(Step::Wait) => self.gate.acquire().await.unwrap().forget(),
+            Some(Step::Surplus) => results.push(Ok(())),
+            Some(Step::Panic) => panic!("as scripted"),
+        }
+        self.under_way.fetch_sub(1, Ordering::Relaxed);
+        results
+    }
+}
+
+/// The length of an object stands for its name here.
+fn names<'a>(objects: impl IntoIterator<Item = &'a ObjectSpec>) -> Vec<u64> {
+    objects.into_iter().map(|object| object.len).collect()
+}
+
+fn each<T: Clone>(results: Vec<Result<(), L2Error>>, value: T) -> Vec<Result<T, L2Error>> {
+    let value = |result: Result<(), _>| result.map(|()| value.clone());
+    results.into_iter().map(value).collect()
+}
+
+/// One error for all, or a value.
+fn whole<T>(results: Vec<Result<(), L2Error>>, value: T) -> Result<T, L2Error> {
+    results
+        .into_iter()
+        .collect::<Result<Vec<_>, _>>()
+        .map(|_| value)
+}
+
+impl Adapter for Scripted {
+    fn kind(&self) -> &'static str {
+        "scripted"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::default()
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(async move {
+            let which = names(batch.iter().map(|item| &item.object));
+            each(self.play("store", which).await, Stored::Written(1))
+        })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move {
+            let results = self.play("lookup", names(&batch)).await;
+            let found = vec![Some(1); results.len()];
+            whole(results, found)
+        })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(async move {
+            let which = names(batch.iter().map(|item| &item.object));
+            each(self.play("load", which).await, Loaded { verified: true })
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(async move { each(self.play("delete", vec![0; keys.len()]).await, true) })
+    }
+
+    fn list(&self, _: Option<String>, _: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async move { whole(self.play("list", vec![0]).await, Page::default()) })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        _: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async { Ok(Recovered::default()) })
+    }
+
+    fn status(&self) -> Value {
+        json!({"type": "scripted", "is_healthy": true})
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async { self.log.lock().push("close".into()) })
+    }
+}
+
+fn memory() -> Memory {
+    Memory::new(1 << 20)
+}
+
+/// Loads of objects 1, 2, ... `count`.
+fn loads(memory: &Memory, count: u64) -> Vec<LoadItem> {
+    let item = |number| LoadItem {
+        object: object(number, number),
+        to: memory.buffer(number),
+    };
+    (1..=count).map(item).collect()
+}
+
+fn kinds<T>(results: &[Result<T, L2Error>]) -> Vec<Option<ErrorKind>> {
+    let kind = |result: &Result<T, L2Error>| result.as_ref().err().map(L2Error::kind);
+    results.iter().map(kind).collect()
+}
+
+/// The kind of a load of one object.
+async fn load_one(adapter: &dyn Adapter, memory: &Memory) -> Option<ErrorKind> {
+    kinds(&adapter.load(loads(memory, 1)).await)[0]
+}
+
+/// Only what a test asks for.
+fn bare() -> Guards {
+    Guards {
+        retries: 0,
+        breaker_failures: 0,
+        ..Guards::default()
+    }
+}
+
+const DEADLINE: Option<ErrorKind> = Some(ErrorKind::Deadline);
+const UNAVAILABLE: Option<ErrorKind> = Some(ErrorKind::Unavailable);
+
+#[tokio::test(start_paused = true)]
+async fn each_lane_has_its_own_deadline() {
+    let (memory, began) = (memory(), Instant::now());
+    let script = Scripted::new([Step::Wait, Step::Wait, Step::Wait, Step::Wait, Step::Wait]);
+    let adapter = guard(script, &bare());
+    let error = adapter.lookup(vec![object(1, 1)]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Deadline);
+    assert_eq!(began.elapsed().as_secs(), 1);
+    assert_eq!(
+        error.to_string(),
+        "scripted: lookup of 1 object: no answer within 1000 ms"
+    );
+    assert_eq!(
+        adapter.list(None, 1).await.unwrap_err().kind(),
+        ErrorKind::Deadline
+    );
+    assert_eq!(began.elapsed().as_secs(), 2);
+    let loaded = adapter.load(loads(&memory, 3)).await;
+    assert_eq!(kinds(&loaded), [DEADLINE; 3]);
+    assert_eq!(began.elapsed().as_secs(), 12);
+    let deleted = adapter.delete(vec![object(1, 1).key]).await;
+    assert_eq!(kinds(&deleted), [DEADLINE]);
+    assert_eq!(began.elapsed().as_secs(), 72);
+    assert_eq!(
+        adapter.status()["late_calls"],
+        json!({"lookup": 2, "load": 1, "store": 1})
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_given_up_keeps_its_buffers_until_it_ends() {
+    let memory = memory();
+    let script = Scripted::new([Step::Wait]);
+    let adapter = guard(script.clone(), &bare());
+    assert_eq!(load_one(&*adapter, &memory).await, DEADLINE);
+    assert!(memory.is_used());
+    script.gate.add_permits(1);
+    memory.until_unused().await;
+    assert_eq!(load_one(&*adapter, &memory).await, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_items_that_failed_for_a_passing_reason_are_tried_again() {
+    let memory = memory();
+    let script = Scripted::new([
+        Step::Items(vec![None, UNAVAILABLE, Some(ErrorKind::NotFound), DEADLINE]),
+        Step::Items(vec![UNAVAILABLE, Some(ErrorKind::Corrupt)]),
+    ]);
+    let guards = Guards {
+        retries: 5,
+        ..bare()
+    };
+    let adapter = guard(script.clone(), &guards);
+    let loaded = adapter.load(loads(&memory, 4)).await;
+    assert_eq!(
+        kinds(&loaded),
+        [
+            None,
+            None,
+            Some(ErrorKind::NotFound),
+            Some(ErrorKind::Corrupt)
+        ]
+    );
+    assert_eq!(script.log(), ["load 1 2 3 4", "load 2 4", "load 2"]);
+    assert_eq!(adapter.status()["retried_items"]["load"], 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn retries_are_bounded_and_paused_between() {
+    let memory = memory();
+    let script = Scripted::new((0..10).map(|_| Step::All(ErrorKind::Unavailable)));
+    let guards = Guards {
+        retries: 3,
+        ..bare()
+    };
+    let adapter = guard(script.clone(), &guards);
+    let began = Instant::now();
+    assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
+    assert_eq!(script.log().len(), 4);
+    // 50, 100 and 200 ms, of each at least half.
+    let took = began.elapsed().as_millis();
+    assert!((175..=353).contains(&took), "{took} ms");
+    let error = adapter
+        .lookup(vec![object(7, 7), object(8, 8)])
+        .await
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert_eq!(script.log(), ["lookup 7 8"; 4]);
+}
+
+#[test]
+fn back_off_doubles_within_its_bounds() {
+    let first = Duration::from_millis(50);
+    for (retry, most) in [(0, 50), (1, 100), (4, 800), (5, 1000), (40, 1000)] {
+        let most = Duration::from_millis(most);
+        assert_eq!(back_off(first, retry, u64::MAX), most);
+        assert_eq!(back_off(first, retry, 0), most / 2);
+    }
+    let long = Duration::from_secs(3);
+    assert_eq!(back_off(long, 9, u64::MAX), long);
+    assert_eq!(back_off(Duration::MAX, 16, 0), Duration::MAX / 2);
+}
+
+#[test]
+fn jitter_is_the_same_for_the_same_seed() {
+    // The first number of splitmix64 from seed 0, as published with it.
+    assert_eq!(random(0, 0), 0xe220_a839_7b1d_cdaf);
+    assert_ne!(random(0, 1), random(0, 0));
+    assert_ne!(random(1, 0), random(0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_backend_that_does_not_answer_is_asked_no_more_until_a_probe_succeeds() {
+    let memory = memory();
+    let script = Scripted::new((0..5).map(|_| Step::All(ErrorKind::Unavailable)));
+    let guards = Guards {
+        breaker_failures: 5,
+        ..bare()
+    };
+    let adapter = guard(script.clone(), &guards);
+    for _ in 0..5 {
+        assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
+    }
+    assert_eq!(script.log().len(), 5);
+    let began = Instant::now();
+    let refused = adapter.load(loads(&memory, 2)).await;
+    assert_eq!(kinds(&refused), [UNAVAILABLE; 2]);
+    assert_eq!(
+        refused[0].as_ref().unwrap_err().to_string(),
+        "scripted: load of 2 objects: not tried, as those before were not answered; the next try is in 1000 ms"
+    );
+    assert_eq!((script.log().len(), began.elapsed()), (0, Duration::ZERO));
+    let status = adapter.status();
+    assert_eq!(status["is_healthy"], false);
+    assert_eq!(
+        status["breaker"]["load"],
+        json!({"state": "open", "failures": 0, "opened": 1, "refused": 1})
+    );
+
+    // Other lanes, and calls for nothing, are not concerned.
+    assert!(adapter.lookup(vec![object(1, 1)]).await.is_ok());
+    assert!(adapter.load(Vec::new()).await.is_empty());
+    assert_eq!(script.log(), ["lookup 1", "load "]);
+
+    // The first probe fails, so the pause doubles.
+    script
+        .steps
+        .lock()
+        .push_front(Step::All(ErrorKind::Unavailable));
+    tokio::time::advance(Duration::from_millis(1000)).await;
+    assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
+    assert_eq!(script.log(), ["load 1"]);
+    tokio::time::advance(Duration::from_millis(1999)).await;
+    assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
+    assert!(script.log().is_empty());
+    tokio::time::advance(Duration::from_millis(1)).await;
+    script.steps.lock().clear();
+    assert_eq!(load_one(&*adapter, &memory).await, None);
+    assert_eq!(adapter.status()["breaker"]["load"]["state"], "closed");
+    assert_eq!(adapter.status()["is_healthy"], true);
+}
+
+#[tokio::test(start_paused = true)]
+async fn errors_that_are_answers_do_not_open_the_breaker() {
+    let memory = memory();
+    let answers = [
+        ErrorKind::NotFound,
+        ErrorKind::Corrupt,
+        ErrorKind::Full,
+        ErrorKind::Refused,
+    ];
+    let partly = || Step::Items(vec![UNAVAILABLE, None]);
+    let steps = answers
+        .map(Step::All)
+        .into_iter()
+        .chain([partly(), partly()]);
+    let script = Scripted::new(steps);
+    let guards = Guards {
+        breaker_failures: 1,
+        ..bare()
+    };
+    let adapter = guard(script.clone(), &guards);
+    for _ in 0..6 {
+        adapter.load(loads(&memory, 2)).await;
+    }
+    assert_eq!(script.log().len(), 6);
+    assert_eq!(adapter.status()["breaker"]["load"]["state"], "closed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_probe_that_its_caller_drops_is_made_again() {
+    let memory = memory();
+    let script = Scripted::new([Step::All(ErrorKind::Unavailable), Step::Wait]);
+    let guards = Guards {
+        breaker_failures: 1,
+        ..bare()
+    };
+    let adapter = guard(script.clone(), &guards);
+    assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
+    tokio::time::advance(Duration::from_secs(1)).await;
+    assert!(poll_once(adapter.load(loads(&memory, 1))).await.is_none());
+    assert_eq!(load_one(&*adapter, &memory).await, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_under_way_are_bounded_for_each_lane_and_wait_in_order() {
+    let memory = memory();
+    let script = Scripted::new((0..8).map(|_| Step::Wait));
+    let guards = Guards {
+        max_in_flight: 2,
+        ..bare()
+    };
+    let adapter = guard(script.clone(), &guards);
+    let mut calls = Vec::new();
+    for number in 1..=6 {
+        let (adapter, item) = (
+            adapter.clone(),
+            LoadItem {
+                object: object(number, number),
+                to: memory.buffer(number),
+            },
+        );
+        calls.push(tokio::spawn(async move { adapter.load(vec![item]).await }));
+        yield_now().await;
+    }
+    for _ in 0..20 {
+        yield_now().await;
+    }
+    assert_eq!(script.log(), ["load 1", "load 2"]);
+    assert_eq!(
+        adapter.status()["calls"]["load"],
+        json!({"in_flight": 2, "waiting": 4})
+    );
+    // A lookup does not wait for loads.
+    let lookup = tokio::spawn({
+        let adapter = adapter.clone();
+        async move { adapter.lookup(vec![object(9, 9)]).await }
+    });
+    for _ in 0..20 {
+        yield_now().await;
+    }
+    assert_eq!(script.log(), ["lookup 9"]);
+    assert_eq!(script.most.load(Ordering::Relaxed), 3);
+    // The third one gives up, so it is not made.
+    calls[2].abort();
+    script.gate.add_permits(10);
+    for (at, call) in calls.into_iter().enumerate() {
+        assert_eq!(call.await.is_ok(), at != 2);
+    }
+    assert!(lookup.await.unwrap().is_ok());
+    assert_eq!(script.log(), ["load 4", "load 5", "load 6"]);
+    assert_eq!(script.most.load(Ordering::Relaxed), 3);
+    assert_eq!(
+        adapter.status()["calls"]["load"],
+        json!({"in_flight": 0, "waiting": 0})
+    );
+    memory.until_unused().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_its_caller_dropped_keeps_its_place() {
+    let memory = memory();
+    let script = Scripted::new([Step::Wait]);
+    let guards = Guards {
+        max_in_flight: 1,
+        ..bare()
+    };
+    let adapter = guard(script.clone(), &guards);
+    assert!(poll_once(adapter.load(loads(&memory, 1))).await.is_none());
+    yield_now().await;
+    assert_eq!(script.log(), ["load 1"]);
+    // There is no place, so this one is never made.
+    assert_eq!(kinds(&adapter.load(loads(&memory, 2)).await), [DEADLINE; 2]);
+    assert!(script.log().is_empty());
+    script.gate.add_permits(1);
+    memory.until_unused().await;
+    assert_eq!(load_one(&*adapter, &memory).await, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_and_a_wrong_number_of_answers_harm_one_call() {
+    let memory = memory();
+    let guards = Guards {
+        max_in_flight: 1,
+        ..bare()
+    };
+    let adapter = guard(
+        Scripted::new([Step::Panic, Step::Surplus, Step::Surplus]),
+        &guards,
+    );
+    let refused = Some(ErrorKind::Refused);
+    assert_eq!(kinds(&adapter.load(loads(&memory, 2)).await), [refused; 2]);
+    assert_eq!(kinds(&adapter.load(loads(&memory, 2)).await), [refused; 2]);
+    let lookup = adapter.lookup(vec![object(1, 1)]).await;
+    assert_eq!(
+        lookup.unwrap_err().to_string(),
+        "scripted: lookup of 1 object: it answered for another number of them"
+    );
+    assert_eq!(load_one(&*adapter, &memory).await, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn closing_waits_for_calls_under_way_and_refuses_others() {
+    let memory = memory();
+    let script = Scripted::new([Step::Wait]);
+    let adapter = guard(script.clone(), &bare());
+    let call = tokio::spawn({
+        let (adapter, items) = (adapter.clone(), loads(&memory, 1));
+        async move { adapter.load(items).await }
+    });
+    yield_now().await;
+    yield_now().await;
+    let closing = tokio::spawn({
+        let adapter = adapter.clone();
+        async move { adapter.close().await }
+    });
+    for _ in 0..10 {
+        yield_now().await;
+    }
+    assert_eq!(script.log(), ["load 1"]);
+    script.gate.add_permits(1);
+    closing.await.unwrap();
+    assert_eq!(script.log(), ["close"]);
+    assert_eq!(kinds(&call.await.unwrap()), [None]);
+    assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
+    assert!(script.log().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn closing_a_stalled_adapter_ends() {
+    let memory = memory();
+    let script = Scripted::new([Step::Wait]);
+    let adapter = guard(script.clone(), &bare());
+    assert_eq!(load_one(&*adapter, &memory).await, DEADLINE);
+    let began = Instant::now();
+    adapter.close().await;
+    assert_eq!(began.elapsed().as_secs(), 60);
+}
+
+/// An adapter that stalls for good: whoever asks is answered in time, then at once, and few buffers are held.
+#[tokio::test(start_paused = true)]
+async fn a_stalled_adapter_costs_bounded_time_and_memory() {
+    let memory = memory();
+    let script = Scripted::new((0..1000).map(|_| Step::Wait));
+    let guards = Guards {
+        max_in_flight: 2,
+        ..Guards::default()
+    };
+    let adapter = guard(script.clone(), &guards);
+    let began = Instant::now();
+    for _ in 0..5 {
+        assert_eq!(load_one(&*adapter, &memory).await, DEADLINE);
+    }
+    assert_eq!(began.elapsed().as_secs(), 50);
+    for _ in 0..100 {
+        assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
+    }
+    assert_eq!(began.elapsed().as_secs(), 50);
+    assert_eq!(script.log().len(), 2);
+    script.steps.lock().clear();
+    script.gate.add_permits(2);
+    memory.until_unused().await;
+    tokio::time::advance(Duration::from_secs(1)).await;
+    assert_eq!(load_one(&*adapter, &memory).await, None);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_guarded_adapter_conforms() {
+    for max_in_flight in [1, 32] {
+        conformance::run(|| {
+            let shelf = Arc::new(Shelf::new(1 << 30));
+            move || {
+                let mock = Mock::new(shelf.clone(), 1e11);
+                let guards = Guards {
+                    max_in_flight,
+                    ..Guards::default()
+                };
+                async move { guard(Arc::new(mock), &guards) }
+            }
+        })
+        .await;
+    }
+}
