@@ -60,7 +60,7 @@ pub struct TierConfig {
     pub name: String,
     /// Bytes its objects may take; `None` is no bound but that of the backend.
     pub capacity_bytes: Option<u64>,
-    /// Eviction. Without it a full tier refuses.
+    /// When room is made before a store needs it. Without it only stores make room, least recently used first.
     pub eviction: Option<TierEviction>,
     /// Bytes of the backend that stay free, where it has a bound of its own.
     pub reserve_bytes: u64,
@@ -112,7 +112,7 @@ impl Tier {
     pub fn new(adapter: Arc<dyn Adapter>, config: TierConfig) -> Self {
         let policy = config
             .eviction
-            .map_or(EvictionKind::Noop, |eviction| eviction.policy);
+            .map_or(EvictionKind::Lru, |eviction| eviction.policy);
         let index = Cache::new(
             Budget::new(config.capacity_bytes),
             CacheConfig {
@@ -256,6 +256,17 @@ impl Tier {
         left: &mut u64,
     ) -> Result<Option<Reservation<Budget>>, L2Error> {
         let hash = key.chunk_hash();
+        if bytes > *left && !self.index.contains(&space(key), &[hash])[0] {
+            // Before anything is evicted for it in vain.
+            return Err(L2Error::new(
+                ErrorKind::Full,
+                format!(
+                    "{} has room for {left} bytes beside its reserve of {}, and {bytes} are needed",
+                    self.name(),
+                    self.config.reserve_bytes
+                ),
+            ));
+        }
         let request = ReserveRequest {
             space: space(key),
             hashes: std::slice::from_ref(&hash),
@@ -267,18 +278,10 @@ impl Tier {
             .map_err(|error| L2Error::new(ErrorKind::Refused, error.to_string()))?;
         match reserved.outcomes.first() {
             Some(KeyOutcome::AlreadyResident) => Ok(None),
-            Some(KeyOutcome::Reserved(_)) if bytes <= *left => {
-                *left -= bytes;
+            Some(KeyOutcome::Reserved(_)) => {
+                *left = left.saturating_sub(bytes);
                 Ok(Some(reserved.reservation))
             }
-            Some(KeyOutcome::Reserved(_)) => Err(L2Error::new(
-                ErrorKind::Full,
-                format!(
-                    "{} has room for {left} bytes beside its reserve of {}, and {bytes} are needed",
-                    self.name(),
-                    self.config.reserve_bytes
-                ),
-            )),
             Some(KeyOutcome::NoMemory) | None => Err(L2Error::new(
                 ErrorKind::Full,
                 format!(

@@ -1,0 +1,232 @@
+//! A backend that does as a test says.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use kvtier_core::{ChunkHash, ObjectKey};
+use kvtier_l2::{
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
+    Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+};
+use kvtier_memory::{Arena, ArenaKind, Extent};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+
+/// Bytes it takes beyond those of the object, as a trailer would.
+pub const OVERHEAD: u64 = 16;
+
+#[derive(Default)]
+pub struct Memory {
+    pub objects: Mutex<BTreeMap<String, (ObjectKey, Vec<u8>, u64)>>,
+    /// Keys that cannot be stored.
+    pub refused: Mutex<HashSet<String>>,
+    pub deleted: Mutex<Vec<ObjectKey>>,
+    pub free: AtomicU64,
+    pub bounded: AtomicBool,
+    /// Bytes more than foreseen.
+    pub surprise: AtomicU64,
+    pub lookups: AtomicU64,
+    pub stores: AtomicU64,
+    pub shared: bool,
+    /// Permits to end `recover`; none at first.
+    pub recovery: Option<Semaphore>,
+}
+
+fn name(key: &ObjectKey) -> String {
+    format!("{key:?}")
+}
+
+impl Memory {
+    pub fn shared() -> Self {
+        Self {
+            shared: true,
+            ..Self::default()
+        }
+    }
+
+    /// As if another process had stored it, or this one before a restart.
+    pub fn put(&self, key: &ObjectKey, len: usize, used_at: u64) {
+        let bytes = vec![7; len];
+        self.objects
+            .lock()
+            .insert(name(key), (key.clone(), bytes, used_at));
+    }
+
+    pub fn has(&self, key: &ObjectKey) -> bool {
+        self.objects.lock().contains_key(&name(key))
+    }
+
+    pub fn bytes(&self) -> u64 {
+        let objects = self.objects.lock();
+        objects.values().map(|object| size(&object.1)).sum()
+    }
+
+    pub fn refuse(&self, key: &ObjectKey) {
+        self.refused.lock().insert(name(key));
+    }
+}
+
+fn size(bytes: &[u8]) -> u64 {
+    bytes.len() as u64 + OVERHEAD
+}
+
+impl Adapter for Memory {
+    fn kind(&self) -> &'static str {
+        "memory"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            delete: true,
+            list: self.recovery.is_some(),
+            shared: self.shared,
+        }
+    }
+
+    fn size_of(&self, len: u64) -> u64 {
+        len + OVERHEAD
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        self.bounded
+            .load(Ordering::Relaxed)
+            .then(|| self.free.load(Ordering::Relaxed))
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(async move {
+            let store = |item: StoreItem| {
+                self.stores.fetch_add(1, Ordering::Relaxed);
+                let key = item.object.key;
+                if self.refused.lock().contains(&name(&key)) {
+                    return Err(L2Error::new(ErrorKind::Refused, "as the test says"));
+                }
+                let mut bytes = Vec::new();
+                item.from.read_into(0, item.object.len, &mut bytes).unwrap();
+                let written = size(&bytes) + self.surprise.load(Ordering::Relaxed);
+                self.objects.lock().insert(name(&key), (key, bytes, 0));
+                Ok(Stored::Written(written))
+            };
+            batch.into_iter().map(store).collect()
+        })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move {
+            self.lookups
+                .fetch_add(batch.len() as u64, Ordering::Relaxed);
+            let objects = self.objects.lock();
+            let find = |object: &ObjectSpec| Some(size(&objects.get(&name(&object.key))?.1));
+            Ok(batch.iter().map(find).collect())
+        })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(async move {
+            let objects = self.objects.lock();
+            let load = |item: LoadItem| match objects.get(&name(&item.object.key)) {
+                None => Err(L2Error::new(ErrorKind::NotFound, "gone")),
+                Some((_, bytes, _)) if bytes.len() as u64 != item.object.len => {
+                    Err(L2Error::new(ErrorKind::Corrupt, "wrong length"))
+                }
+                Some((_, bytes, _)) => {
+                    item.to.write(0, bytes).unwrap();
+                    Ok(Loaded { verified: true })
+                }
+            };
+            batch.into_iter().map(load).collect()
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(async move {
+            let delete = |key: &ObjectKey| Ok(self.objects.lock().remove(&name(key)).is_some());
+            let results = keys.iter().map(delete).collect();
+            self.deleted.lock().extend(keys);
+            results
+        })
+    }
+
+    fn list(&self, _: Option<String>, _: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async { Err(L2Error::new(ErrorKind::Unsupported, "no listing")) })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async move {
+            let listed: Vec<_> = self
+                .objects
+                .lock()
+                .values()
+                .map(|(key, bytes, used_at)| Listed {
+                    key: key.clone(),
+                    bytes: size(bytes),
+                    used_at: *used_at,
+                })
+                .collect();
+            let recovered = Recovered {
+                objects: listed.len() as u64,
+                bytes: listed.iter().map(|object| object.bytes).sum(),
+                ..Recovered::default()
+            };
+            found(listed);
+            if let Some(gate) = &self.recovery {
+                let _ = gate.acquire().await;
+            }
+            Ok(recovered)
+        })
+    }
+
+    fn status(&self) -> Value {
+        json!({ "is_healthy": true, "type": "memory" })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {})
+    }
+}
+
+/// Memory of L1 for the objects of a test.
+pub struct Bytes(Arc<Arena>);
+
+impl Bytes {
+    pub fn new() -> Self {
+        Self(Arc::new(
+            Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap(),
+        ))
+    }
+
+    pub fn buffer(&self, len: u64) -> Buffer {
+        Buffer::new(Arc::clone(&self.0), Extent::new(0, len), Arc::new(()))
+    }
+
+    pub fn to_store(&self, key: &ObjectKey, len: u64) -> StoreItem {
+        StoreItem {
+            object: spec(key, len),
+            from: self.buffer(len),
+        }
+    }
+
+    pub fn to_load(&self, key: &ObjectKey, len: u64) -> LoadItem {
+        LoadItem {
+            object: spec(key, len),
+            to: self.buffer(len),
+        }
+    }
+}
+
+pub fn spec(key: &ObjectKey, len: u64) -> ObjectSpec {
+    ObjectSpec {
+        key: key.clone(),
+        len,
+        layout: 1,
+    }
+}
+
+pub fn key(number: u8, salt: &str) -> ObjectKey {
+    ObjectKey::new(ChunkHash([number; 32]), "some/model", 0x0100_0100, 0, salt).unwrap()
+}
