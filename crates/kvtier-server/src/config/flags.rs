@@ -171,7 +171,8 @@ pub struct ServerArgs {
     /// Longest life of a request session in seconds
     #[arg(long, default_value_t = 600.0, help_heading = "Request server")]
     pub session_ttl_seconds: f64,
-    /// Largest message a client may send, GiB [default: the size of L1, at least 0.25]
+    /// Largest message a client may send, GiB; no frame above 4 GiB is accepted, whatever it says [default: the size of L1,
+    /// at least 0.25]
     #[arg(long, value_name = "GB", help_heading = "Request server")]
     pub max_message_gb: Option<f64>,
 

@@ -225,3 +225,13 @@ fn no_client_fills_the_log() {
         assert!((1..50).contains(&times), "{times} times: {said}");
     }
 }
+
+#[test]
+fn the_limit_of_a_frame_is_told() {
+    // MessagePack's, whatever the flag says.
+    assert_eq!(limits::max_frame(u64::MAX) >> 30, 4);
+    let reference = crate::config::reference_markdown();
+    let mut lines = reference.lines();
+    let flag = lines.find(|line| line.contains("`--max-message-gb`"));
+    assert!(flag.unwrap().contains("no frame above 4 GiB"));
+}
