@@ -43,4 +43,4 @@ pub use extent::Extent;
 pub use file::FileError;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use segment::{ForeignSegment, OwnSegment, SegmentError};
-pub use shm_file::remove_stale_pools;
+pub use shm_file::{PoolRoom, remove_stale_pools};

@@ -2,6 +2,8 @@
 
 use std::ffi::CString;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{FlockOperation, Mode};
@@ -170,6 +172,36 @@ pub fn remove_stale_pools(prefix: &str) -> usize {
         .count()
 }
 
+/// What `/dev/shm` has for a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolRoom {
+    /// Bytes of the file system.
+    pub size: u64,
+    /// Bytes of it that the pool may have: those that are free, and those of an old pool of its name, which it replaces.
+    /// (They come back only when nobody maps that one any more.)
+    pub free: u64,
+}
+
+impl PoolRoom {
+    /// For a pool of this name; `None` where `/dev/shm` has no limit, or does not tell.
+    #[must_use]
+    pub fn of(name: &str) -> Option<Self> {
+        let room = rustix::fs::statvfs("/dev/shm").ok()?;
+        let old = full_name(name).ok()?;
+        Self::beside(&room, &Path::new("/dev/shm").join(old))
+    }
+
+    fn beside(room: &rustix::fs::StatVfs, old: &Path) -> Option<Self> {
+        // Links are not followed at creation either.
+        let old = std::fs::symlink_metadata(old).map_or(0, |old| old.blocks().saturating_mul(512));
+        let bytes = |blocks: u64| blocks.saturating_mul(room.f_frsize);
+        (room.f_blocks > 0).then(|| Self {
+            size: bytes(room.f_blocks),
+            free: bytes(room.f_bavail).saturating_add(old),
+        })
+    }
+}
+
 /// The name a segment gets when `name` is asked for.
 fn full_name(name: &str) -> Result<String, ArenaError> {
     let bare = name.strip_prefix('/').unwrap_or(name);
@@ -197,4 +229,27 @@ fn full_name(name: &str) -> Result<String, ArenaError> {
         return refuse("is longer than 255 bytes with its prefix");
     }
     Ok(full)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_pool_takes_no_room_from_its_successor() {
+        let mut room = rustix::fs::statvfs("/").unwrap();
+        (room.f_frsize, room.f_blocks, room.f_bavail) = (4096, 100, 10);
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let old = folder.path().join("old");
+        let free = || PoolRoom::beside(&room, &old).map(|room| (room.size, room.free));
+        assert_eq!(free(), Some((409_600, 40_960)));
+        // What is behind its pages counts, not what it may have.
+        std::fs::write(&old, [1; 8192]).unwrap();
+        let file = std::fs::File::options().write(true).open(&old).unwrap();
+        file.set_len(1 << 40).unwrap();
+        assert_eq!(free(), Some((409_600, 40_960 + 8192)));
+        // A file system without a limit says it has no blocks at all.
+        room.f_blocks = 0;
+        assert_eq!(PoolRoom::beside(&room, &old), None);
+    }
 }

@@ -164,6 +164,15 @@ fn a_stale_segment_is_replaced_and_a_living_one_is_not() {
 }
 
 #[test]
+fn a_stale_segment_goes_before_room_is_looked_for() {
+    let name = unique_name();
+    let path = PathBuf::from(format!("/dev/shm/{SHM_PREFIX}{name}"));
+    fs::write(&path, b"left behind").unwrap();
+    Arena::create(shm(&name), 1 << 62).unwrap_err();
+    assert!(!path.exists());
+}
+
+#[test]
 fn only_pools_of_the_dead_are_stale() {
     let prefix = unique_name();
     let living = Arena::create(shm(&format!("{prefix}_living")), 4096).unwrap();

@@ -43,12 +43,6 @@ impl std::fmt::Display for HostMemory {
     }
 }
 
-/// Bytes free in /dev/shm; `None` when that cannot be told.
-pub(super) fn shm_room() -> Option<u64> {
-    let stat = rustix::fs::statvfs("/dev/shm").ok()?;
-    Some(stat.f_bavail.saturating_mul(stat.f_frsize))
-}
-
 /// The smallest limit on the way from the process' own cgroups up to the roots of their hierarchies (cgroups(7)).
 ///
 /// In a container the paths in `/proc/self/cgroup` may be the host's, of which only the upper end can be seen, or none

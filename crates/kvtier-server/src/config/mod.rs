@@ -19,6 +19,7 @@ pub use l2::{L2Config, PrefetchPolicy, StorePolicy};
 pub use memory::HostMemory;
 
 use kvtier_core::hashing::HashAlgorithm;
+use kvtier_memory::PoolRoom;
 
 /// Bytes of one "GB" of the flags. LMCache's sizes are GiB under that name.
 pub const GIB: u64 = 1 << 30;
@@ -160,17 +161,21 @@ impl ServerConfig {
         })
     }
 
-    /// Why the pool that is wanted cannot be in /dev/shm, if it does not fit: a segment larger than its file system can be
-    /// made, and kills whoever touches the part that does not fit.
+    /// Why the pool that is wanted cannot be in /dev/shm, if it does not fit there, or in place of an old one of its name.
     pub fn shm_shortage(&self) -> Option<String> {
-        self.shm_name.as_ref()?;
-        let (room, bytes) = (memory::shm_room()?, self.l1_bytes);
-        (room < bytes).then(|| {
-            format!(
-                "/dev/shm has room for {room} bytes, L1 needs {bytes}; enlarge it, lower --l1-size-gb, or give \
-                 --shm-name \"\" to do without the pool"
-            )
-        })
+        let room = PoolRoom::of(self.shm_name.as_ref()?)?;
+        (room.free < self.l1_bytes).then(|| self.describe_shortage(room.free))
+    }
+
+    /// What to do about a /dev/shm that has only this many bytes for the pool. A segment larger than its file system could
+    /// be made, and would kill whoever touches the part that does not fit.
+    pub(crate) fn describe_shortage(&self, room: u64) -> String {
+        format!(
+            "/dev/shm has room for {room} bytes, L1 needs {}; enlarge it, lower --l1-size-gb, or give --shm-name \"\" to do \
+             without the pool (an earlier server's pool takes its room until each worker that maps it has registered \
+             again or ended; after that, a restart gets the pool)",
+            self.l1_bytes
+        )
     }
 
     /// The address to give libzmq; a name is resolved by libzmq, except `localhost`, which is IPv4 loopback here as it

@@ -86,17 +86,36 @@ fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
     let Some(name) = &config.shm_name else {
         return Arena::create(ArenaKind::Anonymous, bytes).map_err(describe);
     };
-    let shared = match config.shm_shortage() {
-        Some(shortage) => Err(shortage),
-        None => Arena::create(ArenaKind::Shm { name: name.clone() }, bytes)
-            .map_err(|error| error.to_string()),
-    };
-    match shared {
+    let shared = Arena::create(ArenaKind::Shm { name: name.clone() }, bytes);
+    match shared.map_err(|error| match error {
+        ArenaError::NoRoom { available, .. } => config.describe_shortage(available),
+        error => error.to_string(),
+    }) {
         Ok(arena) => Ok(arena),
         Err(error) if config.shm_required => Err(format!("--shm-name {name}: {error}")),
         Err(error) => {
             tracing::warn!(%error, "no shared memory pool: engine-driven workers will send their data pickled");
             Arena::create(ArenaKind::Anonymous, bytes).map_err(describe)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pool_of_a_killed_server_goes_before_room_is_looked_for() {
+        let name = format!("kvtier_server_test_{}", std::process::id());
+        let path = format!("/dev/shm/lmcache_l1_pool_{name}");
+        std::fs::write(&path, b"left behind").unwrap();
+        // A pebibyte, which no machine has.
+        let flags = ["--shm-name", &name, "--l1-size-gb", "1048576"];
+        let config = ServerConfig::from_flags(&flags).unwrap();
+        let error = L1::create(&config).err().unwrap();
+        for part in [name.as_str(), "--l1-size-gb", "worker that maps it"] {
+            assert!(error.contains(part), "{error}");
+        }
+        assert!(!std::fs::exists(&path).unwrap());
     }
 }
