@@ -4,6 +4,8 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
 
+use kvtier_server::config::HostMemory;
+
 /// 40 MiB of the 64 that the test's own /dev/shm has.
 const FLAGS: &str = "--l1-size-gb 0.0390625 --host 127.0.0.1 --port 0 --http-port 0";
 
@@ -103,4 +105,20 @@ fn a_server_without_room_says_that_workers_may_hold_it() {
         .lines()
         .find(|line| line.contains("no shared memory pool"));
     assert!(warning.unwrap().contains(cause), "{without}");
+}
+
+#[test]
+fn the_default_pool_leaves_room_for_the_one_before_it() {
+    if !is_possible() {
+        return;
+    }
+    // A quarter of the memory just fits, once.
+    let size = (HostMemory::of_this_process().bytes / 4).next_multiple_of(1 << 20);
+    let script = format!("mount -o remount,size={size} /dev/shm; KVTIER server --check-config;");
+    let checked = alone(&script).output().unwrap();
+    assert!(
+        said(&checked).contains("45 % of /dev/shm"),
+        "{}",
+        said(&checked)
+    );
 }

@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use kvtier_core::hashing::HashAlgorithm;
+use kvtier_memory::PoolRoom;
 
+use super::memory::default_l1;
 use super::{
-    ConfigError, GIB, HostMemory, L2Config, PrefetchPolicy, ServerConfig, StorePolicy, l2,
+    ConfigError, GIB, HostMemory, L1Origin, L2Config, PrefetchPolicy, ServerConfig, StorePolicy, l2,
 };
 
 /// Which transfer modes workers may register for.
@@ -176,7 +178,9 @@ pub struct ServerArgs {
     #[arg(long, value_name = "GB", help_heading = "Request server")]
     pub max_message_gb: Option<f64>,
 
-    /// Size of L1 in GiB [default: a quarter of the machine's memory, or of the cgroup's limit where that is less]
+    /// Size of L1 in GiB [default: a quarter of the machine's memory, or of the cgroup's limit where that is less; as a
+    /// pool in /dev/shm no more than 45 % of that, since workers keep the pages of an earlier server's pool until they
+    /// have registered with the next one]
     #[arg(
         long,
         value_name = "GB",
@@ -317,6 +321,35 @@ fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
 }
 
 impl ServerArgs {
+    /// Name of the pool, if one is wanted, and whether it was asked for.
+    fn shm_name(&self) -> Result<(Option<String>, bool), ConfigError> {
+        let given = self.shm_name.clone();
+        let required = given.as_ref().is_some_and(|name| !name.is_empty());
+        if required && self.l1_use_hugepages {
+            return Err(ConfigError(
+                "--shm-name and --l1-use-hugepages exclude each other: a POSIX segment is not made of hugepages".into(),
+            ));
+        }
+        let is_useful =
+            !self.l1_use_hugepages && self.supported_transfer_mode.allows_engine_driven();
+        let name = match given {
+            Some(name) => Some(name).filter(|name| !name.is_empty()),
+            None => is_useful.then(|| format!("kvtier_{}", self.port)),
+        };
+        if let Some(name) = &name
+            && (name.len() > 200
+                || name.trim_start_matches('/').contains(['/', '\0'])
+                || name.trim_start_matches('/').is_empty())
+        {
+            return Err(refuse(
+                "shm-name",
+                format!("{name:?}"),
+                "give at most 200 bytes without '/' or NUL",
+            ));
+        }
+        Ok((name, required))
+    }
+
     fn l2(&self, l1_bytes: u64) -> Result<Option<L2Config>, ConfigError> {
         if self.l2_adapter.is_empty() {
             return Ok(None);
@@ -352,10 +385,12 @@ impl ServerArgs {
 
     /// Checks ranges and combinations and fills in the defaults that depend on the machine.
     pub(super) fn resolve(self, ignored: Vec<String>) -> Result<ServerConfig, ConfigError> {
+        let (shm_name, shm_required) = self.shm_name()?;
         let memory = HostMemory::of_this_process();
-        let l1_bytes = match self.l1_size_gb {
-            Some(size) => gib("l1-size-gb", size)?,
-            None => memory.bytes / 4,
+        let shm = shm_name.as_deref().and_then(PoolRoom::of);
+        let (l1_bytes, l1_origin) = match self.l1_size_gb {
+            Some(size) => (gib("l1-size-gb", size)?, L1Origin::Given),
+            None => default_l1(&memory, shm.map(|room| room.size)),
         };
         // Whole pages, and never less than one chunk of the smallest model.
         let l1_bytes = l1_bytes.max(1).next_multiple_of(2 << 20);
@@ -407,36 +442,6 @@ impl ServerArgs {
                 "give at least --worker-reap-timeout-seconds",
             ));
         }
-        let shm_required = self
-            .shm_name
-            .as_deref()
-            .is_some_and(|name| !name.is_empty());
-        if shm_required && self.l1_use_hugepages {
-            return Err(ConfigError(
-                "--shm-name and --l1-use-hugepages exclude each other: a POSIX segment is not made of hugepages".into(),
-            ));
-        }
-        let shm_name = match self.shm_name {
-            Some(name) if name.is_empty() => None,
-            Some(name) => Some(name),
-            None if self.l1_use_hugepages
-                || !self.supported_transfer_mode.allows_engine_driven() =>
-            {
-                None
-            }
-            None => Some(format!("kvtier_{}", self.port)),
-        };
-        if let Some(name) = &shm_name
-            && (name.len() > 200
-                || name.trim_start_matches('/').contains(['/', '\0'])
-                || name.trim_start_matches('/').is_empty())
-        {
-            return Err(refuse(
-                "shm-name",
-                format!("{name:?}"),
-                "give at most 200 bytes without '/' or NUL",
-            ));
-        }
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let workers = self.max_workers.map_or(cores.clamp(2, 4), usize::from);
         let max_message_bytes = match self.max_message_gb {
@@ -469,7 +474,7 @@ impl ServerArgs {
             registration_grace,
             session_ttl: seconds("session-ttl-seconds", self.session_ttl_seconds, 1.0)?,
             l1_bytes,
-            l1_given: self.l1_size_gb.is_some(),
+            l1_origin,
             memory,
             l1_align_bytes: self.l1_align_bytes,
             l1_hugepages: self.l1_use_hugepages,

@@ -43,6 +43,32 @@ impl std::fmt::Display for HostMemory {
     }
 }
 
+/// Where the size of L1 comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum L1Origin {
+    /// It was asked for.
+    Given,
+    /// A quarter of [`HostMemory`].
+    Memory,
+    /// 45 % of /dev/shm, which is less.
+    Shm,
+}
+
+/// Bytes of L1 that nobody gave a size, and where they come from.
+///
+/// A pool is no larger than 45 % of `shm`, the bytes of its file system: after a restart it stands beside the one before,
+/// whose pages stay until the last worker has registered again. Where not even one quarter of the memory fits, there is
+/// no pool, and nothing to limit.
+pub(super) fn default_l1(memory: &HostMemory, shm: Option<u64>) -> (u64, L1Origin) {
+    let quarter = memory.bytes / 4;
+    match shm {
+        Some(size) if size >= quarter && size / 100 * 45 < quarter => {
+            (size / 100 * 45, L1Origin::Shm)
+        }
+        _ => (quarter, L1Origin::Memory),
+    }
+}
+
 /// The smallest limit on the way from the process' own cgroups up to the roots of their hierarchies (cgroups(7)).
 ///
 /// In a container the paths in `/proc/self/cgroup` may be the host's, of which only the upper end can be seen, or none
@@ -126,6 +152,26 @@ mod tests {
         assert_eq!(memory(&[("proc/self/cgroup", "0::/a\n")]), (MACHINE, None));
         for text in ["", "x", "0", "0::", ":::::", "1:memory:", "0::/\n1:cpu:/a"] {
             assert_eq!(memory(&[("proc/self/cgroup", text)]), (MACHINE, None));
+        }
+    }
+
+    #[test]
+    fn a_default_pool_leaves_room_for_the_one_before_it() {
+        let memory = HostMemory {
+            bytes: 4000,
+            limit: None,
+        };
+        for (shm, l1) in [
+            (None, (1000, L1Origin::Memory)),
+            (Some(4000), (1000, L1Origin::Memory)),
+            // What a machine has when nobody set it: half of its memory.
+            (Some(2000), (900, L1Origin::Shm)),
+            (Some(1000), (450, L1Origin::Shm)),
+            // A container's, in which no pool fits.
+            (Some(999), (1000, L1Origin::Memory)),
+            (Some(0), (1000, L1Origin::Memory)),
+        ] {
+            assert_eq!(default_l1(&memory, shm), l1, "{shm:?}");
         }
     }
 

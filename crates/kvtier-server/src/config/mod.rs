@@ -16,7 +16,7 @@ use std::time::Duration;
 pub use docs::reference_markdown;
 pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode};
 pub use l2::{L2Config, PrefetchPolicy, StorePolicy};
-pub use memory::HostMemory;
+pub use memory::{HostMemory, L1Origin};
 
 use kvtier_core::hashing::HashAlgorithm;
 use kvtier_memory::PoolRoom;
@@ -78,8 +78,8 @@ pub struct ServerConfig {
     pub session_ttl: Duration,
     /// Bytes of L1.
     pub l1_bytes: u64,
-    /// Whether `l1_bytes` was asked for rather than taken from `memory`.
-    pub l1_given: bool,
+    /// Where `l1_bytes` come from.
+    pub l1_origin: L1Origin,
     /// What this process may use of the machine's memory.
     pub memory: HostMemory,
     /// Alignment of every object in L1, bytes, a power of two.
@@ -141,9 +141,10 @@ impl ServerConfig {
 
     /// Where the size of L1 comes from, for people.
     pub fn l1_origin(&self) -> String {
-        match self.l1_given {
-            true => "as asked for".to_owned(),
-            false => format!("a quarter of {}", self.memory),
+        match self.l1_origin {
+            L1Origin::Given => "as asked for".to_owned(),
+            L1Origin::Memory => format!("a quarter of {}", self.memory),
+            L1Origin::Shm => "45 % of /dev/shm, so that a restart finds room".to_owned(),
         }
     }
 

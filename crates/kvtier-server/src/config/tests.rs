@@ -30,6 +30,8 @@ fn no_flag_at_all_is_a_sensible_server() {
     assert_eq!(config.write_ttl.as_secs(), 600);
     assert_eq!(config.read_ttl.as_secs(), 300);
     assert_eq!(config.worker_reap_timeout.unwrap().as_secs(), 120);
+    // However small /dev/shm is here.
+    let config = ServerConfig::from_flags(&["--shm-name", ""]).unwrap();
     let quarter = config.memory.bytes / 4;
     assert_eq!(config.l1_bytes, quarter.next_multiple_of(2 << 20));
     assert!(config.l1_origin().starts_with("a quarter of the m"));
