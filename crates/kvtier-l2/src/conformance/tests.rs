@@ -1,1 +1,354 @@
+//! The suite finds what is wrong: adapters that break one obligation each, and the cases that must say so.
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use kvtier_core::object_key::ObjectKey;
+use parking_lot::Mutex;
+use serde_json::Value;
+
+use super::*;
+use crate::adapter::{Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
+use crate::error::{ErrorKind, L2Error};
+use crate::mock::{Mock, Shelf};
+use crate::object::{LoadItem, ObjectSpec, StoreItem};
+
+/// Which obligation is broken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    None,
+    /// Answers are given in the wrong order.
+    Reversed,
+    /// One bad item fails all.
+    AllOrNothing,
+    /// Another layout is loaded.
+    LayoutBlind,
+    /// Objects of tenants are the same.
+    SaltBlind,
+    /// A load answers before it has written.
+    EarlyAnswer,
+    /// A load goes on with buffers that were let go of.
+    LateWrite,
+    /// A store reads from buffers that were let go of.
+    LateRead,
+    /// Bytes of an equal object count again.
+    CountsTwice,
+    /// Pages overlap.
+    Overlap,
+    /// A listing is cut off.
+    OnePage,
+    /// A recovery does not stop.
+    Deaf,
+    /// Nothing is there after closing it.
+    Forgetful,
+    /// Closing it does not wait.
+    HastyClose,
+    /// A delete tells nothing.
+    BlindDelete,
+    /// Bytes are not compared.
+    Unchecked,
+}
+
+/// A mock with a fault. What is told wrongly is told so on the way to it or back.
+struct Broken {
+    inner: Arc<Mock>,
+    fault: Fault,
+}
+
+impl Broken {
+    fn object(&self, mut object: ObjectSpec) -> ObjectSpec {
+        match self.fault {
+            Fault::LayoutBlind => object.layout = 0,
+            Fault::SaltBlind => {
+                let key = &object.key;
+                let (hash, model) = (key.chunk_hash(), key.model_name().clone());
+                let key = ObjectKey::new(hash, model, key.kv_rank(), key.object_group_id(), "");
+                object.key = key.unwrap();
+            }
+            _ => {}
+        }
+        object
+    }
+
+    fn results<T>(&self, mut results: Vec<Result<T, L2Error>>) -> Vec<Result<T, L2Error>> {
+        let bad = results
+            .iter()
+            .find_map(|result| result.as_ref().err().cloned());
+        match (self.fault, bad) {
+            (Fault::Reversed, _) => results.reverse(),
+            (Fault::AllOrNothing, Some(error)) => {
+                results
+                    .iter_mut()
+                    .for_each(|result| *result = Err(error.clone()));
+            }
+            _ => {}
+        }
+        results
+    }
+}
+
+impl Adapter for Broken {
+    fn kind(&self) -> &'static str {
+        self.inner.kind()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        let one = |item: StoreItem| StoreItem {
+            object: self.object(item.object),
+            from: item.from,
+        };
+        let batch: Vec<_> = batch.into_iter().map(one).collect();
+        Box::pin(async move {
+            if self.fault == Fault::LateRead {
+                // The buffers outlive their holds, and are read once these are gone.
+                let late = batch.into_iter().map(|item| {
+                    let from = crate::Buffer::new(
+                        item.from.arena().clone(),
+                        item.from.extent(),
+                        Arc::new(()),
+                    );
+                    StoreItem {
+                        object: item.object,
+                        from,
+                    }
+                });
+                let late: Vec<_> = late.collect();
+                let inner = self.inner.clone();
+                let work = tokio::spawn(async move {
+                    tokio::task::yield_now().await;
+                    inner.store(late).await
+                });
+                return work.await.unwrap();
+            }
+            let stored = self.results(self.inner.store(batch).await);
+            let one = |stored: Stored| match self.fault {
+                Fault::CountsTwice => Stored::Written(stored.bytes()),
+                _ => stored,
+            };
+            stored.into_iter().map(|result| result.map(one)).collect()
+        })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        let batch = batch
+            .into_iter()
+            .map(|object| self.object(object))
+            .collect();
+        self.inner.lookup(batch)
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        let one = |item: LoadItem| LoadItem {
+            object: self.object(item.object),
+            to: item.to,
+        };
+        let batch: Vec<_> = batch.into_iter().map(one).collect();
+        Box::pin(async move {
+            let loose = |item: &LoadItem| LoadItem {
+                object: item.object.clone(),
+                to: crate::Buffer::new(item.to.arena().clone(), item.to.extent(), Arc::new(())),
+            };
+            match self.fault {
+                Fault::EarlyAnswer => {
+                    let objects = batch.iter().map(|item| item.object.clone()).collect();
+                    let found = self.inner.lookup(objects).await.unwrap();
+                    let inner = self.inner.clone();
+                    tokio::spawn(async move { inner.load(batch).await });
+                    let one = |there: Option<u64>| match there {
+                        Some(_) => Ok(Loaded { verified: true }),
+                        None => Err(L2Error::new(ErrorKind::NotFound, "missing")),
+                    };
+                    found.into_iter().map(one).collect()
+                }
+                Fault::LateWrite => {
+                    let late: Vec<_> = batch.iter().map(loose).collect();
+                    drop(batch);
+                    let inner = self.inner.clone();
+                    let work = tokio::spawn(async move {
+                        for _ in 0..20 {
+                            tokio::task::yield_now().await;
+                        }
+                        inner.load(late).await
+                    });
+                    work.await.unwrap()
+                }
+                _ => self.results(self.inner.load(batch).await),
+            }
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(async move {
+            let deleted = self.results(self.inner.delete(keys).await);
+            let one = |there: bool| there || self.fault == Fault::BlindDelete;
+            deleted.into_iter().map(|result| result.map(one)).collect()
+        })
+    }
+
+    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async move {
+            let mut page = self.inner.list(from.clone(), limit).await?;
+            match self.fault {
+                Fault::OnePage => page.next = None,
+                Fault::Overlap if from.is_some() => {
+                    let first = self.inner.list(None, 1).await?;
+                    page.objects.extend(first.objects);
+                }
+                _ => {}
+            }
+            Ok(page)
+        })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async move {
+            if self.fault != Fault::Deaf {
+                return self.inner.recover(found).await;
+            }
+            let each = |part: Vec<Listed>| {
+                part.into_iter().for_each(|listed| {
+                    found(vec![listed]);
+                });
+                true
+            };
+            self.inner.recover(&each).await
+        })
+    }
+
+    fn status(&self) -> Value {
+        self.inner.status()
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            if self.fault != Fault::HastyClose {
+                self.inner.close().await;
+            }
+        })
+    }
+}
+
+/// A shelf behind a broken adapter.
+struct Store {
+    shelf: Mutex<Arc<Shelf>>,
+    fault: Fault,
+}
+
+impl Subject for Store {
+    fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
+        let mut shelf = self.shelf.lock();
+        if self.fault == Fault::Forgetful {
+            *shelf = Arc::new(Shelf::new(1 << 30));
+        }
+        let inner = Arc::new(Mock::new(shelf.clone(), 1e11));
+        let broken = Broken {
+            inner,
+            fault: self.fault,
+        };
+        Box::pin(async move { Arc::new(broken) as _ })
+    }
+
+    fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
+        let shelf = self.shelf.lock();
+        match (self.fault, how) {
+            // As if nobody compared: what is harmed is what was stored.
+            (Fault::Unchecked, Damage::Flip) => shelf.damage_unseen(key),
+            _ => shelf.damage(key, how),
+        }
+    }
+}
+
+/// The cases among these that find the fault.
+async fn found_by(fault: Fault, cases: &[&str]) -> BTreeSet<&'static str> {
+    let make = || Store {
+        shelf: Mutex::new(Arc::new(Shelf::new(1 << 30))),
+        fault,
+    };
+    let report = check_some(make, |name| cases.contains(&name)).await;
+    assert_eq!(
+        report.cases().count(),
+        cases.len(),
+        "a case of {cases:?} is missing"
+    );
+    report.failed().map(|(name, _)| name).collect()
+}
+
+#[tokio::test]
+async fn each_fault_is_found_by_its_cases() {
+    let expected: &[(Fault, &[&str])] = &[
+        (Fault::Reversed, &["round_trip"]),
+        (
+            Fault::AllOrNothing,
+            &["round_trip", "a_bad_item_fails_alone"],
+        ),
+        (Fault::LayoutBlind, &["other_layouts_are_never_ok"]),
+        (
+            Fault::SaltBlind,
+            &[
+                "tenants_and_models_are_apart",
+                "odd_keys_are_kept_or_refused",
+            ],
+        ),
+        (Fault::EarlyAnswer, &["round_trip"]),
+        (Fault::LateWrite, &["dropped_loads_let_go_of_their_buffers"]),
+        (Fault::LateRead, &["dropped_stores_leave_all_or_nothing"]),
+        (Fault::CountsTwice, &["bytes_agree_at_every_step"]),
+        (Fault::Overlap, &["a_listing_in_pages_is_complete"]),
+        (Fault::OnePage, &["a_listing_in_pages_is_complete"]),
+        (Fault::Deaf, &["a_recovery_stops_when_told"]),
+        (
+            Fault::Forgetful,
+            &["reopens_what_was_stored", "recovers_what_was_stored"],
+        ),
+        (Fault::HastyClose, &["close_waits_for_work"]),
+        (
+            Fault::BlindDelete,
+            &["round_trip", "same_key_twice_in_one_batch"],
+        ),
+        (
+            Fault::Unchecked,
+            &[
+                "damaged_objects_are_never_ok",
+                "damage_while_closed_is_never_ok",
+            ],
+        ),
+    ];
+    for (fault, cases) in expected {
+        let found_by = found_by(*fault, cases).await;
+        let expected: BTreeSet<_> = cases.iter().copied().collect();
+        assert_eq!(found_by, expected, "{fault:?}");
+        assert_eq!(
+            self::found_by(Fault::None, cases).await.len(),
+            0,
+            "without it"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_case_is_reported_by_its_name() {
+    let make = || Store {
+        shelf: Mutex::new(Arc::new(Shelf::new(1 << 30))),
+        fault: Fault::OnePage,
+    };
+    let chosen = ["round_trip", "a_listing_in_pages_is_complete"];
+    let report = check_some(make, |name| chosen.contains(&name)).await;
+    let failed: Vec<_> = report.failed().collect();
+    assert_eq!(failed.len(), 1);
+    assert_eq!(failed[0].0, "a_listing_in_pages_is_complete");
+    let text = report.to_string();
+    assert_eq!(
+        text,
+        format!(
+            "ok      round_trip\nFAILED  a_listing_in_pages_is_complete: {}\n",
+            failed[0].1
+        )
+    );
+}

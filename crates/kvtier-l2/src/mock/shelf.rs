@@ -195,4 +195,17 @@ impl Shelf {
         }
         true
     }
+
+    /// Harms an object in a way that nothing here notices, to test those who should.
+    #[cfg(test)]
+    pub(crate) fn damage_unseen(&self, key: &ObjectKey) -> bool {
+        let mut objects = self.objects.lock();
+        let Some(kept) = objects.by_key.get_mut(key) else {
+            return false;
+        };
+        let bytes = Arc::make_mut(&mut kept.bytes);
+        bytes[0] ^= 1;
+        kept.checksum = checksum128(bytes);
+        true
+    }
 }

@@ -20,7 +20,7 @@ use crate::error::L2Error;
 use crate::{Adapter, mock, wrap};
 
 /// The types that are there without further ado. In alphabetical order, which is the order of the documentation.
-const BUILT_IN: &[AdapterType] = &[mock::MOCK];
+const BUILT_IN: &[AdapterType] = &[wrap::fault::FAULT_INJECT, mock::MOCK];
 
 /// Opens an adapter.
 pub type Open = fn(&AdapterConfig, &Registry) -> Result<Arc<dyn Adapter>, L2Error>;

@@ -285,7 +285,6 @@ fn the_built_in_types_are_sound() {
 }
 
 #[test]
-#[ignore = "fs, mock and fault_inject are being added"]
 fn every_type_of_lmcache_is_there_or_refused_with_what_to_use() {
     const LMCACHE: &[&str] = &[
         "aerospike",

@@ -6,6 +6,7 @@
 mod breaker;
 mod call;
 mod deadline;
+pub mod fault;
 mod guarded;
 mod limit;
 mod retry;
