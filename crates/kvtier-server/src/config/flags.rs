@@ -260,6 +260,9 @@ pub struct ServerArgs {
     /// GiB of L1 that may wait for a tier to store them; more is not stored there [default: a quarter of L1]
     #[arg(long, help_heading = "L2")]
     pub l2_store_queue_gb: Option<f64>,
+    /// Seconds that a stop waits for what is not stored in the tiers yet
+    #[arg(long, default_value_t = 10.0, help_heading = "L2")]
+    pub l2_drain_timeout_seconds: f64,
     /// GiB of a tier's disk that stay free
     #[arg(long, default_value_t = 1.0, help_heading = "L2")]
     pub l2_min_free_gb: f64,
@@ -376,6 +379,11 @@ impl ServerArgs {
                 "l2-load-timeout-seconds",
                 self.l2_load_timeout_seconds,
                 0.001,
+            )?,
+            drain_timeout: seconds(
+                "l2-drain-timeout-seconds",
+                self.l2_drain_timeout_seconds,
+                0.0,
             )?,
             store_queue_bytes,
             load_bytes: l1_bytes / 4,

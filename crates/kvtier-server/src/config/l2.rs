@@ -38,6 +38,8 @@ pub struct L2Config {
     pub lookup_timeout: Duration,
     /// How long a lookup waits for what is being loaded.
     pub load_timeout: Duration,
+    /// How long a stop waits for what is not stored yet.
+    pub drain_timeout: Duration,
     /// Bytes of L1 that may wait for each tier to store them.
     pub store_queue_bytes: u64,
     /// Bytes of L1 that may be loaded into at the same time.

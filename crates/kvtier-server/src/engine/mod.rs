@@ -56,9 +56,6 @@ const HASH_SEED: &str = "vllm-none-hash";
 /// Longest wait for the result of a lookup, whatever its client asks for.
 const MAX_WAIT: Duration = Duration::from_secs(600);
 
-/// How long a stop waits for what waits to be stored.
-const L2_GRACE: Duration = Duration::from_secs(10);
-
 /// Who asks.
 #[derive(Debug, Clone, Copy)]
 pub struct Caller {
@@ -284,7 +281,7 @@ impl Engine {
     /// Stores what waits to be stored, and takes the pool's name away, so that no segment outlives the server.
     pub fn close(&self) {
         if let Some(l2) = &self.l2 {
-            l2.close(L2_GRACE);
+            l2.close();
         }
         self.l1.arena.unlink();
     }

@@ -22,6 +22,7 @@ use kvtier_memory::Arena;
 use parking_lot::Mutex;
 use tokio::runtime::{Handle, Runtime};
 use tokio::sync::Semaphore;
+use tokio::time::timeout_at;
 
 pub use prefetch::{PrefetchRequest, PrefetchRow, Prefetched};
 pub use store::StoreCounts;
@@ -156,28 +157,35 @@ impl L2 {
         Buffer::new(Arc::clone(&self.arena), to_memory(extent), hold)
     }
 
-    /// Ends: what waits to be stored is still stored, for as long as `grace` allows.
-    pub fn close(&self, grace: Duration) {
+    /// Ends: what waits to be stored is still stored, as long as the configuration allows.
+    pub fn close(&self) {
         let Some(runtime) = self.runtime.lock().take() else {
             return;
         };
         self.stores.end();
         self.stop.store(true, Ordering::Relaxed);
         runtime.block_on(async {
-            let stored = tokio::time::timeout(grace, self.stores.drained()).await;
-            if stored.is_err() {
+            let until = tokio::time::Instant::now() + self.config.drain_timeout;
+            if timeout_at(until, self.stores.drained()).await.is_err() {
                 let left = self.stores.counts();
                 tracing::warn!(
+                    objects = left.queued_objects,
                     bytes = left.queued_bytes,
                     "objects were not stored in time and are given up"
                 );
             }
             for tier in &self.tiers {
-                let _ = tokio::time::timeout(grace, tier.adapter().close()).await;
+                // What it is still doing ends with the process.
+                let _ = timeout_at(until.max(soon()), tier.adapter().close()).await;
             }
         });
-        runtime.shutdown_timeout(grace);
+        runtime.shutdown_background();
     }
+}
+
+/// When an adapter should be done that has nothing left to do.
+fn soon() -> tokio::time::Instant {
+    tokio::time::Instant::now() + Duration::from_millis(500)
 }
 
 fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {

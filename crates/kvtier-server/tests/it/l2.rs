@@ -7,13 +7,30 @@ use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Prompt, Scope};
 
 use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
-/// A server with one tier in a directory.
-fn with_fs(directory: &Path, flags: &[&str]) -> TestServer {
-    let adapter = format!(r#"{{"type":"fs","base_path":"{}"}}"#, directory.display());
-    let mut all = vec!["--l2-adapter", &adapter, "--l2-min-free-gb", "0"];
+/// A server with these tiers.
+fn with_tiers(adapters: &[&str], flags: &[&str]) -> TestServer {
+    let mut all = vec!["--l2-min-free-gb", "0"];
+    if adapters.contains(&STALLED) {
+        all.extend(["--l2-drain-timeout-seconds", "0"]);
+    }
+    for adapter in adapters {
+        all.extend(["--l2-adapter", adapter]);
+    }
     all.extend(flags);
     TestServer::start(&all)
 }
+
+fn fs(directory: &Path) -> String {
+    format!(r#"{{"type":"fs","base_path":"{}"}}"#, directory.display())
+}
+
+/// A server with one tier in a directory.
+fn with_fs(directory: &Path, flags: &[&str]) -> TestServer {
+    with_tiers(&[&fs(directory)], flags)
+}
+
+/// A tier that takes hours for one object.
+const STALLED: &str = r#"{"type":"mock","max_size_gb":1,"mock_bandwidth_gb":1e-9,"store_timeout_ms":86400000,"load_timeout_ms":86400000}"#;
 
 /// Waits until nothing waits to be stored in a tier.
 fn settle(server: &TestServer) {
@@ -267,23 +284,136 @@ fn objects_leave_l1_once_they_are_stored_where_the_policy_says_so() {
 fn more_than_l1_holds_is_stored_without_a_refusal() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/pressure");
-    // 64 MiB of L1, twice as much of objects.
-    let server = with_fs(directory.path(), &[]);
+    // 16 MiB of L1, twice as much of objects.
+    let server = with_fs(directory.path(), &["--l1-size-gb", "0.015625"]);
     let mut worker = server.engine_driven(1, &scope);
-    let prompts: Vec<_> = (0..16).map(|seed| prompt(seed, 1024)).collect();
+    let prompts: Vec<_> = (0..16).map(|seed| prompt(seed, 256)).collect();
     for (seed, prompt) in (0..).zip(&prompts) {
         let len = worker.chunk_bytes();
         let all = 0..prompt.len() as u64;
         let stored = worker.store(prompt, all, "s", |chunk| bytes(seed, chunk, len));
-        assert_eq!(stored.unwrap().chunks.len(), 1024);
+        assert_eq!(stored.unwrap().chunks.len(), 256);
         settle(&server);
     }
     assert_eq!(server.readings().l2_dropped_objects, 0);
     for (seed, prompt) in (0..).zip(&prompts) {
         let request = format!("r{seed}");
-        assert_eq!(hits(worker.connection(), &scope, prompt, &request), 1024);
+        assert_eq!(hits(worker.connection(), &scope, prompt, &request), 256);
         assert_reads(&mut worker, prompt, seed, &request);
         worker.connection().end_session(&request).unwrap();
     }
     server.assert_sound();
+}
+
+#[test]
+fn what_l1_has_does_not_wait_for_a_tier_that_does_not_answer() {
+    let scope = Scope::new("l2/stalled");
+    let server = with_tiers(&[STALLED], &["--l2-prefetch-max-in-flight", "1"]);
+    let mut worker = server.engine_driven(1, &scope);
+    let (there, not_there) = (prompt(1, 8), prompt(2, 8));
+    store(&mut worker, &there, 1);
+    for round in 0..50 {
+        let all = 0..there.len() as u64;
+        let request = format!("r{round}");
+        let connection = worker.connection();
+        connection
+            .lookup(&scope.scheduler_key(&there, all.clone(), &request))
+            .unwrap();
+        // At once, not when asked again.
+        let told = connection.query_prefetch_status(&request).unwrap();
+        assert_eq!(told, Some(8));
+        // Others wait for the tier meanwhile; this one's tier has nothing.
+        let key = scope.scheduler_key(&not_there, all, "cold");
+        connection.lookup(&key).unwrap();
+    }
+    assert_eq!(server.readings().l2_dropped_objects, 0);
+    server.assert_sound();
+}
+
+#[test]
+fn a_load_that_does_not_end_costs_its_deadline_and_leaves_what_l1_has() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/deadline");
+    let prompt = prompt(1, 4);
+    let tiers = [STALLED, &fs(directory.path())];
+    let server = with_tiers(&tiers, &["--l2-load-timeout-seconds", "0.2"]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt, 1);
+    let started = Instant::now();
+    while server.readings().tiers[1].stored_objects < 4 {
+        assert!(
+            started.elapsed() < PATIENCE,
+            "the other tier stores by itself"
+        );
+        std::thread::yield_now();
+    }
+    // The stalled tier holds its leases, so the objects stay; a forced clear hides them all the same.
+    server.engine().clear(true);
+    assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 4);
+    assert_reads(&mut worker, &prompt, 1, "r");
+    assert!(server.readings().l2_queued_bytes > 0);
+}
+
+#[test]
+fn what_one_tier_fails_to_load_the_next_one_gives() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let scope = Scope::new("l2/fallback");
+    let prompt = prompt(1, 12);
+    let failing = format!(
+        r#"{{"type":"fault_inject","rate":0.5,"seed":1,"inner":{}}}"#,
+        fs(first.path())
+    );
+    let server = with_tiers(&[&failing, &fs(second.path())], &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt, 1);
+    settle(&server);
+    server.engine().clear(true);
+    assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 12);
+    assert_reads(&mut worker, &prompt, 1, "r");
+    let readings = server.readings();
+    let loaded: Vec<_> = readings
+        .tiers
+        .iter()
+        .map(|tier| tier.loaded_objects)
+        .collect();
+    assert_eq!(loaded.iter().sum::<u64>(), 12);
+    assert!(loaded.iter().all(|loaded| *loaded > 0), "{loaded:?}");
+}
+
+#[test]
+fn what_no_tier_can_load_is_a_shorter_prefix() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/lost");
+    let prompt = prompt(1, 12);
+    let failing = format!(
+        r#"{{"type":"fault_inject","gap_indices":[5],"inner":{}}}"#,
+        fs(directory.path())
+    );
+    let server = with_tiers(&[&failing], &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt, 1);
+    settle(&server);
+    server.engine().clear(true);
+    assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 5);
+    worker.connection().end_session("r").unwrap();
+    let readings = server.readings();
+    assert_eq!((readings.leased_objects, readings.staged_bytes), (0, 0));
+    server.assert_sound();
+}
+
+#[test]
+fn what_does_not_fit_in_the_queue_is_not_stored_and_counted() {
+    let scope = Scope::new("l2/queue");
+    // 8 objects of 8 KiB.
+    let queue = (64.0 / 1024.0 / 1024.0).to_string();
+    let server = with_tiers(&[STALLED], &["--l2-store-queue-gb", &queue]);
+    let mut worker = server.engine_driven(1, &scope);
+    for seed in 1..=5 {
+        store(&mut worker, &prompt(seed, 2), 1);
+    }
+    let readings = server.readings();
+    assert_eq!(readings.l2_queued_bytes, 64 << 10);
+    assert_eq!(readings.l2_dropped_objects, 2);
+    // Everything is in L1 all the same.
+    assert_eq!(worker.lookup(&prompt(5, 2), "r").unwrap(), 2);
 }
