@@ -79,6 +79,10 @@ impl<G: Guard> Adapter for Guarded<G> {
         self.inner.recover(found)
     }
 
+    fn size_of(&self, len: u64) -> u64 {
+        self.inner.size_of(len)
+    }
+
     fn free_bytes(&self) -> Option<u64> {
         self.inner.free_bytes()
     }

@@ -80,6 +80,8 @@ impl Default for Guards {
 ///    and a call that was given up is not tried again. A pause holds no place.
 /// 4. The *limit* is next to the adapter, so it counts what the adapter really does, also for callers that are gone.
 ///
+/// A caller that does not wait until the deadline hides from the breaker that there was no answer; so let it wait longer.
+///
 /// After a [`Deadline`](crate::ErrorKind::Deadline) the call's buffers may still be in use. They are kept in place by
 /// their holds; whoever tries elsewhere takes other ones.
 #[must_use]

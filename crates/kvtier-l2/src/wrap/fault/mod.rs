@@ -134,6 +134,10 @@ impl Adapter for Faulty {
         self.inner.recover(found)
     }
 
+    fn size_of(&self, len: u64) -> u64 {
+        self.inner.size_of(len)
+    }
+
     fn free_bytes(&self) -> Option<u64> {
         self.inner.free_bytes()
     }
