@@ -9,6 +9,7 @@ pub mod config;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod error;
+pub mod fs;
 pub mod mock;
 mod object;
 pub mod registry;

@@ -1,7 +1,7 @@
 //! Files straight from and to an arena, without a buffer in between.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 
 use crate::access::AccessError;
 use crate::arena::Arena;
@@ -113,6 +113,18 @@ impl Arena {
             }
         }
         Ok(self.mapping().check_poison(extent)?)
+    }
+}
+
+/// Closes a file and tells what the system says, which a drop does not: over a network, a write may fail only here.
+///
+/// # Errors
+/// Those of `close`; the file is closed all the same.
+pub fn close_file(file: OwnedFd) -> io::Result<()> {
+    // SAFETY: the descriptor is ours alone and not used again, whatever `close` says.
+    match unsafe { libc::close(file.into_raw_fd()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
     }
 }
 

@@ -40,7 +40,7 @@ pub use allocator::{AllocateError, AllocatorStats, ExtentAllocator, FreeError, G
 pub use arena::{Arena, ArenaError, ArenaKind, ArenaOptions};
 pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, copy_runs};
 pub use extent::Extent;
-pub use file::FileError;
+pub use file::{FileError, close_file};
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use segment::{ForeignSegment, OwnSegment, SegmentError};
 pub use shm_file::{PoolRoom, remove_stale_pools};

@@ -83,7 +83,8 @@ impl KeyText<'_> {
             push(&mut text, format_args!("{:x}@", self.object_group_id));
         }
         for byte in self.chunk_hash {
-            push(&mut text, format_args!("{byte:02x}"));
+            text.push(char::from(HEX[usize::from(byte >> 4)]));
+            text.push(char::from(HEX[usize::from(byte & 0xf)]));
         }
         if !self.cache_salt.is_empty() {
             push(&mut text, format_args!("@{}", self.cache_salt));
@@ -91,6 +92,8 @@ impl KeyText<'_> {
         text
     }
 }
+
+const HEX: &[u8; 16] = b"0123456789abcdef";
 
 fn push(text: &mut String, part: std::fmt::Arguments<'_>) {
     text.write_fmt(part).expect("a String takes any text");

@@ -1,6 +1,6 @@
 //! Adapters by the name of their type.
 //!
-//! A new adapter is one folder with an [`AdapterType`], and one line in [`BUILT_IN`]. One that is kept elsewhere is the
+//! A new adapter is one folder with an [`AdapterType`], and one line in `BUILT_IN`. One that is kept elsewhere is the
 //! same, with [`Registry::add`] instead of that line.
 
 mod absent;
@@ -17,10 +17,10 @@ use crate::config::{
     AdapterConfig, COMMON, Common, ConfigError, Fallback, Key, Options, Shape, clip, refuse_rest,
 };
 use crate::error::L2Error;
-use crate::{Adapter, mock, wrap};
+use crate::{Adapter, fs, mock, wrap};
 
 /// The types that are there without further ado. In alphabetical order, which is the order of the documentation.
-const BUILT_IN: &[AdapterType] = &[wrap::fault::FAULT_INJECT, mock::MOCK];
+const BUILT_IN: &[AdapterType] = &[wrap::fault::FAULT_INJECT, fs::FS, fs::FS_NATIVE, mock::MOCK];
 
 /// Opens an adapter.
 pub type Open = fn(&AdapterConfig, &Registry) -> Result<Arc<dyn Adapter>, L2Error>;

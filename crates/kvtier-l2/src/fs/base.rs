@@ -1,0 +1,251 @@
+//! The base directory: its descriptor, the files that are being written, and those put aside.
+//!
+//! Files that are being written begin with the name of their writer, which is a locked file itself. So whoever comes
+//! later can tell leftovers, whichever host or container wrote them.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags, Stat};
+use rustix::io::Errno;
+
+use super::names::{QUARANTINE, TEMPORARY};
+
+/// Damaged files that are kept to be looked at; more are deleted.
+const KEPT: usize = 16;
+
+const FILE_MODE: Mode = Mode::RUSR.union(Mode::WUSR);
+const DIR_MODE: Mode = Mode::RWXU;
+
+/// The directory that holds everything, and what never changes about it.
+pub(super) struct Base {
+    path: PathBuf,
+    /// Where files are written before they get their name: from `path` on, with a `/` at its end, or empty.
+    temporary: String,
+    /// Replaced when the directory was removed.
+    dir: RwLock<Arc<OwnedFd>>,
+    /// Of our files that are being written.
+    writer: String,
+    /// Our lock on that name. Without one, leftovers are told by their age.
+    lock: Mutex<Option<OwnedFd>>,
+    written: AtomicU64,
+    kept: AtomicUsize,
+}
+
+/// A file that is being written.
+pub(super) struct Temporary {
+    pub path: String,
+    pub file: OwnedFd,
+}
+
+/// What became of a damaged file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Aside {
+    Kept,
+    Deleted,
+    /// It was replaced meanwhile.
+    Gone,
+}
+
+impl Base {
+    /// Opens the directory and makes it where it is missing. `temporary` is relative to it, or empty.
+    pub(super) fn open(path: PathBuf, temporary: &str) -> Result<Self, std::io::Error> {
+        let temporary = match temporary.trim_matches('/') {
+            "" | "." => String::new(),
+            inside => format!("{inside}/"),
+        };
+        let dir = make(&path, &temporary)?;
+        let kept = count_kept(&dir);
+        let writer = format!("{TEMPORARY}{:016x}", unique());
+        Ok(Self {
+            lock: Mutex::new(lock(&dir, &writer)),
+            path,
+            temporary,
+            dir: RwLock::new(Arc::new(dir)),
+            writer,
+            written: AtomicU64::new(0),
+            kept: AtomicUsize::new(kept),
+        })
+    }
+
+    pub(super) fn path(&self) -> &std::path::Path {
+        &self.path
+    }
+
+    /// From the base on, with a `/` at its end, or empty.
+    pub(super) fn temporary(&self) -> &str {
+        &self.temporary
+    }
+
+    /// The directory as it was last seen.
+    pub(super) fn dir(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.dir.read())
+    }
+
+    /// The directory, followed to its new place if somebody removed it and made it anew.
+    pub(super) fn current(&self) -> Arc<OwnedFd> {
+        let dir = self.dir();
+        if !is_removed(&dir) {
+            return dir;
+        }
+        match rustix::fs::open(&self.path, DIR_FLAGS, Mode::empty()) {
+            Ok(new) => self.replace(new),
+            Err(_) => dir,
+        }
+    }
+
+    /// The directory with all that belongs in it, made anew if it is gone.
+    pub(super) fn restored(&self) -> Result<Arc<OwnedFd>, Errno> {
+        match make(&self.path, &self.temporary) {
+            Ok(new) => {
+                *self.lock.lock() = lock(&new, &self.writer);
+                Ok(self.replace(new))
+            }
+            Err(error) => Err(Errno::from_io_error(&error).unwrap_or(Errno::IO)),
+        }
+    }
+
+    fn replace(&self, new: OwnedFd) -> Arc<OwnedFd> {
+        let new = Arc::new(new);
+        *self.dir.write() = Arc::clone(&new);
+        new
+    }
+
+    /// A new file to write to, whose name nobody else uses.
+    pub(super) fn create(&self, dir: &OwnedFd, direct: bool) -> Result<Temporary, Errno> {
+        let number = self.written.fetch_add(1, Ordering::Relaxed);
+        let path = format!("{}{}-{number:x}", self.temporary, self.writer);
+        let flags = OFlags::WRONLY
+            | OFlags::CREATE
+            | OFlags::EXCL
+            | OFlags::NOFOLLOW
+            | OFlags::CLOEXEC
+            | OFlags::NONBLOCK;
+        let file = open_direct(dir, &path, flags, FILE_MODE, direct)?;
+        Ok(Temporary { path, file })
+    }
+
+    /// Takes a damaged file, open as `seen`, out of the way. A file that replaced it stays.
+    pub(super) fn set_aside(&self, dir: &OwnedFd, path: &str, seen: &Stat) -> Result<Aside, Errno> {
+        match rustix::fs::statat(dir, path, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(now) if (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino) => {}
+            Ok(_) | Err(Errno::NOENT) => return Ok(Aside::Gone),
+            Err(error) => return Err(error),
+        }
+        if self.kept.fetch_add(1, Ordering::Relaxed) < KEPT {
+            match rustix::fs::mkdirat(dir, QUARANTINE, DIR_MODE) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(error) => return Err(error),
+            }
+            let name = path.rsplit('/').next().unwrap_or(path);
+            match rustix::fs::renameat(dir, path, dir, format!("{QUARANTINE}/{name}")) {
+                Ok(()) => return Ok(Aside::Kept),
+                Err(Errno::NOENT) => return Ok(Aside::Gone),
+                Err(Errno::NOSPC | Errno::DQUOT) => {}
+                Err(error) => return Err(error),
+            }
+        } else {
+            self.kept.fetch_sub(1, Ordering::Relaxed);
+        }
+        match rustix::fs::unlinkat(dir, path, AtFlags::empty()) {
+            Ok(()) => Ok(Aside::Deleted),
+            Err(Errno::NOENT) => Ok(Aside::Gone),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Drop for Base {
+    fn drop(&mut self) {
+        let _ = rustix::fs::unlinkat(&*self.dir(), &self.writer, AtFlags::empty());
+    }
+}
+
+pub(super) const DIR_FLAGS: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::CLOEXEC);
+
+/// Opens a file, past the page cache if that is asked for and possible.
+pub(super) fn open_direct(
+    dir: &OwnedFd,
+    path: &str,
+    flags: OFlags,
+    mode: Mode,
+    direct: bool,
+) -> Result<OwnedFd, Errno> {
+    if direct {
+        match rustix::fs::openat(dir, path, flags | OFlags::DIRECT, mode) {
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => {
+                // Some file systems refuse only once the file is there.
+                if flags.contains(OFlags::EXCL) {
+                    let _ = rustix::fs::unlinkat(dir, path, AtFlags::empty());
+                }
+            }
+            opened => return opened,
+        }
+    }
+    rustix::fs::openat(dir, path, flags, mode)
+}
+
+/// Makes the directories on the way to a file.
+pub(super) fn make_parents(dir: &OwnedFd, path: &str) -> Result<(), Errno> {
+    for (end, _) in path.match_indices('/') {
+        match rustix::fs::mkdirat(dir, &path[..end], DIR_MODE) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Whether it is a plain file: neither a link nor a directory nor a pipe.
+pub(super) fn is_file(stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+}
+
+fn make(path: &std::path::Path, temporary: &str) -> Result<OwnedFd, std::io::Error> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(DIR_MODE.as_raw_mode())
+        .create(path)?;
+    let dir = rustix::fs::openat(CWD, path, DIR_FLAGS, Mode::empty())?;
+    make_parents(&dir, temporary)?;
+    Ok(dir)
+}
+
+/// Says that a writer lives, as long as the file is open.
+fn lock(dir: &OwnedFd, writer: &str) -> Option<OwnedFd> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(dir, writer, flags, FILE_MODE).ok()?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
+    Some(file)
+}
+
+fn is_removed(dir: &OwnedFd) -> bool {
+    rustix::fs::fstat(dir.as_fd()).is_ok_and(|stat| stat.st_nlink == 0)
+}
+
+fn count_kept(dir: &OwnedFd) -> usize {
+    let flags = DIR_FLAGS | OFlags::NOFOLLOW;
+    let Ok(aside) = rustix::fs::openat(dir, QUARANTINE, flags, Mode::empty()) else {
+        return 0;
+    };
+    // With its own two names.
+    let names = Dir::read_from(&aside).map_or(0, |names| names.flatten().take(KEPT + 2).count());
+    names.saturating_sub(2)
+}
+
+/// A number that no other writer has, on any host: there is nothing to be guessed by knowing it.
+fn unique() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one((
+        std::process::id(),
+        std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |since| since.as_nanos()),
+    ))
+}

@@ -1,0 +1,141 @@
+//! How the bytes of an open file are moved. One implementation an engine; all but this is the same for all of them.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use kvtier_memory::{Extent, FileError};
+use rustix::io::Errno;
+
+use crate::error::{ErrorKind, L2Error};
+use crate::object::Buffer;
+
+/// Moves bytes between files and arenas. Each call ends when its bytes are moved; several threads call at once.
+pub(super) trait Engine: Send + Sync + 'static {
+    /// For `/status`.
+    fn name(&self) -> &'static str;
+
+    /// Reads a file from its start: the first `body` bytes of `to`, then `tail`. Gives how many there were, which is
+    /// `size` or more unless the file is shorter.
+    fn read(
+        &self,
+        file: BorrowedFd<'_>,
+        to: &Buffer,
+        body: u64,
+        tail: &mut [u8],
+        size: u64,
+    ) -> Result<u64, FileError>;
+
+    /// Writes a file from its start: the first `body` bytes of `from`, then `tail`.
+    fn write(
+        &self,
+        file: BorrowedFd<'_>,
+        from: &Buffer,
+        body: u64,
+        tail: &[u8],
+    ) -> Result<(), FileError>;
+
+    /// Has a file or directory survive a power loss.
+    fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno>;
+}
+
+/// `preadv` and `pwritev`, one at a time.
+pub(super) struct Posix;
+
+fn part(buffer: &Buffer, body: u64) -> Extent {
+    let extent = buffer.extent();
+    Extent::new(extent.offset, body.min(extent.len))
+}
+
+impl Engine for Posix {
+    fn name(&self) -> &'static str {
+        "posix"
+    }
+
+    fn read(
+        &self,
+        file: BorrowedFd<'_>,
+        to: &Buffer,
+        body: u64,
+        tail: &mut [u8],
+        size: u64,
+    ) -> Result<u64, FileError> {
+        to.arena().read_file(part(to, body), tail, file, 0, size)
+    }
+
+    fn write(
+        &self,
+        file: BorrowedFd<'_>,
+        from: &Buffer,
+        body: u64,
+        tail: &[u8],
+    ) -> Result<(), FileError> {
+        from.arena().write_file(part(from, body), tail, file, 0)
+    }
+
+    fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
+        rustix::fs::fsync(file)
+    }
+}
+
+/// Closes a file that was written: some file systems say only then that there was no room.
+pub(super) fn close(file: OwnedFd) -> Result<(), Errno> {
+    kvtier_memory::close_file(file).map_err(|error| errno(&error))
+}
+
+/// Whether I/O past the page cache was refused as such.
+pub(super) fn refuses_direct(error: &FileError) -> bool {
+    matches!(error, FileError::System { done: 0, source } if errno(source) == Errno::INVAL)
+}
+
+/// Lets a file go on through the page cache.
+pub(super) fn leave_direct(file: &OwnedFd) -> Result<(), Errno> {
+    let flags = rustix::fs::fcntl_getfl(file.as_fd())?;
+    rustix::fs::fcntl_setfl(file.as_fd(), flags - rustix::fs::OFlags::DIRECT)
+}
+
+fn errno(error: &std::io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::IO)
+}
+
+/// The system's reason, if it had one.
+pub(super) fn reason(error: &FileError) -> Option<Errno> {
+    match error {
+        FileError::System { source, .. } => Some(errno(source)),
+        _ => None,
+    }
+}
+
+/// An error of a system call on a file.
+pub(super) fn refused(action: &str, path: &str, error: Errno) -> L2Error {
+    L2Error::new(kind(error), format!("cannot {action} {path:?}: {error}"))
+}
+
+/// An error of moving bytes.
+pub(super) fn failed(action: &str, path: &str, error: &FileError) -> L2Error {
+    let kind = match error {
+        FileError::Memory(_) => ErrorKind::Memory,
+        FileError::System { source, .. } => kind(errno(source)),
+        _ => ErrorKind::Unavailable,
+    };
+    L2Error::new(kind, format!("cannot {action} {path:?}: {error}"))
+}
+
+fn kind(error: Errno) -> ErrorKind {
+    match error {
+        Errno::NOENT => ErrorKind::NotFound,
+        Errno::NOSPC | Errno::DQUOT => ErrorKind::Full,
+        Errno::ACCESS
+        | Errno::PERM
+        | Errno::ROFS
+        | Errno::FBIG
+        | Errno::INVAL
+        | Errno::ISDIR
+        | Errno::NOTDIR
+        | Errno::NOTEMPTY
+        | Errno::EXIST
+        | Errno::LOOP
+        | Errno::NAMETOOLONG
+        | Errno::XDEV
+        | Errno::OPNOTSUPP => ErrorKind::Refused,
+        _ => ErrorKind::Unavailable,
+    }
+}

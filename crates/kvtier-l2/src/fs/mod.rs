@@ -1,0 +1,310 @@
+//! A directory as a second tier: `fs` and `fs_native`, which are one adapter.
+//!
+//! One file an object, named as LMCache names it and beginning with the same bytes, so both can use one directory at the
+//! same time. What is behind those bytes (see `trailer`) lets every load tell whether it got what was stored.
+//!
+//! A file is written under a name of its own and then renamed, so nobody sees a part of it. The directory is the only
+//! memory: what others write is found, what they delete is gone. A damaged file is a miss, and is moved to
+//! `.quarantine` or deleted, so that the object can be stored again.
+
+mod base;
+mod files;
+mod io;
+mod load;
+mod names;
+mod options;
+mod pool;
+mod store;
+#[cfg(test)]
+mod tests;
+mod trailer;
+mod walk;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvtier_core::object_key::ObjectKey;
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+
+use crate::adapter::{
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+};
+use crate::error::{ErrorKind, L2Error};
+use crate::object::{LoadItem, ObjectSpec, StoreItem};
+use base::Base;
+use files::{Counters, Files, Others, Scratch};
+use io::{Engine, Posix};
+use pool::{Lane, NotDone, Pool};
+use walk::{Page, Position, no_position};
+
+pub use names::Layout;
+pub(crate) use options::{FS, FS_NATIVE};
+pub use options::{FsOptions, Fsync};
+
+/// Names looked at between two signs of life of a scan.
+const SCAN_PAGE: usize = 4096;
+
+/// Most names of a page of a listing.
+const LIST_MOST: usize = 65_536;
+
+/// See the module.
+pub struct FsAdapter {
+    kind: &'static str,
+    files: Arc<Files>,
+    pool: Pool,
+    /// Whether the last store could not reach the directory.
+    is_failing: Arc<AtomicBool>,
+}
+
+impl FsAdapter {
+    /// Opens the directory, and makes it where it is missing. `kind` is the name it was configured by.
+    ///
+    /// # Errors
+    /// When the directory cannot be made or opened, or threads cannot be started.
+    pub fn open(kind: &'static str, options: &FsOptions) -> Result<Self, L2Error> {
+        Self::open_with(kind, options, Box::new(Posix))
+    }
+
+    fn open_with(
+        kind: &'static str,
+        options: &FsOptions,
+        engine: Box<dyn Engine>,
+    ) -> Result<Self, L2Error> {
+        let failed = |error: std::io::Error| {
+            let path = options.base_path.display();
+            L2Error::new(
+                ErrorKind::Refused,
+                format!("cannot open base_path {path}: {error}"),
+            )
+        };
+        let base = Base::open(options.base_path.clone(), &options.relative_tmp_dir);
+        let files = Files {
+            base: base.map_err(failed)?,
+            engine,
+            shape: options.names,
+            layout: options.layout,
+            direct: options.use_odirect,
+            fsync: options.fsync,
+            read_ahead: options.read_ahead_size,
+            others: Others::default(),
+            counters: Counters::default(),
+        };
+        let threads = options.num_workers.max(1);
+        Ok(Self {
+            kind,
+            files: Arc::new(files),
+            pool: Pool::start("kvtier-fs", threads).map_err(failed)?,
+            is_failing: Arc::default(),
+        })
+    }
+
+    /// Has the threads do `work` for all items; an item whose work panicked or was not begun fails alone.
+    async fn each<T, R>(
+        &self,
+        lane: Lane,
+        items: Vec<T>,
+        pieces: (usize, usize),
+        work: impl Fn(&Files, Vec<T>) -> Vec<Result<R, L2Error>> + Send + Sync + 'static,
+    ) -> Vec<Result<R, L2Error>>
+    where
+        T: Send + 'static,
+        R: Send + 'static,
+    {
+        let files = Arc::clone(&self.files);
+        let done = self
+            .pool
+            .map(lane, items, pieces, move |items| work(&files, items))
+            .await;
+        done.into_iter()
+            .map(|result| result.unwrap_or_else(|NotDone| Err(not_done())))
+            .collect()
+    }
+
+    /// Runs the walk on a thread of its own, so that nothing waits for it; it ends when nobody takes its pages.
+    fn walk(&self) -> Result<mpsc::Receiver<Result<Page, L2Error>>, L2Error> {
+        let files = Arc::clone(&self.files);
+        let (pages, taken) = mpsc::channel(2);
+        let walk = move || {
+            let mut at = Some(Position::START);
+            while let Some(from) = at {
+                let page = files.page(from, SCAN_PAGE);
+                at = page.as_ref().ok().and_then(|page| page.next);
+                if pages.blocking_send(page).is_err() {
+                    return;
+                }
+            }
+        };
+        std::thread::Builder::new()
+            .name("kvtier-fs-scan".into())
+            .spawn(walk)
+            .map_err(|error| {
+                let message = format!("cannot start a thread for a scan: {error}");
+                L2Error::new(ErrorKind::Unavailable, message)
+            })?;
+        Ok(taken)
+    }
+}
+
+fn not_done() -> L2Error {
+    L2Error::new(
+        ErrorKind::Unavailable,
+        "the adapter is closed, or failed at this object",
+    )
+}
+
+impl Adapter for FsAdapter {
+    fn kind(&self) -> &'static str {
+        self.kind
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            delete: true,
+            list: true,
+            shared: true,
+        }
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        let is_failing = Arc::clone(&self.is_failing);
+        Box::pin(self.each(Lane::Store, batch, (1, 16), move |files, items| {
+            let (look, mut scratch) = (files.look(), Scratch::default());
+            let store = |item: StoreItem| {
+                let stored = files.store(&item, look, &mut scratch);
+                let is_refused = |error: &L2Error| {
+                    matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Refused)
+                };
+                let has_failed = stored.as_ref().is_err_and(is_refused);
+                is_failing.store(has_failed, Ordering::Relaxed);
+                stored
+            };
+            items.into_iter().map(store).collect()
+        }))
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move {
+            let found = self
+                .each(Lane::Read, batch, (32, 256), |files, batch| {
+                    files.lookup(&batch)
+                })
+                .await;
+            // One that cannot be looked at is not there; if none can, nothing is known.
+            if found.iter().all(Result::is_err)
+                && let Some(Err(error)) = found.first()
+            {
+                return Err(error.clone());
+            }
+            Ok(found
+                .into_iter()
+                .map(|bytes| bytes.ok().flatten())
+                .collect())
+        })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(self.each(Lane::Read, batch, (1, 16), |files, items| {
+            let (look, mut scratch) = (files.look(), Scratch::default());
+            let load = |item: LoadItem| files.load(&item, look, &mut scratch);
+            items.into_iter().map(load).collect()
+        }))
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(self.each(Lane::Read, keys, (8, 64), |files, keys| {
+            keys.iter().map(|key| files.delete(key)).collect()
+        }))
+    }
+
+    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async move {
+            let at = match &from {
+                None => Position::START,
+                Some(text) => Position::parse(text).ok_or_else(|| no_position(text))?,
+            };
+            let (files, limit) = (Arc::clone(&self.files), limit.min(LIST_MOST));
+            let page = self
+                .pool
+                .run(Lane::Read, move || files.page(at, limit))
+                .await;
+            let page = page.await.map_err(|_| not_done())??;
+            Ok(ListPage {
+                objects: page.objects,
+                next: page.next.map(|next| next.to_string()),
+            })
+        })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async move {
+            let mut recovered = Recovered::default();
+            let (mut other_shape, mut other_layout) = (false, false);
+            let mut pages = self.walk()?;
+            let (mut temporary, mut is_whole) = (Vec::new(), false);
+            while let Some(page) = pages.recv().await {
+                let page = page?;
+                recovered.foreign += page.foreign;
+                recovered.objects += page.objects.len() as u64;
+                recovered.bytes += page.objects.iter().map(|object| object.bytes).sum::<u64>();
+                other_shape |= page.other_shape;
+                other_layout |= page.other_layout;
+                temporary.extend(page.temporary);
+                is_whole = page.next.is_none();
+                if !found(page.objects) && !is_whole {
+                    return Ok(recovered);
+                }
+            }
+            if !is_whole {
+                let message = "the scan ended before it was through";
+                return Err(L2Error::new(ErrorKind::Unavailable, message));
+            }
+            self.files.others.set(other_shape, other_layout);
+            let files = Arc::clone(&self.files);
+            let removed = self.pool.run(Lane::Read, move || {
+                let inside = files.base.temporary();
+                // Before the names of their writers, which are in the base.
+                let inside = files.remove_stale(inside, &files.temporary_names());
+                inside + files.remove_stale("", &temporary)
+            });
+            recovered.removed = removed.await.await.map_err(|_| not_done())?;
+            Ok(recovered)
+        })
+    }
+
+    fn size_of(&self, len: u64) -> u64 {
+        trailer::file_len(len, 0, self.files.direct)
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        let room = rustix::fs::fstatvfs(self.files.base.dir()).ok()?;
+        Some(room.f_bavail.saturating_mul(room.f_frsize))
+    }
+
+    fn status(&self) -> Value {
+        let files = &self.files;
+        let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        let counters = &files.counters;
+        json!({
+            "is_healthy": !self.pool.is_closed() && !self.is_failing.load(Ordering::Relaxed),
+            "type": self.kind,
+            "base_path": files.base.path().to_string_lossy(),
+            "use_odirect": files.direct,
+            "num_workers": self.pool.threads(),
+            "layout": files.layout.name(),
+            "io_engine": files.engine.name(),
+            "quarantined_files": count(&counters.quarantined),
+            "discarded_files": count(&counters.discarded),
+            "replaced_files": count(&counters.replaced),
+            "unverified_loads": count(&counters.unverified),
+            "not_direct_files": count(&counters.not_direct),
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(self.pool.close())
+    }
+}

@@ -1,0 +1,259 @@
+//! Where an object's file is, and which object a file is.
+//!
+//! Names are those of LMCache. An object whose name would be too long for a file system, or would be read back as that
+//! of another object, gets [`HASHED`] and the hash of its key as its name, and its key into its file.
+
+use kvtier_core::object_key::{KeyShape, ObjectKey};
+
+/// What a name begins with that is a hash.
+const HASHED: char = '#';
+
+/// What the name of a file begins with that is being written.
+pub(super) const TEMPORARY: &str = ".kvtier-tmp-";
+
+/// The directory of files that turned out to be damaged.
+pub(super) const QUARANTINE: &str = ".quarantine";
+
+const EXTENSION: &str = ".data";
+
+/// Longest name in Linux file systems, in bytes.
+const NAME_MAX: usize = 255;
+
+/// How files are spread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Layout {
+    /// All in one directory, where LMCache looks for them.
+    #[default]
+    Flat,
+    /// In 65536 directories, by the first bytes of the chunk's hash: `ab/cd/`.
+    Sharded,
+}
+
+/// A place where an object's file can be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Place {
+    /// From the base directory on.
+    pub path: String,
+    /// The key in text, where the name does not tell it.
+    pub text: Option<String>,
+    pub shape: KeyShape,
+    pub layout: Layout,
+}
+
+impl Place {
+    pub(super) fn text_len(&self) -> usize {
+        self.text.as_ref().map_or(0, String::len)
+    }
+
+    pub(super) fn of(key: &ObjectKey, shape: KeyShape, layout: Layout) -> Self {
+        let (name, text) = name(key, shape);
+        let path = match layout {
+            Layout::Flat => name,
+            Layout::Sharded => format!("{}/{name}", shard_path(shard(key))),
+        };
+        Self {
+            path,
+            text,
+            shape,
+            layout,
+        }
+    }
+}
+
+/// The text that stands for a key in digests and in files.
+pub(super) fn key_text(key: &ObjectKey) -> String {
+    key.text().name(KeyShape::Grouped)
+}
+
+/// The name of a key's file, and the key's text if it is hashed.
+fn name(key: &ObjectKey, shape: KeyShape) -> (String, Option<String>) {
+    let model = key.model_name();
+    let name = key.text().file_name(shape);
+    // The last two would be taken for what they are not; a zero byte ends a name.
+    let is_odd = name.len() > NAME_MAX
+        || model.contains("-SEP-")
+        || model.contains('\0')
+        || name.starts_with(TEMPORARY);
+    if !is_odd {
+        return (name, None);
+    }
+    let text = key_text(key);
+    (hashed_name(&text), Some(text))
+}
+
+pub(super) fn hashed_name(text: &str) -> String {
+    let hash = blake3::hash(text.as_bytes());
+    format!("{HASHED}{}{EXTENSION}", hash.to_hex())
+}
+
+impl Layout {
+    /// The other one.
+    pub(super) fn other(self) -> Self {
+        match self {
+            Self::Flat => Self::Sharded,
+            Self::Sharded => Self::Flat,
+        }
+    }
+
+    /// As in a configuration.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Flat => "flat",
+            Self::Sharded => "sharded",
+        }
+    }
+}
+
+/// The other shape.
+pub(super) fn other_shape(shape: KeyShape) -> KeyShape {
+    match shape {
+        KeyShape::Grouped => KeyShape::Ungrouped,
+        KeyShape::Ungrouped => KeyShape::Grouped,
+    }
+}
+
+/// Number of the directory of a key's file.
+pub(super) fn shard(key: &ObjectKey) -> u16 {
+    let hash = key.chunk_hash();
+    u16::from_be_bytes([hash.0[0], hash.0[1]])
+}
+
+/// The directory with this number.
+pub(super) fn shard_path(shard: u16) -> String {
+    format!("{:02x}/{:02x}", shard >> 8, shard & 0xff)
+}
+
+/// Whether this is the first part of a [`shard_path`].
+pub(super) fn is_shard_dir(name: &str) -> bool {
+    let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    name.len() == 2 && name.bytes().all(is_digit)
+}
+
+/// What a name in one of our directories says.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Named {
+    /// An object; only names that we would give are taken for one.
+    Object(Box<ObjectKey>, KeyShape),
+    /// An object whose key is in its file.
+    Hashed,
+    /// Something that is being written, or was.
+    Temporary,
+    /// Nothing of ours.
+    Foreign,
+}
+
+pub(super) fn parse(file_name: &str) -> Named {
+    if file_name.starts_with(TEMPORARY) {
+        return Named::Temporary;
+    }
+    if let Some(hash) = file_name.strip_prefix(HASHED) {
+        let is_hash = |hash: &str| hash.len() == 64 && hash.bytes().all(|b| b.is_ascii_hexdigit());
+        if hash.strip_suffix(EXTENSION).is_some_and(is_hash) {
+            return Named::Hashed;
+        }
+    }
+    let Ok(key) = ObjectKey::parse_file_name(file_name, None) else {
+        return Named::Foreign;
+    };
+    for shape in [KeyShape::Grouped, KeyShape::Ungrouped] {
+        if name(&key, shape).0 == file_name {
+            return Named::Object(Box::new(key), shape);
+        }
+    }
+    Named::Foreign
+}
+
+#[cfg(test)]
+mod tests {
+    use kvtier_core::hashing::ChunkHash;
+
+    use super::*;
+
+    fn key(model: &str, group: u32, salt: &str) -> ObjectKey {
+        ObjectKey::new(ChunkHash([0xab; 32]), model, 0x0102_0102, group, salt).unwrap()
+    }
+
+    #[test]
+    fn names_read_back_in_both_shapes() {
+        let hash = "ab".repeat(32);
+        for (shape, group, salt, expected) in [
+            (
+                KeyShape::Grouped,
+                0,
+                "",
+                format!("m-SEP-x@0x01020102@0@{hash}.data"),
+            ),
+            (
+                KeyShape::Grouped,
+                18,
+                "s",
+                format!("m-SEP-x@0x01020102@12@{hash}@s.data"),
+            ),
+            (
+                KeyShape::Ungrouped,
+                0,
+                "s",
+                format!("m-SEP-x@0x01020102@{hash}@s.data"),
+            ),
+        ] {
+            let key = key("m/x", group, salt);
+            let place = Place::of(&key, shape, Layout::Flat);
+            assert_eq!(
+                (place.path.as_str(), &place.text),
+                (expected.as_str(), &None)
+            );
+            assert_eq!(
+                parse(&expected),
+                Named::Object(Box::new(key.clone()), shape)
+            );
+            let sharded = Place::of(&key, shape, Layout::Sharded);
+            assert_eq!(sharded.path, format!("ab/ab/{expected}"));
+        }
+    }
+
+    #[test]
+    fn names_that_would_be_too_long_or_misread_are_hashed() {
+        let salt = "s".repeat(128);
+        let long = "m".repeat(44);
+        for odd in [
+            key(&long, 0, &salt),
+            key("a-SEP-b", 0, ""),
+            key("a\0b", 0, ""),
+            key(".kvtier-tmp-1", 0, ""),
+            key("x", 0, &"é".repeat(128)),
+        ] {
+            let place = Place::of(&odd, KeyShape::Grouped, Layout::Flat);
+            assert_eq!(place.text.as_deref(), Some(key_text(&odd).as_str()));
+            assert!(place.path.starts_with('#') && place.path.len() <= NAME_MAX);
+            assert_eq!(parse(&place.path), Named::Hashed);
+        }
+        let fits = key(&"m".repeat(40), 0, &salt);
+        let place = Place::of(&fits, KeyShape::Grouped, Layout::Flat);
+        assert_eq!((place.path.len() <= NAME_MAX, place.text), (true, None));
+    }
+
+    #[test]
+    fn other_names_are_foreign() {
+        let hash = "ab".repeat(32);
+        for foreign in [
+            "",
+            "x",
+            "#abc.data",
+            "notes.txt",
+            "m@0x01020102@0@abcd.data",
+            &format!("m@0x01020102@0@{hash}"),
+            &format!("m@0x01020102@0@{hash}.tmp"),
+            // They mean an object, but nobody looks for it there.
+            &format!("m@01020102@0@{hash}.data"),
+            &format!("m@0x01020102@00@{hash}.data"),
+            &format!("m@0x01020102@0@{}.data", hash.to_uppercase()),
+            &format!("#{}", hash),
+        ] {
+            assert_eq!(parse(foreign), Named::Foreign, "{foreign}");
+        }
+        assert_eq!(parse(".kvtier-tmp-1"), Named::Temporary);
+        assert!(
+            is_shard_dir("0f") && !is_shard_dir("0F") && !is_shard_dir("0") && !is_shard_dir("..")
+        );
+    }
+}

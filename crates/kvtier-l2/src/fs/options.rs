@@ -1,0 +1,176 @@
+//! What the file system adapters can be told.
+
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use kvtier_core::object_key::KeyShape;
+
+use super::FsAdapter;
+use super::names::Layout;
+use crate::adapter::Adapter;
+use crate::config::{AdapterConfig, ConfigError, Fallback, Interval, Key, Options, Shape};
+use crate::error::L2Error;
+use crate::registry::{AdapterType, Registry};
+
+/// What survives a loss of power.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Fsync {
+    /// What the system wrote by then. Files that were not wholly written are found out by their checksums.
+    #[default]
+    Never,
+    /// The bytes of each file that has its name.
+    File,
+    /// Each object whose store was answered.
+    FileAndDir,
+}
+
+/// How a directory is used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FsOptions {
+    /// The directory. It is made where it is missing.
+    pub base_path: PathBuf,
+    /// Where files are written before they get their name, from `base_path` on; empty for the directory itself.
+    pub relative_tmp_dir: String,
+    /// Bytes the system is asked to read ahead when a file is opened.
+    pub read_ahead_size: Option<u64>,
+    /// Past the page cache.
+    pub use_odirect: bool,
+    /// Threads, at least 1.
+    pub num_workers: usize,
+    /// How files are spread.
+    pub layout: Layout,
+    /// Which names files are given.
+    pub names: KeyShape,
+    /// What survives a loss of power.
+    pub fsync: Fsync,
+}
+
+impl FsOptions {
+    /// The defaults, for this directory.
+    pub fn new(base_path: impl Into<PathBuf>) -> Self {
+        Self {
+            base_path: base_path.into(),
+            relative_tmp_dir: String::new(),
+            read_ahead_size: None,
+            use_odirect: false,
+            num_workers: 4,
+            layout: Layout::Flat,
+            names: KeyShape::Grouped,
+            fsync: Fsync::Never,
+        }
+    }
+
+    fn of(options: &Options) -> Self {
+        Self {
+            base_path: options.get::<&str>("base_path").into(),
+            relative_tmp_dir: options.get("relative_tmp_dir"),
+            read_ahead_size: options.find("read_ahead_size"),
+            use_odirect: options.get("use_odirect"),
+            num_workers: options.get("num_workers"),
+            layout: match options.get("layout") {
+                "sharded" => Layout::Sharded,
+                _ => Layout::Flat,
+            },
+            names: match options.get("names") {
+                "0.4" => KeyShape::Ungrouped,
+                _ => KeyShape::Grouped,
+            },
+            fsync: match options.get("fsync") {
+                "file" => Fsync::File,
+                "file+dir" => Fsync::FileAndDir,
+                _ => Fsync::Never,
+            },
+        }
+    }
+}
+
+const KEYS: &[Key] = &[
+    Key::text("base_path", "The directory; it is made where it is missing").required(),
+    Key::of(
+        "relative_tmp_dir",
+        Shape::AnyText,
+        "Where files are written before they get their name, below base_path; empty is base_path itself",
+    )
+    .or(Fallback::Text("")),
+    Key::integer(
+        "read_ahead_size",
+        1,
+        i64::MAX,
+        "How much the system is asked to read ahead when a file is opened; unset is its own choice",
+    )
+    .unit("bytes"),
+    Key::switch(
+        "use_odirect",
+        "Read and write past the page cache; files for which that is not possible go through it",
+    ),
+    Key::integer("num_workers", 1, 1024, "Threads that wait for the disk")
+        .or(Fallback::Integer(4)),
+    Key::number(
+        "max_capacity_gb",
+        Interval::from(0.0),
+        "What the objects may take; 0 is no bound but the disk's",
+    )
+    .unit("GiB")
+    .or(Fallback::Number(0.0)),
+    Key::of(
+        "layout",
+        Shape::OneOf(&["flat", "sharded"]),
+        "All files in one directory, where LMCache looks for them, or in 65536 below it, for tens of millions; \
+         both are read",
+    )
+    .or(Fallback::Text("flat")),
+    Key::of(
+        "names",
+        Shape::OneOf(&["auto", "0.5", "0.4"]),
+        "Which release of LMCache finds the files that are written; both are read, auto is the newest",
+    )
+    .or(Fallback::Text("auto")),
+    Key::of(
+        "fsync",
+        Shape::OneOf(&["never", "file", "file+dir"]),
+        "What is surely on the disk once it is stored; a file that is not is found out by its checksum",
+    )
+    .or(Fallback::Text("never")),
+    Key::of(
+        "io_engine",
+        Shape::OneOf(&["auto", "posix"]),
+        "How bytes are moved; auto is posix",
+    )
+    .or(Fallback::Text("auto")),
+];
+
+fn check(options: &Options) -> Result<(), ConfigError> {
+    let inside = Path::new(options.get::<&str>("relative_tmp_dir"));
+    let is_inside = |part: Component<'_>| matches!(part, Component::Normal(_) | Component::CurDir);
+    match inside.components().all(is_inside) {
+        true => Ok(()),
+        false => Err(options.refuse("relative_tmp_dir", "a relative path without ..")),
+    }
+}
+
+fn open(
+    kind: &'static str,
+    config: &AdapterConfig,
+    _: &Registry,
+) -> Result<Arc<dyn Adapter>, L2Error> {
+    Ok(Arc::new(FsAdapter::open(
+        kind,
+        &FsOptions::of(&config.options),
+    )?))
+}
+
+/// LMCache's `fs`.
+pub(crate) const FS: AdapterType = AdapterType::new(
+    "fs",
+    "Keeps each object as a file of a directory; other servers and LMCache can use it at the same time",
+    KEYS,
+    |config, registry| open("fs", config, registry),
+)
+.check(check);
+
+/// LMCache's `fs_native`.
+pub(crate) const FS_NATIVE: AdapterType =
+    AdapterType::new("fs_native", "The same as fs", KEYS, |config, registry| {
+        open("fs_native", config, registry)
+    })
+    .check(check);

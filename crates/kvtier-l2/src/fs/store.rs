@@ -1,0 +1,267 @@
+//! Writing an object's file.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::fs::{AtFlags, Mode};
+use rustix::io::Errno;
+
+use super::base::{self, Temporary, is_file};
+use super::files::{Files, Look, READ_FLAGS, Scratch, count, read_end, size, stat};
+use super::io;
+use super::names::{Place, key_text};
+use super::options::Fsync;
+use super::trailer::{BLOCK, Form, LEN, Trailer, file_len, form_of};
+use crate::adapter::Stored;
+use crate::error::{ErrorKind, L2Error};
+use crate::object::{ObjectSpec, StoreItem};
+
+/// What is in an object's place.
+enum There {
+    Nothing,
+    /// The object; bytes of its file.
+    Object(u64),
+    /// A file that is not the object, or not any more.
+    Other,
+    /// No file.
+    Foreign,
+}
+
+/// Why a file was not written.
+enum Failed {
+    /// A directory is gone.
+    NoDirectory,
+    Error(L2Error),
+}
+
+impl From<L2Error> for Failed {
+    fn from(error: L2Error) -> Self {
+        Self::Error(error)
+    }
+}
+
+impl Files {
+    /// Writes one object, unless it is there.
+    pub(super) fn store(
+        &self,
+        item: &StoreItem,
+        look: Look,
+        scratch: &mut Scratch,
+    ) -> Result<Stored, L2Error> {
+        let object = &item.object;
+        if item.from.len() != object.len {
+            let message = format!("{} bytes were given for {}", item.from.len(), object.len);
+            return Err(L2Error::new(ErrorKind::Refused, message));
+        }
+        let dir = self.base.current();
+        let (place, others) = self.places(&object.key, look);
+        match there(&dir, &place, object)? {
+            There::Nothing => {}
+            There::Object(bytes) => return Ok(Stored::AlreadyThere(bytes)),
+            There::Other => count(&self.counters.replaced),
+            There::Foreign => {
+                let message = format!("in the place of {:?} is no file", place.path);
+                return Err(L2Error::new(ErrorKind::Refused, message));
+            }
+        }
+        for other in others {
+            if let There::Object(bytes) = there(&dir, &other, object)? {
+                self.found_at(&other);
+                return Ok(Stored::AlreadyThere(bytes));
+            }
+        }
+        let written = match self.write(&dir, &place, item, scratch) {
+            Err(Failed::NoDirectory) => {
+                let dir = self.base.restored();
+                let dir = dir.map_err(|error| io::refused("make", "the base directory", error))?;
+                self.write(&dir, &place, item, scratch)
+            }
+            written => written,
+        };
+        written.map(Stored::Written).map_err(|failed| match failed {
+            Failed::Error(error) => error,
+            Failed::NoDirectory => L2Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "the directory of {:?} is removed again and again",
+                    place.path
+                ),
+            ),
+        })
+    }
+
+    /// Writes the file; its bytes.
+    fn write(
+        &self,
+        dir: &OwnedFd,
+        place: &Place,
+        item: &StoreItem,
+        scratch: &mut Scratch,
+    ) -> Result<u64, Failed> {
+        let direct = self.is_direct(&item.from);
+        let (body, tail) = self.tail(place, item, direct, scratch)?;
+        let Temporary { path, file } = match self.base.create(dir, direct) {
+            Ok(temporary) => temporary,
+            Err(Errno::NOENT) => return Err(Failed::NoDirectory),
+            Err(error) => return Err(io::refused("make a file for", &place.path, error).into()),
+        };
+        let written = self
+            .fill(file, place, item, body, tail)
+            .map_err(Failed::Error)
+            .and_then(|()| self.publish(dir, &path, place));
+        if written.is_err() {
+            let _ = rustix::fs::unlinkat(dir, &path, AtFlags::empty());
+        }
+        written.map(|()| body + tail.len() as u64)
+    }
+
+    /// What is written from memory other than the object's, and how many bytes of the object before.
+    fn tail<'a>(
+        &self,
+        place: &Place,
+        item: &StoreItem,
+        direct: bool,
+        scratch: &'a mut Scratch,
+    ) -> Result<(u64, &'a [u8]), L2Error> {
+        let object = &item.object;
+        let text = place.text.as_deref().unwrap_or_default();
+        let text_len = u16::try_from(text.len()).map_err(|_| {
+            let message = format!("a key of {} bytes is too long", text.len());
+            L2Error::new(ErrorKind::Refused, message)
+        })?;
+        let memory =
+            |error: kvtier_memory::AccessError| L2Error::new(ErrorKind::Memory, error.to_string());
+        let trailer = Trailer {
+            text_len,
+            len: object.len,
+            layout: object.layout,
+            key: key_digest(place, object),
+            data: item.from.checksum().map_err(memory)?,
+        };
+        let rest = match direct {
+            true => object.len % BLOCK,
+            false => 0,
+        };
+        let body = object.len - rest;
+        let tail = scratch.take((file_len(object.len, text.len(), direct) - body) as usize);
+        tail.fill(0);
+        let mut unaligned = Vec::new();
+        item.from
+            .read_into(body, rest, &mut unaligned)
+            .map_err(memory)?;
+        tail[..unaligned.len()].copy_from_slice(&unaligned);
+        let (before, end) = tail.split_at_mut(tail.len() - LEN);
+        end.copy_from_slice(&trailer.encode());
+        let text_at = before.len() - text.len();
+        before[text_at..].copy_from_slice(text.as_bytes());
+        Ok((body, tail))
+    }
+
+    fn fill(
+        &self,
+        file: OwnedFd,
+        place: &Place,
+        item: &StoreItem,
+        body: u64,
+        tail: &[u8],
+    ) -> Result<(), L2Error> {
+        let refused = |error| io::refused("write", &place.path, error);
+        let write = || self.engine.write(file.as_fd(), &item.from, body, tail);
+        let mut written = write();
+        if let Err(error) = &written
+            && self.direct
+            && io::refuses_direct(error)
+        {
+            self.note_not_direct(error);
+            io::leave_direct(&file).map_err(refused)?;
+            written = write();
+        }
+        written.map_err(|error| io::failed("write", &place.path, &error))?;
+        if self.fsync != Fsync::Never {
+            self.engine.sync(file.as_fd()).map_err(refused)?;
+        }
+        io::close(file).map_err(refused)
+    }
+
+    /// Gives a written file its name.
+    fn publish(&self, dir: &OwnedFd, temporary: &str, place: &Place) -> Result<(), Failed> {
+        let refused = |error| Failed::Error(io::refused("name", &place.path, error));
+        let rename = || rustix::fs::renameat(dir, temporary, dir, &place.path);
+        let mut renamed = rename();
+        if renamed == Err(Errno::NOENT) {
+            base::make_parents(dir, &place.path).map_err(|error| match error {
+                Errno::NOENT => Failed::NoDirectory,
+                error => refused(error),
+            })?;
+            renamed = rename();
+        }
+        match renamed {
+            Ok(()) => {}
+            Err(Errno::NOENT) => return Err(Failed::NoDirectory),
+            Err(error) => return Err(refused(error)),
+        }
+        if self.fsync == Fsync::FileAndDir {
+            self.sync_parents(dir, &place.path).map_err(refused)?;
+        }
+        Ok(())
+    }
+
+    /// The directory of the name, and those above it, which may be new.
+    fn sync_parents(&self, dir: &OwnedFd, path: &str) -> Result<(), Errno> {
+        for (end, _) in path.rmatch_indices('/') {
+            let parent = rustix::fs::openat(dir, &path[..end], base::DIR_FLAGS, Mode::empty())?;
+            self.engine.sync(parent.as_fd())?;
+        }
+        self.engine.sync(dir.as_fd())
+    }
+}
+
+pub(super) fn key_digest(place: &Place, object: &ObjectSpec) -> u128 {
+    match &place.text {
+        Some(text) => kvtier_memory::checksum::checksum128(text.as_bytes()),
+        None => kvtier_memory::checksum::checksum128(key_text(&object.key).as_bytes()),
+    }
+}
+
+/// Looks at what is in a place; the object's bytes themselves are not compared.
+fn there(dir: &OwnedFd, place: &Place, object: &ObjectSpec) -> Result<There, L2Error> {
+    let Some(seen) = stat(dir, &place.path)? else {
+        return Ok(There::Nothing);
+    };
+    if !is_file(&seen) {
+        return Ok(There::Foreign);
+    }
+    let Some(form) = form_of(size(&seen), object.len, place.text_len()) else {
+        return Ok(There::Other);
+    };
+    let refused = |error| io::refused("read", &place.path, error);
+    let file = match rustix::fs::openat(dir, &place.path, READ_FLAGS, Mode::empty()) {
+        Ok(file) => file,
+        Err(Errno::NOENT) => return Ok(There::Nothing),
+        // It cannot be read by us ever.
+        Err(Errno::ACCESS | Errno::PERM) => return Ok(There::Other),
+        Err(error) => return Err(refused(error)),
+    };
+    let end = match read_end(&file, size(&seen), place.text_len()) {
+        Err(Errno::IO) => return Ok(There::Other),
+        end => end.map_err(refused)?,
+    };
+    let is_object = match (form, end) {
+        (Form::Bare, end) => end.is_none(),
+        (Form::Trailed, None) => false,
+        (Form::Trailed, Some((trailer, text))) => {
+            trailer.is_of(object, key_digest(place, object))
+                && text == place.text.as_deref().unwrap_or_default().as_bytes()
+        }
+    };
+    Ok(match is_object {
+        true => There::Object(size(&seen)),
+        false => There::Other,
+    })
+}
+
+impl Trailer {
+    /// Whether it is of this object, if of these bytes or not.
+    pub(super) fn is_of(&self, object: &ObjectSpec, key: u128) -> bool {
+        (self.len, self.layout, self.key) == (object.len, object.layout, key)
+    }
+}

@@ -1,0 +1,202 @@
+//! Files that are not what was stored.
+
+use std::fs;
+use std::io::{Seek, SeekFrom, Write};
+
+use super::*;
+
+/// Stores an object, does this to its file, and expects a miss, a file put aside, and that it can be stored again.
+fn is_found_out(what: &str, damage: impl Fn(&Path)) {
+    for direct in [false, true] {
+        let fixture = Fixture::with(|options| options.use_odirect = direct);
+        let (object, other) = (object(1), object(2));
+        fixture.store(&object).unwrap();
+        fixture.store(&other).unwrap();
+        let path = fixture.path(&object);
+        damage(&path);
+        assert_eq!(fixture.load(&object), Err(ErrorKind::Corrupt), "{what}");
+        assert!(!path.exists(), "{what}");
+        assert_eq!(fixture.status("quarantined_files"), 1, "{what}");
+        let aside = fixture
+            .base()
+            .join(".quarantine")
+            .join(path.file_name().unwrap());
+        assert!(aside.exists(), "{what}");
+        assert!(!fixture.has(&object), "{what}");
+        assert_eq!(fixture.load(&object), Err(ErrorKind::NotFound), "{what}");
+        assert!(
+            matches!(fixture.store(&object), Ok(Stored::Written(_))),
+            "{what}"
+        );
+        assert_eq!(fixture.load(&object), Ok(true), "{what}");
+        assert_eq!(fixture.load(&other), Ok(true), "{what}");
+    }
+}
+
+fn truncate(path: &Path, len: u64) {
+    fs::OpenOptions::new()
+        .write(true)
+        .open(path)
+        .unwrap()
+        .set_len(len)
+        .unwrap();
+}
+
+fn flip(path: &Path, at: u64) {
+    let byte = fs::read(path).unwrap()[at as usize] ^ 4;
+    let mut file = fs::OpenOptions::new().write(true).open(path).unwrap();
+    file.seek(SeekFrom::Start(at)).unwrap();
+    file.write_all(&[byte]).unwrap();
+}
+
+fn len(path: &Path) -> u64 {
+    fs::metadata(path).unwrap().len()
+}
+
+#[test]
+fn a_truncated_file() {
+    is_found_out("by half", |path| truncate(path, LEN / 2));
+    is_found_out("by a byte", |path| truncate(path, len(path) - 1));
+    is_found_out("inside the object", |path| truncate(path, LEN - 1));
+}
+
+#[test]
+fn an_emptied_file() {
+    is_found_out("emptied", |path| truncate(path, 0));
+}
+
+#[test]
+fn a_longer_file() {
+    is_found_out("longer", |path| truncate(path, len(path) + 1));
+    is_found_out("by blocks", |path| truncate(path, len(path) + 8192));
+}
+
+#[test]
+fn a_flipped_bit_anywhere() {
+    for at in [0, 1, 4095, 4096, LEN - 1] {
+        is_found_out("of the object", |path| flip(path, at));
+    }
+    for before_end in [1, 8, 30, 50, 60, 64] {
+        is_found_out("of the trailer", |path| flip(path, len(path) - before_end));
+    }
+}
+
+#[test]
+fn a_file_of_zeroes() {
+    is_found_out("zeroes", |path| {
+        let len = len(path);
+        truncate(path, 0);
+        truncate(path, len);
+    });
+}
+
+#[test]
+fn another_objects_file() {
+    is_found_out("another's", |path| {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        let other = path.with_file_name(name.replace(&"01".repeat(32), &"02".repeat(32)));
+        fs::copy(other, path).unwrap();
+    });
+}
+
+#[test]
+fn a_file_of_another_layout_stays_until_it_is_replaced() {
+    for direct in [false, true] {
+        // The last has as many bytes with its trailer as the first alone.
+        for (len, layout) in [(LEN, LAYOUT + 1), (LEN / 2, LAYOUT), (LEN - 64, LAYOUT)] {
+            let fixture = Fixture::with(|options| options.use_odirect = direct);
+            let (stored, wanted) = (
+                ObjectSpec {
+                    len,
+                    layout,
+                    ..object(1)
+                },
+                object(1),
+            );
+            fixture.store(&stored).unwrap();
+            assert_eq!(fixture.load(&wanted), Err(ErrorKind::Corrupt));
+            assert_eq!(fixture.load(&stored), Ok(true));
+            assert!(matches!(fixture.store(&wanted), Ok(Stored::Written(_))));
+            assert_eq!(fixture.status("replaced_files"), 1);
+            assert_eq!(fixture.load(&wanted), Ok(true));
+            assert_eq!(fixture.load(&stored), Err(ErrorKind::Corrupt));
+        }
+    }
+}
+
+#[test]
+fn a_store_replaces_what_is_seen_to_be_damaged() {
+    for damage in [
+        (|path: &Path| truncate(path, 100)) as fn(&Path),
+        |path| truncate(path, 0),
+        |path| flip(path, len(path) - 20),
+    ] {
+        let fixture = Fixture::new();
+        fixture.store(&object(1)).unwrap();
+        damage(&fixture.path(&object(1)));
+        assert!(matches!(fixture.store(&object(1)), Ok(Stored::Written(_))));
+        assert_eq!(fixture.load(&object(1)), Ok(true));
+    }
+}
+
+#[test]
+fn the_quarantine_does_not_grow_for_ever() {
+    let fixture = Fixture::new();
+    let numbers = 0..40;
+    for number in numbers.clone() {
+        fixture.store(&object(number)).unwrap();
+        truncate(&fixture.path(&object(number)), 1);
+        assert_eq!(fixture.load(&object(number)), Err(ErrorKind::Corrupt));
+    }
+    let kept = fixture.status("quarantined_files");
+    assert_eq!(
+        names_in(&fixture.base().join(".quarantine")).len() as u64,
+        kept
+    );
+    assert_eq!(kept + fixture.status("discarded_files"), 40);
+    assert!((1..40).contains(&kept));
+    // Nor by starting again.
+    let again = Fixture::with(|options| options.base_path = fixture.base().to_owned());
+    again.store(&object(50)).unwrap();
+    truncate(&again.path(&object(50)), 1);
+    assert_eq!(again.load(&object(50)), Err(ErrorKind::Corrupt));
+    assert_eq!(
+        (
+            again.status("quarantined_files"),
+            again.status("discarded_files")
+        ),
+        (0, 1)
+    );
+}
+
+#[test]
+fn links_directories_and_pipes_are_foreign() {
+    let fixture = Fixture::new();
+    let secret = fixture.dir.path().join("secret");
+    fs::write(&secret, bytes(&object(1))).unwrap();
+    std::os::unix::fs::symlink(&secret, fixture.path(&object(1))).unwrap();
+    fs::create_dir(fixture.path(&object(2))).unwrap();
+    let pipe = fixture.path(&object(3));
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &pipe,
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RWXU,
+        0,
+    )
+    .unwrap();
+    for number in [1, 2, 3] {
+        let object = object(number);
+        assert!(!fixture.has(&object));
+        assert_eq!(fixture.load(&object), Err(ErrorKind::NotFound));
+        assert_eq!(fixture.store(&object), Err(ErrorKind::Refused));
+        assert_eq!(
+            block_on(fixture.adapter.delete(vec![object.key.clone()])),
+            [Ok(false)]
+        );
+    }
+    let (listed, recovered) = fixture.recover();
+    assert_eq!((listed.len(), recovered.foreign), (0, 3));
+    assert_eq!(fs::read(&secret).unwrap(), bytes(&object(1)));
+    assert!(fixture.path(&object(1)).is_symlink());
+}

@@ -1,0 +1,276 @@
+//! Disks that are full, broken or gone, and threads that fail.
+
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::AtomicU32;
+
+use kvtier_memory::FileError;
+use rustix::io::Errno;
+
+use super::*;
+
+/// Fails in a chosen way until it is told to work; a write fails behind its first bytes.
+struct Faulty {
+    error: Arc<AtomicU32>,
+    panics: bool,
+}
+
+impl Faulty {
+    fn fault(&self) -> Result<(), FileError> {
+        match self.error.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            error => {
+                assert!(!self.panics, "as the test wants it");
+                Err(FileError::System {
+                    done: 0,
+                    source: Errno::from_raw_os_error(error as i32).into(),
+                })
+            }
+        }
+    }
+}
+
+impl Engine for Faulty {
+    fn name(&self) -> &'static str {
+        "faulty"
+    }
+
+    fn read(
+        &self,
+        file: BorrowedFd<'_>,
+        to: &Buffer,
+        body: u64,
+        tail: &mut [u8],
+        size: u64,
+    ) -> Result<u64, FileError> {
+        self.fault()?;
+        Posix.read(file, to, body, tail, size)
+    }
+
+    fn write(
+        &self,
+        file: BorrowedFd<'_>,
+        from: &Buffer,
+        body: u64,
+        tail: &[u8],
+    ) -> Result<(), FileError> {
+        if let Err(error) = self.fault() {
+            Posix.write(file, from, body.min(4096), &[])?;
+            return Err(error);
+        }
+        Posix.write(file, from, body, tail)
+    }
+
+    fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
+        Posix.sync(file)
+    }
+}
+
+fn faulty(panics: bool) -> (Fixture, Arc<AtomicU32>) {
+    let mut fixture = Fixture::new();
+    let error = Arc::new(AtomicU32::new(0));
+    let engine = Faulty {
+        error: Arc::clone(&error),
+        panics,
+    };
+    fixture.adapter = FsAdapter::open_with("fs", &fixture.options, Box::new(engine)).unwrap();
+    (fixture, error)
+}
+
+#[test]
+fn a_full_disk_refuses_stores_and_nothing_else() {
+    for full in [Errno::NOSPC, Errno::DQUOT] {
+        let (fixture, error) = faulty(false);
+        fixture.store(&object(1)).unwrap();
+        error.store(full.raw_os_error() as u32, Ordering::Relaxed);
+        assert_eq!(fixture.store(&object(2)), Err(ErrorKind::Full));
+        assert_eq!(fixture.names().len(), 1, "no part of a file is left");
+        assert!(fixture.has(&object(1)) && !fixture.has(&object(2)));
+        assert_eq!(fixture.adapter.status()["is_healthy"], true);
+        error.store(0, Ordering::Relaxed);
+        assert_eq!(fixture.load(&object(1)), Ok(true));
+        assert!(matches!(fixture.store(&object(2)), Ok(Stored::Written(_))));
+    }
+}
+
+#[test]
+fn a_disk_that_does_not_take_writes_is_told_in_the_status() {
+    let (fixture, error) = faulty(false);
+    for (errno, kind) in [
+        (Errno::IO, ErrorKind::Unavailable),
+        (Errno::FBIG, ErrorKind::Refused),
+        (Errno::ROFS, ErrorKind::Refused),
+    ] {
+        error.store(errno.raw_os_error() as u32, Ordering::Relaxed);
+        assert_eq!(fixture.store(&object(1)), Err(kind));
+        assert_eq!(fixture.names(), [""; 0]);
+        assert_eq!(fixture.adapter.status()["is_healthy"], false);
+    }
+    error.store(0, Ordering::Relaxed);
+    fixture.store(&object(1)).unwrap();
+    assert_eq!(fixture.adapter.status()["is_healthy"], true);
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_put_aside() {
+    let (fixture, error) = faulty(false);
+    fixture.store(&object(1)).unwrap();
+    error.store(Errno::IO.raw_os_error() as u32, Ordering::Relaxed);
+    assert_eq!(fixture.load(&object(1)), Err(ErrorKind::Corrupt));
+    assert_eq!(fixture.status("quarantined_files"), 1);
+    error.store(0, Ordering::Relaxed);
+    assert_eq!(fixture.load(&object(1)), Err(ErrorKind::NotFound));
+    assert!(matches!(fixture.store(&object(1)), Ok(Stored::Written(_))));
+    // What may pass by itself costs no file.
+    error.store(Errno::NOMEM.raw_os_error() as u32, Ordering::Relaxed);
+    assert_eq!(fixture.load(&object(1)), Err(ErrorKind::Unavailable));
+    error.store(0, Ordering::Relaxed);
+    assert_eq!(fixture.load(&object(1)), Ok(true));
+}
+
+#[test]
+fn where_direct_io_is_refused_the_page_cache_serves() {
+    let (mut fixture, error) = faulty(false);
+    let mut options = fixture.options.clone();
+    options.use_odirect = true;
+    /// Refuses once a file, as file systems with larger blocks do.
+    struct Picky;
+    fn is_direct(file: BorrowedFd<'_>) -> Result<(), FileError> {
+        match rustix::fs::fcntl_getfl(file)
+            .unwrap()
+            .contains(rustix::fs::OFlags::DIRECT)
+        {
+            true => Err(FileError::System {
+                done: 0,
+                source: Errno::INVAL.into(),
+            }),
+            false => Ok(()),
+        }
+    }
+    impl Engine for Picky {
+        fn name(&self) -> &'static str {
+            "picky"
+        }
+        fn read(
+            &self,
+            file: BorrowedFd<'_>,
+            to: &Buffer,
+            body: u64,
+            tail: &mut [u8],
+            size: u64,
+        ) -> Result<u64, FileError> {
+            is_direct(file)?;
+            Posix.read(file, to, body, tail, size)
+        }
+        fn write(
+            &self,
+            file: BorrowedFd<'_>,
+            from: &Buffer,
+            body: u64,
+            tail: &[u8],
+        ) -> Result<(), FileError> {
+            is_direct(file)?;
+            Posix.write(file, from, body, tail)
+        }
+        fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
+            Posix.sync(file)
+        }
+    }
+    drop(error);
+    fixture.adapter = FsAdapter::open_with("fs", &options, Box::new(Picky)).unwrap();
+    fixture.store(&object(1)).unwrap();
+    assert_eq!(fixture.load(&object(1)), Ok(true));
+    // None, where the file system refuses O_DIRECT when a file is opened already.
+    assert!(fixture.status("not_direct_files") % 2 == 0);
+}
+
+#[test]
+fn work_that_panics_fails_alone() {
+    let (fixture, error) = faulty(true);
+    error.store(Errno::IO.raw_os_error() as u32, Ordering::Relaxed);
+    for _ in 0..8 {
+        assert_eq!(fixture.store(&object(1)), Err(ErrorKind::Unavailable));
+    }
+    error.store(0, Ordering::Relaxed);
+    fixture.store(&object(1)).unwrap();
+    assert_eq!(fixture.load(&object(1)), Ok(true));
+}
+
+#[test]
+fn a_directory_removed_while_running_is_a_miss_and_made_anew() {
+    for layout in [Layout::Flat, Layout::Sharded] {
+        let fixture = Fixture::with(|options| {
+            options.layout = layout;
+            options.relative_tmp_dir = "being/written".into();
+        });
+        for _ in 0..2 {
+            fixture.store(&object(1)).unwrap();
+            std::fs::remove_dir_all(fixture.base()).unwrap();
+            assert!(!fixture.has(&object(1)));
+            assert_eq!(fixture.load(&object(1)), Err(ErrorKind::NotFound));
+            assert_eq!(
+                block_on(fixture.adapter.delete(vec![object(1).key])),
+                [Ok(false)]
+            );
+            assert!(matches!(fixture.store(&object(1)), Ok(Stored::Written(_))));
+            assert_eq!(fixture.load(&object(1)), Ok(true));
+        }
+        // Only what is inside: the directory itself stays.
+        for inside in std::fs::read_dir(fixture.base()).unwrap() {
+            let path = inside.unwrap().path();
+            let _ = std::fs::remove_dir_all(&path).or_else(|_| std::fs::remove_file(&path));
+        }
+        assert!(matches!(fixture.store(&object(2)), Ok(Stored::Written(_))));
+        assert_eq!(fixture.load(&object(2)), Ok(true));
+    }
+}
+
+#[test]
+fn a_directory_that_others_made_anew_is_found() {
+    let fixture = Fixture::new();
+    std::fs::remove_dir_all(fixture.base()).unwrap();
+    let other = Fixture::with(|options| options.base_path = fixture.base().to_owned());
+    other.store(&object(1)).unwrap();
+    assert!(fixture.has(&object(1)));
+    assert_eq!(fixture.load(&object(1)), Ok(true));
+}
+
+#[test]
+fn each_way_of_syncing_stores() {
+    for fsync in [Fsync::Never, Fsync::File, Fsync::FileAndDir] {
+        for layout in [Layout::Flat, Layout::Sharded] {
+            let fixture = Fixture::with(|options| {
+                options.fsync = fsync;
+                options.layout = layout;
+                options.read_ahead_size = Some(4096);
+            });
+            fixture.store(&object(1)).unwrap();
+            assert_eq!(fixture.load(&object(1)), Ok(true));
+        }
+    }
+}
+
+#[test]
+fn a_dropped_wait_frees_no_memory_that_is_used() {
+    use std::future::poll_fn;
+    use std::task::Poll;
+
+    let fixture = Fixture::new();
+    let hold: Arc<dyn std::any::Any + Send + Sync> = Arc::new(());
+    let extent = Extent::new(0, LEN);
+    let from = Buffer::new(Arc::clone(&fixture.arena), extent, Arc::clone(&hold));
+    from.write(0, &bytes(&object(1))).unwrap();
+    let batch = vec![StoreItem {
+        object: object(1),
+        from,
+    }];
+    let mut wait = fixture.adapter.store(batch);
+    block_on(poll_fn(|context| {
+        let _ = wait.as_mut().poll(context);
+        Poll::Ready(())
+    }));
+    drop(wait);
+    // Closing waits for what is under way; only then is the memory free for sure.
+    block_on(fixture.adapter.close());
+    assert_eq!(Arc::strong_count(&hold), 1);
+    assert!(fixture.names().len() <= 1);
+}

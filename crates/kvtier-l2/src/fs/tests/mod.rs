@@ -1,0 +1,300 @@
+//! The adapter over real directories. What every adapter must do is in the conformance suite.
+
+mod crash;
+mod damage;
+mod faults;
+mod places;
+mod scan;
+mod suite;
+
+use std::future::Future;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use kvtier_core::hashing::ChunkHash;
+use kvtier_core::object_key::{KeyShape, ObjectKey};
+use kvtier_memory::{Arena, ArenaKind, Extent};
+use parking_lot::Mutex;
+use tempfile::TempDir;
+
+use super::names::Place;
+use super::*;
+use crate::Buffer;
+
+const LAYOUT: u64 = 7;
+/// Bytes of an object in most tests; no multiple of a block.
+const LEN: u64 = 10_000;
+/// Room for an object.
+const SLOT: u64 = 64 << 10;
+
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .build()
+        .unwrap();
+    runtime.block_on(future)
+}
+
+fn key(number: u8, model: &str, salt: &str) -> ObjectKey {
+    ObjectKey::new(ChunkHash([number; 32]), model, 0x0101_0000, 0, salt).unwrap()
+}
+
+fn object(number: u8) -> ObjectSpec {
+    ObjectSpec {
+        key: key(number, "org/model", ""),
+        len: LEN,
+        layout: LAYOUT,
+    }
+}
+
+/// The bytes of an object, which no other one has.
+fn bytes(object: &ObjectSpec) -> Vec<u8> {
+    let seed =
+        kvtier_memory::checksum::checksum64(object.key.text().name(KeyShape::Grouped).as_bytes());
+    let mut bytes = Vec::new();
+    while bytes.len() < object.len as usize {
+        let next = seed
+            .wrapping_add(bytes.len() as u64)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        bytes.extend_from_slice(&next.to_le_bytes());
+    }
+    bytes.truncate(object.len as usize);
+    bytes
+}
+
+/// A directory and an adapter over it.
+struct Fixture {
+    dir: TempDir,
+    arena: Arc<Arena>,
+    options: FsOptions,
+    adapter: FsAdapter,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        Self::with(|_| {})
+    }
+
+    fn with(change: impl FnOnce(&mut FsOptions)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut options = FsOptions::new(dir.path().join("objects"));
+        options.num_workers = 2;
+        change(&mut options);
+        Self {
+            arena: Arc::new(Arena::create(ArenaKind::Anonymous, 64 * SLOT).unwrap()),
+            adapter: FsAdapter::open("fs", &options).unwrap(),
+            options,
+            dir,
+        }
+    }
+
+    fn base(&self) -> &Path {
+        &self.options.base_path
+    }
+
+    fn path(&self, object: &ObjectSpec) -> PathBuf {
+        self.base()
+            .join(Place::of(&object.key, self.options.names, self.options.layout).path)
+    }
+
+    fn buffer(&self, slot: u64, len: u64) -> Buffer {
+        Buffer::new(
+            Arc::clone(&self.arena),
+            Extent::new(slot * SLOT, len),
+            Arc::new(()),
+        )
+    }
+
+    fn item(&self, object: &ObjectSpec) -> StoreItem {
+        let from = self.buffer(0, object.len);
+        from.write(0, &bytes(object)).unwrap();
+        StoreItem {
+            object: object.clone(),
+            from,
+        }
+    }
+
+    fn store(&self, object: &ObjectSpec) -> Result<Stored, ErrorKind> {
+        store_by(&self.adapter, self.item(object))
+    }
+
+    fn has(&self, object: &ObjectSpec) -> bool {
+        block_on(self.adapter.lookup(vec![object.clone()])).unwrap()[0].is_some()
+    }
+
+    /// Whether the bytes had a checksum; they are compared here in any case.
+    fn load(&self, object: &ObjectSpec) -> Result<bool, ErrorKind> {
+        let to = self.buffer(1, object.len);
+        to.write(0, &vec![0xee; object.len as usize]).unwrap();
+        let item = LoadItem {
+            object: object.clone(),
+            to: to.clone(),
+        };
+        let loaded = block_on(self.adapter.load(vec![item]))
+            .remove(0)
+            .map_err(|error| error.kind())?;
+        let mut found = Vec::new();
+        to.read_into(0, object.len, &mut found).unwrap();
+        assert!(found == bytes(object), "wrong bytes of {:?}", object.key);
+        Ok(loaded.verified)
+    }
+
+    fn recover(&self) -> (Vec<Listed>, Recovered) {
+        let listed = Mutex::new(Vec::new());
+        let found = |page: Vec<Listed>| {
+            listed.lock().extend(page);
+            true
+        };
+        let recovered = block_on(self.adapter.recover(&found)).unwrap();
+        (listed.into_inner(), recovered)
+    }
+
+    /// Names below the base, but for its writers' own.
+    fn names(&self) -> Vec<String> {
+        let mut names = names_in(self.base());
+        names.retain(|name| !name.starts_with(super::names::TEMPORARY) || name.contains("-tmp-x"));
+        names
+    }
+
+    /// Writes a file as LMCache does.
+    fn write_bare(&self, object: &ObjectSpec, shape: KeyShape, padded_to: usize) {
+        let mut bytes = bytes(object);
+        bytes.resize(bytes.len().max(padded_to), 0);
+        let place = Place::of(&object.key, shape, Layout::Flat);
+        std::fs::write(self.base().join(place.path), bytes).unwrap();
+    }
+
+    fn status(&self, counter: &str) -> u64 {
+        self.adapter.status()[counter].as_u64().unwrap()
+    }
+}
+
+fn store_by(adapter: &FsAdapter, item: StoreItem) -> Result<Stored, ErrorKind> {
+    let mut stored = block_on(adapter.store(vec![item]));
+    stored.remove(0).map_err(|error| error.kind())
+}
+
+fn names_in(dir: &Path) -> Vec<String> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name().into_string().unwrap();
+        match entry.file_type().unwrap().is_dir() {
+            true => names.extend(
+                names_in(&entry.path())
+                    .iter()
+                    .map(|inside| format!("{name}/{inside}")),
+            ),
+            false => names.push(name),
+        }
+    }
+    names.sort();
+    names
+}
+
+#[test]
+fn the_bytes_of_a_file_are_those_that_lmcache_reads() {
+    for direct in [false, true] {
+        let fixture = Fixture::with(|options| options.use_odirect = direct);
+        for len in [0, 1, 4032, 4096, LEN, 1 << 15] {
+            let object = ObjectSpec {
+                len,
+                ..object(len as u8 ^ 3)
+            };
+            let stored = fixture.store(&object).unwrap();
+            let file = std::fs::read(fixture.path(&object)).unwrap();
+            assert_eq!(stored, Stored::Written(file.len() as u64));
+            assert_eq!(file[..len as usize], bytes(&object));
+            assert!(fixture.has(&object));
+            assert_eq!(fixture.load(&object), Ok(true));
+            assert_eq!(
+                fixture.store(&object),
+                Ok(Stored::AlreadyThere(file.len() as u64))
+            );
+        }
+    }
+}
+
+#[test]
+fn one_mode_reads_what_the_other_wrote() {
+    for direct in [false, true] {
+        let writer = Fixture::with(|options| options.use_odirect = direct);
+        let reader = Fixture::with(|options| {
+            options.base_path = writer.base().to_owned();
+            options.use_odirect = !direct;
+        });
+        for len in [100, 4096, LEN] {
+            let object = ObjectSpec {
+                len,
+                ..object(len as u8)
+            };
+            writer.store(&object).unwrap();
+            assert_eq!(reader.load(&object), Ok(true));
+        }
+    }
+}
+
+#[test]
+fn only_the_owner_can_read_what_is_there() {
+    let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
+    fixture.store(&object(1)).unwrap();
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    let file = fixture.path(&object(1));
+    assert_eq!(mode(&file), 0o600);
+    for dir in file.ancestors().skip(1).take(3) {
+        assert_eq!(mode(dir), 0o700, "{dir:?}");
+    }
+}
+
+#[test]
+fn a_base_path_that_cannot_be_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    for path in [file.clone(), file.join("below")] {
+        let error = FsAdapter::open("fs", &FsOptions::new(&path)).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert!(
+            error.to_string().contains(path.to_str().unwrap()),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_closed_adapter_answers_and_leaves_no_file_behind() {
+    let fixture = Fixture::new();
+    fixture.store(&object(1)).unwrap();
+    block_on(fixture.adapter.close());
+    assert_eq!(fixture.store(&object(2)), Err(ErrorKind::Unavailable));
+    assert_eq!(fixture.load(&object(1)), Err(ErrorKind::Unavailable));
+    assert_eq!(fixture.adapter.status()["is_healthy"], false);
+    let Fixture {
+        adapter,
+        options,
+        dir,
+        ..
+    } = fixture;
+    drop(adapter);
+    assert_eq!(names_in(&options.base_path).len(), 1);
+    drop(dir);
+}
+
+#[test]
+fn buffers_of_other_lengths_are_refused() {
+    let fixture = Fixture::new();
+    let mut item = fixture.item(&object(1));
+    item.object.len -= 1;
+    assert_eq!(store_by(&fixture.adapter, item), Err(ErrorKind::Refused));
+    let item = LoadItem {
+        object: object(1),
+        to: fixture.buffer(1, LEN - 1),
+    };
+    let loaded = block_on(fixture.adapter.load(vec![item])).remove(0);
+    assert_eq!(loaded.unwrap_err().kind(), ErrorKind::Refused);
+}
+
+#[test]
+fn room_on_the_disk_is_told() {
+    assert!(Fixture::new().adapter.free_bytes().unwrap() > 0);
+}

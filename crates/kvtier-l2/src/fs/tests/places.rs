@@ -1,0 +1,199 @@
+//! Where objects are found: both generations of names, both layouts, names that do not fit.
+
+use std::fs;
+
+use super::*;
+use crate::fs::names::parse;
+
+#[test]
+fn files_of_lmcache_are_read_without_a_checksum() {
+    for direct in [false, true] {
+        let fixture = Fixture::with(|options| options.use_odirect = direct);
+        // As written through the page cache, and past it.
+        for (number, padded_to) in [(1, 0), (2, 12_288)] {
+            let object = object(number);
+            fixture.write_bare(&object, KeyShape::Grouped, padded_to);
+            let size = (LEN as usize).max(padded_to) as u64;
+            let found = block_on(fixture.adapter.lookup(vec![object.clone()])).unwrap();
+            assert_eq!(found, [Some(size)]);
+            assert_eq!(fixture.load(&object), Ok(false));
+            assert_eq!(fixture.store(&object), Ok(Stored::AlreadyThere(size)));
+        }
+        assert_eq!(fixture.status("unverified_loads"), 2);
+        // Other lengths are not the object, and not found.
+        fixture.write_bare(&object(3), KeyShape::Grouped, LEN as usize + 1);
+        assert!(!fixture.has(&object(3)));
+        assert_eq!(fixture.load(&object(3)), Err(ErrorKind::Corrupt));
+    }
+}
+
+#[test]
+fn both_generations_are_found_and_the_asked_one_is_written() {
+    for (names, other) in [
+        (KeyShape::Grouped, KeyShape::Ungrouped),
+        (KeyShape::Ungrouped, KeyShape::Grouped),
+    ] {
+        let fixture = Fixture::with(|options| options.names = names);
+        let salted = ObjectSpec {
+            key: key(1, "m", "tenant"),
+            ..object(1)
+        };
+        let plain = object(2);
+        for object in [&salted, &plain] {
+            fixture.write_bare(object, other, 0);
+            assert!(fixture.has(object));
+            assert_eq!(fixture.load(object), Ok(false));
+            assert_eq!(fixture.store(object), Ok(Stored::AlreadyThere(LEN)));
+        }
+        let (listed, recovered) = fixture.recover();
+        assert_eq!((listed.len(), recovered.foreign), (2, 0));
+        assert!(fixture.has(&salted));
+
+        fixture.store(&object(3)).unwrap();
+        let name = fixture.path(&object(3));
+        let name = name.file_name().unwrap().to_str().unwrap();
+        assert!(matches!(parse(name), crate::fs::names::Named::Object(_, shape) if shape == names));
+        let keys = [&salted, &plain, &object(3)].map(|object| object.key.clone());
+        let deleted = block_on(fixture.adapter.delete(keys.to_vec()));
+        assert_eq!(deleted, [Ok(true), Ok(true), Ok(true)]);
+        assert_eq!(fixture.names(), [""; 0]);
+    }
+}
+
+#[test]
+fn keys_of_other_groups_have_one_name_in_both_generations() {
+    let key = ObjectKey::new(ChunkHash([5; 32]), "m", 1, 2, "").unwrap();
+    let object = ObjectSpec { key, ..object(5) };
+    let old = Fixture::with(|options| options.names = KeyShape::Ungrouped);
+    old.store(&object).unwrap();
+    let new = Fixture::with(|options| options.base_path = old.base().to_owned());
+    assert_eq!(new.load(&object), Ok(true));
+    assert_eq!(new.recover().0.len(), 1);
+    assert_eq!(new.adapter.files.others.get(), (false, false));
+}
+
+#[test]
+fn both_layouts_are_found_and_the_asked_one_is_written() {
+    for layout in [Layout::Flat, Layout::Sharded] {
+        let theirs = Fixture::with(|options| options.layout = layout.other());
+        let ours = Fixture::with(|options| {
+            options.layout = layout;
+            options.base_path = theirs.base().to_owned();
+        });
+        theirs.store(&object(1)).unwrap();
+        ours.store(&object(2)).unwrap();
+        for fixture in [&theirs, &ours] {
+            for number in [1, 2] {
+                assert!(fixture.has(&object(number)));
+                assert_eq!(fixture.load(&object(number)), Ok(true));
+                assert!(matches!(
+                    fixture.store(&object(number)),
+                    Ok(Stored::AlreadyThere(_))
+                ));
+            }
+            assert_eq!(fixture.recover().0.len(), 2);
+        }
+        assert!(ours.path(&object(2)).exists() && theirs.path(&object(1)).exists());
+        assert_eq!(
+            block_on(ours.adapter.delete(vec![object(1).key])),
+            [Ok(true)]
+        );
+        assert!(!theirs.has(&object(1)));
+    }
+}
+
+#[test]
+fn names_that_nobody_uses_are_not_looked_for_but_noticed_in_time() {
+    let fixture = Fixture::new();
+    assert_eq!(fixture.adapter.files.others.get(), (true, true));
+    fixture.recover();
+    assert_eq!(fixture.adapter.files.others.get(), (false, false));
+    fixture.write_bare(&object(1), KeyShape::Ungrouped, 0);
+    assert!(!fixture.has(&object(1)));
+    fixture.adapter.files.others.make_due();
+    assert!(fixture.has(&object(1)));
+    assert_eq!(fixture.adapter.files.others.get(), (true, false));
+    // From then on at once.
+    fixture.write_bare(&object(2), KeyShape::Ungrouped, 0);
+    assert!(fixture.has(&object(2)));
+}
+
+#[test]
+fn an_object_that_is_there_twice_is_told_once_and_deleted_wholly() {
+    let fixture = Fixture::new();
+    fixture.store(&object(1)).unwrap();
+    fixture.write_bare(&object(1), KeyShape::Ungrouped, 0);
+    let (listed, recovered) = fixture.recover();
+    assert_eq!((listed.len(), recovered.objects), (1, 1));
+    assert_eq!(
+        listed[0].bytes,
+        fs::metadata(fixture.path(&object(1))).unwrap().len()
+    );
+    assert_eq!(
+        block_on(fixture.adapter.delete(vec![object(1).key])),
+        [Ok(true)]
+    );
+    assert_eq!(fixture.names(), [""; 0]);
+}
+
+#[test]
+fn names_that_are_too_long_or_ambiguous_still_store_and_recover() {
+    for layout in [Layout::Flat, Layout::Sharded] {
+        for direct in [false, true] {
+            let fixture = Fixture::with(|options| {
+                options.layout = layout;
+                options.use_odirect = direct;
+            });
+            let long = "é".repeat(128);
+            let keys = [
+                key(1, &"m".repeat(100), &long),
+                key(1, &"m".repeat(100), &long[2..]),
+                key(1, "a/b", ""),
+                key(1, "a-SEP-b", ""),
+                key(2, "nul\0", ""),
+                key(3, &"m".repeat(10_000), ""),
+            ];
+            let objects = keys.map(|key| ObjectSpec { key, ..object(0) });
+            for object in &objects {
+                assert!(!fixture.has(object));
+                fixture.store(object).unwrap();
+                assert!(fixture.has(object));
+                assert!(matches!(fixture.store(object), Ok(Stored::AlreadyThere(_))));
+            }
+            for object in &objects {
+                assert_eq!(fixture.load(object), Ok(true));
+            }
+            let (listed, recovered) = fixture.recover();
+            assert_eq!((listed.len(), recovered.foreign), (objects.len(), 0));
+            for object in &objects {
+                assert!(listed.iter().any(|listed| listed.key == object.key));
+            }
+            // A hash's file under another hash's name.
+            let [first, second] = [&objects[0], &objects[1]].map(|object| fixture.path(object));
+            fs::copy(second, first).unwrap();
+            assert!(matches!(fixture.load(&objects[0]), Err(ErrorKind::Corrupt)));
+        }
+    }
+    // Longer than any file's trailer can tell.
+    let fixture = Fixture::new();
+    let object = ObjectSpec {
+        key: key(1, &"m".repeat(70_000), ""),
+        ..object(1)
+    };
+    assert_eq!(fixture.store(&object), Err(ErrorKind::Refused));
+    assert_eq!(fixture.load(&object), Err(ErrorKind::NotFound));
+}
+
+#[test]
+fn tenants_are_apart() {
+    let fixture = Fixture::new();
+    let [none, a, b] = ["", "a", "b"].map(|salt| ObjectSpec {
+        key: key(1, "m", salt),
+        ..object(1)
+    });
+    fixture.store(&a).unwrap();
+    assert!(fixture.has(&a) && !fixture.has(&b) && !fixture.has(&none));
+    // A file of one tenant under the name of the other.
+    fs::copy(fixture.path(&a), fixture.path(&b)).unwrap();
+    assert_eq!(fixture.load(&b), Err(ErrorKind::Corrupt));
+}

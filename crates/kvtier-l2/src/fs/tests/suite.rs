@@ -1,0 +1,75 @@
+//! The conformance suite.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+
+use super::*;
+use crate::BoxFuture;
+use crate::conformance::{Damage, Subject, check_some, run};
+
+struct Directory {
+    _dir: TempDir,
+    options: FsOptions,
+}
+
+impl Directory {
+    fn new(change: impl FnOnce(&mut FsOptions)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut options = FsOptions::new(dir.path());
+        change(&mut options);
+        Self { _dir: dir, options }
+    }
+}
+
+impl Subject for Directory {
+    fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
+        Box::pin(async {
+            let adapter: Arc<dyn Adapter> = Arc::new(FsAdapter::open("fs", &self.options).unwrap());
+            adapter
+        })
+    }
+
+    fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
+        let place = Place::of(key, self.options.names, self.options.layout);
+        let path = self.options.base_path.join(place.path);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&path)
+            .unwrap();
+        let len = file.metadata().unwrap().len();
+        match how {
+            Damage::Flip => {
+                let mut byte = [0];
+                file.read_at(&mut byte, len / 3).unwrap();
+                file.write_at(&[byte[0] ^ 0x10], len / 3).unwrap();
+            }
+            Damage::Truncate => file.set_len(len - 1).unwrap(),
+            Damage::Extend => file.set_len(len + 1).unwrap(),
+            Damage::Empty => file.set_len(0).unwrap(),
+            Damage::Remove => std::fs::remove_file(&path).unwrap(),
+        }
+        true
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_flat_directory_passes() {
+    run(|| Directory::new(|_| {})).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sharded_direct_files_with_old_names_pass() {
+    let make = || {
+        Directory::new(|options| {
+            options.layout = Layout::Sharded;
+            options.names = KeyShape::Ungrouped;
+            options.use_odirect = true;
+            options.relative_tmp_dir = "tmp".into();
+            options.num_workers = 1;
+        })
+    };
+    // Ten thousand directories would be of no use to anybody.
+    let report = check_some(make, |case| case != "ten_thousand_keys").await;
+    assert!(report.failed().next().is_none(), "\n{report}");
+}

@@ -1,0 +1,155 @@
+//! What stands behind an object's bytes in its file, and which lengths a file can have.
+//!
+//! A file begins with the object's bytes, as LMCache writes and reads them; it ignores what follows. Ours then have,
+//! from the end: the trailer of [`LEN`] bytes, before it the key in text where the name is not the key, and zeroes.
+//! The lengths of our files differ from all that files without a trailer have for the same object, so a trailer that is
+//! lost or damaged is never taken for none.
+
+/// Bytes of a trailer.
+pub(super) const LEN: usize = 64;
+
+/// Unit of lengths and addresses for I/O past the page cache, here and in LMCache.
+pub(super) const BLOCK: u64 = 4096;
+
+/// The last byte but one is the version.
+const MAGIC: [u8; 6] = *b"kvtr\x01\x00";
+
+/// The trailer of an object's file; all numbers are little-endian.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Trailer {
+    /// Bytes of the key's text before the trailer.
+    pub text_len: u16,
+    /// Bytes of the object.
+    pub len: u64,
+    /// Its layout.
+    pub layout: u64,
+    /// xxh3-128 of the key's text.
+    pub key: u128,
+    /// xxh3-128 of the object's bytes.
+    pub data: u128,
+}
+
+impl Trailer {
+    pub(super) fn encode(&self) -> [u8; LEN] {
+        let mut out = [0; LEN];
+        out[..6].copy_from_slice(&MAGIC);
+        out[6..8].copy_from_slice(&self.text_len.to_le_bytes());
+        out[8..16].copy_from_slice(&self.len.to_le_bytes());
+        out[16..24].copy_from_slice(&self.layout.to_le_bytes());
+        out[24..40].copy_from_slice(&self.key.to_le_bytes());
+        out[40..56].copy_from_slice(&self.data.to_le_bytes());
+        let sum = kvtier_memory::checksum::checksum64(&out[..56]);
+        out[56..].copy_from_slice(&sum.to_le_bytes());
+        out
+    }
+
+    /// The trailer at the end of `bytes`, if there is one and it is whole.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; LEN] = bytes.last_chunk()?;
+        let sum = kvtier_memory::checksum::checksum64(&bytes[..56]);
+        if bytes[..6] != MAGIC || bytes[56..] != sum.to_le_bytes() {
+            return None;
+        }
+        Some(Self {
+            text_len: u16::from_le_bytes(part(bytes, 6)),
+            len: u64::from_le_bytes(part(bytes, 8)),
+            layout: u64::from_le_bytes(part(bytes, 16)),
+            key: u128::from_le_bytes(part(bytes, 24)),
+            data: u128::from_le_bytes(part(bytes, 40)),
+        })
+    }
+}
+
+fn part<const N: usize>(bytes: &[u8; LEN], at: usize) -> [u8; N] {
+    std::array::from_fn(|i| bytes[at + i])
+}
+
+/// The next multiple of [`BLOCK`].
+pub(super) fn round_up(len: u64) -> u64 {
+    len.checked_next_multiple_of(BLOCK).unwrap_or(u64::MAX)
+}
+
+/// How a file was written, as its length says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    /// The object's bytes and perhaps padding.
+    Bare,
+    /// With a trailer.
+    Trailed,
+}
+
+/// Length of our file of an object of `len` bytes: of whole blocks for I/O past the page cache, else never.
+pub(super) fn file_len(len: u64, text_len: usize, direct: bool) -> u64 {
+    let tail = (LEN + text_len) as u64;
+    if direct {
+        return round_up(len).saturating_add(round_up(tail));
+    }
+    let total = len.saturating_add(tail);
+    match total % BLOCK {
+        // A bare file might have it.
+        0 => total.saturating_add(LEN as u64),
+        _ => total,
+    }
+}
+
+/// What a file of `size` bytes can be for an object of `len` bytes. `text_len` is that of the key's text where it must be
+/// in the file, else 0.
+pub(super) fn form_of(size: u64, len: u64, text_len: usize) -> Option<Form> {
+    if size == file_len(len, text_len, false) || size == file_len(len, text_len, true) {
+        return Some(Form::Trailed);
+    }
+    let bare = text_len == 0 && (size == len || size == round_up(len));
+    bare.then_some(Form::Bare)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_trailer_reads_back_and_no_flipped_bit_passes() {
+        let trailer = Trailer {
+            text_len: 300,
+            len: 1 << 40,
+            layout: 0x1234_5678_9abc_def0,
+            key: u128::MAX - 7,
+            data: 11,
+        };
+        let bytes = trailer.encode();
+        assert_eq!(Trailer::decode(&bytes), Some(trailer));
+        assert_eq!(
+            Trailer::decode(&[&[7; 100][..], &bytes].concat()),
+            Some(trailer)
+        );
+        assert_eq!(Trailer::decode(&bytes[1..]), None);
+        for bit in 0..LEN * 8 {
+            let mut flipped = bytes;
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(Trailer::decode(&flipped), None, "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn no_length_of_ours_is_one_of_a_bare_file() {
+        let lens = (0..20_000).chain([1 << 21, (1 << 21) - 64, u64::MAX, u64::MAX - 5000]);
+        for len in lens {
+            for text_len in [0, 1, 500, 4031, 4032, 4033] {
+                for direct in [false, true] {
+                    let size = file_len(len, text_len, direct);
+                    assert!(size == u64::MAX || (size != len && size != round_up(len)));
+                    assert_eq!(form_of(size, len, text_len), Some(Form::Trailed));
+                    assert!(!direct || size == u64::MAX || size.is_multiple_of(BLOCK));
+                }
+            }
+            assert_eq!(
+                form_of(len, len, 100),
+                (len == u64::MAX).then_some(Form::Trailed)
+            );
+        }
+        assert_eq!(form_of(4096, 4000, 0), Some(Form::Bare));
+        assert_eq!(form_of(4000, 4000, 0), Some(Form::Bare));
+        for size in [0, 3999, 4001, 4063, 4065, 4097, 8191, 8193, 12288] {
+            assert_eq!(form_of(size, 4000, 0), None, "{size}");
+        }
+    }
+}
