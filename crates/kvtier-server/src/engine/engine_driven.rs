@@ -257,7 +257,11 @@ impl Engine {
         self.metrics
             .admitted(key.cache_salt, committed.inserted as u64);
         self.metrics.store(DEVICE, true);
-        self.write_behind(&[Self::objects(key, transfer)], &staged);
+        self.write_behind(
+            &transfer.range.scope,
+            &[Self::objects(key, transfer)],
+            &staged,
+        );
         tracing::debug!(request = key.request_id, tokens, "committed a store");
         Ok(())
     }
@@ -309,7 +313,11 @@ impl Engine {
         self.metrics
             .admitted(key.cache_salt, committed.inserted as u64);
         self.metrics.store(DEVICE, true);
-        self.write_behind(&[Self::objects(key, transfer)], &staged);
+        self.write_behind(
+            &transfer.range.scope,
+            &[Self::objects(key, transfer)],
+            &staged,
+        );
         tracing::debug!(
             request = key.request_id,
             tokens,

@@ -173,19 +173,24 @@ impl Engine {
         let committed = reserved.reservation.commit(self.now());
         self.metrics
             .admitted(store.key.cache_salt, committed.inserted as u64);
-        self.write_behind(&requests, &staged);
+        self.write_behind(&range.scope, &requests, &staged);
         Ok(stored.into_iter().filter(|stored| *stored).count() * self.chunk_size.get())
     }
 
     /// What was committed of these requests is stored in the tiers too.
-    pub(super) fn write_behind(&self, requests: &[ReserveRequest<'_>], committed: &[Staged]) {
+    pub(super) fn write_behind(
+        &self,
+        scope: &KeyScope,
+        requests: &[ReserveRequest<'_>],
+        committed: &[Staged],
+    ) {
         let Some(l2) = self.l2() else { return };
         for (request, number) in requests.iter().zip(0..) {
             let of_request = committed.iter().filter(|staged| staged.request == number);
             let hashes: Vec<_> = of_request
                 .map(|staged| request.hashes[staged.position as usize])
                 .collect();
-            l2.store(&request.space, &hashes, request.len);
+            l2.store(scope, &request.space, &hashes, request.len);
         }
     }
 

@@ -37,6 +37,14 @@ impl cache::ExtentAllocator for L1Allocator {
     }
 }
 
+#[cfg(test)]
+impl L1Allocator {
+    /// For a cache without an arena.
+    pub fn of_bytes(bytes: u64) -> Self {
+        Self(ExtentAllocator::with_alignment(bytes, 1).expect("a size that can be"))
+    }
+}
+
 /// The cache's extent as the arena's.
 pub fn to_memory(extent: cache::Extent) -> Extent {
     Extent::new(extent.offset, extent.len)

@@ -12,9 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use kvtier_core::ChunkHash;
 use kvtier_core::cache::{Cache, Extent, Space};
 use kvtier_core::eviction::EvictionKind;
-use kvtier_core::{ChunkHash, ObjectKey};
+use kvtier_core::object_key::KeyScope;
 use kvtier_l2::config::EvictionPolicy;
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
 use kvtier_l2::{AdapterConfig, Buffer, ObjectSpec, Registry};
@@ -137,22 +138,6 @@ impl L2 {
         self.clock.now()
     }
 
-    fn spec(&self, space: &Space<'_>, hash: ChunkHash, len: u64) -> Option<ObjectSpec> {
-        let key = ObjectKey::new(
-            hash,
-            space.model_name,
-            space.kv_rank,
-            space.object_group_id,
-            space.cache_salt,
-        );
-        Some(ObjectSpec {
-            // The names of everything in L1 were checked when they came in.
-            key: key.ok()?,
-            len,
-            layout: space.layout,
-        })
-    }
-
     fn buffer(&self, extent: Extent, hold: Arc<dyn std::any::Any + Send + Sync>) -> Buffer {
         Buffer::new(Arc::clone(&self.arena), to_memory(extent), hold)
     }
@@ -186,6 +171,15 @@ impl L2 {
 /// When an adapter should be done that has nothing left to do.
 fn soon() -> tokio::time::Instant {
     tokio::time::Instant::now() + Duration::from_millis(500)
+}
+
+/// An object as the tiers know it. Shares the scope's names.
+fn object(scope: &KeyScope, space: &Space<'_>, hash: ChunkHash, len: u64) -> ObjectSpec {
+    ObjectSpec {
+        key: scope.object_key(hash, space.kv_rank, space.object_group_id),
+        len,
+        layout: space.layout,
+    }
 }
 
 fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {

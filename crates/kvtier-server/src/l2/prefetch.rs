@@ -17,11 +17,13 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::flights::{Boarded, Flight, over};
-use super::{L2, LOAD_UNIT};
+use super::{L2, LOAD_UNIT, object};
 use crate::engine::L1Allocator;
 
-/// Chunks that are asked for at once: behind a gap in front of them nobody asks for the rest.
-const SLICE: usize = 1024;
+/// Chunks that are asked for first, and at most at once. Behind a gap nobody asks for the rest, and most prompts that
+/// miss do so at their first chunk.
+const FIRST_SLICE: usize = 16;
+const LAST_SLICE: usize = 1024;
 
 /// Bytes that are loaded by one task: several of them overlap, and each becomes readable on its own.
 const LOAD_BATCH: u64 = 16 << 20;
@@ -172,9 +174,12 @@ impl L2 {
             }
         }
         let mut sources = HashMap::new();
-        for from in (0..chunks).step_by(SLICE) {
+        let (mut from, mut slice) = (0, FIRST_SLICE);
+        while from < chunks {
+            let asked = from..from + slice;
+            (from, slice) = (asked.end, LAST_SLICE.min(4 * slice));
             for (number, tier) in self.tiers.iter().enumerate() {
-                let wanted = plan.wanted(from..from + SLICE);
+                let wanted = plan.wanted(asked.clone());
                 let objects = self.objects(request, &wanted);
                 if objects.is_empty() {
                     break;
@@ -205,9 +210,10 @@ impl L2 {
     fn objects(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<(Cell, ObjectSpec)> {
         let object = |cell: &Cell| {
             let (space, len) = (request.space(cell.row), request.rows[cell.row].len);
-            Some((*cell, self.spec(&space, request.hashes[cell.chunk], len)?))
+            let hash = request.hashes[cell.chunk];
+            (*cell, object(&request.scope, &space, hash, len))
         };
-        cells.iter().filter_map(object).collect()
+        cells.iter().map(object).collect()
     }
 
     /// Holds on what of these objects is in L1.

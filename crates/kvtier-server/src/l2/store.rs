@@ -8,11 +8,12 @@ use std::sync::{Arc, Weak};
 
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{OwnedSpace, ReadLease, Space};
+use kvtier_core::object_key::KeyScope;
 use kvtier_l2::StoreItem;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore, mpsc};
 
-use super::L2;
+use super::{L2, object};
 use crate::config::StorePolicy;
 use crate::engine::L1Allocator;
 
@@ -158,8 +159,14 @@ impl StoreQueue {
 }
 
 impl L2 {
-    /// Objects of `len` bytes that have just become resident: to be stored in every tier.
-    pub fn store(self: &Arc<Self>, space: &Space<'_>, hashes: &[ChunkHash], len: u64) {
+    /// Objects of `len` bytes that have just become resident: to be stored in every tier. `scope` is that of `space`.
+    pub fn store(
+        self: &Arc<Self>,
+        scope: &KeyScope,
+        space: &Space<'_>,
+        hashes: &[ChunkHash],
+        len: u64,
+    ) {
         let Some((hashes, lease)) = self.lease(space, hashes) else {
             return;
         };
@@ -167,11 +174,11 @@ impl L2 {
         let shared = Arc::new(Shared {
             l2: Arc::downgrade(self),
             space: OwnedSpace {
-                model_name: space.model_name.into(),
+                model_name: Arc::clone(scope.model_name()),
                 kv_rank: space.kv_rank,
                 object_group_id: space.object_group_id,
                 layout: space.layout,
-                cache_salt: space.cache_salt.into(),
+                cache_salt: Arc::clone(scope.cache_salt()),
             },
             complete: AtomicU64::new(0),
             tiers: self.tiers.len() as u64,
@@ -182,10 +189,9 @@ impl L2 {
             .hashes
             .iter()
             .zip(lease.extents())
-            .filter_map(|(hash, extent)| {
-                let object = self.spec(space, *hash, len)?;
-                let from = self.buffer(*extent, Arc::clone(&lease) as _);
-                Some(StoreItem { object, from })
+            .map(|(hash, extent)| StoreItem {
+                object: object(scope, space, *hash, len),
+                from: self.buffer(*extent, Arc::clone(&lease) as _),
             })
             .collect();
         for tier in 0..self.tiers.len() {

@@ -76,6 +76,7 @@ pub(super) async fn bytes_agree_at_every_step(bed: Bed) {
             panic!("the first store of {}: {stored:?}", name(object));
         };
         assert!(bytes >= object.len, "{bytes} bytes of {}", name(object));
+        assert_eq!(adapter.size_of(object.len), bytes, "{}", name(object));
         assert_eq!(
             bed.lookup(&*adapter, one).await,
             [Some(bytes)],
