@@ -25,6 +25,28 @@ pub(crate) enum BenchCommand {
     Start(StartArgs),
     /// Compare JSON reports of two servers: medians over the files of each, and their ratio.
     Compare(CompareArgs),
+    /// Measure a second tier by itself, beside plain files where it keeps files; no server is needed.
+    L2(L2Args),
+}
+
+/// Which tier, and what with.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct L2Args {
+    /// The tier, as for `kvtier server --l2-adapter`.
+    #[arg(long, value_name = "JSON")]
+    pub(crate) l2_adapter: String,
+    /// Objects of a round.
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
+    pub(crate) num_keys: u32,
+    /// KiB of one object.
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=262_144))]
+    pub(crate) data_size_kb: u32,
+    /// Rounds that are measured, after one that is not.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) rounds: u32,
+    /// Write the report as JSON to a file too.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
 }
 
 /// What a scenario cannot do without.

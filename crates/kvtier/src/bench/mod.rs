@@ -12,6 +12,7 @@ mod args;
 mod compare;
 mod context;
 mod footprint;
+mod l2;
 mod latency;
 mod lookups;
 mod memcpy;
@@ -39,6 +40,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     match args.command {
         Some(BenchCommand::Start(args)) => start::run(&args),
         Some(BenchCommand::Compare(args)) => compare::run(&args),
+        Some(BenchCommand::L2(args)) => l2::run(&args),
         None => load(args.load),
     }
 }
