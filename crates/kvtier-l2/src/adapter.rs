@@ -6,13 +6,16 @@
 //! - A load that answers `Ok` has written exactly the object's bytes, of this key and layout. Anything else is an error:
 //!   [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) for a miss, [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt)
 //!   for an object that is not what was stored.
-//! - Dropping a returned future cancels the wait, not necessarily the work; the work goes on to hold its buffers.
+//! - Dropping a returned future cancels the wait, not necessarily the work; the work goes on to hold its buffers. Once it
+//!   has answered for a call, it touches that call's buffers no more.
 //! - Nothing waits for ever by design of the adapter, but deadlines, retries, breakers, concurrency limits and fault
 //!   injection are wrappers: an adapter tries once and reports.
 //! - Keys and stored bytes are hostile; an adapter never panics on them.
 //!
 //! Obligations of a caller: batches are of any size, also empty; `from.len()` and `to.len()` equal `object.len`; the same
-//! key may be asked for by several calls at once.
+//! key may be asked for by several calls at once. After a dropped future or an
+//! [`ErrorKind::Deadline`](crate::ErrorKind::Deadline) the work may still write to the buffers of a load: they are neither
+//! read nor given to another load until their holds are gone.
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,5 +1,4 @@
 //! `docs/l2.md` against the definitions of the keys.
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 use kvtier_l2::Registry;
 

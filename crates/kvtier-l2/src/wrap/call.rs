@@ -116,8 +116,8 @@ pub(super) trait Answer: Send + 'static {
     /// Takes over the answer to [`Call::only`] these positions.
     fn patch(&mut self, positions: &[usize], by: Self);
 
-    /// What it tells about the backend; nothing when nothing was asked.
-    fn verdict(&self) -> Option<Verdict>;
+    /// What it tells about the backend, if anything was asked.
+    fn verdict(&self) -> Verdict;
 }
 
 impl<T: Send + 'static> Answer for Vec<Result<T, L2Error>> {
@@ -141,11 +141,10 @@ impl<T: Send + 'static> Answer for Vec<Result<T, L2Error>> {
         }
     }
 
-    fn verdict(&self) -> Option<Verdict> {
+    fn verdict(&self) -> Verdict {
         match self.iter().all(is_transient) {
-            _ if self.is_empty() => None,
-            true => Some(Verdict::Failed),
-            false => Some(Verdict::Answered),
+            true => Verdict::Failed,
+            false => Verdict::Answered,
         }
     }
 }
@@ -189,11 +188,11 @@ impl<T: Whole> Answer for Result<T, L2Error> {
         *self = by;
     }
 
-    fn verdict(&self) -> Option<Verdict> {
-        Some(match is_transient(self) {
+    fn verdict(&self) -> Verdict {
+        match is_transient(self) {
             true => Verdict::Failed,
             false => Verdict::Answered,
-        })
+        }
     }
 }
 

@@ -88,7 +88,7 @@ impl Breaker {
         Admission::Refused(wait)
     }
 
-    /// A call that was let through has ended at `now`; without a verdict it was given up, or asked for nothing.
+    /// A call that was let through has ended at `now`; without a verdict it was given up.
     pub fn settle(
         &mut self,
         ticket: Ticket,
