@@ -13,7 +13,7 @@ pub struct Clock {
 
 impl Clock {
     /// Starts now.
-    pub(super) fn start() -> Self {
+    pub(crate) fn start() -> Self {
         Self {
             started: Instant::now(),
             skipped: AtomicU64::new(0),

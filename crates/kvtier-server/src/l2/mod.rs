@@ -3,10 +3,13 @@
 //! It runs on threads of its own, so that no tier, however slow, delays what L1 can answer. It knows L1's cache and
 //! memory; requests, sessions and connections it never sees.
 
+mod calls;
 mod flights;
 mod prefetch;
 mod status;
 mod store;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,6 +33,8 @@ pub use store::StoreCounts;
 
 use crate::config::L2Config;
 use crate::engine::{Clock, L1Allocator, to_memory};
+use crate::metrics::Metrics;
+use calls::Calls;
 use flights::Flights;
 use store::StoreQueue;
 
@@ -48,6 +53,7 @@ pub struct L2 {
     clock: Arc<Clock>,
     stores: StoreQueue,
     flights: Flights,
+    calls: Calls,
     /// Lookups under way in the tiers.
     lookups: Semaphore,
     /// Room for loads, in units of [`LOAD_UNIT`].
@@ -70,6 +76,18 @@ impl L2 {
         cache: Cache<L1Allocator>,
         arena: Arc<Arena>,
         clock: Arc<Clock>,
+        metrics: Arc<Metrics>,
+    ) -> Result<Arc<Self>, String> {
+        Self::start_with(config, || open(config), cache, arena, clock)
+    }
+
+    /// The same with tiers that `open` gives, within a runtime.
+    fn start_with(
+        config: &L2Config,
+        open: impl FnOnce() -> Result<Vec<Arc<Tier>>, String>,
+        cache: Cache<L1Allocator>,
+        arena: Arc<Arena>,
+        clock: Arc<Clock>,
     ) -> Result<Arc<Self>, String> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
@@ -79,7 +97,7 @@ impl L2 {
             .map_err(|error| format!("no runtime for L2: {error}"))?;
         let tiers = {
             let _within = runtime.enter();
-            open(config)?
+            open()?
         };
         let (stores, receivers) = StoreQueue::new(tiers.len(), config.store_queue_bytes);
         let units = usize::try_from(config.load_bytes / LOAD_UNIT).unwrap_or(usize::MAX);
@@ -87,6 +105,7 @@ impl L2 {
             lookups: Semaphore::new(config.prefetch_max_in_flight.max(1)),
             loads: Arc::new(Semaphore::new(units.clamp(1, Semaphore::MAX_PERMITS))),
             flights: Flights::default(),
+            calls: Calls::new(metrics, tiers.iter().map(|tier| tier.name())),
             stop: Arc::default(),
             handle: runtime.handle().clone(),
             runtime: Mutex::new(Some(runtime)),

@@ -7,11 +7,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Lookup, LookupRow, ReadLease, Reservation, ReserveRequest, Space};
+use kvtier_core::cache::{
+    KeyOutcome, Lookup, LookupRow, ReadLease, Reservation, ReserveRequest, Space,
+};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::{Cell, PrefetchPlan};
 use kvtier_l2::tier::TierLease;
-use kvtier_l2::{LoadItem, ObjectSpec};
+use kvtier_l2::{ErrorKind, LoadItem, ObjectSpec};
 use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
@@ -19,6 +21,7 @@ use tokio::time::{Instant, timeout_at};
 use super::flights::{Boarded, Flight, over};
 use super::{L2, LOAD_UNIT, object};
 use crate::engine::L1Allocator;
+use crate::metrics::{PrefetchPhase, TierCall};
 
 /// Chunks that are asked for first, and at most at once. Behind a gap nobody asks for the rest, and most prompts that
 /// miss do so at their first chunk.
@@ -63,7 +66,7 @@ pub struct Prefetched {
 }
 
 impl PrefetchRequest {
-    fn space(&self, row: usize) -> Space<'_> {
+    pub(super) fn space(&self, row: usize) -> Space<'_> {
         let PrefetchRow {
             kv_rank,
             object_group_id,
@@ -126,10 +129,16 @@ impl L2 {
         let asked_until = Instant::now() + self.config.lookup_timeout;
         let mut holds = Vec::new();
         let mut loaded = Vec::new();
+        let mut phase = self.calls.queue();
         // A queue that does not move is the same as a tier that does not answer.
-        if let Ok(Ok(_turn)) = timeout_at(asked_until, self.lookups.acquire()).await
+        let turn = timeout_at(asked_until, self.lookups.acquire()).await;
+        if turn.is_err() {
+            self.gave_up(PrefetchPhase::Queue);
+        }
+        if let Ok(Ok(_turn)) = turn
             && !cancelled()
         {
+            phase.is_now(PrefetchPhase::Lookup);
             let (plan, mut sources) = self.ask(request, asked_until).await;
             let hit = plan.hit();
             let (missing, resident): (Vec<_>, Vec<_>) = plan
@@ -137,6 +146,7 @@ impl L2 {
                 .into_iter()
                 .partition(|cell| sources.contains_key(cell));
             if !missing.is_empty() && !cancelled() {
+                phase.is_now(PrefetchPhase::Load);
                 // What is in L1 and needed must not leave for what is loaded.
                 holds.extend(self.pin_cells(request, &resident));
                 let sources = missing
@@ -158,6 +168,10 @@ impl L2 {
         Prefetched { lookup, loaded }
     }
 
+    fn gave_up(&self, phase: PrefetchPhase) {
+        self.calls.metrics().l2.gave_up(phase);
+    }
+
     /// Asks L1, and the tiers in turn for what is missing.
     async fn ask(
         &self,
@@ -167,12 +181,16 @@ impl L2 {
         let windows = request.rows.iter().map(|row| row.window);
         let chunks = request.hashes.len();
         let mut plan = PrefetchPlan::new(windows, chunks);
+        let (salt, mut missing) = (request.scope.cache_salt(), chunks * request.rows.len());
         for row in 0..request.rows.len() {
             let resident = self.cache.contains(&request.space(row), &request.hashes);
             for (chunk, _) in resident.into_iter().enumerate().filter(|(_, is)| *is) {
                 plan.found(Cell { row, chunk });
+                missing -= 1;
             }
         }
+        self.calls.metrics().l2.asked(salt, missing);
+        let mut is_late = false;
         let mut sources = HashMap::new();
         let (mut from, mut slice) = (0, FIRST_SLICE);
         while from < chunks {
@@ -185,7 +203,11 @@ impl L2 {
                     break;
                 }
                 let (cells, objects): (Vec<_>, Vec<_>) = objects.into_iter().unzip();
-                let found = match timeout_at(until, tier.lookup(objects)).await {
+                let call = TierCall::Lookup;
+                let call = self.calls.begin(call, number, salt, objects.len(), 0);
+                let found = timeout_at(until, tier.lookup(objects)).await;
+                drop(call);
+                let found = match found {
                     Ok(Ok(found)) => found,
                     Ok(Err(error)) => {
                         tracing::debug!(tier = tier.name(), %error, "a tier could not be asked");
@@ -193,6 +215,7 @@ impl L2 {
                     }
                     Err(_) => {
                         tracing::debug!(tier = tier.name(), "a tier did not answer in time");
+                        is_late = true;
                         continue;
                     }
                 };
@@ -203,6 +226,9 @@ impl L2 {
                     }
                 }
             }
+        }
+        if is_late {
+            self.gave_up(PrefetchPhase::Lookup);
         }
         (plan, sources)
     }
@@ -269,11 +295,16 @@ impl L2 {
                 holds.extend(leases);
             }
         }
+        let mut is_late = !tasks.is_empty();
         tasks.detach_all();
         for (cell, flight) in joined {
-            if timeout_at(until, over(flight)).await.is_ok() {
-                holds.extend(self.pin_cells(request, &[cell]));
+            match timeout_at(until, over(flight)).await {
+                Ok(()) => holds.extend(self.pin_cells(request, &[cell])),
+                Err(_) => is_late = true,
             }
+        }
+        if is_late {
+            self.gave_up(PrefetchPhase::Load);
         }
         loaded
     }
@@ -321,8 +352,21 @@ impl L2 {
                 len: wanted.object.len,
             })
             .collect();
+        let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
+        let metrics = self.calls.metrics();
         let reservation = match self.cache.reserve(self.now(), &requests) {
-            Ok(reserved) => reserved.reservation,
+            Ok(reserved) => {
+                let refused = reserved.outcomes.iter();
+                let refused = refused.filter(|outcome| **outcome == KeyOutcome::NoMemory);
+                match refused.count() {
+                    0 => {}
+                    refused => {
+                        metrics.no_room("l2_prefetch", model, refused as u64);
+                        metrics.l2.not_loaded(model, "l1_oom", refused);
+                    }
+                }
+                reserved.reservation
+            }
             Err(error) => {
                 tracing::warn!(%error, "no memory could be asked for to load into");
                 return Vec::new();
@@ -355,13 +399,21 @@ impl L2 {
         let mut loaded = Vec::new();
         // What one tier fails to give, the next one is asked for.
         let mut failed = Vec::new();
-        for (tier, mut wanted) in self.tiers.iter().zip(by_tier) {
+        let mut reasons = Vec::new();
+        for (number, (tier, mut wanted)) in self.tiers.iter().zip(by_tier).enumerate() {
             wanted.append(&mut failed);
             if wanted.is_empty() {
                 continue;
             }
-            let items = wanted.iter().map(|(_, _, item, _)| item.clone()).collect();
+            reasons.clear();
+            let items: Vec<_> = wanted.iter().map(|(_, _, item, _)| item.clone()).collect();
+            let lens: Vec<_> = items.iter().map(|item| item.object.len).collect();
+            let (call, bytes) = (TierCall::Load, lens.iter().sum());
+            let call = self.calls.begin(call, number, salt, lens.len(), bytes);
             let results = tier.load(items).await;
+            let read = lens.iter().zip(&results).filter(|(_, result)| result.is_ok());
+            let (objects, bytes) = read.fold((0, 0), |(n, sum), (len, _)| (n + 1, sum + len));
+            call.answered(salt, objects, bytes);
             for (wanted, result) in wanted.into_iter().zip(results) {
                 match result {
                     Ok(_) => {
@@ -370,10 +422,14 @@ impl L2 {
                     }
                     Err(error) => {
                         tracing::debug!(tier = tier.name(), %error, "an object could not be loaded");
-                        failed.push(wanted);
+                        // What is late may still write to the memory, so nobody else loads into it.
+                        failed.extend((error.kind() != ErrorKind::Deadline).then_some(wanted));
                     }
                 }
             }
+        }
+        for reason in reasons {
+            metrics.l2.not_loaded(model, reason, 1);
         }
         drop(failed);
         // Commits, unless an adapter that was given up still writes: then that will, at its end.

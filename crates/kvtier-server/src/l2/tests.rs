@@ -1,0 +1,251 @@
+//! What only an adapter that misbehaves on cue can show.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::{Cache, CacheConfig};
+use kvtier_core::object_key::{KeyScope, ObjectKey};
+use kvtier_core::prefetch::Cell;
+use kvtier_l2::tier::{Tier, TierConfig};
+use kvtier_l2::{
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
+    Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+};
+use kvtier_memory::{Arena, ArenaKind};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+
+use super::{L2, PrefetchRequest, PrefetchRow, Prefetched};
+use crate::config::{L2Config, PrefetchPolicy, StorePolicy};
+use crate::engine::{Clock, L1Allocator, to_memory};
+
+const LEN: u64 = 4096;
+
+/// What a scripted adapter does when it is asked to load.
+enum Load {
+    /// Gives the right bytes.
+    Right,
+    /// Says that it is late, and keeps the buffers to write to.
+    Late,
+    /// Waits for a permit, then gives the right bytes.
+    Gated,
+}
+
+/// Has every object; its bytes are all of one value.
+struct Scripted {
+    load: Load,
+    value: u8,
+    kept: Mutex<Vec<Buffer>>,
+    gate: Semaphore,
+}
+
+impl Scripted {
+    fn new(load: Load, value: u8) -> Arc<Self> {
+        Arc::new(Self {
+            load,
+            value,
+            kept: Mutex::default(),
+            gate: Semaphore::new(0),
+        })
+    }
+
+    fn fill(&self, buffer: &Buffer) {
+        let bytes = vec![self.value; LEN as usize];
+        buffer.write(0, &bytes).expect("the arena is sound");
+    }
+}
+
+impl Adapter for Scripted {
+    fn kind(&self) -> &'static str {
+        "scripted"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            shared: true,
+            ..Capabilities::default()
+        }
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(async move { batch.iter().map(|_| Ok(Stored::Written(LEN))).collect() })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move { Ok(vec![Some(LEN); batch.len()]) })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(async move {
+            if matches!(self.load, Load::Gated) {
+                let _ = self.gate.acquire().await;
+            }
+            let load = |item: LoadItem| {
+                if matches!(self.load, Load::Late) {
+                    self.kept.lock().push(item.to);
+                    return Err(L2Error::new(ErrorKind::Deadline, "late"));
+                }
+                self.fill(&item.to);
+                Ok(Loaded { verified: true })
+            };
+            batch.into_iter().map(load).collect()
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(async move { keys.iter().map(|_| Ok(false)).collect() })
+    }
+
+    fn list(&self, _: Option<String>, _: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async { Ok(ListPage::default()) })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        _: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async { Ok(Recovered::default()) })
+    }
+
+    fn status(&self) -> Value {
+        json!({ "is_healthy": true, "type": "scripted" })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {})
+    }
+}
+
+struct Bed {
+    l2: Arc<L2>,
+    arena: Arc<Arena>,
+    cache: Cache<L1Allocator>,
+    request: Arc<PrefetchRequest>,
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        self.l2.close();
+    }
+}
+
+/// An empty L1 above these adapters, and a prompt of three chunks.
+fn bed(adapters: &[Arc<Scripted>], load_timeout: Duration) -> Bed {
+    let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).expect("memory"));
+    let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
+    let config = L2Config {
+        adapters: Vec::new(),
+        store_policy: StorePolicy::Default,
+        prefetch_policy: PrefetchPolicy::Retain,
+        prefetch_max_in_flight: 8,
+        lookup_timeout: Duration::from_secs(60),
+        load_timeout,
+        drain_timeout: Duration::ZERO,
+        store_queue_bytes: 1 << 20,
+        load_bytes: 1 << 20,
+        min_free_bytes: 0,
+    };
+    let tier = |adapter: &Arc<Scripted>| {
+        let config = TierConfig {
+            name: "scripted".into(),
+            capacity_bytes: None,
+            eviction: None,
+            reserve_bytes: 0,
+        };
+        Arc::new(Tier::new(Arc::clone(adapter) as _, config))
+    };
+    let tiers = adapters.iter().map(tier).collect();
+    let clock = Arc::new(Clock::start());
+    let l2 = L2::start_with(
+        &config,
+        || Ok(tiers),
+        cache.clone(),
+        Arc::clone(&arena),
+        clock,
+    );
+    let row = PrefetchRow {
+        kv_rank: 1,
+        object_group_id: 0,
+        layout: 0,
+        window: None,
+        len: LEN,
+    };
+    let request = PrefetchRequest {
+        scope: KeyScope::new("m", "", 1, None).expect("good names"),
+        rows: vec![row],
+        hashes: [1, 2, 3].map(|byte| ChunkHash([byte; 32])).into(),
+    };
+    Bed {
+        l2: l2.expect("threads"),
+        arena,
+        cache,
+        request: Arc::new(request),
+    }
+}
+
+impl Bed {
+    fn prefetch(&self) -> Prefetched {
+        let prefetch = self.l2.prefetch(&self.request, || false);
+        self.l2.handle().block_on(prefetch)
+    }
+
+    /// The values of the bytes of all objects in L1, each object of one value.
+    fn values(&self) -> Vec<u8> {
+        let space = self.request.space(0);
+        let held = self.cache.pin(Duration::ZERO, &space, &self.request.hashes);
+        let held = held.expect("all are resident");
+        let values = held.extents().iter().map(|extent| {
+            let (mut bytes, extent) = (Vec::new(), to_memory(*extent));
+            self.arena
+                .read_into(extent, 0, extent.len, &mut bytes)
+                .expect("the arena is sound");
+            assert!(bytes.iter().all(|byte| *byte == bytes[0]));
+            bytes[0]
+        });
+        values.collect()
+    }
+}
+
+#[test]
+fn memory_that_a_late_load_may_still_write_is_given_to_nobody() {
+    let (late, right) = (Scripted::new(Load::Late, 66), Scripted::new(Load::Right, 1));
+    let bed = bed(&[Arc::clone(&late), right], Duration::from_secs(60));
+    assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
+    assert_eq!(bed.cache.stats().staged_objects, 3, "it may still write");
+    // It does, and lets go.
+    for buffer in late.kept.lock().drain(..) {
+        late.fill(&buffer);
+    }
+    let stats = bed.cache.stats();
+    assert_eq!((stats.staged_objects, stats.objects), (0, 0));
+}
+
+#[test]
+fn a_load_that_comes_after_its_deadline_still_ends_in_l1() {
+    let gated = Scripted::new(Load::Gated, 5);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
+    assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
+    // The next one waits for the same load instead of beginning another, and no longer either.
+    assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
+    assert_eq!(bed.cache.stats().staged_objects, 3);
+    gated.gate.add_permits(1);
+    while bed.l2.loading() > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(bed.values(), [5, 5, 5]);
+    let found = bed.prefetch();
+    assert_eq!(
+        (found.lookup.hit_chunks, found.loaded),
+        (3, Vec::<Cell>::new())
+    );
+}
+
+#[test]
+fn a_lookup_that_was_given_up_loads_nothing() {
+    let bed = bed(&[Scripted::new(Load::Right, 1)], Duration::from_secs(60));
+    let prefetch = bed.l2.prefetch(&bed.request, || true);
+    assert_eq!(bed.l2.handle().block_on(prefetch).lookup.hit_chunks, 0);
+    assert_eq!(bed.cache.stats().objects, 0);
+}
