@@ -1,7 +1,7 @@
 """The tests' own tools notice what they exist to notice."""
 
 import torch
-from kvrig import bench, layouts
+from kvrig import bench, layouts, tiers
 from kvrig.server import TROUBLE
 from kvrig.waiting import TimedOut, wait_until
 
@@ -60,6 +60,29 @@ def test_block_bytes():
             assert (after[1] != before[1]).sum() == 1
             layouts.fill_blocks(tensor, layout.block_axis, [5], 9)
             assert (layouts.read_blocks(tensor, layout.block_axis, [5]) == 9).all()
+
+
+def test_painted_blocks(serve, engines):
+    """One changed byte in any layer shows, as do blocks of another name or in another order."""
+    worker = engines(serve(), register=False).worker
+    blocks = [7, 3, 11]
+    tiers.paint(worker, blocks, "a")
+    assert tiers.is_painted(worker, blocks, "a") and tiers.is_painted(worker, blocks[:2], "a")
+    assert not tiers.is_painted(worker, blocks, "b")
+    assert not tiers.is_painted(worker, [3, 7, 11], "a")
+    for tensor, group in worker.layers:
+        last = tensor.view(torch.uint8).select(group.layout.block_axis, 11)
+        last[(-1,) * last.dim()] ^= 1
+        assert tiers.is_painted(worker, blocks[:2], "a") and not tiers.is_painted(worker, blocks, "a")
+        last[(-1,) * last.dim()] ^= 1
+    assert tiers.is_painted(worker, blocks, "a")
+
+
+def test_temporary_names():
+    """What is being written is told from objects."""
+    for name in (".kvtier-tmp-0a", ".kvtier-tmp-0a-1f", "m@0x1@0@ab.tmp"):
+        assert tiers.TEMPORARY.fullmatch(name)
+    assert not tiers.TEMPORARY.fullmatch("m@0x1@0@ab.data")
 
 
 def test_log_lines():

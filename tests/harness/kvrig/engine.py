@@ -20,6 +20,9 @@ from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from . import layouts
 from .waiting import wait_until
 
+# The tensors are small: more threads would wait for each other, and for the server, longer than they work.
+torch.set_num_threads(1)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -120,7 +123,6 @@ class Worker:
         errors = self.adapter.get_block_ids_with_load_errors()
         return Retrieved(not errors, errors)
 
-
     def close(self):
         """Unregister and disconnect; a second call does nothing (the adapter's own would hang)."""
         if not self.closed:
@@ -134,7 +136,7 @@ class Engine:
     def __init__(self, server, mode, groups=None, model="test/model", ranks=1, mla=False, heartbeat=1.0,
                  mq_timeout=10.0, seed=0, register=True):  # fmt: skip
         """`mode`: lmcache_driven or engine_driven. `groups`: the layers; default one classic group."""
-        self.url, self.mode, self.model = server.url, mode, model
+        self.server, self.url, self.mode, self.model = server, server.url, mode, model
         self.chunk = server.chunk
         self.groups = list(groups or [Group(layouts.layout("mla" if mla else "kv_first_nhd"))])
         self.ranks, self.mla = ranks, mla

@@ -1,5 +1,6 @@
 """Paged KV caches as engines lay them out, small enough for tests."""
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -69,3 +70,20 @@ def read_blocks(tensor, block_axis, blocks):
 def fill_blocks(tensor, block_axis, blocks, value=0):
     """Overwrite these blocks with one value."""
     tensor.view(torch.uint8).index_fill_(block_axis, torch.tensor(blocks), value)
+
+
+def write_blocks(tensor, block_axis, blocks, rows):
+    """Overwrite these blocks with rows of bytes as `read_blocks` gives them."""
+    places = tensor.view(torch.uint8).movedim(block_axis, 0)
+    places[torch.tensor(blocks)] = rows.view(len(blocks), *places.shape[1:])
+
+
+def block_bytes(tensor, block_axis):
+    """Bytes of one block of a layer."""
+    return tensor.numel() // tensor.shape[block_axis] * tensor.element_size()
+
+
+def noise(name, rows, row_bytes):
+    """Rows of bytes that depend on the name only; more rows begin like fewer."""
+    raw = hashlib.shake_128(name.encode()).digest(rows * row_bytes)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(rows, row_bytes)

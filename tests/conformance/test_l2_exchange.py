@@ -1,0 +1,258 @@
+"""One directory, LMCache's server and ours: each reads what the other wrote, also while both write."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from kvrig import tiers
+from kvrig.engine import Group
+from kvrig.layouts import layout
+from kvrig.server import Server, peer_command
+from kvrig.waiting import wait_until
+
+pytestmark = pytest.mark.ours("it is the other side of these tests")
+
+MODES = ["lmcache_driven", "engine_driven"]
+# Both servers split hybrid models by window; it is our default and LMCache's option.
+SPLIT = "--separate-object-groups"
+
+# What LMCache's server writes: every store goes to all four directories.
+PEER_TIERS = {
+    "fs": {"kind": "fs"},
+    "fs_native": {"kind": "fs_native"},
+    "fs_direct": {"kind": "fs", "use_odirect": True, "relative_tmp_dir": "tmp"},
+    "fs_native_direct": {"kind": "fs_native", "use_odirect": True, "relative_tmp_dir": "tmp"},
+}
+
+
+@pytest.fixture(scope="module")
+def lmcache(tmp_path_factory):
+    """A real LMCache server with a tier of each kind, and their directories by name. It needs seconds to start."""
+    base = tmp_path_factory.mktemp("lmcache")
+    directories = {name: base / name for name in PEER_TIERS}
+    flags = [SPLIT]
+    for name, keys in PEER_TIERS.items():
+        flags += tiers.adapter(base_path=directories[name], **keys)
+    server = Server(peer_command(), base / "lmcache.log", "both", flags=flags, peer=True)
+    server.start(120)
+    yield SimpleNamespace(server=server, **directories)
+    server.stop()
+
+
+def hybrid():
+    """Two layer groups; a sliding window of 32 tokens makes the second one an object group of its own."""
+    return [
+        Group(layout("kv_first_nhd", heads=2, size=8), layers=3, engine_group=0),
+        Group(layout("kv_first_nhd", heads=4, size=8), layers=2, engine_group=1, window=32),
+    ]
+
+
+def of_model(directory, engine):
+    """The files of an engine's model: other tests use the directory too."""
+    return [path for path in tiers.files(directory) if engine.model.rsplit("/")[-1] in path.name]
+
+
+def wait_of_model(directory, engine, count):
+    """Wait until a model has so many files; exactly so many it must be."""
+    wait_until(lambda: len(of_model(directory, engine)) >= count, 30, f"{count} files in {directory}", interval=0.02)
+    found = of_model(directory, engine)
+    assert len(found) == count, found
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", PEER_TIERS)
+def test_we_read_what_lmcache_wrote(lmcache, serve, engines, kind, mode):
+    """Every hit has LMCache's bytes, tenants stay apart, and each load is counted as one that had no checksum."""
+    directory = getattr(lmcache, kind)
+    writer = engines(lmcache.server, mode, ranks=2)
+    tiers.store(writer, 1)
+    tiers.store(writer, 2, salt="alice")
+    wait_of_model(directory, writer, 16)
+
+    server = serve("both", flags=tiers.fs(directory, **PEER_TIERS[kind]))
+    reader = engines(server, mode, ranks=2)
+    assert tiers.recall(reader, 1) == 64
+    assert tiers.recall(reader, 2, salt="alice") == 64
+    assert tiers.recall(reader, 2) == 0
+    assert tiers.recall(reader, 1, salt="alice") == 0
+    assert tiers.tier(server)["unverified_loads"] == 16
+    assert len(of_model(directory, writer)) == 16
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", PEER_TIERS)
+def test_lmcache_reads_what_we_wrote(lmcache, serve, engines, kind, mode):
+    """The other way round: names, places and the first bytes of our files are what LMCache expects."""
+    directory = getattr(lmcache, kind)
+    server = serve("both", flags=tiers.fs(directory, **PEER_TIERS[kind]))
+    writer = engines(server, mode, ranks=2)
+    tiers.store(writer, 1)
+    tiers.store(writer, 2, salt="alice")
+    wait_of_model(directory, writer, 16)
+
+    reader = engines(lmcache.server, mode, ranks=2)
+    assert tiers.recall(reader, 1) == 64
+    assert tiers.recall(reader, 2, salt="alice") == 64
+    assert tiers.recall(reader, 2) == 0
+
+
+@pytest.mark.parametrize("writes", ["lmcache", "ours"])
+def test_object_groups_are_exchanged(lmcache, serve, engines, writes):
+    """A hybrid model: full attention and a sliding window are objects of two groups, with numbers in their names."""
+    ours = serve(flags=tiers.fs(lmcache.fs))
+    servers = [lmcache.server, ours] if writes == "lmcache" else [ours, lmcache.server]
+    writer, reader = (engines(server, "lmcache_driven", groups=hybrid()) for server in servers)
+    prompt = tiers.tokens(64, 3)
+    blocks = [writer.blocks_for(64, 1), writer.blocks_for(64, 20)]
+    tiers.paint(writer.worker, blocks, "hybrid")
+    request = writer.new_request()
+    assert writer.worker.store(request, prompt, 0, 64, blocks) is True
+    writer.end(request)
+    names = [path.name for path in wait_of_model(lmcache.fs, writer, 8)]
+    assert sum("@0@" in name for name in names) == sum("@1@" in name for name in names) == 4
+
+    request, hit = reader.lookup(prompt)
+    assert hit == 64
+    # The window needs the last two chunks only.
+    target = [reader.blocks_for(64, 30), [0] * 8 + reader.blocks_for(32, 50)]
+    for group in (0, 1):
+        reader.worker.fill(target[group], 0xEE, group)
+    assert reader.worker.retrieve(request, prompt, 0, 64, target).ok
+    reader.end(request)
+    theirs = [writer.worker.read(blocks[0], 0), writer.worker.read(blocks[1][8:], 1)]
+    ours = [reader.worker.read(target[0], 0), reader.worker.read(target[1][8:], 1)]
+    assert all((a == b).all() for g in (0, 1) for a, b in zip(theirs[g], ours[g], strict=True))
+
+
+@pytest.mark.parametrize("reads", MODES)
+@pytest.mark.parametrize("writes", MODES)
+def test_transfer_modes_share_a_directory(serve, engines, tmp_path, writes, reads):
+    """The server copies or the engine does: an equal model has the same objects, so either reads the other's."""
+    directory = tmp_path / "tier"
+    first = serve("both", flags=tiers.fs(directory))
+    tiers.store(engines(first, writes), 1)
+    tiers.wait_files(directory, 4)
+    second = serve("engine_pickle" if reads == "engine_driven" else "both", flags=tiers.fs(directory))
+    assert tiers.recall(engines(second, reads), 1) == 64
+    assert tiers.tier(second)["unverified_loads"] == 0
+
+
+def test_files_of_all_transfer_modes_are_equal(serve, engines, tmp_path):
+    """Byte for byte, names and checksums included."""
+    seen = set()
+    for mode in ("lmcache_driven", "engine_shm", "engine_pickle"):
+        server = serve(mode, flags=tiers.fs(tmp_path / mode))
+        tiers.store(engines(server), 1)
+        found = tiers.wait_files(tmp_path / mode, 4)
+        tiers.settled(server)
+        seen.add(tuple((path.name, path.read_bytes()) for path in found))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("salt", ["", "alice"])
+def test_names_of_both_generations_are_read(lmcache, serve, engines, tmp_path, salt):
+    """Releases before 0.5 had no group in their names: we find such files, and write them when told to."""
+    writer = engines(lmcache.server, "lmcache_driven")
+    tiers.store(writer, 1, salt=salt)
+    wait_of_model(lmcache.fs_native, writer, 4)
+    directory = tmp_path / "tier"
+    directory.mkdir()
+    for path in of_model(lmcache.fs_native, writer):
+        (directory / re.sub("@0@", "@", path.name, count=1)).write_bytes(path.read_bytes())
+    old_names = {path.name for path in tiers.files(directory)}
+
+    reader = engines(serve(flags=tiers.fs(directory)))
+    assert tiers.recall(reader, 1, salt=salt) == 64
+    # What is there under an old name is not stored again under a new one.
+    tiers.store(reader, 1, salt=salt)
+    tiers.settled(reader.server)
+    assert {path.name for path in tiers.files(directory)} == old_names
+
+    writes_old = engines(serve(flags=tiers.fs(tmp_path / "old", names="0.4")))
+    tiers.store(writes_old, 1, salt=salt)
+    assert {path.name for path in tiers.wait_files(tmp_path / "old", 4)} == old_names
+
+
+def test_both_servers_write_at_once(lmcache, serve, engines):
+    """The same prompts stored by both in one moment, read by a third server meanwhile: never a part of a file."""
+    ours, third = serve(flags=tiers.fs(lmcache.fs)), serve(flags=tiers.fs(lmcache.fs))
+    big = [Group(layout("kv_first_nhd", heads=8, size=64))]
+    writers = [engines(server, "lmcache_driven", groups=big) for server in (lmcache.server, ours)]
+    reader = engines(third, groups=big)
+    seeds = range(24)
+    for seed in seeds:
+        prompt, requests = tiers.tokens(64, seed), []
+        # Which one begins takes turns.
+        for writer in writers if seed % 2 else reversed(writers):
+            tiers.paint(writer.worker, writer.blocks_for(64), f"{seed}/")
+            requests.append((writer, request := writer.new_request()))
+            writer.worker.submit_store(request, prompt, 0, 64, writer.blocks_for(64))
+        for writer, request in requests:
+            while request in writer.worker.stores:
+                tiers.recall(reader, seed)
+                if writer.worker.stores[request].query():
+                    assert writer.worker.finish_store(request) is True
+            writer.end(request)
+        tiers.recall(reader, seed)
+    wait_of_model(lmcache.fs, reader, 4 * len(seeds))
+    tiers.settled(ours)
+    tiers.forget(reader)
+    assert [tiers.recall(reader, seed) for seed in seeds] == [64] * len(seeds)
+    for writer in writers:
+        assert [tiers.recall(writer, seed) for seed in seeds] == [64] * len(seeds)
+    assert tiers.tier(third)["quarantined_files"] == 0
+
+
+def test_two_of_ours_on_one_directory(serve, engines, tmp_path):
+    """What one stores the other serves at once; what one adopted at its start and what came later alike."""
+    directory = tmp_path / "tier"
+    first = serve(flags=tiers.fs(directory))
+    one = engines(first)
+    tiers.store(one, 1)
+    tiers.wait_files(directory, 4)
+    second = serve(flags=tiers.fs(directory))
+    other = engines(second)
+    tiers.adopted(second)
+    for writer, reader, seed in ((one, other, 2), (other, one, 3), (one, other, 4)):
+        tiers.store(writer, seed)
+        tiers.settled(writer.server)
+        assert tiers.recall(reader, seed) == 64
+    assert tiers.recall(other, 1) == 64
+    # Stored again by the other one, it is not written again.
+    before = {path: path.stat().st_ino for path in tiers.files(directory)}
+    tiers.store(other, 2)
+    tiers.settled(second)
+    assert {path: path.stat().st_ino for path in tiers.files(directory)} == before
+    # Deleted by anybody, it is a miss for both, and is stored again by either.
+    for path in before:
+        path.unlink()
+    for engine in (one, other):
+        tiers.forget(engine)
+        assert [tiers.recall(engine, seed) for seed in (1, 2, 3, 4)] == [0] * 4
+    tiers.store(other, 4)
+    tiers.settled(second)
+    assert tiers.recall(one, 4) == 64
+
+
+def test_two_of_ours_write_at_once(serve, engines, tmp_path):
+    """The same new prompts from two servers, with next to no L1, read by both meanwhile."""
+    directory = tmp_path / "tier"
+    big = [Group(layout("kv_first_nhd", heads=8, size=64))]
+    crew = [engines(serve(l1_gb=4 / 1024, flags=tiers.fs(directory)), groups=big) for _ in range(2)]
+    for seed in range(40):
+        prompt = tiers.tokens(64, seed)
+        for engine in crew:
+            tiers.paint(engine.worker, engine.blocks_for(64), f"{seed}/")
+            engine.worker.submit_store(f"{seed}", prompt, 0, 64, engine.blocks_for(64))
+        for engine in crew:
+            tiers.recall(engine, max(seed - 1, 0), first=20)
+            assert engine.worker.finish_store(f"{seed}") is True
+            engine.end(f"{seed}")
+    for engine in crew:
+        controller = tiers.settled(engine.server)
+        tiers.forget(engine)
+        found = [tiers.recall(engine, seed) for seed in range(40)]
+        assert controller["dropped_objects"] or found == [64] * 40, found
+        assert sum(found) >= 20 * 64
+        assert tiers.tier(engine.server)["quarantined_files"] == 0
