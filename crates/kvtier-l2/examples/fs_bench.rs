@@ -2,6 +2,8 @@
 //!
 //! `cargo run --release -p kvtier-l2 --example fs_bench -- DIR [direct]`: writes up to about a gigabyte to a new
 //! directory below DIR and removes it. With `direct`, past the page cache.
+//!
+//! `... -- DIR scan 1000000`: how long that many files take to be adopted, and the longest lookup meanwhile.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -54,7 +56,7 @@ async fn adapter(case: &Case, dir: &Path, arena: &Arc<Arena>) -> Result<Times, E
         .collect::<Result<_, Error>>()?;
     let slot = case.len.next_multiple_of(4096);
     let buffer = |number: usize| {
-        let offset = number as u64 * slot % (arena.len() - slot + 1);
+        let offset = number as u64 % (arena.len() / slot) * slot;
         Buffer::new(
             Arc::clone(arena),
             Extent::new(offset, case.len),
@@ -102,7 +104,7 @@ fn raw(case: &Case, dir: &Path, arena: &Arc<Arena>) -> Result<Times, Error> {
         .collect::<Result<_, Error>>()?;
     let slot = case.len.next_multiple_of(4096);
     let extent = |number: usize| {
-        let offset = number as u64 * slot % (arena.len() - slot + 1);
+        let offset = number as u64 % (arena.len() / slot) * slot;
         Extent::new(offset, case.len)
     };
     let direct = if case.direct {
@@ -159,10 +161,61 @@ fn raw(case: &Case, dir: &Path, arena: &Arc<Arena>) -> Result<Times, Error> {
     Ok([store, lookup, load])
 }
 
+async fn scan(dir: &Path, count: usize) -> Result<(), Error> {
+    let base = rustix::fs::openat(CWD, dir, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    for number in 0..count {
+        let name = key(number)?.text().file_name(KeyShape::Grouped);
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::CLOEXEC;
+        rustix::fs::openat(&base, name, flags, Mode::RUSR)?;
+    }
+    let start = Instant::now();
+    let adapter = FsAdapter::open("fs", &FsOptions::new(dir))?;
+    let opened = start.elapsed();
+    let recovered = adapter.recover(&|_| true);
+    tokio::pin!(recovered);
+    let mut lookups = Vec::new();
+    let recovered = loop {
+        let object = ObjectSpec {
+            key: key(count + lookups.len())?,
+            len: 1,
+            layout: 1,
+        };
+        let asked = Instant::now();
+        tokio::select! {
+            recovered = &mut recovered => break recovered?,
+            found = adapter.lookup(vec![object]) => assert_eq!(found?, [None]),
+        }
+        lookups.push(asked.elapsed());
+    };
+    let scanned = start.elapsed();
+    lookups.sort_unstable();
+    let part = |part: f64| lookups[(lookups.len() as f64 * part) as usize % lookups.len()];
+    println!(
+        "{} files: opened in {opened:.1?}, scanned in {scanned:.1?}; {} lookups meanwhile: p50 {:.1?}, p99.9 {:.1?}, longest {:.1?}",
+        recovered.objects,
+        lookups.len(),
+        part(0.5),
+        part(0.999),
+        part(0.999_999_9)
+    );
+    Ok(())
+}
+
 fn main() -> Result<(), Error> {
     let mut args = std::env::args().skip(1);
-    let dir = args.next().ok_or("usage: fs_bench DIR [direct]")?;
-    let direct = args.next().as_deref() == Some("direct");
+    let usage = "usage: fs_bench DIR [direct | scan COUNT]";
+    let dir = args.next().ok_or(usage)?;
+    let mode = args.next();
+    if mode.as_deref() == Some("scan") {
+        let count = args.next().ok_or(usage)?.parse()?;
+        let place = Path::new(&dir).join(format!("fs-bench-{}", std::process::id()));
+        std::fs::create_dir(&place)?;
+        let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+        let scanned = runtime.block_on(scan(&place, count));
+        std::fs::remove_dir_all(&place)?;
+        return scanned;
+    }
+    let direct = mode.as_deref() == Some("direct");
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()

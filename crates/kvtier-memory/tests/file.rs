@@ -101,3 +101,52 @@ fn what_the_system_says_is_told() {
             .is_err()
     );
 }
+
+/// Tells a test that it is the child.
+const CHILD: &str = "KVTIER_MEMORY_FILE_TEST_CHILD";
+
+#[test]
+#[ignore = "run by the test below, as a process with a limit on files"]
+fn child_that_may_write_6000_bytes() {
+    use rustix::process::{Resource, Rlimit, setrlimit};
+
+    if std::env::var_os(CHILD).is_none() {
+        return;
+    }
+    // SAFETY: ignoring a signal runs no code; else the limit would end this process.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+    let limit = Rlimit {
+        current: Some(6000),
+        maximum: Some(6000),
+    };
+    setrlimit(Resource::Fsize, limit).unwrap();
+    let arena = arena();
+    let file = tempfile::tempfile().unwrap();
+    let error = arena
+        .write_file(Extent::new(0, 10_000), b"tail", file.as_fd(), 0)
+        .unwrap_err();
+    assert!(matches!(
+        error,
+        FileError::System { done: 6000, source } if source.raw_os_error() == Some(libc::EFBIG)
+    ));
+    println!("limit met");
+}
+
+#[test]
+fn a_short_write_is_gone_on_with() {
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "child_that_may_write_6000_bytes",
+            "--ignored",
+            "--nocapture",
+        ])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&child.stdout);
+    assert!(
+        child.status.success() && said.contains("limit met"),
+        "{said}"
+    );
+}

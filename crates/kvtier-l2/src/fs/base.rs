@@ -102,7 +102,11 @@ impl Base {
     pub(super) fn restored(&self) -> Result<Arc<OwnedFd>, Errno> {
         match make(&self.path, &self.temporary) {
             Ok(new) => {
-                *self.lock.lock() = lock(&new, &self.writer);
+                // Another thread may have been here before: then the lock is ours already.
+                let mut held = self.lock.lock();
+                if let Some(new) = lock(&new, &self.writer) {
+                    *held = Some(new);
+                }
                 Ok(self.replace(new))
             }
             Err(error) => Err(Errno::from_io_error(&error).unwrap_or(Errno::IO)),
@@ -214,6 +218,16 @@ fn make(path: &std::path::Path, temporary: &str) -> Result<OwnedFd, std::io::Err
         .create(path)?;
     let dir = rustix::fs::openat(CWD, path, DIR_FLAGS, Mode::empty())?;
     make_parents(&dir, temporary)?;
+    let inside = match temporary {
+        "" => ".",
+        inside => inside,
+    };
+    let device = |path| rustix::fs::statat(&dir, path, AtFlags::empty()).map(|stat| stat.st_dev);
+    if device(inside)? != device(".")? {
+        let message =
+            format!("{inside} is on another file system, so no file can be renamed from there");
+        return Err(std::io::Error::other(message));
+    }
     Ok(dir)
 }
 

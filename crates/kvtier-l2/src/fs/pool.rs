@@ -228,3 +228,125 @@ fn serve(shared: &Shared) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// Work that ends when it is told to, and says when it has begun.
+    struct Held {
+        begun: mpsc::Receiver<()>,
+        end: mpsc::Sender<()>,
+        result: oneshot::Receiver<()>,
+    }
+
+    async fn hold(pool: &Pool, lane: Lane) -> Held {
+        let ((begin, begun), (end, ended)) = (mpsc::channel(), mpsc::channel());
+        let work = move || {
+            let _ = begin.send(());
+            let _ = ended.recv();
+        };
+        let result = pool.run(lane, work).await;
+        Held { begun, end, result }
+    }
+
+    #[tokio::test]
+    async fn stores_leave_a_thread_to_reads() {
+        let pool = Pool::start("test", 3).unwrap();
+        let mut stores = Vec::new();
+        for _ in 0..6 {
+            stores.push(hold(&pool, Lane::Store).await);
+        }
+        stores[0].begun.recv().unwrap();
+        stores[1].begun.recv().unwrap();
+        // All stores hang, and reads are done.
+        let doubled = pool.map(
+            Lane::Read,
+            (0..100).collect(),
+            (1, 8),
+            |numbers: Vec<i32>| numbers.iter().map(|number| number * 2).collect(),
+        );
+        let expected: Vec<_> = (0..100).map(|number| Ok(number * 2)).collect();
+        assert_eq!(doubled.await, expected);
+        assert!(stores[2].begun.try_recv().is_err());
+        for store in stores {
+            store.end.send(()).unwrap();
+            store.result.await.unwrap();
+        }
+        pool.close().await;
+    }
+
+    #[tokio::test]
+    async fn reads_go_first_but_not_for_ever() {
+        let pool = Pool::start("test", 1).unwrap();
+        let first = hold(&pool, Lane::Read).await;
+        first.begun.recv().unwrap();
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let mut results = Vec::new();
+        for (lane, count) in [(Lane::Store, 2), (Lane::Read, 200)] {
+            for _ in 0..count {
+                let order = Arc::clone(&order);
+                results.push(pool.run(lane, move || order.lock().push(lane)).await);
+            }
+        }
+        first.end.send(()).unwrap();
+        for result in results {
+            result.await.unwrap();
+        }
+        let order = order.lock();
+        let stores: Vec<_> = (0..order.len())
+            .filter(|at| order[*at] == Lane::Store)
+            .collect();
+        let patience = PATIENCE as usize;
+        assert!(stores.len() == 2 && stores[0] >= patience / 2 && stores[1] <= 3 * patience);
+    }
+
+    #[tokio::test]
+    async fn work_nobody_waits_for_is_left_out() {
+        let pool = Pool::start("test", 1).unwrap();
+        let first = hold(&pool, Lane::Read).await;
+        first.begun.recv().unwrap();
+        let forgotten = hold(&pool, Lane::Read).await;
+        drop(forgotten.result);
+        first.end.send(()).unwrap();
+        pool.run(Lane::Read, || ()).await.await.unwrap();
+        assert_eq!(forgotten.begun.recv(), Err(mpsc::RecvError));
+    }
+
+    #[tokio::test]
+    async fn a_closed_pool_ends_what_it_has_and_takes_nothing() {
+        let pool = Pool::start("test", 2).unwrap();
+        let mut stores = Vec::new();
+        for _ in 0..4 {
+            stores.push(hold(&pool, Lane::Store).await);
+        }
+        for store in &stores {
+            store.end.send(()).unwrap();
+        }
+        pool.close().await;
+        for store in stores {
+            assert_eq!(store.result.await, Ok(()));
+        }
+        assert!(pool.run(Lane::Read, || ()).await.await.is_err());
+        let nothing = pool.map(Lane::Read, vec![1], (1, 1), |numbers: Vec<i32>| numbers);
+        assert_eq!(nothing.await, [Err(NotDone)]);
+        pool.close().await;
+    }
+
+    #[tokio::test]
+    async fn a_panic_costs_its_piece_only() {
+        let pool = Pool::start("test", 1).unwrap();
+        let work = |numbers: Vec<i32>| {
+            assert!(!numbers.contains(&3), "as the test wants it");
+            numbers
+        };
+        let done = pool.map(Lane::Store, (0..6).collect(), (2, 2), work).await;
+        assert_eq!(
+            done,
+            [Ok(0), Ok(1), Err(NotDone), Err(NotDone), Ok(4), Ok(5)]
+        );
+        assert_eq!(pool.run(Lane::Store, || 7).await.await, Ok(7));
+    }
+}

@@ -225,6 +225,22 @@ fn a_directory_removed_while_running_is_a_miss_and_made_anew() {
 }
 
 #[test]
+fn several_threads_that_make_the_directory_anew_keep_the_lock() {
+    let fixture = Fixture::new();
+    let base = &fixture.adapter.files.base;
+    let lock = names_in(fixture.base()).remove(0);
+    std::fs::remove_dir_all(fixture.base()).unwrap();
+    for _ in 0..2 {
+        base.restored().unwrap();
+    }
+    let lock = std::fs::File::open(fixture.base().join(lock)).unwrap();
+    assert!(
+        lock.try_lock().is_err(),
+        "leftovers and writes under way look the same"
+    );
+}
+
+#[test]
 fn a_directory_that_others_made_anew_is_found() {
     let fixture = Fixture::new();
     std::fs::remove_dir_all(fixture.base()).unwrap();
