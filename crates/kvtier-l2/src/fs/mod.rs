@@ -53,6 +53,7 @@ pub struct FsAdapter {
     kind: &'static str,
     files: Arc<Files>,
     pool: Pool,
+    workers: usize,
     /// Whether the last store could not reach the directory.
     is_failing: Arc<AtomicBool>,
 }
@@ -90,11 +91,12 @@ impl FsAdapter {
             others: Others::default(),
             counters: Counters::default(),
         };
-        let threads = options.num_workers.max(1);
+        let workers = options.num_workers.max(1);
         Ok(Self {
+            workers,
             kind,
             files: Arc::new(files),
-            pool: Pool::start("kvtier-fs", threads).map_err(failed)?,
+            pool: Pool::start("kvtier-fs", workers).map_err(failed)?,
             is_failing: Arc::default(),
         })
     }
@@ -293,7 +295,7 @@ impl Adapter for FsAdapter {
             "type": self.kind,
             "base_path": files.base.path().to_string_lossy(),
             "use_odirect": files.direct,
-            "num_workers": self.pool.threads(),
+            "num_workers": self.workers,
             "layout": files.layout.name(),
             "io_engine": files.engine.name(),
             "quarantined_files": count(&counters.quarantined),

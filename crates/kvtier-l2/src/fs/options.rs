@@ -35,7 +35,7 @@ pub struct FsOptions {
     pub read_ahead_size: Option<u64>,
     /// Past the page cache.
     pub use_odirect: bool,
-    /// Threads, at least 1.
+    /// Threads, at least 1; one more is for reads.
     pub num_workers: usize,
     /// How files are spread.
     pub layout: Layout,
@@ -103,7 +103,7 @@ const KEYS: &[Key] = &[
         "use_odirect",
         "Read and write past the page cache; files for which that is not possible go through it",
     ),
-    Key::integer("num_workers", 1, 1024, "Threads that wait for the disk")
+    Key::integer("num_workers", 1, 1024, "Threads that wait for the disk; one more does so for reads alone")
         .or(Fallback::Integer(4)),
     Key::number(
         "max_capacity_gb",

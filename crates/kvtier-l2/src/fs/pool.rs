@@ -1,7 +1,7 @@
 //! The threads that wait for the disk.
 //!
 //! Reads (lookups, loads, deletes) go first, for somebody waits for them; stores are done behind somebody's back. One
-//! thread at least, of several, is never taken by stores, so a disk that stalls its writers still answers.
+//! thread is never taken by stores, so a disk that stalls its writers still answers.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -80,12 +80,17 @@ pub(super) struct Pool {
 pub(super) struct NotDone;
 
 impl Pool {
+    /// As many threads as are asked for, and one more that is for reads.
     pub(super) fn start(name: &str, threads: usize) -> Result<Self, std::io::Error> {
+        Self::start_with(name, threads + 1, threads)
+    }
+
+    fn start_with(name: &str, threads: usize, most_storing: usize) -> Result<Self, std::io::Error> {
         let pool = Self {
             shared: Arc::new(Shared {
                 queue: Mutex::default(),
                 work: Condvar::new(),
-                most_storing: threads.saturating_sub(1).max(1),
+                most_storing,
                 running: watch::Sender::new(0),
             }),
             places: Arc::new(Semaphore::new(WAITING)),
@@ -100,11 +105,6 @@ impl Pool {
                 .spawn(move || serve(&running.0))?;
         }
         Ok(pool)
-    }
-
-    /// Threads it was started with.
-    pub(super) fn threads(&self) -> usize {
-        self.threads
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -254,7 +254,7 @@ mod tests {
 
     #[tokio::test]
     async fn stores_leave_a_thread_to_reads() {
-        let pool = Pool::start("test", 3).unwrap();
+        let pool = Pool::start("test", 2).unwrap();
         let mut stores = Vec::new();
         for _ in 0..6 {
             stores.push(hold(&pool, Lane::Store).await);
@@ -280,7 +280,7 @@ mod tests {
 
     #[tokio::test]
     async fn reads_go_first_but_not_for_ever() {
-        let pool = Pool::start("test", 1).unwrap();
+        let pool = Pool::start_with("test", 1, 1).unwrap();
         let first = hold(&pool, Lane::Read).await;
         first.begun.recv().unwrap();
         let order = Arc::new(Mutex::new(Vec::new()));
@@ -305,7 +305,7 @@ mod tests {
 
     #[tokio::test]
     async fn work_nobody_waits_for_is_left_out() {
-        let pool = Pool::start("test", 1).unwrap();
+        let pool = Pool::start_with("test", 1, 1).unwrap();
         let first = hold(&pool, Lane::Read).await;
         first.begun.recv().unwrap();
         let forgotten = hold(&pool, Lane::Read).await;
@@ -317,7 +317,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_closed_pool_ends_what_it_has_and_takes_nothing() {
-        let pool = Pool::start("test", 2).unwrap();
+        let pool = Pool::start("test", 1).unwrap();
         let mut stores = Vec::new();
         for _ in 0..4 {
             stores.push(hold(&pool, Lane::Store).await);
@@ -337,7 +337,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_costs_its_piece_only() {
-        let pool = Pool::start("test", 1).unwrap();
+        let pool = Pool::start_with("test", 1, 1).unwrap();
         let work = |numbers: Vec<i32>| {
             assert!(!numbers.contains(&3), "as the test wants it");
             numbers
