@@ -374,6 +374,12 @@ fn names_and_tenants_are_forgotten_with_their_last_object() {
     assert_eq!(&*second.entries[0].salt, "b");
     assert_eq!(second.next, None);
     assert_eq!((cache.stats().spaces, cache.stats().salts), (3, 2));
+    let first = cache.spaces(0, 2);
+    let last = cache.spaces(first.next.unwrap(), 2);
+    let spaces = first.entries.iter().chain(&last.entries);
+    let spaces: Vec<_> = spaces.map(|known| known.as_space()).collect();
+    assert_eq!(spaces, [space(0, "a"), space(1, "a"), space(0, "b")]);
+    assert_eq!(last.next, None);
 
     cache.remove(&space(0, "a"), &hashes(0..2), false);
     cache.remove(&space(1, "a"), &hashes(0..2), false);

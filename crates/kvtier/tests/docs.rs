@@ -6,7 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_server::metrics::{Metrics, Readings};
+use kvtier_server::metrics::{
+    GuardReadings, Metrics, PrefetchPhase, Readings, TierCall, TierReadings,
+};
 
 fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
@@ -23,8 +25,9 @@ fn all_counted() -> Metrics {
     metrics.lookup(&model, "s", 1, 1, 1);
     metrics.early_exit(&model, "s", "empty_chunk_hashes");
     metrics.admitted("s", 1);
-    metrics.no_room("m", 1);
-    metrics.not_leased("m", 1);
+    metrics.no_room("l1_store", "m", 1);
+    metrics.not_found("l1_retrieve", "m", 1);
+    metrics.prefetched("m", "s", 1, 1);
     metrics.loaded("m", "s", 0, 1);
     for finished in [false, true] {
         metrics.store("cpu", finished);
@@ -32,7 +35,31 @@ fn all_counted() -> Metrics {
     }
     metrics.answered("ping", Duration::from_micros(1));
     metrics.refused("store", "bad_key");
+    let (tier, took) = (Arc::from("fs-0"), Duration::from_micros(1));
+    metrics.l2.asked("s", 1);
+    for call in TierCall::ALL {
+        metrics.l2.began(call, "s", 1);
+        metrics.l2.ended(call, &tier, "s", 1, 1, took);
+        metrics.l2.took(call, &tier, took);
+    }
+    metrics.l2.not_loaded("m", "l1_oom", 1);
+    metrics.l2.gave_up(PrefetchPhase::Queue);
     metrics
+}
+
+/// Of a server with a tier that has failed in some way.
+fn readings() -> Readings {
+    let tier = TierReadings {
+        name: "fs-0".into(),
+        store_failures: vec![("full", 1)],
+        load_failures: vec![("corrupt", 1)],
+        guards: vec![GuardReadings::default()],
+        ..TierReadings::default()
+    };
+    Readings {
+        tiers: vec![tier],
+        ..Readings::default()
+    }
 }
 
 /// Names of series, without a histogram's endings, and their labels.
@@ -44,7 +71,7 @@ fn series(text: &str) -> BTreeMap<String, BTreeSet<String>> {
             .iter()
             .find_map(|end| {
                 name.strip_suffix(end)
-                    .filter(|name| name.ends_with("_seconds"))
+                    .filter(|name| name.ends_with("_seconds") || name.ends_with("_per_second"))
             })
             .unwrap_or(name);
         let labels = line
@@ -64,7 +91,7 @@ fn series(text: &str) -> BTreeMap<String, BTreeSet<String>> {
 
 #[test]
 fn the_metrics_page_has_every_series_with_its_type_and_labels() {
-    let text = all_counted().encode(&Readings::default());
+    let text = all_counted().encode(&readings());
     let page = page("docs/metrics.md");
     let rows: BTreeMap<_, _> = page
         .lines()

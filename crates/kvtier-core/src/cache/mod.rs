@@ -317,6 +317,17 @@ impl<A: ExtentAllocator> Cache<A> {
         })
     }
 
+    /// The spaces that have anything, at most `limit` of them; start with `from` 0.
+    pub fn spaces(&self, from: u32, limit: usize) -> Page<OwnedSpace> {
+        self.locked(|state| {
+            let mut spaces = state.spaces.spaces_from(from);
+            let entries = spaces.by_ref().take(limit);
+            let entries = entries.map(|(_, space)| space).collect();
+            let next = spaces.next().map(|(number, _)| number);
+            Page { entries, next }
+        })
+    }
+
     /// The resident objects, from a look at no more than `limit` slots; start with `from` 0. A page may be empty
     /// and still have a next one.
     pub fn objects(&self, from: u32, limit: usize) -> Page<ResidentObject> {

@@ -321,6 +321,12 @@ impl Spaces {
         entries.filter_map(|(salt, number)| Some((number, salt.as_ref()?)))
     }
 
+    /// The spaces with their numbers, from one number on.
+    pub(super) fn spaces_from(&self, from: u32) -> impl Iterator<Item = (u32, OwnedSpace)> {
+        let numbers = from..self.spaces.entries.len() as u32;
+        numbers.filter_map(|number| Some((number, self.owned(number)?)))
+    }
+
     /// The spaces' numbers and users.
     pub(super) fn users(&self) -> impl Iterator<Item = (u32, u64)> {
         let entries = self.spaces.entries.iter().zip(0..);

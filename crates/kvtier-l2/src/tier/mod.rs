@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
 use kvtier_core::cache::{
-    Cache, CacheConfig, KeyOutcome, ReadLease, Reservation, ReserveRequest, ResidentObject, Space,
+    Cache, CacheConfig, KeyOutcome, ReadLease, Removed, Reservation, ReserveRequest,
+    ResidentObject, Space, Stats,
 };
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
@@ -64,6 +65,17 @@ pub struct TierConfig {
     pub eviction: Option<TierEviction>,
     /// Bytes of the backend that stay free, where it has a bound of its own.
     pub reserve_bytes: u64,
+}
+
+/// What [`Tier::delete`] did with an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deleted {
+    /// It was there and is gone.
+    Gone,
+    /// It was not there.
+    Absent,
+    /// It is being read, and stays.
+    Kept,
 }
 
 /// A hold on an object of a tier: it is not evicted meanwhile.
@@ -389,29 +401,35 @@ impl Tier {
         results
     }
 
-    /// Deletes objects; whether each was there. One that is being read stays, and counts as not deleted.
-    pub async fn delete(&self, keys: Vec<ObjectKey>) -> Vec<Result<bool, L2Error>> {
-        let kept: Vec<_> = keys
-            .iter()
-            .map(|key| {
-                self.index
-                    .remove(&space(key), &[key.chunk_hash()], false)
-                    .kept
-                    > 0
-            })
-            .collect();
-        let free = keys.iter().zip(&kept).filter(|(_, kept)| !**kept);
-        let mut deleted = self
-            .adapter
-            .delete(free.map(|(key, _)| key.clone()).collect())
-            .await
-            .into_iter();
-        kept.into_iter()
-            .map(|kept| match kept {
-                true => Ok(false),
-                false => deleted.next().unwrap_or(Ok(false)),
-            })
-            .collect()
+    /// Deletes objects; one result each. What is being read stays, unless `force` is given: then whoever reads it finds
+    /// it gone.
+    pub async fn delete(&self, keys: Vec<ObjectKey>, force: bool) -> Vec<Result<Deleted, L2Error>> {
+        let remove = |key| self.index.remove(&space(key), &[key.chunk_hash()], force);
+        let removed: Vec<_> = keys.iter().map(remove).collect();
+        let free = keys.iter().zip(&removed).filter(|(_, was)| was.kept == 0);
+        let free = free.map(|(key, _)| key.clone()).collect();
+        let mut deleted = self.adapter.delete(free).await.into_iter();
+        let outcome = |(key, was): (&ObjectKey, Removed)| {
+            if was.kept > 0 {
+                return Ok(Deleted::Kept);
+            }
+            match deleted.next() {
+                Some(Ok(true)) => Ok(Deleted::Gone),
+                Some(Ok(false)) => Ok(Deleted::Absent),
+                Some(Err(error)) => {
+                    if was.objects > 0 {
+                        // It still takes its bytes.
+                        self.adopt(key, was.bytes);
+                    }
+                    Err(error)
+                }
+                None => Err(L2Error::new(
+                    ErrorKind::Refused,
+                    "the adapter gave no result",
+                )),
+            }
+        };
+        keys.iter().zip(removed).map(outcome).collect()
     }
 
     /// A part of what the backend holds. See [`Adapter::list`].
@@ -493,14 +511,9 @@ impl Tier {
         }
     }
 
-    /// Bytes in use, without the salts.
-    pub fn used_bytes(&self) -> u64 {
-        self.index.usage().used_bytes
-    }
-
-    /// Times a counter did not add up; 0 in a healthy tier.
-    pub fn accounting_errors(&self) -> u64 {
-        self.index.stats().accounting_errors
+    /// What its index counts, without looking at each tenant.
+    pub fn stats(&self) -> Stats {
+        self.index.stats()
     }
 }
 

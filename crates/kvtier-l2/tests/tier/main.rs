@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_core::eviction::EvictionKind;
-use kvtier_l2::tier::{Recovery, Tier, TierConfig, TierEviction};
+use kvtier_l2::tier::{Deleted, Recovery, Tier, TierConfig, TierEviction};
 use kvtier_l2::{ErrorKind, Stored};
 use memory::{Bytes, Memory, OVERHEAD, key, spec};
 use tokio::sync::Semaphore;
@@ -59,7 +59,7 @@ fn assert_books(tier: &Tier, memory: &Memory) {
     assert_eq!(sum, usage.total_bytes_used);
     assert_eq!(usage.total_bytes_used, memory.bytes());
     assert!(usage.bytes_by_cache_salt.values().all(|bytes| *bytes > 0));
-    assert_eq!(tier.accounting_errors(), 0);
+    assert_eq!(tier.stats().accounting_errors, 0);
 }
 
 #[tokio::test]
@@ -109,9 +109,19 @@ async fn bytes_by_tenant_and_total_stay_equal_whatever_is_deleted() {
     // One that the tier has not stored itself, one that is nowhere, one twice.
     memory.put(&key(9, "c"), LEN as usize, 0);
     let gone = [&key(9, "c"), &key(8, "d"), &keys[0], &keys[0]];
-    let deleted = tier.delete(gone.into_iter().cloned().collect()).await;
+    let deleted = tier
+        .delete(gone.into_iter().cloned().collect(), false)
+        .await;
     let deleted: Vec<_> = deleted.into_iter().map(Result::unwrap).collect();
-    assert_eq!(deleted, [true, false, true, false]);
+    assert_eq!(
+        deleted,
+        [
+            Deleted::Gone,
+            Deleted::Absent,
+            Deleted::Gone,
+            Deleted::Absent
+        ]
+    );
     assert_books(&tier, &memory);
     let usage = tier.usage();
     assert_eq!(usage.bytes_by_cache_salt.len(), 2);
@@ -129,7 +139,7 @@ async fn what_was_deleted_is_not_counted_any_more_when_delete_returns() {
     let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
     let tier = tier(&memory, None);
     store(&tier, &bytes, [1]).await;
-    tier.delete(vec![key(1, "")]).await;
+    tier.delete(vec![key(1, "")], false).await;
     assert_eq!(tier.usage().total_bytes_used, 0);
     assert!(!memory.has(&key(1, "")));
 }
@@ -170,7 +180,7 @@ async fn no_bound_is_no_signal_to_evict_and_zero_is_never_reached_from_below() {
     let bounded = tier(&memory, Some(4));
     assert_eq!(bounded.usage().usage_fraction(), 0.0);
     // Twice what was never there.
-    bounded.delete(vec![key(1, ""), key(1, "")]).await;
+    bounded.delete(vec![key(1, ""), key(1, "")], false).await;
     assert_eq!(bounded.usage().usage_fraction(), 0.0);
     store(&bounded, &bytes, [1]).await;
     assert_eq!(bounded.usage().usage_fraction(), 0.25);
@@ -206,9 +216,32 @@ async fn what_is_held_is_neither_evicted_nor_deleted() {
     assert!(held[0].is_some() && held[1].is_none());
     assert!(store(&tier, &bytes, [3]).await[0].is_ok());
     assert!(memory.has(&key(1, "")) && !memory.has(&key(2, "")));
-    assert!(!tier.delete(vec![key(1, "")]).await.remove(0).unwrap());
+    let delete = async |number, force| {
+        let mut deleted = tier.delete(vec![key(number, "")], force).await;
+        deleted.remove(0).unwrap()
+    };
+    assert_eq!(delete(1, false).await, Deleted::Kept);
     drop(held);
-    assert!(tier.delete(vec![key(1, "")]).await.remove(0).unwrap());
+    assert_eq!(delete(1, false).await, Deleted::Gone);
+    // Unless it is forced.
+    let held = tier.lookup(vec![spec(&key(3, ""), LEN)]).await.unwrap();
+    assert!(held[0].is_some());
+    assert_eq!(delete(3, true).await, Deleted::Gone);
+    drop(held);
+    assert_books(&tier, &memory);
+}
+
+#[tokio::test]
+async fn what_could_not_be_deleted_is_counted_on() {
+    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+    let tier = tier(&memory, None);
+    store(&tier, &bytes, [1, 2]).await;
+    memory.refuse(&key(1, ""));
+    let keys = vec![key(1, ""), key(2, ""), key(3, "")];
+    let deleted = tier.delete(keys, false).await;
+    assert_eq!(deleted[0].as_ref().unwrap_err().kind(), ErrorKind::Refused);
+    assert_eq!(deleted[1..], [Ok(Deleted::Gone), Ok(Deleted::Absent)]);
+    assert_eq!(tier.usage().objects, 1);
     assert_books(&tier, &memory);
 }
 

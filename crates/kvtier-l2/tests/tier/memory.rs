@@ -20,7 +20,7 @@ pub const OVERHEAD: u64 = 16;
 #[derive(Default)]
 pub struct Memory {
     pub objects: Mutex<BTreeMap<String, (ObjectKey, Vec<u8>, u64)>>,
-    /// Keys that cannot be stored.
+    /// Keys that can be neither stored nor deleted.
     pub refused: Mutex<HashSet<String>>,
     pub deleted: Mutex<Vec<ObjectKey>>,
     pub free: AtomicU64,
@@ -142,7 +142,10 @@ impl Adapter for Memory {
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
         Box::pin(async move {
-            let delete = |key: &ObjectKey| Ok(self.objects.lock().remove(&name(key)).is_some());
+            let delete = |key: &ObjectKey| match self.refused.lock().contains(&name(key)) {
+                true => Err(L2Error::new(ErrorKind::Refused, "as the test says")),
+                false => Ok(self.objects.lock().remove(&name(key)).is_some()),
+            };
             let results = keys.iter().map(delete).collect();
             self.deleted.lock().extend(keys);
             results

@@ -132,7 +132,8 @@ impl Engine {
             .filter(|outcome| matches!(outcome, KeyOutcome::NoMemory))
             .count();
         if refused > 0 {
-            self.metrics.no_room(key.model_name, refused as u64);
+            self.metrics
+                .no_room("l1_store", key.model_name, refused as u64);
         }
         Ok(reserved.reservation)
     }
@@ -378,7 +379,8 @@ impl Engine {
             reason
         };
         let held = held.ok_or_else(|| {
-            self.metrics.not_leased(key.model_name, chunks);
+            self.metrics
+                .not_found("l1_retrieve", key.model_name, chunks);
             missed("not_held")
         })?;
         self.check_withheld(&transfer.instance).map_err(missed)?;

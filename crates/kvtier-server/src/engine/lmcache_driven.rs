@@ -144,7 +144,8 @@ impl Engine {
             .filter(|outcome| matches!(outcome, KeyOutcome::NoMemory))
             .count();
         if refused > 0 {
-            self.metrics.no_room(store.key.model_name, refused as u64);
+            self.metrics
+                .no_room("l1_store", store.key.model_name, refused as u64);
         }
         for staged in reserved.reservation.staged() {
             let request = ChunkRequest {
@@ -263,7 +264,7 @@ impl Engine {
         }
         let held = self.hold(instance, key, &range).ok_or_else(|| {
             self.metrics
-                .not_leased(key.model_name, range.chunks.len() as u64);
+                .not_found("l1_retrieve", key.model_name, range.chunks.len() as u64);
             RetrieveError::NotHeld
         })?;
         let copied = held.iter().try_for_each(|held| {

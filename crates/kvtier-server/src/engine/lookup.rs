@@ -174,6 +174,7 @@ impl Engine {
     ) {
         let (done, pending) = watch::channel(());
         let (in_l1, chunk_size) = (lookup.hit_chunks, self.chunk_size.get());
+        let keys_in_l1 = lookup.lease.held();
         let serial = self.lookups.insert_pending(request_id, lookup, pending);
         let (lookups, metrics) = (Arc::clone(&self.lookups), Arc::clone(&self.metrics));
         let (request, request_id) = (Arc::new(request), Box::<str>::from(request_id));
@@ -193,6 +194,7 @@ impl Engine {
                 scope.model_name(),
                 scope.cache_salt(),
                 (from_tiers * chunk_size) as u64,
+                lookup.lease.held().saturating_sub(keys_in_l1) as u64,
             );
             let hashes = request.hashes[..lookup.hit_chunks].into();
             let result = PrefetchedLookup {

@@ -113,6 +113,7 @@ impl Engine {
                 l1.cache.clone(),
                 Arc::clone(&l1.arena),
                 Arc::clone(&clock),
+                Arc::clone(&metrics),
             )?),
         };
         Ok(Self {
@@ -251,6 +252,8 @@ impl Engine {
         let (lookups, unread) = self.lookups.counts();
         let l2 = self.l2.as_ref();
         let stores = l2.map(|l2| l2.store_counts()).unwrap_or_default();
+        let tiers = l2.map_or_else(Vec::new, |l2| l2.readings());
+        let tier_errors: u64 = tiers.iter().map(|tier| tier.accounting_errors).sum();
         Readings {
             capacity_bytes: stats.capacity_bytes,
             used_bytes: stats.used_bytes,
@@ -263,13 +266,14 @@ impl Engine {
             instances: self.instances.len() as u64,
             evicted_objects: stats.evicted_objects_total,
             evicted_bytes: stats.evicted_bytes_total,
-            accounting_errors: stats.accounting_errors,
+            accounting_errors: stats.accounting_errors + tier_errors,
             prompt_chunks_known: prompts.chunks_known,
             prompt_chunks_hashed: prompts.chunks_hashed,
+            l2_prefetches: l2.map_or([0; 3], |l2| l2.prefetches()),
             l2_queued_bytes: stores.queued_bytes,
             l2_dropped_objects: stores.dropped_objects,
             l2_loading_objects: l2.map_or(0, |l2| l2.loading() as u64),
-            tiers: l2.map_or_else(Vec::new, |l2| l2.readings()),
+            tiers,
         }
     }
 

@@ -48,10 +48,11 @@ impl Engine {
         let adapter_count = adapters.len();
         let stores = l2.map(|l2| l2.store_counts()).unwrap_or_default();
         let loading = l2.map_or(0, |l2| l2.loading());
+        let [queued, asking, waiting] = l2.map_or([0; 3], |l2| l2.prefetches());
         let store = json!({
             "is_healthy": healthy, "thread_alive": healthy, "pending_keys_count": stores.queued_objects,
             "pending_bytes": stores.queued_bytes, "dropped_objects": stores.dropped_objects,
-            "dropped_bytes": stores.dropped_bytes, "in_flight_task_count": 0,
+            "dropped_bytes": stores.dropped_bytes, "in_flight_task_count": l2.map_or(0, |l2| l2.storing()),
             "num_l2_adapters": adapter_count, "num_active_adapters": adapter_count, "num_draining_adapters": 0,
         });
         let mut pages = Map::new();
@@ -141,8 +142,9 @@ impl Engine {
                 "prefetch_controller": {
                     "is_healthy": healthy, "thread_alive": healthy,
                     "max_in_flight": l2.map_or(0, |l2| l2.config().prefetch_max_in_flight),
-                    "submission_queue_size": 0, "pending_queue_size": 0, "in_flight_request_count": 0,
-                    "lookup_phase_count": 0, "load_phase_count": 0, "loading_objects": loading,
+                    "submission_queue_size": 0, "pending_queue_size": queued,
+                    "in_flight_request_count": asking + waiting, "lookup_phase_count": asking,
+                    "load_phase_count": waiting, "loading_objects": loading,
                     "completed_results_count": unread, "num_l2_adapters": adapter_count,
                     "num_active_adapters": adapter_count, "num_draining_adapters": 0,
                 },

@@ -78,7 +78,7 @@ impl L2 {
         clock: Arc<Clock>,
         metrics: Arc<Metrics>,
     ) -> Result<Arc<Self>, String> {
-        Self::start_with(config, || open(config), cache, arena, clock)
+        Self::start_with(config, || open(config), cache, arena, clock, metrics)
     }
 
     /// The same with tiers that `open` gives, within a runtime.
@@ -88,6 +88,7 @@ impl L2 {
         cache: Cache<L1Allocator>,
         arena: Arc<Arena>,
         clock: Arc<Clock>,
+        metrics: Arc<Metrics>,
     ) -> Result<Arc<Self>, String> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)

@@ -411,7 +411,10 @@ impl L2 {
             let (call, bytes) = (TierCall::Load, lens.iter().sum());
             let call = self.calls.begin(call, number, salt, lens.len(), bytes);
             let results = tier.load(items).await;
-            let read = lens.iter().zip(&results).filter(|(_, result)| result.is_ok());
+            let read = lens
+                .iter()
+                .zip(&results)
+                .filter(|(_, result)| result.is_ok());
             let (objects, bytes) = read.fold((0, 0), |(n, sum), (len, _)| (n + 1, sum + len));
             call.answered(salt, objects, bytes);
             for (wanted, result) in wanted.into_iter().zip(results) {
@@ -422,8 +425,14 @@ impl L2 {
                     }
                     Err(error) => {
                         tracing::debug!(tier = tier.name(), %error, "an object could not be loaded");
-                        // What is late may still write to the memory, so nobody else loads into it.
-                        failed.extend((error.kind() != ErrorKind::Deadline).then_some(wanted));
+                        let reason = error.kind().name();
+                        if error.kind() == ErrorKind::Deadline {
+                            // It may still write to the memory, so nobody else loads into it.
+                            metrics.l2.not_loaded(model, reason, 1);
+                        } else {
+                            reasons.push(reason);
+                            failed.push(wanted);
+                        }
                     }
                 }
             }

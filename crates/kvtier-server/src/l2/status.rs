@@ -1,86 +1,181 @@
 //! What the tiers look like from outside.
 
-use kvtier_l2::tier::{Recovery, Tier};
-use serde_json::{Value, json};
+use kvtier_core::eviction::EvictionKind;
+use kvtier_l2::tier::Recovery;
+use serde_json::{Map, Value, json};
 
 use super::L2;
-use crate::metrics::TierReadings;
+use crate::metrics::{GuardReadings, TierCall, TierReadings};
+
+/// Types whose name in LMCache 0.5.6's `/status` is another one than in its configuration.
+const CLASSES: [(&str, &str); 4] = [
+    ("fs", "FSL2Adapter"),
+    ("fs_native", "FSNativeL2Adapter"),
+    ("mock", "MockL2Adapter"),
+    ("fault_inject", "FaultInjectL2Adapter"),
+];
 
 impl L2 {
+    /// Prefetches by their phase, as [`crate::metrics::PrefetchPhase::ALL`].
+    pub fn prefetches(&self) -> [u64; 3] {
+        self.calls.phases()
+    }
+
+    /// Batches being stored, all tiers together.
+    pub fn storing(&self) -> u64 {
+        let of_tier = |tier| self.calls.of_tier(tier)[TierCall::Store as usize];
+        (0..self.tiers.len()).map(of_tier).sum()
+    }
+
     /// Figures of each tier.
     pub fn readings(&self) -> Vec<TierReadings> {
-        self.tiers.iter().map(|tier| readings(tier)).collect()
+        (0..self.tiers.len())
+            .map(|tier| self.tier_readings(tier))
+            .collect()
     }
 
     /// The tiers in the shape of LMCache 0.5.6's `/status`, with more keys.
     pub fn adapters_status(&self) -> Vec<Value> {
-        self.tiers.iter().map(|tier| adapter_status(tier)).collect()
+        (0..self.tiers.len())
+            .map(|tier| Value::Object(self.adapter_status(tier)))
+            .collect()
     }
 
     /// The eviction of the tiers that have any.
     pub fn eviction_status(&self) -> Vec<Value> {
         let tiers = self.tiers.iter().filter_map(|tier| {
-            let eviction = tier.config().eviction?;
+            let (eviction, stats) = (tier.config().eviction?, tier.stats());
+            let capacity = tier.config().capacity_bytes.unwrap_or(0);
             Some(json!({
                 "adapter": tier.name(),
-                "eviction_policy": format!("{:?}", eviction.policy),
+                "eviction_policy": policy_name(eviction.policy),
                 "trigger_watermark": eviction.trigger_watermark,
                 "eviction_ratio": eviction.eviction_ratio,
-                "current_usage": tier.usage().usage_fraction(),
+                "current_usage": usage_fraction(stats.used_bytes, capacity),
+                "total_bytes_used": stats.used_bytes,
+                "total_capacity_bytes": capacity,
+                // A count only: there may be a hundred thousand tenants.
+                "num_cache_salt_buckets": stats.salts,
             }))
         });
         tiers.collect()
     }
-}
 
-fn readings(tier: &Tier) -> TierReadings {
-    let (usage, counters) = (tier.usage(), tier.counters());
-    TierReadings {
-        name: tier.name().to_owned(),
-        used_bytes: usage.total_bytes_used,
-        objects: usage.objects,
-        stored_objects: counters.stored_objects.get(),
-        stored_bytes: counters.stored_bytes.get(),
-        already_there: counters.already_there.get(),
-        store_failures: counters.store_failures.get().into_iter().collect(),
-        looked_up: counters.looked_up.get(),
-        found: counters.found.get(),
-        loaded_objects: counters.loaded_objects.get(),
-        loaded_bytes: counters.loaded_bytes.get(),
-        unverified: counters.unverified.get(),
-        load_failures: counters.load_failures.get().into_iter().collect(),
-        evicted_objects: counters.evicted_objects.get(),
-        evicted_bytes: counters.evicted_bytes.get(),
+    fn tier_readings(&self, number: usize) -> TierReadings {
+        let tier = &self.tiers[number];
+        let (stats, counters) = (tier.stats(), tier.counters());
+        let (stores, status) = (self.stores.of_tier(number), tier.adapter().status());
+        TierReadings {
+            name: tier.name().to_owned(),
+            used_bytes: stats.used_bytes,
+            capacity_bytes: tier.config().capacity_bytes.unwrap_or(0),
+            objects: stats.objects,
+            is_full: tier.is_full(),
+            is_recovering: tier.is_recovering(),
+            queued_objects: stores.queued_objects,
+            queued_bytes: stores.queued_bytes,
+            dropped_objects: stores.dropped_objects,
+            dropped_bytes: stores.dropped_bytes,
+            calls: self.calls.of_tier(number),
+            loading_bytes: self.calls.loading_bytes(number),
+            stored_objects: counters.stored_objects.get(),
+            stored_bytes: counters.stored_bytes.get(),
+            already_there: counters.already_there.get(),
+            store_failures: counters.store_failures.get().into_iter().collect(),
+            looked_up: counters.looked_up.get(),
+            found: counters.found.get(),
+            loaded_objects: counters.loaded_objects.get(),
+            loaded_bytes: counters.loaded_bytes.get(),
+            unverified: counters.unverified.get(),
+            load_failures: counters.load_failures.get().into_iter().collect(),
+            evicted_objects: counters.evicted_objects.get(),
+            evicted_bytes: counters.evicted_bytes.get(),
+            quarantined: status["quarantined_files"].as_u64().unwrap_or(0),
+            accounting_errors: stats.accounting_errors,
+            guards: TierCall::ALL
+                .iter()
+                .map(|call| guard(&status, *call))
+                .collect(),
+        }
+    }
+
+    fn adapter_status(&self, number: usize) -> Map<String, Value> {
+        let tier = &self.tiers[number];
+        let (stats, counters) = (tier.stats(), tier.counters());
+        let capacity = tier.config().capacity_bytes.unwrap_or(0);
+        let recovery = match tier.recovery() {
+            Recovery::Running => json!({ "state": "running" }),
+            Recovery::Done(found) => json!({
+                "state": "done", "objects": found.objects, "bytes": found.bytes, "removed": found.removed,
+                "foreign": found.foreign,
+            }),
+            Recovery::Failed(error) => json!({ "state": "failed", "error": error.to_string() }),
+        };
+        let mut status = match tier.adapter().status() {
+            Value::Object(status) => status,
+            _ => Map::new(),
+        };
+        let kind = tier.adapter().kind();
+        let class = CLASSES.iter().find(|(name, _)| *name == kind);
+        let stores = self.stores.of_tier(number);
+        let [_, loads_in_flight, stores_in_flight] = self.calls.of_tier(number);
+        for (key, value) in [
+            ("type", json!(class.map_or(kind, |(_, class)| class))),
+            ("type_name", json!(kind)),
+            ("name", json!(tier.name())),
+            ("stored_object_count", json!(stats.objects)),
+            ("locked_key_count", json!(stats.leased_objects)),
+            ("current_size_bytes", json!(stats.used_bytes)),
+            ("max_capacity_bytes", json!(capacity)),
+            (
+                "usage_fraction",
+                json!(usage_fraction(stats.used_bytes, capacity)),
+            ),
+            ("cache_salt_count", json!(stats.salts)),
+            ("is_full", json!(tier.is_full())),
+            ("recovery", recovery),
+            ("pending_objects", json!(stores.queued_objects)),
+            ("pending_bytes", json!(stores.queued_bytes)),
+            ("dropped_objects", json!(stores.dropped_objects)),
+            ("stores_in_flight", json!(stores_in_flight)),
+            ("loads_in_flight", json!(loads_in_flight)),
+            ("store_failures", json!(counters.store_failures.get())),
+            ("load_failures", json!(counters.load_failures.get())),
+            ("unverified_objects", json!(counters.unverified.get())),
+        ] {
+            status.insert(key.into(), value);
+        }
+        status
     }
 }
 
-fn adapter_status(tier: &Tier) -> Value {
-    let usage = tier.usage();
-    let mut status = tier.adapter().status();
-    let recovery = match tier.recovery() {
-        Recovery::Running => json!({ "state": "running" }),
-        Recovery::Done(found) => json!({
-            "state": "done", "objects": found.objects, "bytes": found.bytes, "removed": found.removed,
-            "foreign": found.foreign,
-        }),
-        Recovery::Failed(error) => json!({ "state": "failed", "error": error.to_string() }),
-    };
-    if let Value::Object(map) = &mut status {
-        map.insert("name".into(), json!(tier.name()));
-        map.insert("stored_object_count".into(), json!(usage.objects));
-        map.insert("current_size_bytes".into(), json!(usage.total_bytes_used));
-        map.insert(
-            "max_capacity_bytes".into(),
-            json!(usage.total_capacity_bytes),
-        );
-        map.insert("usage_fraction".into(), json!(usage.usage_fraction()));
-        // A count only: there may be a hundred thousand tenants.
-        map.insert(
-            "cache_salt_count".into(),
-            json!(usage.bytes_by_cache_salt.len()),
-        );
-        map.insert("is_full".into(), json!(tier.is_full()));
-        map.insert("recovery".into(), recovery);
+/// As it is configured.
+fn policy_name(policy: EvictionKind) -> &'static str {
+    match policy {
+        EvictionKind::Lru => "LRU",
+        EvictionKind::Noop => "noop",
     }
-    status
+}
+
+/// Used part of the capacity; -1 when there is no bound.
+fn usage_fraction(used: u64, capacity: u64) -> f64 {
+    match capacity {
+        0 => -1.0,
+        capacity => used as f64 / capacity as f64,
+    }
+}
+
+/// What a guarded adapter says of its guards; nothing of those it does not have.
+fn guard(status: &Value, call: TierCall) -> GuardReadings {
+    let breaker = &status["breaker"][call.name()];
+    let number = |value: &Value| value.as_u64().unwrap_or(0);
+    GuardReadings {
+        is_open: breaker["state"]
+            .as_str()
+            .is_some_and(|state| state != "closed"),
+        opened: number(&breaker["opened"]),
+        refused: number(&breaker["refused"]),
+        late: number(&status["late_calls"][call.name()]),
+        retried: number(&status["retried_items"][call.name()]),
+    }
 }

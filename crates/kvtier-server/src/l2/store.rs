@@ -16,6 +16,7 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use super::{L2, object};
 use crate::config::StorePolicy;
 use crate::engine::L1Allocator;
+use crate::metrics::TierCall;
 
 /// Batches that are stored in a tier at the same time: enough that one slow object does not hold up the others.
 const BATCHES: usize = 4;
@@ -62,7 +63,7 @@ struct Queue {
     dropped_bytes: AtomicU64,
 }
 
-/// Figures of the write-behind, all tiers together.
+/// Figures of the write-behind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StoreCounts {
     /// Objects waiting or being stored.
@@ -143,17 +144,25 @@ impl StoreQueue {
         }
     }
 
-    /// Figures.
+    /// Figures of all tiers together.
     pub fn counts(&self) -> StoreCounts {
-        let sum = |value: fn(&Queue) -> &AtomicU64| {
-            let values = self.queues.iter().map(value);
-            values.map(|value| value.load(Ordering::Relaxed)).sum()
-        };
+        let tiers = (0..self.queues.len()).map(|tier| self.of_tier(tier));
+        tiers.fold(StoreCounts::default(), |sum, tier| StoreCounts {
+            queued_objects: sum.queued_objects + tier.queued_objects,
+            queued_bytes: sum.queued_bytes + tier.queued_bytes,
+            dropped_objects: sum.dropped_objects + tier.dropped_objects,
+            dropped_bytes: sum.dropped_bytes + tier.dropped_bytes,
+        })
+    }
+
+    /// Figures of one tier.
+    pub fn of_tier(&self, tier: usize) -> StoreCounts {
+        let queue = &self.queues[tier];
         StoreCounts {
-            queued_objects: sum(|queue| &queue.objects),
-            queued_bytes: sum(|queue| &queue.bytes),
-            dropped_objects: sum(|queue| &queue.dropped_objects),
-            dropped_bytes: sum(|queue| &queue.dropped_bytes),
+            queued_objects: queue.objects.load(Ordering::Relaxed),
+            queued_bytes: queue.bytes.load(Ordering::Relaxed),
+            dropped_objects: queue.dropped_objects.load(Ordering::Relaxed),
+            dropped_bytes: queue.dropped_bytes.load(Ordering::Relaxed),
         }
     }
 }
@@ -167,7 +176,14 @@ impl L2 {
         hashes: &[ChunkHash],
         len: u64,
     ) {
-        let Some((hashes, lease)) = self.lease(space, hashes) else {
+        let committed = hashes.len();
+        let leased = self.lease(space, hashes);
+        let gone = committed - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
+        if gone > 0 {
+            let metrics = self.calls.metrics();
+            metrics.not_found("l2_store", space.model_name, gone as u64);
+        }
+        let Some((hashes, lease)) = leased else {
             return;
         };
         let bytes = len * hashes.len() as u64;
@@ -243,7 +259,13 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
                 bytes,
             } = batch;
             let objects = items.len() as u64;
+            let salt = &shared.space.cache_salt;
+            let call = TierCall::Store;
+            let call = l2.calls.begin(call, number, salt, items.len(), bytes);
             let results = l2.tiers[number].store(items).await;
+            let stored = results.iter().filter(|result| result.is_ok()).count();
+            let stored_bytes = bytes / objects.max(1) * stored as u64;
+            call.answered(salt, stored, stored_bytes);
             if results.iter().all(Result::is_ok) {
                 shared.complete.fetch_add(1, Ordering::AcqRel);
             }

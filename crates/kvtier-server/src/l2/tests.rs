@@ -164,6 +164,7 @@ fn bed(adapters: &[Arc<Scripted>], load_timeout: Duration) -> Bed {
         cache.clone(),
         Arc::clone(&arena),
         clock,
+        Arc::default(),
     );
     let row = PrefetchRow {
         kv_rank: 1,

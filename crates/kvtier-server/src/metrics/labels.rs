@@ -78,3 +78,62 @@ pub(super) struct L1GaugeLabels {
     pub backend: &'static str,
     pub l1_tag: &'static str,
 }
+
+/// The tenant alone.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct SaltLabels {
+    pub cache_salt: Arc<str>,
+}
+
+/// A tier by its name.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct TierLabels {
+    pub l2_name: Arc<str>,
+}
+
+/// A tier by its name and number.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct AdapterLabels {
+    pub adapter_index: u64,
+    pub l2_name: Arc<str>,
+}
+
+/// A kind of call of a tier.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct CallLabels {
+    pub call: &'static str,
+    pub l2_name: Arc<str>,
+}
+
+/// Failures of a tier.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct TierFailureLabels {
+    pub l2_name: Arc<str>,
+    pub reason: &'static str,
+}
+
+/// Labels of LMCache's failed prefetches.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct PrefetchFailureLabels {
+    pub model_name: Arc<str>,
+    pub reason: &'static str,
+}
+
+/// How far a prefetch is.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct PhaseLabels {
+    pub phase: &'static str,
+}
+
+/// Labels of LMCache's number of adapters that are stored to.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct StoreAdaptersLabels {
+    pub l1_tag: &'static str,
+    pub state: &'static str,
+}
+
+/// Labels of LMCache's number of adapters that are asked.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct AdaptersLabels {
+    pub state: &'static str,
+}

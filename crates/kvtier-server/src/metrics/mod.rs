@@ -4,6 +4,7 @@
 //! scrapes. Labels that clients choose are bounded: after [`MAX_SALTS`] tenants and [`MAX_MODELS`] models further ones
 //! share the value `other`.
 
+mod l2;
 mod labels;
 mod names;
 
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
 use labels::{
     BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
     LoadedLabels, LookupLabels, OperationLabels, ReadFailureLabels, RefusedLabels,
@@ -42,8 +44,10 @@ fn latency() -> Histogram {
 /// Everything that is counted.
 pub struct Metrics {
     registries: [Registry; 2],
-    salts: Names,
-    models: Names,
+    salts: Arc<Names>,
+    models: Arc<Names>,
+    /// Those of the tiers.
+    pub l2: L2Metrics,
 
     l1_write_chunks: Family<L1Labels, Counter>,
     l1_read_chunks: Family<L1Labels, Counter>,
@@ -54,6 +58,7 @@ pub struct Metrics {
     lookup_hit_l1_tokens: Family<LookupLabels, Counter>,
     lookup_hit_l2_tokens: Family<LookupLabels, Counter>,
     lookup_hit_l1_keys: Family<LookupLabels, Counter>,
+    lookup_hit_l2_keys: Family<LookupLabels, Counter>,
     lookups: Family<LookupLabels, Counter>,
     early_exits: Family<EarlyExitLabels, Counter>,
     submitted_stores: Family<DeviceLabels, Counter>,
@@ -130,6 +135,8 @@ pub struct Readings {
     pub prompt_chunks_known: u64,
     /// Chunks that were decoded and hashed.
     pub prompt_chunks_hashed: u64,
+    /// Lookups for which the tiers are asked now, as [`PrefetchPhase::ALL`].
+    pub l2_prefetches: [u64; 3],
     /// Bytes of L1 that wait to be stored in a tier.
     pub l2_queued_bytes: u64,
     /// Objects that were not stored in a tier because too many bytes waited.
@@ -138,41 +145,6 @@ pub struct Readings {
     pub l2_loading_objects: u64,
     /// The tiers below L1.
     pub tiers: Vec<TierReadings>,
-}
-
-/// Figures of one tier, since start.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct TierReadings {
-    /// Its type and number.
-    pub name: String,
-    /// Bytes its objects take now.
-    pub used_bytes: u64,
-    /// Objects in it now.
-    pub objects: u64,
-    /// Objects written.
-    pub stored_objects: u64,
-    /// Bytes written.
-    pub stored_bytes: u64,
-    /// Objects not written because they were there.
-    pub already_there: u64,
-    /// Objects that could not be written, by reason.
-    pub store_failures: Vec<(&'static str, u64)>,
-    /// Objects asked for.
-    pub looked_up: u64,
-    /// Objects found.
-    pub found: u64,
-    /// Objects read.
-    pub loaded_objects: u64,
-    /// Bytes read.
-    pub loaded_bytes: u64,
-    /// Objects read that had no checksum.
-    pub unverified: u64,
-    /// Objects that could not be read, by reason.
-    pub load_failures: Vec<(&'static str, u64)>,
-    /// Objects evicted.
-    pub evicted_objects: u64,
-    /// Bytes evicted.
-    pub evicted_bytes: u64,
 }
 
 const L1: L1GaugeLabels = L1GaugeLabels {
@@ -215,9 +187,17 @@ impl Metrics {
                 version: env!("CARGO_PKG_VERSION"),
             })
             .set(1);
+        let salts = Arc::new(Names::new(MAX_SALTS));
+        let models = Arc::new(Names::new(MAX_MODELS));
         Self {
-            salts: Names::new(MAX_SALTS),
-            models: Names::new(MAX_MODELS),
+            l2: L2Metrics::new(
+                &mut lmcache,
+                &mut own,
+                Arc::clone(&salts),
+                Arc::clone(&models),
+            ),
+            salts,
+            models,
             l1_write_chunks: lmcache.add("l1_write_chunks", "Objects admitted to L1"),
             l1_read_chunks: lmcache.add("l1_read_chunks", "Objects leased by lookups"),
             allocation_failures: lmcache
@@ -232,6 +212,10 @@ impl Metrics {
                 "Tokens that the tiers below L1 added to the prefixes found there",
             ),
             lookup_hit_l1_keys: lmcache.add("lookup_hit_l1_keys", "Objects found in L1"),
+            lookup_hit_l2_keys: lmcache.add(
+                "lookup_hit_l2_keys",
+                "Objects that the tiers below L1 added to those found there",
+            ),
             lookups: lmcache.add("lookups_requests", "Lookups"),
             early_exits: lmcache.add(
                 "lookup_early_exit_requests",
@@ -332,7 +316,7 @@ impl Metrics {
     }
 
     /// The tiers added this to the prefix that a lookup had found in L1.
-    pub fn prefetched(&self, model: &str, salt: &str, tokens: u64) {
+    pub fn prefetched(&self, model: &str, salt: &str, tokens: u64, keys: u64) {
         let labels = LookupLabels {
             cache_salt: self.salts.label(salt),
             model_name: self.models.label(model),
@@ -341,6 +325,7 @@ impl Metrics {
         self.lookup_hit_l2_tokens
             .get_or_create(&labels)
             .inc_by(tokens);
+        self.lookup_hit_l2_keys.get_or_create(&labels).inc_by(keys);
     }
 
     /// A lookup that could not ask for any key.
@@ -363,20 +348,21 @@ impl Metrics {
             .inc_by(objects);
     }
 
-    /// Objects L1 had no room for.
-    pub fn no_room(&self, model: &str, objects: u64) {
+    /// Objects L1 had no room for, `during` a store (`l1_store`) or a prefetch (`l2_prefetch`).
+    pub fn no_room(&self, during: &'static str, model: &str, objects: u64) {
         self.allocation_failures
             .get_or_create(&FailureLabels {
-                during: "l1_store",
+                during,
                 model_name: self.models.label(model),
             })
             .inc_by(objects);
     }
 
-    /// Chunks a retrieve asked for and had no lease on.
-    pub fn not_leased(&self, model: &str, chunks: u64) {
+    /// Chunks that were not in L1 any more, `during` a retrieve (`l1_retrieve`: nobody had a lease on them) or a store
+    /// to a tier (`l2_store`).
+    pub fn not_found(&self, during: &'static str, model: &str, chunks: u64) {
         let labels = ReadFailureLabels {
-            during: "l1_retrieve",
+            during,
             model_name: self.models.label(model),
             reason: "not_found",
         };
@@ -460,6 +446,7 @@ impl Metrics {
                 .inner()
                 .fetch_max(total, std::sync::atomic::Ordering::Relaxed);
         }
+        self.l2.read(readings);
         let mut out = String::new();
         // Writing to a String cannot fail.
         for registry in &self.registries {

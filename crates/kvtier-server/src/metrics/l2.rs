@@ -1,0 +1,558 @@
+//! Metrics of the tiers below L1.
+//!
+//! What happens in a call is counted when it happens; what a tier counts by itself is read when somebody scrapes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::{Family, MetricConstructor};
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+
+use super::labels::{
+    AdapterLabels, AdaptersLabels, CallLabels, PhaseLabels, PrefetchFailureLabels, SaltLabels,
+    StoreAdaptersLabels, TierFailureLabels, TierLabels,
+};
+use super::names::Names;
+use super::{Prefix, Readings, latency};
+
+/// Upper bounds in GB/s: a slow network to the memory of a host.
+const THROUGHPUT_BUCKETS: [f64; 14] = [
+    0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0,
+];
+
+/// A call of a tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TierCall {
+    /// Which objects are there.
+    Lookup,
+    /// Objects into L1.
+    Load,
+    /// Objects out of L1.
+    Store,
+}
+
+impl TierCall {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 3] = [Self::Lookup, Self::Load, Self::Store];
+
+    /// Label value, and the name of its lane in an adapter's status.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lookup => "lookup",
+            Self::Load => "load",
+            Self::Store => "store",
+        }
+    }
+}
+
+/// Where a prefetch is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PrefetchPhase {
+    /// It waits for its turn.
+    Queue,
+    /// The tiers are asked what they have.
+    Lookup,
+    /// It waits for what is being loaded.
+    Load,
+}
+
+impl PrefetchPhase {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 3] = [Self::Queue, Self::Lookup, Self::Load];
+
+    /// Label value.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Queue => "queue",
+            Self::Lookup => "lookup",
+            Self::Load => "load",
+        }
+    }
+}
+
+/// Figures of one tier, since start.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TierReadings {
+    /// Its type and number.
+    pub name: String,
+    /// Bytes its objects take now.
+    pub used_bytes: u64,
+    /// Bytes they may take; 0 is no bound.
+    pub capacity_bytes: u64,
+    /// Objects in it now.
+    pub objects: u64,
+    /// It had no room at the last store.
+    pub is_full: bool,
+    /// It does not know yet what it held before the start.
+    pub is_recovering: bool,
+    /// Objects that wait to be stored there, or are being stored.
+    pub queued_objects: u64,
+    /// Their bytes.
+    pub queued_bytes: u64,
+    /// Objects that were not stored there because too many bytes waited.
+    pub dropped_objects: u64,
+    /// Their bytes.
+    pub dropped_bytes: u64,
+    /// Calls under way, as [`TierCall::ALL`].
+    pub calls: [u64; 3],
+    /// Bytes of the loads under way.
+    pub loading_bytes: u64,
+    /// Objects written.
+    pub stored_objects: u64,
+    /// Bytes written.
+    pub stored_bytes: u64,
+    /// Objects not written because they were there.
+    pub already_there: u64,
+    /// Objects that could not be written, by reason.
+    pub store_failures: Vec<(&'static str, u64)>,
+    /// Objects asked for.
+    pub looked_up: u64,
+    /// Objects found.
+    pub found: u64,
+    /// Objects read.
+    pub loaded_objects: u64,
+    /// Bytes read.
+    pub loaded_bytes: u64,
+    /// Objects read that had no checksum.
+    pub unverified: u64,
+    /// Objects that could not be read, by reason.
+    pub load_failures: Vec<(&'static str, u64)>,
+    /// Objects evicted.
+    pub evicted_objects: u64,
+    /// Bytes evicted.
+    pub evicted_bytes: u64,
+    /// Objects put aside because they were not what was stored, where the adapter does that.
+    pub quarantined: u64,
+    /// Contradictions in its books; anything but 0 is a bug.
+    pub accounting_errors: u64,
+    /// Its guards, as [`TierCall::ALL`]; none where they are switched off.
+    pub guards: Vec<GuardReadings>,
+}
+
+/// What the guards of one kind of call have done.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GuardReadings {
+    /// The breaker lets no ordinary call through.
+    pub is_open: bool,
+    /// Times the breaker opened.
+    pub opened: u64,
+    /// Calls the breaker did not let through.
+    pub refused: u64,
+    /// Calls that missed their deadline.
+    pub late: u64,
+    /// Objects that were tried again.
+    pub retried: u64,
+}
+
+type Figure<T, V> = (&'static str, &'static str, fn(&T) -> V);
+
+/// What a tier's counters have, by name.
+const COUNTERS: [Figure<TierReadings, u64>; 13] = [
+    ("l2_stored_objects", "Objects written", |tier| {
+        tier.stored_objects
+    }),
+    ("l2_stored_bytes", "Bytes written", |tier| tier.stored_bytes),
+    (
+        "l2_already_there_objects",
+        "Objects not written because they were there",
+        |tier| tier.already_there,
+    ),
+    (
+        "l2_dropped_objects",
+        "Objects not stored because too many bytes waited",
+        |tier| tier.dropped_objects,
+    ),
+    ("l2_dropped_bytes", "Bytes of those", |tier| {
+        tier.dropped_bytes
+    }),
+    ("l2_looked_up_objects", "Objects asked for", |tier| {
+        tier.looked_up
+    }),
+    ("l2_found_objects", "Objects found", |tier| tier.found),
+    ("l2_loaded_objects", "Objects read", |tier| {
+        tier.loaded_objects
+    }),
+    ("l2_loaded_bytes", "Bytes read", |tier| tier.loaded_bytes),
+    (
+        "l2_unverified_objects",
+        "Objects read that had no checksum to compare with",
+        |tier| tier.unverified,
+    ),
+    (
+        "l2_quarantined_objects",
+        "Objects put aside because they were not what was stored",
+        |tier| tier.quarantined,
+    ),
+    ("l2_evicted_objects", "Objects evicted", |tier| {
+        tier.evicted_objects
+    }),
+    ("l2_evicted_bytes", "Bytes evicted", |tier| {
+        tier.evicted_bytes
+    }),
+];
+
+/// What a tier is like now, by name.
+const GAUGES: [Figure<TierReadings, u64>; 6] = [
+    (
+        "l2_capacity_bytes",
+        "Bytes the objects may take; 0 is no bound",
+        |tier| tier.capacity_bytes,
+    ),
+    ("l2_objects", "Objects there", |tier| tier.objects),
+    (
+        "l2_queued_objects",
+        "Objects that wait to be stored or are being stored",
+        |tier| tier.queued_objects,
+    ),
+    ("l2_queued_bytes", "Bytes of those", |tier| {
+        tier.queued_bytes
+    }),
+    ("l2_full", "1 while there is no room", |tier| {
+        u64::from(tier.is_full)
+    }),
+    (
+        "l2_recovering",
+        "1 while it is not known what was there before the start",
+        |tier| u64::from(tier.is_recovering),
+    ),
+];
+
+/// What a guard counts, by name.
+const GUARDS: [Figure<GuardReadings, u64>; 4] = [
+    ("l2_breaker_opened", "Times the breaker opened", |guard| {
+        guard.opened
+    }),
+    (
+        "l2_breaker_refused_calls",
+        "Calls the breaker did not let through",
+        |guard| guard.refused,
+    ),
+    (
+        "l2_late_calls",
+        "Calls that missed their deadline",
+        |guard| guard.late,
+    ),
+    (
+        "l2_retried_objects",
+        "Objects that were tried again",
+        |guard| guard.retried,
+    ),
+];
+
+/// The metrics of the tiers.
+pub struct L2Metrics {
+    salts: Arc<Names>,
+    models: Arc<Names>,
+
+    lookup_requests: Counter,
+    lookup_objects: Family<SaltLabels, Counter>,
+    load_requests: Counter,
+    load_objects: Family<SaltLabels, Counter>,
+    loads_completed: Family<TierLabels, Counter>,
+    loaded_objects: Family<SaltLabels, Counter>,
+    store_requests: Counter,
+    store_objects: Family<SaltLabels, Counter>,
+    stores_completed: Family<TierLabels, Counter>,
+    stored_objects: Family<SaltLabels, Counter>,
+    prefetch_failures: Family<PrefetchFailureLabels, Counter>,
+    load_throughput: Family<TierLabels, Histogram, Throughput>,
+    store_throughput: Family<TierLabels, Histogram, Throughput>,
+    seconds: Family<CallLabels, Histogram>,
+    timeouts: Family<PhaseLabels, Counter>,
+
+    usage_bytes: Family<TierLabels, Gauge>,
+    inflight_stores: Family<AdapterLabels, Gauge>,
+    inflight_loads: Family<AdapterLabels, Gauge>,
+    inflight_load_bytes: Family<AdapterLabels, Gauge>,
+    store_adapters: Family<StoreAdaptersLabels, Gauge>,
+    prefetch_adapters: Family<AdaptersLabels, Gauge>,
+    prefetches: Family<PhaseLabels, Gauge>,
+    loading_objects: Gauge,
+    counters: [Family<TierLabels, Counter>; COUNTERS.len()],
+    gauges: [Family<TierLabels, Gauge>; GAUGES.len()],
+    guards: [Family<CallLabels, Counter>; GUARDS.len()],
+    breaker_open: Family<CallLabels, Gauge>,
+    store_failures: Family<TierFailureLabels, Counter>,
+    load_failures: Family<TierFailureLabels, Counter>,
+}
+
+#[derive(Clone)]
+struct Throughput;
+
+impl MetricConstructor<Histogram> for Throughput {
+    fn new_metric(&self) -> Histogram {
+        Histogram::new(THROUGHPUT_BUCKETS)
+    }
+}
+
+impl L2Metrics {
+    pub(super) fn new(
+        lmcache: &mut Prefix,
+        own: &mut Prefix,
+        salts: Arc<Names>,
+        models: Arc<Names>,
+    ) -> Self {
+        let throughput = || Family::new_with_constructor(Throughput);
+        Self {
+            salts,
+            models,
+            lookup_requests: lmcache.add(
+                "l2_prefetch_lookup_requests",
+                "Lookups for which the tiers were asked",
+            ),
+            lookup_objects: lmcache.add(
+                "l2_prefetch_lookup_objects_chunks",
+                "Objects that L1 lacked in those lookups",
+            ),
+            load_requests: lmcache.add(
+                "l2_prefetch_load_submitted_requests",
+                "Batches given to a tier to load",
+            ),
+            load_objects: lmcache.add(
+                "l2_prefetch_load_submitted_objects_chunks",
+                "Objects of those batches",
+            ),
+            loads_completed: lmcache.add("l2_load_completed_requests", "Batches a tier has loaded"),
+            loaded_objects: lmcache.add("l2_prefetch_load_completed_chunks", "Objects loaded"),
+            store_requests: lmcache.add(
+                "l2_store_submitted_requests",
+                "Batches given to a tier to store",
+            ),
+            store_objects: lmcache.add(
+                "l2_store_submitted_objects_chunks",
+                "Objects of those batches",
+            ),
+            stores_completed: lmcache
+                .add("l2_store_completed_requests", "Batches a tier has stored"),
+            stored_objects: lmcache.add(
+                "l2_store_completed_objects_chunks",
+                "Objects that a tier has now",
+            ),
+            prefetch_failures: lmcache.add(
+                "l2_prefetch_failure_chunks",
+                "Objects a tier had that could not be loaded",
+            ),
+            load_throughput: lmcache.add_made(
+                "l2_load_throughput_GB_per_second",
+                "Bytes of a batch over the time of its load",
+                throughput(),
+            ),
+            store_throughput: lmcache.add_made(
+                "l2_store_throughput_GB_per_second",
+                "Bytes of a batch over the time of its store",
+                throughput(),
+            ),
+            seconds: own.add_made(
+                "l2_call_duration_seconds",
+                "Time a tier took for a batch",
+                Family::new_with_constructor(latency),
+            ),
+            timeouts: own.add(
+                "l2_prefetch_timeouts",
+                "Lookups that went on without what a tier might have had",
+            ),
+            usage_bytes: lmcache.add("l2_usage_bytes", "Bytes the objects take"),
+            inflight_stores: lmcache.add("num_inflight_l2_stores", "Batches being stored"),
+            inflight_loads: lmcache.add("num_inflight_l2_loads", "Batches being loaded"),
+            inflight_load_bytes: lmcache.add(
+                "inflight_load_memory_usage_bytes",
+                "Bytes of L1 being loaded into",
+            ),
+            store_adapters: lmcache.add("l2_store_adapters", "Tiers that are stored to"),
+            prefetch_adapters: lmcache.add("l2_prefetch_adapters", "Tiers that are asked"),
+            prefetches: own.add("l2_prefetches", "Lookups for which the tiers are asked now"),
+            loading_objects: own.add("l2_loading_objects", "Objects being loaded"),
+            counters: COUNTERS.map(|(name, help, _)| own.add(name, help)),
+            gauges: GAUGES.map(|(name, help, _)| own.add(name, help)),
+            guards: GUARDS.map(|(name, help, _)| own.add(name, help)),
+            breaker_open: own.add(
+                "l2_breaker_open",
+                "1 while the breaker lets no call through",
+            ),
+            store_failures: own.add("l2_store_failures", "Objects that could not be written"),
+            load_failures: own.add("l2_load_failures", "Objects that could not be read"),
+        }
+    }
+
+    fn salt(&self, salt: &str) -> SaltLabels {
+        SaltLabels {
+            cache_salt: self.salts.label(salt),
+        }
+    }
+
+    /// The tiers are about to be asked for this many objects.
+    pub fn asked(&self, salt: &str, objects: usize) {
+        self.lookup_requests.inc();
+        self.lookup_objects
+            .get_or_create(&self.salt(salt))
+            .inc_by(objects as u64);
+    }
+
+    /// A tier was given a batch.
+    pub fn began(&self, call: TierCall, salt: &str, objects: usize) {
+        let (requests, family) = match call {
+            TierCall::Lookup => return,
+            TierCall::Load => (&self.load_requests, &self.load_objects),
+            TierCall::Store => (&self.store_requests, &self.store_objects),
+        };
+        requests.inc();
+        family
+            .get_or_create(&self.salt(salt))
+            .inc_by(objects as u64);
+    }
+
+    /// A tier has answered, with success for this many objects and bytes.
+    pub fn ended(
+        &self,
+        call: TierCall,
+        l2_name: &Arc<str>,
+        salt: &str,
+        objects: usize,
+        bytes: u64,
+        took: Duration,
+    ) {
+        let tier = TierLabels {
+            l2_name: Arc::clone(l2_name),
+        };
+        let (requests, family, throughput) = match call {
+            TierCall::Lookup => return,
+            TierCall::Load => (
+                &self.loads_completed,
+                &self.loaded_objects,
+                &self.load_throughput,
+            ),
+            TierCall::Store => (
+                &self.stores_completed,
+                &self.stored_objects,
+                &self.store_throughput,
+            ),
+        };
+        requests.get_or_create(&tier).inc();
+        family
+            .get_or_create(&self.salt(salt))
+            .inc_by(objects as u64);
+        if bytes > 0 {
+            let seconds = took.as_secs_f64().max(1e-9);
+            throughput
+                .get_or_create(&tier)
+                .observe(bytes as f64 / 1e9 / seconds);
+        }
+    }
+
+    /// How long a tier took, answer or not.
+    pub fn took(&self, call: TierCall, l2_name: &Arc<str>, took: Duration) {
+        let labels = CallLabels {
+            call: call.name(),
+            l2_name: Arc::clone(l2_name),
+        };
+        self.seconds
+            .get_or_create(&labels)
+            .observe(took.as_secs_f64());
+    }
+
+    /// Objects that a tier had and that did not come into L1.
+    pub fn not_loaded(&self, model: &str, reason: &'static str, objects: usize) {
+        let labels = PrefetchFailureLabels {
+            model_name: self.models.label(model),
+            reason,
+        };
+        self.prefetch_failures
+            .get_or_create(&labels)
+            .inc_by(objects as u64);
+    }
+
+    /// A lookup went on without what a tier might have had.
+    pub fn gave_up(&self, phase: PrefetchPhase) {
+        let phase = phase.name();
+        self.timeouts.get_or_create(&PhaseLabels { phase }).inc();
+    }
+
+    /// Takes over what the tiers count.
+    pub(super) fn read(&self, readings: &Readings) {
+        let adapters = readings.tiers.len() as u64;
+        for (state, number) in [("active", adapters), ("draining", 0)] {
+            let labels = StoreAdaptersLabels {
+                l1_tag: "_default",
+                state,
+            };
+            set(&self.store_adapters, &labels, number);
+            set(&self.prefetch_adapters, &AdaptersLabels { state }, number);
+        }
+        if adapters == 0 {
+            return;
+        }
+        for (phase, number) in PrefetchPhase::ALL.iter().zip(readings.l2_prefetches) {
+            let phase = phase.name();
+            set(&self.prefetches, &PhaseLabels { phase }, number);
+        }
+        let loading = i64::try_from(readings.l2_loading_objects);
+        self.loading_objects.set(loading.unwrap_or(i64::MAX));
+        for (index, tier) in readings.tiers.iter().enumerate() {
+            self.read_tier(index, tier);
+        }
+    }
+
+    fn read_tier(&self, index: usize, tier: &TierReadings) {
+        let l2_name: Arc<str> = tier.name.as_str().into();
+        let labels = TierLabels {
+            l2_name: Arc::clone(&l2_name),
+        };
+        set(&self.usage_bytes, &labels, tier.used_bytes);
+        for (family, (.., value)) in self.gauges.iter().zip(GAUGES) {
+            set(family, &labels, value(tier));
+        }
+        for (family, (.., value)) in self.counters.iter().zip(COUNTERS) {
+            follow(family, &labels, value(tier));
+        }
+        let adapter = AdapterLabels {
+            adapter_index: index as u64,
+            l2_name: Arc::clone(&l2_name),
+        };
+        let [_, loads, stores] = tier.calls;
+        set(&self.inflight_stores, &adapter, stores);
+        set(&self.inflight_loads, &adapter, loads);
+        set(&self.inflight_load_bytes, &adapter, tier.loading_bytes);
+        for (family, failures) in [
+            (&self.store_failures, &tier.store_failures),
+            (&self.load_failures, &tier.load_failures),
+        ] {
+            for (reason, times) in failures {
+                let labels = TierFailureLabels {
+                    l2_name: Arc::clone(&l2_name),
+                    reason,
+                };
+                follow(family, &labels, *times);
+            }
+        }
+        for (call, guard) in TierCall::ALL.iter().zip(&tier.guards) {
+            let labels = CallLabels {
+                call: call.name(),
+                l2_name: Arc::clone(&l2_name),
+            };
+            set(&self.breaker_open, &labels, u64::from(guard.is_open));
+            for (family, (.., value)) in self.guards.iter().zip(GUARDS) {
+                follow(family, &labels, value(guard));
+            }
+        }
+    }
+}
+
+/// What labels of a family must be able to do.
+trait Labels: Clone + std::hash::Hash + Eq + EncodeLabelSet {}
+
+impl<T: Clone + std::hash::Hash + Eq + EncodeLabelSet> Labels for T {}
+
+fn set<L: Labels>(family: &Family<L, Gauge>, labels: &L, value: u64) {
+    let value = i64::try_from(value).unwrap_or(i64::MAX);
+    family.get_or_create(labels).set(value);
+}
+
+/// The total is the truth; the counter only follows it.
+fn follow<L: Labels>(family: &Family<L, Counter>, labels: &L, total: u64) {
+    let counter = family.get_or_create(labels);
+    counter.inner().fetch_max(total, Ordering::Relaxed);
+}
