@@ -19,19 +19,26 @@ pub fn checksum64(bytes: &[u8]) -> u64 {
 }
 
 pub(crate) fn mapped128(mapping: &Mapping, extent: Extent) -> Result<u128, AccessError> {
-    Ok(feed(mapping, extent)?.digest128())
+    let mut hasher = Xxh3::new();
+    feed(&mut hasher, mapping, extent)?;
+    Ok(hasher.digest128())
 }
 
 pub(crate) fn mapped64(mapping: &Mapping, extent: Extent) -> Result<u64, AccessError> {
-    Ok(feed(mapping, extent)?.digest())
+    let mut hasher = Xxh3::new();
+    feed(&mut hasher, mapping, extent)?;
+    Ok(hasher.digest())
 }
 
 /// Hashes by way of a small private buffer that stays in the first-level cache: hashing in
 /// place would take a reference over memory that others may write.
-fn feed(mapping: &Mapping, extent: Extent) -> Result<Xxh3, AccessError> {
+pub(crate) fn feed(
+    hasher: &mut Xxh3,
+    mapping: &Mapping,
+    extent: Extent,
+) -> Result<(), AccessError> {
     const PIECE: usize = 16 << 10;
     let mut buffer = [0_u8; PIECE];
-    let mut hasher = Xxh3::new();
     let from = mapping.locate(extent.offset, extent.len)?;
     let len = extent.len as usize;
     let mut done = 0;
@@ -45,6 +52,5 @@ fn feed(mapping: &Mapping, extent: Extent) -> Result<Xxh3, AccessError> {
         hasher.update(&buffer[..piece]);
         done += piece;
     }
-    mapping.check_poison(extent)?;
-    Ok(hasher)
+    mapping.check_poison(extent)
 }

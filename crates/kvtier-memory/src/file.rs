@@ -3,9 +3,15 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 
+use xxhash_rust::xxh3::Xxh3;
+
 use crate::access::AccessError;
 use crate::arena::Arena;
+use crate::checksum;
 use crate::extent::Extent;
+
+/// Bytes that are read before they are hashed; they stay in a second-level cache.
+const PIECE: u64 = 256 << 10;
 
 /// Why a file could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +79,39 @@ impl Arena {
         }
         self.mapping().check_poison(extent)?;
         Ok(done)
+    }
+
+    /// [`Self::read_file`], which also gives the [`Self::checksum`] of the extent. The bytes are hashed piece by piece while
+    /// the processor's caches have them, so it suits files in the page cache; others are better read whole.
+    ///
+    /// # Errors
+    /// As [`Self::read_file`].
+    pub fn read_file_summed(
+        &self,
+        extent: Extent,
+        tail: &mut [u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+        enough: u64,
+    ) -> Result<(u64, u128), FileError> {
+        let mut hasher = Xxh3::new();
+        let mut done = 0;
+        loop {
+            // The last piece comes with the tail.
+            let left = extent.len - done;
+            let is_last = left <= 2 * PIECE;
+            let piece = Extent::new(extent.offset + done, if is_last { left } else { PIECE });
+            let (tail, wanted) = match is_last {
+                true => (&mut *tail, enough.saturating_sub(done)),
+                false => (&mut [][..], PIECE),
+            };
+            let read = self.read_file(piece, tail, file, at.saturating_add(done), wanted)?;
+            checksum::feed(&mut hasher, self.mapping(), piece)?;
+            done += read;
+            if is_last || read < piece.len {
+                return Ok((done, hasher.digest128()));
+            }
+        }
     }
 
     /// Writes `extent` and behind it `tail` to `file` from its byte `at` on, all of it.

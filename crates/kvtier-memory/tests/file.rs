@@ -52,6 +52,34 @@ fn a_file_that_ends_early_gives_what_it_has() {
 }
 
 #[test]
+fn a_summed_read_gives_the_checksum_of_what_was_read() {
+    let arena = Arena::create(ArenaKind::Anonymous, 4 << 20).unwrap();
+    for len in [
+        0,
+        1,
+        5000,
+        256 << 10,
+        (512 << 10) - 1,
+        512 << 10,
+        (1 << 20) + 7,
+    ] {
+        let file = tempfile::tempfile().unwrap();
+        let from = Extent::new(0, len);
+        arena.write(from, 0, &bytes(len as usize, 5)).unwrap();
+        arena.write_file(from, b"tail", file.as_fd(), 9).unwrap();
+        let to = Extent::new(2 << 20, len);
+        let mut tail = [0; 4];
+        let read = arena.read_file_summed(to, &mut tail, file.as_fd(), 9, len + 4);
+        let sum = kvtier_memory::checksum::checksum128(&bytes(len as usize, 5));
+        assert_eq!((read.unwrap(), &tail), ((len + 4, sum), b"tail"), "{len}");
+        // A file that ends early.
+        file.set_len(9 + len / 2).unwrap();
+        let read = arena.read_file_summed(to, &mut tail, file.as_fd(), 9, len + 4);
+        assert_eq!(read.unwrap().0, len / 2);
+    }
+}
+
+#[test]
 fn nothing_outside_the_arena_is_touched() {
     let arena = arena();
     let mut file = tempfile::tempfile().unwrap();

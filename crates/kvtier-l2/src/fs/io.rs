@@ -14,7 +14,7 @@ pub(super) trait Engine: Send + Sync + 'static {
     fn name(&self) -> &'static str;
 
     /// Reads a file from its start: the first `body` bytes of `to`, then `tail`. Gives how many there were, which is
-    /// `size` or more unless the file is shorter.
+    /// `size` or more unless the file is shorter; and the checksum of those in `to`, if that came with it.
     fn read(
         &self,
         file: BorrowedFd<'_>,
@@ -22,7 +22,7 @@ pub(super) trait Engine: Send + Sync + 'static {
         body: u64,
         tail: &mut [u8],
         size: u64,
-    ) -> Result<u64, FileError>;
+    ) -> Result<(u64, Option<u128>), FileError>;
 
     /// Writes a file from its start: the first `body` bytes of `from`, then `tail`.
     fn write(
@@ -57,8 +57,14 @@ impl Engine for Posix {
         body: u64,
         tail: &mut [u8],
         size: u64,
-    ) -> Result<u64, FileError> {
-        to.arena().read_file(part(to, body), tail, file, 0, size)
+    ) -> Result<(u64, Option<u128>), FileError> {
+        let (arena, extent) = (to.arena(), part(to, body));
+        if is_direct(file) {
+            // In one piece, or the disk would wait for us.
+            return Ok((arena.read_file(extent, tail, file, 0, size)?, None));
+        }
+        let (read, sum) = arena.read_file_summed(extent, tail, file, 0, size)?;
+        Ok((read, Some(sum)))
     }
 
     fn write(
@@ -79,6 +85,11 @@ impl Engine for Posix {
 /// Closes a file that was written: some file systems say only then that there was no room.
 pub(super) fn close(file: OwnedFd) -> Result<(), Errno> {
     kvtier_memory::close_file(file).map_err(|error| errno(&error))
+}
+
+/// Whether a file is read and written past the page cache.
+pub(super) fn is_direct(file: impl AsFd) -> bool {
+    rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::DIRECT))
 }
 
 /// Whether I/O past the page cache was refused as such.

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use rustix::fs::{Advice, Mode, OFlags, Stat};
+use rustix::fs::{Advice, Mode, Stat};
 use rustix::io::Errno;
 
 use super::base::{is_file, open_direct};
@@ -105,8 +105,8 @@ impl Files {
         let body = len - len % block;
         let wanted = (size - body) as usize;
         let tail = scratch.take(wanted.next_multiple_of(block as usize));
-        let tail = match self.read_bytes(file, item, body, tail, size) {
-            Ok(read) if read >= size => &tail[..wanted],
+        let (tail, sum) = match self.read_bytes(file, item, body, tail, size) {
+            Ok((read, sum)) if read >= size => (&tail[..wanted], sum),
             Ok(_) => return Ok(Verdict::Damaged("became shorter while it was read")),
             Err(error) if io::reason(&error) == Some(Errno::IO) => {
                 return Ok(Verdict::Damaged("cannot be read"));
@@ -131,7 +131,11 @@ impl Files {
         if !trailer.is_of(&item.object, trailer.key) {
             return Ok(Verdict::OtherLayout);
         }
-        if trailer.data != item.to.checksum().map_err(memory)? {
+        let sum = match sum {
+            Some(sum) if rest == 0 => sum,
+            _ => item.to.checksum().map_err(memory)?,
+        };
+        if trailer.data != sum {
             return Ok(Verdict::Damaged("does not have the bytes that were stored"));
         }
         Ok(Verdict::Object(Loaded { verified: true }))
@@ -144,7 +148,7 @@ impl Files {
         body: u64,
         tail: &mut [u8],
         size: u64,
-    ) -> Result<u64, kvtier_memory::FileError> {
+    ) -> Result<(u64, Option<u128>), kvtier_memory::FileError> {
         let read = self.engine.read(file.as_fd(), &item.to, body, tail, size);
         match read {
             Err(error) if self.direct && io::refuses_direct(&error) => {
@@ -199,7 +203,7 @@ impl Files {
         size: u64,
         place: &Place,
     ) -> Result<Option<Trailer>, L2Error> {
-        if rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(OFlags::DIRECT)) {
+        if io::is_direct(file) {
             // The end is at no address of a block.
             io::leave_direct(file).map_err(|error| io::refused("read", &place.path, error))?;
         }

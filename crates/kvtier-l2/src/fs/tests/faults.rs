@@ -41,7 +41,7 @@ impl Engine for Faulty {
         body: u64,
         tail: &mut [u8],
         size: u64,
-    ) -> Result<u64, FileError> {
+    ) -> Result<(u64, Option<u128>), FileError> {
         self.fault()?;
         Posix.read(file, to, body, tail, size)
     }
@@ -157,7 +157,7 @@ fn where_direct_io_is_refused_the_page_cache_serves() {
             body: u64,
             tail: &mut [u8],
             size: u64,
-        ) -> Result<u64, FileError> {
+        ) -> Result<(u64, Option<u128>), FileError> {
             is_direct(file)?;
             Posix.read(file, to, body, tail, size)
         }
