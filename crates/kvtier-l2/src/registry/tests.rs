@@ -73,6 +73,14 @@ fn values_and_defaults_are_read_by_type() {
 }
 
 #[test]
+fn null_is_a_key_not_given() {
+    let config = registry().parse(&with("num_workers", Value::Null)).unwrap();
+    assert_eq!(config.options.get::<usize>("num_workers"), 4);
+    let line = refused(with("base_path", Value::Null));
+    assert!(line.contains("\"base_path\" is missing"), "{line}");
+}
+
+#[test]
 fn common_defaults_are_those_documented() {
     let config = registry().parse(&with("serde", Value::Null)).unwrap();
     assert!(!config.shared);
