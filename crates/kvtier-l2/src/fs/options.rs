@@ -60,7 +60,7 @@ impl FsOptions {
         }
     }
 
-    fn of(options: &Options) -> Self {
+    pub(super) fn of(options: &Options) -> Self {
         Self {
             base_path: options.get::<&str>("base_path").into(),
             relative_tmp_dir: options.get("relative_tmp_dir"),

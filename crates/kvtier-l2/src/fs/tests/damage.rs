@@ -170,6 +170,24 @@ fn the_quarantine_does_not_grow_for_ever() {
 }
 
 #[test]
+fn a_file_that_replaced_a_damaged_one_stays() {
+    let fixture = Fixture::new();
+    fixture.store(&object(1)).unwrap();
+    let path = fixture.path(&object(1));
+    let name = path.file_name().unwrap().to_str().unwrap();
+    let base = &fixture.adapter.files.base;
+    let seen = rustix::fs::stat(&path).unwrap();
+    truncate(&path, 10);
+    // Somebody stores it again before it is put aside.
+    let held = fs::File::open(&path).unwrap();
+    fixture.store(&object(1)).unwrap();
+    let aside = base.set_aside(&base.dir(), name, &seen);
+    assert_eq!(aside, Ok(crate::fs::base::Aside::Gone));
+    assert_eq!(fixture.load(&object(1)), Ok(true));
+    drop(held);
+}
+
+#[test]
 fn links_directories_and_pipes_are_foreign() {
     let fixture = Fixture::new();
     let secret = fixture.dir.path().join("secret");

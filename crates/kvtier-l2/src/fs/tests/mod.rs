@@ -246,6 +246,50 @@ fn only_the_owner_can_read_what_is_there() {
     }
 }
 
+#[tokio::test]
+async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
+    let dir = tempfile::tempdir().unwrap();
+    let registry = crate::Registry::built_in();
+    let given = |kind: &str, more: &str| {
+        let base = dir.path().join(kind);
+        let spec = format!(r#"{{"type":{kind:?},"base_path":{base:?}{more}}}"#);
+        registry.parse_json(&spec)
+    };
+    for kind in ["fs", "fs_native"] {
+        let more = r#","layout":"sharded","names":"0.4","fsync":"file+dir","relative_tmp_dir":"a/b",
+            "use_odirect":true,"num_workers":3,"read_ahead_size":4096,"max_capacity_gb":1.5"#;
+        let config = given(kind, more).unwrap();
+        let expected = FsOptions {
+            base_path: dir.path().join(kind),
+            relative_tmp_dir: "a/b".into(),
+            read_ahead_size: Some(4096),
+            use_odirect: true,
+            num_workers: 3,
+            layout: Layout::Sharded,
+            names: KeyShape::Ungrouped,
+            fsync: Fsync::FileAndDir,
+        };
+        assert_eq!(FsOptions::of(&config.options), expected);
+        assert_eq!(config.options.gib("max_capacity_gb"), 3 << 29);
+        let adapter = registry.open(&config).unwrap();
+        assert_eq!(adapter.kind(), kind);
+        assert!(dir.path().join(kind).join("a/b").is_dir());
+        adapter.close().await;
+    }
+    for bad in ["/x", "..", "x/../../y"] {
+        let error = given("fs", &format!(r#","relative_tmp_dir":{bad:?}"#)).unwrap_err();
+        assert!(error.to_string().contains("relative_tmp_dir"), "{error}");
+    }
+    for (key, value) in [
+        ("num_workers", "0"),
+        ("read_ahead_size", "0"),
+        ("base_path", r#""""#),
+    ] {
+        let error = given("fs", &format!(r#",{key:?}:{value}"#)).unwrap_err();
+        assert!(error.to_string().contains(key), "{error}");
+    }
+}
+
 #[test]
 fn a_base_path_that_cannot_be_is_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
