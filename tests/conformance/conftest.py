@@ -65,9 +65,9 @@ def serve(command, peer, peer_pool, tmp_path):
 
     `fresh=True` asks for a process no other test uses (always so for ours).
     """
-    started = []
+    started, usual = [], command
 
-    def start(mode="lmcache_driven", fresh=False, **options):
+    def start(mode="lmcache_driven", fresh=False, command=usual, **options):
         key = (mode, repr(sorted(options.items())))
         if peer and not fresh and key in peer_pool and peer_pool[key].running():
             return peer_pool[key]

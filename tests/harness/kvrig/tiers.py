@@ -30,14 +30,15 @@ def tier(server, number=0):
     return server.get("/status")[1]["storage_manager"]["l2_adapters"][number]
 
 
+def is_settled(server):
+    """Whether nothing waits to be stored in a tier; the store controller's figures then."""
+    controller = server.get("/status")[1]["storage_manager"]["store_controller"]
+    return controller if controller["pending_keys_count"] + controller["in_flight_task_count"] == 0 else None
+
+
 def settled(server, timeout=30):
-    """Wait until nothing waits to be stored in a tier; the store controller's figures then."""
-
-    def idle():
-        controller = server.get("/status")[1]["storage_manager"]["store_controller"]
-        return controller if controller["pending_keys_count"] + controller["in_flight_task_count"] == 0 else None
-
-    return wait_until(idle, timeout, "end of the stores", interval=0.02)
+    """Wait for that."""
+    return wait_until(lambda: is_settled(server), timeout, "end of the stores", interval=0.02)
 
 
 def adopted(server, timeout=30):
