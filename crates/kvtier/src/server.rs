@@ -98,12 +98,13 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The signals that end the server.
+/// The signals that end the server, and one that would: of a write above a file size limit the write itself tells.
 struct Signals {
     runtime: tokio::runtime::Runtime,
     term: tokio::signal::unix::Signal,
     int: tokio::signal::unix::Signal,
     hup: tokio::signal::unix::Signal,
+    _too_large: tokio::signal::unix::Signal,
 }
 
 impl Signals {
@@ -113,10 +114,12 @@ impl Signals {
             .enable_all()
             .build()?;
         let guard = runtime.enter();
-        let (term, int, hup) = (
+        let too_large = SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw());
+        let (term, int, hup, _too_large) = (
             signal(SignalKind::terminate())?,
             signal(SignalKind::interrupt())?,
             signal(SignalKind::hangup())?,
+            signal(too_large)?,
         );
         drop(guard);
         Ok(Self {
@@ -124,6 +127,7 @@ impl Signals {
             term,
             int,
             hup,
+            _too_large,
         })
     }
 

@@ -17,9 +17,12 @@ use tokio::sync::Semaphore;
 /// Bytes it takes beyond those of the object, as a trailer would.
 pub const OVERHEAD: u64 = 16;
 
+/// An object's key, its bytes, and when it was used.
+type Object = (ObjectKey, Vec<u8>, u64);
+
 #[derive(Default)]
 pub struct Memory {
-    pub objects: Mutex<BTreeMap<String, (ObjectKey, Vec<u8>, u64)>>,
+    pub objects: Mutex<BTreeMap<String, Object>>,
     /// Keys that can be neither stored nor deleted.
     pub refused: Mutex<HashSet<String>>,
     pub deleted: Mutex<Vec<ObjectKey>>,

@@ -1,0 +1,29 @@
+//! A server under the limits of a shell.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+#[test]
+fn a_file_that_may_not_grow_ends_nothing_but_its_write() {
+    let program = assert_cmd::cargo::cargo_bin("kvtier");
+    let command = format!(
+        "exec {} server --port 0 --http-port 0 --l1-size-gb 0.01 --shm-name ''",
+        program.display()
+    );
+    let mut server = Command::new("sh")
+        .args(["-c", &command])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(server.stderr.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains("serving")));
+    let pid = Pid::from_raw(i32::try_from(server.id()).unwrap()).unwrap();
+    // What a write above `ulimit -f` sends.
+    kill_process(pid, Signal::XFSZ).unwrap();
+    kill_process(pid, Signal::TERM).unwrap();
+    assert!(lines.any(|line| line.unwrap().contains("stopped")));
+    assert!(server.wait().unwrap().success());
+}
