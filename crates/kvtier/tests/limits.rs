@@ -1,5 +1,4 @@
 //! A server under the limits of a shell.
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
