@@ -340,7 +340,7 @@ impl Engine {
 }
 
 /// What the tiers are asked for: all that the prompt has, of every row.
-fn prefetch_request(
+pub(super) fn prefetch_request(
     scope: &KeyScope,
     instances: &[Arc<Instance>],
     hashes: &[ChunkHash],

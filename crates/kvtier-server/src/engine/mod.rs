@@ -15,9 +15,11 @@ mod lmcache_driven;
 mod lookup;
 mod lookups;
 mod memory;
+mod objects;
 mod registration;
 mod status;
 mod transfers;
+mod warm;
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
@@ -29,6 +31,7 @@ pub use answer::{Answer, Handled};
 pub use checksums::ChecksumError;
 pub use clock::Clock;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
+pub use warm::{WarmError, WarmUp, Warmed};
 
 use kvtier_core::hashing::ChunkHasher;
 use kvtier_core::prompt::{Prompt, PromptMemory, PromptReader};
@@ -45,6 +48,7 @@ pub(crate) use lookups::Lookups;
 use memory::L1;
 pub(crate) use memory::{L1Allocator, to_memory};
 use transfers::Transfers;
+use warm::WarmUps;
 
 /// Bytes for remembered prompts. 16 MiB hold the token ids of about 4 million tokens, the prompts of some hundred
 /// requests under way.
@@ -83,6 +87,7 @@ pub struct Engine {
     instances: Instances,
     lookups: Arc<Lookups>,
     transfers: Transfers,
+    warm_ups: Arc<WarmUps>,
     metrics: Arc<Metrics>,
     /// When each scheduler's connection last pinged. Bounded by forgetting the dead ones.
     scheduler_pings: Mutex<HashMap<u64, Duration>>,
@@ -124,6 +129,7 @@ impl Engine {
             instances: Instances::default(),
             lookups: Arc::default(),
             transfers: Transfers::default(),
+            warm_ups: Arc::default(),
             metrics,
             scheduler_pings: Mutex::default(),
             unserved: Mutex::default(),

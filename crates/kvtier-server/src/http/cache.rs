@@ -7,20 +7,11 @@ use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
 use super::body::Body;
-use super::{ApiError, State};
+use super::{ApiError, State, TIERS, engine};
 use crate::engine::ChecksumError;
 
 /// Checksums read every byte they are asked about, so one request at a time does.
 static CHECKSUMS: Semaphore = Semaphore::const_new(1);
-
-fn engine(api: &State) -> Result<&std::sync::Arc<crate::engine::Engine>, ApiError> {
-    api.engine.get().ok_or_else(|| {
-        ApiError::Detail(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "engine not initialized".into(),
-        )
-    })
-}
 
 /// Drops the objects of L1: those without a lease, or all of them with `force`.
 ///
@@ -33,7 +24,7 @@ fn engine(api: &State) -> Result<&std::sync::Arc<crate::engine::Engine>, ApiErro
 ))]
 pub(super) async fn clear(api: State, bytes: Bytes) -> Result<Json<Value>, ApiError> {
     let body = Body::parse(&bytes)?;
-    let tier = body.one_of("tier", &["l1", "l2", "all"])?;
+    let tier = body.one_of("tier", &TIERS, "l1")?;
     let force = body.bool("force", false)?;
     if tier != "l1" {
         return Err(ApiError::Detail(

@@ -6,6 +6,9 @@
 mod body;
 mod cache;
 mod info;
+mod objects;
+mod prefetches;
+mod query;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -38,6 +41,9 @@ pub struct Api {
     pub health: Arc<Health>,
 }
 
+/// Words that requests have for tiers.
+const TIERS: [&str; 3] = ["l1", "l2", "all"];
+
 type State = axum::extract::State<Arc<Api>>;
 
 /// An error in one of the shapes the API knows.
@@ -49,6 +55,28 @@ pub(super) enum ApiError {
     Schema(serde_json::Value),
     /// `{"error": "<text>"}`, as `/status` answers.
     Error(StatusCode, String),
+}
+
+/// The engine, once it is there.
+fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
+    api.engine.get().ok_or_else(|| {
+        ApiError::Detail(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "engine not initialized".into(),
+        )
+    })
+}
+
+/// Does what takes longer than a health probe should wait.
+async fn apart<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ApiError> {
+    tokio::task::spawn_blocking(work).await.map_err(|_| {
+        ApiError::Detail(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "the task that was to answer this has failed".into(),
+        )
+    })
 }
 
 impl IntoResponse for ApiError {
@@ -82,6 +110,14 @@ fn api() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(info::metrics))
         .routes(routes!(cache::clear))
         .routes(routes!(cache::checksums))
+        .routes(routes!(objects::adapters))
+        .routes(routes!(objects::list, objects::delete))
+        .routes(routes!(prefetches::result))
+        .merge(
+            OpenApiRouter::new()
+                .routes(routes!(prefetches::submit))
+                .layer(DefaultBodyLimit::max(prefetches::BODY_LIMIT)),
+        )
 }
 
 /// The OpenAPI description of the routes, as served at `/openapi.json`.

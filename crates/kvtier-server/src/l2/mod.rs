@@ -5,6 +5,7 @@
 
 mod calls;
 mod flights;
+mod objects;
 mod prefetch;
 mod status;
 mod store;
@@ -28,6 +29,7 @@ use tokio::runtime::{Handle, Runtime};
 use tokio::sync::Semaphore;
 use tokio::time::timeout_at;
 
+pub use objects::Cursor;
 pub use prefetch::{PrefetchRequest, PrefetchRow, Prefetched};
 pub use store::StoreCounts;
 

@@ -8,7 +8,7 @@ use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Prompt, Scope};
 use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
 /// A server with these tiers.
-fn with_tiers(adapters: &[&str], flags: &[&str]) -> TestServer {
+pub fn with_tiers(adapters: &[&str], flags: &[&str]) -> TestServer {
     let mut all = vec!["--l2-min-free-gb", "0"];
     if adapters.contains(&STALLED) {
         all.extend(["--l2-drain-timeout-seconds", "0"]);
@@ -20,7 +20,7 @@ fn with_tiers(adapters: &[&str], flags: &[&str]) -> TestServer {
     TestServer::start(&all)
 }
 
-fn fs(directory: &Path) -> String {
+pub fn fs(directory: &Path) -> String {
     format!(r#"{{"type":"fs","base_path":"{}"}}"#, directory.display())
 }
 
@@ -33,7 +33,7 @@ fn with_fs(directory: &Path, flags: &[&str]) -> TestServer {
 const STALLED: &str = r#"{"type":"mock","max_size_gb":1,"mock_bandwidth_gb":1e-9,"store_timeout_ms":86400000,"load_timeout_ms":86400000}"#;
 
 /// Waits until nothing waits to be stored in a tier.
-fn settle(server: &TestServer) {
+pub fn settle(server: &TestServer) {
     let started = Instant::now();
     while server.readings().l2_queued_bytes > 0 {
         assert!(started.elapsed() < PATIENCE, "the tiers do not store");
@@ -41,7 +41,7 @@ fn settle(server: &TestServer) {
     }
 }
 
-fn store(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64) {
+pub fn store(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64) {
     let len = worker.chunk_bytes();
     let all = 0..prompt.len() as u64;
     worker
@@ -50,7 +50,7 @@ fn store(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64) {
 }
 
 /// Hits of a lookup, waited for in the server.
-fn hits(connection: &mut Connection, scope: &Scope, prompt: &Prompt, request: &str) -> u64 {
+pub fn hits(connection: &mut Connection, scope: &Scope, prompt: &Prompt, request: &str) -> u64 {
     let all = 0..prompt.len() as u64;
     connection
         .lookup(&scope.scheduler_key(prompt, all, request))

@@ -6,6 +6,7 @@ mod captures;
 mod checksums;
 mod http;
 mod l2;
+mod l2_http;
 mod leases;
 mod metrics;
 mod older_clients;

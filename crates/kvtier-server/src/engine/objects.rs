@@ -1,0 +1,79 @@
+//! Single objects of L1, for people.
+
+use std::collections::HashMap;
+
+use kvtier_core::cache::{Removed, ResidentObject};
+use kvtier_core::{ChunkHash, ObjectKey};
+
+use super::Engine;
+
+/// Spaces or objects that are looked at under one hold of the cache's lock.
+const SLICE: usize = 1024;
+
+/// Objects that one call looks at, where most are of other models.
+const MAX_LOOKED_AT: usize = 100_000;
+
+impl Engine {
+    /// At most `most` objects of L1, of one model or of all, and where the next part begins. `from` is 0 at first.
+    pub fn list_objects(
+        &self,
+        from: u32,
+        model: Option<&str>,
+        most: usize,
+    ) -> (Vec<ResidentObject>, Option<u32>) {
+        let (mut objects, mut next) = (Vec::new(), Some(from));
+        for _ in 0..MAX_LOOKED_AT / SLICE {
+            let Some(from) = next.filter(|_| objects.len() < most) else {
+                break;
+            };
+            let page = self.l1.cache.objects(from, SLICE.min(most - objects.len()));
+            let of_model = |object: &ResidentObject| {
+                model.is_none_or(|model| *object.space.model_name == *model)
+            };
+            objects.extend(page.entries.into_iter().filter(of_model));
+            next = page.next;
+        }
+        (objects, next)
+    }
+
+    /// Takes objects out of L1, of whatever layout: those without a lease, or all of them with `force`.
+    pub fn delete_objects(&self, keys: &[ObjectKey], force: bool) -> Removed {
+        let mut by_place: HashMap<_, Vec<ChunkHash>> = HashMap::new();
+        for key in keys {
+            let place = (
+                &**key.model_name(),
+                key.kv_rank(),
+                key.object_group_id(),
+                &**key.cache_salt(),
+            );
+            by_place.entry(place).or_default().push(key.chunk_hash());
+        }
+        let (mut sum, mut next) = (Removed::default(), Some(0));
+        while let Some(from) = next {
+            let page = self.l1.cache.spaces(from, SLICE);
+            for space in &page.entries {
+                let place = (
+                    &*space.model_name,
+                    space.kv_rank,
+                    space.object_group_id,
+                    &*space.cache_salt,
+                );
+                if let Some(hashes) = by_place.get(&place) {
+                    let removed = self.l1.cache.remove(&space.as_space(), hashes, force);
+                    sum.objects += removed.objects;
+                    sum.bytes += removed.bytes;
+                    sum.kept += removed.kept;
+                }
+            }
+            next = page.next;
+        }
+        tracing::info!(
+            asked = keys.len(),
+            objects = sum.objects,
+            kept = sum.kept,
+            force,
+            "deleted from L1"
+        );
+        sum
+    }
+}

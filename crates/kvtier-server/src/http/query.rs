@@ -1,0 +1,71 @@
+//! Query strings, refused in the shape LMCache's API refuses them.
+
+use std::collections::HashMap;
+use std::ops::RangeInclusive;
+
+use serde_json::{Value, json};
+
+use super::ApiError;
+use super::body::{not_one_of, out_of_range, schema};
+
+/// The parameters of a request, read by name; unknown ones are ignored.
+pub(super) struct Query(HashMap<String, String>);
+
+impl From<HashMap<String, String>> for Query {
+    fn from(parameters: HashMap<String, String>) -> Self {
+        Self(parameters)
+    }
+}
+
+fn at(name: &str) -> [Value; 2] {
+    ["query".into(), name.into()]
+}
+
+impl Query {
+    /// A text, if it is there.
+    pub(super) fn text(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+
+    /// An integer in a range; absent is `default`.
+    pub(super) fn int(
+        &self,
+        name: &str,
+        allowed: RangeInclusive<i64>,
+        default: i64,
+    ) -> Result<i64, ApiError> {
+        let Some(text) = self.text(name) else {
+            return Ok(default);
+        };
+        let input = json!(text);
+        match text.trim().parse() {
+            Err(_) => Err(schema(
+                "int_parsing",
+                &at(name),
+                "Input should be a valid integer, unable to parse string as an integer",
+                &input,
+            )),
+            Ok(number) if number < *allowed.start() => {
+                Err(out_of_range(&at(name), true, *allowed.start(), &input))
+            }
+            Ok(number) if number > *allowed.end() => {
+                Err(out_of_range(&at(name), false, *allowed.end(), &input))
+            }
+            Ok(number) => Ok(number),
+        }
+    }
+
+    /// One of `allowed`; absent is `default`.
+    pub(super) fn one_of(
+        &self,
+        name: &str,
+        allowed: &[&'static str],
+        default: &'static str,
+    ) -> Result<&'static str, ApiError> {
+        let Some(text) = self.text(name) else {
+            return Ok(default);
+        };
+        let found = allowed.iter().copied().find(|word| *word == text);
+        found.ok_or_else(|| not_one_of(&at(name), allowed, &json!(text)))
+    }
+}
