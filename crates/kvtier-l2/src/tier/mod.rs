@@ -369,7 +369,8 @@ impl Tier {
         Ok(held)
     }
 
-    /// Reads objects; one result each. What is not there any more, or is not what it has to be, is forgotten.
+    /// Reads objects; one result each. What is not there any more, is not what it has to be, or can never be read is
+    /// forgotten, so that it can be stored again.
     pub async fn load(&self, batch: Vec<LoadItem>) -> Vec<Result<Loaded, L2Error>> {
         let objects: Vec<_> = batch.iter().map(|item| item.object.clone()).collect();
         let mut results = self.adapter.load(batch).await;
@@ -388,7 +389,10 @@ impl Tier {
                 }
                 Err(error) => {
                     self.counters.load_failures.add(error.kind());
-                    if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) {
+                    if matches!(
+                        error.kind(),
+                        ErrorKind::NotFound | ErrorKind::Corrupt | ErrorKind::Refused
+                    ) {
                         self.index
                             .remove(&space(&object.key), &[object.key.chunk_hash()], true);
                     }

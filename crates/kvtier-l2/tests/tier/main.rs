@@ -329,6 +329,19 @@ async fn an_object_that_is_not_what_was_stored_is_stored_again() {
     assert_books(&tier, &memory);
 }
 
+#[tokio::test]
+async fn an_object_that_can_never_be_read_is_stored_again() {
+    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+    let tier = tier(&memory, None);
+    store(&tier, &bytes, [1]).await;
+    memory.refuse(&key(1, ""));
+    let loaded = tier.load(vec![bytes.to_load(&key(1, ""), LEN)]).await;
+    assert_eq!(loaded[0].as_ref().unwrap_err().kind(), ErrorKind::Refused);
+    memory.refused.lock().clear();
+    assert_eq!(store(&tier, &bytes, [1]).await, [Ok(Stored::Written(SIZE))]);
+    assert_books(&tier, &memory);
+}
+
 fn with_recovery(objects: u8) -> Arc<Memory> {
     let memory = Memory {
         recovery: Some(Semaphore::new(0)),

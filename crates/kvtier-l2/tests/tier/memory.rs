@@ -23,7 +23,7 @@ type Object = (ObjectKey, Vec<u8>, u64);
 #[derive(Default)]
 pub struct Memory {
     pub objects: Mutex<BTreeMap<String, Object>>,
-    /// Keys that can be neither stored nor deleted.
+    /// Keys that can be neither stored nor loaded nor deleted.
     pub refused: Mutex<HashSet<String>>,
     pub deleted: Mutex<Vec<ObjectKey>>,
     pub free: AtomicU64,
@@ -128,8 +128,11 @@ impl Adapter for Memory {
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
         Box::pin(async move {
-            let objects = self.objects.lock();
+            let (objects, refused) = (self.objects.lock(), self.refused.lock());
             let load = |item: LoadItem| match objects.get(&name(&item.object.key)) {
+                Some(_) if refused.contains(&name(&item.object.key)) => {
+                    Err(L2Error::new(ErrorKind::Refused, "as the test says"))
+                }
                 None => Err(L2Error::new(ErrorKind::NotFound, "gone")),
                 Some((_, bytes, _)) if bytes.len() as u64 != item.object.len => {
                     Err(L2Error::new(ErrorKind::Corrupt, "wrong length"))
