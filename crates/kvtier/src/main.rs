@@ -31,7 +31,7 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     /// Start a server here, talk to it as many engines of several tenants do, and check every byte.
     Demo(demo::DemoArgs),
-    /// Tell how a server is: health, memory, workers, sessions.
+    /// Tell how a server is: health, memory, tiers, workers, sessions.
     Status(status::StatusArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),

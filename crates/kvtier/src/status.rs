@@ -133,6 +133,7 @@ fn summary(url: &str, status: &Value) -> String {
         }
         line(&mut out, "eviction", policy, &more);
     }
+    tiers(&mut out, &status["storage_manager"]);
     if let Some(tokens) = status["chunk_size"].as_u64() {
         let hash = status["hash_algorithm"].as_str().unwrap_or("unknown hash");
         line(
@@ -169,6 +170,100 @@ fn line(out: &mut String, name: &str, text: &str, more: &[String]) {
         let _ = write!(out, ", {part}");
     }
     out.push('\n');
+}
+
+/// What waits to be stored, and one line a tier: how it is and what it holds.
+fn tiers(out: &mut String, manager: &Value) {
+    let tiers = manager["l2_adapters"].as_array().into_iter().flatten();
+    let lines: Vec<_> = tiers.map(tier).collect();
+    if lines.is_empty() {
+        return;
+    }
+    let plural = if lines.len() == 1 { "" } else { "s" };
+    let mut more = Vec::new();
+    let stores = &manager["store_controller"];
+    if let Some(waiting) = stores["pending_keys_count"].as_u64() {
+        let bytes = stores["pending_bytes"].as_u64();
+        let bytes = bytes.map_or(String::new(), |bytes| format!(" ({})", HumanBytes(bytes)));
+        more.push(format!(
+            "{} objects to be stored{bytes}",
+            HumanCount(waiting)
+        ));
+    }
+    if let Some(dropped) = stores["dropped_objects"].as_u64().filter(|n| *n > 0) {
+        more.push(format!("{} dropped", HumanCount(dropped)));
+    }
+    if let Some(loading) = manager["prefetch_controller"]["loading_objects"].as_u64() {
+        more.push(format!("{} being loaded", HumanCount(loading)));
+    }
+    line(out, "L2", &format!("{} tier{plural}", lines.len()), &more);
+    for tier in lines {
+        let _ = writeln!(out, "  {tier}");
+    }
+}
+
+/// A tier. Its type's name is LMCache's where nothing better is told.
+fn tier(tier: &Value) -> String {
+    let kind = tier["type_name"].as_str().or(tier["type"].as_str());
+    let kind = kind.unwrap_or("unknown type");
+    let mut parts = vec![match tier["name"].as_str() {
+        Some(name) => format!("{name}: {kind}"),
+        None => kind.to_owned(),
+    }];
+    parts.push(match tier["is_healthy"].as_bool() {
+        Some(true) => "healthy".to_owned(),
+        _ => "NOT HEALTHY".to_owned(),
+    });
+    for (call, breaker) in tier["breaker"].as_object().into_iter().flatten() {
+        if let Some(state) = breaker["state"].as_str().filter(|state| *state != "closed") {
+            parts.push(format!("breaker of {call}s {state}"));
+        }
+    }
+    if tier["is_full"] == Value::Bool(true) {
+        parts.push("FULL".to_owned());
+    }
+    if let Some(used) = tier["current_size_bytes"].as_u64() {
+        parts.push(match tier["max_capacity_bytes"].as_u64() {
+            Some(size) if size > 0 => format!(
+                "{} of {} in use ({:.1} %)",
+                HumanBytes(used),
+                HumanBytes(size),
+                100.0 * used as f64 / size as f64
+            ),
+            _ => format!("{} in use", HumanBytes(used)),
+        });
+    }
+    if let Some(objects) = tier["stored_object_count"].as_u64() {
+        parts.push(format!("{} objects", HumanCount(objects)));
+    }
+    let recovery = &tier["recovery"];
+    match recovery["state"].as_str() {
+        Some("running") => parts.push("still adopting what was there".to_owned()),
+        Some("failed") => parts.push(format!("could not adopt all: {}", text(&recovery["error"]))),
+        Some("done") => {
+            let adopted = recovery["objects"].as_u64().filter(|n| *n > 0);
+            parts.extend(adopted.map(|n| format!("{} of them adopted", HumanCount(n))));
+        }
+        _ => {}
+    }
+    for (what, failures) in [
+        ("stores", &tier["store_failures"]),
+        ("loads", &tier["load_failures"]),
+    ] {
+        let reasons = failures.as_object().into_iter().flatten();
+        let reasons: Vec<_> = reasons
+            .filter_map(|(reason, times)| Some((reason, times.as_u64()?)))
+            .collect();
+        let all: u64 = reasons.iter().map(|(_, times)| times).sum();
+        if all > 0 {
+            let reasons = reasons
+                .iter()
+                .map(|(reason, times)| format!("{reason} {times}"));
+            let reasons = reasons.collect::<Vec<_>>().join(", ");
+            parts.push(format!("{} {what} failed ({reasons})", HumanCount(all)));
+        }
+    }
+    parts.join(", ")
 }
 
 /// One line a registered worker: who it is and what its KV looks like.
@@ -253,5 +348,37 @@ mod tests {
             text.contains("\n  7: m, world of 2, engine-driven, 16 tokens a block, one plane\n"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn tiers_are_told_with_what_is_wrong_with_them() {
+        let status = json!({ "storage_manager": {
+            "store_controller": { "pending_keys_count": 1200, "pending_bytes": 3 << 20, "dropped_objects": 7 },
+            "prefetch_controller": { "loading_objects": 2 },
+            "l2_adapters": [
+                { "name": "fs-0", "type_name": "fs", "type": "FSL2Adapter", "is_healthy": true,
+                  "current_size_bytes": 1 << 30, "max_capacity_bytes": 4_u64 << 30, "stored_object_count": 1234,
+                  "recovery": { "state": "done", "objects": 1000 }, "store_failures": {}, "load_failures": {},
+                  "breaker": { "load": { "state": "closed" } } },
+                { "name": "fs-1", "type_name": "fs", "is_healthy": false, "is_full": true, "current_size_bytes": 512,
+                  "max_capacity_bytes": 0, "recovery": { "state": "running" },
+                  "store_failures": { "full": 3, "deadline": 2 }, "load_failures": { "corrupt": 1 },
+                  "breaker": { "load": { "state": "open" }, "store": { "state": "closed" } } },
+                { "name": "fs-2", "type_name": "fs", "is_healthy": true,
+                  "recovery": { "state": "failed", "error": "no such directory" } },
+                // Of LMCache's own server.
+                { "type": "FSL2Adapter", "is_healthy": true, "base_path": "/data" },
+            ],
+        } });
+        let expected = "\
+L2        4 tiers, 1,200 objects to be stored (3.00 MiB), 7 dropped, 2 being loaded
+  fs-0: fs, healthy, 1.00 GiB of 4.00 GiB in use (25.0 %), 1,234 objects, 1,000 of them adopted
+  fs-1: fs, NOT HEALTHY, breaker of loads open, FULL, 512 B in use, still adopting what was there, \
+5 stores failed (deadline 2, full 3), 1 loads failed (corrupt 1)
+  fs-2: fs, healthy, could not adopt all: no such directory
+  FSL2Adapter, healthy
+";
+        let text = summary("u", &status);
+        assert!(text.contains(expected), "{text}");
     }
 }

@@ -274,6 +274,21 @@ fn status_and_ping_of_a_server_that_is_there() {
 }
 
 #[test]
+fn status_shows_the_tiers() {
+    let directory = tempfile::tempdir().unwrap();
+    let adapter = format!(r#"{{"type":"fs","base_path":{:?}}}"#, directory.path());
+    let server = Server::start_with(&["--shm-name", "", "--l2-adapter", &adapter]);
+    let status = kvtier(&["status", "--url", &server.http]);
+    let text = lines(&status.stdout).join("\n");
+    for part in [
+        "\nL2        1 tier, 0 objects to be stored (0 B), 0 being loaded\n",
+        "\n  fs-0: fs, healthy, 0 B in use, 0 objects",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+}
+
+#[test]
 fn status_and_ping_of_a_closed_port() {
     let port = free_port();
     let (http, tcp) = (
