@@ -257,7 +257,8 @@ pub struct ServerArgs {
     /// Seconds that a lookup waits for what is being loaded; its answer is what is in L1 by then
     #[arg(long, default_value_t = 15.0, help_heading = "L2")]
     pub l2_load_timeout_seconds: f64,
-    /// GiB of L1 that may wait for a tier to store them; more is not stored there [default: a quarter of L1]
+    /// GiB of L1 that may wait for a tier to store them; more is not stored there [default: a quarter of L1,
+    /// shared by all tiers]
     #[arg(long, help_heading = "L2")]
     pub l2_store_queue_gb: Option<f64>,
     /// Seconds that a stop waits for what is not stored in the tiers yet
@@ -359,7 +360,7 @@ impl ServerArgs {
         }
         let store_queue_bytes = match self.l2_store_queue_gb {
             Some(size) => gib("l2-store-queue-gb", size)?,
-            None => l1_bytes / 4,
+            None => l1_bytes / 4 / self.l2_adapter.len() as u64,
         };
         let min_free_bytes = match self.l2_min_free_gb {
             0.0 => 0,

@@ -252,8 +252,8 @@ impl Engine {
         let Finish::Last(Lent::Store(reservation)) = self.transfers.finish(&transfer_id) else {
             return Err("not_prepared");
         };
-        let staged = reservation.staged().to_vec();
-        let tokens = staged.len() * self.chunk_size.get();
+        let staged = self.to_write_behind(&reservation);
+        let tokens = reservation.len() * self.chunk_size.get();
         let committed = reservation.commit(self.now());
         self.metrics
             .admitted(key.cache_salt, committed.inserted as u64);
@@ -306,7 +306,7 @@ impl Engine {
             written[position] = self.write(tensor, staged.extent).is_ok();
         }
         let wanted = reservation.len();
-        let mut staged = reservation.staged().to_vec();
+        let mut staged = self.to_write_behind(&reservation);
         staged.retain(|staged| written[staged.position as usize]);
         let tokens = self.chunk_size.get() * wanted;
         let committed =

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{KeyOutcome, ReserveRequest, Staged};
+use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest, Staged};
 use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
@@ -15,7 +15,7 @@ use kvtier_proto::response::Response;
 
 use super::instances::{Instance, Mode};
 use super::lookup::{check_names, space};
-use super::memory::to_memory;
+use super::memory::{L1Allocator, to_memory};
 use super::{Answer, Engine};
 
 const DEVICE: &str = "cpu";
@@ -170,12 +170,20 @@ impl Engine {
             let (chunks, _) = &present[staged.request as usize];
             stored[chunks[staged.position as usize]] = true;
         }
-        let staged: Vec<_> = reserved.reservation.staged().to_vec();
+        let staged = self.to_write_behind(&reserved.reservation);
         let committed = reserved.reservation.commit(self.now());
         self.metrics
             .admitted(store.key.cache_salt, committed.inserted as u64);
         self.write_behind(&range.scope, &requests, &staged);
         Ok(stored.into_iter().filter(|stored| *stored).count() * self.chunk_size.get())
+    }
+
+    /// The objects of a reservation that the tiers will want; none without a tier.
+    pub(super) fn to_write_behind(&self, reservation: &Reservation<L1Allocator>) -> Vec<Staged> {
+        match self.l2() {
+            Some(_) => reservation.staged().to_vec(),
+            None => Vec::new(),
+        }
     }
 
     /// What was committed of these requests is stored in the tiers too.

@@ -370,14 +370,20 @@ impl Lookups {
     pub fn take_result(&self, request_id: &str, connection: u64) -> LookupResult {
         let mut table = self.table.lock();
         table.schedulers.heard(connection);
-        match table.own(request_id, connection, |entry| entry.unread) {
-            None => LookupResult::Unknown,
-            Some(Entry {
-                pending: Some(pending),
-                ..
-            }) => LookupResult::Pending(pending.clone()),
-            Some(entry) => {
-                entry.unread = false;
+        let Some(entry) = table.own(request_id, connection, |entry| entry.unread) else {
+            return LookupResult::Unknown;
+        };
+        // The other end is dropped once the tiers were asked, or by a panic: then the result is what L1 had.
+        match entry
+            .pending
+            .take_if(|pending| pending.has_changed().is_ok())
+        {
+            Some(pending) => {
+                entry.pending = Some(pending.clone());
+                LookupResult::Pending(pending)
+            }
+            None => {
+                (entry.unread, entry.pending) = (false, None);
                 LookupResult::Hit(entry.lookup.hit_chunks)
             }
         }
@@ -649,6 +655,17 @@ mod tests {
         let grant = lookups.grant("r", &scope(), 1, &HASHES, 0..2);
         assert!(grant.is_some());
         assert_eq!(lookups.end("r", 7).len(), 1);
+        assert_eq!(cache.stats().leased_objects, 0);
+    }
+
+    #[test]
+    fn a_prefetch_that_ends_without_a_result_leaves_that_of_l1() {
+        let (cache, lookups) = (cache(), Lookups::default());
+        let (_, done) = pending(&lookups, &cache);
+        drop(done);
+        assert!(matches!(lookups.take_result("r", 7), LookupResult::Hit(1)));
+        assert!(matches!(lookups.take_result("r", 7), LookupResult::Unknown));
+        drop(lookups.end("r", 7));
         assert_eq!(cache.stats().leased_objects, 0);
     }
 

@@ -19,6 +19,7 @@ use axum::extract::DefaultBodyLimit;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use tokio::sync::Semaphore;
 use tower_http::timeout::TimeoutLayer;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
@@ -77,6 +78,21 @@ async fn apart<T: Send + 'static>(
             "the task that was to answer this has failed".into(),
         )
     })
+}
+
+/// The same for reading large bodies, which take many times their size meanwhile: one at a time, also those whose client
+/// is gone.
+async fn apart_in_turn<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ApiError> {
+    static TURN: Semaphore = Semaphore::const_new(1);
+    // Never closed.
+    let turn = TURN.acquire().await;
+    apart(move || {
+        let _turn = turn;
+        work()
+    })
+    .await
 }
 
 impl IntoResponse for ApiError {

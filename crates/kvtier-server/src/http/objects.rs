@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 
 use super::body::Body;
 use super::query::Query;
-use super::{ApiError, State, TIERS, apart, engine};
+use super::{ApiError, State, TIERS, apart, apart_in_turn, engine};
 use crate::engine::Engine;
 use crate::l2::{Cursor, L2};
 
@@ -216,7 +216,7 @@ fn bad_token(what: &str) -> ApiError {
 ))]
 pub(super) async fn delete(api: State, bytes: Bytes) -> Result<Json<Value>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
-    let request = apart(move || Deletion::parse(&bytes)).await??;
+    let request = apart_in_turn(move || Deletion::parse(&bytes)).await??;
     // Before anything is deleted.
     let in_tiers: Vec<_> = match &request.adapter {
         _ if request.tier == "l1" => Vec::new(),

@@ -5,17 +5,13 @@ use axum::body::Bytes;
 use axum::extract::Path;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
-use tokio::sync::Semaphore;
 
 use super::body::Body;
-use super::{ApiError, State, TIERS, apart, engine};
+use super::{ApiError, State, TIERS, apart_in_turn, engine};
 use crate::engine::{Engine, WarmError, WarmUp};
 
 /// Largest body: as many tokens as are allowed, of ten digits each, with room for commas and blanks.
 pub(super) const BODY_LIMIT: usize = 16 << 20;
-
-/// Token ids take a hundred times their size while they are read, so one request at a time is.
-static SUBMISSIONS: Semaphore = Semaphore::const_new(1);
 
 /// Begins to load what the tiers have of a prompt into L1, for all ranks and object groups of a model.
 ///
@@ -33,9 +29,7 @@ pub(super) async fn submit(
     bytes: Bytes,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
     let engine = std::sync::Arc::clone(engine(&api)?);
-    // Never closed.
-    let _turn = SUBMISSIONS.acquire().await;
-    let begun = apart(move || begin(&engine, &bytes)).await??;
+    let begun = apart_in_turn(move || begin(&engine, &bytes)).await??;
     let answer = match begun {
         None => json!({ "chunks": 0, "status": "noop" }),
         Some((request_id, chunks)) => {

@@ -15,6 +15,7 @@ use kvtier_core::prefetch::{Cell, PrefetchPlan};
 use kvtier_l2::tier::TierLease;
 use kvtier_l2::{ErrorKind, LoadItem, ObjectSpec};
 use parking_lot::Mutex;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
@@ -93,6 +94,8 @@ struct Landing {
     reservation: Mutex<Option<Reservation<L1Allocator>>>,
     /// Which staged objects have their bytes.
     landed: Mutex<Vec<bool>>,
+    /// Its part of the memory that may be loaded into at the same time.
+    _room: OwnedSemaphorePermit,
 }
 
 impl Landing {
@@ -135,11 +138,13 @@ impl L2 {
         if turn.is_err() {
             self.gave_up(PrefetchPhase::Queue);
         }
-        if let Ok(Ok(_turn)) = turn
+        if let Ok(Ok(turn)) = turn
             && !cancelled()
         {
             phase.is_now(PrefetchPhase::Lookup);
             let (plan, mut sources) = self.ask(request, asked_until).await;
+            // Loads are bounded by their bytes; whoever only asks need not wait for them.
+            drop(turn);
             let hit = plan.hit();
             let (missing, resident): (Vec<_>, Vec<_>) = plan
                 .needed(hit)
@@ -281,14 +286,15 @@ impl L2 {
             }
             if bytes >= LOAD_BATCH {
                 let batch = std::mem::take(&mut batch);
-                self.spawn_load(&mut tasks, request, batch, std::mem::take(&mut bytes));
+                let bytes = std::mem::take(&mut bytes);
+                self.spawn_load(&mut tasks, request, batch, bytes, until);
             }
         }
         if !batch.is_empty() {
-            self.spawn_load(&mut tasks, request, batch, bytes);
+            self.spawn_load(&mut tasks, request, batch, bytes, until);
         }
         let mut loaded = Vec::new();
-        // Tasks that are late go on: what they load is worth having.
+        // Loads that are late go on: what they give is worth having.
         while let Ok(Some(done)) = timeout_at(until, tasks.join_next()).await {
             if let Ok((cells, leases)) = done {
                 loaded.extend(cells);
@@ -315,19 +321,19 @@ impl L2 {
         request: &Arc<PrefetchRequest>,
         batch: Vec<Wanted>,
         bytes: u64,
+        until: Instant,
     ) {
         let (l2, request) = (Arc::clone(self), Arc::clone(request));
         tasks.spawn(async move {
+            // A load that has not begun when its lookup gives up does not begin: there may be many of them.
             let units = u32::try_from(bytes.div_ceil(LOAD_UNIT)).unwrap_or(u32::MAX);
             // An object larger than all the room is loaded alone.
             let most = u32::try_from(l2.config.load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
-            let Ok(_room) = Arc::clone(&l2.loads)
-                .acquire_many_owned(units.clamp(1, most.max(1)))
-                .await
-            else {
+            let room = Arc::clone(&l2.loads).acquire_many_owned(units.clamp(1, most.max(1)));
+            let Ok(Ok(room)) = timeout_at(until, room).await else {
                 return Default::default();
             };
-            let cells = l2.load_batch(&request, batch).await;
+            let cells = l2.load_batch(&request, batch, room).await;
             let leases = l2.pin_cells(&request, &cells);
             (cells, leases)
         });
@@ -338,6 +344,7 @@ impl L2 {
         self: &Arc<Self>,
         request: &PrefetchRequest,
         batch: Vec<Wanted>,
+        room: OwnedSemaphorePermit,
     ) -> Vec<Cell> {
         let hashes: Vec<_> = batch
             .iter()
@@ -377,6 +384,7 @@ impl L2 {
             l2: Arc::clone(self),
             landed: Mutex::new(vec![false; staged.len()]),
             reservation: Mutex::new(Some(reservation)),
+            _room: room,
         });
         let (mut flights, mut places) = (Vec::new(), HashMap::new());
         for (place, staged) in staged.iter().enumerate() {

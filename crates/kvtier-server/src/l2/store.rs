@@ -1,7 +1,8 @@
 //! Write-behind: what was committed to L1 is stored in every tier.
 //!
 //! What waits is leased in L1, so neither eviction nor a timeout frees bytes that are being written; in return what may
-//! wait is bounded in bytes, for each tier on its own, and what does not fit is not stored there.
+//! wait is bounded in bytes, for each tier on its own, and what does not fit is not stored there. Lease and bytes go
+//! together, with the last buffer of a batch: a tier that has missed its deadline and still reads has them both.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -20,6 +21,9 @@ use crate::metrics::TierCall;
 
 /// Batches that are stored in a tier at the same time: enough that one slow object does not hold up the others.
 const BATCHES: usize = 4;
+
+/// Bytes of one batch, unless a single object has more: what a slow disk writes well within a store's deadline.
+const BATCH_BYTES: u64 = 16 << 20;
 
 /// Objects to be stored in one tier, all of one request and space.
 pub struct Batch {
@@ -47,11 +51,39 @@ impl Drop for Shared {
     }
 }
 
+/// What the buffers of a batch hold: the bytes in L1, and their part of the tier's bound.
+struct Hold {
+    // In this order: what waits for nothing to wait finds no lease either.
+    _lease: Arc<ReadLease<L1Allocator>>,
+    _ticket: Ticket,
+}
+
+/// A part of a tier's bound; dropping it gives it back.
+struct Ticket {
+    queues: Arc<Queues>,
+    tier: usize,
+    objects: u64,
+    bytes: u64,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let queue = &self.queues.of_tier[self.tier];
+        queue.objects.fetch_sub(self.objects, Ordering::Relaxed);
+        queue.bytes.fetch_sub(self.bytes, Ordering::AcqRel);
+        self.queues.drained.notify_waiters();
+    }
+}
+
 /// What waits to be stored.
 pub struct StoreQueue {
     bound: u64,
     senders: Mutex<Vec<mpsc::UnboundedSender<Batch>>>,
-    queues: Vec<Queue>,
+    queues: Arc<Queues>,
+}
+
+struct Queues {
+    of_tier: Vec<Queue>,
     drained: Notify,
 }
 
@@ -81,50 +113,44 @@ impl StoreQueue {
     pub fn new(tiers: usize, bound: u64) -> (Self, Vec<mpsc::UnboundedReceiver<Batch>>) {
         // Unbounded in number: bounded in bytes.
         let (senders, receivers) = (0..tiers).map(|_| mpsc::unbounded_channel()).unzip();
+        let queues = Queues {
+            of_tier: (0..tiers).map(|_| Queue::default()).collect(),
+            drained: Notify::new(),
+        };
         let queue = Self {
             bound,
             senders: Mutex::new(senders),
-            queues: (0..tiers).map(|_| Queue::default()).collect(),
-            drained: Notify::new(),
+            queues: Arc::new(queues),
         };
         (queue, receivers)
     }
 
     /// Sets bytes of a tier's bound aside; counts what does not fit.
-    fn admit(&self, tier: usize, objects: u64, bytes: u64) -> bool {
-        let queue = &self.queues[tier];
+    fn admit(&self, tier: usize, objects: u64, bytes: u64) -> Option<Ticket> {
+        let queue = &self.queues.of_tier[tier];
         let admitted = queue
             .bytes
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |queued| {
                 queued.checked_add(bytes).filter(|sum| *sum <= self.bound)
-            })
-            .is_ok();
-        if admitted {
-            queue.objects.fetch_add(objects, Ordering::Relaxed);
-        } else {
+            });
+        if admitted.is_err() {
             queue.dropped_objects.fetch_add(objects, Ordering::Relaxed);
             queue.dropped_bytes.fetch_add(bytes, Ordering::Relaxed);
+            return None;
         }
-        admitted
-    }
-
-    fn done(&self, tier: usize, objects: u64, bytes: u64) {
-        let queue = &self.queues[tier];
-        queue.objects.fetch_sub(objects, Ordering::Relaxed);
-        queue.bytes.fetch_sub(bytes, Ordering::AcqRel);
-        self.drained.notify_waiters();
+        queue.objects.fetch_add(objects, Ordering::Relaxed);
+        Some(Ticket {
+            queues: Arc::clone(&self.queues),
+            tier,
+            objects,
+            bytes,
+        })
     }
 
     fn send(&self, tier: usize, batch: Batch) {
-        let (objects, bytes) = (batch.items.len() as u64, batch.bytes);
-        let sent = self
-            .senders
-            .lock()
-            .get(tier)
-            .is_some_and(|sender| sender.send(batch).is_ok());
-        if !sent {
-            // It is ending.
-            self.done(tier, objects, bytes);
+        if let Some(sender) = self.senders.lock().get(tier) {
+            // Fails when it is ending; the batch gives back what it holds.
+            let _ = sender.send(batch);
         }
     }
 
@@ -136,7 +162,7 @@ impl StoreQueue {
     /// Waits until nothing waits.
     pub async fn drained(&self) {
         loop {
-            let news = self.drained.notified();
+            let news = self.queues.drained.notified();
             if self.counts().queued_bytes == 0 {
                 return;
             }
@@ -146,7 +172,7 @@ impl StoreQueue {
 
     /// Figures of all tiers together.
     pub fn counts(&self) -> StoreCounts {
-        let tiers = (0..self.queues.len()).map(|tier| self.of_tier(tier));
+        let tiers = (0..self.queues.of_tier.len()).map(|tier| self.of_tier(tier));
         tiers.fold(StoreCounts::default(), |sum, tier| StoreCounts {
             queued_objects: sum.queued_objects + tier.queued_objects,
             queued_bytes: sum.queued_bytes + tier.queued_bytes,
@@ -157,7 +183,7 @@ impl StoreQueue {
 
     /// Figures of one tier.
     pub fn of_tier(&self, tier: usize) -> StoreCounts {
-        let queue = &self.queues[tier];
+        let queue = &self.queues.of_tier[tier];
         StoreCounts {
             queued_objects: queue.objects.load(Ordering::Relaxed),
             queued_bytes: queue.bytes.load(Ordering::Relaxed),
@@ -176,9 +202,21 @@ impl L2 {
         hashes: &[ChunkHash],
         len: u64,
     ) {
-        let committed = hashes.len();
+        let objects = (BATCH_BYTES / len.max(1)).max(1);
+        for hashes in hashes.chunks(usize::try_from(objects).unwrap_or(usize::MAX)) {
+            self.store_batch(scope, space, hashes, len);
+        }
+    }
+
+    fn store_batch(
+        self: &Arc<Self>,
+        scope: &KeyScope,
+        space: &Space<'_>,
+        hashes: &[ChunkHash],
+        len: u64,
+    ) {
         let leased = self.lease(space, hashes);
-        let gone = committed - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
+        let gone = hashes.len() - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
         if gone > 0 {
             let metrics = self.calls.metrics();
             metrics.not_found("l2_store", space.model_name, gone as u64);
@@ -186,7 +224,7 @@ impl L2 {
         let Some((hashes, lease)) = leased else {
             return;
         };
-        let bytes = len * hashes.len() as u64;
+        let (objects, bytes) = (hashes.len() as u64, len * hashes.len() as u64);
         let shared = Arc::new(Shared {
             l2: Arc::downgrade(self),
             space: OwnedSpace {
@@ -201,24 +239,25 @@ impl L2 {
             hashes,
         });
         let lease = Arc::new(lease);
-        let items: Vec<_> = shared
-            .hashes
-            .iter()
-            .zip(lease.extents())
-            .map(|(hash, extent)| StoreItem {
-                object: object(scope, space, *hash, len),
-                from: self.buffer(*extent, Arc::clone(&lease) as _),
-            })
-            .collect();
         for tier in 0..self.tiers.len() {
-            if self.stores.admit(tier, items.len() as u64, bytes) {
-                let batch = Batch {
-                    items: items.clone(),
-                    shared: Arc::clone(&shared),
-                    bytes,
-                };
-                self.stores.send(tier, batch);
-            }
+            let Some(ticket) = self.stores.admit(tier, objects, bytes) else {
+                continue;
+            };
+            let hold = Arc::new(Hold {
+                _lease: Arc::clone(&lease),
+                _ticket: ticket,
+            });
+            let extents = lease.extents().iter().zip(&shared.hashes);
+            let items = extents.map(|(extent, hash)| StoreItem {
+                object: object(scope, space, *hash, len),
+                from: self.buffer(*extent, Arc::clone(&hold) as _),
+            });
+            let batch = Batch {
+                items: items.collect(),
+                shared: Arc::clone(&shared),
+                bytes,
+            };
+            self.stores.send(tier, batch);
         }
     }
 
@@ -269,8 +308,6 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
             if results.iter().all(Result::is_ok) {
                 shared.complete.fetch_add(1, Ordering::AcqRel);
             }
-            drop(shared);
-            l2.stores.done(number, objects, bytes);
         });
     }
 }

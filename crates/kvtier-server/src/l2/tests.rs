@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, CacheConfig};
+use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Space};
 use kvtier_core::object_key::{KeyScope, ObjectKey};
 use kvtier_core::prefetch::Cell;
 use kvtier_l2::tier::{Tier, TierConfig};
@@ -20,6 +20,7 @@ use tokio::sync::Semaphore;
 use super::{L2, PrefetchRequest, PrefetchRow, Prefetched};
 use crate::config::{L2Config, PrefetchPolicy, StorePolicy};
 use crate::engine::{Clock, L1Allocator, to_memory};
+use crate::metrics::Readings;
 
 const LEN: u64 = 4096;
 
@@ -70,7 +71,16 @@ impl Adapter for Scripted {
     }
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
-        Box::pin(async move { batch.iter().map(|_| Ok(Stored::Written(LEN))).collect() })
+        Box::pin(async move {
+            let store = |item: StoreItem| {
+                if matches!(self.load, Load::Late) {
+                    self.kept.lock().push(item.from);
+                    return Err(L2Error::new(ErrorKind::Deadline, "late"));
+                }
+                Ok(Stored::Written(LEN))
+            };
+            batch.into_iter().map(store).collect()
+        })
     }
 
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
@@ -249,4 +259,100 @@ fn a_lookup_that_was_given_up_loads_nothing() {
     let prefetch = bed.l2.prefetch(&bed.request, || true);
     assert_eq!(bed.l2.handle().block_on(prefetch).lookup.hit_chunks, 0);
     assert_eq!(bed.cache.stats().objects, 0);
+}
+
+#[test]
+fn what_a_late_store_still_reads_stays_leased_and_counted() {
+    let late = Scripted::new(Load::Late, 0);
+    let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
+    let space = bed.request.space(0);
+    let request = ReserveRequest {
+        space,
+        hashes: &bed.request.hashes,
+        len: LEN,
+    };
+    let reserved = bed.cache.reserve(Duration::ZERO, &[request]).expect("room");
+    let _ = reserved.reservation.commit(Duration::ZERO);
+    let scope = &bed.request.scope;
+    bed.l2.store(scope, &space, &bed.request.hashes, LEN);
+    while late.kept.lock().len() < 3 {
+        std::thread::yield_now();
+    }
+    assert_eq!(bed.l2.store_counts().queued_bytes, 3 * LEN);
+    assert_eq!(bed.cache.stats().leased_objects, 3);
+    late.kept.lock().clear();
+    while bed.l2.store_counts().queued_bytes > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(bed.cache.stats().leased_objects, 0);
+}
+
+#[test]
+fn a_load_for_which_there_is_no_room_in_time_does_not_begin() {
+    let gated = Scripted::new(Load::Gated, 5);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
+    let room = bed.l2.loads.available_permits();
+    let all = bed
+        .l2
+        .loads
+        .try_acquire_many(u32::try_from(room).expect("few"));
+    assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
+    while bed.l2.loading() > 0 {
+        std::thread::yield_now();
+    }
+    drop(all);
+    assert_eq!(bed.cache.stats().staged_objects, 0);
+}
+
+/// The lines of `/metrics` with one name.
+fn counted(bed: &Bed, name: &str) -> Vec<String> {
+    let metrics = bed.l2.calls.metrics().encode(&Readings::default());
+    let lines = metrics.lines().filter_map(|line| line.strip_prefix(name));
+    lines.map(str::to_owned).collect()
+}
+
+#[test]
+fn what_is_under_way_and_what_takes_too_long_is_counted() {
+    let gated = Scripted::new(Load::Gated, 5);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
+    bed.prefetch();
+    bed.prefetch();
+    let timeouts = counted(&bed, "kvtier_l2_prefetch_timeouts_total");
+    assert_eq!(timeouts, [r#"{phase="load"} 2"#]);
+    assert_eq!(bed.l2.calls.of_tier(0), [0, 1, 0]);
+    assert_eq!(bed.l2.calls.loading_bytes(0), 3 * LEN);
+    assert_eq!(bed.l2.prefetches(), [0, 0, 0]);
+    gated.gate.add_permits(1);
+    while bed.l2.loading() > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(bed.l2.calls.of_tier(0), [0, 0, 0]);
+    assert_eq!(bed.l2.calls.loading_bytes(0), 0);
+}
+
+#[test]
+fn why_an_object_did_not_come_into_l1_is_counted() {
+    let failures = "lmcache_mp_l2_prefetch_failure_chunks_total";
+    let late = bed(&[Scripted::new(Load::Late, 1)], Duration::from_secs(60));
+    late.prefetch();
+    let expected = r#"{model_name="m",reason="deadline"} 3"#;
+    assert_eq!(counted(&late, failures), [expected]);
+
+    let full = bed(&[Scripted::new(Load::Right, 1)], Duration::from_secs(60));
+    let other = Space {
+        kv_rank: 2,
+        ..full.request.space(0)
+    };
+    let request = ReserveRequest {
+        space: other,
+        hashes: &full.request.hashes[..1],
+        len: 1 << 20,
+    };
+    let all = full.cache.reserve(Duration::ZERO, &[request]);
+    assert_eq!(full.prefetch().lookup.hit_chunks, 0);
+    let expected = r#"{model_name="m",reason="l1_oom"} 3"#;
+    assert_eq!(counted(&full, failures), [expected]);
+    let no_room = counted(&full, "lmcache_mp_l1_allocation_failure_chunks_total");
+    assert_eq!(no_room, [r#"{during="l2_prefetch",model_name="m"} 3"#]);
+    drop(all);
 }

@@ -373,7 +373,11 @@ fn a_tier_that_cannot_delete_is_told_of() {
     let server = with_tiers(&[busy], &flags);
     let mut worker = server.engine_driven(1, &Scope::new("delete/fails"));
     store(&mut worker, &prompt(1, 1), 1);
-    settle(&server);
+    let started = Instant::now();
+    while server.readings().tiers[0].store_failures.is_empty() {
+        assert!(started.elapsed() < PATIENCE, "the store is not given up");
+        std::thread::yield_now();
+    }
     let key = list(&server, "tier=l1")[0]["key"].clone();
     let answer = delete(&server, &json!({ "keys": [key, key] }));
     assert_eq!(counts(&answer), (0, 0, false));
@@ -390,7 +394,11 @@ fn a_deletion_that_cannot_be_says_why_and_deletes_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let (server, mut worker) = with_worker(directory.path(), &Scope::new("delete/refused"));
     store(&mut worker, &prompt(1, 2), 1);
-    settle(&server);
+    let started = Instant::now();
+    while server.readings().tiers[0].store_failures.is_empty() {
+        assert!(started.elapsed() < PATIENCE, "the store does not end");
+        std::thread::yield_now();
+    }
     let good = list(&server, "tier=l1")[0]["key"].clone();
     let alone = TestServer::start(&[]);
     for tier in ["l2", "all"] {
