@@ -417,3 +417,36 @@ fn what_does_not_fit_in_the_queue_is_not_stored_and_counted() {
     // Everything is in L1 all the same.
     assert_eq!(worker.lookup(&prompt(5, 2), "r").unwrap(), 2);
 }
+
+#[test]
+fn a_tier_that_is_full_keeps_what_was_used_last() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/full");
+    // Some 63 objects of 8 KiB and a trailer.
+    let adapter = format!(
+        r#"{{"type":"fs","base_path":"{}","max_capacity_gb":{}}}"#,
+        directory.path().display(),
+        0.5 / 1024.0
+    );
+    let server = with_tiers(&[&adapter], &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    for seed in 1..=6 {
+        store(&mut worker, &prompt(seed, 20), seed.into());
+        settle(&server);
+        let tier = &server.readings().tiers[0];
+        assert!(tier.used_bytes <= 512 << 10, "{}", tier.used_bytes);
+        assert_eq!(tier.store_failures, []);
+    }
+    assert!(server.readings().tiers[0].evicted_objects >= 57);
+    server.engine().clear(true);
+    assert_eq!(hits(worker.connection(), &scope, &prompt(6, 20), "new"), 20);
+    assert_reads(&mut worker, &prompt(6, 20), 6, "new");
+    assert_eq!(hits(worker.connection(), &scope, &prompt(1, 20), "old"), 0);
+    let files = std::fs::read_dir(directory.path()).unwrap();
+    let bytes: u64 = files
+        .map(|file| file.unwrap().metadata().unwrap())
+        .filter(std::fs::Metadata::is_file)
+        .map(|file| file.len())
+        .sum();
+    assert!(bytes <= 512 << 10, "{bytes}");
+}
