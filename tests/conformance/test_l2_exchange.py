@@ -25,12 +25,18 @@ PEER_TIERS = {
 }
 
 
+def failing_loads(directory):
+    """Flags for a tier of which three loads in ten fail, always the same ones."""
+    return tiers.adapter("fault_inject", inner={"type": "fs", "base_path": directory}, rate=0.3, seed=7)
+
+
 @pytest.fixture(scope="module")
 def lmcache(tmp_path_factory):
     """A real LMCache server with a tier of each kind, and their directories by name. It needs seconds to start."""
     base = tmp_path_factory.mktemp("lmcache")
     directories = {name: base / name for name in PEER_TIERS}
-    flags = [SPLIT]
+    directories["faulty"] = base / "faulty"
+    flags = [SPLIT, *failing_loads(directories["faulty"])]
     for name, keys in PEER_TIERS.items():
         flags += tiers.adapter(base_path=directories[name], **keys)
     server = Server(peer_command(), base / "lmcache.log", "both", flags=flags, peer=True)
@@ -172,6 +178,20 @@ def test_names_of_both_generations_are_read(lmcache, serve, engines, tmp_path, s
     writes_old = engines(serve(flags=tiers.fs(tmp_path / "old", names="0.4")))
     tiers.store(writes_old, 1, salt=salt)
     assert {path.name for path in tiers.wait_files(tmp_path / "old", 4)} == old_names
+
+
+def test_the_same_loads_are_made_to_fail(lmcache, serve, engines):
+    """fault_inject with LMCache's keys fails LMCache's loads: prompts hit as far in both servers."""
+    writer = engines(serve(flags=tiers.fs(lmcache.faulty)))
+    for seed in range(12):
+        tiers.store(writer, seed)
+    wait_of_model(lmcache.faulty, writer, 48)
+    ours = serve(flags=failing_loads(lmcache.faulty))
+    ours.expect_trouble(r"fault_inject")
+    here, there = engines(ours), engines(lmcache.server)
+    found = [tiers.recall(here, seed) for seed in range(12)]
+    assert len(set(found)) > 2, found
+    assert [tiers.recall(there, seed) for seed in range(12)] == found
 
 
 def test_both_servers_write_at_once(lmcache, serve, engines):

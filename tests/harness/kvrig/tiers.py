@@ -127,12 +127,15 @@ def forget(engine):
     assert engine.scheduler.reset_cache() is True
 
 
-def metric(server, name):
-    """Sum of a metric over all its labels; 0 when it was never counted."""
+def metric(server, name, **labels):
+    """Sum of a metric over all series with these labels; 0 when it was never counted."""
     status, text = server.get("/metrics")
     assert status == 200, text
-    pattern = rf"^{name}(?:\{{.*\}})? ([0-9.e+-]+)$"
-    return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
+    total = 0.0
+    for found, value in re.findall(rf"^{name}(?:{{(.*)}})? ([0-9.e+-]+)$", text, re.MULTILINE):
+        if all(f'{label}="{wanted}"' in found for label, wanted in labels.items()):
+            total += float(value)
+    return total
 
 
 def store_in_order(engine, seed, directory, count=64, salt=""):
