@@ -145,8 +145,11 @@ pub trait Adapter: Send + Sync + 'static {
     }
 
     /// Bytes that could still be written, if the backend has a bound of its own such as a disk. `None` is "unknown".
-    fn free_bytes(&self) -> Option<u64> {
-        None
+    ///
+    /// # Errors
+    /// When the backend does not answer.
+    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
+        Box::pin(async { Ok(None) })
     }
 
     /// For `/status`: an object with at least `is_healthy` and `type`.

@@ -50,7 +50,7 @@ pub const COMMON: &[Key] = &[
     timeout(
         "lookup_timeout_ms",
         1_000,
-        "Longest wait for a lookup or a page of a listing",
+        "Longest wait for a lookup, a page of a listing, or how much room there is",
     ),
     timeout("load_timeout_ms", 10_000, "Longest wait for a load"),
     timeout(

@@ -225,6 +225,12 @@ impl Files {
         }
     }
 
+    /// Room on the disk, where the file system says.
+    pub(super) fn free_bytes(&self) -> Option<u64> {
+        let room = rustix::fs::fstatvfs(self.base.dir()).ok()?;
+        Some(room.f_bavail.saturating_mul(room.f_frsize))
+    }
+
     /// Whether files of this memory can be read and written past the page cache.
     pub(super) fn is_direct(&self, buffer: &Buffer) -> bool {
         let is_aligned = || {

@@ -281,9 +281,13 @@ impl Adapter for FsAdapter {
         trailer::file_len(len, 0, self.files.direct)
     }
 
-    fn free_bytes(&self) -> Option<u64> {
-        let room = rustix::fs::fstatvfs(self.files.base.dir()).ok()?;
-        Some(room.f_bavail.saturating_mul(room.f_frsize))
+    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
+        Box::pin(async move {
+            // A directory elsewhere can make this wait as long as a read.
+            let files = Arc::clone(&self.files);
+            let room = self.pool.run(Lane::Read, move || files.free_bytes()).await;
+            room.await.map_err(|_| not_done())
+        })
     }
 
     fn status(&self) -> Value {

@@ -174,8 +174,8 @@ impl Adapter for Mock {
         })
     }
 
-    fn free_bytes(&self) -> Option<u64> {
-        Some(self.shelf.capacity() - self.shelf.used().1)
+    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
+        Box::pin(async { Ok(Some(self.shelf.capacity() - self.shelf.used().1)) })
     }
 
     fn status(&self) -> Value {

@@ -53,7 +53,7 @@ async fn what_does_not_fit_is_refused_alone_until_there_is_room() {
         "mock: 6000 bytes do not fit, 6000 of 10000 are used"
     );
     assert_eq!(stored[2], Ok(Stored::Written(4000)));
-    assert_eq!(mock.free_bytes(), Some(0));
+    assert_eq!(mock.free_bytes().await, Ok(Some(0)));
     mock.delete(vec![objects[0].key.clone()]).await[0]
         .clone()
         .unwrap();
@@ -91,7 +91,7 @@ async fn opens_by_its_configuration() {
     let config = json!({"type": "mock", "max_size_gb": 0.5, "mock_bandwidth_gb": 2});
     let registry = Registry::built_in();
     let adapter = registry.open(&registry.parse(&config).unwrap()).unwrap();
-    assert_eq!(adapter.free_bytes(), Some(1 << 29));
+    assert_eq!(adapter.free_bytes().await, Ok(Some(1 << 29)));
     for (key, value) in [
         ("max_size_gb", json!(0)),
         ("mock_bandwidth_gb", json!(null)),

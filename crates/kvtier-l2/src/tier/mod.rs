@@ -187,7 +187,14 @@ impl Tier {
         }
         let mut results: Vec<Option<Result<Stored, L2Error>>> = vec![None; batch.len()];
         let (mut places, mut items, mut reservations) = (Vec::new(), Vec::new(), Vec::new());
-        let mut left = self.room();
+        let mut left = match self.room().await {
+            Ok(left) => left,
+            Err(error) => {
+                let results: Vec<_> = batch.iter().map(|_| Err(error.clone())).collect();
+                self.count_stored(&results);
+                return results;
+            }
+        };
         for (place, item) in batch.into_iter().enumerate() {
             let bytes = self.adapter.size_of(item.object.len);
             match self.reserve(&item.object.key, bytes, &mut left) {
@@ -253,11 +260,11 @@ impl Tier {
     }
 
     /// Bytes that the backend has left for us; no bound is the largest number.
-    fn room(&self) -> u64 {
-        match self.adapter.free_bytes() {
+    async fn room(&self) -> Result<u64, L2Error> {
+        Ok(match self.adapter.free_bytes().await? {
             Some(free) => free.saturating_sub(self.config.reserve_bytes),
             None => u64::MAX,
-        }
+        })
     }
 
     /// Sets bytes aside for an object; `None` if it is there already.

@@ -12,7 +12,7 @@ use crate::object::{LoadItem, ObjectSpec, StoreItem};
 /// What calls are bounded and counted by: those of one lane never wait for those of another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
-    /// Lookups and listings.
+    /// Lookups, listings, and the question how much room there is.
     Lookup,
     /// Loads.
     Load,
@@ -164,6 +164,12 @@ impl Whole for Vec<Option<u64>> {
     }
 }
 
+impl Whole for Option<u64> {
+    fn fits(&self, _: usize) -> bool {
+        true
+    }
+}
+
 impl Whole for ListPage {
     fn fits(&self, _: usize) -> bool {
         true
@@ -292,5 +298,27 @@ impl Call for ListCall {
 
     fn only(&self, _: &[usize]) -> Self {
         self.clone()
+    }
+}
+
+/// How much room there is.
+#[derive(Clone)]
+pub(super) struct FreeCall;
+
+impl Call for FreeCall {
+    type Answer = Result<Option<u64>, L2Error>;
+    const LANE: Lane = Lane::Lookup;
+    const NAME: &'static str = "free bytes";
+
+    fn items(&self) -> usize {
+        1
+    }
+
+    fn send(self, to: &dyn Adapter) -> BoxFuture<'_, Self::Answer> {
+        to.free_bytes()
+    }
+
+    fn only(&self, _: &[usize]) -> Self {
+        Self
     }
 }

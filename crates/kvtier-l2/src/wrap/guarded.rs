@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvtier_core::object_key::ObjectKey;
 use serde_json::{Map, Value};
 
-use super::call::{Call, DeleteCall, ListCall, LoadCall, LookupCall, StoreCall};
+use super::call::{Call, DeleteCall, FreeCall, ListCall, LoadCall, LookupCall, StoreCall};
 use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
@@ -83,8 +83,8 @@ impl<G: Guard> Adapter for Guarded<G> {
         self.inner.size_of(len)
     }
 
-    fn free_bytes(&self) -> Option<u64> {
-        self.inner.free_bytes()
+    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
+        Box::pin(self.guard.run(&self.inner, FreeCall))
     }
 
     fn status(&self) -> Value {

@@ -31,7 +31,7 @@ pub use retry::{back_off, random};
 /// What bounds each call of an adapter. The keys of a configuration say what each one means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Guards {
-    /// Longest wait for a lookup or a page of a listing.
+    /// Longest wait for a lookup, a page of a listing, or how much room there is.
     pub lookup_timeout: Duration,
     /// Longest wait for a load.
     pub load_timeout: Duration,

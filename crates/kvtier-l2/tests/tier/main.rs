@@ -285,6 +285,19 @@ async fn a_full_disk_stops_stores_and_nothing_else_until_there_is_room() {
 }
 
 #[tokio::test]
+async fn where_room_is_not_told_in_time_nothing_is_stored() {
+    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+    let tier = tier(&memory, None);
+    *memory.no_room_told.lock() = Some(ErrorKind::Deadline);
+    let late = [Err(ErrorKind::Deadline), Err(ErrorKind::Deadline)];
+    assert_eq!(store(&tier, &bytes, [1, 2]).await, late);
+    assert_eq!(tier.counters().store_failures.get()["deadline"], 2);
+    *memory.no_room_told.lock() = None;
+    assert!(store(&tier, &bytes, [1, 2]).await.iter().all(Result::is_ok));
+    assert_books(&tier, &memory);
+}
+
+#[tokio::test]
 async fn what_others_store_is_found_and_counted_and_what_they_delete_is_forgotten() {
     let (memory, bytes) = (Arc::new(Memory::shared()), Bytes::new());
     let tier = tier(&memory, Some(4));

@@ -28,6 +28,8 @@ pub struct Memory {
     pub deleted: Mutex<Vec<ObjectKey>>,
     pub free: AtomicU64,
     pub bounded: AtomicBool,
+    /// How the question for room fails.
+    pub no_room_told: Mutex<Option<ErrorKind>>,
     /// Bytes more than foreseen.
     pub surprise: AtomicU64,
     pub lookups: AtomicU64,
@@ -92,10 +94,14 @@ impl Adapter for Memory {
         len + OVERHEAD
     }
 
-    fn free_bytes(&self) -> Option<u64> {
-        self.bounded
-            .load(Ordering::Relaxed)
-            .then(|| self.free.load(Ordering::Relaxed))
+    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
+        Box::pin(async move {
+            if let Some(kind) = *self.no_room_told.lock() {
+                return Err(L2Error::new(kind, "as the test says"));
+            }
+            let is_bounded = self.bounded.load(Ordering::Relaxed);
+            Ok(is_bounded.then(|| self.free.load(Ordering::Relaxed)))
+        })
     }
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {

@@ -340,5 +340,10 @@ fn buffers_of_other_lengths_are_refused() {
 
 #[test]
 fn room_on_the_disk_is_told() {
-    assert!(Fixture::new().adapter.free_bytes().unwrap() > 0);
+    let fixture = Fixture::new();
+    let free = || block_on(fixture.adapter.free_bytes());
+    assert!(free().unwrap() > Some(0));
+    // By the threads that wait for the disk, and not by whoever asks.
+    block_on(fixture.adapter.close());
+    assert_eq!(free().unwrap_err().kind(), ErrorKind::Unavailable);
 }

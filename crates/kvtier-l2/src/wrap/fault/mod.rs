@@ -138,7 +138,7 @@ impl Adapter for Faulty {
         self.inner.size_of(len)
     }
 
-    fn free_bytes(&self) -> Option<u64> {
+    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
         self.inner.free_bytes()
     }
 

@@ -143,6 +143,10 @@ impl Adapter for Scripted {
         Box::pin(async { Ok(Recovered::default()) })
     }
 
+    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
+        Box::pin(async move { whole(self.play("free", vec![0]).await, None) })
+    }
+
     fn status(&self) -> Value {
         json!({"type": "scripted", "is_healthy": true})
     }
