@@ -1,11 +1,14 @@
 //! The flags of `kvtier server`, their defaults and the checks that need more than one of them.
 
 use std::path::PathBuf;
+use std::str::FromStr as _;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use kvtier_core::hashing::HashAlgorithm;
 use kvtier_memory::PoolRoom;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 use super::memory::default_l1;
 use super::{
@@ -278,7 +281,7 @@ pub struct ServerArgs {
     #[arg(long, help_heading = "HTTP")]
     pub prometheus_port: Option<u16>,
 
-    /// Log filter: error, warn, info, debug, trace, or per target as in kvtier_server=debug
+    /// Log filter: error, warn, info, debug, trace, off, or per target as in info,kvtier_server=debug
     #[arg(
         long,
         env = "KVTIER_LOG_LEVEL",
@@ -322,6 +325,12 @@ fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
             "give a size in GiB above 0 and at most 1048576",
         ))
     }
+}
+
+/// Whether this filters log lines as it says. A bare word that is no level would be a target, which silences all others.
+fn is_log_filter(text: &str) -> bool {
+    let is_clear = |part: &str| part.contains(['=', '[']) || LevelFilter::from_str(part).is_ok();
+    text.split(',').all(is_clear) && EnvFilter::try_new(text).is_ok()
 }
 
 impl ServerArgs {
@@ -457,11 +466,11 @@ impl ServerArgs {
             Some(size) => gib("max-message-gb", size)?,
             None => l1_bytes.max(GIB / 4),
         };
-        if tracing_subscriber::EnvFilter::try_new(&self.log_level).is_err() {
+        if !is_log_filter(&self.log_level) {
             return Err(refuse(
                 "log-level",
                 format!("{:?}", self.log_level),
-                "give error, warn, info, debug, trace or target=level pairs",
+                "give error, warn, info, debug, trace or off, or target=level pairs, with commas between them",
             ));
         }
         Ok(ServerConfig {

@@ -93,6 +93,14 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
             vec!["--shm-name", "--l1-use-hugepages"],
         ),
         (vec!["--log-level", "a=b=c"], vec!["--log-level", "a=b=c"]),
+        (
+            vec!["--log-level", "loud"],
+            vec!["--log-level", "\"loud\"", "debug, trace or off"],
+        ),
+        (
+            vec!["--log-level", "info,kvtier_server"],
+            vec!["--log-level", "kvtier_server", "target=level"],
+        ),
         (vec!["--no-such-flag"], vec!["--no-such-flag"]),
         (
             vec!["--l1-size", "20"],
@@ -116,6 +124,20 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
         for part in parts {
             assert!(line.contains(part), "{args:?}: {line:?} lacks {part:?}");
         }
+    }
+}
+
+#[test]
+fn log_filters_are_levels_and_levels_of_targets() {
+    for filter in [
+        "off",
+        "WARN",
+        "info,kvtier_server=debug",
+        "info,kvtier_server::l2=trace",
+        "kvtier_server[load]=debug",
+    ] {
+        let config = ServerConfig::from_flags(&["--log-level", filter]).unwrap();
+        assert_eq!(config.log_level, filter);
     }
 }
 
