@@ -297,6 +297,8 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
                 shared,
                 bytes,
             } = batch;
+            // It waits until its results are counted. Let go before `shared`, which wants the objects free.
+            let _hold = items.first().map(|item| item.from.clone());
             let objects = items.len() as u64;
             let salt = &shared.space.cache_salt;
             let call = TierCall::Store;
