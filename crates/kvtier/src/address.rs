@@ -4,6 +4,7 @@
 //! use that, the HTTP API for the others.
 
 use std::net::{Ipv6Addr, TcpStream, ToSocketAddrs as _};
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -62,10 +63,11 @@ fn is_host_and_port(text: &str) -> bool {
 }
 
 /// Whether somebody accepts connections at an address of the request protocol. ZMQ does not tell: where nobody listens,
-/// it goes on trying. Addresses other than TCP always count.
+/// it goes on trying.
 pub(crate) fn listens(url: &str, patience: Duration) -> anyhow::Result<bool> {
     let Some(address) = url.strip_prefix("tcp://") else {
-        return Ok(true);
+        let path = url.strip_prefix("ipc://").unwrap_or(url);
+        return Ok(UnixStream::connect(path).is_ok());
     };
     let mut addresses = address
         .to_socket_addrs()

@@ -235,3 +235,72 @@ fn starts_are_timed_and_the_server_is_stopped() {
     assert!(output.status.success());
     assert!(TcpStream::connect(format!("127.0.0.1:{port}")).is_err());
 }
+
+/// What `kvtier bench start` says of a command that never answers.
+fn complaint_of_start(url: &str, timeout: &str, command: &[&str]) -> String {
+    let output = assert_cmd::Command::new(KVTIER)
+        .args(["bench", "start", url, "--timeout", timeout, "--"])
+        .args(command)
+        .timeout(Duration::from_secs(60))
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    text
+}
+
+#[test]
+fn a_server_that_dies_at_its_start_is_told_with_its_last_words() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (port, http_port) = (
+        free_port().to_string(),
+        taken.local_addr().unwrap().port().to_string(),
+    );
+    let url = format!("127.0.0.1:{port}");
+    let server = ["server", "--l1-size-gb", "0.05", "--shm-name", ""];
+    let ports = ["--port", &port, "--http-port", &http_port];
+    let text = complaint_of_start(&url, "3600", &[&[KVTIER], &server[..], &ports[..]].concat());
+    assert!(
+        text.contains("the server ended before it") && text.contains("--http-port"),
+        "{text}"
+    );
+    // One that hangs is given its time.
+    for url in [&url, "ipc:///no/such/socket"] {
+        let hangs = ["sh", "-c", "echo last words >&2; exec tail -f /dev/null"];
+        let text = complaint_of_start(url, "500ms", &hangs);
+        assert!(
+            text.contains("did not listen at") && text.contains("\nlast words\n"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_server_that_dies_while_it_is_asked_is_not_waited_for() {
+    let directory = tempfile::tempdir().unwrap();
+    let (started, asked) = (
+        directory.path().join("started"),
+        directory.path().join("asked"),
+    );
+    let port = free_port();
+    let dies = format!(
+        "touch {started:?}; until [ -e {asked:?} ]; do :; done; echo last words >&2; exit 3"
+    );
+    // Listens for the server, and lets it die when it has been connected to: once to see whether it is there, once to ask.
+    let listener = std::thread::spawn(move || {
+        while !started.exists() {
+            std::thread::yield_now();
+        }
+        let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+        let connections = [listener.accept().unwrap(), listener.accept().unwrap()];
+        std::fs::write(asked, "").unwrap();
+        (listener, connections)
+    });
+    let text = complaint_of_start(&format!("127.0.0.1:{port}"), "3600", &["sh", "-c", &dies]);
+    assert!(
+        text.contains("ended before it answered: exit status: 3")
+            && text.contains("\nlast words\n"),
+        "{text}"
+    );
+    listener.join().unwrap();
+}

@@ -1,12 +1,15 @@
 //! How long a server takes from its command to its first answer, and what it weighs then.
 
 use std::fs::File;
+use std::io::{Read, Write as _};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use kvtier_client::{ClientError, Connection, Options};
+use kvtier_client::{Connection, Options};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::args::StartArgs;
@@ -22,37 +25,67 @@ const TRY_EVERY: Duration = Duration::from_millis(1);
 /// How long a server may take to end when asked to.
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
 
+/// How often a server that does not answer yet is looked after.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// Bytes of the end of its stderr that are shown of a server that failed.
+const TAIL: usize = 2048;
+
 /// A server that ends with us.
 struct Server {
     child: Child,
+    /// Gets the end of its stderr when that is closed.
+    tail: Receiver<Vec<u8>>,
 }
 
 impl Server {
     fn start(args: &StartArgs) -> anyhow::Result<Self> {
-        let output = || match &args.log {
-            Some(path) => Ok::<_, anyhow::Error>(Stdio::from(
+        let log = match &args.log {
+            Some(path) => Some(
                 File::options()
                     .create(true)
                     .append(true)
                     .open(path)
                     .with_context(|| format!("opening {}", path.display()))?,
-            )),
-            None => Ok(Stdio::null()),
+            ),
+            None => None,
+        };
+        let output = match &log {
+            Some(log) => Stdio::from(log.try_clone()?),
+            None => Stdio::null(),
         };
         let (program, rest) = args
             .command
             .split_first()
             .context("the server's command is missing")?;
-        let child = Command::new(program)
+        let mut child = Command::new(program)
             .args(rest)
             .stdin(Stdio::null())
-            .stdout(output()?)
-            .stderr(output()?)
+            .stdout(output)
+            .stderr(Stdio::piped())
             // A terminal's Ctrl-C is for us; the server is then stopped in order.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {program}"))?;
-        Ok(Self { child })
+        let (closed, tail) = channel();
+        if let Some(stderr) = child.stderr.take() {
+            // Whoever it is for may be gone.
+            std::thread::spawn(move || drop(closed.send(drain(stderr, log))));
+        }
+        Ok(Self { child, tail })
+    }
+
+    /// What went wrong, with the server's last words. It is stopped.
+    fn failed(mut self, error: anyhow::Error) -> anyhow::Error {
+        if let Err(error) = self.stop() {
+            return error;
+        }
+        let tail = self.tail.recv_timeout(Duration::from_secs(1));
+        let tail = String::from_utf8_lossy(&tail.unwrap_or_default()).into_owned();
+        match tail.trim() {
+            "" => error,
+            tail => anyhow::anyhow!("{error:#}; its stderr ends with\n{tail}"),
+        }
     }
 
     /// Asks it to end, by its id; insists after a while.
@@ -83,9 +116,29 @@ impl Drop for Server {
     }
 }
 
+/// Reads to the end, for the log if there is one; returns the last lines.
+fn drain(mut stderr: impl Read, mut log: Option<File>) -> Vec<u8> {
+    let mut tail = Vec::new();
+    let mut buffer = [0; TAIL];
+    while let Ok(read @ 1..) = stderr.read(&mut buffer) {
+        let bytes = &buffer[..read];
+        // A log that cannot be written is no reason to let the server wait.
+        let _ = log.as_mut().map(|log| log.write_all(bytes));
+        tail.extend_from_slice(bytes);
+        tail.drain(..tail.len().saturating_sub(TAIL));
+    }
+    if tail.len() == TAIL
+        && let Some(end) = tail.iter().position(|byte| *byte == b'\n')
+    {
+        tail.drain(..=end);
+    }
+    tail
+}
+
 pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
     let url = args.url().context("the server's address is missing")?;
     let stop = stop_flag()?;
+    let stopped = || stop.load(Ordering::Relaxed);
     let label = args
         .label
         .clone()
@@ -96,7 +149,7 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
     let mut ends = Recorder::new();
     let mut memory = Vec::new();
     for _ in 0..args.rounds {
-        if stop.load(std::sync::atomic::Ordering::Relaxed) {
+        if stopped() {
             report.abort("interrupted".to_owned());
             break;
         }
@@ -106,9 +159,11 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
         );
         let begin = Instant::now();
         let mut server = Server::start(args)?;
-        report.chunk_tokens = first_answer(url, args, &mut server, begin, || {
-            stop.load(std::sync::atomic::Ordering::Relaxed)
-        })?;
+        report.chunk_tokens = match first_answer(url, args, &mut server, begin, stopped) {
+            Ok(tokens) => tokens,
+            Err(error) if stopped() => return Err(error),
+            Err(error) => return Err(server.failed(error)),
+        };
         starts.success(begin.elapsed(), 0);
         std::thread::sleep(args.settle);
         memory.push(resident(server.child.id())?);
@@ -159,19 +214,31 @@ fn first_answer(
         );
         std::thread::sleep(TRY_EVERY);
     }
-    let options = Options {
-        timeout: args
-            .timeout
-            .saturating_sub(begin.elapsed())
-            .max(Duration::from_secs(1)),
-        reconnect: TRY_EVERY,
-        ..Options::default()
-    };
-    let answer = Connection::connect_with(url, options)?.get_chunk_size();
-    if let Err(ClientError::Timeout { .. }) = answer
-        && let Some(status) = server.child.try_wait()?
-    {
-        anyhow::bail!("the server ended before it answered: {status}");
+    // A request waits for its whole time, also for a server that has ended; so it is made elsewhere.
+    let (answered, answer) = channel();
+    let (to, options) = (
+        url.to_owned(),
+        Options {
+            timeout: args.timeout.saturating_sub(begin.elapsed()).max(LOOK_EVERY),
+            reconnect: TRY_EVERY,
+            ..Options::default()
+        },
+    );
+    std::thread::spawn(move || {
+        let tokens =
+            Connection::connect_with(&to, options).and_then(|mut server| server.get_chunk_size());
+        // Nobody waits for it once the server has ended.
+        let _ = answered.send(tokens);
+    });
+    loop {
+        match answer.recv_timeout(LOOK_EVERY) {
+            Ok(tokens) => return Ok(tokens?),
+            Err(RecvTimeoutError::Disconnected) => anyhow::bail!("the request was not made"),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if let Some(status) = server.child.try_wait()? {
+            anyhow::bail!("the server ended before it answered: {status}");
+        }
+        anyhow::ensure!(!stopped(), "interrupted");
     }
-    Ok(answer?)
 }
