@@ -15,7 +15,13 @@ const SUGGESTIONS: usize = 3;
 
 /// The whole command: our flags and the ones of LMCache that are only known.
 pub(super) fn command() -> Command {
-    ServerArgs::command().args(peer::args())
+    // A number below 0 is a value, of which its flag says what is allowed.
+    ServerArgs::command()
+        .mut_args(|arg| {
+            let takes_values = arg.get_action().takes_values();
+            arg.allow_negative_numbers(takes_values)
+        })
+        .args(peer::args())
 }
 
 /// The first line of a clap error, which names the flag, the value and what is allowed.

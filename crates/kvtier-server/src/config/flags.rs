@@ -12,7 +12,7 @@ use tracing_subscriber::filter::LevelFilter;
 
 use super::memory::default_l1;
 use super::{
-    ConfigError, GIB, HostMemory, L1Origin, L2Config, PrefetchPolicy, ServerConfig, StorePolicy, l2,
+    ConfigError, GIB, HostMemory, L1Origin, L2Config, PrefetchPolicy, ServerConfig, StorePolicy,
 };
 
 /// Which transfer modes workers may register for.
@@ -118,12 +118,7 @@ pub struct ServerArgs {
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536), help_heading = "Request server")]
     pub chunk_size: u32,
     /// Block id by which an engine denotes absent KV data
-    #[arg(
-        long,
-        default_value_t = 0,
-        allow_negative_numbers = true,
-        help_heading = "Request server"
-    )]
+    #[arg(long, default_value_t = 0, help_heading = "Request server")]
     pub null_block_id: i64,
     /// Worker threads of each pool, 1 to 256 [default: the number of cores, at most 4; LMCache: 1]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
@@ -184,12 +179,7 @@ pub struct ServerArgs {
     /// Size of L1 in GiB [default: a quarter of the machine's memory, or of the cgroup's limit where that is less; as a
     /// pool in /dev/shm no more than 45 % of that, since workers keep the pages of an earlier server's pool until they
     /// have registered with the next one]
-    #[arg(
-        long,
-        value_name = "GB",
-        allow_negative_numbers = true,
-        help_heading = "L1"
-    )]
+    #[arg(long, value_name = "GB", help_heading = "L1")]
     pub l1_size_gb: Option<f64>,
     /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
     #[arg(long, default_value_t = 4096, help_heading = "L1")]
@@ -220,20 +210,10 @@ pub struct ServerArgs {
     )]
     pub eviction_policy: EvictionPolicyName,
     /// Share of L1 in use at which the background pass evicts, above 0 up to 1
-    #[arg(
-        long,
-        default_value_t = 0.8,
-        allow_negative_numbers = true,
-        help_heading = "L1"
-    )]
+    #[arg(long, default_value_t = 0.8, help_heading = "L1")]
     pub eviction_trigger_watermark: f64,
     /// Share of the bytes in use that such a pass evicts, 0 to 1
-    #[arg(
-        long,
-        default_value_t = 0.2,
-        allow_negative_numbers = true,
-        help_heading = "L1"
-    )]
+    #[arg(long, default_value_t = 0.2, help_heading = "L1")]
     pub eviction_ratio: f64,
 
     /// A second tier, as JSON with a "type"; may be given several times, the first one is asked first (docs/l2.md)
@@ -267,7 +247,7 @@ pub struct ServerArgs {
     /// Seconds that a stop waits for what is not stored in the tiers yet
     #[arg(long, default_value_t = 10.0, help_heading = "L2")]
     pub l2_drain_timeout_seconds: f64,
-    /// GiB of a tier's disk that stay free
+    /// GiB of a tier's disk that stay free, 0 or more
     #[arg(long, default_value_t = 1.0, help_heading = "L2")]
     pub l2_min_free_gb: f64,
 
@@ -298,11 +278,11 @@ fn parse_hash(name: &str) -> Result<HashAlgorithm, String> {
     name.parse().map_err(|error| format!("{error}"))
 }
 
-fn refuse(flag: &str, value: impl std::fmt::Display, allowed: &str) -> ConfigError {
+pub(super) fn refuse(flag: &str, value: impl std::fmt::Display, allowed: &str) -> ConfigError {
     ConfigError(format!("--{flag}: {value} is not allowed; {allowed}"))
 }
 
-fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration, ConfigError> {
+pub(super) fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration, ConfigError> {
     if value.is_finite() && (min..=31_536_000.0).contains(&value) {
         Ok(Duration::from_secs_f64(value))
     } else {
@@ -314,7 +294,7 @@ fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration, ConfigError> {
     }
 }
 
-fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
+pub(super) fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
     // 2^20 GiB keeps every later product of sizes inside 64 bits.
     if value.is_finite() && value > 0.0 && value <= 1_048_576.0 {
         Ok((value * GIB as f64) as u64)
@@ -363,44 +343,6 @@ impl ServerArgs {
         Ok((name, required))
     }
 
-    fn l2(&self, l1_bytes: u64) -> Result<Option<L2Config>, ConfigError> {
-        if self.l2_adapter.is_empty() {
-            return Ok(None);
-        }
-        let store_queue_bytes = match self.l2_store_queue_gb {
-            Some(size) => gib("l2-store-queue-gb", size)?,
-            None => l1_bytes / 4 / self.l2_adapter.len() as u64,
-        };
-        let min_free_bytes = match self.l2_min_free_gb {
-            0.0 => 0,
-            size => gib("l2-min-free-gb", size)?,
-        };
-        Ok(Some(L2Config {
-            adapters: l2::adapters(&self.l2_adapter).map_err(ConfigError)?,
-            store_policy: self.l2_store_policy,
-            prefetch_policy: self.l2_prefetch_policy,
-            prefetch_max_in_flight: self.l2_prefetch_max_in_flight.into(),
-            lookup_timeout: seconds(
-                "l2-lookup-timeout-seconds",
-                self.l2_lookup_timeout_seconds,
-                0.001,
-            )?,
-            load_timeout: seconds(
-                "l2-load-timeout-seconds",
-                self.l2_load_timeout_seconds,
-                0.001,
-            )?,
-            drain_timeout: seconds(
-                "l2-drain-timeout-seconds",
-                self.l2_drain_timeout_seconds,
-                0.0,
-            )?,
-            store_queue_bytes,
-            load_bytes: l1_bytes / 4,
-            min_free_bytes,
-        }))
-    }
-
     /// Checks ranges and combinations and fills in the defaults that depend on the machine.
     pub(super) fn resolve(self, ignored: Vec<String>) -> Result<ServerConfig, ConfigError> {
         let (shm_name, shm_required) = self.shm_name()?;
@@ -420,7 +362,7 @@ impl ServerArgs {
                 "give a power of two from 64 to 2097152",
             ));
         }
-        let l2 = self.l2(l1_bytes)?;
+        let l2 = L2Config::of(&self, l1_bytes)?;
         let watermark = self.eviction_trigger_watermark;
         if !(watermark > 0.0 && watermark <= 1.0) {
             return Err(refuse(

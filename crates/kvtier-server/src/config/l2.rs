@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use kvtier_l2::{AdapterConfig, Registry};
 
+use super::ConfigError;
+use super::flags::{ServerArgs, gib, refuse, seconds};
+
 /// What becomes of an object of L1 once every tier has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 #[value(rename_all = "snake_case")]
@@ -48,18 +51,58 @@ pub struct L2Config {
     pub min_free_bytes: u64,
 }
 
+impl L2Config {
+    /// The tiers of these flags, all of which are checked; `None` without an adapter.
+    pub(super) fn of(args: &ServerArgs, l1_bytes: u64) -> Result<Option<Self>, ConfigError> {
+        let tiers = args.l2_adapter.len() as u64;
+        let config = Self {
+            adapters: adapters(&args.l2_adapter)?,
+            store_policy: args.l2_store_policy,
+            prefetch_policy: args.l2_prefetch_policy,
+            prefetch_max_in_flight: args.l2_prefetch_max_in_flight.into(),
+            lookup_timeout: seconds(
+                "l2-lookup-timeout-seconds",
+                args.l2_lookup_timeout_seconds,
+                0.001,
+            )?,
+            load_timeout: seconds(
+                "l2-load-timeout-seconds",
+                args.l2_load_timeout_seconds,
+                0.001,
+            )?,
+            drain_timeout: seconds(
+                "l2-drain-timeout-seconds",
+                args.l2_drain_timeout_seconds,
+                0.0,
+            )?,
+            store_queue_bytes: match args.l2_store_queue_gb {
+                Some(size) => gib("l2-store-queue-gb", size)?,
+                None => l1_bytes / 4 / tiers.max(1),
+            },
+            load_bytes: l1_bytes / 4,
+            min_free_bytes: min_free(args.l2_min_free_gb)?,
+        };
+        Ok((tiers > 0).then_some(config))
+    }
+}
+
+fn min_free(size: f64) -> Result<u64, ConfigError> {
+    if size == 0.0 {
+        return Ok(0);
+    }
+    let allowed = "give a size in GiB from 0 (all of the disk may be used) to 1048576";
+    gib("l2-min-free-gb", size).map_err(|_| refuse("l2-min-free-gb", size, allowed))
+}
+
 /// Checks the adapters; warnings of theirs are logged at the start.
-///
-/// # Errors
-/// One line that names the flag, the key, the value and what is allowed.
-pub(super) fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>, String> {
+fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>, ConfigError> {
     let registry = Registry::built_in();
     specs
         .iter()
         .map(|spec| {
             registry
                 .parse_json(spec)
-                .map_err(|error| format!("--l2-adapter: {error}"))
+                .map_err(|error| ConfigError(format!("--l2-adapter: {error}")))
         })
         .collect()
 }

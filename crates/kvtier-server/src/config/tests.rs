@@ -106,6 +106,23 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
             vec!["--l1-size", "20"],
             vec!["'--l1-size'", "'--l1-size-gb'"],
         ),
+        (
+            vec!["--chunk-size", "-1"],
+            vec!["--chunk-size", "'-1'", "1..=65536"],
+        ),
+        // Whether there is a tier or not.
+        (
+            vec!["--l2-min-free-gb", "-1"],
+            vec!["--l2-min-free-gb: -1", "from 0 "],
+        ),
+        (
+            vec!["--l2-load-timeout-seconds", "-1"],
+            vec!["--l2-load-timeout-seconds: -1", "from 0.001"],
+        ),
+        (
+            vec!["--l2-store-queue-gb", "0"],
+            vec!["--l2-store-queue-gb: 0", "above 0"],
+        ),
         (vec!["--l2-adapter", "{"], vec!["--l2-adapter", "not JSON"]),
         (
             vec!["--l2-adapter", r#"{"type":"floppy"}"#],
