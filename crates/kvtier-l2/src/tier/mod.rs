@@ -5,33 +5,32 @@
 //! where others write too, what it does not know is asked for, and what turns out to be gone is forgotten.
 
 mod budget;
+mod condemned;
 mod counters;
+mod eviction;
 mod recovery;
+mod store;
 mod usage;
+mod writing;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
-use kvtier_core::cache::{
-    Cache, CacheConfig, KeyOutcome, ReadLease, Removed, Reservation, ReserveRequest,
-    ResidentObject, Space, Stats,
-};
+use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, ResidentObject, Space, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use tokio::sync::watch;
 pub use usage::AdapterUsage;
 
-use crate::adapter::{Adapter, ListPage, Listed, Loaded, Stored};
+use crate::adapter::{Adapter, ListPage, Listed, Loaded};
 use crate::error::{ErrorKind, L2Error};
-use crate::object::{LoadItem, ObjectSpec, StoreItem};
+use crate::object::{LoadItem, ObjectSpec};
 use budget::Budget;
+use condemned::{Claim, Condemned};
 pub use recovery::Recovery;
-
-/// Objects evicted under one hold of the index's lock.
-const EVICTION_SLICE: usize = 1024;
+use writing::Writing;
 
 /// When a tier makes room before it has to.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -78,6 +77,17 @@ pub enum Deleted {
     Kept,
 }
 
+/// What became of an object that was found in the backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Adopted {
+    /// The index has it.
+    Known,
+    /// The index has no room for it.
+    NoRoom,
+    /// It is being deleted.
+    Leaving,
+}
+
 /// A hold on an object of a tier: it is not evicted meanwhile.
 #[derive(Debug)]
 pub struct TierLease {
@@ -88,6 +98,8 @@ pub struct TierLease {
 pub struct Tier {
     adapter: Arc<dyn Adapter>,
     index: Cache<Budget>,
+    condemned: Arc<Condemned>,
+    writing: Writing,
     config: TierConfig,
     counters: TierCounters,
     started: Instant,
@@ -141,6 +153,8 @@ impl Tier {
         Self {
             adapter,
             index,
+            condemned: Arc::default(),
+            writing: Writing::default(),
             config,
             counters: TierCounters::default(),
             started: Instant::now(),
@@ -178,153 +192,24 @@ impl Tier {
         self.started.elapsed()
     }
 
-    /// Writes what is not there yet; one result each.
-    ///
-    /// A bounded tier waits until it knows what it held before the start.
-    pub async fn store(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-        if self.config.capacity_bytes.is_some() {
-            self.recovered().await;
+    /// Takes an object into the index that is there.
+    fn adopt(&self, key: &ObjectKey, bytes: u64) -> Adopted {
+        let spared = self.condemned.spare(key);
+        if matches!(spared, Claim::Refused) {
+            return Adopted::Leaving;
         }
-        let mut results: Vec<Option<Result<Stored, L2Error>>> = vec![None; batch.len()];
-        let (mut places, mut items, mut reservations) = (Vec::new(), Vec::new(), Vec::new());
-        let mut left = match self.room().await {
-            Ok(left) => left,
-            Err(error) => {
-                let results: Vec<_> = batch.iter().map(|_| Err(error.clone())).collect();
-                self.count_stored(&results);
-                return results;
-            }
-        };
-        for (place, item) in batch.into_iter().enumerate() {
-            let bytes = self.adapter.size_of(item.object.len);
-            match self.reserve(&item.object.key, bytes, &mut left) {
-                Ok(Some(reservation)) => {
-                    places.push(place);
-                    items.push(item);
-                    reservations.push((bytes, reservation));
-                }
-                Ok(None) => results[place] = Some(Ok(Stored::AlreadyThere(bytes))),
-                Err(error) => results[place] = Some(Err(error)),
-            }
+        if self.enter(key, bytes) {
+            return Adopted::Known;
         }
-        self.delete_evicted().await;
-        let keys: Vec<_> = items.iter().map(|item| item.object.key.clone()).collect();
-        let stored = if items.is_empty() {
-            Vec::new()
-        } else {
-            self.adapter.store(items).await
-        };
-        for (((place, key), (bytes, reservation)), result) in
-            places.into_iter().zip(keys).zip(reservations).zip(stored)
-        {
-            if let Ok(stored) = &result {
-                self.admit(&key, bytes, stored.bytes(), reservation);
-            }
-            results[place] = Some(result);
+        if let Claim::Spared(bytes) = spared {
+            self.condemned.add(|| vec![(key.clone(), bytes)]);
         }
-        let missing = || L2Error::new(ErrorKind::Refused, "the adapter gave no result");
-        let results: Vec<_> = results
-            .into_iter()
-            .map(|result| result.unwrap_or_else(|| Err(missing())))
-            .collect();
-        self.count_stored(&results);
-        results
+        Adopted::NoRoom
     }
 
-    fn count_stored(&self, results: &[Result<Stored, L2Error>]) {
-        let mut full = false;
-        for result in results {
-            match result {
-                Ok(Stored::Written(bytes)) => {
-                    self.counters.stored_objects.add(1);
-                    self.counters.stored_bytes.add(*bytes);
-                }
-                Ok(Stored::AlreadyThere(_)) => self.counters.already_there.add(1),
-                Err(error) => {
-                    full |= error.kind() == ErrorKind::Full;
-                    self.counters.store_failures.add(error.kind());
-                }
-            }
-        }
-        if results.is_empty() || self.full.swap(full, Ordering::Relaxed) == full {
-            return;
-        }
-        if full {
-            tracing::warn!(
-                tier = self.name(),
-                "no room: objects are not stored until there is some again"
-            );
-        } else {
-            tracing::info!(tier = self.name(), "there is room again");
-        }
-    }
-
-    /// Bytes that the backend has left for us; no bound is the largest number.
-    async fn room(&self) -> Result<u64, L2Error> {
-        Ok(match self.adapter.free_bytes().await? {
-            Some(free) => free.saturating_sub(self.config.reserve_bytes),
-            None => u64::MAX,
-        })
-    }
-
-    /// Sets bytes aside for an object; `None` if it is there already.
-    fn reserve(
-        &self,
-        key: &ObjectKey,
-        bytes: u64,
-        left: &mut u64,
-    ) -> Result<Option<Reservation<Budget>>, L2Error> {
-        let hash = key.chunk_hash();
-        if bytes > *left && !self.index.contains(&space(key), &[hash])[0] {
-            // Before anything is evicted for it in vain.
-            return Err(L2Error::new(
-                ErrorKind::Full,
-                format!(
-                    "{} has room for {left} bytes beside its reserve of {}, and {bytes} are needed",
-                    self.name(),
-                    self.config.reserve_bytes
-                ),
-            ));
-        }
-        let request = ReserveRequest {
-            space: space(key),
-            hashes: std::slice::from_ref(&hash),
-            len: bytes.max(1),
-        };
-        let reserved = self
-            .index
-            .reserve(self.now(), &[request])
-            .map_err(|error| L2Error::new(ErrorKind::Refused, error.to_string()))?;
-        match reserved.outcomes.first() {
-            Some(KeyOutcome::AlreadyResident) => Ok(None),
-            Some(KeyOutcome::Reserved(_)) => {
-                *left = left.saturating_sub(bytes);
-                Ok(Some(reserved.reservation))
-            }
-            Some(KeyOutcome::NoMemory) | None => Err(L2Error::new(
-                ErrorKind::Full,
-                format!(
-                    "{} is at its capacity of {} bytes and nothing can be evicted",
-                    self.name(),
-                    self.config.capacity_bytes.unwrap_or_default()
-                ),
-            )),
-        }
-    }
-
-    /// Takes an object into the index with the bytes it really takes.
-    fn admit(&self, key: &ObjectKey, reserved: u64, bytes: u64, reservation: Reservation<Budget>) {
-        if reserved == bytes {
-            let _ = reservation.commit(self.now());
-        } else {
-            drop(reservation);
-            self.adopt(key, bytes);
-        }
-    }
-
-    /// Takes an object into the index that is there; says whether there was room for it.
-    fn adopt(&self, key: &ObjectKey, bytes: u64) -> bool {
-        match self.reserve(key, bytes, &mut u64::MAX.clone()) {
+    /// The index's part of that; says whether there was room.
+    fn enter(&self, key: &ObjectKey, bytes: u64) -> bool {
+        match self.reserve(key, bytes) {
             Ok(Some(reservation)) => {
                 let _ = reservation.commit(self.now());
                 true
@@ -364,11 +249,13 @@ impl Tier {
                 for (place, bytes) in unknown.into_iter().zip(found) {
                     let Some(bytes) = bytes else { continue };
                     let key = &batch[place].key;
-                    // Without room in the index it is there all the same.
-                    self.adopt(key, bytes);
-                    held[place] = Some(self.pin(key).unwrap_or(TierLease { _lease: None }));
+                    if self.adopt(key, bytes) != Adopted::Leaving {
+                        // Without room in the index it is there all the same.
+                        held[place] = Some(self.pin(key).unwrap_or(TierLease { _lease: None }));
+                    }
                 }
-                self.delete_evicted().await;
+                // Who looks something up does not wait for deletes.
+                self.condemn_evicted();
             }
         }
         let found = held.iter().flatten().count();
@@ -415,7 +302,14 @@ impl Tier {
     /// Deletes objects; one result each. What is being read stays, unless `force` is given: then whoever reads it finds
     /// it gone.
     pub async fn delete(&self, keys: Vec<ObjectKey>, force: bool) -> Vec<Result<Deleted, L2Error>> {
-        let remove = |key| self.index.remove(&space(key), &[key.chunk_hash()], force);
+        let mut marked = self.condemned.mark(&keys);
+        let remove = |key| {
+            let was = self.index.remove(&space(key), &[key.chunk_hash()], force);
+            if was.objects > 0 {
+                marked.taken_out(key, was.bytes);
+            }
+            was
+        };
         let removed: Vec<_> = keys.iter().map(remove).collect();
         let free = keys.iter().zip(&removed).filter(|(_, was)| was.kept == 0);
         let free = free.map(|(key, _)| key.clone()).collect();
@@ -424,20 +318,24 @@ impl Tier {
             if was.kept > 0 {
                 return Ok(Deleted::Kept);
             }
-            match deleted.next() {
-                Some(Ok(true)) => Ok(Deleted::Gone),
-                Some(Ok(false)) => Ok(Deleted::Absent),
-                Some(Err(error)) => {
-                    if was.objects > 0 {
-                        // It still takes its bytes.
-                        self.adopt(key, was.bytes);
+            let no_result = || L2Error::new(ErrorKind::Refused, "the adapter gave no result");
+            match deleted.next().unwrap_or_else(|| Err(no_result())) {
+                Ok(was_there) => {
+                    marked.gone(key);
+                    Ok(match was_there {
+                        true => Deleted::Gone,
+                        false => Deleted::Absent,
+                    })
+                }
+                Err(error) => {
+                    // It still takes its bytes; without room in the index it is deleted later.
+                    if let Some(bytes) = marked.answered(key)
+                        && !self.enter(key, bytes)
+                    {
+                        marked.taken_out(key, bytes);
                     }
                     Err(error)
                 }
-                None => Err(L2Error::new(
-                    ErrorKind::Refused,
-                    "the adapter gave no result",
-                )),
             }
         };
         keys.iter().zip(removed).map(outcome).collect()
@@ -451,62 +349,18 @@ impl Tier {
         self.adapter.list(from, limit).await
     }
 
-    /// One pass: evicts down from the watermark.
-    pub async fn evict(&self) {
-        let Some(eviction) = self.config.eviction else {
-            return;
-        };
-        let usage = self.index.usage();
-        if self.config.capacity_bytes.is_none()
-            || (usage.used_bytes as f64) < usage.capacity_bytes as f64 * eviction.trigger_watermark
-        {
-            return;
-        }
-        let mut wanted = (usage.used_bytes as f64 * eviction.eviction_ratio) as u64;
-        while wanted > 0 {
-            let evicted = self.index.evict(self.now(), wanted, EVICTION_SLICE);
-            if evicted.objects == 0 {
-                break;
-            }
-            wanted = wanted.saturating_sub(evicted.bytes);
-            self.delete_evicted().await;
-        }
-    }
-
-    /// Deletes in the backend what the index has evicted.
-    async fn delete_evicted(&self) {
-        let evicted = self.index.take_evicted();
-        if evicted.is_empty() {
-            return;
-        }
-        self.counters.evicted_objects.add(evicted.len() as u64);
-        let bytes = evicted.iter().map(|object| object.bytes).sum();
-        self.counters.evicted_bytes.add(bytes);
-        let keys: Vec<_> = evicted.iter().filter_map(key_of).collect();
-        let failed = self
-            .adapter
-            .delete(keys)
-            .await
-            .into_iter()
-            .filter_map(Result::err)
-            .inspect(|error| self.counters.store_failures.add(error.kind()))
-            .last();
-        if let Some(error) = failed {
-            tracing::warn!(tier = self.name(), %error, "evicted objects could not be deleted");
-        }
-    }
-
-    /// What it holds.
+    /// What it holds, with what it gave up and the backend has not deleted yet.
     pub fn usage(&self) -> AdapterUsage {
-        let stats = self.index.stats();
-        let mut bytes_by_cache_salt = BTreeMap::new();
+        let stats = self.stats();
+        let mut bytes_by_cache_salt = self.condemned.by_salt();
+        bytes_by_cache_salt.retain(|_, bytes| *bytes > 0);
         let mut from = 0;
         loop {
             let page = self.index.salts(from, 1024);
             for salt in page.entries {
                 let bytes = salt.bytes + salt.staged_bytes;
                 if bytes > 0 {
-                    bytes_by_cache_salt.insert(salt.salt, bytes);
+                    *bytes_by_cache_salt.entry(salt.salt).or_default() += bytes;
                 }
             }
             match page.next {
@@ -522,9 +376,12 @@ impl Tier {
         }
     }
 
-    /// What its index counts, without looking at each tenant.
+    /// What its index counts, without looking at each tenant. Used are also the bytes of what it gave up and the backend
+    /// has not deleted yet.
     pub fn stats(&self) -> Stats {
-        self.index.stats()
+        let mut stats = self.index.stats();
+        stats.used_bytes += self.condemned.bytes();
+        stats
     }
 }
 

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod memory;
+mod room;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

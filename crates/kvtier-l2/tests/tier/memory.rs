@@ -26,6 +26,13 @@ pub struct Memory {
     /// Keys that can be neither stored nor loaded nor deleted.
     pub refused: Mutex<HashSet<String>>,
     pub deleted: Mutex<Vec<ObjectKey>>,
+    /// How deletes fail, all of them.
+    pub no_delete: Mutex<Option<ErrorKind>>,
+    /// Permits to delete, and to store; nobody needs one if there is none of them.
+    pub delete_gate: Option<Semaphore>,
+    pub store_gate: Option<Semaphore>,
+    /// Stores are done and not answered in time.
+    pub late: AtomicBool,
     pub free: AtomicU64,
     pub bounded: AtomicBool,
     /// How the question for room fails.
@@ -116,8 +123,14 @@ impl Adapter for Memory {
                 item.from.read_into(0, item.object.len, &mut bytes).unwrap();
                 let written = size(&bytes) + self.surprise.load(Ordering::Relaxed);
                 self.objects.lock().insert(name(&key), (key, bytes, 0));
+                if self.late.load(Ordering::Relaxed) {
+                    return Err(L2Error::new(ErrorKind::Deadline, "as the test says"));
+                }
                 Ok(Stored::Written(written))
             };
+            if let Some(gate) = &self.store_gate {
+                gate.acquire().await.unwrap().forget();
+            }
             batch.into_iter().map(store).collect()
         })
     }
@@ -154,6 +167,13 @@ impl Adapter for Memory {
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
         Box::pin(async move {
+            if let Some(gate) = &self.delete_gate {
+                gate.acquire().await.unwrap().forget();
+            }
+            if let Some(kind) = *self.no_delete.lock() {
+                let error = || Err(L2Error::new(kind, "as the test says"));
+                return keys.iter().map(|_| error()).collect();
+            }
             let delete = |key: &ObjectKey| match self.refused.lock().contains(&name(key)) {
                 true => Err(L2Error::new(ErrorKind::Refused, "as the test says")),
                 false => Ok(self.objects.lock().remove(&name(key)).is_some()),

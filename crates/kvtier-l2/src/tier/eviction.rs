@@ -1,0 +1,83 @@
+//! Making room: what leaves the index is deleted in the backend.
+
+use super::{Tier, key_of};
+use crate::error::L2Error;
+
+/// Objects evicted under one hold of the index's lock, and deleted with one call.
+const SLICE: usize = 1024;
+
+impl Tier {
+    /// One pass: deletes what is still to be deleted, and evicts down from the watermark. Ends where a delete fails.
+    pub async fn evict(&self) {
+        if self.delete_condemned().await.is_err() {
+            return;
+        }
+        let Some(eviction) = self.config.eviction else {
+            return;
+        };
+        let usage = self.index.usage();
+        if self.config.capacity_bytes.is_none()
+            || (usage.used_bytes as f64) < usage.capacity_bytes as f64 * eviction.trigger_watermark
+        {
+            return;
+        }
+        let mut wanted = (usage.used_bytes as f64 * eviction.eviction_ratio) as u64;
+        while wanted > 0 {
+            let evicted = self.index.evict(self.now(), wanted, SLICE);
+            if evicted.objects == 0 || self.delete_condemned().await.is_err() {
+                return;
+            }
+            wanted = wanted.saturating_sub(evicted.bytes);
+        }
+    }
+
+    /// What the index evicted is to be deleted.
+    pub(super) fn condemn_evicted(&self) {
+        self.condemned.add(|| {
+            let evicted = self.index.take_evicted().into_iter();
+            let key = |object| Some((key_of(&object)?, object.bytes));
+            evicted.filter_map(key).collect()
+        });
+    }
+
+    /// Whether there is more than the capacity, with what is to be deleted.
+    pub(super) fn is_over(&self) -> bool {
+        self.condemn_evicted();
+        let used = || self.index.usage().used_bytes + self.condemned.bytes();
+        self.config
+            .capacity_bytes
+            .is_some_and(|capacity| used() > capacity)
+    }
+
+    /// Deletes until there is no more than the capacity.
+    pub(super) async fn make_room(&self) -> Result<(), L2Error> {
+        while self.is_over() && self.delete_some().await? {}
+        Ok(())
+    }
+
+    /// Deletes all that is to be deleted.
+    pub(super) async fn delete_condemned(&self) -> Result<(), L2Error> {
+        self.condemn_evicted();
+        while self.condemned.is_waiting() && self.delete_some().await? {}
+        Ok(())
+    }
+
+    /// Whether there was anything to delete.
+    async fn delete_some(&self) -> Result<bool, L2Error> {
+        let Some(deletes) = self.condemned.delete(&self.adapter, SLICE).await else {
+            return Ok(false);
+        };
+        self.counters.evicted_objects.add(deletes.objects);
+        self.counters.evicted_bytes.add(deletes.bytes);
+        for error in &deletes.failed {
+            self.counters.store_failures.add(error.kind());
+        }
+        match deletes.failed.into_iter().last() {
+            Some(error) => {
+                tracing::warn!(tier = self.name(), %error, "evicted objects could not be deleted");
+                Err(error)
+            }
+            None => Ok(true),
+        }
+    }
+}

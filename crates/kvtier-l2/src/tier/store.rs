@@ -1,0 +1,260 @@
+//! Storing: bytes are set aside in the index, what has to leave for them is deleted, and then they are written.
+
+use std::sync::atomic::Ordering;
+
+use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest};
+use kvtier_core::object_key::ObjectKey;
+
+use super::budget::Budget;
+use super::condemned::Claim;
+use super::writing::Begun;
+use super::{Tier, space};
+use crate::adapter::Stored;
+use crate::error::{ErrorKind, L2Error};
+use crate::object::StoreItem;
+
+/// Room that the backend had, and what had been written by then.
+#[derive(Debug, Clone, Copy)]
+struct Room {
+    free: u64,
+    ended: u64,
+}
+
+/// Bytes set aside for an object. Dropped without an answer, it is counted as stored once it was sent: it may be there.
+struct Staged<'a> {
+    tier: &'a Tier,
+    place: usize,
+    key: ObjectKey,
+    bytes: u64,
+    reservation: Option<Reservation<Budget>>,
+    /// It was to be deleted before; bytes that are there then.
+    spared: Option<u64>,
+    is_sent: bool,
+    _writing: Begun<'a>,
+}
+
+impl Staged<'_> {
+    fn settle(mut self, result: &Result<Stored, L2Error>) {
+        match result {
+            Ok(stored) if stored.bytes() != self.bytes => {
+                drop(self.reservation.take());
+                if !self.tier.enter(&self.key, stored.bytes()) {
+                    let key = self.key.clone();
+                    self.tier.condemned.add(|| vec![(key, stored.bytes())]);
+                }
+            }
+            Ok(_) => {}
+            // The work goes on, and nobody tells how it ends: a load will.
+            Err(error) if error.kind() == ErrorKind::Deadline => {}
+            Err(_) => self.is_sent = false,
+        }
+    }
+}
+
+impl Drop for Staged<'_> {
+    fn drop(&mut self) {
+        let Some(reservation) = self.reservation.take() else {
+            return;
+        };
+        if self.is_sent {
+            let _ = reservation.commit(self.tier.now());
+            return;
+        }
+        drop(reservation);
+        if let Some(bytes) = self.spared {
+            self.tier.condemned.add(|| vec![(self.key.clone(), bytes)]);
+        }
+    }
+}
+
+impl Tier {
+    /// Writes what is not there yet; one result each.
+    ///
+    /// A bounded tier waits until it knows what it held before the start. What is not answered in time counts as stored:
+    /// it may be there, and a load will tell.
+    pub async fn store(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+        let mut results: Vec<Option<Result<Stored, L2Error>>> = vec![None; batch.len()];
+        match self.room().await {
+            Ok(room) => self.store_into(batch, room, &mut results).await,
+            Err(error) => results.fill(Some(Err(error))),
+        }
+        let missing = || L2Error::new(ErrorKind::Refused, "the adapter gave no result");
+        let results: Vec<_> = results
+            .into_iter()
+            .map(|result| result.unwrap_or_else(|| Err(missing())))
+            .collect();
+        self.count_stored(&results);
+        results
+    }
+
+    async fn store_into(
+        &self,
+        batch: Vec<StoreItem>,
+        room: Room,
+        results: &mut [Option<Result<Stored, L2Error>>],
+    ) {
+        let mut staged = Vec::new();
+        let mut items = Vec::new();
+        for (place, item) in batch.into_iter().enumerate() {
+            match self.stage(place, &item, room) {
+                Ok(Some(object)) => {
+                    staged.push(object);
+                    items.push(item);
+                }
+                Ok(None) => {
+                    let bytes = self.adapter.size_of(item.object.len);
+                    results[place] = Some(Ok(Stored::AlreadyThere(bytes)));
+                }
+                Err(error) => results[place] = Some(Err(error)),
+            }
+        }
+        self.condemn_evicted();
+        let mut at = 0;
+        while at < staged.len() {
+            match self.condemned.claim(&staged[at].key).await {
+                Claim::Unknown => {}
+                Claim::Spared(bytes) => staged[at].spared = Some(bytes),
+                Claim::Refused => {
+                    let message = "its last delete was not answered and may come yet";
+                    let error = L2Error::new(ErrorKind::Unavailable, message);
+                    results[staged.remove(at).place] = Some(Err(error));
+                    items.remove(at);
+                    continue;
+                }
+            }
+            at += 1;
+        }
+        if let Err(error) = self.make_room().await {
+            while self.is_over()
+                && let Some(object) = staged.pop()
+            {
+                items.pop();
+                let message = format!("{} cannot make room: {error}", self.name());
+                results[object.place] = Some(Err(L2Error::new(ErrorKind::Full, message)));
+            }
+        }
+        if items.is_empty() {
+            return;
+        }
+        for object in &mut staged {
+            object.is_sent = true;
+        }
+        let stored = self.adapter.store(items).await;
+        for (object, result) in staged.into_iter().zip(stored) {
+            let place = object.place;
+            object.settle(&result);
+            results[place] = Some(result);
+        }
+    }
+
+    /// Bytes that the backend has left for us; no bound is the largest number.
+    async fn room(&self) -> Result<Room, L2Error> {
+        if self.config.capacity_bytes.is_some() {
+            self.recovered().await;
+        }
+        let ended = self.writing.ended();
+        let free = match self.adapter.free_bytes().await? {
+            Some(free) => free.saturating_sub(self.config.reserve_bytes),
+            None => u64::MAX,
+        };
+        Ok(Room { free, ended })
+    }
+
+    /// Sets bytes aside for an object, on the disk and in the index; `None` if it is there already.
+    fn stage(
+        &self,
+        place: usize,
+        item: &StoreItem,
+        room: Room,
+    ) -> Result<Option<Staged<'_>>, L2Error> {
+        let key = &item.object.key;
+        let bytes = self.adapter.size_of(item.object.len);
+        if self.index.contains(&space(key), &[key.chunk_hash()])[0] {
+            // Counts as used; unless it was evicted just now, it is there.
+            if self.reserve(key, bytes)?.is_none() {
+                return Ok(None);
+            }
+        }
+        // Before anything is evicted for it in vain.
+        let writing = self.writing.begin(bytes, room.free, room.ended);
+        let writing = writing.map_err(|left| {
+            L2Error::new(
+                ErrorKind::Full,
+                format!(
+                    "{} has room for {left} bytes beside its reserve of {}, and {bytes} are needed",
+                    self.name(),
+                    self.config.reserve_bytes
+                ),
+            )
+        })?;
+        let reservation = self.reserve(key, bytes)?;
+        Ok(reservation.map(|reservation| Staged {
+            tier: self,
+            place,
+            key: key.clone(),
+            bytes,
+            reservation: Some(reservation),
+            spared: None,
+            is_sent: false,
+            _writing: writing,
+        }))
+    }
+
+    /// Sets bytes aside in the index; `None` if the object is there already.
+    pub(super) fn reserve(
+        &self,
+        key: &ObjectKey,
+        bytes: u64,
+    ) -> Result<Option<Reservation<Budget>>, L2Error> {
+        let hash = key.chunk_hash();
+        let request = ReserveRequest {
+            space: space(key),
+            hashes: std::slice::from_ref(&hash),
+            len: bytes.max(1),
+        };
+        let reserved = self
+            .index
+            .reserve(self.now(), &[request])
+            .map_err(|error| L2Error::new(ErrorKind::Refused, error.to_string()))?;
+        match reserved.outcomes.first() {
+            Some(KeyOutcome::AlreadyResident) => Ok(None),
+            Some(KeyOutcome::Reserved(_)) => Ok(Some(reserved.reservation)),
+            Some(KeyOutcome::NoMemory) | None => Err(L2Error::new(
+                ErrorKind::Full,
+                format!(
+                    "{} is at its capacity of {} bytes and nothing can be evicted",
+                    self.name(),
+                    self.config.capacity_bytes.unwrap_or_default()
+                ),
+            )),
+        }
+    }
+
+    fn count_stored(&self, results: &[Result<Stored, L2Error>]) {
+        let mut full = false;
+        for result in results {
+            match result {
+                Ok(Stored::Written(bytes)) => {
+                    self.counters.stored_objects.add(1);
+                    self.counters.stored_bytes.add(*bytes);
+                }
+                Ok(Stored::AlreadyThere(_)) => self.counters.already_there.add(1),
+                Err(error) => {
+                    full |= error.kind() == ErrorKind::Full;
+                    self.counters.store_failures.add(error.kind());
+                }
+            }
+        }
+        if results.is_empty() || self.full.swap(full, Ordering::Relaxed) == full {
+            return;
+        }
+        if full {
+            tracing::warn!(
+                tier = self.name(),
+                "no room: objects are not stored until there is some again"
+            );
+        } else {
+            tracing::info!(tier = self.name(), "there is room again");
+        }
+    }
+}
