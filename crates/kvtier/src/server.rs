@@ -34,26 +34,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             config,
             check_only: true,
         }) => {
-            let shortage = config.shm_shortage();
-            if let (true, Some(shortage), Some(name)) =
-                (config.shm_required, &shortage, &config.shm_name)
-            {
-                eprintln!("kvtier server: --shm-name {name}: {shortage}");
-                return Ok(ExitCode::FAILURE);
-            }
-            println!(
-                "the configuration is good: L1 of {:.2} GiB ({}), chunks of {} tokens",
-                config.l1_bytes as f64 / kvtier_server::config::GIB as f64,
-                config.l1_origin(),
-                config.chunk_size
-            );
-            if !config.ignored.is_empty() {
-                println!("without effect here: {}", config.ignored.join(" "));
-            }
-            for warning in [config.memory_warning(), shortage].into_iter().flatten() {
-                println!("warning: {warning}");
-            }
-            return Ok(ExitCode::SUCCESS);
+            return Ok(check(&config));
         }
         Ok(Parsed::Print(text)) => {
             print!("{text}");
@@ -96,6 +77,39 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     server.stop();
     tracing::info!("stopped");
     Ok(ExitCode::SUCCESS)
+}
+
+/// `--check-config`: says what a server would do, and what is against it.
+fn check(config: &ServerConfig) -> ExitCode {
+    let shortage = config.shm_shortage();
+    let no_pool = match (&config.shm_name, &shortage) {
+        (Some(name), Some(shortage)) if config.shm_required => {
+            Some(format!("--shm-name {name}: {shortage}"))
+        }
+        _ => None,
+    };
+    let l2 = config.l2.as_ref();
+    if let Some(obstacle) = no_pool.or_else(|| l2?.obstacle()) {
+        eprintln!("kvtier server: {obstacle}");
+        return ExitCode::FAILURE;
+    }
+    println!(
+        "the configuration is good: L1 of {:.2} GiB ({}), chunks of {} tokens",
+        config.l1_bytes as f64 / kvtier_server::config::GIB as f64,
+        config.l1_origin(),
+        config.chunk_size
+    );
+    for tier in l2.into_iter().flat_map(|l2| l2.tiers()) {
+        println!("{tier}");
+    }
+    if !config.ignored.is_empty() {
+        println!("without effect here: {}", config.ignored.join(" "));
+    }
+    let warnings = [config.memory_warning(), shortage].into_iter().flatten();
+    for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
+        println!("warning: {warning}");
+    }
+    ExitCode::SUCCESS
 }
 
 /// The signals that end the server, and one that would: of a write above a file size limit the write itself tells.

@@ -422,6 +422,35 @@ fn check_config_warns_of_what_the_machine_does_not_have() {
 }
 
 #[test]
+fn check_config_looks_at_the_tiers_and_makes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let (tier, file) = (directory.path().join("a/b"), directory.path().join("file"));
+    std::fs::write(&file, "").unwrap();
+    let check = |adapter: &str| {
+        let flags = ["server", "--check-config", "--l1-size-gb", "0.05"];
+        kvtier(&[&flags[..], &["--l2-adapter", adapter]].concat())
+    };
+    let output = check(&format!(
+        r#"{{"type":"fs","base_path":{tier:?},"max_capacity_gb":2,"affinity_tag":"x"}}"#
+    ));
+    let text = lines(&output.stdout).join("\n");
+    assert!(output.status.success(), "{text}");
+    for part in [
+        format!("\nL2 tier fs-0: fs in {}, at most 2.00 GiB", tier.display()),
+        "\nwarning: --l2-adapter: type \"fs\": affinity_tag".to_owned(),
+    ] {
+        assert!(text.contains(&part), "{part:?} is not in {text}");
+    }
+    assert!(!directory.path().join("a").exists());
+    for path in [&file, &file.join("below")] {
+        let output = check(&format!(r#"{{"type":"fs_native","base_path":{path:?}}}"#));
+        let line = complaint(&output, 1);
+        let told = format!("{} is no directory", file.display());
+        assert!(line.contains("base_path") && line.contains(&told), "{line}");
+    }
+}
+
+#[test]
 fn help_names_every_command() {
     let output = kvtier(&["--help"]);
     let text = lines(&output.stdout).join("\n");

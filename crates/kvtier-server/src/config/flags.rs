@@ -93,7 +93,7 @@ pub struct ServerArgs {
     /// TOML file with the same keys as these flags, without the dashes in front; the command line wins
     #[arg(long, value_name = "FILE", help_heading = "Configuration")]
     pub config: Option<PathBuf>,
-    /// Check the configuration, say so, and stop
+    /// Check the configuration, /dev/shm and the tiers' directories, say so, and stop; nothing is made
     #[arg(long, help_heading = "Configuration")]
     pub check_config: bool,
 

@@ -1,11 +1,13 @@
 //! The tiers below L1, and how they are used.
 
+use std::path::Path;
 use std::time::Duration;
 
 use kvtier_l2::{AdapterConfig, Registry};
+use rustix::fs::{Access, access};
 
-use super::ConfigError;
 use super::flags::{ServerArgs, gib, refuse, seconds};
+use super::{ConfigError, GIB};
 
 /// What becomes of an object of L1 once every tier has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -52,6 +54,45 @@ pub struct L2Config {
 }
 
 impl L2Config {
+    /// One line a tier, in the order they are asked.
+    pub fn tiers(&self) -> impl Iterator<Item = String> {
+        let line = |(number, adapter): (usize, &AdapterConfig)| {
+            let place = adapter.options.find::<&str>("base_path");
+            let place = place.map_or(String::new(), |path| format!(" in {path}"));
+            let size = adapter.capacity_bytes();
+            let size = size.map_or("without a bound".to_owned(), |bytes| {
+                format!("at most {:.2} GiB", bytes as f64 / GIB as f64)
+            });
+            format!("L2 tier {0}-{number}: {0}{place}, {size}", adapter.kind)
+        };
+        self.adapters.iter().enumerate().map(line)
+    }
+
+    /// What the adapters' users should know.
+    pub fn warnings(&self) -> impl Iterator<Item = String> {
+        let warnings = self.adapters.iter().flat_map(|adapter| &adapter.warnings);
+        warnings.map(|warning| format!("--l2-adapter: {warning}"))
+    }
+
+    /// Why a tier could not be opened, as far as that can be told without making anything: its directory is made where it
+    /// is missing, so what is there of the way to it has to be one that can be written to.
+    pub fn obstacle(&self) -> Option<String> {
+        self.adapters.iter().find_map(|adapter| {
+            let path = adapter.options.find::<&str>("base_path")?;
+            let there = Path::new(path).ancestors().find(|part| part.exists());
+            let there = there.filter(|part| !part.as_os_str().is_empty());
+            let there = there.unwrap_or(Path::new("."));
+            let is_good = there.is_dir() && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok();
+            (!is_good).then(|| {
+                format!(
+                    "--l2-adapter: type {:?}: base_path {path} cannot be used: {} is no directory that can be written to",
+                    adapter.kind,
+                    there.display()
+                )
+            })
+        })
+    }
+
     /// The tiers of these flags, all of which are checked; `None` without an adapter.
     pub(super) fn of(args: &ServerArgs, l1_bytes: u64) -> Result<Option<Self>, ConfigError> {
         let tiers = args.l2_adapter.len() as u64;
