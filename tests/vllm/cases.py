@@ -7,6 +7,7 @@ import random
 import time
 
 from engine import Vllm
+from kvrig import tiers
 from kvrig.waiting import wait_until
 
 CHUNK = 256
@@ -93,9 +94,10 @@ def baseline(options, prompts, report):
 class ModeCases:
     """All checks against one server in one transfer mode."""
 
-    def __init__(self, options, prompts, known, server, report):
+    def __init__(self, options, prompts, known, server, report, directory=None):
+        """`directory`: the server's second tier, if it has one."""
         self.options, self.prompts, self.known, self.report = options, prompts, known, report
-        self.server, self.vllm = server, None
+        self.server, self.directory, self.vllm = server, directory, None
 
     def run(self, quick):
         """`quick` leaves out concurrency and the run without vLLM's own prefix cache."""
@@ -107,10 +109,17 @@ class ModeCases:
                 self.concurrent_requests()
             self.vllm.stop()
             self.vllm = None
+            if self.directory:
+                self.from_l1_alone()
+                self.fresh_server()
             flags = [] if quick else ["--no-enable-prefix-caching"]
             self.vllm = Vllm(self.options, f"{self.server.mode}-2", self.server, flags)
             self.new_engine(apc=quick)
+            if self.directory:
+                self.from_the_tier("new-vllm", 2 * WHOLE)
             self.server_restart(apc=quick)
+            if self.directory and not self.server.peer:
+                self.damaged_files()
         finally:
             if self.vllm:
                 self.vllm.stop()
@@ -146,6 +155,14 @@ class ModeCases:
         for filler in self.prompts.fillers:
             self.vllm.ask(filler, 1, salt="filler")
         self.vllm.forget()
+
+    def tier_tokens(self):
+        """Tokens that the second tier added to hits since the server's start."""
+        return tiers.metric(self.server, "lmcache_mp_lookup_hit_l2_tokens_total")
+
+    def files(self, salt):
+        """The files of one tenant."""
+        return [path for path in tiers.files(self.directory) if path.name.endswith(f"@{salt}.data")]
 
     # -- checks ------------------------------------------------------------------------------
 
@@ -210,12 +227,55 @@ class ModeCases:
         if not apc:
             self.expect("hits-again-without-own-cache", vllm.measured(prompts.main), "main", WHOLE, local=0)
         self.expect("new-vllm-salt-alice", vllm.measured(prompts.main, "alice"), "main", WHOLE)
-        self.expect("new-vllm-salt-carol-misses", vllm.measured(prompts.main, "carol"), "main", 0)
+        answer = self.stored(lambda: vllm.measured(prompts.main, "carol"), WHOLE // CHUNK)
+        self.expect("new-vllm-salt-carol-misses", answer, "main", 0)
+
+    def from_l1_alone(self):
+        """No hit so far needed the tier."""
+        tokens = self.tier_tokens()
+        self.check("hits-from-l1", tokens == 0 or self.server.peer, f"{tokens:.0f} tokens came from the tier")
+
+    def fresh_server(self):
+        """The server is stopped and started again between two engines, so the second one can hit only from disk."""
+        tiers.settled(self.server)
+        status, seconds = self.server.stop()
+        left = len(tiers.files(self.directory))
+        self.check("tier-written", left >= 4 * WHOLE // CHUNK, f"{left} files, stopped with {status} in {seconds:.1f} s")
+        self.server.start()
+
+    def from_the_tier(self, name, tokens):
+        """So many tokens were hits because of the tier."""
+        found = self.tier_tokens()
+        self.check(f"{name}-hits-from-disk", found == tokens or self.server.peer, f"{found:.0f} of {tokens:.0f} tokens")
+
+    def damaged_files(self):
+        """Files damaged while the server was down are misses, and the model still says the same.
+
+        One flipped bit in a file of alice's ends her hit somewhere; all of carol's are too short.
+        """
+        vllm, prompts = self.vllm, self.prompts
+        answer = vllm.measured(prompts.main, "alice")
+        whole = answer.external % CHUNK == 0 and answer.external < WHOLE
+        right = answer.ids in self.known["main"]
+        self.check("damaged-file-ends-the-hit", whole and right, f"{answer} same_tokens={right}")
+        self.expect("shortened-files-miss", vllm.measured(prompts.main, "carol"), "main", 0)
+        self.expect("salt-dave-misses", vllm.measured(prompts.main, "dave"), "main", 0)
+        corrupt = tiers.metric(self.server, "kvtier_l2_load_failures_total", reason="corrupt")
+        self.check("damage-counted", corrupt >= 2, f"{corrupt:.0f} objects")
 
     def server_restart(self, apc):
-        """The server is killed and started again: vLLM goes on, registers again, stores and hits again."""
+        """The server is killed and started again: vLLM goes on and registers again.
+
+        Without a tier it stores and hits again; with one the first hit is from disk. Meanwhile files are damaged.
+        """
         vllm, prompts, server = self.vllm, self.prompts, self.server
+        if self.directory:
+            tiers.settled(server)
         server.kill()
+        if self.directory and not server.peer:
+            tiers.flip(self.files("alice")[0], 1000)
+            for path in self.files("carol"):
+                os.truncate(path, path.stat().st_size - 1)
         if apc:
             vllm.forget()
         try:
@@ -225,13 +285,19 @@ class ModeCases:
             self.check("server-down-still-answers", False, repr(problem))
         server.start()
         began, tries = time.monotonic(), 0
-        while True:  # the first tries miss, and store once the worker has registered again
+        # With a tier another prompt tells when the worker has registered again: the first tries miss, and store.
+        prompt = prompts.exact if self.directory else prompts.main
+        while True:
             tries += 1
             if apc:
                 vllm.forget()
-            answer = vllm.measured(prompts.main)
+            answer = vllm.measured(prompt)
             if answer.external or time.monotonic() - began > 60:
                 break
             time.sleep(0.5)
-        self.expect("hits-after-server-restart", answer, "main", WHOLE, local=0)
         print(f"# {server.mode}: hit again {time.monotonic() - began:.1f} s after the server's start, {tries} tries")
+        if self.directory:
+            before = self.tier_tokens()
+            answer = vllm.measured(prompts.main)
+            self.from_the_tier("same-vllm", before + WHOLE)
+        self.expect("hits-after-server-restart", answer, "main", WHOLE, local=0)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """A real vLLM on CPU with LMCache's MP connector against our server, in every transfer mode.
 
-  run.py                       all modes: lmcache_driven in full, the others without two long checks
+  run.py                       all modes: lmcache_driven in full, the others without two long checks; the first two with
+                               a directory as a second tier
   run.py --mode engine_shm     one mode (may be repeated)
   run.py --peer                LMCache's own server instead of ours
 
@@ -13,6 +14,7 @@ Exit status: 0 when every check passed.
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -21,9 +23,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "harness"))
 
 from cases import ModeCases, Prompts, Report, baseline
+from kvrig import tiers
 from kvrig.server import Server, our_command, peer_command
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
+# In these the server has a second tier; in the others a restart forgets everything.
+WITH_TIER = ["lmcache_driven", "engine_shm"]
 
 
 def options():
@@ -59,13 +64,19 @@ def main():
         started = time.monotonic()
         log = Path(chosen.logs) / f"server-{mode}.log"
         log.unlink(missing_ok=True)
-        server = Server(command, log, mode, chunk=256, l1_gb=chosen.l1_gb, peer=chosen.peer)
-        # After the kill the new process meets an instance it does not know.
+        directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER else None
+        flags = []
+        if directory:
+            shutil.rmtree(directory, ignore_errors=True)
+            flags = tiers.adapter("fs", base_path=directory) if chosen.peer else tiers.fs(directory)
+        server = Server(command, log, mode, chunk=256, l1_gb=chosen.l1_gb, flags=flags, peer=chosen.peer)
+        # After the kill the new process meets an instance it does not know, and files that were damaged meanwhile.
         server.expect_trouble(r"instance")
+        server.expect_trouble(r"not what was stored")
         try:
             print(f"# server[{mode}] up after {server.start():.2f} s", flush=True)
             quick = chosen.quick or (mode != "lmcache_driven" and not chosen.full)
-            ModeCases(chosen, prompts, known, server, report).run(quick)
+            ModeCases(chosen, prompts, known, server, report, directory).run(quick)
         except Exception as problem:
             report.check(f"{mode}/runs-to-the-end", False, repr(problem))
             print(server.tail(), flush=True)
