@@ -1,5 +1,7 @@
 //! Making room: what leaves the index is deleted in the backend.
 
+use kvtier_core::eviction::EvictionKind;
+
 use super::{Tier, key_of};
 use crate::error::L2Error;
 
@@ -29,6 +31,12 @@ impl Tier {
             }
             wanted = wanted.saturating_sub(evicted.bytes);
         }
+    }
+
+    /// Whether objects leave for others at all.
+    pub(super) fn may_evict(&self) -> bool {
+        let policy = self.config.eviction.map(|eviction| eviction.policy);
+        policy != Some(EvictionKind::Noop)
     }
 
     /// What the index evicted is to be deleted.

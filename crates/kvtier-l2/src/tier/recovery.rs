@@ -1,18 +1,30 @@
 //! Adopting what was there before the start, in the background.
 //!
 //! Meanwhile everything is served: what the index does not know yet is asked for. Only stores of a bounded tier wait,
-//! since nobody knows how much room there is.
+//! since nobody knows how much room there is. Where it fails they are refused, and it is tried again until it succeeds.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
+use std::time::Duration;
 
+use kvtier_core::cache::ResidentObject;
 use parking_lot::Mutex;
+use tokio::time::sleep;
 
-use super::{Listed, Tier};
+use super::{Listed, Tier, space};
 use crate::adapter::Recovered;
-use crate::error::L2Error;
+use crate::error::{ErrorKind, L2Error};
 
 /// Objects taken into the index between looks at the stop flag.
 const SLICE: usize = 1024;
+
+/// The first pause after a failure; it doubles with each one, up to the second.
+const PAUSE: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(60);
+
+/// How often the stop flag is looked at by whoever only waits.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// How far the adoption is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,66 +33,133 @@ pub enum Recovery {
     Running,
     /// All that was there is known.
     Done(Recovered),
-    /// It could not be finished; what was found until then is known.
+    /// It could not be finished, and the error says when it is tried again; what was found until then is known. Until it
+    /// succeeds, nothing is stored in a bounded tier.
+    Failed(L2Error),
+}
+
+/// What ends the adoption early.
+enum Ended {
+    Stopped,
     Failed(L2Error),
 }
 
 impl Tier {
-    /// Looks through the backend and adopts what is there: sizes, tenants, and the order of last use.
+    /// Looks through the backend and adopts what is there: sizes, tenants, and the order of last use. What fails is tried
+    /// again.
     ///
     /// To be run once, as a task of its own; `stop` ends it early.
     pub async fn recover(&self, stop: &AtomicBool) {
         if !self.is_recovering() {
             return;
         }
+        let mut pause = PAUSE;
+        loop {
+            let ended = tokio::select! {
+                ended = self.recover_once(stop) => ended,
+                () = until_stopped(stop) => Err(Ended::Stopped),
+            };
+            let error = match ended {
+                Ok(recovered) => {
+                    tracing::info!(
+                        tier = self.name(),
+                        objects = recovered.objects,
+                        bytes = recovered.bytes,
+                        removed = recovered.removed,
+                        foreign = recovered.foreign,
+                        "adopted what was stored before the start"
+                    );
+                    self.recovery.send_replace(Recovery::Done(recovered));
+                    return;
+                }
+                Err(Ended::Failed(error)) => error,
+                Err(Ended::Stopped) => return self.give_up(),
+            };
+            let line = format!("{error}; the next try is in {} s", pause.as_secs());
+            tracing::warn!(tier = self.name(), error = %line, "what was stored before the start is not wholly known");
+            let failed = L2Error::new(error.kind(), line);
+            self.recovery.send_replace(Recovery::Failed(failed));
+            tokio::select! {
+                () = sleep(pause) => {}
+                () = until_stopped(stop) => return self.give_up(),
+            }
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+    }
+
+    fn give_up(&self) {
+        let message = "it was stopped before it knew what was stored before the start";
+        let stopped = L2Error::new(ErrorKind::Unavailable, message);
+        self.recovery.send_replace(Recovery::Failed(stopped));
+    }
+
+    async fn recover_once(&self, stop: &AtomicBool) -> Result<Recovered, Ended> {
         let listed = Mutex::new(Vec::new());
         let found = |objects: Vec<Listed>| {
             listed.lock().extend(objects);
             !stop.load(Ordering::Relaxed)
         };
-        let result = self.adapter.recover(&found).await;
-        let mut objects = listed.into_inner();
+        let result = {
+            let mut recover = self.adapter.recover(&found);
+            // One that panics would never be tried again.
+            std::future::poll_fn(|context| {
+                let poll = AssertUnwindSafe(|| recover.as_mut().poll(context));
+                let panicked = || L2Error::new(ErrorKind::Unavailable, "the adapter panicked");
+                catch_unwind(poll).unwrap_or_else(|_| Poll::Ready(Err(panicked())))
+            })
+            .await
+        };
+        self.adopt_all(listed.into_inner(), stop).await?;
+        result.map_err(Ended::Failed)
+    }
+
+    /// Adopts in the order of last use; what has no room beside what is known already leaves, oldest first.
+    async fn adopt_all(&self, mut objects: Vec<Listed>, stop: &AtomicBool) -> Result<(), Ended> {
         // What was used meanwhile is younger than all of them.
         let known = self.known();
         objects.sort_unstable_by_key(|object| object.used_at);
+        let is_new = |object: &Listed| {
+            let hash = object.key.chunk_hash();
+            !self.index.contains(&space(&object.key), &[hash])[0]
+        };
+        objects.retain(is_new);
+        let usage = self.index.usage();
+        let sum = objects.iter().map(|object| object.bytes).sum::<u64>();
+        let mut excess = (usage.used_bytes + sum).saturating_sub(usage.capacity_bytes);
         for slice in objects.chunks(SLICE) {
             if stop.load(Ordering::Relaxed) {
-                return;
+                return Err(Ended::Stopped);
             }
             for object in slice {
-                self.adopt(&object.key, object.bytes);
+                if excess > 0 && self.may_evict() {
+                    excess = excess.saturating_sub(object.bytes);
+                    // Others may have found it by now.
+                    let entry = || {
+                        Vec::from_iter(is_new(object).then(|| (object.key.clone(), object.bytes)))
+                    };
+                    self.condemned.add(entry);
+                } else {
+                    self.adopt(&object.key, object.bytes);
+                }
             }
             // What fails is tried again by whoever needs room.
             let _ = self.delete_condemned().await;
+            self.touch(&known);
             tokio::task::yield_now().await;
         }
+        Ok(())
+    }
+
+    fn touch(&self, known: &[ResidentObject]) {
         for object in known {
             let space = object.space.as_space();
             self.index.touch(self.now(), &space, &[object.chunk_hash]);
         }
-        let recovery = match result {
-            Ok(recovered) => {
-                tracing::info!(
-                    tier = self.name(),
-                    objects = recovered.objects,
-                    bytes = recovered.bytes,
-                    removed = recovered.removed,
-                    foreign = recovered.foreign,
-                    "adopted what was stored before the start"
-                );
-                Recovery::Done(recovered)
-            }
-            Err(error) => {
-                tracing::warn!(tier = self.name(), %error, "what was stored before the start is not wholly known");
-                Recovery::Failed(error)
-            }
-        };
-        self.recovery.send_replace(recovery);
     }
 
-    /// Whether it does not know yet what was there before the start.
+    /// Whether it does not know yet all that was there before the start.
     pub fn is_recovering(&self) -> bool {
-        *self.recovery.borrow() == Recovery::Running
+        !matches!(*self.recovery.borrow(), Recovery::Done(_))
     }
 
     /// How far the adoption is.
@@ -88,16 +167,17 @@ impl Tier {
         self.recovery.borrow().clone()
     }
 
-    pub(super) async fn recovered(&self) {
-        // The sender is a part of this tier.
-        let _ = self
-            .recovery
-            .subscribe()
-            .wait_for(|recovery| *recovery != Recovery::Running)
-            .await;
+    /// Waits until it is known what was there before the start.
+    pub(super) async fn recovered(&self) -> Result<(), L2Error> {
+        let mut recovery = self.recovery.subscribe();
+        let ended = recovery.wait_for(|recovery| *recovery != Recovery::Running);
+        match &*ended.await.map_err(|_| unknown("it ended"))? {
+            Recovery::Failed(error) => Err(unknown(error)),
+            _ => Ok(()),
+        }
     }
 
-    fn known(&self) -> Vec<kvtier_core::cache::ResidentObject> {
+    fn known(&self) -> Vec<ResidentObject> {
         let (mut known, mut from) = (Vec::new(), 0);
         loop {
             let page = self.index.objects(from, SLICE);
@@ -107,5 +187,16 @@ impl Tier {
                 None => return known,
             }
         }
+    }
+}
+
+fn unknown(why: impl std::fmt::Display) -> L2Error {
+    let message = format!("nobody knows how much room there is: {why}");
+    L2Error::new(ErrorKind::Unavailable, message)
+}
+
+async fn until_stopped(stop: &AtomicBool) {
+    while !stop.load(Ordering::Relaxed) {
+        sleep(LOOK_EVERY).await;
     }
 }

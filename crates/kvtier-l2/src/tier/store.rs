@@ -150,7 +150,7 @@ impl Tier {
     /// Bytes that the backend has left for us; no bound is the largest number.
     async fn room(&self) -> Result<Room, L2Error> {
         if self.config.capacity_bytes.is_some() {
-            self.recovered().await;
+            self.recovered().await?;
         }
         let ended = self.writing.ended();
         let free = match self.adapter.free_bytes().await? {

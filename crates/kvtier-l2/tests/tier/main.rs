@@ -416,3 +416,76 @@ async fn what_is_above_the_capacity_at_the_start_leaves_oldest_first() {
     assert!(memory.has(&key(0, "t")) && memory.has(&key(1, "t")));
     assert_books(&tier, &memory);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_recovery_that_fails_is_tried_again_and_meanwhile_nothing_is_stored() {
+    for failure in [Some(ErrorKind::Unavailable), None] {
+        let (memory, bytes) = (with_recovery(4), Bytes::new());
+        memory.recovery.as_ref().unwrap().add_permits(1);
+        memory.recoveries.lock().extend([failure; 10]);
+        let tier = tier(&memory, Some(4));
+        let began = tokio::time::Instant::now();
+        let stop = AtomicBool::new(false);
+        let look = async {
+            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+            let refused = store(&tier, &bytes, [9]).await;
+            assert_eq!(refused, [Err(ErrorKind::Unavailable)]);
+            let Recovery::Failed(error) = tier.recovery() else {
+                panic!("{:?}", tier.recovery());
+            };
+            assert!(
+                error.to_string().ends_with("the next try is in 1 s"),
+                "{error}"
+            );
+            assert!(tier.is_recovering());
+        };
+        tokio::join!(tier.recover(&stop), look);
+        // 1, 2, 4, 8, 16, 32 and then four times 60 seconds.
+        assert_eq!(began.elapsed().as_secs(), 63 + 4 * 60);
+        assert!(matches!(tier.recovery(), Recovery::Done(found) if found.objects == 4));
+        assert!(store(&tier, &bytes, [9]).await[0].is_ok());
+        assert_eq!(memory.bytes(), 4 * SIZE);
+        assert_books(&tier, &memory);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_recovery_that_is_stopped_lets_nobody_wait() {
+    // While the adapter looks, and between two tries.
+    for fails in [false, true] {
+        let (memory, bytes) = (with_recovery(4), Bytes::new());
+        memory
+            .recoveries
+            .lock()
+            .extend(fails.then_some(Some(ErrorKind::Refused)));
+        let tier = tier(&memory, Some(4));
+        let stop = AtomicBool::new(false);
+        let later = async {
+            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+            stop.store(true, Ordering::Relaxed);
+        };
+        let ((), (), stored) = tokio::join!(tier.recover(&stop), later, store(&tier, &bytes, [9]));
+        assert_eq!(stored, [Err(ErrorKind::Unavailable)]);
+        let again = store(&tier, &bytes, [9]).await;
+        assert_eq!(again, [Err(ErrorKind::Unavailable)]);
+        assert!(matches!(tier.recovery(), Recovery::Failed(_)));
+    }
+}
+
+#[tokio::test]
+async fn what_was_used_during_the_recovery_stays_before_what_was_not() {
+    let memory = with_recovery(5);
+    let tier = tier(&memory, Some(2));
+    let stop = AtomicBool::new(false);
+    let uses = async {
+        // The one that was used longest ago before the start.
+        let found = tier.lookup(vec![spec(&key(4, "t"), LEN)]).await.unwrap();
+        assert!(found[0].is_some());
+        drop(found);
+        memory.recovery.as_ref().unwrap().add_permits(1);
+    };
+    tokio::join!(tier.recover(&stop), uses);
+    assert!(memory.has(&key(4, "t")) && memory.has(&key(0, "t")));
+    assert_eq!(memory.bytes(), 2 * SIZE);
+    assert_books(&tier, &memory);
+}

@@ -1,6 +1,6 @@
 //! A backend that does as a test says.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -44,6 +44,8 @@ pub struct Memory {
     pub shared: bool,
     /// Permits to end `recover`; none at first.
     pub recovery: Option<Semaphore>,
+    /// How each `recover` fails when it has told what is there; `None` is a panic.
+    pub recoveries: Mutex<VecDeque<Option<ErrorKind>>>,
 }
 
 fn name(key: &ObjectKey) -> String {
@@ -209,6 +211,11 @@ impl Adapter for Memory {
                 ..Recovered::default()
             };
             found(listed);
+            match self.recoveries.lock().pop_front() {
+                Some(Some(kind)) => return Err(L2Error::new(kind, "as the test says")),
+                Some(None) => panic!("as the test says"),
+                None => {}
+            }
             if let Some(gate) = &self.recovery {
                 let _ = gate.acquire().await;
             }
