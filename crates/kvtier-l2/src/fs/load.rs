@@ -37,13 +37,20 @@ impl Files {
         }
         let dir = self.base.dir();
         let (place, others) = self.places(&item.object.key, look);
+        let mut miss = L2Error::new(ErrorKind::NotFound, "there is no such file");
         for place in std::iter::once(place).chain(others) {
-            if let Some(loaded) = self.load_from(&dir, &place, item, scratch)? {
-                self.found_at(&place);
-                return Ok(loaded);
+            match self.load_from(&dir, &place, item, scratch) {
+                Ok(Some(loaded)) => {
+                    self.found_at(&place);
+                    return Ok(loaded);
+                }
+                Ok(None) => {}
+                // It may be whole in another place.
+                Err(error) if error.kind() == ErrorKind::Corrupt => miss = error,
+                Err(error) => return Err(error),
             }
         }
-        Err(L2Error::new(ErrorKind::NotFound, "there is no such file"))
+        Err(miss)
     }
 
     /// `None` if there is no file.
@@ -60,6 +67,11 @@ impl Files {
             Ok(file) => file,
             // A link is nothing of ours.
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO) => return Ok(None),
+            // Another's, for all we know: it stays until a store replaces it.
+            Err(error @ (Errno::ACCESS | Errno::PERM)) => {
+                let message = format!("{:?} may not be read: {error}", place.path);
+                return Err(L2Error::new(ErrorKind::Corrupt, message));
+            }
             Err(error) => return Err(refused(error)),
         };
         let seen = rustix::fs::fstat(&file).map_err(refused)?;

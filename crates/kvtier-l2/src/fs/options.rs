@@ -140,6 +140,11 @@ const KEYS: &[Key] = &[
 ];
 
 fn check(options: &Options) -> Result<(), ConfigError> {
+    // A shell's abbreviation, which none has replaced inside of JSON: a directory named ~ would be made.
+    if options.get::<&str>("base_path").starts_with('~') {
+        let allowed = "the directory written out: ~ does not stand for a home directory here";
+        return Err(options.refuse("base_path", allowed));
+    }
     let inside = Path::new(options.get::<&str>("relative_tmp_dir"));
     let is_inside = |part: Component<'_>| matches!(part, Component::Normal(_) | Component::CurDir);
     match inside.components().all(is_inside) {

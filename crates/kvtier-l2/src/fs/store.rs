@@ -54,8 +54,9 @@ impl Files {
         }
         let dir = self.base.current();
         let (place, others) = self.places(&object.key, look);
+        let mut is_free = false;
         match there(&dir, &place, object)? {
-            There::Nothing => {}
+            There::Nothing => is_free = true,
             There::Object(bytes) => return Ok(Stored::AlreadyThere(bytes)),
             There::Other => count(&self.counters.replaced),
             There::Foreign => {
@@ -63,7 +64,8 @@ impl Files {
                 return Err(L2Error::new(ErrorKind::Refused, message));
             }
         }
-        for other in others {
+        // What is in its own place is found first, so it has to be the object.
+        for other in others.filter(|_| is_free) {
             if let There::Object(bytes) = there(&dir, &other, object)? {
                 self.found_at(&other);
                 return Ok(Stored::AlreadyThere(bytes));

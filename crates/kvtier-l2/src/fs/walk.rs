@@ -125,7 +125,7 @@ impl Files {
                 None => open_dir(&base, ".")?,
                 Some(shard) => {
                     let first = &shard_path(shard)[..2];
-                    if first != within && open_dir(&base, first)?.is_none() {
+                    if first != within && open_shard(&base, first, &mut page)?.is_none() {
                         // None of the 256 directories with this beginning.
                         let last = Some(shard | 0xff);
                         position = Position {
@@ -136,7 +136,7 @@ impl Files {
                         continue;
                     }
                     first.clone_into(&mut within);
-                    open_dir(&base, &shard_path(shard))?
+                    open_shard(&base, &shard_path(shard), &mut page)?
                 }
             };
             position = at.next_dir();
@@ -292,11 +292,26 @@ impl Files {
 
 /// A directory, read from its start; `None` if there is none.
 fn open_dir(base: &OwnedFd, path: &str) -> Result<Option<OwnedFd>, L2Error> {
+    try_open_dir(base, path).map_err(|error| refused("list", path, error))
+}
+
+/// The same for one with objects; one that we may not read has none of ours.
+fn open_shard(base: &OwnedFd, path: &str, page: &mut Page) -> Result<Option<OwnedFd>, L2Error> {
+    match try_open_dir(base, path) {
+        Err(Errno::ACCESS | Errno::PERM) => {
+            page.foreign += 1;
+            Ok(None)
+        }
+        opened => opened.map_err(|error| refused("list", path, error)),
+    }
+}
+
+fn try_open_dir(base: &OwnedFd, path: &str) -> Result<Option<OwnedFd>, Errno> {
     let flags = DIR_FLAGS | OFlags::NOFOLLOW;
     match rustix::fs::openat(base, path, flags, Mode::empty()) {
         Ok(dir) => Ok(Some(dir)),
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(None),
-        Err(error) => Err(refused("list", path, error)),
+        Err(error) => Err(error),
     }
 }
 

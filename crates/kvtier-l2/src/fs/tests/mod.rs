@@ -1,5 +1,6 @@
 //! The adapter over real directories. What every adapter must do is in the conformance suite.
 
+mod access;
 mod crash;
 mod damage;
 mod faults;

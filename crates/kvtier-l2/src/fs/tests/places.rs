@@ -103,6 +103,30 @@ fn both_layouts_are_found_and_the_asked_one_is_written() {
 }
 
 #[test]
+fn a_file_that_is_not_the_object_hides_no_other_place() {
+    let wanted = object(1);
+    let other = ObjectSpec {
+        layout: LAYOUT + 1,
+        ..object(1)
+    };
+    let fixture = || {
+        let fixture = Fixture::new();
+        fixture.store(&other).unwrap();
+        fixture.write_bare(&wanted, KeyShape::Ungrouped, 0);
+        assert_eq!(fixture.load(&wanted), Ok(false));
+        fixture
+    };
+    let damaged = fixture();
+    fs::write(damaged.path(&wanted), "damaged").unwrap();
+    assert_eq!(damaged.load(&wanted), Ok(false));
+    assert_eq!(damaged.status("quarantined_files"), 1);
+    // A store repairs its own place, where the next load finds it first.
+    let repaired = fixture();
+    assert!(matches!(repaired.store(&wanted), Ok(Stored::Written(_))));
+    assert_eq!(repaired.load(&wanted), Ok(true));
+}
+
+#[test]
 fn names_that_nobody_uses_are_not_looked_for_but_noticed_in_time() {
     let fixture = Fixture::new();
     assert_eq!(fixture.adapter.files.others.get(), (true, true));

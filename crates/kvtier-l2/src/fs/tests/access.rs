@@ -1,0 +1,69 @@
+//! Files and directories that we may not open.
+
+use std::fs;
+
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+
+use super::*;
+use crate::fs::walk::Position;
+
+/// The rights of this thread become those of a plain user, also where tests run as root.
+fn be_nobody_special() {
+    let mut sets = capabilities(None).unwrap();
+    let override_all = CapabilitySet::DAC_OVERRIDE | CapabilitySet::DAC_READ_SEARCH;
+    sets.effective.remove(override_all);
+    set_capabilities(None, sets).unwrap();
+}
+
+fn lock(path: &Path) {
+    fs::set_permissions(path, fs::Permissions::from_mode(0)).unwrap();
+}
+
+/// What this thread gets, as the pool's are not deprived of anything.
+fn load_here(fixture: &Fixture, object: &ObjectSpec) -> Result<bool, ErrorKind> {
+    let item = LoadItem {
+        object: object.clone(),
+        to: fixture.buffer(1, object.len),
+    };
+    let files = &fixture.adapter.files;
+    let loaded = files.load(&item, files.look(), &mut Scratch::default());
+    loaded
+        .map(|loaded| loaded.verified)
+        .map_err(|error| error.kind())
+}
+
+#[test]
+fn a_file_that_may_not_be_read_is_replaced_by_the_next_store() {
+    let fixture = Fixture::new();
+    fixture.store(&object(1)).unwrap();
+    let path = fixture.path(&object(1));
+    lock(&path);
+    be_nobody_special();
+    assert_eq!(load_here(&fixture, &object(1)), Err(ErrorKind::Corrupt));
+    assert!(path.exists(), "it may be another's");
+    let files = &fixture.adapter.files;
+    let item = fixture.item(&object(1));
+    let stored = files.store(&item, files.look(), &mut Scratch::default());
+    assert!(matches!(stored, Ok(Stored::Written(_))), "{stored:?}");
+    assert_eq!(load_here(&fixture, &object(1)), Ok(true));
+}
+
+#[test]
+fn a_directory_that_may_not_be_read_ends_no_scan() {
+    let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
+    for number in 1..=3 {
+        fixture.store(&object(number)).unwrap();
+    }
+    for dir in ["01", "02/02", "aa"] {
+        fs::create_dir_all(fixture.base().join(dir)).unwrap();
+        lock(&fixture.base().join(dir));
+    }
+    be_nobody_special();
+    let page = fixture.adapter.files.page(Position::START, 1000).unwrap();
+    assert_eq!((page.objects.len(), page.foreign), (1, 3));
+    assert_eq!(page.next, None);
+    for dir in ["01", "02/02", "aa"] {
+        let path = fixture.base().join(dir);
+        fs::set_permissions(path, fs::Permissions::from_mode(0o700)).unwrap();
+    }
+}
