@@ -45,7 +45,7 @@ pub const COMMON: &[Key] = &[
     Key::of(
         "eviction",
         Shape::Object,
-        "When and how it is emptied; unset is never",
+        "When and how it is emptied ahead of need; unset, only stores make room, what was used least recently first",
     ),
     timeout(
         "lookup_timeout_ms",

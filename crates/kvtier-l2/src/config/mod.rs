@@ -31,7 +31,7 @@ pub struct AdapterConfig {
     pub shared: bool,
     /// What was stored is kept when the server stops. Adapters that always keep it ignore this, as LMCache's do.
     pub persist_enabled: bool,
-    /// When and how it is emptied; `None` is never.
+    /// When and how it is emptied ahead of need; with `None` only stores make room.
     pub eviction: Option<EvictionConfig>,
     /// What bounds each call.
     pub guards: Guards,
