@@ -1,4 +1,4 @@
-//! LMCache's types that are not there, and what does their work.
+//! LMCache's types that are not there, and what does their work; `redis` is what people call `resp`.
 //!
 //! A type that is registered is never looked for here.
 
@@ -34,6 +34,7 @@ const ABSENT: &[(&str, &str)] = &[
     ("p2p", SHARED),
     ("plugin", IN_RUST),
     ("raw_block", SAME_DEVICE),
+    ("redis", ON_DISK),
     ("resp", ON_DISK),
     ("s3", ON_DISK),
     ("sagemaker-hyperpod", ON_DISK),
