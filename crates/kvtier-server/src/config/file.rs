@@ -13,6 +13,9 @@ use super::{ConfigError, Parsed, peer};
 /// Keys that are named for one that is unknown.
 const SUGGESTIONS: usize = 3;
 
+/// How much they look like it at least, of 1.
+const LIKENESS: f64 = 0.7;
+
 /// The whole command: our flags and the ones of LMCache that are only known.
 pub(super) fn command() -> Command {
     // A number below 0 is a value, of which its flag says what is allowed.
@@ -112,9 +115,12 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
             .get_arguments()
             .find(|arg| arg.get_long() == Some(&format!("no-{name}")));
         let Some(arg) = known.or(negated) else {
+            let near = match nearest(&command, &name).join(", ") {
+                near if near.is_empty() => near,
+                near => format!("perhaps {near}; "),
+            };
             return Err(refuse(format!(
-                "key {key:?} is unknown; the nearest keys are {}, and `kvtier server --help` lists all",
-                nearest(&command, &name).join(", ")
+                "key {key:?} is unknown; {near}`kvtier server --help` lists all"
             )));
         };
         let on_command_line = |id: &str| {
@@ -160,7 +166,7 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
     Ok(flags)
 }
 
-/// The keys that look most like `name`.
+/// The keys that look most like `name`, if any does.
 fn nearest<'a>(command: &'a Command, name: &str) -> Vec<&'a str> {
     let mut names: Vec<_> = command
         .get_arguments()
@@ -169,6 +175,7 @@ fn nearest<'a>(command: &'a Command, name: &str) -> Vec<&'a str> {
         .filter(|name| !["config", "check-config", "help", "version"].contains(name))
         .collect();
     let likeness = |other: &&str| strsim::jaro_winkler(other, name);
+    names.retain(|name| likeness(name) > LIKENESS);
     names.sort_by(|a, b| likeness(b).total_cmp(&likeness(a)));
     names.truncate(SUGGESTIONS);
     names
