@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 
 /// Largest body that is read, bytes; a status with thousands of workers is far smaller.
 const BODY_LIMIT: u64 = 64 << 20;
@@ -17,10 +17,12 @@ pub(crate) fn get(base: &str, path: &str, timeout: Duration) -> anyhow::Result<(
         .proxy(None)
         .build()
         .into();
-    let mut answer = agent
-        .get(&url)
-        .call()
-        .with_context(|| format!("nothing answers at {url}"))?;
+    let mut answer = agent.get(&url).call().map_err(|error| match error {
+        ureq::Error::Protocol(_) => {
+            anyhow!("what answers at {url} is not HTTP: {error}; is that the request port?")
+        }
+        error => anyhow!(error).context(format!("nothing answers at {url}")),
+    })?;
     let body = answer
         .body_mut()
         .with_config()

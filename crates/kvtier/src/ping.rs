@@ -3,8 +3,9 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use anyhow::anyhow;
 use clap::Args;
-use kvtier_client::{Connection, Options};
+use kvtier_client::{ClientError, Connection, Options};
 
 use crate::address::{REQUESTS, expect_listener, requests_or_http};
 use crate::get::get;
@@ -73,7 +74,13 @@ fn over_requests(url: &str, args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
     (0..args.count)
         .map(|_| {
             let began = Instant::now();
-            let alive = connection.ping(None)?;
+            let alive = connection.ping(None).map_err(|error| match error {
+                ClientError::Timeout { .. } => {
+                    let web = url.replace("tcp://", "http://");
+                    anyhow!("{error}; is that the HTTP port? Then ask {web}")
+                }
+                error => error.into(),
+            })?;
             let took = began.elapsed();
             anyhow::ensure!(alive, "{url} answers a ping with no");
             Ok(took)

@@ -265,11 +265,14 @@ fn status_and_ping_of_a_server_that_is_there() {
     }
     // Each is asked at the other's door.
     let http_of_requests = server.requests.replace("tcp://", "http://");
-    for command in ["status", "ping"] {
-        complaint(
-            &kvtier(&[command, "--timeout", "1", "--url", &http_of_requests]),
-            1,
-        );
+    let requests_of_http = server.http.replace("http://", "tcp://");
+    for (command, url, hint) in [
+        ("status", &http_of_requests, "is that the request port?"),
+        ("ping", &http_of_requests, "is that the request port?"),
+        ("ping", &requests_of_http, "is that the HTTP port?"),
+    ] {
+        let line = complaint(&kvtier(&[command, "--timeout", "1", "--url", url]), 1);
+        assert!(line.contains(url) && line.contains(hint), "{line}");
     }
 }
 
@@ -373,6 +376,25 @@ fn a_second_server_on_one_port_says_so_and_nothing_else() {
             "{line}"
         );
     }
+}
+
+#[test]
+fn a_host_that_is_not_found_is_told_so() {
+    let flags = [
+        "server",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "--shm-name",
+        "",
+    ];
+    let host = ["--l1-size-gb", "0.05", "--host", "nosuchhost.invalid"];
+    let line = complaint(&kvtier(&[&flags[..], &host].concat()), 1);
+    assert!(
+        line.contains("--host: \"nosuchhost.invalid\" is not found"),
+        "{line}"
+    );
 }
 
 #[test]

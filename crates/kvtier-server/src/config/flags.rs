@@ -108,7 +108,7 @@ pub struct ServerArgs {
         help_heading = "Request server"
     )]
     pub(super) transport: Transport,
-    /// Host to bind the request socket to
+    /// Host to bind the request socket to: localhost, an IP address or a network interface
     #[arg(long, default_value = "localhost", help_heading = "Request server")]
     pub host: String,
     /// Port of the request socket; 0 lets the system choose one
@@ -129,7 +129,7 @@ pub struct ServerArgs {
     /// Threads for lookups and other requests, 1 to 256 [default: --max-workers]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
     pub max_cpu_workers: Option<u16>,
-    /// How chunk hashes are made: blake3, sha256_cbor
+    /// How chunk hashes are made: blake3, sha256_cbor, or sha256_cbor_64bit, which is another name of the second
     #[arg(long, default_value = "blake3", value_parser = parse_hash, help_heading = "Request server")]
     pub hash_algorithm: HashAlgorithm,
     /// Kind of cache engine

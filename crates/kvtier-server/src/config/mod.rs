@@ -179,7 +179,7 @@ impl ServerConfig {
         )
     }
 
-    /// The address to give libzmq; a name is resolved by libzmq, except `localhost`, which is IPv4 loopback here as it
+    /// The address to give libzmq; a name is one of an interface for libzmq, except `localhost`, which is IPv4 loopback here as it
     /// is for every client of this protocol.
     pub fn bind_address(&self) -> String {
         let host = match self.host.as_str() {

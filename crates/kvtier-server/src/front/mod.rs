@@ -65,7 +65,15 @@ impl RequestSocket {
         let address = config.bind_address();
         let context = zmq::Context::new();
         let socket = bind(&context, &address, config.max_message_bytes)
-            .map_err(|error| format!("--host, --port: {address} cannot be bound: {error}"))?;
+            .map_err(|error| match error {
+                // libzmq's word for a name that is none of an interface; it asks no name server here.
+                zmq::Error::ENODEV => format!(
+                    "--host: {:?} is not found: give an IP address or a network interface of this machine; names of \
+                     hosts are not looked up",
+                    config.host
+                ),
+                error => format!("--host, --port: {address} cannot be bound: {error}"),
+            })?;
         let endpoint = match socket.get_last_endpoint() {
             Ok(Ok(endpoint)) => endpoint,
             _ => address,
