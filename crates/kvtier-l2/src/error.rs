@@ -11,6 +11,8 @@ pub enum ErrorKind {
     Full,
     /// No answer in time.
     Deadline,
+    /// So many calls are under way that it was not asked. It answers others.
+    Busy,
     /// The backend does not answer, or refuses all: the next call may succeed.
     Unavailable,
     /// The backend refused this one call; it would refuse it again.
@@ -25,7 +27,7 @@ impl ErrorKind {
     /// Whether the same call may succeed a moment later.
     #[must_use]
     pub fn is_transient(self) -> bool {
-        matches!(self, Self::Deadline | Self::Unavailable)
+        matches!(self, Self::Deadline | Self::Busy | Self::Unavailable)
     }
 
     /// For logs and metric labels.
@@ -36,6 +38,7 @@ impl ErrorKind {
             Self::Corrupt => "corrupt",
             Self::Full => "full",
             Self::Deadline => "deadline",
+            Self::Busy => "busy",
             Self::Unavailable => "unavailable",
             Self::Refused => "refused",
             Self::Memory => "memory",

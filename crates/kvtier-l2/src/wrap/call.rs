@@ -6,7 +6,7 @@ use kvtier_core::object_key::ObjectKey;
 use serde_json::{Map, Value};
 
 use crate::adapter::{Adapter, BoxFuture, ListPage, Loaded, Stored};
-use crate::error::L2Error;
+use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 
 /// What calls are bounded and counted by: those of one lane never wait for those of another.
@@ -116,8 +116,8 @@ pub(super) trait Answer: Send + 'static {
     /// Takes over the answer to [`Call::only`] these positions.
     fn patch(&mut self, positions: &[usize], by: Self);
 
-    /// What it tells about the backend, if anything was asked.
-    fn verdict(&self) -> Verdict;
+    /// What it tells about the backend; nothing if that was not asked.
+    fn verdict(&self) -> Option<Verdict>;
 }
 
 impl<T: Send + 'static> Answer for Vec<Result<T, L2Error>> {
@@ -141,16 +141,23 @@ impl<T: Send + 'static> Answer for Vec<Result<T, L2Error>> {
         }
     }
 
-    fn verdict(&self) -> Verdict {
-        match self.iter().all(is_transient) {
+    fn verdict(&self) -> Option<Verdict> {
+        if self.iter().all(is_busy) {
+            return None;
+        }
+        Some(match self.iter().all(is_transient) {
             true => Verdict::Failed,
             false => Verdict::Answered,
-        }
+        })
     }
 }
 
 fn is_transient<T>(result: &Result<T, L2Error>) -> bool {
     matches!(result, Err(error) if error.kind().is_transient())
+}
+
+fn is_busy<T>(result: &Result<T, L2Error>) -> bool {
+    matches!(result, Err(error) if error.kind() == ErrorKind::Busy)
 }
 
 /// What is answered for a whole call.
@@ -194,11 +201,11 @@ impl<T: Whole> Answer for Result<T, L2Error> {
         *self = by;
     }
 
-    fn verdict(&self) -> Verdict {
-        match is_transient(self) {
+    fn verdict(&self) -> Option<Verdict> {
+        (!is_busy(self)).then(|| match is_transient(self) {
             true => Verdict::Failed,
             false => Verdict::Answered,
-        }
+        })
     }
 }
 

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use tokio::sync::Semaphore;
 
 use super::call::{Answer, Call, PerLane};
+use super::deadline::Clock;
 use super::guarded::Guard;
 use crate::adapter::Adapter;
 use crate::error::{ErrorKind, L2Error};
@@ -24,21 +25,25 @@ pub(super) struct Limit {
 struct Lane {
     places: Arc<Semaphore>,
     waiting: AtomicU64,
+    /// Calls that were answered.
+    answered: Arc<AtomicU64>,
 }
 
-/// Counts one who waits, as long as it lives.
+/// Counts one who waits, as long as it lives; meanwhile its clock stands.
 struct Waiting<'a>(&'a AtomicU64);
 
 impl<'a> Waiting<'a> {
-    fn new(count: &'a AtomicU64) -> Self {
-        count.fetch_add(1, Ordering::Relaxed);
-        Self(count)
+    fn new(lane: &'a Lane) -> Self {
+        lane.waiting.fetch_add(1, Ordering::Relaxed);
+        Clock::stop(&lane.answered);
+        Self(&lane.waiting)
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
+        Clock::go_on();
     }
 }
 
@@ -50,6 +55,7 @@ impl Limit {
             lanes: PerLane::new(|_| Lane {
                 places: Arc::new(Semaphore::new(calls as usize)),
                 waiting: AtomicU64::new(0),
+                answered: Arc::default(),
             }),
         }
     }
@@ -63,14 +69,15 @@ impl Guard for Limit {
             C::Answer::failed(items, L2Error::new(kind, line))
         };
         let lane = &self.lanes[C::LANE];
-        let waiting = Waiting::new(&lane.waiting);
+        let waiting = Waiting::new(lane);
         let Ok(place) = lane.places.clone().acquire_owned().await else {
             return failed(ErrorKind::Unavailable, "it is closed");
         };
         drop(waiting);
-        let adapter = inner.clone();
+        let (adapter, answered) = (inner.clone(), lane.answered.clone());
         let work = tokio::spawn(async move {
             let answer = call.send(&*adapter).await;
+            answered.fetch_add(1, Ordering::Relaxed);
             drop(place);
             answer
         });

@@ -75,7 +75,9 @@ impl Default for Guards {
 /// From the outside in, each for the sake of what is inside of it:
 /// 1. The *breaker* sees what the caller would see: calls that failed for good, retries and deadlines included. While it
 ///    is open nothing below is touched, and the answer is [`Unavailable`](crate::ErrorKind::Unavailable) at once.
-/// 2. The *deadline* bounds all the rest together, waiting for a place and pausing between retries too.
+/// 2. The *deadline* bounds all the rest together, pausing between retries too. Its clock stands while the call waits for a
+///    place. That may take as long once more, and ends in [`Busy`](crate::ErrorKind::Busy), which tells nothing about the
+///    backend, if others were answered meanwhile.
 /// 3. *Retries* never begin while an earlier attempt still has the buffers: an adapter that answered is done with them,
 ///    and a call that was given up is not tried again. A pause holds no place.
 /// 4. The *limit* is next to the adapter, so it counts what the adapter really does, also for callers that are gone.

@@ -38,10 +38,10 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    fn settle(mut self, verdict: Verdict) -> Option<Change> {
+    fn settle(mut self, verdict: Option<Verdict>) -> Option<Change> {
         self.settled = true;
         let now = Instant::now().into_std();
-        self.breaker.lock().settle(self.ticket, Some(verdict), now)
+        self.breaker.lock().settle(self.ticket, verdict, now)
     }
 }
 

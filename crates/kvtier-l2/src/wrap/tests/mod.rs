@@ -394,6 +394,51 @@ async fn closing_a_stalled_adapter_ends() {
     assert_eq!(began.elapsed().as_secs(), 60);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_busy_backend_is_not_a_late_one() {
+    let memory = memory();
+    let script = Scripted::new((0..100).map(|_| Step::Wait));
+    let guards = Guards {
+        max_in_flight: 1,
+        breaker_failures: 1,
+        ..Guards::default()
+    };
+    let adapter = guard(script.clone(), &guards);
+    let began = Instant::now();
+    let calls: Vec<_> = (1..=4)
+        .map(|number| {
+            let adapter = adapter.clone();
+            let item = LoadItem {
+                object: object(number, number),
+                to: memory.buffer(number),
+            };
+            tokio::spawn(async move {
+                let kind = kinds(&adapter.load(vec![item]).await)[0];
+                (kind, began.elapsed().as_secs())
+            })
+        })
+        .collect();
+    // Each takes 6 s of the 10 it may take.
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        script.gate.add_permits(1);
+    }
+    let mut answers = Vec::new();
+    for call in calls {
+        answers.push(call.await.unwrap());
+    }
+    let busy = Some(ErrorKind::Busy);
+    assert_eq!(answers, [(None, 6), (None, 12), (busy, 10), (busy, 10)]);
+    let status = adapter.status();
+    assert_eq!(status["late_calls"]["load"], 0);
+    assert_eq!(status["crowded_calls"]["load"], 2);
+    assert_eq!(status["breaker"]["load"]["state"], "closed");
+    // Once it has a place, it may be late.
+    script.gate.forget_permits(10);
+    assert_eq!(load_one(&*adapter, &memory).await, DEADLINE);
+    assert_eq!(adapter.status()["breaker"]["load"]["state"], "open");
+}
+
 /// An adapter that stalls for good: whoever asks is answered in time, then at once, and few buffers are held.
 #[tokio::test(start_paused = true)]
 async fn a_stalled_adapter_costs_bounded_time_and_memory() {
