@@ -62,7 +62,7 @@ pub const COMMON: &[Key] = &[
         "max_in_flight",
         1,
         65_536,
-        "Calls under way at once, counted apart for lookups, loads and stores; the next ones wait in order",
+        "Calls under way at once, counted apart for lookups, loads and stores; the next ones wait in order, as long as the call may take",
     )
     .unit("calls")
     .or(Fallback::Integer(32)),

@@ -12,7 +12,7 @@ use super::base::{Aside, Base, is_file};
 use super::io::{self, Engine};
 use super::names::{Layout, Place, other_shape};
 use super::options::Fsync;
-use super::trailer::{self, Trailer, form_of};
+use super::trailer::{self, Form, Trailer, form_of};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, ObjectSpec};
 
@@ -53,6 +53,7 @@ pub(super) struct Files {
     pub layout: Layout,
     pub direct: bool,
     pub fsync: Fsync,
+    pub require_checksum: bool,
     pub read_ahead: Option<u64>,
     pub others: Others,
     pub counters: Counters,
@@ -149,6 +150,11 @@ impl Files {
         )
     }
 
+    /// Whether a file of this form can be an object.
+    pub(super) fn accepts(&self, form: Form) -> bool {
+        form == Form::Trailed || !self.require_checksum
+    }
+
     /// Remembers that objects are found there.
     pub(super) fn found_at(&self, place: &Place) {
         if place.shape != self.shape {
@@ -169,7 +175,8 @@ impl Files {
                     continue;
                 };
                 let size = size(&stat);
-                if is_file(&stat) && form_of(size, object.len, place.text_len()).is_some() {
+                let form = form_of(size, object.len, place.text_len());
+                if is_file(&stat) && form.is_some_and(|form| self.accepts(form)) {
                     self.found_at(&place);
                     return Ok(Some(size));
                 }

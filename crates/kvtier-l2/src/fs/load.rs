@@ -79,6 +79,7 @@ impl Files {
             return Ok(None);
         }
         let verdict = match form_of(size(&seen), item.object.len, place.text_len()) {
+            Some(form) if !self.accepts(form) => return Ok(None),
             Some(form) => self.read(&file, &seen, form, place, item, is_direct, scratch),
             None => self.judge_misfit(&file, &seen, place, item),
         };

@@ -87,6 +87,7 @@ impl FsAdapter {
             layout: options.layout,
             direct: options.use_odirect,
             fsync: options.fsync,
+            require_checksum: options.require_checksum,
             read_ahead: options.read_ahead_size,
             others: Others::default(),
             counters: Counters::default(),

@@ -43,6 +43,8 @@ pub struct FsOptions {
     pub names: KeyShape,
     /// What survives a loss of power.
     pub fsync: Fsync,
+    /// Files without a checksum are taken for none.
+    pub require_checksum: bool,
 }
 
 impl FsOptions {
@@ -57,6 +59,7 @@ impl FsOptions {
             layout: Layout::Flat,
             names: KeyShape::Grouped,
             fsync: Fsync::Never,
+            require_checksum: false,
         }
     }
 
@@ -80,6 +83,7 @@ impl FsOptions {
                 "file+dir" => Fsync::FileAndDir,
                 _ => Fsync::Never,
             },
+            require_checksum: options.get("require_checksum"),
         }
     }
 }
@@ -131,6 +135,10 @@ const KEYS: &[Key] = &[
         "What is surely on the disk once it is stored; a file that is not is found out by its checksum",
     )
     .or(Fallback::Text("never")),
+    Key::switch(
+        "require_checksum",
+        "Take files without a checksum for none: LMCache's, and ours cut off right behind the object",
+    ),
     Key::of(
         "io_engine",
         Shape::OneOf(&["auto", "posix"]),

@@ -55,7 +55,7 @@ impl Files {
         let dir = self.base.current();
         let (place, others) = self.places(&object.key, look);
         let mut is_free = false;
-        match there(&dir, &place, object)? {
+        match self.there(&dir, &place, object)? {
             There::Nothing => is_free = true,
             There::Object(bytes) => return Ok(Stored::AlreadyThere(bytes)),
             There::Other => count(&self.counters.replaced),
@@ -66,7 +66,7 @@ impl Files {
         }
         // What is in its own place is found first, so it has to be the object.
         for other in others.filter(|_| is_free) {
-            if let There::Object(bytes) = there(&dir, &other, object)? {
+            if let There::Object(bytes) = self.there(&dir, &other, object)? {
                 self.found_at(&other);
                 return Ok(Stored::AlreadyThere(bytes));
             }
@@ -224,41 +224,43 @@ pub(super) fn key_digest(place: &Place, object: &ObjectSpec) -> u128 {
     }
 }
 
-/// Looks at what is in a place; the object's bytes themselves are not compared.
-fn there(dir: &OwnedFd, place: &Place, object: &ObjectSpec) -> Result<There, L2Error> {
-    let Some(seen) = stat(dir, &place.path)? else {
-        return Ok(There::Nothing);
-    };
-    if !is_file(&seen) {
-        return Ok(There::Foreign);
-    }
-    let Some(form) = form_of(size(&seen), object.len, place.text_len()) else {
-        return Ok(There::Other);
-    };
-    let refused = |error| io::refused("read", &place.path, error);
-    let file = match rustix::fs::openat(dir, &place.path, READ_FLAGS, Mode::empty()) {
-        Ok(file) => file,
-        Err(Errno::NOENT) => return Ok(There::Nothing),
-        // It cannot be read by us ever.
-        Err(Errno::ACCESS | Errno::PERM) => return Ok(There::Other),
-        Err(error) => return Err(refused(error)),
-    };
-    let end = match read_end(&file, size(&seen), place.text_len()) {
-        Err(Errno::IO) => return Ok(There::Other),
-        end => end.map_err(refused)?,
-    };
-    let is_object = match (form, end) {
-        (Form::Bare, end) => end.is_none(),
-        (Form::Trailed, None) => false,
-        (Form::Trailed, Some((trailer, text))) => {
-            trailer.is_of(object, key_digest(place, object))
-                && text == place.text.as_deref().unwrap_or_default().as_bytes()
+impl Files {
+    /// Looks at what is in a place; the object's bytes themselves are not compared.
+    fn there(&self, dir: &OwnedFd, place: &Place, object: &ObjectSpec) -> Result<There, L2Error> {
+        let Some(seen) = stat(dir, &place.path)? else {
+            return Ok(There::Nothing);
+        };
+        if !is_file(&seen) {
+            return Ok(There::Foreign);
         }
-    };
-    Ok(match is_object {
-        true => There::Object(size(&seen)),
-        false => There::Other,
-    })
+        let Some(form) = form_of(size(&seen), object.len, place.text_len()) else {
+            return Ok(There::Other);
+        };
+        let refused = |error| io::refused("read", &place.path, error);
+        let file = match rustix::fs::openat(dir, &place.path, READ_FLAGS, Mode::empty()) {
+            Ok(file) => file,
+            Err(Errno::NOENT) => return Ok(There::Nothing),
+            // It cannot be read by us ever.
+            Err(Errno::ACCESS | Errno::PERM) => return Ok(There::Other),
+            Err(error) => return Err(refused(error)),
+        };
+        let end = match read_end(&file, size(&seen), place.text_len()) {
+            Err(Errno::IO) => return Ok(There::Other),
+            end => end.map_err(refused)?,
+        };
+        let is_object = match (form, end) {
+            (Form::Bare, end) => self.accepts(form) && end.is_none(),
+            (Form::Trailed, None) => false,
+            (Form::Trailed, Some((trailer, text))) => {
+                trailer.is_of(object, key_digest(place, object))
+                    && text == place.text.as_deref().unwrap_or_default().as_bytes()
+            }
+        };
+        Ok(match is_object {
+            true => There::Object(size(&seen)),
+            false => There::Other,
+        })
+    }
 }
 
 impl Trailer {

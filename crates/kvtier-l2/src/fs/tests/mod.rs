@@ -258,7 +258,7 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
     };
     for kind in ["fs", "fs_native"] {
         let more = r#","layout":"sharded","names":"0.4","fsync":"file+dir","relative_tmp_dir":"a/b",
-            "use_odirect":true,"num_workers":3,"read_ahead_size":4096,"max_capacity_gb":1.5"#;
+            "use_odirect":true,"num_workers":3,"read_ahead_size":4096,"require_checksum":true,"max_capacity_gb":1.5"#;
         let config = given(kind, more).unwrap();
         let expected = FsOptions {
             base_path: dir.path().join(kind),
@@ -269,6 +269,7 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
             layout: Layout::Sharded,
             names: KeyShape::Ungrouped,
             fsync: Fsync::FileAndDir,
+            require_checksum: true,
         };
         assert_eq!(FsOptions::of(&config.options), expected);
         assert_eq!(config.options.gib("max_capacity_gb"), 3 << 29);

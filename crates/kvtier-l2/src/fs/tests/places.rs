@@ -28,6 +28,26 @@ fn files_of_lmcache_are_read_without_a_checksum() {
 }
 
 #[test]
+fn files_without_a_checksum_are_none_where_one_is_required() {
+    let fixture = Fixture::with(|options| options.require_checksum = true);
+    // LMCache's, and one of ours cut off right behind the object.
+    fixture.write_bare(&object(1), KeyShape::Grouped, 0);
+    fixture.store(&object(2)).unwrap();
+    let cut = fs::OpenOptions::new()
+        .write(true)
+        .open(fixture.path(&object(2)));
+    cut.unwrap().set_len(LEN).unwrap();
+    for number in [1, 2] {
+        assert!(!fixture.has(&object(number)));
+        assert_eq!(fixture.load(&object(number)), Err(ErrorKind::NotFound));
+        assert!(fixture.path(&object(number)).exists());
+        let stored = fixture.store(&object(number));
+        assert!(matches!(stored, Ok(Stored::Written(_))));
+        assert_eq!(fixture.load(&object(number)), Ok(true));
+    }
+}
+
+#[test]
 fn both_generations_are_found_and_the_asked_one_is_written() {
     for (names, other) in [
         (KeyShape::Grouped, KeyShape::Ungrouped),
