@@ -15,12 +15,16 @@ struct Server {
 
 impl Server {
     fn start(name: &str) -> Self {
+        Self::start_with(name, "0.25")
+    }
+
+    fn start_with(name: &str, l1_size_gb: &str) -> Self {
         let (port, http_port) = (free_port(), free_port());
         let child = Command::new(KVTIER)
             .args([
                 "server",
                 "--l1-size-gb",
-                "0.25",
+                l1_size_gb,
                 "--port",
                 &port.to_string(),
             ])
@@ -117,6 +121,22 @@ fn the_whole_table_runs_and_every_byte_is_right() {
     }
     assert_eq!(rows[9]["count"], 6);
     assert!(output.status.success());
+}
+
+#[test]
+fn chunks_that_are_evicted_are_told_with_what_to_change() {
+    let server = Server::start_with("bench_evicted", "0.01");
+    let output = server.bench(&[
+        "--scenario=engine-driven",
+        "--volume=16MiB",
+        "--chunk-bytes=256KiB",
+    ]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("0 of 8 stored chunks are found; evicted? --volume"),
+        "{text}"
+    );
 }
 
 #[test]

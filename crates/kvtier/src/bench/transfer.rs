@@ -127,7 +127,7 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
                 Some(_) => {}
             }
         } else {
-            retrieves.failure(|| format!("{hits} of {wanted} stored chunks are found"));
+            retrieves.failure(|| lost(hits, wanted));
         }
         worker.connection().end_session(&request)?;
     }
@@ -222,7 +222,7 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
                 }
             }
         } else {
-            retrieves.failure(|| format!("{hits} of {per_request} stored chunks are found"));
+            retrieves.failure(|| lost(hits, per_request));
         }
         worker.connection().end_session(&request)?;
     }
@@ -285,6 +285,12 @@ fn blocks(context: &Context, worker: &LmcacheDrivenWorker, chunks: u64) -> (Vec<
         ids
     };
     (shuffled(1), shuffled(1 + count))
+}
+
+fn lost(hits: u64, stored: u64) -> String {
+    format!(
+        "{hits} of {stored} stored chunks are found; evicted? --volume (or what --requests store) has to be less than L1"
+    )
 }
 
 /// How long chunks may take to be found after their store was answered: LMCache's server answers some time before.
