@@ -173,6 +173,38 @@ fn the_demo_is_right_and_its_figures_add_up() {
 }
 
 #[test]
+fn a_demo_with_a_directory_gets_its_prompts_back_from_there() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().to_str().unwrap();
+    let flags = ["demo", "--turns", "2", "--seconds", "0", "--json"];
+    let demo = |path| kvtier(&[&flags[..], &["--l1-size-gb", "0.0625", "--l2", path]].concat());
+    // The second one finds what the first has written.
+    let chunks = [(); 2].map(|()| {
+        let output = demo(path);
+        assert!(output.status.success(), "{:?}", lines(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let chunks = report["l2"]["verified_chunks"].as_u64().unwrap();
+        let bytes = report["l2"]["retrieved_bytes"].as_u64().unwrap();
+        assert_eq!(bytes, chunks * report["chunk_bytes"].as_u64().unwrap());
+        chunks
+    });
+    // Four tenants, each at least the two whole chunks of the system prompt.
+    assert!(chunks[0] >= 8 && chunks[0] == chunks[1], "{chunks:?}");
+    let files = std::fs::read_dir(path).unwrap();
+    let files = files.filter(|file| {
+        !file
+            .as_ref()
+            .unwrap()
+            .file_name()
+            .as_encoded_bytes()
+            .starts_with(b".")
+    });
+    assert_eq!(files.count() as u64, chunks[0]);
+    let line = complaint(&demo("/dev/null"), 1);
+    assert!(line.contains("base_path /dev/null"), "{line}");
+}
+
+#[test]
 fn a_demo_removes_the_pool_of_one_that_was_killed() {
     let mut killed = Command::new(KVTIER)
         .args(["demo", "--l1-size-gb", "0.0625", "--turns", "1"])

@@ -4,7 +4,8 @@
 //! behind one shared system prompt. Each turn is what an engine does: look the prompt up, load what hit, save the rest.
 //! First everything fits, and every hit must be complete; then far more is said than fits, and the cache has to evict.
 //! Every chunk that comes back is compared with the bytes its tenant and its whole prefix stand for, and tenants keep
-//! asking for each other's prompts. The command succeeds only if all of it was right.
+//! asking for each other's prompts. With `--l2`, a second server then shows that prompts come back from a directory.
+//! The command succeeds only if all of it was right.
 
 mod conversation;
 mod display;
@@ -13,6 +14,7 @@ mod ledger;
 mod numbers;
 mod report;
 mod tally;
+mod tier;
 mod workload;
 
 use std::process::ExitCode;
@@ -56,6 +58,10 @@ pub struct DemoArgs {
     /// Size of the server's L1 in GiB
     #[arg(long, value_name = "GB", default_value_t = 0.25)]
     l1_size_gb: f64,
+    /// A directory for a second tier: at the end, a server with it shows that prompts come back when L1 was emptied.
+    /// What it writes there stays
+    #[arg(long, value_name = "DIR")]
+    l2: Option<String>,
     /// Print the result as JSON instead of tables
     #[arg(long)]
     json: bool,
@@ -73,12 +79,21 @@ fn seconds(text: &str) -> Result<f64, String> {
 /// Runs the demo. Exit code 0 if all was right, 1 if not, 130 after Ctrl-C.
 pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     let stop = signals::stop_flag()?;
-    let config = server_config(args)?;
+    let config = server_config(args, None)?;
+    // Before anything is played, so that a directory that cannot be used is told at once.
+    let tiered = args.l2.as_deref().map(|dir| server_config(args, Some(dir)));
+    let tiered = tiered.transpose()?;
     let _log = kvtier_server::logging::init(&config).context("no thread for the log")?;
     let mut server = Server::start(config)?;
-    let outcome = play(args, &server, stop);
+    let outcome = play(args, &server, Arc::clone(&stop));
     server.stop();
-    let report = outcome?;
+    let mut report = outcome?;
+    if let Some(config) = tiered.filter(|_| !report.interrupted) {
+        let mut server = Server::start(config)?;
+        let outcome = recall(args, &server, stop, &mut report);
+        server.stop();
+        outcome?;
+    }
     report.print(args.json).context("cannot write the report")?;
     Ok(match (report.interrupted, report.ok) {
         (true, _) => ExitCode::from(signals::INTERRUPTED),
@@ -87,21 +102,30 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Those of the server that no flag at all gives, but for its ports, its size and the name of its pool.
-fn server_config(args: &DemoArgs) -> anyhow::Result<ServerConfig> {
+/// Those of the server that no flag at all gives, but for its ports, its size, the name of its pool, and its tier.
+fn server_config(args: &DemoArgs, l2: Option<&str>) -> anyhow::Result<ServerConfig> {
     // A demo that was killed could not remove its own, and no other one has its name.
     kvtier_server::remove_stale_pools(POOL_PREFIX);
     let (size, pool) = (
         format!("--l1-size-gb={}", args.l1_size_gb),
         format!("--shm-name={POOL_PREFIX}{}", std::process::id()),
     );
-    let mut config = ServerConfig::from_flags(&[
+    let adapter = l2.map(|dir| {
+        let adapter = serde_json::json!({ "type": "fs", "base_path": dir });
+        format!("--l2-adapter={adapter}")
+    });
+    let mut flags = vec![
         "--port=0",
         "--http-port=0",
         "--log-level=warn",
         &size,
         &pool,
-    ])?;
+    ];
+    flags.extend(adapter.as_deref());
+    let mut config = ServerConfig::from_flags(&flags)?;
+    if let Some(obstacle) = config.l2.as_ref().and_then(|l2| l2.obstacle()) {
+        anyhow::bail!(obstacle);
+    }
     // Where /dev/shm is small, the demo does without the pool, as a server without flags does.
     config.shm_required = false;
     Ok(config)
@@ -112,16 +136,7 @@ fn play(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> anyhow::Resu
     let config = server.engine().config();
     let chunk_tokens = config.chunk_size as usize;
     let longest = conversation::longest(args.turns, chunk_tokens);
-    let stage = Stage {
-        endpoint: server.endpoint().to_owned(),
-        seed: args.seed,
-        turns: args.turns,
-        chunk_tokens,
-        system: conversation::system_prompt(args.seed),
-        ledger: ledger::Ledger::default(),
-        stop,
-        progress: workload::Progress::default(),
-    };
+    let stage = stage(args, server, stop);
     let capacity = (config.l1_bytes / (chunk_tokens as u64 * engine::TOKEN_BYTES)) as usize;
     let shared = conversation::shared(chunk_tokens);
     let needed = TENANTS.len() * (Kind::ALL.len() * (longest - shared) + shared);
@@ -198,6 +213,35 @@ fn play(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> anyhow::Resu
     nothing_is_left(server, &mut report.faults);
     report.close(began.elapsed(), stage.stopped());
     Ok(report)
+}
+
+fn stage(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> Stage {
+    Stage {
+        endpoint: server.endpoint().to_owned(),
+        seed: args.seed,
+        turns: args.turns,
+        chunk_tokens: server.engine().config().chunk_size as usize,
+        system: conversation::system_prompt(args.seed),
+        ledger: ledger::Ledger::default(),
+        stop,
+        progress: workload::Progress::default(),
+    }
+}
+
+/// The part with a second tier, on a server that has one.
+fn recall(
+    args: &DemoArgs,
+    server: &Server,
+    stop: Arc<AtomicBool>,
+    report: &mut Report,
+) -> anyhow::Result<()> {
+    let began = Instant::now();
+    let stage = stage(args, server, stop);
+    let longest = conversation::longest(args.turns, stage.chunk_tokens);
+    report.recall = Some(tier::play(&stage, server, longest, &mut report.faults)?);
+    nothing_is_left(server, &mut report.faults);
+    report.close(report.took + began.elapsed(), stage.stopped());
+    Ok(())
 }
 
 /// Runs `serve` for all parties, each on a thread of its own.

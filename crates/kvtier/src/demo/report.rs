@@ -9,6 +9,7 @@ use kvtier_server::{Server, ServerConfig};
 use serde_json::{Value, json};
 
 use super::tally::{Counts, Faults, KindLatencies, Latencies};
+use super::tier::Recall;
 use super::workload::{Party, TENANTS};
 use super::{by_kind, take_counts};
 
@@ -75,10 +76,12 @@ pub(super) struct Report {
     chunk_tokens: u32,
     chunk_bytes: u64,
     l1_bytes: u64,
-    took: Duration,
+    pub(super) took: Duration,
     pub(super) phases: Vec<Phase>,
     pub(super) latencies: Vec<KindLatencies>,
     pub(super) faults: Faults,
+    /// What a second tier gave back, if there was one.
+    pub(super) recall: Option<Recall>,
     pub(super) interrupted: bool,
     pub(super) ok: bool,
 }
@@ -94,6 +97,7 @@ impl Report {
             phases: Vec::new(),
             latencies: Vec::new(),
             faults: Faults::default(),
+            recall: None,
             interrupted: false,
             ok: false,
         }
@@ -133,6 +137,14 @@ impl Report {
             total.foreign_lookups,
             total.foreign_loads,
         )?;
+        if let Some(recall) = &self.recall {
+            writeln!(
+                out,
+                "With L1 emptied, {} chunks ({}) came back from the second tier and were compared.",
+                recall.chunks,
+                HumanBytes(recall.bytes)
+            )?;
+        }
         for fault in &self.faults.told {
             writeln!(out, "WRONG: {fault}")?;
         }
@@ -164,7 +176,7 @@ impl Report {
                 })
             })
             .collect();
-        json!({
+        let mut value = json!({
             "ok": self.ok,
             "interrupted": self.interrupted,
             "version": env!("CARGO_PKG_VERSION"),
@@ -178,7 +190,12 @@ impl Report {
             "phases": phases,
             "latency_us": latencies,
             "faults": { "count": self.faults.count, "first": self.faults.told },
-        })
+        });
+        if let Some(recall) = &self.recall {
+            value["l2"] =
+                json!({ "verified_chunks": recall.chunks, "retrieved_bytes": recall.bytes });
+        }
+        value
     }
 
     fn phase_table(&self) -> Table {
