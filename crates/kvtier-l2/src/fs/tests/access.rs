@@ -16,7 +16,7 @@ fn be_nobody_special() {
 }
 
 fn lock(path: &Path) {
-    fs::set_permissions(path, fs::Permissions::from_mode(0)).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o000)).unwrap();
 }
 
 /// What this thread gets, as the pool's are not deprived of anything.
