@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
-use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags, Stat};
+use rustix::fs::{Access, AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use super::names::{QUARANTINE, TEMPORARY};
@@ -59,6 +59,8 @@ impl Base {
             inside => format!("{inside}/"),
         };
         let dir = make(&path, &temporary)?;
+        // Told now rather than at every store.
+        rustix::fs::access(&path, Access::WRITE_OK | Access::EXEC_OK)?;
         let kept = count_kept(&dir);
         let writer = format!("{TEMPORARY}{:016x}", unique());
         Ok(Self {

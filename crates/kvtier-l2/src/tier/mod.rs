@@ -14,13 +14,13 @@ mod usage;
 mod writing;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
 use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, ResidentObject, Space, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 pub use usage::AdapterUsage;
 
@@ -105,7 +105,8 @@ pub struct Tier {
     started: Instant,
     recovery: watch::Sender<Recovery>,
     /// The backend had no room at the last store.
-    full: AtomicBool,
+    /// Why the last batch could not be stored, or not all of it.
+    trouble: Mutex<Option<L2Error>>,
 }
 
 /// The place of a key in the index. Layouts are not part of names in a backend.
@@ -159,7 +160,7 @@ impl Tier {
             counters: TierCounters::default(),
             started: Instant::now(),
             recovery: watch::Sender::new(recovery),
-            full: AtomicBool::new(false),
+            trouble: Mutex::new(None),
         }
     }
 
@@ -183,9 +184,15 @@ impl Tier {
         &self.counters
     }
 
+    /// Why the last store failed; `None` once one has gone well.
+    pub fn last_store_error(&self) -> Option<L2Error> {
+        self.trouble.lock().clone()
+    }
+
     /// Whether the backend had no room at the last store.
     pub fn is_full(&self) -> bool {
-        self.full.load(Ordering::Relaxed)
+        self.last_store_error()
+            .is_some_and(|error| error.kind() == ErrorKind::Full)
     }
 
     fn now(&self) -> Duration {

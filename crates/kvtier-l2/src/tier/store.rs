@@ -1,7 +1,5 @@
 //! Storing: bytes are set aside in the index, what has to leave for them is deleted, and then they are written.
 
-use std::sync::atomic::Ordering;
-
 use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest};
 use kvtier_core::object_key::ObjectKey;
 
@@ -231,7 +229,7 @@ impl Tier {
     }
 
     fn count_stored(&self, results: &[Result<Stored, L2Error>]) {
-        let mut full = false;
+        let mut trouble = None;
         for result in results {
             match result {
                 Ok(Stored::Written(bytes)) => {
@@ -240,21 +238,30 @@ impl Tier {
                 }
                 Ok(Stored::AlreadyThere(_)) => self.counters.already_there.add(1),
                 Err(error) => {
-                    full |= error.kind() == ErrorKind::Full;
                     self.counters.store_failures.add(error.kind());
+                    trouble = Some(error.clone());
                 }
             }
         }
-        if results.is_empty() || self.full.swap(full, Ordering::Relaxed) == full {
+        if !results.is_empty() {
+            self.note(trouble);
+        }
+    }
+
+    /// Notes how the last store went. The log hears of each kind of trouble once, and of its end.
+    fn note(&self, trouble: Option<L2Error>) {
+        let before = std::mem::replace(&mut *self.trouble.lock(), trouble.clone());
+        let kind = |trouble: &Option<L2Error>| trouble.as_ref().map(L2Error::kind);
+        if kind(&before) == kind(&trouble) {
             return;
         }
-        if full {
-            tracing::warn!(
-                tier = self.name(),
-                "no room: objects are not stored until there is some again"
-            );
-        } else {
-            tracing::info!(tier = self.name(), "there is room again");
+        let tier = self.name();
+        match trouble {
+            Some(error) if error.kind() == ErrorKind::Full => {
+                tracing::warn!(tier, %error, "no room: objects are not stored until there is some again");
+            }
+            Some(error) => tracing::warn!(tier, %error, "objects cannot be stored"),
+            None => tracing::info!(tier, "objects are stored again"),
         }
     }
 }

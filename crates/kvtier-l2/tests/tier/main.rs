@@ -96,6 +96,12 @@ async fn an_item_that_fails_fails_alone_and_counts_nothing() {
     let results = store(&tier, &bytes, [1, 2, 3]).await;
     let written = Ok(Stored::Written(SIZE));
     assert_eq!(results, [written, Err(ErrorKind::Refused), written]);
+    assert_eq!(
+        tier.last_store_error().unwrap().to_string(),
+        "as the test says"
+    );
+    store(&tier, &bytes, [4]).await;
+    assert_eq!(tier.last_store_error(), None);
     assert_eq!(tier.counters().store_failures.get()["refused"], 1);
     assert_books(&tier, &memory);
 }

@@ -133,6 +133,10 @@ impl L2 {
             ),
             ("cache_salt_count", json!(stats.salts)),
             ("is_full", json!(tier.is_full())),
+            (
+                "last_store_error",
+                json!(tier.last_store_error().map(|error| error.to_string())),
+            ),
             ("recovery", recovery),
             ("pending_objects", json!(stores.queued_objects)),
             ("pending_bytes", json!(stores.queued_bytes)),
