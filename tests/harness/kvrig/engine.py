@@ -1,10 +1,11 @@
 """A simulated inference engine around LMCache's own scheduler and worker adapters.
 
-Nothing of the client is replaced: the adapters, their transfer contexts, heartbeats and wire
-code are LMCache's. Only the model is missing: paged KV tensors hold random bytes.
+Nothing of the client is replaced (but one lock, see below): the adapters, their transfer contexts, heartbeats and
+wire code are LMCache's. Only the model is missing: paged KV tensors hold random bytes.
 """
 
 import random
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -16,12 +17,17 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import (
     ParallelStrategy,
 )
 from lmcache.v1.multiprocess.group_view import EngineGroupInfo
+from lmcache.v1.platform.devices.cpu import shm
 
 from . import layouts
 from .waiting import wait_until
 
 # The tensors are small: more threads would wait for each other, and for the server, longer than they work.
 torch.set_num_threads(1)
+
+# The client registers tensors under this lock, and takes it again when tensors of an earlier engine are collected as
+# garbage: in one process with many engines that is the same thread, now and then, which would wait for itself.
+shm._CPU_SHM_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
