@@ -19,6 +19,7 @@ pytestmark = pytest.mark.ours("it serves what is damaged and forgets what it has
 
 MIB = 1 / 1024  # of a GiB
 DAMAGE = r"not what was stored"
+CANNOT_STORE = r"objects cannot be stored"
 
 # 96 KiB a chunk.
 BIG = [Group(layout("kv_first_nhd", heads=8, size=64))]
@@ -99,7 +100,7 @@ def test_damaged_file(serve, engines, tmp_path, name, when):
     """The hit ends before the damaged chunk, what is beside it is untouched, and the next store mends it."""
     damage, directory = DAMAGES[name], tmp_path / "tier"
     server = serve(flags=tiers.fs(directory))
-    for expected in (DAMAGE, r"instance"):
+    for expected in (DAMAGE, r"instance", CANNOT_STORE + r".*in the place of .* is no file"):
         server.expect_trouble(expected)
     engine = engines(server, groups=BIG)
     paths = tiers.store_in_order(engine, 1, directory)
@@ -333,14 +334,18 @@ def test_directory_that_cannot_be_made_again(serve, engines, tmp_path):
     """A file lies where the directory was: stores and status say so, L1 goes on, and it recovers by itself."""
     directory = tmp_path / "tier"
     server = serve(flags=tiers.fs(directory))
+    server.expect_trouble(CANNOT_STORE)
     engine = engines(server)
     tiers.store(engine, 1)
     tiers.wait_files(directory, 4)
     shutil.rmtree(directory)
     directory.write_bytes(b"in the way")
-    tiers.store(engine, 2)
-    tiers.settled(server)
+    for seed in (2, 4, 5):
+        tiers.store(engine, seed)
+        tiers.settled(server)
     assert not tiers.tier(server)["is_healthy"]
+    assert tiers.tier(server)["last_store_error"]
+    assert len([line for line in server.lines() if "cannot be stored" in line]) == 1, "once, when it begins"
     assert tiers.recall(engine, 1) == tiers.recall(engine, 2) == 64
     directory.unlink()
     tiers.store(engine, 3)
@@ -349,6 +354,7 @@ def test_directory_that_cannot_be_made_again(serve, engines, tmp_path):
     tiers.forget(engine)
     assert tiers.recall(engine, 3) == 64
     assert tiers.tier(server)["is_healthy"]
+    assert not tiers.tier(server)["last_store_error"]
 
 
 @pytest.fixture
@@ -377,6 +383,7 @@ def test_read_only_directory(unprivileged, serve, engines):
     """Made read-only while running: loads go on, stores fail and say so; writable again, it recovers by itself."""
     command, directory = unprivileged
     server = serve("engine_pickle", command=command, flags=tiers.fs(directory))
+    server.expect_trouble(CANNOT_STORE)
     engine = engines(server)
     tiers.store(engine, 1)
     tiers.wait_files(directory, 4)
@@ -385,6 +392,7 @@ def test_read_only_directory(unprivileged, serve, engines):
     tiers.store(engine, 2)
     tiers.settled(server)
     assert not tiers.tier(server)["is_healthy"]
+    assert "ermission denied" in tiers.tier(server)["last_store_error"]
     assert len(tiers.files(directory)) == 4
     tiers.forget(engine)
     assert tiers.recall(engine, 1) == 64
@@ -401,6 +409,7 @@ def test_unreadable_file(unprivileged, serve, engines):
     """A file that the server may not open is a miss, and is replaced by the next store."""
     command, directory = unprivileged
     server = serve("engine_pickle", command=command, flags=tiers.fs(directory))
+    server.expect_trouble(DAMAGE)
     engine = engines(server)
     paths = tiers.store_in_order(engine, 1, directory)
     paths[2].chmod(0)
@@ -413,22 +422,13 @@ def test_unreadable_file(unprivileged, serve, engines):
     assert tiers.recall(engine, 1) == 64
 
 
-def test_read_only_from_the_start(unprivileged, serve, engines):
-    """A directory that others fill: everything in it is served, nothing is written."""
+def test_read_only_from_the_start(unprivileged, serve):
+    """A directory in which nothing can be written is refused at the start, in one line that names it."""
     command, directory = unprivileged
-    writer = engines(serve("engine_pickle", command=command, flags=tiers.fs(directory)))
-    tiers.store(writer, 1)
-    tiers.wait_files(directory, 4)
     directory.chmod(0o500)
-    server = serve("engine_pickle", command=command, flags=tiers.fs(directory))
-    reader = engines(server)
-    assert tiers.recall(reader, 1) == 64
-    tiers.store(reader, 2)
-    tiers.settled(server)
-    assert tiers.recall(reader, 2) == 64
-    tiers.forget(reader)
-    assert tiers.recall(reader, 2) == 0
-    assert tiers.recall(reader, 1) == 64
+    with pytest.raises(RuntimeError) as refused:
+        serve("engine_pickle", command=command, flags=tiers.fs(directory))
+    assert f"base_path {directory}: Permission denied" in str(refused.value)
 
 
 # -- full disks -------------------------------------------------------------------------------

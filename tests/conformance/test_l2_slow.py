@@ -123,7 +123,7 @@ def test_breaker_leaves_a_dead_tier_alone(serve, engines):
     """Stores that miss their deadline open it: what comes next is refused at once, and the status says so."""
     server = serve(flags=mock(0.001, store_timeout_ms=50, breaker_failures=2, breaker_pause_ms=600_000,
                               breaker_pause_max_ms=600_000))  # fmt: skip
-    server.expect_trouble(r"breaker|given up|deadline|leaves?|open")
+    server.expect_trouble(r"objects cannot be stored|given up|breaker|closing it takes")
     engine = engines(server)
     for seed in range(6):
         tiers.store(engine, seed)
