@@ -43,7 +43,11 @@ impl Tier {
     pub(super) fn condemn_evicted(&self) {
         self.condemned.add(|| {
             let evicted = self.index.take_evicted().into_iter();
-            let key = |object| Some((key_of(&object)?, object.bytes));
+            let key = |object| {
+                let key = key_of(&object)?;
+                self.unsure.settle(&key);
+                Some((key, object.bytes))
+            };
             evicted.filter_map(key).collect()
         });
     }

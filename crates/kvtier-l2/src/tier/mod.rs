@@ -10,6 +10,7 @@ mod counters;
 mod eviction;
 mod recovery;
 mod store;
+mod unsure;
 mod usage;
 mod writing;
 
@@ -30,6 +31,7 @@ use crate::object::{LoadItem, ObjectSpec};
 use budget::Budget;
 use condemned::{Claim, Condemned};
 pub use recovery::Recovery;
+use unsure::Unsure;
 use writing::Writing;
 
 /// When a tier makes room before it has to.
@@ -99,12 +101,12 @@ pub struct Tier {
     adapter: Arc<dyn Adapter>,
     index: Cache<Budget>,
     condemned: Arc<Condemned>,
+    unsure: Unsure,
     writing: Writing,
     config: TierConfig,
     counters: TierCounters,
     started: Instant,
     recovery: watch::Sender<Recovery>,
-    /// The backend had no room at the last store.
     /// Why the last batch could not be stored, or not all of it.
     trouble: Mutex<Option<L2Error>>,
 }
@@ -155,6 +157,7 @@ impl Tier {
             adapter,
             index,
             condemned: Arc::default(),
+            unsure: Unsure::default(),
             writing: Writing::default(),
             config,
             counters: TierCounters::default(),
@@ -242,28 +245,31 @@ impl Tier {
     /// When the backend cannot be asked.
     pub async fn lookup(&self, batch: Vec<ObjectSpec>) -> Result<Vec<Option<TierLease>>, L2Error> {
         self.counters.looked_up.add(batch.len() as u64);
-        let mut held: Vec<_> = batch.iter().map(|object| self.pin(&object.key)).collect();
-        if self.adapter.capabilities().shared || self.is_recovering() {
-            let unknown: Vec<_> = held
-                .iter()
-                .enumerate()
-                .filter(|(_, held)| held.is_none())
-                .map(|(place, _)| place)
-                .collect();
-            if !unknown.is_empty() {
-                let asked = unknown.iter().map(|place| batch[*place].clone()).collect();
-                let found = self.adapter.lookup(asked).await?;
-                for (place, bytes) in unknown.into_iter().zip(found) {
-                    let Some(bytes) = bytes else { continue };
-                    let key = &batch[place].key;
-                    if self.adopt(key, bytes) != Adopted::Leaving {
-                        // Without room in the index it is there all the same.
-                        held[place] = Some(self.pin(key).unwrap_or(TierLease { _lease: None }));
-                    }
-                }
-                // Who looks something up does not wait for deletes.
-                self.condemn_evicted();
+        let may_have_more = self.adapter.capabilities().shared || self.is_recovering();
+        let (mut held, mut unknown) = (Vec::with_capacity(batch.len()), Vec::new());
+        for (place, object) in batch.iter().enumerate() {
+            let is_unsure = self.unsure.has(&object.key);
+            let lease = (!is_unsure).then(|| self.pin(&object.key)).flatten();
+            if lease.is_none() && (is_unsure || may_have_more) {
+                unknown.push(place);
             }
+            held.push(lease);
+        }
+        if !unknown.is_empty() {
+            let asked = unknown.iter().map(|place| batch[*place].clone()).collect();
+            let found = self.adapter.lookup(asked).await?;
+            for (place, bytes) in unknown.into_iter().zip(found) {
+                // What is unsure stays so: it may come yet.
+                let Some(bytes) = bytes else { continue };
+                let key = &batch[place].key;
+                self.unsure.settle(key);
+                if self.adopt(key, bytes) != Adopted::Leaving {
+                    // Without room in the index it is there all the same.
+                    held[place] = Some(self.pin(key).unwrap_or(TierLease { _lease: None }));
+                }
+            }
+            // Who looks something up does not wait for deletes.
+            self.condemn_evicted();
         }
         let found = held.iter().flatten().count();
         self.counters.found.add(found as u64);
@@ -284,6 +290,7 @@ impl Tier {
         for (object, result) in objects.iter().zip(&results) {
             match result {
                 Ok(loaded) => {
+                    self.unsure.settle(&object.key);
                     self.counters.loaded_objects.add(1);
                     self.counters.loaded_bytes.add(object.len);
                     self.counters.unverified.add(u64::from(!loaded.verified));
@@ -296,6 +303,7 @@ impl Tier {
                     ) {
                         self.index
                             .remove(&space(&object.key), &[object.key.chunk_hash()], true);
+                        self.unsure.settle(&object.key);
                     }
                     if error.kind() == ErrorKind::Corrupt {
                         tracing::warn!(tier = self.name(), %error, "a stored object is not what was stored");
@@ -314,6 +322,7 @@ impl Tier {
             let was = self.index.remove(&space(key), &[key.chunk_hash()], force);
             if was.objects > 0 {
                 marked.taken_out(key, was.bytes);
+                self.unsure.settle(key);
             }
             was
         };
@@ -336,10 +345,11 @@ impl Tier {
                 }
                 Err(error) => {
                     // It still takes its bytes; without room in the index it is deleted later.
-                    if let Some(bytes) = marked.answered(key)
-                        && !self.enter(key, bytes)
-                    {
-                        marked.taken_out(key, bytes);
+                    if let Some(bytes) = marked.answered(key) {
+                        match self.enter(key, bytes) {
+                            true => self.unsure.add(key),
+                            false => marked.taken_out(key, bytes),
+                        }
                     }
                     Err(error)
                 }

@@ -18,49 +18,66 @@ struct Room {
     ended: u64,
 }
 
+/// How far an object is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sent {
+    /// Not at all, or it was refused: it is not there.
+    No,
+    /// The work may go on, and nobody tells how it ends.
+    Unanswered,
+    /// It is there.
+    Done,
+}
+
 /// Bytes set aside for an object. Dropped without an answer, it is counted as stored once it was sent: it may be there.
 struct Staged<'a> {
     tier: &'a Tier,
     place: usize,
     key: ObjectKey,
     bytes: u64,
+    /// None where the index has it already, unsure.
     reservation: Option<Reservation<Budget>>,
     /// It was to be deleted before; bytes that are there then.
     spared: Option<u64>,
-    is_sent: bool,
+    sent: Sent,
     _writing: Begun<'a>,
 }
 
 impl Staged<'_> {
     fn settle(mut self, result: &Result<Stored, L2Error>) {
-        match result {
-            Ok(stored) if stored.bytes() != self.bytes => {
-                drop(self.reservation.take());
-                if !self.tier.enter(&self.key, stored.bytes()) {
-                    let key = self.key.clone();
-                    self.tier.condemned.add(|| vec![(key, stored.bytes())]);
+        self.sent = match result {
+            Ok(stored) => {
+                if stored.bytes() != self.bytes {
+                    self.bytes = stored.bytes();
+                    drop(self.reservation.take());
                 }
+                Sent::Done
             }
-            Ok(_) => {}
-            // The work goes on, and nobody tells how it ends: a load will.
-            Err(error) if error.kind() == ErrorKind::Deadline => {}
-            Err(_) => self.is_sent = false,
+            Err(error) if error.kind() == ErrorKind::Deadline => Sent::Unanswered,
+            Err(_) => Sent::No,
         }
     }
 }
 
 impl Drop for Staged<'_> {
     fn drop(&mut self) {
-        let Some(reservation) = self.reservation.take() else {
-            return;
-        };
-        if self.is_sent {
-            let _ = reservation.commit(self.tier.now());
+        let (tier, key) = (self.tier, &self.key);
+        let reservation = self.reservation.take();
+        if self.sent == Sent::No {
+            drop(reservation);
+            if let Some(bytes) = self.spared {
+                tier.condemned.add(|| vec![(key.clone(), bytes)]);
+            }
             return;
         }
-        drop(reservation);
-        if let Some(bytes) = self.spared {
-            self.tier.condemned.add(|| vec![(self.key.clone(), bytes)]);
+        match self.sent {
+            Sent::Done => tier.unsure.settle(key),
+            _ => tier.unsure.add(key),
+        }
+        match reservation {
+            Some(reservation) => drop(reservation.commit(tier.now())),
+            None if tier.enter(key, self.bytes) => {}
+            None => tier.condemned.add(|| vec![(key.clone(), self.bytes)]),
         }
     }
 }
@@ -68,8 +85,8 @@ impl Drop for Staged<'_> {
 impl Tier {
     /// Writes what is not there yet; one result each.
     ///
-    /// A bounded tier waits until it knows what it held before the start. What is not answered in time counts as stored:
-    /// it may be there, and a load will tell.
+    /// A bounded tier waits until it knows what it held before the start. What is not answered in time counts, as it may
+    /// be there; nobody is told that it is before the backend has said so.
     pub async fn store(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
         let mut results: Vec<Option<Result<Stored, L2Error>>> = vec![None; batch.len()];
         match self.room().await {
@@ -135,7 +152,7 @@ impl Tier {
             return;
         }
         for object in &mut staged {
-            object.is_sent = true;
+            object.sent = Sent::Unanswered;
         }
         let stored = self.adapter.store(items).await;
         for (object, result) in staged.into_iter().zip(stored) {
@@ -167,7 +184,8 @@ impl Tier {
     ) -> Result<Option<Staged<'_>>, L2Error> {
         let key = &item.object.key;
         let bytes = self.adapter.size_of(item.object.len);
-        if self.index.contains(&space(key), &[key.chunk_hash()])[0] {
+        let is_unsure = self.unsure.has(key);
+        if !is_unsure && self.index.contains(&space(key), &[key.chunk_hash()])[0] {
             // Counts as used; unless it was evicted just now, it is there.
             if self.reserve(key, bytes)?.is_none() {
                 return Ok(None);
@@ -186,14 +204,17 @@ impl Tier {
             )
         })?;
         let reservation = self.reserve(key, bytes)?;
-        Ok(reservation.map(|reservation| Staged {
+        if reservation.is_none() && !is_unsure {
+            return Ok(None);
+        }
+        Ok(Some(Staged {
             tier: self,
             place,
             key: key.clone(),
             bytes,
-            reservation: Some(reservation),
+            reservation,
             spared: None,
-            is_sent: false,
+            sent: Sent::No,
             _writing: writing,
         }))
     }

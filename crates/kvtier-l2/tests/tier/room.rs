@@ -213,6 +213,47 @@ async fn a_store_that_is_not_answered_in_time_counts() {
 }
 
 #[tokio::test]
+async fn what_was_stored_too_late_is_not_taken_for_stored() {
+    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+    let tier = tier(&memory, Some(3));
+    let asked = || memory.stores.load(Ordering::Relaxed);
+    let found = async |number| {
+        let found = tier.lookup(vec![spec(&key(number, ""), LEN)]).await;
+        found.unwrap()[0].is_some()
+    };
+    memory.late.store(true, Ordering::Relaxed);
+    store(&tier, &bytes, [1, 2]).await;
+    memory.objects.lock().clear();
+    // Neither one that never came ...
+    let late = [Err(ErrorKind::Deadline)];
+    assert_eq!(store(&tier, &bytes, [2]).await, late);
+    assert_eq!(asked(), 3);
+    // ... is found, and one that did come is.
+    assert!(!found(1).await && found(2).await);
+    assert_eq!(memory.lookups.load(Ordering::Relaxed), 2);
+    memory.late.store(false, Ordering::Relaxed);
+    for written in [Stored::Written(SIZE), Stored::AlreadyThere(SIZE)] {
+        assert_eq!(store(&tier, &bytes, [1]).await, [Ok(written)]);
+        assert!(found(1).await && found(2).await);
+    }
+    // From then on nobody is asked.
+    assert_eq!((asked(), memory.lookups.load(Ordering::Relaxed)), (4, 2));
+    assert_books(&tier, &memory);
+}
+
+#[tokio::test]
+async fn what_was_deleted_too_late_is_not_taken_for_stored() {
+    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+    let tier = tier(&memory, None);
+    store(&tier, &bytes, [1]).await;
+    *memory.no_delete.lock() = Some(ErrorKind::Deadline);
+    assert!(tier.delete(vec![key(1, "")], false).await[0].is_err());
+    memory.objects.lock().clear();
+    assert_eq!(store(&tier, &bytes, [1]).await, [Ok(Stored::Written(SIZE))]);
+    assert_books(&tier, &memory);
+}
+
+#[tokio::test]
 async fn a_store_whose_caller_has_gone_counts() {
     let memory = Arc::new(Memory {
         store_gate: Some(Semaphore::new(0)),
@@ -225,6 +266,8 @@ async fn a_store_whose_caller_has_gone_counts() {
         begin(dropped.as_mut()).await;
     }
     assert_eq!(tier.usage().objects, 1);
+    let found = tier.lookup(vec![spec(&key(1, ""), LEN)]).await.unwrap();
+    assert!(found[0].is_none(), "nobody has said that it is there");
 }
 
 #[tokio::test]
