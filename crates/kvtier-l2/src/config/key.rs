@@ -53,6 +53,8 @@ pub enum Shape {
     Adapter,
     /// An object whose keys are described elsewhere.
     Object,
+    /// A list of objects that have these keys.
+    Tables(&'static [Key]),
 }
 
 /// What a key is when not given.
@@ -138,6 +140,7 @@ pub(super) enum Setting {
     Integers(Vec<i64>),
     Numbers(Vec<f64>),
     Adapter(Box<super::AdapterConfig>),
+    Tables(Vec<super::Options>),
 }
 
 impl Key {
@@ -213,6 +216,7 @@ impl Key {
             Shape::Numbers(interval) => format!("a list of numbers {interval}"),
             Shape::Adapter => "an adapter's object with a \"type\"".into(),
             Shape::Object => "an object".into(),
+            Shape::Tables(_) => "a list of objects".into(),
         }
     }
 
@@ -221,7 +225,9 @@ impl Key {
     pub fn default_text(&self) -> String {
         match (self.fallback, self.shape) {
             (Fallback::Required, _) => "required".into(),
-            (Fallback::Nothing, Shape::Integers { .. } | Shape::Numbers(_)) => "[]".into(),
+            (Fallback::Nothing, Shape::Integers { .. } | Shape::Numbers(_) | Shape::Tables(_)) => {
+                "[]".into()
+            }
             (Fallback::Nothing, _) => "unset".into(),
             (Fallback::Switch(on), _) => on.to_string(),
             (Fallback::Integer(number), _) => number.to_string(),
@@ -235,6 +241,7 @@ impl Key {
         Some(match (self.fallback, self.shape) {
             (_, Shape::Integers { .. }) => Setting::Integers(Vec::new()),
             (_, Shape::Numbers(_)) => Setting::Numbers(Vec::new()),
+            (_, Shape::Tables(_)) => Setting::Tables(Vec::new()),
             (Fallback::Required | Fallback::Nothing, _) => return None,
             (Fallback::Switch(on), _) => Setting::Switch(on),
             (Fallback::Integer(number), _) => Setting::Integer(number),
@@ -243,7 +250,8 @@ impl Key {
         })
     }
 
-    /// `value`, if this key takes it. [`Shape::Adapter`] and [`Shape::Object`] are not for here: what they hold is.
+    /// `value`, if this key takes it. [`Shape::Adapter`], [`Shape::Object`] and [`Shape::Tables`] are not for here: what they
+    /// hold is.
     pub(super) fn read(&self, value: &Value) -> Option<Setting> {
         let integer =
             |value: &Value, min, max| value.as_i64().filter(|number| (min..=max).contains(number));
@@ -274,7 +282,7 @@ impl Key {
                 .map(|value| number(value, interval))
                 .collect::<Option<_>>()
                 .map(Setting::Numbers),
-            Shape::Adapter | Shape::Object => None,
+            Shape::Adapter | Shape::Object | Shape::Tables(_) => None,
         }
     }
 }

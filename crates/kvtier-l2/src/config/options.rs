@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::error::ConfigError;
 use super::key::{Fallback, Key, Setting, Shape};
-use super::{AdapterConfig, GIB};
+use super::{AdapterConfig, GIB, clip, refuse_rest};
 
 /// The values of a list of keys, all checked, defaults filled in.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,6 +46,7 @@ from_setting! {
     &'a [i64]: Setting::Integers(list) => Some(list);
     &'a [f64]: Setting::Numbers(list) => Some(list);
     &'a AdapterConfig: Setting::Adapter(config) => Some(config);
+    &'a [Options]: Setting::Tables(list) => Some(list);
 }
 
 impl Options {
@@ -71,26 +72,17 @@ impl Options {
         let mut settings = BTreeMap::new();
         for key in keys {
             let given = map.remove(key.name).filter(|value| !value.is_null());
-            let setting =
-                match given {
-                    None if key.fallback == Fallback::Required => {
-                        return Err(ConfigError::new(format!(
-                            "{owner}: key {:?} is missing; give {}",
-                            key.name,
-                            key.allowed()
-                        )));
-                    }
-                    None => key.unset(),
-                    Some(value) if key.shape == Shape::Adapter => {
-                        let config = nested(&value).map_err(|error| {
-                            ConfigError::new(format!("{owner}: key {:?}: {error}", key.name))
-                        })?;
-                        Some(Setting::Adapter(Box::new(config)))
-                    }
-                    Some(value) => Some(key.read(&value).ok_or_else(|| {
-                        ConfigError::value(owner, key.name, &value, key.allowed())
-                    })?),
-                };
+            let setting = match given {
+                None if key.fallback == Fallback::Required => {
+                    return Err(ConfigError::new(format!(
+                        "{owner}: key {:?} is missing; give {}",
+                        key.name,
+                        key.allowed()
+                    )));
+                }
+                None => key.unset(),
+                Some(value) => Some(setting(owner, key, &value, nested)?),
+            };
             if let Some(setting) = setting {
                 settings.insert(key.name, setting);
             }
@@ -161,7 +153,49 @@ impl Options {
             Some(Setting::Integers(list)) => list.as_slice().into(),
             Some(Setting::Numbers(list)) => list.as_slice().into(),
             Some(Setting::Adapter(config)) => config.kind.into(),
+            Some(Setting::Tables(list)) => format!("{} objects", list.len()).into(),
         };
         ConfigError::value(&self.owner, key, &value, allowed)
+    }
+}
+
+/// A value that was given for `key`.
+fn setting(
+    owner: &str,
+    key: &Key,
+    value: &Value,
+    nested: &dyn Fn(&Value) -> Result<AdapterConfig, ConfigError>,
+) -> Result<Setting, ConfigError> {
+    let refused = || ConfigError::value(owner, key.name, value, key.allowed());
+    match key.shape {
+        Shape::Adapter => match nested(value) {
+            Ok(config) => Ok(Setting::Adapter(Box::new(config))),
+            Err(error) => Err(ConfigError::new(format!(
+                "{owner}: key {:?}: {error}",
+                key.name
+            ))),
+        },
+        Shape::Tables(keys) => {
+            let tables = value.as_array().ok_or_else(refused)?.iter().enumerate();
+            let table = |(at, value): (usize, &Value)| {
+                let owner = format!("{owner}: {}[{at}]", key.name);
+                let Value::Object(map) = value else {
+                    let line = format!(
+                        "{owner}: {} is not an object; give one",
+                        clip(&value.to_string())
+                    );
+                    return Err(ConfigError::new(line));
+                };
+                let mut map = map.clone();
+                let options = Options::take(&owner, keys, &mut map)?;
+                refuse_rest(&owner, &map, keys)?;
+                Ok(options)
+            };
+            tables
+                .map(table)
+                .collect::<Result<_, _>>()
+                .map(Setting::Tables)
+        }
+        _ => key.read(value).ok_or_else(refused),
     }
 }

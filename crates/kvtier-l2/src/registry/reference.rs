@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::Registry;
-use crate::config::{COMMON, EVICTION, Key};
+use crate::config::{COMMON, EVICTION, Key, Shape};
 
 impl Registry {
     /// Markdown with a table of keys for each type, the common keys first. Headings are of the third level.
@@ -16,6 +16,12 @@ impl Registry {
         for kind in &self.types {
             let _ = write!(out, "\n### `{}`\n\n{}.\n\n", kind.name, kind.summary);
             table(&mut out, kind.keys);
+            for key in kind.keys {
+                if let Shape::Tables(keys) = key.shape {
+                    let _ = write!(out, "\nEach of `{}`:\n\n", key.name);
+                    table(&mut out, keys);
+                }
+            }
         }
         out
     }

@@ -1,6 +1,12 @@
-//! `fault_inject`: an adapter of which some loads fail, always the same ones. For tests.
+//! `fault_inject`: an adapter of which things go wrong as configured. For tests.
+//!
+//! Which loads fail by `rate`, `gap_indices` and `gap_tail_ratios` is LMCache's, with its meanings; `faults` is a list of
+//! [`Rule`]s for everything else.
 
+mod harm;
 mod pattern;
+mod plan;
+mod rule;
 #[cfg(test)]
 mod tests;
 
@@ -9,26 +15,42 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier_core::object_key::ObjectKey;
 use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+use tokio::time::sleep;
 
 pub use pattern::Pattern;
+pub use rule::{Harm, Operation, Rule, Wait, Wrong};
 
 use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
-use crate::config::{AdapterConfig, Fallback, Interval, Key, Shape};
+use crate::config::{AdapterConfig, Fallback, Interval, Key, Options, Shape};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use crate::registry::{AdapterType, Registry};
+use plan::{Plan, error};
+use rule::Dice;
 
 const KEYS: &[Key] = &[
-    Key::of("inner", Shape::Adapter, "The adapter of which loads fail").required(),
+    Key::of(
+        "inner",
+        Shape::Adapter,
+        "The adapter of which things go wrong",
+    )
+    .required(),
     Key::number(
         "rate",
         Interval::from(0.0).up_to(1.0),
         "Part of all keys that never load",
     )
     .or(Fallback::Number(0.0)),
-    Key::integer("seed", i64::MIN, i64::MAX, "Which keys these are").or(Fallback::Integer(0)),
+    Key::integer(
+        "seed",
+        i64::MIN,
+        i64::MAX,
+        "Which keys these are, and what the rates of faults draw from",
+    )
+    .or(Fallback::Integer(0)),
     Key::of(
         "gap_indices",
         Shape::Integers { min: 0 },
@@ -39,18 +61,31 @@ const KEYS: &[Key] = &[
         Shape::Numbers(Interval::from(0.0).up_to(1.0)),
         "The same by distance from the end of a load: 0 is its last key, 0.5 the middle, 1 the first",
     ),
+    Key::of(
+        "faults",
+        Shape::Tables(rule::KEYS),
+        "What else goes wrong, asked in this order; what one of them struck the next ones do not see",
+    ),
 ];
 
 /// The type `fault_inject`.
 pub const FAULT_INJECT: AdapterType = AdapterType::new(
     "fault_inject",
-    "Another adapter of which some loads fail, always the same ones; for tests",
+    "Another adapter of which some loads fail, always the same ones, and whatever else is asked for; for tests",
     KEYS,
     open,
-);
+)
+.check(|options| rules(options).map(|_| ()));
+
+fn rules(options: &Options) -> Result<Vec<Rule>, crate::ConfigError> {
+    let faults: &[Options] = options.get("faults");
+    faults.iter().map(Rule::parse).collect()
+}
 
 fn open(config: &AdapterConfig, registry: &Registry) -> Result<Arc<dyn Adapter>, L2Error> {
     let options = &config.options;
+    let rules =
+        rules(options).map_err(|error| L2Error::new(ErrorKind::Unsupported, error.to_string()))?;
     let inner = registry.open_bare(options.get("inner"))?;
     let pattern = Pattern {
         rate: options.get("rate"),
@@ -61,27 +96,95 @@ fn open(config: &AdapterConfig, registry: &Registry) -> Result<Arc<dyn Adapter>,
     tracing::warn!(
         adapter = inner.kind(),
         ?pattern,
-        "loads will fail, as fault_inject is configured"
+        ?rules,
+        "things will go wrong, as fault_inject is configured"
     );
-    Ok(Arc::new(Faulty::new(inner, pattern)))
+    Ok(Arc::new(Faulty::new(inner, pattern, rules)))
 }
 
-/// An adapter that fails the loads of a [`Pattern`]. The objects are there: only a load tells otherwise.
+/// An adapter that fails the loads of a [`Pattern`], and goes wrong by [`Rule`]s.
 pub struct Faulty {
     inner: Arc<dyn Adapter>,
     pattern: Pattern,
+    rules: Vec<Dice>,
     failed: AtomicU64,
+    /// Has no permits: who waits for one stalls until the adapter is closed.
+    stalled: Semaphore,
 }
 
 impl Faulty {
-    /// Fails loads of `inner`.
+    /// Lets things of `inner` go wrong. Rules draw from the pattern's seed.
     #[must_use]
-    pub fn new(inner: Arc<dyn Adapter>, pattern: Pattern) -> Self {
+    pub fn new(inner: Arc<dyn Adapter>, pattern: Pattern, rules: Vec<Rule>) -> Self {
+        let rules = (0..).zip(rules);
         Self {
             inner,
+            rules: rules
+                .map(|(place, rule)| Dice::new(rule, pattern.seed, place))
+                .collect(),
             pattern,
             failed: AtomicU64::new(0),
+            stalled: Semaphore::new(0),
         }
+    }
+
+    /// Goes through what happens before a call is made. An error is the answer to all of it.
+    async fn begin(
+        &self,
+        operation: Operation,
+        name: &str,
+        objects: usize,
+    ) -> Result<Plan, L2Error> {
+        let plan = Plan::new(&self.rules, operation, objects);
+        if plan.stalls {
+            let _closed = self.stalled.acquire().await;
+            return Err(error(ErrorKind::Unavailable, name));
+        }
+        pause(plan.before).await;
+        match plan.whole {
+            Some(kind) => {
+                pause(plan.after).await;
+                Err(error(kind, name))
+            }
+            None => Ok(plan),
+        }
+    }
+
+    /// A call with an answer for each of its items.
+    async fn each<I, T>(
+        &self,
+        operation: Operation,
+        name: &str,
+        items: Vec<I>,
+        call: impl AsyncFnOnce(&Plan, Vec<I>) -> Vec<Result<T, L2Error>>,
+    ) -> Vec<Result<T, L2Error>> {
+        let count = items.len();
+        let plan = match self.begin(operation, name, count).await {
+            Ok(plan) => plan,
+            Err(error) => return (0..count).map(|_| Err(error.clone())).collect(),
+        };
+        let asked = call(&plan, plan.asked(items)).await;
+        pause(plan.after).await;
+        plan.answers(asked, name)
+    }
+
+    /// A call with one answer.
+    async fn whole<T>(
+        &self,
+        operation: Operation,
+        name: &str,
+        call: impl Future<Output = Result<T, L2Error>>,
+    ) -> Result<T, L2Error> {
+        let plan = self.begin(operation, name, 0).await?;
+        let answer = call.await;
+        pause(plan.after).await;
+        answer
+    }
+}
+
+async fn pause(time: std::time::Duration) {
+    if !time.is_zero() {
+        sleep(time).await;
     }
 }
 
@@ -95,43 +198,90 @@ impl Adapter for Faulty {
     }
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
-        self.inner.store(batch)
+        let call = async |plan: &Plan, batch: Vec<StoreItem>| {
+            let mut failed = Vec::new();
+            let mut altered = Vec::with_capacity(batch.len());
+            let harms = plan.harms();
+            for (at, (item, harm)) in batch.into_iter().zip(harms).enumerate() {
+                match harm {
+                    None => altered.push(item),
+                    Some((harm, draw)) => match harm::to_store(item, harm, draw) {
+                        Ok(item) => altered.push(item),
+                        Err(error) => failed.push((at, error)),
+                    },
+                }
+            }
+            let mut results = self.inner.store(altered).await;
+            for (at, error) in failed {
+                results.insert(at, Err(error));
+            }
+            results
+        };
+        Box::pin(self.each(Operation::Store, "store", batch, call))
     }
 
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
-        self.inner.lookup(batch)
+        Box::pin(async move {
+            let plan = self.begin(Operation::Lookup, "lookup", batch.len()).await?;
+            let mut found = self.inner.lookup(batch).await?;
+            for (found, fault) in found.iter_mut().zip(&plan.objects) {
+                *found = found.filter(|_| fault.is_none());
+            }
+            pause(plan.after).await;
+            Ok(found)
+        })
     }
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
-        Box::pin(async move {
-            let failing = self
-                .pattern
-                .failing(batch.iter().map(|item| &item.object.key));
+        let failing = self
+            .pattern
+            .failing(batch.iter().map(|item| &item.object.key));
+        let call = async |plan: &Plan, batch: Vec<LoadItem>| {
+            let buffers: Vec<_> = batch.iter().map(|item| item.to.clone()).collect();
             let mut results = self.inner.load(batch).await;
+            for ((result, to), harm) in results.iter_mut().zip(buffers).zip(plan.harms()) {
+                if let (Ok(_), Some((harm, draw))) = (&result, harm)
+                    && let Err(error) = harm::loaded(&to, harm, draw)
+                {
+                    *result = Err(error);
+                }
+            }
+            results
+        };
+        Box::pin(async move {
+            let mut results = self.each(Operation::Load, "load", batch, call).await;
             for (result, _) in results.iter_mut().zip(failing).filter(|(_, fails)| *fails) {
                 if result.is_ok() {
                     self.failed.fetch_add(1, Ordering::Relaxed);
                 }
-                let line = "fault_inject: this load fails on purpose";
-                *result = Err(L2Error::new(ErrorKind::Refused, line));
+                *result = Err(error(ErrorKind::Refused, "load"));
             }
             results
         })
     }
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
-        self.inner.delete(keys)
+        Box::pin(async move {
+            let call = async |_: &Plan, keys| self.inner.delete(keys).await;
+            let deleted = self.each(Operation::Delete, "delete", keys, call).await;
+            // That it was not there is no error of a delete.
+            let one = |result: Result<bool, L2Error>| match result {
+                Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+                result => result,
+            };
+            deleted.into_iter().map(one).collect()
+        })
     }
 
     fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
-        self.inner.list(from, limit)
+        Box::pin(self.whole(Operation::List, "list", self.inner.list(from, limit)))
     }
 
     fn recover<'a>(
         &'a self,
         found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
-        self.inner.recover(found)
+        Box::pin(self.whole(Operation::List, "recovery", self.inner.recover(found)))
     }
 
     fn size_of(&self, len: u64) -> u64 {
@@ -139,7 +289,11 @@ impl Adapter for Faulty {
     }
 
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
-        self.inner.free_bytes()
+        Box::pin(self.whole(
+            Operation::Free,
+            "question for room",
+            self.inner.free_bytes(),
+        ))
     }
 
     fn status(&self) -> Value {
@@ -152,11 +306,13 @@ impl Adapter for Faulty {
             "gap_indices": self.pattern.gap_indices,
             "gap_tail_ratios": self.pattern.gap_tail_ratios,
             "failed_loads": self.failed.load(Ordering::Relaxed),
+            "faults": self.rules.iter().map(Dice::report).collect::<Vec<_>>(),
         });
         status
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
+        self.stalled.close();
         self.inner.close()
     }
 }
