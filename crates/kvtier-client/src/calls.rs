@@ -7,9 +7,10 @@ use kvtier_proto::request::{
     AllocationRecord, BlockAllocation, EngineDrivenContext, InstanceId, JobRef, Registration,
     Request, Retrieve, Seconds, Store,
 };
-use kvtier_proto::response::{EngineDriven, PrepareRetrieve, PrepareStore, Response};
+use kvtier_proto::response::{EngineDriven, PrepareRetrieve, PrepareStore};
 
-use crate::connection::{Connection, Reply};
+use crate::answers;
+use crate::connection::Connection;
 use crate::error::ClientError;
 
 /// What a CPU worker sends as its device event, which is complete by definition (LMCache 0.5.6).
@@ -28,17 +29,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`]; so for all calls here.
     pub fn get_chunk_size(&mut self) -> Result<usize, ClientError> {
-        let reply = self.call(&Keyless::GetChunkSize)?;
-        let size = int(&reply)?;
-        usize::try_from(size)
-            .ok()
-            .filter(|size| *size > 0)
-            .ok_or_else(|| {
-                unexpected(
-                    &reply,
-                    format!("the chunk size is {size}; a positive number is expected"),
-                )
-            })
+        answers::chunk_size(&self.call(&Keyless::GetChunkSize)?)
     }
 
     /// Names of the optional features that are on.
@@ -46,11 +37,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`].
     pub fn get_experimental(&mut self) -> Result<Vec<String>, ClientError> {
-        let reply = self.call(&Keyless::GetExperimental)?;
-        match reply.response()? {
-            Response::Texts(names) => Ok(names.into_iter().map(Into::into).collect()),
-            other => Err(wrong(&reply, "a list of names", &other)),
-        }
+        answers::texts(&self.call(&Keyless::GetExperimental)?)
     }
 
     /// The server's `OK`.
@@ -58,11 +45,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`].
     pub fn noop(&mut self) -> Result<String, ClientError> {
-        let reply = self.call(&Keyless::Noop)?;
-        match reply.response()? {
-            Response::Text(text) => Ok(text.into_owned()),
-            other => Err(wrong(&reply, "a text", &other)),
-        }
+        answers::text(&self.call(&Keyless::Noop)?)
     }
 
     /// Is the server alive? For a worker, false means that it must register (again).
@@ -70,7 +53,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`].
     pub fn ping(&mut self, instance: Option<InstanceId>) -> Result<bool, ClientError> {
-        bool_of(&self.call(&Keyless::Ping { instance })?)
+        answers::truth(&self.call(&Keyless::Ping { instance })?)
     }
 
     /// Drops what is cached in memory: what nobody holds, or with `force` all of it.
@@ -78,7 +61,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`].
     pub fn clear(&mut self, force: bool) -> Result<(), ClientError> {
-        nothing(&self.call(&Keyless::Clear { force })?)
+        answers::nothing(&self.call(&Keyless::Clear { force })?)
     }
 
     /// Tells which blocks requests got.
@@ -91,7 +74,7 @@ impl Connection {
         model_name: &str,
         records: Vec<AllocationRecord<'_>>,
     ) -> Result<(), ClientError> {
-        nothing(&self.call(&Keyless::ReportBlockAllocation(BlockAllocation {
+        answers::nothing(&self.call(&Keyless::ReportBlockAllocation(BlockAllocation {
             instance: Some(instance),
             model_name: Some(model_name),
             records,
@@ -107,7 +90,7 @@ impl Connection {
         &mut self,
         key: &CacheKey<'_, T>,
     ) -> Result<(), ClientError> {
-        nothing(&self.call(&Request::Lookup {
+        answers::nothing(&self.call(&Request::Lookup {
             key: key.clone(),
             tp_size: i64::from(key.world_size),
         })?)
@@ -118,7 +101,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`].
     pub fn query_prefetch_status(&mut self, request_id: &str) -> Result<Option<u64>, ClientError> {
-        optional_count(&self.call(&Keyless::QueryPrefetchStatus {
+        answers::optional_count(&self.call(&Keyless::QueryPrefetchStatus {
             job: JobRef::Request(request_id),
         })?)
     }
@@ -133,7 +116,7 @@ impl Connection {
         request_id: &str,
         patience: Duration,
     ) -> Result<Option<u64>, ClientError> {
-        optional_count(&self.call(&Keyless::WaitPrefetchStatus {
+        answers::optional_count(&self.call(&Keyless::WaitPrefetchStatus {
             job: JobRef::Request(request_id),
             timeout: Seconds::Fraction(patience.as_secs_f64()),
         })?)
@@ -175,7 +158,7 @@ impl Connection {
         &mut self,
         key: &CacheKey<'_, T>,
     ) -> Result<(), ClientError> {
-        nothing(&self.call(&Request::FreeLookupLocks {
+        answers::nothing(&self.call(&Request::FreeLookupLocks {
             key: key.clone(),
             tp_size: i64::from(key.world_size),
         })?)
@@ -186,7 +169,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`].
     pub fn end_session(&mut self, request_id: &str) -> Result<(), ClientError> {
-        nothing(&self.call(&Keyless::EndSession { request_id })?)
+        answers::nothing(&self.call(&Keyless::EndSession { request_id })?)
     }
 
     /// Registers a worker whose pages the server copies.
@@ -194,7 +177,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`]. A server that cannot use the tensors may stay silent: [`ClientError::Timeout`].
     pub fn register_kv_cache(&mut self, registration: Registration<'_>) -> Result<(), ClientError> {
-        nothing(&self.call(&Keyless::RegisterKvCache(registration))?)
+        answers::nothing(&self.call(&Keyless::RegisterKvCache(registration))?)
     }
 
     /// Takes that worker's pages away again.
@@ -202,7 +185,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`].
     pub fn unregister_kv_cache(&mut self, instance: InstanceId) -> Result<(), ClientError> {
-        nothing(&self.call(&Keyless::UnregisterKvCache { instance })?)
+        answers::nothing(&self.call(&Keyless::UnregisterKvCache { instance })?)
     }
 
     /// Has the server copy blocks into the cache; one list of block ids for each group. False means a fatal error;
@@ -216,12 +199,13 @@ impl Connection {
         instance: InstanceId,
         block_ids: &[Vec<i64>],
     ) -> Result<bool, ClientError> {
-        transfer(&self.call(&Request::Store(Store {
+        Ok(answers::transfer(&self.call(&Request::Store(Store {
             key: key.clone(),
             instance,
             block_ids: block_ids.to_vec(),
             event_handle: CPU_EVENT,
-        }))?)
+        }))?)?
+        .0)
     }
 
     /// Has the server copy cached chunks into blocks, but for the blocks of the first `skip_first_n_tokens` of the
@@ -236,13 +220,14 @@ impl Connection {
         block_ids: &[Vec<i64>],
         skip_first_n_tokens: u64,
     ) -> Result<bool, ClientError> {
-        transfer(&self.call(&Request::Retrieve(Retrieve {
+        Ok(answers::transfer(&self.call(&Request::Retrieve(Retrieve {
             key: key.clone(),
             instance,
             block_ids: block_ids.to_vec(),
             event_handle: CPU_EVENT,
             skip_first_n_tokens: i64::try_from(skip_first_n_tokens).unwrap_or(i64::MAX),
-        }))?)
+        }))?)?
+        .0)
     }
 
     /// Registers a worker that copies by itself; returns where the shared pool is.
@@ -253,14 +238,7 @@ impl Connection {
         &mut self,
         context: EngineDrivenContext<'_>,
     ) -> Result<EngineDriven<'static>, ClientError> {
-        let reply = self.call(&Keyless::RegisterEngineDriven(context))?;
-        match reply.response()? {
-            Response::EngineDriven(pool) => Ok(EngineDriven {
-                shm_name: pool.shm_name.into_owned().into(),
-                pool_size: pool.pool_size,
-            }),
-            other => Err(wrong(&reply, "a pool's name and size", &other)),
-        }
+        answers::pool(&self.call(&Keyless::RegisterEngineDriven(context))?)
     }
 
     /// That worker goes away.
@@ -268,7 +246,7 @@ impl Connection {
     /// # Errors
     /// As [`Connection::call`].
     pub fn unregister_engine_driven(&mut self, instance: InstanceId) -> Result<(), ClientError> {
-        nothing(&self.call(&Keyless::UnregisterEngineDriven { instance })?)
+        answers::nothing(&self.call(&Keyless::UnregisterEngineDriven { instance })?)
     }
 
     /// Where may the worker write the chunks of the key's range?
@@ -280,14 +258,10 @@ impl Connection {
         key: &CacheKey<'_, T>,
         instance: InstanceId,
     ) -> Result<PrepareStore<'static>, ClientError> {
-        let reply = self.call(&Request::PrepareStore {
+        answers::prepare_store(&self.call(&Request::PrepareStore {
             key: key.clone(),
             instance,
-        })?;
-        match reply.response()? {
-            Response::PrepareStore(answer) => Ok(owned::prepare_store(answer)),
-            other => Err(wrong(&reply, "slots", &other)),
-        }
+        })?)
     }
 
     /// The worker wrote its slots (`data` is empty), or sends the chunks along, pickled.
@@ -300,7 +274,7 @@ impl Connection {
         instance: InstanceId,
         data: &[u8],
     ) -> Result<bool, ClientError> {
-        bool_of(&self.call(&Request::CommitStore {
+        answers::truth(&self.call(&Request::CommitStore {
             key: key.clone(),
             instance,
             data,
@@ -317,14 +291,10 @@ impl Connection {
         key: &CacheKey<'_, T>,
         instance: InstanceId,
     ) -> Result<PrepareRetrieve<'static>, ClientError> {
-        let reply = self.call(&Request::PrepareRetrieve {
+        answers::prepare_retrieve(&self.call(&Request::PrepareRetrieve {
             key: key.clone(),
             instance,
-        })?;
-        match reply.response()? {
-            Response::PrepareRetrieve(answer) => Ok(owned::prepare_retrieve(answer)),
-            other => Err(wrong(&reply, "slots", &other)),
-        }
+        })?)
     }
 
     /// The worker read them.
@@ -336,96 +306,9 @@ impl Connection {
         key: &CacheKey<'_, T>,
         instance: InstanceId,
     ) -> Result<bool, ClientError> {
-        bool_of(&self.call(&Request::CommitRetrieve {
+        answers::truth(&self.call(&Request::CommitRetrieve {
             key: key.clone(),
             instance,
         })?)
-    }
-}
-
-pub(crate) fn unexpected(reply: &Reply, message: String) -> ClientError {
-    ClientError::Unexpected {
-        operation: reply.operation(),
-        message,
-    }
-}
-
-pub(crate) fn wrong(reply: &Reply, expected: &str, got: &Response<'_>) -> ClientError {
-    let kind = match got {
-        Response::Nothing => "nothing",
-        _ => "something else",
-    };
-    unexpected(reply, format!("{expected} was expected, {kind} came"))
-}
-
-fn nothing(reply: &Reply) -> Result<(), ClientError> {
-    match reply.response()? {
-        Response::Nothing => Ok(()),
-        other => Err(wrong(reply, "nothing", &other)),
-    }
-}
-
-fn int(reply: &Reply) -> Result<i64, ClientError> {
-    match reply.response()? {
-        Response::Int(value) => Ok(value),
-        other => Err(wrong(reply, "an int", &other)),
-    }
-}
-
-fn bool_of(reply: &Reply) -> Result<bool, ClientError> {
-    match reply.response()? {
-        Response::Bool(value) => Ok(value),
-        other => Err(wrong(reply, "a bool", &other)),
-    }
-}
-
-fn optional_count(reply: &Reply) -> Result<Option<u64>, ClientError> {
-    match reply.response()? {
-        Response::Nothing => Ok(None),
-        Response::Int(value) => u64::try_from(value)
-            .map(Some)
-            .map_err(|_| unexpected(reply, format!("{value} is no number of chunks"))),
-        other => Err(wrong(reply, "a number of chunks", &other)),
-    }
-}
-
-fn transfer(reply: &Reply) -> Result<bool, ClientError> {
-    match reply.response()? {
-        Response::Transfer(verdict) => Ok(verdict.ok),
-        other => Err(wrong(reply, "an event and a verdict", &other)),
-    }
-}
-
-/// Responses that outlive their message.
-mod owned {
-    use super::{PrepareRetrieve, PrepareStore};
-    use kvtier_proto::response::{Slot, StoreTarget};
-
-    pub(super) fn prepare_store(answer: PrepareStore<'_>) -> PrepareStore<'static> {
-        PrepareStore {
-            target: answer.target.map(|target| StoreTarget {
-                slots: target.slots.into_iter().map(slot).collect(),
-                chunk_indices: target.chunk_indices,
-            }),
-        }
-    }
-
-    pub(super) fn prepare_retrieve(answer: PrepareRetrieve<'_>) -> PrepareRetrieve<'static> {
-        PrepareRetrieve {
-            success: answer.success,
-            data: answer.data.into_owned().into(),
-            slots: answer
-                .slots
-                .map(|slots| slots.into_iter().map(slot).collect()),
-        }
-    }
-
-    fn slot(slot: Slot<'_>) -> Slot<'static> {
-        Slot {
-            offset: slot.offset,
-            length: slot.length,
-            shape: slot.shape.into_owned().into(),
-            dtype: slot.dtype.into_owned().into(),
-        }
     }
 }

@@ -3,15 +3,14 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use kvtier_proto::frames::{OperationId, ReplyFrames};
-use kvtier_proto::generation::Generation;
+use kvtier_proto::frames::ReplyFrames;
 use kvtier_proto::key::TokenWriter;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
 use kvtier_proto::response::{Response, ResponseKind};
-use kvtier_proto::wire;
 
 use crate::error::ClientError;
+use crate::outgoing::{Outgoing, check_op};
 
 /// How a [`Connection`] behaves. The defaults are those of the LMCache 0.5.6 client, but for the deadline, which
 /// there is 300 s.
@@ -61,6 +60,20 @@ pub struct Reply {
 }
 
 impl Reply {
+    pub(crate) fn new(
+        uid: u64,
+        operation: Operation,
+        kind: ResponseKind,
+        payload: Option<zmq::Message>,
+    ) -> Self {
+        Self {
+            ticket: Ticket { uid, operation },
+            kind,
+            payload,
+            received: Instant::now(),
+        }
+    }
+
     /// The request it answers.
     pub fn ticket(&self) -> Ticket {
         self.ticket
@@ -198,26 +211,16 @@ impl Connection {
         &mut self,
         request: &Request<'_, T>,
     ) -> Result<Ticket, ClientError> {
-        let operation = request.operation();
-        let unknown = || ClientError::Unexpected {
-            operation,
-            message: "is no operation of LMCache 0.5.6".to_owned(),
-        };
-        let spec = Generation::G6.spec(operation).ok_or_else(unknown)?;
-        let payloads = request
-            .encode(spec)
-            .map_err(|source| ClientError::Encode { operation, source })?;
+        let outgoing = Outgoing::encode(request)?;
+        let (operation, kind) = (outgoing.operation, outgoing.kind);
         let uid = self.next_uid;
-        let mut uid_frame = Vec::with_capacity(9);
-        wire::write_uint(&mut uid_frame, uid);
-        let frames = [uid_frame, spec.id().encode()].into_iter().chain(payloads);
-        self.send_frames(operation, frames)?;
+        self.send_frames(operation, outgoing.into_message(uid))?;
         self.next_uid += 1;
         self.pending.insert(
             uid,
             Pending {
                 operation,
-                kind: spec.response,
+                kind,
                 sent: Instant::now(),
                 timeout: self.timeout,
             },
@@ -400,28 +403,4 @@ fn open(context: &zmq::Context, endpoint: &str, options: Options) -> zmq::Result
     socket.set_sndtimeo(millis(options.timeout))?;
     socket.connect(endpoint)?;
     Ok(socket)
-}
-
-/// The reply's op frame must mean what was asked; any other text is the server's error message.
-fn check_op(frame: &[u8], asked: Operation) -> Result<(), ClientError> {
-    let number = Generation::G6
-        .spec(asked)
-        .and_then(|spec| spec.number)
-        .map(i64::from);
-    match OperationId::decode(frame) {
-        Ok(OperationId::Name(name)) if name == asked.name() => Ok(()),
-        Ok(OperationId::Number(id)) if Some(id) == number => Ok(()),
-        Ok(OperationId::Name(text)) => Err(ClientError::Server {
-            operation: asked,
-            message: text.to_owned(),
-        }),
-        Ok(OperationId::Number(id)) => Err(ClientError::Unexpected {
-            operation: asked,
-            message: format!("the reply is to operation {id}"),
-        }),
-        Err(source) => Err(ClientError::Reply {
-            operation: asked,
-            source,
-        }),
-    }
 }

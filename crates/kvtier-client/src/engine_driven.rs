@@ -9,7 +9,7 @@ use kvtier_proto::pickle::{self, Limits, TensorToWrite};
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Request};
 use kvtier_proto::response::{Response, Slot};
 
-use crate::calls::wrong;
+use crate::answers::wrong;
 use crate::connection::{Connection, Reply};
 use crate::error::ClientError;
 use crate::key::{Key, Prompt, Scope};

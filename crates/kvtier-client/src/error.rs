@@ -40,6 +40,40 @@ pub enum ClientError {
         /// How long the reply was waited for.
         waited: Duration,
     },
+    /// The connection was lost before the reply: the server may have done what was asked, or not.
+    #[error("{operation}: the connection to {endpoint} was lost before the reply")]
+    Disconnected {
+        /// What was asked.
+        operation: Operation,
+        /// The server's address.
+        endpoint: String,
+    },
+    /// The client was closed before the reply.
+    #[error("{operation}: the client was closed")]
+    Closed {
+        /// What was asked.
+        operation: Operation,
+    },
+    /// The result was taken before, or given up.
+    #[error("{operation}: the result was taken before, or given up")]
+    Cancelled {
+        /// What was asked.
+        operation: Operation,
+    },
+    /// Too many requests are under way already.
+    #[error("{operation}: {limit} requests are under way, which is the limit")]
+    TooMany {
+        /// What was to be asked.
+        operation: Operation,
+        /// Most requests that may be.
+        limit: usize,
+    },
+    /// The system refused a thread or a descriptor.
+    #[error("the client cannot be started: {source}")]
+    System {
+        /// What the system said.
+        source: std::io::Error,
+    },
     /// The server answered with an error text.
     #[error("{operation}: the server says: {message}")]
     Server {

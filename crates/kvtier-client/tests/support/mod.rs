@@ -22,12 +22,24 @@ pub struct Server {
 
 impl Server {
     /// Answers each message with the messages that `answer` gives.
-    pub fn raw(mut answer: impl FnMut(Frames) -> Vec<Frames> + Send + 'static) -> Self {
+    pub fn raw(answer: impl FnMut(Frames) -> Vec<Frames> + Send + 'static) -> Self {
+        Self::raw_at("tcp://127.0.0.1:*", answer)
+    }
+
+    /// The same at an address, such as that of an earlier server.
+    pub fn raw_at(
+        address: &str,
+        mut answer: impl FnMut(Frames) -> Vec<Frames> + Send + 'static,
+    ) -> Self {
         let context = zmq::Context::new();
         let socket = context.socket(zmq::ROUTER).unwrap();
         // libzmq's default waits for ever for a reply to a client that is gone.
         socket.set_linger(0).unwrap();
-        socket.bind("tcp://127.0.0.1:*").unwrap();
+        // The address of a server that has just ended may be taken for a moment more.
+        while let Err(error) = socket.bind(address) {
+            assert_eq!(error, zmq::Error::EADDRINUSE, "{address}");
+            std::thread::yield_now();
+        }
         let endpoint = socket.get_last_endpoint().unwrap().unwrap();
         let stop = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&stop);
@@ -53,9 +65,17 @@ impl Server {
 
     /// Answers each request; none leaves it without an answer.
     pub fn typed(
+        answer: impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static,
+    ) -> Self {
+        Self::typed_at("tcp://127.0.0.1:*", answer)
+    }
+
+    /// The same at an address.
+    pub fn typed_at(
+        address: &str,
         mut answer: impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static,
     ) -> Self {
-        Self::raw(move |frames| {
+        Self::raw_at(address, move |frames| {
             let request = RequestFrames {
                 uid: &frames[0],
                 op: &frames[1],

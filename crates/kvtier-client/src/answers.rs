@@ -1,0 +1,129 @@
+//! What replies hold, as plain values that outlive their message.
+
+use kvtier_proto::response::{
+    EngineDriven, PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget,
+};
+
+use crate::connection::Reply;
+use crate::error::ClientError;
+
+pub(crate) fn unexpected(reply: &Reply, message: String) -> ClientError {
+    ClientError::Unexpected {
+        operation: reply.operation(),
+        message,
+    }
+}
+
+pub(crate) fn wrong(reply: &Reply, expected: &str, got: &Response<'_>) -> ClientError {
+    let kind = match got {
+        Response::Nothing => "nothing",
+        _ => "something else",
+    };
+    unexpected(reply, format!("{expected} was expected, {kind} came"))
+}
+
+pub(crate) fn nothing(reply: &Reply) -> Result<(), ClientError> {
+    match reply.response()? {
+        Response::Nothing => Ok(()),
+        other => Err(wrong(reply, "nothing", &other)),
+    }
+}
+
+pub(crate) fn chunk_size(reply: &Reply) -> Result<usize, ClientError> {
+    let size = match reply.response()? {
+        Response::Int(size) => size,
+        other => return Err(wrong(reply, "an int", &other)),
+    };
+    usize::try_from(size)
+        .ok()
+        .filter(|size| *size > 0)
+        .ok_or_else(|| {
+            unexpected(
+                reply,
+                format!("the chunk size is {size}; a positive number is expected"),
+            )
+        })
+}
+
+pub(crate) fn text(reply: &Reply) -> Result<String, ClientError> {
+    match reply.response()? {
+        Response::Text(text) => Ok(text.into_owned()),
+        other => Err(wrong(reply, "a text", &other)),
+    }
+}
+
+pub(crate) fn texts(reply: &Reply) -> Result<Vec<String>, ClientError> {
+    match reply.response()? {
+        Response::Texts(names) => Ok(names.into_iter().map(Into::into).collect()),
+        other => Err(wrong(reply, "a list of names", &other)),
+    }
+}
+
+pub(crate) fn truth(reply: &Reply) -> Result<bool, ClientError> {
+    match reply.response()? {
+        Response::Bool(value) => Ok(value),
+        other => Err(wrong(reply, "a bool", &other)),
+    }
+}
+
+pub(crate) fn optional_count(reply: &Reply) -> Result<Option<u64>, ClientError> {
+    match reply.response()? {
+        Response::Nothing => Ok(None),
+        Response::Int(value) => u64::try_from(value)
+            .map(Some)
+            .map_err(|_| unexpected(reply, format!("{value} is no number of chunks"))),
+        other => Err(wrong(reply, "a number of chunks", &other)),
+    }
+}
+
+/// The verdict on a transfer, and the device event behind which it is complete (empty: now).
+pub(crate) fn transfer(reply: &Reply) -> Result<(bool, Vec<u8>), ClientError> {
+    match reply.response()? {
+        Response::Transfer(verdict) => Ok((verdict.ok, verdict.event_handle.into_owned())),
+        other => Err(wrong(reply, "an event and a verdict", &other)),
+    }
+}
+
+pub(crate) fn pool(reply: &Reply) -> Result<EngineDriven<'static>, ClientError> {
+    match reply.response()? {
+        Response::EngineDriven(pool) => Ok(EngineDriven {
+            shm_name: pool.shm_name.into_owned().into(),
+            pool_size: pool.pool_size,
+        }),
+        other => Err(wrong(reply, "a pool's name and size", &other)),
+    }
+}
+
+pub(crate) fn prepare_store(reply: &Reply) -> Result<PrepareStore<'static>, ClientError> {
+    match reply.response()? {
+        Response::PrepareStore(answer) => Ok(PrepareStore {
+            target: answer.target.map(|target| StoreTarget {
+                slots: target.slots.into_iter().map(owned_slot).collect(),
+                chunk_indices: target.chunk_indices,
+            }),
+        }),
+        other => Err(wrong(reply, "slots", &other)),
+    }
+}
+
+pub(crate) fn prepare_retrieve(reply: &Reply) -> Result<PrepareRetrieve<'static>, ClientError> {
+    match reply.response()? {
+        Response::PrepareRetrieve(answer) => Ok(PrepareRetrieve {
+            success: answer.success,
+            data: answer.data.into_owned().into(),
+            slots: answer
+                .slots
+                .map(|slots| slots.into_iter().map(owned_slot).collect()),
+        }),
+        other => Err(wrong(reply, "slots", &other)),
+    }
+}
+
+fn owned_slot(slot: Slot<'_>) -> Slot<'static> {
+    Slot {
+        offset: slot.offset,
+        length: slot.length,
+        shape: slot.shape.into_owned().into(),
+        dtype: slot.dtype.into_owned().into(),
+    }
+}

@@ -1,0 +1,197 @@
+//! Whether the server can be relied on: heartbeats, and what happens when it comes back.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::{Client, Shared};
+
+/// How it stands with the server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Health {
+    /// It answers, and knows this client's worker.
+    Healthy,
+    /// There is no connection, or a heartbeat was not answered. Requests may still be submitted and fail in time; an
+    /// engine does better without.
+    Degraded,
+    /// It answers again (or for the first time); the client registers again what the server should know.
+    Recovering,
+}
+
+impl Health {
+    /// Its name, in lower case.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Healthy => "healthy",
+            Self::Degraded => "degraded",
+            Self::Recovering => "recovering",
+        }
+    }
+}
+
+impl std::fmt::Display for Health {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Called with each new state, on the client's heartbeat thread; must not wait for long.
+pub type HealthCallback = Box<dyn Fn(Health) + Send + Sync>;
+
+/// Tells the server anew what it has to know, on the client's heartbeat thread; false when that failed.
+pub type RecoverHook = Box<dyn Fn(&Client) -> bool + Send + Sync>;
+
+/// The connection, as the I/O thread sees it.
+#[derive(Debug, Default)]
+pub(super) struct Link {
+    state: Mutex<LinkState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default, Clone, Copy)]
+struct LinkState {
+    up: bool,
+    /// Connections made so far.
+    connections: u64,
+    closing: bool,
+}
+
+impl Link {
+    pub(super) fn set(&self, up: bool) {
+        let mut state = self.state.lock();
+        if up && !state.up {
+            state.connections += 1;
+        }
+        state.up = up;
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    pub(super) fn close(&self) {
+        self.state.lock().closing = true;
+        self.changed.notify_all();
+    }
+
+    /// Connections made so far.
+    pub(super) fn connections(&self) -> u64 {
+        self.state.lock().connections
+    }
+
+    /// Waits until the connection is not as `seen` any more, or `until` has come; how it is then.
+    fn wait(&self, seen: LinkState, until: Instant) -> LinkState {
+        let mut state = self.state.lock();
+        while state.up == seen.up && state.connections == seen.connections && !state.closing {
+            if self.changed.wait_until(&mut state, until).timed_out() {
+                break;
+            }
+        }
+        *state
+    }
+}
+
+/// The state and who wants to know of it.
+pub(super) struct Watch {
+    state: Mutex<Health>,
+    changed: Condvar,
+    callbacks: Mutex<Vec<Arc<HealthCallback>>>,
+    recover: Mutex<Option<Arc<RecoverHook>>>,
+}
+
+impl Default for Watch {
+    fn default() -> Self {
+        Self {
+            state: Mutex::new(Health::Degraded),
+            changed: Condvar::new(),
+            callbacks: Mutex::default(),
+            recover: Mutex::default(),
+        }
+    }
+}
+
+impl Watch {
+    pub(super) fn state(&self) -> Health {
+        *self.state.lock()
+    }
+
+    pub(super) fn wait_healthy(&self, patience: Duration) -> bool {
+        let until = Instant::now() + patience;
+        let mut state = self.state.lock();
+        while *state != Health::Healthy {
+            if self.changed.wait_until(&mut state, until).timed_out() {
+                break;
+            }
+        }
+        *state == Health::Healthy
+    }
+
+    pub(super) fn add_callback(&self, callback: HealthCallback) {
+        self.callbacks.lock().push(Arc::new(callback));
+    }
+
+    pub(super) fn set_recover(&self, hook: RecoverHook) {
+        *self.recover.lock() = Some(Arc::new(hook));
+    }
+
+    /// Forgets who wants to know: callbacks may hold what holds the client.
+    pub(super) fn clear(&self) {
+        self.callbacks.lock().clear();
+        *self.recover.lock() = None;
+    }
+
+    fn set(&self, health: Health) {
+        let before = std::mem::replace(&mut *self.state.lock(), health);
+        if before == health {
+            return;
+        }
+        self.changed.notify_all();
+        let callbacks = self.callbacks.lock().clone();
+        for callback in callbacks {
+            callback(health);
+        }
+    }
+}
+
+/// Runs until the client is closed: a heartbeat at once on each new connection and then every `interval`.
+pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
+    let client = Client::internal(Arc::clone(shared));
+    let mut seen = LinkState::default();
+    let mut next = Instant::now() + interval;
+    // The connection whose server knows all it has to know.
+    let mut known_to = None;
+    loop {
+        let link = shared.link.wait(seen, next);
+        if link.closing {
+            return;
+        }
+        let is_new = link.connections != seen.connections;
+        seen = link;
+        if !link.up {
+            shared.watch.set(Health::Degraded);
+            next = Instant::now() + interval;
+            continue;
+        }
+        if !is_new && Instant::now() < next {
+            continue;
+        }
+        next = Instant::now() + interval;
+        let patience = interval.min(shared.timeout());
+        match client.beat(patience) {
+            Ok(true) if known_to == Some(link.connections) => shared.watch.set(Health::Healthy),
+            // A server on a new connection may be another one. One that says no does not know the worker, or no more.
+            Ok(_) => {
+                shared.watch.set(Health::Recovering);
+                let hook = shared.watch.recover.lock().clone();
+                if hook.is_none_or(|hook| hook(&client)) {
+                    known_to = Some(link.connections);
+                    shared.watch.set(Health::Healthy);
+                } else {
+                    known_to = None;
+                    shared.watch.set(Health::Degraded);
+                }
+            }
+            Err(_) => shared.watch.set(Health::Degraded),
+        }
+    }
+}

@@ -1,0 +1,319 @@
+//! The thread that owns the socket: requests out, replies in, deadlines, and the loss of the connection.
+//!
+//! Requests leave only while a connection stands. When it is lost, everything that left and was not answered fails at
+//! once (the server may have done it or not), and the socket is replaced, so that nothing reaches a later server
+//! behind the caller's back. What has not left waits for the next connection, or its deadline.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvtier_proto::frames::ReplyFrames;
+use kvtier_proto::operation::Operation;
+use kvtier_proto::response::ResponseKind;
+
+use super::{Settings, Shared, Sink, Submitted};
+use crate::connection::Reply;
+use crate::error::ClientError;
+use crate::outgoing::check_op;
+
+/// How long a socket that could not be made is left alone.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A socket and the monitor that tells of its connections.
+struct Wire {
+    // The monitor first: its end must not outlive the socket's.
+    monitor: zmq::Socket,
+    socket: zmq::Socket,
+}
+
+/// A request that left.
+struct Pending {
+    operation: Operation,
+    kind: ResponseKind,
+    waited: Duration,
+    sink: Sink,
+}
+
+pub(super) struct Io {
+    shared: Arc<Shared>,
+    context: zmq::Context,
+    settings: Settings,
+    wire: Option<Wire>,
+    up: bool,
+    sockets: u64,
+    /// Not sent yet, in order.
+    waiting: VecDeque<Submitted>,
+    sent: HashMap<u64, Pending>,
+    deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
+}
+
+impl Io {
+    /// Opens the socket, so that an address that is none is an error of the caller's.
+    pub(super) fn open(shared: Arc<Shared>, settings: Settings) -> Result<Self, ClientError> {
+        let mut io = Self {
+            shared,
+            context: zmq::Context::new(),
+            settings,
+            wire: None,
+            up: false,
+            sockets: 0,
+            waiting: VecDeque::new(),
+            sent: HashMap::new(),
+            deadlines: BinaryHeap::new(),
+        };
+        io.wire = Some(io.new_wire().map_err(|source| ClientError::Connect {
+            endpoint: io.shared.endpoint.clone(),
+            source,
+        })?);
+        Ok(io)
+    }
+
+    /// Runs until the client is closed.
+    pub(super) fn run(mut self) {
+        while !self.take_submitted() {
+            self.expire(Instant::now());
+            let backlog = self.send_waiting();
+            self.wait(backlog);
+            self.read_monitor();
+            self.read_replies();
+        }
+        // What is still here fails as closed: sinks are told when they are dropped.
+        self.send_waiting();
+        self.shared.link.set(false);
+    }
+
+    fn new_wire(&mut self) -> zmq::Result<Wire> {
+        self.sockets += 1;
+        let place = format!("inproc://kvtier-client-monitor-{}", self.sockets);
+        let millis = |span: Duration| i32::try_from(span.as_millis()).unwrap_or(i32::MAX);
+        let socket = self.context.socket(zmq::DEALER)?;
+        socket.set_connect_timeout(5000)?;
+        socket.set_reconnect_ivl(millis(self.settings.reconnect).max(1))?;
+        socket.set_reconnect_ivl_max(1000)?;
+        socket.set_linger(millis(self.settings.linger))?;
+        // Nothing is queued for a connection that does not stand.
+        socket.set_immediate(true)?;
+        let events = zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()
+            | zmq::SocketEvent::DISCONNECTED.to_raw();
+        socket.monitor(&place, i32::from(events))?;
+        let monitor = self.context.socket(zmq::PAIR)?;
+        monitor.set_linger(0)?;
+        monitor.connect(&place)?;
+        socket.connect(&self.shared.endpoint)?;
+        Ok(Wire { monitor, socket })
+    }
+
+    /// Takes what callers submitted; true when the client is closed.
+    fn take_submitted(&mut self) -> bool {
+        let mut inbox = self.shared.inbox.lock();
+        let closing = inbox.closing;
+        let new = std::mem::take(&mut inbox.new);
+        drop(inbox);
+        for submitted in new {
+            self.deadlines
+                .push(Reverse((submitted.deadline, submitted.uid)));
+            self.waiting.push_back(submitted);
+        }
+        closing
+    }
+
+    /// Sends what waits, as far as the socket takes it; true when something is left.
+    fn send_waiting(&mut self) -> bool {
+        while self.up
+            && let Some(wire) = &self.wire
+            && let Some(first) = self.waiting.front()
+        {
+            // A message that is refused is lost to the library, so ask first.
+            match wire.socket.get_events() {
+                Ok(events) if events.contains(zmq::POLLOUT) => {}
+                _ => return true,
+            }
+            if first.deadline <= Instant::now() {
+                return false;
+            }
+            let Some(next) = self.waiting.pop_front() else {
+                return false;
+            };
+            let Submitted {
+                uid,
+                outgoing,
+                waited,
+                sink,
+                ..
+            } = next;
+            let (operation, kind) = (outgoing.operation, outgoing.kind);
+            let sending = wire
+                .socket
+                .send_multipart(outgoing.into_message(uid), zmq::DONTWAIT);
+            match sending {
+                Ok(()) => {
+                    self.sent.insert(
+                        uid,
+                        Pending {
+                            operation,
+                            kind,
+                            waited,
+                            sink,
+                        },
+                    );
+                }
+                Err(source) => sink.tell(Err(ClientError::Socket {
+                    operation,
+                    endpoint: self.shared.endpoint.clone(),
+                    source,
+                })),
+            }
+        }
+        false
+    }
+
+    /// Waits for a message, an event, a caller or the next deadline.
+    fn wait(&self, backlog: bool) {
+        let now = Instant::now();
+        let next = self
+            .deadlines
+            .peek()
+            .map_or(Duration::from_secs(60), |Reverse((deadline, _))| {
+                deadline.saturating_duration_since(now)
+            });
+        let next = if self.wire.is_none() {
+            next.min(PAUSE)
+        } else {
+            next
+        };
+        // Rounded up, lest the last part of a millisecond be spent spinning.
+        let millis = next.as_nanos().div_ceil(1_000_000).min(60_000) as i64;
+        let mut items = vec![zmq::PollItem::from_fd(
+            self.shared.wake.as_raw_fd(),
+            zmq::POLLIN,
+        )];
+        if let Some(wire) = &self.wire {
+            items.push(wire.monitor.as_poll_item(zmq::POLLIN));
+            let events = if backlog && self.up {
+                zmq::POLLIN | zmq::POLLOUT
+            } else {
+                zmq::POLLIN
+            };
+            items.push(wire.socket.as_poll_item(events));
+        }
+        // An interrupted poll is one that ends early.
+        let _ = zmq::poll(&mut items, millis);
+        self.shared.drain_wake();
+    }
+
+    /// Follows the connection's fate.
+    fn read_monitor(&mut self) {
+        let mut lost = false;
+        while let Some(wire) = &self.wire {
+            let Ok(event) = wire.monitor.recv_bytes(zmq::DONTWAIT) else {
+                break;
+            };
+            // A second frame has the address, which is known.
+            while wire.monitor.get_rcvmore().unwrap_or(false) {
+                let _ = wire.monitor.recv_bytes(zmq::DONTWAIT);
+            }
+            let Some(number) = event.first_chunk::<2>().map(|raw| u16::from_ne_bytes(*raw)) else {
+                continue;
+            };
+            if number == zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw() {
+                self.up = true;
+                self.shared.link.set(true);
+            } else if number == zmq::SocketEvent::DISCONNECTED.to_raw() && self.up {
+                lost = true;
+                break;
+            }
+        }
+        if lost {
+            // Replies that came before the end still count.
+            self.read_replies();
+            self.lose();
+        }
+        if self.wire.is_none() {
+            self.wire = self.new_wire().ok();
+        }
+    }
+
+    /// The connection is gone.
+    fn lose(&mut self) {
+        self.up = false;
+        self.shared.link.set(false);
+        if let Some(wire) = self.wire.take() {
+            // Nothing that was not sent may be sent later.
+            let _ = wire.socket.set_linger(0);
+        }
+        for (_, pending) in self.sent.drain() {
+            let operation = pending.operation;
+            pending.sink.tell(Err(ClientError::Disconnected {
+                operation,
+                endpoint: self.shared.endpoint.clone(),
+            }));
+            self.shared.one_less();
+        }
+    }
+
+    fn read_replies(&mut self) {
+        loop {
+            let Some(wire) = &self.wire else { return };
+            let Ok(first) = wire.socket.recv_msg(zmq::DONTWAIT) else {
+                return;
+            };
+            let mut frames = vec![first];
+            while wire.socket.get_rcvmore().unwrap_or(false) {
+                match wire.socket.recv_msg(zmq::DONTWAIT) {
+                    Ok(frame) => frames.push(frame),
+                    Err(_) => break,
+                }
+            }
+            self.file(frames);
+        }
+    }
+
+    /// Completes the request a message answers. Messages that answer none are late, and dropped.
+    fn file(&mut self, mut frames: Vec<zmq::Message>) {
+        let Ok(reply) = ReplyFrames::parse(frames.iter().map(|frame| &**frame)) else {
+            return;
+        };
+        let Ok(uid) = reply.uid_number() else { return };
+        let Some(pending) = self.sent.remove(&uid) else {
+            return;
+        };
+        let result = check_op(reply.op, pending.operation).map(|()| {
+            let payload = (frames.len() > 2).then(|| frames.swap_remove(2));
+            Reply::new(uid, pending.operation, pending.kind, payload)
+        });
+        self.shared.one_less();
+        pending.sink.tell(result);
+    }
+
+    /// Fails what has passed its deadline.
+    fn expire(&mut self, now: Instant) {
+        while let Some(Reverse((deadline, uid))) = self.deadlines.peek().copied() {
+            if deadline > now {
+                return;
+            }
+            self.deadlines.pop();
+            let (operation, waited, sink) = if let Some(pending) = self.sent.remove(&uid) {
+                (pending.operation, pending.waited, pending.sink)
+            } else if let Some(at) = self.waiting.iter().position(|waiting| waiting.uid == uid)
+                && let Some(never_left) = self.waiting.remove(at)
+            {
+                (
+                    never_left.outgoing.operation,
+                    never_left.waited,
+                    never_left.sink,
+                )
+            } else {
+                continue;
+            };
+            self.shared.one_less();
+            sink.tell(Err(ClientError::Timeout {
+                operation,
+                endpoint: self.shared.endpoint.clone(),
+                waited,
+            }));
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! A client for many threads: requests are submitted without waiting, and their results are futures.
+//!
+//! Two threads serve it: one owns the socket ([`io`]), one watches the server ([`health`]).
+
+mod calls;
+mod future;
+mod health;
+mod io;
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use kvtier_proto::key::TokenWriter;
+use kvtier_proto::operation::Operation;
+use kvtier_proto::request::{InstanceId, Request};
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, eventfd};
+
+pub use future::Future;
+pub use health::{Health, HealthCallback, RecoverHook};
+
+use crate::connection::Reply;
+use crate::error::ClientError;
+use crate::outgoing::Outgoing;
+
+/// Most requests that may be under way at once.
+pub const MAX_IN_FLIGHT: usize = 1 << 16;
+
+/// No worker: heartbeats are a scheduler's.
+const NO_INSTANCE: i64 = i64::MIN;
+
+/// How a [`Client`] behaves.
+#[derive(Debug, Clone, Copy)]
+pub struct Settings {
+    /// How long each request may take until its result, unless it is submitted with another deadline. Default 10 s.
+    pub timeout: Duration,
+    /// Time between two heartbeats; one that is not answered for as long makes the server degraded. Default 5 s.
+    pub heartbeat: Duration,
+    /// First pause before a lost connection is tried again. Default 100 ms; it doubles up to 1 s.
+    pub reconnect: Duration,
+    /// How long closing may wait for the last requests to leave. Default 500 ms.
+    pub linger: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_secs(10),
+            heartbeat: Duration::from_secs(5),
+            reconnect: Duration::from_millis(100),
+            linger: Duration::from_millis(500),
+        }
+    }
+}
+
+/// A connection to a server, for any number of threads. Cloning gives another handle; the last one closes it.
+///
+/// Each request has a deadline and is over by then, with a response or an error, also when the server is gone, hangs or
+/// comes back as another one. A lost connection fails what was under way at once.
+#[derive(Clone)]
+pub struct Client {
+    shared: Arc<Shared>,
+    /// None for the handle that the client's own threads use.
+    _handle: Option<Arc<Handle>>,
+}
+
+/// Closes the client when the last handle goes.
+struct Handle(Arc<Shared>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// What is done with a request's result.
+type Told = Box<dyn FnOnce(Result<Reply, ClientError>) + Send>;
+
+/// Who gets a request's result. Dropped untold it says that the client was closed.
+struct Sink(Option<Told>, Operation);
+
+impl Sink {
+    fn tell(mut self, result: Result<Reply, ClientError>) {
+        if let Some(sink) = self.0.take() {
+            sink(result);
+        }
+    }
+}
+
+impl Drop for Sink {
+    fn drop(&mut self) {
+        if let Some(sink) = self.0.take() {
+            sink(Err(ClientError::Closed { operation: self.1 }));
+        }
+    }
+}
+
+/// A request on its way to the I/O thread.
+struct Submitted {
+    uid: u64,
+    outgoing: Outgoing,
+    deadline: Instant,
+    /// From the submission to the deadline.
+    waited: Duration,
+    sink: Sink,
+}
+
+#[derive(Default)]
+struct Inbox {
+    new: VecDeque<Submitted>,
+    closing: bool,
+}
+
+/// What the handles and the two threads share.
+struct Shared {
+    endpoint: String,
+    timeout: Mutex<Duration>,
+    inbox: Mutex<Inbox>,
+    wake: OwnedFd,
+    next_uid: AtomicU64,
+    in_flight: AtomicUsize,
+    /// Whose heartbeats are sent.
+    instance: AtomicI64,
+    link: health::Link,
+    watch: health::Watch,
+}
+
+impl Shared {
+    fn timeout(&self) -> Duration {
+        *self.timeout.lock()
+    }
+
+    fn wake(&self) {
+        // Only a counter that overflows could fail, and then the thread is awake.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    fn drain_wake(&self) {
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+
+    fn one_less(&self) {
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    fn close(&self) {
+        self.inbox.lock().closing = true;
+        self.watch.clear();
+        self.link.close();
+        self.wake();
+    }
+}
+
+impl Client {
+    /// Connects with default [`Settings`]. `endpoint` is `tcp://host:port`, `ipc://path`, or `host:port`, which means TCP.
+    ///
+    /// Returns before the connection is there; [`Client::wait_healthy`] proves that a server answers.
+    ///
+    /// # Errors
+    /// [`ClientError::Connect`] for an address that is none.
+    pub fn connect(endpoint: &str) -> Result<Self, ClientError> {
+        Self::connect_with(endpoint, Settings::default())
+    }
+
+    /// [`Client::connect`] with settings.
+    ///
+    /// # Errors
+    /// [`ClientError::Connect`] for an address that is none; [`ClientError::System`] when no thread can be started.
+    pub fn connect_with(endpoint: &str, settings: Settings) -> Result<Self, ClientError> {
+        let endpoint = if endpoint.contains("://") {
+            endpoint.to_owned()
+        } else {
+            format!("tcp://{endpoint}")
+        };
+        let system = |source| ClientError::System { source };
+        let shared = Arc::new(Shared {
+            endpoint,
+            timeout: Mutex::new(settings.timeout),
+            inbox: Mutex::default(),
+            wake: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
+                .map_err(|errno| system(errno.into()))?,
+            next_uid: AtomicU64::new(0),
+            in_flight: AtomicUsize::new(0),
+            instance: AtomicI64::new(NO_INSTANCE),
+            link: health::Link::default(),
+            watch: health::Watch::default(),
+        });
+        let io = io::Io::open(Arc::clone(&shared), settings)?;
+        // From here on dropping the handle ends the threads that were started.
+        let client = Self {
+            _handle: Some(Arc::new(Handle(Arc::clone(&shared)))),
+            shared: Arc::clone(&shared),
+        };
+        let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
+        thread("kvtier-io")
+            .spawn(move || io.run())
+            .map_err(system)?;
+        thread("kvtier-health")
+            .spawn(move || health::run(&shared, settings.heartbeat))
+            .map_err(system)?;
+        Ok(client)
+    }
+
+    /// The handle of the client's own threads, which keeps nothing open.
+    fn internal(shared: Arc<Shared>) -> Self {
+        Self {
+            shared,
+            _handle: None,
+        }
+    }
+
+    /// The server's address.
+    #[must_use]
+    pub fn endpoint(&self) -> &str {
+        &self.shared.endpoint
+    }
+
+    /// How long each request may take.
+    #[must_use]
+    pub fn timeout(&self) -> Duration {
+        self.shared.timeout()
+    }
+
+    /// Changes how long each later request may take.
+    pub fn set_timeout(&self, timeout: Duration) {
+        *self.shared.timeout.lock() = timeout;
+    }
+
+    /// Requests under way.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.shared.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Connections made so far. A number that changed means that the server may be another one, which knows nothing of
+    /// earlier registrations and lookups.
+    #[must_use]
+    pub fn connections(&self) -> u64 {
+        self.shared.link.connections()
+    }
+
+    /// How it stands with the server. Degraded until the first heartbeat was answered.
+    #[must_use]
+    pub fn health(&self) -> Health {
+        self.shared.watch.state()
+    }
+
+    /// Waits up to `patience` for the server to be healthy; whether it is.
+    #[must_use]
+    pub fn wait_healthy(&self, patience: Duration) -> bool {
+        self.shared.watch.wait_healthy(patience)
+    }
+
+    /// Has `callback` called with each later state.
+    pub fn on_health(&self, callback: HealthCallback) {
+        self.shared.watch.add_callback(callback);
+    }
+
+    /// Has `hook` called on each later connection, and when the server does not know this client's worker any more,
+    /// before the client is healthy again. It replaces an earlier one. It must not hold a [`Client`]: it is given one.
+    pub fn on_recover(&self, hook: RecoverHook) {
+        self.shared.watch.set_recover(hook);
+    }
+
+    /// Whose heartbeats are sent: those of a worker from its registration on, else a scheduler's.
+    pub fn set_instance(&self, instance: Option<InstanceId>) {
+        let number = instance.map_or(NO_INSTANCE, |instance| instance.0);
+        self.shared.instance.store(number, Ordering::Relaxed);
+    }
+
+    /// Ends the client: what is under way fails with [`ClientError::Closed`]. Later requests do so at once.
+    pub fn close(&self) {
+        self.shared.close();
+    }
+
+    /// Submits a request; `sink` is told its result, at its deadline at the latest, on a thread of the client's, which
+    /// it must not keep waiting.
+    pub fn submit_then<T: TokenWriter>(
+        &self,
+        request: &Request<'_, T>,
+        timeout: Duration,
+        sink: impl FnOnce(Result<Reply, ClientError>) + Send + 'static,
+    ) {
+        let operation = request.operation();
+        let sink = Sink(Some(Box::new(sink)), operation);
+        let outgoing = match Outgoing::encode(request) {
+            Ok(outgoing) => outgoing,
+            Err(error) => return sink.tell(Err(error)),
+        };
+        if self.shared.in_flight.fetch_add(1, Ordering::Relaxed) >= MAX_IN_FLIGHT {
+            self.shared.one_less();
+            return sink.tell(Err(ClientError::TooMany {
+                operation,
+                limit: MAX_IN_FLIGHT,
+            }));
+        }
+        let submitted = Submitted {
+            uid: self.shared.next_uid.fetch_add(1, Ordering::Relaxed),
+            outgoing,
+            deadline: Instant::now() + timeout,
+            waited: timeout,
+            sink,
+        };
+        let mut inbox = self.shared.inbox.lock();
+        if inbox.closing {
+            // Dropped, and so told, without the lock.
+            drop(inbox);
+            drop(submitted);
+            return;
+        }
+        inbox.new.push_back(submitted);
+        drop(inbox);
+        self.shared.wake();
+    }
+
+    /// Submits a request; `read` makes its response of the reply.
+    pub fn submit<T: TokenWriter, R: Send + 'static>(
+        &self,
+        request: &Request<'_, T>,
+        timeout: Duration,
+        read: impl FnOnce(&Reply) -> Result<R, ClientError> + Send + 'static,
+    ) -> Future<R> {
+        let (promise, future) = future::channel(request.operation());
+        self.submit_then(request, timeout, move |reply| {
+            promise.keep(reply.and_then(|reply| read(&reply)));
+        });
+        future
+    }
+}
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client")
+            .field("endpoint", &self.shared.endpoint)
+            .field("health", &self.health())
+            .field("in_flight", &self.in_flight())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,322 @@
+//! Futures, deadlines, health and recovery of [`Client`].
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod support;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use kvtier_client::proto::request::Request;
+use kvtier_client::proto::response::Response;
+use kvtier_client::{Client, ClientError, Health, InstanceId, Prompt, Scope, Settings};
+use support::Server;
+
+/// Longer than any test may take.
+const FOR_EVER: Duration = Duration::from_secs(600);
+
+fn settings() -> Settings {
+    Settings {
+        timeout: FOR_EVER,
+        heartbeat: FOR_EVER,
+        reconnect: Duration::from_millis(1),
+        ..Settings::default()
+    }
+}
+
+fn connect(server: &Server, settings: Settings) -> Client {
+    Client::connect_with(server.endpoint(), settings).unwrap()
+}
+
+/// Answers pings, and the chunk size with 16.
+fn obliging(request: &Request<'_, Vec<u32>>) -> Option<Response<'static>> {
+    match request {
+        Request::Ping { .. } => Some(Response::Bool(true)),
+        Request::GetChunkSize => Some(Response::Int(16)),
+        _ => None,
+    }
+}
+
+#[test]
+fn a_result_is_polled_waited_for_and_taken_once() {
+    let (release, held) = mpsc::channel::<()>();
+    let server = Server::typed(move |request| {
+        if matches!(request, Request::GetChunkSize) {
+            held.recv().unwrap();
+        }
+        obliging(request)
+    });
+    let client = connect(&server, settings());
+    assert!(client.wait_healthy(FOR_EVER));
+    let future = client.get_chunk_size();
+    assert!(!future.is_ready());
+    assert!(future.try_take().is_none());
+    assert!(future.wait(Duration::ZERO).is_none());
+    assert_eq!(client.in_flight(), 1);
+    release.send(()).unwrap();
+    assert_eq!(future.wait(FOR_EVER).unwrap().unwrap(), 16);
+    assert!(future.try_take().is_none(), "given once");
+    assert!(matches!(future.join(), Err(ClientError::Cancelled { .. })));
+    assert_eq!(client.in_flight(), 0);
+}
+
+#[test]
+fn requests_of_many_threads_get_their_own_answers() {
+    let server = Server::typed(|request| match request {
+        Request::Ping { .. } => Some(Response::Bool(true)),
+        Request::EndSession { .. } => Some(Response::Nothing),
+        Request::QueryPrefetchStatus { job } => {
+            let kvtier_client::proto::request::JobRef::Request(id) = job else {
+                return None;
+            };
+            Some(Response::Int(id.parse().unwrap()))
+        }
+        _ => None,
+    });
+    let client = connect(&server, settings());
+    std::thread::scope(|scope| {
+        for thread in 0..8u64 {
+            let client = client.clone();
+            scope.spawn(move || {
+                for number in 0..50 {
+                    let number = thread * 1000 + number;
+                    let asked = client.query_prefetch_status(&number.to_string());
+                    assert_eq!(asked.join().unwrap(), Some(number));
+                }
+            });
+        }
+    });
+    assert_eq!(client.in_flight(), 0);
+}
+
+#[test]
+fn a_silent_server_is_a_timeout_at_the_deadline() {
+    let server = Server::typed(|_| None);
+    let brief = Settings {
+        timeout: Duration::from_millis(50),
+        ..settings()
+    };
+    let client = connect(&server, brief);
+    let error = client.get_chunk_size().join().unwrap_err();
+    assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
+    assert_eq!(client.in_flight(), 0);
+}
+
+#[test]
+fn without_a_server_requests_end_at_their_deadline() {
+    let nobody = {
+        let server = Server::typed(|_| None);
+        server.endpoint().to_owned()
+    };
+    let brief = Settings {
+        timeout: Duration::from_millis(50),
+        ..settings()
+    };
+    let client = Client::connect_with(&nobody, brief).unwrap();
+    let futures: Vec<_> = (0..10).map(|_| client.noop()).collect();
+    for future in futures {
+        let error = future.join().unwrap_err();
+        assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
+    }
+    assert_eq!(client.health(), Health::Degraded);
+}
+
+#[test]
+fn a_lost_connection_fails_what_was_under_way_at_once() {
+    let (told, asked) = mpsc::channel();
+    let server = Server::typed(move |request| {
+        if matches!(request, Request::Noop) {
+            told.send(()).unwrap();
+        }
+        obliging(request)
+    });
+    let client = connect(&server, settings());
+    let future = client.noop();
+    asked.recv().unwrap();
+    drop(server);
+    let error = future.join().unwrap_err();
+    assert!(matches!(error, ClientError::Disconnected { .. }), "{error}");
+    assert_eq!(client.in_flight(), 0);
+}
+
+#[test]
+fn a_request_made_while_the_server_is_away_is_answered_by_the_next() {
+    let server = Server::typed(obliging);
+    let endpoint = server.endpoint().to_owned();
+    let client = connect(&server, settings());
+    assert!(client.wait_healthy(FOR_EVER));
+    let (told, heard) = mpsc::channel();
+    client.on_health(Box::new(move |health| {
+        let _ = told.send(health);
+    }));
+    drop(server);
+    assert_eq!(heard.recv().unwrap(), Health::Degraded);
+    let future = client.get_chunk_size();
+    assert!(future.try_take().is_none());
+    let _server = Server::typed_at(&endpoint, obliging);
+    assert_eq!(future.join().unwrap(), 16);
+    assert_eq!(heard.recv().unwrap(), Health::Recovering);
+    assert_eq!(heard.recv().unwrap(), Health::Healthy);
+    assert_eq!(client.connections(), 2);
+}
+
+#[test]
+fn the_recover_hook_runs_on_a_new_connection_before_the_client_is_healthy() {
+    let server = Server::typed(obliging);
+    let endpoint = server.endpoint().to_owned();
+    let client = connect(&server, settings());
+    assert!(client.wait_healthy(FOR_EVER));
+    let (told, heard) = mpsc::channel();
+    client.on_recover(Box::new(move |client| {
+        let size = client.get_chunk_size().join().unwrap();
+        told.send((client.health(), size)).unwrap();
+        true
+    }));
+    drop(server);
+    let _server = Server::typed_at(&endpoint, obliging);
+    assert_eq!(heard.recv().unwrap(), (Health::Recovering, 16));
+    assert!(client.wait_healthy(FOR_EVER));
+}
+
+#[test]
+fn a_server_that_does_not_know_the_worker_makes_it_register_again() {
+    let pings = Arc::new(AtomicUsize::new(0));
+    let seen = Arc::clone(&pings);
+    let server = Server::typed(move |request| match request {
+        // As after a restart that was faster than a heartbeat: the first ping of the worker is answered with no.
+        Request::Ping { instance: Some(_) } => {
+            Some(Response::Bool(seen.fetch_add(1, Ordering::Relaxed) != 0))
+        }
+        Request::Ping { instance: None } => Some(Response::Bool(true)),
+        _ => None,
+    });
+    let quick = Settings {
+        heartbeat: Duration::from_millis(20),
+        ..settings()
+    };
+    let client = connect(&server, quick);
+    assert!(client.wait_healthy(FOR_EVER));
+    let (told, heard) = mpsc::channel();
+    client.on_recover(Box::new(move |_| told.send(()).is_ok()));
+    client.set_instance(Some(InstanceId(7)));
+    heard.recv().unwrap();
+    assert!(client.wait_healthy(FOR_EVER));
+    assert!(pings.load(Ordering::Relaxed) >= 1);
+}
+
+#[test]
+fn a_hook_that_fails_is_tried_again_with_the_next_heartbeat() {
+    let server = Server::typed(obliging);
+    let quick = Settings {
+        heartbeat: Duration::from_millis(5),
+        ..settings()
+    };
+    let endpoint = server.endpoint().to_owned();
+    let client = connect(&server, quick);
+    assert!(client.wait_healthy(FOR_EVER));
+    let tries = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&tries);
+    client.on_recover(Box::new(move |_| {
+        counted.fetch_add(1, Ordering::Relaxed) == 2
+    }));
+    let (told, heard) = mpsc::channel();
+    client.on_health(Box::new(move |health| {
+        let _ = told.send(health);
+    }));
+    drop(server);
+    let _server = Server::typed_at(&endpoint, obliging);
+    while heard.recv().unwrap() != Health::Healthy {}
+    assert_eq!(tries.load(Ordering::Relaxed), 3);
+}
+
+#[test]
+fn a_missed_heartbeat_makes_the_server_degraded_and_the_next_good_one_healthy() {
+    let pings = AtomicUsize::new(0);
+    let server = Server::typed(move |request| match request {
+        Request::Ping { .. } if pings.fetch_add(1, Ordering::Relaxed) == 1 => None,
+        request => obliging(request),
+    });
+    let quick = Settings {
+        heartbeat: Duration::from_millis(100),
+        ..settings()
+    };
+    let client = connect(&server, quick);
+    let (told, heard) = mpsc::channel();
+    client.on_health(Box::new(move |health| {
+        let _ = told.send(health);
+    }));
+    while heard.recv().unwrap() != Health::Degraded {}
+    while heard.recv().unwrap() != Health::Healthy {}
+}
+
+#[test]
+fn a_lookup_is_asked_for_until_its_result_is_known() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    let server = Server::typed(move |request| match request {
+        Request::Lookup { .. } => Some(Response::Nothing),
+        Request::WaitPrefetchStatus { .. } => match count.fetch_add(1, Ordering::Relaxed) {
+            0 | 1 => Some(Response::Nothing),
+            _ => Some(Response::Int(3)),
+        },
+        request => obliging(request),
+    });
+    let client = connect(&server, settings());
+    let (scope, prompt) = (Scope::new("model"), Prompt::new(&[1; 48]));
+    let key = scope.scheduler_key(&prompt, 0..48, "request");
+    assert_eq!(client.lookup_hits(&key).join().unwrap(), 3);
+    assert_eq!(asked.load(Ordering::Relaxed), 3);
+}
+
+#[test]
+fn a_lookup_that_is_given_up_has_its_session_ended() {
+    let (told, ended) = mpsc::channel();
+    let server = Server::typed(move |request| match request {
+        Request::EndSession { request_id } => {
+            told.send((*request_id).to_owned()).unwrap();
+            Some(Response::Nothing)
+        }
+        request => obliging(request),
+    });
+    let brief = Settings {
+        timeout: Duration::from_millis(50),
+        ..settings()
+    };
+    let client = connect(&server, brief);
+    let (scope, prompt) = (Scope::new("model"), Prompt::new(&[1; 48]));
+    let key = scope.scheduler_key(&prompt, 0..48, "request");
+    let error = client.lookup_hits(&key).join().unwrap_err();
+    assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
+    assert_eq!(ended.recv().unwrap(), "request");
+}
+
+#[test]
+fn closing_fails_what_is_under_way_and_all_that_comes_later() {
+    let server = Server::typed(|request| match request {
+        Request::Noop => None,
+        request => obliging(request),
+    });
+    let client = connect(&server, settings());
+    assert!(client.wait_healthy(FOR_EVER));
+    let future = client.noop();
+    client.close();
+    assert!(matches!(future.join(), Err(ClientError::Closed { .. })));
+    assert!(matches!(
+        client.noop().join(),
+        Err(ClientError::Closed { .. })
+    ));
+}
+
+#[test]
+fn a_cancelled_result_is_dropped_and_later_ones_still_come() {
+    let server = Server::typed(obliging);
+    let client = connect(&server, settings());
+    client.get_chunk_size().cancel();
+    assert_eq!(client.get_chunk_size().join().unwrap(), 16);
+}
+
+#[test]
+fn an_address_that_is_none_is_an_error() {
+    let error = Client::connect("bogus://x").unwrap_err();
+    assert!(matches!(error, ClientError::Connect { .. }), "{error}");
+}
