@@ -86,7 +86,6 @@ fn requests_of_many_threads_get_their_own_answers() {
             });
         }
     });
-    assert_eq!(client.in_flight(), 0);
 }
 
 #[test]
@@ -99,7 +98,6 @@ fn a_silent_server_is_a_timeout_at_the_deadline() {
     let client = connect(&server, brief);
     let error = client.get_chunk_size().join().unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
-    assert_eq!(client.in_flight(), 0);
 }
 
 #[test]
@@ -136,7 +134,6 @@ fn a_lost_connection_fails_what_was_under_way_at_once() {
     drop(server);
     let error = future.join().unwrap_err();
     assert!(matches!(error, ClientError::Disconnected { .. }), "{error}");
-    assert_eq!(client.in_flight(), 0);
 }
 
 #[test]

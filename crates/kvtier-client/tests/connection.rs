@@ -180,7 +180,7 @@ fn an_address_that_is_none_is_refused_at_once() {
 
 #[test]
 fn an_error_text_in_place_of_the_operation_is_told() {
-    let server = Server::raw(|frames| {
+    let server = Server::raw_at(support::ANYWHERE, |frames| {
         let mut text = Vec::new();
         kvtier_client::proto::wire::write_str(&mut text, "error: no such model");
         vec![vec![frames[0].clone(), text]]
@@ -195,14 +195,15 @@ fn an_error_text_in_place_of_the_operation_is_told() {
 #[test]
 fn the_operation_may_come_back_as_a_name_or_in_any_width() {
     for op in [vec![0x18], vec![0xcd, 0, 0x18], b"\xa4noop".to_vec()] {
-        let server = Server::raw(move |frames| {
+        let server = Server::raw_at(support::ANYWHERE, move |frames| {
             vec![vec![frames[0].clone(), op.clone(), b"\xa2OK".to_vec()]]
         });
         assert_eq!(connect(&server).noop().unwrap(), "OK");
     }
     // The number of another operation is an answer to nothing that was asked.
-    let server =
-        Server::raw(|frames| vec![vec![frames[0].clone(), vec![0x15], b"\xa2OK".to_vec()]]);
+    let server = Server::raw_at(support::ANYWHERE, |frames| {
+        vec![vec![frames[0].clone(), vec![0x15], b"\xa2OK".to_vec()]]
+    });
     let error = connect(&server).noop().unwrap_err();
     assert!(matches!(error, ClientError::Unexpected { .. }), "{error}");
 }
@@ -226,7 +227,7 @@ fn a_reply_of_another_type_is_an_error_of_its_request_alone() {
 fn replies_are_matched_by_number_in_any_order() {
     // Holds requests back until there are three, then answers the last one first.
     let mut held = Vec::new();
-    let server = Server::raw(move |frames| {
+    let server = Server::raw_at(support::ANYWHERE, move |frames| {
         held.push(frames);
         if held.len() < 3 {
             return Vec::new();
@@ -259,7 +260,7 @@ fn replies_are_matched_by_number_in_any_order() {
 fn forgotten_and_late_replies_harm_nobody() {
     // Answers nothing but the third request; then everything, twice.
     let mut held = Vec::new();
-    let server = Server::raw(move |frames| {
+    let server = Server::raw_at(support::ANYWHERE, move |frames| {
         held.push(frames);
         match held.len() {
             1 | 2 => Vec::new(),
@@ -286,7 +287,7 @@ fn forgotten_and_late_replies_harm_nobody() {
 
 #[test]
 fn garbage_from_the_server_is_skipped() {
-    let server = Server::raw(|frames| {
+    let server = Server::raw_at(support::ANYWHERE, |frames| {
         vec![
             vec![vec![]],
             vec![vec![0xc1], vec![0xc1]],

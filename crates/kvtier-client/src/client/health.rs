@@ -141,12 +141,15 @@ impl Watch {
     }
 
     fn set(&self, health: Health) {
-        let before = std::mem::replace(&mut *self.state.lock(), health);
-        if before == health {
+        let mut state = self.state.lock();
+        if *state == health {
             return;
         }
-        self.changed.notify_all();
+        *state = health;
+        // Taken with the state: who asks to be told later is told what comes later.
         let callbacks = self.callbacks.lock().clone();
+        drop(state);
+        self.changed.notify_all();
         for callback in callbacks {
             callback(health);
         }

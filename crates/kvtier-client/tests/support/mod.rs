@@ -10,6 +10,9 @@ use kvtier_client::proto::key::VecTokens;
 use kvtier_client::proto::request::Request;
 use kvtier_client::proto::response::Response;
 
+/// Any free port.
+pub const ANYWHERE: &str = "tcp://127.0.0.1:*";
+
 /// Frames of a message, without the routing frame.
 pub type Frames = Vec<Vec<u8>>;
 
@@ -21,12 +24,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Answers each message with the messages that `answer` gives.
-    pub fn raw(answer: impl FnMut(Frames) -> Vec<Frames> + Send + 'static) -> Self {
-        Self::raw_at("tcp://127.0.0.1:*", answer)
-    }
-
-    /// The same at an address, such as that of an earlier server.
+    /// Answers each message with the messages that `answer` gives, at [`ANYWHERE`] or an earlier server's address.
     pub fn raw_at(
         address: &str,
         mut answer: impl FnMut(Frames) -> Vec<Frames> + Send + 'static,
@@ -67,7 +65,7 @@ impl Server {
     pub fn typed(
         answer: impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static,
     ) -> Self {
-        Self::typed_at("tcp://127.0.0.1:*", answer)
+        Self::typed_at(ANYWHERE, answer)
     }
 
     /// The same at an address.
