@@ -220,11 +220,8 @@ pub(super) async fn delete(api: State, bytes: Bytes) -> Result<Json<Value>, ApiE
     // Before anything is deleted.
     let in_tiers: Vec<_> = match &request.adapter {
         _ if request.tier == "l1" => Vec::new(),
-        None => tiers(&engine)?.tiers().to_vec(),
-        Some(name) => {
-            let l2 = tiers(&engine)?;
-            vec![Arc::clone(&l2.tiers()[named(l2, name)?])]
-        }
+        None => (0..tiers(&engine)?.tiers().len()).collect(),
+        Some(name) => vec![named(tiers(&engine)?, name)?],
     };
     let (keys, force) = (Arc::new(request.keys), request.force);
     let mut outcome = Outcome::default();
@@ -234,7 +231,7 @@ pub(super) async fn delete(api: State, bytes: Bytes) -> Result<Json<Value>, ApiE
         outcome.count(L1, removed.objects, removed.kept, 0);
     }
     for tier in in_tiers {
-        outcome.delete(&engine, tier, &keys, force).await?;
+        outcome.delete(tiers(&engine)?, tier, &keys, force).await?;
     }
     Ok(Json(outcome.answer()))
 }
@@ -323,19 +320,17 @@ impl Outcome {
 
     async fn delete(
         &mut self,
-        engine: &Engine,
-        tier: Arc<Tier>,
+        l2: &L2,
+        number: usize,
         keys: &[ObjectKey],
         force: bool,
     ) -> Result<(), ApiError> {
         let (mut deleted, mut skipped, mut failed) = (0, 0, 0);
+        let tier = &l2.tiers()[number];
         for slice in keys.chunks(DELETE_SLICE) {
-            let (tier_of_task, slice) = (Arc::clone(&tier), slice.to_vec());
-            let task = async move { tier_of_task.delete(slice, force).await };
-            // Where adapters live, and to the end even if the client goes away.
-            let results = tiers(engine)?.handle().spawn(task).await;
-            for result in results
-                .map_err(|error| detail(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?
+            let results = l2.delete(number, slice.to_vec(), force).await;
+            for result in
+                results.map_err(|error| detail(StatusCode::INTERNAL_SERVER_ERROR, error))?
             {
                 match result {
                     Ok(Deleted::Gone) => deleted += 1,

@@ -6,6 +6,7 @@
 mod calls;
 mod flights;
 mod objects;
+mod pending;
 mod prefetch;
 mod status;
 mod store;
@@ -38,6 +39,7 @@ use crate::engine::{Clock, L1Allocator, to_memory};
 use crate::metrics::Metrics;
 use calls::Calls;
 use flights::Flights;
+use pending::Pending;
 use store::StoreQueue;
 
 /// Threads that plan and wait; adapters have their own for what blocks.
@@ -54,6 +56,7 @@ pub struct L2 {
     arena: Arc<Arena>,
     clock: Arc<Clock>,
     stores: StoreQueue,
+    pending: Pending,
     flights: Flights,
     calls: Calls,
     /// Lookups under way in the tiers.
@@ -108,6 +111,7 @@ impl L2 {
             lookups: Semaphore::new(config.prefetch_max_in_flight.max(1)),
             loads: Arc::new(Semaphore::new(units.clamp(1, Semaphore::MAX_PERMITS))),
             flights: Flights::default(),
+            pending: Pending::default(),
             calls: Calls::new(metrics, tiers.iter().map(|tier| tier.name())),
             stop: Arc::default(),
             handle: runtime.handle().clone(),
@@ -214,10 +218,7 @@ fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {
             .open(adapter)
             .map_err(|error| format!("--l2-adapter: type {:?}: {error}", adapter.kind))?;
         let eviction = adapter.eviction.map(|eviction| TierEviction {
-            policy: match eviction.policy {
-                EvictionPolicy::Lru => EvictionKind::Lru,
-                EvictionPolicy::Noop => EvictionKind::Noop,
-            },
+            policy: eviction.policy,
             trigger_watermark: eviction.trigger_watermark,
             eviction_ratio: eviction.eviction_ratio,
         });

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use kvtier_core::object_key::KeyShape;
-use kvtier_l2::tier::Tier;
+use kvtier_core::object_key::{KeyShape, ObjectKey};
+use kvtier_l2::tier::{Deleted, Tier};
 use kvtier_l2::{ErrorKind, L2Error, Listed};
 
 use super::L2;
@@ -56,6 +56,27 @@ impl L2 {
             .spawn(task)
             .await
             .unwrap_or_else(|error| Err(L2Error::new(ErrorKind::Unavailable, error.to_string())))
+    }
+
+    /// Deletes objects of a tier; one result each. With `force` also what is being read there, and what waits to be
+    /// stored there or is being stored: that is deleted once nobody writes it any more. Goes on when nobody waits.
+    ///
+    /// # Errors
+    /// When the task fails as a whole: one line.
+    pub async fn delete(
+        &self,
+        tier: usize,
+        keys: Vec<ObjectKey>,
+        force: bool,
+    ) -> Result<Vec<Result<Deleted, L2Error>>, String> {
+        if force {
+            self.pending.revoke(tier, &keys);
+        }
+        let tier = Arc::clone(&self.tiers[tier]);
+        let task = async move { tier.delete(keys, force).await };
+        // Where adapters live.
+        let results = self.handle.spawn(task).await;
+        results.map_err(|error| error.to_string())
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! What waits is leased in L1, so neither eviction nor a timeout frees bytes that are being written; in return what may
 //! wait is bounded in bytes, for each tier on its own, and what does not fit is not stored there. Lease and bytes go
-//! together, with the last buffer of a batch: a tier that has missed its deadline and still reads has them both.
+//! together, with the last buffer of a batch: a tier that has missed its deadline and still reads has them both. So
+//! `pending` knows what may still be written.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -14,13 +15,14 @@ use kvtier_l2::StoreItem;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore, mpsc};
 
+use super::pending::{Hold, Objects};
 use super::{L2, object};
 use crate::config::StorePolicy;
 use crate::engine::L1Allocator;
 use crate::metrics::TierCall;
 
 /// Batches that are stored in a tier at the same time: enough that one slow object does not hold up the others.
-const BATCHES: usize = 4;
+pub const BATCHES: usize = 4;
 
 /// Bytes of one batch, unless a single object has more: what a slow disk writes well within a store's deadline.
 const BATCH_BYTES: u64 = 16 << 20;
@@ -29,14 +31,14 @@ const BATCH_BYTES: u64 = 16 << 20;
 pub struct Batch {
     items: Vec<StoreItem>,
     shared: Arc<Shared>,
+    hold: Arc<Hold>,
     bytes: u64,
 }
 
 /// What the batches of all tiers for the same objects have in common; the last one to be done drops it.
 struct Shared {
     l2: Weak<L2>,
-    space: OwnedSpace,
-    hashes: Vec<ChunkHash>,
+    objects: Arc<Objects>,
     /// Tiers that have all of it; see [`StorePolicy::SkipL1`].
     complete: AtomicU64,
     tiers: u64,
@@ -46,20 +48,14 @@ impl Drop for Shared {
     fn drop(&mut self) {
         let Some(l2) = self.l2.upgrade() else { return };
         if l2.config.store_policy == StorePolicy::SkipL1 && *self.complete.get_mut() == self.tiers {
-            l2.cache.remove(&self.space.as_space(), &self.hashes, false);
+            let Objects { space, hashes } = &*self.objects;
+            l2.cache.remove(&space.as_space(), hashes, false);
         }
     }
 }
 
-/// What the buffers of a batch hold: the bytes in L1, and their part of the tier's bound.
-struct Hold {
-    // In this order: what waits for nothing to wait finds no lease either.
-    _lease: Arc<ReadLease<L1Allocator>>,
-    _ticket: Ticket,
-}
-
 /// A part of a tier's bound; dropping it gives it back.
-struct Ticket {
+pub struct Ticket {
     queues: Arc<Queues>,
     tier: usize,
     objects: u64,
@@ -215,6 +211,7 @@ impl L2 {
         hashes: &[ChunkHash],
         len: u64,
     ) {
+        let mut admission = self.pending.admit();
         let leased = self.lease(space, hashes);
         let gone = hashes.len() - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
         if gone > 0 {
@@ -224,9 +221,8 @@ impl L2 {
         let Some((hashes, lease)) = leased else {
             return;
         };
-        let (objects, bytes) = (hashes.len() as u64, len * hashes.len() as u64);
-        let shared = Arc::new(Shared {
-            l2: Arc::downgrade(self),
+        let (number, bytes) = (hashes.len() as u64, len * hashes.len() as u64);
+        let objects = Arc::new(Objects {
             space: OwnedSpace {
                 model_name: Arc::clone(scope.model_name()),
                 kv_rank: space.kv_rank,
@@ -234,20 +230,24 @@ impl L2 {
                 layout: space.layout,
                 cache_salt: Arc::clone(scope.cache_salt()),
             },
-            complete: AtomicU64::new(0),
-            tiers: self.tiers.len() as u64,
             hashes,
         });
         let lease = Arc::new(lease);
-        for tier in 0..self.tiers.len() {
-            let Some(ticket) = self.stores.admit(tier, objects, bytes) else {
-                continue;
-            };
-            let hold = Arc::new(Hold {
-                _lease: Arc::clone(&lease),
-                _ticket: ticket,
-            });
-            let extents = lease.extents().iter().zip(&shared.hashes);
+        let holds: Vec<_> = (0..self.tiers.len())
+            .filter_map(|tier| {
+                let ticket = self.stores.admit(tier, number, bytes)?;
+                Some((tier, admission.hold(self, tier, &objects, &lease, ticket)))
+            })
+            .collect();
+        drop(admission);
+        let shared = Arc::new(Shared {
+            l2: Arc::downgrade(self),
+            complete: AtomicU64::new(0),
+            tiers: self.tiers.len() as u64,
+            objects: Arc::clone(&objects),
+        });
+        for (tier, hold) in holds {
+            let extents = lease.extents().iter().zip(&objects.hashes);
             let items = extents.map(|(extent, hash)| StoreItem {
                 object: object(scope, space, *hash, len),
                 from: self.buffer(*extent, Arc::clone(&hold) as _),
@@ -255,6 +255,7 @@ impl L2 {
             let batch = Batch {
                 items: items.collect(),
                 shared: Arc::clone(&shared),
+                hold,
                 bytes,
             };
             self.stores.send(tier, batch);
@@ -293,21 +294,27 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
         tokio::spawn(async move {
             let _place = place;
             let Batch {
-                items,
+                mut items,
                 shared,
+                // It waits until its results are counted. Let go before `shared`, which wants the objects free.
+                hold,
                 bytes,
             } = batch;
-            // It waits until its results are counted. Let go before `shared`, which wants the objects free.
-            let _hold = items.first().map(|item| item.from.clone());
-            let objects = items.len() as u64;
-            let salt = &shared.space.cache_salt;
+            let bytes_each = bytes / (items.len() as u64).max(1);
+            let revoked = hold.take_revoked();
+            items.retain(|item| !revoked.contains(&item.object.key.chunk_hash()));
+            if items.is_empty() {
+                return;
+            }
+            let salt = &shared.objects.space.cache_salt;
+            let bytes = bytes_each * items.len() as u64;
             let call = TierCall::Store;
             let call = l2.calls.begin(call, number, salt, items.len(), bytes);
             let results = l2.tiers[number].store(items).await;
             let stored = results.iter().filter(|result| result.is_ok()).count();
-            let stored_bytes = bytes / objects.max(1) * stored as u64;
-            call.answered(salt, stored, stored_bytes);
-            if results.iter().all(Result::is_ok) {
+            call.answered(salt, stored, bytes_each * stored as u64);
+            let is_whole = revoked.is_empty() && !hold.is_revoked();
+            if is_whole && results.iter().all(Result::is_ok) {
                 shared.complete.fetch_add(1, Ordering::AcqRel);
             }
         });

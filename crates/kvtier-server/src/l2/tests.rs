@@ -1,5 +1,6 @@
 //! What only an adapter that misbehaves on cue can show.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use kvtier_core::ChunkHash;
 use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Space};
 use kvtier_core::object_key::{KeyScope, ObjectKey};
 use kvtier_core::prefetch::Cell;
-use kvtier_l2::tier::{Tier, TierConfig};
+use kvtier_l2::tier::{Deleted, Tier, TierConfig};
 use kvtier_l2::{
     Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
     Loaded, ObjectSpec, Recovered, StoreItem, Stored,
@@ -17,6 +18,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
+use super::store::BATCHES;
 use super::{L2, PrefetchRequest, PrefetchRow, Prefetched};
 use crate::config::{L2Config, PrefetchPolicy, StorePolicy};
 use crate::engine::{Clock, L1Allocator, to_memory};
@@ -30,7 +32,7 @@ enum Load {
     Right,
     /// Says that it is late, and keeps the buffers to write to.
     Late,
-    /// Waits for a permit, then gives the right bytes.
+    /// Waits for a permit, then gives the right bytes. Stores wait for one too.
     Gated,
 }
 
@@ -40,6 +42,9 @@ struct Scripted {
     value: u8,
     kept: Mutex<Vec<Buffer>>,
     gate: Semaphore,
+    /// Stores that were begun, and what is there of them.
+    begun: Mutex<Vec<ObjectKey>>,
+    stored: Mutex<HashSet<ObjectKey>>,
 }
 
 impl Scripted {
@@ -49,6 +54,8 @@ impl Scripted {
             value,
             kept: Mutex::default(),
             gate: Semaphore::new(0),
+            begun: Mutex::default(),
+            stored: Mutex::default(),
         })
     }
 
@@ -72,11 +79,17 @@ impl Adapter for Scripted {
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
         Box::pin(async move {
+            let keys = batch.iter().map(|item| item.object.key.clone());
+            self.begun.lock().extend(keys);
+            if matches!(self.load, Load::Gated) {
+                let _ = self.gate.acquire().await;
+            }
             let store = |item: StoreItem| {
                 if matches!(self.load, Load::Late) {
                     self.kept.lock().push(item.from);
                     return Err(L2Error::new(ErrorKind::Deadline, "late"));
                 }
+                self.stored.lock().insert(item.object.key);
                 Ok(Stored::Written(LEN))
             };
             batch.into_iter().map(store).collect()
@@ -105,7 +118,9 @@ impl Adapter for Scripted {
     }
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
-        Box::pin(async move { keys.iter().map(|_| Ok(false)).collect() })
+        let mut stored = self.stored.lock();
+        let deleted = keys.iter().map(|key| Ok(stored.remove(key))).collect();
+        Box::pin(async move { deleted })
     }
 
     fn list(&self, _: Option<String>, _: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
@@ -143,11 +158,15 @@ impl Drop for Bed {
 
 /// An empty L1 above these adapters, and a prompt of three chunks.
 fn bed(adapters: &[Arc<Scripted>], load_timeout: Duration) -> Bed {
+    bed_with(adapters, load_timeout, StorePolicy::Default)
+}
+
+fn bed_with(adapters: &[Arc<Scripted>], load_timeout: Duration, store_policy: StorePolicy) -> Bed {
     let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).expect("memory"));
     let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
     let config = L2Config {
         adapters: Vec::new(),
-        store_policy: StorePolicy::Default,
+        store_policy,
         prefetch_policy: PrefetchPolicy::Retain,
         prefetch_max_in_flight: 8,
         lookup_timeout: Duration::from_secs(60),
@@ -200,6 +219,47 @@ impl Bed {
     fn prefetch(&self) -> Prefetched {
         let prefetch = self.l2.prefetch(&self.request, || false);
         self.l2.handle().block_on(prefetch)
+    }
+
+    /// Puts the chunks of these numbers into L1, and has each stored by a batch of its own.
+    fn store(&self, numbers: impl IntoIterator<Item = u8>) {
+        let space = self.request.space(0);
+        for number in numbers {
+            let hashes = &[ChunkHash([number; 32])];
+            let request = ReserveRequest {
+                space,
+                hashes,
+                len: LEN,
+            };
+            let reserved = self
+                .cache
+                .reserve(Duration::ZERO, &[request])
+                .expect("room");
+            let _ = reserved.reservation.commit(Duration::ZERO);
+            self.l2.store(&self.request.scope, &space, hashes, LEN);
+        }
+    }
+
+    fn key(&self, number: u8) -> ObjectKey {
+        self.request.scope.object_key(ChunkHash([number; 32]), 1, 0)
+    }
+
+    /// Deletes these chunks with force.
+    fn delete(&self, numbers: impl IntoIterator<Item = u8>) -> Vec<Deleted> {
+        let keys = numbers.into_iter().map(|number| self.key(number)).collect();
+        let deleted = self.l2.delete(0, keys, true);
+        let deleted = self.l2.handle().block_on(deleted).expect("no panic");
+        deleted
+            .into_iter()
+            .map(|each| each.expect("done"))
+            .collect()
+    }
+
+    /// Waits until nothing is stored any more.
+    fn settle(&self) {
+        while self.l2.store_counts().queued_bytes > 0 {
+            std::thread::yield_now();
+        }
     }
 
     /// The values of the bytes of all objects in L1, each object of one value.
@@ -265,26 +325,78 @@ fn a_lookup_that_was_given_up_loads_nothing() {
 fn what_a_late_store_still_reads_stays_leased_and_counted() {
     let late = Scripted::new(Load::Late, 0);
     let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
-    let space = bed.request.space(0);
-    let request = ReserveRequest {
-        space,
-        hashes: &bed.request.hashes,
-        len: LEN,
-    };
-    let reserved = bed.cache.reserve(Duration::ZERO, &[request]).expect("room");
-    let _ = reserved.reservation.commit(Duration::ZERO);
-    let scope = &bed.request.scope;
-    bed.l2.store(scope, &space, &bed.request.hashes, LEN);
+    bed.store(1..=3);
     while late.kept.lock().len() < 3 {
         std::thread::yield_now();
     }
     assert_eq!(bed.l2.store_counts().queued_bytes, 3 * LEN);
     assert_eq!(bed.cache.stats().leased_objects, 3);
     late.kept.lock().clear();
-    while bed.l2.store_counts().queued_bytes > 0 {
+    bed.settle();
+    assert_eq!(bed.cache.stats().leased_objects, 0);
+}
+
+#[test]
+fn what_was_stored_too_late_does_not_leave_l1() {
+    let late = Scripted::new(Load::Late, 0);
+    let policy = StorePolicy::SkipL1;
+    let bed = bed_with(&[Arc::clone(&late)], Duration::from_secs(60), policy);
+    let space = bed.request.space(0);
+    // The second one is stored when the tier's index has it already.
+    for round in 1..=2 {
+        bed.store([1]);
+        while late.kept.lock().is_empty() {
+            std::thread::yield_now();
+        }
+        late.kept.lock().clear();
+        bed.settle();
+        assert_eq!(late.begun.lock().len(), round);
+        assert!(bed.cache.contains(&space, &[ChunkHash([1; 32])])[0]);
+    }
+}
+
+#[test]
+fn what_is_deleted_while_it_waits_to_be_stored_never_is() {
+    let gated = Scripted::new(Load::Gated, 0);
+    let policy = StorePolicy::SkipL1;
+    let bed = bed_with(&[Arc::clone(&gated)], Duration::from_secs(60), policy);
+    // More than are stored at the same time.
+    bed.store(1..=9);
+    let all: Vec<_> = (1..=9).map(|number| bed.key(number)).collect();
+    while gated.begun.lock().len() < BATCHES {
         std::thread::yield_now();
     }
-    assert_eq!(bed.cache.stats().leased_objects, 0);
+    assert_eq!(bed.delete([1, 9]), [Deleted::Absent; 2]);
+    gated.gate.add_permits(1000);
+    bed.settle();
+    // The first one was being written, the last one was not.
+    assert!(gated.begun.lock().contains(&all[0]) && !gated.begun.lock().contains(&all[8]));
+    let left: HashSet<_> = all[1..8].iter().cloned().collect();
+    assert_eq!(*gated.stored.lock(), left);
+    assert_eq!(bed.l2.tiers()[0].usage().objects, 7);
+    // What the tier does not have stays in L1.
+    assert_eq!(bed.cache.stats().objects, 2);
+    // It can be stored again.
+    bed.store([1, 9]);
+    bed.settle();
+    assert_eq!(gated.stored.lock().len(), 9);
+}
+
+#[test]
+fn what_is_deleted_goes_even_if_its_store_comes_after_its_deadline() {
+    let late = Scripted::new(Load::Late, 0);
+    let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
+    bed.store([1, 2]);
+    while late.kept.lock().len() < 2 {
+        std::thread::yield_now();
+    }
+    bed.delete([1]);
+    // It comes nevertheless, and lets go.
+    let both = [bed.key(1), bed.key(2)];
+    late.stored.lock().extend(both.clone());
+    late.kept.lock().clear();
+    bed.settle();
+    assert_eq!(*late.stored.lock(), HashSet::from([both[1].clone()]));
 }
 
 #[test]

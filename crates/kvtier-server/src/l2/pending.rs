@@ -1,0 +1,153 @@
+//! What is deleted while it waits to be stored, or is being stored: it must not come after its delete.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Weak};
+
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::{OwnedSpace, ReadLease};
+use kvtier_core::object_key::ObjectKey;
+use parking_lot::{Mutex, MutexGuard};
+
+use super::L2;
+use super::store::Ticket;
+use crate::engine::L1Allocator;
+
+/// Objects of one request and space.
+pub struct Objects {
+    pub space: OwnedSpace,
+    pub hashes: Vec<ChunkHash>,
+}
+
+impl Objects {
+    fn key(&self, hash: ChunkHash) -> Option<ObjectKey> {
+        let OwnedSpace {
+            model_name,
+            kv_rank,
+            object_group_id,
+            cache_salt,
+            ..
+        } = &self.space;
+        let (model, salt) = (Arc::clone(model_name), Arc::clone(cache_salt));
+        ObjectKey::new(hash, model, *kv_rank, *object_group_id, salt).ok()
+    }
+}
+
+/// What the buffers of a batch hold: the bytes in L1, and their part of the tier's bound. It goes with the last buffer:
+/// from then on nobody writes the batch any more.
+pub struct Hold {
+    l2: Weak<L2>,
+    number: u64,
+    tier: usize,
+    objects: Arc<Objects>,
+    /// Those of them that were deleted since they were given to the tier, or before.
+    revoked: Mutex<HashSet<ChunkHash>>,
+    lease: Option<Arc<ReadLease<L1Allocator>>>,
+    ticket: Option<Ticket>,
+}
+
+impl Hold {
+    /// Which objects are not to be stored. What is revoked from now on is deleted at the end.
+    pub fn take_revoked(&self) -> HashSet<ChunkHash> {
+        std::mem::take(&mut *self.revoked.lock())
+    }
+
+    /// Whether any is to be deleted.
+    pub fn is_revoked(&self) -> bool {
+        !self.revoked.lock().is_empty()
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // What waits for nothing to wait finds no lease either.
+        drop(self.lease.take());
+        let Some(l2) = self.l2.upgrade() else { return };
+        l2.pending.0.lock().holds.remove(&self.number);
+        let revoked = std::mem::take(self.revoked.get_mut());
+        if revoked.is_empty() {
+            return;
+        }
+        let keys = revoked
+            .into_iter()
+            .filter_map(|hash| self.objects.key(hash));
+        let (keys, tier) = (keys.collect(), Arc::clone(&l2.tiers[self.tier]));
+        let ticket = self.ticket.take();
+        l2.handle.spawn(async move {
+            let failed = tier.delete(keys, true).await;
+            if let Some(Err(error)) = failed.into_iter().find(Result::is_err) {
+                tracing::warn!(tier = tier.name(), %error, "what was deleted while it was stored may still be there");
+            }
+            drop(ticket);
+        });
+    }
+}
+
+/// All batches that wait or are being stored.
+#[derive(Default)]
+pub struct Pending(Mutex<Holds>);
+
+#[derive(Default)]
+struct Holds {
+    next: u64,
+    holds: HashMap<u64, Weak<Hold>>,
+}
+
+/// While it lives nothing is revoked. No [`Hold`] may go meanwhile.
+pub struct Admission<'a>(MutexGuard<'a, Holds>);
+
+impl Pending {
+    /// Objects are taken from L1 and noted here in one step: who deletes them there finds them here.
+    pub fn admit(&self) -> Admission<'_> {
+        Admission(self.0.lock())
+    }
+
+    /// Marks what of these objects waits for this tier.
+    pub fn revoke(&self, tier: usize, keys: &[ObjectKey]) {
+        let holds: Vec<_> = {
+            let pending = self.0.lock();
+            pending.holds.values().filter_map(Weak::upgrade).collect()
+        };
+        let mut places: HashMap<_, HashSet<ChunkHash>> = HashMap::new();
+        for key in keys {
+            let names = (&**key.model_name(), &**key.cache_salt());
+            let place = (names, key.kv_rank(), key.object_group_id());
+            places.entry(place).or_default().insert(key.chunk_hash());
+        }
+        for hold in holds.iter().filter(|hold| hold.tier == tier) {
+            let space = &hold.objects.space;
+            let names = (&*space.model_name, &*space.cache_salt);
+            let Some(gone) = places.get(&(names, space.kv_rank, space.object_group_id)) else {
+                continue;
+            };
+            let hashes = hold.objects.hashes.iter();
+            let gone = hashes.filter(|hash| gone.contains(hash)).copied();
+            hold.revoked.lock().extend(gone);
+        }
+    }
+}
+
+impl Admission<'_> {
+    /// Notes objects that are about to be given to a tier.
+    pub fn hold(
+        &mut self,
+        l2: &Arc<L2>,
+        tier: usize,
+        objects: &Arc<Objects>,
+        lease: &Arc<ReadLease<L1Allocator>>,
+        ticket: Ticket,
+    ) -> Arc<Hold> {
+        let number = self.0.next;
+        self.0.next += 1;
+        let hold = Arc::new(Hold {
+            l2: Arc::downgrade(l2),
+            number,
+            tier,
+            objects: Arc::clone(objects),
+            revoked: Mutex::default(),
+            lease: Some(Arc::clone(lease)),
+            ticket: Some(ticket),
+        });
+        self.0.holds.insert(number, Arc::downgrade(&hold));
+        hold
+    }
+}
