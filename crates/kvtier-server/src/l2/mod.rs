@@ -218,7 +218,10 @@ fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {
             .open(adapter)
             .map_err(|error| format!("--l2-adapter: type {:?}: {error}", adapter.kind))?;
         let eviction = adapter.eviction.map(|eviction| TierEviction {
-            policy: eviction.policy,
+            policy: match eviction.policy {
+                EvictionPolicy::Lru => EvictionKind::Lru,
+                EvictionPolicy::Noop => EvictionKind::Noop,
+            },
             trigger_watermark: eviction.trigger_watermark,
             eviction_ratio: eviction.eviction_ratio,
         });
