@@ -75,6 +75,10 @@ impl Deleting {
                 Some(Ok(_)) => {
                     done.objects += 1;
                     done.bytes += bytes;
+                    *done
+                        .by_salt
+                        .entry(Arc::clone(key.cache_salt()))
+                        .or_default() += 1;
                 }
                 failed => {
                     let error = failed.and_then(Result::err).unwrap_or_else(no_result);
@@ -112,6 +116,8 @@ impl Drop for Deleting {
 pub(super) struct Deletes {
     pub objects: u64,
     pub bytes: u64,
+    /// Objects by cache salt.
+    pub by_salt: BTreeMap<Arc<str>, u64>,
     pub failed: Vec<L2Error>,
 }
 

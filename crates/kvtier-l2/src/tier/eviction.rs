@@ -1,5 +1,8 @@
 //! Making room: what leaves the index is deleted in the backend.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use kvtier_core::eviction::EvictionKind;
 
 use super::{Tier, key_of};
@@ -61,6 +64,11 @@ impl Tier {
             .is_some_and(|capacity| used() > capacity)
     }
 
+    /// Objects evicted since this was last asked, by cache salt: to be asked for now and then, as there may be many.
+    pub fn take_evicted_by_salt(&self) -> BTreeMap<Arc<str>, u64> {
+        std::mem::take(&mut *self.evicted_by_salt.lock())
+    }
+
     /// Deletes until there is no more than the capacity.
     pub(super) async fn make_room(&self) -> Result<(), L2Error> {
         while self.is_over() && self.delete_some().await? {}
@@ -81,6 +89,11 @@ impl Tier {
         };
         self.counters.evicted_objects.add(deletes.objects);
         self.counters.evicted_bytes.add(deletes.bytes);
+        let mut evicted = self.evicted_by_salt.lock();
+        for (salt, objects) in deletes.by_salt {
+            *evicted.entry(salt).or_default() += objects;
+        }
+        drop(evicted);
         for error in &deletes.failed {
             self.counters.store_failures.add(error.kind());
         }

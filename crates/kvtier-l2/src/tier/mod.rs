@@ -14,6 +14,7 @@ mod unsure;
 mod usage;
 mod writing;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -105,6 +106,7 @@ pub struct Tier {
     writing: Writing,
     config: TierConfig,
     counters: TierCounters,
+    evicted_by_salt: Mutex<BTreeMap<Arc<str>, u64>>,
     started: Instant,
     recovery: watch::Sender<Recovery>,
     /// Why the last batch could not be stored, or not all of it.
@@ -161,6 +163,7 @@ impl Tier {
             writing: Writing::default(),
             config,
             counters: TierCounters::default(),
+            evicted_by_salt: Mutex::default(),
             started: Instant::now(),
             recovery: watch::Sender::new(recovery),
             trouble: Mutex::new(None),

@@ -54,6 +54,11 @@ pub struct L2Config {
 }
 
 impl L2Config {
+    /// What the tier of this adapter is called, the first one having number 0.
+    pub fn tier_name(number: usize, adapter: &AdapterConfig) -> String {
+        format!("{}-{number}", adapter.kind)
+    }
+
     /// One line a tier, in the order they are asked.
     pub fn tiers(&self) -> impl Iterator<Item = String> {
         let line = |(number, adapter): (usize, &AdapterConfig)| {
@@ -63,7 +68,8 @@ impl L2Config {
             let size = size.map_or("without a bound".to_owned(), |bytes| {
                 format!("at most {:.2} GiB", bytes as f64 / GIB as f64)
             });
-            format!("L2 tier {0}-{number}: {0}{place}, {size}", adapter.kind)
+            let name = Self::tier_name(number, adapter);
+            format!("L2 tier {name}: {}{place}, {size}", adapter.kind)
         };
         self.adapters.iter().enumerate().map(line)
     }

@@ -112,7 +112,7 @@ impl L2 {
             loads: Arc::new(Semaphore::new(units.clamp(1, Semaphore::MAX_PERMITS))),
             flights: Flights::default(),
             pending: Pending::default(),
-            calls: Calls::new(metrics, tiers.iter().map(|tier| tier.name())),
+            calls: Calls::new(Arc::clone(&metrics), tiers.iter().map(|tier| tier.name())),
             stop: Arc::default(),
             handle: runtime.handle().clone(),
             runtime: Mutex::new(Some(runtime)),
@@ -130,10 +130,12 @@ impl L2 {
             l2.handle
                 .spawn(store::serve(Arc::downgrade(&l2), number, receiver));
             let (stop, tier) = (Arc::clone(&l2.stop), Arc::clone(tier));
+            let metrics = Arc::clone(&metrics);
             l2.handle.spawn(async move {
                 while !stop.load(Ordering::Relaxed) {
                     tokio::time::sleep(EVICTION_INTERVAL).await;
                     tier.evict().await;
+                    status::count_evicted(&tier, &metrics);
                 }
             });
         }
@@ -226,7 +228,7 @@ fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {
             eviction_ratio: eviction.eviction_ratio,
         });
         let tier = TierConfig {
-            name: format!("{}-{number}", adapter.kind),
+            name: L2Config::tier_name(number, adapter),
             capacity_bytes: adapter.capacity_bytes(),
             eviction,
             reserve_bytes: config.min_free_bytes,

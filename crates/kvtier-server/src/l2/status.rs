@@ -1,11 +1,11 @@
 //! What the tiers look like from outside.
 
 use kvtier_core::eviction::EvictionKind;
-use kvtier_l2::tier::Recovery;
+use kvtier_l2::tier::{Recovery, Tier};
 use serde_json::{Map, Value, json};
 
 use super::L2;
-use crate::metrics::{GuardReadings, TierCall, TierReadings};
+use crate::metrics::{GuardReadings, Metrics, TierCall, TierReadings};
 
 /// Types whose name in LMCache 0.5.6's `/status` is another one than in its configuration.
 const CLASSES: [(&str, &str); 4] = [
@@ -63,6 +63,7 @@ impl L2 {
 
     fn tier_readings(&self, number: usize) -> TierReadings {
         let tier = &self.tiers[number];
+        count_evicted(tier, self.calls.metrics());
         let (stats, counters) = (tier.stats(), tier.counters());
         let (stores, status) = (self.stores.of_tier(number), tier.adapter().status());
         TierReadings {
@@ -181,5 +182,12 @@ fn guard(status: &Value, call: TierCall) -> GuardReadings {
         refused: number(&breaker["refused"]),
         late: number(&status["late_calls"][call.name()]),
         retried: number(&status["retried_items"][call.name()]),
+    }
+}
+
+/// Counts what a tier has evicted since the last time.
+pub fn count_evicted(tier: &Tier, metrics: &Metrics) {
+    for (salt, objects) in tier.take_evicted_by_salt() {
+        metrics.l2.evicted(&salt, objects);
     }
 }

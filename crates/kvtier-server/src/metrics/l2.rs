@@ -258,6 +258,7 @@ pub struct L2Metrics {
     store_objects: Family<SaltLabels, Counter>,
     stores_completed: Family<TierLabels, Counter>,
     stored_objects: Family<SaltLabels, Counter>,
+    evicted_objects: Family<SaltLabels, Counter>,
     prefetch_failures: Family<PrefetchFailureLabels, Counter>,
     load_throughput: Family<TierLabels, Histogram, Throughput>,
     store_throughput: Family<TierLabels, Histogram, Throughput>,
@@ -332,6 +333,7 @@ impl L2Metrics {
                 "l2_store_completed_objects_chunks",
                 "Objects that a tier has now",
             ),
+            evicted_objects: lmcache.add("l2_evicted_objects_chunks", "Objects evicted"),
             prefetch_failures: lmcache.add(
                 "l2_prefetch_failure_chunks",
                 "Objects a tier had that could not be loaded",
@@ -441,6 +443,13 @@ impl L2Metrics {
                 .get_or_create(&tier)
                 .observe(bytes as f64 / 1e9 / seconds);
         }
+    }
+
+    /// A tier has evicted objects.
+    pub fn evicted(&self, salt: &str, objects: u64) {
+        self.evicted_objects
+            .get_or_create(&self.salt(salt))
+            .inc_by(objects);
     }
 
     /// How long a tier took, answer or not.

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Prompt, Scope};
 
+use crate::http::request;
+use crate::metrics::parse_metrics;
 use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
 /// A server with these tiers.
@@ -437,7 +439,18 @@ fn a_tier_that_is_full_keeps_what_was_used_last() {
         assert!(tier.used_bytes <= 512 << 10, "{}", tier.used_bytes);
         assert_eq!(tier.store_failures, []);
     }
-    assert!(server.readings().tiers[0].evicted_objects >= 57);
+    let evicted = server.readings().tiers[0].evicted_objects;
+    assert!(evicted >= 57);
+    let (_, _, text) = request(&server, "GET", "/metrics", "");
+    let metrics = parse_metrics(&text);
+    let by_tenant = "lmcache_mp_l2_evicted_objects_chunks_total";
+    let by_tenant: Vec<_> = metrics
+        .iter()
+        .filter(|metric| metric.name == by_tenant)
+        .collect();
+    assert_eq!(by_tenant.len(), 1);
+    assert_eq!(by_tenant[0].labels, r#"cache_salt="""#);
+    assert!(by_tenant[0].value >= evicted as f64);
     server.engine().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt(6, 20), "new"), 20);
     assert_reads(&mut worker, &prompt(6, 20), 6, "new");

@@ -953,7 +953,7 @@ fn what_the_tiers_do_is_counted() {
     for line in names.filter(|line| line.contains("_l2_")) {
         let (name, kind) = line.split_once(' ').unwrap();
         if name == "lmcache_mp_l2_evicted_objects_chunks_total" {
-            // Counted by tier, not by tenant, under our own name.
+            // Nothing was evicted here.
             continue;
         }
         let there = metrics.iter().any(|metric| {
