@@ -69,6 +69,14 @@ impl Tier {
         std::mem::take(&mut *self.evicted_by_salt.lock())
     }
 
+    /// Says how many objects were not what was stored since that was last said, if it is time to.
+    pub fn tell_rest(&self) {
+        if let Some(objects) = self.damaged.rest(self.now()) {
+            let tier = self.name();
+            tracing::warn!(tier, objects, "more stored objects are not what was stored");
+        }
+    }
+
     /// Deletes until there is no more than the capacity.
     pub(super) async fn make_room(&self) -> Result<(), L2Error> {
         while self.is_over() && self.delete_some().await? {}
@@ -99,7 +107,10 @@ impl Tier {
         }
         match deletes.failed.into_iter().last() {
             Some(error) => {
-                tracing::warn!(tier = self.name(), %error, "evicted objects could not be deleted");
+                if let Some(left_out) = self.undeleted.due(self.now()) {
+                    let tier = self.name();
+                    tracing::warn!(tier, %error, left_out, "evicted objects could not be deleted");
+                }
                 Err(error)
             }
             None => Ok(true),

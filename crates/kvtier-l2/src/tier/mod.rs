@@ -12,6 +12,7 @@ mod recovery;
 mod store;
 mod unsure;
 mod usage;
+mod warned;
 mod writing;
 
 use std::collections::BTreeMap;
@@ -33,6 +34,7 @@ use budget::Budget;
 use condemned::{Claim, Condemned};
 pub use recovery::Recovery;
 use unsure::Unsure;
+use warned::Warned;
 use writing::Writing;
 
 /// When a tier makes room before it has to.
@@ -111,6 +113,9 @@ pub struct Tier {
     recovery: watch::Sender<Recovery>,
     /// Why the last batch could not be stored, or not all of it.
     trouble: Mutex<Option<L2Error>>,
+    /// Lines about objects that are not what was stored, and about deletes.
+    damaged: Warned,
+    undeleted: Warned,
 }
 
 /// The place of a key in the index. Layouts are not part of names in a backend.
@@ -167,6 +172,8 @@ impl Tier {
             started: Instant::now(),
             recovery: watch::Sender::new(recovery),
             trouble: Mutex::new(None),
+            damaged: Warned::default(),
+            undeleted: Warned::default(),
         }
     }
 
@@ -308,8 +315,11 @@ impl Tier {
                             .remove(&space(&object.key), &[object.key.chunk_hash()], true);
                         self.unsure.settle(&object.key);
                     }
-                    if error.kind() == ErrorKind::Corrupt {
-                        tracing::warn!(tier = self.name(), %error, "a stored object is not what was stored");
+                    if error.kind() == ErrorKind::Corrupt
+                        && let Some(left_out) = self.damaged.due(self.now())
+                    {
+                        let tier = self.name();
+                        tracing::warn!(tier, %error, left_out, "a stored object is not what was stored");
                     }
                 }
             }

@@ -136,6 +136,7 @@ impl L2 {
                     tokio::time::sleep(EVICTION_INTERVAL).await;
                     tier.evict().await;
                     status::count_evicted(&tier, &metrics);
+                    tier.tell_rest();
                 }
             });
         }
