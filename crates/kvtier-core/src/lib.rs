@@ -1,4 +1,4 @@
-//! Every decision of the cache, without input or output: keys, hashes, index, leases, eviction.
+//! Every decision of the cache, without input or output: keys, hashes, index, leases, eviction, quotas.
 //!
 //! Time is an argument, and the same calls give the same answers. This crate must never know a byte of KV data,
 //! a socket, a file, a clock, a thread or a task.
@@ -10,6 +10,7 @@ pub mod hashing;
 pub mod object_key;
 pub mod prefetch;
 pub mod prompt;
+pub mod quota;
 pub mod window;
 
 pub use hashing::ChunkHash;

@@ -11,13 +11,16 @@ use kvtier_core::cache::{
     Cache, CacheConfig, LookupRow, PrefixLease, ReadLease, Reservation, ReserveRequest, Space,
 };
 use kvtier_core::eviction::EvictionKind;
-use model::{Id, Model, ModelStaged};
+use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
+use model::{Id, Model, ModelStaged, Quotas};
 use proptest::collection::vec;
+use proptest::option;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::ops::Range;
 
 const SPACES: usize = 5;
+const TENANTS: [&str; 3] = ["", "a", "b"];
 const CHUNKS: u32 = 10;
 
 fn space_of(number: usize) -> Space<'static> {
@@ -28,6 +31,11 @@ fn space_of(number: usize) -> Space<'static> {
         space(1, "a"),
         space(0, "b"),
     ][number]
+}
+
+/// Which of [`TENANTS`] a space belongs to.
+fn tenant_of(space: usize) -> usize {
+    [0, 0, 1, 1, 2][space]
 }
 
 #[derive(Clone, Debug)]
@@ -47,6 +55,8 @@ enum Op {
     Evict(u64, usize),
     Remove(usize, Vec<u32>, bool),
     Clear(bool),
+    SetGrant(usize, Option<Grant>),
+    EvictOverQuota(usize),
 }
 
 fn chunks() -> impl Strategy<Value = Vec<u32>> {
@@ -80,7 +90,29 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0..60u64, 0..8usize).prop_map(|(b, n)| Op::Evict(b, n)),
         1 => (0..SPACES, chunks(), any::<bool>()).prop_map(|(s, c, f)| Op::Remove(s, c, f)),
         1 => any::<bool>().prop_map(Op::Clear),
+        3 => (0..TENANTS.len(), option::of(grant())).prop_map(|(t, g)| Op::SetGrant(t, g)),
+        2 => (0..8usize).prop_map(Op::EvictOverQuota),
     ]
+}
+
+fn grant() -> impl Strategy<Value = Grant> {
+    let reserved = prop_oneof![Just(0), 0..60u64];
+    (option::of(0..60u64), reserved).prop_map(|(limit, reserved)| Grant { limit, reserved })
+}
+
+fn quotas() -> impl Strategy<Value = QuotaConfig> {
+    let mode = prop_oneof![Just(QuotaMode::Soft), Just(QuotaMode::Strict)];
+    let default_limit = option::weighted(0.3, 0..60u64);
+    // As exact in binary as bytes are, so that both sides round alike.
+    let part = || (0..=8u32).prop_map(|eighths| f64::from(eighths) / 8.0);
+    (mode, default_limit, part(), part()).prop_map(|(mode, default_limit, watermark, ratio)| {
+        QuotaConfig {
+            mode,
+            default_limit,
+            watermark,
+            ratio,
+        }
+    })
 }
 
 fn hashes_of(chunks: &[u32]) -> Vec<ChunkHash> {
@@ -103,19 +135,28 @@ fn pick<T>(list: &mut Vec<T>, which: &Index) -> Option<T> {
 }
 
 impl Both {
-    fn new(capacity: u64, align: u64, eviction: EvictionKind) -> Self {
+    fn new(capacity: u64, align: u64, eviction: EvictionKind, quotas: QuotaConfig) -> Self {
+        let isolates = eviction == EvictionKind::IsolatedLru;
         let config = CacheConfig {
             eviction,
+            quotas: if isolates {
+                quotas
+            } else {
+                QuotaConfig::default()
+            },
             // `compare` checks them.
             check_invariants_every: 0,
             ..CacheConfig::default()
         };
+        let evicts = eviction != EvictionKind::Noop;
+        let mut model = Model::new(FirstFit::new(capacity, align), evicts, tenant_of);
+        model.quotas = isolates.then(|| Quotas {
+            config: quotas,
+            ..Quotas::default()
+        });
         Self {
             cache: Cache::new(FirstFit::new(capacity, align), config),
-            model: Model::new(
-                FirstFit::new(capacity, align),
-                eviction != EvictionKind::Noop,
-            ),
+            model,
             reservations: Vec::new(),
             prefixes: Vec::new(),
             reads: Vec::new(),
@@ -192,6 +233,8 @@ impl Both {
                 }
                 assert_eq!((removed.objects, removed.kept, removed.missing), counts);
             }
+            Op::SetGrant(tenant, grant) => self.set_grant(tenant, grant),
+            Op::EvictOverQuota(objects) => self.evict_over_quota(objects),
             Op::Clear(force) => {
                 let removed = self.cache.clear(force);
                 let keys: Vec<_> = self.model.resident.keys().copied().collect();
@@ -202,6 +245,22 @@ impl Both {
                     (gone, self.model.resident.len())
                 );
             }
+        }
+    }
+
+    /// Grants mean something only where tenants have orders of their own.
+    fn set_grant(&mut self, tenant: usize, grant: Option<Grant>) {
+        if self.model.quotas.is_some() {
+            self.cache.set_grant(TENANTS[tenant], grant);
+            self.model.set_grant(tenant, grant);
+        }
+    }
+
+    fn evict_over_quota(&mut self, objects: usize) {
+        if self.model.quotas.is_some() {
+            let evicted = self.cache.evict_over_quota(NOW, objects);
+            let expected = self.model.evict_over_quota(objects);
+            assert_eq!((evicted.objects, evicted.bytes), expected);
         }
     }
 
@@ -219,9 +278,11 @@ impl Both {
                 len: request.2,
             })
             .collect();
+        let before = TENANTS.map(|tenant| self.tenant_bytes(tenant));
         let reserved = self.cache.reserve(NOW, &real).unwrap();
         let (outcomes, staged) = self.model.reserve(requests);
         assert_eq!(reserved.outcomes, outcomes);
+        self.strict_limits_hold(before);
         let places = reserved.reservation.staged().iter();
         let places: Vec<_> = places
             .map(|s| (s.request as usize, s.position as usize, s.extent))
@@ -298,6 +359,29 @@ impl Both {
         assert_eq!(released, release(&mut self.model, model_rows, rows, span));
     }
 
+    fn tenant_bytes(&self, tenant: &str) -> u64 {
+        let usage = self.cache.salt_usage(tenant);
+        usage.map_or(0, |usage| usage.counted_bytes)
+    }
+
+    /// With strict limits a store never takes a tenant beyond its limit; one whose limit sank below what it has grows
+    /// no more.
+    fn strict_limits_hold(&self, before: [u64; TENANTS.len()]) {
+        let Some(quotas) = &self.model.quotas else {
+            return;
+        };
+        for (tenant, before) in before.into_iter().enumerate() {
+            let limit = self.model.limit(tenant).unwrap_or(u64::MAX);
+            let now = self.tenant_bytes(TENANTS[tenant]);
+            if quotas.config.mode == QuotaMode::Strict {
+                assert!(
+                    now <= limit.max(before),
+                    "{now} of {limit}, {before} before"
+                );
+            }
+        }
+    }
+
     /// What can be seen from outside is the same on both sides.
     fn compare(&self) {
         let (stats, model) = (self.cache.stats(), &self.model);
@@ -309,6 +393,7 @@ impl Both {
             stats.leased_objects,
             stats.evicted_objects_total,
             stats.refused_total,
+            stats.over_quota_total,
         );
         let expected = (
             model.resident.len() as u64,
@@ -318,7 +403,11 @@ impl Both {
             model.leased() as u64,
             model.evicted,
             model.refused,
+            model.over_quota,
         );
+        for (tenant, salt) in TENANTS.iter().enumerate() {
+            assert_eq!(self.tenant_bytes(salt), model.tenant_bytes(tenant));
+        }
         assert_eq!(counted, expected);
         assert_eq!(
             stats.doomed_objects as usize,
@@ -366,10 +455,15 @@ proptest! {
     fn any_calls_give_the_model_s_answers(
         capacity in 20..120u64,
         align in prop_oneof![Just(1u64), Just(4)],
-        eviction in prop_oneof![4 => Just(EvictionKind::Lru), 1 => Just(EvictionKind::Noop)],
+        eviction in prop_oneof![
+            2 => Just(EvictionKind::Lru),
+            4 => Just(EvictionKind::IsolatedLru),
+            1 => Just(EvictionKind::Noop),
+        ],
+        quotas in quotas(),
         ops in vec(op(), 1..80),
     ) {
-        let mut both = Both::new(capacity, align, eviction);
+        let mut both = Both::new(capacity, align, eviction, quotas);
         for op in ops {
             both.run(op);
             both.compare();
@@ -378,8 +472,9 @@ proptest! {
         both.prefixes.clear();
         both.reads.clear();
         both.cache.clear(false);
+        (0..TENANTS.len()).for_each(|tenant| both.set_grant(tenant, None));
         let stats = both.cache.stats();
-        prop_assert_eq!((stats.used_bytes, stats.objects, stats.spaces), (0, 0, 0));
+        prop_assert_eq!((stats.used_bytes, stats.objects, stats.spaces, stats.salts), (0, 0, 0, 0));
         prop_assert_eq!((stats.leased_objects, stats.accounting_errors), (0, 0));
     }
 }

@@ -454,8 +454,12 @@ fn the_idle_time_of_a_victim_counts_from_its_last_use() {
 fn eviction_names_are_those_of_the_configuration() {
     assert_eq!("LRU".parse(), Ok(EvictionKind::Lru));
     assert_eq!("noop".parse(), Ok(EvictionKind::Noop));
-    let error = "ARC".parse::<EvictionKind>().unwrap_err();
-    assert!(error.to_string().contains("ARC"), "{error}");
+    for name in ["IsolatedLRU", "isolatedlru", "UserLRU"] {
+        assert_eq!(name.parse(), Ok(EvictionKind::IsolatedLru));
+    }
+    assert_eq!("arc".parse(), Ok(EvictionKind::Arc));
+    let error = "FIFO".parse::<EvictionKind>().unwrap_err();
+    assert!(error.to_string().contains("FIFO"), "{error}");
 }
 
 #[test]

@@ -19,11 +19,12 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: T, known: T) -> Che
 impl<A: ExtentAllocator> State<A> {
     /// All of them.
     pub(super) fn check_invariants(&self) -> Result<(), BrokenInvariant> {
-        let checks: [Check<A>; 9] = [
+        let checks: [Check<A>; 10] = [
             ("bytes_within_capacity", Self::bytes_within_capacity),
             ("extents_disjoint", Self::extents_disjoint),
             ("sums_match_slots", Self::sums_match_slots),
             ("tenants_match_slots", Self::tenants_match_slots),
+            ("tenants_over_quota_known", Self::tenants_over_quota_known),
             ("spaces_match_slots", Self::spaces_match_slots),
             ("index_matches_slots", Self::index_matches_slots),
             ("slots_all_known", Self::slots_all_known),
@@ -91,18 +92,23 @@ impl<A: ExtentAllocator> State<A> {
         same("leased", leased, self.leased)
     }
 
-    /// Every tenant's counters are those of its slots, and only tenants with slots are known.
+    /// Every tenant's counters are those of its slots, and only tenants with slots or a grant are known.
     fn tenants_match_slots(&self) -> Checked {
         let mut counted: HashMap<u32, Counters> = HashMap::new();
         self.recount(|space, state, bytes| {
             let salt = self.spaces.salt_of(space);
             count(counted.entry(salt).or_default(), state, bytes);
         });
-        let known = self.spaces.salts_from(0);
-        let known = known
-            .map(|(number, salt)| (number, salt.counters))
-            .collect();
-        same("tenants", counted, known)
+        let known = self.spaces.tenants.from(0);
+        let known = known.map(|(number, tenant)| (number, tenant.counters));
+        // A tenant with a grant is known without a slot.
+        let known = known.filter(|(_, counters)| *counters != Counters::default());
+        same("tenants", counted, known.collect())
+    }
+
+    /// Who has too much is in the list of those who have, and nobody else.
+    fn tenants_over_quota_known(&self) -> Checked {
+        self.spaces.tenants.check()
     }
 
     /// Every space is used by exactly its slots, and only spaces with slots are known.
@@ -111,7 +117,7 @@ impl<A: ExtentAllocator> State<A> {
         self.recount(|space, _, _| *counted.entry(space).or_default() += 1);
         let spaces = counted.len();
         same("users of spaces", counted, self.spaces.users().collect())?;
-        if self.spaces.models_len() > spaces || self.spaces.salts_len() > spaces {
+        if self.spaces.models_len() > spaces {
             return Err("a name without a space".to_owned());
         }
         Ok(())
@@ -155,7 +161,11 @@ impl<A: ExtentAllocator> State<A> {
     fn eviction_order_complete(&self) -> Checked {
         let mut order = self.policy.order()?;
         same("length of the order", order.len(), self.policy.len())?;
-        same("victim", order.first().copied(), self.policy.victim())?;
+        if let Some(victim) = self.policy.victim()
+            && !order.contains(&victim)
+        {
+            return Err(format!("victim {victim} is not in the order"));
+        }
         order.sort_unstable();
         let evictable = self.slab.iter().filter(|(_, slot)| {
             slot.state() == SlotState::Resident && slot.leases == 0 && self.policy.evicts()

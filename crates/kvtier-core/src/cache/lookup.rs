@@ -84,6 +84,7 @@ impl<A: ExtentAllocator> State<A> {
         self.totals.lookups += 1;
         self.totals.requested_chunks += hashes.len() as u64;
         self.totals.hit_chunks += hit as u64;
+        self.count_lookup(rows, hashes.len(), hit);
         hit
     }
 

@@ -14,13 +14,16 @@ mod index;
 mod invariants;
 mod lease;
 mod lookup;
+mod numbered;
 mod removal;
 mod reservation;
 mod reserve;
+mod room;
 mod slab;
 mod space;
 mod state;
 mod stats;
+mod tenant;
 
 pub use extent::{Extent, ExtentAllocator};
 pub use lease::{Lookup, LookupRow, PrefixLease, ReadLease};
@@ -32,6 +35,7 @@ pub use stats::{Page, SaltUsage, Stats, Usage};
 
 use crate::eviction::EvictionKind;
 use crate::hashing::ChunkHash;
+use crate::quota::{Grant, QuotaConfig};
 use lease::OrderedHold;
 use lookup::LookupBatch;
 use parking_lot::Mutex;
@@ -50,6 +54,8 @@ pub struct CacheConfig {
     pub eviction: EvictionKind,
     /// Keep a list of what was evicted, for [`Cache::take_evicted`]: where the bytes have to be deleted too.
     pub report_evicted: bool,
+    /// What limits mean, and what holds for tenants without a grant.
+    pub quotas: QuotaConfig,
     /// In builds with debug assertions: check all invariants after every so many calls. 0 = never. Costs time
     /// proportional to the number of objects.
     pub check_invariants_every: u32,
@@ -281,6 +287,21 @@ impl<A: ExtentAllocator> Cache<A> {
         })
     }
 
+    /// Evicts from tenants that have too much, their own least recently used first, until none has or `max_objects`
+    /// are gone. One slice of a background pass; constant time when nobody has too much.
+    pub fn evict_over_quota(&self, now: Duration, max_objects: usize) -> Evicted {
+        self.locked(|state| {
+            state.tell_time(now);
+            state.evict_over_quota(max_objects)
+        })
+    }
+
+    /// Sets what a tenant may have, or with `None` takes that back, so that the default holds. Nothing is evicted
+    /// by this call: where a limit sinks, follow it by [`evict_over_quota`](Self::evict_over_quota).
+    pub fn set_grant(&self, salt: &str, grant: Option<Grant>) {
+        self.locked(|state| state.set_grant(salt, grant));
+    }
+
     /// What was evicted since the last call, in order; always empty without [`CacheConfig::report_evicted`]. A cache
     /// that reports must be asked after each `reserve` and `evict`: the list is kept until then.
     pub fn take_evicted(&self) -> Vec<ResidentObject> {
@@ -301,15 +322,15 @@ impl<A: ExtentAllocator> Cache<A> {
         self.locked(|state| state.stats())
     }
 
-    /// What one tenant has; `None` if nothing.
+    /// What one tenant has; `None` for a tenant that has nothing, not even a grant.
     pub fn salt_usage(&self, salt: &str) -> Option<SaltUsage> {
-        self.locked(|state| state.spaces.salt(salt).map(SaltUsage::of))
+        self.locked(|state| state.salt_usage(salt))
     }
 
-    /// What each tenant has, at most `limit` of them; start with `from` 0.
+    /// What each tenant has that has anything or a grant, at most `limit` of them; start with `from` 0.
     pub fn salts(&self, from: u32, limit: usize) -> Page<SaltUsage> {
         self.locked(|state| {
-            let mut salts = state.spaces.salts_from(from);
+            let mut salts = state.spaces.tenants.from(from);
             let entries = salts.by_ref().take(limit);
             let entries = entries.map(|(_, salt)| SaltUsage::of(salt)).collect();
             let next = salts.next().map(|(number, _)| number);

@@ -28,6 +28,8 @@ pub enum KeyOutcome {
     Reserved(Extent),
     /// No memory, and nothing left that could be evicted.
     NoMemory,
+    /// The tenant's limit leaves no room, and it has nothing left that could be evicted.
+    OverQuota,
 }
 
 /// A `reserve` that was refused as a whole; nothing was set aside.

@@ -3,6 +3,7 @@
 use super::ExtentAllocator;
 use super::lease::OrderedHold;
 use super::reservation::{Committed, KeyOutcome, ReserveRequest, Staged};
+use super::room::NoRoom;
 use super::slab::SlotRef;
 use super::state::State;
 
@@ -52,12 +53,17 @@ impl<A: ExtentAllocator> State<A> {
                     continue;
                 }
                 let staged = self
-                    .allocate(request.len, request.hashes.len() - 1 - position)
-                    .and_then(|extent| Some((extent, self.stage(space, *hash, extent)?)));
-                let Some((extent, slot)) = staged else {
-                    self.totals.refused += 1;
-                    batch.outcomes.push(KeyOutcome::NoMemory);
-                    continue;
+                    .allocate(space, request.len, request.hashes.len() - 1 - position)
+                    .and_then(|extent| {
+                        let slot = self.stage(space, *hash, extent);
+                        Ok((extent, slot.ok_or(NoRoom::Memory)?))
+                    });
+                let (extent, slot) = match staged {
+                    Ok(staged) => staged,
+                    Err(no_room) => {
+                        batch.outcomes.push(self.refuse(space, no_room));
+                        continue;
+                    }
                 };
                 batch.outcomes.push(KeyOutcome::Reserved(extent));
                 batch.staged.push(Staged {

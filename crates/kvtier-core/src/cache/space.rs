@@ -1,8 +1,9 @@
 //! Spaces: everything of an object's identity but the chunk hash, interned as small numbers.
 
-use super::counters::Counters;
+use super::numbered::Numbered;
+use super::tenant::Tenants;
+use crate::quota::QuotaConfig;
 use foldhash::quality::RandomState;
-use hashbrown::HashTable;
 use std::hash::BuildHasher;
 use std::sync::Arc;
 
@@ -49,82 +50,10 @@ impl OwnedSpace {
     }
 }
 
-/// Things with small numbers, which are reused once a thing is forgotten.
-#[derive(Debug)]
-struct Numbered<T> {
-    entries: Vec<Option<T>>,
-    free: Vec<u32>,
-    table: HashTable<u32>,
-}
-
-impl<T> Default for Numbered<T> {
-    fn default() -> Self {
-        Self {
-            entries: Vec::new(),
-            free: Vec::new(),
-            table: HashTable::new(),
-        }
-    }
-}
-
-impl<T> Numbered<T> {
-    fn find(&self, hash: u64, mut is_it: impl FnMut(&T) -> bool) -> Option<u32> {
-        self.table
-            .find(hash, |&number| self.get(number).is_some_and(&mut is_it))
-            .copied()
-    }
-
-    fn get(&self, number: u32) -> Option<&T> {
-        self.entries.get(number as usize)?.as_ref()
-    }
-
-    fn get_mut(&mut self, number: u32) -> Option<&mut T> {
-        self.entries.get_mut(number as usize)?.as_mut()
-    }
-
-    fn insert(&mut self, hash: u64, thing: T, rehash: impl Fn(&T) -> u64) -> u32 {
-        let number = self.free.pop().unwrap_or(self.entries.len() as u32);
-        match self.entries.get_mut(number as usize) {
-            Some(entry) => *entry = Some(thing),
-            None => self.entries.push(Some(thing)),
-        }
-        let entries = &self.entries;
-        self.table.insert_unique(hash, number, |&other| {
-            entries[other as usize].as_ref().map_or(0, &rehash)
-        });
-        number
-    }
-
-    fn remove(&mut self, hash: u64, number: u32) -> Option<T> {
-        let found = self.table.find_entry(hash, |&other| other == number).ok()?;
-        found.remove();
-        self.free.push(number);
-        self.entries[number as usize].take()
-    }
-
-    fn len(&self) -> usize {
-        self.entries.len() - self.free.len()
-    }
-
-    fn bookkeeping_bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<Option<T>>()
-            + self.free.capacity() * size_of::<u32>()
-            + self.table.allocation_size()
-    }
-}
-
 #[derive(Debug)]
 struct Model {
     name: Arc<str>,
     spaces: u32,
-}
-
-/// A tenant while it has anything in the cache.
-#[derive(Debug)]
-pub(super) struct Salt {
-    pub(super) name: Arc<str>,
-    spaces: u32,
-    pub(super) counters: Counters,
 }
 
 #[derive(Debug)]
@@ -143,18 +72,25 @@ struct Entry {
 pub(super) struct Spaces {
     seed: RandomState,
     models: Numbered<Model>,
-    salts: Numbered<Salt>,
+    pub(super) tenants: Tenants,
     spaces: Numbered<Entry>,
     /// Heap bytes of all names.
     name_bytes: usize,
 }
 
 /// Heap bytes of a shared name: the text and two counters.
-fn name_bytes(name: &str) -> usize {
+pub(super) fn name_bytes(name: &str) -> usize {
     name.len() + 2 * size_of::<usize>()
 }
 
 impl Spaces {
+    pub(super) fn new(quotas: QuotaConfig) -> Self {
+        Self {
+            tenants: Tenants::new(quotas),
+            ..Self::default()
+        }
+    }
+
     fn hash(&self, space: &Space<'_>) -> u64 {
         self.seed.hash_one(space)
     }
@@ -172,7 +108,7 @@ impl Spaces {
             kv_rank: entry.kv_rank,
             object_group_id: entry.object_group_id,
             layout: entry.layout,
-            cache_salt: &self.salts.get(entry.salt)?.name,
+            cache_salt: &self.tenants.get(entry.salt)?.name,
         })
     }
 
@@ -197,24 +133,9 @@ impl Spaces {
                 self.name_bytes += name_bytes(space.model_name);
                 models.insert(hash, Model { name, spaces: 0 }, |m| seed.hash_one(&*m.name))
             });
-        let hash = seed.hash_one(space.cache_salt);
-        let salts = &mut self.salts;
-        let salt = salts
-            .find(hash, |salt| &*salt.name == space.cache_salt)
-            .unwrap_or_else(|| {
-                let entry = Salt {
-                    name: Arc::from(space.cache_salt),
-                    spaces: 0,
-                    counters: Counters::default(),
-                };
-                self.name_bytes += name_bytes(space.cache_salt);
-                salts.insert(hash, entry, |s| seed.hash_one(&*s.name))
-            });
+        let salt = self.tenants.open(space.cache_salt);
         if let Some(model) = models.get_mut(model) {
             model.spaces += 1;
-        }
-        if let Some(salt) = salts.get_mut(salt) {
-            salt.spaces += 1;
         }
         let entry = Entry {
             model,
@@ -224,9 +145,10 @@ impl Spaces {
             layout: space.layout,
             users: 0,
         };
-        let (models, salts) = (&self.models, &self.salts);
+        let (models, tenants) = (&self.models, &self.tenants);
         self.spaces.insert(seed.hash_one(space), entry, |entry| {
-            let (Some(model), Some(salt)) = (models.get(entry.model), salts.get(entry.salt)) else {
+            let (Some(model), Some(salt)) = (models.get(entry.model), tenants.get(entry.salt))
+            else {
                 return 0;
             };
             seed.hash_one(Space {
@@ -273,28 +195,12 @@ impl Spaces {
                 self.models.remove(hash, entry.model);
             }
         }
-        if let Some(salt) = self.salts.get_mut(entry.salt) {
-            salt.spaces -= 1;
-            if salt.spaces == 0 {
-                if salt.counters != Counters::default() {
-                    *errors += 1;
-                }
-                let hash = self.seed.hash_one(&*salt.name);
-                self.name_bytes -= name_bytes(&salt.name);
-                self.salts.remove(hash, entry.salt);
-            }
-        }
+        self.tenants.close(entry.salt, errors);
     }
 
     /// The tenant of a space.
     pub(super) fn salt_of(&self, space: u32) -> u32 {
         self.spaces.get(space).map_or(u32::MAX, |entry| entry.salt)
-    }
-
-    /// The counters of a space's tenant.
-    pub(super) fn counters_of(&mut self, space: u32) -> Option<&mut Counters> {
-        let salt = self.spaces.get(space)?.salt;
-        self.salts.get_mut(salt).map(|salt| &mut salt.counters)
     }
 
     pub(super) fn owned(&self, space: u32) -> Option<OwnedSpace> {
@@ -304,21 +210,8 @@ impl Spaces {
             kv_rank: entry.kv_rank,
             object_group_id: entry.object_group_id,
             layout: entry.layout,
-            cache_salt: Arc::clone(&self.salts.get(entry.salt)?.name),
+            cache_salt: Arc::clone(&self.tenants.get(entry.salt)?.name),
         })
-    }
-
-    pub(super) fn salt(&self, name: &str) -> Option<&Salt> {
-        let number = self
-            .salts
-            .find(self.seed.hash_one(name), |salt| &*salt.name == name)?;
-        self.salts.get(number)
-    }
-
-    /// The tenants with their numbers, from one number on.
-    pub(super) fn salts_from(&self, from: u32) -> impl Iterator<Item = (u32, &Salt)> {
-        let entries = self.salts.entries.iter().zip(0..).skip(from as usize);
-        entries.filter_map(|(salt, number)| Some((number, salt.as_ref()?)))
     }
 
     /// The spaces with their numbers, from one number on.
@@ -337,17 +230,13 @@ impl Spaces {
         self.spaces.len()
     }
 
-    pub(super) fn salts_len(&self) -> usize {
-        self.salts.len()
-    }
-
     pub(super) fn models_len(&self) -> usize {
         self.models.len()
     }
 
     pub(super) fn bookkeeping_bytes(&self) -> usize {
         self.models.bookkeeping_bytes()
-            + self.salts.bookkeeping_bytes()
+            + self.tenants.bookkeeping_bytes()
             + self.spaces.bookkeeping_bytes()
             + self.name_bytes
     }

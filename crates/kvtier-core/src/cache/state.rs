@@ -2,12 +2,12 @@
 
 use super::counters::{Counters, Tally, Totals};
 use super::index::Index;
+use super::room::WARM;
 use super::slab::{Slab, Slot, SlotRef, SlotState};
 use super::space::Spaces;
-use super::{CacheConfig, Evicted, Extent, ExtentAllocator, ResidentObject};
+use super::{CacheConfig, Extent, ExtentAllocator, ResidentObject};
 use crate::eviction::{Candidate, EvictionPolicy};
 use crate::hashing::ChunkHash;
-use std::hint::black_box;
 use std::time::Duration;
 
 /// Ticks of the cache's clock in a second; a `u32` of them lasts 13 years.
@@ -27,16 +27,13 @@ pub(super) struct State<A> {
     pub(super) totals: Totals,
     pub(super) accounting_errors: u64,
     /// The latest time told, in ticks; releases come without a time of their own.
-    clock: u32,
+    pub(super) clock: u32,
     /// How many of the next victims have been fetched from memory already.
     pub(super) warm: usize,
-    upcoming: Vec<u32>,
+    pub(super) upcoming: Vec<u32>,
     /// Evicted and not asked for yet; `None` where nobody asks.
     pub(super) evicted: Option<Vec<ResidentObject>>,
 }
-
-/// Victims fetched at once.
-const WARM: usize = 32;
 
 impl<A: ExtentAllocator> State<A> {
     pub(super) fn new(allocator: A, config: CacheConfig) -> Self {
@@ -44,7 +41,7 @@ impl<A: ExtentAllocator> State<A> {
             allocator,
             slab: Slab::default(),
             index: Index::default(),
-            spaces: Spaces::default(),
+            spaces: Spaces::new(config.quotas),
             policy: config.eviction.build(),
             counters: Counters::default(),
             leased: Tally::default(),
@@ -73,7 +70,7 @@ impl<A: ExtentAllocator> State<A> {
             })
     }
 
-    fn candidate(&self, number: u32, slot: &Slot) -> Candidate {
+    pub(super) fn candidate(&self, number: u32, slot: &Slot) -> Candidate {
         Candidate {
             slot: number,
             salt: self.spaces.salt_of(slot.space),
@@ -151,30 +148,18 @@ impl<A: ExtentAllocator> State<A> {
             }
         };
         apply(&mut self.counters);
-        match self.spaces.counters_of(space) {
-            Some(counters) => apply(counters),
-            None => self.accounting_errors += 1,
+        let number = self.spaces.salt_of(space);
+        let Some(tenant) = self.spaces.tenants.get_mut(number) else {
+            self.accounting_errors += 1;
+            return;
+        };
+        tenant.count(bytes, apply);
+        // It may have more than is reserved for it again; or be about to be forgotten.
+        if tenant.protected && (from == SlotState::Free || to == SlotState::Free) {
+            tenant.protected = false;
+            self.policy.protect(number, false);
         }
-    }
-
-    /// Memory for one object, evicting until there is some. `None` once nothing evictable is left. `more` tells how
-    /// many more the caller is likely to want.
-    pub(super) fn allocate(&mut self, bytes: u64, more: usize) -> Option<Extent> {
-        let capacity = self.allocator.capacity();
-        // What nothing could move, without the allocator's rounding: if this leaves no room, evicting is in vain.
-        let fixed = self.counters.staged.bytes + self.counters.doomed.bytes + self.leased.bytes;
-        if bytes > capacity.saturating_sub(fixed) {
-            return None;
-        }
-        loop {
-            if bytes <= capacity.saturating_sub(self.allocator.used()) {
-                let extent = self.allocator.allocate(bytes);
-                if extent.is_some() {
-                    return extent;
-                }
-            }
-            self.evict_one(more + 1)?;
-        }
+        self.spaces.tenants.settle(number);
     }
 
     /// A private object in this memory. Gives the memory back if there can be no more objects.
@@ -239,6 +224,10 @@ impl<A: ExtentAllocator> State<A> {
         slot.set_state(SlotState::Resident);
         slot.used_at = self.clock;
         let candidate = self.candidate(number, self.slab.at(number));
+        if let Some(tenant) = self.spaces.tenants.get_mut(candidate.salt) {
+            tenant.totals.committed.add(bytes);
+        }
+        self.policy.admit(candidate, key.bits());
         self.policy.insert(candidate);
         Some((number, true))
     }
@@ -261,59 +250,5 @@ impl<A: ExtentAllocator> State<A> {
             self.slab.at_mut(number).set_state(SlotState::Doomed);
         }
         bytes
-    }
-
-    /// Touches what the evictions to come will need. They stay one by one; only their waits for memory overlap.
-    fn warm_up(&mut self, likely: usize) {
-        self.warm = likely.clamp(1, WARM);
-        if self.warm == 1 {
-            return;
-        }
-        self.upcoming.clear();
-        self.policy.upcoming(self.warm, &mut self.upcoming);
-        for &number in &self.upcoming {
-            let slot = self.slab.at(number);
-            let key = self.index.fingerprint(slot.space, &slot.hash);
-            black_box(self.index.find(key, |found| found == number));
-        }
-    }
-
-    /// Evicts the next object in policy order, of `likely` in a row; gives its bytes.
-    fn evict_one(&mut self, likely: usize) -> Option<u64> {
-        if self.warm == 0 {
-            self.warm_up(likely);
-        }
-        self.warm -= 1;
-        let number = self.policy.victim()?;
-        let slot = self.slab.at(number);
-        let idle = self.clock - slot.used_at.min(self.clock);
-        if let Some(evicted) = &mut self.evicted
-            && let Some(space) = self.spaces.owned(slot.space)
-        {
-            evicted.push(ResidentObject {
-                chunk_hash: slot.hash,
-                space,
-                bytes: slot.extent.len,
-                leases: 0,
-            });
-        }
-        let bytes = self.take_out(number);
-        self.totals.evicted.add(bytes);
-        self.totals.last_evicted_idle_ticks = idle;
-        Some(bytes)
-    }
-
-    /// See [`super::Cache::evict`].
-    pub(super) fn evict(&mut self, bytes_wanted: u64, max_objects: usize) -> Evicted {
-        let mut evicted = Evicted::default();
-        self.warm = 0;
-        while evicted.bytes < bytes_wanted && evicted.objects < max_objects {
-            let Some(bytes) = self.evict_one(max_objects - evicted.objects) else {
-                break;
-            };
-            evicted.objects += 1;
-            evicted.bytes += bytes;
-        }
-        evicted
     }
 }

@@ -1,8 +1,9 @@
 //! What the cache says about itself.
 
 use super::ExtentAllocator;
-use super::space::Salt;
 use super::state::{State, TICKS_PER_SECOND};
+use super::tenant::Tenant;
+use crate::quota::Grant;
 use std::sync::Arc;
 
 /// A snapshot of the counters, all taken at one moment.
@@ -35,7 +36,7 @@ pub struct Stats {
     pub evictable_objects: u64,
     /// Spaces with at least one object.
     pub spaces: u64,
-    /// Cache salts with at least one object.
+    /// Cache salts with at least one object or a grant.
     pub salts: u64,
     /// Lookups so far.
     pub lookups_total: u64,
@@ -51,6 +52,10 @@ pub struct Stats {
     pub last_evicted_idle_seconds: u64,
     /// Keys a `reserve` found no memory for.
     pub refused_total: u64,
+    /// Keys a `reserve` refused because of the tenant's limit.
+    pub over_quota_total: u64,
+    /// Tenants that have too much right now.
+    pub over_quota_salts: u64,
     /// Staged objects that became resident.
     pub committed_total: u64,
     /// Staged objects that were dropped at commit, because another reservation of the key had been first.
@@ -85,6 +90,29 @@ pub struct SaltUsage {
     pub bytes: u64,
     /// Bytes reserved and not yet committed.
     pub staged_bytes: u64,
+    /// All its bytes, as limits count them: also those being written, and removed ones that are still leased.
+    pub counted_bytes: u64,
+    /// What the operator granted; `None` = the default holds.
+    pub grant: Option<Grant>,
+    /// Whether it has too much and is being brought back.
+    pub over_quota: bool,
+    /// Chunks that its lookups asked for, as long as it is known: a tenant that has nothing, not even a grant, is
+    /// forgotten with its counts. So for all counts below.
+    pub requested_chunks_total: u64,
+    /// Chunks of the prefixes that its lookups found.
+    pub hit_chunks_total: u64,
+    /// Objects that became resident.
+    pub committed_objects_total: u64,
+    /// Bytes of those.
+    pub committed_bytes_total: u64,
+    /// Objects evicted.
+    pub evicted_objects_total: u64,
+    /// Bytes of those.
+    pub evicted_bytes_total: u64,
+    /// Keys a `reserve` found no memory for.
+    pub refused_total: u64,
+    /// Keys a `reserve` refused because of the limit.
+    pub over_quota_total: u64,
 }
 
 /// A part of a long list, and where the next part starts.
@@ -98,17 +126,34 @@ pub struct Page<T> {
 }
 
 impl SaltUsage {
-    pub(super) fn of(salt: &Salt) -> Self {
+    pub(super) fn of(tenant: &Tenant) -> Self {
+        let (counters, totals) = (&tenant.counters, &tenant.totals);
         Self {
-            salt: Arc::clone(&salt.name),
-            objects: salt.counters.resident.objects,
-            bytes: salt.counters.resident.bytes,
-            staged_bytes: salt.counters.staged.bytes,
+            salt: Arc::clone(&tenant.name),
+            objects: counters.resident.objects,
+            bytes: counters.resident.bytes,
+            staged_bytes: counters.staged.bytes,
+            counted_bytes: tenant.bytes(),
+            grant: tenant.grant,
+            over_quota: tenant.is_over(),
+            requested_chunks_total: totals.requested_chunks,
+            hit_chunks_total: totals.hit_chunks,
+            committed_objects_total: totals.committed.objects,
+            committed_bytes_total: totals.committed.bytes,
+            evicted_objects_total: totals.evicted.objects,
+            evicted_bytes_total: totals.evicted.bytes,
+            refused_total: totals.refused,
+            over_quota_total: totals.over_quota,
         }
     }
 }
 
 impl<A: ExtentAllocator> State<A> {
+    pub(super) fn salt_usage(&self, salt: &str) -> Option<SaltUsage> {
+        let tenant = self.spaces.tenants.find(salt)?;
+        self.spaces.tenants.get(tenant).map(SaltUsage::of)
+    }
+
     pub(super) fn stats(&self) -> Stats {
         let (counters, totals) = (&self.counters, &self.totals);
         let bookkeeping = self.slab.bookkeeping_bytes()
@@ -128,7 +173,7 @@ impl<A: ExtentAllocator> State<A> {
             doomed_bytes: counters.doomed.bytes,
             evictable_objects: self.policy.len() as u64,
             spaces: self.spaces.spaces_len() as u64,
-            salts: self.spaces.salts_len() as u64,
+            salts: self.spaces.tenants.len() as u64,
             lookups_total: totals.lookups,
             requested_chunks_total: totals.requested_chunks,
             hit_chunks_total: totals.hit_chunks,
@@ -136,6 +181,8 @@ impl<A: ExtentAllocator> State<A> {
             evicted_bytes_total: totals.evicted.bytes,
             last_evicted_idle_seconds: u64::from(totals.last_evicted_idle_ticks / TICKS_PER_SECOND),
             refused_total: totals.refused,
+            over_quota_total: totals.over_quota,
+            over_quota_salts: self.spaces.tenants.over().len() as u64,
             committed_total: totals.committed,
             duplicates_total: totals.duplicates,
             aborted_total: totals.aborted,

@@ -2,9 +2,13 @@
 //!
 //! One policy a file. The cache tells the policy which objects could leave; the policy says which one goes next.
 
+mod arc;
+mod isolated;
 mod lru;
 mod noop;
 
+pub use arc::Adaptive;
+pub use isolated::IsolatedLru;
 pub use lru::Lru;
 pub use noop::Noop;
 
@@ -37,6 +41,13 @@ pub trait EvictionPolicy: Send + fmt::Debug {
         true
     }
 
+    /// A new object is in the cache; an insertion follows. `key` is a hash of the object's key, the same each time the
+    /// key comes back.
+    fn admit(&mut self, _candidate: Candidate, _key: u64) {}
+
+    /// The object was withdrawn and left the cache to make room.
+    fn evicted(&mut self, _candidate: Candidate, _key: u64) {}
+
     /// The object may leave from now on and has just been used.
     fn insert(&mut self, candidate: Candidate);
 
@@ -48,6 +59,21 @@ pub trait EvictionPolicy: Send + fmt::Debug {
 
     /// The object that should leave next; it stays inserted until withdrawn. `None`: nothing may leave.
     fn victim(&self) -> Option<u32>;
+
+    /// Whether every tenant has an order of its own, so that limits and shares can hold.
+    fn isolates(&self) -> bool {
+        false
+    }
+
+    /// The object of one tenant that should leave next, protected or not; `None` where tenants have no order of their
+    /// own.
+    fn victim_of(&self, _salt: u32) -> Option<u32> {
+        None
+    }
+
+    /// From now on [`victim`](Self::victim) must not, or may again, name objects of this tenant. Only for policies that
+    /// isolate.
+    fn protect(&mut self, _salt: u32, _protected: bool) {}
 
     /// Appends the objects that will probably leave next, at most `limit`: a hint, so that a batch of evictions can
     /// fetch what it needs from memory at once instead of one after the other.
@@ -61,7 +87,7 @@ pub trait EvictionPolicy: Send + fmt::Debug {
         self.len() == 0
     }
 
-    /// The objects in the order in which they would leave, for invariant checks and tests.
+    /// The objects in the order in which they would leave, protected ones included, for invariant checks and tests.
     ///
     /// # Errors
     /// Says what is wrong when the policy's own structure is damaged.
@@ -77,15 +103,31 @@ pub enum EvictionKind {
     /// The least recently used object leaves first.
     #[default]
     Lru,
+    /// Each tenant has an order of its own; the least recently used object of all that may leave goes first.
+    IsolatedLru,
+    /// Adaptive replacement: objects used once and objects used again, balanced by what was missed.
+    Arc,
     /// Nothing ever leaves by itself.
     Noop,
 }
 
 impl EvictionKind {
+    /// The name in configuration and in what the server tells.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "LRU",
+            Self::IsolatedLru => "IsolatedLRU",
+            Self::Arc => "ARC",
+            Self::Noop => "noop",
+        }
+    }
+
     /// A new, empty policy of this kind.
     pub fn build(self) -> Box<dyn EvictionPolicy> {
         match self {
             Self::Lru => Box::new(Lru::default()),
+            Self::IsolatedLru => Box::new(IsolatedLru::default()),
+            Self::Arc => Box::new(Adaptive::default()),
             Self::Noop => Box::new(Noop::default()),
         }
     }
@@ -93,7 +135,9 @@ impl EvictionKind {
 
 /// The name is no eviction policy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("eviction policy {name:?} is unknown: allowed are LRU and noop")]
+#[error(
+    "eviction policy {name:?} is unknown: allowed are LRU, IsolatedLRU (or UserLRU), ARC and noop"
+)]
 pub struct UnknownPolicy {
     /// What was given.
     pub name: String,
@@ -104,12 +148,18 @@ impl FromStr for EvictionKind {
 
     /// Names are those of LMCache 0.5.6's `--eviction-policy`, in any case.
     fn from_str(name: &str) -> Result<Self, UnknownPolicy> {
-        match name {
-            _ if name.eq_ignore_ascii_case("lru") => Ok(Self::Lru),
-            _ if name.eq_ignore_ascii_case("noop") => Ok(Self::Noop),
-            _ => Err(UnknownPolicy {
-                name: name.to_owned(),
-            }),
-        }
+        let kinds = [Self::Lru, Self::IsolatedLru, Self::Arc, Self::Noop];
+        // The name of the older design.
+        let name_now = if name.eq_ignore_ascii_case("UserLRU") {
+            "IsolatedLRU"
+        } else {
+            name
+        };
+        let found = kinds
+            .into_iter()
+            .find(|kind| kind.name().eq_ignore_ascii_case(name_now));
+        found.ok_or_else(|| UnknownPolicy {
+            name: name.to_owned(),
+        })
     }
 }

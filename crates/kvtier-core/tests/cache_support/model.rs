@@ -2,6 +2,7 @@
 
 use super::FirstFit;
 use kvtier_core::cache::{Extent, ExtentAllocator, KeyOutcome};
+use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use std::collections::BTreeMap;
 
 /// Which space, which chunk.
@@ -16,10 +17,25 @@ pub struct Object {
     pub leases: u32,
 }
 
+/// What the model knows of limits, where tenants have orders of their own.
+#[derive(Debug, Default)]
+pub struct Quotas {
+    pub config: QuotaConfig,
+    pub grants: BTreeMap<usize, Grant>,
+    /// Tenants with too much, as the list keeps them.
+    pub over: Vec<usize>,
+}
+
 #[derive(Debug)]
 pub struct Model {
     pub memory: FirstFit,
     evicts: bool,
+    /// The tenant of a space.
+    pub tenant_of: fn(usize) -> usize,
+    pub quotas: Option<Quotas>,
+    /// Bytes of each tenant's largest object since it last had none.
+    largest: BTreeMap<usize, u64>,
+    pub over_quota: u64,
     next: Id,
     pub objects: BTreeMap<Id, Object>,
     pub staged: Vec<Id>,
@@ -34,10 +50,14 @@ pub struct Model {
 pub type ModelStaged = (usize, usize, Id);
 
 impl Model {
-    pub fn new(memory: FirstFit, evicts: bool) -> Self {
+    pub fn new(memory: FirstFit, evicts: bool, tenant_of: fn(usize) -> usize) -> Self {
         Self {
             memory,
             evicts,
+            tenant_of,
+            quotas: None,
+            largest: BTreeMap::new(),
+            over_quota: 0,
             next: 0,
             objects: BTreeMap::new(),
             staged: Vec::new(),
@@ -89,6 +109,103 @@ impl Model {
     fn free(&mut self, id: Id) {
         let object = self.objects.remove(&id).unwrap();
         self.memory.free(object.extent);
+        self.settle((self.tenant_of)(object.key.0));
+    }
+
+    /// All bytes of a tenant that have memory.
+    pub fn tenant_bytes(&self, tenant: usize) -> u64 {
+        let own = |object: &&Object| (self.tenant_of)(object.key.0) == tenant;
+        let objects = self.objects.values().filter(own);
+        objects.map(|object| object.extent.len).sum()
+    }
+
+    pub fn limit(&self, tenant: usize) -> Option<u64> {
+        let quotas = self.quotas.as_ref()?;
+        let grant = quotas.grants.get(&tenant);
+        grant.map_or(quotas.config.default_limit, |grant| grant.limit)
+    }
+
+    /// Whether the tenant has too much: from the watermark on, until a ratio of that is gone.
+    fn settle(&mut self, tenant: usize) {
+        let (bytes, limit) = (self.tenant_bytes(tenant), self.limit(tenant));
+        if bytes == 0 {
+            self.largest.remove(&tenant);
+        }
+        let Some(quotas) = &mut self.quotas else {
+            return;
+        };
+        let at = quotas.over.iter().position(|&other| other == tenant);
+        let (starts, ends) = match (limit, quotas.config.mode) {
+            (None, _) => (false, true),
+            (Some(limit), QuotaMode::Strict) => (bytes > limit, bytes <= limit),
+            (Some(limit), QuotaMode::Soft) => {
+                let watermark = limit as f64 * quotas.config.watermark;
+                let low = (watermark * (1.0 - quotas.config.ratio)).floor();
+                let starts = bytes > 0 && bytes as f64 >= watermark;
+                (starts, bytes as f64 <= low && !starts)
+            }
+        };
+        match at {
+            None if starts => quotas.over.push(tenant),
+            Some(at) if ends => drop(quotas.over.swap_remove(at)),
+            _ => {}
+        }
+    }
+
+    pub fn set_grant(&mut self, tenant: usize, grant: Option<Grant>) {
+        let quotas = self.quotas.as_mut().unwrap();
+        match grant {
+            Some(grant) => drop(quotas.grants.insert(tenant, grant)),
+            None => drop(quotas.grants.remove(&tenant)),
+        }
+        self.settle(tenant);
+    }
+
+    /// The place in the order of a tenant's next one to leave.
+    fn oldest_of(&self, tenant: usize) -> Option<usize> {
+        let own = |id: &Id| (self.tenant_of)(self.objects[id].key.0) == tenant;
+        self.quotas.as_ref()?;
+        self.order.iter().position(own)
+    }
+
+    /// The place in the order of the first that its tenant's share does not keep.
+    fn oldest_unprotected(&self) -> Option<usize> {
+        let Some(quotas) = &self.quotas else {
+            return (!self.order.is_empty()).then_some(0);
+        };
+        self.order.iter().position(|id| {
+            let tenant = (self.tenant_of)(self.objects[id].key.0);
+            let reserved = quotas.grants.get(&tenant).map_or(0, |grant| grant.reserved);
+            let largest = self.largest.get(&tenant).copied().unwrap_or(0);
+            reserved == 0 || self.tenant_bytes(tenant) >= reserved + largest
+        })
+    }
+
+    /// The place in the order of who leaves for a store of this tenant.
+    fn victim_for(&self, tenant: usize) -> Option<usize> {
+        let over = self.quotas.iter().flat_map(|quotas| &quotas.over);
+        let own = over.clone().copied().filter(|&other| other == tenant);
+        let mut over = own.chain(over.rev().copied());
+        over.find_map(|tenant| self.oldest_of(tenant))
+            .or_else(|| self.oldest_unprotected())
+            .or_else(|| self.oldest_of(tenant))
+    }
+
+    pub fn evict_over_quota(&mut self, objects: usize) -> (usize, u64) {
+        let mut evicted = (0, 0);
+        let mut passed_over = 0;
+        while evicted.0 < objects && passed_over < objects {
+            let over = &self.quotas.as_ref().unwrap().over;
+            let at = over.len().checked_sub(1 + passed_over);
+            let Some(&tenant) = at.and_then(|at| over.get(at)) else {
+                break;
+            };
+            match self.oldest_of(tenant) {
+                Some(at) => evicted = (evicted.0 + 1, evicted.1 + self.evict_at(at)),
+                None => passed_over += 1,
+            }
+        }
+        evicted
     }
 
     fn touch(&mut self, id: Id) {
@@ -110,39 +227,51 @@ impl Model {
         ids.len()
     }
 
-    fn allocate(&mut self, len: u64) -> Option<Extent> {
+    fn allocate(&mut self, tenant: usize, len: u64) -> Result<Extent, KeyOutcome> {
         let evictable = self.bytes(&self.order);
         let all = self.bytes(self.objects.keys());
         let movable = if self.evicts { all - evictable } else { all };
         // With nothing to evict, both ways of saying no are the same.
         if self.evicts && len > self.memory.capacity().saturating_sub(movable) {
-            return None;
+            return Err(KeyOutcome::NoMemory);
+        }
+        let strict = |quotas: &Quotas| quotas.config.mode == QuotaMode::Strict;
+        if self.quotas.as_ref().is_some_and(strict)
+            && let Some(limit) = self.limit(tenant)
+        {
+            if len > limit {
+                return Err(KeyOutcome::OverQuota);
+            }
+            while self.tenant_bytes(tenant) + len > limit {
+                let at = self.oldest_of(tenant).ok_or(KeyOutcome::OverQuota)?;
+                self.evict_at(at);
+            }
         }
         loop {
             if let Some(extent) = self.memory.allocate(len) {
-                return Some(extent);
+                return Ok(extent);
             }
-            self.evict_one()?;
+            let victim = self.victim_for(tenant).filter(|_| self.evicts);
+            self.evict_at(victim.ok_or(KeyOutcome::NoMemory)?);
         }
     }
 
-    fn evict_one(&mut self) -> Option<u64> {
-        if !self.evicts || self.order.is_empty() {
-            return None;
-        }
-        let id = self.order.remove(0);
+    fn evict_at(&mut self, at: usize) -> u64 {
+        let id = self.order.remove(at);
         self.resident.remove(&self.objects[&id].key);
         let bytes = self.objects[&id].extent.len;
         self.free(id);
         self.evicted += 1;
-        Some(bytes)
+        bytes
     }
 
     pub fn evict(&mut self, bytes: u64, objects: usize) -> (usize, u64) {
         let mut evicted = (0, 0);
         while evicted.1 < bytes && evicted.0 < objects {
-            let Some(bytes) = self.evict_one() else { break };
-            evicted = (evicted.0 + 1, evicted.1 + bytes);
+            let Some(at) = self.oldest_unprotected().filter(|_| self.evicts) else {
+                break;
+            };
+            evicted = (evicted.0 + 1, evicted.1 + self.evict_at(at));
         }
         evicted
     }
@@ -168,20 +297,32 @@ impl Model {
                     .any(|held| (held.0, held.1) == (position, request))
                 {
                     outcomes.push(KeyOutcome::AlreadyResident);
-                } else if let Some(extent) = self.allocate(*len) {
-                    let object = Object {
-                        key: (*space, chunk),
-                        extent,
-                        leases: 0,
-                    };
-                    self.objects.insert(self.next, object);
-                    self.staged.push(self.next);
-                    staged.push((request, position, self.next));
-                    self.next += 1;
-                    outcomes.push(KeyOutcome::Reserved(extent));
-                } else {
-                    self.refused += 1;
-                    outcomes.push(KeyOutcome::NoMemory);
+                    continue;
+                }
+                let tenant = (self.tenant_of)(*space);
+                match self.allocate(tenant, *len) {
+                    Ok(extent) => {
+                        let object = Object {
+                            key: (*space, chunk),
+                            extent,
+                            leases: 0,
+                        };
+                        self.objects.insert(self.next, object);
+                        let largest = self.largest.entry(tenant).or_default();
+                        *largest = (*largest).max(*len);
+                        self.settle(tenant);
+                        self.staged.push(self.next);
+                        staged.push((request, position, self.next));
+                        self.next += 1;
+                        outcomes.push(KeyOutcome::Reserved(extent));
+                    }
+                    Err(why) => {
+                        match why {
+                            KeyOutcome::OverQuota => self.over_quota += 1,
+                            _ => self.refused += 1,
+                        }
+                        outcomes.push(why);
+                    }
                 }
             }
         }

@@ -1,0 +1,230 @@
+//! Making room: who has to leave for whom.
+//!
+//! For a store: tenants that have too much first, the storing one before all; then what the policy names, where others'
+//! shares allow it; at last what the storing tenant has itself.
+
+use super::reservation::KeyOutcome;
+use super::slab::Slot;
+use super::state::State;
+use super::{Evicted, Extent, ExtentAllocator, LookupRow, ResidentObject};
+use crate::quota::Grant;
+use std::hint::black_box;
+
+/// Victims fetched at once.
+pub(super) const WARM: usize = 32;
+
+/// Tenants with too much that one store looks at; with all of them leased, it goes on to others.
+const OVER_LOOKED_AT: usize = 4;
+
+/// Why an object gets no memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum NoRoom {
+    /// There is none, and nothing to evict.
+    Memory,
+    /// The tenant's limit.
+    Quota,
+}
+
+impl<A: ExtentAllocator> State<A> {
+    /// Memory for one object, evicting until there is some. `more` tells how many more the caller is likely to want.
+    pub(super) fn allocate(
+        &mut self,
+        space: u32,
+        bytes: u64,
+        more: usize,
+    ) -> Result<Extent, NoRoom> {
+        let salt = self.spaces.salt_of(space);
+        let capacity = self.allocator.capacity();
+        // What nothing could move, without the allocator's rounding: if this leaves no room, evicting is in vain.
+        let fixed = self.counters.staged.bytes + self.counters.doomed.bytes + self.leased.bytes;
+        if bytes > capacity.saturating_sub(fixed) {
+            return Err(NoRoom::Memory);
+        }
+        if self.spaces.tenants.never_takes(salt, bytes) {
+            return Err(NoRoom::Quota);
+        }
+        while self.spaces.tenants.refuses(salt, bytes) {
+            let own = self.policy.victim_of(salt).ok_or(NoRoom::Quota)?;
+            self.evict_slot(own);
+        }
+        loop {
+            if bytes <= capacity.saturating_sub(self.allocator.used())
+                && let Some(extent) = self.allocator.allocate(bytes)
+            {
+                return Ok(extent);
+            }
+            if self.warm == 0 {
+                self.warm_up(more + 1);
+            }
+            self.warm -= 1;
+            let victim = self.victim_for(salt).ok_or(NoRoom::Memory)?;
+            self.evict_slot(victim);
+        }
+    }
+
+    /// Counts a refusal.
+    pub(super) fn refuse(&mut self, space: u32, why: NoRoom) -> KeyOutcome {
+        let salt = self.spaces.salt_of(space);
+        let tenant = self.spaces.tenants.get_mut(salt);
+        match why {
+            NoRoom::Memory => {
+                self.totals.refused += 1;
+                if let Some(tenant) = tenant {
+                    tenant.totals.refused += 1;
+                }
+                KeyOutcome::NoMemory
+            }
+            NoRoom::Quota => {
+                self.totals.over_quota += 1;
+                if let Some(tenant) = tenant {
+                    tenant.totals.over_quota += 1;
+                }
+                KeyOutcome::OverQuota
+            }
+        }
+    }
+
+    /// Counts a lookup for its tenant, as far as that is known.
+    pub(super) fn count_lookup(&mut self, rows: &[LookupRow<'_>], requested: usize, hit: usize) {
+        let tenants = &mut self.spaces.tenants;
+        let tenant = rows
+            .first()
+            .and_then(|row| tenants.find(row.space.cache_salt));
+        if let Some(tenant) = tenant.and_then(|number| tenants.get_mut(number)) {
+            tenant.totals.requested_chunks += requested as u64;
+            tenant.totals.hit_chunks += hit as u64;
+        }
+    }
+
+    /// Who leaves next for a store of this tenant.
+    fn victim_for(&mut self, salt: u32) -> Option<u32> {
+        let tenants = &self.spaces.tenants;
+        if !tenants.over().is_empty() {
+            let own = tenants.get(salt).is_some_and(|tenant| tenant.is_over());
+            let own = own.then_some(salt);
+            let others = tenants.over().iter().rev().take(OVER_LOOKED_AT).copied();
+            let mut over = own.into_iter().chain(others);
+            if let Some(victim) = over.find_map(|salt| self.policy.victim_of(salt)) {
+                return Some(victim);
+            }
+        }
+        self.unprotected_victim()
+            .or_else(|| self.policy.victim_of(salt))
+    }
+
+    /// Who leaves next for anybody. A tenant whose share does not allow it is told to the policy, once until its bytes
+    /// change.
+    fn unprotected_victim(&mut self) -> Option<u32> {
+        loop {
+            let number = self.policy.victim()?;
+            let salt = self.spaces.salt_of(self.slab.at(number).space);
+            let Some(tenant) = self.spaces.tenants.get_mut(salt) else {
+                return Some(number);
+            };
+            if tenant.spares() {
+                return Some(number);
+            }
+            if tenant.protected || !self.policy.isolates() {
+                return None;
+            }
+            tenant.protected = true;
+            self.policy.protect(salt, true);
+        }
+    }
+
+    /// See [`super::Cache::set_grant`].
+    pub(super) fn set_grant(&mut self, salt: &str, grant: Option<Grant>) {
+        if let Some(number) = self.spaces.tenants.find(salt)
+            && let Some(tenant) = self.spaces.tenants.get_mut(number)
+            && std::mem::take(&mut tenant.protected)
+        {
+            self.policy.protect(number, false);
+        }
+        self.spaces.tenants.set_grant(salt, grant);
+    }
+
+    /// See [`super::Cache::evict_over_quota`].
+    pub(super) fn evict_over_quota(&mut self, max_objects: usize) -> Evicted {
+        let mut evicted = Evicted::default();
+        // Those whose objects are all leased are passed over.
+        let mut passed_over = 0;
+        while evicted.objects < max_objects && passed_over < max_objects {
+            let over = self.spaces.tenants.over();
+            let Some(&salt) = over
+                .len()
+                .checked_sub(1 + passed_over)
+                .and_then(|at| over.get(at))
+            else {
+                break;
+            };
+            match self.policy.victim_of(salt) {
+                Some(victim) => {
+                    evicted.bytes += self.evict_slot(victim);
+                    evicted.objects += 1;
+                }
+                None => passed_over += 1,
+            }
+        }
+        evicted
+    }
+
+    /// See [`super::Cache::evict`].
+    pub(super) fn evict(&mut self, bytes_wanted: u64, max_objects: usize) -> Evicted {
+        let mut evicted = Evicted::default();
+        self.warm = 0;
+        while evicted.bytes < bytes_wanted && evicted.objects < max_objects {
+            if self.warm == 0 {
+                self.warm_up(max_objects - evicted.objects);
+            }
+            self.warm -= 1;
+            let Some(victim) = self.unprotected_victim() else {
+                break;
+            };
+            evicted.bytes += self.evict_slot(victim);
+            evicted.objects += 1;
+        }
+        evicted
+    }
+
+    /// Touches what the evictions to come will need. They stay one by one; only their waits for memory overlap.
+    fn warm_up(&mut self, likely: usize) {
+        self.warm = likely.clamp(1, WARM);
+        if self.warm == 1 {
+            return;
+        }
+        self.upcoming.clear();
+        self.policy.upcoming(self.warm, &mut self.upcoming);
+        for &number in &self.upcoming {
+            let slot = self.slab.at(number);
+            let key = self.index.fingerprint(slot.space, &slot.hash);
+            black_box(self.index.find(key, |found| found == number));
+        }
+    }
+
+    /// Evicts one object; gives its bytes.
+    fn evict_slot(&mut self, number: u32) -> u64 {
+        let slot = self.slab.at(number);
+        let Slot { hash, space, .. } = *slot;
+        let bytes = slot.extent.len;
+        self.totals.last_evicted_idle_ticks = self.clock - slot.used_at.min(self.clock);
+        let candidate = self.candidate(number, slot);
+        let key = self.index.fingerprint(space, &hash);
+        if let Some(evicted) = &mut self.evicted
+            && let Some(space) = self.spaces.owned(space)
+        {
+            evicted.push(ResidentObject {
+                chunk_hash: hash,
+                space,
+                bytes,
+                leases: 0,
+            });
+        }
+        if let Some(tenant) = self.spaces.tenants.get_mut(candidate.salt) {
+            tenant.totals.evicted.add(bytes);
+        }
+        self.totals.evicted.add(bytes);
+        self.take_out(number);
+        self.policy.evicted(candidate, key.bits());
+        bytes
+    }
+}

@@ -1,0 +1,264 @@
+//! Tenants: for whom bytes are counted, what each of them may have, and who has too much.
+
+use super::counters::{Counters, Tally};
+use super::numbered::Numbered;
+use super::space::name_bytes;
+use crate::quota::{Grant, Marks, QuotaConfig, QuotaMode};
+use foldhash::quality::RandomState;
+use std::hash::BuildHasher;
+use std::sync::Arc;
+
+/// `over_at` of a tenant that has not too much.
+const NOT_OVER: u32 = u32::MAX;
+
+/// Counts of one tenant since it is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct TenantTotals {
+    pub(super) requested_chunks: u64,
+    pub(super) hit_chunks: u64,
+    pub(super) committed: Tally,
+    pub(super) evicted: Tally,
+    pub(super) refused: u64,
+    pub(super) over_quota: u64,
+}
+
+/// A tenant that has anything in the cache, or a grant.
+#[derive(Debug)]
+pub(super) struct Tenant {
+    pub(super) name: Arc<str>,
+    spaces: u32,
+    pub(super) counters: Counters,
+    /// Bytes of the largest object since it last had none.
+    largest: u64,
+    pub(super) totals: TenantTotals,
+    pub(super) grant: Option<Grant>,
+    limit: Option<u64>,
+    marks: Marks,
+    /// Its place among those who have too much.
+    over_at: u32,
+    /// Others may not evict anything more of it, as the policy was told.
+    pub(super) protected: bool,
+}
+
+impl Tenant {
+    /// All its bytes, being written, removed and still leased ones included.
+    pub(super) fn bytes(&self) -> u64 {
+        let Counters {
+            staged,
+            resident,
+            doomed,
+        } = &self.counters;
+        staged.bytes + resident.bytes + doomed.bytes
+    }
+
+    /// Whether others may evict an object, whichever it is.
+    pub(super) fn spares(&self) -> bool {
+        let reserved = self.grant.map_or(0, |grant| grant.reserved);
+        reserved == 0 || self.bytes() >= reserved.saturating_add(self.largest)
+    }
+
+    /// Counts what `change` does to its objects, the largest of which has so many bytes or more.
+    pub(super) fn count(&mut self, bytes: u64, change: impl FnOnce(&mut Counters)) {
+        change(&mut self.counters);
+        self.largest = match self.bytes() {
+            0 => 0,
+            _ => self.largest.max(bytes),
+        };
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.over_at != NOT_OVER
+    }
+}
+
+/// All tenants. One without a grant is forgotten with its last space.
+#[derive(Debug, Default)]
+pub(super) struct Tenants {
+    seed: RandomState,
+    known: Numbered<Tenant>,
+    config: QuotaConfig,
+    /// Those who have too much.
+    over: Vec<u32>,
+    name_bytes: usize,
+}
+
+impl Tenants {
+    pub(super) fn new(config: QuotaConfig) -> Self {
+        Self {
+            config,
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn find(&self, name: &str) -> Option<u32> {
+        self.known
+            .find(self.seed.hash_one(name), |tenant| &*tenant.name == name)
+    }
+
+    pub(super) fn get(&self, number: u32) -> Option<&Tenant> {
+        self.known.get(number)
+    }
+
+    pub(super) fn get_mut(&mut self, number: u32) -> Option<&mut Tenant> {
+        self.known.get_mut(number)
+    }
+
+    fn find_or_make(&mut self, name: &str) -> u32 {
+        if let Some(number) = self.find(name) {
+            return number;
+        }
+        let limit = self.config.default_limit;
+        let tenant = Tenant {
+            name: Arc::from(name),
+            spaces: 0,
+            counters: Counters::default(),
+            largest: 0,
+            totals: TenantTotals::default(),
+            grant: None,
+            limit,
+            marks: self.config.marks(limit),
+            over_at: NOT_OVER,
+            protected: false,
+        };
+        self.name_bytes += name_bytes(name);
+        let seed = &self.seed;
+        let rehash = |tenant: &Tenant| seed.hash_one(&*tenant.name);
+        self.known.insert(seed.hash_one(name), tenant, rehash)
+    }
+
+    /// The number of a tenant, made if need be, with one more space.
+    pub(super) fn open(&mut self, name: &str) -> u32 {
+        let number = self.find_or_make(name);
+        if let Some(tenant) = self.get_mut(number) {
+            tenant.spaces += 1;
+        }
+        number
+    }
+
+    /// One space less.
+    pub(super) fn close(&mut self, number: u32, errors: &mut u64) {
+        let Some(tenant) = self.get_mut(number) else {
+            *errors += 1;
+            return;
+        };
+        tenant.spaces -= 1;
+        if tenant.spaces == 0 && tenant.counters != Counters::default() {
+            *errors += 1;
+        }
+        self.forget_idle(number);
+    }
+
+    fn forget_idle(&mut self, number: u32) {
+        let idle = |tenant: &&Tenant| tenant.spaces == 0 && tenant.grant.is_none();
+        let Some(tenant) = self.get(number).filter(idle) else {
+            return;
+        };
+        let hash = self.seed.hash_one(&*tenant.name);
+        self.name_bytes -= name_bytes(&tenant.name);
+        self.leave_over(number);
+        self.known.remove(hash, number);
+    }
+
+    /// Sets or takes a grant. `None` for a tenant that nobody knows changes nothing.
+    pub(super) fn set_grant(&mut self, name: &str, grant: Option<Grant>) -> Option<u32> {
+        let number = match grant {
+            Some(_) => self.find_or_make(name),
+            None => self.find(name)?,
+        };
+        let config = self.config;
+        if let Some(tenant) = self.get_mut(number) {
+            tenant.grant = grant;
+            tenant.limit = grant.map_or(config.default_limit, |grant| grant.limit);
+            tenant.marks = config.marks(tenant.limit);
+        }
+        self.settle(number);
+        self.forget_idle(number);
+        Some(number)
+    }
+
+    /// After a tenant's bytes or limits have changed: whether it has too much.
+    pub(super) fn settle(&mut self, number: u32) {
+        let Some(tenant) = self.known.get_mut(number) else {
+            return;
+        };
+        let bytes = tenant.bytes();
+        if !tenant.is_over() && bytes > tenant.marks.high {
+            tenant.over_at = self.over.len() as u32;
+            self.over.push(number);
+        } else if tenant.is_over() && bytes <= tenant.marks.low {
+            self.leave_over(number);
+        }
+    }
+
+    fn leave_over(&mut self, number: u32) {
+        let Some(tenant) = self.known.get_mut(number).filter(|t| t.is_over()) else {
+            return;
+        };
+        let at = std::mem::replace(&mut tenant.over_at, NOT_OVER);
+        self.over.swap_remove(at as usize);
+        if let Some(&moved) = self.over.get(at as usize)
+            && let Some(moved) = self.known.get_mut(moved)
+        {
+            moved.over_at = at;
+        }
+    }
+
+    /// Those who have too much, in no order.
+    pub(super) fn over(&self) -> &[u32] {
+        &self.over
+    }
+
+    /// Whether a strict limit leaves no room for so much more.
+    pub(super) fn refuses(&self, number: u32, bytes: u64) -> bool {
+        let beyond = |tenant: &Tenant| {
+            let limit = tenant.limit;
+            limit.is_some_and(|limit| tenant.bytes().saturating_add(bytes) > limit)
+        };
+        self.config.mode == QuotaMode::Strict && self.get(number).is_some_and(beyond)
+    }
+
+    /// Whether a strict limit is below this size, whatever the tenant has.
+    pub(super) fn never_takes(&self, number: u32, bytes: u64) -> bool {
+        let below = |tenant: &Tenant| tenant.limit.is_some_and(|limit| bytes > limit);
+        self.config.mode == QuotaMode::Strict && self.get(number).is_some_and(below)
+    }
+
+    /// The tenants with their numbers, from one number on.
+    pub(super) fn from(&self, from: u32) -> impl Iterator<Item = (u32, &Tenant)> {
+        let entries = self.known.entries.iter().zip(0..).skip(from as usize);
+        entries.filter_map(|(tenant, number)| Some((number, tenant.as_ref()?)))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.known.len()
+    }
+
+    /// What must hold of the list of those who have too much.
+    pub(super) fn check(&self) -> Result<(), String> {
+        for (at, &number) in self.over.iter().enumerate() {
+            let place = self.get(number).map(|tenant| tenant.over_at as usize);
+            if place != Some(at) {
+                return Err(format!(
+                    "tenant {number} is at {at} but says it is at {place:?}"
+                ));
+            }
+        }
+        for (number, tenant) in self.from(0) {
+            let (bytes, marks) = (tenant.bytes(), tenant.marks);
+            let wrong = match tenant.is_over() {
+                true => {
+                    bytes <= marks.low || self.over.get(tenant.over_at as usize) != Some(&number)
+                }
+                false => bytes > marks.high,
+            };
+            if wrong || (tenant.spaces == 0 && tenant.grant.is_none()) {
+                return Err(format!("tenant {number} has {bytes} bytes: {tenant:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn bookkeeping_bytes(&self) -> usize {
+        self.known.bookkeeping_bytes() + self.over.capacity() * size_of::<u32>() + self.name_bytes
+    }
+}

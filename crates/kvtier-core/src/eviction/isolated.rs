@@ -1,0 +1,351 @@
+//! One order for each tenant; among tenants, the object that was used longest ago leaves first.
+
+use super::{Candidate, EvictionPolicy};
+
+/// No slot, no place.
+const NONE: u32 = u32::MAX;
+/// `older` of a slot that is in no list.
+const OUT: u32 = u32::MAX - 1;
+
+/// Tenants compared for one victim. With up to so many to choose from, the order is exactly that of LRU; with more, the
+/// oldest of some is taken, in turn, so that the cost does not grow with the tenants.
+const COMPARED: usize = 8;
+
+/// Links live in blocks of this many slots, so that growing never moves what is there.
+const BLOCK: usize = 4096;
+
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    older: u32,
+    newer: u32,
+    /// Number of the use, counted over all slots.
+    used: u64,
+}
+
+const OUTSIDE: Link = Link {
+    older: OUT,
+    newer: NONE,
+    used: 0,
+};
+
+/// A tenant's list.
+#[derive(Clone, Copy, Debug)]
+struct Tenant {
+    oldest: u32,
+    newest: u32,
+    len: u32,
+    /// Its place among those who may lose an object; `NONE` if it may not.
+    open_at: u32,
+    protected: bool,
+}
+
+const EMPTY: Tenant = Tenant {
+    oldest: NONE,
+    newest: NONE,
+    len: 0,
+    open_at: NONE,
+    protected: false,
+};
+
+/// A list for each tenant through one table of links: 16 bytes a slot, 20 a tenant.
+#[derive(Debug, Default)]
+pub struct IsolatedLru {
+    links: Vec<Box<[Link; BLOCK]>>,
+    /// By the salt's number.
+    tenants: Vec<Tenant>,
+    /// Tenants that have something and are not protected.
+    open: Vec<u32>,
+    /// Where in `open` the next comparison starts.
+    turn: usize,
+    uses: u64,
+    len: usize,
+}
+
+impl IsolatedLru {
+    fn link(&mut self, slot: u32) -> &mut Link {
+        &mut self.links[slot as usize / BLOCK][slot as usize % BLOCK]
+    }
+
+    fn get(&self, slot: u32) -> Option<Link> {
+        let block = self.links.get(slot as usize / BLOCK)?;
+        Some(block[slot as usize % BLOCK])
+    }
+
+    fn contains(&self, slot: u32) -> bool {
+        self.get(slot).is_some_and(|link| link.older != OUT)
+    }
+
+    fn unlink(&mut self, Candidate { slot, salt }: Candidate) {
+        let Link { older, newer, .. } = std::mem::replace(self.link(slot), OUTSIDE);
+        match older {
+            NONE => self.tenants[salt as usize].oldest = newer,
+            _ => self.link(older).newer = newer,
+        }
+        match newer {
+            NONE => self.tenants[salt as usize].newest = older,
+            _ => self.link(newer).older = older,
+        }
+        self.tenants[salt as usize].len -= 1;
+        self.len -= 1;
+    }
+
+    fn push(&mut self, Candidate { slot, salt }: Candidate) {
+        self.uses += 1;
+        let used = self.uses;
+        let tenant = &mut self.tenants[salt as usize];
+        let older = std::mem::replace(&mut tenant.newest, slot);
+        tenant.len += 1;
+        if older == NONE {
+            tenant.oldest = slot;
+        } else {
+            self.link(older).newer = slot;
+        }
+        *self.link(slot) = Link {
+            older,
+            newer: NONE,
+            used,
+        };
+        self.len += 1;
+    }
+
+    /// After a tenant's list or protection has changed: whether it may lose an object.
+    fn settle(&mut self, salt: u32) {
+        let tenant = &mut self.tenants[salt as usize];
+        let may_lose = tenant.len > 0 && !tenant.protected;
+        match (may_lose, tenant.open_at) {
+            (true, NONE) => {
+                tenant.open_at = self.open.len() as u32;
+                self.open.push(salt);
+            }
+            (false, at) if at != NONE => {
+                tenant.open_at = NONE;
+                self.open.swap_remove(at as usize);
+                if let Some(&moved) = self.open.get(at as usize) {
+                    self.tenants[moved as usize].open_at = at;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The tenant that loses the next object.
+    fn loser(&self) -> Option<u32> {
+        let compared = (0..self.open.len().min(COMPARED))
+            .map(|step| self.open[(self.turn + step) % self.open.len()]);
+        compared.min_by_key(|&salt| {
+            let oldest = self.tenants[salt as usize].oldest;
+            self.get(oldest).map(|link| link.used)
+        })
+    }
+}
+
+impl EvictionPolicy for IsolatedLru {
+    fn name(&self) -> &'static str {
+        super::EvictionKind::IsolatedLru.name()
+    }
+
+    fn evicted(&mut self, _: Candidate, _: u64) {
+        self.turn = match self.open.len() {
+            0..=COMPARED => 0,
+            many => (self.turn + COMPARED) % many,
+        };
+    }
+
+    fn insert(&mut self, candidate: Candidate) {
+        let Candidate { slot, salt } = candidate;
+        while slot as usize / BLOCK >= self.links.len() {
+            self.links.push(Box::new([OUTSIDE; BLOCK]));
+        }
+        if salt as usize >= self.tenants.len() {
+            self.tenants.resize(salt as usize + 1, EMPTY);
+        }
+        if self.contains(slot) {
+            self.unlink(candidate);
+        }
+        self.push(candidate);
+        self.settle(salt);
+    }
+
+    fn withdraw(&mut self, candidate: Candidate) {
+        if self.contains(candidate.slot) {
+            self.unlink(candidate);
+            self.settle(candidate.salt);
+        }
+    }
+
+    fn touch(&mut self, candidate: Candidate) {
+        if self.contains(candidate.slot) {
+            self.unlink(candidate);
+            self.push(candidate);
+        }
+    }
+
+    fn victim(&self) -> Option<u32> {
+        let salt = self.loser()?;
+        Some(self.tenants[salt as usize].oldest)
+    }
+
+    fn isolates(&self) -> bool {
+        true
+    }
+
+    fn victim_of(&self, salt: u32) -> Option<u32> {
+        let tenant = self.tenants.get(salt as usize)?;
+        (tenant.oldest != NONE).then_some(tenant.oldest)
+    }
+
+    fn protect(&mut self, salt: u32, protected: bool) {
+        if let Some(tenant) = self.tenants.get_mut(salt as usize) {
+            tenant.protected = protected;
+            self.settle(salt);
+        }
+    }
+
+    fn upcoming(&self, limit: usize, slots: &mut Vec<u32>) {
+        let mut next = self.victim();
+        for _ in 0..limit {
+            let Some(slot) = next else { return };
+            slots.push(slot);
+            next = self.get(slot).map(|link| link.newer);
+            next = next.filter(|&newer| newer != NONE);
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn order(&self) -> Result<Vec<u32>, String> {
+        let mut order = Vec::with_capacity(self.len);
+        for (salt, tenant) in self.tenants.iter().enumerate() {
+            let (mut before, mut at, start) = (NONE, tenant.oldest, order.len());
+            let mut last_used = 0;
+            while at != NONE {
+                let link = self
+                    .get(at)
+                    .ok_or_else(|| format!("slot {at} of tenant {salt} has no link"))?;
+                if link.older != before || link.used <= last_used || order.len() == self.len {
+                    return Err(format!(
+                        "slot {at} of tenant {salt} after {before}, used {last_used}: {link:?}"
+                    ));
+                }
+                order.push((link.used, at));
+                (before, at, last_used) = (at, link.newer, link.used);
+            }
+            let may_lose = tenant.len > 0 && !tenant.protected;
+            let is_open = self.open.get(tenant.open_at as usize) == Some(&(salt as u32));
+            if order.len() - start != tenant.len as usize
+                || before != tenant.newest
+                || may_lose != is_open
+            {
+                return Err(format!("tenant {salt} ends at {before}: {tenant:?}"));
+            }
+        }
+        let open = self.tenants.iter().filter(|tenant| tenant.open_at != NONE);
+        if order.len() != self.len || open.count() != self.open.len() {
+            return Err(format!(
+                "the lists hold {} slots; expected {}",
+                order.len(),
+                self.len
+            ));
+        }
+        order.sort_unstable();
+        Ok(order.into_iter().map(|(_, slot)| slot).collect())
+    }
+
+    fn bookkeeping_bytes(&self) -> usize {
+        self.links.len() * BLOCK * size_of::<Link>()
+            + self.tenants.capacity() * size_of::<Tenant>()
+            + self.open.capacity() * size_of::<u32>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Lru;
+    use super::*;
+    use proptest::prelude::*;
+
+    fn of(salt: u32, slot: u32) -> Candidate {
+        Candidate { slot, salt }
+    }
+
+    /// Takes the victims one after the other.
+    fn drain(policy: &mut dyn EvictionPolicy, salt_of: impl Fn(u32) -> u32) -> Vec<u32> {
+        let mut left = Vec::new();
+        while let Some(slot) = policy.victim() {
+            policy.withdraw(of(salt_of(slot), slot));
+            policy.evicted(of(salt_of(slot), slot), 0);
+            left.push(slot);
+        }
+        left
+    }
+
+    #[test]
+    fn a_tenant_loses_its_own_oldest() {
+        let mut policy = IsolatedLru::default();
+        for (salt, slot) in [(0, 1), (1, 2), (0, 3), (1, 9000)] {
+            policy.insert(of(salt, slot));
+        }
+        policy.touch(of(1, 2));
+        assert_eq!(policy.victim_of(1), Some(9000));
+        assert_eq!(policy.victim_of(0), Some(1));
+        assert_eq!(policy.victim_of(7), None);
+        assert_eq!(policy.order().unwrap(), [1, 3, 9000, 2]);
+    }
+
+    #[test]
+    fn what_is_protected_is_named_for_its_tenant_only() {
+        let mut policy = IsolatedLru::default();
+        policy.insert(of(0, 1));
+        policy.protect(0, true);
+        policy.insert(of(0, 2));
+        assert_eq!(policy.victim(), None);
+        assert_eq!(policy.victim_of(0), Some(1));
+        policy.insert(of(1, 3));
+        assert_eq!(policy.victim(), Some(3));
+        policy.protect(0, false);
+        assert_eq!(policy.victim(), Some(1));
+        assert_eq!(policy.order().unwrap(), [1, 2, 3]);
+    }
+
+    #[test]
+    fn all_leave_in_the_end_however_many_tenants() {
+        let mut policy = IsolatedLru::default();
+        for slot in 0..1000 {
+            policy.insert(of(slot % 100, slot));
+        }
+        let left = drain(&mut policy, |slot| slot % 100);
+        assert_eq!(left.len(), 1000);
+        assert!(policy.order().unwrap().is_empty());
+        // Not the exact order, but never a young tenant's while older ones are left.
+        let late = left[..500].iter().filter(|&&slot| slot >= 900).count();
+        assert_eq!(late, 0, "young objects left in the first half");
+    }
+
+    proptest! {
+        /// With few tenants the order is that of one list.
+        #[test]
+        fn few_tenants_are_one_lru(
+            steps in prop::collection::vec((0..3u8, 0..COMPARED as u32, 0..40u32), 0..200)
+        ) {
+            let (mut isolated, mut lru) = (IsolatedLru::default(), Lru::default());
+            for (step, salt, slot) in steps {
+                // A slot belongs to one tenant while it lives.
+                let candidate = of(salt, salt * 40 + slot);
+                for policy in [&mut isolated as &mut dyn EvictionPolicy, &mut lru] {
+                    match step {
+                        0 => policy.insert(candidate),
+                        1 => policy.withdraw(candidate),
+                        _ => policy.touch(candidate),
+                    }
+                }
+                prop_assert_eq!(isolated.order(), lru.order());
+                prop_assert_eq!(isolated.victim(), lru.victim());
+                prop_assert_eq!(isolated.len(), lru.len());
+            }
+            let expected = lru.order().unwrap();
+            prop_assert_eq!(drain(&mut isolated, |slot| slot / 40), expected);
+        }
+    }
+}

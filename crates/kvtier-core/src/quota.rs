@@ -1,0 +1,112 @@
+//! What operators grant tenants. A tenant is a cache salt; the empty one is the tenant of requests without.
+//!
+//! Limits and shares hold for one cache, which is one tier: [`crate::cache::Cache::set_grant`].
+
+/// What a limit means.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum QuotaMode {
+    /// Stores are accepted, and eviction brings the tenant back under its watermark, as LMCache's quotas do.
+    #[default]
+    Soft,
+    /// A store that would take the tenant beyond its limit makes room among the tenant's own objects, and is refused
+    /// where that is not enough. What is being written counts.
+    Strict,
+}
+
+/// How a cache deals with limits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QuotaConfig {
+    /// What a limit means.
+    pub mode: QuotaMode,
+    /// Bytes for tenants without a grant: `None` = unlimited, `Some(0)` = nothing, an allow-list.
+    pub default_limit: Option<u64>,
+    /// Soft mode: the part of its limit, 0 to 1, from which on a tenant loses objects.
+    pub watermark: f64,
+    /// Soft mode: the part of the bytes at the watermark, 0 to 1, that the tenant then loses.
+    pub ratio: f64,
+}
+
+impl Default for QuotaConfig {
+    /// Soft and unlimited; watermark and ratio are those of LMCache 0.5.6's eviction.
+    fn default() -> Self {
+        Self {
+            mode: QuotaMode::Soft,
+            default_limit: None,
+            watermark: 0.8,
+            ratio: 0.2,
+        }
+    }
+}
+
+/// What one tenant may have, and what it is guaranteed, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Grant {
+    /// At most this; `None` = unlimited.
+    pub limit: Option<u64>,
+    /// Others cannot evict its objects where that could leave less than this.
+    pub reserved: u64,
+}
+
+/// Between which bytes a tenant counts as having too much: it starts above `high` and ends at `low`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Marks {
+    pub(crate) high: u64,
+    pub(crate) low: u64,
+}
+
+impl QuotaConfig {
+    /// The marks for a limit.
+    pub(crate) fn marks(&self, limit: Option<u64>) -> Marks {
+        let Some(limit) = limit else {
+            return Marks {
+                high: u64::MAX,
+                low: u64::MAX,
+            };
+        };
+        match self.mode {
+            QuotaMode::Strict => Marks {
+                high: limit,
+                low: limit,
+            },
+            QuotaMode::Soft => {
+                let watermark = limit as f64 * self.watermark;
+                // "At the watermark" is too much already, but nothing is never too much.
+                let high = (watermark.ceil() as u64).saturating_sub(1);
+                let low = (watermark * (1.0 - self.ratio)) as u64;
+                Marks {
+                    high,
+                    low: low.min(high),
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn soft_marks_follow_watermark_and_ratio() {
+        let config = QuotaConfig::default();
+        for (limit, high, low) in [(1000, 799, 640), (0, 0, 0), (1, 0, 0), (10, 7, 6)] {
+            assert_eq!(config.marks(Some(limit)), Marks { high, low }, "{limit}");
+        }
+        assert_eq!(config.marks(None).high, u64::MAX);
+    }
+
+    #[test]
+    fn strict_marks_are_the_limit() {
+        let config = QuotaConfig {
+            mode: QuotaMode::Strict,
+            ..QuotaConfig::default()
+        };
+        for limit in [0, 1, 1000] {
+            let marks = Marks {
+                high: limit,
+                low: limit,
+            };
+            assert_eq!(config.marks(Some(limit)), marks);
+        }
+    }
+}
