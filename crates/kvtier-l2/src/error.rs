@@ -7,8 +7,10 @@ pub enum ErrorKind {
     NotFound,
     /// There is an object under this key, and it is not what was stored: wrong length, checksum, layout or tenant.
     Corrupt,
-    /// No room: the disk or the quota is full. Storing may work again later.
+    /// No room: the disk or the tier is full. Storing may work again later.
     Full,
+    /// The tenant's limit leaves no room. Storing may work again later.
+    OverQuota,
     /// No answer in time.
     Deadline,
     /// So many calls are under way that it was not asked. It answers others.
@@ -37,6 +39,7 @@ impl ErrorKind {
             Self::NotFound => "not_found",
             Self::Corrupt => "corrupt",
             Self::Full => "full",
+            Self::OverQuota => "over_quota",
             Self::Deadline => "deadline",
             Self::Busy => "busy",
             Self::Unavailable => "unavailable",

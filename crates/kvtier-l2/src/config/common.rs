@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kvtier_core::eviction::EvictionKind;
 use serde_json::{Map, Value};
 
 use super::error::ConfigError;
@@ -92,14 +93,28 @@ pub const COMMON: &[Key] = &[
         "How long they do until one call probes again; it doubles while probes fail",
     ),
     timeout("breaker_pause_max_ms", 60_000, "Up to this"),
+    Key::integer(
+        "checksums",
+        0,
+        1_000_000_000,
+        "Objects whose checksums are remembered, to compare what is loaded, for types that keep none with the objects; 38 \
+         to 76 bytes each; 0 is no comparing",
+    )
+    .unit("objects")
+    .or(Fallback::Integer(1_000_000)),
+    Key::switch(
+        "require_checksum",
+        "Take objects whose bytes cannot be compared with a checksum for none, and let stores replace them: files of LMCache, \
+         and ours cut off right behind the object; for types that keep none, what is not remembered",
+    ),
 ];
 
 /// The keys of `eviction`.
 pub const EVICTION: &[Key] = &[
     Key::of(
         "eviction_policy",
-        Shape::OneOf(&["LRU", "noop"]),
-        "What leaves first: least recently used, or nothing ever",
+        Shape::OneOf(&["LRU", "IsolatedLRU", "UserLRU", "ARC", "noop"]),
+        "What leaves first: the least recently used; the same with an order for each cache salt, so that quotas hold (IsolatedLRU, or UserLRU as it was called); what was used once before what was used again (ARC); nothing ever",
     )
     .required(),
     Key::number(
@@ -116,23 +131,11 @@ pub const EVICTION: &[Key] = &[
     .or(Fallback::Number(0.2)),
 ];
 
-/// Policies of LMCache that are not there yet.
-const POLICIES_TO_COME: &[&str] = &["ARC", "IsolatedLRU"];
-
-/// What leaves first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EvictionPolicy {
-    /// The least recently used.
-    Lru,
-    /// Nothing ever.
-    Noop,
-}
-
 /// When and how an adapter is emptied.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EvictionConfig {
     /// What leaves first.
-    pub policy: EvictionPolicy,
+    pub policy: EvictionKind,
     /// Part of the capacity from which on it is emptied, above 0, at most 1.
     pub trigger_watermark: f64,
     /// Part of the used bytes that leave then, above 0, at most 1.
@@ -175,6 +178,8 @@ impl Common {
             breaker_failures: values.get("breaker_failures"),
             breaker_pause: millis("breaker_pause_ms"),
             breaker_pause_max: millis("breaker_pause_max_ms"),
+            checksums: values.get("checksums"),
+            require_checksum: values.get("require_checksum"),
             ..Guards::default()
         };
         if guards.breaker_pause_max < guards.breaker_pause {
@@ -183,6 +188,9 @@ impl Common {
                 guards.breaker_pause.as_millis()
             );
             return Err(values.refuse("breaker_pause_max_ms", &least));
+        }
+        if guards.require_checksum && guards.checksums == 0 {
+            return Err(values.refuse("checksums", "at least 1 with require_checksum"));
         }
         let mut warnings = Vec::new();
         let tag: &str = values.get("affinity_tag");
@@ -208,20 +216,13 @@ fn eviction(owner: &str, value: Value) -> Result<EvictionConfig, ConfigError> {
             "{owner}: {value} is not allowed; give an object with an \"eviction_policy\""
         )));
     };
-    if let Some(policy) = map.get("eviction_policy").and_then(Value::as_str)
-        && POLICIES_TO_COME.contains(&policy)
-    {
-        return Err(ConfigError::new(format!(
-            "{owner}: key \"eviction_policy\": {policy:?} is not there yet; give LRU or noop"
-        )));
-    }
     let values = Options::take(&owner, EVICTION, &mut map)?;
     refuse_rest(&owner, &map, EVICTION)?;
     Ok(EvictionConfig {
-        policy: match values.get("eviction_policy") {
-            "noop" => EvictionPolicy::Noop,
-            _ => EvictionPolicy::Lru,
-        },
+        policy: values
+            .get::<&str>("eviction_policy")
+            .parse()
+            .unwrap_or_default(),
         trigger_watermark: values.get("trigger_watermark"),
         eviction_ratio: values.get("eviction_ratio"),
     })

@@ -9,7 +9,7 @@ mod error;
 mod key;
 mod options;
 
-pub use common::{COMMON, EVICTION, EvictionConfig, EvictionPolicy};
+pub use common::{COMMON, EVICTION, EvictionConfig};
 pub use error::ConfigError;
 pub use key::{Fallback, Interval, Key, Shape};
 pub use options::{FromSetting, Options};

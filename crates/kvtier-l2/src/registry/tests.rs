@@ -2,7 +2,8 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::ErrorKind;
-use crate::config::{EvictionPolicy, Interval};
+use crate::config::Interval;
+use kvtier_core::eviction::EvictionKind;
 
 const KEYS: &[Key] = &[
     Key::text("base_path", "Where").required(),
@@ -96,7 +97,7 @@ fn eviction_has_lmcaches_defaults() {
         .parse(&with("eviction", json!({"eviction_policy": "LRU"})))
         .unwrap();
     let eviction = config.eviction.unwrap();
-    assert_eq!(eviction.policy, EvictionPolicy::Lru);
+    assert_eq!(eviction.policy, EvictionKind::Lru);
     assert_eq!(eviction.trigger_watermark, 0.8);
     assert_eq!(eviction.eviction_ratio, 0.2);
 }
@@ -177,11 +178,11 @@ fn errors_name_key_value_and_what_is_allowed() {
         ),
         (
             with("eviction", json!({})),
-            r#"type "disk": eviction: key "eviction_policy" is missing; give LRU or noop"#,
+            r#"type "disk": eviction: key "eviction_policy" is missing; give LRU, IsolatedLRU, UserLRU, ARC or noop"#,
         ),
         (
-            with("eviction", json!({"eviction_policy": "IsolatedLRU"})),
-            r#"type "disk": eviction: key "eviction_policy": "IsolatedLRU" is not there yet; give LRU or noop"#,
+            with("eviction", json!({"eviction_policy": "FIFO"})),
+            r#"type "disk": eviction: key "eviction_policy": "FIFO" is not allowed; give LRU, IsolatedLRU, UserLRU, ARC or noop"#,
         ),
         (
             with(
@@ -258,7 +259,7 @@ fn keys_given_inside_count_outside_unless_given_there() {
         .unwrap();
     assert!(config.shared);
     assert_eq!(config.guards.retries, 1);
-    assert_eq!(config.eviction.unwrap().policy, EvictionPolicy::Noop);
+    assert_eq!(config.eviction.unwrap().policy, EvictionKind::Noop);
     let inside = config.options.get::<&AdapterConfig>("inner");
     assert_eq!(inside.kind, "around");
 }

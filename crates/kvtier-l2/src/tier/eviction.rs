@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kvtier_core::eviction::EvictionKind;
+use kvtier_core::quota::Grant;
 
 use super::{Tier, key_of};
 use crate::error::L2Error;
@@ -33,6 +34,23 @@ impl Tier {
                 return;
             }
             wanted = wanted.saturating_sub(evicted.bytes);
+        }
+    }
+
+    /// Sets what a tenant may have here, or with `None` takes that back: [`Cache::set_grant`].
+    ///
+    /// [`Cache::set_grant`]: kvtier_core::cache::Cache::set_grant
+    pub fn set_grant(&self, salt: &str, grant: Option<Grant>) {
+        self.index.set_grant(salt, grant);
+    }
+
+    /// One pass: deletes objects of tenants that have too much. Ends where a delete fails.
+    pub async fn evict_over_quota(&self) {
+        loop {
+            let evicted = self.index.evict_over_quota(self.now(), SLICE);
+            if evicted.objects == 0 || self.delete_condemned().await.is_err() {
+                return;
+            }
         }
     }
 

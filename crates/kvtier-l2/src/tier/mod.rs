@@ -23,6 +23,7 @@ pub use counters::{Counter, Failures, TierCounters};
 use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, ResidentObject, Space, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
+use kvtier_core::quota::{QuotaConfig, QuotaMode};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 pub use usage::AdapterUsage;
@@ -67,6 +68,10 @@ pub struct TierConfig {
     pub capacity_bytes: Option<u64>,
     /// When room is made before a store needs it. Without it only stores make room, least recently used first.
     pub eviction: Option<TierEviction>,
+    /// What tenants' limits mean; watermark and ratio are those of `eviction`.
+    pub quota_mode: QuotaMode,
+    /// The limit of tenants without a grant; `None` = unlimited.
+    pub quota_default: Option<u64>,
     /// Bytes of the backend that stay free, where it has a bound of its own.
     pub reserve_bytes: u64,
 }
@@ -89,6 +94,8 @@ enum Adopted {
     Known,
     /// The index has no room for it.
     NoRoom,
+    /// Its tenant may have no more.
+    OverQuota,
     /// It is being deleted.
     Leaving,
 }
@@ -144,14 +151,18 @@ fn key_of(object: &ResidentObject) -> Option<ObjectKey> {
 impl Tier {
     /// An adapter with an empty index; [`Tier::recover`] fills it.
     pub fn new(adapter: Arc<dyn Adapter>, config: TierConfig) -> Self {
-        let policy = config
-            .eviction
-            .map_or(EvictionKind::Lru, |eviction| eviction.policy);
+        let eviction = config.eviction.unwrap_or_default();
         let index = Cache::new(
             Budget::new(config.capacity_bytes),
             CacheConfig {
-                eviction: policy,
+                eviction: eviction.policy,
                 report_evicted: true,
+                quotas: QuotaConfig {
+                    mode: config.quota_mode,
+                    default_limit: config.quota_default,
+                    watermark: eviction.trigger_watermark,
+                    ratio: eviction.eviction_ratio,
+                },
                 ..CacheConfig::default()
             },
         );
@@ -218,24 +229,25 @@ impl Tier {
         if matches!(spared, Claim::Refused) {
             return Adopted::Leaving;
         }
-        if self.enter(key, bytes) {
-            return Adopted::Known;
-        }
-        if let Claim::Spared(bytes) = spared {
+        let adopted = self.enter(key, bytes);
+        if adopted == Adopted::NoRoom
+            && let Claim::Spared(bytes) = spared
+        {
             self.condemned.add(|| vec![(key.clone(), bytes)]);
         }
-        Adopted::NoRoom
+        adopted
     }
 
-    /// The index's part of that; says whether there was room.
-    fn enter(&self, key: &ObjectKey, bytes: u64) -> bool {
+    /// The index's part of that.
+    fn enter(&self, key: &ObjectKey, bytes: u64) -> Adopted {
         match self.reserve(key, bytes) {
             Ok(Some(reservation)) => {
                 let _ = reservation.commit(self.now());
-                true
+                Adopted::Known
             }
-            Ok(None) => true,
-            Err(_) => false,
+            Ok(None) => Adopted::Known,
+            Err(error) if error.kind() == ErrorKind::OverQuota => Adopted::OverQuota,
+            Err(_) => Adopted::NoRoom,
         }
     }
 
@@ -360,8 +372,8 @@ impl Tier {
                     // It still takes its bytes; without room in the index it is deleted later.
                     if let Some(bytes) = marked.answered(key) {
                         match self.enter(key, bytes) {
-                            true => self.unsure.add(key),
-                            false => marked.taken_out(key, bytes),
+                            Adopted::Known => self.unsure.add(key),
+                            _ => marked.taken_out(key, bytes),
                         }
                     }
                     Err(error)

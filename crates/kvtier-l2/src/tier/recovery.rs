@@ -12,7 +12,7 @@ use kvtier_core::cache::ResidentObject;
 use parking_lot::Mutex;
 use tokio::time::sleep;
 
-use super::{Listed, Tier, space};
+use super::{Adopted, Listed, Tier, space};
 use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
 
@@ -139,7 +139,10 @@ impl Tier {
                     };
                     self.condemned.add(entry);
                 } else {
-                    self.adopt(&object.key, object.bytes);
+                    let adopted = self.adopt(&object.key, object.bytes);
+                    if adopted == Adopted::OverQuota {
+                        self.condemned.add(|| vec![(object.key.clone(), object.bytes)]);
+                    }
                 }
             }
             // What fails is tried again by whoever needs room.

@@ -6,7 +6,7 @@ use kvtier_core::object_key::ObjectKey;
 use super::budget::Budget;
 use super::condemned::Claim;
 use super::writing::Begun;
-use super::{Tier, space};
+use super::{Adopted, Tier, space};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::StoreItem;
@@ -76,7 +76,7 @@ impl Drop for Staged<'_> {
         }
         match reservation {
             Some(reservation) => drop(reservation.commit(tier.now())),
-            None if tier.enter(key, self.bytes) => {}
+            None if tier.enter(key, self.bytes) == Adopted::Known => {}
             None => tier.condemned.add(|| vec![(key.clone(), self.bytes)]),
         }
     }
@@ -238,6 +238,10 @@ impl Tier {
         match reserved.outcomes.first() {
             Some(KeyOutcome::AlreadyResident) => Ok(None),
             Some(KeyOutcome::Reserved(_)) => Ok(Some(reserved.reservation)),
+            Some(KeyOutcome::OverQuota) => Err(L2Error::new(
+                ErrorKind::OverQuota,
+                format!("the tenant's limit in {} leaves no room", self.name()),
+            )),
             Some(KeyOutcome::NoMemory) | None => Err(L2Error::new(
                 ErrorKind::Full,
                 format!(
@@ -260,7 +264,10 @@ impl Tier {
                 Ok(Stored::AlreadyThere(_)) => self.counters.already_there.add(1),
                 Err(error) => {
                     self.counters.store_failures.add(error.kind());
-                    trouble = Some(error.clone());
+                    // One tenant's limit is no trouble of the tier's.
+                    if error.kind() != ErrorKind::OverQuota {
+                        trouble = Some(error.clone());
+                    }
                 }
             }
         }

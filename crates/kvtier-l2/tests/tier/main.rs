@@ -10,6 +10,7 @@ mod room;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvtier_core::quota::QuotaMode;
 use kvtier_core::eviction::EvictionKind;
 use kvtier_l2::tier::{Deleted, Recovery, Tier, TierConfig, TierEviction};
 use kvtier_l2::{ErrorKind, Stored};
@@ -34,6 +35,8 @@ fn tier_with(
         name: "memory-0".into(),
         capacity_bytes: objects.map(|objects| objects * SIZE),
         eviction,
+        quota_mode: QuotaMode::Soft,
+        quota_default: None,
         reserve_bytes,
     };
     Tier::new(Arc::clone(memory) as _, config)

@@ -9,6 +9,7 @@ use kvtier_core::hashing::HashAlgorithm;
 use kvtier_memory::PoolRoom;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
+use kvtier_core::eviction::EvictionKind;
 
 use super::memory::default_l1;
 use super::{
@@ -45,17 +46,25 @@ pub enum EvictionPolicyName {
     /// Least recently used first; within one prompt the last chunk first.
     #[value(name = "LRU")]
     Lru,
+    /// An order for each cache salt, so that quotas hold; the least recently used of all first.
+    #[value(name = "IsolatedLRU", alias = "UserLRU")]
+    IsolatedLru,
+    /// Objects used once and objects used again are kept apart, balanced by what is missed.
+    #[value(name = "ARC")]
+    Arc,
     /// Nothing is ever evicted; a full cache refuses stores.
     #[value(name = "noop")]
     Noop,
 }
 
 impl EvictionPolicyName {
-    /// The name the flag and `/status` use.
-    pub fn as_str(self) -> &'static str {
+    /// The policy.
+    pub fn kind(self) -> EvictionKind {
         match self {
-            EvictionPolicyName::Lru => "LRU",
-            EvictionPolicyName::Noop => "noop",
+            EvictionPolicyName::Lru => EvictionKind::Lru,
+            EvictionPolicyName::IsolatedLru => EvictionKind::IsolatedLru,
+            EvictionPolicyName::Arc => EvictionKind::Arc,
+            EvictionPolicyName::Noop => EvictionKind::Noop,
         }
     }
 }

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use kvtier_core::cache::{self, Cache, CacheConfig};
-use kvtier_core::eviction::EvictionKind;
 use kvtier_memory::{Arena, ArenaError, ArenaKind, Extent, ExtentAllocator};
 
-use crate::config::{EvictionPolicyName, ServerConfig};
+use crate::config::ServerConfig;
 
 /// The arena's allocator as the cache wants it.
 pub struct L1Allocator(ExtentAllocator);
@@ -67,14 +66,10 @@ impl L1 {
         let arena = create_arena(config)?;
         let allocator = ExtentAllocator::with_alignment(arena.len(), config.l1_align_bytes)
             .map_err(|error| format!("L1 of {} bytes: {error}", arena.len()))?;
-        let eviction = match config.eviction_policy {
-            EvictionPolicyName::Lru => EvictionKind::Lru,
-            EvictionPolicyName::Noop => EvictionKind::Noop,
-        };
         let cache = Cache::new(
             L1Allocator(allocator),
             CacheConfig {
-                eviction,
+                eviction: config.eviction_policy.kind(),
                 ..CacheConfig::default()
             },
         );

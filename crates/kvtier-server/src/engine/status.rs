@@ -39,7 +39,7 @@ impl Engine {
         let eviction = json!({
             "is_healthy": healthy,
             "thread_alive": healthy,
-            "eviction_policy": config.eviction_policy.as_str(),
+            "eviction_policy": config.eviction_policy.kind().name(),
             "trigger_watermark": config.eviction_trigger_watermark,
             "eviction_ratio": config.eviction_ratio,
         });

@@ -19,9 +19,8 @@ use std::time::Duration;
 
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{Cache, Extent, Space};
-use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::KeyScope;
-use kvtier_l2::config::EvictionPolicy;
+use kvtier_core::quota::QuotaMode;
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
 use kvtier_l2::{AdapterConfig, Buffer, ObjectSpec, Registry};
 use kvtier_memory::Arena;
@@ -221,10 +220,7 @@ fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {
             .open(adapter)
             .map_err(|error| format!("--l2-adapter: type {:?}: {error}", adapter.kind))?;
         let eviction = adapter.eviction.map(|eviction| TierEviction {
-            policy: match eviction.policy {
-                EvictionPolicy::Lru => EvictionKind::Lru,
-                EvictionPolicy::Noop => EvictionKind::Noop,
-            },
+            policy: eviction.policy,
             trigger_watermark: eviction.trigger_watermark,
             eviction_ratio: eviction.eviction_ratio,
         });
@@ -232,6 +228,8 @@ fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {
             name: L2Config::tier_name(number, adapter),
             capacity_bytes: adapter.capacity_bytes(),
             eviction,
+            quota_mode: QuotaMode::Soft,
+            quota_default: None,
             reserve_bytes: config.min_free_bytes,
         };
         Ok(Arc::new(Tier::new(opened, tier)))

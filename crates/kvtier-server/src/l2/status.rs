@@ -48,7 +48,7 @@ impl L2 {
             let capacity = tier.config().capacity_bytes.unwrap_or(0);
             Some(json!({
                 "adapter": tier.name(),
-                "eviction_policy": policy_name(eviction.policy),
+                "eviction_policy": eviction.policy.name(),
                 "trigger_watermark": eviction.trigger_watermark,
                 "eviction_ratio": eviction.eviction_ratio,
                 "current_usage": usage_fraction(stats.used_bytes, capacity),
@@ -151,14 +151,6 @@ impl L2 {
             status.insert(key.into(), value);
         }
         status
-    }
-}
-
-/// As it is configured.
-fn policy_name(policy: EvictionKind) -> &'static str {
-    match policy {
-        EvictionKind::Lru => "LRU",
-        EvictionKind::Noop => "noop",
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvtier_core::quota::QuotaMode;
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Space};
 use kvtier_core::object_key::{KeyScope, ObjectKey};
@@ -181,6 +182,8 @@ fn bed_with(adapters: &[Arc<Scripted>], load_timeout: Duration, store_policy: St
             name: "scripted".into(),
             capacity_bytes: None,
             eviction: None,
+            quota_mode: QuotaMode::Soft,
+            quota_default: None,
             reserve_bytes: 0,
         };
         Arc::new(Tier::new(Arc::clone(adapter) as _, config))
