@@ -19,6 +19,8 @@ pub enum ErrorKind {
     Unavailable,
     /// The backend refused this one call; it would refuse it again.
     Refused,
+    /// The object is there and cannot be read now. It may be whole.
+    Unreadable,
     /// The memory in L1 could not be read or written.
     Memory,
     /// The adapter cannot do that.
@@ -44,6 +46,7 @@ impl ErrorKind {
             Self::Busy => "busy",
             Self::Unavailable => "unavailable",
             Self::Refused => "refused",
+            Self::Unreadable => "unreadable",
             Self::Memory => "memory",
             Self::Unsupported => "unsupported",
         }

@@ -13,6 +13,7 @@ use super::io::{self, Engine};
 use super::names::{Layout, Place, other_shape};
 use super::options::Fsync;
 use super::trailer::{self, Form, Trailer, form_of};
+use super::unreadable::Unreadable;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, ObjectSpec};
 
@@ -34,6 +35,8 @@ pub(super) struct Counters {
     pub discarded: AtomicU64,
     /// Files that a store replaced, because they were damaged or of another layout.
     pub replaced: AtomicU64,
+    /// Loads that the disk failed.
+    pub unreadable: AtomicU64,
     /// Objects loaded from files without a checksum.
     pub unverified: AtomicU64,
     /// Files read or written through the page cache although that was not asked for.
@@ -57,6 +60,7 @@ pub(super) struct Files {
     pub read_ahead: Option<u64>,
     pub others: Others,
     pub counters: Counters,
+    pub unreadable: Unreadable,
 }
 
 /// Which names besides those that we write are worth a look.

@@ -21,6 +21,8 @@ enum Verdict {
     /// An object of the same key, intact, but of another layout.
     OtherLayout,
     Damaged(&'static str),
+    /// The disk failed.
+    Unreadable,
 }
 
 impl Files {
@@ -46,7 +48,11 @@ impl Files {
                 }
                 Ok(None) => {}
                 // It may be whole in another place.
-                Err(error) if error.kind() == ErrorKind::Corrupt => miss = error,
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Unreadable) =>
+                {
+                    miss = error;
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -89,6 +95,12 @@ impl Files {
                 let message = format!("{:?} is of another layout", place.path);
                 Err(L2Error::new(ErrorKind::Corrupt, message))
             }
+            Ok(Verdict::Unreadable) => {
+                count(&self.counters.unreadable);
+                self.unreadable.add(&seen);
+                let message = format!("the disk failed to read {:?}", place.path);
+                Err(L2Error::new(ErrorKind::Unreadable, message))
+            }
             Ok(Verdict::Damaged(why)) => Err(self.put_aside(dir, &place.path, &seen, why)),
             Err(error) => Err(error),
         }
@@ -122,7 +134,7 @@ impl Files {
             Ok((read, sum)) if read >= size => (&tail[..wanted], sum),
             Ok(_) => return Ok(Verdict::Damaged("became shorter while it was read")),
             Err(error) if io::reason(&error) == Some(Errno::IO) => {
-                return Ok(Verdict::Damaged("cannot be read"));
+                return Ok(Verdict::Unreadable);
             }
             Err(error) => return Err(io::failed("read", &place.path, &error)),
         };
@@ -183,13 +195,17 @@ impl Files {
         place: &Place,
         item: &LoadItem,
     ) -> Result<Verdict, L2Error> {
-        Ok(match self.trailer_at_end(file, size, place)? {
-            None => {
+        Ok(match self.trailer_at_end(file, size) {
+            Err(Errno::IO) => Verdict::Unreadable,
+            Err(error) => return Err(io::refused("read", &place.path, error)),
+            Ok(None) => {
                 count(&self.counters.unverified);
                 Verdict::Object(Loaded { verified: false })
             }
-            Some(trailer) if trailer.key == key_digest(place, &item.object) => Verdict::OtherLayout,
-            Some(_) => Verdict::Damaged("is of another object"),
+            Ok(Some(trailer)) if trailer.key == key_digest(place, &item.object) => {
+                Verdict::OtherLayout
+            }
+            Ok(Some(_)) => Verdict::Damaged("is of another object"),
         })
     }
 
@@ -203,27 +219,19 @@ impl Files {
     ) -> Result<Verdict, L2Error> {
         let key = key_digest(place, &item.object);
         let is_other = |trailer: Trailer| trailer.key == key && !trailer.is_of(&item.object, key);
-        let trailer = self.trailer_at_end(file, size(seen), place)?;
-        Ok(match trailer.is_some_and(is_other) {
-            true => Verdict::OtherLayout,
-            false => Verdict::Damaged("has a wrong length"),
+        Ok(match self.trailer_at_end(file, size(seen)) {
+            Err(Errno::IO) => Verdict::Unreadable,
+            Err(error) => return Err(io::refused("read", &place.path, error)),
+            Ok(Some(trailer)) if is_other(trailer) => Verdict::OtherLayout,
+            Ok(_) => Verdict::Damaged("has a wrong length"),
         })
     }
 
-    fn trailer_at_end(
-        &self,
-        file: &OwnedFd,
-        size: u64,
-        place: &Place,
-    ) -> Result<Option<Trailer>, L2Error> {
+    fn trailer_at_end(&self, file: &OwnedFd, size: u64) -> Result<Option<Trailer>, Errno> {
         if io::is_direct(file) {
             // The end is at no address of a block.
-            io::leave_direct(file).map_err(|error| io::refused("read", &place.path, error))?;
+            io::leave_direct(file)?;
         }
-        match read_end(file, size, 0) {
-            Ok(end) => Ok(end.map(|(trailer, _)| trailer)),
-            Err(Errno::IO) => Ok(None),
-            Err(error) => Err(io::refused("read", &place.path, error)),
-        }
+        Ok(read_end(file, size, 0)?.map(|(trailer, _)| trailer))
     }
 }

@@ -5,7 +5,8 @@
 //!
 //! A file is written under a name of its own and then renamed, so nobody sees a part of it. The directory is the only
 //! memory: what others write is found, what they delete is gone. A damaged file is a miss, and is moved to
-//! `.quarantine` or deleted, so that the object can be stored again.
+//! `.quarantine` or deleted, so that the object can be stored again. One that the disk fails to read stays until a store
+//! replaces it.
 
 mod base;
 mod files;
@@ -18,6 +19,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 mod trailer;
+mod unreadable;
 mod walk;
 
 use std::sync::Arc;
@@ -36,6 +38,7 @@ use base::Base;
 use files::{Counters, Files, Others, Scratch};
 use io::{Engine, Posix};
 use pool::{Lane, NotDone, Pool};
+use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
 pub use names::Layout;
@@ -91,6 +94,7 @@ impl FsAdapter {
             read_ahead: options.read_ahead_size,
             others: Others::default(),
             counters: Counters::default(),
+            unreadable: Unreadable::default(),
         };
         let workers = options.num_workers.max(1);
         Ok(Self {
@@ -306,6 +310,7 @@ impl Adapter for FsAdapter {
             "quarantined_files": count(&counters.quarantined),
             "discarded_files": count(&counters.discarded),
             "replaced_files": count(&counters.replaced),
+            "unreadable_files": count(&counters.unreadable),
             "unverified_loads": count(&counters.unverified),
             "not_direct_files": count(&counters.not_direct),
         })

@@ -233,6 +233,9 @@ impl Files {
         if !is_file(&seen) {
             return Ok(There::Foreign);
         }
+        if self.unreadable.take(&seen) {
+            return Ok(There::Other);
+        }
         let Some(form) = form_of(size(&seen), object.len, place.text_len()) else {
             return Ok(There::Other);
         };

@@ -321,7 +321,10 @@ impl Tier {
                     self.counters.load_failures.add(error.kind());
                     if matches!(
                         error.kind(),
-                        ErrorKind::NotFound | ErrorKind::Corrupt | ErrorKind::Refused
+                        ErrorKind::NotFound
+                            | ErrorKind::Corrupt
+                            | ErrorKind::Unreadable
+                            | ErrorKind::Refused
                     ) {
                         self.index
                             .remove(&space(&object.key), &[object.key.chunk_hash()], true);

@@ -111,15 +111,22 @@ fn a_disk_that_does_not_take_writes_is_told_in_the_status() {
 }
 
 #[test]
-fn a_file_that_cannot_be_read_is_put_aside() {
+fn a_file_that_the_disk_fails_to_read_stays_until_a_store_replaces_it() {
     let (fixture, error) = faulty(false);
     fixture.store(&object(1)).unwrap();
-    error.store(Errno::IO.raw_os_error() as u32, Ordering::Relaxed);
-    assert_eq!(fixture.load(&object(1)), Err(ErrorKind::Corrupt));
-    assert_eq!(fixture.status("quarantined_files"), 1);
-    error.store(0, Ordering::Relaxed);
-    assert_eq!(fixture.load(&object(1)), Err(ErrorKind::NotFound));
-    assert!(matches!(fixture.store(&object(1)), Ok(Stored::Written(_))));
+    for reads in 1..=2 {
+        error.store(Errno::IO.raw_os_error() as u32, Ordering::Relaxed);
+        assert_eq!(fixture.load(&object(1)), Err(ErrorKind::Unreadable));
+        assert_eq!(fixture.status("unreadable_files"), reads);
+        error.store(0, Ordering::Relaxed);
+        assert_eq!(fixture.load(&object(1)), Ok(true));
+    }
+    assert_eq!(fixture.status("quarantined_files"), 0);
+    for stored in [true, false] {
+        let is_written = matches!(fixture.store(&object(1)), Ok(Stored::Written(_)));
+        assert_eq!(is_written, stored);
+    }
+    assert_eq!(fixture.status("replaced_files"), 1);
     // What may pass by itself costs no file.
     error.store(Errno::NOMEM.raw_os_error() as u32, Ordering::Relaxed);
     assert_eq!(fixture.load(&object(1)), Err(ErrorKind::Unavailable));
