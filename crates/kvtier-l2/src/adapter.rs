@@ -5,11 +5,11 @@
 //! - A store is atomic: nobody ever sees part of an object, nor does a reader after a crash.
 //! - A load that answers `Ok` has written exactly the object's bytes, of this key and layout. Anything else is an error:
 //!   [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) for a miss, [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt)
-//!   for an object that is not what was stored.
+//!   for an object that is not what was stored. Without [`Capabilities::verifies`] the bytes may be damaged ones.
 //! - Dropping a returned future cancels the wait, not necessarily the work; the work goes on to hold its buffers. Once it
 //!   has answered for a call, it touches that call's buffers no more.
-//! - Nothing waits for ever by design of the adapter, but deadlines, retries, breakers, concurrency limits and fault
-//!   injection are wrappers: an adapter tries once and reports.
+//! - Nothing waits for ever by design of the adapter, but deadlines, retries, breakers, concurrency limits, checksums
+//!   and fault injection are wrappers: an adapter tries once and reports.
 //! - Keys and stored bytes are hostile; an adapter never panics on them.
 //!
 //! Obligations of a caller: batches are of any size, also empty; `from.len()` and `to.len()` equal `object.len`; the same
@@ -38,6 +38,9 @@ pub struct Capabilities {
     pub list: bool,
     /// Other processes may store and delete there: what is not known may be there, what is known may be gone.
     pub shared: bool,
+    /// Its loads compare bytes with a checksum that was stored with them. Without it a wrapper compares them, as far as it
+    /// can: with what this process stored.
+    pub verifies: bool,
 }
 
 /// What a store of one object did.

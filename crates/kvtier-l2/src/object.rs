@@ -4,8 +4,14 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use kvtier_core::object_key::ObjectKey;
+use kvtier_core::object_key::{KeyShape, ObjectKey};
+use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{AccessError, Arena, Extent};
+
+/// What checksums are bound to a key by: the xxh3-128 of its text.
+pub(crate) fn key_digest(key: &ObjectKey) -> u128 {
+    checksum128(key.text().name(KeyShape::Grouped).as_bytes())
+}
 
 /// One object, as those who ask know it.
 #[derive(Debug, Clone, PartialEq, Eq)]

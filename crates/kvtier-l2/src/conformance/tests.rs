@@ -12,6 +12,7 @@ use crate::adapter::{Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
 use crate::error::{ErrorKind, L2Error};
 use crate::mock::{Mock, Shelf};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
+use crate::wrap::checksum::{Checksums, Sums};
 
 /// Which obligation is broken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -238,7 +239,18 @@ impl Adapter for Broken {
 /// A shelf behind a broken adapter.
 struct Store {
     shelf: Mutex<Arc<Shelf>>,
+    sums: Arc<Sums>,
     fault: Fault,
+}
+
+impl Store {
+    fn new(fault: Fault) -> Self {
+        Self {
+            shelf: Mutex::new(Arc::new(Shelf::new(1 << 30))),
+            sums: Arc::new(Sums::new(1 << 10)),
+            fault,
+        }
+    }
 }
 
 impl Subject for Store {
@@ -252,26 +264,22 @@ impl Subject for Store {
             inner,
             fault: self.fault,
         };
-        Box::pin(async move { Arc::new(broken) as _ })
+        // Each fault is seen as it is: nothing around it compares bytes.
+        if self.fault != Fault::None {
+            return Box::pin(async move { Arc::new(broken) as _ });
+        }
+        let checked = Checksums::new(Arc::new(broken), self.sums.clone(), false);
+        Box::pin(async move { Arc::new(checked) as _ })
     }
 
     fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
-        let shelf = self.shelf.lock();
-        match (self.fault, how) {
-            // As if nobody compared: what is harmed is what was stored.
-            (Fault::Unchecked, Damage::Flip) => shelf.damage_unseen(key),
-            _ => shelf.damage(key, how),
-        }
+        self.shelf.lock().damage(key, how)
     }
 }
 
 /// The cases among these that find the fault.
 async fn found_by(fault: Fault, cases: &[&str]) -> BTreeSet<&'static str> {
-    let make = || Store {
-        shelf: Mutex::new(Arc::new(Shelf::new(1 << 30))),
-        fault,
-    };
-    let report = check_some(make, |name| cases.contains(&name)).await;
+    let report = check_some(|| Store::new(fault), |name| cases.contains(&name)).await;
     assert_eq!(
         report.cases().count(),
         cases.len(),
@@ -334,10 +342,7 @@ async fn each_fault_is_found_by_its_cases() {
 
 #[tokio::test]
 async fn a_case_is_reported_by_its_name() {
-    let make = || Store {
-        shelf: Mutex::new(Arc::new(Shelf::new(1 << 30))),
-        fault: Fault::OnePage,
-    };
+    let make = || Store::new(Fault::OnePage);
     let chosen = ["round_trip", "a_listing_in_pages_is_complete"];
     let report = check_some(make, |name| chosen.contains(&name)).await;
     let failed: Vec<_> = report.failed().collect();

@@ -170,6 +170,7 @@ impl Adapter for FsAdapter {
             delete: true,
             list: true,
             shared: true,
+            verifies: true,
         }
     }
 

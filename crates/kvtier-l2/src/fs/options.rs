@@ -63,7 +63,8 @@ impl FsOptions {
         }
     }
 
-    pub(super) fn of(options: &Options) -> Self {
+    pub(super) fn of(config: &AdapterConfig) -> Self {
+        let options = &config.options;
         Self {
             base_path: options.get::<&str>("base_path").into(),
             relative_tmp_dir: options.get("relative_tmp_dir"),
@@ -83,7 +84,7 @@ impl FsOptions {
                 "file+dir" => Fsync::FileAndDir,
                 _ => Fsync::Never,
             },
-            require_checksum: options.get("require_checksum"),
+            require_checksum: config.guards.require_checksum,
         }
     }
 }
@@ -135,10 +136,6 @@ const KEYS: &[Key] = &[
         "What is surely on the disk once it is stored; a file that is not is found out by its checksum",
     )
     .or(Fallback::Text("never")),
-    Key::switch(
-        "require_checksum",
-        "Take files without a checksum for none: LMCache's, and ours cut off right behind the object",
-    ),
     Key::of(
         "io_engine",
         Shape::OneOf(&["auto", "posix"]),
@@ -168,7 +165,7 @@ fn open(
 ) -> Result<Arc<dyn Adapter>, L2Error> {
     Ok(Arc::new(FsAdapter::open(
         kind,
-        &FsOptions::of(&config.options),
+        &FsOptions::of(config),
     )?))
 }
 

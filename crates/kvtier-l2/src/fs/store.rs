@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use super::base::{self, Temporary, is_file};
 use super::files::{Files, Look, READ_FLAGS, Scratch, count, read_end, size, stat};
 use super::io;
-use super::names::{Place, key_text};
+use super::names::Place;
 use super::options::Fsync;
 use super::trailer::{BLOCK, Form, LEN, Trailer, file_len, form_of};
 use crate::adapter::Stored;
@@ -220,7 +220,7 @@ impl Files {
 pub(super) fn key_digest(place: &Place, object: &ObjectSpec) -> u128 {
     match &place.text {
         Some(text) => kvtier_memory::checksum::checksum128(text.as_bytes()),
-        None => kvtier_memory::checksum::checksum128(key_text(&object.key).as_bytes()),
+        None => crate::object::key_digest(&object.key),
     }
 }
 

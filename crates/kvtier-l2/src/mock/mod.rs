@@ -93,7 +93,7 @@ impl Mock {
         self.link.transfer(item.object.len).await;
         let written = item.to.write(0, &bytes);
         written.map_err(|error| L2Error::new(ErrorKind::Memory, format!("mock: {error}")))?;
-        Ok(Loaded { verified: true })
+        Ok(Loaded { verified: false })
     }
 }
 
@@ -107,6 +107,7 @@ impl Adapter for Mock {
             delete: true,
             list: true,
             shared: false,
+            verifies: false,
         }
     }
 

@@ -6,14 +6,16 @@ use tokio::time::{Duration, Instant};
 
 use super::*;
 use crate::conformance::{self, Damage, Memory, Subject, content, object};
+use crate::wrap::checksum::{Checksums, Sums};
 
-/// A shelf, and the adapter on it.
-struct OnShelf(Arc<Shelf>);
+/// A shelf, what was stored there, and the adapter on it.
+struct OnShelf(Arc<Shelf>, Arc<Sums>);
 
 impl Subject for OnShelf {
     fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
         let mock = Mock::new(self.0.clone(), 64.0 * GIB as f64);
-        Box::pin(async move { Arc::new(mock) as _ })
+        let checked = Checksums::new(Arc::new(mock), self.1.clone(), false);
+        Box::pin(async move { Arc::new(checked) as _ })
     }
 
     fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
@@ -23,7 +25,7 @@ impl Subject for OnShelf {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn conforms() {
-    conformance::run(|| OnShelf(Arc::new(Shelf::new(1 << 30)))).await;
+    conformance::run(|| OnShelf(Arc::new(Shelf::new(1 << 30)), Arc::new(Sums::new(1 << 10)))).await;
 }
 
 fn store_item(memory: &Memory, object: &ObjectSpec) -> StoreItem {

@@ -5,6 +5,7 @@
 
 mod breaker;
 mod call;
+pub mod checksum;
 mod deadline;
 pub mod fault;
 mod guarded;
@@ -19,6 +20,7 @@ use std::time::Duration;
 use crate::Adapter;
 use breaker::Breakers;
 use call::PerLane;
+use checksum::{Checksums, Sums};
 use deadline::Deadline;
 use guarded::around;
 use limit::Limit;
@@ -49,6 +51,10 @@ pub struct Guards {
     pub breaker_pause: Duration,
     /// Longest pause of an open breaker.
     pub breaker_pause_max: Duration,
+    /// Objects whose checksums are remembered where the adapter has none; 0 is none.
+    pub checksums: usize,
+    /// What cannot be compared with a checksum is not there.
+    pub require_checksum: bool,
     /// Where the jitter of the pauses begins, so that servers can differ. Not a key.
     pub jitter_seed: u64,
 }
@@ -65,6 +71,8 @@ impl Default for Guards {
             breaker_failures: 5,
             breaker_pause: Duration::from_secs(1),
             breaker_pause_max: Duration::from_secs(60),
+            checksums: 1_000_000,
+            require_checksum: false,
             jitter_seed: 0,
         }
     }
@@ -80,7 +88,12 @@ impl Default for Guards {
 ///    backend, if others were answered meanwhile.
 /// 3. *Retries* never begin while an earlier attempt still has the buffers: an adapter that answered is done with them,
 ///    and a call that was given up is not tried again. A pause holds no place.
-/// 4. The *limit* is next to the adapter, so it counts what the adapter really does, also for callers that are gone.
+/// 4. The *limit* is next to the adapter and its checksums, so it counts what the adapter really does, also for callers
+///    that are gone.
+/// 5. *Checksums* are around an adapter that does not verify. They are innermost: there each answer passes, also those that
+///    nobody waits for any more, so what is remembered is what the adapter did; the bytes of a load are compared while its
+///    place and its buffers are still held, within its deadline; and bytes that are wrong are no failure of a backend, so
+///    neither retries nor the breaker have to see them. An object that is found out is deleted in its load's place.
 ///
 /// A caller that does not wait until the deadline hides from the breaker that there was no answer; so let it wait longer.
 ///
@@ -88,7 +101,14 @@ impl Default for Guards {
 /// their holds; whoever tries elsewhere takes other ones.
 #[must_use]
 pub fn guard(adapter: Arc<dyn Adapter>, guards: &Guards) -> Arc<dyn Adapter> {
-    let mut guarded = around(Limit::new(guards.max_in_flight), adapter);
+    let checked = match adapter.capabilities().verifies {
+        false if guards.checksums > 0 || guards.require_checksum => {
+            let sums = Arc::new(Sums::new(guards.checksums));
+            Arc::new(Checksums::new(adapter, sums, guards.require_checksum))
+        }
+        _ => adapter,
+    };
+    let mut guarded = around(Limit::new(guards.max_in_flight), checked);
     if guards.retries > 0 {
         let retry = Retry::new(guards.retries, guards.retry_pause, guards.jitter_seed);
         guarded = around(retry, guarded);

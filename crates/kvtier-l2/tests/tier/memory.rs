@@ -96,6 +96,7 @@ impl Adapter for Memory {
             delete: true,
             list: self.recovery.is_some(),
             shared: self.shared,
+            verifies: true,
         }
     }
 

@@ -271,7 +271,7 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
             fsync: Fsync::FileAndDir,
             require_checksum: true,
         };
-        assert_eq!(FsOptions::of(&config.options), expected);
+        assert_eq!(FsOptions::of(&config), expected);
         assert_eq!(config.options.gib("max_capacity_gb"), 3 << 29);
         let adapter = registry.open(&config).unwrap();
         assert_eq!(adapter.kind(), kind);

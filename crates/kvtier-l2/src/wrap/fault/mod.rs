@@ -194,7 +194,13 @@ impl Adapter for Faulty {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        let inner = self.inner.capabilities();
+        // What the adapter inside has compared is harmed afterwards, or was before it saw it.
+        let harms = |dice: &Dice| matches!(dice.rule.wrong, Wrong::Harm(_));
+        Capabilities {
+            verifies: inner.verifies && !self.rules.iter().any(harms),
+            ..inner
+        }
     }
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
@@ -240,10 +246,9 @@ impl Adapter for Faulty {
             let buffers: Vec<_> = batch.iter().map(|item| item.to.clone()).collect();
             let mut results = self.inner.load(batch).await;
             for ((result, to), harm) in results.iter_mut().zip(buffers).zip(plan.harms()) {
-                if let (Ok(_), Some((harm, draw))) = (&result, harm)
-                    && let Err(error) = harm::loaded(&to, harm, draw)
-                {
-                    *result = Err(error);
+                if let (Ok(_), Some((harm, draw))) = (&result, harm) {
+                    let harmed = harm::loaded(&to, harm, draw);
+                    *result = harmed.map(|()| Loaded { verified: false });
                 }
             }
             results

@@ -1,0 +1,298 @@
+//! For adapters that do not compare what they load: it is compared here.
+
+mod sums;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvtier_core::object_key::{KeyShape, ObjectKey};
+use kvtier_memory::AccessError;
+use kvtier_memory::checksum::checksum128;
+use serde_json::{Value, json};
+
+pub use sums::Sums;
+
+use crate::adapter::{
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+};
+use crate::error::{ErrorKind, L2Error};
+use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
+use sums::Known;
+
+/// Remembers the checksum of every object that is stored through it, and compares what is loaded.
+///
+/// Bytes that are not what was stored are an [`ErrorKind::Corrupt`], and the object is deleted. Objects that were stored
+/// before the start, by others, or so long ago that they were forgotten pass unverified, or are none if checksums are
+/// required.
+pub struct Checksums {
+    inner: Arc<dyn Adapter>,
+    sums: Arc<Sums>,
+    required: bool,
+    verified: AtomicU64,
+    unverified: AtomicU64,
+    corrupt: AtomicU64,
+}
+
+/// Of an object's bytes, and of what it has to be besides: so those of another key, length or layout never pass.
+fn checksum(object: &ObjectSpec, key: u128, bytes: &Buffer) -> Result<u128, AccessError> {
+    let mut all = [0; 48];
+    all[..16].copy_from_slice(&key.to_le_bytes());
+    all[16..24].copy_from_slice(&object.len.to_le_bytes());
+    all[24..32].copy_from_slice(&object.layout.to_le_bytes());
+    all[32..].copy_from_slice(&bytes.checksum()?.to_le_bytes());
+    Ok(checksum128(&all))
+}
+
+impl Checksums {
+    /// Around `inner`. What is remembered may outlive it. With `required`, what is not remembered is not there.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Adapter>, sums: Arc<Sums>, required: bool) -> Self {
+        Self {
+            inner,
+            sums,
+            required,
+            verified: AtomicU64::new(0),
+            unverified: AtomicU64::new(0),
+            corrupt: AtomicU64::new(0),
+        }
+    }
+
+    fn error(&self, kind: ErrorKind, key: &ObjectKey, what: &str) -> L2Error {
+        let name = key.text().name(KeyShape::Grouped);
+        L2Error::new(kind, format!("{}: {name} {what}", self.inner.kind()))
+    }
+
+    /// Stores the items. While this is under way nothing is known of them: the bytes there may be the old or the new ones.
+    async fn store_some(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+        let keys: Vec<_> = batch
+            .iter()
+            .map(|item| key_digest(&item.object.key))
+            .collect();
+        let mut sums = Vec::with_capacity(batch.len());
+        for (item, key) in batch.iter().zip(&keys) {
+            // What cannot be read is the adapter's to tell.
+            sums.push(checksum(&item.object, *key, &item.from).ok());
+            tokio::task::yield_now().await;
+        }
+        let before = self.sums.take(&keys);
+        let results = self.inner.store(batch).await;
+        let known = keys.into_iter().zip(sums).zip(before).zip(&results);
+        self.sums
+            .put(known.filter_map(|(((key, sum), before), result)| {
+                let sum = match result.as_ref().ok()? {
+                    Stored::Written(_) => sum,
+                    // Those bytes may differ from these: what an engine computes twice is not equal bit by bit.
+                    Stored::AlreadyThere(_) => before,
+                };
+                Some((key, sum?))
+            }));
+        results
+    }
+
+    /// Stores again what was there and cannot be trusted.
+    async fn replace_unknown(&self, items: &[StoreItem], results: &mut [Result<Stored, L2Error>]) {
+        let keys: Vec<_> = items
+            .iter()
+            .map(|item| key_digest(&item.object.key))
+            .collect();
+        let mut asked = HashSet::new();
+        let mut unknown = Vec::new();
+        for (at, sum) in self.sums.get(&keys).into_iter().enumerate() {
+            let is_there = matches!(results.get(at), Some(Ok(Stored::AlreadyThere(_))));
+            if is_there && sum.is_none() && asked.insert(keys[at]) {
+                unknown.push(at);
+            }
+        }
+        if unknown.is_empty() {
+            return;
+        }
+        let names = unknown.iter().map(|&at| items[at].object.key.clone());
+        self.inner.delete(names.collect()).await;
+        let again = unknown.iter().map(|&at| items[at].clone());
+        let again = self.store_some(again.collect()).await;
+        for (at, result) in unknown.into_iter().zip(again) {
+            results[at] = result;
+        }
+    }
+
+    /// What the bytes of a load say.
+    async fn compare(
+        &self,
+        items: &[(ObjectSpec, Buffer)],
+        results: &mut [Result<Loaded, L2Error>],
+        keys: &[u128],
+        expected: &[Option<u128>],
+    ) {
+        // Position, key digest, and the checksum that it should have and that it has.
+        let mut wrong = Vec::new();
+        for (at, ((object, to), result)) in items.iter().zip(results.iter_mut()).enumerate() {
+            let Ok(loaded) = result else { continue };
+            let Some(right) = expected[at] else {
+                let count = if loaded.verified {
+                    &self.verified
+                } else {
+                    &self.unverified
+                };
+                count.fetch_add(1, Ordering::Relaxed);
+                continue;
+            };
+            match checksum(object, keys[at], to) {
+                Ok(sum) if sum == right => {
+                    loaded.verified = true;
+                    self.verified.fetch_add(1, Ordering::Relaxed);
+                }
+                Ok(sum) => wrong.push((at, right, sum)),
+                Err(error) => {
+                    *result = Err(self.error(ErrorKind::Memory, &object.key, &error.to_string()));
+                }
+            }
+            tokio::task::yield_now().await;
+        }
+        if wrong.is_empty() {
+            return;
+        }
+        // What was stored anew meanwhile is not damaged.
+        let wrong_keys: Vec<_> = wrong.iter().map(|(at, ..)| keys[*at]).collect();
+        let now = self.sums.get(&wrong_keys);
+        let mut damaged = Vec::new();
+        for ((at, right, sum), now) in wrong.into_iter().zip(now) {
+            let key = &items[at].0.key;
+            if now == Some(sum) {
+                results[at] = Ok(Loaded { verified: true });
+                self.verified.fetch_add(1, Ordering::Relaxed);
+            } else if now == Some(right) {
+                let what = "has other bytes than were stored";
+                results[at] = Err(self.error(ErrorKind::Corrupt, key, what));
+                self.corrupt.fetch_add(1, Ordering::Relaxed);
+                damaged.push((key.clone(), (keys[at], right)));
+            } else {
+                let what = "was replaced while it was loaded";
+                results[at] = Err(self.error(ErrorKind::NotFound, key, what));
+            }
+        }
+        let (names, known): (Vec<_>, Vec<Known>) = damaged.into_iter().unzip();
+        let deleted = self.inner.delete(names).await;
+        // What could not be deleted stays known, so that it is found out the next time too.
+        let gone = known.into_iter().zip(deleted);
+        self.sums
+            .forget(gone.filter_map(|(known, result)| result.ok().map(|_| known)));
+    }
+}
+
+impl Adapter for Checksums {
+    fn kind(&self) -> &'static str {
+        self.inner.kind()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            verifies: true,
+            ..self.inner.capabilities()
+        }
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(async move {
+            if !(self.required && self.inner.capabilities().delete) {
+                return self.store_some(batch).await;
+            }
+            let mut results = self.store_some(batch.clone()).await;
+            self.replace_unknown(&batch, &mut results).await;
+            results
+        })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        if !self.required {
+            return self.inner.lookup(batch);
+        }
+        let keys: Vec<_> = batch.iter().map(|object| key_digest(&object.key)).collect();
+        Box::pin(async move {
+            let mut found = self.inner.lookup(batch).await?;
+            for (found, sum) in found.iter_mut().zip(self.sums.get(&keys)) {
+                *found = found.filter(|_| sum.is_some());
+            }
+            Ok(found)
+        })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(async move {
+            let one = |item: &LoadItem| (item.object.clone(), item.to.clone());
+            let items: Vec<_> = batch.iter().map(one).collect();
+            let keys: Vec<_> = items
+                .iter()
+                .map(|(object, _)| key_digest(&object.key))
+                .collect();
+            // As it is before the load: what is stored during it is looked at again.
+            let expected = self.sums.get(&keys);
+            let mut results = self.inner.load(batch).await;
+            self.compare(&items, &mut results, &keys, &expected).await;
+            for (((object, _), result), expected) in items.iter().zip(&mut results).zip(expected) {
+                if self.required
+                    && expected.is_none()
+                    && matches!(result, Ok(loaded) if !loaded.verified)
+                {
+                    let what = "has no checksum that is known";
+                    *result = Err(self.error(ErrorKind::NotFound, &object.key, what));
+                }
+            }
+            results
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(async move {
+            let digests: Vec<_> = keys.iter().map(key_digest).collect();
+            let before = self.sums.get(&digests);
+            let deleted = self.inner.delete(keys).await;
+            let known = digests.into_iter().zip(before).zip(&deleted);
+            self.sums.forget(
+                known.filter_map(|((key, sum), result)| result.is_ok().then_some((key, sum?))),
+            );
+            deleted
+        })
+    }
+
+    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        self.inner.list(from, limit)
+    }
+
+    fn recover<'a>(
+        &'a self,
+        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        self.inner.recover(found)
+    }
+
+    fn size_of(&self, len: u64) -> u64 {
+        self.inner.size_of(len)
+    }
+
+    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
+        self.inner.free_bytes()
+    }
+
+    fn status(&self) -> Value {
+        let mut status = self.inner.status();
+        if let Some(status) = status.as_object_mut() {
+            let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+            let checksums = json!({
+                "remembered": self.sums.len(),
+                "bound": self.sums.bound(),
+                "verified_loads": read(&self.verified),
+                "unverified_loads": read(&self.unverified),
+                "corrupt_loads": read(&self.corrupt),
+            });
+            status.insert("checksums".into(), checksums);
+        }
+        status
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        self.inner.close()
+    }
+}

@@ -1,0 +1,275 @@
+use std::sync::Arc;
+
+use serde_json::json;
+
+use super::*;
+use crate::conformance::{Damage, Memory, content, object};
+use crate::mock::{Mock, Shelf};
+use crate::registry::Registry;
+use crate::wrap::fault::{Faulty, Operation, Pattern, Rule, Wrong};
+
+const CORRUPT: Option<ErrorKind> = Some(ErrorKind::Corrupt);
+const NOT_FOUND: Option<ErrorKind> = Some(ErrorKind::NotFound);
+
+struct Bed {
+    memory: Memory,
+    shelf: Arc<Shelf>,
+}
+
+impl Bed {
+    fn new() -> Self {
+        Self {
+            memory: Memory::new(1 << 20),
+            shelf: Arc::new(Shelf::new(1 << 20)),
+        }
+    }
+
+    fn mock(&self) -> Arc<dyn Adapter> {
+        Arc::new(Mock::new(self.shelf.clone(), 1e11))
+    }
+
+    fn open(&self, bound: usize, required: bool) -> Checksums {
+        Checksums::new(self.mock(), Arc::new(Sums::new(bound)), required)
+    }
+
+    async fn store(&self, to: &dyn Adapter, numbers: std::ops::Range<u64>) -> Vec<Stored> {
+        let item = |number| {
+            let object = object(number, 100);
+            let from = self.memory.filled(&content(&object));
+            StoreItem { object, from }
+        };
+        let stored = to.store(numbers.map(item).collect()).await;
+        stored.into_iter().map(Result::unwrap).collect()
+    }
+
+    /// How each load ended. What is `Ok` has the right bytes.
+    async fn load(
+        &self,
+        from: &dyn Adapter,
+        objects: &[ObjectSpec],
+    ) -> Vec<Result<Loaded, L2Error>> {
+        let item = |object: &ObjectSpec| LoadItem {
+            object: object.clone(),
+            to: self.memory.buffer(object.len),
+        };
+        let items: Vec<_> = objects.iter().map(item).collect();
+        let buffers: Vec<_> = items.iter().map(|item| item.to.clone()).collect();
+        let results = from.load(items).await;
+        for ((object, to), result) in objects.iter().zip(buffers).zip(&results) {
+            let mut bytes = Vec::new();
+            to.read_into(0, object.len, &mut bytes).unwrap();
+            assert!(result.is_err() || bytes == content(object), "{object:?}");
+        }
+        results
+    }
+}
+
+fn objects(numbers: std::ops::Range<u64>) -> Vec<ObjectSpec> {
+    numbers.map(|number| object(number, 100)).collect()
+}
+
+fn kinds<T>(results: &[Result<T, L2Error>]) -> Vec<Option<ErrorKind>> {
+    let kind = |result: &Result<T, L2Error>| result.as_ref().err().map(L2Error::kind);
+    results.iter().map(kind).collect()
+}
+
+fn verified(results: &[Result<Loaded, L2Error>]) -> Vec<bool> {
+    let loaded = results.iter().map(|result| result.as_ref().unwrap());
+    loaded.map(|loaded| loaded.verified).collect()
+}
+
+#[tokio::test]
+async fn damage_is_found_counted_and_deleted() {
+    let bed = Bed::new();
+    let adapter = bed.open(100, false);
+    let objects = objects(0..3);
+    bed.store(&adapter, 0..3).await;
+    assert_eq!(verified(&bed.load(&adapter, &objects).await), [true; 3]);
+    assert!(bed.shelf.damage(&objects[1].key, Damage::Flip));
+    let loaded = bed.load(&adapter, &objects).await;
+    assert_eq!(kinds(&loaded), [None, CORRUPT, None]);
+    let line = loaded[1].as_ref().unwrap_err().to_string();
+    assert!(line.ends_with("has other bytes than were stored"), "{line}");
+    assert_eq!(bed.shelf.used(), (2, 200));
+    assert_eq!(
+        adapter.status()["checksums"],
+        json!({
+            "remembered": 2, "bound": 100,
+            "verified_loads": 5, "unverified_loads": 0, "corrupt_loads": 1,
+        })
+    );
+    bed.store(&adapter, 1..2).await;
+    assert_eq!(verified(&bed.load(&adapter, &objects).await), [true; 3]);
+}
+
+#[tokio::test]
+async fn what_others_stored_passes_unverified_or_is_replaced() {
+    let bed = Bed::new();
+    bed.store(&*bed.mock(), 0..2).await;
+    let trusting = bed.open(100, false);
+    let loaded = bed.load(&trusting, &objects(0..1)).await;
+    assert_eq!(verified(&loaded), [false]);
+    assert_eq!(trusting.status()["checksums"]["unverified_loads"], 1);
+    // The bytes that are there need not be those that were to be stored.
+    bed.store(&trusting, 0..1).await;
+    assert_eq!(
+        verified(&bed.load(&trusting, &objects(0..1)).await),
+        [false]
+    );
+
+    let strict = bed.open(100, true);
+    assert_eq!(strict.lookup(objects(0..1)).await, Ok(vec![None]));
+    assert_eq!(kinds(&bed.load(&strict, &objects(0..1)).await), [NOT_FOUND]);
+    assert_eq!(bed.store(&strict, 0..1).await, [Stored::Written(100)]);
+    assert_eq!(bed.store(&strict, 0..1).await, [Stored::AlreadyThere(100)]);
+    assert_eq!(strict.lookup(objects(0..1)).await, Ok(vec![Some(100)]));
+    assert_eq!(verified(&bed.load(&strict, &objects(0..1)).await), [true]);
+}
+
+#[tokio::test]
+async fn an_equal_object_keeps_the_checksum_it_was_stored_with() {
+    let bed = Bed::new();
+    let adapter = bed.open(100, false);
+    bed.store(&adapter, 0..1).await;
+    // What an engine computes again has other bytes.
+    let other = StoreItem {
+        object: object(0, 100),
+        from: bed.memory.filled(&[7; 100]),
+    };
+    assert_eq!(
+        adapter.store(vec![other]).await,
+        [Ok(Stored::AlreadyThere(100))]
+    );
+    assert_eq!(verified(&bed.load(&adapter, &objects(0..1)).await), [true]);
+}
+
+#[tokio::test]
+async fn what_is_damaged_and_cannot_be_deleted_never_passes() {
+    let bed = Bed::new();
+    let no_delete = Rule::new(Some(Operation::Delete), Wrong::Fail(ErrorKind::Unavailable));
+    let faulty = Faulty::new(bed.mock(), Pattern::default(), vec![no_delete]);
+    let adapter = Checksums::new(Arc::new(faulty), Arc::new(Sums::new(100)), false);
+    bed.store(&adapter, 0..1).await;
+    bed.shelf.damage(&object(0, 100).key, Damage::Flip);
+    for _ in 0..3 {
+        assert_eq!(kinds(&bed.load(&adapter, &objects(0..1)).await), [CORRUPT]);
+        assert_eq!(bed.store(&adapter, 0..1).await, [Stored::AlreadyThere(100)]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_is_given_up_leaves_nothing_known() {
+    let bed = Bed::new();
+    let stall = Rule::new(Some(Operation::Store), Wrong::Stall);
+    let rules = vec![Rule { after: 1, ..stall }];
+    let faulty = Faulty::new(bed.mock(), Pattern::default(), rules);
+    let sums = Arc::new(Sums::new(100));
+    let adapter = Checksums::new(Arc::new(faulty), sums.clone(), false);
+    bed.store(&adapter, 0..1).await;
+    assert_eq!(sums.len(), 1);
+    let store = bed.store(&adapter, 0..1);
+    let time = std::time::Duration::from_secs(1);
+    assert!(tokio::time::timeout(time, store).await.is_err());
+    assert!(
+        sums.is_empty(),
+        "the bytes there may be the old or the new ones"
+    );
+    let loaded = bed.load(&adapter, &objects(0..1)).await;
+    assert_eq!(verified(&loaded), [false]);
+}
+
+#[tokio::test]
+async fn deleted_objects_are_forgotten() {
+    let bed = Bed::new();
+    let sums = Arc::new(Sums::new(100));
+    let adapter = Checksums::new(bed.mock(), sums.clone(), false);
+    bed.store(&adapter, 0..3).await;
+    adapter.delete(vec![object(1, 100).key]).await;
+    assert_eq!(sums.len(), 2);
+}
+
+#[test]
+fn the_longest_unused_are_forgotten_within_the_bound() {
+    let sums = Sums::new(10);
+    for key in 0..1000 {
+        sums.put([(key, key + 1)]);
+        assert_eq!(sums.get(&[0]), [Some(1)], "is asked for all the time");
+        assert!(sums.len() <= 10);
+    }
+    assert_eq!(sums.get(&[999, 998, 1]), [Some(1000), Some(999), None]);
+    let none = Sums::new(0);
+    none.put([(1, 1)]);
+    assert!(none.is_empty());
+    // One that became another is not forgotten with its old value.
+    sums.put([(998, 5)]);
+    sums.forget([(999, 1000), (998, 999)]);
+    assert_eq!(sums.get(&[999, 998]), [None, Some(5)]);
+    assert_eq!(sums.take(&[998, 998]), [Some(5), None]);
+}
+
+/// With `faults` between it and a mock: how the loads end, of which none hands out wrong bytes.
+async fn loads_through(faults: serde_json::Value, count: u64) -> Vec<Option<ErrorKind>> {
+    let bed = Bed::new();
+    let config = json!({
+        "type": "fault_inject",
+        "inner": {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100},
+        "faults": faults,
+    });
+    let registry = Registry::built_in();
+    let adapter = registry.open(&registry.parse(&config).unwrap()).unwrap();
+    bed.store(&*adapter, 0..count).await;
+    kinds(&bed.load(&*adapter, &objects(0..count)).await)
+}
+
+#[tokio::test]
+async fn wrong_bytes_from_below_never_pass() {
+    let loaded = loads_through(
+        json!([{"kind": "corrupt", "operation": "load", "every": 2}]),
+        4,
+    );
+    assert_eq!(loaded.await, [None, CORRUPT, None, CORRUPT]);
+    let loaded = loads_through(
+        json!([{"kind": "short", "operation": "load", "every": 2}]),
+        4,
+    );
+    assert_eq!(loaded.await, [None, CORRUPT, None, CORRUPT]);
+    for kind in ["corrupt", "short", "long"] {
+        let faults = json!([{"kind": kind, "operation": "store", "every": 3}]);
+        let loaded = loads_through(faults, 4).await;
+        assert_eq!(loaded, [None, None, CORRUPT, None], "{kind}");
+    }
+}
+
+#[tokio::test]
+async fn an_adapter_that_verifies_is_trusted_unless_faults_are_above_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let fs = json!({"type": "fs", "base_path": directory.path()});
+    let registry = Registry::built_in();
+    let open = |config| registry.open(&registry.parse(&config).unwrap()).unwrap();
+    let plain = open(fs.clone());
+    assert!(plain.status().get("checksums").is_none());
+    let harmless = json!([{"kind": "fail"}]);
+    let none = open(json!({"type": "fault_inject", "inner": fs, "faults": harmless}));
+    assert!(none.status().get("checksums").is_none());
+
+    let faults = json!([{"kind": "corrupt", "limit": 2}]);
+    let adapter = open(json!({"type": "fault_inject", "inner": fs, "faults": faults}));
+    let bed = Bed::new();
+    bed.store(&*adapter, 0..1).await;
+    assert_eq!(kinds(&bed.load(&*adapter, &objects(0..1)).await), [CORRUPT]);
+    bed.store(&*adapter, 0..1).await;
+    assert_eq!(verified(&bed.load(&*adapter, &objects(0..1)).await), [true]);
+}
+
+#[test]
+fn strictness_needs_something_to_be_strict_with() {
+    let config = json!({
+        "type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1,
+        "require_checksum": true, "checksums": 0,
+    });
+    let line = Registry::built_in().parse(&config).unwrap_err().to_string();
+    assert_eq!(
+        line,
+        r#"type "mock": key "checksums": 0 is not allowed; give at least 1 with require_checksum"#
+    );
+}
