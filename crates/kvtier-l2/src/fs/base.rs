@@ -58,6 +58,8 @@ impl Base {
             "" | "." => String::new(),
             inside => format!("{inside}/"),
         };
+        // Made anew where it was, wherever we are by then.
+        let path = std::path::absolute(path)?;
         let dir = make(&path, &temporary)?;
         // Told now rather than at every store.
         rustix::fs::access(&path, Access::WRITE_OK | Access::EXEC_OK)?;

@@ -141,7 +141,8 @@ impl Tier {
                 } else {
                     let adopted = self.adopt(&object.key, object.bytes);
                     if adopted == Adopted::OverQuota {
-                        self.condemned.add(|| vec![(object.key.clone(), object.bytes)]);
+                        self.condemned
+                            .add(|| vec![(object.key.clone(), object.bytes)]);
                     }
                 }
             }

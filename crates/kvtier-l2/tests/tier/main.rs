@@ -10,8 +10,8 @@ mod room;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvtier_core::quota::QuotaMode;
 use kvtier_core::eviction::EvictionKind;
+use kvtier_core::quota::QuotaMode;
 use kvtier_l2::tier::{Deleted, Recovery, Tier, TierConfig, TierEviction};
 use kvtier_l2::{ErrorKind, Stored};
 use memory::{Bytes, Memory, OVERHEAD, key, spec};

@@ -115,7 +115,7 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
             .get_arguments()
             .find(|arg| arg.get_long() == Some(&format!("no-{name}")));
         let Some(arg) = known.or(negated) else {
-            let near = match nearest(&command, &name).join(", ") {
+            let near = match nearest(&command, name.trim_start_matches('-')).join(", ") {
                 near if near.is_empty() => near,
                 near => format!("perhaps {near}; "),
             };

@@ -5,11 +5,11 @@ use std::str::FromStr as _;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
+use kvtier_core::eviction::EvictionKind;
 use kvtier_core::hashing::HashAlgorithm;
 use kvtier_memory::PoolRoom;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
-use kvtier_core::eviction::EvictionKind;
 
 use super::memory::default_l1;
 use super::{

@@ -1,6 +1,7 @@
 //! The tiers below L1, and how they are used.
 
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvtier_l2::{AdapterConfig, Registry};
@@ -62,8 +63,8 @@ impl L2Config {
     /// One line a tier, in the order they are asked.
     pub fn tiers(&self) -> impl Iterator<Item = String> {
         let line = |(number, adapter): (usize, &AdapterConfig)| {
-            let place = adapter.options.find::<&str>("base_path");
-            let place = place.map_or(String::new(), |path| format!(" in {path}"));
+            let place = base_path(adapter);
+            let place = place.map_or(String::new(), |path| format!(" in {}", path.display()));
             let size = adapter.capacity_bytes();
             let size = size.map_or("without a bound".to_owned(), |bytes| {
                 format!("at most {:.2} GiB", bytes as f64 / GIB as f64)
@@ -84,15 +85,15 @@ impl L2Config {
     /// is missing, so what is there of the way to it has to be one that can be written to.
     pub fn obstacle(&self) -> Option<String> {
         self.adapters.iter().find_map(|adapter| {
-            let path = adapter.options.find::<&str>("base_path")?;
-            let there = Path::new(path).ancestors().find(|part| part.exists());
-            let there = there.filter(|part| !part.as_os_str().is_empty());
-            let there = there.unwrap_or(Path::new("."));
+            let path = base_path(adapter)?;
+            let there = path.ancestors().find(|part| part.exists());
+            let there = there.unwrap_or(Path::new("/"));
             let is_good = there.is_dir() && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok();
             (!is_good).then(|| {
                 format!(
-                    "--l2-adapter: type {:?}: base_path {path} cannot be used: {} is no directory that can be written to",
+                    "--l2-adapter: type {:?}: base_path {} cannot be used: {} is no directory that can be written to",
                     adapter.kind,
+                    path.display(),
                     there.display()
                 )
             })
@@ -129,6 +130,7 @@ impl L2Config {
             load_bytes: l1_bytes / 4,
             min_free_bytes: min_free(args.l2_min_free_gb)?,
         };
+        refuse_shared_places(&config.adapters)?;
         Ok((tiers > 0).then_some(config))
     }
 }
@@ -139,6 +141,58 @@ fn min_free(size: f64) -> Result<u64, ConfigError> {
     }
     let allowed = "give a size in GiB from 0 (all of the disk may be used) to 1048576";
     gib("l2-min-free-gb", size).map_err(|_| refuse("l2-min-free-gb", size, allowed))
+}
+
+/// The directory of an adapter, or of the one inside of it. Absolute, as far as the system says where we are.
+fn base_path(adapter: &AdapterConfig) -> Option<PathBuf> {
+    let Some(path) = adapter.options.find::<&str>("base_path") else {
+        return base_path(adapter.options.find("inner")?);
+    };
+    Some(std::path::absolute(path).unwrap_or_else(|_| path.into()))
+}
+
+/// Two tiers would evict and count each other's objects in one directory, and hold each object once.
+fn refuse_shared_places(adapters: &[AdapterConfig]) -> Result<(), ConfigError> {
+    let mut places: Vec<(String, PathBuf)> = Vec::new();
+    for (number, adapter) in adapters.iter().enumerate() {
+        let Some(path) = base_path(adapter) else {
+            continue;
+        };
+        let (name, path) = (L2Config::tier_name(number, adapter), resolved(&path));
+        let other = places.iter().find(|(_, other)| {
+            path.starts_with(other) || other.starts_with(&path) || is_same(&path, other)
+        });
+        if let Some((other_name, other)) = other {
+            return Err(ConfigError(format!(
+                "--l2-adapter: base_path {} of {name} and {} of {other_name} are the same directory or one inside the \
+                 other; give each tier its own",
+                path.display(),
+                other.display()
+            )));
+        }
+        places.push((name, path));
+    }
+    Ok(())
+}
+
+/// Without links, as far as the path is there.
+fn resolved(path: &Path) -> PathBuf {
+    let there = path
+        .ancestors()
+        .find_map(|part| Some((part, part.canonicalize().ok()?)));
+    let Some((part, there)) = there else {
+        return path.to_owned();
+    };
+    match path.strip_prefix(part) {
+        Ok(rest) if !rest.as_os_str().is_empty() => there.join(rest),
+        _ => there,
+    }
+}
+
+/// Whether both are there and one directory, be it mounted twice.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let number = |path: &Path| path.metadata().map(|meta| (meta.dev(), meta.ino())).ok();
+    number(one).is_some_and(|one| number(other) == Some(one))
 }
 
 /// Checks the adapters; warnings of theirs are logged at the start.

@@ -226,6 +226,46 @@ fn the_file_has_the_same_keys_and_the_command_line_wins() {
 }
 
 #[test]
+fn tiers_have_directories_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let inside = |name: &str| dir.path().join(name).display().to_string();
+    std::fs::create_dir(inside("a")).unwrap();
+    std::os::unix::fs::symlink(inside("a"), inside("link")).unwrap();
+    let fs = |path: &str| format!(r#"{{"type":"fs","base_path":"{path}"}}"#);
+    let nested = |path: &str| format!(r#"{{"type":"fault_inject","inner":{}}}"#, fs(path));
+    let tiers = |one: &str, other: &str| {
+        ServerConfig::from_flags(&["--l2-adapter", one, "--l2-adapter", other])
+    };
+    for other in ["a", "a/", "./a", "a/b", "a/b/c", "link", "link/b"] {
+        for other in [fs(&inside(other)), nested(&inside(other))] {
+            for line in [
+                tiers(&fs(&inside("a")), &other),
+                tiers(&other, &fs(&inside("a"))),
+            ] {
+                let line = line.unwrap_err().0;
+                let names = ["fs-0", "fault_inject-0"];
+                assert!(names.iter().any(|name| line.contains(name)), "{line}");
+                let names = ["fs-1", "fault_inject-1"];
+                assert!(names.iter().any(|name| line.contains(name)), "{line}");
+                assert!(line.contains(&inside("a")), "{line}");
+            }
+        }
+    }
+    for other in ["b", "ab", "b/a"] {
+        tiers(&fs(&inside("a")), &fs(&inside(other))).unwrap();
+    }
+    // Relative ones are told as what they are.
+    let here = std::env::current_dir()
+        .unwrap()
+        .join("x/y")
+        .display()
+        .to_string();
+    let config = tiers(&fs("x/y"), &fs(&inside("a"))).unwrap();
+    assert!(config.l2.unwrap().tiers().next().unwrap().contains(&here));
+    assert!(tiers(&fs("x/y"), &fs(&here)).is_err());
+}
+
+#[test]
 fn a_bad_file_is_refused_by_name_and_key() {
     for (text, parts) in [
         (
@@ -241,6 +281,10 @@ fn a_bad_file_is_refused_by_name_and_key() {
         ),
         ("config = 'other'", vec!["config", "unknown"]),
         (
+            "'--chunk-size' = 64",
+            vec![r#"key "--chunk-size" is unknown; perhaps chunk-size"#],
+        ),
+        (
             "chunk-size = 64\nport = 1\nchunk_size = 64",
             vec!["\"chunk-size\"", "\"chunk_size\"", "the same"],
         ),
@@ -251,6 +295,12 @@ fn a_bad_file_is_refused_by_name_and_key() {
             assert!(line.contains(part), "{text:?}: {line:?} lacks {part:?}");
         }
     }
+    let tier = "[[l2-adapter]]\ntype = 'fs'\nbase_path = '/x'\nbase_pth = '/y'";
+    let line = with_file(tier, &[]).unwrap_err().0;
+    assert!(
+        line.contains(r#"--l2-adapter: type "fs": key "base_pth" is unknown"#),
+        "{line}"
+    );
     assert!(refused(&["--config", "/no/such/file"]).contains("/no/such/file"));
     for (key, near) in [
         ("l1-size", "perhaps l1-size-gb, chunk-size; "),

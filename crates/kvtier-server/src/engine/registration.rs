@@ -129,7 +129,7 @@ impl Engine {
         tracing::info!(
             model = registration.model_name,
             world_size = registration.world_size,
-            "Registered KV cache for GPU ID {} with {layers} layers",
+            "Registered KV cache for CPU worker {} with {layers} layers",
             registration.instance
         );
         Ok(())

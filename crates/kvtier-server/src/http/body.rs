@@ -113,6 +113,11 @@ impl Body {
         })
     }
 
+    /// Whether a field is there, and not null.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.fields.get(name).is_some_and(|value| !value.is_null())
+    }
+
     /// A text that must be there.
     pub(super) fn text(&self, name: &str) -> Result<&str, ApiError> {
         let value = self.get(name)?;

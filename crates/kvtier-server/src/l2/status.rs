@@ -1,6 +1,5 @@
 //! What the tiers look like from outside.
 
-use kvtier_core::eviction::EvictionKind;
 use kvtier_l2::tier::{Recovery, Tier};
 use serde_json::{Map, Value, json};
 

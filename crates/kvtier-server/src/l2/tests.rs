@@ -4,11 +4,11 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::quota::QuotaMode;
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Space};
 use kvtier_core::object_key::{KeyScope, ObjectKey};
 use kvtier_core::prefetch::Cell;
+use kvtier_core::quota::QuotaMode;
 use kvtier_l2::tier::{Deleted, Tier, TierConfig};
 use kvtier_l2::{
     Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,

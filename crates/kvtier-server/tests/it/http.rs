@@ -62,6 +62,14 @@ fn differences() -> Vec<(&'static str, &'static str, Value, u16, Value, &'static
         ),
         (
             "POST",
+            "/cache/checksums",
+            json!({}),
+            400,
+            json!({ "detail": "block_ids is required" }),
+            "the field that is missing, not an instance that nobody named",
+        ),
+        (
+            "POST",
             "/cache/clear",
             json!({ "force": "maybe" }),
             422,

@@ -241,3 +241,12 @@ fn tenants_are_apart() {
     fs::copy(fixture.path(&a), fixture.path(&b)).unwrap();
     assert_eq!(fixture.load(&b), Err(ErrorKind::Corrupt));
 }
+
+#[test]
+fn a_relative_directory_is_told_in_full() {
+    let dir = tempfile::tempdir_in(".").unwrap();
+    let relative = dir.path().file_name().unwrap();
+    let adapter = FsAdapter::open("fs", &FsOptions::new(relative)).unwrap();
+    let whole = std::env::current_dir().unwrap().join(relative);
+    assert_eq!(adapter.status()["base_path"], whole.to_str().unwrap());
+}
