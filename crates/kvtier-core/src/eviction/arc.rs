@@ -85,15 +85,15 @@ impl Adaptive {
         (len + 1).saturating_sub(self.target as usize).min(len)
     }
 
-    /// Whether the list has objects of this kind only. Gives an error with what is wrong.
-    fn check(&self, list: &Lru, kind: Use) -> Result<(), String> {
-        let wrong = list.order()?.into_iter();
-        match wrong
-            .map(|slot| (slot, self.used(slot)))
-            .find(|it| it.1 != kind)
-        {
-            None => Ok(()),
-            Some((slot, used)) => Err(format!("slot {slot}, used {used:?}, is in {kind:?}")),
+    /// The order of a list whose objects must be of this kind.
+    fn checked(&self, list: &Lru, kind: Use) -> Result<Vec<u32>, String> {
+        let order = list.order()?;
+        match order.iter().find(|&&slot| self.used(slot) != kind) {
+            None => Ok(order),
+            Some(&slot) => Err(format!(
+                "slot {slot}, used {:?}, is in the list of {kind:?}",
+                self.used(slot)
+            )),
         }
     }
 }
@@ -127,7 +127,6 @@ impl EvictionPolicy for Adaptive {
             }
             Use::Returned | Use::Once | Use::Again => {
                 self.set(candidate.slot, Use::Again);
-                self.once.withdraw(candidate);
                 self.again.insert(candidate);
             }
         }
@@ -173,13 +172,13 @@ impl EvictionPolicy for Adaptive {
     }
 
     fn order(&self) -> Result<Vec<u32>, String> {
-        self.check(&self.once, Use::Once)?;
-        self.check(&self.again, Use::Again)?;
         for ghosts in [&self.once_gone, &self.again_gone] {
             ghosts.check(self.capacity)?;
         }
-        let mut order = Vec::with_capacity(self.len());
-        self.upcoming(self.len(), &mut order);
+        let mut order = self.checked(&self.once, Use::Once)?;
+        let last = order.split_off(self.once_first());
+        order.extend(self.checked(&self.again, Use::Again)?);
+        order.extend(last);
         Ok(order)
     }
 

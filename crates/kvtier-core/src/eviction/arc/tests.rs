@@ -180,6 +180,19 @@ fn those_used_once_leave_while_they_are_not_fewer_than_the_target() {
 }
 
 #[test]
+fn where_one_list_is_empty_the_other_loses() {
+    let mut policy = stored(2);
+    policy.target = 2.0;
+    policy.withdraw(of(0));
+    assert_lists(&policy, &[1], &[]);
+    assert_eq!(policy.victim(), Some(1));
+    policy.target = 0.0;
+    policy.touch(of(1));
+    assert_lists(&policy, &[], &[1]);
+    assert_eq!(policy.victim(), Some(1));
+}
+
+#[test]
 fn a_reused_slot_starts_anew() {
     let mut policy = stored(2);
     policy.touch(of(0));
