@@ -163,10 +163,7 @@ fn open(
     config: &AdapterConfig,
     _: &Registry,
 ) -> Result<Arc<dyn Adapter>, L2Error> {
-    Ok(Arc::new(FsAdapter::open(
-        kind,
-        &FsOptions::of(config),
-    )?))
+    Ok(Arc::new(FsAdapter::open(kind, &FsOptions::of(config))?))
 }
 
 /// LMCache's `fs`.

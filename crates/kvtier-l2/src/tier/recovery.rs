@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use kvtier_core::cache::ResidentObject;
+use kvtier_core::cache::{Cache, ResidentObject};
 use parking_lot::Mutex;
 use tokio::time::sleep;
 
+use super::budget::Budget;
 use super::{Adopted, Listed, Tier, space};
 use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
@@ -114,15 +115,15 @@ impl Tier {
     }
 
     /// Adopts in the order of last use; what has no room beside what is known already leaves, oldest first.
-    async fn adopt_all(&self, mut objects: Vec<Listed>, stop: &AtomicBool) -> Result<(), Ended> {
+    async fn adopt_all(&self, objects: Vec<Listed>, stop: &AtomicBool) -> Result<(), Ended> {
         // What was used meanwhile is younger than all of them.
         let known = self.known();
-        objects.sort_unstable_by_key(|object| object.used_at);
-        let is_new = |object: &Listed| {
-            let hash = object.key.chunk_hash();
-            !self.index.contains(&space(&object.key), &[hash])[0]
-        };
-        objects.retain(is_new);
+        let index = self.index.clone();
+        // There may be millions of them, and lookups want this thread.
+        let sorted = tokio::task::spawn_blocking(move || sorted(&index, objects)).await;
+        let objects = sorted.map_err(|error| {
+            Ended::Failed(L2Error::new(ErrorKind::Unavailable, error.to_string()))
+        })?;
         let usage = self.index.usage();
         let sum = objects.iter().map(|object| object.bytes).sum::<u64>();
         let mut excess = (usage.used_bytes + sum).saturating_sub(usage.capacity_bytes);
@@ -135,7 +136,8 @@ impl Tier {
                     excess = excess.saturating_sub(object.bytes);
                     // Others may have found it by now.
                     let entry = || {
-                        Vec::from_iter(is_new(object).then(|| (object.key.clone(), object.bytes)))
+                        let is_new = is_new(&self.index, object);
+                        Vec::from_iter(is_new.then(|| (object.key.clone(), object.bytes)))
                     };
                     self.condemned.add(entry);
                 } else {
@@ -148,17 +150,16 @@ impl Tier {
             }
             // What fails is tried again by whoever needs room.
             let _ = self.delete_condemned().await;
-            self.touch(&known);
+            tokio::task::yield_now().await;
+        }
+        for slice in known.chunks(SLICE) {
+            for object in slice {
+                let space = object.space.as_space();
+                self.index.touch(self.now(), &space, &[object.chunk_hash]);
+            }
             tokio::task::yield_now().await;
         }
         Ok(())
-    }
-
-    fn touch(&self, known: &[ResidentObject]) {
-        for object in known {
-            let space = object.space.as_space();
-            self.index.touch(self.now(), &space, &[object.chunk_hash]);
-        }
     }
 
     /// Whether it does not know yet all that was there before the start.
@@ -192,6 +193,18 @@ impl Tier {
             }
         }
     }
+}
+
+/// Those that are new, in the order of last use.
+fn sorted(index: &Cache<Budget>, mut objects: Vec<Listed>) -> Vec<Listed> {
+    objects.retain(|object| is_new(index, object));
+    objects.sort_unstable_by_key(|object| object.used_at);
+    objects
+}
+
+fn is_new(index: &Cache<Budget>, object: &Listed) -> bool {
+    let hash = object.key.chunk_hash();
+    !index.contains(&space(&object.key), &[hash])[0]
 }
 
 fn unknown(why: impl std::fmt::Display) -> L2Error {

@@ -8,7 +8,7 @@ mod memory;
 mod room;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::QuotaMode;
@@ -480,6 +480,25 @@ async fn a_recovery_that_is_stopped_lets_nobody_wait() {
         assert_eq!(again, [Err(ErrorKind::Unavailable)]);
         assert!(matches!(tier.recovery(), Recovery::Failed(_)));
     }
+}
+
+#[test]
+fn what_there_was_before_the_start_is_sorted_on_a_thread_of_its_own() {
+    let (memory, threads) = (with_recovery(4), Arc::new(AtomicU64::new(0)));
+    memory.recovery.as_ref().unwrap().add_permits(1);
+    let started = Arc::clone(&threads);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .on_thread_start(move || {
+            started.fetch_add(1, Ordering::Relaxed);
+        })
+        .build()
+        .unwrap();
+    let tier = tier(&memory, Some(4));
+    let before = threads.load(Ordering::Relaxed);
+    runtime.block_on(tier.recover(&AtomicBool::new(false)));
+    assert_eq!(threads.load(Ordering::Relaxed) - before, 1);
+    assert_eq!(tier.usage().objects, 4);
 }
 
 #[tokio::test]
