@@ -55,6 +55,8 @@ struct LinkState {
     up: bool,
     /// Connections made so far.
     connections: u64,
+    /// The server has to be told again what it should know.
+    again: bool,
     closing: bool,
 }
 
@@ -74,6 +76,11 @@ impl Link {
         self.changed.notify_all();
     }
 
+    pub(super) fn recover_again(&self) {
+        self.state.lock().again = true;
+        self.changed.notify_all();
+    }
+
     /// Connections made so far.
     pub(super) fn connections(&self) -> u64 {
         self.state.lock().connections
@@ -82,12 +89,18 @@ impl Link {
     /// Waits until the connection is not as `seen` any more, or `until` has come; how it is then.
     fn wait(&self, seen: LinkState, until: Instant) -> LinkState {
         let mut state = self.state.lock();
-        while state.up == seen.up && state.connections == seen.connections && !state.closing {
+        while state.up == seen.up
+            && state.connections == seen.connections
+            && !state.again
+            && !state.closing
+        {
             if self.changed.wait_until(&mut state, until).timed_out() {
                 break;
             }
         }
-        *state
+        let now = *state;
+        state.again = false;
+        now
     }
 }
 
@@ -168,7 +181,10 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
         if link.closing {
             return;
         }
-        let is_new = link.connections != seen.connections;
+        let is_new = link.connections != seen.connections || link.again;
+        if link.again {
+            known_to = None;
+        }
         seen = link;
         if !link.up {
             shared.watch.set(Health::Degraded);

@@ -265,6 +265,11 @@ impl Client {
         self.shared.watch.set_recover(hook);
     }
 
+    /// Has the hook of [`Client::on_recover`] called soon: what the server knew was taken back.
+    pub fn recover_again(&self) {
+        self.shared.link.recover_again();
+    }
+
     /// Whose heartbeats are sent: those of a worker from its registration on, else a scheduler's.
     pub fn set_instance(&self, instance: Option<InstanceId>) {
         let number = instance.map_or(NO_INSTANCE, |instance| instance.0);

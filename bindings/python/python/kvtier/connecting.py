@@ -1,0 +1,24 @@
+"""How both adapters reach the server."""
+
+from __future__ import annotations
+
+from ._native import Client, KvTierError
+
+DEFAULT_TIMEOUT = 10.0
+DEFAULT_HEARTBEAT = 5.0
+
+
+def connect(url: str, timeout: float, heartbeat: float) -> tuple[Client, int]:
+    """A client and the server's chunk size in tokens; ConnectionError when nobody answers within ``timeout`` seconds."""
+    client = Client(url, timeout=timeout, heartbeat=heartbeat)
+    try:
+        chunk_tokens = client.get_chunk_size().result()
+        # A heartbeat later: adapters are healthy when they are there.
+        client.wait_healthy(timeout)
+    except KvTierError as error:
+        client.close()
+        raise ConnectionError(
+            f"no KV-cache server answers at {url} within {timeout} s ({error}); start one with `kvtier server`, "
+            "or correct the address"
+        ) from error
+    return client, chunk_tokens

@@ -1,0 +1,81 @@
+"""What to store or to retrieve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ._native import Prompt
+
+
+@dataclass
+class LoadStoreOp:
+    """A range of a prompt, and the engine's blocks for it.
+
+    The prompt is given as exactly one of ``token_ids``, ``block_hashes`` and ``prompt``. Positions are in tokens from
+    the prompt's start and lie on chunk boundaries. With ``block_hashes`` they may be left at 0: then the range is all
+    whole chunks that the hashes cover.
+    """
+
+    block_ids: Sequence[int] | Sequence[Sequence[int]]
+    """Blocks of the range, in order: one list, or one list for each group of layers."""
+
+    token_ids: Sequence[int] | None = None
+    """The whole prompt up to ``end`` at least."""
+
+    block_hashes: Sequence[bytes] | None = None
+    """The engine's hashes of the prompt's blocks from its start, each covering all tokens before it."""
+
+    start: int = 0
+    end: int = 0
+
+    prompt: Prompt | None = None
+    """The prompt, encoded already."""
+
+    skip_first_n_tokens: int = 0
+    """Tokens at the front of the range whose blocks a retrieve must not write; whole blocks are skipped."""
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return sum(len(blocks) for blocks in self.blocks_of_groups())
+
+    def blocks_of_groups(self) -> list[list[int]]:
+        """``block_ids`` as one list for each group."""
+        ids = list(self.block_ids)
+        if ids and not isinstance(ids[0], int):
+            return [list(group) for group in ids]  # type: ignore[arg-type]
+        return [ids]  # type: ignore[list-item]
+
+
+def one_prompt(
+    token_ids: Sequence[int] | None,
+    block_hashes: Sequence[bytes] | None,
+    prompt: Prompt | None,
+    blocks_per_chunk: int,
+    chunk_tokens: int,
+) -> Prompt:
+    """The prompt in whichever form it was given; ValueError unless in exactly one."""
+    given = [
+        name
+        for name, value in (("token_ids", token_ids), ("block_hashes", block_hashes), ("prompt", prompt))
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise ValueError(f"exactly one of token_ids, block_hashes and prompt is needed, got {given or 'none'}")
+    if prompt is not None:
+        return prompt
+    if block_hashes is not None:
+        return Prompt.from_block_hashes(list(block_hashes), blocks_per_chunk, chunk_tokens)
+    assert token_ids is not None
+    return Prompt(token_ids if isinstance(token_ids, list) else list(token_ids))
+
+
+def blocks_per_chunk(chunk_tokens: int, block_tokens: int) -> int:
+    """Blocks of one chunk; ValueError when the sizes do not fit."""
+    if block_tokens <= 0 or chunk_tokens % block_tokens:
+        raise ValueError(
+            f"the engine's block of {block_tokens} tokens does not divide the server's chunk of {chunk_tokens} tokens: "
+            "start the server with --chunk-size set to a multiple of the block size, or the engine with another "
+            "--block-size"
+        )
+    return chunk_tokens // block_tokens

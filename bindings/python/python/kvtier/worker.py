@@ -1,0 +1,477 @@
+"""The worker's side: KV pages to the cache and back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._native import Client, Worker
+from .connecting import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, connect
+from .operation import LoadStoreOp, blocks_per_chunk, one_prompt
+from .tensors import Storages
+
+logger = logging.getLogger(__name__)
+
+TRANSFER_MODES = ("auto", "engine_driven", "lmcache_driven")
+
+# What a worker sends as its device event when the work is done already.
+_NO_EVENT = b"stub_ipc_handle"
+
+# For how many calls of get_finished an id that was reported is remembered: with asynchronous scheduling the engine
+# repeats ids for a few steps.
+_REMEMBERED_CALLS = 128
+
+
+@dataclass
+class Group:
+    """Layers that share block ids, as the engine numbers them."""
+
+    layer_names: Sequence[str]
+    block_tokens: int
+    sliding_window: int = -1
+    """In tokens; -1 for full attention."""
+
+
+@dataclass
+class Counters:
+    """What an adapter did since its start, or since they were taken."""
+
+    stores: int = 0
+    failed_stores: int = 0
+    retrieves: int = 0
+    failed_retrieves: int = 0
+    stored_tokens: int = 0
+    retrieved_tokens: int = 0
+    store_seconds: float = 0.0
+    retrieve_seconds: float = 0.0
+
+
+@dataclass
+class _Transfer:
+    """One store or retrieve on its way, of one request or of several that finish together."""
+
+    is_store: bool
+    request_ids: tuple[str, ...]
+    blocks: list[int]
+    tokens: int
+    parts: int
+    began: float
+    tag: Any = None
+    errors: list[str] = field(default_factory=list)
+    event: Any = None
+
+
+class WorkerAdapter:
+    """Stores and retrieves one worker's KV pages, behind the engine's back.
+
+    Used by one thread. Submitting and :meth:`get_finished` never wait; the constructor, :meth:`register_kv_caches`,
+    :meth:`wait_for_stores` and :meth:`shutdown` do, each up to ``timeout``. Nothing raises because of the server:
+    stores that fail are counted, retrieves that fail name their blocks, which the engine must compute.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        model_name: str,
+        *,
+        block_tokens: int,
+        world_size: int = 1,
+        worker_id: int = 0,
+        num_kv_readers: int = 1,
+        is_writer: bool = True,
+        mode: str = "auto",
+        timeout: float = DEFAULT_TIMEOUT,
+        heartbeat: float = DEFAULT_HEARTBEAT,
+        instance_id: int | None = None,
+        force_pickle: bool = False,
+    ) -> None:
+        """Connect and ask for the chunk size.
+
+        Args:
+            server_url: ``tcp://host:port``, ``ipc://path``, or ``host:port``.
+            model_name: part of every key; without ``@``.
+            block_tokens: tokens in one block of the engine; divides the server's chunk.
+            world_size: how many pieces the KV of a token is split into.
+            worker_id: which of them this worker has.
+            num_kv_readers: workers that have the same piece: 1, or for MLA the tensor-parallel size.
+            is_writer: whether this worker is the one of them that stores.
+            mode: ``engine_driven`` (this process copies; CPU tensors with one group of full-attention layers),
+                ``lmcache_driven`` (the server copies; CPU tensors move to shared memory), or ``auto``: the first where
+                it is possible.
+            timeout: seconds each store or retrieve may take.
+            heartbeat: seconds between two heartbeats.
+            instance_id: this worker's number; no other worker of the server may have it. Default: a random one.
+            force_pickle: send chunks in messages even where the server has a shared pool.
+
+        Raises:
+            ConnectionError: no server answers.
+            ValueError: the chunk is no multiple of the block, or an argument is not allowed.
+        """
+        if mode not in TRANSFER_MODES:
+            raise ValueError(f"mode: {mode!r}; allowed are {', '.join(TRANSFER_MODES)}")
+        self.client: Client
+        self.client, self.chunk_tokens = connect(server_url, timeout, heartbeat)
+        try:
+            self._blocks_per_chunk = blocks_per_chunk(self.chunk_tokens, block_tokens)
+        except ValueError:
+            self.client.close()
+            raise
+        self.model_name, self.block_tokens = model_name, block_tokens
+        self.world_size, self.worker_id, self.num_kv_readers = world_size, worker_id, num_kv_readers
+        self.is_writer, self.mode, self.force_pickle = is_writer, mode, force_pickle
+        # Process ids repeat across containers.
+        self.instance_id = random.SystemRandom().getrandbits(62) if instance_id is None else instance_id
+        self.counters = Counters()
+        self._worker: Worker | None = None
+        self._storages: Storages | None = None
+        self._on_cuda = False
+        self._owner = os.getpid()
+        self._next = 0
+        self._parts: dict[int, _Transfer] = {}
+        self._behind_events: list[_Transfer] = []
+        # Request id -> stores under way.
+        self._storing: dict[str, int] = {}
+        self._finished_retrieves: set[str] = set()
+        self._ended_by_engine: set[str] = set()
+        self._reported: OrderedDict[str, int] = OrderedDict()
+        self._calls = 0
+        self._error_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._completed_tags: list[Any] = []
+
+    # -- set-up ------------------------------------------------------------------------------
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the server answers heartbeats and knows this worker."""
+        return self.client.is_healthy and (self._worker is None or self._worker.is_registered)
+
+    @property
+    def transport(self) -> str | None:
+        """How bytes travel: ``pool``, ``pickle`` or ``server``; None before the registration and while it is lost."""
+        return None if self._worker is None else self._worker.transport
+
+    def on_health(self, callback: Callable[[str], None]) -> None:
+        """Have ``callback`` called with ``healthy``, ``degraded`` or ``recovering``, on another thread."""
+        self.client.on_health(callback)
+
+    def num_blocks_per_chunk(self) -> int:
+        """Blocks of the engine in one chunk."""
+        return self._blocks_per_chunk
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, Any],
+        groups: Sequence[Group] | None = None,
+        kv_layout: str | None = None,
+    ) -> None:
+        """Tell the server about the KV tensors; after a restart it is told again by itself.
+
+        Args:
+            kv_caches: layer name -> tensor, ``[2, blocks, block_tokens, heads, head_size]`` or another layout that
+                vLLM uses. They must stay where they are until :meth:`shutdown`. Where the server copies, CPU tensors
+                are moved to shared memory, in place.
+            groups: layers that share block ids; None means one group of all layers.
+            kv_layout: the order of the dimensions inside a block: ``NHD``, ``HND``, ``BLHNC`` or ``BLNHC``.
+
+        Raises:
+            KvTierError: the server refused, or did not answer within the timeout.
+            ValueError: the tensors have a layout, or groups, that cannot be served.
+        """
+        if self._worker is not None:
+            raise RuntimeError("register_kv_caches was called before")
+        if not kv_caches:
+            raise ValueError("kv_caches: there is no layer")
+        if groups is None:
+            groups = [Group(list(kv_caches), self.block_tokens)]
+        place = {name: index for index, name in enumerate(kv_caches)}
+        described = [
+            {
+                "group_id": number,
+                "layers": [place[name] for name in group.layer_names if name in place],
+                "tokens_per_block": group.block_tokens,
+                "sliding_window": group.sliding_window,
+            }
+            for number, group in enumerate(groups)
+        ]
+        tensors = list(kv_caches.values())
+        self._on_cuda = any(tensor.is_cuda for tensor in tensors)
+        mode = self.mode
+        if mode == "auto":
+            simple = len(described) == 1 and groups[0].sliding_window < 0 and not self._on_cuda
+            mode = "engine_driven" if simple else "lmcache_driven"
+        storages = Storages(shared=mode == "lmcache_driven")
+        try:
+            views = storages.views(tensors)
+            self._worker = Worker(
+                self.client,
+                storages=storages.described,
+                tensors=views,
+                groups=described,
+                kv_layout=kv_layout,
+                mode=mode,
+                chunk_tokens=self.chunk_tokens,
+                instance=self.instance_id,
+                model_name=self.model_name,
+                world_size=self.world_size,
+                worker_id=self.worker_id,
+                num_kv_readers=self.num_kv_readers,
+                force_pickle=self.force_pickle,
+            )
+        except BaseException:
+            storages.release()
+            raise
+        self.mode, self._storages = mode, storages
+        logger.info(
+            "registered %d layers with %s: %s through %s",
+            len(tensors),
+            self.client.url,
+            mode,
+            self._worker.transport,
+        )
+
+    # -- submitting --------------------------------------------------------------------------
+
+    def submit_store_request(
+        self, request_id: str, op: LoadStoreOp, event: Any = None, cache_salt: str = "", *, tag: Any = None
+    ) -> None:
+        """Store a range of a request's prompt. Its blocks must not change until the store is finished.
+
+        Args:
+            event: the device event behind which the blocks are complete (``ipc_handle()``); None for now.
+            tag: told by :meth:`take_completed_tags` when the store succeeded.
+        """
+        self.batched_submit_store_requests([request_id], [op], event, [cache_salt], tag=tag)
+
+    def submit_retrieve_request(
+        self, request_id: str, op: LoadStoreOp, event: Any = None, cache_salt: str = ""
+    ) -> None:
+        """Retrieve a range of a request's prompt that was looked up. Nobody may use its blocks until it is finished."""
+        self.batched_submit_retrieve_requests([request_id], [op], event, [cache_salt])
+
+    def batched_submit_store_requests(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Any = None,
+        cache_salts: Sequence[str] | None = None,
+        *,
+        tag: Any = None,
+    ) -> None:
+        """Stores of several requests, which finish together."""
+        if not self.is_writer:
+            return
+        self._begin(request_ids)
+        if not self._ready():
+            # Nothing will be under way, so nothing is waited for.
+            self.counters.failed_stores += len(request_ids)
+            return
+        self._submit(True, request_ids, ops, event, cache_salts, tag)
+        for request_id in request_ids:
+            self._storing[request_id] = self._storing.get(request_id, 0) + 1
+
+    def batched_submit_retrieve_requests(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Any = None,
+        cache_salts: Sequence[str] | None = None,
+    ) -> None:
+        """Retrieves of several requests, which finish together; they have failed when one has."""
+        self._begin(request_ids)
+        if self._ready():
+            self._submit(False, request_ids, ops, event, cache_salts, None)
+            return
+        blocks = [block for op in ops for block in self._written(op)]
+        transfer = _Transfer(False, tuple(request_ids), blocks, 0, 0, time.monotonic())
+        transfer.errors.append("the server is not healthy")
+        self._complete(transfer)
+
+    def _begin(self, request_ids: Sequence[str]) -> None:
+        """These ids are in use (again)."""
+        for request_id in request_ids:
+            self._reported.pop(request_id, None)
+
+    def _written(self, op: LoadStoreOp) -> list[int]:
+        """The blocks that a retrieve writes."""
+        skip = op.skip_first_n_tokens // self.block_tokens
+        return [block for ids in op.blocks_of_groups() for block in ids[skip:]]
+
+    def _ready(self) -> bool:
+        if self._worker is None:
+            raise RuntimeError("register_kv_caches was not called")
+        return self.is_healthy
+
+    def _submit(
+        self,
+        is_store: bool,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Any,
+        cache_salts: Sequence[str] | None,
+        tag: Any,
+    ) -> None:
+        assert self._worker is not None
+        salts = list(cache_salts) if cache_salts is not None else [""] * len(ops)
+        if not len(request_ids) == len(ops) == len(salts) or not ops:
+            raise ValueError(
+                f"{len(request_ids)} request ids, {len(ops)} ops and {len(salts)} salts; as many of each are needed"
+            )
+        prompts = [
+            one_prompt(op.token_ids, op.block_hashes, op.prompt, self._blocks_per_chunk, self.chunk_tokens)
+            for op in ops
+        ]
+        handle = _NO_EVENT if event is None else bytes(event.ipc_handle())
+        transfer = _Transfer(is_store, tuple(request_ids), [], 0, len(ops), time.monotonic(), tag)
+        for request_id, op, salt, prompt in zip(request_ids, ops, salts, prompts, strict=True):
+            end = op.end or (len(prompt) if op.block_hashes is not None else 0)
+            block_ids = op.blocks_of_groups()
+            transfer.blocks += self._written(op)
+            transfer.tokens += max(0, end - op.start)
+            number, self._next = self._next, self._next + 1
+            self._parts[number] = transfer
+            self._worker.submit(
+                number,
+                prompt,
+                op.start,
+                end,
+                request_id,
+                salt,
+                block_ids,
+                is_store=is_store,
+                skip=op.skip_first_n_tokens,
+                event=handle,
+            )
+
+    # -- finishing ---------------------------------------------------------------------------
+
+    def get_finished(self, finished_req_ids_from_engine: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Requests whose transfers have ended since the last call. Never waits.
+
+        Args:
+            finished_req_ids_from_engine: requests that the engine has finished; ids may come again.
+
+        Returns:
+            Requests whose stores have ended, of those that the engine has finished by now (one that stores nothing at
+            all counts as ended); and requests whose retrieve has ended, successfully or not. Each id is given once.
+        """
+        self._poll()
+        self._calls += 1
+        while self._reported and next(iter(self._reported.values())) + _REMEMBERED_CALLS < self._calls:
+            self._reported.popitem(last=False)
+        for request_id in finished_req_ids_from_engine:
+            if request_id not in self._reported:
+                self._ended_by_engine.add(request_id)
+        ended = {request_id for request_id in self._ended_by_engine if request_id not in self._storing}
+        self._ended_by_engine -= ended
+        for request_id in ended:
+            self._reported[request_id] = self._calls
+        retrieved, self._finished_retrieves = self._finished_retrieves, set()
+        return ended, retrieved
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of failed retrieves since the last call: their contents are undefined."""
+        self._poll()
+        blocks, self._error_blocks = self._error_blocks, set()
+        return blocks
+
+    def get_failed_request_ids(self) -> set[str]:
+        """Requests of failed retrieves since the last call."""
+        self._poll()
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+    def take_completed_tags(self) -> list[Any]:
+        """Tags of the stores that have succeeded since the last call."""
+        tags, self._completed_tags = self._completed_tags, []
+        return tags
+
+    def take_counters(self) -> Counters:
+        """What was done since the last call."""
+        counters, self.counters = self.counters, Counters()
+        return counters
+
+    def wait_for_stores(self, request_ids: Iterable[str]) -> None:
+        """Wait until no store reads blocks of these requests, which the engine is about to overwrite."""
+        wanted = set(request_ids)
+        while wanted & self._storing.keys():
+            assert self._worker is not None
+            self._take(self._worker.take_finished(0.05))
+
+    def _poll(self) -> None:
+        if self._worker is not None:
+            self._take(self._worker.take_finished())
+
+    def _take(self, finished: list[tuple[int, bytes, str | None]]) -> None:
+        for number, event, error in finished:
+            transfer = self._parts.pop(number)
+            transfer.parts -= 1
+            if error is not None:
+                transfer.errors.append(error)
+            elif self._on_cuda and event and event != _NO_EVENT:
+                transfer.event = event
+            if transfer.parts == 0:
+                self._settle(transfer)
+        if self._behind_events:
+            waiting, self._behind_events = self._behind_events, []
+            for transfer in waiting:
+                self._settle(transfer)
+
+    def _settle(self, transfer: _Transfer) -> None:
+        """Complete it, unless the device still has to reach its event."""
+        if isinstance(transfer.event, bytes):
+            import torch
+
+            transfer.event = torch.cuda.Event.from_ipc_handle(torch.cuda.current_device(), transfer.event)
+        if transfer.event is not None and not transfer.event.query():
+            self._behind_events.append(transfer)
+        else:
+            self._complete(transfer)
+
+    def _complete(self, transfer: _Transfer) -> None:
+        counters, count = self.counters, len(transfer.request_ids)
+        seconds = time.monotonic() - transfer.began
+        names = ", ".join(transfer.request_ids)
+        if transfer.is_store:
+            for request_id in transfer.request_ids:
+                left = self._storing.pop(request_id) - 1
+                if left:
+                    self._storing[request_id] = left
+            if transfer.errors:
+                counters.failed_stores += count
+                logger.warning("store of %s: %s; it is not cached", names, transfer.errors[0])
+            else:
+                counters.stores += count
+                counters.stored_tokens += transfer.tokens
+                counters.store_seconds += seconds
+                if transfer.tag is not None:
+                    self._completed_tags.append(transfer.tag)
+            return
+        self._finished_retrieves.update(transfer.request_ids)
+        if transfer.errors:
+            counters.failed_retrieves += count
+            self._error_blocks.update(transfer.blocks)
+            self._failed_requests.update(transfer.request_ids)
+            logger.warning("retrieve of %s: %s; it is computed instead", names, transfer.errors[0])
+        else:
+            counters.retrieves += count
+            counters.retrieved_tokens += transfer.tokens
+            counters.retrieve_seconds += seconds
+
+    def shutdown(self) -> None:
+        """Let transfers end, unregister and disconnect. A second call does nothing."""
+        if os.getpid() != self._owner:
+            return
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown()
+        storages, self._storages = self._storages, None
+        if storages is not None:
+            storages.release()
+        self.client.close()

@@ -1,0 +1,167 @@
+//! Prompts, encoded once.
+
+use kvtier_client::Prompt as Encoded;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+/// Fewest tokens of a chunk that can carry a block hash: 8 hold 256 bits, one marks them.
+const FEWEST_TOKENS: usize = 9;
+
+/// Marks what is no token of a model: vocabularies are much smaller.
+const MARK: u32 = u32::MAX;
+
+#[pyclass(frozen, module = "kvtier")]
+pub struct Prompt {
+    tokens: Vec<u32>,
+    encoded: Encoded,
+}
+
+impl Prompt {
+    fn from_tokens(tokens: Vec<u32>) -> Self {
+        let encoded = Encoded::new(&tokens);
+        Self { tokens, encoded }
+    }
+
+    pub fn encoded(&self) -> &Encoded {
+        &self.encoded
+    }
+}
+
+#[pymethods]
+impl Prompt {
+    #[new]
+    fn new(token_ids: Vec<u32>) -> Self {
+        Self::from_tokens(token_ids)
+    }
+
+    /// A prompt that stands for an engine's block hashes: one chunk for each `blocks_per_chunk` of them, identified by
+    /// the last, which covers all before it.
+    ///
+    /// The protocol has no field for hashes, and needs none: the server's hash of such a chunk depends on exactly what
+    /// the engine's hash depends on. Each chunk carries 256 bits, behind a mark that no model's token has, so it can
+    /// equal no real prompt.
+    #[staticmethod]
+    fn from_block_hashes(
+        block_hashes: Vec<Vec<u8>>,
+        blocks_per_chunk: usize,
+        chunk_tokens: usize,
+    ) -> PyResult<Self> {
+        if blocks_per_chunk == 0 {
+            return Err(PyValueError::new_err(
+                "blocks_per_chunk: 0; a positive number is needed",
+            ));
+        }
+        if chunk_tokens < FEWEST_TOKENS {
+            return Err(PyValueError::new_err(format!(
+                "chunk_tokens: {chunk_tokens}; block hashes need chunks of at least {FEWEST_TOKENS} tokens"
+            )));
+        }
+        let mut tokens = Vec::with_capacity(block_hashes.len() / blocks_per_chunk * chunk_tokens);
+        for blocks in block_hashes.chunks_exact(blocks_per_chunk) {
+            let last = &blocks[blocks_per_chunk - 1];
+            let hash = blake3::hash(last);
+            let end = tokens.len() + chunk_tokens;
+            tokens.push(MARK);
+            tokens.extend(
+                hash.as_bytes()
+                    .chunks_exact(4)
+                    .map(|word| u32::from_be_bytes([word[0], word[1], word[2], word[3]])),
+            );
+            tokens.resize(end, 0);
+        }
+        Ok(Self::from_tokens(tokens))
+    }
+
+    /// The prompt with `token_ids[start..start + length]` replaced by words derived from `identity`: for what tokens do
+    /// not say, such as the picture behind placeholders.
+    fn with_identity(&self, start: usize, length: usize, identity: &[u8]) -> PyResult<Self> {
+        let end = start
+            .checked_add(length)
+            .filter(|end| *end <= self.tokens.len())
+            .ok_or_else(|| {
+                PyValueError::new_err(format!(
+                    "start, length: {start}, {length}; the prompt has {} tokens",
+                    self.tokens.len()
+                ))
+            })?;
+        let mut tokens = self.tokens.clone();
+        // What stood there still counts.
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&(identity.len() as u64).to_be_bytes());
+        hasher.update(identity);
+        for token in &tokens[start..end] {
+            hasher.update(&token.to_be_bytes());
+        }
+        let mut words = hasher.finalize_xof();
+        for token in &mut tokens[start..end] {
+            let mut word = [0; 4];
+            words.fill(&mut word);
+            *token = u32::from_be_bytes(word);
+        }
+        Ok(Self::from_tokens(tokens))
+    }
+
+    /// The first `length` tokens.
+    fn prefix(&self, length: usize) -> Self {
+        Self::from_tokens(self.tokens[..length.min(self.tokens.len())].to_vec())
+    }
+
+    fn __len__(&self) -> usize {
+        self.tokens.len()
+    }
+
+    fn __eq__(&self, other: &Self) -> bool {
+        self.tokens == other.tokens
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = blake3::Hasher::new();
+        for token in &self.tokens {
+            hasher.update(&token.to_be_bytes());
+        }
+        let hash = hasher.finalize();
+        hash.as_bytes()
+            .first_chunk::<8>()
+            .map_or(0, |raw| u64::from_be_bytes(*raw))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Prompt of {} tokens", self.tokens.len())
+    }
+
+    /// From four bytes a token, little-endian.
+    #[staticmethod]
+    fn _from_bytes(raw: &[u8]) -> PyResult<Self> {
+        if !raw.len().is_multiple_of(4) {
+            return Err(PyValueError::new_err(format!(
+                "raw: {} bytes; a multiple of 4 is needed",
+                raw.len()
+            )));
+        }
+        Ok(Self::from_tokens(
+            raw.chunks_exact(4)
+                .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+                .collect(),
+        ))
+    }
+
+    /// Prompts travel between an engine's processes.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        let py = slf.py();
+        let raw: Vec<u8> = slf
+            .get()
+            .tokens
+            .iter()
+            .flat_map(|token| token.to_le_bytes())
+            .collect();
+        let make = slf.get_type().getattr("_from_bytes")?;
+        PyTuple::new(
+            py,
+            [
+                make.into_any(),
+                PyTuple::new(py, [PyBytes::new(py, &raw)])?.into_any(),
+            ],
+        )
+    }
+}

@@ -1,0 +1,359 @@
+//! Workers: stores and retrieves that are submitted, run without the GIL, and are asked for when they have finished.
+
+mod engine_driven;
+mod geometry;
+mod pages;
+mod server_driven;
+
+use std::ops::Range;
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvtier_client::{Client as Native, ClientError, InstanceId, Prompt as Encoded, Scope};
+use kvtier_memory::ForeignSegment;
+use parking_lot::{Condvar, Mutex};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::client::Client;
+use crate::errors::exception;
+use crate::future::seconds;
+use crate::prompt::Prompt;
+use geometry::{Geometry, Group, Storage, Tensor};
+
+/// Who copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    /// The worker itself, to and from the server's pool, or in messages.
+    Engine,
+    /// The server, from and to the engine's pages.
+    Server,
+}
+
+/// A store or a retrieve on its way.
+struct Transfer {
+    /// The caller's number for it.
+    id: u64,
+    is_store: bool,
+    prompt: Encoded,
+    range: Range<u64>,
+    request_id: String,
+    cache_salt: String,
+    /// One list for each group.
+    block_ids: Vec<Vec<i64>>,
+    /// Tokens at the front of the range that must not be written.
+    skip: u64,
+    event: Vec<u8>,
+    deadline: Instant,
+}
+
+/// How a transfer ended.
+struct Finished {
+    id: u64,
+    /// The device event behind which the copy is complete, or why it failed.
+    outcome: Result<Vec<u8>, String>,
+}
+
+/// What the server knows of this worker since its last registration.
+struct Registered {
+    /// [`Native::connections`] at the time: later ones lead to a server that may not know it.
+    connections: u64,
+    pool: Option<ForeignSegment>,
+}
+
+/// What the Python object and the threads share.
+struct Core {
+    client: Native,
+    scope: Scope,
+    worker_id: u32,
+    instance: InstanceId,
+    mode: Mode,
+    chunk_tokens: u64,
+    force_pickle: bool,
+    geometry: Geometry,
+    registered: Mutex<Option<Arc<Registered>>>,
+    finished: Mutex<Vec<Finished>>,
+    arrived: Condvar,
+}
+
+impl Core {
+    /// Tells the server about this worker; the pages stay as they are.
+    fn register(&self, client: &Native) -> Result<(), ClientError> {
+        // Nothing goes by an earlier registration meanwhile.
+        *self.registered.lock() = None;
+        let connections = client.connections();
+        let pool = match self.mode {
+            Mode::Engine => self.register_engine_driven(client)?,
+            Mode::Server => self.register_server_driven(client)?,
+        };
+        *self.registered.lock() = Some(Arc::new(Registered { connections, pool }));
+        Ok(())
+    }
+
+    /// The registration, if it is one with the server that is connected now.
+    fn current(&self) -> Option<Arc<Registered>> {
+        let registered = self.registered.lock().clone()?;
+        (registered.connections == self.client.connections()).then_some(registered)
+    }
+
+    fn finish(&self, id: u64, outcome: Result<Vec<u8>, String>) {
+        self.finished.lock().push(Finished { id, outcome });
+        self.arrived.notify_all();
+    }
+
+    fn scope_of(&self, transfer: &Transfer) -> Scope {
+        self.scope.clone().with_salt(transfer.cache_salt.clone())
+    }
+}
+
+/// The threads of a worker that copies by itself.
+#[derive(Default)]
+struct Threads {
+    stores: Option<mpsc::Sender<Transfer>>,
+    retrieves: Option<mpsc::Sender<Transfer>>,
+    handles: Vec<JoinHandle<()>>,
+}
+
+#[pyclass(frozen, module = "kvtier")]
+pub struct Worker {
+    core: Arc<Core>,
+    threads: Mutex<Threads>,
+}
+
+#[pymethods]
+impl Worker {
+    /// Registers; waits for the server with the GIL released.
+    ///
+    /// The tensors behind `storages` must stay where they are until `shutdown` has returned.
+    #[new]
+    #[pyo3(signature = (client, *, storages, tensors, groups, kv_layout, mode, chunk_tokens, instance, model_name,
+        world_size=1, worker_id=0, num_kv_readers=1, force_pickle=false))]
+    #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
+    fn new(
+        py: Python<'_>,
+        client: &Client,
+        storages: Vec<Storage>,
+        tensors: Vec<Tensor>,
+        groups: Vec<Group>,
+        kv_layout: Option<String>,
+        mode: &str,
+        chunk_tokens: u64,
+        instance: i64,
+        model_name: String,
+        world_size: u32,
+        worker_id: u32,
+        num_kv_readers: i64,
+        force_pickle: bool,
+    ) -> PyResult<Self> {
+        let mode = match mode {
+            "engine_driven" => Mode::Engine,
+            "lmcache_driven" => Mode::Server,
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "mode: {other:?}; allowed are engine_driven and lmcache_driven"
+                )));
+            }
+        };
+        let geometry = Geometry::new(
+            &storages,
+            &tensors,
+            groups,
+            kv_layout.as_deref(),
+            chunk_tokens,
+        )?;
+        if mode == Mode::Engine {
+            engine_driven::check(&geometry)?;
+        }
+        let native = client.native().clone();
+        let core = Arc::new(Core {
+            client: native.clone(),
+            scope: Scope {
+                model_name,
+                world_size,
+                cache_salt: String::new(),
+                num_kv_readers,
+            },
+            worker_id,
+            instance: InstanceId(instance),
+            mode,
+            chunk_tokens,
+            force_pickle,
+            geometry,
+            registered: Mutex::new(None),
+            finished: Mutex::default(),
+            arrived: Condvar::new(),
+        });
+        py.detach(|| core.register(&native))
+            .map_err(|error| exception(&error))?;
+        native.set_instance(Some(core.instance));
+        let known = Arc::downgrade(&core);
+        native.on_recover(Box::new(move |client| {
+            // A worker that is gone has nothing to register.
+            known
+                .upgrade()
+                .is_none_or(|core| core.register(client).is_ok())
+        }));
+        let mut threads = Threads::default();
+        if mode == Mode::Engine {
+            let mut start = |name: &str| {
+                let (sender, receiver) = mpsc::channel();
+                let core = Arc::clone(&core);
+                let handle = std::thread::Builder::new()
+                    .name(name.to_owned())
+                    .spawn(move || engine_driven::run(&core, &receiver))
+                    .map_err(|error| PyRuntimeError::new_err(format!("no thread: {error}")))?;
+                threads.handles.push(handle);
+                Ok::<_, PyErr>(sender)
+            };
+            let (stores, retrieves) = (start("kvtier-store")?, start("kvtier-load")?);
+            (threads.stores, threads.retrieves) = (Some(stores), Some(retrieves));
+        }
+        Ok(Self {
+            core,
+            threads: Mutex::new(threads),
+        })
+    }
+
+    /// How bytes travel: `pool`, `pickle`, or `server` where the server copies; none while not registered.
+    #[getter]
+    fn transport(&self) -> Option<&'static str> {
+        let registered = self.core.registered.lock().clone()?;
+        Some(match (self.core.mode, &registered.pool) {
+            (Mode::Server, _) => "server",
+            (Mode::Engine, Some(_)) => "pool",
+            (Mode::Engine, None) => "pickle",
+        })
+    }
+
+    /// Whether the server that is connected now knows this worker.
+    #[getter]
+    fn is_registered(&self) -> bool {
+        self.core.current().is_some()
+    }
+
+    /// Bytes of one chunk of this worker; none where only the server can tell.
+    #[getter]
+    fn chunk_bytes(&self) -> Option<u64> {
+        self.core
+            .geometry
+            .pages
+            .as_ref()
+            .map(pages::Pages::chunk_bytes)
+    }
+
+    #[pyo3(signature = (id, prompt, start, end, request_id, cache_salt, block_ids, *, is_store, skip=0, event=vec![]))]
+    #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
+    fn submit(
+        &self,
+        id: u64,
+        prompt: &Prompt,
+        start: u64,
+        end: u64,
+        request_id: String,
+        cache_salt: String,
+        block_ids: Vec<Vec<i64>>,
+        is_store: bool,
+        skip: u64,
+        event: Vec<u8>,
+    ) {
+        let transfer = Transfer {
+            id,
+            is_store,
+            prompt: prompt.encoded().clone(),
+            range: start..end,
+            request_id,
+            cache_salt,
+            block_ids,
+            skip,
+            event,
+            deadline: Instant::now() + self.core.client.timeout(),
+        };
+        match self.core.mode {
+            Mode::Server => server_driven::submit(&self.core, &transfer),
+            Mode::Engine => {
+                let threads = self.threads.lock();
+                let queue = if is_store {
+                    &threads.stores
+                } else {
+                    &threads.retrieves
+                };
+                if queue
+                    .as_ref()
+                    .is_none_or(|queue| queue.send(transfer).is_err())
+                {
+                    self.core
+                        .finish(id, Err("the worker was shut down".to_owned()));
+                }
+            }
+        }
+    }
+
+    /// What has finished since the last call: (id, device event, error). Waits up to `patience` seconds for something.
+    #[pyo3(signature = (patience=0.0))]
+    fn take_finished<'py>(
+        &self,
+        py: Python<'py>,
+        patience: f64,
+    ) -> Vec<(u64, Bound<'py, PyBytes>, Option<String>)> {
+        let finished = if patience > 0.0 {
+            py.detach(|| {
+                let until = Instant::now() + seconds(patience);
+                let mut finished = self.core.finished.lock();
+                while finished.is_empty() {
+                    if self
+                        .core
+                        .arrived
+                        .wait_until(&mut finished, until)
+                        .timed_out()
+                    {
+                        break;
+                    }
+                }
+                std::mem::take(&mut *finished)
+            })
+        } else {
+            std::mem::take(&mut *self.core.finished.lock())
+        };
+        finished
+            .into_iter()
+            .map(|Finished { id, outcome }| match outcome {
+                Ok(event) => (id, PyBytes::new(py, &event), None),
+                Err(error) => (id, PyBytes::new(py, &[]), Some(error)),
+            })
+            .collect()
+    }
+
+    /// Finishes what is under way, unregisters and ends the threads; waits for each up to the client's timeout.
+    fn shutdown(&self, py: Python<'_>) {
+        py.detach(|| {
+            let handles = {
+                let mut threads = self.threads.lock();
+                threads.stores = None;
+                threads.retrieves = None;
+                std::mem::take(&mut threads.handles)
+            };
+            for handle in handles {
+                // A thread that panicked has nothing more to finish.
+                let _ = handle.join();
+            }
+            let was_registered = self.core.registered.lock().take().is_some();
+            let core = &self.core;
+            core.client.set_instance(None);
+            core.client.on_recover(Box::new(|_| true));
+            if was_registered {
+                // Whatever comes of it: the server also notices by itself.
+                let _ = match core.mode {
+                    Mode::Engine => core.client.unregister_engine_driven(core.instance).join(),
+                    Mode::Server => core.client.unregister_kv_cache(core.instance).join(),
+                };
+            }
+        });
+    }
+}
+
+/// What is left until a deadline; none when it has passed.
+fn left(deadline: Instant) -> Option<Duration> {
+    Some(deadline.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero())
+}
