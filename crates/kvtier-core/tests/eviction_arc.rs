@@ -6,6 +6,7 @@ mod cache_support;
 use cache_support::*;
 use kvtier_core::cache::{Cache, LookupRow};
 use kvtier_core::eviction::EvictionKind;
+use proptest::prelude::*;
 use std::ops::Range;
 
 /// Objects that fit; each has one byte.
@@ -94,5 +95,77 @@ fn a_hot_prompt_that_cools_down_makes_room_for_the_next() {
         }
         scan.pass(&cache, 50);
         assert_eq!(serve(&cache, prompt.clone()), 60, "{prompt:?}");
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Serve(Range<u32>),
+    /// Leases what is found of a prompt.
+    Hold(Range<u32>),
+    Release(usize),
+    Touch(Range<u32>),
+    Remove(Range<u32>, bool),
+    Evict(usize),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let prompt = || (0..60u32, 1..12u32).prop_map(|(from, len)| from..from + len);
+    prop_oneof![
+        8 => prompt().prop_map(Op::Serve),
+        2 => prompt().prop_map(Op::Hold),
+        3 => (0..9usize).prop_map(Op::Release),
+        1 => prompt().prop_map(Op::Touch),
+        1 => (prompt(), any::<bool>()).prop_map(|(keys, force)| Op::Remove(keys, force)),
+        1 => (1..20usize).prop_map(Op::Evict),
+    ]
+}
+
+proptest! {
+    /// The cache's invariants, checked after every call, hold for whatever is done; and room is always made.
+    #[test]
+    fn any_calls_leave_the_cache_sound(ops in prop::collection::vec(op(), 1..60)) {
+        let cache = cache_with(30, EvictionKind::Arc);
+        let row = LookupRow { space: space(0, ""), window: None };
+        let mut held = Vec::new();
+        for op in ops {
+            match op {
+                Op::Serve(prompt) => {
+                    let keys = hashes(prompt);
+                    let found = cache.lookup(NOW, &[row], &keys);
+                    store(&cache, row.space, &keys[found.hit_chunks..], 1);
+                    drop(found);
+                    let present = cache.contains(&row.space, &keys);
+                    let present = present.iter().filter(|&&is_present| is_present).count();
+                    // What is held may leave less room than the prompt needs: then nothing else is left to leave.
+                    let could_leave = cache.stats().evictable_objects as usize;
+                    prop_assert!(present == keys.len() || could_leave <= present);
+                }
+                Op::Hold(prompt) => {
+                    let found = cache.lookup(NOW, &[row], &hashes(prompt));
+                    held.push(found.lease);
+                }
+                Op::Release(n) => {
+                    if n < held.len() {
+                        drop(held.swap_remove(n));
+                    }
+                }
+                Op::Touch(prompt) => {
+                    cache.touch(NOW, &row.space, &hashes(prompt));
+                }
+                Op::Remove(prompt, force) => {
+                    cache.remove(&row.space, &hashes(prompt), force);
+                }
+                Op::Evict(objects) => {
+                    let could_leave = cache.stats().evictable_objects as usize;
+                    let evicted = cache.evict(NOW, u64::MAX, objects);
+                    prop_assert_eq!(evicted.objects, objects.min(could_leave));
+                }
+            }
+        }
+        drop(held);
+        let objects = cache.stats().objects as usize;
+        prop_assert_eq!(cache.evict(NOW, u64::MAX, 100).objects, objects);
+        prop_assert_eq!(cache.stats().used_bytes, 0);
     }
 }
