@@ -13,6 +13,7 @@ use parking_lot::{Mutex, RwLock};
 use rustix::fs::{Access, AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
+use super::beneath;
 use super::names::{QUARANTINE, TEMPORARY};
 
 /// Damaged files that are kept to be looked at; more are deleted.
@@ -139,7 +140,7 @@ impl Base {
 
     /// Takes a damaged file, open as `seen`, out of the way. A file that replaced it stays.
     pub(super) fn set_aside(&self, dir: &OwnedFd, path: &str, seen: &Stat) -> Result<Aside, Errno> {
-        match rustix::fs::statat(dir, path, AtFlags::SYMLINK_NOFOLLOW) {
+        match beneath::stat(dir, path) {
             Ok(now) if (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino) => {}
             Ok(_) | Err(Errno::NOENT) => return Ok(Aside::Gone),
             Err(error) => return Err(error),
@@ -150,16 +151,17 @@ impl Base {
                 Err(error) => return Err(error),
             }
             let name = path.rsplit('/').next().unwrap_or(path);
-            match rustix::fs::renameat(dir, path, dir, format!("{QUARANTINE}/{name}")) {
+            match beneath::rename(dir, path, &format!("{QUARANTINE}/{name}")) {
                 Ok(()) => return Ok(Aside::Kept),
                 Err(Errno::NOENT) => return Ok(Aside::Gone),
-                Err(Errno::NOSPC | Errno::DQUOT) => {}
+                // No room, or no directory of ours.
+                Err(Errno::NOSPC | Errno::DQUOT | Errno::LOOP | Errno::NOTDIR) => {}
                 Err(error) => return Err(error),
             }
         } else {
             self.kept.fetch_sub(1, Ordering::Relaxed);
         }
-        match rustix::fs::unlinkat(dir, path, AtFlags::empty()) {
+        match beneath::unlink(dir, path) {
             Ok(()) => Ok(Aside::Deleted),
             Err(Errno::NOENT) => Ok(Aside::Gone),
             Err(error) => Err(error),
@@ -186,23 +188,23 @@ pub(super) fn open_direct(
     direct: bool,
 ) -> Result<OwnedFd, Errno> {
     if direct {
-        match rustix::fs::openat(dir, path, flags | OFlags::DIRECT, mode) {
+        match beneath::open(dir, path, flags | OFlags::DIRECT, mode) {
             Err(Errno::INVAL | Errno::OPNOTSUPP) => {
                 // Some file systems refuse only once the file is there.
                 if flags.contains(OFlags::EXCL) {
-                    let _ = rustix::fs::unlinkat(dir, path, AtFlags::empty());
+                    let _ = beneath::unlink(dir, path);
                 }
             }
             opened => return opened,
         }
     }
-    rustix::fs::openat(dir, path, flags, mode)
+    beneath::open(dir, path, flags, mode)
 }
 
 /// Makes the directories on the way to a file.
 pub(super) fn make_parents(dir: &OwnedFd, path: &str) -> Result<(), Errno> {
     for (end, _) in path.match_indices('/') {
-        match rustix::fs::mkdirat(dir, &path[..end], DIR_MODE) {
+        match beneath::make_dir(dir, &path[..end], DIR_MODE) {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(error) => return Err(error),
         }
@@ -221,13 +223,17 @@ fn make(path: &std::path::Path, temporary: &str) -> Result<OwnedFd, std::io::Err
         .mode(DIR_MODE.as_raw_mode())
         .create(path)?;
     let dir = rustix::fs::openat(CWD, path, DIR_FLAGS, Mode::empty())?;
-    make_parents(&dir, temporary)?;
     let inside = match temporary {
         "" => ".",
         inside => inside,
     };
-    let device = |path| rustix::fs::statat(&dir, path, AtFlags::empty()).map(|stat| stat.st_dev);
-    if device(inside)? != device(".")? {
+    let made = make_parents(&dir, temporary)
+        .and_then(|()| beneath::open(&dir, inside, DIR_FLAGS, Mode::empty()));
+    let made = made.map_err(|error| {
+        let message = format!("{inside} cannot be used, where links are not followed: {error}");
+        std::io::Error::other(message)
+    })?;
+    if rustix::fs::fstat(&made)?.st_dev != rustix::fs::fstat(&dir)?.st_dev {
         let message =
             format!("{inside} is on another file system, so no file can be renamed from there");
         return Err(std::io::Error::other(message));

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
-use rustix::fs::{AtFlags, OFlags, Stat};
+use rustix::fs::{OFlags, Stat};
 use rustix::io::Errno;
 
 use super::base::{Aside, Base, is_file};
+use super::beneath;
 use super::io::{self, Engine};
 use super::names::{Layout, Place, other_shape};
 use super::options::Fsync;
@@ -203,7 +204,7 @@ impl Files {
             if !stat(&dir, &place.path)?.is_some_and(|stat| is_file(&stat)) {
                 continue;
             }
-            match rustix::fs::unlinkat(&dir, &place.path, AtFlags::empty()) {
+            match beneath::unlink(&dir, &place.path) {
                 Ok(()) => was_there = true,
                 Err(Errno::NOENT) => {}
                 Err(error) => return Err(io::refused("delete", &place.path, error)),
@@ -270,7 +271,7 @@ impl Files {
 
 /// What is there, if anything is.
 pub(super) fn stat(dir: &OwnedFd, path: &str) -> Result<Option<Stat>, L2Error> {
-    match rustix::fs::statat(dir, path, AtFlags::SYMLINK_NOFOLLOW) {
+    match beneath::stat(dir, path) {
         Ok(stat) => Ok(Some(stat)),
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(None),
         Err(error) => Err(io::refused("look at", path, error)),

@@ -9,6 +9,7 @@
 //! replaces it.
 
 mod base;
+mod beneath;
 mod files;
 mod io;
 mod load;

@@ -2,10 +2,11 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use rustix::fs::{AtFlags, Mode};
+use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use super::base::{self, Temporary, is_file};
+use super::beneath;
 use super::files::{Files, Look, READ_FLAGS, Scratch, count, read_end, size, stat};
 use super::io;
 use super::names::Place;
@@ -111,7 +112,7 @@ impl Files {
             .map_err(Failed::Error)
             .and_then(|()| self.publish(dir, &path, place));
         if written.is_err() {
-            let _ = rustix::fs::unlinkat(dir, &path, AtFlags::empty());
+            let _ = beneath::unlink(dir, &path);
         }
         written.map(|()| body + tail.len() as u64)
     }
@@ -187,7 +188,7 @@ impl Files {
     /// Gives a written file its name.
     fn publish(&self, dir: &OwnedFd, temporary: &str, place: &Place) -> Result<(), Failed> {
         let refused = |error| Failed::Error(io::refused("name", &place.path, error));
-        let rename = || rustix::fs::renameat(dir, temporary, dir, &place.path);
+        let rename = || beneath::rename(dir, temporary, &place.path);
         let mut renamed = rename();
         if renamed == Err(Errno::NOENT) {
             base::make_parents(dir, &place.path).map_err(|error| match error {
@@ -210,7 +211,7 @@ impl Files {
     /// The directory of the name, and those above it, which may be new.
     fn sync_parents(&self, dir: &OwnedFd, path: &str) -> Result<(), Errno> {
         for (end, _) in path.rmatch_indices('/') {
-            let parent = rustix::fs::openat(dir, &path[..end], base::DIR_FLAGS, Mode::empty())?;
+            let parent = beneath::open(dir, &path[..end], base::DIR_FLAGS, Mode::empty())?;
             self.engine.sync(parent.as_fd())?;
         }
         self.engine.sync(dir.as_fd())
@@ -240,7 +241,7 @@ impl Files {
             return Ok(There::Other);
         };
         let refused = |error| io::refused("read", &place.path, error);
-        let file = match rustix::fs::openat(dir, &place.path, READ_FLAGS, Mode::empty()) {
+        let file = match beneath::open(dir, &place.path, READ_FLAGS, Mode::empty()) {
             Ok(file) => file,
             Err(Errno::NOENT) => return Ok(There::Nothing),
             // It cannot be read by us ever.

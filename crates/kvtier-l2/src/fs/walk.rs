@@ -9,10 +9,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
-use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, RawDir, SeekFrom, Stat};
+use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, RawDir, SeekFrom, Stat};
 use rustix::io::Errno;
 
 use super::base::{DIR_FLAGS, is_file};
+use super::beneath;
 use super::files::{Files, READ_FLAGS, read_end, size, stat};
 use super::io::refused;
 use super::names::{
@@ -260,9 +261,8 @@ impl Files {
             .filter(|name| is_stale(&base, inside, name))
             .collect();
         stale.sort_unstable_by_key(|name| std::cmp::Reverse(name.len()));
-        let is_removed = |name: &&&String| {
-            rustix::fs::unlinkat(&base, format!("{inside}{name}"), AtFlags::empty()).is_ok()
-        };
+        let is_removed =
+            |name: &&&String| beneath::unlink(&base, &format!("{inside}{name}")).is_ok();
         stale.iter().filter(is_removed).count() as u64
     }
 
@@ -307,8 +307,7 @@ fn open_shard(base: &OwnedFd, path: &str, page: &mut Page) -> Result<Option<Owne
 }
 
 fn try_open_dir(base: &OwnedFd, path: &str) -> Result<Option<OwnedFd>, Errno> {
-    let flags = DIR_FLAGS | OFlags::NOFOLLOW;
-    match rustix::fs::openat(base, path, flags, Mode::empty()) {
+    match beneath::open(base, path, DIR_FLAGS, Mode::empty()) {
         Ok(dir) => Ok(Some(dir)),
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(None),
         Err(error) => Err(error),

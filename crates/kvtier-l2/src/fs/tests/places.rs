@@ -250,3 +250,62 @@ fn a_relative_directory_is_told_in_full() {
     let whole = std::env::current_dir().unwrap().join(relative);
     assert_eq!(adapter.status()["base_path"], whole.to_str().unwrap());
 }
+
+#[test]
+fn no_link_inside_leads_out() {
+    let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
+    let other = Fixture::with(|options| options.layout = Layout::Sharded);
+    let (one, two) = (object(1), object(2));
+    other.store(&one).unwrap();
+    other.store(&two).unwrap();
+    // In the place of both of its parts, and of the directory for what is damaged.
+    std::os::unix::fs::symlink(other.base().join("01"), fixture.base().join("01")).unwrap();
+    std::fs::create_dir(fixture.base().join("02")).unwrap();
+    std::os::unix::fs::symlink(other.base().join("02/02"), fixture.base().join("02/02")).unwrap();
+    std::os::unix::fs::symlink(other.base(), fixture.base().join(".quarantine")).unwrap();
+    for object in [&one, &two] {
+        assert!(!fixture.has(object));
+        assert_eq!(fixture.load(object), Err(ErrorKind::NotFound));
+        assert_eq!(fixture.store(object), Err(ErrorKind::Refused));
+        let deleted = block_on(fixture.adapter.delete(vec![object.key.clone()]));
+        assert_eq!(deleted, [Ok(false)]);
+        assert_eq!(other.load(object), Ok(true));
+    }
+    assert_eq!(fixture.recover().0, []);
+    let before = names_in(other.base());
+    fixture.store(&object(3)).unwrap();
+    std::fs::write(fixture.path(&object(3)), "damaged").unwrap();
+    assert_eq!(fixture.load(&object(3)), Err(ErrorKind::Corrupt));
+    assert_eq!(names_in(other.base()), before);
+}
+
+#[test]
+fn the_directory_itself_may_be_a_link() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir(dir.path().join("real")).unwrap();
+    std::os::unix::fs::symlink("real", dir.path().join("link")).unwrap();
+    for layout in [Layout::Flat, Layout::Sharded] {
+        let fixture = Fixture::with(|options| {
+            options.base_path = dir.path().join("link");
+            options.layout = layout;
+        });
+        let object = object(layout as u8);
+        fixture.store(&object).unwrap();
+        assert_eq!(fixture.load(&object), Ok(true));
+    }
+}
+
+#[test]
+fn the_directory_of_what_is_being_written_is_no_link() {
+    let dir = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink("/tmp", dir.path().join("tmp")).unwrap();
+    for inside in ["tmp", "tmp/inside"] {
+        let mut options = FsOptions::new(dir.path());
+        options.relative_tmp_dir = inside.into();
+        let refused = FsAdapter::open("fs", &options).err().unwrap();
+        assert!(
+            refused.to_string().contains("links are not followed"),
+            "{refused}"
+        );
+    }
+}
