@@ -19,7 +19,7 @@ use super::names::{QUARANTINE, TEMPORARY};
 /// Damaged files that are kept to be looked at; more are deleted.
 const KEPT: usize = 16;
 
-const FILE_MODE: Mode = Mode::RUSR.union(Mode::WUSR);
+pub(super) const FILE_MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 const DIR_MODE: Mode = Mode::RWXU;
 
 /// The directory that holds everything, and what never changes about it.
@@ -124,10 +124,15 @@ impl Base {
         new
     }
 
-    /// A new file to write to, whose name nobody else uses.
-    pub(super) fn create(&self, dir: &OwnedFd, direct: bool) -> Result<Temporary, Errno> {
+    /// A name for a file that is being written, which nobody else uses.
+    pub(super) fn new_name(&self) -> String {
         let number = self.written.fetch_add(1, Ordering::Relaxed);
-        let path = format!("{}{}-{number:x}", self.temporary, self.writer);
+        format!("{}{}-{number:x}", self.temporary, self.writer)
+    }
+
+    /// A new file to write to.
+    pub(super) fn create(&self, dir: &OwnedFd, direct: bool) -> Result<Temporary, Errno> {
+        let path = self.new_name();
         let flags = OFlags::WRONLY
             | OFlags::CREATE
             | OFlags::EXCL

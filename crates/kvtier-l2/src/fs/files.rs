@@ -14,6 +14,7 @@ use super::io::{self, Engine};
 use super::names::{Layout, Place, other_shape};
 use super::options::Fsync;
 use super::trailer::{self, Form, Trailer, form_of};
+use super::unnamed::Unnamed;
 use super::unreadable::Unreadable;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, ObjectSpec};
@@ -51,6 +52,7 @@ pub(super) fn count(counter: &AtomicU64) {
 /// The files of a directory.
 pub(super) struct Files {
     pub base: Base,
+    pub unnamed: Unnamed,
     pub engine: Box<dyn Engine>,
     /// What is written.
     pub shape: KeyShape,
@@ -122,6 +124,13 @@ impl Others {
 pub(super) struct Look {
     shapes: bool,
     layouts: bool,
+}
+
+impl Look {
+    /// Whether one place is all there is to look at.
+    pub(super) fn is_single(self) -> bool {
+        !self.shapes && !self.layouts
+    }
 }
 
 impl Files {

@@ -3,7 +3,8 @@
 //! One file an object, named as LMCache names it and beginning with the same bytes, so both can use one directory at the
 //! same time. What is behind those bytes (see `trailer`) lets every load tell whether it got what was stored.
 //!
-//! A file is written under a name of its own and then renamed, so nobody sees a part of it. The directory is the only
+//! A file is written without a name, or under one of its own, and given its name when it is whole, so nobody sees a part
+//! of it. The directory is the only
 //! memory: what others write is found, what they delete is gone. A damaged file is a miss, and is moved to
 //! `.quarantine` or deleted, so that the object can be stored again. One that the disk fails to read stays until a store
 //! replaces it.
@@ -20,6 +21,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 mod trailer;
+mod unnamed;
 mod unreadable;
 mod walk;
 
@@ -39,6 +41,7 @@ use base::Base;
 use files::{Counters, Files, Others, Scratch};
 use io::{Engine, Posix};
 use pool::{Lane, NotDone, Pool};
+use unnamed::Unnamed;
 use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
@@ -84,8 +87,10 @@ impl FsAdapter {
             )
         };
         let base = Base::open(options.base_path.clone(), &options.relative_tmp_dir);
+        let base = base.map_err(failed)?;
         let files = Files {
-            base: base.map_err(failed)?,
+            unnamed: Unnamed::probe(&base),
+            base,
             engine,
             shape: options.names,
             layout: options.layout,

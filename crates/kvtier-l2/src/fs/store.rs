@@ -16,6 +16,12 @@ use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{ObjectSpec, StoreItem};
 
+/// Objects of up to so many bytes are written without looking whether they are there, where that shows by itself.
+const SMALL: u64 = 64 << 10;
+
+/// How often a store begins anew when others remove or make what it needs.
+const TRIES: usize = 4;
+
 /// What is in an object's place.
 enum There {
     Nothing,
@@ -31,6 +37,8 @@ enum There {
 enum Failed {
     /// A directory is gone.
     NoDirectory,
+    /// There is something in its place, and nobody knows yet what.
+    Taken,
     Error(L2Error),
 }
 
@@ -53,68 +61,96 @@ impl Files {
             let message = format!("{} bytes were given for {}", item.from.len(), object.len);
             return Err(L2Error::new(ErrorKind::Refused, message));
         }
-        let dir = self.base.current();
-        let (place, others) = self.places(&object.key, look);
-        let mut is_free = false;
-        match self.there(&dir, &place, object)? {
-            There::Nothing => is_free = true,
-            There::Object(bytes) => return Ok(Stored::AlreadyThere(bytes)),
-            There::Other => count(&self.counters.replaced),
-            There::Foreign => {
-                let message = format!("in the place of {:?} is no file", place.path);
-                return Err(L2Error::new(ErrorKind::Refused, message));
+        let mut dir = self.base.current();
+        let (place, mut others) = self.places(&object.key, look);
+        // What is small is written sooner than it is looked for.
+        let is_blind = look.is_single() && object.len <= SMALL && self.unnamed.is_possible();
+        let (mut looks, mut replaces) = (!is_blind, false);
+        for _ in 0..TRIES {
+            if looks {
+                match self.there(&dir, &place, object)? {
+                    There::Nothing => {}
+                    There::Object(bytes) => return Ok(Stored::AlreadyThere(bytes)),
+                    // What is in its own place is found first, so it has to be the object.
+                    There::Other => replaces = true,
+                    There::Foreign => {
+                        let message = format!("in the place of {:?} is no file", place.path);
+                        return Err(L2Error::new(ErrorKind::Refused, message));
+                    }
+                }
+            }
+            for other in others.by_ref().filter(|_| !replaces) {
+                if let There::Object(bytes) = self.there(&dir, &other, object)? {
+                    self.found_at(&other);
+                    return Ok(Stored::AlreadyThere(bytes));
+                }
+            }
+            match self.write(&dir, &place, item, replaces, scratch) {
+                Ok(bytes) => {
+                    if replaces {
+                        count(&self.counters.replaced);
+                    }
+                    return Ok(Stored::Written(bytes));
+                }
+                Err(Failed::Taken) => looks = true,
+                Err(Failed::NoDirectory) => {
+                    let made = self.base.restored();
+                    dir = made.map_err(|error| io::refused("make", "the base directory", error))?;
+                }
+                Err(Failed::Error(error)) => return Err(error),
             }
         }
-        // What is in its own place is found first, so it has to be the object.
-        for other in others.filter(|_| is_free) {
-            if let There::Object(bytes) = self.there(&dir, &other, object)? {
-                self.found_at(&other);
-                return Ok(Stored::AlreadyThere(bytes));
-            }
-        }
-        let written = match self.write(&dir, &place, item, scratch) {
-            Err(Failed::NoDirectory) => {
-                let dir = self.base.restored();
-                let dir = dir.map_err(|error| io::refused("make", "the base directory", error))?;
-                self.write(&dir, &place, item, scratch)
-            }
-            written => written,
-        };
-        written.map(Stored::Written).map_err(|failed| match failed {
-            Failed::Error(error) => error,
-            Failed::NoDirectory => L2Error::new(
-                ErrorKind::Unavailable,
-                format!(
-                    "the directory of {:?} is removed again and again",
-                    place.path
-                ),
-            ),
-        })
+        let message = format!(
+            "the directory of {:?} is removed, or the file made, again and again",
+            place.path
+        );
+        Err(L2Error::new(ErrorKind::Unavailable, message))
     }
 
-    /// Writes the file; its bytes.
+    /// Writes the file, over what is there only if that `replaces` it; its bytes.
     fn write(
         &self,
         dir: &OwnedFd,
         place: &Place,
         item: &StoreItem,
+        replaces: bool,
         scratch: &mut Scratch,
     ) -> Result<u64, Failed> {
         let direct = self.is_direct(&item.from);
         let (body, tail) = self.tail(place, item, direct, scratch)?;
-        let Temporary { path, file } = match self.base.create(dir, direct) {
-            Ok(temporary) => temporary,
+        let (file, name) = match self.make(dir, direct, replaces) {
+            Ok(made) => made,
             Err(Errno::NOENT) => return Err(Failed::NoDirectory),
             Err(error) => return Err(io::refused("make a file for", &place.path, error).into()),
         };
         let written = self
-            .fill(file, place, item, body, tail)
+            .fill(&file, place, item, body, tail)
             .map_err(Failed::Error)
-            .and_then(|()| self.publish(dir, &path, place));
-        if written.is_err() {
-            let _ = beneath::unlink(dir, &path);
+            .and_then(|()| self.publish(dir, file, name.as_deref(), place));
+        if let (Err(_), Some(name)) = (&written, name) {
+            let _ = beneath::unlink(dir, &name);
         }
         written.map(|()| body + tail.len() as u64)
+    }
+
+    /// A file to write to, and its name if it has one.
+    fn make(
+        &self,
+        dir: &OwnedFd,
+        direct: bool,
+        replaces: bool,
+    ) -> Result<(OwnedFd, Option<String>), Errno> {
+        if !replaces && self.unnamed.is_possible() {
+            match self.unnamed.create(dir, direct) {
+                Ok(file) => return Ok((file, None)),
+                // The directory is another one than at the start.
+                Err(Errno::OPNOTSUPP | Errno::ISDIR) => self.unnamed.give_up(),
+                // File systems differ in what they say of a removed directory; the other way tells.
+                Err(_) => {}
+            }
+        }
+        let Temporary { path, file } = self.base.create(dir, direct)?;
+        Ok((file, Some(path)))
     }
 
     /// What is written from memory other than the object's, and how many bytes of the object before.
@@ -161,7 +197,7 @@ impl Files {
 
     fn fill(
         &self,
-        file: OwnedFd,
+        file: &OwnedFd,
         place: &Place,
         item: &StoreItem,
         body: u64,
@@ -175,37 +211,59 @@ impl Files {
             && io::refuses_direct(error)
         {
             self.note_not_direct(error);
-            io::leave_direct(&file).map_err(refused)?;
+            io::leave_direct(file).map_err(refused)?;
             written = write();
         }
         written.map_err(|error| io::failed("write", &place.path, &error))?;
         if self.fsync != Fsync::Never {
             self.engine.sync(file.as_fd()).map_err(refused)?;
         }
-        io::close(file).map_err(refused)
+        Ok(())
     }
 
     /// Gives a written file its name.
-    fn publish(&self, dir: &OwnedFd, temporary: &str, place: &Place) -> Result<(), Failed> {
-        let refused = |error| Failed::Error(io::refused("name", &place.path, error));
-        let rename = || beneath::rename(dir, temporary, &place.path);
-        let mut renamed = rename();
-        if renamed == Err(Errno::NOENT) {
-            base::make_parents(dir, &place.path).map_err(|error| match error {
-                Errno::NOENT => Failed::NoDirectory,
-                error => refused(error),
-            })?;
-            renamed = rename();
-        }
-        match renamed {
-            Ok(()) => {}
-            Err(Errno::NOENT) => return Err(Failed::NoDirectory),
-            Err(error) => return Err(refused(error)),
+    fn publish(
+        &self,
+        dir: &OwnedFd,
+        file: OwnedFd,
+        temporary: Option<&str>,
+        place: &Place,
+    ) -> Result<(), Failed> {
+        match temporary {
+            Some(temporary) => {
+                let refused = |error| Failed::Error(io::refused("write", &place.path, error));
+                io::close(file).map_err(refused)?;
+                let rename = || beneath::rename(dir, temporary, &place.path);
+                self.name(dir, place, rename)?;
+            }
+            None => self.name(dir, place, || self.unnamed.name(&file, dir, &place.path))?,
         }
         if self.fsync == Fsync::FileAndDir {
+            let refused = |error| Failed::Error(io::refused("name", &place.path, error));
             self.sync_parents(dir, &place.path).map_err(refused)?;
         }
         Ok(())
+    }
+
+    /// Does `name`, and makes the directories first that it needs.
+    fn name(
+        &self,
+        dir: &OwnedFd,
+        place: &Place,
+        name: impl Fn() -> Result<(), Errno>,
+    ) -> Result<(), Failed> {
+        let mut named = name();
+        if named == Err(Errno::NOENT) {
+            match base::make_parents(dir, &place.path) {
+                Ok(()) => named = name(),
+                gone => named = gone,
+            }
+        }
+        named.map_err(|error| match error {
+            Errno::NOENT => Failed::NoDirectory,
+            Errno::EXIST => Failed::Taken,
+            error => Failed::Error(io::refused("name", &place.path, error)),
+        })
     }
 
     /// The directory of the name, and those above it, which may be new.

@@ -7,6 +7,7 @@ mod faults;
 mod places;
 mod scan;
 mod suite;
+mod unnamed;
 
 use std::future::Future;
 use std::os::unix::fs::PermissionsExt;
