@@ -11,8 +11,10 @@ use kvtier_core::ChunkHash;
 use kvtier_core::cache::{
     Cache, CacheConfig, Extent, ExtentAllocator, LookupRow, ReserveRequest, Space,
 };
+use kvtier_core::eviction::EvictionKind;
 use kvtier_core::hashing::{ChunkHasher, HashAlgorithm};
 use kvtier_core::prompt::PromptMemory;
+use kvtier_core::quota::Grant;
 use kvtier_proto::key::TokenReader;
 use kvtier_proto::wire::write_tokens;
 
@@ -20,6 +22,8 @@ const CHUNKS: usize = 128;
 const CHUNK: usize = 256;
 const OBJECT: u64 = 4096;
 const CAPACITY_PROMPTS: usize = 64;
+/// Tenants beside the one that stores, each with a grant.
+const TENANTS: usize = 10_000;
 
 /// Equal pieces, last in first out.
 struct Pieces(Vec<u64>);
@@ -77,7 +81,22 @@ fn main() {
     let pieces = (0..(CAPACITY_PROMPTS * CHUNKS) as u64)
         .map(|piece| piece * OBJECT)
         .collect();
-    let cache = Cache::new(Pieces(pieces), CacheConfig::default());
+    let has_tenants = scenario.starts_with("tenants-");
+    let config = CacheConfig {
+        eviction: match has_tenants {
+            true => EvictionKind::IsolatedLru,
+            false => EvictionKind::Lru,
+        },
+        ..CacheConfig::default()
+    };
+    let cache = Cache::new(Pieces(pieces), config);
+    for tenant in 0..if has_tenants { TENANTS } else { 0 } {
+        let grant = Grant {
+            limit: Some(u64::MAX / 2),
+            reserved: 0,
+        };
+        cache.set_grant(&format!("tenant-{tenant}"), Some(grant));
+    }
     let now = Duration::from_secs(1);
     let hashes = |round: u32| -> Vec<ChunkHash> {
         let hash = |chunk: u32| {
@@ -110,13 +129,19 @@ fn main() {
             }
         }
         // A full cache: each object evicts one.
-        "store" => {
+        "store" | "tenants-store" => {
             let prompts: Vec<_> = (0..CAPACITY_PROMPTS as u32 + 64).map(hashes).collect();
             let (fill, more) = prompts.split_at(CAPACITY_PROMPTS);
             fill.iter().for_each(|prompt| store(prompt));
             more.iter()
                 .take(rounds as usize)
                 .for_each(|prompt| store(prompt));
+        }
+        // Nobody of many has too much: as many passes as a prompt has chunks.
+        "tenants-pass" => {
+            for _ in 0..rounds as usize * CHUNKS {
+                assert_eq!(cache.evict_over_quota(now, 1024).objects, 0);
+            }
         }
         // A prompt seen before: neither decoded nor hashed.
         "prompt-known" => {
@@ -136,6 +161,8 @@ fn main() {
                 assert_eq!(prompt.hashes.len(), CHUNKS);
             }
         }
-        other => panic!("no scenario {other:?}; allowed: lookup, store, prompt-known, prompt-new"),
+        other => panic!(
+            "no scenario {other:?}; allowed: lookup, store, tenants-store, tenants-pass, prompt-known, prompt-new"
+        ),
     }
 }

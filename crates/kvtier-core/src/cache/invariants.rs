@@ -161,11 +161,6 @@ impl<A: ExtentAllocator> State<A> {
     fn eviction_order_complete(&self) -> Checked {
         let mut order = self.policy.order()?;
         same("length of the order", order.len(), self.policy.len())?;
-        if let Some(victim) = self.policy.victim()
-            && !order.contains(&victim)
-        {
-            return Err(format!("victim {victim} is not in the order"));
-        }
         order.sort_unstable();
         let evictable = self.slab.iter().filter(|(_, slot)| {
             slot.state() == SlotState::Resident && slot.leases == 0 && self.policy.evicts()

@@ -6,6 +6,7 @@
 use super::reservation::KeyOutcome;
 use super::slab::Slot;
 use super::state::State;
+use super::tenant::Tenant;
 use super::{Evicted, Extent, ExtentAllocator, LookupRow, ResidentObject};
 use crate::quota::Grant;
 use std::hint::black_box;
@@ -40,12 +41,8 @@ impl<A: ExtentAllocator> State<A> {
         if bytes > capacity.saturating_sub(fixed) {
             return Err(NoRoom::Memory);
         }
-        if self.spaces.tenants.never_takes(salt, bytes) {
-            return Err(NoRoom::Quota);
-        }
-        while self.spaces.tenants.refuses(salt, bytes) {
-            let own = self.policy.victim_of(salt).ok_or(NoRoom::Quota)?;
-            self.evict_slot(own);
+        if let Some(limit) = self.spaces.tenants.strict_limit(salt) {
+            self.make_own_room(salt, bytes, limit, more)?;
         }
         loop {
             if bytes <= capacity.saturating_sub(self.allocator.used())
@@ -53,13 +50,32 @@ impl<A: ExtentAllocator> State<A> {
             {
                 return Ok(extent);
             }
-            if self.warm == 0 {
-                self.warm_up(more + 1);
-            }
-            self.warm -= 1;
+            self.warm_up(None, more + 1);
             let victim = self.victim_for(salt).ok_or(NoRoom::Memory)?;
             self.evict_slot(victim);
         }
+    }
+
+    /// Evicts from a tenant until its limit leaves this much room.
+    fn make_own_room(
+        &mut self,
+        salt: u32,
+        bytes: u64,
+        limit: u64,
+        more: usize,
+    ) -> Result<(), NoRoom> {
+        // In vain if it is too large whatever leaves.
+        let most = limit.checked_sub(bytes).ok_or(NoRoom::Quota)?;
+        while self.bytes_of(salt) > most {
+            self.warm_up(Some(salt), more + 1);
+            let own = self.policy.victim_of(salt).ok_or(NoRoom::Quota)?;
+            self.evict_slot(own);
+        }
+        Ok(())
+    }
+
+    fn bytes_of(&self, salt: u32) -> u64 {
+        self.spaces.tenants.get(salt).map_or(0, Tenant::bytes)
     }
 
     /// Counts a refusal.
@@ -117,6 +133,9 @@ impl<A: ExtentAllocator> State<A> {
     fn unprotected_victim(&mut self) -> Option<u32> {
         loop {
             let number = self.policy.victim()?;
+            if !self.spaces.tenants.has_shares() {
+                return Some(number);
+            }
             let salt = self.spaces.salt_of(self.slab.at(number).space);
             let Some(tenant) = self.spaces.tenants.get_mut(salt) else {
                 return Some(number);
@@ -173,10 +192,7 @@ impl<A: ExtentAllocator> State<A> {
         let mut evicted = Evicted::default();
         self.warm = 0;
         while evicted.bytes < bytes_wanted && evicted.objects < max_objects {
-            if self.warm == 0 {
-                self.warm_up(max_objects - evicted.objects);
-            }
-            self.warm -= 1;
+            self.warm_up(None, max_objects - evicted.objects);
             let Some(victim) = self.unprotected_victim() else {
                 break;
             };
@@ -186,14 +202,24 @@ impl<A: ExtentAllocator> State<A> {
         evicted
     }
 
-    /// Touches what the evictions to come will need. They stay one by one; only their waits for memory overlap.
-    fn warm_up(&mut self, likely: usize) {
-        self.warm = likely.clamp(1, WARM);
-        if self.warm == 1 {
+    /// Before an eviction: touches what it and the ones to come will need, once for a number of them. They stay one by
+    /// one; only their waits for memory overlap.
+    fn warm_up(&mut self, salt: Option<u32>, likely: usize) {
+        if self.warm > 0 {
+            self.warm -= 1;
+            return;
+        }
+        self.warm = likely.clamp(1, WARM) - 1;
+        if self.warm == 0 {
             return;
         }
         self.upcoming.clear();
-        self.policy.upcoming(self.warm, &mut self.upcoming);
+        if salt.is_none() {
+            // Who loses is chosen there.
+            self.policy.victim();
+        }
+        self.policy
+            .upcoming(salt, self.warm + 1, &mut self.upcoming);
         for &number in &self.upcoming {
             let slot = self.slab.at(number);
             let key = self.index.fingerprint(slot.space, &slot.hash);
@@ -208,7 +234,6 @@ impl<A: ExtentAllocator> State<A> {
         let bytes = slot.extent.len;
         self.totals.last_evicted_idle_ticks = self.clock - slot.used_at.min(self.clock);
         let candidate = self.candidate(number, slot);
-        let key = self.index.fingerprint(space, &hash);
         if let Some(evicted) = &mut self.evicted
             && let Some(space) = self.spaces.owned(space)
         {
@@ -223,7 +248,7 @@ impl<A: ExtentAllocator> State<A> {
             tenant.totals.evicted.add(bytes);
         }
         self.totals.evicted.add(bytes);
-        self.take_out(number);
+        let (_, key) = self.take_out(number);
         self.policy.evicted(candidate, key.bits());
         bytes
     }

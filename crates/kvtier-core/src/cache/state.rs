@@ -1,7 +1,7 @@
 //! The state machine behind the lock: its parts, and the steps every operation is made of.
 
 use super::counters::{Counters, Tally, Totals};
-use super::index::Index;
+use super::index::{Fingerprint, Index};
 use super::room::WARM;
 use super::slab::{Slab, Slot, SlotRef, SlotState};
 use super::space::Spaces;
@@ -148,18 +148,13 @@ impl<A: ExtentAllocator> State<A> {
             }
         };
         apply(&mut self.counters);
-        let number = self.spaces.salt_of(space);
-        let Some(tenant) = self.spaces.tenants.get_mut(number) else {
-            self.accounting_errors += 1;
-            return;
-        };
-        tenant.count(bytes, apply);
-        // It may have more than is reserved for it again; or be about to be forgotten.
-        if tenant.protected && (from == SlotState::Free || to == SlotState::Free) {
-            tenant.protected = false;
-            self.policy.protect(number, false);
+        let salt = self.spaces.salt_of(space);
+        match self.spaces.tenants.count(salt, bytes, apply) {
+            Some(false) => {}
+            // It may have more than is reserved for it again; or be about to be forgotten.
+            Some(true) => self.policy.protect(salt, false),
+            None => self.accounting_errors += 1,
         }
-        self.spaces.tenants.settle(number);
     }
 
     /// A private object in this memory. Gives the memory back if there can be no more objects.
@@ -232,8 +227,8 @@ impl<A: ExtentAllocator> State<A> {
         Some((number, true))
     }
 
-    /// Takes a resident object out of the cache. Its memory goes now, or with its last lease. Gives its bytes.
-    pub(super) fn take_out(&mut self, number: u32) -> u64 {
+    /// Takes a resident object out of the cache. Its memory goes now, or with its last lease. Gives its bytes and its key.
+    pub(super) fn take_out(&mut self, number: u32) -> (u64, Fingerprint) {
         let slot = self.slab.at(number);
         let (space, bytes, leases) = (slot.space, slot.extent.len, slot.leases);
         let key = self.index.fingerprint(space, &slot.hash);
@@ -249,6 +244,6 @@ impl<A: ExtentAllocator> State<A> {
             self.account(space, bytes, SlotState::Resident, SlotState::Doomed);
             self.slab.at_mut(number).set_state(SlotState::Doomed);
         }
-        bytes
+        (bytes, key)
     }
 }

@@ -57,13 +57,12 @@ impl Tenant {
         reserved == 0 || self.bytes() >= reserved.saturating_add(self.largest)
     }
 
-    /// Counts what `change` does to its objects, the largest of which has so many bytes or more.
-    pub(super) fn count(&mut self, bytes: u64, change: impl FnOnce(&mut Counters)) {
-        change(&mut self.counters);
-        self.largest = match self.bytes() {
-            0 => 0,
-            _ => self.largest.max(bytes),
-        };
+    /// Whether with so many bytes it begins or ceases to have too much.
+    fn has_changed_sides(&self, bytes: u64) -> bool {
+        match self.is_over() {
+            true => bytes <= self.marks.low,
+            false => bytes > self.marks.high,
+        }
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -79,6 +78,8 @@ pub(super) struct Tenants {
     config: QuotaConfig,
     /// Those who have too much.
     over: Vec<u32>,
+    /// Tenants with a share that others cannot evict.
+    shares: usize,
     name_bytes: usize,
 }
 
@@ -166,7 +167,10 @@ impl Tenants {
             None => self.find(name)?,
         };
         let config = self.config;
-        if let Some(tenant) = self.get_mut(number) {
+        if let Some(tenant) = self.known.get_mut(number) {
+            let has_share = |grant: Option<Grant>| grant.is_some_and(|grant| grant.reserved > 0);
+            self.shares -= usize::from(has_share(tenant.grant));
+            self.shares += usize::from(has_share(grant));
             tenant.grant = grant;
             tenant.limit = grant.map_or(config.default_limit, |grant| grant.limit);
             tenant.marks = config.marks(tenant.limit);
@@ -176,17 +180,40 @@ impl Tenants {
         Some(number)
     }
 
+    /// Counts what `change` does to a tenant's objects, the largest of which has so many bytes or more. Gives whether
+    /// others may have been told to leave it alone until its bytes change; `None` for an unknown tenant.
+    pub(super) fn count(
+        &mut self,
+        number: u32,
+        bytes: u64,
+        change: impl FnOnce(&mut Counters),
+    ) -> Option<bool> {
+        let tenant = self.known.get_mut(number)?;
+        change(&mut tenant.counters);
+        let all = tenant.bytes();
+        tenant.largest = match all {
+            0 => 0,
+            _ => tenant.largest.max(bytes),
+        };
+        let was_protected = std::mem::take(&mut tenant.protected);
+        if tenant.has_changed_sides(all) {
+            self.settle(number);
+        }
+        Some(was_protected)
+    }
+
     /// After a tenant's bytes or limits have changed: whether it has too much.
-    pub(super) fn settle(&mut self, number: u32) {
+    fn settle(&mut self, number: u32) {
         let Some(tenant) = self.known.get_mut(number) else {
             return;
         };
-        let bytes = tenant.bytes();
-        if !tenant.is_over() && bytes > tenant.marks.high {
-            tenant.over_at = self.over.len() as u32;
-            self.over.push(number);
-        } else if tenant.is_over() && bytes <= tenant.marks.low {
-            self.leave_over(number);
+        if tenant.has_changed_sides(tenant.bytes()) {
+            if tenant.is_over() {
+                self.leave_over(number);
+            } else {
+                tenant.over_at = self.over.len() as u32;
+                self.over.push(number);
+            }
         }
     }
 
@@ -208,19 +235,17 @@ impl Tenants {
         &self.over
     }
 
-    /// Whether a strict limit leaves no room for so much more.
-    pub(super) fn refuses(&self, number: u32, bytes: u64) -> bool {
-        let beyond = |tenant: &Tenant| {
-            let limit = tenant.limit;
-            limit.is_some_and(|limit| tenant.bytes().saturating_add(bytes) > limit)
-        };
-        self.config.mode == QuotaMode::Strict && self.get(number).is_some_and(beyond)
+    /// The limit that a tenant's stores must not pass, if there is one.
+    pub(super) fn strict_limit(&self, number: u32) -> Option<u64> {
+        match self.config.mode {
+            QuotaMode::Soft => None,
+            QuotaMode::Strict => self.get(number)?.limit,
+        }
     }
 
-    /// Whether a strict limit is below this size, whatever the tenant has.
-    pub(super) fn never_takes(&self, number: u32, bytes: u64) -> bool {
-        let below = |tenant: &Tenant| tenant.limit.is_some_and(|limit| bytes > limit);
-        self.config.mode == QuotaMode::Strict && self.get(number).is_some_and(below)
+    /// Whether any tenant has a share that others cannot evict.
+    pub(super) fn has_shares(&self) -> bool {
+        self.shares > 0
     }
 
     /// The tenants with their numbers, from one number on.
@@ -244,13 +269,9 @@ impl Tenants {
             }
         }
         for (number, tenant) in self.from(0) {
-            let (bytes, marks) = (tenant.bytes(), tenant.marks);
-            let wrong = match tenant.is_over() {
-                true => {
-                    bytes <= marks.low || self.over.get(tenant.over_at as usize) != Some(&number)
-                }
-                false => bytes > marks.high,
-            };
+            let bytes = tenant.bytes();
+            let is_listed = self.over.get(tenant.over_at as usize) == Some(&number);
+            let wrong = tenant.has_changed_sides(bytes) || tenant.is_over() != is_listed;
             if wrong || (tenant.spaces == 0 && tenant.grant.is_none()) {
                 return Err(format!("tenant {number} has {bytes} bytes: {tenant:?}"));
             }

@@ -145,7 +145,7 @@ impl EvictionPolicy for Adaptive {
         }
     }
 
-    fn victim(&self) -> Option<u32> {
+    fn victim(&mut self) -> Option<u32> {
         let once = self.once.victim();
         match self.once_first() {
             0 => self.again.victim().or(once),
@@ -153,16 +153,16 @@ impl EvictionPolicy for Adaptive {
         }
     }
 
-    fn upcoming(&self, limit: usize, slots: &mut Vec<u32>) {
+    fn upcoming(&self, _: Option<u32>, limit: usize, slots: &mut Vec<u32>) {
         let limit = limit.min(self.len());
         let once_first = self.once_first().min(limit);
         let end = slots.len() + limit;
-        self.once.upcoming(once_first, slots);
-        self.again.upcoming(end - slots.len(), slots);
+        self.once.upcoming(None, once_first, slots);
+        self.again.upcoming(None, end - slots.len(), slots);
         // The others used once: those that came first are passed over.
         let (at, left) = (slots.len(), end - slots.len());
         if left > 0 {
-            self.once.upcoming(once_first + left, slots);
+            self.once.upcoming(None, once_first + left, slots);
             slots.drain(at..at + once_first);
         }
     }

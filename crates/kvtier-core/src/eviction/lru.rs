@@ -110,12 +110,12 @@ impl EvictionPolicy for Lru {
         }
     }
 
-    fn victim(&self) -> Option<u32> {
+    fn victim(&mut self) -> Option<u32> {
         (self.oldest != NONE).then_some(self.oldest)
     }
 
-    fn upcoming(&self, limit: usize, slots: &mut Vec<u32>) {
-        let mut next = self.victim();
+    fn upcoming(&self, _: Option<u32>, limit: usize, slots: &mut Vec<u32>) {
+        let mut next = (self.oldest != NONE).then_some(self.oldest);
         for _ in 0..limit {
             let Some(slot) = next else { return };
             slots.push(slot);
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(lru.len(), 2);
         for (limit, expected) in [(9, &[1, 3][..]), (1, &[1]), (0, &[])] {
             let mut upcoming = Vec::new();
-            lru.upcoming(limit, &mut upcoming);
+            lru.upcoming(None, limit, &mut upcoming);
             assert_eq!(upcoming, expected);
         }
     }

@@ -58,7 +58,7 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     fn touch(&mut self, candidate: Candidate);
 
     /// The object that should leave next; it stays inserted until withdrawn. `None`: nothing may leave.
-    fn victim(&self) -> Option<u32>;
+    fn victim(&mut self) -> Option<u32>;
 
     /// Whether every tenant has an order of its own, so that limits and shares can hold.
     fn isolates(&self) -> bool {
@@ -75,9 +75,9 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     /// isolate.
     fn protect(&mut self, _salt: u32, _protected: bool) {}
 
-    /// Appends the objects that will probably leave next, at most `limit`: a hint, so that a batch of evictions can
-    /// fetch what it needs from memory at once instead of one after the other.
-    fn upcoming(&self, limit: usize, slots: &mut Vec<u32>);
+    /// Appends the objects that will probably leave next, of one tenant or of all, at most `limit`: a hint, so that a
+    /// batch of evictions can fetch what it needs from memory at once instead of one after the other.
+    fn upcoming(&self, salt: Option<u32>, limit: usize, slots: &mut Vec<u32>);
 
     /// How many objects could leave.
     fn len(&self) -> usize;

@@ -21,11 +21,11 @@ impl EvictionPolicy for Noop {
 
     fn touch(&mut self, _: Candidate) {}
 
-    fn victim(&self) -> Option<u32> {
+    fn victim(&mut self) -> Option<u32> {
         None
     }
 
-    fn upcoming(&self, _: usize, _: &mut Vec<u32>) {}
+    fn upcoming(&self, _: Option<u32>, _: usize, _: &mut Vec<u32>) {}
 
     fn len(&self) -> usize {
         0

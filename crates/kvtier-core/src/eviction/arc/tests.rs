@@ -453,7 +453,7 @@ proptest! {
             prop_assert_eq!(policy.len(), order.len());
             for limit in [0, 1, 3, 6, usize::MAX] {
                 let mut upcoming = vec![99];
-                policy.upcoming(limit, &mut upcoming);
+                policy.upcoming(None, limit, &mut upcoming);
                 prop_assert_eq!(&upcoming[1..], &order[..limit.min(order.len())]);
             }
         }
