@@ -12,6 +12,7 @@ use rustix::fs::{AtFlags, CWD, FsWord, OFlags};
 use rustix::io::Errno;
 
 use super::base::{Base, FILE_MODE, open_direct};
+use super::beneath;
 
 /// File systems of this machine. Others may say only when a file is closed that there was no room, which is too late
 /// for a file that has its name by then.
@@ -71,6 +72,7 @@ impl Unnamed {
 
     /// Gives a file its name, if no other has it.
     pub(super) fn name(&self, file: &OwnedFd, dir: &OwnedFd, path: &str) -> Result<(), Errno> {
+        let (dir, path) = beneath::parent(dir, path)?;
         match self.0.load(Ordering::Relaxed) {
             PROC => {
                 let own = format!("/proc/self/fd/{}", file.as_raw_fd());

@@ -271,6 +271,12 @@ fn no_link_inside_leads_out() {
         assert_eq!(deleted, [Ok(false)]);
         assert_eq!(other.load(object), Ok(true));
     }
+    let new = ObjectSpec {
+        key: key(1, "another/model", ""),
+        ..object(1)
+    };
+    assert_eq!(fixture.store(&new), Err(ErrorKind::Refused));
+    assert!(!other.has(&new));
     assert_eq!(fixture.recover().0, []);
     let before = names_in(other.base());
     fixture.store(&object(3)).unwrap();
