@@ -50,14 +50,21 @@ impl Arena {
         at: u64,
         enough: u64,
     ) -> Result<u64, FileError> {
+        self.read_rest(extent, tail, file, at, enough, 0)
+    }
+
+    /// [`Self::read_file`] behind the first `done` bytes; gives those too.
+    pub(crate) fn read_rest(
+        &self,
+        extent: Extent,
+        tail: &mut [u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+        enough: u64,
+        mut done: u64,
+    ) -> Result<u64, FileError> {
         let first = self.address(extent, 0, extent.len)?.as_ptr();
-        let pieces = Pieces {
-            first,
-            first_len: extent.len as usize,
-            second: tail.as_mut_ptr(),
-            second_len: tail.len(),
-        };
-        let mut done = 0;
+        let pieces = Pieces::new(first, extent.len, tail.as_mut_ptr(), tail.len());
         while done < enough.min(pieces.len()) {
             let vectors = pieces.from(done as usize);
             // SAFETY: `vectors` name writable memory that outlives the call: the extent, checked to lie inside this
@@ -125,14 +132,20 @@ impl Arena {
         file: BorrowedFd<'_>,
         at: u64,
     ) -> Result<(), FileError> {
+        self.write_rest(extent, tail, file, at, 0)
+    }
+
+    /// [`Self::write_file`] behind the first `done` bytes.
+    pub(crate) fn write_rest(
+        &self,
+        extent: Extent,
+        tail: &[u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+        mut done: u64,
+    ) -> Result<(), FileError> {
         let first = self.address(extent, 0, extent.len)?.as_ptr();
-        let pieces = Pieces {
-            first,
-            first_len: extent.len as usize,
-            second: tail.as_ptr().cast_mut(),
-            second_len: tail.len(),
-        };
-        let mut done = 0;
+        let pieces = Pieces::new(first, extent.len, tail.as_ptr().cast_mut(), tail.len());
         while done < pieces.len() {
             let vectors = pieces.from(done as usize);
             // SAFETY: `vectors` name readable memory that outlives the call: the extent, checked to lie inside this
@@ -168,7 +181,7 @@ pub fn close_file(file: OwnedFd) -> io::Result<()> {
 }
 
 /// Two pieces of memory that are one after the other in a file.
-struct Pieces {
+pub(crate) struct Pieces {
     first: *mut u8,
     first_len: usize,
     second: *mut u8,
@@ -176,12 +189,21 @@ struct Pieces {
 }
 
 impl Pieces {
+    pub(crate) fn new(first: *mut u8, first_len: u64, second: *mut u8, second_len: usize) -> Self {
+        Self {
+            first,
+            first_len: first_len as usize,
+            second,
+            second_len,
+        }
+    }
+
     fn len(&self) -> u64 {
         self.first_len as u64 + self.second_len as u64
     }
 
     /// What is left of both behind the first `done` bytes, at most `len` of them.
-    fn from(&self, done: usize) -> [libc::iovec; 2] {
+    pub(crate) fn from(&self, done: usize) -> [libc::iovec; 2] {
         let of_first = done.min(self.first_len);
         let of_second = done - of_first;
         [

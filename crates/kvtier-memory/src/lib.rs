@@ -6,6 +6,7 @@
 //! * [`ForeignSegment`]: memory that a client created and lent to us.
 //! * [`copy_affine`] and [`copy_runs`]: the one copy between the two.
 //! * [`Arena::read_file`] and [`Arena::write_file`]: files straight to and from an arena.
+//! * [`uring::Ring`]: the same, several at a time from one thread; it owns what the system still works on.
 //! * [`fault`]: a peer that truncates its segment gets an error, not our process.
 //!
 //! This crate must never know what the bytes mean: no keys, no layouts, no leases, no protocol.
@@ -34,6 +35,7 @@ mod prefault;
 mod process;
 pub mod segment;
 mod shm_file;
+pub mod uring;
 
 pub use access::AccessError;
 pub use allocator::{AllocateError, AllocatorStats, ExtentAllocator, FreeError, GeometryError};
