@@ -1,0 +1,367 @@
+"""Every method of the two adapters against the built server."""
+
+import glob
+import hashlib
+import os
+import pickle
+import time
+
+import pytest
+from conftest import CHUNK
+from kvrig.server import free_port
+from kvrig.waiting import wait_until
+from kvtier import LoadStoreOp, Prompt, SchedulerAdapter, WorkerAdapter
+from kvtier.worker import Group
+from rig import BLOCK, tokens
+
+PER_CHUNK = CHUNK // BLOCK
+
+
+def hashes(count, seed):
+    """Chained block hashes as engines make them."""
+    made, last = [], seed.encode()
+    for _ in range(count):
+        last = hashlib.sha256(last).digest()
+        made.append(last)
+    return made
+
+
+LAYOUTS = ["fused_hnd", "fused_nhd", "kv_first_nhd", "kv_first_hnd", "blocks_first_nhd", "mla"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_come_back(place, mode, layout, fresh):
+    """What one engine stored, another gets; also into other blocks, in another order."""
+    server = place.server()
+    first = place.engine(server, mode=mode, layout=layout, model=f"m/{layout}")
+    second = place.engine(server, mode=mode, layout=layout, model=f"m/{layout}", seed=2)
+    prompt, blocks = tokens(3 * CHUNK + 5, layout), [3, 4, 5, 6, 9, 8, 20, 21, 40, 41, 42, 43]
+    expected = first.read(blocks)
+    assert first.store(fresh(), prompt, 0, 3 * CHUNK, blocks)
+    request, target = fresh(), [50, 7, 1, 2, 30, 31, 32, 33, 60, 61, 62, 10]
+    assert second.lookup(request, prompt) == 3 * CHUNK
+    others = [b for b in range(64) if b not in target]
+    untouched = second.read(others)
+    assert second.retrieve(request, prompt, 0, 3 * CHUNK, target) == set()
+    assert second.has(target, expected)
+    assert second.has(others, untouched)
+    assert second.worker.transport == {"engine_driven": "pool", "pickle": "pickle", "lmcache_driven": "server"}[mode]
+
+
+def test_modes_share_what_they_store(place, fresh):
+    """A chunk has the same bytes however it travelled."""
+    server = place.server()
+    writer = place.engine(server, mode="pickle")
+    prompt, blocks = tokens(CHUNK, "shared"), [1, 2, 3, 4]
+    expected = writer.read(blocks)
+    assert writer.store(fresh(), prompt, 0, CHUNK, blocks)
+    for number, mode in enumerate(["engine_driven", "lmcache_driven"]):
+        reader, request = place.engine(server, mode=mode, seed=number + 5), fresh()
+        assert reader.lookup(request, prompt) == CHUNK
+        assert reader.retrieve(request, prompt, 0, CHUNK, blocks) == set()
+        assert reader.has(blocks, expected)
+
+
+def test_partial_prefix_and_skipped_blocks(place, mode, fresh):
+    """A hit ends where prompts part; blocks the engine has itself are not written."""
+    engine = place.engine(place.server(), mode=mode)
+    prompt = tokens(4 * CHUNK, "partial")
+    assert engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)))
+    assert engine.store(fresh(), prompt, 2 * CHUNK, 3 * CHUNK, list(range(9, 13)))
+    expected = engine.read(list(range(1, 13)))
+    request, other = fresh(), prompt[: 3 * CHUNK] + tokens(CHUNK, "other end")
+    assert engine.lookup(request, other) == 3 * CHUNK
+    engine.fill(list(range(1, 13)), 7)
+    skip = CHUNK + 2 * BLOCK + 1
+    assert engine.retrieve(request, other, 0, 3 * CHUNK, list(range(1, 13)), skip=skip) == set()
+    kept = skip // BLOCK
+    assert engine.has(list(range(kept + 1, 13)), [layer[kept:] for layer in expected])
+    assert all((layer == 7).all() for layer in engine.read(list(range(1, kept + 1))))
+
+
+def test_tenants_are_apart(place, mode, fresh):
+    """cache_salt is part of the key of every operation."""
+    engine = place.engine(place.server(), mode=mode)
+    prompt = tokens(CHUNK, "salt")
+    for number, salt in enumerate(["", "alice", "bob"]):
+        assert engine.store(fresh(), prompt, 0, CHUNK, [4 * number + i for i in range(1, 5)], salt=salt)
+    kept = {salt: engine.read([4 * n + i for i in range(1, 5)]) for n, salt in enumerate(["", "alice", "bob"])}
+    assert engine.lookup(fresh(), prompt, salt="carol") == 0
+    for salt in ["bob", "", "alice"]:
+        request = fresh()
+        assert engine.lookup(request, prompt, salt=salt) == CHUNK
+        assert engine.retrieve(request, prompt, 0, CHUNK, [30, 31, 32, 33], salt=salt) == set()
+        assert engine.has([30, 31, 32, 33], kept[salt])
+    # A lookup of one tenant gives no right to another's chunks.
+    request = fresh()
+    assert engine.lookup(request, prompt, salt="alice") == CHUNK
+    assert engine.retrieve(request, prompt, 0, CHUNK, [30, 31, 32, 33], salt="bob") == {30, 31, 32, 33}
+
+
+def test_block_hashes_as_keys(place, mode, fresh):
+    """Hash mode: the engine's hashes, strided to chunks, find what was stored under them, and nothing else does."""
+    engine = place.engine(place.server(), mode=mode)
+    chain, blocks = hashes(2 * PER_CHUNK + 1, "a"), list(range(1, 9))
+    expected = engine.read(blocks)
+    assert engine.store(fresh(), chain, 0, 2 * CHUNK, blocks)
+    request = fresh()
+    assert engine.lookup(request, chain) == 2 * CHUNK
+    engine.fill(blocks)
+    # Without positions: all whole chunks.
+    engine.worker.submit_retrieve_request(request, LoadStoreOp(blocks, block_hashes=chain))
+    assert engine.finish_retrieve(request) == set()
+    assert engine.has(blocks, expected)
+    # Only the last hash of a chunk counts, as it covers those before it.
+    strided = list(chain)
+    strided[0] = bytes(32)
+    assert engine.lookup(fresh(), strided) == 2 * CHUNK
+    parted = chain[:PER_CHUNK] + hashes(PER_CHUNK, "b")
+    assert engine.lookup(fresh(), parted) == CHUNK
+    assert engine.lookup(fresh(), hashes(2 * PER_CHUNK, "b")) == 0
+    assert engine.lookup(fresh(), chain, salt="alice") == 0
+    assert engine.lookup(fresh(), chain[: PER_CHUNK - 1]) == 0
+
+
+def test_the_same_request_twice_is_one_lookup(place, fresh):
+    """Also with other tokens; and nothing is sent for a prompt shorter than a chunk."""
+    server = place.server()
+    engine, request = place.engine(server), fresh()
+    prompt = tokens(CHUNK, "twice")
+    engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+    scheduler = engine.scheduler
+    scheduler.maybe_submit_lookup_request(request, token_ids=prompt)
+    scheduler.maybe_submit_lookup_request(request, token_ids=tokens(CHUNK, "else"))
+    wait_until(lambda: scheduler.check_lookup_result(request) is not None, 5, "lookup")
+    assert scheduler.check_lookup_result(request) == CHUNK
+    assert scheduler.check_lookup_result(request) == CHUNK, "told again until it is cleaned up"
+    scheduler.cleanup_lookup_result(request)
+    with pytest.raises(KeyError):
+        scheduler.check_lookup_result(request)
+    sessions = server.get("/status")[1]["active_sessions"]
+    scheduler.maybe_submit_lookup_request("short", token_ids=tokens(CHUNK - 1, "short"))
+    assert scheduler.check_lookup_result("short") == 0
+    assert server.get("/status")[1]["active_sessions"] == sessions
+
+
+def test_exactly_one_form_of_prompt(place):
+    """Neither, and both, are errors that say so."""
+    engine = place.engine(place.server())
+    for given in [{}, {"token_ids": [1], "block_hashes": [b"1"]}]:
+        with pytest.raises(ValueError, match="exactly one"):
+            engine.scheduler.maybe_submit_lookup_request("r", **given)
+        with pytest.raises(ValueError, match="exactly one"):
+            engine.worker.submit_store_request("r", LoadStoreOp([1], start=0, end=CHUNK, **given))
+    assert engine.scheduler.num_blocks_per_chunk() == engine.worker.num_blocks_per_chunk() == PER_CHUNK
+
+
+def leased(server):
+    """Objects that somebody holds."""
+    text = server.get("/metrics")[1]
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("kvtier_l1_leased_objects"))
+
+
+def test_leases_end_when_freed_and_with_the_session(place, mode, fresh):
+    """A lookup that is not retrieved lets go when told, of the tenant it was made for."""
+    server = place.server()
+    engine, prompt = place.engine(server, mode=mode), tokens(2 * CHUNK, "leases")
+    engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)), salt="alice")
+    first, second = fresh(), fresh()
+    for request in (first, second):
+        assert engine.lookup(request, prompt, salt="alice") == 2 * CHUNK
+    assert leased(server) == 2
+    engine.scheduler.free_lookup_locks(first, prompt, start=0, end=2 * CHUNK, cache_salt="alice")
+    engine.scheduler.end_session(second)
+    wait_until(lambda: leased(server) == 0, 5, "leases to end")
+    assert engine.retrieve(first, prompt, 0, 2 * CHUNK, list(range(1, 9)), salt="alice") == set(range(1, 9))
+
+
+def test_batches_finish_together(place, mode, fresh):
+    """Merged requests are reported at once, and fail as one."""
+    engine = place.engine(place.server(), mode=mode)
+    names, prompts = [fresh(), fresh(), fresh()], [tokens(CHUNK, n) for n in "abc"]
+    blocks = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    expected = [engine.read(each) for each in blocks]
+    ops = [engine.op(prompt, 0, CHUNK, each) for prompt, each in zip(prompts, blocks, strict=True)]
+    engine.worker.batched_submit_store_requests(names, ops, None, ["", "x", ""])
+    assert engine.worker.get_finished(set())[0] == set(), "the engine has finished none of them"
+    ended = set()
+
+    def all_ended():
+        new, _ = engine.worker.get_finished(names)
+        assert new in (set(), set(names)), "together"
+        ended.update(new)
+        return ended == set(names)
+
+    wait_until(all_ended, 10, "stores")
+    for name, prompt, salt in zip(names, prompts, ["", "x", ""], strict=True):
+        assert engine.lookup(name, prompt, salt=salt) == CHUNK
+    engine.fill(range(1, 13))
+    engine.worker.batched_submit_retrieve_requests(names, ops, None, ["", "x", ""])
+    assert engine.finish_retrieve(names[0]) == set()
+    assert all(engine.has(each, what) for each, what in zip(blocks, expected, strict=True))
+    # The second's session has ended: all three have failed.
+    engine.scheduler.client.end_session(names[1]).result()
+    engine.worker.batched_submit_retrieve_requests(names, ops, None, ["", "x", ""])
+    retrieved = set()
+    wait_until(lambda: retrieved.update(engine.worker.get_finished(())[1]) or retrieved, 10, "retrieves")
+    assert retrieved == set(names)
+    assert engine.worker.get_block_ids_with_load_errors() == set(range(1, 13))
+    assert engine.worker.get_failed_request_ids() == set(names)
+    assert engine.worker.get_failed_request_ids() == set(), "told once"
+
+
+def test_a_store_is_reported_once_and_after_the_engine_finished(place, mode, fresh):
+    """As asynchronous scheduling has it: ids come again, and before their store has ended."""
+    engine, request = place.engine(place.server(), mode=mode), fresh()
+    worker = engine.worker
+    engine.store(request, tokens(CHUNK, "once"), 0, CHUNK, [1, 2, 3, 4])
+    assert worker.get_finished(set()) == (set(), set())
+    assert worker.get_finished({request}) == ({request}, set())
+    assert worker.get_finished({request}) == (set(), set())
+    assert worker.get_finished({request, "never stored"}) == ({"never stored"}, set())
+    # The engine finishes it first.
+    worker.submit_store_request(request, engine.op(tokens(CHUNK, "again"), 0, CHUNK, [1, 2, 3, 4]))
+    reported = list(worker.get_finished({request})[0])
+    wait_until(lambda: reported.extend(worker.get_finished({request})[0]) or reported, 10, "store")
+    assert reported == [request]
+    assert worker.get_finished({request}) == (set(), set())
+
+
+def test_several_stores_of_a_request_are_all_waited_for(place, mode, fresh):
+    """Chunked prefill: the request has ended with the last of them."""
+    engine, request = place.engine(place.server(), mode=mode), fresh()
+    prompt = tokens(8 * CHUNK, "many")
+    for chunk in range(8):
+        blocks = list(range(1 + chunk * PER_CHUNK, 1 + (chunk + 1) * PER_CHUNK))
+        engine.worker.submit_store_request(request, engine.op(prompt, chunk * CHUNK, (chunk + 1) * CHUNK, blocks))
+    reported = []
+    wait_until(lambda: reported.extend(engine.worker.get_finished({request})[0]) or reported, 10, "stores")
+    assert engine.worker.counters.stores == 8
+    assert engine.lookup(fresh(), prompt) == 8 * CHUNK
+    # Preemption: the blocks may be overwritten when this returns.
+    engine.worker.submit_store_request(request, engine.op(tokens(CHUNK, "p"), 0, CHUNK, [1, 2, 3, 4]))
+    engine.worker.wait_for_stores([request, "other"])
+    assert engine.worker.counters.stores == 9
+
+
+def test_a_failed_retrieve_names_its_blocks(place, mode, fresh):
+    """Nothing was looked up, or the cache was emptied meanwhile; what the engine had itself is not named."""
+    server = place.server()
+    engine, prompt = place.engine(server, mode=mode), tokens(2 * CHUNK, "gone")
+    assert engine.retrieve(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9))) == set(range(1, 9))
+    engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)))
+    request = fresh()
+    assert engine.lookup(request, prompt) == 2 * CHUNK
+    engine.scheduler.client.clear(True).result()
+    failed = engine.retrieve(request, prompt, 0, 2 * CHUNK, list(range(1, 9)), skip=2 * BLOCK)
+    assert failed == set(range(3, 9))
+    assert engine.worker.counters.failed_retrieves == 2
+
+
+def test_wrong_ranges_and_blocks_are_failures_not_crashes(place, mode, fresh):
+    """An engine that asks for nonsense is told, and goes on."""
+    server = place.server()
+    server.expect_trouble("store failed|retrieve failed")
+    engine, prompt = place.engine(server, mode=mode), tokens(2 * CHUNK, "bad")
+    for start, end, blocks in [(0, CHUNK, [1, 2]), (0, CHUNK, [1, 2, 3, 9999]), (1, CHUNK, [1, 2, 3, 4])]:
+        assert not engine.store(fresh(), prompt, start, end, blocks)
+        assert engine.retrieve(fresh(), prompt, start, end, blocks)
+    assert engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+
+
+
+def test_a_reader_does_not_store(place, fresh):
+    """MLA: several workers have the same KV, one writes it, all may read it."""
+    server = place.server()
+    writer = place.engine(server, layout="mla", num_kv_readers=2)
+    reader = place.engine(server, layout="mla", num_kv_readers=2, is_writer=False, seed=2)
+    prompt, request = tokens(CHUNK, "mla"), fresh()
+    assert not reader.store(request, prompt, 0, CHUNK, [1, 2, 3, 4])
+    assert reader.worker.get_finished({request})[0] == {request}
+    assert writer.store(request, prompt, 0, CHUNK, [1, 2, 3, 4])
+    assert writer.lookup(request, prompt) == CHUNK
+    for engine in (writer, reader):
+        assert engine.retrieve(request, prompt, 0, CHUNK, [5, 6, 7, 8]) == set()
+        assert engine.has([5, 6, 7, 8], writer.read([1, 2, 3, 4]))
+
+
+def test_ranks_have_their_own_pieces(place, mode, fresh):
+    """Tensor parallelism: a hit needs every rank's piece, and each gets its own."""
+    server, prompt = place.server(), tokens(CHUNK, "ranks")
+    ranks = [place.engine(server, mode=mode, world_size=2, seed=9 + rank) for rank in (0,)]
+    other = place.engine(server, mode=mode, world_size=2, seed=20, register=False)
+    other.worker.worker_id = 1
+    other.worker.register_kv_caches(
+        {f"layer.{i}": t for i, t in enumerate(other.tensors)}, kv_layout=other.layout.hints["kv_layout"]
+    )
+    ranks.append(other)
+    kept = [rank.read([1, 2, 3, 4]) for rank in ranks]
+    assert ranks[0].store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+    assert ranks[0].lookup(fresh(), prompt) == 0
+    assert ranks[1].store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+    request = fresh()
+    assert ranks[0].lookup(request, prompt) == CHUNK
+    for rank, expected in zip(ranks, kept, strict=True):
+        rank.fill([1, 2, 3, 4])
+        assert rank.retrieve(request, prompt, 0, CHUNK, [1, 2, 3, 4]) == set()
+        assert rank.has([1, 2, 3, 4], expected)
+
+
+def test_reset_cache(place, fresh):
+    """Empties the server."""
+    engine, prompt = place.engine(place.server()), tokens(CHUNK, "reset")
+    engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+    assert engine.scheduler.reset_cache()
+    assert engine.lookup(fresh(), prompt) == 0
+
+
+def test_shutdown_unregisters_and_removes_the_segments(place, mode):
+    """And may be called again."""
+    engine = place.engine(place.server(), mode=mode)
+    mine = f"/dev/shm/lmcache_kv_{os.getpid()}_*"
+    assert bool(glob.glob(mine)) == (mode == "lmcache_driven")
+    engine.worker.shutdown()
+    assert not glob.glob(mine)
+    engine.worker.shutdown()
+    assert engine.tensors[0].sum() is not None, "the tensors stay usable"
+
+
+def test_sizes_that_do_not_fit_and_servers_that_are_not_there(place):
+    """Errors at the start that say what to do."""
+    server = place.server()
+    for make in (SchedulerAdapter, WorkerAdapter):
+        with pytest.raises(ValueError, match="does not divide the server's chunk of 16 tokens"):
+            make(server.url, "m", block_tokens=12)
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="no KV-cache server answers"):
+            make(f"127.0.0.1:{free_port()}", "m", block_tokens=4, timeout=0.3)
+        assert time.monotonic() - began < 5
+    with pytest.raises(ValueError, match="mode"):
+        WorkerAdapter(server.url, "m", block_tokens=4, mode="psychic")
+
+
+def test_models_that_cannot_be_copied_here_are_refused(place):
+    """Two groups of layers need the server's copy."""
+    engine = place.engine(place.server(), register=False)
+    groups = [Group(["layer.0"], BLOCK), Group(["layer.1", "layer.2"], BLOCK, sliding_window=CHUNK)]
+    named = {f"layer.{i}": tensor for i, tensor in enumerate(engine.tensors)}
+    with pytest.raises(ValueError, match="use lmcache_driven"):
+        engine.worker.register_kv_caches(named, groups, kv_layout="HND")
+
+
+def test_prompts():
+    """Equal, hashable, can be pickled, and told apart by what their tokens do not say."""
+    prompt = Prompt(tokens(40, "p"))
+    assert pickle.loads(pickle.dumps(prompt)) == prompt and len(prompt) == 40
+    assert prompt.prefix(10) == Prompt(tokens(40, "p")[:10])
+    pictured = prompt.with_identity(8, 16, b"picture")
+    assert pictured != prompt and len(pictured) == 40
+    assert pictured == prompt.with_identity(8, 16, b"picture")
+    assert len({pictured, prompt, prompt.with_identity(8, 16, b"other"), pictured}) == 3
+    assert pictured.prefix(8) == prompt.prefix(8)
+    with pytest.raises(ValueError, match="the prompt has 40 tokens"):
+        prompt.with_identity(30, 11, b"x")
+    with pytest.raises(OverflowError):
+        Prompt([-1])
+    with pytest.raises(ValueError, match="at least 9 tokens"):
+        Prompt.from_block_hashes([b"x"], 1, 8)
