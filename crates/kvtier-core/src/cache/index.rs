@@ -19,13 +19,6 @@ struct Entry {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fingerprint(u64);
 
-impl Fingerprint {
-    /// The hash itself.
-    pub(super) fn bits(self) -> u64 {
-        self.0
-    }
-}
-
 /// Slots of resident objects. Keys are compared by the caller, who has the slots.
 #[derive(Debug)]
 pub(super) struct Index {

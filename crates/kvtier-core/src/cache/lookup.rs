@@ -117,10 +117,11 @@ impl<A: ExtentAllocator> State<A> {
     }
 
     /// A lease on all these objects, or on none: fills in their slots, in order.
-    pub(super) fn pin_all(
+    pub(super) fn lease_all(
         &mut self,
         space: u32,
         hashes: &[ChunkHash],
+        one: fn(&mut Self, u32) -> SlotRef,
         slots: &mut Vec<SlotRef>,
     ) -> bool {
         for hash in hashes {
@@ -130,7 +131,7 @@ impl<A: ExtentAllocator> State<A> {
             }
         }
         for reference in slots {
-            self.pin(reference.slot);
+            one(self, reference.slot);
         }
         true
     }

@@ -203,12 +203,32 @@ impl<A: ExtentAllocator> Cache<A> {
         }
     }
 
-    /// A lease on all these objects, in this order, or `None` if one of them is not resident.
+    /// A lease on all these objects, in this order, or `None` if one of them is not resident. Counts as a use.
     pub fn pin(
         &self,
         now: Duration,
         space: &Space<'_>,
         hashes: &[ChunkHash],
+    ) -> Option<ReadLease<A>> {
+        self.lease(now, space, hashes, State::pin)
+    }
+
+    /// The same for the cache's own ends, such as writing objects elsewhere: counts as no use.
+    pub fn hold(
+        &self,
+        now: Duration,
+        space: &Space<'_>,
+        hashes: &[ChunkHash],
+    ) -> Option<ReadLease<A>> {
+        self.lease(now, space, hashes, State::hold)
+    }
+
+    fn lease(
+        &self,
+        now: Duration,
+        space: &Space<'_>,
+        hashes: &[ChunkHash],
+        one: fn(&mut State<A>, u32) -> SlotRef,
     ) -> Option<ReadLease<A>> {
         let mut hold = OrderedHold {
             slots: Vec::with_capacity(hashes.len()),
@@ -217,7 +237,7 @@ impl<A: ExtentAllocator> Cache<A> {
         let pinned = self.locked(|state| {
             state.tell_time(now);
             let pinned = match state.spaces.find(space) {
-                Some(space) => state.pin_all(space, hashes, &mut hold.slots),
+                Some(space) => state.lease_all(space, hashes, one, &mut hold.slots),
                 None => hashes.is_empty(),
             };
             if pinned {

@@ -31,7 +31,7 @@ impl<A: ExtentAllocator> State<A> {
             removed.kept += 1;
             return;
         }
-        removed.bytes += self.take_out(number).0;
+        removed.bytes += self.take_out(number);
         removed.objects += 1;
         self.totals.removed += 1;
     }

@@ -124,7 +124,7 @@ impl<A: ExtentAllocator> State<A> {
         for at in order {
             match self.admit(staged[at].slot) {
                 Some((number, inserted)) => {
-                    hold.slots[at] = self.pin(number);
+                    hold.slots[at] = self.hold(number);
                     hold.extents[at] = self.slab.at(number).extent;
                     if inserted {
                         committed.inserted += 1;

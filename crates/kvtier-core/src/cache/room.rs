@@ -248,8 +248,9 @@ impl<A: ExtentAllocator> State<A> {
             tenant.totals.evicted.add(bytes);
         }
         self.totals.evicted.add(bytes);
-        let (_, key) = self.take_out(number);
-        self.policy.evicted(candidate, key.bits());
+        let identity = self.spaces.identity(space, &hash);
+        self.take_out(number);
+        self.policy.evicted(candidate, identity);
         bytes
     }
 }

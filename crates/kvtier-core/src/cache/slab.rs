@@ -24,7 +24,7 @@ pub(super) struct Slot {
     pub(super) extent: Extent,
     /// The interned space; the next free slot while this one is free.
     pub(super) space: u32,
-    /// The state in the low two bits, above them how often the slot has been freed.
+    /// The state in the low two bits, whether it was used in the next, above them how often the slot has been freed.
     life: u32,
     /// How many leases are held.
     pub(super) leases: u32,
@@ -34,7 +34,9 @@ pub(super) struct Slot {
 
 const _: () = assert!(size_of::<Slot>() == 64);
 
-const STATE_BITS: u32 = 2;
+/// The state, and whether the object was used.
+const FACT_BITS: u32 = 3;
+const USED: u32 = 0b100;
 
 impl Slot {
     pub(super) fn state(&self) -> SlotState {
@@ -50,8 +52,20 @@ impl Slot {
         self.life = self.life & !0b11 | state as u32;
     }
 
+    /// Notes that a leased object was used, for when it returns to the eviction order.
+    pub(super) fn note_use(&mut self) {
+        self.life |= USED;
+    }
+
+    /// Whether the object was used since this was last asked.
+    pub(super) fn take_use(&mut self) -> bool {
+        let was_used = self.life & USED != 0;
+        self.life &= !USED;
+        was_used
+    }
+
     pub(super) fn generation(&self) -> u32 {
-        self.life >> STATE_BITS
+        self.life >> FACT_BITS
     }
 }
 
@@ -124,7 +138,7 @@ impl Slab {
     pub(super) fn give_back(&mut self, number: u32) {
         let next = self.first_free;
         let slot = self.at_mut(number);
-        slot.life = slot.generation().wrapping_add(1) << STATE_BITS;
+        slot.life = slot.generation().wrapping_add(1) << FACT_BITS;
         slot.space = next;
         self.first_free = number;
         self.live -= 1;

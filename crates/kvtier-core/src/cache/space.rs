@@ -2,6 +2,7 @@
 
 use super::numbered::Numbered;
 use super::tenant::Tenants;
+use crate::hashing::ChunkHash;
 use crate::quota::QuotaConfig;
 use foldhash::quality::RandomState;
 use std::hash::BuildHasher;
@@ -64,6 +65,8 @@ struct Entry {
     object_group_id: u32,
     layout: u64,
     users: u64,
+    /// The hash of all that names it.
+    hash: u64,
 }
 
 /// All spaces that have objects, and the names they share. A space is forgotten with its last user, a name with its
@@ -144,21 +147,9 @@ impl Spaces {
             object_group_id: space.object_group_id,
             layout: space.layout,
             users: 0,
+            hash: seed.hash_one(space),
         };
-        let (models, tenants) = (&self.models, &self.tenants);
-        self.spaces.insert(seed.hash_one(space), entry, |entry| {
-            let (Some(model), Some(salt)) = (models.get(entry.model), tenants.get(entry.salt))
-            else {
-                return 0;
-            };
-            seed.hash_one(Space {
-                model_name: &model.name,
-                kv_rank: entry.kv_rank,
-                object_group_id: entry.object_group_id,
-                layout: entry.layout,
-                cache_salt: &salt.name,
-            })
-        })
+        self.spaces.insert(entry.hash, entry, |entry| entry.hash)
     }
 
     pub(super) fn add_user(&mut self, number: u32) {
@@ -196,6 +187,13 @@ impl Spaces {
             }
         }
         self.tenants.close(entry.salt, errors);
+    }
+
+    /// A hash of an object's key that stays the same when its space was forgotten meanwhile.
+    pub(super) fn identity(&self, space: u32, hash: &ChunkHash) -> u64 {
+        let space = self.spaces.get(space).map_or(0, |entry| entry.hash);
+        let (words, _) = hash.0.as_chunks::<8>();
+        space ^ u64::from_le_bytes(words[0])
     }
 
     /// The tenant of a space.

@@ -1,7 +1,7 @@
 //! The state machine behind the lock: its parts, and the steps every operation is made of.
 
 use super::counters::{Counters, Tally, Totals};
-use super::index::{Fingerprint, Index};
+use super::index::Index;
 use super::room::WARM;
 use super::slab::{Slab, Slot, SlotRef, SlotState};
 use super::space::Spaces;
@@ -77,8 +77,14 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// One more lease on an object that is resident, or that is leased already.
+    /// A lease that counts as a use.
     pub(super) fn pin(&mut self, number: u32) -> SlotRef {
+        self.slab.at_mut(number).note_use();
+        self.hold(number)
+    }
+
+    /// One more lease on an object that is resident, or that is leased already.
+    pub(super) fn hold(&mut self, number: u32) -> SlotRef {
         let slot = self.slab.at_mut(number);
         let reference = SlotRef {
             slot: number,
@@ -116,8 +122,9 @@ impl<A: ExtentAllocator> State<A> {
         if slot.state() == SlotState::Resident {
             let bytes = slot.extent.len;
             self.leased.sub(bytes, &mut self.accounting_errors);
+            let was_used = self.slab.at_mut(number).take_use();
             let candidate = self.candidate(number, self.slab.at(number));
-            self.policy.insert(candidate);
+            self.policy.insert(candidate, was_used);
         } else {
             self.give_back(number);
         }
@@ -125,7 +132,12 @@ impl<A: ExtentAllocator> State<A> {
 
     /// Counts a use of a resident object.
     pub(super) fn touch(&mut self, number: u32) {
-        self.slab.at_mut(number).used_at = self.clock;
+        let slot = self.slab.at_mut(number);
+        slot.used_at = self.clock;
+        if slot.leases > 0 {
+            slot.note_use();
+            return;
+        }
         let candidate = self.candidate(number, self.slab.at(number));
         self.policy.touch(candidate);
     }
@@ -222,13 +234,14 @@ impl<A: ExtentAllocator> State<A> {
         if let Some(tenant) = self.spaces.tenants.get_mut(candidate.salt) {
             tenant.totals.committed.add(bytes);
         }
-        self.policy.admit(candidate, key.bits());
-        self.policy.insert(candidate);
+        let identity = self.spaces.identity(space, &hash);
+        self.policy.admit(candidate, identity);
+        self.policy.insert(candidate, false);
         Some((number, true))
     }
 
-    /// Takes a resident object out of the cache. Its memory goes now, or with its last lease. Gives its bytes and its key.
-    pub(super) fn take_out(&mut self, number: u32) -> (u64, Fingerprint) {
+    /// Takes a resident object out of the cache. Its memory goes now, or with its last lease. Gives its bytes.
+    pub(super) fn take_out(&mut self, number: u32) -> u64 {
         let slot = self.slab.at(number);
         let (space, bytes, leases) = (slot.space, slot.extent.len, slot.leases);
         let key = self.index.fingerprint(space, &slot.hash);
@@ -244,6 +257,6 @@ impl<A: ExtentAllocator> State<A> {
             self.account(space, bytes, SlotState::Resident, SlotState::Doomed);
             self.slab.at_mut(number).set_state(SlotState::Doomed);
         }
-        (bytes, key)
+        bytes
     }
 }

@@ -119,15 +119,15 @@ impl EvictionPolicy for Adaptive {
         }
     }
 
-    fn insert(&mut self, candidate: Candidate) {
-        match self.used(candidate.slot) {
-            Use::Never | Use::New => {
+    fn insert(&mut self, candidate: Candidate, was_used: bool) {
+        match (self.used(candidate.slot), was_used) {
+            (Use::Never | Use::New, _) | (Use::Once, false) => {
                 self.set(candidate.slot, Use::Once);
-                self.once.insert(candidate);
+                self.once.insert(candidate, was_used);
             }
-            Use::Returned | Use::Once | Use::Again => {
+            (Use::Returned | Use::Again, _) | (Use::Once, true) => {
                 self.set(candidate.slot, Use::Again);
-                self.again.insert(candidate);
+                self.again.insert(candidate, was_used);
             }
         }
     }
@@ -141,7 +141,7 @@ impl EvictionPolicy for Adaptive {
         let before = self.len();
         self.withdraw(candidate);
         if self.len() < before {
-            self.insert(candidate);
+            self.insert(candidate, true);
         }
     }
 

@@ -224,7 +224,7 @@ impl EvictionPolicy for IsolatedLru {
         super::EvictionKind::IsolatedLru.name()
     }
 
-    fn insert(&mut self, candidate: Candidate) {
+    fn insert(&mut self, candidate: Candidate, _: bool) {
         let Candidate { slot, salt } = candidate;
         while slot as usize / BLOCK >= self.links.len() {
             self.links.push(Box::new([OUTSIDE; BLOCK]));
@@ -364,7 +364,7 @@ mod tests {
     fn a_tenant_loses_its_own_oldest() {
         let mut policy = IsolatedLru::default();
         for (salt, slot) in [(0, 1), (1, 2), (0, 3), (1, 9000)] {
-            policy.insert(of(salt, slot));
+            policy.insert(of(salt, slot), false);
         }
         policy.touch(of(1, 2));
         assert_eq!(policy.victim_of(1), Some(9000));
@@ -376,12 +376,12 @@ mod tests {
     #[test]
     fn what_is_protected_is_named_for_its_tenant_only() {
         let mut policy = IsolatedLru::default();
-        policy.insert(of(0, 1));
+        policy.insert(of(0, 1), false);
         policy.protect(0, true);
-        policy.insert(of(0, 2));
+        policy.insert(of(0, 2), false);
         assert_eq!(policy.victim(), None);
         assert_eq!(policy.victim_of(0), Some(1));
-        policy.insert(of(1, 3));
+        policy.insert(of(1, 3), false);
         assert_eq!(policy.victim(), Some(3));
         policy.protect(0, false);
         assert_eq!(policy.victim(), Some(1));
@@ -392,7 +392,7 @@ mod tests {
     fn all_leave_in_the_end_however_many_tenants() {
         let mut policy = IsolatedLru::default();
         for slot in 0..1000 {
-            policy.insert(of(slot % 100, slot));
+            policy.insert(of(slot % 100, slot), false);
         }
         let left = drain(&mut policy, |slot| slot % 100);
         assert_eq!(left.len(), 1000);
@@ -414,7 +414,7 @@ mod tests {
                 let candidate = of(salt, salt * 40 + slot);
                 for policy in [&mut isolated as &mut dyn EvictionPolicy, &mut lru] {
                     match step {
-                        0 => policy.insert(candidate),
+                        0 => policy.insert(candidate, false),
                         1 => policy.withdraw(candidate),
                         _ => policy.touch(candidate),
                     }

@@ -82,7 +82,7 @@ impl EvictionPolicy for Lru {
         "LRU"
     }
 
-    fn insert(&mut self, candidate: Candidate) {
+    fn insert(&mut self, candidate: Candidate, _: bool) {
         let slot = candidate.slot;
         while slot as usize / BLOCK >= self.blocks.len() {
             let out = Link {
@@ -176,7 +176,7 @@ mod tests {
     fn the_oldest_leaves_first_and_a_touch_makes_young() {
         let mut lru = Lru::default();
         for slot in [3, 1, 9000] {
-            lru.insert(candidate(slot));
+            lru.insert(candidate(slot), false);
         }
         assert_eq!(lru.order().unwrap(), [3, 1, 9000]);
         lru.touch(candidate(3));
@@ -198,7 +198,7 @@ mod tests {
         lru.touch(candidate(5));
         assert!(lru.is_empty());
         assert_eq!(lru.victim(), None);
-        lru.insert(candidate(5));
+        lru.insert(candidate(5), false);
         lru.withdraw(candidate(5));
         lru.withdraw(candidate(5));
         assert!(lru.is_empty());

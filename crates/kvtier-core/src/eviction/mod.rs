@@ -30,8 +30,8 @@ pub struct Candidate {
 /// one or it disappears, so whatever [`victim`](Self::victim) names may leave at once. A slot is inserted at most
 /// once at a time. Objects of one batch are inserted and touched from the last chunk to the first.
 ///
-/// The implementer guarantees: no allocation per object beyond dense tables by slot, constant time a call, and no
-/// answer but an inserted slot.
+/// The implementer guarantees: no allocation per object beyond dense tables by slot and a bounded memory of keys
+/// that left, constant time a call, and no answer but an inserted slot.
 pub trait EvictionPolicy: Send + fmt::Debug {
     /// The policy's name in configuration.
     fn name(&self) -> &'static str;
@@ -48,8 +48,8 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     /// The object was withdrawn and left the cache to make room.
     fn evicted(&mut self, _candidate: Candidate, _key: u64) {}
 
-    /// The object may leave from now on and has just been used.
-    fn insert(&mut self, candidate: Candidate);
+    /// The object may leave from now on. `was_used`: somebody used it while it could not, other than by bringing it here.
+    fn insert(&mut self, candidate: Candidate, was_used: bool);
 
     /// The object may no longer be named: it is leased or gone. Does nothing for an object not inserted.
     fn withdraw(&mut self, candidate: Candidate);

@@ -15,7 +15,7 @@ impl EvictionPolicy for Noop {
         false
     }
 
-    fn insert(&mut self, _: Candidate) {}
+    fn insert(&mut self, _: Candidate, _: bool) {}
 
     fn withdraw(&mut self, _: Candidate) {}
 

@@ -268,7 +268,7 @@ impl L2 {
         space: &Space<'_>,
         hashes: &[ChunkHash],
     ) -> Option<(Vec<ChunkHash>, ReadLease<L1Allocator>)> {
-        if let Some(lease) = self.cache.pin(self.now(), space, hashes) {
+        if let Some(lease) = self.cache.hold(self.now(), space, hashes) {
             return (!hashes.is_empty()).then(|| (hashes.to_vec(), lease));
         }
         let resident = self.cache.contains(space, hashes);
@@ -278,7 +278,7 @@ impl L2 {
             .filter(|(_, resident)| *resident)
             .map(|(hash, _)| *hash)
             .collect();
-        let lease = self.cache.pin(self.now(), space, &left)?;
+        let lease = self.cache.hold(self.now(), space, &left)?;
         (!left.is_empty()).then_some((left, lease))
     }
 }

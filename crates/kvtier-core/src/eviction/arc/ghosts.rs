@@ -72,7 +72,7 @@ impl Ghosts {
             self.forget(self.key(oldest));
         }
         let number = self.take(key);
-        self.order.insert(candidate(number));
+        self.order.insert(candidate(number), false);
         let tag = key as u32;
         let table = &mut self.parts[part(key)];
         table.insert_unique(spread(tag), Entry { tag, number }, |entry| {

@@ -12,7 +12,7 @@ fn key(object: u32) -> u64 {
 
 fn store(policy: &mut Adaptive, slot: u32, object: u32) {
     policy.admit(of(slot), key(object));
-    policy.insert(of(slot));
+    policy.insert(of(slot), false);
 }
 
 fn evict(policy: &mut Adaptive, slot: u32, object: u32) {
@@ -70,12 +70,23 @@ fn the_end_of_a_lease_is_a_further_use() {
     // Leased: not in the order, so there is nothing to touch.
     policy.touch(of(1));
     assert_lists(&policy, &[0, 2], &[]);
-    policy.insert(of(1));
+    policy.insert(of(1), true);
     assert_lists(&policy, &[0, 2], &[1]);
     policy.touch(of(0));
     policy.withdraw(of(1));
-    policy.insert(of(1));
+    policy.insert(of(1), true);
     assert_lists(&policy, &[2], &[0, 1]);
+}
+
+#[test]
+fn a_lease_that_nobody_used_changes_nothing() {
+    let mut policy = stored(3);
+    policy.touch(of(2));
+    for slot in [1, 2] {
+        policy.withdraw(of(slot));
+        policy.insert(of(slot), false);
+    }
+    assert_lists(&policy, &[0, 1], &[2]);
 }
 
 #[test]
@@ -410,7 +421,7 @@ fn take_step(policy: &mut Adaptive, model: &mut Model, step: Step) {
         Step::Release(n) => {
             if let Some(slot) = nth(n).filter(|&slot| leased(model, slot)) {
                 model.use_again(slot);
-                policy.insert(of(slot));
+                policy.insert(of(slot), true);
             }
         }
         Step::Touch(n) => {
