@@ -36,6 +36,8 @@ pub struct Capabilities {
     pub delete: bool,
     /// Objects can be listed, hence also recovered after a restart.
     pub list: bool,
+    /// It is asked for loads only: nothing is stored, deleted, put aside or evicted.
+    pub read_only: bool,
     /// Other processes may store and delete there: what is not known may be there, what is known may be gone.
     pub shared: bool,
     /// Its loads compare bytes with a checksum that was stored with them. Without it a wrapper compares them, as far as it

@@ -35,6 +35,7 @@ pub(super) struct Base {
     lock: Mutex<Option<OwnedFd>>,
     written: AtomicU64,
     kept: AtomicUsize,
+    is_read_only: bool,
 }
 
 /// A file that is being written.
@@ -74,7 +75,29 @@ impl Base {
             writer,
             written: AtomicU64::new(0),
             kept: AtomicUsize::new(kept),
+            is_read_only: false,
         })
+    }
+
+    /// Opens a directory that is there, to write nothing in it.
+    pub(super) fn open_read_only(path: PathBuf) -> Result<Self, std::io::Error> {
+        let path = std::path::absolute(path)?;
+        let dir = rustix::fs::open(&path, DIR_FLAGS, Mode::empty())?;
+        rustix::fs::access(&path, Access::READ_OK | Access::EXEC_OK)?;
+        Ok(Self {
+            lock: Mutex::new(None),
+            path,
+            temporary: String::new(),
+            dir: RwLock::new(Arc::new(dir)),
+            writer: String::new(),
+            written: AtomicU64::new(0),
+            kept: AtomicUsize::new(0),
+            is_read_only: true,
+        })
+    }
+
+    pub(super) fn is_read_only(&self) -> bool {
+        self.is_read_only
     }
 
     pub(super) fn path(&self) -> &std::path::Path {
@@ -176,7 +199,9 @@ impl Base {
 
 impl Drop for Base {
     fn drop(&mut self) {
-        let _ = rustix::fs::unlinkat(&*self.dir(), &self.writer, AtFlags::empty());
+        if !self.is_read_only {
+            let _ = rustix::fs::unlinkat(&*self.dir(), &self.writer, AtFlags::empty());
+        }
     }
 }
 

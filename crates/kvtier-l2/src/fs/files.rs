@@ -225,6 +225,9 @@ impl Files {
     /// Takes a file out of the way that is not what it has to be, so that the next store can write it; the error to
     /// answer with.
     pub(super) fn put_aside(&self, dir: &OwnedFd, path: &str, seen: &Stat, why: &str) -> L2Error {
+        if self.base.is_read_only() {
+            return L2Error::new(ErrorKind::Corrupt, format!("{path:?} {why}"));
+        }
         match self.base.set_aside(dir, path, seen) {
             Ok(aside) => {
                 match aside {

@@ -86,7 +86,10 @@ impl FsAdapter {
                 format!("cannot open base_path {path}: {error}"),
             )
         };
-        let base = Base::open(options.base_path.clone(), &options.relative_tmp_dir);
+        let base = match options.read_only {
+            true => Base::open_read_only(options.base_path.clone()),
+            false => Base::open(options.base_path.clone(), &options.relative_tmp_dir),
+        };
         let base = base.map_err(failed)?;
         let files = Files {
             unnamed: Unnamed::probe(&base),
@@ -159,6 +162,10 @@ impl FsAdapter {
     }
 }
 
+fn read_only() -> L2Error {
+    L2Error::new(ErrorKind::Unsupported, "the tier is read_only")
+}
+
 fn not_done() -> L2Error {
     L2Error::new(
         ErrorKind::Unavailable,
@@ -176,11 +183,15 @@ impl Adapter for FsAdapter {
             delete: true,
             list: true,
             shared: true,
+            read_only: self.files.base.is_read_only(),
             verifies: true,
         }
     }
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        if self.files.base.is_read_only() {
+            return Box::pin(async move { batch.iter().map(|_| Err(read_only())).collect() });
+        }
         let is_failing = Arc::clone(&self.is_failing);
         Box::pin(self.each(Lane::Store, batch, (1, 16), move |files, items| {
             let (look, mut scratch) = (files.look(), Scratch::default());
@@ -226,6 +237,9 @@ impl Adapter for FsAdapter {
     }
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        if self.files.base.is_read_only() {
+            return Box::pin(async move { keys.iter().map(|_| Err(read_only())).collect() });
+        }
         Box::pin(self.each(Lane::Read, keys, (8, 64), |files, keys| {
             keys.iter().map(|key| files.delete(key)).collect()
         }))
@@ -277,6 +291,9 @@ impl Adapter for FsAdapter {
                 return Err(L2Error::new(ErrorKind::Unavailable, message));
             }
             self.files.others.set(other_shape, other_layout);
+            if self.files.base.is_read_only() {
+                return Ok(recovered);
+            }
             let files = Arc::clone(&self.files);
             let removed = self.pool.run(Lane::Read, move || {
                 let inside = files.base.temporary();
@@ -310,6 +327,7 @@ impl Adapter for FsAdapter {
             "is_healthy": !self.pool.is_closed() && !self.is_failing.load(Ordering::Relaxed),
             "type": self.kind,
             "base_path": files.base.path().to_string_lossy(),
+            "read_only": files.base.is_read_only(),
             "use_odirect": files.direct,
             "num_workers": self.workers,
             "layout": files.layout.name(),

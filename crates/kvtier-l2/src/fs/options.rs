@@ -45,6 +45,8 @@ pub struct FsOptions {
     pub fsync: Fsync,
     /// Files without a checksum are taken for none.
     pub require_checksum: bool,
+    /// Nothing is written there.
+    pub read_only: bool,
 }
 
 impl FsOptions {
@@ -60,6 +62,7 @@ impl FsOptions {
             names: KeyShape::Grouped,
             fsync: Fsync::Never,
             require_checksum: false,
+            read_only: false,
         }
     }
 
@@ -85,6 +88,7 @@ impl FsOptions {
                 _ => Fsync::Never,
             },
             require_checksum: config.guards.require_checksum,
+            read_only: options.get("read_only"),
         }
     }
 }
@@ -136,6 +140,10 @@ const KEYS: &[Key] = &[
         "What is surely on the disk once it is stored; a file that is not is found out by its checksum",
     )
     .or(Fallback::Text("never")),
+    Key::switch(
+        "read_only",
+        "Only load: the directory has to be there, and nothing is stored, deleted, put aside or evicted",
+    ),
     Key::of(
         "io_engine",
         Shape::OneOf(&["auto", "posix"]),

@@ -37,7 +37,7 @@ impl Unnamed {
     pub(super) fn probe(base: &Base) -> Self {
         let dir = base.dir();
         let is_local = rustix::fs::fstatfs(&*dir).is_ok_and(|stat| LOCAL.contains(&stat.f_type));
-        if !is_local {
+        if !is_local || base.is_read_only() {
             return Self(AtomicU8::new(NONE));
         }
         let unnamed = Self(AtomicU8::new(NONE));

@@ -110,6 +110,9 @@ impl Tier {
 
     /// Whether there was anything to delete.
     async fn delete_some(&self) -> Result<bool, L2Error> {
+        if self.is_read_only() {
+            return Ok(false);
+        }
         let Some(deletes) = self.condemned.delete(&self.adapter, SLICE).await else {
             return Ok(false);
         };

@@ -150,7 +150,12 @@ fn key_of(object: &ResidentObject) -> Option<ObjectKey> {
 
 impl Tier {
     /// An adapter with an empty index; [`Tier::recover`] fills it.
-    pub fn new(adapter: Arc<dyn Adapter>, config: TierConfig) -> Self {
+    pub fn new(adapter: Arc<dyn Adapter>, mut config: TierConfig) -> Self {
+        if adapter.capabilities().read_only {
+            // What others keep there is not ours to bound.
+            (config.capacity_bytes, config.eviction) = (None, None);
+            config.quota_default = None;
+        }
         let eviction = config.eviction.unwrap_or_default();
         let index = Cache::new(
             Budget::new(config.capacity_bytes),
@@ -196,6 +201,11 @@ impl Tier {
     /// The adapter inside.
     pub fn adapter(&self) -> &Arc<dyn Adapter> {
         &self.adapter
+    }
+
+    /// Whether it is only loaded from.
+    pub fn is_read_only(&self) -> bool {
+        self.adapter.capabilities().read_only
     }
 
     /// How it was set up.
@@ -345,6 +355,9 @@ impl Tier {
     /// Deletes objects; one result each. What is being read stays, unless `force` is given: then whoever reads it finds
     /// it gone.
     pub async fn delete(&self, keys: Vec<ObjectKey>, force: bool) -> Vec<Result<Deleted, L2Error>> {
+        if self.is_read_only() {
+            return keys.iter().map(|_| Err(self.read_only())).collect();
+        }
         let mut marked = self.condemned.mark(&keys);
         let remove = |key| {
             let was = self.index.remove(&space(key), &[key.chunk_hash()], force);
@@ -384,6 +397,11 @@ impl Tier {
             }
         };
         keys.iter().zip(removed).map(outcome).collect()
+    }
+
+    fn read_only(&self) -> L2Error {
+        let message = format!("{} is read_only", self.name());
+        L2Error::new(ErrorKind::Unsupported, message)
     }
 
     /// A part of what the backend holds. See [`Adapter::list`].

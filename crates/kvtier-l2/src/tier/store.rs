@@ -88,6 +88,9 @@ impl Tier {
     /// A bounded tier waits until it knows what it held before the start. What is not answered in time counts, as it may
     /// be there; nobody is told that it is before the backend has said so.
     pub async fn store(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+        if self.is_read_only() {
+            return batch.iter().map(|_| Err(self.read_only())).collect();
+        }
         let mut results: Vec<Option<Result<Stored, L2Error>>> = vec![None; batch.len()];
         match self.room().await {
             Ok(room) => self.store_into(batch, room, &mut results).await,

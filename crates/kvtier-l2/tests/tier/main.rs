@@ -518,3 +518,39 @@ async fn what_was_used_during_the_recovery_stays_before_what_was_not() {
     assert_eq!(memory.bytes(), 2 * SIZE);
     assert_books(&tier, &memory);
 }
+
+#[tokio::test]
+async fn a_tier_that_is_only_read_changes_nothing() {
+    let memory = Memory {
+        read_only: true,
+        shared: true,
+        recovery: Some(Semaphore::new(1)),
+        ..Memory::default()
+    };
+    let (memory, bytes) = (Arc::new(memory), Bytes::new());
+    for number in 1..=4 {
+        memory.put(&key(number, "t"), LEN as usize, number.into());
+    }
+    let eviction = Some(TierEviction::default());
+    // A capacity of less than there is.
+    let tier = tier_with(&memory, Some(1), eviction, 0);
+    tier.recover(&AtomicBool::new(false)).await;
+    tier.evict().await;
+    let unsupported = Err(ErrorKind::Unsupported);
+    assert_eq!(store(&tier, &bytes, [9]).await, [unsupported]);
+    let deleted = tier.delete(vec![key(1, "t")], true).await;
+    assert_eq!(
+        deleted[0].as_ref().unwrap_err().kind(),
+        ErrorKind::Unsupported
+    );
+    for number in 1..=4 {
+        let found = tier.lookup(vec![spec(&key(number, "t"), LEN)]).await;
+        assert!(found.unwrap()[0].is_some());
+        let loaded = tier.load(vec![bytes.to_load(&key(number, "t"), LEN)]).await;
+        assert!(loaded[0].is_ok());
+    }
+    assert_eq!(memory.bytes(), 4 * SIZE);
+    assert_eq!(memory.stores.load(Ordering::Relaxed), 0);
+    assert!(memory.deleted.lock().is_empty());
+    assert_eq!(tier.last_store_error(), None);
+}

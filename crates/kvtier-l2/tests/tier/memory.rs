@@ -42,6 +42,7 @@ pub struct Memory {
     pub lookups: AtomicU64,
     pub stores: AtomicU64,
     pub shared: bool,
+    pub read_only: bool,
     /// Permits to end `recover`; none at first.
     pub recovery: Option<Semaphore>,
     /// How each `recover` fails when it has told what is there; `None` is a panic.
@@ -97,6 +98,7 @@ impl Adapter for Memory {
             list: self.recovery.is_some(),
             shared: self.shared,
             verifies: true,
+            read_only: self.read_only,
         }
     }
 

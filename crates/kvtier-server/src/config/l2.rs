@@ -86,12 +86,24 @@ impl L2Config {
     pub fn obstacle(&self) -> Option<String> {
         self.adapters.iter().find_map(|adapter| {
             let path = base_path(adapter)?;
+            if is_read_only(adapter) {
+                let is_good = path.is_dir() && access(&path, Access::READ_OK | Access::EXEC_OK).is_ok();
+                return (!is_good).then(|| {
+                    format!(
+                        "--l2-adapter: type {:?}: base_path {} cannot be used: with read_only it has to be a directory that \
+                         is there and can be read",
+                        adapter.kind,
+                        path.display()
+                    )
+                });
+            }
             let there = path.ancestors().find(|part| part.exists());
             let there = there.unwrap_or(Path::new("/"));
             let is_good = there.is_dir() && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok();
             (!is_good).then(|| {
                 format!(
-                    "--l2-adapter: type {:?}: base_path {} cannot be used: {} is no directory that can be written to",
+                    "--l2-adapter: type {:?}: base_path {} cannot be used: {} is no directory that can be written to; \
+                     read_only has it only read",
                     adapter.kind,
                     path.display(),
                     there.display()
@@ -149,6 +161,13 @@ fn base_path(adapter: &AdapterConfig) -> Option<PathBuf> {
         return base_path(adapter.options.find("inner")?);
     };
     Some(std::path::absolute(path).unwrap_or_else(|_| path.into()))
+}
+
+fn is_read_only(adapter: &AdapterConfig) -> bool {
+    match adapter.options.find::<&AdapterConfig>("inner") {
+        Some(inner) => is_read_only(inner),
+        None => adapter.options.find("read_only").unwrap_or(false),
+    }
 }
 
 /// Two tiers would evict and count each other's objects in one directory, and hold each object once.

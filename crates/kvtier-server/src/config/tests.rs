@@ -226,6 +226,32 @@ fn the_file_has_the_same_keys_and_the_command_line_wins() {
 }
 
 #[test]
+fn a_directory_that_is_only_read_has_to_be_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let obstacle = |path: &str, read_only: bool| {
+        let path = dir.path().join(path);
+        let fs = format!(r#"{{"type":"fs","base_path":{path:?},"read_only":{read_only}}}"#);
+        for tier in [
+            fs.clone(),
+            format!(r#"{{"type":"fault_inject","inner":{fs}}}"#),
+        ] {
+            let config = ServerConfig::from_flags(&["--l2-adapter", &tier]).unwrap();
+            if let Some(line) = config.l2.unwrap().obstacle() {
+                return Some(line);
+            }
+        }
+        None
+    };
+    assert_eq!(obstacle("", true), None);
+    assert_eq!(obstacle("absent", false), None);
+    let line = obstacle("absent", true).unwrap();
+    assert!(
+        line.contains("absent") && line.contains("read_only"),
+        "{line}"
+    );
+}
+
+#[test]
 fn tiers_have_directories_of_their_own() {
     let dir = tempfile::tempdir().unwrap();
     let inside = |name: &str| dir.path().join(name).display().to_string();

@@ -72,6 +72,7 @@ impl L2 {
             objects: stats.objects,
             is_full: tier.is_full(),
             is_recovering: tier.is_recovering(),
+            is_read_only: tier.is_read_only(),
             queued_objects: stores.queued_objects,
             queued_bytes: stores.queued_bytes,
             dropped_objects: stores.dropped_objects,

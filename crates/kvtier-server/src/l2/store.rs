@@ -47,7 +47,8 @@ struct Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let Some(l2) = self.l2.upgrade() else { return };
-        if l2.config.store_policy == StorePolicy::SkipL1 && *self.complete.get_mut() == self.tiers {
+        let is_complete = self.tiers > 0 && *self.complete.get_mut() == self.tiers;
+        if l2.config.store_policy == StorePolicy::SkipL1 && is_complete {
             let Objects { space, hashes } = &*self.objects;
             l2.cache.remove(&space.as_space(), hashes, false);
         }
@@ -233,8 +234,12 @@ impl L2 {
             hashes,
         });
         let lease = Arc::new(lease);
-        let holds: Vec<_> = (0..self.tiers.len())
-            .filter_map(|tier| {
+        let written = || {
+            let tiers = self.tiers.iter().enumerate();
+            tiers.filter(|(_, tier)| !tier.is_read_only())
+        };
+        let holds: Vec<_> = written()
+            .filter_map(|(tier, _)| {
                 let ticket = self.stores.admit(tier, number, bytes)?;
                 Some((tier, admission.hold(self, tier, &objects, &lease, ticket)))
             })
@@ -243,7 +248,7 @@ impl L2 {
         let shared = Arc::new(Shared {
             l2: Arc::downgrade(self),
             complete: AtomicU64::new(0),
-            tiers: self.tiers.len() as u64,
+            tiers: written().count() as u64,
             objects: Arc::clone(&objects),
         });
         for (tier, hold) in holds {

@@ -41,6 +41,7 @@ enum Load {
 struct Scripted {
     load: Load,
     value: u8,
+    read_only: bool,
     kept: Mutex<Vec<Buffer>>,
     gate: Semaphore,
     /// Stores that were begun, and what is there of them.
@@ -50,14 +51,19 @@ struct Scripted {
 
 impl Scripted {
     fn new(load: Load, value: u8) -> Arc<Self> {
-        Arc::new(Self {
+        Arc::new(Self::of(load, value))
+    }
+
+    fn of(load: Load, value: u8) -> Self {
+        Self {
             load,
             value,
+            read_only: false,
             kept: Mutex::default(),
             gate: Semaphore::new(0),
             begun: Mutex::default(),
             stored: Mutex::default(),
-        })
+        }
     }
 
     fn fill(&self, buffer: &Buffer) {
@@ -74,6 +80,7 @@ impl Adapter for Scripted {
     fn capabilities(&self) -> Capabilities {
         Capabilities {
             shared: true,
+            read_only: self.read_only,
             ..Capabilities::default()
         }
     }
@@ -356,6 +363,32 @@ fn what_was_stored_too_late_does_not_leave_l1() {
         assert_eq!(late.begun.lock().len(), round);
         assert!(bed.cache.contains(&space, &[ChunkHash([1; 32])])[0]);
     }
+}
+
+#[test]
+fn nothing_is_stored_in_a_tier_that_is_only_read_nor_leaves_l1_for_it() {
+    let policy = StorePolicy::SkipL1;
+    let read_only = || {
+        Arc::new(Scripted {
+            read_only: true,
+            ..Scripted::of(Load::Right, 1)
+        })
+    };
+    let alone = bed_with(&[read_only()], Duration::from_secs(60), policy);
+    alone.store([1, 2]);
+    assert_eq!(alone.l2.store_counts().queued_bytes, 0);
+    assert_eq!(alone.cache.stats().objects, 2);
+    let (none, all) = (read_only(), Scripted::new(Load::Right, 1));
+    let both = [Arc::clone(&none), Arc::clone(&all)];
+    let beside = bed_with(&both, Duration::from_secs(60), policy);
+    beside.store([1, 2]);
+    beside.settle();
+    assert_eq!((none.begun.lock().len(), all.begun.lock().len()), (0, 2));
+    while beside.cache.stats().objects > 0 {
+        std::thread::yield_now();
+    }
+    let tiers = beside.l2.readings();
+    assert!(tiers[0].is_read_only && !tiers[1].is_read_only);
 }
 
 #[test]

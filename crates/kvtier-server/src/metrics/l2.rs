@@ -87,6 +87,8 @@ pub struct TierReadings {
     pub objects: u64,
     /// It had no room at the last store.
     pub is_full: bool,
+    /// It is only loaded from.
+    pub is_read_only: bool,
     /// It does not know yet what it held before the start.
     pub is_recovering: bool,
     /// Objects that wait to be stored there, or are being stored.
@@ -483,13 +485,15 @@ impl L2Metrics {
     /// Takes over what the tiers count.
     pub(super) fn read(&self, readings: &Readings) {
         let adapters = readings.tiers.len() as u64;
-        for (state, number) in [("active", adapters), ("draining", 0)] {
+        let read_only = readings.tiers.iter().filter(|tier| tier.is_read_only);
+        let stored_to = adapters - read_only.count() as u64;
+        for (state, stored_to, asked) in [("active", stored_to, adapters), ("draining", 0, 0)] {
             let labels = StoreAdaptersLabels {
                 l1_tag: "_default",
                 state,
             };
-            set(&self.store_adapters, &labels, number);
-            set(&self.prefetch_adapters, &AdaptersLabels { state }, number);
+            set(&self.store_adapters, &labels, stored_to);
+            set(&self.prefetch_adapters, &AdaptersLabels { state }, asked);
         }
         if adapters == 0 {
             return;

@@ -271,9 +271,12 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
             names: KeyShape::Ungrouped,
             fsync: Fsync::FileAndDir,
             require_checksum: true,
+            read_only: false,
         };
         assert_eq!(FsOptions::of(&config), expected);
         assert_eq!(config.options.gib("max_capacity_gb"), 3 << 29);
+        let read_only = given(kind, r#","read_only":true"#).unwrap();
+        assert!(FsOptions::of(&read_only).read_only);
         let adapter = registry.open(&config).unwrap();
         assert_eq!(adapter.kind(), kind);
         assert!(dir.path().join(kind).join("a/b").is_dir());

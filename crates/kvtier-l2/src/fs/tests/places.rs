@@ -315,3 +315,40 @@ fn the_directory_of_what_is_being_written_is_no_link() {
         );
     }
 }
+
+#[test]
+fn a_directory_that_is_only_read_stays_as_it_is() {
+    let mut fixture = Fixture::new();
+    for number in 1..=3 {
+        fixture.store(&object(number)).unwrap();
+    }
+    std::fs::write(fixture.path(&object(2)), "damaged").unwrap();
+    let leftover = fixture.base().join(".kvtier-tmp-0-1");
+    let old = std::time::SystemTime::UNIX_EPOCH;
+    let file = std::fs::File::create(&leftover).unwrap();
+    file.set_modified(old).unwrap();
+    let mut options = fixture.options.clone();
+    options.read_only = true;
+    let writable = std::mem::replace(
+        &mut fixture.adapter,
+        FsAdapter::open("fs", &options).unwrap(),
+    );
+    drop(writable);
+    let before = names_in(fixture.base());
+    assert!(fixture.has(&object(1)));
+    assert_eq!(fixture.load(&object(1)), Ok(true));
+    assert_eq!(fixture.load(&object(2)), Err(ErrorKind::Corrupt));
+    assert_eq!(fixture.store(&object(4)), Err(ErrorKind::Unsupported));
+    let deleted = block_on(fixture.adapter.delete(vec![object(1).key]));
+    assert_eq!(
+        deleted[0].as_ref().unwrap_err().kind(),
+        ErrorKind::Unsupported
+    );
+    assert_eq!(fixture.recover().1.objects, 3);
+    drop(FsAdapter::open("fs", &options).unwrap());
+    assert_eq!(names_in(fixture.base()), before);
+    // It is not made either.
+    options.base_path = fixture.base().join("absent");
+    assert!(FsAdapter::open("fs", &options).is_err());
+    assert!(!options.base_path.exists());
+}
