@@ -130,7 +130,7 @@ class WorkerAdapter:
         self.counters = Counters()
         self._worker: Worker | None = None
         self._storages: Storages | None = None
-        self._on_cuda = False
+        self.on_cuda = False
         self._owner = os.getpid()
         self._next = 0
         self._parts: dict[int, _Transfer] = {}
@@ -201,10 +201,10 @@ class WorkerAdapter:
             for number, group in enumerate(groups)
         ]
         tensors = list(kv_caches.values())
-        self._on_cuda = any(tensor.is_cuda for tensor in tensors)
+        self.on_cuda = any(tensor.is_cuda for tensor in tensors)
         mode = self.mode
         if mode == "auto":
-            simple = len(described) == 1 and groups[0].sliding_window < 0 and not self._on_cuda
+            simple = len(described) == 1 and groups[0].sliding_window < 0 and not self.on_cuda
             mode = "engine_driven" if simple else "lmcache_driven"
         storages = Storages(shared=mode == "lmcache_driven")
         try:
@@ -414,7 +414,7 @@ class WorkerAdapter:
             transfer.parts -= 1
             if error is not None:
                 transfer.errors.append(error)
-            elif self._on_cuda and event and event != _NO_EVENT:
+            elif self.on_cuda and event and event != _NO_EVENT:
                 transfer.event = event
             if transfer.parts == 0:
                 self._settle(transfer)

@@ -1,0 +1,250 @@
+"""The connector as vLLM sees it: one object in the scheduler's process and one in each worker's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from ..operation import LoadStoreOp
+from ..worker import Group, WorkerAdapter
+from .metadata import StepMetadata, WorkerReport
+from .metrics import KvTierPromMetrics, KvTierStats
+from .options import Identity, Options
+from .scheduling import Scheduling
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+# Kinds of vLLM's caches whose blocks hold the KV of their tokens, and stay as they are once they are full.
+_SERVED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
+
+
+def _groups(kv_cache_config: KVCacheConfig) -> list[Group]:
+    """vLLM's groups of layers; ValueError for kinds of cache that cannot be served."""
+    groups = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        several = getattr(spec, "kv_cache_specs", None)
+        kinds = {type(each).__name__ for each in (several.values() if several else [spec])}
+        if not kinds.issubset(_SERVED):
+            raise ValueError(
+                f"KvTierConnector serves {', '.join(_SERVED)}; {group.layer_names[0]} has {', '.join(sorted(kinds))}"
+            )
+        # A full-attention spec may name a window, too, but keeps all blocks.
+        window = spec.sliding_window if all(kind.startswith("SlidingWindow") for kind in kinds) else -1
+        groups.append(Group(list(group.layer_names), spec.block_size, window))
+    return groups
+
+
+class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV of prompts in a kvtier server, and takes it from there instead of computing it.
+
+    Loads are asynchronous: a request that waits for one delays no other. The server may be slow, hang, end or return
+    as another one at any time: then requests are computed, within ``kvtier.timeout``.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        self._options = Options.read(transfer.kv_connector_extra_config or {})
+        self._groups = _groups(kv_cache_config)
+        self._is_multi_group = len(self._groups) > 1
+        self._scheduling: Scheduling | None = None
+        self._adapter: WorkerAdapter | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            if self._options.recompute_failed_loads:
+                transfer.kv_load_failure_policy = "recompute"
+            sizes = [group.block_tokens for group in self._groups]
+            self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, sizes)
+        else:
+            self._adapter = self._connect_worker(vllm_config)
+
+    def _connect_worker(self, vllm_config: VllmConfig) -> WorkerAdapter:
+        identity = Identity.of(vllm_config, vllm_config.parallel_config.rank)
+        adapter = WorkerAdapter(
+            self._options.url,
+            identity.model_name,
+            block_tokens=max(group.block_tokens for group in self._groups),
+            world_size=identity.world_size,
+            worker_id=identity.worker_id,
+            num_kv_readers=identity.num_kv_readers,
+            is_writer=identity.is_writer,
+            mode=self._options.transfer_mode,
+            timeout=self._options.timeout,
+            heartbeat=self._options.heartbeat,
+        )
+        adapter.on_health(lambda state: logger.warning("kvtier server %s: %s", self._options.url, state))
+        return adapter
+
+    @property
+    def _worker(self) -> WorkerAdapter:
+        assert self._adapter is not None, "a worker's method was called in the scheduler's process"
+        return self._adapter
+
+    @property
+    def _scheduler(self) -> Scheduling:
+        assert self._scheduling is not None, "a scheduler's method was called in a worker's process"
+        return self._scheduling
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what was not stored is computed again."""
+        return False
+
+    # -- worker ------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Tell the server about the KV tensors."""
+        layout = getattr(self._kv_cache_config, "kv_cache_layout", None)
+        if layout is None:
+            from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+            layout = get_kv_cache_layout()
+        self._worker.register_kv_caches(kv_caches, self._groups, str(layout))
+
+    def _step(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+    def _event(self) -> Any:
+        """A device event behind what the engine has queued so far; None on CPU, where it has run."""
+        if not self._worker.on_cuda:
+            return None
+        import torch
+
+        event = torch.cuda.Event(interprocess=True)
+        event.record()
+        return event
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start this step's loads, which the step does not wait for."""
+        loads = self._step().loads
+        event = self._event() if loads else None
+        for move in loads:
+            op = LoadStoreOp(
+                move.block_ids, prompt=move.prompt, start=move.start, end=move.end, skip_first_n_tokens=move.skip
+            )
+            self._worker.submit_retrieve_request(move.request_id, op, event, move.salt)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no step reads what is being loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole chunks of all layers are stored behind the step."""
+
+    def wait_for_save(self) -> None:
+        """Start this step's stores. Their blocks stay with their requests until they have ended."""
+        stores = self._step().stores
+        event = self._event() if stores else None
+        for move in stores:
+            op = LoadStoreOp(move.block_ids, prompt=move.prompt, start=move.start, end=move.end)
+            tag = move.number if move.number >= 0 else None
+            self._worker.submit_store_request(move.request_id, op, event, move.salt, tag=tag)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Blocks of preempted requests are overwritten behind this: no store may read them then."""
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        if kv_connector_metadata.preempted:
+            self._worker.wait_for_stores(kv_connector_metadata.preempted)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(requests whose blocks no store reads any more, requests whose load has ended)."""
+        return self._worker.get_finished(self._step().held)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same with failed loads by request, for models with several groups of layers."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._is_multi_group:
+            results.failed_recving = self._worker.get_failed_request_ids()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose load has failed; vLLM computes them."""
+        blocks = self._worker.get_block_ids_with_load_errors()
+        return set() if self._is_multi_group else blocks
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Which stores have succeeded, if the scheduler wants to know."""
+        report = WorkerReport()
+        report.stored.update(self._worker.take_completed_tags())
+        return report if report.stored else None
+
+    def get_kv_connector_stats(self) -> KvTierStats | None:
+        """Numbers since the last step."""
+        if self._scheduling is not None:
+            return self._scheduling.take_stats()
+        stats = KvTierStats()
+        stats.add(**vars(self._worker.take_counters()))
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        """Let transfers end, and disconnect."""
+        if self._adapter is not None:
+            self._adapter.shutdown()
+        if self._scheduling is not None:
+            self._scheduling.adapter.shutdown()
+
+    # -- scheduler ---------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Cached tokens beyond vLLM's own; None while that is being found out."""
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has got blocks."""
+        self._scheduler.allocated(request, blocks.get_block_ids() or (), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """The workers' part of a step."""
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers reported."""
+        self._scheduler.answered(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether its blocks must wait for stores."""
+        return self._scheduler.finished(request), None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether its blocks must wait for stores."""
+        return self._scheduler.finished(request), None
+
+    def take_events(self) -> Iterable[Any]:
+        """What was stored since the last call, if vLLM publishes such events."""
+        return self._scheduler.take_events()
+
+    def reset_cache(self) -> bool | None:
+        """Empty the server's memory but for what is held; see the option ``kvtier.reset_server``."""
+        return self._scheduler.reset_cache()
+
+    # -- class ------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvTierStats:
+        """Numbers that came from another process."""
+        return KvTierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KvTierPromMetrics:
+        """The connector's Prometheus metrics."""
+        return KvTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

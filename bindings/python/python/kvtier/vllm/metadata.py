@@ -1,0 +1,54 @@
+"""What the scheduler's connector and the workers' tell each other in each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from .._native import Prompt
+
+
+@dataclass
+class Move:
+    """A load or a store of one request."""
+
+    request_id: str
+    prompt: Prompt
+    start: int
+    end: int
+    block_ids: list[list[int]]
+    salt: str
+    skip: int = 0
+    number: int = -1
+    """Of a store, when the scheduler wants to know that it succeeded."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """From the scheduler to every worker."""
+
+    loads: list[Move] = field(default_factory=list)
+    stores: list[Move] = field(default_factory=list)
+    preempted: set[str] = field(default_factory=set)
+    """Their blocks are about to be given to others."""
+
+    held: set[str] = field(default_factory=set)
+    """Finished requests whose blocks wait for the workers' word that no store reads them."""
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler."""
+
+    stored: Counter[int] = field(default_factory=Counter)
+    """Number of a store -> workers that have stored their piece."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Of several workers."""
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.stored + other.stored)

@@ -1,0 +1,79 @@
+"""The connector's numbers in vLLM's log and Prometheus metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+COUNTERS = {
+    "lookups": "Lookups whose result was used",
+    "hit_tokens": "Tokens that lookups found cached",
+    "failed_lookups": "Lookups that failed or were not answered in time",
+    "stores": "Stores that succeeded, counted by every worker",
+    "failed_stores": "Stores that failed, or were left out while the server was away",
+    "stored_tokens": "Tokens of successful stores",
+    "store_seconds": "Seconds from submission to end of successful stores",
+    "retrieves": "Retrieves that succeeded, counted by every worker",
+    "failed_retrieves": "Retrieves that failed; vLLM computes their tokens",
+    "retrieved_tokens": "Tokens of successful retrieves",
+    "retrieve_seconds": "Seconds from submission to end of successful retrieves",
+}
+
+
+@dataclass
+class KvTierStats(KVConnectorStats):
+    """Sums since the last step that had any."""
+
+    def reset(self) -> None:
+        """Start again at 0."""
+        self.data = {}
+
+    def add(self, **counts: float) -> None:
+        """Count."""
+        for name, count in counts.items():
+            if count:
+                self.data[name] = self.data.get(name, 0) + count
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Sum with another's."""
+        self.add(**other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line."""
+        reduced = {name: round(count, 3) for name, count in self.data.items()}
+        for kind in ("store", "retrieve"):
+            count, seconds = self.data.get(f"{kind}s", 0), reduced.pop(f"{kind}_seconds", 0)
+            if count:
+                reduced[f"{kind}_mean_ms"] = round(1000 * seconds / count, 1)
+        return reduced
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class KvTierPromMetrics(KVConnectorPromMetrics):
+    """One counter for each name, ``vllm:kvtier_<name>``."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._by_engine: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        for name, text in COUNTERS.items():
+            counter = self._counter_cls(
+                name=f"vllm:kvtier_{name}", documentation=f"KvTierConnector: {text}.", labelnames=labelnames
+            )
+            for engine, values in per_engine_labelvalues.items():
+                self._by_engine[engine][name] = counter.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Count what one step reported."""
+        for name, count in transfer_stats_data.items():
+            counter = self._by_engine[engine_idx].get(name)
+            if counter is not None:
+                counter.inc(count)

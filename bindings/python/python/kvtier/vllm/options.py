@@ -1,0 +1,123 @@
+"""What ``kv_connector_extra_config`` may say, and who this process is among the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..connecting import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT
+from ..worker import TRANSFER_MODES
+
+PREFIX = "kvtier."
+KEY_MODES = ("tokens", "block_hashes")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options with their defaults; each is written with ``kvtier.`` before it."""
+
+    url: str = "tcp://localhost:5555"
+    """The server's address."""
+
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds a lookup, a store or a retrieve may take; behind that the engine computes."""
+
+    heartbeat: float = DEFAULT_HEARTBEAT
+    """Seconds between two heartbeats."""
+
+    transfer_mode: str = "auto"
+    """``engine_driven``, ``lmcache_driven`` or ``auto``; see :class:`kvtier.WorkerAdapter`."""
+
+    key_mode: str = "tokens"
+    """What identifies a prefix: its ``tokens`` (hashed by the server, so all engines share it), or vLLM's
+    ``block_hashes`` (shared by engines with the same hash algorithm, seed and block size)."""
+
+    save_decode: bool = False
+    """Whether generated tokens are stored, too, once they fill chunks."""
+
+    recompute_failed_loads: bool = True
+    """Whether vLLM computes what could not be loaded. False leaves vLLM's kv_load_failure_policy as it is, whose
+    default fails the request."""
+
+    reset_server: bool = True
+    """Whether resetting vLLM's prefix cache with its connector also empties the server's memory."""
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> Options:
+        """From the extra configuration; keys of other connectors are left alone.
+
+        Raises:
+            ValueError: an unknown option, or a value that is not allowed; the message says what is.
+        """
+        given: dict[str, Any] = {}
+        known = {field.name: field for field in fields(cls)}
+        for key, value in extra.items():
+            if not key.startswith(PREFIX):
+                continue
+            name = key.removeprefix(PREFIX)
+            if name not in known:
+                raise ValueError(f"{key}: no such option; there are {', '.join(PREFIX + each for each in known)}")
+            given[name] = _checked(key, value, getattr(cls, name))
+        options = cls(**given)
+        for name, allowed in (("transfer_mode", TRANSFER_MODES), ("key_mode", KEY_MODES)):
+            if getattr(options, name) not in allowed:
+                raise ValueError(f"{PREFIX}{name}: {getattr(options, name)!r}; allowed are {', '.join(allowed)}")
+        for name in ("timeout", "heartbeat"):
+            if not getattr(options, name) > 0:
+                raise ValueError(f"{PREFIX}{name}: {getattr(options, name)}; a positive number of seconds is needed")
+        return options
+
+
+def _checked(key: str, value: Any, default: Any) -> Any:
+    """The value in the default's type."""
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        raise ValueError(f"{key}: {value!r}; allowed are true and false")
+    if isinstance(default, float):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{key}: {value!r}; a number is needed") from None
+    if not isinstance(value, str):
+        raise ValueError(f"{key}: {value!r}; a text is needed")
+    return value
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which piece of which model's KV this process has."""
+
+    model_name: str
+    world_size: int
+    worker_id: int
+    num_kv_readers: int
+    is_writer: bool
+
+    @classmethod
+    def of(cls, vllm_config: Any, rank: int | None = None) -> Identity:
+        """Of one rank; a scheduler's is that of rank 0.
+
+        With MLA all tensor-parallel ranks have the same KV: there is one piece for each stage of the pipeline, and the
+        first of its ranks stores it. Otherwise each rank has a piece of its own.
+
+        Raises:
+            ValueError: parallelism that cannot be served.
+        """
+        parallel, model = vllm_config.parallel_config, vllm_config.model_config
+        if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+            raise ValueError("decode_context_parallel_size: KvTierConnector serves 1 only")
+        if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+            raise ValueError("prefill_context_parallel_size: KvTierConnector serves 1 only")
+        rank = 0 if rank is None else rank
+        tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        name = model.model
+        if stages > 1:
+            # The same number of pieces, cut another way.
+            name += f"#pp{stages}"
+        if model.use_mla:
+            return cls(name, stages, rank // tensor, tensor, rank % tensor == 0)
+        return cls(name, tensor * stages, rank, 1, True)

@@ -1,0 +1,116 @@
+"""What the scheduler's side knows of each request, and the prompt as a key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._native import Prompt
+from ..scheduler import SchedulerAdapter
+
+
+@dataclass
+class Tracked:
+    """A request under way."""
+
+    request: Any
+    salt: str
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Blocks of each group, from the prompt's start."""
+
+    cached_tokens: int = 0
+    """What the lookup found, in tokens from the prompt's start."""
+
+    local_tokens: int = 0
+    """What vLLM had itself at that time."""
+
+    stored_tokens: int = 0
+    """What is cached or on its way there."""
+
+    wants_load: bool = False
+    """The next step's metadata has its load."""
+
+    loading: bool = False
+    """A load was handed to the workers and has not ended."""
+
+    bypass: bool = False
+    """A load has failed: it is computed without another try."""
+
+    stores: int = 0
+    """Stores handed to the workers."""
+
+    matched: bool = False
+    """A lookup's result is waiting for vLLM's decision."""
+
+
+class Keys:
+    """Makes prompts of requests: everything that KV depends on is in them, or in the salt."""
+
+    def __init__(self, adapter: SchedulerAdapter, key_mode: str, hash_block_tokens: int) -> None:
+        self._adapter, self._by_hashes = adapter, key_mode == "block_hashes"
+        self._hashes_per_chunk = adapter.chunk_tokens // hash_block_tokens
+        self._made: dict[str, tuple[int, Prompt]] = {}
+
+    def can(self, request: Any) -> bool:
+        """Whether the request has a prompt of tokens; embeddings are known by vLLM's hashes alone."""
+        return self._by_hashes or request.prompt_embeds is None
+
+    def prompt(self, request: Any, tokens: int) -> Prompt:
+        """The first ``tokens`` tokens, a multiple of the chunk."""
+        made = self._made.get(request.request_id)
+        if made is None or made[0] < tokens:
+            made = (tokens, self._make(request, tokens))
+            self._made[request.request_id] = made
+        known, prompt = made
+        return prompt if known == tokens else prompt.prefix(tokens)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._made.pop(request_id, None)
+
+    def _make(self, request: Any, tokens: int) -> Prompt:
+        chunk = self._adapter.chunk_tokens
+        if self._by_hashes:
+            count = tokens // chunk * self._hashes_per_chunk
+            return Prompt.from_block_hashes(
+                [bytes(each) for each in request.block_hashes[:count]], self._hashes_per_chunk, chunk
+            )
+        # Whole, so that what replaces tokens does not depend on where the prompt is cut.
+        prompt = Prompt(list(request.all_token_ids))
+        return with_extras(prompt, request, chunk).prefix(tokens)
+
+
+def with_extras(prompt: Prompt, request: Any, chunk: int) -> Prompt:
+    """The prompt with what its tokens do not say: adapters, and pictures and sounds behind placeholders."""
+    for feature in request.mm_features or ():
+        place = feature.mm_position
+        length = max(0, min(place.length, len(prompt) - place.offset))
+        if length:
+            identity = f"mm:{feature.identifier}".encode()
+            prompt = prompt.with_identity(place.offset, length, identity)
+    lora = request.lora_request
+    if lora is not None and len(prompt) >= chunk:
+        # Every hash covers the first chunk.
+        identity = f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}".encode()
+        prompt = prompt.with_identity(0, chunk, identity)
+    return prompt
+
+
+def blocks_of_range(
+    block_ids: Sequence[Sequence[int]], block_tokens: Sequence[int], start: int, end: int
+) -> list[list[int]]:
+    """Each group's blocks for ``[start, end)``, which lies on block boundaries.
+
+    Raises:
+        RuntimeError: vLLM has not given the request that many blocks.
+    """
+    chosen = []
+    for ids, size in zip(block_ids, block_tokens, strict=True):
+        blocks = list(ids[start // size : end // size])
+        if len(blocks) != (end - start) // size:
+            raise RuntimeError(
+                f"tokens {start} to {end} need blocks {start // size} to {end // size}; the request has {len(ids)}"
+            )
+        chosen.append(blocks)
+    return chosen

@@ -1,0 +1,227 @@
+"""The server hangs, dies and comes back at each stage of a request: deadlines hold, bytes are right, work goes on."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import CHUNK
+from kvrig.proxy import Proxy
+from kvrig.server import free_port
+from kvrig.waiting import wait_until
+from rig import Engine, tokens
+
+TIMEOUT = 1.0
+
+# Stages of a request, and what may be on its way then.
+LOOKUP = ["lookup", "wait_prefetch_status"]
+STORE = {
+    "engine_driven": ["prepare_store", "commit_store"],
+    "pickle": ["prepare_store", "commit_store"],
+    "lmcache_driven": ["store"],
+}
+RETRIEVE = {
+    "engine_driven": ["prepare_retrieve", "commit_retrieve"],
+    "pickle": ["prepare_retrieve", "commit_retrieve"],
+    "lmcache_driven": ["retrieve"],
+}
+
+
+class Broken:
+    """A server behind a proxy, and an engine that knows only the proxy."""
+
+    def __init__(self, place, mode):
+        self.server, self.place = place.server(), place
+        self.server.expect_trouble("instance|worker|register")
+        self.proxy = Proxy(self.server.url, free_port())
+        self.engine = Engine(self.proxy.url, mode=mode, timeout=TIMEOUT, heartbeat=0.3)
+
+    def die(self):
+        """As by the OOM killer."""
+        self.server.kill()
+        self.proxy.cut()
+
+    def back(self):
+        """Another server, at the same address; the engine finds it by itself."""
+        self.server.start()
+        self.proxy.mend()
+        self.engine.healthy()
+
+    def close(self):
+        """End it; the server is the fixture's."""
+        self.engine.close()
+        self.proxy.close()
+
+
+@pytest.fixture
+def broken(place, mode):
+    """See the class."""
+    made = Broken(place, mode)
+    yield made
+    made.close()
+
+
+def within(seconds, began):
+    """Deadlines hold, with room for a busy machine."""
+    assert time.monotonic() - began < seconds + 3
+
+
+def works(engine, fresh):
+    """A store, a hit and the right bytes."""
+    prompt, blocks, request = tokens(2 * CHUNK, fresh()), list(range(20, 28)), fresh()
+    expected = engine.read(blocks)
+    assert engine.store(fresh(), prompt, 0, 2 * CHUNK, blocks)
+    assert engine.lookup(request, prompt) == 2 * CHUNK
+    engine.fill(blocks)
+    assert engine.retrieve(request, prompt, 0, 2 * CHUNK, blocks) == set()
+    assert engine.has(blocks, expected)
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
+@pytest.mark.parametrize("ending", ["dies", "loses-it"])
+def test_lookup(broken, fresh, ending, reply):
+    """Nothing was found; by the deadline, or at once when the connection is gone."""
+    engine, prompt = broken.engine, tokens(CHUNK, "lookup")
+    engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+    for operation in LOOKUP:
+        broken.proxy.at(operation, broken.die if ending == "dies" else lambda: None, reply)
+        began = time.monotonic()
+        assert engine.lookup(fresh(), prompt) == 0
+        within(TIMEOUT, began)
+        if ending == "dies":
+            wait_until(lambda: not engine.scheduler.is_healthy, 5, "degraded")
+            broken.back()
+            works(engine, fresh)
+            engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+    assert engine.lookup(fresh(), prompt) == CHUNK
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
+@pytest.mark.parametrize("ending", ["dies", "loses-it"])
+def test_store(broken, mode, fresh, ending, reply):
+    """The store ends; what comes out of the cache later is right or nothing."""
+    engine, blocks = broken.engine, [1, 2, 3, 4]
+    for operation in STORE[mode]:
+        prompt, request = tokens(CHUNK, operation), fresh()
+        expected = engine.read(blocks)
+        broken.proxy.at(operation, broken.die if ending == "dies" else lambda: None, reply)
+        began = time.monotonic()
+        assert not engine.store(request, prompt, 0, CHUNK, blocks)
+        within(2 * TIMEOUT, began)
+        assert engine.worker.get_finished({request})[0] == {request}
+        if ending == "dies":
+            wait_until(lambda: not engine.worker.is_healthy, 5, "degraded")
+            broken.back()
+        engine.healthy()
+        # A commit that was lost with its reply has stored the chunk.
+        again = fresh()
+        found = engine.lookup(again, prompt)
+        if found:
+            assert reply and ending != "dies"
+            engine.fill(blocks)
+            assert engine.retrieve(again, prompt, 0, CHUNK, blocks) == set()
+            assert engine.has(blocks, expected)
+        works(engine, fresh)
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
+@pytest.mark.parametrize("ending", ["dies", "loses-it"])
+def test_retrieve(broken, mode, fresh, ending, reply):
+    """The retrieve ends and names its blocks."""
+    engine, blocks = broken.engine, [1, 2, 3, 4]
+    for operation in RETRIEVE[mode]:
+        prompt, request = tokens(CHUNK, operation), fresh()
+        assert engine.store(fresh(), prompt, 0, CHUNK, blocks)
+        assert engine.lookup(request, prompt) == CHUNK
+        broken.proxy.at(operation, broken.die if ending == "dies" else lambda: None, reply)
+        began = time.monotonic()
+        assert engine.retrieve(request, prompt, 0, CHUNK, blocks) == set(blocks)
+        within(2 * TIMEOUT, began)
+        if ending == "dies":
+            broken.back()
+        engine.healthy()
+        works(engine, fresh)
+
+
+def test_between_lookup_and_retrieve(broken, fresh):
+    """What was found is gone with the server: the retrieve fails at once, also when the next server is there already."""
+    engine, blocks = broken.engine, [1, 2, 3, 4]
+    for is_back in (False, True):
+        prompt, request = tokens(CHUNK, is_back), fresh()
+        assert engine.store(fresh(), prompt, 0, CHUNK, blocks)
+        assert engine.lookup(request, prompt) == CHUNK
+        broken.die()
+        wait_until(lambda: not engine.worker.is_healthy, 5, "degraded")
+        if is_back:
+            broken.back()
+        began = time.monotonic()
+        assert engine.retrieve(request, prompt, 0, CHUNK, blocks) == set(blocks)
+        within(0, began)
+        if not is_back:
+            broken.back()
+    works(engine, fresh)
+
+
+def test_while_the_server_is_away(broken, fresh):
+    """Nothing waits: lookups find nothing, stores are dropped, retrieves fail."""
+    engine, states = broken.engine, []
+    engine.worker.on_health(states.append)
+    broken.die()
+    wait_until(lambda: not engine.scheduler.is_healthy and not engine.worker.is_healthy, 5, "degraded")
+    began = time.monotonic()
+    for number in range(20):
+        prompt, request = tokens(CHUNK, number), fresh()
+        assert engine.lookup(request, prompt) == 0
+        assert not engine.store(request, prompt, 0, CHUNK, [1, 2, 3, 4])
+        assert engine.retrieve(request, prompt, 0, CHUNK, [1, 2, 3, 4]) == {1, 2, 3, 4}
+        assert engine.worker.get_finished({request})[0] == {request}
+        engine.scheduler.end_session(request)
+    within(0, began)
+    broken.back()
+    works(engine, fresh)
+    assert states[0] == "degraded" and states[-2:] == ["recovering", "healthy"]
+
+
+def test_a_restart_faster_than_a_heartbeat(place, mode, fresh):
+    """The lost connection tells, not the clock."""
+    server = place.server()
+    server.expect_trouble("instance|worker|register")
+    engine = place.engine(server, mode=mode, heartbeat=600)
+    works(engine, fresh)
+    server.kill()
+    server.start()
+    engine.healthy()
+    works(engine, fresh)
+
+
+def is_stopped(pid):
+    """Whether all its threads are."""
+    states = [(task / "stat").read_text().rsplit(")", 1)[1].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
+    return set(states) == {"T"}
+
+
+def test_a_frozen_server(place, mode, fresh):
+    """It accepts and does not answer: requests end at their deadlines, heartbeats tell, and it may go on later."""
+    server = place.server()
+    server.expect_trouble("instance|worker|register|prepared")
+    engine = place.engine(server, mode=mode, timeout=TIMEOUT, heartbeat=0.3)
+    works(engine, fresh)
+    prompt, request = tokens(CHUNK, "frozen"), fresh()
+    assert engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+    assert engine.lookup(request, prompt) == CHUNK
+    pid = server.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: is_stopped(pid), 5, "all threads to stop")
+        began = time.monotonic()
+        assert engine.retrieve(request, prompt, 0, CHUNK, [1, 2, 3, 4]) == {1, 2, 3, 4}
+        assert engine.lookup(fresh(), prompt) == 0
+        within(2 * TIMEOUT, began)
+        wait_until(lambda: not engine.worker.is_healthy, 5, "degraded")
+        engine.worker.shutdown()
+        within(4 * TIMEOUT, began)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    place.engine(server, mode=mode, timeout=TIMEOUT)
+    works(place.engines[-1], fresh)
