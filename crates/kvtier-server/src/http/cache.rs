@@ -51,15 +51,15 @@ pub(super) async fn clear(api: State, bytes: Bytes) -> Result<Json<Value>, ApiEr
 ))]
 pub(super) async fn checksums(api: State, bytes: Bytes) -> Result<Json<Value>, ApiError> {
     let body = Body::parse(&bytes)?;
+    let block_ids = body.ints("block_ids")?;
+    let chunk_size = body.int("chunk_size", 0)?;
+    let instance_id = body.int("instance_id", 0)?;
+    let layerwise = body.bool("layerwise", false)?;
     if !body.has("block_ids") {
         // Rather than that instance 0, which nobody named, is not registered.
         let text = "block_ids is required".to_owned();
         return Err(ApiError::Detail(StatusCode::BAD_REQUEST, text));
     }
-    let block_ids = body.ints("block_ids")?;
-    let chunk_size = body.int("chunk_size", 0)?;
-    let instance_id = body.int("instance_id", 0)?;
-    let layerwise = body.bool("layerwise", false)?;
     let engine = std::sync::Arc::clone(engine(&api)?);
     let blocks = block_ids.clone();
     // Never closed.
