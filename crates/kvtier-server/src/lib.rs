@@ -15,6 +15,7 @@ pub mod http;
 mod l2;
 pub mod logging;
 pub mod metrics;
+pub mod quota;
 mod server;
 
 pub use config::{ConfigError, Parsed, ServerConfig};

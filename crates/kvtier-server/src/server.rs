@@ -52,6 +52,9 @@ impl Server {
         if let Some(warning) = config.memory_warning() {
             tracing::warn!("{warning}");
         }
+        if let Some(warning) = config.quota_warning() {
+            tracing::warn!("{warning}");
+        }
         let socket = RequestSocket::bind(&config).map_err(StartError)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {

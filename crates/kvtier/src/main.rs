@@ -6,6 +6,7 @@ mod demo;
 mod get;
 mod pattern;
 mod ping;
+mod quota;
 mod server;
 mod signals;
 mod status;
@@ -33,6 +34,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Tell how a server is: health, memory, tiers, workers, sessions.
     Status(status::StatusArgs),
+    /// Set, take away, tell and list what tenants may have.
+    Quota(quota::QuotaArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),
 }
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(*args),
         Command::Demo(args) => demo::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::Quota(args) => quota::run(&args),
         Command::Ping(args) => ping::run(&args),
     };
     outcome.unwrap_or_else(|error| {

@@ -89,7 +89,8 @@ fn check(config: &ServerConfig) -> ExitCode {
         _ => None,
     };
     let l2 = config.l2.as_ref();
-    if let Some(obstacle) = no_pool.or_else(|| l2?.obstacle()) {
+    let quotas = || kvtier_server::quota::obstacle(config);
+    if let Some(obstacle) = no_pool.or_else(|| l2?.obstacle()).or_else(quotas) {
         eprintln!("kvtier server: {obstacle}");
         return ExitCode::FAILURE;
     }
@@ -105,7 +106,8 @@ fn check(config: &ServerConfig) -> ExitCode {
     if !config.ignored.is_empty() {
         println!("without effect here: {}", config.ignored.join(" "));
     }
-    let warnings = [config.memory_warning(), shortage].into_iter().flatten();
+    let warnings = [config.memory_warning(), shortage, config.quota_warning()];
+    let warnings = warnings.into_iter().flatten();
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
         println!("warning: {warning}");
     }

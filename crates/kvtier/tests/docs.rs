@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvtier_core::cache::KeyOutcome;
 use kvtier_server::metrics::{
     GuardReadings, Metrics, PrefetchPhase, Readings, TierCall, TierReadings,
 };
@@ -25,7 +26,8 @@ fn all_counted() -> Metrics {
     metrics.lookup(&model, "s", 1, 1, 1);
     metrics.early_exit(&model, "s", "empty_chunk_hashes");
     metrics.admitted("s", 1);
-    metrics.no_room("l1_store", "m", 1);
+    let refused = [KeyOutcome::NoMemory, KeyOutcome::OverQuota];
+    metrics.reserved("l1_store", "m", "s", &refused);
     metrics.not_found("l1_retrieve", "m", 1);
     metrics.prefetched("m", "s", 1, 1);
     metrics.loaded("m", "s", 0, 1);

@@ -10,6 +10,7 @@ mod counters;
 mod eviction;
 mod recovery;
 mod store;
+mod tenants;
 mod unsure;
 mod usage;
 mod warned;

@@ -12,9 +12,12 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
 use super::memory::default_l1;
+use super::quota::QuotaModeName;
 use super::{
-    ConfigError, GIB, HostMemory, L1Origin, L2Config, PrefetchPolicy, ServerConfig, StorePolicy,
+    ConfigError, GIB, HostMemory, L1Origin, L2Config, PrefetchPolicy, QuotaSettings, ServerConfig,
+    StorePolicy,
 };
+use crate::quota::Limit;
 
 /// Which transfer modes workers may register for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -260,6 +263,25 @@ pub struct ServerArgs {
     #[arg(long, default_value_t = 1.0, help_heading = "L2")]
     pub l2_min_free_gb: f64,
 
+    /// What a tenant's limit means: stores are accepted, and eviction brings the tenant back below the watermark (soft, as
+    /// LMCache has it), or a store that would pass the limit is refused (strict)
+    #[arg(long, value_enum, default_value = "soft", help_heading = "Tenants")]
+    pub(super) quota_mode: QuotaModeName,
+    /// Limit in each tier of tenants that have no quota: unlimited, 0 (nothing, so that quotas are an allow-list) or a size
+    /// such as 10GiB (LMCache: always 0, and what tenants without a quota have is gone within a second; here nobody loses
+    /// data unasked)
+    #[arg(
+        long,
+        value_name = "LIMIT",
+        default_value = "unlimited",
+        help_heading = "Tenants"
+    )]
+    pub(super) quota_default: Limit,
+    /// File that keeps the quotas set over HTTP; made when there is none [default: none, quotas end with the process, as
+    /// LMCache's do]
+    #[arg(long, value_name = "FILE", help_heading = "Tenants")]
+    pub(super) quota_file: Option<PathBuf>,
+
     /// Host of the HTTP API; there is no authentication yet, so keep it on loopback
     #[arg(long, default_value = "127.0.0.1", help_heading = "HTTP")]
     pub http_host: String,
@@ -424,7 +446,8 @@ impl ServerArgs {
                 "give error, warn, info, debug, trace or off, or target=level pairs, with commas between them",
             ));
         }
-        Ok(ServerConfig {
+        let quotas = QuotaSettings::of(&self);
+        ServerConfig {
             instance_id: self
                 .instance_id
                 .unwrap_or_else(|| format!("kvtier-{}", self.port)),
@@ -454,6 +477,7 @@ impl ServerArgs {
             eviction_policy: self.eviction_policy,
             eviction_trigger_watermark: watermark,
             eviction_ratio: self.eviction_ratio,
+            quotas,
             http_host: self.http_host,
             http_port: self.http_port,
             prometheus_port: self.prometheus_port,
@@ -461,6 +485,7 @@ impl ServerArgs {
             log_level: self.log_level,
             log_format: self.log_format,
             ignored,
-        })
+        }
+        .check_quotas()
     }
 }

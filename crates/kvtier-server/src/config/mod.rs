@@ -9,6 +9,7 @@ mod flags;
 mod l2;
 mod memory;
 mod peer;
+mod quota;
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -17,6 +18,7 @@ pub use docs::reference_markdown;
 pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode};
 pub use l2::{L2Config, PrefetchPolicy, StorePolicy};
 pub use memory::{HostMemory, L1Origin};
+pub use quota::{Place, QuotaSettings};
 
 use kvtier_core::hashing::HashAlgorithm;
 use kvtier_memory::PoolRoom;
@@ -100,6 +102,8 @@ pub struct ServerConfig {
     pub eviction_trigger_watermark: f64,
     /// Share of the bytes in use that such a pass frees, [0, 1].
     pub eviction_ratio: f64,
+    /// What tenants may have.
+    pub quotas: QuotaSettings,
     /// Host of the HTTP API.
     pub http_host: String,
     /// Port of the HTTP API; 0 lets the system choose.

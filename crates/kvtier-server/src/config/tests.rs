@@ -64,7 +64,23 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
         ),
         (
             vec!["--eviction-policy", "FIFO"],
-            vec!["--eviction-policy", "FIFO", "LRU, noop"],
+            vec!["--eviction-policy", "FIFO", "LRU, IsolatedLRU, ARC, noop"],
+        ),
+        (
+            vec!["--quota-mode", "hard"],
+            vec!["--quota-mode", "'hard'", "soft, strict"],
+        ),
+        (
+            vec!["--quota-default", "10"],
+            vec!["--quota-default", "'10'", "10GiB", "unlimited"],
+        ),
+        (
+            vec!["--quota-mode", "strict"],
+            vec![
+                "--quota-mode strict",
+                "--eviction-policy IsolatedLRU",
+                "--l2-adapter",
+            ],
         ),
         (
             vec!["--transport", "grpc"],
@@ -353,4 +369,44 @@ fn the_reference_page_is_true() {
         written == page,
         "docs/flags.md is out of date; KVTIER_WRITE_DOCS=1 cargo test -p kvtier-server reference_page"
     );
+}
+
+#[test]
+fn quotas_hold_where_tenants_are_kept_apart_and_are_warned_of_elsewhere() {
+    const ISOLATED: &str =
+        r#"{"type":"fs","base_path":"/x","eviction":{"eviction_policy":"UserLRU"}}"#;
+    let config = |args: &[&str]| ServerConfig::from_flags(args).unwrap();
+    let usual = config(&[]);
+    let settings = QuotaSettings {
+        mode: kvtier_core::quota::QuotaMode::Soft,
+        default_limit: crate::quota::Limit(None),
+        file: None,
+    };
+    assert_eq!((&usual.quotas, usual.quota_warning()), (&settings, None));
+    for flags in [["--quota-default", "0"], ["--quota-file", "q"]] {
+        let warning = config(&flags).quota_warning().unwrap();
+        assert!(warning.starts_with(flags[0]), "{warning}");
+        assert!(
+            warning.contains("no effect") && warning.contains("IsolatedLRU"),
+            "{warning}"
+        );
+    }
+    for isolated in [
+        ["--eviction-policy", "isolatedlru"],
+        ["--l2-adapter", ISOLATED],
+    ] {
+        let strict = config(&[&isolated[..], &["--quota-mode", "strict"]].concat());
+        assert_eq!(strict.quotas.mode_name(), "strict");
+        let warning = strict.quota_warning().unwrap();
+        assert!(warning.contains("end with this process"), "{warning}");
+        let kept = config(&[&isolated[..], &["--quota-file", "q"]].concat());
+        assert_eq!(kept.quota_warning(), None);
+    }
+    let below = config(&["--l2-adapter", ISOLATED]);
+    let apart: Vec<_> = below
+        .places()
+        .into_iter()
+        .map(|place| (place.name, place.isolates))
+        .collect();
+    assert_eq!(apart, [("l1".into(), false), ("fs-0".into(), true)]);
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvtier_core::cache::{Extent, KeyOutcome, Reservation, ReserveRequest};
+use kvtier_core::cache::{Extent, Reservation, ReserveRequest};
 use kvtier_core::prompt::Prompt;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite};
@@ -126,15 +126,12 @@ impl Engine {
             .cache
             .reserve(self.now(), &[Self::objects(key, transfer)])
             .map_err(|error| error.to_string())?;
-        let refused = reserved
-            .outcomes
-            .iter()
-            .filter(|outcome| matches!(outcome, KeyOutcome::NoMemory))
-            .count();
-        if refused > 0 {
-            self.metrics
-                .no_room("l1_store", key.model_name, refused as u64);
-        }
+        self.metrics.reserved(
+            "l1_store",
+            key.model_name,
+            key.cache_salt,
+            &reserved.outcomes,
+        );
         Ok(reserved.reservation)
     }
 

@@ -1,4 +1,4 @@
-//! What happens by the clock: dead workers, forgotten lookups and transfers, and the low watermark.
+//! What happens by the clock: dead workers, forgotten lookups and transfers, tenants that have too much, and the low watermark.
 //!
 //! Nothing a request needs depends on this: `reserve` makes its own room, and every release has its own request. It only
 //! limits how long something stays that nobody will ask for again.
@@ -22,6 +22,13 @@ impl Engine {
         let now = self.now();
         self.reap(now);
         self.expire(now);
+        let over_quota = self.quotas.enforce_l1();
+        if over_quota > 0 {
+            tracing::debug!(
+                objects = over_quota,
+                "evicted from tenants that had too much"
+            );
+        }
         self.evict();
     }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest, Staged};
+use kvtier_core::cache::{Reservation, ReserveRequest, Staged};
 use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
@@ -138,15 +138,13 @@ impl Engine {
             .cache
             .reserve(self.now(), &requests)
             .map_err(|error| error.to_string())?;
-        let refused = reserved
-            .outcomes
-            .iter()
-            .filter(|outcome| matches!(outcome, KeyOutcome::NoMemory))
-            .count();
-        if refused > 0 {
-            self.metrics
-                .no_room("l1_store", store.key.model_name, refused as u64);
-        }
+        let key = &store.key;
+        self.metrics.reserved(
+            "l1_store",
+            key.model_name,
+            key.cache_salt,
+            &reserved.outcomes,
+        );
         for staged in reserved.reservation.staged() {
             let request = ChunkRequest {
                 object_group: staged.request as usize,

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use kvtier_core::cache::{self, Cache, CacheConfig};
+use kvtier_core::quota::QuotaConfig;
 use kvtier_memory::{Arena, ArenaError, ArenaKind, Extent, ExtentAllocator};
 
 use crate::config::ServerConfig;
+use crate::quota::Opened;
 
 /// The arena's allocator as the cache wants it.
 pub struct L1Allocator(ExtentAllocator);
@@ -62,7 +64,7 @@ impl L1 {
     ///
     /// # Errors
     /// One line that names what cannot be had. A pool that nobody asked for by name is done without instead.
-    pub fn create(config: &ServerConfig) -> Result<Self, String> {
+    pub fn create(config: &ServerConfig, quotas: &Opened) -> Result<Self, String> {
         let arena = create_arena(config)?;
         let allocator = ExtentAllocator::with_alignment(arena.len(), config.l1_align_bytes)
             .map_err(|error| format!("L1 of {} bytes: {error}", arena.len()))?;
@@ -70,9 +72,17 @@ impl L1 {
             L1Allocator(allocator),
             CacheConfig {
                 eviction: config.eviction_policy.kind(),
+                quotas: QuotaConfig {
+                    watermark: config.eviction_trigger_watermark,
+                    ratio: config.eviction_ratio,
+                    ..quotas.config("l1")
+                },
                 ..CacheConfig::default()
             },
         );
+        for (salt, grant) in quotas.grants("l1") {
+            cache.set_grant(salt, Some(grant));
+        }
         Ok(Self {
             arena: Arc::new(arena),
             cache,
@@ -115,7 +125,8 @@ mod tests {
         // A pebibyte, which no machine has.
         let flags = ["--shm-name", &name, "--l1-size-gb", "1048576"];
         let config = ServerConfig::from_flags(&flags).unwrap();
-        let error = L1::create(&config).err().unwrap();
+        let quotas = Opened::open(&config).unwrap();
+        let error = L1::create(&config, &quotas).err().unwrap();
         for part in [name.as_str(), "--l1-size-gb", "worker that maps it"] {
             assert!(error.contains(part), "{error}");
         }

@@ -43,6 +43,7 @@ use parking_lot::Mutex;
 use crate::config::ServerConfig;
 use crate::l2::L2;
 use crate::metrics::{Metrics, Readings};
+use crate::quota::{Opened, Quotas};
 use instances::Instances;
 pub(crate) use lookups::Lookups;
 use memory::L1;
@@ -97,6 +98,7 @@ pub struct Engine {
     clock: Arc<Clock>,
     /// The tiers below L1, if there are any.
     l2: Option<Arc<L2>>,
+    quotas: Arc<Quotas>,
 }
 
 impl Engine {
@@ -109,22 +111,26 @@ impl Engine {
             .ok_or("--chunk-size: 0 is not allowed")?;
         let seed = std::env::var("PYTHONHASHSEED").unwrap_or_else(|_| HASH_SEED.into());
         let hasher = ChunkHasher::new(config.hash_algorithm, chunk_size, &seed);
-        let l1 = L1::create(&config)?;
+        let quotas = Opened::open(&config)?;
+        let l1 = L1::create(&config, &quotas)?;
         let clock = Arc::new(Clock::start());
         let l2 = match &config.l2 {
             None => None,
             Some(l2) => Some(L2::start(
                 l2,
+                &quotas,
                 l1.cache.clone(),
                 Arc::clone(&l1.arena),
                 Arc::clone(&clock),
                 Arc::clone(&metrics),
             )?),
         };
+        let quotas = Quotas::new(quotas, l1.cache.clone(), l2.clone(), Arc::clone(&clock));
         Ok(Self {
             chunk_size,
             l1,
             l2,
+            quotas: Arc::new(quotas),
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
             instances: Instances::default(),
             lookups: Arc::default(),
@@ -286,6 +292,11 @@ impl Engine {
     /// The tiers below L1, if there are any.
     pub(crate) fn l2(&self) -> Option<&Arc<L2>> {
         self.l2.as_ref()
+    }
+
+    /// What tenants may have.
+    pub fn quotas(&self) -> &Arc<Quotas> {
+        &self.quotas
     }
 
     /// Stores what waits to be stored, and takes the pool's name away, so that no segment outlives the server.

@@ -36,12 +36,23 @@ impl Engine {
             "bookkeeping_bytes": stats.bookkeeping_bytes,
             "accounting_errors": stats.accounting_errors,
         });
+        let quotas = &self.quotas;
+        let enforced_by = quotas.places().iter().filter(|place| place.isolates);
+        let enforced_by: Vec<_> = enforced_by.map(|place| &*place.name).collect();
+        let quota_settings = quotas.settings();
         let eviction = json!({
             "is_healthy": healthy,
             "thread_alive": healthy,
             "eviction_policy": config.eviction_policy.kind().name(),
             "trigger_watermark": config.eviction_trigger_watermark,
             "eviction_ratio": config.eviction_ratio,
+            "current_usage": stats.used_bytes as f64 / stats.capacity_bytes.max(1) as f64,
+            "total_bytes_used": stats.used_bytes,
+            "total_capacity_bytes": stats.capacity_bytes,
+            // Counts only: there may be a hundred thousand tenants.
+            "num_cache_salt_buckets": stats.salts,
+            "num_over_quota_buckets": stats.over_quota_salts,
+            "over_quota_refusals": stats.over_quota_total,
         });
         let l2 = self.l2.as_ref();
         let adapters = l2.map_or_else(Vec::new, |l2| l2.adapters_status());
@@ -156,6 +167,14 @@ impl Engine {
                 "num_l2_adapters": adapter_count,
                 "l1_usage": [stats.used_bytes, stats.capacity_bytes],
                 "l1_capacity_bytes_by_backend": by_backend,
+            },
+            "quotas": {
+                "mode": quota_settings.mode_name(),
+                "default_limit_bytes": quota_settings.default_limit.0,
+                "enforced_by": enforced_by,
+                "num_tenants": quotas.table().len(),
+                "persisted": quotas.is_persistent(),
+                "file": quota_settings.file,
             },
             "active_prefetch_jobs": unread,
             "active_p2p_lookup_jobs": 0,

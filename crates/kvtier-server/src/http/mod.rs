@@ -9,6 +9,8 @@ mod info;
 mod objects;
 mod prefetches;
 mod query;
+mod quota;
+mod quota_body;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -129,6 +131,7 @@ fn api() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(objects::adapters))
         .routes(routes!(objects::list, objects::delete))
         .routes(routes!(prefetches::result))
+        .merge(quota::quota_routes())
         .merge(
             OpenApiRouter::new()
                 .routes(routes!(prefetches::submit))

@@ -20,13 +20,12 @@ use std::time::Duration;
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{Cache, Extent, Space};
 use kvtier_core::object_key::KeyScope;
-use kvtier_core::quota::QuotaMode;
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
 use kvtier_l2::{AdapterConfig, Buffer, ObjectSpec, Registry};
 use kvtier_memory::Arena;
 use parking_lot::Mutex;
 use tokio::runtime::{Handle, Runtime};
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;
 
 pub use objects::Cursor;
@@ -36,6 +35,7 @@ pub use store::StoreCounts;
 use crate::config::L2Config;
 use crate::engine::{Clock, L1Allocator, to_memory};
 use crate::metrics::Metrics;
+use crate::quota::Opened;
 use calls::Calls;
 use flights::Flights;
 use pending::Pending;
@@ -51,6 +51,8 @@ const EVICTION_INTERVAL: Duration = Duration::from_secs(1);
 pub struct L2 {
     config: L2Config,
     tiers: Vec<Arc<Tier>>,
+    /// Wakes a tier's eviction: some tenant may have too much now.
+    quotas_changed: Vec<Arc<Notify>>,
     cache: Cache<L1Allocator>,
     arena: Arc<Arena>,
     clock: Arc<Clock>,
@@ -77,12 +79,14 @@ impl L2 {
     /// An adapter that cannot be opened, a system out of threads: one line.
     pub fn start(
         config: &L2Config,
+        quotas: &Opened,
         cache: Cache<L1Allocator>,
         arena: Arc<Arena>,
         clock: Arc<Clock>,
         metrics: Arc<Metrics>,
     ) -> Result<Arc<Self>, String> {
-        Self::start_with(config, || open(config), cache, arena, clock, metrics)
+        let tiers = || open(config, quotas);
+        Self::start_with(config, tiers, cache, arena, clock, metrics)
     }
 
     /// The same with tiers that `open` gives, within a runtime.
@@ -116,6 +120,7 @@ impl L2 {
             handle: runtime.handle().clone(),
             runtime: Mutex::new(Some(runtime)),
             config: config.clone(),
+            quotas_changed: tiers.iter().map(|_| Arc::default()).collect(),
             tiers,
             cache,
             arena,
@@ -129,17 +134,27 @@ impl L2 {
             l2.handle
                 .spawn(store::serve(Arc::downgrade(&l2), number, receiver));
             let (stop, tier) = (Arc::clone(&l2.stop), Arc::clone(tier));
-            let metrics = Arc::clone(&metrics);
+            let (metrics, changed) = (Arc::clone(&metrics), Arc::clone(&l2.quotas_changed[number]));
             l2.handle.spawn(async move {
                 while !stop.load(Ordering::Relaxed) {
-                    tokio::time::sleep(EVICTION_INTERVAL).await;
-                    tier.evict().await;
+                    tokio::select! {
+                        () = tokio::time::sleep(EVICTION_INTERVAL) => tier.evict().await,
+                        () = changed.notified() => {}
+                    }
+                    tier.evict_over_quota().await;
                     status::count_evicted(&tier, &metrics);
                     tier.tell_rest();
                 }
             });
         }
         Ok(l2)
+    }
+
+    /// Has the tiers evict at once what tenants have too much.
+    pub fn enforce_quotas(&self) {
+        for changed in &self.quotas_changed {
+            changed.notify_one();
+        }
     }
 
     /// How the tiers are used.
@@ -210,7 +225,7 @@ fn object(scope: &KeyScope, space: &Space<'_>, hash: ChunkHash, len: u64) -> Obj
     }
 }
 
-fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {
+fn open(config: &L2Config, quotas: &Opened) -> Result<Vec<Arc<Tier>>, String> {
     let registry = Registry::built_in();
     let open = |(number, adapter): (usize, &AdapterConfig)| {
         for warning in &adapter.warnings {
@@ -224,15 +239,22 @@ fn open(config: &L2Config) -> Result<Vec<Arc<Tier>>, String> {
             trigger_watermark: eviction.trigger_watermark,
             eviction_ratio: eviction.eviction_ratio,
         });
+        let name = L2Config::tier_name(number, adapter);
+        let limits = quotas.config(&name);
         let tier = TierConfig {
-            name: L2Config::tier_name(number, adapter),
             capacity_bytes: adapter.capacity_bytes(),
             eviction,
-            quota_mode: QuotaMode::Soft,
-            quota_default: None,
+            quota_mode: limits.mode,
+            quota_default: limits.default_limit,
             reserve_bytes: config.min_free_bytes,
+            name,
         };
-        Ok(Arc::new(Tier::new(opened, tier)))
+        let tier = Tier::new(opened, tier);
+        // Before it looks at what it holds.
+        for (salt, grant) in quotas.grants(tier.name()) {
+            tier.set_grant(salt, Some(grant));
+        }
+        Ok(Arc::new(tier))
     };
     config.adapters.iter().enumerate().map(open).collect()
 }

@@ -7,9 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{
-    KeyOutcome, Lookup, LookupRow, ReadLease, Reservation, ReserveRequest, Space,
-};
+use kvtier_core::cache::{Lookup, LookupRow, ReadLease, Reservation, ReserveRequest, Space};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::{Cell, PrefetchPlan};
 use kvtier_l2::tier::TierLease;
@@ -363,13 +361,11 @@ impl L2 {
         let metrics = self.calls.metrics();
         let reservation = match self.cache.reserve(self.now(), &requests) {
             Ok(reserved) => {
-                let refused = reserved.outcomes.iter();
-                let refused = refused.filter(|outcome| **outcome == KeyOutcome::NoMemory);
-                match refused.count() {
-                    0 => {}
-                    refused => {
-                        metrics.no_room("l2_prefetch", model, refused as u64);
-                        metrics.l2.not_loaded(model, "l1_oom", refused);
+                let [no_room, over_quota] =
+                    metrics.reserved("l2_prefetch", model, salt, &reserved.outcomes);
+                for (reason, objects) in [("l1_oom", no_room), ("over_quota", over_quota)] {
+                    if objects > 0 {
+                        metrics.l2.not_loaded(model, reason, objects);
                     }
                 }
                 reserved.reservation

@@ -55,6 +55,8 @@ impl L2 {
                 "total_capacity_bytes": capacity,
                 // A count only: there may be a hundred thousand tenants.
                 "num_cache_salt_buckets": stats.salts,
+                "num_over_quota_buckets": stats.over_quota_salts,
+                "over_quota_refusals": stats.over_quota_total,
             }))
         });
         tiers.collect()

@@ -33,6 +33,13 @@ pub(super) struct FailureLabels {
     pub model_name: Arc<str>,
 }
 
+/// Labels of what a tenant's limit refused.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub(super) struct OverQuotaLabels {
+    pub cache_salt: Arc<str>,
+    pub during: &'static str,
+}
+
 /// Labels of LMCache's read failures.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub(super) struct ReadFailureLabels {

@@ -12,10 +12,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use kvtier_core::cache::KeyOutcome;
 pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
 use labels::{
     BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
-    LoadedLabels, LookupLabels, OperationLabels, ReadFailureLabels, RefusedLabels,
+    LoadedLabels, LookupLabels, OperationLabels, OverQuotaLabels, ReadFailureLabels, RefusedLabels,
 };
 use names::Names;
 use prometheus_client::encoding::text;
@@ -52,6 +53,7 @@ pub struct Metrics {
     l1_write_chunks: Family<L1Labels, Counter>,
     l1_read_chunks: Family<L1Labels, Counter>,
     allocation_failures: Family<FailureLabels, Counter>,
+    over_quota: Family<OverQuotaLabels, Counter>,
     read_failures: Family<ReadFailureLabels, Counter>,
     lookup_requested_tokens: Family<LookupLabels, Counter>,
     lookup_hit_tokens: Family<LookupLabels, Counter>,
@@ -202,6 +204,10 @@ impl Metrics {
             l1_read_chunks: lmcache.add("l1_read_chunks", "Objects leased by lookups"),
             allocation_failures: lmcache
                 .add("l1_allocation_failure_chunks", "Chunks L1 had no room for"),
+            over_quota: own.add(
+                "l1_over_quota_chunks",
+                "Chunks L1 refused because of their tenant's limit",
+            ),
             read_failures: lmcache.add("l1_read_failure_chunks", "Chunks that could not be read"),
             lookup_requested_tokens: lmcache
                 .add("lookup_requested_tokens", "Tokens of full chunks asked for"),
@@ -348,14 +354,34 @@ impl Metrics {
             .inc_by(objects);
     }
 
-    /// Objects L1 had no room for, `during` a store (`l1_store`) or a prefetch (`l2_prefetch`).
-    pub fn no_room(&self, during: &'static str, model: &str, objects: u64) {
-        self.allocation_failures
-            .get_or_create(&FailureLabels {
+    /// L1 was asked for memory `during` a store (`l1_store`) or a prefetch (`l2_prefetch`). Gives for how many objects there
+    /// was no room, and how many the tenant's limit refused.
+    pub fn reserved(
+        &self,
+        during: &'static str,
+        model: &str,
+        salt: &str,
+        outcomes: &[KeyOutcome],
+    ) -> [usize; 2] {
+        let count = |kind| outcomes.iter().filter(|outcome| **outcome == kind).count();
+        let [no_room, over_quota] = [KeyOutcome::NoMemory, KeyOutcome::OverQuota].map(count);
+        if no_room > 0 {
+            let labels = FailureLabels {
                 during,
                 model_name: self.models.label(model),
-            })
-            .inc_by(objects);
+            };
+            let family = &self.allocation_failures;
+            family.get_or_create(&labels).inc_by(no_room as u64);
+        }
+        if over_quota > 0 {
+            let labels = OverQuotaLabels {
+                cache_salt: self.salts.label(salt),
+                during,
+            };
+            let family = &self.over_quota;
+            family.get_or_create(&labels).inc_by(over_quota as u64);
+        }
+        [no_room, over_quota]
     }
 
     /// Chunks that were not in L1 any more, `during` a retrieve (`l1_retrieve`: nobody had a lease on them) or a store

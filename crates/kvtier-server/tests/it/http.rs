@@ -135,7 +135,7 @@ fn routes_answer_as_lmcache_answers() {
 }
 
 /// Whether every value of `expected` is in `answer`; objects may have more keys.
-fn covers(expected: &Value, answer: &Value) -> bool {
+pub fn covers(expected: &Value, answer: &Value) -> bool {
     match (expected, answer) {
         (Value::Object(expected), Value::Object(answer)) => expected
             .iter()

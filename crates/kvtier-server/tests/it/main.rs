@@ -11,6 +11,7 @@ mod leases;
 mod metrics;
 mod older_clients;
 mod order;
+mod quota;
 mod replay;
 mod restart;
 mod segments;

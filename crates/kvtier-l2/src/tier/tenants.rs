@@ -1,0 +1,27 @@
+//! What single tenants have in a tier.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kvtier_core::cache::{Page, SaltUsage};
+
+use super::Tier;
+
+impl Tier {
+    /// What the index counts of one tenant; `None` for one it does not know.
+    pub fn tenant(&self, salt: &str) -> Option<SaltUsage> {
+        self.index.salt_usage(salt)
+    }
+
+    /// The tenants that have anything or a grant: [`Cache::salts`].
+    ///
+    /// [`Cache::salts`]: kvtier_core::cache::Cache::salts
+    pub fn tenants(&self, from: u32, limit: usize) -> Page<SaltUsage> {
+        self.index.salts(from, limit)
+    }
+
+    /// Bytes that the index gave up and the backend has not deleted yet, by cache salt.
+    pub fn leaving_by_salt(&self) -> BTreeMap<Arc<str>, u64> {
+        self.condemned.by_salt()
+    }
+}

@@ -1,0 +1,316 @@
+//! The body of `PUT /quota/{salt}`, read as LMCache reads it: any JSON that Python takes, any number that it can make.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use crate::config::{GIB, Place};
+use crate::quota::{Entry, Limit, MAX_BYTES, TierEntry};
+
+/// What a body asks for.
+#[derive(Debug)]
+pub(super) struct Wanted {
+    pub entry: Entry,
+    /// The limit as it was given.
+    pub limit_gb: Value,
+}
+
+/// What is answered to a body of the wrong shape.
+const SHAPE: &str = "body must be {'limit_gb': <float>}";
+
+/// Bytes as the GiB of answers.
+pub(super) fn gib(bytes: u64) -> f64 {
+    bytes as f64 / GIB as f64
+}
+
+impl Wanted {
+    /// Reads a body. The errors that LMCache has too are in its words.
+    pub(super) fn parse(bytes: &[u8], places: &[Place]) -> Result<Self, String> {
+        let text = std::str::from_utf8(bytes).map_err(|_| "invalid JSON body")?;
+        let body = serde_json::from_str(&quote_numbers(text)).map_err(|_| "invalid JSON body")?;
+        let Value::Object(body) = body else {
+            return Err(SHAPE.into());
+        };
+        let limit = body.get("limit_gb").ok_or(SHAPE)?;
+        let (limit, limit_gb) = match number("limit_gb", limit, true)? {
+            None => (Limit(None), json!("unlimited")),
+            Some(size) => (Limit(Some(bytes_of("limit_gb", size)?)), json!(size)),
+        };
+        let reserved = reserved(&body, "reserved_gb")?.unwrap_or(0);
+        let tiers = match body.get("tiers") {
+            None | Some(Value::Null) => BTreeMap::new(),
+            Some(Value::Object(tiers)) => tiers
+                .iter()
+                .map(|(name, own)| Ok((name.clone(), tier(name, own, places)?)))
+                .collect::<Result<_, String>>()?,
+            Some(_) => return Err("tiers must be an object by the names of tiers".into()),
+        };
+        let entry = Entry {
+            limit,
+            reserved,
+            tiers,
+        };
+        Ok(Self { entry, limit_gb })
+    }
+}
+
+fn tier(name: &str, own: &Value, places: &[Place]) -> Result<TierEntry, String> {
+    if !places.iter().any(|place| &*place.name == name) {
+        let names: Vec<_> = places.iter().map(|place| &*place.name).collect();
+        let (name, names) = (name.escape_debug(), names.join(", "));
+        return Err(format!(
+            "tiers: there is no tier '{name}'; there are {names}"
+        ));
+    }
+    let shape = || format!("tiers.{name} must be {{'limit_gb': <float>, 'reserved_gb': <float>}}");
+    let own = own.as_object().ok_or_else(shape)?;
+    if own
+        .keys()
+        .any(|key| key != "limit_gb" && key != "reserved_gb")
+    {
+        return Err(shape());
+    }
+    let field = |key: &str| format!("tiers.{name}.{key}");
+    let limit = own.get("limit_gb").map(|limit| {
+        let name = field("limit_gb");
+        let size = number(&name, limit, true)?;
+        let bytes = size.map(|size| bytes_of(&name, size)).transpose()?;
+        Ok::<_, String>(Limit(bytes))
+    });
+    let reserved = own.get("reserved_gb").map(|_| {
+        let at = field("reserved_gb");
+        reserved(own, "reserved_gb").map_err(|error| error.replace("reserved_gb", &at))
+    });
+    Ok(TierEntry {
+        limit: limit.transpose()?,
+        reserved: reserved.transpose()?.flatten(),
+    })
+}
+
+fn reserved(body: &Map<String, Value>, name: &str) -> Result<Option<u64>, String> {
+    let Some(value) = body.get(name).filter(|value| !value.is_null()) else {
+        return Ok(None);
+    };
+    let size = number(name, value, false)?.unwrap_or_default();
+    bytes_of(name, size).map(Some)
+}
+
+/// A number as Python's `float()` makes one of a JSON value; `None` is "unlimited".
+fn number(name: &str, value: &Value, may_be_unlimited: bool) -> Result<Option<f64>, String> {
+    let number = match value {
+        Value::String(text) if may_be_unlimited && text == "unlimited" => return Ok(None),
+        Value::String(text) => float(text),
+        Value::Bool(value) => Some(f64::from(u8::from(*value))),
+        value => value.as_f64(),
+    };
+    match number {
+        None => Err(format!("{name} must be numeric")),
+        Some(number) => Ok(Some(number)),
+    }
+}
+
+/// Python's `float()` of a text: spaces around it, and single underscores between digits.
+fn float(text: &str) -> Option<f64> {
+    let text = text.trim();
+    let is_digit = |part: Option<char>| part.is_some_and(|last| last.is_ascii_digit());
+    let mut parts = text.split('_').peekable();
+    while let Some(part) = parts.next() {
+        if let Some(next) = parts.peek()
+            && !(is_digit(part.chars().last()) && is_digit(next.chars().next()))
+        {
+            return None;
+        }
+    }
+    text.replace('_', "").parse().ok()
+}
+
+/// The bytes of a size in GiB, truncated.
+fn bytes_of(name: &str, size: f64) -> Result<u64, String> {
+    let most = MAX_BYTES / GIB;
+    match size {
+        size if !size.is_finite() => Err(format!("{name} must be finite")),
+        size if size < 0.0 => Err(format!("{name} must be non-negative")),
+        size if size > most as f64 => Err(format!("{name} must be at most {most}")),
+        size => Ok((size * GIB as f64) as u64),
+    }
+}
+
+/// Puts what Python's JSON takes for a number, and no other does, between quotes: NaN, infinities, and numbers that are too
+/// large for a float.
+fn quote_numbers(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(next) = rest.chars().next() {
+        let is_word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '-' | '.');
+        let len = match next {
+            '"' => string_len(rest),
+            next if is_word(next) => rest.find(|c| !is_word(c)).unwrap_or(rest.len()),
+            next => next.len_utf8(),
+        };
+        let (token, behind) = rest.split_at(len);
+        let is_infinite = || {
+            let starts_like_one = |c: char| c.is_ascii_digit() || c == '-';
+            token.starts_with(starts_like_one)
+                && token.parse::<f64>().is_ok_and(f64::is_infinite)
+                && !token.ends_with(|c: char| c.is_ascii_alphabetic())
+        };
+        match token {
+            "NaN" | "Infinity" | "-Infinity" => out.extend(["\"", token, "\""]),
+            _ if is_infinite() => out.extend(["\"", token, "\""]),
+            _ => out.push_str(token),
+        }
+        rest = behind;
+    }
+    out
+}
+
+/// Bytes of the JSON string that this begins with, its quotes included.
+fn string_len(text: &str) -> usize {
+    let mut escaped = false;
+    for (at, byte) in text.bytes().enumerate().skip(1) {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = true,
+            b'"' => return at + 1,
+            _ => {}
+        }
+    }
+    text.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn places() -> Vec<Place> {
+        ["l1", "fs-0"]
+            .map(|name| Place {
+                name: name.into(),
+                isolates: true,
+                capacity: None,
+            })
+            .into()
+    }
+
+    fn limit(value: &str) -> Result<Option<u64>, String> {
+        let body = format!(r#"{{"limit_gb": {value}}}"#);
+        let wanted = Wanted::parse(body.as_bytes(), &places())?;
+        Ok(wanted.entry.limit.0)
+    }
+
+    #[test]
+    fn limits_are_what_python_makes_of_them() {
+        for (value, bytes) in [
+            ("0.5", GIB / 2),
+            ("1", GIB),
+            ("true", GIB),
+            ("false", 0),
+            ("-0.0", 0),
+            ("0.01", 10_737_418),
+            (r#""2.5""#, GIB / 2 * 5),
+            (r#"" 2 ""#, 2 * GIB),
+            (r#""1_0""#, 10 * GIB),
+            (r#""1e1""#, 10 * GIB),
+            ("1073741824", MAX_BYTES),
+        ] {
+            assert_eq!(limit(value), Ok(Some(bytes)), "{value}");
+        }
+        assert_eq!(limit(r#""unlimited""#), Ok(None));
+        for (values, error) in [
+            (
+                [r#""x""#, "null", "[]", r#""_1""#, r#""1__0""#, r#""""#],
+                "limit_gb must be numeric",
+            ),
+            (
+                [
+                    "NaN",
+                    "1e400",
+                    "-Infinity",
+                    r#""nan""#,
+                    r#""inf""#,
+                    "Infinity",
+                ],
+                "limit_gb must be finite",
+            ),
+            (
+                ["-1", "-1e-300", r#""-1""#, "-1e300", "-0.1", "-2"],
+                "limit_gb must be non-negative",
+            ),
+            (
+                ["1073741825", "1e300", "1e18", r#""1e10""#, "9e99", "2e9"],
+                "limit_gb must be at most 1073741824",
+            ),
+            (
+                ["{", "nan", "1 x", "+1", "1e400x", "\"\\\""],
+                "invalid JSON body",
+            ),
+        ] {
+            for value in values {
+                assert_eq!(limit(value), Err(error.into()), "{value}");
+            }
+        }
+        let digits = "1".repeat(400);
+        assert_eq!(limit(&digits), Err("limit_gb must be finite".into()));
+    }
+
+    #[test]
+    fn a_body_is_an_object_with_a_limit() {
+        let parse = |body: &[u8]| Wanted::parse(body, &places()).map(|wanted| wanted.entry);
+        for body in ["[1]", "null", "3", r#""x""#, "{}", r#"{"limit_bytes": 5}"#] {
+            assert_eq!(parse(body.as_bytes()), Err(SHAPE.into()), "{body}");
+        }
+        for body in [&b""[..], b"{", b"\xff", br#"{"limit_gb": 1} x"#] {
+            assert_eq!(parse(body), Err("invalid JSON body".into()));
+        }
+        // A text may say what a number may not.
+        let body = r#"{"limit_gb": 1, "note": "\"NaN, 1e400 é", "limit_gb": 2}"#;
+        assert_eq!(parse(body.as_bytes()).unwrap().limit, Limit(Some(2 * GIB)));
+    }
+
+    #[test]
+    fn tiers_may_have_their_own() {
+        let parse = |more: &str| {
+            let body = format!(r#"{{"limit_gb": 4, {more}}}"#);
+            Wanted::parse(body.as_bytes(), &places()).map(|wanted| wanted.entry)
+        };
+        let entry = parse(
+            r#""reserved_gb": 1, "tiers": {"fs-0": {"limit_gb": "unlimited"}, "l1": {"reserved_gb": 2}}"#,
+        );
+        let entry = entry.unwrap();
+        let grant = |tier| {
+            let grant = entry.of_tier(tier);
+            (grant.limit, grant.reserved)
+        };
+        assert_eq!(grant("fs-0"), (None, GIB));
+        assert_eq!(grant("l1"), (Some(4 * GIB), 2 * GIB));
+        for (more, error) in [
+            (r#""reserved_gb": -1"#, "reserved_gb must be non-negative"),
+            (
+                r#""reserved_gb": "unlimited""#,
+                "reserved_gb must be numeric",
+            ),
+            (
+                r#""tiers": []"#,
+                "tiers must be an object by the names of tiers",
+            ),
+            (
+                r#""tiers": {"fs-1": {}}"#,
+                "tiers: there is no tier 'fs-1'; there are l1, fs-0",
+            ),
+            (
+                r#""tiers": {"l1": {"limit": 1}}"#,
+                "tiers.l1 must be {'limit_gb': <float>, 'reserved_gb': <float>}",
+            ),
+            (
+                r#""tiers": {"l1": {"limit_gb": "x"}}"#,
+                "tiers.l1.limit_gb must be numeric",
+            ),
+            (
+                r#""tiers": {"l1": {"reserved_gb": NaN}}"#,
+                "tiers.l1.reserved_gb must be finite",
+            ),
+        ] {
+            assert_eq!(parse(more), Err(error.into()), "{more}");
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! The file that keeps what tenants were granted.
+//!
+//! It is JSON, written as a whole beside the old one and moved over it, so that a reader finds the old content or the
+//! new. There is exactly one way to write a table, checksum included, so whatever differs from that is damage and is
+//! refused as a whole.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvtier_core::object_key::check_cache_salt;
+use kvtier_memory::checksum::checksum128;
+use parking_lot::Mutex;
+use serde::Deserialize;
+
+use super::table::{Entry, MAX_TENANTS, Table};
+
+/// The form that is written, and the only one that is read.
+const VERSION: u64 = 1;
+
+/// Largest file that is read, bytes: half a kilobyte for each tenant there may be.
+const MAX_LEN: u64 = 512 * MAX_TENANTS as u64;
+
+/// Which file it is, as far as the file system tells: device, number, size, and time of the last change.
+type Identity = (u64, u64, u64, i64, i64);
+
+/// A place for a table on disk.
+#[derive(Debug)]
+pub struct QuotaFile {
+    /// With no symbolic link at its end, which would be replaced.
+    path: PathBuf,
+    directory: PathBuf,
+    /// Starts the names of files that are not whole yet.
+    temporary: String,
+    /// What was read or written last; `None` for no file.
+    seen: Mutex<Option<Identity>>,
+}
+
+impl QuotaFile {
+    /// Reads the table; no file is an empty one. Removes what a server that was killed left half-written.
+    ///
+    /// # Errors
+    /// One line with the file, what is wrong, and what to do.
+    pub fn open(path: &Path) -> Result<(Self, Table), String> {
+        let refuse = |what: String| refusal(path, &what);
+        let path = &resolve(path).map_err(refuse)?;
+        let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(refuse("it is no name of a file".into()));
+        };
+        let file = Self {
+            directory: directory.to_owned(),
+            temporary: format!(".{}.kvtier-tmp-", name.to_string_lossy()),
+            seen: Mutex::default(),
+            path: path.clone(),
+        };
+        file.remove_stale()
+            .map_err(|error| refuse(format!("its directory cannot be used: {error}")))?;
+        let table = file.load().map_err(refuse)?;
+        Ok((file, table))
+    }
+
+    /// Reads the table and changes nothing.
+    ///
+    /// # Errors
+    /// As [`QuotaFile::open`].
+    pub fn peek(path: &Path) -> Result<Table, String> {
+        let content = resolve(path).and_then(|path| read(&path));
+        let table = content.and_then(|content| match content {
+            Some((content, _)) => decode(&content),
+            None => Ok(Table::default()),
+        });
+        table.map_err(|what| refusal(path, &what))
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Replaces the content. Afterwards the file has this table, or with an error what it had.
+    ///
+    /// # Errors
+    /// The system's; and when somebody else has replaced the file since it was read.
+    pub fn save(&self, table: &Table) -> io::Result<()> {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        if identity(&self.path)? != *self.seen.lock() {
+            return Err(io::Error::other(
+                "somebody else has changed it since this server read it; restart the server to use what is there",
+            ));
+        }
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{}{}-{number}", self.temporary, std::process::id());
+        let temporary = self.directory.join(name);
+        // Before there is anything that it could fail.
+        let directory = File::open(&self.directory)?;
+        let replaced = write(&temporary, encode(table).as_bytes())
+            .and_then(|written| fs::rename(&temporary, &self.path).map(|()| written));
+        let written = replaced.inspect_err(|_| {
+            let _ = fs::remove_file(&temporary);
+        })?;
+        *self.seen.lock() = Some(written);
+        if let Err(error) = directory.sync_all() {
+            // Everybody sees the new content by now; to call that a failure would be wrong.
+            tracing::warn!(%error, "the quota file was written, and may be the old one after a power failure");
+        }
+        Ok(())
+    }
+
+    fn load(&self) -> Result<Table, String> {
+        let Some((content, seen)) = read(&self.path)? else {
+            return Ok(Table::default());
+        };
+        *self.seen.lock() = Some(seen);
+        decode(&content)
+    }
+
+    fn remove_stale(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.directory)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            if name.to_string_lossy().starts_with(&self.temporary) {
+                fs::remove_file(entry.path())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn refusal(path: &Path, what: &str) -> String {
+    format!(
+        "--quota-file {}: {what}; put a good copy in its place, or remove it to start without quotas",
+        path.display()
+    )
+}
+
+/// The path of the file itself, whose directory must be there.
+fn resolve(path: &Path) -> Result<PathBuf, String> {
+    match path.canonicalize() {
+        Ok(path) => return Ok(path),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error.to_string()),
+    }
+    let name = path.file_name().ok_or("it is no name of a file")?;
+    let directory = path.parent().filter(|path| !path.as_os_str().is_empty());
+    let directory = directory.unwrap_or(Path::new("."));
+    match directory.canonicalize() {
+        Ok(directory) => Ok(directory.join(name)),
+        Err(error) => Err(format!("its directory cannot be used: {error}")),
+    }
+}
+
+fn identity(path: &Path) -> io::Result<Option<Identity>> {
+    match fs::metadata(path) {
+        Ok(found) => Ok(Some(identity_of(&found))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn identity_of(found: &fs::Metadata) -> Identity {
+    (
+        found.dev(),
+        found.ino(),
+        found.len(),
+        found.mtime(),
+        found.mtime_nsec(),
+    )
+}
+
+/// The bytes that are there.
+fn read(path: &Path) -> Result<Option<(Vec<u8>, Identity)>, String> {
+    let describe = |error: io::Error| format!("it cannot be read: {error}");
+    match fs::metadata(path) {
+        // A pipe would be waited for.
+        Ok(found) if !found.is_file() => return Err("it is no file".into()),
+        Ok(found) if found.len() > MAX_LEN => {
+            return Err(format!("it has more than {MAX_LEN} bytes"));
+        }
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(describe(error)),
+    }
+    let file = File::open(path).map_err(describe)?;
+    let found = file.metadata().map_err(describe)?;
+    let mut content = Vec::new();
+    file.take(MAX_LEN)
+        .read_to_end(&mut content)
+        .map_err(describe)?;
+    Ok(Some((content, identity_of(&found))))
+}
+
+fn write(path: &Path, content: &[u8]) -> io::Result<Identity> {
+    let mut options = OpenOptions::new();
+    let mut file = options
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)?;
+    file.write_all(content)?;
+    file.sync_all()?;
+    Ok(identity_of(&file.metadata()?))
+}
+
+/// The text of a table.
+fn encode(table: &Table) -> String {
+    let mut rows = String::from("{");
+    for (salt, entry) in table.iter() {
+        if rows.len() > 1 {
+            rows.push(',');
+        }
+        // A map of texts and numbers can always be written.
+        let text = |value: Result<String, serde_json::Error>| value.unwrap_or_default();
+        rows.push('\n');
+        rows.push_str(&text(serde_json::to_string(&**salt)));
+        rows.push(':');
+        rows.push_str(&text(serde_json::to_string(&**entry)));
+    }
+    rows.push_str("\n}");
+    let checksum = checksum128(rows.as_bytes());
+    format!("{{\"version\":{VERSION},\"checksum\":\"{checksum:032x}\",\"quotas\":{rows}}}\n")
+}
+
+/// The table of a text.
+fn decode(content: &[u8]) -> Result<Table, String> {
+    #[derive(Deserialize)]
+    struct Head {
+        version: u64,
+    }
+    #[derive(Deserialize)]
+    struct Whole {
+        quotas: BTreeMap<String, Entry>,
+    }
+    let no_file = |error: serde_json::Error| format!("it is damaged, or no quota file: {error}");
+    let head: Head = serde_json::from_slice(content).map_err(no_file)?;
+    if head.version != VERSION {
+        return Err(format!(
+            "it has version {}, and this server reads only version {VERSION}",
+            head.version
+        ));
+    }
+    let whole: Whole = serde_json::from_slice(content).map_err(no_file)?;
+    let table = Table::from_iter(whole.quotas);
+    if encode(&table).as_bytes() != content {
+        return Err("it is damaged, or was changed by hand: its checksum is another".into());
+    }
+    if table.len() > MAX_TENANTS {
+        return Err(format!("it has more than {MAX_TENANTS} tenants"));
+    }
+    for (number, (salt, _)) in table.iter().enumerate() {
+        check_cache_salt(salt)
+            .map_err(|error| format!("entry {} is no tenant's: {error}", number + 1))?;
+    }
+    Ok(table)
+}
+
+#[cfg(test)]
+mod tests;
