@@ -172,6 +172,31 @@ fn memory_is_told_for_each_object() {
     assert!(output.status.success());
 }
 
+#[test]
+fn two_servers_are_measured_in_turn() {
+    let first = Server::start("bench_first");
+    let second = Server::start("bench_second");
+    let beside = format!("127.0.0.1:{}", second.port);
+    let requests = "--requests=5";
+    let chosen = ["--scenario=lookup-hit", "--prompt-tokens=2100", requests];
+    let output = first.bench(&[&chosen[..], &["--beside", &beside]].concat());
+    let rows = rows(&output);
+    let names: Vec<_> = rows
+        .iter()
+        .map(|row| row["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["lookup hit", "lookup hit beside"]);
+    for row in &rows {
+        assert_eq!((&row["count"], &row["failed"]), (&5.into(), &0.into()));
+        assert_eq!(row["facts"]["chunks"], 8.0, "{row:#}");
+    }
+    for (fact, quantile) in [("p50 of the first's", "p50"), ("p99 of the first's", "p99")] {
+        let of = |row: usize| rows[row]["latency_us"][quantile].as_f64().unwrap();
+        assert_eq!(rows[1]["facts"][fact], of(1) / of(0), "{fact}");
+    }
+    assert!(output.status.success());
+}
+
 /// What `kvtier bench` says of a server that it cannot measure.
 fn complaint(port: u16, timeout: &str) -> String {
     let output = assert_cmd::Command::new(KVTIER)

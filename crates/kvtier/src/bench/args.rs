@@ -76,6 +76,10 @@ pub(crate) struct LoadArgs {
     /// Different prompts that lookups take in turn.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) prompts: u32,
+    /// Another server, to which each lookup of the lookup-hit scenario goes too, in turn: what the machine does meanwhile
+    /// befalls both. Its row has the ratios.
+    #[arg(long, value_name = "URL", value_parser = requests)]
+    pub(crate) beside: Option<String>,
     /// How long each latency scenario is measured, in seconds or as in 500ms, 30s, 2m, after a tenth of it to warm up.
     #[arg(long, default_value = "3s", value_parser = duration)]
     pub(crate) duration: Duration,
@@ -142,6 +146,16 @@ impl LoadArgs {
     /// Where the server is.
     pub(crate) fn url(&self) -> Option<&str> {
         self.server.as_deref().or(self.url.as_deref())
+    }
+
+    /// The same load for another server.
+    pub(crate) fn at(&self, url: &str) -> Self {
+        Self {
+            server: Some(url.to_owned()),
+            url: None,
+            beside: None,
+            ..self.clone()
+        }
     }
 
     /// The scenarios to run, in order. Giving a trace without naming scenarios means the replay.

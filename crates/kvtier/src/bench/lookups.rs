@@ -1,5 +1,7 @@
 //! Lookups, alone on the server.
 
+use std::time::Instant;
+
 use kvtier_client::{Connection, Prompt, Scope};
 
 use super::context::{Context, Pace, make_resident};
@@ -8,6 +10,9 @@ use super::report::Report;
 
 /// Prompts whose chunks are all there.
 pub(crate) fn hit(context: &Context, report: &mut Report) -> anyhow::Result<()> {
+    if let Some(url) = &context.args.beside {
+        return hit_beside(context, &Context::new(context.args.at(url))?, report);
+    }
     let scope = context.scope("lookup-hit");
     let mut worker = context.small_worker(&scope)?;
     let prompts = resident_prompts(context, &mut worker, 2000)?;
@@ -33,6 +38,55 @@ pub(crate) fn hit(context: &Context, report: &mut Report) -> anyhow::Result<()> 
             .fact("chunks", chunks as f64),
     );
     worker.close()?;
+    Ok(())
+}
+
+/// The same lookups at two servers, in turn.
+fn hit_beside(context: &Context, other: &Context, report: &mut Report) -> anyhow::Result<()> {
+    let mut sides = Vec::new();
+    for context in [context, other] {
+        let scope = context.scope("lookup-hit");
+        let mut worker = context.small_worker(&scope)?;
+        let prompts = resident_prompts(context, &mut worker, 2000)?;
+        sides.push((context, scope, worker, prompts, Recorder::new()));
+    }
+    let bar = context.bar("lookup hit", context.bar_total());
+    let mut pace = context.pace(&bar);
+    while let Some(turn) = pace.next() {
+        // Neither is always the first.
+        sides.swap(0, 1);
+        for (context, scope, worker, prompts, recorder) in &mut sides {
+            let prompt = &prompts[turn.number as usize % prompts.len()];
+            let (server, measured) = (worker.connection(), turn.measured);
+            one(
+                context,
+                server,
+                scope,
+                prompt,
+                Instant::now,
+                recorder,
+                measured,
+            )?;
+        }
+    }
+    let wall = pace.measured();
+    bar.finish_and_clear();
+    sides.sort_by_key(|(at, ..)| at.url == other.url);
+    let mut rows = Vec::new();
+    for (context, _, worker, prompts, recorder) in sides {
+        let name = ["lookup hit", "lookup hit beside"][rows.len()];
+        let row = recorder.row(name, wall);
+        rows.push(row.fact("chunks", chunks(context, &prompts[0]) as f64));
+        worker.close()?;
+    }
+    if let (Some(first), Some(second)) = (rows[0].latency_us, rows[1].latency_us) {
+        let last = rows.remove(1);
+        rows.push(
+            last.fact("p50 of the first's", second.p50 / first.p50)
+                .fact("p99 of the first's", second.p99 / first.p99),
+        );
+    }
+    rows.into_iter().for_each(|row| report.add(row));
     Ok(())
 }
 
@@ -101,19 +155,42 @@ pub(crate) fn repeat(
 ) -> anyhow::Result<()> {
     while let Some(turn) = pace.next() {
         let prompt = &prompts[turn.number as usize % prompts.len()];
-        let wanted = chunks(context, prompt);
-        let request = context.request_id();
-        let key = scope.scheduler_key(prompt, prompt.whole_chunks(context.chunk_tokens), &request);
-        let start = turn.start();
-        let hits = connection.lookup_hits(&key)?;
-        let latency = start.elapsed();
-        connection.free_lookup_locks(&key)?;
-        connection.end_session(&request)?;
-        if hits != wanted {
-            recorder.failure(|| format!("{hits} chunks of {wanted} were found"));
-        } else if turn.measured {
-            recorder.success(latency, 0);
-        }
+        let start = || turn.start();
+        one(
+            context,
+            connection,
+            scope,
+            prompt,
+            start,
+            recorder,
+            turn.measured,
+        )?;
+    }
+    Ok(())
+}
+
+/// Looks a resident prompt up.
+fn one(
+    context: &Context,
+    connection: &mut Connection,
+    scope: &Scope,
+    prompt: &Prompt,
+    start: impl FnOnce() -> Instant,
+    recorder: &mut Recorder,
+    measured: bool,
+) -> anyhow::Result<()> {
+    let wanted = chunks(context, prompt);
+    let request = context.request_id();
+    let key = scope.scheduler_key(prompt, prompt.whole_chunks(context.chunk_tokens), &request);
+    let start = start();
+    let hits = connection.lookup_hits(&key)?;
+    let latency = start.elapsed();
+    connection.free_lookup_locks(&key)?;
+    connection.end_session(&request)?;
+    if hits != wanted {
+        recorder.failure(|| format!("{hits} chunks of {wanted} were found"));
+    } else if measured {
+        recorder.success(latency, 0);
     }
     Ok(())
 }
