@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import random
+import re
 import time
 
 from engine import Vllm
@@ -102,7 +103,7 @@ class ModeCases:
     def run(self, quick):
         """`quick` leaves out concurrency and the run without vLLM's own prefix cache."""
         try:
-            self.vllm = Vllm(self.options, f"{self.server.mode}-1", self.server)
+            self.vllm = Vllm(self.options, self.log_name(1), self.server)
             self.hits()
             self.salts()
             if not quick:
@@ -113,18 +114,25 @@ class ModeCases:
                 self.from_l1_alone()
                 self.fresh_server()
             flags = [] if quick else ["--no-enable-prefix-caching"]
-            self.vllm = Vllm(self.options, f"{self.server.mode}-2", self.server, flags)
+            self.vllm = Vllm(self.options, self.log_name(2), self.server, flags)
             self.new_engine(apc=quick)
             if self.directory:
                 self.from_the_tier("new-vllm", 2 * WHOLE)
             self.server_restart(apc=quick)
             if self.directory and not self.server.peer:
                 self.damaged_files()
+            if self.options.connector == "kvtier":
+                self.connector_metrics()
+                self.killed_while_loading()
         finally:
             if self.vllm:
                 self.vllm.stop()
 
     # -- helpers -----------------------------------------------------------------------------
+
+    def log_name(self, number):
+        """What an engine's log is called."""
+        return f"{self.server.mode}-{'ours-' if self.options.connector == 'kvtier' else ''}{number}"
 
     def check(self, name, ok, detail):
         """Note a result under this mode's name."""
@@ -262,6 +270,32 @@ class ModeCases:
         self.expect("salt-dave-misses", vllm.measured(prompts.main, "dave"), "main", 0)
         corrupt = tiers.metric(self.server, "kvtier_l2_load_failures_total", reason="corrupt")
         self.check("damage-counted", corrupt >= 2, f"{corrupt:.0f} objects")
+
+    def connector_metrics(self):
+        """Our connector's numbers are among vLLM's."""
+        text = self.vllm.call("GET", "/metrics").decode()
+        found = dict(re.findall(r"^vllm:kvtier_(\w+)_total\{[^}]*\} ([0-9.e+]+)$", text, re.MULTILINE))
+        good = all(float(found.get(name, 0)) > 0 for name in ("lookups", "hit_tokens", "stores", "retrieved_tokens"))
+        self.check("connector-metrics", good and float(found["failed_retrieves"]) == 0, found)
+
+    def killed_while_loading(self):
+        """The server dies when it was asked for the KV of a hit: the engine computes, and goes on."""
+        vllm, server = self.vllm, self.server
+        self.overwrite()
+        loading = "retrieve" if server.mode == "lmcache_driven" else "prepare_retrieve"
+        server.proxy.at(loading, server.kill)
+        answer = vllm.measured(self.prompts.main)
+        right = answer.ids in self.known["main"]
+        self.check("killed-while-loading", right and not server.running(), f"{answer} same_tokens={right}")
+        server.start()
+
+        def stored_again():
+            vllm.forget()
+            return vllm.measured(self.prompts.main).external
+
+        wait_until(stored_again, 60, "a hit after the server's return", interval=0.5)
+        self.overwrite()
+        self.expect("hits-after-death-while-loading", vllm.measured(self.prompts.main), "main", WHOLE, local=0)
 
     def server_restart(self, apc):
         """The server is killed and started again: vLLM goes on and registers again.

@@ -1,4 +1,4 @@
-"""A real vLLM on CPU behind its OpenAI API, with or without LMCache's connector."""
+"""A real vLLM on CPU behind its OpenAI API, alone or with LMCache's connector or our own."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 
 from children import Child
 from kvrig.server import client_mode, free_port
@@ -55,7 +56,11 @@ class Vllm:
         ]  # fmt: skip
         if server is not None:
             argv += ["--kv-transfer-config", json.dumps(transfer_config(options, server))]
-        self.child = Child(name, argv, os.path.join(options.logs, f"{name}.log"), ENVIRONMENT)
+        environment = dict(ENVIRONMENT)
+        if options.connector == "kvtier":
+            # The package under test, and a module that makes sure that nothing of LMCache is imported.
+            environment["PYTHONPATH"] = os.pathsep.join([options.package, str(Path(__file__).parent / "without_lmcache")])
+        self.child = Child(name, argv, os.path.join(options.logs, f"{name}.log"), environment)
         try:
             wait_until(self.ready, options.start_timeout, f"vLLM {name}", interval=0.2)
         except BaseException:
@@ -145,7 +150,19 @@ class Vllm:
 
 
 def transfer_config(options, server):
-    """vLLM's --kv-transfer-config for LMCache's connector and this server."""
+    """vLLM's --kv-transfer-config for the chosen connector and this server."""
+    if options.connector == "kvtier":
+        return {
+            "kv_connector": "KvTierConnector",
+            "kv_role": "kv_both",
+            "kv_connector_module_path": "kvtier.vllm",
+            "kv_connector_extra_config": {
+                "kvtier.url": getattr(server, "engine_url", server.url),
+                "kvtier.transfer_mode": client_mode(server.mode),
+                "kvtier.timeout": options.mq_timeout,
+                "kvtier.heartbeat": options.heartbeat,
+            },
+        }
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",

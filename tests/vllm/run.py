@@ -5,6 +5,8 @@
                                a directory as a second tier
   run.py --mode engine_shm     one mode (may be repeated)
   run.py --peer                LMCache's own server instead of ours
+  run.py --connector kvtier --package DIR
+                               our connector from the package in DIR, with nothing of LMCache in the engine
 
 Every prompt is a list of random token ids, decoding is greedy. Hits are taken after vLLM's own prefix cache is
 emptied AND its KV blocks are overwritten, then in a new vLLM process; output must equal that of vLLM alone.
@@ -24,7 +26,8 @@ sys.path.insert(0, str(HERE.parent / "harness"))
 
 from cases import ModeCases, Prompts, Report, baseline
 from kvrig import tiers
-from kvrig.server import Server, our_command, peer_command
+from kvrig.proxy import Proxy
+from kvrig.server import Server, free_port, our_command, peer_command
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
 # In these the server has a second tier; in the others a restart forgets everything.
@@ -39,6 +42,8 @@ def options():
     parser.add_argument("--full", action="store_true", help="all checks in every mode")
     parser.add_argument("--quick", action="store_true", help="no mode in full")
     parser.add_argument("--peer", action="store_true", help="test LMCache's own server")
+    parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
+    parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
     parser.add_argument("--model", default=os.path.join(home, "model"), help="made by make_model.py")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block-size", type=int, default=128)
@@ -62,14 +67,16 @@ def main():
     known = baseline(chosen, prompts, report)
     for mode in chosen.mode or MODES:
         started = time.monotonic()
-        log = Path(chosen.logs) / f"server-{mode}.log"
+        log = Path(chosen.logs) / f"server-{mode}{'-ours' if chosen.connector == 'kvtier' else ''}.log"
         log.unlink(missing_ok=True)
-        directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER else None
+        ours = chosen.connector == "kvtier"
+        directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER and not ours else None
         flags = []
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
             flags = tiers.adapter("fs", base_path=directory) if chosen.peer else tiers.fs(directory)
-        server = Server(command, log, mode, chunk=256, l1_gb=chosen.l1_gb, flags=flags, peer=chosen.peer)
+        kind = ProxiedServer if ours else Server
+        server = kind(command, log, mode, chunk=256, l1_gb=chosen.l1_gb, flags=flags, peer=chosen.peer)
         # After the kill the new process meets an instance it does not know, and files that were damaged meanwhile.
         server.expect_trouble(r"instance")
         server.expect_trouble(r"not what was stored")
@@ -89,6 +96,26 @@ def main():
     failed = report.failed()
     print(f"vLLM: {len(report.rows) - failed} passed, {failed} failed ({seconds:.0f} s)")
     return 1 if failed else 0
+
+
+class ProxiedServer(Server):
+    """A server behind a proxy, which dies and returns with it."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.proxy = Proxy(self.url, free_port())
+        self.engine_url = self.proxy.url
+
+    def start(self, timeout=60):
+        """Start both."""
+        seconds = super().start(timeout)
+        self.proxy.mend()
+        return seconds
+
+    def kill(self):
+        """Kill it, and end its connections."""
+        super().kill()
+        self.proxy.cut()
 
 
 def finish(server, report):

@@ -138,7 +138,9 @@ class WorkerAdapter:
         # Request id -> stores under way.
         self._storing: dict[str, int] = {}
         self._finished_retrieves: set[str] = set()
+        # Finished by the engine: with stores under way, and without.
         self._ended_by_engine: set[str] = set()
+        self._ended: set[str] = set()
         self._reported: OrderedDict[str, int] = OrderedDict()
         self._calls = 0
         self._error_blocks: set[int] = set()
@@ -365,11 +367,14 @@ class WorkerAdapter:
         self._calls += 1
         while self._reported and next(iter(self._reported.values())) + _REMEMBERED_CALLS < self._calls:
             self._reported.popitem(last=False)
+        ended, self._ended = self._ended, set()
         for request_id in finished_req_ids_from_engine:
-            if request_id not in self._reported:
+            if request_id in self._reported:
+                continue
+            if request_id in self._storing:
                 self._ended_by_engine.add(request_id)
-        ended = {request_id for request_id in self._ended_by_engine if request_id not in self._storing}
-        self._ended_by_engine -= ended
+            else:
+                ended.add(request_id)
         for request_id in ended:
             self._reported[request_id] = self._calls
         retrieved, self._finished_retrieves = self._finished_retrieves, set()
@@ -443,6 +448,9 @@ class WorkerAdapter:
                 left = self._storing.pop(request_id) - 1
                 if left:
                     self._storing[request_id] = left
+                elif request_id in self._ended_by_engine:
+                    self._ended_by_engine.remove(request_id)
+                    self._ended.add(request_id)
             if transfer.errors:
                 counters.failed_stores += count
                 logger.warning("store of %s: %s; it is not cached", names, transfer.errors[0])

@@ -83,13 +83,18 @@ impl Core {
     fn register(&self, client: &Native) -> Result<(), ClientError> {
         // Nothing goes by an earlier registration meanwhile.
         *self.registered.lock() = None;
-        let connections = client.connections();
-        let pool = match self.mode {
-            Mode::Engine => self.register_engine_driven(client)?,
-            Mode::Server => self.register_server_driven(client)?,
-        };
-        *self.registered.lock() = Some(Arc::new(Registered { connections, pool }));
-        Ok(())
+        loop {
+            let connections = client.connections();
+            let pool = match self.mode {
+                Mode::Engine => self.register_engine_driven(client)?,
+                Mode::Server => self.register_server_driven(client)?,
+            };
+            // A connection that came meanwhile, the first one for instance, may have another server.
+            if connections == client.connections() {
+                *self.registered.lock() = Some(Arc::new(Registered { connections, pool }));
+                return Ok(());
+            }
+        }
     }
 
     /// The registration, if it is one with the server that is connected now.

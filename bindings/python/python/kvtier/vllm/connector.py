@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 # Kinds of vLLM's caches whose blocks hold the KV of their tokens, and stay as they are once they are full.
 _SERVED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
 
+# vLLM's names of the dimensions' order (layers, blocks, heads, tokens, content), and those of the protocol.
+_LAYOUTS = {"LBNHC": "NHD", "LBHNC": "HND", "NHD": "NHD", "HND": "HND", "BLHNC": "BLHNC", "BLNHC": "BLNHC"}
+
 
 def _groups(kv_cache_config: KVCacheConfig) -> list[Group]:
     """vLLM's groups of layers; ValueError for kinds of cache that cannot be served."""
@@ -114,7 +117,9 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
             layout = get_kv_cache_layout()
-        self._worker.register_kv_caches(kv_caches, self._groups, str(layout))
+        if layout not in _LAYOUTS:
+            raise ValueError(f"KvTierConnector serves the KV layouts {', '.join(_LAYOUTS)}; this engine has {layout}")
+        self._worker.register_kv_caches(kv_caches, self._groups, _LAYOUTS[layout])
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
