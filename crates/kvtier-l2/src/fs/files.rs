@@ -319,18 +319,3 @@ pub(super) fn read_end(
     end.truncate(text_len);
     Ok(found.map(|found| (found, end)))
 }
-
-/// Memory for the end of a file, at an address that I/O past the page cache can use.
-#[derive(Default)]
-pub(super) struct Scratch(Vec<u8>);
-
-impl Scratch {
-    pub(super) fn take(&mut self, len: usize) -> &mut [u8] {
-        let align = trailer::BLOCK as usize;
-        if self.0.len() < len + align {
-            self.0.resize(len + align, 0);
-        }
-        let start = self.0.as_ptr().align_offset(align);
-        &mut self.0[start..start + len]
-    }
-}

@@ -2,16 +2,60 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use kvtier_memory::uring::Tail;
 use kvtier_memory::{Extent, FileError};
 use rustix::io::Errno;
 
 use crate::error::{ErrorKind, L2Error};
 use crate::object::Buffer;
 
+/// Bytes to be moved between a file, from its start, and a buffer with a tail behind it. It has all that is touched
+/// meanwhile.
+pub(super) struct Move {
+    /// Whoever gave it knows it by this.
+    pub number: usize,
+    pub file: OwnedFd,
+    pub buffer: Buffer,
+    /// Bytes of the buffer.
+    pub body: u64,
+    pub tail: Tail,
+    /// Bytes of a file that is read; `None` for one that is written.
+    pub size: Option<u64>,
+}
+
+/// What [`Engine::read`] and [`Engine::write`] say, the latter nothing.
+pub(super) type Moved = Result<(u64, Option<u128>), FileError>;
+
+/// What a thread has to move.
+pub(super) trait Work {
+    /// The next, which is got ready here: while others are under way, if the engine moves several at a time.
+    fn next(&mut self) -> Option<Move>;
+
+    /// One is through.
+    fn done(&mut self, one: Move, moved: Moved);
+
+    /// What became of one will never be known.
+    fn lost(&mut self, number: usize);
+}
+
 /// Moves bytes between files and arenas. Each call ends when its bytes are moved; several threads call at once.
 pub(super) trait Engine: Send + Sync + 'static {
     /// For `/status`.
     fn name(&self) -> &'static str;
+
+    /// Does all of it.
+    fn run(&self, work: &mut dyn Work) {
+        while let Some(mut one) = work.next() {
+            let (file, tail) = (one.file.as_fd(), &mut one.tail);
+            let moved = match one.size {
+                Some(size) => self.read(file, &one.buffer, one.body, tail, size),
+                None => self
+                    .write(file, &one.buffer, one.body, tail)
+                    .map(|()| (0, None)),
+            };
+            work.done(one, moved);
+        }
+    }
 
     /// Reads a file from its start: the first `body` bytes of `to`, then `tail`. Gives how many there were, which is
     /// `size` or more unless the file is shorter; and the checksum of those in `to`, if that came with it.
@@ -40,7 +84,7 @@ pub(super) trait Engine: Send + Sync + 'static {
 /// `preadv` and `pwritev`, one at a time.
 pub(super) struct Posix;
 
-fn part(buffer: &Buffer, body: u64) -> Extent {
+pub(super) fn part(buffer: &Buffer, body: u64) -> Extent {
     let extent = buffer.extent();
     Extent::new(extent.offset, body.min(extent.len))
 }
@@ -113,6 +157,14 @@ pub(super) fn reason(error: &FileError) -> Option<Errno> {
         FileError::System { source, .. } => Some(errno(source)),
         _ => None,
     }
+}
+
+/// The error of what an engine lost.
+pub(super) fn lost() -> L2Error {
+    L2Error::new(
+        ErrorKind::Unavailable,
+        "the system does not say what became of the file",
+    )
 }
 
 /// An error of a system call on a file.

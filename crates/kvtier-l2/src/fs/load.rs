@@ -2,12 +2,13 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
+use kvtier_memory::uring::Tail;
 use rustix::fs::{Advice, Mode, Stat};
 use rustix::io::Errno;
 
 use super::base::{is_file, open_direct};
-use super::files::{Files, Look, READ_FLAGS, Scratch, count, read_end, size};
-use super::io;
+use super::files::{Files, Look, READ_FLAGS, count, read_end, size};
+use super::io::{self, Move, Moved, Work};
 use super::names::Place;
 use super::store::key_digest;
 use super::trailer::{BLOCK, Form, LEN, Trailer, form_of};
@@ -25,34 +26,161 @@ enum Verdict {
     Unreadable,
 }
 
+/// A file that is being read.
+struct Reading {
+    /// Where it is among the places of its object.
+    at: usize,
+    place: Place,
+    seen: Stat,
+    form: Form,
+    /// Bytes that go where the object is wanted; what follows goes into the tail.
+    body: u64,
+    /// Bytes of the tail that the file has.
+    wanted: usize,
+}
+
+/// Objects to be read, and what became of them.
+pub(super) struct Loads<'a> {
+    files: &'a Files,
+    look: Look,
+    items: Vec<LoadItem>,
+    begun: usize,
+    under_way: Vec<Option<Reading>>,
+    results: Vec<Result<Loaded, L2Error>>,
+    tails: Vec<Tail>,
+}
+
+impl<'a> Loads<'a> {
+    pub(super) fn new(files: &'a Files, items: Vec<LoadItem>) -> Self {
+        Self {
+            files,
+            look: files.look(),
+            begun: 0,
+            under_way: items.iter().map(|_| None).collect(),
+            results: items.iter().map(|_| Err(io::lost())).collect(),
+            tails: Vec::new(),
+            items,
+        }
+    }
+
+    /// One result an object, in order.
+    pub(super) fn run(mut self) -> Vec<Result<Loaded, L2Error>> {
+        self.files.engine.run(&mut self);
+        self.results
+    }
+}
+
+impl Work for Loads<'_> {
+    fn next(&mut self) -> Option<Move> {
+        while let Some(item) = self.items.get(self.begun) {
+            let number = self.begun;
+            self.begun += 1;
+            if item.to.len() != item.object.len {
+                let message = format!("{} bytes of room for {}", item.to.len(), item.object.len);
+                self.results[number] = Err(L2Error::new(ErrorKind::Refused, message));
+                continue;
+            }
+            let mut tail = self.tails.pop().unwrap_or_default();
+            match self.files.find(item, self.look, 0, not_found(), &mut tail) {
+                Ok((reading, file)) => {
+                    let (body, size) = (reading.body, Some(size(&reading.seen)));
+                    self.under_way[number] = Some(reading);
+                    return Some(Move {
+                        number,
+                        file,
+                        buffer: item.to.clone(),
+                        body,
+                        tail,
+                        size,
+                    });
+                }
+                Err(error) => {
+                    self.results[number] = Err(error);
+                    self.tails.push(tail);
+                }
+            }
+        }
+        None
+    }
+
+    fn done(&mut self, one: Move, moved: Moved) {
+        let Move {
+            number,
+            file,
+            mut tail,
+            ..
+        } = one;
+        let Some(reading) = self.under_way[number].take() else {
+            return;
+        };
+        let (files, item) = (self.files, &self.items[number]);
+        let read = files.judge(&reading, &file, &mut tail, item, moved);
+        self.results[number] = match read {
+            Err(error) if is_miss(&error) => {
+                files.load_from(item, self.look, reading.at + 1, error, &mut tail)
+            }
+            read => read,
+        };
+        self.tails.push(tail);
+    }
+
+    fn lost(&mut self, number: usize) {
+        self.under_way[number] = None;
+    }
+}
+
+fn not_found() -> L2Error {
+    L2Error::new(ErrorKind::NotFound, "there is no such file")
+}
+
+/// Whether the object may be whole in another place.
+fn is_miss(error: &L2Error) -> bool {
+    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Unreadable)
+}
+
 impl Files {
-    /// Reads one object.
-    pub(super) fn load(
+    /// Reads an object from the first of its places, from `from` on, that has it.
+    fn load_from(
         &self,
         item: &LoadItem,
         look: Look,
-        scratch: &mut Scratch,
+        mut from: usize,
+        mut miss: L2Error,
+        tail: &mut Tail,
     ) -> Result<Loaded, L2Error> {
-        if item.to.len() != item.object.len {
-            let message = format!("{} bytes of room for {}", item.to.len(), item.object.len);
-            return Err(L2Error::new(ErrorKind::Refused, message));
+        loop {
+            let (reading, file) = self.find(item, look, from, miss, tail)?;
+            let moved = self.engine.read(
+                file.as_fd(),
+                &item.to,
+                reading.body,
+                tail,
+                size(&reading.seen),
+            );
+            match self.judge(&reading, &file, tail, item, moved) {
+                Err(error) if is_miss(&error) => (from, miss) = (reading.at + 1, error),
+                read => return read,
+            }
         }
+    }
+
+    /// The first file, from place `from` on, that is worth reading; `miss` if there is none.
+    fn find(
+        &self,
+        item: &LoadItem,
+        look: Look,
+        from: usize,
+        mut miss: L2Error,
+        tail: &mut Tail,
+    ) -> Result<(Reading, OwnedFd), L2Error> {
         let dir = self.base.dir();
         let (place, others) = self.places(&item.object.key, look);
-        let mut miss = L2Error::new(ErrorKind::NotFound, "there is no such file");
-        for place in std::iter::once(place).chain(others) {
-            match self.load_from(&dir, &place, item, scratch) {
-                Ok(Some(loaded)) => {
-                    self.found_at(&place);
-                    return Ok(loaded);
-                }
+        let places = std::iter::once(place).chain(others);
+        for (at, place) in places.enumerate().skip(from) {
+            match self.open(&dir, at, place, item, tail) {
+                Ok(Some(found)) => return Ok(found),
                 Ok(None) => {}
-                // It may be whole in another place.
-                Err(error)
-                    if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Unreadable) =>
-                {
-                    miss = error;
-                }
+                Err(error) if is_miss(&error) => miss = error,
                 Err(error) => return Err(error),
             }
         }
@@ -60,13 +188,14 @@ impl Files {
     }
 
     /// `None` if there is no file.
-    fn load_from(
+    fn open(
         &self,
         dir: &OwnedFd,
-        place: &Place,
+        at: usize,
+        place: Place,
         item: &LoadItem,
-        scratch: &mut Scratch,
-    ) -> Result<Option<Loaded>, L2Error> {
+        tail: &mut Tail,
+    ) -> Result<Option<(Reading, OwnedFd)>, L2Error> {
         let refused = |error| io::refused("read", &place.path, error);
         let is_direct = self.is_direct(&item.to);
         let file = match open_direct(dir, &place.path, READ_FLAGS, Mode::empty(), is_direct) {
@@ -84,54 +213,95 @@ impl Files {
         if !is_file(&seen) {
             return Ok(None);
         }
-        let verdict = match form_of(size(&seen), item.object.len, place.text_len()) {
+        let form = match form_of(size(&seen), item.object.len, place.text_len()) {
             Some(form) if !self.accepts(form) => return Ok(None),
-            Some(form) => self.read(&file, &seen, form, place, item, is_direct, scratch),
-            None => self.judge_misfit(&file, &seen, place, item),
+            Some(form) => form,
+            None => {
+                let verdict = self.judge_misfit(&file, &seen, &place, item)?;
+                return self.settle(verdict, &place, &seen).map(|_| None);
+            }
         };
-        match verdict {
-            Ok(Verdict::Object(loaded)) => Ok(Some(loaded)),
-            Ok(Verdict::OtherLayout) => {
-                let message = format!("{:?} is of another layout", place.path);
-                Err(L2Error::new(ErrorKind::Corrupt, message))
-            }
-            Ok(Verdict::Unreadable) => {
-                count(&self.counters.unreadable);
-                self.unreadable.add(&seen);
-                let message = format!("the disk failed to read {:?}", place.path);
-                Err(L2Error::new(ErrorKind::Unreadable, message))
-            }
-            Ok(Verdict::Damaged(why)) => Err(self.put_aside(dir, &place.path, &seen, why)),
-            Err(error) => Err(error),
-        }
-    }
-
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "each is one thing known of the file"
-    )]
-    fn read(
-        &self,
-        file: &OwnedFd,
-        seen: &Stat,
-        form: Form,
-        place: &Place,
-        item: &LoadItem,
-        is_direct: bool,
-        scratch: &mut Scratch,
-    ) -> Result<Verdict, L2Error> {
         if let Some(bytes) = self.read_ahead {
             // Advice: without it the bytes come all the same.
             let bytes = std::num::NonZeroU64::new(bytes);
-            let _ = rustix::fs::fadvise(file, 0, bytes, Advice::WillNeed);
+            let _ = rustix::fs::fadvise(&file, 0, bytes, Advice::WillNeed);
         }
-        let (len, size) = (item.object.len, size(seen));
         let block = if is_direct { BLOCK } else { 1 };
-        let body = len - len % block;
-        let wanted = (size - body) as usize;
-        let tail = scratch.take(wanted.next_multiple_of(block as usize));
-        let (tail, sum) = match self.read_bytes(file, item, body, tail, size) {
-            Ok((read, sum)) if read >= size => (&tail[..wanted], sum),
+        let body = item.object.len - item.object.len % block;
+        let wanted = (size(&seen) - body) as usize;
+        tail.resize(wanted.next_multiple_of(block as usize));
+        let reading = Reading {
+            at,
+            place,
+            seen,
+            form,
+            body,
+            wanted,
+        };
+        Ok(Some((reading, file)))
+    }
+
+    /// Whether what was read is the object.
+    fn judge(
+        &self,
+        reading: &Reading,
+        file: &OwnedFd,
+        tail: &mut Tail,
+        item: &LoadItem,
+        moved: Moved,
+    ) -> Result<Loaded, L2Error> {
+        let moved = match moved {
+            Err(error) if self.direct && io::refuses_direct(&error) => {
+                self.note_not_direct(&error);
+                match io::leave_direct(file) {
+                    Ok(()) => {
+                        let size = size(&reading.seen);
+                        let (to, body) = (&item.to, reading.body);
+                        self.engine.read(file.as_fd(), to, body, tail, size)
+                    }
+                    Err(_) => Err(error),
+                }
+            }
+            moved => moved,
+        };
+        let verdict = self.verdict(reading, file, tail, item, moved)?;
+        let loaded = self.settle(verdict, &reading.place, &reading.seen)?;
+        self.found_at(&reading.place);
+        Ok(loaded)
+    }
+
+    /// What follows from a verdict.
+    fn settle(&self, verdict: Verdict, place: &Place, seen: &Stat) -> Result<Loaded, L2Error> {
+        match verdict {
+            Verdict::Object(loaded) => Ok(loaded),
+            Verdict::OtherLayout => {
+                let message = format!("{:?} is of another layout", place.path);
+                Err(L2Error::new(ErrorKind::Corrupt, message))
+            }
+            Verdict::Unreadable => {
+                count(&self.counters.unreadable);
+                self.unreadable.add(seen);
+                let message = format!("the disk failed to read {:?}", place.path);
+                Err(L2Error::new(ErrorKind::Unreadable, message))
+            }
+            Verdict::Damaged(why) => Err(self.put_aside(&self.base.dir(), &place.path, seen, why)),
+        }
+    }
+
+    fn verdict(
+        &self,
+        reading: &Reading,
+        file: &OwnedFd,
+        tail: &[u8],
+        item: &LoadItem,
+        moved: Moved,
+    ) -> Result<Verdict, L2Error> {
+        let Reading {
+            place, form, body, ..
+        } = reading;
+        let (len, size) = (item.object.len, size(&reading.seen));
+        let (tail, sum) = match moved {
+            Ok((read, sum)) if read >= size => (&tail[..reading.wanted], sum),
             Ok(_) => return Ok(Verdict::Damaged("became shorter while it was read")),
             Err(error) if io::reason(&error) == Some(Errno::IO) => {
                 return Ok(Verdict::Unreadable);
@@ -141,8 +311,8 @@ impl Files {
         let memory =
             |error: kvtier_memory::AccessError| L2Error::new(ErrorKind::Memory, error.to_string());
         let rest = (len - body) as usize;
-        item.to.write(body, &tail[..rest]).map_err(memory)?;
-        if form == Form::Bare {
+        item.to.write(*body, &tail[..rest]).map_err(memory)?;
+        if *form == Form::Bare {
             return self.judge_bare(file, size, place, item);
         }
         let Some(trailer) = Trailer::decode(tail) else {
@@ -164,27 +334,6 @@ impl Files {
             return Ok(Verdict::Damaged("does not have the bytes that were stored"));
         }
         Ok(Verdict::Object(Loaded { verified: true }))
-    }
-
-    fn read_bytes(
-        &self,
-        file: &OwnedFd,
-        item: &LoadItem,
-        body: u64,
-        tail: &mut [u8],
-        size: u64,
-    ) -> Result<(u64, Option<u128>), kvtier_memory::FileError> {
-        let read = self.engine.read(file.as_fd(), &item.to, body, tail, size);
-        match read {
-            Err(error) if self.direct && io::refuses_direct(&error) => {
-                self.note_not_direct(&error);
-                if io::leave_direct(file).is_err() {
-                    return Err(error);
-                }
-                self.engine.read(file.as_fd(), &item.to, body, tail, size)
-            }
-            read => read,
-        }
     }
 
     /// A file without room for a trailer: LMCache's, or one of ours of another length.

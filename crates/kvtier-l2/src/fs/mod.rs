@@ -13,6 +13,8 @@ mod base;
 mod beneath;
 mod files;
 mod io;
+mod io_choice;
+mod io_uring;
 mod load;
 mod names;
 mod options;
@@ -38,16 +40,18 @@ use crate::adapter::{
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use base::Base;
-use files::{Counters, Files, Others, Scratch};
-use io::{Engine, Posix};
+use files::{Counters, Files, Others};
+use io_choice::Choice;
+use load::Loads;
 use pool::{Lane, NotDone, Pool};
+use store::Stores;
 use unnamed::Unnamed;
 use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
 pub use names::Layout;
 pub(crate) use options::{FS, FS_NATIVE};
-pub use options::{FsOptions, Fsync};
+pub use options::{FsOptions, Fsync, IoEngine};
 
 /// Names looked at between two signs of life of a scan.
 const SCAN_PAGE: usize = 4096;
@@ -61,6 +65,8 @@ pub struct FsAdapter {
     files: Arc<Files>,
     pool: Pool,
     workers: usize,
+    /// Why it is this engine that moves the bytes.
+    why_engine: String,
     /// Whether the last store could not reach the directory.
     is_failing: Arc<AtomicBool>,
 }
@@ -71,13 +77,13 @@ impl FsAdapter {
     /// # Errors
     /// When the directory cannot be made or opened, or threads cannot be started.
     pub fn open(kind: &'static str, options: &FsOptions) -> Result<Self, L2Error> {
-        Self::open_with(kind, options, Box::new(Posix))
+        Self::open_with(kind, options, None)
     }
 
     fn open_with(
         kind: &'static str,
         options: &FsOptions,
-        engine: Box<dyn Engine>,
+        engine: Option<Choice>,
     ) -> Result<Self, L2Error> {
         let failed = |error: std::io::Error| {
             let path = options.base_path.display();
@@ -91,6 +97,16 @@ impl FsAdapter {
             false => Base::open(options.base_path.clone(), &options.relative_tmp_dir),
         };
         let base = base.map_err(failed)?;
+        let Choice { engine, why } = match engine {
+            Some(given) => given,
+            None => io_choice::choose(options.io_engine, &base, options.use_odirect)?,
+        };
+        tracing::debug!(
+            base_path = %options.base_path.display(),
+            io_engine = engine.name(),
+            why,
+            "how files are moved"
+        );
         let files = Files {
             unnamed: Unnamed::probe(&base),
             base,
@@ -109,6 +125,7 @@ impl FsAdapter {
         Ok(Self {
             workers,
             kind,
+            why_engine: why,
             files: Arc::new(files),
             pool: Pool::start("kvtier-fs", workers).map_err(failed)?,
             is_failing: Arc::default(),
@@ -194,17 +211,15 @@ impl Adapter for FsAdapter {
         }
         let is_failing = Arc::clone(&self.is_failing);
         Box::pin(self.each(Lane::Store, batch, (1, 16), move |files, items| {
-            let (look, mut scratch) = (files.look(), Scratch::default());
-            let store = |item: StoreItem| {
-                let stored = files.store(&item, look, &mut scratch);
+            let stored = Stores::new(files, items).run();
+            for stored in &stored {
                 let is_refused = |error: &L2Error| {
                     matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Refused)
                 };
                 let has_failed = stored.as_ref().is_err_and(is_refused);
                 is_failing.store(has_failed, Ordering::Relaxed);
-                stored
-            };
-            items.into_iter().map(store).collect()
+            }
+            stored
         }))
     }
 
@@ -230,9 +245,7 @@ impl Adapter for FsAdapter {
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
         Box::pin(self.each(Lane::Read, batch, (1, 16), |files, items| {
-            let (look, mut scratch) = (files.look(), Scratch::default());
-            let load = |item: LoadItem| files.load(&item, look, &mut scratch);
-            items.into_iter().map(load).collect()
+            Loads::new(files, items).run()
         }))
     }
 
@@ -332,6 +345,7 @@ impl Adapter for FsAdapter {
             "num_workers": self.workers,
             "layout": files.layout.name(),
             "io_engine": files.engine.name(),
+            "io_engine_reason": self.why_engine,
             "quarantined_files": count(&counters.quarantined),
             "discarded_files": count(&counters.discarded),
             "replaced_files": count(&counters.replaced),

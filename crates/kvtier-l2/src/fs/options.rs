@@ -24,6 +24,18 @@ pub enum Fsync {
     FileAndDir,
 }
 
+/// How bytes are moved between files and memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum IoEngine {
+    /// As is faster in the directory, measured when it is opened.
+    #[default]
+    Auto,
+    /// One plain system call a thread.
+    Posix,
+    /// Several under way from each thread.
+    Uring,
+}
+
 /// How a directory is used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FsOptions {
@@ -43,6 +55,8 @@ pub struct FsOptions {
     pub names: KeyShape,
     /// What survives a loss of power.
     pub fsync: Fsync,
+    /// How bytes are moved.
+    pub io_engine: IoEngine,
     /// Files without a checksum are taken for none.
     pub require_checksum: bool,
     /// Nothing is written there.
@@ -61,6 +75,7 @@ impl FsOptions {
             layout: Layout::Flat,
             names: KeyShape::Grouped,
             fsync: Fsync::Never,
+            io_engine: IoEngine::Auto,
             require_checksum: false,
             read_only: false,
         }
@@ -86,6 +101,11 @@ impl FsOptions {
                 "file" => Fsync::File,
                 "file+dir" => Fsync::FileAndDir,
                 _ => Fsync::Never,
+            },
+            io_engine: match options.get("io_engine") {
+                "posix" => IoEngine::Posix,
+                "io_uring" => IoEngine::Uring,
+                _ => IoEngine::Auto,
             },
             require_checksum: config.guards.require_checksum,
             read_only: options.get("read_only"),
@@ -146,8 +166,9 @@ const KEYS: &[Key] = &[
     ),
     Key::of(
         "io_engine",
-        Shape::OneOf(&["auto", "posix"]),
-        "How bytes are moved; auto is posix",
+        Shape::OneOf(&["auto", "posix", "io_uring"]),
+        "How bytes are moved: one system call a thread, or several under way from each thread; auto is the one that \
+         moves some files of the directory faster when it is opened, and never io_uring where the system forbids it",
     )
     .or(Fallback::Text("auto")),
 ];

@@ -1,14 +1,16 @@
 //! Writing an object's file.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
+use kvtier_memory::uring::Tail;
 use rustix::fs::Mode;
 use rustix::io::Errno;
 
 use super::base::{self, Temporary, is_file};
 use super::beneath;
-use super::files::{Files, Look, READ_FLAGS, Scratch, count, read_end, size, stat};
-use super::io;
+use super::files::{Files, Look, READ_FLAGS, count, read_end, size, stat};
+use super::io::{self, Move, Moved, Work};
 use super::names::Place;
 use super::options::Fsync;
 use super::trailer::{BLOCK, Form, LEN, Trailer, file_len, form_of};
@@ -48,89 +50,245 @@ impl From<L2Error> for Failed {
     }
 }
 
+/// An object on its way into its place.
+struct Storing {
+    dir: Arc<OwnedFd>,
+    place: Place,
+    /// Where else it may be.
+    others: Vec<Place>,
+    /// Whether its place is to be looked at first, and whether what is there is replaced.
+    looks: bool,
+    replaces: bool,
+    tries: usize,
+    /// Of its file, if that has one yet.
+    name: Option<String>,
+    /// Bytes written from where the object is; what follows is in the tail.
+    body: u64,
+}
+
+/// Objects to be written, and what became of them.
+pub(super) struct Stores<'a> {
+    files: &'a Files,
+    look: Look,
+    items: Vec<StoreItem>,
+    begun: usize,
+    under_way: Vec<Option<Storing>>,
+    results: Vec<Result<Stored, L2Error>>,
+    tails: Vec<Tail>,
+}
+
+impl<'a> Stores<'a> {
+    pub(super) fn new(files: &'a Files, items: Vec<StoreItem>) -> Self {
+        Self {
+            files,
+            look: files.look(),
+            begun: 0,
+            under_way: items.iter().map(|_| None).collect(),
+            results: items.iter().map(|_| Err(io::lost())).collect(),
+            tails: Vec::new(),
+            items,
+        }
+    }
+
+    /// One result an object, in order.
+    pub(super) fn run(mut self) -> Vec<Result<Stored, L2Error>> {
+        self.files.engine.run(&mut self);
+        self.results
+    }
+}
+
+impl Work for Stores<'_> {
+    fn next(&mut self) -> Option<Move> {
+        while let Some(item) = self.items.get(self.begun) {
+            let number = self.begun;
+            self.begun += 1;
+            let mut tail = self.tails.pop().unwrap_or_default();
+            let begun = self.files.storing(item, self.look).and_then(|mut storing| {
+                let begun = self.files.begin(&mut storing, item, &mut tail)?;
+                Ok((storing, begun))
+            });
+            let result = match begun {
+                Ok((storing, Begun::Writing(file))) => {
+                    let body = storing.body;
+                    self.under_way[number] = Some(storing);
+                    return Some(Move {
+                        number,
+                        file,
+                        buffer: item.from.clone(),
+                        body,
+                        tail,
+                        size: None,
+                    });
+                }
+                Ok((_, Begun::There(bytes))) => Ok(Stored::AlreadyThere(bytes)),
+                Err(error) => Err(error),
+            };
+            self.results[number] = result;
+            self.tails.push(tail);
+        }
+        None
+    }
+
+    fn done(&mut self, one: Move, moved: Moved) {
+        let Move {
+            number,
+            file,
+            mut tail,
+            ..
+        } = one;
+        let Some(mut storing) = self.under_way[number].take() else {
+            return;
+        };
+        let (files, item) = (self.files, &self.items[number]);
+        self.results[number] = files.store(&mut storing, item, &mut tail, file, moved);
+        self.tails.push(tail);
+    }
+
+    fn lost(&mut self, number: usize) {
+        if let Some(Storing {
+            dir,
+            name: Some(name),
+            ..
+        }) = self.under_way[number].take()
+        {
+            let _ = beneath::unlink(&dir, &name);
+        }
+    }
+}
+
+/// What a store has come to before its bytes are written.
+enum Begun {
+    /// The object is there, with so many bytes.
+    There(u64),
+    Writing(OwnedFd),
+}
+
 impl Files {
-    /// Writes one object, unless it is there.
-    pub(super) fn store(
-        &self,
-        item: &StoreItem,
-        look: Look,
-        scratch: &mut Scratch,
-    ) -> Result<Stored, L2Error> {
+    fn storing(&self, item: &StoreItem, look: Look) -> Result<Storing, L2Error> {
         let object = &item.object;
         if item.from.len() != object.len {
             let message = format!("{} bytes were given for {}", item.from.len(), object.len);
             return Err(L2Error::new(ErrorKind::Refused, message));
         }
-        let mut dir = self.base.current();
-        let (place, mut others) = self.places(&object.key, look);
+        let (place, others) = self.places(&object.key, look);
         // What is small is written sooner than it is looked for.
         let is_blind = look.is_single() && object.len <= SMALL && self.unnamed.is_possible();
-        let (mut looks, mut replaces) = (!is_blind, false);
-        for _ in 0..TRIES {
-            if looks {
-                match self.there(&dir, &place, object)? {
+        Ok(Storing {
+            dir: self.base.current(),
+            place,
+            others: others.collect(),
+            looks: !is_blind,
+            replaces: false,
+            tries: 0,
+            name: None,
+            body: 0,
+        })
+    }
+
+    /// Makes the file, unless the object is there.
+    fn begin(
+        &self,
+        storing: &mut Storing,
+        item: &StoreItem,
+        tail: &mut Tail,
+    ) -> Result<Begun, L2Error> {
+        let object = &item.object;
+        while storing.tries < TRIES {
+            storing.tries += 1;
+            let place = &storing.place;
+            if storing.looks {
+                match self.there(&storing.dir, place, object)? {
                     There::Nothing => {}
-                    There::Object(bytes) => return Ok(Stored::AlreadyThere(bytes)),
+                    There::Object(bytes) => return Ok(Begun::There(bytes)),
                     // What is in its own place is found first, so it has to be the object.
-                    There::Other => replaces = true,
+                    There::Other => storing.replaces = true,
                     There::Foreign => {
                         let message = format!("in the place of {:?} is no file", place.path);
                         return Err(L2Error::new(ErrorKind::Refused, message));
                     }
                 }
             }
-            for other in others.by_ref().filter(|_| !replaces) {
-                if let There::Object(bytes) = self.there(&dir, &other, object)? {
-                    self.found_at(&other);
-                    return Ok(Stored::AlreadyThere(bytes));
+            for other in storing.others.iter().filter(|_| !storing.replaces) {
+                if let There::Object(bytes) = self.there(&storing.dir, other, object)? {
+                    self.found_at(other);
+                    return Ok(Begun::There(bytes));
                 }
             }
-            match self.write(&dir, &place, item, replaces, scratch) {
-                Ok(bytes) => {
-                    if replaces {
-                        count(&self.counters.replaced);
-                    }
-                    return Ok(Stored::Written(bytes));
+            let direct = self.is_direct(&item.from);
+            storing.body = self.tail(place, item, direct, tail)?;
+            match self.make(&storing.dir, direct, storing.replaces) {
+                Ok((file, name)) => {
+                    storing.name = name;
+                    return Ok(Begun::Writing(file));
                 }
-                Err(Failed::Taken) => looks = true,
-                Err(Failed::NoDirectory) => {
-                    let made = self.base.restored();
-                    dir = made.map_err(|error| io::refused("make", "the base directory", error))?;
-                }
-                Err(Failed::Error(error)) => return Err(error),
+                Err(Errno::NOENT) => self.restore(storing)?,
+                Err(error) => return Err(io::refused("make a file for", &place.path, error)),
             }
         }
         let message = format!(
             "the directory of {:?} is removed, or the file made, again and again",
-            place.path
+            storing.place.path
         );
         Err(L2Error::new(ErrorKind::Unavailable, message))
     }
 
-    /// Writes the file, over what is there only if that `replaces` it; its bytes.
-    fn write(
+    /// Gives the file its name when its bytes are there, and begins anew where others were in the way.
+    fn store(
         &self,
-        dir: &OwnedFd,
-        place: &Place,
+        storing: &mut Storing,
         item: &StoreItem,
-        replaces: bool,
-        scratch: &mut Scratch,
-    ) -> Result<u64, Failed> {
-        let direct = self.is_direct(&item.from);
-        let (body, tail) = self.tail(place, item, direct, scratch)?;
-        let (file, name) = match self.make(dir, direct, replaces) {
-            Ok(made) => made,
-            Err(Errno::NOENT) => return Err(Failed::NoDirectory),
-            Err(error) => return Err(io::refused("make a file for", &place.path, error).into()),
-        };
+        tail: &mut Tail,
+        mut file: OwnedFd,
+        mut moved: Moved,
+    ) -> Result<Stored, L2Error> {
+        loop {
+            match self.end(storing, item, tail, file, moved) {
+                Ok(()) => {
+                    if storing.replaces {
+                        count(&self.counters.replaced);
+                    }
+                    return Ok(Stored::Written(storing.body + tail.len() as u64));
+                }
+                Err(Failed::Taken) => storing.looks = true,
+                Err(Failed::NoDirectory) => self.restore(storing)?,
+                Err(Failed::Error(error)) => return Err(error),
+            }
+            file = match self.begin(storing, item, tail)? {
+                Begun::Writing(file) => file,
+                Begun::There(bytes) => return Ok(Stored::AlreadyThere(bytes)),
+            };
+            let written = self
+                .engine
+                .write(file.as_fd(), &item.from, storing.body, tail);
+            moved = written.map(|()| (0, None));
+        }
+    }
+
+    fn restore(&self, storing: &mut Storing) -> Result<(), L2Error> {
+        let made = self.base.restored();
+        storing.dir = made.map_err(|error| io::refused("make", "the base directory", error))?;
+        Ok(())
+    }
+
+    /// Closes or names the file.
+    fn end(
+        &self,
+        storing: &mut Storing,
+        item: &StoreItem,
+        tail: &[u8],
+        file: OwnedFd,
+        moved: Moved,
+    ) -> Result<(), Failed> {
+        let (dir, place) = (&storing.dir, &storing.place);
+        let name = storing.name.take();
         let written = self
-            .fill(&file, place, item, body, tail)
+            .written(&file, place, item, (storing.body, tail), moved)
             .map_err(Failed::Error)
             .and_then(|()| self.publish(dir, file, name.as_deref(), place));
         if let (Err(_), Some(name)) = (&written, name) {
             let _ = beneath::unlink(dir, &name);
         }
-        written.map(|()| body + tail.len() as u64)
+        written
     }
 
     /// A file to write to, and its name if it has one.
@@ -154,13 +312,13 @@ impl Files {
     }
 
     /// What is written from memory other than the object's, and how many bytes of the object before.
-    fn tail<'a>(
+    fn tail(
         &self,
         place: &Place,
         item: &StoreItem,
         direct: bool,
-        scratch: &'a mut Scratch,
-    ) -> Result<(u64, &'a [u8]), L2Error> {
+        tail: &mut Tail,
+    ) -> Result<u64, L2Error> {
         let object = &item.object;
         let text = place.text.as_deref().unwrap_or_default();
         let text_len = u16::try_from(text.len()).map_err(|_| {
@@ -181,38 +339,39 @@ impl Files {
             false => 0,
         };
         let body = object.len - rest;
-        let tail = scratch.take((file_len(object.len, text.len(), direct) - body) as usize);
+        tail.resize((file_len(object.len, text.len(), direct) - body) as usize);
         tail.fill(0);
         let mut unaligned = Vec::new();
         item.from
             .read_into(body, rest, &mut unaligned)
             .map_err(memory)?;
         tail[..unaligned.len()].copy_from_slice(&unaligned);
-        let (before, end) = tail.split_at_mut(tail.len() - LEN);
+        let end_at = tail.len() - LEN;
+        let (before, end) = tail.split_at_mut(end_at);
         end.copy_from_slice(&trailer.encode());
         let text_at = before.len() - text.len();
         before[text_at..].copy_from_slice(text.as_bytes());
-        Ok((body, tail))
+        Ok(body)
     }
 
-    fn fill(
+    /// Sees to it that a file that was written is.
+    fn written(
         &self,
         file: &OwnedFd,
         place: &Place,
         item: &StoreItem,
-        body: u64,
-        tail: &[u8],
+        (body, tail): (u64, &[u8]),
+        moved: Moved,
     ) -> Result<(), L2Error> {
         let refused = |error| io::refused("write", &place.path, error);
-        let write = || self.engine.write(file.as_fd(), &item.from, body, tail);
-        let mut written = write();
+        let mut written = moved.map(|_| ());
         if let Err(error) = &written
             && self.direct
             && io::refuses_direct(error)
         {
             self.note_not_direct(error);
             io::leave_direct(file).map_err(refused)?;
-            written = write();
+            written = self.engine.write(file.as_fd(), &item.from, body, tail);
         }
         written.map_err(|error| io::failed("write", &place.path, &error))?;
         if self.fsync != Fsync::Never {

@@ -26,7 +26,7 @@ fn load_here(fixture: &Fixture, object: &ObjectSpec) -> Result<bool, ErrorKind> 
         to: fixture.buffer(1, object.len),
     };
     let files = &fixture.adapter.files;
-    let loaded = files.load(&item, files.look(), &mut Scratch::default());
+    let loaded = Loads::new(files, vec![item]).run().remove(0);
     loaded
         .map(|loaded| loaded.verified)
         .map_err(|error| error.kind())
@@ -43,7 +43,7 @@ fn a_file_that_may_not_be_read_is_replaced_by_the_next_store() {
     assert!(path.exists(), "it may be another's");
     let files = &fixture.adapter.files;
     let item = fixture.item(&object(1));
-    let stored = files.store(&item, files.look(), &mut Scratch::default());
+    let stored = Stores::new(files, vec![item]).run().remove(0);
     assert!(matches!(stored, Ok(Stored::Written(_))), "{stored:?}");
     assert_eq!(load_here(&fixture, &object(1)), Ok(true));
 }

@@ -7,6 +7,7 @@ use kvtier_memory::FileError;
 use rustix::io::Errno;
 
 use super::*;
+use crate::fs::io::{Engine, Posix};
 
 /// Fails in a chosen way until it is told to work; a write fails behind its first bytes.
 struct Faulty {
@@ -65,6 +66,13 @@ impl Engine for Faulty {
     }
 }
 
+fn given(engine: impl Engine) -> Option<Choice> {
+    Some(Choice {
+        engine: Box::new(engine),
+        why: "a test".into(),
+    })
+}
+
 fn faulty(panics: bool) -> (Fixture, Arc<AtomicU32>) {
     let mut fixture = Fixture::new();
     let error = Arc::new(AtomicU32::new(0));
@@ -72,7 +80,7 @@ fn faulty(panics: bool) -> (Fixture, Arc<AtomicU32>) {
         error: Arc::clone(&error),
         panics,
     };
-    fixture.adapter = FsAdapter::open_with("fs", &fixture.options, Box::new(engine)).unwrap();
+    fixture.adapter = FsAdapter::open_with("fs", &fixture.options, given(engine)).unwrap();
     (fixture, error)
 }
 
@@ -183,7 +191,7 @@ fn where_direct_io_is_refused_the_page_cache_serves() {
         }
     }
     drop(error);
-    fixture.adapter = FsAdapter::open_with("fs", &options, Box::new(Picky)).unwrap();
+    fixture.adapter = FsAdapter::open_with("fs", &options, given(Picky)).unwrap();
     fixture.store(&object(1)).unwrap();
     assert_eq!(fixture.load(&object(1)), Ok(true));
     // None, where the file system refuses O_DIRECT when a file is opened already.

@@ -3,6 +3,7 @@
 mod access;
 mod crash;
 mod damage;
+mod engines;
 mod faults;
 mod places;
 mod scan;
@@ -80,6 +81,7 @@ impl Fixture {
     fn with(change: impl FnOnce(&mut FsOptions)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut options = FsOptions::new(dir.path().join("objects"));
+        options.io_engine = engines::tested();
         options.num_workers = 2;
         change(&mut options);
         Self {
@@ -258,7 +260,7 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
         registry.parse_json(&spec)
     };
     for kind in ["fs", "fs_native"] {
-        let more = r#","layout":"sharded","names":"0.4","fsync":"file+dir","relative_tmp_dir":"a/b",
+        let more = r#","layout":"sharded","names":"0.4","fsync":"file+dir","io_engine":"posix","relative_tmp_dir":"a/b",
             "use_odirect":true,"num_workers":3,"read_ahead_size":4096,"require_checksum":true,"max_capacity_gb":1.5"#;
         let config = given(kind, more).unwrap();
         let expected = FsOptions {
@@ -270,6 +272,7 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
             layout: Layout::Sharded,
             names: KeyShape::Ungrouped,
             fsync: Fsync::FileAndDir,
+            io_engine: IoEngine::Posix,
             require_checksum: true,
             read_only: false,
         };
@@ -289,6 +292,7 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
     for (key, value) in [
         ("num_workers", "0"),
         ("read_ahead_size", "0"),
+        ("io_engine", r#""uring""#),
         ("base_path", r#""""#),
     ] {
         let error = given("fs", &format!(r#",{key:?}:{value}"#)).unwrap_err();

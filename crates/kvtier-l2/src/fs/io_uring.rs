@@ -1,0 +1,157 @@
+//! Several transfers under way from each thread, by io_uring.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvtier_memory::FileError;
+use kvtier_memory::uring::{Ring, Transfer};
+use parking_lot::Mutex;
+use rustix::io::Errno;
+
+use super::io::{Engine, Move, Moved, Posix, Work, part};
+use crate::object::Buffer;
+
+/// Transfers under way from one thread.
+const MOST: usize = 16;
+
+/// See the module. What rings do not do, plain system calls do.
+pub(super) struct Uring {
+    /// Those that no thread uses now.
+    rings: Mutex<Vec<Ring<Held>>>,
+    has_failed: AtomicBool,
+}
+
+/// What comes back with a transfer; the buffer keeps its place until then.
+struct Held {
+    number: usize,
+    buffer: Buffer,
+    body: u64,
+}
+
+impl Uring {
+    /// # Errors
+    /// When this system has no io_uring for us.
+    pub(super) fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            rings: Mutex::new(vec![Ring::new(MOST)?]),
+            has_failed: AtomicBool::new(false),
+        })
+    }
+
+    fn take(&self) -> Option<Ring<Held>> {
+        if self.has_failed.load(Ordering::Relaxed) {
+            return None;
+        }
+        let kept = self.rings.lock().pop();
+        kept.or_else(|| Ring::new(MOST).inspect_err(|error| self.fail(error)).ok())
+    }
+
+    fn fail(&self, error: &dyn std::fmt::Display) {
+        if !self.has_failed.swap(true, Ordering::Relaxed) {
+            tracing::warn!(%error, "io_uring failed; files are moved with plain system calls from now on");
+        }
+    }
+}
+
+impl Engine for Uring {
+    fn name(&self) -> &'static str {
+        match self.has_failed.load(Ordering::Relaxed) {
+            true => "posix",
+            false => "io_uring",
+        }
+    }
+
+    fn run(&self, work: &mut dyn Work) {
+        if let Some(mut ring) = self.take() {
+            let mut under_way = Vec::new();
+            loop {
+                while !ring.is_full()
+                    && !ring.is_broken()
+                    && let Some(one) = work.next()
+                {
+                    let number = one.number;
+                    match ring.begin(transfer(one)) {
+                        Ok(()) => under_way.push(number),
+                        Err(mut refused) => {
+                            let moved = refused.finish(0);
+                            done(work, refused, moved);
+                        }
+                    }
+                }
+                let Some((ended, moved)) = ring.wait() else {
+                    break;
+                };
+                under_way.retain(|number| *number != ended.hold.number);
+                done(work, ended, moved);
+            }
+            for number in under_way {
+                work.lost(number);
+            }
+            match ring.is_broken() {
+                true => self.fail(&"the system takes no more transfers"),
+                false => self.rings.lock().push(ring),
+            }
+        }
+        // What is left, if a ring failed.
+        Posix.run(work);
+    }
+
+    fn read(
+        &self,
+        file: BorrowedFd<'_>,
+        to: &Buffer,
+        body: u64,
+        tail: &mut [u8],
+        size: u64,
+    ) -> Result<(u64, Option<u128>), FileError> {
+        Posix.read(file, to, body, tail, size)
+    }
+
+    fn write(
+        &self,
+        file: BorrowedFd<'_>,
+        from: &Buffer,
+        body: u64,
+        tail: &[u8],
+    ) -> Result<(), FileError> {
+        Posix.write(file, from, body, tail)
+    }
+
+    fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
+        Posix.sync(file)
+    }
+}
+
+fn transfer(one: Move) -> Transfer<Held> {
+    Transfer {
+        file: one.file,
+        arena: Arc::clone(one.buffer.arena()),
+        extent: part(&one.buffer, one.body),
+        tail: one.tail,
+        enough: one.size,
+        hold: Held {
+            number: one.number,
+            buffer: one.buffer,
+            body: one.body,
+        },
+    }
+}
+
+fn done(work: &mut dyn Work, ended: Transfer<Held>, moved: Result<u64, FileError>) {
+    let Held {
+        number,
+        buffer,
+        body,
+    } = ended.hold;
+    let one = Move {
+        number,
+        file: ended.file,
+        buffer,
+        body,
+        tail: ended.tail,
+        size: ended.enough,
+    };
+    let moved: Moved = moved.map(|bytes| (bytes, None));
+    work.done(one, moved);
+}

@@ -1,0 +1,176 @@
+//! The engines side by side: each passes the same tests.
+
+use std::process::Command;
+
+use kvtier_memory::uring::Ring;
+
+use super::*;
+
+/// Tells the tests which engine they are to use.
+const ENGINE: &str = "KVTIER_FS_TEST_ENGINE";
+
+/// The engine of this run.
+pub(super) fn tested() -> IoEngine {
+    match std::env::var_os(ENGINE) {
+        Some(name) if name == "io_uring" => IoEngine::Uring,
+        _ => IoEngine::Posix,
+    }
+}
+
+/// Whether there is io_uring, and a word if not.
+fn has_uring() -> bool {
+    Ring::<()>::new(1)
+        .inspect_err(|error| println!("skipped: no io_uring here: {error}"))
+        .is_ok()
+}
+
+#[test]
+fn all_tests_of_the_adapter_pass_with_io_uring_too() {
+    if tested() == IoEngine::Uring || !has_uring() {
+        return;
+    }
+    let ran = Command::new(std::env::current_exe().unwrap())
+        .args(["fs::tests::", "--test-threads=2"])
+        .env(ENGINE, "io_uring")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.success(), "{said}");
+    assert!(!said.contains("running 0 tests"), "{said}");
+}
+
+/// A batch larger than what a ring holds, of every kind of object at once.
+fn mixed(io_engine: IoEngine, use_odirect: bool) -> Vec<String> {
+    const COUNT: u8 = 50;
+    let fixture = Fixture::with(|options| {
+        options.io_engine = io_engine;
+        options.use_odirect = use_odirect;
+        options.num_workers = 1;
+    });
+    let len = |number: u8| [0, 1, 4096, 10_000, 40_000][usize::from(number) % 5];
+    let spec = |number: u8| ObjectSpec {
+        len: len(number),
+        ..object(number)
+    };
+    let buffer = |number: u8, len| fixture.buffer(u64::from(number), len);
+    let stores = (0..COUNT).map(|number| {
+        let object = spec(number);
+        let from = buffer(number, len(number));
+        from.write(0, &bytes(&object)).unwrap();
+        StoreItem { object, from }
+    });
+    // Some are there, and some of these are not what they should be.
+    for number in [3, 13, 23] {
+        std::fs::write(fixture.path(&object(number)), b"other").unwrap();
+    }
+    std::fs::create_dir(fixture.path(&object(33))).unwrap();
+    let stored = block_on(fixture.adapter.store(stores.collect()));
+    let mut told: Vec<_> = stored
+        .iter()
+        .map(|stored| format!("{:?}", stored.as_ref().map_err(L2Error::kind)))
+        .collect();
+    for number in [4, 14, 24] {
+        let mut file = std::fs::read(fixture.path(&spec(number))).unwrap();
+        file[7] ^= 1;
+        std::fs::write(fixture.path(&spec(number)), file).unwrap();
+    }
+    let loads = (0..COUNT).map(|number| LoadItem {
+        object: spec(number),
+        to: {
+            let to = buffer(number, len(number));
+            to.write(0, &vec![0xee; len(number) as usize]).unwrap();
+            to
+        },
+    });
+    let loaded = block_on(fixture.adapter.load(loads.collect()));
+    for (number, loaded) in (0..COUNT).zip(&loaded) {
+        if loaded.is_ok() {
+            let mut found = Vec::new();
+            let to = buffer(number, len(number));
+            to.read_into(0, len(number), &mut found).unwrap();
+            assert!(found == bytes(&spec(number)), "wrong bytes of {number}");
+        }
+    }
+    told.extend(
+        loaded
+            .iter()
+            .map(|loaded| format!("{:?}", loaded.as_ref().map_err(L2Error::kind))),
+    );
+    told.push(format!("{:?}", fixture.names()));
+    for counter in ["quarantined_files", "replaced_files"] {
+        told.push(format!("{counter} {}", fixture.status(counter)));
+    }
+    told
+}
+
+#[test]
+fn both_engines_say_the_same_of_the_same() {
+    if !has_uring() {
+        return;
+    }
+    for direct in [false, true] {
+        let posix = mixed(IoEngine::Posix, direct);
+        assert!(posix.iter().any(|told| told.contains("Corrupt")));
+        assert!(posix.iter().any(|told| told.contains("Refused")));
+        assert_eq!(mixed(IoEngine::Uring, direct), posix);
+    }
+}
+
+#[test]
+fn the_status_says_which_engine_it_is_and_why() {
+    let fixture = Fixture::with(|options| options.io_engine = IoEngine::Posix);
+    assert_eq!(fixture.adapter.status()["io_engine"], "posix");
+    let fixture = Fixture::with(|options| options.io_engine = IoEngine::Auto);
+    let status = fixture.adapter.status();
+    let why = status["io_engine_reason"].as_str().unwrap();
+    assert!(!why.is_empty());
+    fixture.store(&object(1)).unwrap();
+    assert_eq!(fixture.load(&object(1)), Ok(true));
+    if has_uring() {
+        let fixture = Fixture::with(|options| options.io_engine = IoEngine::Uring);
+        assert_eq!(fixture.adapter.status()["io_engine"], "io_uring");
+    }
+}
+
+#[test]
+fn a_full_file_system_is_told_by_both() {
+    use rustix::fs::OFlags;
+    use rustix::io::Errno;
+
+    use crate::fs::io::{self, Engine, Move, Moved, Work};
+
+    /// One write to a device that is always full.
+    struct Full<'a>(&'a Fixture, bool, Option<Errno>);
+
+    impl Work for Full<'_> {
+        fn next(&mut self) -> Option<Move> {
+            let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+            let full = rustix::fs::open("/dev/full", flags, rustix::fs::Mode::empty()).unwrap();
+            (!std::mem::replace(&mut self.1, true)).then(|| Move {
+                number: 0,
+                file: full,
+                buffer: self.0.buffer(0, LEN),
+                body: LEN,
+                tail: kvtier_memory::uring::Tail::default(),
+                size: None,
+            })
+        }
+
+        fn done(&mut self, _: Move, moved: Moved) {
+            self.2 = moved.err().and_then(|error| io::reason(&error));
+        }
+
+        fn lost(&mut self, _: usize) {}
+    }
+
+    let fixture = Fixture::new();
+    let mut engines: Vec<Box<dyn Engine>> = vec![Box::new(io::Posix)];
+    if has_uring() {
+        engines.push(Box::new(crate::fs::io_uring::Uring::new().unwrap()));
+    }
+    for engine in engines {
+        let mut full = Full(&fixture, false, None);
+        engine.run(&mut full);
+        assert_eq!(full.2, Some(Errno::NOSPC), "{}", engine.name());
+    }
+}
