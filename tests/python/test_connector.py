@@ -1,0 +1,509 @@
+"""vLLM's connector in both roles, with vLLM's scheduler played by the test: what a tiny model on CPU cannot show.
+
+The scheduler's part follows vLLM 0.32: matched tokens, allocation, step, answers, end.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import CHUNK
+from kvrig import layouts
+from kvrig.waiting import wait_until
+from rig import BLOCK, tokens
+
+pytest.importorskip("vllm")
+
+from kvtier import Prompt  # noqa: E402
+from kvtier.vllm import KvTierConnector  # noqa: E402
+from kvtier.vllm.options import Identity, Options  # noqa: E402
+from kvtier.vllm.requests import with_extras  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # noqa: E402
+
+PER_CHUNK = CHUNK // BLOCK
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """By its name, like vLLM's."""
+
+
+class MambaSpec(SimpleNamespace):
+    """A kind of cache that cannot be served."""
+
+
+def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, role="kv_both", **extra):
+    """The parts of vLLM's configuration that are read."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"kvtier.url": server.url, "kvtier.heartbeat": 0.5, **extra},
+            kv_load_failure_policy="fail",
+            is_kv_producer=role != "kv_consumer",
+            is_kv_consumer=role != "kv_producer",
+        ),
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages, rank=rank),
+        model_config=SimpleNamespace(model="test/vllm", use_mla=mla),
+    )
+
+
+def cache_config(names, spec=FullAttentionSpec):
+    """One group of layers."""
+    group = SimpleNamespace(layer_names=list(names), kv_cache_spec=spec(block_size=BLOCK))
+    return SimpleNamespace(
+        kv_cache_groups=[group], kv_cache_layout="LBHNC", hash_block_size=BLOCK, prefix_cacheable_group_ids=(0,)
+    )
+
+
+def request(name, prompt, salt=None, **more):
+    """A request as vLLM's scheduler has it."""
+    made = SimpleNamespace(
+        request_id=name, all_token_ids=prompt, num_tokens=len(prompt), num_prompt_tokens=len(prompt),
+        cache_salt=salt, mm_features=[], lora_request=None, prompt_embeds=None, skip_reading_prefix_cache=False,
+        block_hashes=[bytes([i]) * 32 for i in range(len(prompt) // BLOCK)],
+    )  # fmt: skip
+    vars(made).update(more)
+    return made
+
+
+class Vllm:
+    """A scheduler's connector, the workers' ones, and vLLM's part between them."""
+
+    def __init__(self, server, ranks=1, mla=False, seed=1, **options):
+        config = cache_config(f"layer.{i}" for i in range(2))
+        self.layout = layouts.layout("mla" if mla else "fused_hnd")
+        if mla:
+            config.kv_cache_layout = "LBNHC"
+        shape = {"tensor": ranks, "mla": mla, **options}
+        self.config = vllm_config(server, **shape)
+        self.scheduler = KvTierConnector(self.config, KVConnectorRole.SCHEDULER, config)
+        self.workers, self.tensors = [], []
+        for rank in range(ranks):
+            worker = KvTierConnector(vllm_config(server, rank=rank, **shape), KVConnectorRole.WORKER, config)
+            tensors = layouts.allocate(self.layout, 2, torch.Generator().manual_seed(seed + (0 if mla else rank)))
+            worker.register_kv_caches({f"layer.{i}": tensor for i, tensor in enumerate(tensors)})
+            self.workers.append(worker)
+            self.tensors.append(tensors)
+        self.stats = {}
+
+    def match(self, req, computed=0):
+        """Ask until the connector knows."""
+        answer = []
+
+        def known():
+            answer[:] = self.scheduler.get_num_new_matched_tokens(req, computed)
+            return answer[0] is not None
+
+        wait_until(known, 15, "a lookup")
+        return tuple(answer)
+
+    def allocate(self, req, blocks, external):
+        """Blocks for a request."""
+        self.scheduler.update_state_after_alloc(
+            req, SimpleNamespace(get_block_ids=lambda: (list(blocks),)), external
+        )
+
+    def step(self, new=(), cached=(), finished=(), preempted=(), resumed=()):
+        """One step. new: (request, blocks, computed, scheduled); cached: (request, new blocks, computed, scheduled)."""
+        scheduled = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=r.request_id, block_ids=(list(b),), num_computed_tokens=c) for r, b, c, _ in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[r.request_id for r, *_ in cached],
+                new_block_ids=[(list(b),) if b is not None else None for _, b, _, _ in cached],
+                num_computed_tokens=[c for _, _, c, _ in cached],
+                resumed_req_ids=set(resumed),
+            ),
+            num_scheduled_tokens={r.request_id: n for r, _, _, n in (*new, *cached)},
+            finished_req_ids=set(finished),
+            preempted_req_ids=set(preempted),
+        )
+        metadata = self.scheduler.build_connector_meta(scheduled)
+        sending, receiving, failed, reports = [], [], set(), []
+        for worker in self.workers:
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+            worker.start_load_kv(None)
+            worker.wait_for_save()
+            results = worker.get_transfer_results(set(finished))
+            sending.append(results.finished_sending)
+            receiving.append(results.finished_recving)
+            failed |= worker.get_block_ids_with_load_errors()
+            reports.append(worker.build_connector_worker_meta())
+            stats = worker.get_kv_connector_stats()
+            if stats:
+                for key, value in stats.data.items():
+                    self.stats[key] = self.stats.get(key, 0) + value
+            worker.clear_connector_metadata()
+        report = None
+        for each in filter(None, reports):
+            report = each if report is None else report.aggregate(each)
+        self.scheduler.update_connector_output(
+            SimpleNamespace(
+                invalid_block_ids=failed,
+                finished_recving=set.intersection(*receiving),
+                failed_recving=set(),
+                kv_connector_worker_meta=report,
+            )
+        )
+        return SimpleNamespace(metadata=metadata, sent=sending, received=receiving, failed=failed)
+
+    def until(self, what, **first):
+        """Steps until `what(step)`; ids of all steps together."""
+        sent, received, failed = [set() for _ in self.workers], [set() for _ in self.workers], set()
+
+        def enough():
+            step = self.step(**first)
+            first.clear()
+            for all_ids, ids in zip((*sent, *received), (*step.sent, *step.received), strict=True):
+                assert not all_ids & ids, "told once"
+                all_ids |= ids
+            failed.update(step.failed)
+            return what(sent, received)
+
+        wait_until(enough, 15, "the workers' answer")
+        return failed
+
+    def prefill(self, req, blocks):
+        """Compute and store a whole prompt; the request has ended then."""
+        assert self.match(req) == (0, False)
+        self.allocate(req, blocks, 0)
+        self.step(new=[(req, blocks, 0, req.num_tokens)])
+        self.finish(req)
+
+    def finish(self, req):
+        """The engine has ended a request."""
+        name = req.request_id
+        held, _ = self.scheduler.request_finished_all_groups(req, ([],))
+        if held:
+            self.until(lambda sent, _: all(name in ids for ids in sent), finished=[name])
+        else:
+            step = self.step(finished=[name])
+            assert not any(step.sent), "its blocks were freed already"
+        return held
+
+    def load(self, req, blocks, computed, external):
+        """Load what was matched; blocks that failed."""
+        self.allocate(req, blocks, external)
+        return self.until(lambda _, received: all(req.request_id in ids for ids in received))
+
+    def read(self, blocks, rank=0):
+        """Bytes of blocks."""
+        return [layouts.read_blocks(t, self.layout.block_axis, blocks) for t in self.tensors[rank]]
+
+    def close(self):
+        """End it."""
+        for connector in (*self.workers, self.scheduler):
+            connector.shutdown()
+
+
+@pytest.fixture
+def engines(place):
+    """Makes engines, and ends them."""
+    made = []
+
+    def make(server, **options):
+        made.append(Vllm(server, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def same(one, other):
+    """Equal bytes."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("transfer", ["engine_driven", "lmcache_driven"])
+def test_store_and_load(place, engines, transfer):
+    """Another engine gets the prefix, its last token left for itself; a longer prompt gets the common part."""
+    server = place.server()
+    first = engines(server, **{"kvtier.transfer_mode": transfer})
+    second = engines(server, seed=7, **{"kvtier.transfer_mode": transfer})
+    assert first.config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    prompt, blocks = tokens(2 * CHUNK, "sl"), list(range(1, 9))
+    first.prefill(request("a", prompt), blocks)
+    exact = request("b", prompt)
+    assert second.match(exact) == (2 * CHUNK - 1, True)
+    assert second.load(exact, range(11, 19), 0, 2 * CHUNK - 1) == set()
+    assert same(second.read(list(range(11, 19))), first.read(blocks))
+    assert second.finish(exact) is False, "it stored nothing"
+    longer = request("c", prompt + tokens(5, "more"))
+    assert second.match(longer, computed=BLOCK) == (2 * CHUNK - BLOCK, True)
+    assert second.load(longer, range(21, 31), BLOCK, 2 * CHUNK - BLOCK) == set()
+    assert same([x[1:] for x in second.read(list(range(21, 29)))], [x[1:] for x in first.read(blocks)])
+    assert second.stats["retrieved_tokens"] == 4 * CHUNK
+    # vLLM has all of it itself: nothing is loaded, nothing stays leased.
+    own = request("d", prompt)
+    assert second.match(own, computed=2 * CHUNK - BLOCK) == (BLOCK - 1, True)
+    second.allocate(own, range(1, 9), 0)
+    assert second.step().metadata.loads == []
+    second.finish(own)
+    second.finish(longer)
+
+    def leased():
+        text = server.get("/metrics")[1]
+        return next(line for line in text.splitlines() if line.startswith("kvtier_l1_leased_objects ")).split()[1]
+
+    wait_until(lambda: leased() == "0", 5, "no leases")
+
+
+def test_chunked_prefill_stores_as_it_goes(place, engines):
+    """Whole chunks, each once, as steps complete them; the rest of the prompt and decoding store nothing."""
+    engine = engines(place.server())
+    req = request("a", tokens(3 * CHUNK + 6, "cp"))
+    assert engine.match(req) == (0, False)
+    engine.allocate(req, range(1, 6), 0)
+    ranges = []
+
+    def stores(**step):
+        ranges.append([(move.start, move.end, move.block_ids) for move in engine.step(**step).metadata.stores])
+
+    stores(new=[(req, range(1, 6), 0, CHUNK + 3)])
+    stores(cached=[(req, range(6, 9), CHUNK + 3, 5)])
+    stores(cached=[(req, range(9, 15), CHUNK + 8, 2 * CHUNK - 2)])
+    req.all_token_ids = req.all_token_ids + tokens(2 * CHUNK, "decoded")
+    req.num_tokens += 2 * CHUNK
+    stores(cached=[(req, None, 3 * CHUNK + 6, 2 * CHUNK)])
+    assert ranges == [[(0, CHUNK, [[1, 2, 3, 4]])], [], [(CHUNK, 3 * CHUNK, [list(range(5, 13))])], []]
+    assert engine.finish(req) is True
+    assert engine.match(request("b", req.all_token_ids)) == (3 * CHUNK, True)
+
+
+def test_generated_tokens_are_stored_when_asked(place, engines):
+    """kvtier.save_decode."""
+    engine = engines(place.server(), **{"kvtier.save_decode": True})
+    req = request("a", tokens(CHUNK - 2, "sd"))
+    engine.match(req)
+    engine.allocate(req, range(1, 5), 0)
+    engine.step(new=[(req, range(1, 5), 0, CHUNK - 2)])
+    req.all_token_ids = req.all_token_ids + tokens(3, "decoded")
+    req.num_tokens += 3
+    stores = engine.step(cached=[(req, [], CHUNK - 2, 2)]).metadata.stores
+    assert [(move.start, move.end) for move in stores] == [(0, CHUNK)]
+    engine.finish(req)
+
+
+def test_preemption(place, engines):
+    """Stores are waited for before blocks go to others; a resumed request loads what it had stored."""
+    engine = engines(place.server())
+    req = request("a", tokens(2 * CHUNK + 1, "pre"))
+    engine.match(req)
+    engine.allocate(req, range(1, 10), 0)
+    engine.step(new=[(req, range(1, 10), 0, 2 * CHUNK + 1)])
+    expected = engine.read(list(range(1, 9)))
+    engine.step(preempted=["a"])
+    # Now the blocks are somebody else's.
+    for tensor in engine.tensors[0]:
+        layouts.fill_blocks(tensor, engine.layout.block_axis, list(range(1, 10)), 0)
+    assert engine.match(req) == (2 * CHUNK, True)
+    assert engine.load(req, range(31, 40), 0, 2 * CHUNK) == set()
+    assert same(engine.read(list(range(31, 39))), expected)
+    stores = engine.step(cached=[(req, range(31, 40), 2 * CHUNK, 1)], resumed=["a"]).metadata.stores
+    assert stores == [], "it is cached already"
+    assert engine.finish(req) is True
+
+
+def test_a_request_aborted_while_it_loads_is_told_once(place, engines):
+    """vLLM frees its blocks at the end of the load; a second word would be an error there."""
+    engine = engines(place.server())
+    prompt = tokens(CHUNK + 1, "ab")
+    engine.prefill(request("a", prompt), range(1, 6))
+    req = request("b", prompt)
+    assert engine.match(req) == (CHUNK, True)
+    engine.allocate(req, range(11, 16), CHUNK)
+    told = [engine.step()]
+    held, _ = engine.scheduler.request_finished_all_groups(req, ([],))
+    assert held is False
+    told.append(engine.step(finished=["b"]))
+    wait_until(lambda: told.append(engine.step()) or any("b" in ids for step in told for ids in step.received), 10, "the load's end")
+    assert sum("b" in ids for step in told for ids in step.received) == 1
+    assert not any("b" in ids for step in told for ids in step.sent)
+
+
+def test_a_request_aborted_before_its_lookup_ends(place, engines):
+    """Nothing of it is left."""
+    engine = engines(place.server())
+    req = request("a", tokens(CHUNK, "early"))
+    engine.scheduler.get_num_new_matched_tokens(req, 0)
+    assert engine.scheduler.request_finished(req, []) == (False, None)
+    assert engine.scheduler._scheduling.tracked == {} and not engine.scheduler._scheduling.adapter.has_lookup("a")
+    assert engine.scheduler.request_finished(request("never seen", [1]), []) == (False, None)
+
+
+def test_a_failed_load_is_computed_and_stored_again(place, engines):
+    """Its blocks are named, and the request is not looked up a second time."""
+    engine = engines(place.server())
+    prompt = tokens(2 * CHUNK + 1, "fail")
+    engine.prefill(request("a", prompt), range(1, 10))
+    req = request("b", prompt)
+    assert engine.match(req, computed=BLOCK) == (2 * CHUNK - BLOCK, True)
+    engine.scheduler._scheduling.adapter.client.clear(True).result()
+    assert engine.load(req, range(1, 10), BLOCK, 2 * CHUNK - BLOCK) == set(range(2, 9)), "block 1 is vLLM's own"
+    assert engine.stats["failed_retrieves"] == 1
+    assert engine.match(req) == (0, False)
+    engine.allocate(req, range(1, 10), 0)
+    stores = engine.step(new=[(req, range(1, 10), 0, 2 * CHUNK + 1)]).metadata.stores
+    assert [(move.start, move.end) for move in stores] == [(0, 2 * CHUNK)]
+    engine.finish(req)
+    assert engine.match(request("c", prompt)) == (2 * CHUNK, True)
+
+
+def test_tenants(place, engines):
+    """cache_salt reaches the key on every path."""
+    engine, prompt = engines(place.server()), tokens(CHUNK + 1, "salt")
+    engine.prefill(request("a", prompt, salt="alice"), range(1, 6))
+    assert engine.match(request("b", prompt)) == (0, False)
+    assert engine.match(request("c", prompt, salt="bob")) == (0, False)
+    req = request("d", prompt, salt="alice")
+    assert engine.match(req) == (CHUNK, True)
+    assert engine.load(req, range(11, 16), 0, CHUNK) == set()
+    assert same(engine.read([11, 12, 13, 14]), engine.read([1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize("mla", [False, True])
+def test_tensor_parallel_ranks(place, engines, mla):
+    """A hit needs every piece; with MLA there is one, written once and read by both."""
+    server = place.server()
+    first, second = engines(server, ranks=2, mla=mla), engines(server, ranks=2, mla=mla, seed=9)
+    prompt = tokens(CHUNK + 1, "tp")
+    first.prefill(request("a", prompt), range(1, 6))
+    assert first.stats["stores"] == (1 if mla else 2)
+    req = request("b", prompt)
+    assert second.match(req) == (CHUNK, True)
+    assert second.load(req, range(11, 16), 0, CHUNK) == set()
+    for rank in range(2):
+        assert same(second.read([11, 12, 13, 14], rank), first.read([1, 2, 3, 4], rank))
+
+
+def test_roles(place, engines):
+    """A consumer stores nothing, a producer loads nothing."""
+    server, prompt = place.server(), tokens(CHUNK + 1, "roles")
+    producer = engines(server, role="kv_producer")
+    consumer = engines(server, role="kv_consumer")
+    req = request("a", prompt)
+    assert consumer.match(req) == (0, False)
+    consumer.allocate(req, range(1, 6), 0)
+    assert consumer.step(new=[(req, range(1, 6), 0, CHUNK + 1)]).metadata.stores == []
+    producer.prefill(request("b", prompt), range(1, 6))
+    assert producer.match(request("c", prompt)) == (0, False)
+    assert consumer.match(request("d", prompt)) == (CHUNK, True)
+
+
+def test_block_hashes_as_keys(place, engines):
+    """kvtier.key_mode: vLLM's hashes decide, tokens do not."""
+    engine = engines(place.server(), **{"kvtier.key_mode": "block_hashes"})
+    prompt = tokens(2 * CHUNK + 1, "hm")
+    engine.prefill(request("a", prompt, prompt_embeds=torch.zeros(1)), range(1, 10))
+    assert engine.match(request("b", tokens(2 * CHUNK + 1, "other tokens"))) == (2 * CHUNK, True)
+    other = request("c", prompt)
+    other.block_hashes[PER_CHUNK - 1] = b"another"
+    assert engine.match(other) == (0, False)
+
+
+def test_events(place, engines):
+    """Told once every rank has stored, in vLLM's own hashes."""
+    engine = engines(place.server(), ranks=2, events=True)
+    req = request("a", tokens(2 * CHUNK + 1, "ev"), lora_request=SimpleNamespace(lora_name="l", adapter_id=3))
+    engine.prefill(req, range(1, 10))
+    events = []
+    wait_until(lambda: engine.step() and events.extend(engine.scheduler.take_events()) or events, 10, "events")
+    (event,) = events
+    assert event.block_hashes == [maybe_convert_block_hash(each) for each in req.block_hashes]
+    assert event.parent_block_hash is None
+    assert (event.block_size, event.medium, event.lora_name) == (BLOCK, "CPU", "l")
+    assert list(event.token_ids) == req.all_token_ids[: 2 * CHUNK]
+
+
+def test_reset_and_stats(place, engines):
+    """A reset empties the server unless that is not wanted; numbers add up."""
+    server, prompt = place.server(), tokens(CHUNK + 1, "reset")
+    engine, careful = engines(server), engines(server, **{"kvtier.reset_server": "false"})
+    engine.prefill(request("a", prompt), range(1, 6))
+    assert careful.scheduler.reset_cache() is True
+    req = request("b", prompt)
+    assert engine.match(req) == (CHUNK, True)
+    engine.allocate(req, range(1, 6), 0)
+    engine.finish(req)
+    stats = engine.scheduler.get_kv_connector_stats()
+    assert stats.data == {"lookups": 2, "hit_tokens": CHUNK}
+    assert KvTierConnector.build_kv_connector_stats(stats.to_dict()).aggregate(stats).data["lookups"] == 4
+    assert engine.scheduler.get_kv_connector_stats() is None
+    assert engine.scheduler.reset_cache() is True
+    assert engine.match(request("c", prompt)) == (0, False)
+
+
+def test_what_tokens_do_not_say(place):
+    """Pictures, sounds and adapters are part of the key; equal ones are equal."""
+    prompt = Prompt(tokens(64, "mm"))
+
+    def key(pictures=(), lora=None):
+        features = [
+            SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=20)) for name, offset in pictures
+        ]
+        adapter = lora and SimpleNamespace(lora_name=lora, lora_path=f"/adapters/{lora}")
+        return with_extras(prompt, SimpleNamespace(mm_features=features, lora_request=adapter), CHUNK)
+
+    keys = [key(), key([("cat", 20)]), key([("dog", 20)]), key([("cat", 21)]), key([("cat", 20), ("dog", 50)]),
+            key(lora="x"), key(lora="y"), key([("cat", 20)], lora="x")]  # fmt: skip
+    assert len(set(keys)) == len(keys) and all(len(each) == 64 for each in keys)
+    assert key([("cat", 20)], "x") == keys[-1]
+    # What comes before the picture is shared.
+    assert key([("cat", 20)]).prefix(20) == prompt.prefix(20)
+
+
+def test_options():
+    """Defaults; types; and errors that say what is allowed."""
+    assert Options.read({"lmcache.mp.port": 1}) == Options()
+    assert Options.read({"kvtier.timeout": "3", "kvtier.save_decode": "true"}).timeout == 3.0
+    for wrong, said in [
+        ({"kvtier.tiemout": 1}, "kvtier.tiemout: no such option; there are kvtier.url"),
+        ({"kvtier.timeout": "soon"}, "a number is needed"),
+        ({"kvtier.timeout": 0}, "a positive number"),
+        ({"kvtier.save_decode": 2}, "allowed are true and false"),
+        ({"kvtier.transfer_mode": "x"}, "allowed are auto, engine_driven, lmcache_driven"),
+        ({"kvtier.key_mode": "x"}, "allowed are tokens, block_hashes"),
+        ({"kvtier.url": 5}, "a text is needed"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            Options.read(wrong)
+
+
+def test_identities():
+    """Which rank has which piece."""
+    server = SimpleNamespace(url="x")
+
+    def of(rank, **shape):
+        made = Identity.of(vllm_config(server, **shape), rank)
+        return made.world_size, made.worker_id, made.num_kv_readers, made.is_writer
+
+    assert of(1, tensor=2) == (2, 1, 1, True)
+    assert [of(rank, tensor=2, mla=True) for rank in (0, 1)] == [(1, 0, 2, True), (1, 0, 2, False)]
+    assert of(3, tensor=2, stages=2, mla=True) == (2, 1, 2, False)
+    staged = Identity.of(vllm_config(server, stages=2))
+    assert staged.model_name != Identity.of(vllm_config(server, tensor=2)).model_name, "another cut of the same model"
+    context = vllm_config(server)
+    context.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ValueError, match="decode_context_parallel_size"):
+        Identity.of(context)
+
+
+def test_models_that_cannot_be_served_are_refused(place):
+    """At the start, with a reason."""
+    server = place.server()
+    for role in KVConnectorRole:
+        with pytest.raises(ValueError, match="layer.0 has MambaSpec"):
+            KvTierConnector(vllm_config(server), role, cache_config(["layer.0"], MambaSpec))
+    odd = cache_config(["layer.0"])
+    odd.kv_cache_groups[0].kv_cache_spec.block_size = 5
+    with pytest.raises(ValueError, match="does not divide the server's chunk"):
+        KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, odd)
+    layout = cache_config(["layer.0"])
+    layout.kv_cache_layout = "LHBNC"
+    worker = KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, layout)
+    with pytest.raises(ValueError, match="KV layouts"):
+        worker.register_kv_caches({})
+    worker.shutdown()
