@@ -1,7 +1,9 @@
 """Fixtures: servers that are checked when a test ends, and engines that connect to them."""
 
 import os
+import subprocess
 import uuid
+from pathlib import Path
 
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", DO_NOT_TRACK="1")
@@ -108,3 +110,37 @@ def engines(serve):
     yield connect
     for engine in reversed(opened):
         engine.close()
+
+
+# Mounts where nobody else sees it, says so, and keeps it until its stdin is closed.
+KEEP_MOUNTED = 'mount -t tmpfs -o "$1" tmpfs "$0" && echo mounted && read -r _'
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount a file system of a given size: small_disk("size=2m") -> directory. Gone after the servers ended.
+
+    It is mounted in a namespace of its own, for which nobody needs to be root, and is reached through a process there.
+    """
+    keepers = []
+
+    def mount(options):
+        place, said = tmp_path / f"disk-{len(keepers)}", "no unshare"
+        place.mkdir()
+        # Root can do without a user namespace, where these are forbidden.
+        for namespaces in (["--map-root-user", "--mount"], ["--mount"]):
+            command = ["unshare", *namespaces, "sh", "-c", KEEP_MOUNTED, str(place), options]
+            pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+            try:
+                keeper = subprocess.Popen(command, text=True, **pipes)
+            except FileNotFoundError:
+                break
+            if keeper.stdout.readline() == "mounted\n":
+                keepers.append(keeper)
+                return Path(f"/proc/{keeper.pid}/root", place.relative_to("/"))
+            said = keeper.communicate()[1].strip()
+        pytest.skip(f"cannot mount a small file system: {said}")
+
+    yield mount
+    for keeper in keepers:
+        keeper.communicate()

@@ -161,6 +161,31 @@ def test_strict_limits_refuse(serve, engines, tmp_path):
 
 
 @ours
+def test_a_full_disk(small_disk, serve):
+    """A quota that cannot be written is refused and not in force; the file is as it was, and good for a restart."""
+    directory = small_disk("size=48k")
+    server = serve(flags=["--eviction-policy", "IsolatedLRU", "--quota-file", str(directory / "quotas")])
+    server.expect_trouble("the quotas could not be written")
+    number, status = 0, 200
+    while status == 200:
+        number += 1
+        assert number < 2000, "the disk is not full"
+        status, told = server.request("PUT", f"/quota/tenant-{number}-{'x' * 100}", {"limit_gb": 1})
+    assert status == 500 and "nothing was changed" in told["error"] and "No space" in told["error"], told
+    # Nor is one lowered in memory alone.
+    before = server.get("/quota")[1]["users"]
+    first = next(iter(before))
+    assert len(before) == number - 1
+    status, told = server.request("PUT", f"/quota/{first}", {"limit_gb": 0.123, "reserved_gb": 0.01})
+    assert status == 500, told
+    assert server.get("/quota")[1]["users"] == before
+    assert [path.name for path in directory.iterdir()] == ["quotas"]
+    server.kill()
+    server.start()
+    assert server.get("/quota")[1]["users"] == before
+
+
+@ours
 def test_a_damaged_file_is_refused_at_the_start(serve, tmp_path):
     """Nothing is served with quotas that cannot be read; one line says which file, why, and what to do."""
     path = tmp_path / "quotas"

@@ -136,18 +136,23 @@ fn refusal(path: &Path, what: &str) -> String {
     )
 }
 
-/// The path of the file itself, whose directory must be there.
+/// The path of the file itself, which may be behind symbolic links, and whose directory must be there.
 fn resolve(path: &Path) -> Result<PathBuf, String> {
-    match path.canonicalize() {
-        Ok(path) => return Ok(path),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(error.to_string()),
+    let mut path = path.to_owned();
+    // As many as the system follows.
+    for _ in 0..40 {
+        let Ok(target) = fs::read_link(&path) else {
+            break;
+        };
+        path.pop();
+        path.push(target);
     }
     let name = path.file_name().ok_or("it is no name of a file")?;
     let directory = path.parent().filter(|path| !path.as_os_str().is_empty());
     let directory = directory.unwrap_or(Path::new("."));
-    match directory.canonicalize() {
-        Ok(directory) => Ok(directory.join(name)),
+    match fs::metadata(directory) {
+        Ok(found) if found.is_dir() => Ok(directory.join(name)),
+        Ok(_) => Err("its directory is none".into()),
         Err(error) => Err(format!("its directory cannot be used: {error}")),
     }
 }
