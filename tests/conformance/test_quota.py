@@ -173,13 +173,16 @@ def test_a_full_disk(small_disk, serve):
         status, told = server.request("PUT", f"/quota/tenant-{number}-{'x' * 100}", {"limit_gb": 1})
     assert status == 500 and "nothing was changed" in told["error"] and "No space" in told["error"], told
     # Nor is one lowered in memory alone.
+    with pytest.raises(OSError), open(directory / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
     before = server.get("/quota")[1]["users"]
     first = next(iter(before))
     assert len(before) == number - 1
     status, told = server.request("PUT", f"/quota/{first}", {"limit_gb": 0.123, "reserved_gb": 0.01})
     assert status == 500, told
     assert server.get("/quota")[1]["users"] == before
-    assert [path.name for path in directory.iterdir()] == ["quotas"]
+    assert sorted(path.name for path in directory.iterdir()) == ["filler", "quotas"]
     server.kill()
     server.start()
     assert server.get("/quota")[1]["users"] == before

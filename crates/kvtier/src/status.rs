@@ -134,6 +134,7 @@ fn summary(url: &str, status: &Value) -> String {
         line(&mut out, "eviction", policy, &more);
     }
     tiers(&mut out, &status["storage_manager"]);
+    quotas(&mut out, &status["quotas"]);
     if let Some(tokens) = status["chunk_size"].as_u64() {
         let hash = status["hash_algorithm"].as_str().unwrap_or("unknown hash");
         line(
@@ -170,6 +171,35 @@ fn line(out: &mut String, name: &str, text: &str, more: &[String]) {
         let _ = write!(out, ", {part}");
     }
     out.push('\n');
+}
+
+/// What tenants may have, where any tier sees to it.
+fn quotas(out: &mut String, quotas: &Value) {
+    let tiers = quotas["enforced_by"].as_array().into_iter().flatten();
+    let tiers: Vec<_> = tiers.filter_map(Value::as_str).collect();
+    if tiers.is_empty() {
+        return;
+    }
+    let tenants = HumanCount(quotas["num_tenants"].as_u64().unwrap_or(0));
+    let default = match quotas["default_limit_bytes"].as_u64() {
+        None => "unlimited".to_owned(),
+        Some(bytes) => format!("at most {}", HumanBytes(bytes)),
+    };
+    let file = match quotas["file"].as_str() {
+        None => "until the server ends".to_owned(),
+        Some(file) => format!("in {file}"),
+    };
+    let mode = quotas["mode"].as_str().unwrap_or("unknown");
+    let more = [
+        format!("{tenants} tenants with one, all others {default}"),
+        format!("kept {file}"),
+    ];
+    line(
+        out,
+        "quotas",
+        &format!("{mode}, of {}", tiers.join(" and ")),
+        &more,
+    );
 }
 
 /// What waits to be stored, and one line a tier: how it is and what it holds.

@@ -574,6 +574,13 @@ fn quotas_are_set_told_listed_and_taken_away() {
     }
     let all: Value = serde_json::from_str(&told(&["list", "--all", "--json"])).unwrap();
     assert_eq!(all["users"].as_object().unwrap().len(), 2);
+    let status = kvtier(&["status", &server.http]);
+    let expected = "quotas    soft, of l1, 2 tenants with one, all others unlimited, kept until the server ends";
+    assert!(
+        lines(&status.stdout).contains(&expected.to_owned()),
+        "{:?}",
+        lines(&status.stdout)
+    );
     assert_eq!(told(&["delete", "a b"]), "a b: no quota any more\n");
     assert_eq!(told(&["delete", "a b"]), "a b: there was no quota\n");
     let told = complaint(&quota(&["set", "c", "1GiB", "--reserved", "2GiB"]), 1);
@@ -590,4 +597,34 @@ fn quotas_are_set_told_listed_and_taken_away() {
         let said = lines(&output.stderr).join(" ");
         assert!(said.contains(part), "{said}");
     }
+}
+
+#[test]
+fn a_quota_file_that_cannot_be_used_is_told_before_the_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("quotas");
+    let check = || {
+        let file = file.to_str().unwrap();
+        let flags = [
+            "--l1-size-gb",
+            "0.05",
+            "--shm-name",
+            "",
+            "--quota-file",
+            file,
+        ];
+        kvtier(&[&["server", "--check-config"][..], &flags].concat())
+    };
+    let good = check();
+    assert!(good.status.success());
+    let said = lines(&good.stdout);
+    let warning = |line: &String| line.starts_with("warning: --quota-file: quotas have no effect");
+    assert!(said.iter().any(warning), "{said:?}");
+    assert!(!file.exists(), "a check makes nothing");
+    std::fs::write(&file, "{}").unwrap();
+    let told = complaint(&check(), 1);
+    assert!(
+        told.contains("--quota-file") && told.contains("remove it"),
+        "{told}"
+    );
 }
