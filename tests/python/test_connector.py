@@ -28,6 +28,10 @@ class FullAttentionSpec(SimpleNamespace):
     """By its name, like vLLM's."""
 
 
+class SlidingWindowSpec(SimpleNamespace):
+    """The same for layers that look back a little only."""
+
+
 class MambaSpec(SimpleNamespace):
     """A kind of cache that cannot be served."""
 
@@ -434,6 +438,80 @@ def test_reset_and_stats(place, engines):
     assert engine.scheduler.get_kv_connector_stats() is None
     assert engine.scheduler.reset_cache() is True
     assert engine.match(request("c", prompt)) == (0, False)
+
+
+def test_groups_of_layers(place, engines):
+    """Each has its own blocks; failures are told by request, since block ids mean nothing across groups."""
+    server = place.server()
+    window = SimpleNamespace(
+        layer_names=["layer.1"], kv_cache_spec=SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * CHUNK)
+    )
+    made = []
+    for seed in (1, 2):
+        config = cache_config(["layer.0"])
+        config.kv_cache_groups.append(window)
+        with pytest.raises(ValueError, match="use lmcache_driven"):
+            refused = KvTierConnector(
+                vllm_config(server, **{"kvtier.transfer_mode": "engine_driven"}), KVConnectorRole.WORKER, config
+            )
+            tensors = layouts.allocate(layouts.layout("fused_hnd"), 2, torch.Generator().manual_seed(seed))
+            try:
+                refused.register_kv_caches({"layer.0": tensors[0], "layer.1": tensors[1]})
+            finally:
+                refused.shutdown()
+        scheduler = KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, config)
+        worker = KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, config)
+        worker.register_kv_caches({"layer.0": tensors[0], "layer.1": tensors[1]})
+        made.append((scheduler, worker, tensors))
+
+    def step(scheduler, worker, **parts):
+        metadata = scheduler.build_connector_meta(scheduled(**parts))
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(set())
+        assert worker.get_block_ids_with_load_errors() == set()
+        return results
+
+    def scheduled(new=None):
+        return SimpleNamespace(
+            scheduled_new_reqs=[] if new is None else [SimpleNamespace(req_id=new[0].request_id, block_ids=new[1], num_computed_tokens=0)],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()),
+            num_scheduled_tokens={} if new is None else {new[0].request_id: new[0].num_tokens},
+            finished_req_ids=set(), preempted_req_ids=None,
+        )  # fmt: skip
+
+    def matched(scheduler, req):
+        wait_until(lambda: scheduler.get_num_new_matched_tokens(req, 0)[0] is not None, 10, "lookup")
+        return scheduler.get_num_new_matched_tokens(req, 0)
+
+    def read(tensors, ids):
+        return [layouts.read_blocks(tensor, 0, group) for tensor, group in zip(tensors, ids, strict=True)]
+
+    prompt, ids = tokens(CHUNK + 1, "groups"), ([1, 2, 3, 4, 5], [11, 12, 13, 14, 15])
+    scheduler, worker, tensors = made[0]
+    req = request("a", prompt)
+    assert matched(scheduler, req) == (0, False)
+    scheduler.update_state_after_alloc(req, SimpleNamespace(get_block_ids=lambda: ids), 0)
+    step(scheduler, worker, new=(req, ids))
+    wait_until(lambda: step(scheduler, worker) and worker.get_kv_connector_stats(), 10, "the store")
+    expected = read(tensors, [group[:4] for group in ids])
+    scheduler, worker, tensors = made[1]
+    for number, there in enumerate((True, False)):
+        req, ids = request(f"b{number}", prompt), ([21, 22, 23, 24, 25], [31, 32, 33, 34, 35])
+        assert matched(scheduler, req) == (CHUNK, True)
+        scheduler.update_state_after_alloc(req, SimpleNamespace(get_block_ids=lambda: ids), CHUNK)
+        if not there:
+            scheduler._scheduling.adapter.client.clear(True).result()
+        ended = []
+        wait_until(lambda: ended.append(step(scheduler, worker)) or ended[-1].finished_recving, 10, "the load")
+        assert ended[-1].finished_recving == {req.request_id}
+        assert ended[-1].failed_recving == (set() if there else {req.request_id})
+        if there:
+            assert same(read(tensors, [group[:4] for group in ids]), expected)
+    for scheduler, worker, _ in made:
+        worker.shutdown()
+        scheduler.shutdown()
 
 
 def test_what_tokens_do_not_say(place):

@@ -1,11 +1,18 @@
 """The doctor, the names of old, CUDA descriptors, and what calls on the scheduler's path cost."""
 
+import ast
+import inspect
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import kvtier
 import msgspec
 import torch
 import zmq
@@ -45,6 +52,51 @@ def test_doctor_says_what_to_fix(place, capsys):
     assert "warning  store and retrieve, lmcache_driven" in said and "--supported-transfer-mode" in said
     assert doctor.main(["bogus://x"]) == 1
     assert "give an address" in capsys.readouterr().out
+
+
+def test_two_processes_share_what_they_store(place):
+    """One process stores and ends; another gets the same bytes."""
+    server = place.server()
+    code = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "from rig import Engine, tokens\n"
+        "engine = Engine(sys.argv[1], seed=77)\n"
+        "assert engine.store('other', tokens(32, 'processes'), 0, 32, list(range(1, 9)))\n"
+        "engine.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, server.url, *_own_paths()], check=True, timeout=60)
+    engine = place.engine(server, seed=77)
+    expected, target = engine.read(list(range(1, 9))), list(range(21, 29))
+    assert engine.lookup("mine", tokens(32, "processes")) == 32
+    assert engine.retrieve("mine", tokens(32, "processes"), 0, 32, target) == set()
+    assert engine.has(target, expected)
+
+
+def _own_paths():
+    here = Path(__file__).parent
+    return [str(here), str(here.parent / "harness")]
+
+
+def test_the_stubs_are_true():
+    """Each class, method and parameter that _native.pyi tells of is there, and no other."""
+    stub = ast.parse((Path(kvtier.__file__).parent / "_native.pyi").read_text())
+    told = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    native = kvtier._native
+    assert set(told) == {name for name, value in vars(native).items() if isinstance(value, type)}
+    for name, node in told.items():
+        if name in ("KvTierError", "TimedOut", "Disconnected", "Refused"):
+            continue
+        real = getattr(native, name)
+        members = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
+        members |= {n.target.id: n for n in node.body if isinstance(n, ast.AnnAssign)}
+        public = {each for each in vars(real) if not each.startswith("_")}
+        assert public == {each for each in members if not each.startswith("_")}, name
+        for member, function in members.items():
+            if member.startswith("_") or not isinstance(function, ast.FunctionDef) or function.decorator_list:
+                continue
+            parameters = inspect.signature(getattr(real, member)).parameters
+            arguments = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
+            assert arguments == list(parameters), (name, member)
 
 
 class StubEvent:
@@ -136,8 +188,6 @@ class CudaTensor:
 
 def test_cuda_tensors_are_described_as_lmcache_does(monkeypatch):
     """LMCache's own reader understands our descriptor, and finds all of it there."""
-    import threading
-
     from lmcache.v1.multiprocess.custom_types import get_customized_decoder
     from lmcache.v1.platform.base.ipc_wrapper import DeviceIPCWrapper
 
@@ -171,9 +221,6 @@ def test_cuda_tensors_are_described_as_lmcache_does(monkeypatch):
 
 def test_no_call_on_the_schedulers_path_waits(place):
     """With 1000 requests outstanding: p99 under 50 us of its own thread's time, and never a wait for the server."""
-    import os
-    import signal
-
     server = place.server()
     server.expect_trouble("instance|worker|register|prepared|silent")
     engine = place.engine(server, timeout=30.0, heartbeat=600)
@@ -231,8 +278,6 @@ def test_the_client(place):
 
 def test_segments_take_their_room_at_once():
     """A full /dev/shm is an error when the segment is made, not a fault when it is used."""
-    import os
-
     segment = tensors.Segment(1 << 20)
     path = f"/dev/shm{segment.name}"
     assert os.stat(path).st_blocks * 512 >= 1 << 20 and os.stat(path).st_mode & 0o777 == 0o600

@@ -106,7 +106,7 @@ class ModeCases:
             self.vllm = Vllm(self.options, self.log_name(1), self.server)
             self.hits()
             self.salts()
-            if not quick:
+            if not quick or self.options.connector == "kvtier":
                 self.concurrent_requests()
             self.vllm.stop()
             self.vllm = None

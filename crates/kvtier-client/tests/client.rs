@@ -202,6 +202,19 @@ fn a_server_that_does_not_know_the_worker_makes_it_register_again() {
 }
 
 #[test]
+fn what_was_taken_back_is_told_again_on_the_same_connection() {
+    let server = Server::typed(obliging);
+    let client = connect(&server, settings());
+    assert!(client.wait_healthy(FOR_EVER));
+    let (told, heard) = mpsc::channel();
+    client.on_recover(Box::new(move |_| told.send(()).is_ok()));
+    client.recover_again();
+    heard.recv().unwrap();
+    assert!(client.wait_healthy(FOR_EVER));
+    assert_eq!(client.connections(), 1);
+}
+
+#[test]
 fn a_hook_that_fails_is_tried_again_with_the_next_heartbeat() {
     let server = Server::typed(obliging);
     let quick = Settings {
