@@ -195,6 +195,11 @@ impl EngineDrivenWorker {
         &self.spec
     }
 
+    /// From now on the worker stores and retrieves for this tenant.
+    pub fn set_salt(&mut self, salt: impl Into<String>) {
+        self.spec.scope.cache_salt = salt.into();
+    }
+
     /// The connection, for other requests of the same process.
     pub fn connection(&mut self) -> &mut Connection {
         self.connection

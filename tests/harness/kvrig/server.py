@@ -66,13 +66,13 @@ def peer_command():
 class Server:
     """One server process on ports of its own; can be killed and started again on the same ports."""
 
-    def __init__(self, command, log, mode="lmcache_driven", chunk=16, l1_gb=0.25, flags=(), peer=False):
+    def __init__(self, command, log, mode="lmcache_driven", chunk=16, l1_gb=0.25, eviction="LRU", flags=(), peer=False):
         """`command` starts the server, flags are appended; `log` is the file its output goes to."""
         self.mode, self.chunk, self.peer = mode, chunk, peer
         self.command, self.log = list(command), Path(log)
         self.port, self.http_port, self.metrics_port = free_port(), free_port(), free_port()
         self.shm_name = f"kvtier_test_{os.getpid()}_{self.port}"
-        self.l1_gb, self.flags = l1_gb, list(flags)
+        self.l1_gb, self.eviction, self.flags = l1_gb, eviction, list(flags)
         self.process = None
         self.expected_trouble = []
 
@@ -92,7 +92,7 @@ class Server:
             "--host", "127.0.0.1", "--port", str(self.port),
             "--http-host", "127.0.0.1", "--http-port", str(self.http_port),
             "--prometheus-port", str(self.metrics_port),
-            "--l1-size-gb", str(self.l1_gb), "--eviction-policy", "LRU",
+            "--l1-size-gb", str(self.l1_gb), "--eviction-policy", self.eviction,
             "--chunk-size", str(self.chunk),
             *(flag.replace("{shm}", self.shm_name) for flag in MODES[self.mode]),
             *self.flags,

@@ -64,7 +64,7 @@ pub(crate) struct LoadArgs {
     /// The same.
     #[arg(long, value_parser = requests, conflicts_with = "server")]
     url: Option<String>,
-    /// What to measure; default is everything but replay and memory. May be repeated or separated by commas.
+    /// What to measure; default is everything but replay, tenants and memory. May be repeated or separated by commas.
     #[arg(long, value_enum, value_delimiter = ',')]
     pub(crate) scenario: Vec<Scenario>,
     /// Clients of the mixed and replay scenarios.
@@ -125,6 +125,9 @@ pub(crate) struct LoadArgs {
     /// Replay at the trace's own times, this many times as fast; default is as fast as it goes.
     #[arg(long, value_parser = rate)]
     pub(crate) speed: Option<f64>,
+    /// Tenants of the tenants scenario.
+    #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    pub(crate) tenants: u32,
     /// Bytes of a chunk in all other scenarios.
     #[arg(long, default_value = "4KiB", value_parser = bytes)]
     pub(crate) small_chunk_bytes: u64,
@@ -202,6 +205,8 @@ pub(crate) enum Scenario {
     Mixed,
     /// A trace of a real service, with small objects. Needs --trace.
     Replay,
+    /// Stores of many tenants in random order, reading back now and then; the salts are tenant-0, tenant-1 ...
+    Tenants,
     /// The server's memory for each of many tiny objects. Needs --pid.
     Memory,
 }

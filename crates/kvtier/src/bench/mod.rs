@@ -21,6 +21,7 @@ mod record;
 mod replay;
 mod report;
 mod start;
+mod tenants;
 mod transfer;
 
 use std::process::ExitCode;
@@ -92,6 +93,7 @@ fn scenarios(context: &Context, report: &mut Report) -> anyhow::Result<()> {
             Scenario::LmcacheDriven => transfer::lmcache_driven(context, report),
             Scenario::Mixed => mixed::run(context, report),
             Scenario::Replay => replay::run(context, report),
+            Scenario::Tenants => tenants::run(context, report),
             Scenario::Memory => footprint::run(context, report),
         }
         .with_context(|| format!("scenario {}", scenario.name()))?;
