@@ -126,6 +126,14 @@ struct Waiting {
     answer: Sender<Result<bool, ChangeError>>,
 }
 
+/// A change that was made.
+struct Accepted {
+    salt: Arc<str>,
+    entry: Option<Arc<Entry>>,
+    existed: bool,
+    answer: Sender<Result<bool, ChangeError>>,
+}
+
 /// See the module.
 pub struct Quotas {
     settings: QuotaSettings,
@@ -138,7 +146,8 @@ pub struct Quotas {
     table: RwLock<Arc<Table>>,
     waiting: Mutex<Vec<Waiting>>,
     /// Whose turn it is to write the file. Only those who change quotas wait for it; who reads or enforces them does not.
-    turn: Mutex<()>,
+    /// With the reserved shares of each tier together.
+    turn: Mutex<Vec<u128>>,
 }
 
 impl Quotas {
@@ -148,16 +157,29 @@ impl Quotas {
         l2: Option<Arc<L2>>,
         clock: Arc<Clock>,
     ) -> Self {
+        let Opened {
+            settings,
+            places,
+            file,
+            table,
+        } = opened;
+        let is_place = |tier: &String| places.iter().any(|place| *place.name == **tier);
+        let elsewhere = |entry: &Entry| entry.tiers.keys().any(|tier| !is_place(tier));
+        let tenants = table.iter().filter(|(_, entry)| elsewhere(entry)).count();
+        if tenants > 0 {
+            tracing::warn!(tenants, "quotas name tiers that are not there");
+        }
+        let reserved = places.iter().map(|place| table.reserved(&place.name));
         Self {
-            settings: opened.settings,
-            places: opened.places,
-            file: opened.file,
+            turn: Mutex::new(reserved.collect()),
+            settings,
+            places,
+            file,
             cache,
             l2,
             clock,
-            table: RwLock::new(Arc::new(opened.table)),
+            table: RwLock::new(Arc::new(table)),
             waiting: Mutex::default(),
-            turn: Mutex::default(),
         }
     }
 
@@ -195,11 +217,11 @@ impl Quotas {
             entry,
             answer,
         });
-        let turn = self.turn.lock();
+        let mut turn = self.turn.lock();
         // Whoever had the turn before may have written this one too.
         let waiting = std::mem::take(&mut *self.waiting.lock());
         if !waiting.is_empty() {
-            self.write(waiting);
+            self.write(waiting, &mut turn);
         }
         drop(turn);
         let lost = |_| Err(ChangeError::NotWritten("an error of this server".into()));
@@ -222,10 +244,44 @@ impl Quotas {
         }
     }
 
-    fn write(&self, waiting: Vec<Waiting>) {
-        let mut table = Table::clone(&self.table());
-        let reserved = |place: &Place| table.reserved(&place.name);
-        let mut reserved: Vec<_> = self.places.iter().map(reserved).collect();
+    fn write(&self, waiting: Vec<Waiting>, reserved: &mut Vec<u128>) {
+        let accepted = match &self.file {
+            // Large tables are not copied where nothing can fail.
+            None => {
+                let mut table = self.table.write();
+                self.admit(waiting, Arc::make_mut(&mut table), reserved).0
+            }
+            Some(file) => {
+                let mut table = Table::clone(&self.table());
+                let before = reserved.clone();
+                let (accepted, is_other) = self.admit(waiting, &mut table, reserved);
+                if is_other && let Err(error) = file.save(&table) {
+                    let path = file.path().display();
+                    tracing::error!(%error, file = %path, "the quotas could not be written");
+                    let error = ChangeError::NotWritten(format!("{path}: {error}"));
+                    for change in accepted {
+                        let _ = change.answer.send(Err(error.clone()));
+                    }
+                    *reserved = before;
+                    return;
+                }
+                *self.table.write() = Arc::new(table);
+                accepted
+            }
+        };
+        for change in accepted {
+            self.grant(&change.salt, change.entry.as_deref());
+            let _ = change.answer.send(Ok(change.existed));
+        }
+    }
+
+    /// Makes the changes that can be, and refuses the others; says whether anything is other than before.
+    fn admit(
+        &self,
+        waiting: Vec<Waiting>,
+        table: &mut Table,
+        reserved: &mut [u128],
+    ) -> (Vec<Accepted>, bool) {
         let (mut accepted, mut is_other) = (Vec::new(), false);
         for change in waiting {
             let Waiting {
@@ -233,32 +289,22 @@ impl Quotas {
                 entry,
                 answer,
             } = change;
-            match self.check(&table, &mut reserved, &salt, entry.as_ref()) {
+            match self.check(table, reserved, &salt, entry.as_ref()) {
                 Ok(()) => {
                     let before = table.set(&salt, entry);
-                    is_other |= before.as_ref() != table.get(&salt);
-                    accepted.push((salt, answer, before.is_some()));
+                    let entry = table.get(&salt).cloned();
+                    is_other |= before != entry;
+                    accepted.push(Accepted {
+                        salt,
+                        entry,
+                        existed: before.is_some(),
+                        answer,
+                    });
                 }
                 Err(error) => drop(answer.send(Err(error))),
             }
         }
-        if is_other
-            && let Some(file) = &self.file
-            && let Err(error) = file.save(&table)
-        {
-            tracing::error!(%error, file = %file.path().display(), "the quotas could not be written");
-            let error = ChangeError::NotWritten(format!("{}: {error}", file.path().display()));
-            for (_, answer, _) in accepted {
-                let _ = answer.send(Err(error.clone()));
-            }
-            return;
-        }
-        let table = Arc::new(table);
-        *self.table.write() = Arc::clone(&table);
-        for (salt, answer, existed) in accepted {
-            self.grant(&salt, table.get(&salt).map(|entry| &**entry));
-            let _ = answer.send(Ok(existed));
-        }
+        (accepted, is_other)
     }
 
     /// Whether an entry can be so; counts what it reserves if it can.

@@ -134,6 +134,14 @@ fn what_cannot_be_written_does_not_hold() {
     }
     // Nothing to write.
     assert_eq!(quotas.change("a", entry(5, 0)), Ok(true));
+    // Shares of what was not written can be had by others.
+    let lost = quotas.change("b", entry(8 * MIB, 8 * MIB)).unwrap_err();
+    assert!(matches!(lost, ChangeError::NotWritten(_)), "{lost}");
+    std::fs::remove_file(&path).unwrap();
+    let (file, _) = QuotaFile::open(&path).unwrap();
+    assert!(file.save(&Table::default()).is_ok());
+    let again = quotas.change("c", entry(8 * MIB, 8 * MIB)).unwrap_err();
+    assert!(matches!(again, ChangeError::NotWritten(_)), "{again}");
 }
 
 #[test]

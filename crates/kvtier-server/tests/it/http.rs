@@ -365,6 +365,10 @@ fn the_description_lists_every_route_and_each_is_there() {
         "/cache/prefetches",
         "/cache/prefetches/{request_id}",
         "/config/adapters",
+        "/quota",
+        "/quota/{salt}",
+        "/api/quota",
+        "/api/quota/{salt}",
     ];
     let mut described: Vec<_> = paths.keys().map(String::as_str).collect();
     described.sort_unstable();
