@@ -89,7 +89,8 @@ impl Client {
     /// The callback gets the new state's name, on a thread of the client's.
     fn on_health(&self, callback: Py<PyAny>) {
         self.native.on_health(Box::new(move |health| {
-            Python::attach(|py| {
+            // None when the interpreter is ending: nobody is there to be told.
+            Python::try_attach(|py| {
                 if let Err(error) = callback.call1(py, (health.name(),)) {
                     error.write_unraisable(py, None);
                 }

@@ -326,6 +326,25 @@ fn a_cancelled_result_is_dropped_and_later_ones_still_come() {
 }
 
 #[test]
+fn garbage_from_the_server_is_skipped() {
+    let server = Server::raw_at(support::ANYWHERE, |request| {
+        let (uid, op) = (request[0].clone(), request[1].clone());
+        vec![
+            vec![vec![]],
+            vec![b"not msgpack \xc1".to_vec(), op.clone()],
+            vec![vec![0xcd, 0xff, 0xff], op.clone(), vec![0x10]],
+            // Of another operation, which is an error of this request alone.
+            vec![uid.clone(), vec![0x7f], vec![0x10]],
+            vec![uid, op, vec![0x10]],
+        ]
+    });
+    let client = connect(&server, settings());
+    let error = client.get_chunk_size().join().unwrap_err();
+    assert!(matches!(error, ClientError::Unexpected { .. }), "{error}");
+    assert!(client.get_chunk_size().join().is_err());
+}
+
+#[test]
 fn an_address_that_is_none_is_an_error() {
     let error = Client::connect("bogus://x").unwrap_err();
     assert!(matches!(error, ClientError::Connect { .. }), "{error}");

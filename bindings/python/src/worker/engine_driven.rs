@@ -1,5 +1,6 @@
 //! Workers that copy by themselves: into slots of the server's pool and out of them, or with pickled messages.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::time::Instant;
 
@@ -41,11 +42,15 @@ pub fn check(geometry: &Geometry) -> PyResult<()> {
 /// Runs transfers in order until the queue is closed.
 pub fn run(core: &Core, queue: &mpsc::Receiver<Transfer>) {
     while let Ok(transfer) = queue.recv() {
-        let done = if transfer.is_store {
-            store(core, &transfer)
-        } else {
-            retrieve(core, &transfer)
-        };
+        // Whatever goes wrong in a transfer, it ends, and the next one has its turn.
+        let done = catch_unwind(AssertUnwindSafe(|| {
+            if transfer.is_store {
+                store(core, &transfer)
+            } else {
+                retrieve(core, &transfer)
+            }
+        }))
+        .unwrap_or_else(|_| Err("the copy panicked, which is a bug".to_owned()));
         core.finish(transfer.id, done.map(|()| Vec::new()));
     }
 }
@@ -172,7 +177,7 @@ fn store(core: &Core, transfer: &Transfer) -> Result<(), String> {
                 ready
                     .pages
                     .gather(&ready.blocks, chunk, |offset, bytes| {
-                        pool.write(slot.offset + offset, bytes)
+                        pool.write(slot.offset.saturating_add(offset), bytes)
                     })
                     .map_err(copy_error)?;
             }
