@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""What a second tier costs those who do not need it: lookups that L1 answers whole, at a server with a tier and at one
+without, in turn.
+
+    benches/tiers.py stalled|fs|adopt [--rounds 3] [--out benches/runs/DATE/l2] [--files 1000000]
+
+stalled   beside a tier that never answers
+fs        4096 chunks, all in L1, beside a tier of files
+adopt     while the server adopts that many files that were there before it
+
+Needs `cargo build --release -p kvtier`, or KVTIER_BIN. Servers listen on loopback and end with this program.
+"""
+
+import argparse
+import atexit
+import json
+import os
+import subprocess
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
+KVTIER = os.environ.get("KVTIER_BIN") or str(TARGET / "release" / "kvtier")
+# The server without a tier, and the one with.
+PORTS = [(17555, 17580), (17556, 17581)]
+
+
+def start(number, *flags):
+    """Start a server and wait for its first answer; the process and the seconds that took."""
+    port, http = PORTS[number]
+    command = [
+        KVTIER, "server", "--port", str(port), "--http-port", str(http), "--prometheus-port", str(http + 10),
+        "--l1-size-gb", "0.5", "--shm-name", f"kvtier_bench_{port}", "--l2-drain-timeout-seconds", "0.1",
+        "--l2-min-free-gb", "0", "--log-level", "warn", *flags,
+    ]  # fmt: skip
+    began = time.monotonic()
+    process = subprocess.Popen(command)
+    atexit.register(process.kill)
+    while subprocess.run([KVTIER, "ping", f"127.0.0.1:{port}"], capture_output=True, check=False).returncode:
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended with {process.returncode}")
+        time.sleep(0.002)
+    return process, time.monotonic() - began
+
+
+def stop(*processes):
+    """End servers in order."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait(30)
+
+
+def lookups(*flags):
+    """One run of lookups at both servers in turn."""
+    load = os.getloadavg()[0]
+    command = [
+        KVTIER, "bench", f"127.0.0.1:{PORTS[0][0]}", "--beside", f"127.0.0.1:{PORTS[1][0]}",
+        "--scenario", "lookup-hit", "--json", "-", *flags,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {"load_1m": load, **json.loads(done.stdout)}
+
+
+def tell(run):
+    """One line a server."""
+    for row in run["rows"]:
+        latency = {name: round(value, 1) for name, value in row["latency_us"].items() if name in ("p50", "p99", "p999")}
+        facts = {name: round(value, 2) for name, value in row["facts"].items()}
+        print(f"{row['name']:28} {row['count']:7} us {latency} {facts} load {run['load_1m']:.1f}", flush=True)
+
+
+def tier(**keys):
+    """Flags for one tier."""
+    return ["--l2-adapter", json.dumps(keys)]
+
+
+def stalled():
+    """Beside a tier that never answers."""
+    mock = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 10}
+    servers = [start(0)[0], start(1, *tier(type="fault_inject", faults=[{"kind": "stall"}], inner=mock))[0]]
+    run = lookups("--prompt-tokens", "32768", "--duration", "3s")
+    stop(*servers)
+    tell(run)
+    return run
+
+
+def fs():
+    """4096 chunks of 16 tokens beside a tier of files."""
+    with tempfile.TemporaryDirectory() as directory:
+        chunk = ["--chunk-size", "16"]
+        servers = [start(0, *chunk)[0], start(1, *chunk, *tier(type="fs", base_path=directory))[0]]
+        run = lookups("--prompt-tokens", "65536", "--prompts", "2", "--duration", "3s", "--small-chunk-bytes", "1024")
+        stop(*servers)
+    tell(run)
+    return run
+
+
+def adopt(files):
+    """While a server adopts what was there before it: files of 4096 bytes, named as LMCache names them."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/tmp")) as directory:
+        for number in range(files):
+            with open(Path(directory) / f"some-model@0x01000000@{number:064x}.data", "wb") as file:
+                file.truncate(4096)
+        base, _ = start(0)
+        server, ready = start(1, *tier(type="fs", base_path=directory))
+        began, runs = time.monotonic() - ready, []
+
+        def recovery():
+            url = f"http://127.0.0.1:{PORTS[1][1]}/status"
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                return json.load(answer)["storage_manager"]["l2_adapters"][0]["recovery"]
+
+        while (state := recovery())["state"] == "running":
+            run = lookups("--prompt-tokens", "4096", "--duration", "1s")
+            if recovery()["state"] == "running":
+                tell(run)
+                runs.append(run)
+        scanned = time.monotonic() - began
+        stop(base, server)
+    print(f"answers after {ready * 1000:.0f} ms, all known after at most {scanned:.1f} s: {state}")
+    return {"files": files, "ready_s": ready, "known_after_at_most_s": scanned, "recovery": state, "lookups_meanwhile": runs}
+
+
+def main():
+    """Run the rounds and keep what they found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["stalled", "fs", "adopt"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--files", type=int, default=1_000_000)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    for number in range(1, args.rounds + 1):
+        found = {"stalled": stalled, "fs": fs, "adopt": lambda: adopt(args.files)}[args.what]()
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / f"beside-{args.what}-{number}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
