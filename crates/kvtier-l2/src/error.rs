@@ -1,5 +1,7 @@
 //! What can go wrong with an object or a backend.
 
+use crate::redact;
+
 /// Kinds of errors, as far as callers act differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
@@ -62,11 +64,11 @@ pub struct L2Error {
 }
 
 impl L2Error {
-    /// An error with one line that names what was tried.
+    /// An error with one line that names what was tried; secrets in it are hidden.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self {
             kind,
-            message: message.into(),
+            message: redact::text(&message.into()),
         }
     }
 

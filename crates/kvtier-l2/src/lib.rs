@@ -12,6 +12,7 @@ mod error;
 pub mod fs;
 pub mod mock;
 mod object;
+pub mod redact;
 pub mod registry;
 pub mod tier;
 pub mod wrap;

@@ -6,6 +6,7 @@
 //! `kvtier-core`.
 #![forbid(unsafe_code)]
 
+mod access;
 mod budget;
 pub mod config;
 pub mod engine;
@@ -18,6 +19,8 @@ pub mod metrics;
 pub mod quota;
 mod server;
 
+/// Who may use the HTTP API.
+pub use access::Access;
 pub use config::{ConfigError, Parsed, ServerConfig};
 /// For those who start servers whose pools have names that nobody will ask for again.
 pub use kvtier_memory::remove_stale_pools;

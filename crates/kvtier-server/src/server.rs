@@ -49,10 +49,7 @@ impl Server {
     /// A port that is taken, memory that cannot be had, a system out of threads.
     pub fn start(config: ServerConfig) -> Result<Self, StartError> {
         let config = Arc::new(config);
-        if let Some(warning) = config.memory_warning() {
-            tracing::warn!("{warning}");
-        }
-        if let Some(warning) = config.quota_warning() {
+        for warning in config.warnings() {
             tracing::warn!("{warning}");
         }
         let socket = RequestSocket::bind(&config).map_err(StartError)?;
@@ -60,6 +57,7 @@ impl Server {
         let api = Arc::new(Api {
             engine: std::sync::OnceLock::new(),
             health: Arc::clone(&health),
+            access: Arc::clone(&config.access),
         });
         let (stop_http, _) = watch::channel(false);
         let (http, http_address) = start_http(&config, &api, &stop_http)?;
@@ -73,9 +71,6 @@ impl Server {
         let mut background = vec![spawn_housekeeping(&engine, &health, &stop_background)?];
         if config.l1_prefault {
             background.push(spawn_prefault(&engine, &health, &stop_background)?);
-        }
-        if !http_address.ip().is_loopback() {
-            tracing::warn!(address = %http_address, "the HTTP API is reachable from other hosts and has no authentication");
         }
         // The routes find the engine from here on; a second engine cannot be set, and there is none.
         let _ = api.engine.set(Arc::clone(&engine));
@@ -150,12 +145,10 @@ fn start_http(
         .map_err(|error| StartError(format!("no HTTP runtime: {error}")))?;
     let bind = |flag: &str, port: u16| {
         runtime
-            .block_on(http::bind(&config.http_host, port))
-            .map_err(|error| {
-                StartError(format!(
-                    "--http-host, --{flag}: {}:{port} cannot be bound: {error}",
-                    config.http_host
-                ))
+            .block_on(http::bind(&config.access, port))
+            .map_err(|error| match error.starts_with("--") {
+                true => StartError(error),
+                false => StartError(format!("--http-host, --{flag}: {error}")),
             })
     };
     let stopped = || {
@@ -170,26 +163,9 @@ fn start_http(
         .prometheus_port
         .map(|port| bind("prometheus-port", port))
         .transpose()?;
-    let note = |health: Arc<Health>, served: std::io::Result<()>| {
-        if let Err(error) = served {
-            tracing::error!(%error, "HTTP stopped serving");
-            health.poison("http");
-        }
-    };
-    let (state, stop_api) = (Arc::clone(api), stopped());
-    runtime.spawn(async move {
-        let health = Arc::clone(&state.health);
-        note(health, http::serve(listener, state, stop_api).await);
-    });
+    runtime.spawn(http::serve(listener, Arc::clone(api), stopped()));
     if let Some((listener, _)) = metrics {
-        let (state, stop_metrics) = (Arc::clone(api), stopped());
-        runtime.spawn(async move {
-            let health = Arc::clone(&state.health);
-            note(
-                health,
-                http::serve_metrics(listener, state, stop_metrics).await,
-            );
-        });
+        runtime.spawn(http::serve_metrics(listener, Arc::clone(api), stopped()));
     }
     Ok((runtime, address))
 }

@@ -1,11 +1,13 @@
-//! Frames that say when libzmq has let go of them.
+//! What libzmq can do and its safe binding cannot: frames that say when they are let go of, and listening on a socket that
+//! somebody else has made.
 //!
 //! libzmq bounds what waits for a slow peer by messages, not by bytes, and tells nobody how much waits. It does call back
 //! when it no longer needs the bytes of a frame, which the safe binding has no way to hear of: [`send_with`] does.
 //!
 //! This crate must never know what a frame means.
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd};
 
 use zmq_sys as sys;
 
@@ -53,6 +55,33 @@ pub fn send_with<W: Send + 'static>(
         return Err(error);
     }
     // A message that was sent is libzmq's; it left an empty one here, which needs no closing.
+    Ok(())
+}
+
+/// Binds to `address`, where `listener` listens already; it is the system's socket for that from then on, and is closed
+/// with the ZMQ socket. Whatever file it has is its maker's to remove.
+///
+/// # Errors
+/// libzmq's; `listener` is closed.
+pub fn bind_to(socket: &mut zmq::Socket, address: &str, listener: OwnedFd) -> zmq::Result<()> {
+    let fd: c_int = listener.as_raw_fd();
+    let option = c_int::try_from(sys::ZMQ_USE_FD).map_err(|_| zmq::Error::EINVAL)?;
+    // SAFETY: the value is an int, as this option's is, and outlives the call; `&mut` says that no other thread uses the
+    // socket.
+    let set = unsafe {
+        sys::zmq_setsockopt(
+            socket.as_mut_ptr(),
+            option,
+            (&raw const fd).cast(),
+            size_of::<c_int>(),
+        )
+    };
+    if set == -1 {
+        return Err(last_error());
+    }
+    socket.bind(address)?;
+    // libzmq has taken it over and closes it; it takes over nothing when it fails.
+    let _ = listener.into_raw_fd();
     Ok(())
 }
 

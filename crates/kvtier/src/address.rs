@@ -23,14 +23,15 @@ pub(crate) fn requests(text: &str) -> Result<String, String> {
 
 /// An HTTP API.
 pub(crate) fn http(text: &str) -> Result<String, String> {
-    complete(text, &["http"])
-        .ok_or_else(|| "give host:port or http://host:port of an HTTP API".into())
+    complete(text, &["http", "https"]).ok_or_else(|| {
+        "give host:port, http://host:port or https://host:port of an HTTP API".into()
+    })
 }
 
 /// One or the other.
 pub(crate) fn requests_or_http(text: &str) -> Result<String, String> {
-    complete(text, &["tcp", "ipc", "http"]).ok_or_else(|| {
-        "give host:port, tcp://host:port or ipc://path of a request socket, or http://host:port of an HTTP API".into()
+    complete(text, &["tcp", "ipc", "http", "https"]).ok_or_else(|| {
+        "give host:port, tcp://host:port or ipc://path of a request socket, or http://host:port or https://host:port of an HTTP API".into()
     })
 }
 
@@ -89,7 +90,7 @@ mod tests {
     fn an_address_without_a_scheme_is_the_commands_own() {
         for host in ["a", "127.0.0.1", "[::1]", "a-b.c"] {
             let (bare, tcp) = (format!("{host}:7"), format!("tcp://{host}:7"));
-            let web = format!("http://{host}:7");
+            let (web, secure) = (format!("http://{host}:7"), format!("https://{host}:7"));
             for text in [&bare, &tcp] {
                 assert_eq!(requests(text).as_ref(), Ok(&tcp));
                 assert_eq!(requests_or_http(text).as_ref(), Ok(&tcp));
@@ -98,7 +99,9 @@ mod tests {
                 assert_eq!(http(text).as_ref(), Ok(&web));
             }
             assert_eq!(requests_or_http(&web).as_ref(), Ok(&web));
-            assert!(requests(&web).is_err() && http(&tcp).is_err());
+            assert_eq!(http(&secure).as_ref(), Ok(&secure));
+            assert_eq!(requests_or_http(&secure).as_ref(), Ok(&secure));
+            assert!(requests(&web).is_err() && requests(&secure).is_err() && http(&tcp).is_err());
         }
         assert_eq!(requests("ipc:///a b").as_deref(), Ok("ipc:///a b"));
         assert!(requests(REQUESTS).is_ok() && http(HTTP).is_ok());

@@ -3,7 +3,6 @@
 mod address;
 mod bench;
 mod demo;
-mod get;
 mod pattern;
 mod ping;
 mod quota;
@@ -11,6 +10,7 @@ mod server;
 mod signals;
 mod status;
 mod units;
+mod web;
 
 use std::process::ExitCode;
 

@@ -8,14 +8,14 @@ use clap::Args;
 use kvtier_client::{ClientError, Connection, Options};
 
 use crate::address::{REQUESTS, expect_listener, requests_or_http};
-use crate::get::get;
 use crate::units::duration;
+use crate::web::{AccessArgs, Client};
 
 /// Arguments of `kvtier ping`.
 #[derive(Debug, Args)]
 pub struct PingArgs {
-    /// The request socket (host:port or tcp://host:port, a ping of the protocol) or the HTTP API (http://host:port, its
-    /// health) [default: tcp://127.0.0.1:5555]
+    /// The request socket (host:port or tcp://host:port, a ping of the protocol) or the HTTP API (http://host:port or
+    /// https://host:port, its health) [default: tcp://127.0.0.1:5555]
     #[arg(value_name = "URL", value_parser = requests_or_http)]
     server: Option<String>,
     /// The same
@@ -27,13 +27,15 @@ pub struct PingArgs {
     /// How long to wait for each answer, in seconds or as in 500ms, 30s, 2m
     #[arg(long, default_value = "3", value_parser = duration)]
     timeout: Duration,
+    #[command(flatten)]
+    access: AccessArgs,
 }
 
 /// Pings and prints the round trip time. Exit code 1, with one line, when nobody answers as they should.
 pub fn run(args: &PingArgs) -> anyhow::Result<ExitCode> {
     let given = args.server.as_ref().or(args.url.as_ref());
     let url = given.map_or(REQUESTS, String::as_str);
-    let trips = if url.starts_with("http://") {
+    let trips = if url.starts_with("http") {
         over_http(url, args)
     } else {
         over_requests(url, args)
@@ -49,10 +51,11 @@ pub fn run(args: &PingArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn over_http(url: &str, args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
+    let client = Client::new(url, &args.access, args.timeout)?;
     (0..args.count)
         .map(|_| {
             let began = Instant::now();
-            let (status, body) = get(url, "/healthcheck", args.timeout)?;
+            let (status, body) = client.get("/healthcheck")?;
             let took = began.elapsed();
             anyhow::ensure!(
                 status == 200,

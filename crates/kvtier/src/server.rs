@@ -65,7 +65,11 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     };
     tracing::info!(
         endpoint = server.endpoint(),
-        http = %server.http_address(),
+        http = format!(
+            "{}://{}",
+            server.engine().config().access.scheme(),
+            server.http_address()
+        ),
         l1_bytes = server.engine().config().l1_bytes,
         l1_size = server.engine().config().l1_origin(),
         chunk_size = server.engine().config().chunk_size,
@@ -106,8 +110,7 @@ fn check(config: &ServerConfig) -> ExitCode {
     if !config.ignored.is_empty() {
         println!("without effect here: {}", config.ignored.join(" "));
     }
-    let warnings = [config.memory_warning(), shortage, config.quota_warning()];
-    let warnings = warnings.into_iter().flatten();
+    let warnings = config.warnings().chain(shortage);
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
         println!("warning: {warning}");
     }

@@ -10,13 +10,13 @@ use indicatif::{HumanBytes, HumanCount, HumanDuration};
 use serde_json::Value;
 
 use crate::address::{HTTP, http};
-use crate::get::get;
 use crate::units::duration;
+use crate::web::{AccessArgs, Client};
 
 /// Arguments of `kvtier status`.
 #[derive(Debug, Args)]
 pub struct StatusArgs {
-    /// The server's HTTP API, host:port or http://host:port [default: http://127.0.0.1:8080]
+    /// The server's HTTP API: host:port, http://host:port or https://host:port [default: http://127.0.0.1:8080]
     #[arg(value_name = "URL", value_parser = http)]
     server: Option<String>,
     /// The same
@@ -28,16 +28,22 @@ pub struct StatusArgs {
     /// How long to wait for the answer, in seconds or as in 500ms, 30s, 2m
     #[arg(long, default_value = "3", value_parser = duration)]
     timeout: Duration,
+    #[command(flatten)]
+    access: AccessArgs,
 }
 
 /// Prints the status. Exit code 1, with one line on stderr, when the server is not healthy or not there.
 pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     let given = args.server.as_ref().or(args.url.as_ref());
     let url = given.map_or(HTTP, String::as_str);
-    match status(url, args) {
-        Ok(true) => Ok(ExitCode::SUCCESS),
-        Ok(false) => {
-            eprintln!("kvtier status: {url} is not healthy: {}", reason(url, args));
+    let told = Client::new(url, &args.access, args.timeout).and_then(|client| {
+        let is_healthy = status(url, &client, args.json)?;
+        Ok((!is_healthy).then(|| reason(&client)))
+    });
+    match told {
+        Ok(None) => Ok(ExitCode::SUCCESS),
+        Ok(Some(reason)) => {
+            eprintln!("kvtier status: {url} is not healthy: {reason}");
             Ok(ExitCode::FAILURE)
         }
         Err(error) => {
@@ -48,17 +54,19 @@ pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Prints; says whether the server is healthy.
-fn status(url: &str, args: &StatusArgs) -> anyhow::Result<bool> {
-    let (code, body) = get(url, "/status", args.timeout)?;
+fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
+    let (code, body) = client.get("/status")?;
     let status: Value = serde_json::from_str(&body)
         .ok()
         .filter(Value::is_object)
         .with_context(|| format!("{url} answers /status with {code} and no JSON object"))?;
     if code != 200 {
-        let error = status["error"].as_str().unwrap_or(body.trim());
-        anyhow::bail!("{url} has no status: {code}, {error}");
+        let error = status["error"].as_str().or(status["detail"].as_str());
+        let error = error.unwrap_or(body.trim());
+        let hint = if code == 401 { "; --token-file" } else { "" };
+        anyhow::bail!("{url} tells no status: {code}, {error}{hint}");
     }
-    if args.json {
+    if json {
         println!("{}", serde_json::to_string_pretty(&status)?);
     } else {
         print!("{}", summary(url, &status));
@@ -67,8 +75,9 @@ fn status(url: &str, args: &StatusArgs) -> anyhow::Result<bool> {
 }
 
 /// Why it is not healthy, in the server's words.
-fn reason(url: &str, args: &StatusArgs) -> String {
-    let told = get(url, "/healthcheck", args.timeout)
+fn reason(client: &Client) -> String {
+    let told = client
+        .get("/healthcheck")
         .ok()
         .and_then(|(_, body)| serde_json::from_str::<Value>(&body).ok())
         .and_then(|body| body["reason"].as_str().map(str::to_owned));

@@ -349,7 +349,7 @@ fn addresses_that_are_none_are_usage_errors() {
         (&["status", "tcp://a:1"][..], "http://host:port"),
         (&["status", "--url", "tcp://a:1"], "http://host:port"),
         (&["ping", "a"], "tcp://host:port"),
-        (&["ping", "--url", "https://a:1"], "http://host:port"),
+        (&["ping", "--url", "ftp://a:1"], "http://host:port"),
         (&["bench", "http://a:1"], "tcp://host:port"),
         (&["bench", "--url", "a"], "ipc://path"),
         (

@@ -213,7 +213,8 @@ fn eviction(owner: &str, value: Value) -> Result<EvictionConfig, ConfigError> {
     let owner = format!("{owner}: eviction");
     let Value::Object(mut map) = value else {
         return Err(ConfigError::new(format!(
-            "{owner}: {value} is not allowed; give an object with an \"eviction_policy\""
+            "{owner}: {} is not allowed; give an object with an \"eviction_policy\"",
+            super::clip(&crate::redact::value(&value).to_string())
         )));
     };
     let values = Options::take(&owner, EVICTION, &mut map)?;

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde_json::Value;
 
+use crate::redact;
+
 /// Why a configuration was refused: one line that names the key, its value and what is allowed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -13,17 +15,17 @@ pub struct ConfigError(String);
 const SHOWN: usize = 120;
 
 impl ConfigError {
-    /// An error with this line. Line ends, which may come from what was given, become spaces.
+    /// An error with this line. Line ends, which may come from what was given, become spaces, and secrets are hidden.
     pub fn new(line: impl Into<String>) -> Self {
         let line: String = line.into();
-        Self(line.replace(['\n', '\r'], " "))
+        Self(redact::text(&line.replace(['\n', '\r'], " ")))
     }
 
     /// Key `key` of `owner` cannot be `value`; `allowed` ends the sentence that begins with "give".
     pub fn value(owner: &str, key: &str, value: &Value, allowed: impl fmt::Display) -> Self {
         Self::new(format!(
             "{owner}: key {key:?}: {} is not allowed; give {allowed}",
-            clip(&value.to_string())
+            clip(&redact::value(value).to_string())
         ))
     }
 }

@@ -1,18 +1,32 @@
 //! Checked values by key.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde_json::{Map, Value};
 
 use super::error::ConfigError;
 use super::key::{Fallback, Key, Setting, Shape};
 use super::{AdapterConfig, GIB, clip, refuse_rest};
+use crate::redact;
 
 /// The values of a list of keys, all checked, defaults filled in.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Clone, PartialEq)]
 pub struct Options {
     owner: String,
     settings: BTreeMap<&'static str, Setting>,
+}
+
+impl fmt::Debug for Options {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = |(key, setting): (&&str, &Setting)| match redact::is_secret(key) {
+            true => format!("{key}: {}", redact::HIDDEN),
+            false => format!("{key}: {}", redact::text(&format!("{setting:?}"))),
+        };
+        f.debug_list()
+            .entries(self.settings.iter().map(shown))
+            .finish()
+    }
 }
 
 /// A type that values are read as.
@@ -182,7 +196,7 @@ fn setting(
                 let Value::Object(map) = value else {
                     let line = format!(
                         "{owner}: {} is not an object; give one",
-                        clip(&value.to_string())
+                        clip(&redact::value(value).to_string())
                     );
                     return Err(ConfigError::new(line));
                 };

@@ -39,6 +39,7 @@ use crate::adapter::{
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
+use crate::redact;
 use base::Base;
 use files::{Counters, Files, Others};
 use io_choice::Choice;
@@ -102,7 +103,7 @@ impl FsAdapter {
             None => io_choice::choose(options.io_engine, &base, options.use_odirect)?,
         };
         tracing::debug!(
-            base_path = %options.base_path.display(),
+            base_path = redact::text(&options.base_path.display().to_string()),
             io_engine = engine.name(),
             why,
             "how files are moved"

@@ -17,7 +17,7 @@ use crate::config::{
     AdapterConfig, COMMON, Common, ConfigError, Fallback, Key, Options, Shape, clip, refuse_rest,
 };
 use crate::error::L2Error;
-use crate::{Adapter, fs, mock, wrap};
+use crate::{Adapter, fs, mock, redact, wrap};
 
 /// The types that are there without further ado. In alphabetical order, which is the order of the documentation.
 const BUILT_IN: &[AdapterType] = &[wrap::fault::FAULT_INJECT, fs::FS, fs::FS_NATIVE, mock::MOCK];
@@ -163,7 +163,7 @@ impl Registry {
         let Value::Object(map) = value else {
             return Err(ConfigError::new(format!(
                 "{} is not allowed; give an object with a \"type\"",
-                clip(&value.to_string())
+                clip(&redact::value(value).to_string())
             )));
         };
         let mut map = map.clone();
@@ -191,7 +191,7 @@ impl Registry {
             other => {
                 return Err(ConfigError::new(format!(
                     "key \"type\": {} is not allowed; give one of {}",
-                    clip(&other.unwrap_or(&Value::Null).to_string()),
+                    clip(&redact::value(other.unwrap_or(&Value::Null)).to_string()),
                     self.names()
                 )));
             }

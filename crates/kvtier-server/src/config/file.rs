@@ -8,7 +8,7 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 use super::flags::ServerArgs;
-use super::{ConfigError, Parsed, peer};
+use super::{ConfigError, Parsed, ServerConfig, peer, show};
 
 /// Keys that are named for one that is unknown.
 const SUGGESTIONS: usize = 3;
@@ -79,7 +79,10 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError
     let args = ServerArgs::from_arg_matches(&merged).map_err(|error| one_line(&error))?;
     let check_only = args.check_config;
     Ok(Parsed::Run {
-        config: Box::new(args.resolve(ignored)?),
+        config: Box::new(ServerConfig {
+            shown: show::effective(&merged),
+            ..args.resolve(ignored)?
+        }),
         check_only,
     })
 }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::str::FromStr as _;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
@@ -13,10 +14,12 @@ use tracing_subscriber::filter::LevelFilter;
 
 use super::memory::default_l1;
 use super::quota::QuotaModeName;
+use super::request::{check_host, parse_mode};
 use super::{
     ConfigError, GIB, HostMemory, L1Origin, L2Config, PrefetchPolicy, QuotaSettings, ServerConfig,
     StorePolicy,
 };
+use crate::access::{Access, TOKENS_VARIABLE, Wanted};
 use crate::quota::Limit;
 
 /// Which transfer modes workers may register for.
@@ -120,9 +123,13 @@ pub struct ServerArgs {
         help_heading = "Request server"
     )]
     pub(super) transport: Transport,
-    /// Host to bind the request socket to: localhost, an IP address or a network interface
+    /// Host to bind the request socket to: localhost, an IP address or a network interface; or ipc:// and a path, which is
+    /// the socket then (LMCache's clients put a colon and their port behind it, as in ipc:///run/kvtier.sock:5555)
     #[arg(long, default_value = "localhost", help_heading = "Request server")]
     pub host: String,
+    /// Mode of a request socket that is a path, octal; who may write it may connect
+    #[arg(long, default_value = "0600", value_parser = parse_mode, value_name = "MODE", help_heading = "Request server")]
+    pub ipc_mode: u32,
     /// Port of the request socket; 0 lets the system choose one
     #[arg(long, default_value_t = 5555, help_heading = "Request server")]
     pub port: u16,
@@ -282,7 +289,7 @@ pub struct ServerArgs {
     #[arg(long, value_name = "FILE", help_heading = "Tenants")]
     pub(super) quota_file: Option<PathBuf>,
 
-    /// Host of the HTTP API; there is no authentication yet, so keep it on loopback
+    /// Host of the HTTP API; beyond loopback it needs tokens
     #[arg(long, default_value = "127.0.0.1", help_heading = "HTTP")]
     pub http_host: String,
     /// Port of the HTTP API; 0 lets the system choose one
@@ -291,6 +298,16 @@ pub struct ServerArgs {
     /// A further port that serves only /metrics [default: none; /metrics is on the HTTP port]
     #[arg(long, help_heading = "HTTP")]
     pub prometheus_port: Option<u16>,
+    /// File of bearer tokens, a line each: ROLE NAME TOKEN, where ROLE is read or admin; read again when it changes. The
+    /// environment variable KVTIER_HTTP_TOKENS may hold such lines as well, with ; between them (docs/http.md)
+    #[arg(long, value_name = "FILE", help_heading = "HTTP")]
+    pub http_token_file: Option<PathBuf>,
+    /// Certificate chain for TLS on the HTTP ports, PEM, the server's own first; read again when it changes
+    #[arg(long, value_name = "FILE", help_heading = "HTTP")]
+    pub http_tls_cert: Option<PathBuf>,
+    /// Its private key, PEM, not encrypted; read again when it changes
+    #[arg(long, value_name = "FILE", help_heading = "HTTP")]
+    pub http_tls_key: Option<PathBuf>,
 
     /// Log filter: error, warn, info, debug, trace, off, or per target as in info,kvtier_server=debug
     #[arg(
@@ -446,12 +463,21 @@ impl ServerArgs {
                 "give error, warn, info, debug, trace or off, or target=level pairs, with commas between them",
             ));
         }
+        check_host(&self.host)?;
         let quotas = QuotaSettings::of(&self);
+        let access = Access::open(Wanted {
+            host: self.http_host,
+            token_file: self.http_token_file,
+            variable: std::env::var_os(TOKENS_VARIABLE),
+            tls_cert: self.http_tls_cert,
+            tls_key: self.http_tls_key,
+        });
         ServerConfig {
             instance_id: self
                 .instance_id
                 .unwrap_or_else(|| format!("kvtier-{}", self.port)),
             host: self.host,
+            ipc_mode: self.ipc_mode,
             port: self.port,
             chunk_size: self.chunk_size,
             null_block_id: self.null_block_id,
@@ -478,13 +504,14 @@ impl ServerArgs {
             eviction_trigger_watermark: watermark,
             eviction_ratio: self.eviction_ratio,
             quotas,
-            http_host: self.http_host,
+            access: Arc::new(access.map_err(ConfigError)?),
             http_port: self.http_port,
             prometheus_port: self.prometheus_port,
             max_message_bytes,
             log_level: self.log_level,
             log_format: self.log_format,
             ignored,
+            shown: serde_json::Value::Null,
         }
         .check_quotas()
     }

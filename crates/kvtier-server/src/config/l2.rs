@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvtier_l2::{AdapterConfig, Registry};
+use kvtier_l2::{AdapterConfig, Registry, redact};
 use rustix::fs::{Access, access};
 
 use super::flags::{ServerArgs, gib, refuse, seconds};
@@ -64,7 +64,9 @@ impl L2Config {
     pub fn tiers(&self) -> impl Iterator<Item = String> {
         let line = |(number, adapter): (usize, &AdapterConfig)| {
             let place = base_path(adapter);
-            let place = place.map_or(String::new(), |path| format!(" in {}", path.display()));
+            let place = place.map_or(String::new(), |path| {
+                format!(" in {}", redact::text(&path.display().to_string()))
+            });
             let size = adapter.capacity_bytes();
             let size = size.map_or("without a bound".to_owned(), |bytes| {
                 format!("at most {:.2} GiB", bytes as f64 / GIB as f64)

@@ -10,8 +10,11 @@ mod l2;
 mod memory;
 mod peer;
 mod quota;
+mod request;
+mod show;
 
 use std::ffi::OsString;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use docs::reference_markdown;
@@ -21,7 +24,10 @@ pub use memory::{HostMemory, L1Origin};
 pub use quota::{Place, QuotaSettings};
 
 use kvtier_core::hashing::HashAlgorithm;
+use kvtier_l2::redact;
 use kvtier_memory::PoolRoom;
+
+use crate::access::Access;
 
 /// Bytes of one "GB" of the flags. LMCache's sizes are GiB under that name.
 pub const GIB: u64 = 1 << 30;
@@ -50,8 +56,10 @@ pub enum Parsed {
 pub struct ServerConfig {
     /// Identity of this server in logs and metrics.
     pub instance_id: String,
-    /// Host of the request socket, as given.
+    /// Host of the request socket, as given, or `ipc://` and a path.
     pub host: String,
+    /// Mode of that path.
+    pub ipc_mode: u32,
     /// TCP port of the request socket; 0 lets the system choose.
     pub port: u16,
     /// Tokens of one chunk.
@@ -104,8 +112,8 @@ pub struct ServerConfig {
     pub eviction_ratio: f64,
     /// What tenants may have.
     pub quotas: QuotaSettings,
-    /// Host of the HTTP API.
-    pub http_host: String,
+    /// Where the HTTP API is, and who may use it.
+    pub access: Arc<Access>,
     /// Port of the HTTP API; 0 lets the system choose.
     pub http_port: u16,
     /// Extra port that serves only `/metrics`.
@@ -118,6 +126,8 @@ pub struct ServerConfig {
     pub log_format: LogFormat,
     /// Flags of LMCache's server that were given and have no effect here.
     pub ignored: Vec<String>,
+    /// All flags as given, by section, for `GET /config`; without secrets.
+    pub shown: serde_json::Value,
 }
 
 impl ServerConfig {
@@ -129,7 +139,9 @@ impl ServerConfig {
     where
         I: IntoIterator<Item = OsString>,
     {
-        file::parse_with_file(args.into_iter().collect())
+        let parsed = file::parse_with_file(args.into_iter().collect());
+        // Whatever was refused may have been, or held, a secret.
+        parsed.map_err(|ConfigError(line)| ConfigError(redact::text(&line)))
     }
 
     /// The configuration of `kvtier server` with these flags, for tests and embedding.
@@ -150,6 +162,16 @@ impl ServerConfig {
             L1Origin::Memory => format!("a quarter of {}", self.memory),
             L1Origin::Shm => "45 % of /dev/shm, so that a restart finds room".to_owned(),
         }
+    }
+
+    /// What is not wrong and yet should be known, but for the tiers' warnings.
+    pub fn warnings(&self) -> impl Iterator<Item = String> {
+        let warnings = [
+            self.memory_warning(),
+            self.quota_warning(),
+            self.exposure_warning(),
+        ];
+        warnings.into_iter().flatten().chain(self.access.warnings())
     }
 
     /// What is wrong with an L1 that this process cannot keep in memory.
@@ -181,20 +203,6 @@ impl ServerConfig {
              again or ended; after that, a restart gets the pool)",
             self.l1_bytes
         )
-    }
-
-    /// The address to give libzmq; a name is one of an interface for libzmq, except `localhost`, which is IPv4 loopback here as it
-    /// is for every client of this protocol.
-    pub fn bind_address(&self) -> String {
-        let host = match self.host.as_str() {
-            "localhost" => "127.0.0.1".into(),
-            address if address.contains(':') && !address.starts_with('[') => format!("[{address}]"),
-            host => host.to_string(),
-        };
-        match self.port {
-            0 => format!("tcp://{host}:*"),
-            port => format!("tcp://{host}:{port}"),
-        }
     }
 }
 

@@ -14,7 +14,7 @@ fn no_flag_at_all_is_a_sensible_server() {
         (5555, 8080, 256)
     );
     assert_eq!(config.bind_address(), "tcp://127.0.0.1:5555");
-    assert_eq!(config.http_host, "127.0.0.1");
+    assert_eq!(config.access.host(), "127.0.0.1");
     for host in ["::1", "[::1]"] {
         let config = ServerConfig::from_flags(&["--host", host]).unwrap();
         assert_eq!(config.bind_address(), "tcp://[::1]:5555");

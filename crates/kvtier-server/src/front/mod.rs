@@ -4,6 +4,7 @@
 //! their connection. Pools decode and serve them and put the answers into the outbox, which wakes this thread.
 
 mod connection;
+mod ipc;
 pub mod lanes;
 mod limits;
 mod outbox;
@@ -12,7 +13,7 @@ mod seldom;
 #[cfg(test)]
 mod tests;
 
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -27,6 +28,7 @@ use crate::config::ServerConfig;
 use crate::engine::{Answer, Engine};
 use crate::health::Health;
 use connection::Connections;
+use ipc::SocketFile;
 use lanes::Pool;
 use limits::{JOB_BYTES, MAX_FRAMES, MAX_HEAD, SEND_HWM};
 use outbox::{Inbox, Outbox, Reply};
@@ -54,6 +56,7 @@ const IDLE_MS: i64 = 1000;
 pub struct RequestSocket {
     socket: zmq::Socket,
     endpoint: String,
+    file: Option<SocketFile>,
 }
 
 impl RequestSocket {
@@ -64,7 +67,16 @@ impl RequestSocket {
     pub fn bind(config: &ServerConfig) -> Result<Self, String> {
         let address = config.bind_address();
         let context = zmq::Context::new();
-        let socket = bind(&context, &address, config.max_message_bytes)
+        let file = match config
+            .ipc_path()
+            .map(|path| ipc::listen_at(path, config.ipc_mode))
+        {
+            None => None,
+            Some(Ok(listener)) => Some(listener),
+            Some(Err(error)) => return Err(format!("--host: {address} cannot be bound: {error}")),
+        };
+        let (listener, file) = file.unzip();
+        let socket = bind(&context, &address, listener, config.max_message_bytes)
             .map_err(|error| match error {
                 // libzmq's word for a name that is none of an interface; it asks no name server here.
                 zmq::Error::ENODEV => format!(
@@ -78,7 +90,11 @@ impl RequestSocket {
             Ok(Ok(endpoint)) => endpoint,
             _ => address,
         };
-        Ok(Self { socket, endpoint })
+        Ok(Self {
+            socket,
+            endpoint,
+            file,
+        })
     }
 }
 
@@ -88,6 +104,8 @@ pub struct FrontEnd {
     stop: Arc<AtomicBool>,
     outbox: Outbox,
     thread: Option<JoinHandle<()>>,
+    /// Of a socket that is a path.
+    file: Option<SocketFile>,
 }
 
 impl FrontEnd {
@@ -97,7 +115,11 @@ impl FrontEnd {
     /// A system out of threads or file descriptors, in one line.
     pub fn start(
         config: &ServerConfig,
-        RequestSocket { socket, endpoint }: RequestSocket,
+        RequestSocket {
+            socket,
+            endpoint,
+            file,
+        }: RequestSocket,
         engine: Arc<Engine>,
         health: Arc<Health>,
     ) -> Result<Self, String> {
@@ -134,6 +156,7 @@ impl FrontEnd {
             stop,
             outbox,
             thread: Some(thread),
+            file,
         })
     }
 
@@ -150,6 +173,7 @@ impl FrontEnd {
             // A panic of that thread has been noted in the health by itself.
             let _ = thread.join();
         }
+        self.file = None;
     }
 }
 
@@ -159,8 +183,13 @@ impl Drop for FrontEnd {
     }
 }
 
-fn bind(context: &zmq::Context, address: &str, max_message_bytes: u64) -> zmq::Result<zmq::Socket> {
-    let socket = context.socket(zmq::ROUTER)?;
+fn bind(
+    context: &zmq::Context,
+    address: &str,
+    listener: Option<OwnedFd>,
+    max_message_bytes: u64,
+) -> zmq::Result<zmq::Socket> {
+    let mut socket = context.socket(zmq::ROUTER)?;
     socket.set_router_mandatory(true)?;
     // Only for an address that is one: with it on, a name may resolve to IPv6 alone.
     socket.set_ipv6(address.contains('['))?;
@@ -171,7 +200,10 @@ fn bind(context: &zmq::Context, address: &str, max_message_bytes: u64) -> zmq::R
     socket.set_handshake_ivl(HANDSHAKE_MS)?;
     socket.set_heartbeat_ivl(HEARTBEAT_MS)?;
     socket.set_heartbeat_timeout(HEARTBEAT_TIMEOUT_MS)?;
-    socket.bind(address)?;
+    match listener {
+        None => socket.bind(address)?,
+        Some(listener) => kvtier_zmq::bind_to(&mut socket, address, listener)?,
+    }
     Ok(socket)
 }
 

@@ -38,7 +38,7 @@ impl ByHand {
             .unwrap()
         };
         let front = Front {
-            socket: bind(&context, "inproc://front", 1 << 30).unwrap(),
+            socket: bind(&context, "inproc://front", None, 1 << 30).unwrap(),
             inbox,
             transfers: pool("transfer"),
             control: pool("control"),

@@ -6,6 +6,7 @@ use axum::http::StatusCode;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
+use super::audit::{Told, told};
 use super::body::Body;
 use super::{ApiError, State, TIERS, engine};
 use crate::engine::ChecksumError;
@@ -22,7 +23,7 @@ static CHECKSUMS: Semaphore = Semaphore::const_new(1);
     (status = 400, description = "That tier cannot be cleared", body = Value),
     (status = 422, description = "Body of the wrong shape", body = Value),
 ))]
-pub(super) async fn clear(api: State, bytes: Bytes) -> Result<Json<Value>, ApiError> {
+pub(super) async fn clear(api: State, bytes: Bytes) -> Result<Told, ApiError> {
     let body = Body::parse(&bytes)?;
     let tier = body.one_of("tier", &TIERS, "l1")?;
     let force = body.bool("force", false)?;
@@ -33,10 +34,9 @@ pub(super) async fn clear(api: State, bytes: Bytes) -> Result<Json<Value>, ApiEr
         ));
     }
     let cleared = engine(&api)?.clear(force);
-    Ok(Json(json!({
-        "status": "ok",
-        "cleared": { "tier": "l1", "objects": cleared.objects, "bytes": cleared.bytes, "kept": cleared.kept },
-    })))
+    let counts = json!({ "tier": "l1", "objects": cleared.objects, "bytes": cleared.bytes, "kept": cleared.kept });
+    let did = format!("force {force}: {counts}");
+    Ok(told(did, json!({ "status": "ok", "cleared": counts })))
 }
 
 /// MD5 of an engine's own KV blocks, to compare before a store and after a retrieve.

@@ -47,6 +47,21 @@ pub(super) async fn status(api: State) -> Result<Json<Value>, ApiError> {
     }
 }
 
+/// The configuration: every flag with its value, secrets hidden.
+#[utoipa::path(get, path = "/config", responses(
+    (status = 200, description = "Flags by section", body = Value),
+    (status = 503, description = "The engine is not there yet", body = Value),
+))]
+pub(super) async fn config(api: State) -> Result<Json<Value>, ApiError> {
+    match api.engine.get() {
+        Some(engine) => Ok(Json(engine.config().shown.clone())),
+        None => Err(ApiError::Error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "configs not initialized".into(),
+        )),
+    }
+}
+
 /// Version of this server.
 #[utoipa::path(get, path = "/version", responses((status = 200, description = "Version of kvtier", body = String)))]
 pub(super) async fn version() -> Json<String> {

@@ -3,10 +3,14 @@
 //! Paths, bodies and the three error shapes are those of LMCache 0.5.6's HTTP server where it has the route; what it
 //! lacks is added beside them. The socket opens before the engine does, so that a probe is answered from the start.
 
+mod audit;
 mod body;
 mod cache;
+mod gate;
 mod info;
+mod listen;
 mod objects;
+mod origin;
 mod prefetches;
 mod query;
 mod quota;
@@ -19,6 +23,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
 use axum::http::StatusCode;
+use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use tokio::sync::Semaphore;
@@ -27,6 +32,7 @@ use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::access::Access;
 use crate::engine::Engine;
 use crate::health::Health;
 
@@ -42,6 +48,8 @@ pub struct Api {
     pub engine: std::sync::OnceLock<Arc<Engine>>,
     /// Readiness and poisoned components.
     pub health: Arc<Health>,
+    /// Who may ask.
+    pub access: Arc<Access>,
 }
 
 /// Words that requests have for tiers.
@@ -123,6 +131,7 @@ fn api() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(info::root))
         .routes(routes!(info::healthcheck))
         .routes(routes!(info::status))
+        .routes(routes!(info::config))
         .routes(routes!(info::version))
         .routes(routes!(info::release))
         .routes(routes!(info::metrics))
@@ -144,20 +153,30 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
     api().into_openapi()
 }
 
+/// Ends requests that take too long, their bodies included.
+fn deadline() -> TimeoutLayer {
+    TimeoutLayer::with_status_code(StatusCode::REQUEST_TIMEOUT, REQUEST_TIMEOUT)
+}
+
 fn router(api_state: Arc<Api>) -> Router {
     let (router, description) = api().split_for_parts();
-    router
+    let router = router
         .route("/openapi.json", get(async move || axum::Json(description)))
         .fallback(async || ApiError::Detail(StatusCode::NOT_FOUND, "Not Found".into()))
         .method_not_allowed_fallback(async || {
             ApiError::Detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed".into())
         })
         .layer(DefaultBodyLimit::max(BODY_LIMIT))
-        .layer(TimeoutLayer::with_status_code(
-            StatusCode::REQUEST_TIMEOUT,
-            REQUEST_TIMEOUT,
-        ))
-        .with_state(api_state)
+        .layer(deadline());
+    gated(router, api_state)
+}
+
+/// With the gate around all of it.
+fn gated(router: Router<Arc<Api>>, api: Arc<Api>) -> Router {
+    let gate = gate::Gate::new(Arc::clone(&api.access));
+    router
+        .layer(from_fn_with_state(gate, gate::gate))
+        .with_state(api)
 }
 
 /// Serves the API on `listener` until `stop` resolves.
@@ -165,10 +184,9 @@ pub(crate) async fn serve(
     listener: tokio::net::TcpListener,
     api: Arc<Api>,
     stop: impl Future<Output = ()> + Send + 'static,
-) -> std::io::Result<()> {
-    axum::serve(listener, router(api))
-        .with_graceful_shutdown(stop)
-        .await
+) {
+    let access = Arc::clone(&api.access);
+    listen::serve(listener, access, router(api), listen::CONNECTIONS, stop).await;
 }
 
 /// Serves only `/metrics`, for `--prometheus-port`.
@@ -176,21 +194,28 @@ pub(crate) async fn serve_metrics(
     listener: tokio::net::TcpListener,
     api: Arc<Api>,
     stop: impl Future<Output = ()> + Send + 'static,
-) -> std::io::Result<()> {
-    let router = Router::new()
-        .route("/metrics", get(info::metrics))
-        .with_state(api);
-    axum::serve(listener, router)
-        .with_graceful_shutdown(stop)
-        .await
+) {
+    let access = Arc::clone(&api.access);
+    let router = Router::new().route("/metrics", get(info::metrics));
+    let router = gated(router, api);
+    listen::serve(listener, access, router, listen::CONNECTIONS, stop).await;
 }
 
-/// Binds `host:port`.
+/// Binds the host and `port`.
+///
+/// # Errors
+/// One line without the flags: the system's, or that nobody is asked for a token where others reach it.
 pub(crate) async fn bind(
-    host: &str,
+    access: &Access,
     port: u16,
-) -> std::io::Result<(tokio::net::TcpListener, SocketAddr)> {
-    let listener = tokio::net::TcpListener::bind((host, port)).await?;
-    let address = listener.local_addr()?;
-    Ok((listener, address))
+) -> Result<(tokio::net::TcpListener, SocketAddr), String> {
+    let host = access.host();
+    let failed = |error| format!("{host}:{port} cannot be bound: {error}");
+    let listener = tokio::net::TcpListener::bind((host, port)).await;
+    let listener = listener.map_err(failed)?;
+    let address = listener.local_addr().map_err(failed)?;
+    match access.obstacle(address) {
+        None => Ok((listener, address)),
+        Some(obstacle) => Err(obstacle),
+    }
 }

@@ -13,6 +13,7 @@ use kvtier_l2::ErrorKind;
 use kvtier_l2::tier::{Deleted, Tier};
 use serde_json::{Map, Value, json};
 
+use super::audit::{Told, told};
 use super::body::Body;
 use super::query::Query;
 use super::{ApiError, State, TIERS, apart, apart_in_turn, engine};
@@ -214,7 +215,7 @@ fn bad_token(what: &str) -> ApiError {
     (status = 422, description = "Body of the wrong shape", body = Value),
     (status = 503, description = "There are no adapters; nothing was deleted", body = Value),
 ))]
-pub(super) async fn delete(api: State, bytes: Bytes) -> Result<Json<Value>, ApiError> {
+pub(super) async fn delete(api: State, bytes: Bytes) -> Result<Told, ApiError> {
     let engine = Arc::clone(engine(&api)?);
     let request = apart_in_turn(move || Deletion::parse(&bytes)).await??;
     // Before anything is deleted.
@@ -233,7 +234,14 @@ pub(super) async fn delete(api: State, bytes: Bytes) -> Result<Json<Value>, ApiE
     for tier in in_tiers {
         outcome.delete(tiers(&engine)?, tier, &keys, force).await?;
     }
-    Ok(Json(outcome.answer()))
+    let answer = outcome.answer();
+    let did = format!(
+        "{} keys in {}, force {force}: {}",
+        keys.len(),
+        request.tier,
+        answer["by_tier"]
+    );
+    Ok(told(did, answer))
 }
 
 /// What a client wants gone.

@@ -6,6 +6,7 @@ use axum::extract::Path;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
 
+use super::audit::{Told, hidden, told};
 use super::body::Body;
 use super::{ApiError, State, TIERS, apart_in_turn, engine};
 use crate::engine::{Engine, WarmError, WarmUp};
@@ -24,22 +25,21 @@ pub(super) const BODY_LIMIT: usize = 16 << 20;
     (status = 429, description = "Too many are under way", body = Value),
     (status = 503, description = "No worker is registered for the model, or there are no adapters", body = Value),
 ))]
-pub(super) async fn submit(
-    api: State,
-    bytes: Bytes,
-) -> Result<(StatusCode, Json<Value>), ApiError> {
+pub(super) async fn submit(api: State, bytes: Bytes) -> Result<(StatusCode, Told), ApiError> {
     let engine = std::sync::Arc::clone(engine(&api)?);
-    let begun = apart_in_turn(move || begin(&engine, &bytes)).await??;
+    let (begun, what) = apart_in_turn(move || begin(&engine, &bytes)).await??;
     let answer = match begun {
         None => json!({ "chunks": 0, "status": "noop" }),
         Some((request_id, chunks)) => {
             json!({ "request_id": request_id, "chunks": chunks, "status": "submitted" })
         }
     };
-    Ok((StatusCode::ACCEPTED, Json(answer)))
+    let did = format!("{what}: {}", answer["status"]);
+    Ok((StatusCode::ACCEPTED, told(did, answer)))
 }
 
-fn begin(engine: &Engine, bytes: &[u8]) -> Result<Option<(String, usize)>, ApiError> {
+/// The request, unless there is nothing to do, and what it is about.
+fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, String), ApiError> {
     let body = Body::required(bytes)?;
     let model_name = body.text("model_name")?;
     let world_size = body.required_int("world_size")?;
@@ -53,16 +53,20 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<Option<(String, usize)>, ApiEr
             format!("unsupported prefetch direction '{source}'->'{target}'; only 'l2'->'l1'"),
         ));
     }
-    engine
-        .warm_up(model_name, world_size, cache_salt, &token_ids)
-        .map_err(|error| {
-            let status = match error {
-                WarmError::NoLayout { .. } | WarmError::NoTiers => StatusCode::SERVICE_UNAVAILABLE,
-                WarmError::Key(_) | WarmError::TooManyTokens(_) => StatusCode::BAD_REQUEST,
-                WarmError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
-            };
-            ApiError::Detail(status, error.to_string())
-        })
+    let what = format!(
+        "{} tokens, model {model_name:?}, salt {}",
+        token_ids.len(),
+        hidden(cache_salt)
+    );
+    let begun = engine.warm_up(model_name, world_size, cache_salt, &token_ids);
+    begun.map(|begun| (begun, what)).map_err(|error| {
+        let status = match error {
+            WarmError::NoLayout { .. } | WarmError::NoTiers => StatusCode::SERVICE_UNAVAILABLE,
+            WarmError::Key(_) | WarmError::TooManyTokens(_) => StatusCode::BAD_REQUEST,
+            WarmError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
+        };
+        ApiError::Detail(status, error.to_string())
+    })
 }
 
 /// What came of a prefetch. May be asked for again for ten minutes after it was completed.

@@ -1,5 +1,6 @@
 //! What the tiers look like from outside.
 
+use kvtier_l2::redact;
 use kvtier_l2::tier::{Recovery, Tier};
 use serde_json::{Map, Value, json};
 
@@ -36,7 +37,7 @@ impl L2 {
     /// The tiers in the shape of LMCache 0.5.6's `/status`, with more keys.
     pub fn adapters_status(&self) -> Vec<Value> {
         (0..self.tiers.len())
-            .map(|tier| Value::Object(self.adapter_status(tier)))
+            .map(|tier| redact::value(&Value::Object(self.adapter_status(tier))))
             .collect()
     }
 

@@ -16,7 +16,7 @@ pub fn request(server: &TestServer, method: &str, path: &str, body: &str) -> (u1
     let length = body.len();
     write!(
         stream,
-        "{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\
+        "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
          content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
     )
     .unwrap();
@@ -364,6 +364,7 @@ fn the_description_lists_every_route_and_each_is_there() {
         "/cache/objects",
         "/cache/prefetches",
         "/cache/prefetches/{request_id}",
+        "/config",
         "/config/adapters",
         "/quota",
         "/quota/{salt}",

@@ -14,8 +14,8 @@ use kvtier_server::quota::{Limit, parse_size};
 use serde_json::{Map, Value, json};
 
 use crate::address::{HTTP, http};
-use crate::get::request;
 use crate::units::duration;
+use crate::web::{AccessArgs, Client};
 
 /// Tenants asked for at once.
 const PAGE: usize = 1000;
@@ -30,7 +30,7 @@ pub struct QuotaArgs {
 /// Where to ask, and how to tell.
 #[derive(Debug, Args)]
 struct Asking {
-    /// The server's HTTP API, host:port or http://host:port
+    /// The server's HTTP API: host:port, http://host:port or https://host:port
     #[arg(long, value_parser = http, default_value = HTTP)]
     url: String,
     /// Print what the server says as it is, JSON
@@ -39,6 +39,8 @@ struct Asking {
     /// How long to wait for an answer, in seconds or as in 500ms, 30s, 2m
     #[arg(long, default_value = "10", value_parser = duration)]
     timeout: Duration,
+    #[command(flatten)]
+    access: AccessArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -204,7 +206,8 @@ impl Asking {
     /// The answer to a request that was granted.
     fn ask(&self, method: &str, path: &str, body: Option<Value>) -> anyhow::Result<Value> {
         let body = body.map(|body| body.to_string());
-        let (status, text) = request(method, &self.url, path, body, self.timeout)?;
+        let (status, text) =
+            Client::new(&self.url, &self.access, self.timeout)?.request(method, path, body)?;
         let told: Option<Value> = serde_json::from_str(&text).ok();
         if status != 200 {
             let told = told.unwrap_or_default();

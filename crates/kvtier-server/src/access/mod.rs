@@ -1,0 +1,305 @@
+//! Who may use the HTTP API: bearer tokens with a role each, and TLS. Without tokens it stays on loopback.
+
+mod tls;
+mod tokens;
+mod watched;
+
+use std::ffi::OsString;
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tokio_rustls::rustls;
+
+pub(crate) use tokens::{Role, Tokens};
+use watched::Watched;
+
+/// Holds tokens as the file does, with line ends or `;` between them.
+pub const TOKENS_VARIABLE: &str = "KVTIER_HTTP_TOKENS";
+
+/// What the flags say about it.
+pub(crate) struct Wanted {
+    /// `--http-host`.
+    pub(crate) host: String,
+    pub(crate) token_file: Option<PathBuf>,
+    /// What [`TOKENS_VARIABLE`] has.
+    pub(crate) variable: Option<OsString>,
+    pub(crate) tls_cert: Option<PathBuf>,
+    pub(crate) tls_key: Option<PathBuf>,
+}
+
+/// Tokens and certificates; both are read again when their files change.
+pub struct Access {
+    host: String,
+    /// `None` lets everybody on this host do everything.
+    tokens: Option<Watched<Tokens>>,
+    tls: Option<Watched<rustls::ServerConfig>>,
+}
+
+impl Access {
+    /// Reads what there is to read.
+    ///
+    /// # Errors
+    /// One line that names the flag: a bad file, or a host beyond loopback without tokens.
+    pub(crate) fn open(wanted: Wanted) -> Result<Self, String> {
+        let tls = match (wanted.tls_cert, wanted.tls_key) {
+            (None, None) => None,
+            (Some(cert), Some(key)) => {
+                let paths = vec![cert.clone(), key.clone()];
+                let make = move |contents: &[Vec<u8>]| {
+                    tls::settings((&cert, &contents[0]), (&key, &contents[1]))
+                };
+                let watched = Watched::open("the certificate and key of HTTP", paths, make);
+                Some(watched.map_err(|error| match error.starts_with("--") {
+                    true => error,
+                    false => format!("--http-tls-cert, --http-tls-key: {error}"),
+                })?)
+            }
+            _ => return Err(
+                "--http-tls-cert and --http-tls-key: one is no use without the other; give both"
+                    .into(),
+            ),
+        };
+        let access = Self {
+            tokens: tokens(wanted.token_file, wanted.variable)?,
+            host: wanted.host,
+            tls,
+        };
+        match access.is_local() {
+            Some(false) => access.refusal(&access.host).map_or(Ok(access), Err),
+            _ => Ok(access),
+        }
+    }
+
+    /// The tokens there are now; `None` without any, which lets everybody do everything.
+    pub(crate) fn tokens(&self) -> Option<Arc<Tokens>> {
+        self.tokens.as_ref().map(Watched::get)
+    }
+
+    /// How to answer a handshake now; `None` without TLS.
+    pub(crate) fn tls(&self) -> Option<Arc<rustls::ServerConfig>> {
+        self.tls.as_ref().map(Watched::get)
+    }
+
+    /// `http` or `https`.
+    pub fn scheme(&self) -> &'static str {
+        if self.tls.is_some() { "https" } else { "http" }
+    }
+
+    /// `--http-host`.
+    pub(crate) fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Why nothing may be served where the system has bound the host, if so: what a name means is only known then.
+    pub(crate) fn obstacle(&self, bound: SocketAddr) -> Option<String> {
+        let is_local = is_loopback(bound.ip());
+        (!is_local).then(|| self.refusal(&bound.ip()))?
+    }
+
+    fn refusal(&self, place: &dyn fmt::Display) -> Option<String> {
+        self.tokens.is_none().then(|| {
+            format!(
+                "--http-host: {place} is reachable from other hosts, where everybody could change and read everything; \
+                 give --http-token-file FILE (or tokens in the environment variable {TOKENS_VARIABLE}), or keep it on loopback"
+            )
+        })
+    }
+
+    /// What whoever configured this should know.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if self.tokens.is_some() && self.tls.is_none() && self.is_local() == Some(false) {
+            warnings.push(format!(
+                "--http-host {}: tokens travel in clear, whoever sees the traffic can use them; give --http-tls-cert and \
+                 --http-tls-key, unless something in front of it does TLS",
+                self.host
+            ));
+        }
+        warnings.extend(self.tokens.as_ref().and_then(Watched::warning));
+        warnings.extend(self.tls.as_ref().and_then(Watched::warning));
+        warnings
+    }
+
+    /// Whether the host is on loopback; `None` for a name that has to be looked up.
+    fn is_local(&self) -> Option<bool> {
+        match self.host.parse() {
+            Ok(ip) => Some(is_loopback(ip)),
+            Err(_) => (self.host == "localhost").then_some(true),
+        }
+    }
+}
+
+impl fmt::Debug for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Access")
+            .field("host", &self.host)
+            .field("tokens", &self.tokens)
+            .field("tls", &self.tls)
+            .finish()
+    }
+}
+
+/// Whether only this host reaches an address.
+pub(crate) fn is_loopback(ip: IpAddr) -> bool {
+    ip.to_canonical().is_loopback()
+}
+
+/// Those of the file and of the variable.
+fn tokens(
+    file: Option<PathBuf>,
+    variable: Option<OsString>,
+) -> Result<Option<Watched<Tokens>>, String> {
+    let given = variable.filter(|text| !text.is_empty());
+    let given = given.map(|text| {
+        let text = text.to_string_lossy().replace(';', "\n");
+        let tokens = Tokens::parse(text.as_bytes());
+        tokens.map_err(|error| format!("{TOKENS_VARIABLE}: {error}"))
+    });
+    let given = given.transpose()?;
+    if file.is_none() && given.is_none() {
+        return Ok(None);
+    }
+    let name = file
+        .as_ref()
+        .map_or_else(String::new, |file| file.display().to_string());
+    let paths = Vec::from_iter(file);
+    let make = move |contents: &[Vec<u8>]| {
+        let mut all = given.clone().unwrap_or_default();
+        if let Some(content) = contents.first() {
+            let tokens = Tokens::parse(content).and_then(|tokens| tokens.and(&all));
+            all = tokens.map_err(|error| format!("--http-token-file {name}: {error}"))?;
+        }
+        Ok(all)
+    };
+    let watched = Watched::open("the tokens of HTTP", paths, make);
+    let watched = watched.map_err(|error| match error.starts_with("--") {
+        true => error,
+        false => format!("--http-token-file: {error}"),
+    });
+    watched.map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wanted(host: &str) -> Wanted {
+        Wanted {
+            host: host.to_owned(),
+            token_file: None,
+            variable: None,
+            tls_cert: None,
+            tls_key: None,
+        }
+    }
+
+    #[test]
+    fn without_tokens_it_stays_on_loopback() {
+        for host in [
+            "127.0.0.1",
+            "127.8.9.1",
+            "::1",
+            "::ffff:127.0.0.1",
+            "localhost",
+        ] {
+            let access = Access::open(wanted(host)).unwrap();
+            assert!(access.warnings().is_empty() && access.tokens().is_none());
+        }
+        for host in ["0.0.0.0", "::", "10.0.0.1", "fe80::1", "::ffff:10.0.0.1"] {
+            let told = Access::open(wanted(host)).unwrap_err();
+            assert!(
+                told.starts_with(&format!("--http-host: {host} is reachable")),
+                "{told}"
+            );
+            assert!(told.contains("--http-token-file FILE") && told.contains("KVTIER_HTTP_TOKENS"));
+            let mut with = wanted(host);
+            with.variable = Some("read a 0123456789abcdef".into());
+            let access = Access::open(with).unwrap();
+            assert!(
+                access
+                    .warnings()
+                    .concat()
+                    .contains("tokens travel in clear")
+            );
+        }
+    }
+
+    #[test]
+    fn what_a_name_stands_for_counts_once_it_is_bound() {
+        let access = Access::open(wanted("node-7")).unwrap();
+        assert_eq!(access.obstacle("127.0.0.1:1".parse().unwrap()), None);
+        let told = access.obstacle("10.0.0.1:1".parse().unwrap()).unwrap();
+        assert!(
+            told.starts_with("--http-host: 10.0.0.1 is reachable"),
+            "{told}"
+        );
+    }
+
+    #[test]
+    fn tokens_of_both_places_count_and_errors_name_theirs() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("tokens");
+        let with = |file: &str, variable: &str| {
+            std::fs::write(&path, file).unwrap();
+            let mut wanted = wanted("::1");
+            wanted.token_file = Some(path.clone());
+            wanted.variable = Some(variable.into());
+            Access::open(wanted)
+        };
+        let variable = "read a MARKER-456789abcdef; admin b MARKER-456789abcdeX";
+        let access = with("admin c MARKER-456789abcdeY\n", variable).unwrap();
+        let tokens = access.tokens().unwrap();
+        for last in ["f", "X", "Y"] {
+            assert!(
+                tokens
+                    .find(format!("MARKER-456789abcde{last}").as_bytes())
+                    .is_some()
+            );
+        }
+        assert!(!format!("{access:?}").contains("MARKER"));
+        for (file, variable, told) in [
+            ("MARKER", variable, "--http-token-file "),
+            (
+                "admin a MARKER-456789abcdeY",
+                variable,
+                "--http-token-file ",
+            ),
+            (
+                "admin c MARKER-456789abcdeY",
+                "MARKER",
+                "KVTIER_HTTP_TOKENS: line 1: ",
+            ),
+        ] {
+            let error = with(file, variable).unwrap_err();
+            assert!(
+                error.starts_with(told) && !error.contains("MARKER"),
+                "{error}"
+            );
+        }
+        std::fs::remove_file(&path).unwrap();
+        let mut gone = wanted("::1");
+        gone.token_file = Some(path);
+        let error = Access::open(gone).unwrap_err();
+        assert!(
+            error.starts_with("--http-token-file: /") && error.contains("cannot be read"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_certificate_needs_its_key() {
+        let mut half = wanted("::1");
+        half.tls_cert = Some("c.pem".into());
+        assert!(Access::open(half).unwrap_err().contains("give both"));
+        let mut gone = wanted("::1");
+        gone.tls_cert = Some("/nowhere/c.pem".into());
+        gone.tls_key = Some("/nowhere/k.pem".into());
+        let told = Access::open(gone).unwrap_err();
+        assert!(
+            told.starts_with("--http-tls-cert, --http-tls-key: /nowhere/c.pem cannot be read"),
+            "{told}"
+        );
+    }
+}

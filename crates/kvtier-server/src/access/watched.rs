@@ -1,0 +1,258 @@
+//! Files that are read again once they have changed, so that secrets are replaced without a restart.
+//!
+//! A look costs one `stat` a file. What cannot be used changes nothing: the last good content stays, and the log says so
+//! once for each bad content.
+
+use std::fmt;
+use std::io::Read as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
+
+/// Most bytes of one file.
+const SIZE: u64 = 1 << 20;
+
+/// A file this young may change again without its times telling, as they are those of the system's clock tick.
+const YOUNG: Duration = Duration::from_secs(2);
+
+/// Makes the value out of the files' contents, in their order; the error says what is wrong and in which of them.
+type Make<T> = Box<dyn Fn(&[Vec<u8>]) -> Result<T, String> + Send + Sync>;
+
+/// What some files say.
+pub(crate) struct Watched<T> {
+    /// For the log.
+    what: &'static str,
+    /// The last one is secret.
+    paths: Vec<PathBuf>,
+    make: Make<T>,
+    state: Mutex<State<T>>,
+}
+
+struct State<T> {
+    value: Arc<T>,
+    /// What the files were like when they were last read, unless they may have changed since without a trace.
+    seen: Option<Vec<Stamp>>,
+    /// Of what was read then.
+    content: Result<blake3::Hash, String>,
+}
+
+/// Device, inode, size, and the times of the last change of content and of the file.
+#[derive(PartialEq)]
+struct Stamp(u64, u64, u64, (i64, i64), (i64, i64));
+
+impl<T> Watched<T> {
+    /// Reads the files, of which the last one is secret.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or what `make` says.
+    pub(crate) fn open(
+        what: &'static str,
+        paths: Vec<PathBuf>,
+        make: impl Fn(&[Vec<u8>]) -> Result<T, String> + Send + Sync + 'static,
+    ) -> Result<Self, String> {
+        let seen = stamps(&paths);
+        let contents = read(&paths)?;
+        let value = Arc::new(make(&contents)?);
+        Ok(Self {
+            what,
+            make: Box::new(make),
+            state: Mutex::new(State {
+                value,
+                seen,
+                content: Ok(digest(&contents)),
+            }),
+            paths,
+        })
+    }
+
+    /// What they say now, or said when they last could be used.
+    pub(crate) fn get(&self) -> Arc<T> {
+        let mut state = self.state.lock();
+        let now = stamps(&self.paths);
+        if now.is_none() || now != state.seen {
+            state.seen = now;
+            self.look(&mut state);
+        }
+        Arc::clone(&state.value)
+    }
+
+    fn look(&self, state: &mut State<T>) {
+        let (what, files) = (self.what, self.names());
+        let contents = read(&self.paths);
+        let content = contents.as_deref().map(digest).map_err(Clone::clone);
+        if content == state.content {
+            return;
+        }
+        match contents.and_then(|contents| (self.make)(&contents)) {
+            Ok(value) => {
+                state.value = Arc::new(value);
+                tracing::info!(target: "audit", files, "{what} read again");
+                if let Some(warning) = self.warning() {
+                    tracing::warn!("{warning}");
+                }
+            }
+            Err(error) => {
+                tracing::error!(target: "audit", files, error, "{what} cannot be used; the former stay");
+            }
+        }
+        state.content = content;
+    }
+
+    fn names(&self) -> String {
+        let names = self.paths.iter().map(|path| path.display().to_string());
+        names.collect::<Vec<_>>().join(", ")
+    }
+
+    /// What is wrong with the mode of the secret file: others than its owner may read it.
+    pub(crate) fn warning(&self) -> Option<String> {
+        let path = self.paths.last()?;
+        let mode = std::fs::metadata(path).ok()?.mode() & 0o777;
+        (mode & 0o077 != 0).then(|| {
+            format!(
+                "{} holds a secret and has mode {mode:04o}, which is not for its owner alone; 0600 is enough",
+                path.display()
+            )
+        })
+    }
+}
+
+impl<T> fmt::Debug for Watched<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {}", self.what, self.names())
+    }
+}
+
+/// `None` when a file is not there, or is so young that these stamps would not tell it from what it becomes.
+fn stamps(paths: &[PathBuf]) -> Option<Vec<Stamp>> {
+    let stamp = |path: &PathBuf| {
+        let data = std::fs::metadata(path).ok()?;
+        let age = SystemTime::now().duration_since(data.modified().ok()?);
+        age.is_ok_and(|age| age > YOUNG).then(|| {
+            Stamp(
+                data.dev(),
+                data.ino(),
+                data.size(),
+                (data.mtime(), data.mtime_nsec()),
+                (data.ctime(), data.ctime_nsec()),
+            )
+        })
+    };
+    paths.iter().map(stamp).collect()
+}
+
+fn read(paths: &[PathBuf]) -> Result<Vec<Vec<u8>>, String> {
+    paths.iter().map(|path| read_file(path)).collect()
+}
+
+fn read_file(path: &Path) -> Result<Vec<u8>, String> {
+    let name = path.display();
+    let failed = |error: std::io::Error| format!("{name} cannot be read: {error}");
+    // Anything else might block whoever opens it.
+    if !std::fs::metadata(path).map_err(failed)?.is_file() {
+        return Err(format!("{name} is no file; give one"));
+    }
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path).map_err(failed)?;
+    file.take(SIZE + 1)
+        .read_to_end(&mut bytes)
+        .map_err(failed)?;
+    match bytes.len() as u64 > SIZE {
+        true => Err(format!("{name} has more than {SIZE} bytes")),
+        false => Ok(bytes),
+    }
+}
+
+fn digest(contents: &[Vec<u8>]) -> blake3::Hash {
+    let mut hasher = blake3::Hasher::new();
+    for content in contents {
+        hasher.update(&(content.len() as u64).to_le_bytes());
+        hasher.update(content);
+    }
+    hasher.finalize()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(path: &Path) -> Result<Watched<String>, String> {
+        Watched::open(
+            "words",
+            vec![path.to_owned()],
+            |contents| match String::from_utf8_lossy(&contents[0]).into_owned() {
+                bad if bad.contains("bad") => Err("that is bad".into()),
+                good => Ok(good),
+            },
+        )
+    }
+
+    #[test]
+    fn a_change_is_noticed_and_a_bad_one_changes_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("words");
+        std::fs::write(&path, "one").unwrap();
+        let words = text(&path).unwrap();
+        assert_eq!(*words.get(), "one");
+        // Of the same length and within the same tick.
+        std::fs::write(&path, "two").unwrap();
+        assert_eq!(*words.get(), "two");
+        std::fs::write(&path, "bad").unwrap();
+        assert_eq!(*words.get(), "two");
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(*words.get(), "two");
+        std::fs::write(&path, "three").unwrap();
+        assert_eq!(*words.get(), "three");
+    }
+
+    #[test]
+    fn an_old_file_is_read_again_only_when_it_was_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("words");
+        let old = SystemTime::now() - Duration::from_secs(60);
+        let put = |content: &str| {
+            let next = directory.path().join("next");
+            std::fs::write(&next, content).unwrap();
+            std::fs::File::options()
+                .append(true)
+                .open(&next)
+                .and_then(|file| file.set_modified(old))
+                .unwrap();
+            std::fs::rename(&next, &path).unwrap();
+        };
+        put("one");
+        let words = text(&path).unwrap();
+        let first = words.get();
+        assert!(Arc::ptr_eq(&first, &words.get()));
+        put("two");
+        assert_eq!(*words.get(), "two");
+    }
+
+    #[test]
+    fn what_is_no_file_or_too_large_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let told = text(directory.path()).unwrap_err();
+        assert!(told.ends_with("is no file; give one"), "{told}");
+        let path = directory.path().join("words");
+        assert!(text(&path).unwrap_err().contains("cannot be read"));
+        std::fs::write(&path, vec![b'a'; SIZE as usize + 1]).unwrap();
+        assert!(text(&path).unwrap_err().contains("more than 1048576 bytes"));
+    }
+
+    #[test]
+    fn a_file_that_others_may_read_is_told() {
+        use std::os::unix::fs::PermissionsExt;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("words");
+        std::fs::write(&path, "one").unwrap();
+        let mode = |mode| std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
+        mode(0o640);
+        let words = text(&path).unwrap();
+        let told = words.warning().unwrap();
+        assert!(told.contains("mode 0640"), "{told}");
+        mode(0o400);
+        assert_eq!(words.warning(), None);
+    }
+}

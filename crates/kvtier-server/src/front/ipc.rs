@@ -1,0 +1,152 @@
+//! A request socket that is a file: its permissions say who may connect.
+//!
+//! libzmq would remove whatever is at the path, and make the socket with whatever mode the umask leaves. Here only a
+//! socket that nobody listens on any more is removed, and nobody can connect before the mode is as it was asked for.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, chmodat, fchmod, flock, openat};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
+};
+
+/// Connections that may wait to be taken, as libzmq has it.
+const BACKLOG: i32 = 100;
+
+/// The file of a socket; removed when this is dropped, unless it is somebody else's by then.
+#[derive(Debug)]
+pub(super) struct SocketFile {
+    path: PathBuf,
+    id: (u64, u64),
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if id(&self.path) == Some(self.id) {
+            // It would be found stale by the next server.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn id(path: &Path) -> Option<(u64, u64)> {
+    let data = std::fs::symlink_metadata(path).ok()?;
+    Some((data.dev(), data.ino()))
+}
+
+/// Listens at `path`.
+///
+/// # Errors
+/// One line that says what is in the way.
+pub(super) fn listen_at(path: &Path, mode: u32) -> Result<(OwnedFd, SocketFile), String> {
+    let failed = |error: rustix::io::Errno| std::io::Error::from(error).to_string();
+    let directory = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
+    let directory = directory.unwrap_or(Path::new("."));
+    let directory = openat(
+        CWD,
+        directory,
+        OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
+    .map_err(|error| format!("its directory cannot be opened: {}", failed(error)))?;
+    // One server at a time looks and binds. Without a lock (some file systems have none) the window is small.
+    let _ = flock(&directory, FlockOperation::LockExclusive);
+    remove_stale(path)?;
+    let socket = socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+    .map_err(failed)?;
+    // The file gets the socket's mode, less what the umask takes; it is never wider than this.
+    fchmod(&socket, Mode::from_bits_truncate(mode)).map_err(failed)?;
+    let address = SocketAddrUnix::new(path).map_err(failed)?;
+    bind(&socket, &address).map_err(failed)?;
+    let file = SocketFile {
+        id: id(path).ok_or("it went away again")?,
+        path: path.to_owned(),
+    };
+    chmodat(
+        CWD,
+        path,
+        Mode::from_bits_truncate(mode),
+        rustix::fs::AtFlags::empty(),
+    )
+    .map_err(failed)?;
+    listen(&socket, BACKLOG).map_err(failed)?;
+    Ok((socket, file))
+}
+
+/// Takes away what a server that was killed left behind.
+fn remove_stale(path: &Path) -> Result<(), String> {
+    let data = match std::fs::symlink_metadata(path) {
+        Ok(data) => data,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error.to_string()),
+    };
+    if !data.file_type().is_socket() {
+        return Err("there is a file of that name that is no socket; it is left alone".into());
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => Err("a server listens there already".into()),
+        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path).map_err(|error| {
+                format!("the socket of an ended server cannot be removed: {error}")
+            })
+        }
+        Err(error) => Err(format!(
+            "it cannot be told whether a server listens there: {error}"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn the_file_has_the_mode_and_goes_with_the_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        for mode in [0o600, 0o660, 0o777] {
+            let (socket, file) = listen_at(&path, mode).unwrap();
+            let data = std::fs::symlink_metadata(&path).unwrap();
+            assert_eq!(data.mode() & 0o777, mode);
+            UnixStream::connect(&path).unwrap();
+            assert_eq!(
+                listen_at(&path, mode).unwrap_err(),
+                "a server listens there already"
+            );
+            drop((socket, file));
+            assert!(!path.exists());
+        }
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_nothing_else_is() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        let stale = id(&path);
+        let (_socket, file) = listen_at(&path, 0o600).unwrap();
+        UnixStream::connect(&path).unwrap();
+        // Somebody else's by now.
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "mine").unwrap();
+        assert_ne!(id(&path), stale);
+        drop(file);
+        assert_eq!(std::fs::read(&path).unwrap(), b"mine");
+        assert!(listen_at(&path, 0o600).unwrap_err().contains("no socket"));
+        assert_eq!(std::fs::read(&path).unwrap(), b"mine");
+        let told = listen_at(&directory.path().join("no/s"), 0o600).unwrap_err();
+        assert!(told.starts_with("its directory cannot be opened"), "{told}");
+    }
+}

@@ -1,0 +1,98 @@
+//! One line in the log, of target `audit`, for each request that may change something: who, what, and how it ended.
+
+use axum::RequestExt as _;
+use axum::extract::{MatchedPath, RawPathParams, Request};
+use axum::http::{Method, StatusCode};
+use axum::response::Response;
+use axum::{Extension, Json, extract};
+use serde_json::Value;
+
+use super::gate::Caller;
+
+/// Longest method that is told whole; whoever sends a longer one means no good.
+const METHOD: usize = 16;
+
+/// What a request did, in a handler's words and without salts in clear; goes into its answer.
+#[derive(Debug, Clone)]
+pub(super) struct Did(String);
+
+/// An answer that tells what was done, for the line of its request.
+pub(super) type Told = (Extension<Did>, Json<Value>);
+
+/// Such an answer.
+pub(super) fn told(did: String, answer: Value) -> Told {
+    (Extension(Did(did)), Json(answer))
+}
+
+/// A name that must not be in the log in clear, such as a salt.
+pub(super) fn hidden(name: &str) -> String {
+    let hash = blake3::hash(name.as_bytes());
+    format!("#{}", &hash.to_hex()[..8])
+}
+
+/// The line; written when this is dropped, which also happens when the client has gone meanwhile.
+pub(super) struct Entry {
+    caller: Caller,
+    method: Method,
+    route: String,
+    names: String,
+    status: Option<StatusCode>,
+    did: String,
+}
+
+impl Entry {
+    /// For a request that is about to be handled.
+    pub(super) async fn of(request: &mut Request, caller: Caller) -> Self {
+        let path = request.extensions().get::<MatchedPath>();
+        // A path that is none of ours may be anything.
+        let route = path.map_or("(none)", MatchedPath::as_str).to_owned();
+        let names = request.extract_parts::<RawPathParams>().await;
+        let names = names.as_ref().map_or_else(|_| String::new(), names_of);
+        Self {
+            caller,
+            method: request.method().clone(),
+            route,
+            names,
+            status: None,
+            did: String::new(),
+        }
+    }
+
+    /// Takes note of the answer.
+    pub(super) fn end(mut self, answer: &Response) {
+        self.status = Some(answer.status());
+        if let Some(Did(text)) = answer.extensions().get() {
+            self.did.clone_from(text);
+        }
+    }
+}
+
+fn names_of(names: &extract::RawPathParams) -> String {
+    let names = names
+        .iter()
+        .map(|(key, value)| format!("{key}={}", hidden(value)));
+    names.collect::<Vec<_>>().join(" ")
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        let method = self.method.as_str();
+        tracing::info!(
+            target: "audit",
+            who = self.caller.name,
+            role = self.caller.role.as_str(),
+            peer = self.caller.peer,
+            method = method.get(..METHOD).unwrap_or(method),
+            route = self.route,
+            names = self.names,
+            status = self.status.map_or(0, |status| status.as_u16()),
+            did = self.did,
+            "{}",
+            match self.status {
+                Some(status) if status.is_success() => "done",
+                Some(_) => "refused or failed",
+                None => "the client did not wait for the end",
+            }
+        );
+    }
+}

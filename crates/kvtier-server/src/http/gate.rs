@@ -1,0 +1,180 @@
+//! Decides, before anything else looks at a request, whether it may be answered.
+//!
+//! Reading (GET and HEAD) takes any token, everything else an admin's; so a new route is closed unless it only reads. One
+//! path is open: `/healthcheck`, for probes that carry no token. Without tokens, who reaches loopback may do everything.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse as _, Response};
+use parking_lot::Mutex;
+
+use super::{ApiError, audit, origin};
+use crate::access::{Access, Role};
+
+/// The path that takes no token.
+const OPEN: &str = "/healthcheck";
+
+/// Between two lines about requests without a token: who tries many should not fill the log.
+const QUIET: Duration = Duration::from_secs(1);
+
+/// Where a request came from; every connection adds it to its requests.
+#[derive(Clone, Copy)]
+pub(super) struct Peer(pub(super) SocketAddr);
+
+/// Whose request it is.
+#[derive(Clone)]
+pub(super) struct Caller {
+    pub(super) name: String,
+    pub(super) role: Role,
+    pub(super) peer: String,
+}
+
+/// What the gate knows.
+pub(super) struct Gate {
+    access: Arc<Access>,
+    strangers: Strangers,
+}
+
+impl Gate {
+    pub(super) fn new(access: Arc<Access>) -> Arc<Self> {
+        Arc::new(Self {
+            access,
+            strangers: Strangers::default(),
+        })
+    }
+
+    /// Who asks, or the answer that refuses.
+    fn admit(&self, request: &Request) -> Result<Caller, Response> {
+        let peer = request.extensions().get();
+        let peer = peer.map_or_else(|| "-".to_owned(), |Peer(address)| address.to_string());
+        let needed = needed(request.method());
+        let Some(tokens) = self.access.tokens() else {
+            let foreign =
+                origin::foreign(request.headers(), self.access.host(), needed == Role::Admin);
+            return match foreign {
+                Some(reason) => Err(refuse(StatusCode::FORBIDDEN, reason)),
+                None => Ok(Caller {
+                    name: "anybody".into(),
+                    role: Role::Admin,
+                    peer,
+                }),
+            };
+        };
+        let presented = presented(request.headers());
+        let Some(token) = presented.and_then(|presented| tokens.find(presented)) else {
+            self.strangers.note(&peer);
+            return Err(unauthorized(
+                request.headers().contains_key(header::AUTHORIZATION),
+            ));
+        };
+        let caller = Caller {
+            name: token.name.clone(),
+            role: token.role,
+            peer,
+        };
+        if token.role >= needed {
+            return Ok(caller);
+        }
+        tracing::warn!(
+            target: "audit",
+            who = caller.name, role = caller.role.as_str(), peer = caller.peer, "refused: that takes the role admin"
+        );
+        let reason = format!(
+            "the token of {:?} only reads; that takes one with the role admin",
+            caller.name
+        );
+        Err(challenged(
+            refuse(StatusCode::FORBIDDEN, &reason),
+            "Bearer realm=\"kvtier\", error=\"insufficient_scope\"",
+        ))
+    }
+}
+
+/// The layer around all routes, unknown ones included.
+pub(super) async fn gate(
+    State(gate): State<Arc<Gate>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let reads = needed(request.method()) == Role::Read;
+    if reads && request.uri().path() == OPEN && gate.access.tokens().is_some() {
+        return next.run(request).await;
+    }
+    let caller = match gate.admit(&request) {
+        Ok(caller) => caller,
+        Err(refused) => return refused,
+    };
+    if reads {
+        return next.run(request).await;
+    }
+    let entry = audit::Entry::of(&mut request, caller).await;
+    let answer = next.run(request).await;
+    entry.end(&answer);
+    answer
+}
+
+fn needed(method: &Method) -> Role {
+    match *method {
+        Method::GET | Method::HEAD => Role::Read,
+        _ => Role::Admin,
+    }
+}
+
+/// The token of a request that has exactly one.
+fn presented(headers: &HeaderMap) -> Option<&[u8]> {
+    let mut values = headers.get_all(header::AUTHORIZATION).iter();
+    let (Some(value), None) = (values.next(), values.next()) else {
+        return None;
+    };
+    let (scheme, token) = value.as_bytes().split_at_checked("Bearer ".len())?;
+    scheme
+        .eq_ignore_ascii_case(b"Bearer ")
+        .then(|| token.trim_ascii())
+}
+
+fn refuse(status: StatusCode, reason: &str) -> Response {
+    ApiError::Detail(status, reason.to_owned()).into_response()
+}
+
+fn challenged(mut answer: Response, challenge: &'static str) -> Response {
+    let value = HeaderValue::from_static(challenge);
+    answer.headers_mut().insert(header::WWW_AUTHENTICATE, value);
+    answer
+}
+
+fn unauthorized(tried: bool) -> Response {
+    let (reason, challenge) = match tried {
+        false => (
+            "a token is needed: Authorization: Bearer TOKEN",
+            "Bearer realm=\"kvtier\"",
+        ),
+        true => (
+            "that is no token known here; give one as Authorization: Bearer TOKEN",
+            "Bearer realm=\"kvtier\", error=\"invalid_token\"",
+        ),
+    };
+    challenged(refuse(StatusCode::UNAUTHORIZED, reason), challenge)
+}
+
+/// Requests without a token that is known.
+#[derive(Default)]
+struct Strangers {
+    /// When they were last told, and how many there were since.
+    told: Mutex<(Option<Instant>, u64)>,
+}
+
+impl Strangers {
+    fn note(&self, peer: &str) {
+        let mut told = self.told.lock();
+        told.1 += 1;
+        if told.0.is_none_or(|last| last.elapsed() >= QUIET) {
+            tracing::warn!(target: "audit", requests = told.1, last = peer, "refused: no token that is known");
+            *told = (Some(Instant::now()), 0);
+        }
+    }
+}

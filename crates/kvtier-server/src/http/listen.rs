@@ -1,0 +1,357 @@
+//! Connections: taken up to a bound, with or without TLS, each with its deadlines.
+//!
+//! | who dawdles | is cut off after |
+//! | --- | --- |
+//! | in the TLS handshake | [`HANDSHAKE`] |
+//! | in the head of a request, or between two requests | [`HEAD`] |
+//! | in the body of a request | [`super::REQUEST_TIMEOUT`], with the rest of the request |
+//! | in reading an answer | [`ANSWER`] |
+
+use std::io;
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use hyper::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Sleep, sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tower_service::Service as _;
+
+use super::gate::Peer;
+use crate::access::Access;
+
+/// Connections at once; the next one waits in the system's queue until one of them ends.
+pub(super) const CONNECTIONS: usize = 256;
+
+/// For the TLS handshake.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// For the head of a request, counted from the end of the one before.
+const HEAD: Duration = Duration::from_secs(30);
+
+/// For an answer that the client does not read as it is sent.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// Most bytes of a request's head; a longer one is answered with 431.
+const HEAD_BYTES: usize = 64 << 10;
+
+/// Pause after the system has no connection to give, such as without a file descriptor.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Serves `router` until `stop` resolves, and then the requests that are under way.
+pub(super) async fn serve(
+    listener: TcpListener,
+    access: Arc<Access>,
+    router: Router,
+    connections: usize,
+    stop: impl Future<Output = ()>,
+) {
+    let slots = Arc::new(Semaphore::new(connections));
+    let open = GracefulShutdown::new();
+    let mut stop = pin!(stop);
+    loop {
+        let (stream, peer, slot) = tokio::select! {
+            () = &mut stop => break,
+            accepted = accept(&listener, &slots) => accepted,
+        };
+        let (access, router, watcher) = (Arc::clone(&access), router.clone(), open.watcher());
+        tokio::spawn(async move {
+            // Answers are short and complete; an option that is refused costs some milliseconds.
+            let _ = stream.set_nodelay(true);
+            match access.tls() {
+                None => talk(stream, peer, router, watcher).await,
+                Some(settings) => {
+                    let handshake = TlsAcceptor::from(settings).accept(stream);
+                    match timeout(HANDSHAKE, handshake).await {
+                        Ok(Ok(stream)) => talk(stream, peer, router, watcher).await,
+                        Ok(Err(error)) => tracing::debug!(%peer, %error, "no TLS with this client"),
+                        Err(_) => tracing::debug!(%peer, "the TLS handshake took too long"),
+                    }
+                }
+            }
+            drop(slot);
+        });
+    }
+    drop(listener);
+    open.shutdown().await;
+}
+
+async fn accept(
+    listener: &TcpListener,
+    slots: &Arc<Semaphore>,
+) -> (TcpStream, SocketAddr, OwnedSemaphorePermit) {
+    loop {
+        let Ok(slot) = Arc::clone(slots).acquire_owned().await else {
+            // Never closed.
+            return std::future::pending().await;
+        };
+        match listener.accept().await {
+            Ok((stream, peer)) => return (stream, peer, slot),
+            Err(error) => {
+                tracing::debug!(%error, "a connection to the HTTP API could not be taken");
+                sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Serves one connection.
+async fn talk<S>(stream: S, peer: SocketAddr, router: Router, watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(Peer(peer));
+        router.clone().call(request)
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD)
+        .max_buf_size(HEAD_BYTES)
+        .serve_connection(TokioIo::new(Patient::new(stream)), service);
+    if let Err(error) = watcher.watch(connection).await {
+        tracing::debug!(%peer, %error, "a connection to the HTTP API ended");
+    }
+}
+
+/// A stream that is given up when what was written is not taken in time.
+struct Patient<S> {
+    stream: S,
+    /// Runs from when something could not be written until all has been.
+    stalled: Option<Pin<Box<Sleep>>>,
+}
+
+impl<S> Patient<S> {
+    fn new(stream: S) -> Self {
+        Self {
+            stream,
+            stalled: None,
+        }
+    }
+
+    fn bounded<T>(
+        &mut self,
+        written: Poll<io::Result<T>>,
+        context: &mut Context<'_>,
+    ) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            return written;
+        }
+        let stalled = self.stalled.get_or_insert_with(|| Box::pin(sleep(ANSWER)));
+        match stalled.as_mut().poll(context) {
+            Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.bounded(written, context)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.stream).poll_flush(context);
+        if flushed.is_ready() {
+            // hyper flushes once everything it has is written.
+            self.stalled = None;
+        }
+        self.bounded(flushed, context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let closed = Pin::new(&mut self.stream).poll_shutdown(context);
+        self.bounded(closed, context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, parts);
+        self.bounded(written, context)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Bytes;
+    use axum::routing::{get, post};
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
+    use tokio::time::Instant;
+
+    use super::*;
+
+    /// A connection to a small router; time passes by itself when nobody has anything to do.
+    fn connect() -> (DuplexStream, GracefulShutdown) {
+        let router = Router::new()
+            .route("/", get(async || "here"))
+            .route("/long", get(async || vec![b'x'; 1 << 20]))
+            .route("/body", post(async |body: Bytes| body.len().to_string()))
+            .layer(super::super::deadline());
+        let (ours, theirs) = tokio::io::duplex(4096);
+        let running = GracefulShutdown::new();
+        let watcher = running.watcher();
+        tokio::spawn(talk(
+            theirs,
+            SocketAddr::from(([127, 0, 0, 1], 1)),
+            router,
+            watcher,
+        ));
+        (ours, running)
+    }
+
+    /// What comes until the connection is closed, and how long that took.
+    async fn rest(mut stream: DuplexStream) -> (String, Duration) {
+        let (began, mut text) = (Instant::now(), String::new());
+        // What was cut off may also be an error.
+        let _ = stream.read_to_string(&mut text).await;
+        (text, began.elapsed())
+    }
+
+    fn is_about(took: Duration, expected: Duration) -> bool {
+        (expected..expected + Duration::from_secs(2)).contains(&took)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_dawdles_in_a_head_or_between_requests_is_cut_off() {
+        for begun in ["", "GET / HT", "GET / HTTP/1.1\r\nhost: a\r\n"] {
+            let (mut stream, _running) = connect();
+            stream.write_all(begun.as_bytes()).await.unwrap();
+            let (text, took) = rest(stream).await;
+            assert!(is_about(took, HEAD), "{begun:?}: {took:?}");
+            assert!(!text.contains("here"), "{text}");
+        }
+        let (mut stream, _running) = connect();
+        stream
+            .write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            .await
+            .unwrap();
+        let (text, took) = rest(stream).await;
+        assert!(
+            text.ends_with("here") && is_about(took, HEAD),
+            "{text} {took:?}"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_head_that_comes_byte_by_byte_gets_no_more_time() {
+        let (mut stream, _running) = connect();
+        let began = Instant::now();
+        while stream.write_all(b"G").await.is_ok() {
+            sleep(Duration::from_secs(1)).await;
+            assert!(began.elapsed() < 2 * HEAD);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_does_not_come_is_answered_with_408() {
+        let (mut stream, _running) = connect();
+        let head = b"POST /body HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n12345";
+        stream.write_all(head).await.unwrap();
+        let (text, took) = rest(stream).await;
+        assert!(text.starts_with("HTTP/1.1 408 "), "{text}");
+        assert!(
+            took < super::super::REQUEST_TIMEOUT + HEAD + ANSWER,
+            "{took:?}"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_reads_no_answer_or_slowly_is_cut_off() {
+        for bytes in [0, 100] {
+            let (mut stream, _running) = connect();
+            stream
+                .write_all(b"GET /long HTTP/1.1\r\nhost: a\r\n\r\n")
+                .await
+                .unwrap();
+            let (began, mut read) = (Instant::now(), 0);
+            while began.elapsed() < 2 * ANSWER {
+                sleep(Duration::from_secs(1)).await;
+                let mut buffer = vec![0; bytes];
+                read += stream.read(&mut buffer).await.unwrap_or(0);
+            }
+            let (text, _) = rest(stream).await;
+            assert!(read + text.len() < 1 << 19, "{read} and {}", text.len());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_head_above_its_bound_is_refused() {
+        let (mut stream, _running) = connect();
+        let head = format!(
+            "GET / HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n",
+            "x".repeat(HEAD_BYTES)
+        );
+        // It need not be taken whole.
+        let _ = timeout(Duration::from_secs(1), stream.write_all(head.as_bytes())).await;
+        let (text, _) = rest(stream).await;
+        assert!(text.starts_with("HTTP/1.1 431 "), "{text}");
+    }
+
+    #[tokio::test]
+    async fn the_next_connection_waits_for_one_to_end() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let access = crate::config::ServerConfig::from_flags(&["--l1-size-gb", "0.01"])
+            .unwrap()
+            .access;
+        let router = Router::new().route("/", get(async || "here"));
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let served = tokio::spawn(serve(listener, access, router, 1, async {
+            let _ = stopped.await;
+        }));
+        let ask = async |stream: &mut TcpStream| {
+            stream
+                .write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+                .await
+                .unwrap();
+        };
+        let mut answer = [0; 12];
+        let mut first = TcpStream::connect(address).await.unwrap();
+        ask(&mut first).await;
+        first.read_exact(&mut answer).await.unwrap();
+        let mut second = TcpStream::connect(address).await.unwrap();
+        ask(&mut second).await;
+        // The first still has the only slot: its next request is answered, and nothing has come for the second.
+        ask(&mut first).await;
+        first.read_exact(&mut answer).await.unwrap();
+        assert!(second.try_read(&mut answer).is_err());
+        drop(first);
+        second.read_exact(&mut answer).await.unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 200");
+        drop((second, stop));
+        served.await.unwrap();
+    }
+}

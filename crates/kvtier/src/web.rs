@@ -1,0 +1,153 @@
+//! The client of the HTTP API that commands share: its token and its trust in a certificate.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, anyhow, ensure};
+use clap::Args;
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+
+/// Holds the token where no file is given.
+const TOKEN_VARIABLE: &str = "KVTIER_TOKEN";
+
+/// Largest body that is read, bytes; a status with thousands of workers is far smaller.
+const BODY_LIMIT: u64 = 64 << 20;
+
+/// How to be let in.
+#[derive(Debug, Args)]
+pub struct AccessArgs {
+    /// File with the bearer token for the HTTP API [default: the environment variable KVTIER_TOKEN, if it is set]
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Certificates (PEM) of which one must stand behind that of an https:// server [default: the public authorities]
+    #[arg(long, value_name = "FILE")]
+    ca_cert: Option<PathBuf>,
+}
+
+impl AccessArgs {
+    /// The token, if there is one.
+    fn token(&self) -> anyhow::Result<Option<String>> {
+        let (text, place) = match &self.token_file {
+            Some(path) => (Some(read(path, "--token-file")?), "--token-file"),
+            None => (std::env::var(TOKEN_VARIABLE).ok(), TOKEN_VARIABLE),
+        };
+        let Some(text) = text.filter(|text| self.token_file.is_some() || !text.is_empty()) else {
+            return Ok(None);
+        };
+        let token = text.trim();
+        ensure!(
+            !token.is_empty() && token.bytes().all(|byte| byte.is_ascii_graphic()),
+            "{place}: that is no token; give one, of letters, digits and -._~+/="
+        );
+        Ok(Some(token.to_owned()))
+    }
+
+    fn roots(&self) -> anyhow::Result<RootCerts> {
+        let Some(path) = &self.ca_cert else {
+            return Ok(RootCerts::WebPki);
+        };
+        let text = read(path, "--ca-cert")?;
+        let certificates = parse_pem(text.as_bytes()).filter_map(|item| match item {
+            Ok(PemItem::Certificate(certificate)) => Some(Ok(certificate)),
+            Ok(_) => None,
+            Err(error) => Some(Err(error)),
+        });
+        let certificates: Vec<_> = certificates
+            .collect::<Result<_, _>>()
+            .with_context(|| format!("--ca-cert {}: that is no PEM", path.display()))?;
+        ensure!(
+            !certificates.is_empty(),
+            "--ca-cert {}: there is no certificate in it; give PEM",
+            path.display()
+        );
+        Ok(RootCerts::Specific(Arc::new(certificates)))
+    }
+}
+
+fn read(path: &Path, flag: &str) -> anyhow::Result<String> {
+    std::fs::read_to_string(path)
+        .with_context(|| format!("{flag} {} cannot be read", path.display()))
+}
+
+/// One server's HTTP API.
+pub(crate) struct Client {
+    agent: ureq::Agent,
+    base: String,
+    authorization: Option<String>,
+}
+
+impl Client {
+    /// Of the server at `base`, such as `https://host:8080`. Connects to nobody yet.
+    pub(crate) fn new(base: &str, access: &AccessArgs, timeout: Duration) -> anyhow::Result<Self> {
+        let tls = TlsConfig::builder().root_certs(access.roots()?).build();
+        let agent: ureq::Agent = ureq::Agent::config_builder()
+            .timeout_global(Some(timeout))
+            .http_status_as_error(false)
+            .tls_config(tls)
+            // A proxy would answer for the server, and a redirection lead to another one.
+            .proxy(None)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .build()
+            .into();
+        let token = access.token()?;
+        Ok(Self {
+            agent,
+            base: base.trim_end_matches('/').to_owned(),
+            authorization: token.map(|token| format!("Bearer {token}")),
+        })
+    }
+
+    /// Status code and body of `GET base + path`. Any status is an answer; no answer is an error of one line.
+    pub(crate) fn get(&self, path: &str) -> anyhow::Result<(u16, String)> {
+        self.request("GET", path, None)
+    }
+
+    /// The same for any method, with a body of JSON if there is one.
+    pub(crate) fn request(
+        &self,
+        method: &str,
+        path: &str,
+        body: Option<String>,
+    ) -> anyhow::Result<(u16, String)> {
+        let url = format!("{}{path}", self.base);
+        let mut request = ureq::http::Request::builder().method(method).uri(&url);
+        if let Some(authorization) = &self.authorization {
+            request = request.header("authorization", authorization);
+        }
+        let sent = match body {
+            None => request.body(()).map(|request| self.agent.run(request)),
+            Some(body) => request
+                .header("content-type", "application/json")
+                .body(body)
+                .map(|request| self.agent.run(request)),
+        };
+        let sent = sent.with_context(|| format!("{url} cannot be asked for"))?;
+        let mut answer = sent.map_err(|error| match error {
+            ureq::Error::Protocol(_) => {
+                anyhow!("what answers at {url} is not HTTP: {error}; is that https, or is that the request port?")
+            }
+            error if url.starts_with("https") && is_tls(&error) => {
+                anyhow!("there is no trust in {url}: {error}; --ca-cert says whom to trust")
+            }
+            error => anyhow!(error).context(format!("nothing answers at {url}")),
+        })?;
+        let body = answer
+            .body_mut()
+            .with_config()
+            .limit(BODY_LIMIT)
+            .read_to_string()
+            .with_context(|| format!("the answer of {url} cannot be read"))?;
+        Ok((answer.status().as_u16(), body))
+    }
+}
+
+/// Whether somebody is there and TLS with him failed.
+fn is_tls(error: &ureq::Error) -> bool {
+    match error {
+        ureq::Error::Tls(_) | ureq::Error::Rustls(_) => true,
+        ureq::Error::Io(error) => error.kind() == std::io::ErrorKind::InvalidData,
+        _ => false,
+    }
+}
