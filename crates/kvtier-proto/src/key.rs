@@ -5,6 +5,9 @@ use crate::wire::{self, DecodeError, InField, Reader};
 /// Most code points a cache salt may have (LMCache 0.5.6).
 pub const MAX_SALT_CHARS: usize = 128;
 
+/// Most bytes that a cache salt can therefore have. Whoever makes names of keys has room for so many.
+pub const MAX_SALT_BYTES: usize = 4 * MAX_SALT_CHARS;
+
 /// Fields of a key in its full form.
 pub(crate) const FULL_KEY_FIELDS: usize = 10;
 

@@ -6,9 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::cache::KeyOutcome;
+use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
 use kvtier_server::metrics::{
-    GuardReadings, Metrics, PrefetchPhase, Readings, TierCall, TierReadings,
+    GuardReadings, Metrics, PrefetchPhase, Readings, TenantSource, TierCall, TierReadings,
 };
 
 fn root() -> &'static Path {
@@ -47,7 +47,28 @@ fn all_counted() -> Metrics {
     metrics.l2.evicted("s", 1);
     metrics.l2.not_loaded("m", "l1_oom", 1);
     metrics.l2.gave_up(PrefetchPhase::Queue);
+    drop(metrics.tenants.read(1, &[&NoTenants]));
     metrics
+}
+
+/// A tier without tenants, which still has series for all of them together.
+struct NoTenants;
+
+impl TenantSource for NoTenants {
+    fn name(&self) -> &str {
+        "l1"
+    }
+
+    fn tenants(&self, _: u32, _: usize) -> Page<SaltUsage> {
+        Page {
+            entries: Vec::new(),
+            next: None,
+        }
+    }
+
+    fn stats_with(&self, _: &[Arc<str>]) -> (Stats, Vec<Option<SaltUsage>>) {
+        (Stats::default(), Vec::new())
+    }
 }
 
 /// Of a server with a tier that has failed in some way.

@@ -347,6 +347,14 @@ impl<A: ExtentAllocator> Cache<A> {
         self.locked(|state| state.salt_usage(salt))
     }
 
+    /// All counters and those of some tenants, taken at one moment, so that these are parts of those.
+    pub fn stats_with<S: AsRef<str>>(&self, salts: &[S]) -> (Stats, Vec<Option<SaltUsage>>) {
+        self.locked(|state| {
+            let usages = salts.iter().map(|salt| state.salt_usage(salt.as_ref()));
+            (state.stats(), usages.collect())
+        })
+    }
+
     /// What each tenant has that has anything or a grant, at most `limit` of them; start with `from` 0.
     pub fn salts(&self, from: u32, limit: usize) -> Page<SaltUsage> {
         self.locked(|state| {

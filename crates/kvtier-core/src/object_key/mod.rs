@@ -2,15 +2,21 @@
 
 mod foreign;
 mod parse;
+mod salt_key;
 mod scope;
+mod shown;
 mod text;
 
 use crate::hashing::ChunkHash;
 use std::sync::Arc;
 
+pub use kvtier_proto::key::MAX_SALT_BYTES;
+
 pub use foreign::{EncodedObjectKey, ForeignKey};
 pub use parse::ParseError;
+pub use salt_key::SaltKey;
 pub use scope::{KeyScope, MAX_WORLD_SIZE};
+pub use shown::{ShownSalt, shown_path};
 pub use text::{KeyShape, KeyText};
 
 /// Packs world size and worker number as LMCache 0.5.6 does with `local` equal to `global`:

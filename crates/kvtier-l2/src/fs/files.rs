@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvtier_core::object_key::{KeyShape, ObjectKey};
+use kvtier_core::object_key::{KeyShape, ObjectKey, shown_path};
 use rustix::fs::{OFlags, Stat};
 use rustix::io::Errno;
 
@@ -225,8 +225,9 @@ impl Files {
     /// Takes a file out of the way that is not what it has to be, so that the next store can write it; the error to
     /// answer with.
     pub(super) fn put_aside(&self, dir: &OwnedFd, path: &str, seen: &Stat, why: &str) -> L2Error {
+        let shown = shown_path(path);
         if self.base.is_read_only() {
-            return L2Error::new(ErrorKind::Corrupt, format!("{path:?} {why}"));
+            return L2Error::new(ErrorKind::Corrupt, format!("{shown:?} {why}"));
         }
         match self.base.set_aside(dir, path, seen) {
             Ok(aside) => {
@@ -235,15 +236,15 @@ impl Files {
                     Aside::Deleted => count(&self.counters.discarded),
                     Aside::Gone => {}
                 }
-                L2Error::new(ErrorKind::Corrupt, format!("{path:?} {why}"))
+                L2Error::new(ErrorKind::Corrupt, format!("{shown:?} {why}"))
             }
             // The disk rather than the file.
             Err(error @ (Errno::IO | Errno::ROFS)) => {
-                let message = format!("{path:?} {why} and cannot be put aside: {error}");
+                let message = format!("{shown:?} {why} and cannot be put aside: {error}");
                 L2Error::new(ErrorKind::Unavailable, message)
             }
             Err(error) => {
-                let message = format!("{path:?} {why} and cannot be put aside: {error}");
+                let message = format!("{shown:?} {why} and cannot be put aside: {error}");
                 L2Error::new(ErrorKind::Corrupt, message)
             }
         }

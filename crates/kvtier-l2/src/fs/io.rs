@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use kvtier_core::object_key::shown_path;
 use kvtier_memory::uring::Tail;
 use kvtier_memory::{Extent, FileError};
 use rustix::io::Errno;
@@ -169,6 +170,7 @@ pub(super) fn lost() -> L2Error {
 
 /// An error of a system call on a file.
 pub(super) fn refused(action: &str, path: &str, error: Errno) -> L2Error {
+    let path = shown_path(path);
     L2Error::new(kind(error), format!("cannot {action} {path:?}: {error}"))
 }
 
@@ -179,6 +181,7 @@ pub(super) fn failed(action: &str, path: &str, error: &FileError) -> L2Error {
         FileError::System { source, .. } => kind(errno(source)),
         _ => ErrorKind::Unavailable,
     };
+    let path = shown_path(path);
     L2Error::new(kind, format!("cannot {action} {path:?}: {error}"))
 }
 

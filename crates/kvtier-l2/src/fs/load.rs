@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
+use kvtier_core::object_key::shown_path;
 use kvtier_memory::uring::Tail;
 use rustix::fs::{Advice, Mode, Stat};
 use rustix::io::Errno;
@@ -204,7 +205,7 @@ impl Files {
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO) => return Ok(None),
             // Another's, for all we know: it stays until a store replaces it.
             Err(error @ (Errno::ACCESS | Errno::PERM)) => {
-                let message = format!("{:?} may not be read: {error}", place.path);
+                let message = format!("{:?} may not be read: {error}", shown_path(&place.path));
                 return Err(L2Error::new(ErrorKind::Corrupt, message));
             }
             Err(error) => return Err(refused(error)),
@@ -275,13 +276,13 @@ impl Files {
         match verdict {
             Verdict::Object(loaded) => Ok(loaded),
             Verdict::OtherLayout => {
-                let message = format!("{:?} is of another layout", place.path);
+                let message = format!("{:?} is of another layout", shown_path(&place.path));
                 Err(L2Error::new(ErrorKind::Corrupt, message))
             }
             Verdict::Unreadable => {
                 count(&self.counters.unreadable);
                 self.unreadable.add(seen);
-                let message = format!("the disk failed to read {:?}", place.path);
+                let message = format!("the disk failed to read {:?}", shown_path(&place.path));
                 Err(L2Error::new(ErrorKind::Unreadable, message))
             }
             Verdict::Damaged(why) => Err(self.put_aside(&self.base.dir(), &place.path, seen, why)),

@@ -233,6 +233,21 @@ mod tests {
     }
 
     #[test]
+    fn the_longest_salt_of_the_longest_model_has_a_name() {
+        use kvtier_core::object_key::MAX_SALT_BYTES;
+
+        let salt = "😀".repeat(MAX_SALT_BYTES / 4);
+        // Longer than any that the server takes.
+        let key = key(&"m".repeat(4096), u32::MAX, &salt);
+        for layout in [Layout::Flat, Layout::Sharded] {
+            let place = Place::of(&key, KeyShape::Grouped, layout);
+            assert!(place.path.rsplit('/').all(|part| part.len() <= NAME_MAX));
+            // It has to fit a number of 16 bits in the trailer.
+            assert!(u16::try_from(place.text_len()).is_ok());
+        }
+    }
+
+    #[test]
     fn other_names_are_foreign() {
         let hash = "ab".repeat(32);
         for foreign in [

@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use kvtier_core::object_key::shown_path;
 use kvtier_memory::uring::Tail;
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -203,7 +204,8 @@ impl Files {
                     // What is in its own place is found first, so it has to be the object.
                     There::Other => storing.replaces = true,
                     There::Foreign => {
-                        let message = format!("in the place of {:?} is no file", place.path);
+                        let message =
+                            format!("in the place of {:?} is no file", shown_path(&place.path));
                         return Err(L2Error::new(ErrorKind::Refused, message));
                     }
                 }
@@ -227,7 +229,7 @@ impl Files {
         }
         let message = format!(
             "the directory of {:?} is removed, or the file made, again and again",
-            storing.place.path
+            shown_path(&storing.place.path)
         );
         Err(L2Error::new(ErrorKind::Unavailable, message))
     }

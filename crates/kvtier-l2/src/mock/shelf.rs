@@ -112,7 +112,7 @@ impl Shelf {
     /// The bytes of an object. One of another length than was stored is removed.
     pub(super) fn get(&self, object: &ObjectSpec) -> Result<Arc<Vec<u8>>, L2Error> {
         let error = |kind, what: &str| {
-            let name = object.key.text().name(KeyShape::Grouped);
+            let name = object.key.text().shown();
             L2Error::new(kind, format!("mock: {name} {what}"))
         };
         let kept = {

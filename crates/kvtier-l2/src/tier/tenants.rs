@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvtier_core::cache::{Page, SaltUsage};
+use kvtier_core::cache::{Page, SaltUsage, Stats};
 
 use super::Tier;
 
@@ -11,6 +11,13 @@ impl Tier {
     /// What the index counts of one tenant; `None` for one it does not know.
     pub fn tenant(&self, salt: &str) -> Option<SaltUsage> {
         self.index.salt_usage(salt)
+    }
+
+    /// What the index counts of all and of some tenants: [`Cache::stats_with`].
+    ///
+    /// [`Cache::stats_with`]: kvtier_core::cache::Cache::stats_with
+    pub fn stats_with<S: AsRef<str>>(&self, salts: &[S]) -> (Stats, Vec<Option<SaltUsage>>) {
+        self.index.stats_with(salts)
     }
 
     /// The tenants that have anything or a grant: [`Cache::salts`].

@@ -17,7 +17,7 @@ use super::quota::QuotaModeName;
 use super::request::{check_host, parse_mode};
 use super::{
     ConfigError, GIB, HostMemory, L1Origin, L2Config, PrefetchPolicy, QuotaSettings, ServerConfig,
-    StorePolicy,
+    StorePolicy, TenantSettings,
 };
 use crate::access::{Access, TOKENS_VARIABLE, Wanted};
 use crate::quota::Limit;
@@ -288,6 +288,8 @@ pub struct ServerArgs {
     /// LMCache's do]
     #[arg(long, value_name = "FILE", help_heading = "Tenants")]
     pub(super) quota_file: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) tenants: TenantSettings,
 
     /// Host of the HTTP API; beyond loopback it needs tokens
     #[arg(long, default_value = "127.0.0.1", help_heading = "HTTP")]
@@ -504,6 +506,7 @@ impl ServerArgs {
             eviction_trigger_watermark: watermark,
             eviction_ratio: self.eviction_ratio,
             quotas,
+            tenants: self.tenants,
             access: Arc::new(access.map_err(ConfigError)?),
             http_port: self.http_port,
             prometheus_port: self.prometheus_port,

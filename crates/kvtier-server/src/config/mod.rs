@@ -12,6 +12,7 @@ mod peer;
 mod quota;
 mod request;
 mod show;
+mod tenants;
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -22,6 +23,7 @@ pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode};
 pub use l2::{L2Config, PrefetchPolicy, StorePolicy};
 pub use memory::{HostMemory, L1Origin};
 pub use quota::{Place, QuotaSettings};
+pub use tenants::TenantSettings;
 
 use kvtier_core::hashing::HashAlgorithm;
 use kvtier_l2::redact;
@@ -112,6 +114,8 @@ pub struct ServerConfig {
     pub eviction_ratio: f64,
     /// What tenants may have.
     pub quotas: QuotaSettings,
+    /// How tenants are called, and how much is told of each.
+    pub tenants: TenantSettings,
     /// Where the HTTP API is, and who may use it.
     pub access: Arc<Access>,
     /// Port of the HTTP API; 0 lets the system choose.

@@ -129,7 +129,7 @@ impl Engine {
         self.metrics.reserved(
             "l1_store",
             key.model_name,
-            key.cache_salt,
+            transfer.range.scope.cache_salt(),
             &reserved.outcomes,
         );
         Ok(reserved.reservation)
@@ -253,7 +253,7 @@ impl Engine {
         let tokens = reservation.len() * self.chunk_size.get();
         let committed = reservation.commit(self.now());
         self.metrics
-            .admitted(key.cache_salt, committed.inserted as u64);
+            .admitted(transfer.range.scope.cache_salt(), committed.inserted as u64);
         self.metrics.store(DEVICE, true);
         self.write_behind(
             &transfer.range.scope,
@@ -309,7 +309,7 @@ impl Engine {
         let committed =
             reservation.commit_subset(self.now(), |staged| written[staged.position as usize]);
         self.metrics
-            .admitted(key.cache_salt, committed.inserted as u64);
+            .admitted(transfer.range.scope.cache_salt(), committed.inserted as u64);
         self.metrics.store(DEVICE, true);
         self.write_behind(
             &transfer.range.scope,
@@ -381,8 +381,12 @@ impl Engine {
             missed("not_held")
         })?;
         self.check_withheld(&transfer.instance).map_err(missed)?;
-        self.metrics
-            .loaded(key.model_name, key.cache_salt, range.worker, chunks);
+        self.metrics.loaded(
+            key.model_name,
+            range.scope.cache_salt(),
+            range.worker,
+            chunks,
+        );
         if self.has_pool(&transfer) {
             let extents = held.iter().flat_map(|held| held.lease.extents());
             let slots = extents

@@ -16,7 +16,7 @@ use kvtier_proto::response::Response;
 use super::instances::{Instance, Mode};
 use super::lookup::{check_names, space};
 use super::memory::{L1Allocator, to_memory};
-use super::{Answer, Engine};
+use super::{Answer, Engine, deadline};
 
 const DEVICE: &str = "cpu";
 
@@ -55,8 +55,7 @@ impl Engine {
         let worker = key
             .worker_id
             .ok_or("worker_id is nil; allowed: the number of a worker")?;
-        let scope = KeyScope::new(key.model_name, key.cache_salt, key.world_size, Some(worker))
-            .map_err(|error| error.to_string())?;
+        let scope = self.scope(key).map_err(|error| error.to_string())?;
         let chunks = store_chunks(self.chunk_size, key.tokens.token_count, key.start, key.end)
             .map_err(|error| error.to_string())?;
         let kv_rank = kvtier_core::kv_rank(key.world_size, worker);
@@ -142,7 +141,7 @@ impl Engine {
         self.metrics.reserved(
             "l1_store",
             key.model_name,
-            key.cache_salt,
+            range.scope.cache_salt(),
             &reserved.outcomes,
         );
         for staged in reserved.reservation.staged() {
@@ -168,10 +167,12 @@ impl Engine {
             let (chunks, _) = &present[staged.request as usize];
             stored[chunks[staged.position as usize]] = true;
         }
+        // What was copied after the deadline may be the KV of other tokens.
+        deadline::check(&store.key)?;
         let staged = self.to_write_behind(&reserved.reservation);
         let committed = reserved.reservation.commit(self.now());
         self.metrics
-            .admitted(store.key.cache_salt, committed.inserted as u64);
+            .admitted(range.scope.cache_salt(), committed.inserted as u64);
         self.write_behind(&range.scope, &requests, &staged);
         Ok(stored.into_iter().filter(|stored| *stored).count() * self.chunk_size.get())
     }
@@ -210,6 +211,7 @@ impl Engine {
         let Mode::LmcacheDriven { memory, .. } = &instance.mode else {
             return Err("the instance is registered for engine-driven transfers; allowed: prepare and commit".into());
         };
+        deadline::check(key)?;
         Ok((memory.as_ref(), self.worker_range(instance, key)?))
     }
 
@@ -300,7 +302,7 @@ impl Engine {
         copied.map_err(|error: DeviceError| error.to_string())?;
         self.metrics.loaded(
             key.model_name,
-            key.cache_salt,
+            range.scope.cache_salt(),
             range.worker,
             range.chunks.len() as u64,
         );

@@ -75,12 +75,7 @@ impl Engine {
         if let Err(error) = check_names(key) {
             return self.refused_lookup(caller, key, &error);
         }
-        let scope = match KeyScope::new(
-            key.model_name,
-            key.cache_salt,
-            key.world_size,
-            key.worker_id,
-        ) {
+        let scope = match self.scope(key) {
             Ok(scope) => scope,
             Err(error) => return self.refused_lookup(caller, key, &error),
         };
@@ -95,7 +90,7 @@ impl Engine {
         let workers = scope.workers();
         let Some(instances) = self.instances.of_workers(model, key.world_size, workers) else {
             self.metrics
-                .early_exit(model, key.cache_salt, "no_gpu_context");
+                .early_exit(model, scope.cache_salt(), "no_gpu_context");
             self.found_nothing(caller, key.request_id, scope);
             return Answer::nothing();
         };
@@ -103,7 +98,7 @@ impl Engine {
         let hashes = &key.tokens.hashes[chunks.clone()];
         if hashes.is_empty() {
             self.metrics
-                .early_exit(model, key.cache_salt, "empty_chunk_hashes");
+                .early_exit(model, scope.cache_salt(), "empty_chunk_hashes");
             self.found_nothing(caller, key.request_id, scope);
             return Answer::nothing();
         }
@@ -128,7 +123,7 @@ impl Engine {
         let held = found.lease.held() as u64;
         self.metrics.lookup(
             model,
-            key.cache_salt,
+            scope.cache_salt(),
             tokens(hashes.len()),
             tokens(found.hit_chunks),
             held,
@@ -144,7 +139,7 @@ impl Engine {
             .l2
             .as_ref()
             .filter(|_| found.hit_chunks < hashes.len())
-            .map(|l2| (Arc::clone(l2), prefetch_request(&scope, &instances, hashes)));
+            .map(|l2| (Arc::clone(l2), prefetch_request(&scope, &instances, hashes, found.hit_chunks)));
         let lookup = HeldLookup {
             connection: caller.connection,
             hashes: hashes[..found.hit_chunks].into(),
@@ -278,12 +273,7 @@ impl Engine {
 
     /// The scheduler does not need these chunks.
     pub(super) fn free_lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>) -> Answer {
-        match KeyScope::new(
-            key.model_name,
-            key.cache_salt,
-            key.world_size,
-            key.worker_id,
-        ) {
+        match self.scope(key) {
             Ok(scope) => {
                 let chunks =
                     lookup_chunks(self.chunk_size, key.tokens.token_count, key.start, key.end);
@@ -339,11 +329,12 @@ impl Engine {
     }
 }
 
-/// What the tiers are asked for: all that the prompt has, of every row.
+/// What the tiers are asked for: all that the prompt has, of every row. So many chunks are counted as found already.
 pub(super) fn prefetch_request(
     scope: &KeyScope,
     instances: &[Arc<Instance>],
     hashes: &[ChunkHash],
+    counted: usize,
 ) -> PrefetchRequest {
     let mut rows = Vec::new();
     for (kv_rank, instance) in scope.kv_ranks().zip(instances) {
@@ -361,6 +352,7 @@ pub(super) fn prefetch_request(
         scope: scope.clone(),
         rows,
         hashes: hashes.into(),
+        counted,
     }
 }
 

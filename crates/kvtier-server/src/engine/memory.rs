@@ -116,6 +116,7 @@ fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::Salts;
 
     #[test]
     fn the_pool_of_a_killed_server_goes_before_room_is_looked_for() {
@@ -125,7 +126,7 @@ mod tests {
         // A pebibyte, which no machine has.
         let flags = ["--shm-name", &name, "--l1-size-gb", "1048576"];
         let config = ServerConfig::from_flags(&flags).unwrap();
-        let quotas = Opened::open(&config).unwrap();
+        let quotas = Opened::open(&config, &Salts::open(&config.tenants).unwrap()).unwrap();
         let error = L1::create(&config, &quotas).err().unwrap();
         for part in [name.as_str(), "--l1-size-gb", "worker that maps it"] {
             assert!(error.contains(part), "{error}");

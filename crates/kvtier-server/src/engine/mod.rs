@@ -17,6 +17,8 @@ mod lookups;
 mod memory;
 mod objects;
 mod registration;
+mod salts;
+mod scrape;
 mod status;
 mod transfers;
 mod warm;
@@ -31,6 +33,7 @@ pub use answer::{Answer, Handled};
 pub use checksums::ChecksumError;
 pub use clock::Clock;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
+pub use salts::Salts;
 pub use warm::{WarmError, WarmUp, Warmed};
 
 use kvtier_core::hashing::ChunkHasher;
@@ -99,6 +102,7 @@ pub struct Engine {
     /// The tiers below L1, if there are any.
     l2: Option<Arc<L2>>,
     quotas: Arc<Quotas>,
+    salts: Salts,
 }
 
 impl Engine {
@@ -111,7 +115,8 @@ impl Engine {
             .ok_or("--chunk-size: 0 is not allowed")?;
         let seed = std::env::var("PYTHONHASHSEED").unwrap_or_else(|_| HASH_SEED.into());
         let hasher = ChunkHasher::new(config.hash_algorithm, chunk_size, &seed);
-        let quotas = Opened::open(&config)?;
+        let salts = Salts::open(&config.tenants)?;
+        let quotas = Opened::open(&config, &salts)?;
         let l1 = L1::create(&config, &quotas)?;
         let clock = Arc::new(Clock::start());
         let l2 = match &config.l2 {
@@ -131,6 +136,7 @@ impl Engine {
             l1,
             l2,
             quotas: Arc::new(quotas),
+            salts,
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
             instances: Instances::default(),
             lookups: Arc::default(),

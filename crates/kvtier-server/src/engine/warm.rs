@@ -7,7 +7,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE};
+use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_salt};
 use parking_lot::Mutex;
 
 use super::Engine;
@@ -178,7 +178,9 @@ impl Engine {
             });
         };
         let l2 = self.l2().ok_or(WarmError::NoTiers)?;
-        let scope = KeyScope::new(model_name, cache_salt, workers, None)?;
+        check_cache_salt(cache_salt)?;
+        let salt = self.salts.of_operator(cache_salt);
+        let scope = KeyScope::new(model_name, &salt, workers, None)?;
         if token_ids.len() > MAX_TOKENS {
             return Err(WarmError::TooManyTokens(token_ids.len()));
         }
@@ -188,7 +190,7 @@ impl Engine {
         let entry = self.warm_ups.enter(self.now())?;
         let hashes = self.prompts.hasher().hash_prompt(token_ids);
         let begun = (entry.id.clone(), hashes.len());
-        let request = Arc::new(prefetch_request(&scope, &instances, &hashes));
+        let request = Arc::new(prefetch_request(&scope, &instances, &hashes, hashes.len()));
         let (l2, clock) = (Arc::clone(l2), Arc::clone(&self.clock));
         let handle = l2.handle().clone();
         handle.spawn(async move {

@@ -134,7 +134,7 @@ impl Server {
                 static SAID: Seldom = Seldom::new();
                 if let Some(left_out) = SAID.due(Instant::now()) {
                     let operation = spec.operation.name();
-                    tracing::debug!(operation, %error, left_out, "a request could not be decoded");
+                    tracing::warn!(operation, %error, left_out, "a request could not be decoded");
                 }
                 Answer::refusal_with(spec.operation, spec.response, "undecodable", &error).into()
             }

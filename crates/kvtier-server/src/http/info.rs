@@ -84,7 +84,7 @@ pub(super) async fn metrics(api: State) -> Response {
     let Some(engine) = api.engine.get() else {
         return (StatusCode::SERVICE_UNAVAILABLE, "engine not initialized\n").into_response();
     };
-    let text = engine.metrics().encode(&engine.readings());
+    let text = engine.scrape();
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, kind)], text).into_response()
 }

@@ -50,7 +50,7 @@ fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
 }
 
 /// The tenant that a path names.
-fn salt(path: Result<Path<String>, PathRejection>) -> Result<String, ApiError> {
+fn salt(api: &State, path: Result<Path<String>, PathRejection>) -> Result<String, ApiError> {
     let Path(name) = path.map_err(|_| bad("cache_salt: it is not UTF-8"))?;
     match name.as_str() {
         DEFAULT => return Ok(String::new()),
@@ -61,7 +61,7 @@ fn salt(path: Result<Path<String>, PathRejection>) -> Result<String, ApiError> {
         _ => {}
     }
     check_cache_salt(&name).map_err(|error| bad(error.to_string()))?;
-    Ok(name)
+    Ok(engine(api)?.salts().of_operator(&name).into_owned())
 }
 
 fn shown(salt: &str) -> &str {
@@ -128,7 +128,7 @@ async fn put(
     path: Result<Path<String>, PathRejection>,
     bytes: Bytes,
 ) -> Result<Json<Value>, ApiError> {
-    let salt = salt(path)?;
+    let salt = salt(&api, path)?;
     let wanted = Wanted::parse(&bytes, engine(&api)?.quotas().places()).map_err(bad)?;
     let limit = wanted.limit_gb.clone();
     change(&api, &salt, Some(wanted), "a tenant's quota was set").await?;
@@ -149,7 +149,7 @@ async fn delete(
     api: State,
     path: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
-    let salt = salt(path)?;
+    let salt = salt(&api, path)?;
     let status = match change(&api, &salt, None, "a tenant's quota was removed").await? {
         true => "removed",
         false => "not_found",
@@ -170,7 +170,7 @@ async fn get(
     api: State,
     path: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, ApiError> {
-    let salt = salt(path)?;
+    let salt = salt(&api, path)?;
     let quotas = Arc::clone(engine(&api)?.quotas());
     let told = apart(move || {
         let look = quotas.look();

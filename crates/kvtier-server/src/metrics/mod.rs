@@ -7,6 +7,9 @@
 mod l2;
 mod labels;
 mod names;
+mod tenants;
+#[cfg(test)]
+mod tenants_tests;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -25,6 +28,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry};
+pub use tenants::{TenantMetrics, TenantSource};
 
 /// Tenants with a label value of their own.
 pub const MAX_SALTS: usize = 1000;
@@ -49,6 +53,8 @@ pub struct Metrics {
     models: Arc<Names>,
     /// Those of the tiers.
     pub l2: L2Metrics,
+    /// Those of single tenants.
+    pub tenants: TenantMetrics,
 
     l1_write_chunks: Family<L1Labels, Counter>,
     l1_read_chunks: Family<L1Labels, Counter>,
@@ -198,6 +204,7 @@ impl Metrics {
                 Arc::clone(&salts),
                 Arc::clone(&models),
             ),
+            tenants: TenantMetrics::new(&mut own),
             salts,
             models,
             l1_write_chunks: lmcache.add("l1_write_chunks", "Objects admitted to L1"),

@@ -23,7 +23,7 @@ pub use limit::{Limit, parse_size};
 pub use table::{Entry, MAX_TENANTS, Table, TierEntry};
 
 use crate::config::{Place, QuotaSettings, ServerConfig};
-use crate::engine::{Clock, L1Allocator};
+use crate::engine::{Clock, L1Allocator, Salts};
 use crate::l2::L2;
 
 /// Objects evicted under one hold of L1's lock.
@@ -45,7 +45,7 @@ impl Opened {
     ///
     /// # Errors
     /// One line: a file that cannot be used, shares that cannot be had.
-    pub fn open(config: &ServerConfig) -> Result<Self, String> {
+    pub fn open(config: &ServerConfig, salts: &Salts) -> Result<Self, String> {
         let (file, table) = match &config.quotas.file {
             None => (None, Table::default()),
             Some(path) => {
@@ -54,6 +54,8 @@ impl Opened {
                 (Some(file), table)
             }
         };
+        // What was set before salts were hashed still holds.
+        let table = table.renamed(|salt| salts.of_operator(salt).into());
         check_reserved(config, &table)?;
         Ok(Self {
             settings: config.quotas.clone(),

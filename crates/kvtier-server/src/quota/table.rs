@@ -89,6 +89,13 @@ impl Table {
         }
     }
 
+    /// The same entries under other names, no two of which are the same.
+    pub fn renamed(self, name: impl Fn(&str) -> Arc<str>) -> Self {
+        let entries = self.0.iter();
+        let renamed = entries.map(|(salt, entry)| (name(salt), Arc::clone(entry)));
+        Self(renamed.collect())
+    }
+
     /// What holds for the tenants in one tier.
     pub fn grants(&self, tier: &str) -> impl Iterator<Item = (&str, Grant)> {
         self.0

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvtier_core::object_key::{KeyShape, ObjectKey};
+use kvtier_core::object_key::ObjectKey;
 use kvtier_memory::AccessError;
 use kvtier_memory::checksum::checksum128;
 use serde_json::{Value, json};
@@ -61,7 +61,7 @@ impl Checksums {
     }
 
     fn error(&self, kind: ErrorKind, key: &ObjectKey, what: &str) -> L2Error {
-        let name = key.text().name(KeyShape::Grouped);
+        let name = key.text().shown();
         L2Error::new(kind, format!("{}: {name} {what}", self.inner.kind()))
     }
 

@@ -1,0 +1,92 @@
+//! Keyed hashes that take the place of cache salts.
+
+use std::borrow::Cow;
+use std::fmt;
+
+/// What hashed salts begin with; the number is that of the scheme.
+const PREFIX: &str = "h1-";
+
+/// Hex digits behind it.
+const DIGITS: usize = 32;
+
+/// Separates the keys made here from those that others make of the same secret.
+const CONTEXT: &str = "kvtier 2026 cache salts";
+
+/// Makes hashed salts from a secret: `h1-` and 32 hex digits, the first half of a keyed BLAKE3.
+///
+/// Keyed, because salts are often names that can be guessed: of a plain hash anybody who sees a directory could find
+/// them by trying. The same secret gives the same hashes in every process, so servers that share it share tenants.
+#[derive(Clone)]
+pub struct SaltKey([u8; 32]);
+
+impl SaltKey {
+    /// The key made from a secret of any length.
+    pub fn new(secret: &[u8]) -> Self {
+        Self(blake3::derive_key(CONTEXT, secret))
+    }
+
+    /// The salt that stands for a tenant's. No salt stays none.
+    pub fn hashed(&self, salt: &str) -> String {
+        if salt.is_empty() {
+            return String::new();
+        }
+        let hash = blake3::keyed_hash(&self.0, salt.as_bytes());
+        format!("{PREFIX}{}", &hash.to_hex()[..DIGITS])
+    }
+
+    /// The same for a salt from somebody who may name tenants by their hashes, as listings show them.
+    pub fn hashed_once<'a>(&self, salt: &'a str) -> Cow<'a, str> {
+        let digits = salt.strip_prefix(PREFIX).unwrap_or_default();
+        let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        match digits.len() == DIGITS && digits.bytes().all(is_digit) {
+            true => salt.into(),
+            false => self.hashed(salt).into(),
+        }
+    }
+
+    /// Tells two keys apart, and nothing about either.
+    pub fn fingerprint(&self) -> String {
+        let hash = blake3::keyed_hash(&self.0, b"");
+        hash.to_hex()[..8].to_owned()
+    }
+}
+
+impl fmt::Debug for SaltKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SaltKey({})", self.fingerprint())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::object_key::check_cache_salt;
+
+    #[test]
+    fn hashes_are_salts_and_stay_the_same_for_good() {
+        let key = SaltKey::new(b"a secret of an operator");
+        let hashed = key.hashed("acme");
+        assert_eq!(hashed, "h1-0ed40699fdc9acdcec884817ad88c9a8");
+        check_cache_salt(&hashed).unwrap();
+        assert_eq!(key.hashed(""), "");
+        assert_ne!(SaltKey::new(b"another").hashed("acme"), hashed);
+        assert_ne!(key.hashed("acme2"), hashed);
+    }
+
+    #[test]
+    fn only_who_may_name_hashes_is_taken_at_their_word() {
+        let key = SaltKey::new(b"secret");
+        let hashed = key.hashed("acme");
+        assert_eq!(key.hashed_once(&hashed), hashed);
+        assert_eq!(key.hashed_once("acme"), hashed);
+        assert_ne!(key.hashed(&hashed), hashed);
+        for other in [
+            "h1-",
+            "h1-xyz",
+            &hashed.to_uppercase(),
+            &format!("{hashed}0"),
+        ] {
+            assert_eq!(key.hashed_once(other), key.hashed(other));
+        }
+    }
+}

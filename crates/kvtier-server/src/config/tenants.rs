@@ -1,0 +1,109 @@
+//! How tenants are called, and how much is told of each.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use kvtier_core::object_key::SaltKey;
+
+/// Sizes that a file with a secret may have, bytes.
+const SECRET_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
+
+/// The flags.
+#[derive(Debug, Clone, PartialEq, Eq, Args)]
+pub struct TenantSettings {
+    /// File with a secret of 16 to 4096 bytes. Keyed hashes made with it take the place of cache salts in names in L2, in
+    /// metrics and over HTTP; servers that share a directory need the same one. LMCache cannot read such names
+    /// [default: none, salts as they are]
+    #[arg(long, value_name = "FILE", help_heading = "Tenants")]
+    pub hash_salts: Option<PathBuf>,
+    /// Tenants that have series of their own in kvtier_tenant metrics, those with the most bytes; the rest is other.
+    /// 0 to 1000; 0 leaves these metrics out
+    #[arg(
+        long,
+        default_value_t = 20,
+        value_parser = clap::value_parser!(u16).range(0..=1000),
+        help_heading = "Tenants"
+    )]
+    pub tenant_metrics: u16,
+}
+
+impl TenantSettings {
+    /// Reads the secret, if salts are to be hashed.
+    ///
+    /// # Errors
+    /// One line: a file that cannot be read, or has no secret in it.
+    pub fn salt_key(&self) -> Result<Option<SaltKey>, String> {
+        let read = |path: &PathBuf| read(path).map(|secret| SaltKey::new(&secret));
+        self.hash_salts.as_ref().map(read).transpose()
+    }
+}
+
+/// The secret in a file: all of it but white space at its end.
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    use std::io::Read as _;
+
+    let failed = |error| format!("--hash-salts: {}: {error}", path.display());
+    let mut secret = Vec::new();
+    let file = std::fs::File::open(path).map_err(failed)?;
+    let most = *SECRET_BYTES.end() as u64 + 1;
+    file.take(most).read_to_end(&mut secret).map_err(failed)?;
+    secret.truncate(secret.trim_ascii_end().len());
+    if !SECRET_BYTES.contains(&secret.len()) {
+        return Err(format!(
+            "--hash-salts: {} has {} bytes{}; allowed: a secret of {} to {} bytes, such as `openssl rand -hex 32` makes",
+            path.display(),
+            secret.len(),
+            if secret.len() > *SECRET_BYTES.end() {
+                " or more"
+            } else {
+                ""
+            },
+            SECRET_BYTES.start(),
+            SECRET_BYTES.end(),
+        ));
+    }
+    Ok(secret)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(content: &[u8]) -> Result<String, String> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("secret");
+        std::fs::write(&path, content).unwrap();
+        let settings = TenantSettings {
+            hash_salts: Some(path),
+            tenant_metrics: 0,
+        };
+        Ok(settings.salt_key()?.unwrap().hashed("acme"))
+    }
+
+    #[test]
+    fn the_end_of_the_line_is_no_part_of_a_secret() {
+        let secret = b"0123456789abcdef";
+        assert_eq!(key(b"0123456789abcdef\r\n"), key(secret));
+        assert_ne!(key(b" 0123456789abcdef"), key(secret));
+    }
+
+    #[test]
+    fn what_is_no_secret_is_refused_with_what_is() {
+        for (content, told) in [
+            (&b""[..], "has 0 bytes;"),
+            (b"short\n", "has 5 bytes;"),
+            (&[b'x'; 5000], "has 4097 bytes or more;"),
+        ] {
+            let error = key(content).unwrap_err();
+            assert!(
+                error.contains(told) && error.contains("16 to 4096"),
+                "{error}"
+            );
+        }
+        let settings = TenantSettings {
+            hash_salts: Some("/nowhere/secret".into()),
+            tenant_metrics: 0,
+        };
+        assert!(settings.salt_key().unwrap_err().contains("/nowhere/secret"));
+    }
+}

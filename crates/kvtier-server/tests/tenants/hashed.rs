@@ -1,0 +1,106 @@
+//! `--hash-salts`: no salt is on disk, in metrics or in listings, and tenants stay who they are.
+
+use kvtier_client::Scope;
+use kvtier_core::object_key::SaltKey;
+
+use crate::bed::{files, http, lookup, read, server, settle, store};
+use crate::support::{prompt, range};
+
+const SECRET: &str = "a secret of the operator";
+
+#[test]
+fn hashed_tenants_are_the_same_after_a_restart() {
+    let directory = tempfile::tempdir().unwrap();
+    let (tier, secret) = (
+        directory.path().join("tier"),
+        directory.path().join("secret"),
+    );
+    let quotas = directory.path().join("quotas");
+    std::fs::write(&secret, format!("{SECRET}\n")).unwrap();
+    let flags = [
+        "--eviction-policy",
+        "IsolatedLRU",
+        "--hash-salts",
+        secret.to_str().unwrap(),
+        "--quota-file",
+        quotas.to_str().unwrap(),
+    ];
+    let (prompt, hashed) = (prompt(1, 2), SaltKey::new(SECRET.as_bytes()).hashed("acme"));
+    let told = |server: &_| {
+        let mut all = std::fs::read_to_string(&quotas).unwrap_or_default();
+        for path in files(&tier) {
+            all.push_str(&path.to_string_lossy());
+        }
+        for path in [
+            "/metrics",
+            "/quota",
+            "/cache/objects",
+            "/cache/objects?tier=l1",
+            "/status",
+        ] {
+            all.push_str(&http(server, "GET", path, "").1);
+        }
+        all
+    };
+    {
+        let server = server(&tier, &flags);
+        let mut worker = server.engine_driven(1, &Scope::new("hashed"));
+        store(&mut worker, "acme", &prompt, 1);
+        store(&mut worker, &hashed, &prompt, 2);
+        store(&mut worker, "", &prompt, 3);
+        settle(&server);
+        assert_eq!(
+            http(&server, "PUT", "/quota/acme", r#"{"limit_gb": 1}"#).0,
+            200
+        );
+        assert_eq!(read(&mut worker, "acme", &prompt, 1, "r"), 2);
+        // A salt that is another's hash is a tenant of its own.
+        assert_eq!(read(&mut worker, &hashed, &prompt, 2, "r"), 2);
+        let told = told(&server);
+        assert!(told.contains(&hashed) && !told.contains("acme"), "{told}");
+    }
+    let server = server(&tier, &flags);
+    let mut worker = server.engine_driven(1, &Scope::new("hashed"));
+    assert_eq!(read(&mut worker, "acme", &prompt, 1, "r"), 2);
+    assert_eq!(read(&mut worker, &hashed, &prompt, 2, "r"), 2);
+    assert_eq!(read(&mut worker, "", &prompt, 3, "r"), 2);
+    // The quota and what the tier holds are the tenant's, by its salt and by the hash that listings show.
+    let by_salt = http(&server, "GET", "/quota/acme", "");
+    assert_eq!(
+        by_salt,
+        http(&server, "GET", &format!("/quota/{hashed}"), "")
+    );
+    assert!(by_salt.1.contains(r#""exists":true"#), "{by_salt:?}");
+    let chunk = worker.chunk_bytes() as u64;
+    let look = server.engine().quotas().look();
+    let usage: Vec<_> = look.tenant(&hashed).iter().map(|tier| tier.bytes).collect();
+    let own = files(&tier)
+        .into_iter()
+        .filter(|path| path.to_string_lossy().contains(&hashed));
+    let on_disk: u64 = own.map(|path| path.metadata().unwrap().len()).sum();
+    assert_eq!(usage, [2 * chunk, on_disk]);
+    let told = told(&server);
+    assert!(told.contains(&hashed) && !told.contains("acme"), "{told}");
+}
+
+#[test]
+fn another_secret_makes_other_tenants() {
+    let directory = tempfile::tempdir().unwrap();
+    let (tier, secret) = (
+        directory.path().join("tier"),
+        directory.path().join("secret"),
+    );
+    let prompt = prompt(1, 2);
+    for content in [SECRET, "another secret of the operator"] {
+        std::fs::write(&secret, content).unwrap();
+        let server = server(&tier, &["--hash-salts", secret.to_str().unwrap()]);
+        let mut worker = server.engine_driven(1, &Scope::new("hashed"));
+        assert_eq!(lookup(&mut worker, "acme", &prompt, "r"), 0);
+        store(&mut worker, "acme", &prompt, 1);
+        settle(&server);
+        let scope = Scope::new("hashed").with_salt("acme");
+        let key = scope.scheduler_key(&prompt, range(0..2), "r");
+        worker.connection().free_lookup_locks(&key).unwrap();
+    }
+    assert_eq!(files(&tier).len(), 4);
+}
