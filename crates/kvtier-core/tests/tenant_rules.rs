@@ -256,3 +256,31 @@ fn counts_of_tenants_add_up() {
     );
     assert!(stats.hit_chunks_total > 0 && stats.evicted_objects_total > 0);
 }
+
+#[test]
+fn a_second_look_counts_only_what_it_finds_more() {
+    let cache = tenants(QuotaMode::Soft, None);
+    let row = kvtier_core::cache::LookupRow {
+        space: space(0, "a"),
+        window: None,
+    };
+    put(&cache, "a", 0..3);
+    let first = cache.lookup(NOW, &[row], &hashes(0..10)).hit_chunks;
+    put(&cache, "a", 3..8);
+    let second = cache.look_again(NOW, &[row], &hashes(0..10), first);
+    assert_eq!((first, second.hit_chunks), (3, 8));
+    let usage = cache.salt_usage("a").unwrap();
+    assert_eq!(
+        (usage.requested_chunks_total, usage.hit_chunks_total),
+        (10, 8)
+    );
+    let stats = cache.stats();
+    assert_eq!(
+        (
+            stats.lookups_total,
+            stats.requested_chunks_total,
+            stats.hit_chunks_total
+        ),
+        (1, 10, 8)
+    );
+}

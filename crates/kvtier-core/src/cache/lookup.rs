@@ -4,6 +4,7 @@ use super::ExtentAllocator;
 use super::lease::{LookupRow, RowHold};
 use super::slab::SlotRef;
 use super::state::State;
+use super::tenant::Tenant;
 use crate::hashing::ChunkHash;
 use crate::window::needed;
 
@@ -81,10 +82,6 @@ impl<A: ExtentAllocator> State<A> {
                 self.pin(reference.slot);
             }
         }
-        self.totals.lookups += 1;
-        self.totals.requested_chunks += hashes.len() as u64;
-        self.totals.hit_chunks += hit as u64;
-        self.count_lookup(rows, hashes.len(), hit);
         hit
     }
 
@@ -114,6 +111,30 @@ impl<A: ExtentAllocator> State<A> {
             }
         }
         None
+    }
+
+    /// Counts a lookup, also for its tenant as far as that is known.
+    pub(super) fn count_lookup(&mut self, rows: &[LookupRow<'_>], requested: usize, hit: usize) {
+        self.totals.lookups += 1;
+        self.totals.requested_chunks += requested as u64;
+        if let Some(tenant) = self.tenant_of(rows) {
+            tenant.totals.requested_chunks += requested as u64;
+        }
+        self.count_hits(rows, hit);
+    }
+
+    /// Counts chunks that a lookup found.
+    pub(super) fn count_hits(&mut self, rows: &[LookupRow<'_>], hit: usize) {
+        self.totals.hit_chunks += hit as u64;
+        if let Some(tenant) = self.tenant_of(rows) {
+            tenant.totals.hit_chunks += hit as u64;
+        }
+    }
+
+    fn tenant_of(&mut self, rows: &[LookupRow<'_>]) -> Option<&mut Tenant> {
+        let tenants = &mut self.spaces.tenants;
+        let number = tenants.find(rows.first()?.space.cache_salt)?;
+        tenants.get_mut(number)
     }
 
     /// A lease on all these objects, or on none: fills in their slots, in order.

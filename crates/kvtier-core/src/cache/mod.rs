@@ -192,10 +192,38 @@ impl<A: ExtentAllocator> Cache<A> {
     /// The longest prefix of `hashes` that every row can serve, held in the same moment: full-attention rows hold
     /// all its chunks, rows with a window the last of them. A miss holds nothing; so does a lookup without rows.
     pub fn lookup(&self, now: Duration, rows: &[LookupRow<'_>], hashes: &[ChunkHash]) -> Lookup<A> {
+        self.look(now, rows, hashes, |state, hit| {
+            state.count_lookup(rows, hashes.len(), hit);
+        })
+    }
+
+    /// The same for a lookup that found so many chunks before, and has had the others brought: only what it finds beyond
+    /// is counted.
+    pub fn look_again(
+        &self,
+        now: Duration,
+        rows: &[LookupRow<'_>],
+        hashes: &[ChunkHash],
+        found_before: usize,
+    ) -> Lookup<A> {
+        self.look(now, rows, hashes, |state, hit| {
+            state.count_hits(rows, hit.saturating_sub(found_before));
+        })
+    }
+
+    fn look(
+        &self,
+        now: Duration,
+        rows: &[LookupRow<'_>],
+        hashes: &[ChunkHash],
+        count: impl FnOnce(&mut State<A>, usize),
+    ) -> Lookup<A> {
         let mut batch = LookupBatch::new(rows, hashes.len());
         let hit_chunks = self.locked(|state| {
             state.tell_time(now);
-            state.lookup(rows, hashes, &mut batch)
+            let hit = state.lookup(rows, hashes, &mut batch);
+            count(state, hit);
+            hit
         });
         Lookup {
             hit_chunks,

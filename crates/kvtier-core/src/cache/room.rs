@@ -7,7 +7,7 @@ use super::reservation::KeyOutcome;
 use super::slab::Slot;
 use super::state::State;
 use super::tenant::Tenant;
-use super::{Evicted, Extent, ExtentAllocator, LookupRow, ResidentObject};
+use super::{Evicted, Extent, ExtentAllocator, ResidentObject};
 use crate::quota::Grant;
 use std::hint::black_box;
 
@@ -97,18 +97,6 @@ impl<A: ExtentAllocator> State<A> {
                 }
                 KeyOutcome::OverQuota
             }
-        }
-    }
-
-    /// Counts a lookup for its tenant, as far as that is known.
-    pub(super) fn count_lookup(&mut self, rows: &[LookupRow<'_>], requested: usize, hit: usize) {
-        let tenants = &mut self.spaces.tenants;
-        let tenant = rows
-            .first()
-            .and_then(|row| tenants.find(row.space.cache_salt));
-        if let Some(tenant) = tenant.and_then(|number| tenants.get_mut(number)) {
-            tenant.totals.requested_chunks += requested as u64;
-            tenant.totals.hit_chunks += hit as u64;
         }
     }
 
