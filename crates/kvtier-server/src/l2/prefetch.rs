@@ -54,6 +54,8 @@ pub struct PrefetchRequest {
     pub rows: Vec<PrefetchRow>,
     /// The chunks.
     pub hashes: Arc<[ChunkHash]>,
+    /// Chunks that are counted as found already, or are not to be counted.
+    pub counted: usize,
 }
 
 /// What came of it.
@@ -167,7 +169,8 @@ impl L2 {
                 window: request.rows[row].window,
             })
             .collect();
-        let lookup = self.cache.lookup(self.now(), &rows, &request.hashes);
+        let lookup = self.cache
+            .look_again(self.now(), &rows, &request.hashes, request.counted);
         Prefetched { lookup, loaded }
     }
 
