@@ -49,7 +49,7 @@ impl Gate {
     }
 
     /// Who asks, or the answer that refuses.
-    fn admit(&self, request: &Request) -> Result<Caller, Response> {
+    fn admit(&self, request: &Request) -> Result<Caller, Box<Response>> {
         let peer = request.extensions().get();
         let peer = peer.map_or_else(|| "-".to_owned(), |Peer(address)| address.to_string());
         let needed = needed(request.method());
@@ -57,7 +57,7 @@ impl Gate {
             let foreign =
                 origin::foreign(request.headers(), self.access.host(), needed == Role::Admin);
             return match foreign {
-                Some(reason) => Err(refuse(StatusCode::FORBIDDEN, reason)),
+                Some(reason) => Err(refuse(StatusCode::FORBIDDEN, reason).into()),
                 None => Ok(Caller {
                     name: "anybody".into(),
                     role: Role::Admin,
@@ -68,9 +68,7 @@ impl Gate {
         let presented = presented(request.headers());
         let Some(token) = presented.and_then(|presented| tokens.find(presented)) else {
             self.strangers.note(&peer);
-            return Err(unauthorized(
-                request.headers().contains_key(header::AUTHORIZATION),
-            ));
+            return Err(unauthorized(request.headers().contains_key(header::AUTHORIZATION)).into());
         };
         let caller = Caller {
             name: token.name.clone(),
@@ -91,7 +89,8 @@ impl Gate {
         Err(challenged(
             refuse(StatusCode::FORBIDDEN, &reason),
             "Bearer realm=\"kvtier\", error=\"insufficient_scope\"",
-        ))
+        )
+        .into())
     }
 }
 
@@ -107,7 +106,7 @@ pub(super) async fn gate(
     }
     let caller = match gate.admit(&request) {
         Ok(caller) => caller,
-        Err(refused) => return refused,
+        Err(refused) => return *refused,
     };
     if reads {
         return next.run(request).await;
