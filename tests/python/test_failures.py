@@ -225,3 +225,29 @@ def test_a_frozen_server(place, mode, fresh):
         os.kill(pid, signal.SIGCONT)
     place.engine(server, mode=mode, timeout=TIMEOUT)
     works(place.engines[-1], fresh)
+
+
+def test_a_frozen_server_that_goes_on_touches_nothing(place, fresh):
+    """What was given up is not begun: pages may be others' by then, and what they hold must not be cached."""
+    server = place.server()
+    server.expect_trouble("instance|worker|register|deadline")
+    engine = place.engine(server, mode="lmcache_driven", timeout=TIMEOUT, heartbeat=0.3)
+    cached, stored, request = tokens(CHUNK, "cached"), tokens(CHUNK, "stored late"), fresh()
+    assert engine.store(fresh(), cached, 0, CHUNK, [1, 2, 3, 4])
+    assert engine.lookup(request, cached) == CHUNK
+    pid = server.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: is_stopped(pid), 5, "all threads to stop")
+        engine.worker.submit_store_request(fresh(), engine.op(stored, 0, CHUNK, [9, 10, 11, 12]))
+        assert engine.retrieve(request, cached, 0, CHUNK, [5, 6, 7, 8]) == {5, 6, 7, 8}
+        # The engine goes on, and has other uses for these blocks.
+        engine.fill([5, 6, 7, 8], 55)
+        engine.fill([9, 10, 11, 12], 99)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    engine.finish_stores()
+    engine.healthy()
+    works(engine, fresh)
+    assert all((layer == 55).all() for layer in engine.read([5, 6, 7, 8]))
+    assert engine.lookup(fresh(), stored) == 0

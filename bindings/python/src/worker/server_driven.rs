@@ -5,10 +5,11 @@
 //! connection, and its word for it is the word that none is under way.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
 use kvtier_client::{Client as Native, ClientError};
 use kvtier_memory::ForeignSegment;
+use kvtier_proto::deadline;
 use kvtier_proto::key::EncodedTokens;
 use kvtier_proto::request::{EngineType, LayoutHints, Registration, Request, Retrieve, Store};
 use kvtier_proto::response::Response;
@@ -50,12 +51,16 @@ pub fn submit(core: &Arc<Core>, transfer: &Transfer) {
         return core.finish(id, Err("the worker is not registered".to_owned()));
     }
     let scope = core.scope_of(transfer);
-    let key = scope.worker_key(
+    // A server that was stopped meanwhile must not begin what was given up.
+    let left = transfer.deadline.saturating_duration_since(Instant::now());
+    let settings = deadline::encode(SystemTime::now() + left);
+    let mut key = scope.worker_key(
         core.worker_id,
         &transfer.prompt,
         transfer.range.clone(),
         &transfer.request_id,
     );
+    key.request_configs = Some(&settings);
     let request: Request<'_, EncodedTokens<'_>> = if transfer.is_store {
         Request::Store(Store {
             key,

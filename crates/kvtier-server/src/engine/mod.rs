@@ -7,6 +7,7 @@
 mod answer;
 mod checksums;
 mod clock;
+mod deadline;
 mod engine_driven;
 mod housekeeping;
 mod instances;
