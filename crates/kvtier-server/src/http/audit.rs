@@ -5,6 +5,7 @@ use axum::extract::{MatchedPath, RawPathParams, Request};
 use axum::http::{Method, StatusCode};
 use axum::response::Response;
 use axum::{Extension, Json, extract};
+use kvtier_core::object_key::ShownSalt;
 use serde_json::Value;
 
 use super::gate::Caller;
@@ -26,8 +27,7 @@ pub(super) fn told(did: String, answer: Value) -> Told {
 
 /// A name that must not be in the log in clear, such as a salt.
 pub(super) fn hidden(name: &str) -> String {
-    let hash = blake3::hash(name.as_bytes());
-    format!("#{}", &hash.to_hex()[..8])
+    ShownSalt(name).to_string()
 }
 
 /// The line; written when this is dropped, which also happens when the client has gone meanwhile.

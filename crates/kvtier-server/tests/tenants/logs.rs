@@ -77,7 +77,7 @@ fn no_salt_is_in_the_log() {
     let log = heard();
     for said in [
         "Stored",
-        "quota was set",
+        "audit",
         "the data was refused",
         "is not what was stored",
         "objects cannot be stored",

@@ -227,7 +227,7 @@ fn every_change_is_told_to_the_log_with_who_what_and_how_it_ended() {
     let line = entry("\"route\":\"/quota/{salt}\"");
     let names = line["fields"]["names"].as_str().unwrap();
     assert!(
-        names.starts_with("salt=#") && names.len() == "salt=#".len() + 8,
+        names.starts_with("salt=~") && names.len() == "salt=~".len() + 8,
         "{names}"
     );
     assert_eq!(server.ask_as(watcher, "POST /cache/clear", "").status, 403);
