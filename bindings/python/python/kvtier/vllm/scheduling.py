@@ -17,6 +17,9 @@ from .requests import Keys, Tracked, blocks_of_range
 
 logger = logging.getLogger(__name__)
 
+# Stores whose events are kept until every worker has stored.
+MOST_UNCONFIRMED = 10_000
+
 
 class Scheduling:
     """Follows requests from their arrival to their end."""
@@ -170,6 +173,9 @@ class Scheduling:
         if self.wants_events and (event := self._event(request, start, end)):
             move.number, self.next_number = self.next_number, self.next_number + 1
             self.unconfirmed[move.number] = (0, event)
+            # Those that have failed are never confirmed.
+            while len(self.unconfirmed) > MOST_UNCONFIRMED:
+                del self.unconfirmed[next(iter(self.unconfirmed))]
         tracked.stored_tokens = end
         tracked.stores += 1
         metadata.stores.append(move)
