@@ -16,6 +16,8 @@ mod hostile;
 mod isolation;
 #[path = "tenants/logs.rs"]
 mod logs;
+#[path = "tenants/others.rs"]
+mod others;
 #[path = "it/support.rs"]
 #[expect(dead_code, reason = "what only the other test programs need")]
 mod support;
