@@ -4,13 +4,12 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{OwnedSpace, ReadLease};
+use kvtier_core::cache::OwnedSpace;
 use kvtier_core::object_key::ObjectKey;
 use parking_lot::{Mutex, MutexGuard};
 
 use super::L2;
-use super::store::Ticket;
-use crate::engine::L1Allocator;
+use super::store::{Shared, Ticket};
 
 /// Objects of one request and space.
 pub struct Objects {
@@ -38,10 +37,10 @@ pub struct Hold {
     l2: Weak<L2>,
     number: u64,
     tier: usize,
-    objects: Arc<Objects>,
-    /// Those of them that were deleted since they were given to the tier, or before.
+    /// Goes before `ticket`: once nothing waits any more, what is to leave L1 has left it.
+    pub(super) shared: Arc<Shared>,
+    /// Those objects that were deleted since they were given to the tier, or before.
     revoked: Mutex<HashSet<ChunkHash>>,
-    lease: Option<Arc<ReadLease<L1Allocator>>>,
     ticket: Option<Ticket>,
 }
 
@@ -59,8 +58,6 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // What waits for nothing to wait finds no lease either.
-        drop(self.lease.take());
         let Some(l2) = self.l2.upgrade() else { return };
         l2.pending.0.lock().holds.remove(&self.number);
         let revoked = std::mem::take(self.revoked.get_mut());
@@ -69,7 +66,7 @@ impl Drop for Hold {
         }
         let keys = revoked
             .into_iter()
-            .filter_map(|hash| self.objects.key(hash));
+            .filter_map(|hash| self.shared.objects.key(hash));
         let (keys, tier) = (keys.collect(), Arc::clone(&l2.tiers[self.tier]));
         let ticket = self.ticket.take();
         l2.handle.spawn(async move {
@@ -114,12 +111,13 @@ impl Pending {
             places.entry(place).or_default().insert(key.chunk_hash());
         }
         for hold in holds.iter().filter(|hold| hold.tier == tier) {
-            let space = &hold.objects.space;
+            let objects = &hold.shared.objects;
+            let space = &objects.space;
             let names = (&*space.model_name, &*space.cache_salt);
             let Some(gone) = places.get(&(names, space.kv_rank, space.object_group_id)) else {
                 continue;
             };
-            let hashes = hold.objects.hashes.iter();
+            let hashes = objects.hashes.iter();
             let gone = hashes.filter(|hash| gone.contains(hash)).copied();
             hold.revoked.lock().extend(gone);
         }
@@ -132,8 +130,7 @@ impl Admission<'_> {
         &mut self,
         l2: &Arc<L2>,
         tier: usize,
-        objects: &Arc<Objects>,
-        lease: &Arc<ReadLease<L1Allocator>>,
+        shared: &Arc<Shared>,
         ticket: Ticket,
     ) -> Arc<Hold> {
         let number = self.0.next;
@@ -142,9 +139,8 @@ impl Admission<'_> {
             l2: Arc::downgrade(l2),
             number,
             tier,
-            objects: Arc::clone(objects),
+            shared: Arc::clone(shared),
             revoked: Mutex::default(),
-            lease: Some(Arc::clone(lease)),
             ticket: Some(ticket),
         });
         self.0.holds.insert(number, Arc::downgrade(&hold));

@@ -169,7 +169,8 @@ impl L2 {
                 window: request.rows[row].window,
             })
             .collect();
-        let lookup = self.cache
+        let lookup = self
+            .cache
             .look_again(self.now(), &rows, &request.hashes, request.counted);
         Prefetched { lookup, loaded }
     }

@@ -30,15 +30,16 @@ const BATCH_BYTES: u64 = 16 << 20;
 /// Objects to be stored in one tier, all of one request and space.
 pub struct Batch {
     items: Vec<StoreItem>,
-    shared: Arc<Shared>,
     hold: Arc<Hold>,
     bytes: u64,
 }
 
 /// What the batches of all tiers for the same objects have in common; the last one to be done drops it.
-struct Shared {
+pub struct Shared {
     l2: Weak<L2>,
-    objects: Arc<Objects>,
+    pub(super) objects: Objects,
+    /// Nothing of it leaves L1 meanwhile.
+    lease: Option<ReadLease<L1Allocator>>,
     /// Tiers that have all of it; see [`StorePolicy::SkipL1`].
     complete: AtomicU64,
     tiers: u64,
@@ -46,10 +47,11 @@ struct Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
+        drop(self.lease.take());
         let Some(l2) = self.l2.upgrade() else { return };
         let is_complete = self.tiers > 0 && *self.complete.get_mut() == self.tiers;
         if l2.config.store_policy == StorePolicy::SkipL1 && is_complete {
-            let Objects { space, hashes } = &*self.objects;
+            let Objects { space, hashes } = &self.objects;
             l2.cache.remove(&space.as_space(), hashes, false);
         }
     }
@@ -223,7 +225,7 @@ impl L2 {
             return;
         };
         let (number, bytes) = (hashes.len() as u64, len * hashes.len() as u64);
-        let objects = Arc::new(Objects {
+        let objects = Objects {
             space: OwnedSpace {
                 model_name: Arc::clone(scope.model_name()),
                 kv_rank: space.kv_rank,
@@ -232,34 +234,34 @@ impl L2 {
                 cache_salt: Arc::clone(scope.cache_salt()),
             },
             hashes,
-        });
-        let lease = Arc::new(lease);
+        };
         let written = || {
             let tiers = self.tiers.iter().enumerate();
             tiers.filter(|(_, tier)| !tier.is_read_only())
         };
-        let holds: Vec<_> = written()
-            .filter_map(|(tier, _)| {
-                let ticket = self.stores.admit(tier, number, bytes)?;
-                Some((tier, admission.hold(self, tier, &objects, &lease, ticket)))
-            })
-            .collect();
-        drop(admission);
+        let extents = lease.extents().to_vec();
         let shared = Arc::new(Shared {
             l2: Arc::downgrade(self),
             complete: AtomicU64::new(0),
             tiers: written().count() as u64,
-            objects: Arc::clone(&objects),
+            objects,
+            lease: Some(lease),
         });
+        let holds: Vec<_> = written()
+            .filter_map(|(tier, _)| {
+                let ticket = self.stores.admit(tier, number, bytes)?;
+                Some((tier, admission.hold(self, tier, &shared, ticket)))
+            })
+            .collect();
+        drop(admission);
         for (tier, hold) in holds {
-            let extents = lease.extents().iter().zip(&objects.hashes);
+            let extents = extents.iter().zip(&shared.objects.hashes);
             let items = extents.map(|(extent, hash)| StoreItem {
                 object: object(scope, space, *hash, len),
                 from: self.buffer(*extent, Arc::clone(&hold) as _),
             });
             let batch = Batch {
                 items: items.collect(),
-                shared: Arc::clone(&shared),
                 hold,
                 bytes,
             };
@@ -300,11 +302,11 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
             let _place = place;
             let Batch {
                 mut items,
-                shared,
-                // It waits until its results are counted. Let go before `shared`, which wants the objects free.
+                // It waits until its results are counted.
                 hold,
                 bytes,
             } = batch;
+            let shared = &hold.shared;
             let bytes_each = bytes / (items.len() as u64).max(1);
             let revoked = hold.take_revoked();
             items.retain(|item| !revoked.contains(&item.object.key.chunk_hash()));
