@@ -43,7 +43,7 @@ impl Default for QuotaConfig {
 pub struct Grant {
     /// At most this; `None` = unlimited.
     pub limit: Option<u64>,
-    /// Others cannot evict its objects where that could leave less than this.
+    /// Others cannot evict its objects where that could leave less than this. No more than the limit.
     pub reserved: u64,
 }
 
@@ -55,8 +55,8 @@ pub(crate) struct Marks {
 }
 
 impl QuotaConfig {
-    /// The marks for a limit.
-    pub(crate) fn marks(&self, limit: Option<u64>) -> Marks {
+    /// The marks of a tenant. What is reserved for it is never too much.
+    pub(crate) fn marks(&self, Grant { limit, reserved }: Grant) -> Marks {
         let Some(limit) = limit else {
             return Marks {
                 high: u64::MAX,
@@ -74,8 +74,8 @@ impl QuotaConfig {
                 let high = (watermark.ceil() as u64).saturating_sub(1);
                 let low = (watermark * (1.0 - self.ratio)) as u64;
                 Marks {
-                    high,
-                    low: low.min(high),
+                    high: high.max(reserved),
+                    low: low.min(high).max(reserved),
                 }
             }
         }
@@ -86,13 +86,28 @@ impl QuotaConfig {
 mod tests {
     use super::*;
 
+    fn grant(limit: u64, reserved: u64) -> Grant {
+        Grant {
+            limit: Some(limit),
+            reserved,
+        }
+    }
+
     #[test]
     fn soft_marks_follow_watermark_and_ratio() {
         let config = QuotaConfig::default();
         for (limit, high, low) in [(1000, 799, 640), (0, 0, 0), (1, 0, 0), (10, 7, 6)] {
-            assert_eq!(config.marks(Some(limit)), Marks { high, low }, "{limit}");
+            assert_eq!(
+                config.marks(grant(limit, 0)),
+                Marks { high, low },
+                "{limit}"
+            );
         }
-        assert_eq!(config.marks(None).high, u64::MAX);
+        let unlimited = Grant::default();
+        assert_eq!(config.marks(unlimited).high, u64::MAX);
+        for (reserved, high, low) in [(700, 799, 700), (900, 900, 900), (1000, 1000, 1000)] {
+            assert_eq!(config.marks(grant(1000, reserved)), Marks { high, low });
+        }
     }
 
     #[test]
@@ -106,7 +121,7 @@ mod tests {
                 high: limit,
                 low: limit,
             };
-            assert_eq!(config.marks(Some(limit)), marks);
+            assert_eq!(config.marks(grant(limit, limit)), marks);
         }
     }
 }

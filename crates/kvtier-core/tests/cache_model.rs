@@ -97,7 +97,10 @@ fn op() -> impl Strategy<Value = Op> {
 
 fn grant() -> impl Strategy<Value = Grant> {
     let reserved = prop_oneof![Just(0), 0..60u64];
-    (option::of(0..60u64), reserved).prop_map(|(limit, reserved)| Grant { limit, reserved })
+    (option::of(0..60u64), reserved).prop_map(|(limit, reserved)| Grant {
+        limit,
+        reserved: limit.map_or(reserved, |limit| reserved.min(limit)),
+    })
 }
 
 fn quotas() -> impl Strategy<Value = QuotaConfig> {

@@ -259,28 +259,71 @@ fn counts_of_tenants_add_up() {
 
 #[test]
 fn a_second_look_counts_only_what_it_finds_more() {
-    let cache = tenants(QuotaMode::Soft, None);
     let row = kvtier_core::cache::LookupRow {
         space: space(0, "a"),
         window: None,
     };
-    put(&cache, "a", 0..3);
-    let first = cache.lookup(NOW, &[row], &hashes(0..10)).hit_chunks;
-    put(&cache, "a", 3..8);
-    let second = cache.look_again(NOW, &[row], &hashes(0..10), first);
-    assert_eq!((first, second.hit_chunks), (3, 8));
-    let usage = cache.salt_usage("a").unwrap();
-    assert_eq!(
-        (usage.requested_chunks_total, usage.hit_chunks_total),
-        (10, 8)
-    );
-    let stats = cache.stats();
-    assert_eq!(
-        (
-            stats.lookups_total,
-            stats.requested_chunks_total,
-            stats.hit_chunks_total
-        ),
-        (1, 10, 8)
-    );
+    // Known at the first look, or only since something was brought.
+    for known in [3, 0] {
+        let cache = tenants(QuotaMode::Soft, None);
+        put(&cache, "a", 0..known);
+        let first = cache.lookup(NOW, &[row], &hashes(0..10));
+        assert_eq!(first.counted.for_tenant, known > 0);
+        put(&cache, "a", known..8);
+        let second = cache.look_again(NOW, &[row], &hashes(0..10), first.counted);
+        assert_eq!((first.hit_chunks, second.hit_chunks), (known as usize, 8));
+        let usage = cache.salt_usage("a").unwrap();
+        let counted = (usage.requested_chunks_total, usage.hit_chunks_total);
+        assert_eq!(counted, (10, 8));
+        let stats = cache.stats();
+        assert_eq!(stats.lookups_total, 1);
+        let counted = (stats.requested_chunks_total, stats.hit_chunks_total);
+        assert_eq!(counted, (10, 8));
+    }
+}
+
+#[test]
+fn a_soft_limit_never_takes_a_share() {
+    let cache = tenants(QuotaMode::Soft, None);
+    let grant = Grant {
+        limit: Some(50),
+        reserved: 50,
+    };
+    cache.set_grant("a", Some(grant));
+    put(&cache, "a", 0..50);
+    assert_eq!(cache.evict_over_quota(NOW, 1000).objects, 0);
+    put(&cache, "b", 0..50);
+    put(&cache, "b", 50..100);
+    assert_eq!(bytes(&cache, "a"), 50);
+    put(&cache, "a", 50..55);
+    assert!(cache.evict_over_quota(NOW, 1000).objects > 0);
+    assert_eq!(bytes(&cache, "a"), 50);
+}
+
+#[test]
+fn what_is_being_written_does_not_count_for_a_share() {
+    let cache = tenants(QuotaMode::Soft, None);
+    cache.set_grant("a", share(30));
+    put(&cache, "a", 0..30);
+    let writing = cache
+        .reserve(NOW, &request(space(0, "a"), &hashes(100..120), 1))
+        .unwrap();
+    put(&cache, "b", 0..50);
+    assert_eq!(put(&cache, "b", 50..100), 50);
+    drop(writing);
+    assert_eq!(bytes(&cache, "a"), 30);
+}
+
+#[test]
+fn nothing_is_evicted_for_a_store_that_is_refused_anyway() {
+    let cache = tenants(QuotaMode::Strict, None);
+    cache.set_grant("a", limit(20));
+    put(&cache, "a", 0..20);
+    let reading = cache.pin(NOW, &space(0, "a"), &hashes(0..15)).unwrap();
+    let large = cache
+        .reserve(NOW, &request(space(0, "a"), &hashes(50..51), 6))
+        .unwrap();
+    assert_eq!(large.outcomes, [KeyOutcome::OverQuota]);
+    assert_eq!(bytes(&cache, "a"), 20);
+    drop(reading);
 }

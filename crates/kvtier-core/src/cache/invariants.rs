@@ -106,8 +106,22 @@ impl<A: ExtentAllocator> State<A> {
         same("tenants", counted, known.collect())
     }
 
-    /// Who has too much is in the list of those who have, and nobody else.
+    /// Who has too much is in the list of those who have, and nobody else; each tenant's leased bytes are those of its
+    /// slots.
     fn tenants_over_quota_known(&self) -> Checked {
+        let mut leased: HashMap<u32, u64> = HashMap::new();
+        for (_, slot) in self.slab.iter() {
+            if slot.state() == SlotState::Resident && slot.leases > 0 {
+                *leased.entry(self.spaces.salt_of(slot.space)).or_default() += slot.extent.len;
+            }
+        }
+        let known = self.spaces.tenants.from(0);
+        let known = known.map(|(number, tenant)| (number, tenant.leased));
+        same(
+            "leased of tenants",
+            leased,
+            known.filter(|(_, bytes)| *bytes > 0).collect(),
+        )?;
         self.spaces.tenants.check()
     }
 

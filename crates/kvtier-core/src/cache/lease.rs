@@ -14,11 +14,30 @@ pub struct LookupRow<'a> {
     pub window: Option<u32>,
 }
 
+/// What of a lookup is counted already, for [`Cache::look_again`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counted {
+    /// Chunks that it found.
+    pub hit_chunks: usize,
+    /// Whether it is counted for its tenant too, which was not known otherwise.
+    pub for_tenant: bool,
+}
+
+impl Counted {
+    /// Nothing more is to be counted.
+    pub const ALL: Self = Self {
+        hit_chunks: usize::MAX,
+        for_tenant: true,
+    };
+}
+
 /// What a lookup found.
 #[derive(Debug)]
 pub struct Lookup<A: ExtentAllocator> {
     /// Chunks in the longest prefix that every row can serve.
     pub hit_chunks: usize,
+    /// What of it is counted.
+    pub counted: Counted,
     /// Holds, for each row, exactly the chunks needed for that prefix.
     pub lease: PrefixLease<A>,
 }

@@ -1,7 +1,7 @@
 //! `lookup`: the longest prefix that every row can serve, held in the same moment.
 
 use super::ExtentAllocator;
-use super::lease::{LookupRow, RowHold};
+use super::lease::{Counted, LookupRow, RowHold};
 use super::slab::SlotRef;
 use super::state::State;
 use super::tenant::Tenant;
@@ -113,22 +113,50 @@ impl<A: ExtentAllocator> State<A> {
         None
     }
 
-    /// Counts a lookup, also for its tenant as far as that is known.
-    pub(super) fn count_lookup(&mut self, rows: &[LookupRow<'_>], requested: usize, hit: usize) {
+    /// Counts a lookup, also for its tenant if that is known.
+    pub(super) fn count_lookup(
+        &mut self,
+        rows: &[LookupRow<'_>],
+        requested: usize,
+        hit: usize,
+    ) -> Counted {
         self.totals.lookups += 1;
         self.totals.requested_chunks += requested as u64;
-        if let Some(tenant) = self.tenant_of(rows) {
-            tenant.totals.requested_chunks += requested as u64;
+        self.totals.hit_chunks += hit as u64;
+        Counted {
+            hit_chunks: hit,
+            for_tenant: self.count_for_tenant(rows, requested, hit),
         }
-        self.count_hits(rows, hit);
     }
 
-    /// Counts chunks that a lookup found.
-    pub(super) fn count_hits(&mut self, rows: &[LookupRow<'_>], hit: usize) {
-        self.totals.hit_chunks += hit as u64;
-        if let Some(tenant) = self.tenant_of(rows) {
-            tenant.totals.hit_chunks += hit as u64;
+    /// Counts what a lookup found that was counted before.
+    pub(super) fn count_again(
+        &mut self,
+        rows: &[LookupRow<'_>],
+        requested: usize,
+        hit: usize,
+        before: Counted,
+    ) -> Counted {
+        let more = hit.saturating_sub(before.hit_chunks);
+        self.totals.hit_chunks += more as u64;
+        let for_tenant = match before.for_tenant {
+            true => self.count_for_tenant(rows, 0, more),
+            false => self.count_for_tenant(rows, requested, hit),
+        };
+        Counted {
+            hit_chunks: hit,
+            for_tenant: before.for_tenant || for_tenant,
         }
+    }
+
+    /// Whether the tenant is known.
+    fn count_for_tenant(&mut self, rows: &[LookupRow<'_>], requested: usize, hit: usize) -> bool {
+        let Some(tenant) = self.tenant_of(rows) else {
+            return false;
+        };
+        tenant.totals.requested_chunks += requested as u64;
+        tenant.totals.hit_chunks += hit as u64;
+        true
     }
 
     fn tenant_of(&mut self, rows: &[LookupRow<'_>]) -> Option<&mut Tenant> {

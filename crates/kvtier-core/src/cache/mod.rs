@@ -26,7 +26,7 @@ mod stats;
 mod tenant;
 
 pub use extent::{Extent, ExtentAllocator};
-pub use lease::{Lookup, LookupRow, PrefixLease, ReadLease};
+pub use lease::{Counted, Lookup, LookupRow, PrefixLease, ReadLease};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
@@ -193,21 +193,20 @@ impl<A: ExtentAllocator> Cache<A> {
     /// all its chunks, rows with a window the last of them. A miss holds nothing; so does a lookup without rows.
     pub fn lookup(&self, now: Duration, rows: &[LookupRow<'_>], hashes: &[ChunkHash]) -> Lookup<A> {
         self.look(now, rows, hashes, |state, hit| {
-            state.count_lookup(rows, hashes.len(), hit);
+            state.count_lookup(rows, hashes.len(), hit)
         })
     }
 
-    /// The same for a lookup that found so many chunks before, and has had the others brought: only what it finds beyond
-    /// is counted.
+    /// The same for a lookup that has had brought what it did not find: only what it finds beyond is counted.
     pub fn look_again(
         &self,
         now: Duration,
         rows: &[LookupRow<'_>],
         hashes: &[ChunkHash],
-        found_before: usize,
+        before: Counted,
     ) -> Lookup<A> {
         self.look(now, rows, hashes, |state, hit| {
-            state.count_hits(rows, hit.saturating_sub(found_before));
+            state.count_again(rows, hashes.len(), hit, before)
         })
     }
 
@@ -216,17 +215,17 @@ impl<A: ExtentAllocator> Cache<A> {
         now: Duration,
         rows: &[LookupRow<'_>],
         hashes: &[ChunkHash],
-        count: impl FnOnce(&mut State<A>, usize),
+        count: impl FnOnce(&mut State<A>, usize) -> Counted,
     ) -> Lookup<A> {
         let mut batch = LookupBatch::new(rows, hashes.len());
-        let hit_chunks = self.locked(|state| {
+        let (hit_chunks, counted) = self.locked(|state| {
             state.tell_time(now);
             let hit = state.lookup(rows, hashes, &mut batch);
-            count(state, hit);
-            hit
+            (hit, count(state, hit))
         });
         Lookup {
             hit_chunks,
+            counted,
             lease: PrefixLease::new(self.clone(), batch.holds),
         }
     }

@@ -64,8 +64,12 @@ impl<A: ExtentAllocator> State<A> {
         limit: u64,
         more: usize,
     ) -> Result<(), NoRoom> {
-        // In vain if it is too large whatever leaves.
         let most = limit.checked_sub(bytes).ok_or(NoRoom::Quota)?;
+        // Before anything is evicted in vain.
+        let fixed = |tenant: &Tenant| tenant.bytes() - tenant.evictable();
+        if self.spaces.tenants.get(salt).map_or(0, fixed) > most {
+            return Err(NoRoom::Quota);
+        }
         while self.bytes_of(salt) > most {
             self.warm_up(Some(salt), more + 1);
             let own = self.policy.victim_of(salt).ok_or(NoRoom::Quota)?;
@@ -112,42 +116,14 @@ impl<A: ExtentAllocator> State<A> {
                 return Some(victim);
             }
         }
-        self.unprotected_victim()
-            .or_else(|| self.policy.victim_of(salt))
-    }
-
-    /// Who leaves next for anybody. A tenant whose share does not allow it is told to the policy, once until its bytes
-    /// change.
-    fn unprotected_victim(&mut self) -> Option<u32> {
-        loop {
-            let number = self.policy.victim()?;
-            if !self.spaces.tenants.has_shares() {
-                return Some(number);
-            }
-            let salt = self.spaces.salt_of(self.slab.at(number).space);
-            let Some(tenant) = self.spaces.tenants.get_mut(salt) else {
-                return Some(number);
-            };
-            if tenant.spares() {
-                return Some(number);
-            }
-            if tenant.protected || !self.policy.isolates() {
-                return None;
-            }
-            tenant.protected = true;
-            self.policy.protect(salt, true);
-        }
+        self.policy.victim().or_else(|| self.policy.victim_of(salt))
     }
 
     /// See [`super::Cache::set_grant`].
     pub(super) fn set_grant(&mut self, salt: &str, grant: Option<Grant>) {
-        if let Some(number) = self.spaces.tenants.find(salt)
-            && let Some(tenant) = self.spaces.tenants.get_mut(number)
-            && std::mem::take(&mut tenant.protected)
-        {
-            self.policy.protect(number, false);
+        if let Some((number, protected)) = self.spaces.tenants.set_grant(salt, grant) {
+            self.policy.protect(number, protected);
         }
-        self.spaces.tenants.set_grant(salt, grant);
     }
 
     /// See [`super::Cache::evict_over_quota`].
@@ -181,7 +157,7 @@ impl<A: ExtentAllocator> State<A> {
         self.warm = 0;
         while evicted.bytes < bytes_wanted && evicted.objects < max_objects {
             self.warm_up(None, max_objects - evicted.objects);
-            let Some(victim) = self.unprotected_victim() else {
+            let Some(victim) = self.policy.victim() else {
                 break;
             };
             evicted.bytes += self.evict_slot(victim);

@@ -100,6 +100,7 @@ impl<A: ExtentAllocator> State<A> {
             let bytes = slot.extent.len;
             self.leased.add(bytes);
             let candidate = self.candidate(number, self.slab.at(number));
+            self.count_leased(candidate.salt, |leased| leased.checked_add(bytes));
             self.policy.withdraw(candidate);
         }
         reference
@@ -124,9 +125,18 @@ impl<A: ExtentAllocator> State<A> {
             self.leased.sub(bytes, &mut self.accounting_errors);
             let was_used = self.slab.at_mut(number).take_use();
             let candidate = self.candidate(number, self.slab.at(number));
+            self.count_leased(candidate.salt, |leased| leased.checked_sub(bytes));
             self.policy.insert(candidate, was_used);
         } else {
             self.give_back(number);
+        }
+    }
+
+    fn count_leased(&mut self, salt: u32, change: impl FnOnce(u64) -> Option<u64>) {
+        let tenant = self.spaces.tenants.get_mut(salt);
+        match tenant.and_then(|tenant| Some((change(tenant.leased)?, tenant))) {
+            Some((leased, tenant)) => tenant.leased = leased,
+            None => self.accounting_errors += 1,
         }
     }
 
@@ -162,10 +172,9 @@ impl<A: ExtentAllocator> State<A> {
         apply(&mut self.counters);
         let salt = self.spaces.salt_of(space);
         match self.spaces.tenants.count(salt, bytes, apply) {
-            Some(false) => {}
-            // It may have more than is reserved for it again; or be about to be forgotten.
-            Some(true) => self.policy.protect(salt, false),
-            None => self.accounting_errors += 1,
+            Ok(None) => {}
+            Ok(Some(protected)) => self.policy.protect(salt, protected),
+            Err(()) => self.accounting_errors += 1,
         }
     }
 
@@ -254,6 +263,7 @@ impl<A: ExtentAllocator> State<A> {
             self.give_back(number);
         } else {
             self.leased.sub(bytes, &mut self.accounting_errors);
+            self.count_leased(candidate.salt, |leased| leased.checked_sub(bytes));
             self.account(space, bytes, SlotState::Resident, SlotState::Doomed);
             self.slab.at_mut(number).set_state(SlotState::Doomed);
         }

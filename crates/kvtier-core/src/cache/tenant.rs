@@ -36,8 +36,10 @@ pub(super) struct Tenant {
     marks: Marks,
     /// Its place among those who have too much.
     over_at: u32,
+    /// Bytes of resident objects with leases.
+    pub(super) leased: u64,
     /// Others may not evict anything more of it, as the policy was told.
-    pub(super) protected: bool,
+    protected: bool,
 }
 
 impl Tenant {
@@ -51,10 +53,21 @@ impl Tenant {
         staged.bytes + resident.bytes + doomed.bytes
     }
 
+    /// Bytes that could leave: those of resident objects without leases.
+    pub(super) fn evictable(&self) -> u64 {
+        self.counters.resident.bytes.saturating_sub(self.leased)
+    }
+
     /// Whether others may evict an object, whichever it is.
-    pub(super) fn spares(&self) -> bool {
+    fn spares(&self) -> bool {
         let reserved = self.grant.map_or(0, |grant| grant.reserved);
-        reserved == 0 || self.bytes() >= reserved.saturating_add(self.largest)
+        reserved == 0 || self.counters.resident.bytes >= reserved.saturating_add(self.largest)
+    }
+
+    /// Notes whether others may evict from it; tells if that has changed.
+    fn protect(&mut self) -> Option<bool> {
+        let protected = !self.spares();
+        (std::mem::replace(&mut self.protected, protected) != protected).then_some(protected)
     }
 
     /// Whether with so many bytes it begins or ceases to have too much.
@@ -78,8 +91,6 @@ pub(super) struct Tenants {
     config: QuotaConfig,
     /// Those who have too much.
     over: Vec<u32>,
-    /// Tenants with a share that others cannot evict.
-    shares: usize,
     name_bytes: usize,
 }
 
@@ -117,8 +128,9 @@ impl Tenants {
             totals: TenantTotals::default(),
             grant: None,
             limit,
-            marks: self.config.marks(limit),
+            marks: self.config.marks(Grant { limit, reserved: 0 }),
             over_at: NOT_OVER,
+            leased: 0,
             protected: false,
         };
         self.name_bytes += name_bytes(name);
@@ -160,46 +172,50 @@ impl Tenants {
         self.known.remove(hash, number);
     }
 
-    /// Sets or takes a grant. `None` for a tenant that nobody knows changes nothing.
-    pub(super) fn set_grant(&mut self, name: &str, grant: Option<Grant>) -> Option<u32> {
+    /// Sets or takes a grant. Gives the tenant and whether it is protected, if that has changed. `None` for a tenant that
+    /// nobody knows changes nothing.
+    pub(super) fn set_grant(&mut self, name: &str, grant: Option<Grant>) -> Option<(u32, bool)> {
         let number = match grant {
             Some(_) => self.find_or_make(name),
             None => self.find(name)?,
         };
-        let config = self.config;
-        if let Some(tenant) = self.known.get_mut(number) {
-            let has_share = |grant: Option<Grant>| grant.is_some_and(|grant| grant.reserved > 0);
-            self.shares -= usize::from(has_share(tenant.grant));
-            self.shares += usize::from(has_share(grant));
-            tenant.grant = grant;
-            tenant.limit = grant.map_or(config.default_limit, |grant| grant.limit);
-            tenant.marks = config.marks(tenant.limit);
-        }
+        let tenant = self.known.get_mut(number)?;
+        let holds = grant.unwrap_or(Grant {
+            limit: self.config.default_limit,
+            reserved: 0,
+        });
+        tenant.grant = grant;
+        tenant.limit = holds.limit;
+        tenant.marks = self.config.marks(holds);
+        let protected = tenant.protect();
         self.settle(number);
         self.forget_idle(number);
-        Some(number)
+        Some((number, protected?))
     }
 
-    /// Counts what `change` does to a tenant's objects, the largest of which has so many bytes or more. Gives whether
-    /// others may have been told to leave it alone until its bytes change; `None` for an unknown tenant.
+    /// Counts what `change` does to a tenant's objects, the largest of which has so many bytes or more. Gives whether it
+    /// is protected, if that has changed.
+    ///
+    /// # Errors
+    /// Nobody knows the tenant.
     pub(super) fn count(
         &mut self,
         number: u32,
         bytes: u64,
         change: impl FnOnce(&mut Counters),
-    ) -> Option<bool> {
-        let tenant = self.known.get_mut(number)?;
+    ) -> Result<Option<bool>, ()> {
+        let tenant = self.known.get_mut(number).ok_or(())?;
         change(&mut tenant.counters);
         let all = tenant.bytes();
         tenant.largest = match all {
             0 => 0,
             _ => tenant.largest.max(bytes),
         };
-        let was_protected = std::mem::take(&mut tenant.protected);
+        let protected = tenant.protect();
         if tenant.has_changed_sides(all) {
             self.settle(number);
         }
-        Some(was_protected)
+        Ok(protected)
     }
 
     /// After a tenant's bytes or limits have changed: whether it has too much.
@@ -243,11 +259,6 @@ impl Tenants {
         }
     }
 
-    /// Whether any tenant has a share that others cannot evict.
-    pub(super) fn has_shares(&self) -> bool {
-        self.shares > 0
-    }
-
     /// The tenants with their numbers, from one number on.
     pub(super) fn from(&self, from: u32) -> impl Iterator<Item = (u32, &Tenant)> {
         let entries = self.known.entries.iter().zip(0..).skip(from as usize);
@@ -272,6 +283,7 @@ impl Tenants {
             let bytes = tenant.bytes();
             let is_listed = self.over.get(tenant.over_at as usize) == Some(&number);
             let wrong = tenant.has_changed_sides(bytes) || tenant.is_over() != is_listed;
+            let wrong = wrong || tenant.protected == tenant.spares();
             if wrong || (tenant.spaces == 0 && tenant.grant.is_none()) {
                 return Err(format!("tenant {number} has {bytes} bytes: {tenant:?}"));
             }

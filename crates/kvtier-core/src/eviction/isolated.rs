@@ -98,6 +98,12 @@ impl Default for IsolatedLru {
 }
 
 impl IsolatedLru {
+    fn know(&mut self, salt: u32) {
+        if salt as usize >= self.tenants.len() {
+            self.tenants.resize(salt as usize + 1, EMPTY);
+        }
+    }
+
     fn link(&mut self, slot: u32) -> &mut Link {
         &mut self.links[slot as usize / BLOCK][slot as usize % BLOCK]
     }
@@ -229,9 +235,7 @@ impl EvictionPolicy for IsolatedLru {
         while slot as usize / BLOCK >= self.links.len() {
             self.links.push(Box::new([OUTSIDE; BLOCK]));
         }
-        if salt as usize >= self.tenants.len() {
-            self.tenants.resize(salt as usize + 1, EMPTY);
-        }
+        self.know(salt);
         if self.contains(slot) {
             self.unlink(candidate);
         }
@@ -268,10 +272,9 @@ impl EvictionPolicy for IsolatedLru {
     }
 
     fn protect(&mut self, salt: u32, protected: bool) {
-        if let Some(tenant) = self.tenants.get_mut(salt as usize) {
-            tenant.protected = protected;
-            self.settle(salt);
-        }
+        self.know(salt);
+        self.tenants[salt as usize].protected = protected;
+        self.settle(salt);
     }
 
     fn upcoming(&self, salt: Option<u32>, limit: usize, slots: &mut Vec<u32>) {
@@ -378,6 +381,10 @@ mod tests {
         let mut policy = IsolatedLru::default();
         policy.insert(of(0, 1), false);
         policy.protect(0, true);
+        policy.protect(5, true);
+        policy.insert(of(5, 7), false);
+        assert_eq!(policy.victim(), None);
+        policy.withdraw(of(5, 7));
         policy.insert(of(0, 2), false);
         assert_eq!(policy.victim(), None);
         assert_eq!(policy.victim_of(0), Some(1));

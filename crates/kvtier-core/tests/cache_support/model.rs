@@ -139,10 +139,12 @@ impl Model {
             (None, _) => (false, true),
             (Some(limit), QuotaMode::Strict) => (bytes > limit, bytes <= limit),
             (Some(limit), QuotaMode::Soft) => {
+                let reserved = quotas.grants.get(&tenant).map_or(0, |grant| grant.reserved);
                 let watermark = limit as f64 * quotas.config.watermark;
                 let low = (watermark * (1.0 - quotas.config.ratio)).floor();
-                let starts = bytes > 0 && bytes as f64 >= watermark;
-                (starts, bytes as f64 <= low && !starts)
+                let starts = bytes > reserved && bytes as f64 >= watermark;
+                let ends = bytes as f64 <= low || bytes <= reserved;
+                (starts, ends && !starts)
             }
         };
         match at {
@@ -177,7 +179,9 @@ impl Model {
             let tenant = (self.tenant_of)(self.objects[id].key.0);
             let reserved = quotas.grants.get(&tenant).map_or(0, |grant| grant.reserved);
             let largest = self.largest.get(&tenant).copied().unwrap_or(0);
-            reserved == 0 || self.tenant_bytes(tenant) >= reserved + largest
+            let own = |id: &&Id| (self.tenant_of)(self.objects[*id].key.0) == tenant;
+            let resident = self.bytes(self.resident.values().filter(own));
+            reserved == 0 || resident >= reserved + largest
         })
     }
 
@@ -240,6 +244,11 @@ impl Model {
             && let Some(limit) = self.limit(tenant)
         {
             if len > limit {
+                return Err(KeyOutcome::OverQuota);
+            }
+            let own = |id: &&Id| (self.tenant_of)(self.objects[*id].key.0) == tenant;
+            let movable = self.bytes(self.order.iter().filter(own));
+            if self.tenant_bytes(tenant) - movable + len > limit {
                 return Err(KeyOutcome::OverQuota);
             }
             while self.tenant_bytes(tenant) + len > limit {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{LookupRow, Space};
+use kvtier_core::cache::{Counted, LookupRow, Space};
 use kvtier_core::hashing::lookup_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
@@ -139,7 +139,12 @@ impl Engine {
             .l2
             .as_ref()
             .filter(|_| found.hit_chunks < hashes.len())
-            .map(|l2| (Arc::clone(l2), prefetch_request(&scope, &instances, hashes, found.hit_chunks)));
+            .map(|l2| {
+                (
+                    Arc::clone(l2),
+                    prefetch_request(&scope, &instances, hashes, found.counted),
+                )
+            });
         let lookup = HeldLookup {
             connection: caller.connection,
             hashes: hashes[..found.hit_chunks].into(),
@@ -329,12 +334,12 @@ impl Engine {
     }
 }
 
-/// What the tiers are asked for: all that the prompt has, of every row. So many chunks are counted as found already.
+/// What the tiers are asked for: all that the prompt has, of every row.
 pub(super) fn prefetch_request(
     scope: &KeyScope,
     instances: &[Arc<Instance>],
     hashes: &[ChunkHash],
-    counted: usize,
+    counted: Counted,
 ) -> PrefetchRequest {
     let mut rows = Vec::new();
     for (kv_rank, instance) in scope.kv_ranks().zip(instances) {

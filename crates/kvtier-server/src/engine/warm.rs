@@ -7,6 +7,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvtier_core::cache::Counted;
 use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_salt};
 use parking_lot::Mutex;
 
@@ -190,7 +191,7 @@ impl Engine {
         let entry = self.warm_ups.enter(self.now())?;
         let hashes = self.prompts.hasher().hash_prompt(token_ids);
         let begun = (entry.id.clone(), hashes.len());
-        let request = Arc::new(prefetch_request(&scope, &instances, &hashes, hashes.len()));
+        let request = Arc::new(prefetch_request(&scope, &instances, &hashes, Counted::ALL));
         let (l2, clock) = (Arc::clone(l2), Arc::clone(&self.clock));
         let handle = l2.handle().clone();
         handle.spawn(async move {

@@ -7,7 +7,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Lookup, LookupRow, ReadLease, Reservation, ReserveRequest, Space};
+use kvtier_core::cache::{
+    Counted, Lookup, LookupRow, ReadLease, Reservation, ReserveRequest, Space,
+};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::{Cell, PrefetchPlan};
 use kvtier_l2::tier::TierLease;
@@ -54,8 +56,8 @@ pub struct PrefetchRequest {
     pub rows: Vec<PrefetchRow>,
     /// The chunks.
     pub hashes: Arc<[ChunkHash]>,
-    /// Chunks that are counted as found already, or are not to be counted.
-    pub counted: usize,
+    /// What of its lookup is counted already.
+    pub counted: Counted,
 }
 
 /// What came of it.

@@ -216,7 +216,7 @@ fn bed_with(adapters: &[Arc<Scripted>], load_timeout: Duration, store_policy: St
         scope: KeyScope::new("m", "", 1, None).expect("good names"),
         rows: vec![row],
         hashes: [1, 2, 3].map(|byte| ChunkHash([byte; 32])).into(),
-        counted: 0,
+        counted: kvtier_core::cache::Counted::ALL,
     };
     Bed {
         l2: l2.expect("threads"),
