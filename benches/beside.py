@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
-"""What a second tier costs those who do not need it: lookups that L1 answers whole, at a server with a tier and at one
-without, in turn.
+"""What something costs those who do not need it: a server with it and one without, in turn.
 
-    benches/tiers.py stalled|fs|adopt [--rounds 3] [--out benches/runs/DATE/l2] [--files 1000000]
+    benches/beside.py stalled|fs|adopt|tenants [--rounds 3] [--out benches/runs/DATE] [--files 1000000]
 
-stalled   beside a tier that never answers
-fs        4096 chunks, all in L1, beside a tier of files
-adopt     while the server adopts that many files that were there before it
+stalled   lookups that L1 answers whole, beside a tier that never answers
+fs        lookups of 4096 chunks, all in L1, beside a tier of files
+adopt     lookups that L1 answers whole, while the server adopts that many files that were there before it
+tenants   stores of 100 000 tenants: LRU without quotas, and IsolatedLRU with a quota for each
 
 Needs `cargo build --release -p kvtier`, or KVTIER_BIN. Servers listen on loopback and end with this program.
 """
 
 import argparse
 import atexit
+import http.client as http_client
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 import time
@@ -24,7 +26,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
 KVTIER = os.environ.get("KVTIER_BIN") or str(TARGET / "release" / "kvtier")
-# The server without a tier, and the one with.
+# The server without, and the one with.
 PORTS = [(17555, 17580), (17556, 17581)]
 
 
@@ -125,16 +127,40 @@ def adopt(files):
     return {"files": files, "ready_s": ready, "known_after_at_most_s": scanned, "recovery": state, "lookups_meanwhile": runs}
 
 
+def tenants(count=100_000, turns=5):
+    """Stores of many tenants at both servers by turns, five times each."""
+    servers = [start(0)[0], start(1, "--eviction-policy", "IsolatedLRU")[0]]
+    http = http_client.HTTPConnection("127.0.0.1", PORTS[1][1], timeout=60)
+    for number in range(count):
+        http.request("PUT", f"/quota/tenant-{number}", json.dumps({"limit_gb": 0.25}))
+        answer = http.getresponse()
+        assert answer.status == 200, answer.read()
+        answer.read()
+    runs = [[], []]
+    for turn in range(turns):
+        for number, (port, _) in enumerate(PORTS):
+            command = [
+                KVTIER, "bench", f"127.0.0.1:{port}", "--scenario", "tenants", "--tenants", str(count),
+                "--duration", "2s", "--seed", str(turn), "--json", "-",
+            ]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            runs[number].append(json.loads(done.stdout))
+    stop(*servers)
+    medians = [statistics.median(run["rows"][0]["latency_us"]["p50"] for run in side) for side in runs]
+    print(f"a store, median of p50: {medians[0]:.1f} us without, {medians[1]:.1f} us with: {medians[1] / medians[0]:.3f}")
+    return {"tenants": count, "p50_us_without": medians[0], "p50_us_with": medians[1], "without": runs[0], "with": runs[1]}
+
+
 def main():
     """Run the rounds and keep what they found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["stalled", "fs", "adopt"])
+    parser.add_argument("what", choices=["stalled", "fs", "adopt", "tenants"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--files", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     for number in range(1, args.rounds + 1):
-        found = {"stalled": stalled, "fs": fs, "adopt": lambda: adopt(args.files)}[args.what]()
+        found = {"stalled": stalled, "fs": fs, "adopt": lambda: adopt(args.files), "tenants": tenants}[args.what]()
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"beside-{args.what}-{number}.json").write_text(json.dumps(found, indent=1) + "\n")
