@@ -153,10 +153,15 @@ impl Base {
         format!("{}{}-{number:x}", self.temporary, self.writer)
     }
 
-    /// A new file to write to.
-    pub(super) fn create(&self, dir: &OwnedFd, direct: bool) -> Result<Temporary, Errno> {
+    /// A new file, to be accessed in this way.
+    pub(super) fn create(
+        &self,
+        dir: &OwnedFd,
+        access: OFlags,
+        direct: bool,
+    ) -> Result<Temporary, Errno> {
         let path = self.new_name();
-        let flags = OFlags::WRONLY
+        let flags = access
             | OFlags::CREATE
             | OFlags::EXCL
             | OFlags::NOFOLLOW

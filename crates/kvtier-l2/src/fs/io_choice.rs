@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_memory::uring::Tail;
 use kvtier_memory::{Arena, ArenaKind, Extent};
+use rustix::fs::OFlags;
 
 use super::base::{Base, Temporary};
 use super::beneath;
@@ -44,13 +45,17 @@ impl Choice {
 /// # Errors
 /// When io_uring is asked for by name and is not there.
 pub(super) fn choose(told: IoEngine, base: &Base, direct: bool) -> Result<Choice, L2Error> {
-    choose_of(told, Uring::new, |uring| measure(base, direct, uring))
+    let measure = |uring: &Uring| measure(base, direct, uring, LONGEST);
+    choose_of(told, Uring::new, measure)
 }
 
-fn choose_of(
+/// What a trial took: plain system calls, io_uring; or why there is no saying.
+type Measured = Result<(Duration, Duration), String>;
+
+fn choose_of<U: Engine>(
     told: IoEngine,
-    uring: impl FnOnce() -> std::io::Result<Uring>,
-    measure: impl FnOnce(&Uring) -> Result<(Duration, Duration), String>,
+    uring: impl FnOnce() -> std::io::Result<U>,
+    measure: impl FnOnce(&U) -> Measured,
 ) -> Result<Choice, L2Error> {
     if told == IoEngine::Posix {
         return Ok(Choice::posix("io_engine says so".into()));
@@ -70,7 +75,19 @@ fn choose_of(
         }
         (Err(error), _) => return Ok(Choice::posix(format!("there is no io_uring: {error}"))),
     };
-    Ok(match measure(&uring) {
+    let (takes_uring, why) = decide(measure(&uring));
+    Ok(match takes_uring {
+        true => Choice {
+            engine: Box::new(uring),
+            why,
+        },
+        false => Choice::posix(why),
+    })
+}
+
+/// Whether it is io_uring, and why.
+fn decide(measured: Measured) -> (bool, String) {
+    match measured {
         Ok((posix, ring)) => {
             let why = format!(
                 "{FILES} files of {} KiB took {} us with io_uring and {} us without",
@@ -78,25 +95,20 @@ fn choose_of(
                 ring.as_micros(),
                 posix.as_micros()
             );
-            match ring.as_secs_f64() < WORTH * posix.as_secs_f64() {
-                true => Choice {
-                    engine: Box::new(uring),
-                    why,
-                },
-                false => Choice::posix(why),
-            }
+            (ring < posix.mul_f64(WORTH), why)
         }
-        Err(error) => Choice::posix(format!("the trial ended early: {error}")),
-    })
+        Err(error) => (false, format!("the trial ended early: {error}")),
+    }
 }
 
-/// What both engines take for the same files: plain system calls, io_uring. The files have no names by then.
-fn measure(base: &Base, direct: bool, uring: &Uring) -> Result<(Duration, Duration), String> {
+/// What both engines take for the same files, until their checksums are known. The files have no names by then.
+fn measure(base: &Base, direct: bool, uring: &dyn Engine, longest: Duration) -> Measured {
     let begun = Instant::now();
     let dir = base.dir();
     let mut files = Vec::new();
     for _ in 0..FILES {
-        let made = base.create(&dir, direct);
+        // What is written is read by the same descriptor.
+        let made = base.create(&dir, OFlags::RDWR, direct);
         let Temporary { path, file } = made.map_err(|error| error.to_string())?;
         let removed = beneath::unlink(&dir, &path);
         removed.map_err(|error| error.to_string())?;
@@ -110,13 +122,14 @@ fn measure(base: &Base, direct: bool, uring: &Uring) -> Result<(Duration, Durati
             files: files.iter().map(OwnedFd::try_clone).collect(),
             arena: &arena,
             size,
+            sums: Vec::new(),
             failed: None,
         };
         engine.run(&mut turn);
         let taken = start.elapsed();
         match turn.failed {
-            None if begun.elapsed() < LONGEST => Ok(taken),
-            None => Err(format!("it takes more than {} ms", LONGEST.as_millis())),
+            None if begun.elapsed() < longest => Ok(taken),
+            None => Err(format!("it takes more than {} ms", longest.as_millis())),
             Some(error) => Err(error),
         }
     };
@@ -139,6 +152,8 @@ struct Turn<'a> {
     files: Vec<std::io::Result<OwnedFd>>,
     arena: &'a Arc<Arena>,
     size: Option<u64>,
+    /// Of what was read. A load needs it, and an engine that does not give it has only postponed the work.
+    sums: Vec<u128>,
     failed: Option<String>,
 }
 
@@ -166,9 +181,16 @@ impl Work for Turn<'_> {
         }
     }
 
-    fn done(&mut self, _: Move, moved: Moved) {
-        if let Err(error) = moved {
-            self.failed = Some(error.to_string());
+    fn done(&mut self, one: Move, moved: Moved) {
+        let sum = match moved {
+            Ok((_, Some(sum))) => Ok(sum),
+            Ok((_, None)) if one.size.is_none() => return,
+            Ok((_, None)) => one.buffer.checksum().map_err(|error| error.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        match sum {
+            Ok(sum) => self.sums.push(sum),
+            Err(error) => self.failed = Some(error),
         }
     }
 
@@ -179,48 +201,92 @@ impl Work for Turn<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::BorrowedFd;
+
+    use kvtier_memory::FileError;
+    use rustix::io::Errno;
+
     use super::*;
 
-    fn uring() -> std::io::Result<Uring> {
-        Uring::new().inspect_err(|error| println!("skipped: no io_uring here: {error}"))
+    /// Has another name than plain system calls.
+    struct Named;
+
+    impl Engine for Named {
+        fn name(&self) -> &'static str {
+            "io_uring"
+        }
+
+        fn read(
+            &self,
+            file: BorrowedFd<'_>,
+            to: &Buffer,
+            body: u64,
+            tail: &mut [u8],
+            size: u64,
+        ) -> Result<(u64, Option<u128>), FileError> {
+            Posix.read(file, to, body, tail, size)
+        }
+
+        fn write(
+            &self,
+            file: BorrowedFd<'_>,
+            from: &Buffer,
+            body: u64,
+            tail: &[u8],
+        ) -> Result<(), FileError> {
+            Posix.write(file, from, body, tail)
+        }
+
+        fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
+            Posix.sync(file)
+        }
     }
 
-    fn chosen(posix: u64, ring: u64) -> Choice {
-        let times = (Duration::from_micros(posix), Duration::from_micros(ring));
-        choose_of(IoEngine::Auto, uring, |_| Ok(times)).unwrap()
+    fn uring() -> Option<Uring> {
+        Uring::new()
+            .inspect_err(|error| println!("skipped: no io_uring here: {error}"))
+            .ok()
     }
 
     #[test]
     fn the_faster_one_is_taken_if_it_is_worth_it() {
-        if uring().is_err() {
-            return;
-        }
-        let choice = chosen(1000, 500);
-        assert_eq!(choice.engine.name(), "io_uring");
-        assert!(
-            choice
-                .why
-                .contains("500 us with io_uring and 1000 us without")
-        );
-        for (posix, ring) in [(1000, 950), (1000, 1000), (500, 1000)] {
-            assert_eq!(chosen(posix, ring).engine.name(), "posix");
+        let times = |posix, ring| {
+            let micros = Duration::from_micros;
+            Ok((micros(posix), micros(ring)))
+        };
+        let took = |posix, ring| {
+            format!("4 files of 128 KiB took {ring} us with io_uring and {posix} us without")
+        };
+        let early = "the trial ended early: a full disk".to_owned();
+        for (measured, name, why) in [
+            (times(1000, 500), "io_uring", took(1000, 500)),
+            (times(1000, 899), "io_uring", took(1000, 899)),
+            (times(1000, 900), "posix", took(1000, 900)),
+            (times(1000, 1000), "posix", took(1000, 1000)),
+            (times(500, 1000), "posix", took(500, 1000)),
+            (times(0, 0), "posix", took(0, 0)),
+            (Err("a full disk".into()), "posix", early),
+        ] {
+            let told = decide(measured.clone());
+            assert_eq!(told, (name == "io_uring", why.clone()));
+            let choice = choose_of(IoEngine::Auto, || Ok(Named), |_| measured).unwrap();
+            assert_eq!((choice.engine.name(), choice.why), (name, why));
         }
     }
 
     #[test]
-    fn a_trial_that_fails_is_told_and_costs_nothing() {
-        if uring().is_err() {
-            return;
+    fn what_is_asked_for_by_name_is_not_tried() {
+        for (told, name) in [(IoEngine::Uring, "io_uring"), (IoEngine::Posix, "posix")] {
+            let choice = choose_of(told, || Ok(Named), |_| unreachable!()).unwrap();
+            assert_eq!(choice.engine.name(), name);
+            assert!(choice.why.contains("io_engine"), "{}", choice.why);
         }
-        let choice = choose_of(IoEngine::Auto, uring, |_| Err("a full disk".into())).unwrap();
-        assert_eq!(choice.engine.name(), "posix");
-        assert!(choice.why.contains("a full disk"));
     }
 
     #[test]
     fn a_system_without_it_is_told() {
-        for code in [rustix::io::Errno::NOSYS, rustix::io::Errno::PERM] {
-            let none = || Err(std::io::Error::from(code));
+        for code in [Errno::NOSYS, Errno::PERM] {
+            let none = || Err::<Named, _>(std::io::Error::from(code));
             let choice = choose_of(IoEngine::Auto, none, |_| unreachable!()).unwrap();
             assert_eq!(choice.engine.name(), "posix");
             assert!(choice.why.contains("no io_uring"), "{}", choice.why);
@@ -233,15 +299,57 @@ mod tests {
     }
 
     #[test]
-    fn a_trial_leaves_nothing() {
+    fn a_trial_comes_to_its_end_and_leaves_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let base = Base::open(dir.path().to_owned(), "").unwrap();
         let names = || std::fs::read_dir(dir.path()).unwrap().count();
         let before = names();
-        for direct in [false, true] {
-            let told = choose(IoEngine::Auto, &base, direct).unwrap();
-            assert!(!told.why.is_empty());
-            assert_eq!(names(), before);
+        let mut others: Vec<Box<dyn Engine>> = vec![Box::new(Named)];
+        if let Some(uring) = uring() {
+            others.push(Box::new(uring));
+        }
+        for other in &others {
+            for direct in [false, true] {
+                let (posix, ring) = measure(&base, direct, &**other, Duration::MAX).unwrap();
+                assert!(!posix.is_zero() && !ring.is_zero());
+                assert_eq!(names(), before);
+                let late = measure(&base, direct, &**other, Duration::ZERO);
+                assert!(late.unwrap_err().contains("more than 0 ms"));
+                assert_eq!(names(), before);
+            }
+        }
+    }
+
+    /// Both engines have done the same when a turn ends.
+    #[test]
+    fn a_turn_ends_with_the_checksums() {
+        let bytes = FILES as u64 * BYTES;
+        let arena = Arc::new(Arena::create(ArenaKind::Anonymous, bytes).unwrap());
+        for number in 0..FILES as u64 {
+            let place = Extent::new(number * BYTES, BYTES);
+            arena.write(place, 0, &[number as u8 + 1; 100]).unwrap();
+        }
+        let files = [(); FILES].map(|()| tempfile::tempfile().unwrap());
+        let sums = |engine: &dyn Engine, size| {
+            let cloned = files.iter().map(|file| file.try_clone().map(Into::into));
+            let mut turn = Turn {
+                files: cloned.collect(),
+                arena: &arena,
+                size,
+                sums: Vec::new(),
+                failed: None,
+            };
+            engine.run(&mut turn);
+            assert_eq!(turn.failed, None);
+            turn.sums.sort_unstable();
+            turn.sums
+        };
+        assert!(sums(&Posix, None).is_empty());
+        let expected = sums(&Posix, Some(BYTES));
+        assert_eq!(expected.len(), FILES);
+        if let Some(uring) = uring() {
+            assert!(sums(&uring, None).is_empty());
+            assert_eq!(sums(&uring, Some(BYTES)), expected);
         }
     }
 }

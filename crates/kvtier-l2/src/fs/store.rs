@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvtier_core::object_key::shown_path;
 use kvtier_memory::uring::Tail;
-use rustix::fs::Mode;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::base::{self, Temporary, is_file};
@@ -309,7 +309,7 @@ impl Files {
                 Err(_) => {}
             }
         }
-        let Temporary { path, file } = self.base.create(dir, direct)?;
+        let Temporary { path, file } = self.base.create(dir, OFlags::WRONLY, direct)?;
         Ok((file, Some(path)))
     }
 
