@@ -103,6 +103,31 @@ fn what_was_stored_comes_back_after_a_restart() {
 }
 
 #[test]
+fn what_a_tier_brings_counts_as_found_and_its_lookup_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/counted").with_salt("t");
+    let prompt = prompt(1, 8);
+    {
+        let server = with_fs(directory.path(), &[]);
+        let mut worker = server.engine_driven(1, &scope);
+        store(&mut worker, &prompt, 1);
+        settle(&server);
+    }
+    // Nothing of the tenant is in L1 when it asks for the first time.
+    let server = with_fs(directory.path(), &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    for (request_id, looks) in [("first", 1), ("second", 2)] {
+        assert_eq!(hits(worker.connection(), &scope, &prompt, request_id), 8);
+        let told = request(&server, "GET", "/quota/t", "").2;
+        let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+        let counts = (&told["requested_chunks"], &told["hit_chunks"]);
+        assert_eq!(counts, (&(8 * looks).into(), &(8 * looks).into()), "{told}");
+        worker.connection().end_session(request_id).unwrap();
+    }
+    server.assert_sound();
+}
+
+#[test]
 fn what_waits_to_be_stored_is_stored_before_the_end() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/end");
