@@ -2,14 +2,15 @@
 //!
 //! They count until their delete has answered, whoever waits for it. An object is here or in the index, not in both.
 
-use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use kvtier_core::cache::Removed;
 use kvtier_core::object_key::ObjectKey;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+use super::Adopted;
 use crate::adapter::Adapter;
 use crate::error::{ErrorKind, L2Error};
 
@@ -21,20 +22,82 @@ struct Fate {
     is_late: bool,
 }
 
+/// Those of one tenant.
 #[derive(Debug, Default)]
-struct Lists {
+struct Tenant {
     /// To be deleted.
     waiting: HashMap<ObjectKey, Fate>,
+    /// Of those and of what is being deleted.
+    bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct Lists {
+    /// By cache salt; those that have any.
+    tenants: BTreeMap<Arc<str>, Tenant>,
     /// Being deleted, and how many bytes each had in the index.
     under_way: HashMap<ObjectKey, u64>,
-    /// Of both.
+    /// Of all.
     bytes: u64,
 }
 
 impl Lists {
+    fn waiting(&self, key: &ObjectKey) -> Option<Fate> {
+        let tenant = self.tenants.get(key.cache_salt())?;
+        tenant.waiting.get(key).copied()
+    }
+
     fn add(&mut self, key: ObjectKey, fate: Fate) {
-        let before = self.waiting.insert(key, fate);
-        self.bytes = self.bytes + fate.bytes - before.map_or(0, |before| before.bytes);
+        self.take(&key);
+        self.count(&key, fate.bytes);
+        let tenant = self.tenants.entry(Arc::clone(key.cache_salt()));
+        tenant.or_default().waiting.insert(key, fate);
+    }
+
+    /// It does not wait any more.
+    fn take(&mut self, key: &ObjectKey) -> Option<Fate> {
+        let fate = self
+            .tenants
+            .get_mut(key.cache_salt())?
+            .waiting
+            .remove(key)?;
+        self.count_off(key, fate.bytes);
+        Some(fate)
+    }
+
+    /// Its delete begins.
+    fn begin(&mut self, key: ObjectKey, bytes: u64) {
+        self.count(&key, bytes);
+        *self.under_way.entry(key).or_default() += bytes;
+    }
+
+    /// Its delete has ended: what it had in the index.
+    fn end(&mut self, key: &ObjectKey) -> u64 {
+        let bytes = self.under_way.remove(key).unwrap_or_default();
+        self.count_off(key, bytes);
+        bytes
+    }
+
+    fn count(&mut self, key: &ObjectKey, bytes: u64) {
+        let tenant = self.tenants.entry(Arc::clone(key.cache_salt()));
+        tenant.or_default().bytes += bytes;
+        self.bytes += bytes;
+    }
+
+    fn count_off(&mut self, key: &ObjectKey, bytes: u64) {
+        let salt = key.cache_salt();
+        let Some(tenant) = self.tenants.get_mut(salt) else {
+            return;
+        };
+        tenant.bytes -= bytes;
+        self.bytes -= bytes;
+        if tenant.bytes == 0 && tenant.waiting.is_empty() {
+            self.tenants.remove(salt);
+        }
+    }
+
+    fn bytes_of(&self, salt: &str) -> u64 {
+        self.tenants.get(salt).map_or(0, |tenant| tenant.bytes)
     }
 }
 
@@ -60,7 +123,7 @@ pub(super) enum Claim {
 /// Deletes under way. What was not answered when it is dropped waits again.
 struct Deleting {
     condemned: Arc<Condemned>,
-    keys: Vec<(ObjectKey, u64)>,
+    keys: Vec<ObjectKey>,
 }
 
 impl Deleting {
@@ -68,9 +131,8 @@ impl Deleting {
         let mut done = Deletes::default();
         let mut results = results.into_iter();
         let mut lists = self.condemned.lists.lock();
-        for (key, bytes) in std::mem::take(&mut self.keys) {
-            lists.under_way.remove(&key);
-            lists.bytes -= bytes;
+        for key in std::mem::take(&mut self.keys) {
+            let bytes = lists.end(&key);
             match results.next() {
                 Some(Ok(_)) => {
                     done.objects += 1;
@@ -100,9 +162,8 @@ impl Drop for Deleting {
             return;
         }
         let mut lists = self.condemned.lists.lock();
-        for (key, bytes) in std::mem::take(&mut self.keys) {
-            lists.under_way.remove(&key);
-            lists.bytes -= bytes;
+        for key in std::mem::take(&mut self.keys) {
+            let bytes = lists.end(&key);
             let is_late = true;
             lists.add(key, Fate { bytes, is_late });
         }
@@ -139,49 +200,72 @@ impl Condemned {
         self.lists.lock().bytes
     }
 
+    /// What may be in the backend, of all or of one tenant: what `index` tells, what is here, and what `evicted` gives,
+    /// which is taken over. What goes from here to there or back meanwhile is counted, maybe twice.
+    pub(super) fn sum(
+        &self,
+        salt: Option<&str>,
+        index: impl FnOnce() -> u64,
+        evicted: impl FnOnce() -> Vec<(ObjectKey, u64)>,
+    ) -> u64 {
+        let mut lists = self.lists.lock();
+        // In this order: what is evicted in between counts as it did before.
+        let bytes = index();
+        for (key, bytes) in evicted() {
+            let is_late = false;
+            lists.add(key, Fate { bytes, is_late });
+        }
+        bytes + salt.map_or(lists.bytes, |salt| lists.bytes_of(salt))
+    }
+
     /// Bytes by cache salt.
     pub(super) fn by_salt(&self) -> BTreeMap<Arc<str>, u64> {
         let lists = self.lists.lock();
-        let waiting = lists.waiting.iter().map(|(key, fate)| (key, fate.bytes));
-        let under_way = lists.under_way.iter().map(|(key, bytes)| (key, *bytes));
-        let mut by_salt = BTreeMap::new();
-        for (key, bytes) in waiting.chain(under_way) {
-            *by_salt.entry(Arc::clone(key.cache_salt())).or_default() += bytes;
-        }
-        by_salt
+        let tenants = lists.tenants.iter();
+        let bytes = tenants.map(|(salt, tenant)| (Arc::clone(salt), tenant.bytes));
+        bytes.filter(|(_, bytes)| *bytes > 0).collect()
     }
 
     /// Whether any is waiting to be deleted.
     pub(super) fn is_waiting(&self) -> bool {
-        !self.lists.lock().waiting.is_empty()
+        let lists = self.lists.lock();
+        let mut tenants = lists.tenants.values();
+        tenants.any(|tenant| !tenant.waiting.is_empty())
     }
 
-    /// Spares an object that is wanted again, once no delete of it is under way.
+    /// Spares an object that is about to be stored, once no delete of it is under way.
     pub(super) async fn claim(&self, key: &ObjectKey) -> Claim {
         let mut ended = self.ended.subscribe();
         // The sender is a part of this.
         let _ = ended
             .wait_for(|()| !self.lists.lock().under_way.contains_key(key))
             .await;
-        self.spare(key)
-    }
-
-    /// The same for whoever does not wait.
-    pub(super) fn spare(&self, key: &ObjectKey) -> Claim {
         let mut lists = self.lists.lock();
         if lists.under_way.contains_key(key) {
             return Claim::Refused;
         }
-        match lists.waiting.get(key) {
+        match lists.waiting(key) {
             None => Claim::Unknown,
             Some(fate) if fate.is_late => Claim::Refused,
             Some(fate) => {
-                let bytes = fate.bytes;
-                lists.waiting.remove(key);
-                lists.bytes -= bytes;
-                Claim::Spared(bytes)
+                lists.take(key);
+                Claim::Spared(fate.bytes)
             }
         }
+    }
+
+    /// Spares an object that was found if `enter`, which takes it into the index, says so.
+    pub(super) fn adopt(&self, key: &ObjectKey, enter: impl FnOnce() -> Adopted) -> Adopted {
+        let mut lists = self.lists.lock();
+        let is_late = |fate: Fate| fate.is_late;
+        if lists.under_way.contains_key(key) || lists.waiting(key).is_some_and(is_late) {
+            return Adopted::Leaving;
+        }
+        let adopted = enter();
+        if adopted == Adopted::Known {
+            lists.take(key);
+        }
+        adopted
     }
 
     /// Marks keys that somebody deletes by name.
@@ -189,40 +273,51 @@ impl Condemned {
         let mut lists = self.lists.lock();
         let mut marked = Vec::new();
         for key in keys {
-            if let Entry::Vacant(entry) = lists.under_way.entry(key.clone()) {
-                entry.insert(0);
+            if !lists.under_way.contains_key(key) {
+                lists.begin(key.clone(), 0);
                 marked.push(key.clone());
             }
         }
         Marked {
             condemned: Arc::clone(self),
             keys: marked,
-            unanswered: HashMap::new(),
         }
     }
 
-    /// Deletes up to `most` of those that wait, and goes on when nobody waits for it any more; without any, waits for
-    /// those that others delete. `None` if there are none at all.
+    /// Deletes up to `most` of those that wait, of all or of one tenant, and goes on when nobody waits for it any more;
+    /// without any, waits for those that others delete. `None` if there are none at all.
     pub(super) async fn delete(
         self: &Arc<Self>,
         adapter: &Arc<dyn Adapter>,
+        salt: Option<&str>,
         most: usize,
     ) -> Option<Deletes> {
         let mut ended = self.ended.subscribe();
         let deleting = {
             let mut lists = self.lists.lock();
-            let keys: Vec<_> = lists.waiting.keys().take(most).cloned().collect();
-            if keys.is_empty() && lists.under_way.is_empty() {
+            let keys: Vec<_> = {
+                let (one, all) = match salt {
+                    Some(salt) => (lists.tenants.get(salt), None),
+                    None => (None, Some(lists.tenants.values())),
+                };
+                let tenants = one.into_iter().chain(all.into_iter().flatten());
+                let waiting = tenants.flat_map(|tenant| tenant.waiting.keys());
+                waiting.take(most).cloned().collect()
+            };
+            let is_idle = match salt {
+                Some(salt) => lists.bytes_of(salt) == 0,
+                None => lists.under_way.is_empty(),
+            };
+            if keys.is_empty() && is_idle {
                 return None;
             }
             let mut taken = Vec::with_capacity(keys.len());
             for key in keys {
-                if lists.under_way.contains_key(&key) {
-                    continue;
-                }
-                if let Some(fate) = lists.waiting.remove(&key) {
-                    lists.under_way.insert(key.clone(), fate.bytes);
-                    taken.push((key, fate.bytes));
+                if !lists.under_way.contains_key(&key)
+                    && let Some(fate) = lists.take(&key)
+                {
+                    lists.begin(key.clone(), fate.bytes);
+                    taken.push(key);
                 }
             }
             Deleting {
@@ -236,8 +331,7 @@ impl Condemned {
         }
         let adapter = Arc::clone(adapter);
         let work = tokio::spawn(async move {
-            let keys = deleting.keys.iter().map(|(key, _)| key.clone()).collect();
-            let results = adapter.delete(keys).await;
+            let results = adapter.delete(deleting.keys.clone()).await;
             deleting.settle(results)
         });
         let failed = |error: tokio::task::JoinError| Deletes {
@@ -252,27 +346,36 @@ impl Condemned {
 pub(super) struct Marked {
     condemned: Arc<Condemned>,
     keys: Vec<ObjectKey>,
-    /// What the index had of them, until their delete has answered.
-    unanswered: HashMap<ObjectKey, u64>,
 }
 
 impl Marked {
-    /// The index does not have it any more.
-    pub(super) fn taken_out(&mut self, key: &ObjectKey, bytes: u64) {
-        self.unanswered.insert(key.clone(), bytes);
+    /// Takes it out of the index; it counts here until its delete has answered.
+    pub(super) fn take_out(&self, key: &ObjectKey, remove: impl FnOnce() -> Removed) -> Removed {
+        let mut lists = self.condemned.lists.lock();
+        let was = remove();
+        if was.objects > 0 {
+            lists.begin(key.clone(), was.bytes);
+        }
+        was
     }
 
-    /// Its delete has answered; what the index had of it.
-    pub(super) fn answered(&mut self, key: &ObjectKey) -> Option<u64> {
-        self.unanswered.remove(key)
+    /// Its delete has failed: it goes back to the index if `enter` says so; otherwise it is deleted later.
+    pub(super) fn failed(&self, key: &ObjectKey, enter: impl FnOnce(u64) -> Adopted) {
+        let mut lists = self.condemned.lists.lock();
+        let bytes = lists.under_way.get(key).copied().unwrap_or_default();
+        if bytes > 0 && enter(bytes) == Adopted::Known {
+            lists.end(key);
+            lists.begin(key.clone(), 0);
+        }
     }
 
     /// The backend does not have it any more.
-    pub(super) fn gone(&mut self, key: &ObjectKey) {
-        self.answered(key);
+    pub(super) fn gone(&self, key: &ObjectKey) {
         let mut lists = self.condemned.lists.lock();
-        if let Some(fate) = lists.waiting.remove(key) {
-            lists.bytes -= fate.bytes;
+        lists.take(key);
+        if lists.under_way.contains_key(key) {
+            lists.end(key);
+            lists.begin(key.clone(), 0);
         }
     }
 }
@@ -280,12 +383,12 @@ impl Marked {
 impl Drop for Marked {
     fn drop(&mut self) {
         let mut lists = self.condemned.lists.lock();
-        for key in &self.keys {
-            lists.under_way.remove(key);
-        }
-        for (key, bytes) in std::mem::take(&mut self.unanswered) {
-            let is_late = true;
-            lists.add(key, Fate { bytes, is_late });
+        for key in std::mem::take(&mut self.keys) {
+            let bytes = lists.end(&key);
+            if bytes > 0 {
+                let is_late = true;
+                lists.add(key, Fate { bytes, is_late });
+            }
         }
         drop(lists);
         self.condemned.ended.send_replace(());

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kvtier_core::eviction::EvictionKind;
-use kvtier_core::quota::Grant;
+use kvtier_core::object_key::ObjectKey;
+use kvtier_core::quota::{Grant, QuotaMode};
 
 use super::{Tier, key_of};
 use crate::error::L2Error;
@@ -13,7 +14,8 @@ use crate::error::L2Error;
 const SLICE: usize = 1024;
 
 impl Tier {
-    /// One pass: deletes what is still to be deleted, and evicts down from the watermark. Ends where a delete fails.
+    /// One pass: deletes what is still to be deleted, and evicts down from the watermark once it is known what is the
+    /// oldest. Ends where a delete fails.
     pub async fn evict(&self) {
         if self.delete_condemned().await.is_err() {
             return;
@@ -22,7 +24,8 @@ impl Tier {
             return;
         };
         let usage = self.index.usage();
-        if self.config.capacity_bytes.is_none()
+        if self.is_looking()
+            || self.config.capacity_bytes.is_none()
             || (usage.used_bytes as f64) < usage.capacity_bytes as f64 * eviction.trigger_watermark
         {
             return;
@@ -44,8 +47,12 @@ impl Tier {
         self.index.set_grant(salt, grant);
     }
 
-    /// One pass: deletes objects of tenants that have too much. Ends where a delete fails.
+    /// One pass: deletes objects of tenants that have too much, once it is known which are the oldest. Ends where a
+    /// delete fails.
     pub async fn evict_over_quota(&self) {
+        if self.is_looking() {
+            return;
+        }
         loop {
             let evicted = self.index.evict_over_quota(self.now(), SLICE);
             if evicted.objects == 0 || self.delete_condemned().await.is_err() {
@@ -62,24 +69,45 @@ impl Tier {
 
     /// What the index evicted is to be deleted.
     pub(super) fn condemn_evicted(&self) {
-        self.condemned.add(|| {
-            let evicted = self.index.take_evicted().into_iter();
-            let key = |object| {
-                let key = key_of(&object)?;
-                self.unsure.settle(&key);
-                Some((key, object.bytes))
-            };
-            evicted.filter_map(key).collect()
-        });
+        self.condemned.add(|| self.evicted());
+    }
+
+    fn evicted(&self) -> Vec<(ObjectKey, u64)> {
+        let key = |object| {
+            let key = key_of(&object)?;
+            self.unsure.settle(&key);
+            Some((key, object.bytes))
+        };
+        let evicted = self.index.take_evicted().into_iter();
+        evicted.filter_map(key).collect()
     }
 
     /// Whether there is more than the capacity, with what is to be deleted.
     pub(super) fn is_over(&self) -> bool {
-        self.condemn_evicted();
-        let used = || self.index.usage().used_bytes + self.condemned.bytes();
+        let used = || self.index.usage().used_bytes;
+        let used = self.condemned.sum(None, used, || self.evicted());
         self.config
             .capacity_bytes
-            .is_some_and(|capacity| used() > capacity)
+            .is_some_and(|capacity| used > capacity)
+    }
+
+    /// Whether a tenant has more than a limit that holds strictly, with what is to be deleted.
+    pub(super) fn is_over_limit(&self, salt: &str) -> bool {
+        if self.config.quota_mode != QuotaMode::Strict {
+            return false;
+        }
+        let mut limit = None;
+        let index = || match self.index.salt_usage(salt) {
+            Some(usage) => {
+                limit = usage
+                    .grant
+                    .map_or(self.config.quota_default, |grant| grant.limit);
+                usage.counted_bytes
+            }
+            None => 0,
+        };
+        let bytes = self.condemned.sum(Some(salt), index, || self.evicted());
+        limit.is_some_and(|limit| bytes > limit)
     }
 
     /// Objects evicted since this was last asked, by cache salt: to be asked for now and then, as there may be many.
@@ -97,23 +125,29 @@ impl Tier {
 
     /// Deletes until there is no more than the capacity.
     pub(super) async fn make_room(&self) -> Result<(), L2Error> {
-        while self.is_over() && self.delete_some().await? {}
+        while self.is_over() && self.delete_some(None).await? {}
+        Ok(())
+    }
+
+    /// Deletes until a tenant has no more than a limit that holds strictly, as far as that goes.
+    pub(super) async fn make_room_within(&self, salt: &str) -> Result<(), L2Error> {
+        while self.is_over_limit(salt) && self.delete_some(Some(salt)).await? {}
         Ok(())
     }
 
     /// Deletes all that is to be deleted.
     pub(super) async fn delete_condemned(&self) -> Result<(), L2Error> {
         self.condemn_evicted();
-        while self.condemned.is_waiting() && self.delete_some().await? {}
+        while self.condemned.is_waiting() && self.delete_some(None).await? {}
         Ok(())
     }
 
-    /// Whether there was anything to delete.
-    async fn delete_some(&self) -> Result<bool, L2Error> {
+    /// Whether there was anything to delete, of all or of one tenant.
+    async fn delete_some(&self, salt: Option<&str>) -> Result<bool, L2Error> {
         if self.is_read_only() {
             return Ok(false);
         }
-        let Some(deletes) = self.condemned.delete(&self.adapter, SLICE).await else {
+        let Some(deletes) = self.condemned.delete(&self.adapter, salt, SLICE).await else {
             return Ok(false);
         };
         self.counters.evicted_objects.add(deletes.objects);

@@ -33,7 +33,7 @@ use crate::adapter::{Adapter, ListPage, Listed, Loaded};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec};
 use budget::Budget;
-use condemned::{Claim, Condemned};
+use condemned::Condemned;
 pub use recovery::Recovery;
 use unsure::Unsure;
 use warned::Warned;
@@ -236,17 +236,7 @@ impl Tier {
 
     /// Takes an object into the index that is there.
     fn adopt(&self, key: &ObjectKey, bytes: u64) -> Adopted {
-        let spared = self.condemned.spare(key);
-        if matches!(spared, Claim::Refused) {
-            return Adopted::Leaving;
-        }
-        let adopted = self.enter(key, bytes);
-        if adopted == Adopted::NoRoom
-            && let Claim::Spared(bytes) = spared
-        {
-            self.condemned.add(|| vec![(key.clone(), bytes)]);
-        }
-        adopted
+        self.condemned.adopt(key, || self.enter(key, bytes))
     }
 
     /// The index's part of that.
@@ -359,11 +349,11 @@ impl Tier {
         if self.is_read_only() {
             return keys.iter().map(|_| Err(self.read_only())).collect();
         }
-        let mut marked = self.condemned.mark(&keys);
+        let marked = self.condemned.mark(&keys);
         let remove = |key| {
-            let was = self.index.remove(&space(key), &[key.chunk_hash()], force);
+            let remove = || self.index.remove(&space(key), &[key.chunk_hash()], force);
+            let was = marked.take_out(key, remove);
             if was.objects > 0 {
-                marked.taken_out(key, was.bytes);
                 self.unsure.settle(key);
             }
             was
@@ -387,12 +377,13 @@ impl Tier {
                 }
                 Err(error) => {
                     // It still takes its bytes; without room in the index it is deleted later.
-                    if let Some(bytes) = marked.answered(key) {
-                        match self.enter(key, bytes) {
-                            Adopted::Known => self.unsure.add(key),
-                            _ => marked.taken_out(key, bytes),
+                    marked.failed(key, |bytes| {
+                        let adopted = self.enter(key, bytes);
+                        if adopted == Adopted::Known {
+                            self.unsure.add(key);
                         }
-                    }
+                        adopted
+                    });
                     Err(error)
                 }
             }
@@ -417,7 +408,6 @@ impl Tier {
     pub fn usage(&self) -> AdapterUsage {
         let stats = self.stats();
         let mut bytes_by_cache_salt = self.condemned.by_salt();
-        bytes_by_cache_salt.retain(|_, bytes| *bytes > 0);
         let mut from = 0;
         loop {
             let page = self.index.salts(from, 1024);

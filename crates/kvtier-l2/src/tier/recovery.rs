@@ -1,14 +1,18 @@
 //! Adopting what was there before the start, in the background.
 //!
-//! Meanwhile everything is served: what the index does not know yet is asked for. Only stores of a bounded tier wait,
-//! since nobody knows how much room there is. Where it fails they are refused, and it is tried again until it succeeds.
+//! Meanwhile everything is served: what the index does not know yet is asked for. Only stores of a tier whose capacity or
+//! limits hold strictly wait, since nobody knows how much room there is. Where it fails they are refused, and it is tried
+//! again until it succeeds. Nothing is evicted while it runs: the oldest are not known.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use kvtier_core::cache::{Cache, ResidentObject};
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::{Cache, ReadLease, Space};
+use kvtier_core::quota::QuotaMode;
 use parking_lot::Mutex;
 use tokio::time::sleep;
 
@@ -34,8 +38,8 @@ pub enum Recovery {
     Running,
     /// All that was there is known.
     Done(Recovered),
-    /// It could not be finished, and the error says when it is tried again; what was found until then is known. Until it
-    /// succeeds, nothing is stored in a bounded tier.
+    /// It could not be finished, and the error says when it is tried again. Until it succeeds, nothing is stored where a
+    /// capacity or limits hold strictly; elsewhere what was found until then is known.
     Failed(L2Error),
 }
 
@@ -110,61 +114,68 @@ impl Tier {
             })
             .await
         };
-        self.adopt_all(listed.into_inner(), stop).await?;
+        // Who leaves for whom is not chosen before all is known.
+        if result.is_ok() || !self.is_strict() {
+            self.adopt_all(listed.into_inner(), stop).await?;
+        }
         result.map_err(Ended::Failed)
     }
 
-    /// Adopts in the order of last use; what has no room beside what is known already leaves, oldest first.
+    /// Adopts in the order of last use. Where not all has room, the index decides by its own rules who leaves, but nothing
+    /// that is known already does: it is younger than all that was there before.
     async fn adopt_all(&self, objects: Vec<Listed>, stop: &AtomicBool) -> Result<(), Ended> {
-        // What was used meanwhile is younger than all of them.
-        let known = self.known();
-        let index = self.index.clone();
+        let known = self.hold_known().await;
+        let (index, may_evict) = (self.index.clone(), self.may_evict());
         // There may be millions of them, and lookups want this thread.
-        let sorted = tokio::task::spawn_blocking(move || sorted(&index, objects)).await;
+        let sorted = tokio::task::spawn_blocking(move || sorted(&index, objects, may_evict)).await;
         let objects = sorted.map_err(|error| {
             Ended::Failed(L2Error::new(ErrorKind::Unavailable, error.to_string()))
         })?;
-        let usage = self.index.usage();
-        let sum = objects.iter().map(|object| object.bytes).sum::<u64>();
-        let mut excess = (usage.used_bytes + sum).saturating_sub(usage.capacity_bytes);
         for slice in objects.chunks(SLICE) {
             if stop.load(Ordering::Relaxed) {
                 return Err(Ended::Stopped);
             }
             for object in slice {
-                if excess > 0 && self.may_evict() {
-                    excess = excess.saturating_sub(object.bytes);
+                let leaves = match self.adopt(&object.key, object.bytes) {
+                    Adopted::OverQuota => true,
+                    Adopted::NoRoom => may_evict,
+                    Adopted::Known | Adopted::Leaving => false,
+                };
+                if leaves {
                     // Others may have found it by now.
                     let entry = || {
                         let is_new = is_new(&self.index, object);
                         Vec::from_iter(is_new.then(|| (object.key.clone(), object.bytes)))
                     };
                     self.condemned.add(entry);
-                } else {
-                    let adopted = self.adopt(&object.key, object.bytes);
-                    if adopted == Adopted::OverQuota {
-                        self.condemned
-                            .add(|| vec![(object.key.clone(), object.bytes)]);
-                    }
                 }
             }
-            // What fails is tried again by whoever needs room.
-            let _ = self.delete_condemned().await;
+            self.condemn_evicted();
             tokio::task::yield_now().await;
         }
-        for slice in known.chunks(SLICE) {
-            for object in slice {
-                let space = object.space.as_space();
-                self.index.touch(self.now(), &space, &[object.chunk_hash]);
-            }
+        for held in known {
+            drop(held);
             tokio::task::yield_now().await;
         }
+        // What fails is tried again by whoever needs room.
+        let _ = self.delete_condemned().await;
         Ok(())
     }
 
     /// Whether it does not know yet all that was there before the start.
     pub fn is_recovering(&self) -> bool {
         !matches!(*self.recovery.borrow(), Recovery::Done(_))
+    }
+
+    /// Whether its capacity or limits hold strictly.
+    pub(super) fn is_strict(&self) -> bool {
+        let has_limits = self.config.quota_mode == QuotaMode::Strict;
+        has_limits || self.config.capacity_bytes.is_some()
+    }
+
+    /// Whether it is looking for the first time, or about to.
+    pub(super) fn is_looking(&self) -> bool {
+        *self.recovery.borrow() == Recovery::Running
     }
 
     /// How far the adoption is.
@@ -182,23 +193,48 @@ impl Tier {
         }
     }
 
-    fn known(&self) -> Vec<ResidentObject> {
-        let (mut known, mut from) = (Vec::new(), 0);
+    /// Holds on all that the index has. Given back one after the other, they make it the youngest.
+    async fn hold_known(&self) -> Vec<ReadLease<Budget>> {
+        let (mut held, mut from) = (Vec::new(), 0);
         loop {
             let page = self.index.objects(from, SLICE);
-            known.extend(page.entries);
+            let mut spaces = BTreeMap::<_, Vec<_>>::new();
+            for object in page.entries {
+                let hashes = spaces.entry(object.space).or_default();
+                hashes.push(object.chunk_hash);
+            }
+            for (space, hashes) in &spaces {
+                self.hold(&space.as_space(), hashes, &mut held);
+            }
             match page.next {
                 Some(next) => from = next,
-                None => return known,
+                None => return held,
             }
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Holds on those that are still there.
+    fn hold(&self, space: &Space<'_>, hashes: &[ChunkHash], held: &mut Vec<ReadLease<Budget>>) {
+        match self.index.hold(self.now(), space, hashes) {
+            Some(lease) => held.push(lease),
+            None if hashes.len() > 1 => {
+                let (left, right) = hashes.split_at(hashes.len() / 2);
+                self.hold(space, left, held);
+                self.hold(space, right, held);
+            }
+            None => {}
         }
     }
 }
 
-/// Those that are new, in the order of last use.
-fn sorted(index: &Cache<Budget>, mut objects: Vec<Listed>) -> Vec<Listed> {
+/// Those that are new, in the order of last use; the other way round where nothing leaves for them.
+fn sorted(index: &Cache<Budget>, mut objects: Vec<Listed>, may_evict: bool) -> Vec<Listed> {
     objects.retain(|object| is_new(index, object));
     objects.sort_unstable_by_key(|object| object.used_at);
+    if !may_evict {
+        objects.reverse();
+    }
     objects
 }
 

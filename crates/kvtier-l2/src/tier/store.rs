@@ -1,5 +1,7 @@
 //! Storing: bytes are set aside in the index, what has to leave for them is deleted, and then they are written.
 
+use std::collections::BTreeSet;
+
 use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest};
 use kvtier_core::object_key::ObjectKey;
 
@@ -64,10 +66,10 @@ impl Drop for Staged<'_> {
         let (tier, key) = (self.tier, &self.key);
         let reservation = self.reservation.take();
         if self.sent == Sent::No {
-            drop(reservation);
             if let Some(bytes) = self.spared {
                 tier.condemned.add(|| vec![(key.clone(), bytes)]);
             }
+            drop(reservation);
             return;
         }
         match self.sent {
@@ -85,7 +87,7 @@ impl Drop for Staged<'_> {
 impl Tier {
     /// Writes what is not there yet; one result each.
     ///
-    /// A bounded tier waits until it knows what it held before the start. What is not answered in time counts, as it may
+    /// Where a capacity or limits hold strictly, it waits until it knows what it held before the start. What is not answered in time counts, as it may
     /// be there; nobody is told that it is before the backend has said so.
     pub async fn store(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
         if self.is_read_only() {
@@ -151,6 +153,7 @@ impl Tier {
                 results[object.place] = Some(Err(L2Error::new(ErrorKind::Full, message)));
             }
         }
+        self.keep_limits(&mut staged, &mut items, results).await;
         if items.is_empty() {
             return;
         }
@@ -165,9 +168,41 @@ impl Tier {
         }
     }
 
+    /// Gives up what would have its tenant pass a limit that holds strictly: nothing is written before what left for it
+    /// is deleted.
+    async fn keep_limits(
+        &self,
+        staged: &mut Vec<Staged<'_>>,
+        items: &mut Vec<StoreItem>,
+        results: &mut [Option<Result<Stored, L2Error>>],
+    ) {
+        let salts = staged.iter().map(|object| object.key.cache_salt());
+        let salts: BTreeSet<_> = salts.cloned().collect();
+        for salt in salts {
+            let made = self.make_room_within(&salt).await;
+            while self.is_over_limit(&salt) {
+                let of_it = |object: &Staged<'_>| *object.key.cache_salt() == salt;
+                let Some(at) = staged.iter().rposition(of_it) else {
+                    break;
+                };
+                items.remove(at);
+                let object = staged.remove(at);
+                let why = match &made {
+                    Err(error) => error.to_string(),
+                    Ok(()) => "it has too much already".to_owned(),
+                };
+                let message = format!(
+                    "the tenant's limit in {} leaves no room: {why}",
+                    self.name()
+                );
+                results[object.place] = Some(Err(L2Error::new(ErrorKind::OverQuota, message)));
+            }
+        }
+    }
+
     /// Bytes that the backend has left for us; no bound is the largest number.
     async fn room(&self) -> Result<Room, L2Error> {
-        if self.config.capacity_bytes.is_some() {
+        if self.is_strict() {
             self.recovered().await?;
         }
         let ended = self.writing.ended();
