@@ -149,51 +149,74 @@ fn pipe() -> (File, File) {
     )
 }
 
-#[test]
-fn memory_is_held_until_the_system_is_through() {
-    let Some(mut ring) = ring(2) else { return };
-    let (arena, hold) = (arena(), Arc::new(()));
-    let (reader, writer) = pipe();
-    let held = transfer(&reader, &arena, 0, Some(1), Arc::clone(&hold));
-    assert!(ring.begin(held).is_ok());
-    let (told, tell) = std::sync::mpsc::channel();
-    let dropping = std::thread::spawn(move || {
-        told.send(()).unwrap();
-        drop(ring);
-    });
-    tell.recv().unwrap();
-    assert_eq!(
-        (Arc::strong_count(&hold), Arc::strong_count(&arena)),
-        (2, 2)
-    );
-    assert!(!dropping.is_finished());
-    drop(writer);
-    dropping.join().unwrap();
-    assert_eq!(
-        (Arc::strong_count(&hold), Arc::strong_count(&arena)),
-        (1, 1)
-    );
+/// Does something when it is given up.
+struct Held {
+    _hold: Arc<()>,
+    at_end: Option<Box<dyn FnOnce() + Send>>,
 }
 
-#[test]
-fn a_panic_waits_for_what_is_under_way() {
-    let Some(ring) = ring(2) else { return };
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some(at_end) = self.at_end.take() {
+            at_end();
+        }
+    }
+}
+
+/// Two reads are under way. The second can end, and when it is given up the first can end too: so somebody has waited
+/// for the one and has not given up the other.
+fn waits_for_what_is_under_way(give_up: fn(Ring<Held>)) {
+    let Some(mut ring) = ring(2) else { return };
     let (arena, hold) = (arena(), Arc::new(()));
-    let (reader, mut writer) = pipe();
-    let held = transfer(&reader, &arena, 0, Some(1), Arc::clone(&hold));
-    let panics = std::thread::spawn(move || {
-        let mut ring: Ring<Arc<()>> = ring;
-        assert!(ring.begin(held).is_ok());
-        panic!("as the test wants it");
-    });
-    io::Write::write_all(&mut writer, b"bytes").unwrap();
-    assert!(panics.join().is_err());
-    assert_eq!(Arc::strong_count(&hold), 1);
+    let (first, mut to_first) = pipe();
+    let (second, mut to_second) = pipe();
+    let (told, tell) = std::sync::mpsc::channel();
+    let (seen_hold, seen_arena) = (Arc::downgrade(&hold), Arc::downgrade(&arena));
+    let at_end = move || {
+        let counts = (seen_hold.strong_count(), seen_arena.strong_count());
+        told.send(counts).unwrap();
+        io::Write::write_all(&mut to_first, b"bytes").unwrap();
+    };
+    let read = |slot, file, hold, at_end| {
+        let held = Held {
+            _hold: hold,
+            at_end,
+        };
+        transfer(file, &arena, slot, Some(1), held)
+    };
+    let reads = [
+        read(0, &first, Arc::clone(&hold), None),
+        read(1, &second, Arc::default(), Some(Box::new(at_end) as _)),
+    ];
+    for read in reads {
+        assert!(ring.begin(read).is_ok());
+    }
+    io::Write::write_all(&mut to_second, b"x").unwrap();
+    give_up(ring);
+    assert_eq!(tell.try_recv(), Ok((2, 2)));
+    let counts = (Arc::strong_count(&hold), Arc::strong_count(&arena));
+    assert_eq!(counts, (1, 1));
     let mut bytes = Vec::new();
     arena
         .read_into(Extent::new(0, 5), 0, 5, &mut bytes)
         .unwrap();
     assert_eq!(bytes, b"bytes");
+}
+
+#[test]
+fn memory_is_held_until_the_system_is_through() {
+    waits_for_what_is_under_way(drop);
+}
+
+#[test]
+fn a_panic_waits_for_what_is_under_way() {
+    waits_for_what_is_under_way(|ring| {
+        let panics = std::thread::spawn(move || {
+            let _ring = ring;
+            panic!("as the test wants it");
+        });
+        assert!(panics.join().is_err());
+    });
 }
 
 #[test]
