@@ -147,20 +147,21 @@ impl Base {
         new
     }
 
-    /// A name for a file that is being written, which nobody else uses.
-    pub(super) fn new_name(&self) -> String {
+    /// A name for a file that is being written, which nobody else uses. `inside` ends with a `/` or is empty.
+    pub(super) fn new_name(&self, inside: &str) -> String {
         let number = self.written.fetch_add(1, Ordering::Relaxed);
-        format!("{}{}-{number:x}", self.temporary, self.writer)
+        format!("{inside}{}-{number:x}", self.writer)
     }
 
-    /// A new file, to be accessed in this way.
+    /// A new file in the directory `inside`, to be accessed in this way.
     pub(super) fn create(
         &self,
         dir: &OwnedFd,
+        inside: &str,
         access: OFlags,
         direct: bool,
     ) -> Result<Temporary, Errno> {
-        let path = self.new_name();
+        let path = self.new_name(inside);
         let flags = access
             | OFlags::CREATE
             | OFlags::EXCL

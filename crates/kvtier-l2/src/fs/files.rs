@@ -53,6 +53,9 @@ pub(super) fn count(counter: &AtomicU64) {
 pub(super) struct Files {
     pub base: Base,
     pub unnamed: Unnamed,
+    /// Whether files cannot be moved from directory to directory, because of quotas or mounts, and so are made where
+    /// they belong.
+    pub is_apart: AtomicBool,
     pub engine: Box<dyn Engine>,
     /// What is written.
     pub shape: KeyShape,

@@ -108,7 +108,7 @@ fn measure(base: &Base, direct: bool, uring: &dyn Engine, longest: Duration) -> 
     let mut files = Vec::new();
     for _ in 0..FILES {
         // What is written is read by the same descriptor.
-        let made = base.create(&dir, OFlags::RDWR, direct);
+        let made = base.create(&dir, base.temporary(), OFlags::RDWR, direct);
         let Temporary { path, file } = made.map_err(|error| error.to_string())?;
         let removed = beneath::unlink(&dir, &path);
         removed.map_err(|error| error.to_string())?;

@@ -110,6 +110,7 @@ impl FsAdapter {
         );
         let files = Files {
             unnamed: Unnamed::probe(&base),
+            is_apart: AtomicBool::new(false),
             base,
             engine,
             shape: options.names,

@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use kvtier_core::object_key::shown_path;
 use kvtier_memory::uring::Tail;
@@ -40,6 +41,8 @@ enum There {
 enum Failed {
     /// A directory is gone.
     NoDirectory,
+    /// It cannot be moved into its place from where it is.
+    Apart,
     /// There is something in its place, and nobody knows yet what.
     Taken,
     Error(L2Error),
@@ -61,6 +64,8 @@ struct Storing {
     looks: bool,
     replaces: bool,
     tries: usize,
+    /// Whether its file is made in the directory of its place.
+    is_beside: bool,
     /// Of its file, if that has one yet.
     name: Option<String>,
     /// Bytes written from where the object is; what follows is in the tail.
@@ -181,6 +186,7 @@ impl Files {
             looks: !is_blind,
             replaces: false,
             tries: 0,
+            is_beside: false,
             name: None,
             body: 0,
         })
@@ -196,6 +202,9 @@ impl Files {
         let object = &item.object;
         while storing.tries < TRIES {
             storing.tries += 1;
+            storing.is_beside = self.is_apart.load(Ordering::Relaxed);
+            // Such a file is renamed, which does not tell whether there was another.
+            storing.looks |= storing.is_beside;
             let place = &storing.place;
             if storing.looks {
                 match self.there(&storing.dir, place, object)? {
@@ -218,7 +227,7 @@ impl Files {
             }
             let direct = self.is_direct(&item.from);
             storing.body = self.tail(place, item, direct, tail)?;
-            match self.make(&storing.dir, direct, storing.replaces) {
+            match self.make(storing, direct) {
                 Ok((file, name)) => {
                     storing.name = name;
                     return Ok(Begun::Writing(file));
@@ -253,6 +262,14 @@ impl Files {
                 }
                 Err(Failed::Taken) => storing.looks = true,
                 Err(Failed::NoDirectory) => self.restore(storing)?,
+                // It is so for others too, which need not find out again.
+                Err(Failed::Apart) if !storing.is_beside => {
+                    self.is_apart.store(true, Ordering::Relaxed);
+                }
+                Err(Failed::Apart) => {
+                    let path = &storing.place.path;
+                    return Err(io::refused("name", path, Errno::XDEV));
+                }
                 Err(Failed::Error(error)) => return Err(error),
             }
             file = match self.begin(storing, item, tail)? {
@@ -294,13 +311,15 @@ impl Files {
     }
 
     /// A file to write to, and its name if it has one.
-    fn make(
-        &self,
-        dir: &OwnedFd,
-        direct: bool,
-        replaces: bool,
-    ) -> Result<(OwnedFd, Option<String>), Errno> {
-        if !replaces && self.unnamed.is_possible() {
+    fn make(&self, storing: &Storing, direct: bool) -> Result<(OwnedFd, Option<String>), Errno> {
+        let (dir, place) = (&storing.dir, &storing.place.path);
+        if storing.is_beside {
+            base::make_parents(dir, place)?;
+            let inside = &place[..place.rfind('/').map_or(0, |at| at + 1)];
+            let Temporary { path, file } = self.base.create(dir, inside, OFlags::WRONLY, direct)?;
+            return Ok((file, Some(path)));
+        }
+        if !storing.replaces && self.unnamed.is_possible() {
             match self.unnamed.create(dir, direct) {
                 Ok(file) => return Ok((file, None)),
                 // The directory is another one than at the start.
@@ -309,7 +328,8 @@ impl Files {
                 Err(_) => {}
             }
         }
-        let Temporary { path, file } = self.base.create(dir, OFlags::WRONLY, direct)?;
+        let inside = self.base.temporary();
+        let Temporary { path, file } = self.base.create(dir, inside, OFlags::WRONLY, direct)?;
         Ok((file, Some(path)))
     }
 
@@ -423,6 +443,7 @@ impl Files {
         named.map_err(|error| match error {
             Errno::NOENT => Failed::NoDirectory,
             Errno::EXIST => Failed::Taken,
+            Errno::XDEV => Failed::Apart,
             error => Failed::Error(io::refused("name", &place.path, error)),
         })
     }

@@ -43,7 +43,7 @@ impl Unnamed {
         let unnamed = Self(AtomicU8::new(NONE));
         for way in [EMPTY, PROC] {
             unnamed.0.store(way, Ordering::Relaxed);
-            let name = base.new_name();
+            let name = base.new_name(base.temporary());
             let works = unnamed
                 .create(&dir, false)
                 .and_then(|file| unnamed.name(&file, &dir, &name))

@@ -82,7 +82,7 @@ impl std::fmt::Display for Position {
 #[derive(Debug, Default)]
 pub(super) struct Page {
     pub objects: Vec<Listed>,
-    /// Names of files that are being written, or were.
+    /// Files that are being written, or were: from the base on.
     pub temporary: Vec<String>,
     pub foreign: u64,
     /// Whether there are names or places that we would not write.
@@ -203,7 +203,8 @@ impl Files {
         };
         let found = match names::parse(name) {
             Named::Temporary => {
-                page.temporary.push(name.to_owned());
+                let inside = shard_number.map_or(String::new(), |shard| shard_path(shard) + "/");
+                page.temporary.push(inside + name);
                 return;
             }
             Named::Foreign => None,
@@ -330,11 +331,12 @@ fn used_at(stat: &Stat) -> u64 {
 
 /// Whether nobody is writing this file any more.
 fn is_stale(base: &OwnedFd, inside: &str, name: &str) -> bool {
+    let path = format!("{inside}{name}");
+    let name = &name[name.rfind('/').map_or(0, |at| at + 1)..];
     let writer_len = name
         .strip_prefix(TEMPORARY)
         .and_then(|rest| rest.find('-'))
         .map_or(name.len(), |at| TEMPORARY.len() + at);
-    let path = format!("{inside}{name}");
     let age = || match stat(base, &path) {
         Ok(Some(stat)) if is_file(&stat) => now().checked_sub(stat.st_mtime.try_into().ok()?),
         _ => None,

@@ -196,9 +196,11 @@ fn foreign_names_are_counted_and_left_alone() {
 
 #[test]
 fn leftovers_are_removed_and_what_is_being_written_stays() {
-    for tmp in ["", "being/written"] {
+    // The last are made where they belong.
+    for (tmp, inside) in [("", ""), ("being/written", "being/written"), ("", "ab/cd")] {
         let fixture = Fixture::with(|options| options.relative_tmp_dir = tmp.into());
-        let path = |name: &str| fixture.base().join(tmp).join(name);
+        let path = |name: &str| fixture.base().join(inside).join(name);
+        fs::create_dir_all(path("")).unwrap();
         // Of a writer that ended: it holds no lock.
         fs::write(fixture.base().join(".kvtier-tmp-x1"), "").unwrap();
         fs::write(path(".kvtier-tmp-x1-0"), "part").unwrap();

@@ -1,5 +1,7 @@
 //! Files without a name until they are whole, and what a name that is taken says.
 
+use std::process::Command;
+
 use super::*;
 
 /// An adapter that has looked through its directory, so that small objects are written without a look; and one that
@@ -85,4 +87,71 @@ fn sharded_directories_are_made_for_them() {
     fixture.recover();
     fixture.store(&object(1)).unwrap();
     assert_eq!(fixture.load(&object(1)), Ok(true));
+}
+
+/// Tells the test below that it may mount.
+const MAY_MOUNT: &str = "KVTIER_FS_TEST_MAY_MOUNT";
+
+#[test]
+fn what_cannot_be_moved_is_made_where_it_belongs() {
+    const NAME: &str = "fs::tests::unnamed::what_cannot_be_moved_is_made_where_it_belongs";
+    if std::env::var_os(MAY_MOUNT).is_some() {
+        return stores_across_mounts();
+    }
+    // With mounts of its own, which need no rights outside and end with it.
+    let probe = Command::new("unshare").args(["-rm", "true"]).status();
+    if !probe.is_ok_and(|status| status.success()) {
+        println!("skipped: nobody may mount here");
+        return;
+    }
+    let ran = Command::new("unshare")
+        .arg("-rm")
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", NAME])
+        .env(MAY_MOUNT, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.success() && said.contains("1 passed"), "{said}");
+}
+
+/// The directories below the base are mounts, so neither links nor renames reach from one to another.
+fn stores_across_mounts() {
+    for gives_up in [false, true] {
+        let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
+        if gives_up {
+            fixture.adapter.files.unnamed.give_up();
+        }
+        fixture.recover();
+        let shard = |number| fixture.path(&object(number)).parent().unwrap().to_owned();
+        for number in [1, 2] {
+            std::fs::create_dir_all(shard(number)).unwrap();
+            let mounted = Command::new("mount")
+                .arg("--bind")
+                .args([shard(number), shard(number)])
+                .status();
+            assert!(mounted.unwrap().success());
+        }
+        std::fs::write(fixture.base().join("a"), "").unwrap();
+        let moved = std::fs::rename(fixture.base().join("a"), shard(1).join("a"));
+        let error = rustix::io::Errno::from_io_error(&moved.unwrap_err());
+        assert_eq!(error, Some(rustix::io::Errno::XDEV));
+        std::fs::remove_file(fixture.base().join("a")).unwrap();
+        std::fs::write(fixture.path(&object(2)), "of another length").unwrap();
+        // The last one has no directory yet.
+        for number in [1, 2, 3] {
+            let Ok(Stored::Written(bytes)) = fixture.store(&object(number)) else {
+                panic!("{number} is not stored");
+            };
+            let again = fixture.store(&object(number));
+            assert_eq!(again, Ok(Stored::AlreadyThere(bytes)));
+            assert_eq!(fixture.load(&object(number)), Ok(true));
+        }
+        assert_eq!(fixture.names().len(), 3);
+        assert_eq!(fixture.status("replaced_files"), 1);
+        for number in [1, 2] {
+            let ended = Command::new("umount").arg(shard(number)).status();
+            assert!(ended.unwrap().success());
+        }
+    }
 }
