@@ -388,7 +388,10 @@ impl Tier {
                 }
             }
         };
-        keys.iter().zip(removed).map(outcome).collect()
+        let outcomes = keys.iter().zip(removed).map(outcome).collect();
+        // What went back to the index may have had others leave.
+        self.condemn_evicted();
+        outcomes
     }
 
     fn read_only(&self) -> L2Error {

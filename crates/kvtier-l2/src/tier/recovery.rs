@@ -199,7 +199,8 @@ impl Tier {
         loop {
             let page = self.index.objects(from, SLICE);
             let mut spaces = BTreeMap::<_, Vec<_>>::new();
-            for object in page.entries {
+            // A lease gives back its last one first.
+            for object in page.entries.into_iter().rev() {
                 let hashes = spaces.entry(object.space).or_default();
                 hashes.push(object.chunk_hash);
             }

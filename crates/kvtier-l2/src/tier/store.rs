@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest};
+use kvtier_core::cache::{KeyOutcome, ReadLease, Reservation, ReserveRequest};
 use kvtier_core::object_key::ObjectKey;
 
 use super::budget::Budget;
@@ -39,6 +39,8 @@ struct Staged<'a> {
     bytes: u64,
     /// None where the index has it already, unsure.
     reservation: Option<Reservation<Budget>>,
+    /// It does not leave the index then.
+    _held: Option<ReadLease<Budget>>,
     /// It was to be deleted before; bytes that are there then.
     spared: Option<u64>,
     sent: Sent,
@@ -241,16 +243,27 @@ impl Tier {
                 ),
             )
         })?;
-        let reservation = self.reserve(key, bytes)?;
-        if reservation.is_none() && !is_unsure {
-            return Ok(None);
-        }
+        let (reservation, held) = loop {
+            if let Some(reservation) = self.reserve(key, bytes)? {
+                break (Some(reservation), None);
+            }
+            if !is_unsure {
+                return Ok(None);
+            }
+            let held = self
+                .index
+                .hold(self.now(), &space(key), &[key.chunk_hash()]);
+            if held.is_some() {
+                break (None, held);
+            }
+        };
         Ok(Some(Staged {
             tier: self,
             place,
             key: key.clone(),
             bytes,
             reservation,
+            _held: held,
             spared: None,
             sent: Sent::No,
             _writing: writing,

@@ -3,6 +3,7 @@
 //! The tests of accounting bear the names of mistakes that were made elsewhere.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod limits;
 mod log;
 mod memory;
 mod room;

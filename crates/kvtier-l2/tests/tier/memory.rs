@@ -39,6 +39,8 @@ pub struct Memory {
     pub no_room_told: Mutex<Option<ErrorKind>>,
     /// Bytes more than foreseen.
     pub surprise: AtomicU64,
+    /// The most bytes that each cache salt has had after a store.
+    pub most: Mutex<BTreeMap<String, u64>>,
     pub lookups: AtomicU64,
     pub stores: AtomicU64,
     pub shared: bool,
@@ -76,6 +78,14 @@ impl Memory {
     pub fn bytes(&self) -> u64 {
         let objects = self.objects.lock();
         objects.values().map(|object| size(&object.1)).sum()
+    }
+
+    pub fn bytes_of(&self, salt: &str) -> u64 {
+        let objects = self.objects.lock();
+        let of_it = objects
+            .values()
+            .filter(|object| &**object.0.cache_salt() == salt);
+        of_it.map(|object| size(&object.1)).sum()
     }
 
     pub fn refuse(&self, key: &ObjectKey) {
@@ -127,7 +137,12 @@ impl Adapter for Memory {
                 let mut bytes = Vec::new();
                 item.from.read_into(0, item.object.len, &mut bytes).unwrap();
                 let written = size(&bytes) + self.surprise.load(Ordering::Relaxed);
+                let salt = key.cache_salt().to_string();
                 self.objects.lock().insert(name(&key), (key, bytes, 0));
+                let now = self.bytes_of(&salt);
+                let mut most = self.most.lock();
+                let most = most.entry(salt).or_default();
+                *most = now.max(*most);
                 if self.late.load(Ordering::Relaxed) {
                     return Err(L2Error::new(ErrorKind::Deadline, "as the test says"));
                 }

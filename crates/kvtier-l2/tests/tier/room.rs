@@ -6,7 +6,7 @@ use std::task::Poll;
 use super::*;
 
 /// Lets a future run until it waits; it must not end.
-async fn begin(future: std::pin::Pin<&mut impl Future>) {
+pub async fn begin(future: std::pin::Pin<&mut impl Future>) {
     let mut future = future;
     for _ in 0..10 {
         poll_fn(|context| {
