@@ -1,10 +1,14 @@
 //! The engines side by side: each passes the same tests.
 
-use std::process::Command;
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 
+use kvtier_memory::FileError;
 use kvtier_memory::uring::Ring;
+use rustix::io::Errno;
 
 use super::*;
+use crate::fs::io::{self, Engine, Move, Moved, Work};
+use crate::fs::io_uring::Uring;
 
 /// Tells the tests which engine they are to use.
 const ENGINE: &str = "KVTIER_FS_TEST_ENGINE";
@@ -139,9 +143,6 @@ fn the_status_says_which_engine_it_is_and_why() {
 #[test]
 fn a_full_file_system_is_told_by_both() {
     use rustix::fs::OFlags;
-    use rustix::io::Errno;
-
-    use crate::fs::io::{self, Engine, Move, Moved, Work};
 
     /// One write to a device that is always full.
     struct Full<'a>(&'a Fixture, bool, Option<Errno>);
@@ -170,11 +171,185 @@ fn a_full_file_system_is_told_by_both() {
     let fixture = Fixture::new();
     let mut engines: Vec<Box<dyn Engine>> = vec![Box::new(io::Posix)];
     if has_uring() {
-        engines.push(Box::new(crate::fs::io_uring::Uring::new().unwrap()));
+        engines.push(Box::new(Uring::new().unwrap()));
     }
     for engine in engines {
         let mut full = Full(&fixture, false, None);
         engine.run(&mut full);
         assert_eq!(full.2, Some(Errno::NOSPC), "{}", engine.name());
     }
+}
+
+/// Breaks its rings when so many objects of a batch were begun.
+struct Breaking(Uring, usize);
+
+/// Counts what is begun.
+struct Counted<'a>(&'a mut dyn Work, usize);
+
+impl Work for Counted<'_> {
+    fn next(&mut self) -> Option<Move> {
+        if self.1 == 0 {
+            break_rings();
+        }
+        self.1 = self.1.wrapping_sub(1);
+        self.0.next()
+    }
+
+    fn done(&mut self, one: Move, moved: Moved) {
+        self.0.done(one, moved);
+    }
+
+    fn lost(&mut self, number: usize) {
+        self.0.lost(number);
+    }
+}
+
+/// Makes all rings of this process other files, so that neither handing in nor waiting works.
+fn break_rings() {
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let mut broken = 0;
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
+        let path = entry.unwrap().path();
+        let is_ring =
+            std::fs::read_link(&path).is_ok_and(|link| link.to_string_lossy().contains("io_uring"));
+        if is_ring {
+            let number = path.file_name().unwrap().to_str().unwrap();
+            // SAFETY: of an open ring, whose owner goes on to close whatever has its number.
+            let mut ring = std::mem::ManuallyDrop::new(unsafe {
+                OwnedFd::from_raw_fd(number.parse().unwrap())
+            });
+            rustix::io::dup2(&null, &mut ring).unwrap();
+            broken += 1;
+        }
+    }
+    assert!(broken > 0);
+}
+
+impl Engine for Breaking {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn run(&self, work: &mut dyn Work) {
+        match self.0.name() {
+            "io_uring" => self.0.run(&mut Counted(work, self.1)),
+            _ => self.0.run(work),
+        }
+    }
+
+    fn read(
+        &self,
+        file: BorrowedFd<'_>,
+        to: &Buffer,
+        body: u64,
+        tail: &mut [u8],
+        size: u64,
+    ) -> Result<(u64, Option<u128>), FileError> {
+        self.0.read(file, to, body, tail, size)
+    }
+
+    fn write(
+        &self,
+        file: BorrowedFd<'_>,
+        from: &Buffer,
+        body: u64,
+        tail: &[u8],
+    ) -> Result<(), FileError> {
+        self.0.write(file, from, body, tail)
+    }
+
+    fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
+        self.0.sync(file)
+    }
+}
+
+fn items(fixture: &Fixture) -> Vec<StoreItem> {
+    let item = |number| {
+        let from = fixture.buffer(u64::from(number), LEN);
+        from.write(0, &bytes(&object(number))).unwrap();
+        let object = object(number);
+        StoreItem { object, from }
+    };
+    (0..12).map(item).collect()
+}
+
+#[test]
+fn stores_go_on_without_a_ring_that_breaks_among_them() {
+    const AT: usize = 5;
+    if !is_alone() {
+        let name = "fs::tests::engines::stores_go_on_without_a_ring_that_breaks_among_them";
+        return alone(name, &[]);
+    }
+    if !has_uring() {
+        return;
+    }
+    for direct in [false, true] {
+        let mut fixture = Fixture::with(|options| {
+            options.use_odirect = direct;
+            options.num_workers = 1;
+        });
+        let engine = Choice {
+            engine: Box::new(Breaking(Uring::new().unwrap(), AT)),
+            why: "a test".into(),
+        };
+        fixture.adapter = FsAdapter::open_with("fs", &fixture.options, Some(engine)).unwrap();
+        assert_eq!(fixture.adapter.status()["io_engine"], "io_uring");
+        let stored = block_on(fixture.adapter.store(items(&fixture)));
+        assert_eq!(fixture.adapter.status()["io_engine"], "posix");
+        for (number, stored) in (0..).zip(&stored) {
+            match stored {
+                Ok(Stored::Written(_)) => assert!(fixture.has(&object(number))),
+                // Nobody knows of what was under way then.
+                Err(error) if usize::from(number) < AT => {
+                    assert_eq!(error.kind(), ErrorKind::Unavailable);
+                    assert!(!fixture.has(&object(number)));
+                }
+                other => panic!("{number}: {other:?}"),
+            }
+        }
+        let there = stored.iter().filter(|stored| stored.is_ok()).count();
+        assert_eq!(fixture.names().len(), there);
+        let stored = block_on(fixture.adapter.store(items(&fixture)));
+        assert!(stored.iter().all(Result::is_ok), "{stored:?}");
+        for number in 0..12 {
+            assert_eq!(fixture.load(&object(number)), Ok(true));
+        }
+    }
+}
+
+/// The system takes a part of a file and says so; what the rest comes to is told.
+#[test]
+fn a_write_that_ends_early_is_told_by_both() {
+    if !is_alone() {
+        let name = "fs::tests::engines::a_write_that_ends_early_is_told_by_both";
+        if may_mount() {
+            alone(name, &["unshare", "-rm"]);
+        }
+        return;
+    }
+    let small = tempfile::tempdir().unwrap();
+    // Room for a part of the first file.
+    let mounted = Command::new("mount")
+        .args(["-t", "tmpfs", "-o", "size=24k", "kvtier-test"])
+        .arg(small.path())
+        .status();
+    assert!(mounted.unwrap().success());
+    let engines = [IoEngine::Posix, IoEngine::Uring];
+    for io_engine in engines.into_iter().take(1 + usize::from(has_uring())) {
+        let fixture = Fixture::with(|options| {
+            options.io_engine = io_engine;
+            options.base_path = small.path().join("objects");
+        });
+        let large = ObjectSpec {
+            len: 40_000,
+            ..object(1)
+        };
+        assert_eq!(fixture.store(&large), Err(ErrorKind::Full));
+        assert_eq!(fixture.names().len(), 0);
+        assert!(matches!(fixture.store(&object(2)), Ok(Stored::Written(_))));
+        assert_eq!(fixture.load(&object(2)), Ok(true));
+        std::fs::remove_dir_all(fixture.base()).unwrap();
+    }
+    let ended = Command::new("umount").arg(small.path()).status();
+    assert!(ended.unwrap().success());
 }

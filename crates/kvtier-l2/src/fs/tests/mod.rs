@@ -13,6 +13,7 @@ mod unnamed;
 use std::future::Future;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 
 use kvtier_core::hashing::ChunkHash;
@@ -194,6 +195,38 @@ fn names_in(dir: &Path) -> Vec<String> {
     }
     names.sort();
     names
+}
+
+/// Tells a test that the process is its own.
+const ALONE: &str = "KVTIER_FS_TEST_ALONE";
+
+fn is_alone() -> bool {
+    std::env::var_os(ALONE).is_some()
+}
+
+/// Runs a test in a process of its own, by this command if one is given.
+fn alone(test: &str, by: &[&str]) {
+    let this = std::env::current_exe().unwrap();
+    let mut words: Vec<_> = by.iter().map(std::ffi::OsString::from).collect();
+    words.push(this.into());
+    let ran = Command::new(&words[0])
+        .args(&words[1..])
+        .args(["--exact", test])
+        .env(ALONE, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.success() && said.contains("1 passed"), "{said}");
+}
+
+/// Whether a process can have mounts of its own, which end with it; and a word if not.
+fn may_mount() -> bool {
+    let probe = Command::new("unshare").args(["-rm", "true"]).status();
+    let may = probe.is_ok_and(|status| status.success());
+    if !may {
+        println!("skipped: nobody may mount here");
+    }
+    may
 }
 
 #[test]

@@ -1,7 +1,5 @@
 //! Files without a name until they are whole, and what a name that is taken says.
 
-use std::process::Command;
-
 use super::*;
 
 /// An adapter that has looked through its directory, so that small objects are written without a look; and one that
@@ -89,30 +87,14 @@ fn sharded_directories_are_made_for_them() {
     assert_eq!(fixture.load(&object(1)), Ok(true));
 }
 
-/// Tells the test below that it may mount.
-const MAY_MOUNT: &str = "KVTIER_FS_TEST_MAY_MOUNT";
-
 #[test]
 fn what_cannot_be_moved_is_made_where_it_belongs() {
-    const NAME: &str = "fs::tests::unnamed::what_cannot_be_moved_is_made_where_it_belongs";
-    if std::env::var_os(MAY_MOUNT).is_some() {
-        return stores_across_mounts();
+    let name = "fs::tests::unnamed::what_cannot_be_moved_is_made_where_it_belongs";
+    if is_alone() {
+        stores_across_mounts();
+    } else if may_mount() {
+        alone(name, &["unshare", "-rm"]);
     }
-    // With mounts of its own, which need no rights outside and end with it.
-    let probe = Command::new("unshare").args(["-rm", "true"]).status();
-    if !probe.is_ok_and(|status| status.success()) {
-        println!("skipped: nobody may mount here");
-        return;
-    }
-    let ran = Command::new("unshare")
-        .arg("-rm")
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", NAME])
-        .env(MAY_MOUNT, "1")
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&ran.stdout);
-    assert!(ran.status.success() && said.contains("1 passed"), "{said}");
 }
 
 /// The directories below the base are mounts, so neither links nor renames reach from one to another.
