@@ -21,9 +21,15 @@ const fn timeout(name: &'static str, default: i64, help: &'static str) -> Key {
 
 /// The keys that every type takes.
 ///
-/// The first six are LMCache's. An adapter that wraps another one takes over those that are given only inside.
+/// `name` is ours, the next five and `type` are LMCache's. An adapter that wraps another one takes over those that are given only inside.
 pub const COMMON: &[Key] = &[
     Key::text("type", "Which kind of adapter").required(),
+    Key::text(
+        "name",
+        "What the tier is called in limits, metrics and listings: 1 to 64 of a-z, A-Z, 0-9, _ and -, no two the same; unset, \
+         its type and its place among the adapters, as in fs-0. Limits of single tiers go by it, so give one where adapters \
+         may come, go or change places",
+    ),
     Key::text(
         "affinity_tag",
         "Which L1 it works with; there is one here, so another value is accepted with a warning",
@@ -144,6 +150,7 @@ pub struct EvictionConfig {
 
 /// The checked common keys.
 pub(crate) struct Common {
+    pub name: Option<String>,
     pub shared: bool,
     pub persist_enabled: bool,
     pub eviction: Option<EvictionConfig>,
@@ -192,6 +199,11 @@ impl Common {
         if guards.require_checksum && guards.checksums == 0 {
             return Err(values.refuse("checksums", "at least 1 with require_checksum"));
         }
+        let name = values.find::<&str>("name").map(str::to_owned);
+        if name.as_deref().is_some_and(|name| !may_be_called(name)) {
+            let allowed = "1 to 64 of a-z, A-Z, 0-9, _ and -, and not l1, l2 or all";
+            return Err(values.refuse("name", allowed));
+        }
         let mut warnings = Vec::new();
         let tag: &str = values.get("affinity_tag");
         if tag != "_default" {
@@ -200,6 +212,7 @@ impl Common {
             ));
         }
         Ok(Self {
+            name,
             shared: values.get("shared"),
             persist_enabled: values.get("persist_enabled"),
             eviction,
@@ -207,6 +220,14 @@ impl Common {
             warnings,
         })
     }
+}
+
+/// Whether a tier may have this name; some words mean tiers already.
+fn may_be_called(name: &str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
+    (1..=64).contains(&name.len())
+        && name.bytes().all(plain)
+        && !["l1", "l2", "all"].contains(&name)
 }
 
 fn eviction(owner: &str, value: Value) -> Result<EvictionConfig, ConfigError> {
@@ -229,16 +250,16 @@ fn eviction(owner: &str, value: Value) -> Result<EvictionConfig, ConfigError> {
     })
 }
 
-/// Refuses what is left in `map` once the known keys were taken.
+/// Refuses the keys of `map` that are not known.
 pub(crate) fn refuse_rest<'a>(
     owner: &str,
     map: &Map<String, Value>,
     known: impl IntoIterator<Item = &'a Key>,
 ) -> Result<(), ConfigError> {
-    let Some(key) = map.keys().next() else {
+    let known: Vec<_> = known.into_iter().map(|key| key.name).collect();
+    let Some(key) = map.keys().find(|key| !known.contains(&key.as_str())) else {
         return Ok(());
     };
-    let known: Vec<_> = known.into_iter().map(|key| key.name).collect();
     Err(ConfigError::new(format!(
         "{owner}: key {:?} is unknown; known keys are {}",
         super::clip(key),

@@ -17,6 +17,8 @@ pub use options::{FromSetting, Options};
 pub(crate) use common::{Common, refuse_rest};
 pub(crate) use error::clip;
 
+use kvtier_core::eviction::EvictionKind;
+
 use crate::wrap::Guards;
 
 /// Bytes of one "GB" of a configuration: LMCache's sizes are GiB under that name.
@@ -27,6 +29,8 @@ pub const GIB: u64 = 1 << 30;
 pub struct AdapterConfig {
     /// Its type.
     pub kind: &'static str,
+    /// What its tier is called, if not by its type and number.
+    pub name: Option<String>,
     /// Other processes may store and delete there.
     pub shared: bool,
     /// What was stored is kept when the server stops. Adapters that always keep it ignore this, as LMCache's do.
@@ -42,13 +46,27 @@ pub struct AdapterConfig {
 }
 
 impl AdapterConfig {
-    /// Bytes its objects may take, as `max_capacity_gb` or `max_size_gb` says; `None` is no bound.
+    /// Bytes its objects may take, as `max_capacity_gb` or `max_size_gb` says, or that of the adapter inside, which holds
+    /// them; `None` is no bound.
     #[must_use]
     pub fn capacity_bytes(&self) -> Option<u64> {
-        ["max_capacity_gb", "max_size_gb"]
+        let own = ["max_capacity_gb", "max_size_gb"]
             .into_iter()
-            .find(|key| self.options.find::<f64>(key).is_some())
-            .map(|key| self.options.gib(key))
-            .filter(|bytes| *bytes > 0)
+            .find(|key| self.options.find::<f64>(key).is_some());
+        let Some(key) = own else {
+            return self.options.find::<&Self>("inner")?.capacity_bytes();
+        };
+        Some(self.options.gib(key)).filter(|bytes| *bytes > 0)
+    }
+
+    /// Whether what is to be emptied from a share of the capacity on has no capacity. Quotas need none.
+    pub(crate) fn never_fills(&self) -> bool {
+        let by_share = |eviction: &EvictionConfig| {
+            !matches!(
+                eviction.policy,
+                EvictionKind::IsolatedLru | EvictionKind::Noop
+            )
+        };
+        self.eviction.as_ref().is_some_and(by_share) && self.capacity_bytes().is_none()
     }
 }

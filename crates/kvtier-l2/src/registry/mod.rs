@@ -171,18 +171,26 @@ impl Registry {
         let owner = format!("type {:?}", kind.name);
         self.take_over(kind, &mut map);
         let common = Common::take(&owner, &mut map)?;
-        let options = Options::take_with(&owner, kind.keys, &mut map, &|inner| self.parse(inner))?;
+        // First, as a misspelt key is a missing one too.
         refuse_rest(&owner, &map, COMMON.iter().chain(kind.keys))?;
+        let options = Options::take_with(&owner, kind.keys, &mut map, &|inner| self.parse(inner))?;
         (kind.check)(&options)?;
-        Ok(AdapterConfig {
+        let mut config = AdapterConfig {
             kind: kind.name,
+            name: common.name,
             shared: common.shared,
             persist_enabled: common.persist_enabled,
             eviction: common.eviction,
             guards: common.guards,
             options,
             warnings: common.warnings,
-        })
+        };
+        if config.never_fills() {
+            config.warnings.push(format!(
+                "{owner}: eviction changes nothing without a capacity to take a share of; give one, such as max_capacity_gb"
+            ));
+        }
+        Ok(config)
     }
 
     fn kind(&self, map: &Map<String, Value>) -> Result<&AdapterType, ConfigError> {

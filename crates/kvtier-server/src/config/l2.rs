@@ -1,5 +1,6 @@
 //! The tiers below L1, and how they are used.
 
+use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -55,9 +56,10 @@ pub struct L2Config {
 }
 
 impl L2Config {
-    /// What the tier of this adapter is called, the first one having number 0.
+    /// What the tier of this adapter is called: as its `name` says, or by its type and number, the first one having 0.
     pub fn tier_name(number: usize, adapter: &AdapterConfig) -> String {
-        format!("{}-{number}", adapter.kind)
+        let own = adapter.name.clone();
+        own.unwrap_or_else(|| format!("{}-{number}", adapter.kind))
     }
 
     /// One line a tier, in the order they are asked.
@@ -144,6 +146,7 @@ impl L2Config {
             load_bytes: l1_bytes / 4,
             min_free_bytes: min_free(args.l2_min_free_gb)?,
         };
+        refuse_shared_names(&config.adapters)?;
         refuse_shared_places(&config.adapters)?;
         Ok((tiers > 0).then_some(config))
     }
@@ -165,11 +168,34 @@ fn base_path(adapter: &AdapterConfig) -> Option<PathBuf> {
     Some(std::path::absolute(path).unwrap_or_else(|_| path.into()))
 }
 
-fn is_read_only(adapter: &AdapterConfig) -> bool {
+pub(super) fn is_read_only(adapter: &AdapterConfig) -> bool {
     match adapter.options.find::<&AdapterConfig>("inner") {
         Some(inner) => is_read_only(inner),
         None => adapter.options.find("read_only").unwrap_or(false),
     }
+}
+
+/// Where what a tier has is, to tell it from another one of the same name; its type, where it keeps nothing on a disk.
+pub(super) fn location(adapter: &AdapterConfig) -> String {
+    let path = base_path(adapter).map(|path| resolved(&path));
+    path.map_or_else(
+        || adapter.kind.to_owned(),
+        |path| redact::text(&path.display().to_string()),
+    )
+}
+
+/// Limits, metrics and listings know a tier by its name alone.
+fn refuse_shared_names(adapters: &[AdapterConfig]) -> Result<(), ConfigError> {
+    let mut names: BTreeMap<String, usize> = BTreeMap::new();
+    for (number, adapter) in adapters.iter().enumerate() {
+        let name = L2Config::tier_name(number, adapter);
+        if let Some(other) = names.insert(name.clone(), number) {
+            return Err(ConfigError(format!(
+                "--l2-adapter: adapters {other} and {number}, counted from 0, are both called {name:?}; give each its own \"name\""
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Two tiers would evict and count each other's objects in one directory, and hold each object once.

@@ -8,6 +8,7 @@ use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::QuotaMode;
 
 use super::flags::ServerArgs;
+use super::l2::{is_read_only, location};
 use super::{ConfigError, L2Config, ServerConfig};
 use crate::quota::Limit;
 
@@ -59,6 +60,8 @@ pub struct Place {
     pub isolates: bool,
     /// Bytes that it holds at most.
     pub capacity: Option<u64>,
+    /// Its directory, or its type where it has none; `None` for L1.
+    pub location: Option<String>,
 }
 
 impl Place {
@@ -88,14 +91,18 @@ impl ServerConfig {
             name: "l1".into(),
             isolates: isolates(self.eviction_policy.kind()),
             capacity: Some(self.l1_bytes),
+            location: None,
         };
         let adapters = self.l2.iter().flat_map(|l2| &l2.adapters).enumerate();
         let below = adapters.map(|(number, adapter)| Place {
             name: L2Config::tier_name(number, adapter).into(),
-            isolates: adapter
-                .eviction
-                .is_some_and(|eviction| isolates(eviction.policy)),
+            // Nothing leaves what is only read.
+            isolates: !is_read_only(adapter)
+                && adapter
+                    .eviction
+                    .is_some_and(|eviction| isolates(eviction.policy)),
             capacity: adapter.capacity_bytes(),
+            location: Some(location(adapter)),
         });
         std::iter::once(l1).chain(below).collect()
     }

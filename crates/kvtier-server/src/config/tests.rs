@@ -410,3 +410,47 @@ fn quotas_hold_where_tenants_are_kept_apart_and_are_warned_of_elsewhere() {
         .collect();
     assert_eq!(apart, [("l1".into(), false), ("fs-0".into(), true)]);
 }
+
+#[test]
+fn tiers_have_names_that_are_theirs_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let tier = |place: &str, name: &str| {
+        let path = directory.path().join(place);
+        let name = match name {
+            "" => String::new(),
+            name => format!(r#","name":"{name}""#),
+        };
+        format!(r#"{{"type":"fs","base_path":"{}"{name}}}"#, path.display())
+    };
+    let places = |tiers: &[String]| {
+        let flags: Vec<_> = tiers
+            .iter()
+            .flat_map(|tier| ["--l2-adapter", tier])
+            .collect();
+        let config = ServerConfig::from_flags(&flags).map_err(|error| error.to_string())?;
+        let names = config.places();
+        Ok::<_, String>(
+            names
+                .iter()
+                .map(|place| place.name.to_string())
+                .collect::<Vec<_>>(),
+        )
+    };
+    let tiers = [tier("a", "disk"), tier("b", "")];
+    assert_eq!(
+        places(&tiers),
+        Ok(["l1", "disk", "fs-1"].map(str::to_owned).into())
+    );
+    for (name, other) in [("disk", "disk"), ("fs-1", "")] {
+        let told = places(&[tier("a", name), tier("b", other)]).unwrap_err();
+        let both = format!("adapters 0 and 1, counted from 0, are both called {name:?}");
+        assert!(told.contains(&both), "{told}");
+    }
+    for bad in ["l1", "all", "a b", "a/b", "é", &"x".repeat(65)] {
+        let told = places(&[tier("a", bad)]).unwrap_err();
+        assert!(
+            told.contains("\"name\"") && told.contains("1 to 64 of a-z"),
+            "{told}"
+        );
+    }
+}

@@ -15,6 +15,11 @@ use crate::config::TenantSettings;
 pub struct Salts(Option<SaltKey>);
 
 impl Salts {
+    /// With the key that hashes them, if there is one.
+    pub(crate) fn of(key: Option<SaltKey>) -> Self {
+        Self(key)
+    }
+
     pub(super) fn open(settings: &TenantSettings) -> Result<Self, String> {
         let key = settings.salt_key()?;
         if let Some(key) = &key {

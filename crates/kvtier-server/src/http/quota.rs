@@ -1,34 +1,45 @@
 //! Routes about what tenants may have: LMCache's, with more to tell and stricter about which tenants there can be.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::rejection::PathRejection;
-use axum::extract::{self, OriginalUri, Path};
+use axum::extract::{self, DefaultBodyLimit, OriginalUri, Path};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::any;
+use kvtier_core::cache::SaltUsage;
 use kvtier_core::object_key::check_cache_salt;
 use serde_json::{Map, Value, json};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use super::audit::{Told, told};
 use super::query::Query;
-use super::quota_body::{Wanted, gib};
-use super::{Api, ApiError, State, apart};
+use super::quota_body::{Wanted, clip, gib, parse_many};
+use super::{Api, ApiError, State, apart, apart_in_turn};
 use crate::engine::Engine;
-use crate::quota::{ChangeError, InTier, Look, Quotas};
+use crate::quota::{ChangeError, Changes, Entry, InTier, Limit, Look};
 
-/// How the tenant without a salt is called in paths and answers. A salt of this name cannot be addressed.
+/// How the tenant without a salt is called in paths and answers.
 const DEFAULT: &str = "_default";
+
+/// How the one is called whose salt is really that. No salt has an `@`.
+const CALLED_DEFAULT: &str = "@_default";
+
+/// Largest body of `PUT /quota`, bytes: more than 300 for each of 100,000 tenants.
+const BODY_LIMIT: usize = 32 << 20;
 
 /// The routes; the older design has the same below `/api`.
 pub(super) fn quota_routes() -> OpenApiRouter<Arc<Api>> {
     let routes = || {
+        let all = OpenApiRouter::new()
+            .routes(routes!(list, put_all))
+            .layer(DefaultBodyLimit::max(BODY_LIMIT));
         OpenApiRouter::new()
-            .routes(routes!(list))
+            .merge(all)
             .routes(routes!(get, put, delete))
             .route("/quota/", any(without_slash))
             .route("/quota/{salt}/", any(without_slash))
@@ -52,46 +63,51 @@ fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
 /// The tenant that a path names.
 fn salt(api: &State, path: Result<Path<String>, PathRejection>) -> Result<String, ApiError> {
     let Path(name) = path.map_err(|_| bad("cache_salt: it is not UTF-8"))?;
-    match name.as_str() {
-        DEFAULT => return Ok(String::new()),
-        // LMCache has no route for it.
-        name if name.contains('/') => {
-            return Err(ApiError::Detail(StatusCode::NOT_FOUND, "Not Found".into()));
-        }
-        _ => {}
+    // LMCache has no route for it.
+    if name.contains('/') {
+        return Err(ApiError::Detail(StatusCode::NOT_FOUND, "Not Found".into()));
     }
-    check_cache_salt(&name).map_err(|error| bad(error.to_string()))?;
-    Ok(engine(api)?.salts().of_operator(&name).into_owned())
+    tenant(engine(api)?, &name).map_err(bad)
+}
+
+/// The tenant that a path or a body names.
+fn tenant(engine: &Engine, name: &str) -> Result<String, String> {
+    let salt = match name {
+        DEFAULT => return Ok(String::new()),
+        CALLED_DEFAULT => DEFAULT,
+        "" => {
+            return Err(format!(
+                "cache_salt: give {DEFAULT} for requests without one"
+            ));
+        }
+        name => {
+            check_cache_salt(name).map_err(|error| error.to_string())?;
+            name
+        }
+    };
+    Ok(engine.salts().of_operator(salt).into_owned())
 }
 
 fn shown(salt: &str) -> &str {
     match salt {
         "" => DEFAULT,
+        DEFAULT => CALLED_DEFAULT,
         salt => salt,
     }
 }
 
-/// Every change of a quota ends here.
-fn changed(what: &str, salt: &str, quotas: &Quotas) {
-    let (persisted, tenants) = (quotas.is_persistent(), quotas.table().len());
-    tracing::info!(persisted, tenants, "{what}");
-    tracing::debug!(salt, "{what}");
-}
-
-/// Changes an entry; says whether there was one.
-async fn change(
-    api: &State,
-    salt: &str,
-    wanted: Option<Wanted>,
-    what: &'static str,
-) -> Result<bool, ApiError> {
+/// Makes changes, all or none; says how many of the entries were there before.
+async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usize, ApiError> {
     let quotas = Arc::clone(engine(api)?.quotas());
-    let salt = salt.to_owned();
     let outcome = apart(move || {
-        let entry = wanted.map(|wanted| wanted.entry);
-        let outcome = quotas.change(&salt, entry);
+        let salts: Vec<_> = changes.iter().map(|(salt, _)| Arc::clone(salt)).collect();
+        let outcome = quotas.change_all(changes);
         if outcome.is_ok() {
-            changed(what, &salt, &quotas);
+            let (persisted, tenants) = (quotas.is_persistent(), quotas.table().len());
+            tracing::info!(persisted, tenants, changed = salts.len(), "{what}");
+            for salt in salts {
+                tracing::debug!(%salt, "{what}");
+            }
         }
         outcome
     });
@@ -104,12 +120,51 @@ async fn change(
     })
 }
 
-/// An answer to a change. It tells what LMCache's does not have to: that a restart forgets the change.
-fn answer(api: &State, mut answer: Value) -> Result<Json<Value>, ApiError> {
+/// An answer to a change, and what the audit line says of it. It tells what LMCache's does not have to: that a restart
+/// forgets the change.
+fn answer(api: &State, did: String, mut answer: Value) -> Result<Told, ApiError> {
     if !engine(api)?.quotas().is_persistent() {
         answer["persisted"] = json!(false);
     }
-    Ok(Json(answer))
+    Ok(told(did, answer))
+}
+
+/// Sets what many tenants may have, each in place of what it might have before: all of them, or none.
+///
+/// Body: what `GET /quota` answers, `{"users": {"alice": {"limit_gb": 1.5}}}`, with `reserved_gb` and `tiers` as for one
+/// tenant. Tenants that are not named keep what they have.
+#[utoipa::path(put, path = "/quota", request_body = Value, responses(
+    (status = 200, description = "Set, and how many", body = Value),
+    (status = 400, description = "What is not allowed, with the tenant and the key; nothing was changed", body = Value),
+    (status = 413, description = "The body is too large", body = String),
+    (status = 500, description = "The file could not be written; nothing was changed", body = Value),
+    (status = 503, description = "The engine is not there yet", body = Value),
+))]
+async fn put_all(api: State, bytes: Bytes) -> Result<Told, ApiError> {
+    let engine = Arc::clone(engine(&api)?);
+    let changes = apart_in_turn(move || changes(&engine, &bytes));
+    let changes = changes.await?.map_err(bad)?;
+    let set = changes.len();
+    change(&api, changes, "tenants' quotas were set").await?;
+    let did = format!("{set} quotas set");
+    answer(&api, did, json!({ "set": set, "status": "ok" }))
+}
+
+/// The changes of a body for many tenants.
+fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, String> {
+    let quotas = engine.quotas();
+    let mut named: BTreeMap<Arc<str>, Entry> = BTreeMap::new();
+    for (name, entry) in parse_many(bytes, quotas.places())? {
+        let told = |what: String| format!("users.{}: {what}", clip(&name));
+        let salt = tenant(engine, &name).map_err(told)?;
+        quotas.check(&entry).map_err(told)?;
+        // A salt, and its hash.
+        if named.insert(salt.into(), entry).is_some() {
+            return Err(told("this tenant is there twice, under two names".into()));
+        }
+    }
+    let some = |(salt, entry)| (salt, Some(entry));
+    Ok(named.into_iter().map(some).collect())
 }
 
 /// Sets what a tenant may have, in place of what it might have before.
@@ -127,13 +182,16 @@ async fn put(
     api: State,
     path: Result<Path<String>, PathRejection>,
     bytes: Bytes,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Told, ApiError> {
     let salt = salt(&api, path)?;
     let wanted = Wanted::parse(&bytes, engine(&api)?.quotas().places()).map_err(bad)?;
-    let limit = wanted.limit_gb.clone();
-    change(&api, &salt, Some(wanted), "a tenant's quota was set").await?;
-    let told = json!({ "cache_salt": shown(&salt), "limit_gb": limit, "status": "ok" });
-    answer(&api, told)
+    let Wanted { entry, limit_gb } = wanted;
+    let did =
+        serde_json::to_string(&entry).map_or_else(|_| "set".into(), |set| format!("set to {set}"));
+    let changes = vec![(salt.as_str().into(), Some(entry))];
+    change(&api, changes, "a tenant's quota was set").await?;
+    let told = json!({ "cache_salt": shown(&salt), "limit_gb": limit_gb, "status": "ok" });
+    answer(&api, did, told)
 }
 
 /// Takes away what a tenant was granted, so that the default holds.
@@ -145,17 +203,15 @@ async fn put(
         (status = 500, description = "The file could not be written; nothing was changed", body = Value),
         (status = 503, description = "The engine is not there yet", body = Value),
     ))]
-async fn delete(
-    api: State,
-    path: Result<Path<String>, PathRejection>,
-) -> Result<Json<Value>, ApiError> {
+async fn delete(api: State, path: Result<Path<String>, PathRejection>) -> Result<Told, ApiError> {
     let salt = salt(&api, path)?;
-    let status = match change(&api, &salt, None, "a tenant's quota was removed").await? {
-        true => "removed",
-        false => "not_found",
+    let changes = vec![(salt.as_str().into(), None)];
+    let status = match change(&api, changes, "a tenant's quota was removed").await? {
+        0 => "not_found",
+        _ => "removed",
     };
     let told = json!({ "cache_salt": shown(&salt), "status": status });
-    answer(&api, told)
+    answer(&api, status.to_owned(), told)
 }
 
 /// What a tenant has and may have, in all and in each tier. Any tenant that can be: `exists` says whether it has a quota.
@@ -262,21 +318,54 @@ fn read_token(token: &str) -> Result<String, ApiError> {
 
 /// LMCache's part, with what all tiers below L1 have of a tenant together.
 fn brief(look: &Look<'_>, salt: &str) -> Map<String, Value> {
-    head(look, salt, &look.tenant(salt))
+    let tiers = look.tenant(salt);
+    let mut told = head(look, salt, &tiers);
+    let own = |tier: &InTier<'_>| {
+        let own = own(look, salt, tier);
+        (!own.is_empty()).then(|| (tier.place.name.to_string(), Value::Object(own)))
+    };
+    let own: Map<_, _> = tiers.iter().filter_map(own).collect();
+    if !own.is_empty() {
+        told.insert("tiers".into(), Value::Object(own));
+    }
+    // Or its limit of 0 would be taken for one.
+    if look.table().get(salt).is_none() {
+        told.insert("exists".into(), json!(false));
+    }
+    told
+}
+
+/// What a tenant was granted for one tier alone, as it is set.
+fn own(look: &Look<'_>, salt: &str, tier: &InTier<'_>) -> Map<String, Value> {
+    let entry = look.table().get(salt);
+    let own = entry.and_then(|entry| entry.tiers.get(&*tier.place.name));
+    let Some(own) = own else { return Map::new() };
+    let limit = own.limit.map(|limit| ("limit_gb".into(), limit_gb(limit)));
+    let reserved = own
+        .reserved
+        .map(|bytes| ("reserved_gb".into(), json!(gib(bytes))));
+    limit.into_iter().chain(reserved).collect()
+}
+
+fn limit_gb(limit: Limit) -> Value {
+    limit
+        .0
+        .map_or_else(|| json!("unlimited"), |bytes| json!(gib(bytes)))
 }
 
 fn head(look: &Look<'_>, salt: &str, tiers: &[InTier<'_>]) -> Map<String, Value> {
-    let limit = look.table().get(salt).map(|entry| entry.limit.0);
-    let limit = match limit {
-        Some(None) => json!("unlimited"),
-        Some(Some(bytes)) => json!(gib(bytes)),
-        None => json!(0.0),
-    };
+    let entry = look.table().get(salt);
     let below: u64 = tiers.iter().skip(1).map(|tier| tier.bytes).sum();
-    Map::from_iter([
+    let limit = entry.map_or_else(|| json!(0.0), |entry| limit_gb(entry.limit));
+    let mut told = Map::from_iter([
         ("limit_gb".to_owned(), limit),
         ("current_usage_gb".to_owned(), json!(gib(below))),
-    ])
+    ]);
+    // So that what a listing has can be set again.
+    if let Some(entry) = entry.filter(|entry| entry.reserved > 0) {
+        told.insert("reserved_gb".into(), json!(gib(entry.reserved)));
+    }
+    told
 }
 
 /// All there is to tell of a tenant.
@@ -290,7 +379,9 @@ fn whole(look: &Look<'_>, salt: &str) -> Map<String, Value> {
         let usage = tier.usage.as_ref();
         requested += usage.map_or(0, |usage| usage.requested_chunks_total);
         hit += usage.map_or(0, |usage| usage.hit_chunks_total);
-        by_tier.insert(tier.place.name.to_string(), in_tier(tier));
+        let mut here = own(look, salt, tier);
+        here.extend(in_tier(tier));
+        by_tier.insert(tier.place.name.to_string(), Value::Object(here));
     }
     told.insert("tiers".into(), Value::Object(by_tier));
     told.insert("requested_chunks".into(), json!(requested));
@@ -300,21 +391,25 @@ fn whole(look: &Look<'_>, salt: &str) -> Map<String, Value> {
     told
 }
 
-fn in_tier(tier: &InTier<'_>) -> Value {
-    let count =
-        |count: fn(&kvtier_core::cache::SaltUsage) -> u64| tier.usage.as_ref().map_or(0, count);
-    json!({
-        "limit_bytes": tier.grant.limit,
-        "reserved_bytes": tier.grant.reserved,
-        "enforced": tier.place.isolates,
-        "usage_bytes": tier.bytes,
-        "objects": count(|usage| usage.objects),
-        "over_quota": tier.usage.as_ref().is_some_and(|usage| usage.over_quota),
-        "refused_over_quota": count(|usage| usage.over_quota_total),
-        "refused_no_room": count(|usage| usage.refused_total),
-        "evicted_objects": count(|usage| usage.evicted_objects_total),
-        "evicted_bytes": count(|usage| usage.evicted_bytes_total),
-    })
+fn in_tier(tier: &InTier<'_>) -> [(String, Value); 10] {
+    let count = |count: fn(&SaltUsage) -> u64| json!(tier.usage.as_ref().map_or(0, count));
+    let is_over = tier.usage.as_ref().is_some_and(|usage| usage.over_quota);
+    [
+        ("limit_bytes", json!(tier.grant.limit)),
+        ("reserved_bytes", json!(tier.grant.reserved)),
+        ("enforced", json!(tier.place.isolates)),
+        ("usage_bytes", json!(tier.bytes)),
+        ("objects", count(|usage| usage.objects)),
+        ("over_quota", json!(is_over)),
+        ("refused_over_quota", count(|usage| usage.over_quota_total)),
+        ("refused_no_room", count(|usage| usage.refused_total)),
+        (
+            "evicted_objects",
+            count(|usage| usage.evicted_objects_total),
+        ),
+        ("evicted_bytes", count(|usage| usage.evicted_bytes_total)),
+    ]
+    .map(|(key, value)| (key.to_owned(), value))
 }
 
 /// Where LMCache sends whoever asks with a slash at the end.

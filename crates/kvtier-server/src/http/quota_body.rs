@@ -1,11 +1,11 @@
-//! The body of `PUT /quota/{salt}`, read as LMCache reads it: any JSON that Python takes, any number that it can make.
+//! The bodies of `PUT /quota/{salt}` and `PUT /quota`, read as LMCache reads it: any JSON that Python takes, any number that it can make.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
 use crate::config::{GIB, Place};
-use crate::quota::{Entry, Limit, MAX_BYTES, TierEntry};
+use crate::quota::{Entry, Limit, MAX_BYTES, TierEntry, only_set};
 
 /// What a body asks for.
 #[derive(Debug)]
@@ -18,6 +18,15 @@ pub(super) struct Wanted {
 /// What is answered to a body of the wrong shape.
 const SHAPE: &str = "body must be {'limit_gb': <float>}";
 
+/// The same for many tenants.
+const SHAPE_OF_MANY: &str = "body must be {'users': {<cache salt>: {'limit_gb': <float>}}}";
+
+/// What a tenant's object may have.
+const KEYS: [&str; 3] = ["limit_gb", "reserved_gb", "tiers"];
+
+/// Longest name of somebody else's that an error repeats, characters.
+const CLIP: usize = 128;
+
 /// Bytes as the GiB of answers.
 pub(super) fn gib(bytes: u64) -> f64 {
     bytes as f64 / GIB as f64
@@ -26,12 +35,21 @@ pub(super) fn gib(bytes: u64) -> f64 {
 impl Wanted {
     /// Reads a body. The errors that LMCache has too are in its words.
     pub(super) fn parse(bytes: &[u8], places: &[Place]) -> Result<Self, String> {
-        let text = std::str::from_utf8(bytes).map_err(|_| "invalid JSON body")?;
-        let body = serde_json::from_str(&quote_numbers(text)).map_err(|_| "invalid JSON body")?;
-        let Value::Object(body) = body else {
+        let Value::Object(body) = json(bytes)? else {
             return Err(SHAPE.into());
         };
-        let limit = body.get("limit_gb").ok_or(SHAPE)?;
+        Self::of(&body, places)?.ok_or_else(|| SHAPE.into())
+    }
+
+    /// Reads the object of one tenant; `None` has no limit.
+    fn of(body: &Map<String, Value>, places: &[Place]) -> Result<Option<Self>, String> {
+        let Some(limit) = body.get("limit_gb") else {
+            return Ok(None);
+        };
+        if let Some(key) = body.keys().find(|key| !KEYS.contains(&key.as_str())) {
+            let (key, known) = (clip(key), KEYS.join(", "));
+            return Err(format!("key '{key}' is unknown; known are {known}"));
+        }
         let (limit, limit_gb) = match number("limit_gb", limit, true)? {
             None => (Limit(None), json!("unlimited")),
             Some(size) => (Limit(Some(bytes_of("limit_gb", size)?)), json!(size)),
@@ -50,14 +68,52 @@ impl Wanted {
             reserved,
             tiers,
         };
-        Ok(Self { entry, limit_gb })
+        Ok(Some(Self { entry, limit_gb }))
     }
+}
+
+/// Reads what a listing has, or the same without what it only tells: the names of tenants, and what each may have.
+pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, Entry)>, String> {
+    let Value::Object(mut body) = json(bytes)? else {
+        return Err(SHAPE_OF_MANY.into());
+    };
+    // Of a page.
+    body.remove("next_page_token");
+    let Some(Value::Object(mut users)) = body.remove("users") else {
+        return Err(SHAPE_OF_MANY.into());
+    };
+    if let Some(key) = body.keys().next() {
+        return Err(format!("key '{}' is unknown; known is users", clip(key)));
+    }
+    only_set(&mut users);
+    let entry = |(name, user): (String, Value)| {
+        let told = |what: &str| format!("users.{}: {what}", clip(&name));
+        let Value::Object(user) = user else {
+            return Err(told("must be {'limit_gb': <float>}"));
+        };
+        let wanted = Wanted::of(&user, places).map_err(|what| told(&what))?;
+        let wanted = wanted.ok_or_else(|| told("limit_gb is missing"))?;
+        Ok((name, wanted.entry))
+    };
+    users.into_iter().map(entry).collect()
+}
+
+/// A name of somebody else's in an error.
+pub(super) fn clip(name: &str) -> String {
+    let shown: String = name.chars().take(CLIP).collect();
+    let more = if shown.len() < name.len() { "..." } else { "" };
+    format!("{}{more}", shown.escape_debug())
+}
+
+fn json(bytes: &[u8]) -> Result<Value, String> {
+    let text = std::str::from_utf8(bytes).map_err(|_| "invalid JSON body")?;
+    serde_json::from_str(&quote_numbers(text)).map_err(|_| "invalid JSON body".into())
 }
 
 fn tier(name: &str, own: &Value, places: &[Place]) -> Result<TierEntry, String> {
     if !places.iter().any(|place| &*place.name == name) {
         let names: Vec<_> = places.iter().map(|place| &*place.name).collect();
-        let (name, names) = (name.escape_debug(), names.join(", "));
+        let (name, names) = (clip(name), names.join(", "));
         return Err(format!(
             "tiers: there is no tier '{name}'; there are {names}"
         ));
@@ -188,6 +244,7 @@ mod tests {
                 name: name.into(),
                 isolates: true,
                 capacity: None,
+                location: None,
             })
             .into()
     }
@@ -263,8 +320,69 @@ mod tests {
             assert_eq!(parse(body), Err("invalid JSON body".into()));
         }
         // A text may say what a number may not.
-        let body = r#"{"limit_gb": 1, "note": "\"NaN, 1e400 é", "limit_gb": 2}"#;
+        let body = r#"{"limit_gb": "\"NaN, 1e400 é", "limit_gb": 2}"#;
         assert_eq!(parse(body.as_bytes()).unwrap().limit, Limit(Some(2 * GIB)));
+        for key in ["tier", "reserved_gib", "exists"] {
+            let body = format!(r#"{{"limit_gb": 1, "{key}": 1}}"#);
+            let told = format!("key '{key}' is unknown; known are limit_gb, reserved_gb, tiers");
+            assert_eq!(parse(body.as_bytes()), Err(told));
+        }
+    }
+
+    #[test]
+    fn many_are_read_as_listings_have_them() {
+        let parse = |body: &str| parse_many(body.as_bytes(), &places());
+        let listed = r#"{"next_page_token": "s61", "users": {
+            "a": {"limit_gb": 1, "current_usage_gb": 0.5, "exists": true, "hit_rate": null, "tiers": {
+                "l1": {"limit_bytes": 5, "limit_gb": "unlimited", "enforced": true},
+                "fs-7": {"limit_bytes": 5, "usage_bytes": 3}}},
+            "stranger": {"limit_gb": 0.0, "exists": false}}}"#;
+        let own = TierEntry {
+            limit: Some(Limit(None)),
+            reserved: None,
+        };
+        let entry = Entry {
+            limit: Limit(Some(GIB)),
+            reserved: 0,
+            tiers: [("l1".to_owned(), own)].into(),
+        };
+        assert_eq!(parse(listed), Ok(vec![("a".to_owned(), entry)]));
+        assert_eq!(parse(r#"{"users": {}}"#), Ok(vec![]));
+        for (body, error) in [
+            ("{", "invalid JSON body"),
+            ("{}", SHAPE_OF_MANY),
+            (r#"{"users": []}"#, SHAPE_OF_MANY),
+            (r#"{"limit_gb": 1}"#, SHAPE_OF_MANY),
+            (
+                r#"{"users": {}, "user": {}}"#,
+                "key 'user' is unknown; known is users",
+            ),
+            (
+                r#"{"users": {"a": 1}}"#,
+                "users.a: must be {'limit_gb': <float>}",
+            ),
+            (
+                r#"{"users": {"a\n": {}}}"#,
+                "users.a\\n: limit_gb is missing",
+            ),
+            (
+                r#"{"users": {"a": {"limit_gb": 1}, "b": {"limit_gb": -1}}}"#,
+                "users.b: limit_gb must be non-negative",
+            ),
+            (
+                r#"{"users": {"a": {"limit_gb": 1, "tier": {}}}}"#,
+                "users.a: key 'tier' is unknown; known are limit_gb, reserved_gb, tiers",
+            ),
+            (
+                r#"{"users": {"a": {"limit_gb": 1, "tiers": {"fs-7": {"limit_gb": 1, "limit_bytes": 1}}}}}"#,
+                "users.a: tiers: there is no tier 'fs-7'; there are l1, fs-0",
+            ),
+        ] {
+            assert_eq!(parse(body), Err(error.into()), "{body}");
+        }
+        let long = "x".repeat(5000);
+        let told = parse(&format!(r#"{{"users": {{"{long}": 1}}}}"#)).unwrap_err();
+        assert!(told.len() < 300, "{told}");
     }
 
     #[test]

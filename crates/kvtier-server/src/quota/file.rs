@@ -18,8 +18,8 @@ use serde::Deserialize;
 
 use super::table::{Entry, MAX_TENANTS, Table};
 
-/// The form that is written, and the only one that is read.
-const VERSION: u64 = 1;
+/// The newest form: tables with places of tiers. Those without are written as version 1 has it.
+const VERSION: u64 = 2;
 
 /// Largest file that is read, bytes: half a kilobyte for each tenant there may be.
 const MAX_LEN: u64 = 512 * MAX_TENANTS as u64;
@@ -37,6 +37,8 @@ pub struct QuotaFile {
     temporary: String,
     /// What was read or written last; `None` for no file.
     seen: Mutex<Option<Identity>>,
+    /// Largest file that is written, bytes; a larger one would not be read.
+    max_len: u64,
 }
 
 impl QuotaFile {
@@ -55,6 +57,7 @@ impl QuotaFile {
             temporary: format!(".{}.kvtier-tmp-", name.to_string_lossy()),
             seen: Mutex::default(),
             path: path.clone(),
+            max_len: MAX_LEN,
         };
         file.remove_stale()
             .map_err(|error| refuse(format!("its directory cannot be used: {error}")))?;
@@ -83,7 +86,8 @@ impl QuotaFile {
     /// Replaces the content. Afterwards the file has this table, or with an error what it had.
     ///
     /// # Errors
-    /// The system's; and when somebody else has replaced the file since it was read.
+    /// The system's; when somebody else has replaced the file since it was read; [`io::ErrorKind::FileTooLarge`] for more
+    /// than the next start would read.
     pub fn save(&self, table: &Table) -> io::Result<()> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         if identity(&self.path)? != *self.seen.lock() {
@@ -91,12 +95,20 @@ impl QuotaFile {
                 "somebody else has changed it since this server read it; restart the server to use what is there",
             ));
         }
+        let content = encode(table);
+        if content.len() as u64 > self.max_len {
+            let (bytes, most) = (content.len(), self.max_len);
+            return Err(io::Error::new(
+                io::ErrorKind::FileTooLarge,
+                format!("the quota file would have {bytes} bytes, and may have {most} at most"),
+            ));
+        }
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("{}{}-{number}", self.temporary, std::process::id());
         let temporary = self.directory.join(name);
         // Before there is anything that it could fail.
         let directory = File::open(&self.directory)?;
-        let replaced = write(&temporary, encode(table).as_bytes())
+        let replaced = write(&temporary, content.as_bytes())
             .and_then(|written| fs::rename(&temporary, &self.path).map(|()| written));
         let written = replaced.inspect_err(|_| {
             let _ = fs::remove_file(&temporary);
@@ -211,21 +223,28 @@ fn write(path: &Path, content: &[u8]) -> io::Result<Identity> {
 
 /// The text of a table.
 fn encode(table: &Table) -> String {
+    // A map of texts and numbers can always be written.
+    let text = |value: Result<String, serde_json::Error>| value.unwrap_or_default();
     let mut rows = String::from("{");
     for (salt, entry) in table.iter() {
         if rows.len() > 1 {
             rows.push(',');
         }
-        // A map of texts and numbers can always be written.
-        let text = |value: Result<String, serde_json::Error>| value.unwrap_or_default();
         rows.push('\n');
         rows.push_str(&text(serde_json::to_string(&**salt)));
         rows.push(':');
         rows.push_str(&text(serde_json::to_string(&**entry)));
     }
     rows.push_str("\n}");
-    let checksum = checksum128(rows.as_bytes());
-    format!("{{\"version\":{VERSION},\"checksum\":\"{checksum:032x}\",\"quotas\":{rows}}}\n")
+    let (version, content) = match table.places().is_empty() {
+        true => (1, rows),
+        false => {
+            let places = text(serde_json::to_string(table.places()));
+            (VERSION, format!("{rows},\n\"places\":{places}"))
+        }
+    };
+    let checksum = checksum128(content.as_bytes());
+    format!("{{\"version\":{version},\"checksum\":\"{checksum:032x}\",\"quotas\":{content}}}\n")
 }
 
 /// The table of a text.
@@ -237,17 +256,19 @@ fn decode(content: &[u8]) -> Result<Table, String> {
     #[derive(Deserialize)]
     struct Whole {
         quotas: BTreeMap<String, Entry>,
+        #[serde(default)]
+        places: BTreeMap<String, String>,
     }
     let no_file = |error: serde_json::Error| format!("it is damaged, or no quota file: {error}");
     let head: Head = serde_json::from_slice(content).map_err(no_file)?;
-    if head.version != VERSION {
+    if !(1..=VERSION).contains(&head.version) {
         return Err(format!(
-            "it has version {}, and this server reads only version {VERSION}",
+            "it has version {}, and this server reads only versions up to {VERSION}",
             head.version
         ));
     }
     let whole: Whole = serde_json::from_slice(content).map_err(no_file)?;
-    let table = Table::from_iter(whole.quotas);
+    let table = Table::from_iter(whole.quotas).with_places(whole.places);
     if encode(&table).as_bytes() != content {
         return Err("it is damaged, or was changed by hand: its checksum is another".into());
     }

@@ -4,11 +4,13 @@
 
 mod file;
 mod limit;
+mod listing;
 mod table;
 #[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 use crossbeam_channel::{Sender, bounded};
@@ -20,6 +22,7 @@ use parking_lot::{Mutex, RwLock};
 pub use file::QuotaFile;
 pub(crate) use limit::MAX_BYTES;
 pub use limit::{Limit, parse_size};
+pub use listing::only_set;
 pub use table::{Entry, MAX_TENANTS, Table, TierEntry};
 
 use crate::config::{Place, QuotaSettings, ServerConfig};
@@ -49,14 +52,22 @@ impl Opened {
         let (file, table) = match &config.quotas.file {
             None => (None, Table::default()),
             Some(path) => {
-                let (file, table) = QuotaFile::open(path)?;
-                tracing::info!(tenants = table.len(), file = %file.path().display(), "read the quotas");
+                let (file, read) = QuotaFile::open(path)?;
+                tracing::info!(tenants = read.len(), file = %file.path().display(), "read the quotas");
+                let table = prepared(config, salts, read.clone())?;
+                // At once: salts in clear must not stay, nor limits without the place they are for.
+                if table != read {
+                    let failed = |error| {
+                        format!(
+                            "--quota-file {}: what was read there has to be written anew, and cannot be: {error}; make it writable",
+                            path.display()
+                        )
+                    };
+                    file.save(&table).map_err(failed)?;
+                }
                 (Some(file), table)
             }
         };
-        // What was set before salts were hashed still holds.
-        let table = table.renamed(|salt| salts.of_operator(salt).into());
-        check_reserved(config, &table)?;
         Ok(Self {
             settings: config.quotas.clone(),
             places: config.places(),
@@ -90,10 +101,45 @@ impl Opened {
     }
 }
 
-/// Why a server would not start with its quotas, told without changing anything.
+/// Why a server would not start with its quotas, told without changing anything. A secret that cannot be read is told of
+/// elsewhere.
 pub fn obstacle(config: &ServerConfig) -> Option<String> {
     let table = QuotaFile::peek(config.quotas.file.as_deref()?);
-    table.and_then(|table| check_reserved(config, &table)).err()
+    let salts = Salts::of(config.tenants.salt_key().ok()?);
+    table
+        .and_then(|table| prepared(config, &salts, table))
+        .err()
+}
+
+/// The table as it holds now: by the names that tenants have, and for the tiers it was meant for.
+fn prepared(config: &ServerConfig, salts: &Salts, table: Table) -> Result<Table, String> {
+    // What was set before salts were hashed still holds.
+    let table = table
+        .renamed(|salt| salts.of_operator(salt).into())
+        .map_err(|name| {
+            format!("--quota-file: {name} has an entry, and so has the salt that it is the hash of; start without --hash-salts and delete one of them")
+        })?;
+    let places = config.places();
+    let now = |tier: &str| place_of(&places, tier);
+    // What is no longer named is forgotten first.
+    let table = table.placed(|_| None);
+    for (tier, then) in table.places() {
+        if let Some(now) = now(tier).filter(|now| now != then) {
+            return Err(format!(
+                "--quota-file: it has limits of its own for tier {tier}, which was in {then} and is in {now} now; give that \
+                 adapter another \"name\", and \"name\": {tier:?} to the one in {then} if there still is one"
+            ));
+        }
+    }
+    let table = table.placed(now);
+    check_reserved(config, &table)?;
+    Ok(table)
+}
+
+/// Where a tier is, if it is one whose place can be another.
+fn place_of(places: &[Place], tier: &str) -> Option<String> {
+    let found = places.iter().find(|place| &*place.name == tier)?;
+    found.location.clone()
 }
 
 /// Tiers may have become smaller since shares were reserved.
@@ -120,20 +166,21 @@ pub enum ChangeError {
     NotWritten(String),
 }
 
-/// A change that waits to be written.
+/// Entries to set, or with `None` to take away.
+pub type Changes = Vec<(Arc<str>, Option<Entry>)>;
+
+/// Changes that wait to be written, all of them or none.
 struct Waiting {
-    salt: Arc<str>,
-    entry: Option<Entry>,
-    /// Takes whether there was an entry before.
-    answer: Sender<Result<bool, ChangeError>>,
+    changes: Changes,
+    /// Takes how many entries were there before.
+    answer: Sender<Result<usize, ChangeError>>,
 }
 
-/// A change that was made.
+/// Changes that were made.
 struct Accepted {
-    salt: Arc<str>,
-    entry: Option<Arc<Entry>>,
-    existed: bool,
-    answer: Sender<Result<bool, ChangeError>>,
+    changes: Vec<(Arc<str>, Option<Arc<Entry>>)>,
+    existed: usize,
+    answer: Sender<Result<usize, ChangeError>>,
 }
 
 /// See the module.
@@ -205,20 +252,28 @@ impl Quotas {
         Arc::clone(&self.table.read())
     }
 
-    /// Sets the entry of a tenant, or with `None` takes it away; says whether there was one. It is written when this
-    /// returns, and L1 has evicted what has become too much; the tiers below have begun to.
+    /// Sets the entry of a tenant, or with `None` takes it away; says whether there was one. As [`Self::change_all`].
+    ///
+    /// # Errors
+    /// Then everything is as it was.
+    pub fn change(&self, salt: &str, entry: Option<Entry>) -> Result<bool, ChangeError> {
+        let existed = self.change_all(vec![(salt.into(), entry)])?;
+        Ok(existed > 0)
+    }
+
+    /// Makes all of these changes, or none; says how many entries were there before. They are written when this returns,
+    /// and L1 has evicted what has become too much; the tiers below have begun to.
     ///
     /// May wait for the disk. Changes that come meanwhile are written together.
     ///
     /// # Errors
     /// Then everything is as it was.
-    pub fn change(&self, salt: &str, entry: Option<Entry>) -> Result<bool, ChangeError> {
+    pub fn change_all(&self, changes: Changes) -> Result<usize, ChangeError> {
+        for entry in changes.iter().filter_map(|(_, entry)| entry.as_ref()) {
+            self.check(entry).map_err(ChangeError::Refused)?;
+        }
         let (answer, outcome) = bounded(1);
-        self.waiting.lock().push(Waiting {
-            salt: salt.into(),
-            entry,
-            answer,
-        });
+        self.waiting.lock().push(Waiting { changes, answer });
         let mut turn = self.turn.lock();
         // Whoever had the turn before may have written this one too.
         let waiting = std::mem::take(&mut *self.waiting.lock());
@@ -233,6 +288,24 @@ impl Quotas {
             l2.enforce_quotas();
         }
         Ok(existed)
+    }
+
+    /// Whether an entry can be, whatever others have.
+    ///
+    /// # Errors
+    /// Says which tier's share is more than its limit.
+    pub fn check(&self, entry: &Entry) -> Result<(), String> {
+        for Place { name, .. } in &self.places {
+            let Grant { limit, reserved } = entry.of_tier(name);
+            if let Some(limit) = limit
+                && reserved > limit
+            {
+                return Err(format!(
+                    "{name}: {reserved} reserved bytes are more than the limit of {limit}"
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Evicts from L1 what tenants have too much; gives the number of objects.
@@ -259,8 +332,13 @@ impl Quotas {
                 let (accepted, is_other) = self.admit(waiting, &mut table, reserved);
                 if is_other && let Err(error) = file.save(&table) {
                     let path = file.path().display();
-                    tracing::error!(%error, file = %path, "the quotas could not be written");
-                    let error = ChangeError::NotWritten(format!("{path}: {error}"));
+                    let error = match error.kind() {
+                        ErrorKind::FileTooLarge => ChangeError::Refused(error.to_string()),
+                        _ => {
+                            tracing::error!(%error, file = %path, "the quotas could not be written");
+                            ChangeError::NotWritten(format!("{path}: {error}"))
+                        }
+                    };
                     for change in accepted {
                         let _ = change.answer.send(Err(error.clone()));
                     }
@@ -271,9 +349,16 @@ impl Quotas {
                 accepted
             }
         };
-        for change in accepted {
-            self.grant(&change.salt, change.entry.as_deref());
-            let _ = change.answer.send(Ok(change.existed));
+        for Accepted {
+            changes,
+            existed,
+            answer,
+        } in accepted
+        {
+            for (salt, entry) in changes {
+                self.grant(&salt, entry.as_deref());
+            }
+            let _ = answer.send(Ok(existed));
         }
     }
 
@@ -282,71 +367,70 @@ impl Quotas {
         &self,
         waiting: Vec<Waiting>,
         table: &mut Table,
-        reserved: &mut [u128],
+        reserved: &mut Vec<u128>,
     ) -> (Vec<Accepted>, bool) {
         let (mut accepted, mut is_other) = (Vec::new(), false);
-        for change in waiting {
-            let Waiting {
-                salt,
-                entry,
-                answer,
-            } = change;
-            match self.check(table, reserved, &salt, entry.as_ref()) {
+        for Waiting { changes, answer } in waiting {
+            let tenants = table.len();
+            let mut sums = reserved.clone();
+            let (mut before, mut after) = (Vec::new(), Vec::with_capacity(changes.len()));
+            for (salt, entry) in changes {
+                if let Some(entry) = &entry {
+                    table.place(entry, |tier| place_of(&self.places, tier));
+                }
+                let old = table.set(&salt, entry);
+                let new = table.get(&salt).cloned();
+                for (place, sum) in self.places.iter().zip(&mut sums) {
+                    let share = |entry: &Option<Arc<Entry>>| {
+                        let entry = entry.as_ref();
+                        u128::from(entry.map_or(0, |entry| entry.of_tier(&place.name).reserved))
+                    };
+                    *sum = *sum + share(&new) - share(&old);
+                }
+                before.push((Arc::clone(&salt), old));
+                after.push((salt, new));
+            }
+            match self.check_together(tenants, table.len(), reserved, &sums) {
                 Ok(()) => {
-                    let before = table.set(&salt, entry);
-                    let entry = table.get(&salt).cloned();
-                    is_other |= before != entry;
+                    let pairs = || before.iter().zip(&after);
+                    is_other |= pairs().any(|((_, old), (_, new))| old != new);
+                    *reserved = sums;
                     accepted.push(Accepted {
-                        salt,
-                        entry,
-                        existed: before.is_some(),
+                        existed: before.iter().filter(|(_, old)| old.is_some()).count(),
+                        changes: after,
                         answer,
                     });
                 }
-                Err(error) => drop(answer.send(Err(error))),
+                Err(what) => {
+                    // Backwards, for a tenant that is named twice.
+                    for (salt, old) in before.into_iter().rev() {
+                        table.restore(&salt, old);
+                    }
+                    let _ = answer.send(Err(ChangeError::Refused(what)));
+                }
             }
         }
         (accepted, is_other)
     }
 
-    /// Whether an entry can be so; counts what it reserves if it can.
-    fn check(
+    /// Whether there may be so many tenants, and the shares of all together. What was so before may stay so.
+    fn check_together(
         &self,
-        table: &Table,
-        reserved: &mut [u128],
-        salt: &str,
-        entry: Option<&Entry>,
-    ) -> Result<(), ChangeError> {
-        let refuse = |what: String| Err(ChangeError::Refused(what));
-        let before = table.get(salt);
-        if before.is_none() && entry.is_some() && table.len() >= MAX_TENANTS {
-            return refuse(format!(
-                "there are {MAX_TENANTS} tenants with a quota, the most there may be"
+        tenants: usize,
+        will_be: usize,
+        reserved: &[u128],
+        sums: &[u128],
+    ) -> Result<(), String> {
+        if will_be > tenants && will_be > MAX_TENANTS {
+            return Err(format!(
+                "there would be {will_be} tenants with a quota, and may be {MAX_TENANTS} at most"
             ));
         }
-        let mut sums = Vec::with_capacity(reserved.len());
-        for (place, sum) in self.places.iter().zip(&*reserved) {
-            let of_tier = |entry: &Entry| entry.of_tier(&place.name);
-            let Grant { limit, reserved } = entry.map(of_tier).unwrap_or_default();
-            let name = &place.name;
-            if let Some(limit) = limit
-                && entry.is_some()
-                && reserved > limit
-            {
-                return refuse(format!(
-                    "{name}: {reserved} reserved bytes are more than the limit of {limit}"
-                ));
+        for (place, (before, sum)) in self.places.iter().zip(reserved.iter().zip(sums)) {
+            if sum > before {
+                place.check_reserved(*sum)?;
             }
-            let old = before.map_or(0, |entry| of_tier(entry).reserved);
-            let sum = sum - u128::from(old) + u128::from(reserved);
-            if reserved > old
-                && let Err(what) = place.check_reserved(sum)
-            {
-                return refuse(what);
-            }
-            sums.push(sum);
         }
-        reserved.copy_from_slice(&sums);
         Ok(())
     }
 

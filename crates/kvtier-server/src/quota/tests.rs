@@ -180,3 +180,182 @@ fn tiers_that_do_not_keep_tenants_apart_have_no_limits() {
     };
     assert!(!l1.place.isolates && l1.usage.is_none());
 }
+
+/// A file system tier that keeps tenants apart, called `name` where there is one.
+fn tier(place: &Path, name: &str) -> String {
+    let name = match name {
+        "" => String::new(),
+        name => format!(r#""name":"{name}","#),
+    };
+    format!(
+        r#"{{"type":"fs",{name}"base_path":"{}","max_capacity_gb":1,"eviction":{{"eviction_policy":"IsolatedLRU"}}}}"#,
+        place.display()
+    )
+}
+
+#[test]
+fn limits_of_a_tier_do_not_hold_for_another_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    let [one, two, file] = ["one", "two", "quotas"].map(|name| directory.path().join(name));
+    let file = file.to_str().unwrap();
+    let flags = |tiers: &[String]| {
+        let tiers = tiers
+            .iter()
+            .flat_map(|tier| ["--l2-adapter".to_owned(), tier.clone()]);
+        ["--quota-file".to_owned(), file.to_owned()]
+            .into_iter()
+            .chain(tiers)
+            .collect::<Vec<_>>()
+    };
+    let start = |tiers: &[String]| {
+        let flags = flags(tiers);
+        engine(&flags.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let own = || TierEntry {
+        limit: Some(Limit(Some(7))),
+        reserved: None,
+    };
+    let with_own = |name: &str| Entry {
+        limit: Limit(None),
+        reserved: 0,
+        tiers: [(name.to_owned(), own())].into(),
+    };
+    let first = start(&[tier(&one, ""), tier(&two, "")]).unwrap();
+    let entry = with_own("fs-1");
+    assert_eq!(first.quotas().change("a", Some(entry)), Ok(false));
+    drop(first);
+    // As it was.
+    drop(start(&[tier(&one, ""), tier(&two, "")]).unwrap());
+    let swapped = [tier(&two, ""), tier(&one, "")];
+    let told = start(&swapped).err().unwrap();
+    let (one_shown, two_shown) = (one.canonicalize().unwrap(), two.canonicalize().unwrap());
+    for part in [
+        format!("tier fs-1, which was in {}", two_shown.display()),
+        format!("is in {} now", one_shown.display()),
+        "\"name\": \"fs-1\"".to_owned(),
+    ] {
+        assert!(told.contains(&part), "{told}");
+    }
+    let flags = flags(&swapped);
+    let all = ["--shm-name", "", "--eviction-policy", "IsolatedLRU"];
+    let all: Vec<_> = all
+        .into_iter()
+        .chain(flags.iter().map(String::as_str))
+        .collect();
+    assert_eq!(
+        obstacle(&ServerConfig::from_flags(&all).unwrap()),
+        Some(told)
+    );
+    // With what it says to do, limits go with their directory.
+    let again = start(&[tier(&two, "fs-1"), tier(&one, "other")]).unwrap();
+    let look = again.quotas().look();
+    let limits: Vec<_> = look
+        .tenant("a")
+        .iter()
+        .map(|tier| (tier.place.name.to_string(), tier.grant.limit))
+        .collect();
+    let expected = [("l1", None), ("fs-1", Some(7)), ("other", None)];
+    assert_eq!(
+        limits,
+        expected.map(|(name, limit)| (name.to_owned(), limit))
+    );
+    drop(look);
+    // Without a limit of its own a tier may be anywhere.
+    again.quotas().change("a", None).unwrap();
+    drop(again);
+    drop(start(&swapped).unwrap());
+}
+
+#[test]
+fn a_file_from_before_places_were_kept_takes_them_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let [one, path] = ["one", "quotas"].map(|name| directory.path().join(name));
+    let (file, _) = QuotaFile::open(&path).unwrap();
+    let own = TierEntry::default();
+    let entry = Entry {
+        tiers: [("fs-0".to_owned(), own)].into(),
+        ..Entry::default()
+    };
+    file.save(&Table::from_iter([("a", entry)])).unwrap();
+    let flags = [
+        "--quota-file",
+        path.to_str().unwrap(),
+        "--l2-adapter",
+        &tier(&one, ""),
+    ];
+    drop(engine(&flags).unwrap());
+    let places = QuotaFile::peek(&path).unwrap().places().clone();
+    let one = one.canonicalize().unwrap().display().to_string();
+    assert_eq!(places, [("fs-0".to_owned(), one)].into());
+}
+
+#[test]
+fn salts_in_clear_leave_the_file_at_the_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let [path, secret] = ["quotas", "secret"].map(|name| directory.path().join(name));
+    std::fs::write(&secret, "a secret of the operator").unwrap();
+    let (path, secret) = (path.to_str().unwrap(), secret.to_str().unwrap());
+    let flags = ["--quota-file", path, "--hash-salts", secret];
+    let plain = with_file(Path::new(path));
+    plain.quotas().change("acme", entry(5, 0)).unwrap();
+    drop(plain);
+    let hashing = engine(&flags).unwrap();
+    let text = std::fs::read_to_string(path).unwrap();
+    assert!(!text.contains("acme") && text.contains("\"h1-"), "{text}");
+    assert_eq!(
+        QuotaFile::peek(Path::new(path)).as_ref(),
+        Ok(&*hashing.quotas().table())
+    );
+    drop(hashing);
+    // The salt and its hash: nobody could say which of both is meant.
+    let plain = with_file(Path::new(path));
+    plain.quotas().change("acme", entry(6, 0)).unwrap();
+    drop(plain);
+    let before = std::fs::read_to_string(path).unwrap();
+    let told = engine(&flags).err().unwrap();
+    assert!(
+        told.contains("h1-") && told.contains("start without --hash-salts"),
+        "{told}"
+    );
+    assert!(!told.contains("acme"));
+    assert_eq!(std::fs::read_to_string(path).unwrap(), before);
+}
+
+#[test]
+fn many_changes_are_made_together_or_not_at_all() {
+    let engine = engine(&[]).unwrap();
+    let quotas = engine.quotas();
+    quotas.change("a", entry(8 * MIB, 8 * MIB)).unwrap();
+    let before = quotas.table();
+    let changes = |list: &[(&str, u64)]| -> Changes {
+        let change = |(salt, share): &(&str, u64)| ((*salt).into(), entry(8 * MIB, share * MIB));
+        list.iter().map(change).collect()
+    };
+    let told = quotas
+        .change_all(changes(&[("b", 1), ("a", 7), ("b", 2)]))
+        .unwrap_err();
+    assert!(
+        told.to_string().contains("9437184 reserved bytes"),
+        "{told}"
+    );
+    assert!(quotas.change_all(changes(&[("a", 4), ("b", 9)])).is_err());
+    assert_eq!(quotas.table(), before);
+    assert_eq!(quotas.look().tenant("a")[0].grant.reserved, 8 * MIB);
+    // What is there in the end counts, whatever comes first.
+    assert_eq!(quotas.change_all(changes(&[("b", 4), ("a", 4)])), Ok(1));
+    assert_eq!(quotas.look().tenant("b")[0].grant.reserved, 4 * MIB);
+    assert_eq!(quotas.change_all(Vec::new()), Ok(0));
+    assert_eq!(quotas.table().len(), 2);
+}
+
+#[test]
+fn what_is_only_read_keeps_nobody_to_a_limit() {
+    let directory = tempfile::tempdir().unwrap();
+    let read_only = tier(directory.path(), "").replace("\"type\"", "\"read_only\":true,\"type\"");
+    let flags = ["--eviction-policy", "LRU", "--l2-adapter", &read_only];
+    let config = ServerConfig::from_flags(&flags).unwrap();
+    assert!(config.places().iter().all(|place| !place.isolates));
+    let strict = [&flags[..], &["--quota-mode", "strict"]].concat();
+    let told = ServerConfig::from_flags(&strict).unwrap_err().to_string();
+    assert!(told.contains("no tier keeps tenants apart"), "{told}");
+}

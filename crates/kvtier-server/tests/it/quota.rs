@@ -162,6 +162,7 @@ fn hostile_salts_have_exact_answers() {
         ("%C3%A9", "é"),
         ("%25", "%"),
         ("%22", "\""),
+        ("@_default", "@_default"),
         (&*most, &*"é".repeat(128)),
         ("%F0%9F%A6%80", "🦀"),
     ] {
@@ -184,8 +185,20 @@ fn hostile_salts_have_exact_answers() {
         head.contains("\r\nlocation: /api/quota/a%40b?x=1\r\n"),
         "{head}"
     );
-    let told = json_of(&server, "PUT", "/quota", "{}");
+    let told = json_of(&server, "POST", "/quota", "{}");
     assert_eq!(told, (405, json!({ "detail": "Method Not Allowed" })));
+    // The tenant whose salt is really that is another one than the one without a salt.
+    put(&server, "_default", &json!({ "limit_gb": 1 }));
+    put(&server, "%40_default", &json!({ "limit_gb": 2 }));
+    let (_, listed) = json_of(&server, "GET", "/quota?all=true", "");
+    assert_eq!(listed["users"]["_default"]["limit_gb"], 1.0);
+    assert_eq!(listed["users"]["@_default"]["limit_gb"], 2.0);
+    let table = server.engine().quotas().table();
+    let limits = ["", "_default"].map(|salt| table.get(salt).unwrap().limit.0);
+    assert_eq!(limits, [Some(GIB), Some(2 * GIB)]);
+    for name in ["_default", "@_default"] {
+        json_of(&server, "DELETE", &format!("/quota/{name}"), "");
+    }
     assert_eq!(server.engine().quotas().table().len(), 0);
 }
 
@@ -219,8 +232,11 @@ fn a_tenant_is_told_of_tier_by_tier() {
         "tiers": { "l1": { "limit_gb": 0.03125, "reserved_gb": 0 } } });
     let ok = json!({ "cache_salt": "alice", "limit_gb": "unlimited", "status": "ok", "persisted": false });
     assert_eq!(put(&server, "alice", &body), (200, ok));
-    let (l1, mock) = (in_tier(Some(GIB / 32), 0), in_tier(None, GIB / 128));
-    let expected = told(true, json!("unlimited"), l1, mock);
+    let (mut l1, mock) = (in_tier(Some(GIB / 32), 0), in_tier(None, GIB / 128));
+    // What is its own there, as it was set.
+    (l1["limit_gb"], l1["reserved_gb"]) = (json!(0.03125), json!(0.0));
+    let mut expected = told(true, json!("unlimited"), l1, mock);
+    expected["reserved_gb"] = json!(0.0078125);
     assert_eq!(get(&server, "alice"), expected);
     // Lookups count for the tenant.
     let all = 0..prompt(1, 8).len() as u64;
@@ -448,4 +464,105 @@ fn an_allow_list_removes_whom_it_lacks_and_a_restart_nobody_else() {
     until("the stranger stays away", || used(&server, "unknown") == 0);
     assert_eq!(used(&server, "known"), known);
     server.assert_sound();
+}
+
+#[test]
+fn what_is_listed_can_be_set_again() {
+    let first = with_tiers(&[&mock()], &ISOLATED);
+    let share = 1.0 / 1024.0;
+    put(
+        &first,
+        "alice",
+        &json!({ "limit_gb": 1.5, "reserved_gb": share, "tiers": {
+        "l1": { "limit_gb": "unlimited" }, "mock-0": { "reserved_gb": 0 } } }),
+    );
+    put(&first, "_default", &json!({ "limit_gb": "unlimited" }));
+    put(&first, "none", &json!({ "limit_gb": 0 }));
+    let mut worker = first.engine_driven(1, &Scope::new("m").with_salt("stores only"));
+    store(&mut worker, &prompt(1, 1), 1);
+    let table = first.engine().quotas().table();
+    for query in ["", "?page_size=100", "?all=true", "?all=true&page_size=100"] {
+        let second = with_tiers(&[&mock()], &ISOLATED);
+        put(&second, "stays", &json!({ "limit_gb": 1 }));
+        let (_, _, listed) = request(&first, "GET", &format!("/quota{query}"), "");
+        let told = json_of(&second, "PUT", "/api/quota", &listed);
+        assert_eq!(
+            told,
+            (200, json!({ "set": 3, "status": "ok", "persisted": false })),
+            "{listed}"
+        );
+        let now = second.engine().quotas().table();
+        assert!(now.get("stays").is_some());
+        for (salt, entry) in table.iter() {
+            assert_eq!(now.get(salt), Some(entry), "{query}: {salt}");
+        }
+    }
+    worker.close().unwrap();
+}
+
+#[test]
+fn all_quotas_of_a_body_are_set_or_none() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("quotas");
+    let flags = [&ISOLATED[..], &["--quota-file", file.to_str().unwrap()]].concat();
+    let server = TestServer::start(&flags);
+    let put_all = |users: Value| {
+        json_of(
+            &server,
+            "PUT",
+            "/quota",
+            &json!({ "users": users }).to_string(),
+        )
+    };
+    let good = json!({ "limit_gb": 1 });
+    for (users, error) in [
+        (
+            json!({ "a": good, "b": { "limit_gb": "x" } }),
+            "users.b: limit_gb must be numeric",
+        ),
+        (
+            json!({ "a": good, "b": { "limit_gb": 1, "tiers": { "l1": { "reserved_gb": 2 } } } }),
+            "users.b: l1: 2147483648 reserved bytes are more than the limit of 1073741824",
+        ),
+        (
+            json!({ "a": good, "b@c": good }),
+            "users.b@c: cache_salt: a cache salt must not contain '@'; '@', '/', '\\' and NUL are refused",
+        ),
+        (
+            json!({ "a": good, "": good }),
+            "users.: cache_salt: give _default for requests without one",
+        ),
+        (
+            json!({ "a": good, "b": { "limit_gb": 2, "reserved_gb": 2 } }),
+            "l1: 2147483648 reserved bytes of all tenants together are more than the 67108864 bytes it has",
+        ),
+    ] {
+        assert_eq!(put_all(users), (400, json!({ "error": error })));
+        assert_eq!(server.engine().quotas().table().len(), 0);
+        assert!(!file.exists());
+    }
+    assert_eq!(
+        put_all(json!({ "a": good, "_default": good })),
+        (200, json!({ "set": 2, "status": "ok" }))
+    );
+    // One call for very many tenants.
+    let users: serde_json::Map<_, _> = (0..100_000)
+        .map(|number| {
+            (
+                format!("tenant-{number:06}-{}", "x".repeat(100)),
+                json!({ "limit_gb": 1.5, "reserved_gb": 0,
+            "current_usage_gb": 0.0, "tiers": { "l1": { "limit_gb": 0.25, "reserved_gb": 0 } } }),
+            )
+        })
+        .collect();
+    assert_eq!(
+        put_all(Value::Object(users)),
+        (200, json!({ "set": 100_000, "status": "ok" }))
+    );
+    let table = server.engine().quotas().table();
+    assert_eq!(table.len(), 100_002);
+    assert_eq!(
+        kvtier_server::quota::QuotaFile::peek(&file).as_ref(),
+        Ok(&*table)
+    );
 }

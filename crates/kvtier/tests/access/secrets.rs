@@ -230,6 +230,18 @@ fn every_change_is_told_to_the_log_with_who_what_and_how_it_ended() {
         names.starts_with("salt=~") && names.len() == "salt=~".len() + 8,
         "{names}"
     );
+    let set = "set to {\"limit\":1073741824,\"reserved\":0}";
+    assert_eq!(line["fields"]["did"], set);
+    let many = format!("{{\"users\": {{\"{salt}\": {{\"limit_gb\": 2}}}}}}");
+    assert_eq!(server.ask_as(ops, "PUT /quota", &many).status, 200);
+    assert_eq!(
+        entry("\"route\":\"/quota\"")["fields"]["did"],
+        "1 quotas set"
+    );
+    let request = format!("DELETE /api/quota/{salt}");
+    assert_eq!(server.ask_as(ops, &request, "").status, 200);
+    let line = entry("\"route\":\"/api/quota/{salt}\"");
+    assert_eq!(line["fields"]["did"], "removed");
     assert_eq!(server.ask_as(watcher, "POST /cache/clear", "").status, 403);
     let line = entry("that takes the role admin");
     assert_eq!(

@@ -33,7 +33,20 @@ fn a_table_is_written_in_one_way_and_read_back() {
     let checksum = &text[at..at + 32];
     assert_eq!(text, expected.replace("CHECKSUM", checksum));
     assert_eq!(checksum, "b3f6060a828a27b347e2a413189cbf76");
-    for table in [table(), Table::default()] {
+    let placed = || {
+        let places = [("fs-0".to_owned(), "/data/kv".to_owned())];
+        table().with_places(places.into())
+    };
+    let with_places = encode(&placed());
+    assert!(with_places.starts_with("{\"version\":2,"), "{with_places}");
+    let end = "\n},\n\"places\":{\"fs-0\":\"/data/kv\"}}\n";
+    assert!(with_places.ends_with(end), "{with_places}");
+    let elsewhere = with_places.replace("/data/kv", "/data/vk");
+    assert!(
+        decode(elsewhere.as_bytes()).is_err(),
+        "the checksum is of places too"
+    );
+    for table in [table(), placed(), Table::default()] {
         assert_eq!(decode(encode(&table).as_bytes()), Ok(table));
     }
 }
@@ -62,13 +75,16 @@ fn what_it_cannot_be_is_named_with_what_to_do() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("quotas.json");
     let head = |version| format!("{{\"version\":{version},\"checksum\":\"\",\"quotas\":{{}}}}");
-    let (future, edited) = (head(2), head(1));
+    let (future, edited) = (head(3), head(1));
     let bad_salt = encode(&Table::from_iter([("a/b", Entry::default())]));
     for (content, part) in [
         ("", "damaged, or no quota file"),
         ("limits: none", "damaged, or no quota file"),
         ("{}", "missing field `version`"),
-        (&future, "version 2, and this server reads only version 1"),
+        (
+            &future,
+            "version 3, and this server reads only versions up to 2",
+        ),
         (&edited, "changed by hand"),
         (&bad_salt, "entry 1 is no tenant's"),
     ] {
@@ -130,4 +146,24 @@ fn what_cannot_be_written_leaves_the_file_as_it_was() {
     fs::remove_file(&path).unwrap();
     assert!(file.save(&table()).is_err());
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn what_the_next_start_would_not_read_is_not_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("q");
+    let (mut file, _) = QuotaFile::open(&path).unwrap();
+    file.save(&Table::default()).unwrap();
+    let len = encode(&table()).len() as u64;
+    file.max_len = len - 1;
+    let error = file.save(&table()).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
+    let told = error.to_string();
+    assert!(
+        told.contains(&format!("{len} bytes, and may have {} at most", len - 1)),
+        "{told}"
+    );
+    assert_eq!(QuotaFile::peek(&path), Ok(Table::default()));
+    file.max_len = len;
+    file.save(&table()).unwrap();
 }
