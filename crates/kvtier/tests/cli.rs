@@ -581,8 +581,28 @@ fn quotas_are_set_told_listed_and_taken_away() {
         "{:?}",
         lines(&status.stdout)
     );
+    // What was listed is set again.
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("listed");
+    let (listed, file) = (told(&["list", "--all", "--json"]), file.to_str().unwrap());
+    std::fs::write(file, &listed).unwrap();
     assert_eq!(told(&["delete", "a b"]), "a b: no quota any more\n");
     assert_eq!(told(&["delete", "a b"]), "a b: there was no quota\n");
+    assert_eq!(told(&["import", file]), "2 quotas set\n");
+    assert_eq!(told(&["list", "--all", "--json"]), listed);
+    std::fs::write(
+        file,
+        r#"{"users": {"a b": {"limit_gb": 1}, "c": {"limit_gb": -1}}}"#,
+    )
+    .unwrap();
+    let refused = complaint(&quota(&["import", file]), 1);
+    assert!(
+        refused.contains("refuses: 400, users.c: limit_gb must be non-negative"),
+        "{refused}"
+    );
+    assert_eq!(told(&["list", "--all", "--json"]), listed);
+    let lost = complaint(&quota(&["import", "/no/such/file"]), 1);
+    assert!(lost.contains("/no/such/file cannot be read"), "{lost}");
     let told = complaint(&quota(&["set", "c", "1GiB", "--reserved", "2GiB"]), 1);
     assert!(
         told.contains("refuses: 400, l1: 2147483648 reserved bytes"),

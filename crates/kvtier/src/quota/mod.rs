@@ -3,6 +3,7 @@
 mod report;
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use anyhow::Context as _;
 use clap::{Args, Subcommand};
 use kvtier_core::object_key::check_cache_salt;
 use kvtier_server::config::GIB;
-use kvtier_server::quota::{Limit, parse_size};
+use kvtier_server::quota::{Limit, only_set, parse_size};
 use serde_json::{Map, Value, json};
 
 use crate::address::{HTTP, http};
@@ -80,6 +81,14 @@ enum QuotaCommand {
         #[command(flatten)]
         asking: Asking,
     },
+    /// Set what many tenants may have, all of them or none. Tenants that are not named keep what they have.
+    Import {
+        /// JSON as `kvtier quota list --json` prints it; - is the standard input
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        #[command(flatten)]
+        asking: Asking,
+    },
     /// List the tenants that have a quota.
     List {
         /// Also those that have objects and no quota
@@ -95,7 +104,10 @@ fn salt(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err("give _default for requests without a salt".into());
     }
-    check_cache_salt(text).map_err(|error| error.to_string())?;
+    // The tenant whose salt is really _default.
+    if text != "@_default" {
+        check_cache_salt(text).map_err(|error| error.to_string())?;
+    }
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'~');
     let encode = |byte: u8| match plain(byte) {
         true => char::from(byte).to_string(),
@@ -146,6 +158,7 @@ pub fn run(args: &QuotaArgs) -> anyhow::Result<ExitCode> {
             .ask("GET", &format!("/quota/{salt}"), None)
             .map(|told| asking.print(&told, report::tenant)),
         QuotaCommand::Delete { salt, asking } => change(asking, "DELETE", salt, None),
+        QuotaCommand::Import { file, asking } => import(asking, file),
         QuotaCommand::List { all, asking } => list(asking, *all),
     };
     match outcome {
@@ -177,11 +190,32 @@ fn body(
 
 fn change(asking: &Asking, method: &str, salt: &str, body: Option<Value>) -> anyhow::Result<()> {
     let told = asking.ask(method, &format!("/quota/{salt}"), body)?;
+    changed(asking, &told, report::change);
+    Ok(())
+}
+
+fn import(asking: &Asking, file: &Path) -> anyhow::Result<()> {
+    let text = match file.as_os_str() == "-" {
+        true => std::io::read_to_string(std::io::stdin()),
+        false => std::fs::read_to_string(file),
+    };
+    let text = text.with_context(|| format!("{} cannot be read", file.display()))?;
+    let mut body: Value =
+        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", file.display()))?;
+    // What is only told takes most of a listing.
+    if let Some(users) = body.get_mut("users").and_then(Value::as_object_mut) {
+        only_set(users);
+    }
+    let told = asking.ask("PUT", "/quota", Some(body))?;
+    changed(asking, &told, report::import);
+    Ok(())
+}
+
+fn changed(asking: &Asking, told: &Value, report: fn(&Value) -> String) {
     if told["persisted"] == json!(false) {
         eprintln!("kvtier quota: the server has no --quota-file; a restart forgets this");
     }
-    asking.print(&told, report::change);
-    Ok(())
+    asking.print(told, report);
 }
 
 fn list(asking: &Asking, all: bool) -> anyhow::Result<()> {
@@ -243,6 +277,7 @@ mod tests {
             ("..", "%2E%2E"),
             ("a b?#%", "a%20b%3F%23%25"),
             ("é", "%C3%A9"),
+            ("@_default", "%40_default"),
         ] {
             assert_eq!(salt(text).as_deref(), Ok(path));
         }

@@ -69,6 +69,11 @@ pub(super) fn change(told: &Value) -> String {
     }
 }
 
+/// What became of many changes.
+pub(super) fn import(told: &Value) -> String {
+    format!("{} quotas set", count(&told["set"]))
+}
+
 /// One tenant, tier by tier.
 pub(super) fn tenant(told: &Value) -> String {
     let salt = name(told["cache_salt"].as_str().unwrap_or_default());
@@ -83,7 +88,7 @@ pub(super) fn tenant(told: &Value) -> String {
     let Some(tiers) = told["tiers"].as_object() else {
         return out;
     };
-    out.push_str(&format!("\nhit rate in L1: {}\n", rate(&told["hit_rate"])));
+    out.push_str(&format!("\nhit rate: {}\n", rate(&told["hit_rate"])));
     let mut table = table(&[
         "tier", "enforced", "in use", "limit", "reserved", "too much", "objects", "refused",
         "evicted",

@@ -128,4 +128,5 @@ scenarios! {
     tokens_open_what_their_role_may: "tokens.toml";
     without_tokens_web_pages_of_others_are_kept_out: "open.toml";
     what_is_absent_by_design_is_absent: "absent.toml";
+    hostile_salts_have_exact_answers: "salts.toml";
 }
