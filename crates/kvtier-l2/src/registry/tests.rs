@@ -265,6 +265,43 @@ fn keys_given_inside_count_outside_unless_given_there() {
 }
 
 #[test]
+fn the_capacity_inside_is_that_of_what_is_around() {
+    let inner = with("max_capacity_gb", json!(1.5));
+    let spec = json!({"type": "around", "inner": {"type": "around", "inner": inner}});
+    assert_eq!(
+        registry().parse(&spec).unwrap().capacity_bytes(),
+        Some(3 << 29)
+    );
+    let spec = json!({"type": "around", "inner": with("max_capacity_gb", json!(0))});
+    assert_eq!(registry().parse(&spec).unwrap().capacity_bytes(), None);
+}
+
+#[test]
+fn eviction_by_a_share_of_no_capacity_is_warned_of() {
+    let warnings = |policy: &str, gib: f64| {
+        let mut inner = with("eviction", json!({"eviction_policy": policy}));
+        inner["max_capacity_gb"] = json!(gib);
+        let spec = json!({"type": "around", "inner": inner});
+        registry().parse(&spec).unwrap().warnings.concat()
+    };
+    for policy in ["LRU", "ARC"] {
+        assert!(warnings(policy, 0.0).starts_with(r#"type "around": eviction changes nothing"#));
+    }
+    for (policy, gib) in [("LRU", 1.0), ("IsolatedLRU", 0.0), ("noop", 0.0)] {
+        assert_eq!(warnings(policy, gib), "");
+    }
+}
+
+#[test]
+fn a_misspelt_key_is_told_rather_than_that_one_is_missing() {
+    let line = refused(json!({"type": "disk", "basepath": "/x"}));
+    assert!(
+        line.starts_with(r#"type "disk": key "basepath" is unknown"#),
+        "{line}"
+    );
+}
+
+#[test]
 fn a_type_is_added_once_and_without_the_common_keys() {
     let mut registry = registry();
     let line = registry.add(DISK).unwrap_err().to_string();
