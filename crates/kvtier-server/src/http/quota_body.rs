@@ -54,7 +54,7 @@ impl Wanted {
             None => (Limit(None), json!("unlimited")),
             Some(size) => (Limit(Some(bytes_of("limit_gb", size)?)), json!(size)),
         };
-        let reserved = reserved(&body, "reserved_gb")?.unwrap_or(0);
+        let reserved = reserved(body, "reserved_gb")?.unwrap_or(0);
         let tiers = match body.get("tiers") {
             None | Some(Value::Null) => BTreeMap::new(),
             Some(Value::Object(tiers)) => tiers
