@@ -5,16 +5,16 @@
 mod file;
 mod limit;
 mod listing;
+mod look;
 mod table;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::sync::Arc;
 
 use crossbeam_channel::{Sender, bounded};
-use kvtier_core::cache::{Cache, Page, SaltUsage};
+use kvtier_core::cache::Cache;
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use kvtier_l2::tier::Tier;
 use parking_lot::{Mutex, RwLock};
@@ -23,6 +23,7 @@ pub use file::QuotaFile;
 pub(crate) use limit::MAX_BYTES;
 pub use limit::{Limit, parse_size};
 pub use listing::only_set;
+pub use look::{InTier, Look};
 pub use table::{Entry, MAX_TENANTS, Table, TierEntry};
 
 use crate::config::{Place, QuotaSettings, ServerConfig};
@@ -31,9 +32,6 @@ use crate::l2::L2;
 
 /// Objects evicted under one hold of L1's lock.
 const SLICE: usize = 1024;
-
-/// Tenants asked for under one hold of a lock.
-const PAGE: usize = 1024;
 
 /// The table as it was read, for those who open the tiers.
 pub(crate) struct Opened {
@@ -460,11 +458,8 @@ impl Quotas {
                 .map(|tier| tier.leaving_by_salt())
                 .unwrap_or_default()
         };
-        Look {
-            quotas: self,
-            table: self.table(),
-            leaving: (0..self.places.len()).map(leaving).collect(),
-        }
+        let leaving = (0..self.places.len()).map(leaving).collect();
+        Look::new(self, leaving)
     }
 }
 
@@ -473,84 +468,5 @@ impl std::fmt::Debug for Quotas {
         f.debug_struct("Quotas")
             .field("settings", &self.settings)
             .finish_non_exhaustive()
-    }
-}
-
-/// A look at the tenants. The table is that of one moment, what they have is asked for one by one.
-pub struct Look<'a> {
-    quotas: &'a Quotas,
-    table: Arc<Table>,
-    /// Bytes by salt that each tier gave up and has not deleted yet.
-    leaving: Vec<BTreeMap<Arc<str>, u64>>,
-}
-
-/// A tenant in one tier.
-#[derive(Debug, Clone)]
-pub struct InTier<'a> {
-    /// The tier.
-    pub place: &'a Place,
-    /// What holds there: its entry, or the default.
-    pub grant: Grant,
-    /// Its bytes, those being written and those being deleted included.
-    pub bytes: u64,
-    /// What the tier counts of it, as long as it knows the tenant.
-    pub usage: Option<SaltUsage>,
-}
-
-impl Look<'_> {
-    /// The table.
-    pub fn table(&self) -> &Table {
-        &self.table
-    }
-
-    /// A tenant in each tier, L1 first.
-    pub fn tenant(&self, salt: &str) -> Vec<InTier<'_>> {
-        let entry = self.table.get(salt);
-        let default = Grant {
-            limit: self.quotas.settings.default_limit.0,
-            reserved: 0,
-        };
-        let in_tier = |(number, place): (usize, &Place)| {
-            let usage = match self.quotas.tier(number) {
-                None => self.quotas.cache.salt_usage(salt),
-                Some(tier) => tier.tenant(salt),
-            };
-            let leaving = self.leaving[number].get(salt).copied().unwrap_or(0);
-            let counted = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
-            InTier {
-                place: &self.quotas.places[number],
-                grant: entry.map_or(default, |entry| entry.of_tier(&place.name)),
-                bytes: counted + leaving,
-                usage,
-            }
-        };
-        self.quotas.places.iter().enumerate().map(in_tier).collect()
-    }
-
-    /// All tenants that have an entry or anything anywhere, in order.
-    pub fn known(&self) -> BTreeSet<Arc<str>> {
-        let mut known: BTreeSet<_> = self
-            .table
-            .iter()
-            .map(|(salt, _)| Arc::clone(salt))
-            .collect();
-        let mut add = |page: &dyn Fn(u32) -> Page<SaltUsage>| {
-            let mut from = Some(0);
-            while let Some(start) = from {
-                let page = page(start);
-                known.extend(page.entries.into_iter().map(|usage| usage.salt));
-                from = page.next;
-            }
-        };
-        for number in 0..self.quotas.places.len() {
-            match self.quotas.tier(number) {
-                None => add(&|from| self.quotas.cache.salts(from, PAGE)),
-                Some(tier) => add(&|from| tier.tenants(from, PAGE)),
-            }
-        }
-        for leaving in &self.leaving {
-            known.extend(leaving.keys().cloned());
-        }
-        known
     }
 }

@@ -1,0 +1,103 @@
+//! What tenants have and may have, tier by tier.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use kvtier_core::cache::{Page, SaltUsage};
+use kvtier_core::quota::Grant;
+
+use super::{Quotas, Table};
+use crate::config::Place;
+
+/// Tenants asked for under one hold of a lock.
+const PAGE: usize = 1024;
+
+/// A look at the tenants. The table is that of one moment, what they have is asked for one by one.
+pub struct Look<'a> {
+    quotas: &'a Quotas,
+    table: Arc<Table>,
+    /// Bytes by salt that each tier gave up and has not deleted yet.
+    leaving: Vec<BTreeMap<Arc<str>, u64>>,
+}
+
+/// A tenant in one tier.
+#[derive(Debug, Clone)]
+pub struct InTier<'a> {
+    /// The tier.
+    pub place: &'a Place,
+    /// What holds there: its entry, or the default.
+    pub grant: Grant,
+    /// Its bytes, those being written and those being deleted included.
+    pub bytes: u64,
+    /// What the tier counts of it, as long as it knows the tenant.
+    pub usage: Option<SaltUsage>,
+}
+
+impl<'a> Look<'a> {
+    pub(super) fn new(quotas: &'a Quotas, leaving: Vec<BTreeMap<Arc<str>, u64>>) -> Self {
+        let table = quotas.table();
+        Self {
+            quotas,
+            table,
+            leaving,
+        }
+    }
+}
+
+impl Look<'_> {
+    /// The table.
+    pub fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// A tenant in each tier, L1 first.
+    pub fn tenant(&self, salt: &str) -> Vec<InTier<'_>> {
+        let entry = self.table.get(salt);
+        let default = Grant {
+            limit: self.quotas.settings.default_limit.0,
+            reserved: 0,
+        };
+        let in_tier = |(number, place): (usize, &Place)| {
+            let usage = match self.quotas.tier(number) {
+                None => self.quotas.cache.salt_usage(salt),
+                Some(tier) => tier.tenant(salt),
+            };
+            let leaving = self.leaving[number].get(salt).copied().unwrap_or(0);
+            let counted = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
+            InTier {
+                place: &self.quotas.places[number],
+                grant: entry.map_or(default, |entry| entry.of_tier(&place.name)),
+                bytes: counted + leaving,
+                usage,
+            }
+        };
+        self.quotas.places.iter().enumerate().map(in_tier).collect()
+    }
+
+    /// All tenants that have an entry or anything anywhere, in order.
+    pub fn known(&self) -> BTreeSet<Arc<str>> {
+        let mut known: BTreeSet<_> = self
+            .table
+            .iter()
+            .map(|(salt, _)| Arc::clone(salt))
+            .collect();
+        let mut add = |page: &dyn Fn(u32) -> Page<SaltUsage>| {
+            let mut from = Some(0);
+            while let Some(start) = from {
+                let page = page(start);
+                known.extend(page.entries.into_iter().map(|usage| usage.salt));
+                from = page.next;
+            }
+        };
+        for number in 0..self.quotas.places.len() {
+            match self.quotas.tier(number) {
+                None => add(&|from| self.quotas.cache.salts(from, PAGE)),
+                Some(tier) => add(&|from| tier.tenants(from, PAGE)),
+            }
+        }
+        for leaving in &self.leaving {
+            known.extend(leaving.keys().cloned());
+        }
+        known
+    }
+}
