@@ -211,7 +211,12 @@ impl Key {
             Shape::Number(interval) => format!("a number {interval}"),
             Shape::Text => "a text that is not empty".into(),
             Shape::AnyText => "a text".into(),
-            Shape::OneOf(words) => words.join(" or "),
+            Shape::OneOf(words) => match words.split_last() {
+                Some((last, others)) if !others.is_empty() => {
+                    format!("{} or {last}", others.join(", "))
+                }
+                _ => words.concat(),
+            },
             Shape::Integers { min } => format!("a list of whole numbers {}", Whole(min, i64::MAX)),
             Shape::Numbers(interval) => format!("a list of numbers {interval}"),
             Shape::Adapter => "an adapter's object with a \"type\"".into(),
