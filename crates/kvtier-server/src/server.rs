@@ -22,6 +22,9 @@ use crate::metrics::Metrics;
 /// Threads of the HTTP runtime; a scrape or a health probe is all they serve.
 const HTTP_THREADS: usize = 1;
 
+/// Between two looks at the files of tokens and certificates.
+const ACCESS_INTERVAL: Duration = Duration::from_secs(3);
+
 /// How long open HTTP connections may hold up a shutdown.
 const HTTP_GRACE: Duration = Duration::from_secs(2);
 
@@ -49,6 +52,9 @@ impl Server {
     /// A port that is taken, memory that cannot be had, a system out of threads.
     pub fn start(config: ServerConfig) -> Result<Self, StartError> {
         let config = Arc::new(config);
+        if let Some(obstacle) = config.obstacle() {
+            return Err(StartError(obstacle));
+        }
         for warning in config.warnings() {
             tracing::warn!("{warning}");
         }
@@ -164,6 +170,19 @@ fn start_http(
         .map(|port| bind("prometheus-port", port))
         .transpose()?;
     runtime.spawn(http::serve(listener, Arc::clone(api), stopped()));
+    let (access, stop) = (Arc::clone(&config.access), stopped());
+    runtime.spawn(async move {
+        let looking = async {
+            loop {
+                tokio::time::sleep(ACCESS_INTERVAL).await;
+                access.look();
+            }
+        };
+        tokio::select! {
+            () = stop => {}
+            () = looking => {}
+        }
+    });
     if let Some((listener, _)) = metrics {
         runtime.spawn(http::serve_metrics(listener, Arc::clone(api), stopped()));
     }

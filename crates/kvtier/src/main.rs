@@ -3,6 +3,7 @@
 mod address;
 mod bench;
 mod demo;
+mod out;
 mod pattern;
 mod ping;
 mod quota;
@@ -16,7 +17,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// A KV-cache server for LLM inference that speaks the LMCache MP protocol.
+/// A KV-cache server for LLM inference that speaks the LMCache MP protocol, with quotas for tenants.
 #[derive(Debug, Parser)]
 #[command(name = "kvtier", version, about)]
 struct Cli {

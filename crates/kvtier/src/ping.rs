@@ -1,5 +1,6 @@
 //! `kvtier ping`: is a server there, and how far away?
 
+use std::io::Write as _;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -8,6 +9,7 @@ use clap::Args;
 use kvtier_client::{ClientError, Connection, Options};
 
 use crate::address::{REQUESTS, expect_listener, requests_or_http};
+use crate::out;
 use crate::units::duration;
 use crate::web::{AccessArgs, Client};
 
@@ -41,7 +43,7 @@ pub fn run(args: &PingArgs) -> anyhow::Result<ExitCode> {
         over_requests(url, args)
     };
     match trips {
-        Ok(trips) => println!("{url} {}", summary(&trips)),
+        Ok(trips) => writeln!(out::stdout(), "{url} {}", summary(&trips))?,
         Err(error) => {
             eprintln!("kvtier ping: {error:#}");
             return Ok(ExitCode::FAILURE);

@@ -1,11 +1,14 @@
 //! `kvtier server`: run a server in the foreground until it is told to stop.
 
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Args;
 use kvtier_server::{Parsed, Server, ServerConfig};
+
+use crate::out;
 
 /// Exit code for a configuration that was refused.
 const USAGE: u8 = 2;
@@ -34,10 +37,10 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             config,
             check_only: true,
         }) => {
-            return Ok(check(&config));
+            return check(&config);
         }
         Ok(Parsed::Print(text)) => {
-            print!("{text}");
+            write!(out::stdout(), "{text}")?;
             return Ok(ExitCode::SUCCESS);
         }
         Err(error) => {
@@ -84,37 +87,32 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
 }
 
 /// `--check-config`: says what a server would do, and what is against it.
-fn check(config: &ServerConfig) -> ExitCode {
+fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
+    let mut out = out::stdout();
     let shortage = config.shm_shortage();
-    let no_pool = match (&config.shm_name, &shortage) {
-        (Some(name), Some(shortage)) if config.shm_required => {
-            Some(format!("--shm-name {name}: {shortage}"))
-        }
-        _ => None,
-    };
     let l2 = config.l2.as_ref();
-    let quotas = || kvtier_server::quota::obstacle(config);
-    if let Some(obstacle) = no_pool.or_else(|| l2?.obstacle()).or_else(quotas) {
+    if let Some(obstacle) = config.obstacle().or_else(|| config.memory_obstacle()) {
         eprintln!("kvtier server: {obstacle}");
-        return ExitCode::FAILURE;
+        return Ok(ExitCode::FAILURE);
     }
-    println!(
+    writeln!(
+        out,
         "the configuration is good: L1 of {:.2} GiB ({}), chunks of {} tokens",
         config.l1_bytes as f64 / kvtier_server::config::GIB as f64,
         config.l1_origin(),
         config.chunk_size
-    );
+    )?;
     for tier in l2.into_iter().flat_map(|l2| l2.tiers()) {
-        println!("{tier}");
+        writeln!(out, "{tier}")?;
     }
     if !config.ignored.is_empty() {
-        println!("without effect here: {}", config.ignored.join(" "));
+        writeln!(out, "without effect here: {}", config.ignored.join(" "))?;
     }
     let warnings = config.warnings().chain(shortage);
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
-        println!("warning: {warning}");
+        writeln!(out, "warning: {warning}")?;
     }
-    ExitCode::SUCCESS
+    Ok(ExitCode::SUCCESS)
 }
 
 /// The signals that end the server, and one that would: of a write above a file size limit the write itself tells.

@@ -1,6 +1,7 @@
 //! `kvtier status`: a server's `/status` for people.
 
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use indicatif::{HumanBytes, HumanCount, HumanDuration};
 use serde_json::Value;
 
 use crate::address::{HTTP, http};
+use crate::out;
 use crate::units::duration;
 use crate::web::{AccessArgs, Client};
 
@@ -67,9 +69,9 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
         anyhow::bail!("{url} tells no status: {code}, {error}{hint}");
     }
     if json {
-        println!("{}", serde_json::to_string_pretty(&status)?);
+        writeln!(out::stdout(), "{}", serde_json::to_string_pretty(&status)?)?;
     } else {
-        print!("{}", summary(url, &status));
+        write!(out::stdout(), "{}", summary(url, &status))?;
     }
     Ok(status["is_healthy"].as_bool().unwrap_or(false))
 }
@@ -275,6 +277,12 @@ fn tier(tier: &Value) -> String {
     if let Some(objects) = tier["stored_object_count"].as_u64() {
         parts.push(format!("{} objects", HumanCount(objects)));
     }
+    if tier["read_only"] == Value::Bool(true) {
+        parts.push("read_only".to_owned());
+    }
+    if let Some(engine) = tier["io_engine"].as_str() {
+        parts.push(format!("I/O by {engine}"));
+    }
     let recovery = &tier["recovery"];
     match recovery["state"].as_str() {
         Some("running") => parts.push("still adopting what was there".to_owned()),
@@ -404,6 +412,7 @@ mod tests {
                   "store_failures": { "full": 3, "deadline": 2 }, "load_failures": { "corrupt": 1 },
                   "breaker": { "load": { "state": "open" }, "store": { "state": "closed" } } },
                 { "name": "fs-2", "type_name": "fs", "is_healthy": true,
+                  "read_only": true, "io_engine": "uring",
                   "recovery": { "state": "failed", "error": "no such directory" } },
                 // Of LMCache's own server.
                 { "type": "FSL2Adapter", "is_healthy": true, "base_path": "/data" },
@@ -414,7 +423,7 @@ L2        4 tiers, 1,200 objects to be stored (3.00 MiB), 7 dropped, 2 being loa
   fs-0: fs, healthy, 1.00 GiB of 4.00 GiB in use (25.0 %), 1,234 objects, 1,000 of them adopted
   fs-1: fs, NOT HEALTHY, breaker of loads open, FULL, 512 B in use, still adopting what was there, \
 5 stores failed (deadline 2, full 3), 1 loads failed (corrupt 1)
-  fs-2: fs, healthy, could not adopt all: no such directory
+  fs-2: fs, healthy, read_only, I/O by uring, could not adopt all: no such directory
   FSL2Adapter, healthy
 ";
         let text = summary("u", &status);

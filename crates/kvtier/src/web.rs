@@ -128,6 +128,15 @@ impl Client {
             ureq::Error::Protocol(_) => {
                 anyhow!("what answers at {url} is not HTTP: {error}; is that https, or is that the request port?")
             }
+            error if url.starts_with("https") && error.to_string().contains("InvalidContentType") => {
+                anyhow!("this port speaks http, not https: {error}; give {}", url.replacen("https", "http", 1))
+            }
+            error if url.starts_with("https") && error.to_string().contains("CaUsedAsEndEntity") => {
+                anyhow!(
+                    "there is no trust in {url}: its certificate is one of an authority (CA:TRUE), which is none of a \
+                     server; make it with `openssl req -x509 -addext basicConstraints=critical,CA:FALSE`"
+                )
+            }
             error if url.starts_with("https") && is_tls(&error) => {
                 anyhow!("there is no trust in {url}: {error}; --ca-cert says whom to trust")
             }

@@ -505,6 +505,21 @@ fn check_config_looks_at_the_tiers_and_makes_nothing() {
 }
 
 #[test]
+fn who_stops_reading_ends_no_command_with_a_panic() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = Command::new(env!("CARGO_BIN_EXE_kvtier"))
+        .args(["server", "--help"])
+        .stdout(writer)
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success() && output.stderr.is_empty(),
+        "{output:?}"
+    );
+}
+
+#[test]
 fn help_names_every_command() {
     let output = kvtier(&["--help"]);
     let text = lines(&output.stdout).join("\n");

@@ -82,6 +82,12 @@ impl Access {
         self.tls.as_ref().map(Watched::get)
     }
 
+    /// Looks at the files whether or not anybody asks, so that the log tells in time what became of a change.
+    pub(crate) fn look(&self) {
+        self.tokens();
+        self.tls();
+    }
+
     /// `http` or `https`.
     pub fn scheme(&self) -> &'static str {
         if self.tls.is_some() { "https" } else { "http" }

@@ -103,7 +103,8 @@ impl L2Config {
             }
             let there = path.ancestors().find(|part| part.exists());
             let there = there.unwrap_or(Path::new("/"));
-            let is_good = there.is_dir() && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok();
+            let is_good = there.is_dir() && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok()
+                && (there == path || takes_directories(there));
             (!is_good).then(|| {
                 format!(
                     "--l2-adapter: type {:?}: base_path {} cannot be used: {} is no directory that can be written to; \
@@ -113,6 +114,19 @@ impl L2Config {
                     there.display()
                 )
             })
+        })
+    }
+
+    /// Each tier that is written to, and the bytes of the file system that it is or will be on.
+    pub(super) fn file_systems(&self) -> impl Iterator<Item = (String, u64)> {
+        let adapters = self.adapters.iter().enumerate();
+        adapters.filter_map(|(number, adapter)| {
+            let path = base_path(adapter).filter(|_| !is_read_only(adapter))?;
+            let size = path
+                .ancestors()
+                .find_map(|part| rustix::fs::statvfs(part).ok());
+            let bytes = size.map(|size| size.f_blocks.saturating_mul(size.f_frsize))?;
+            Some((Self::tier_name(number, adapter), bytes))
         })
     }
 
@@ -158,6 +172,12 @@ fn min_free(size: f64) -> Result<u64, ConfigError> {
     }
     let allowed = "give a size in GiB from 0 (all of the disk may be used) to 1048576";
     gib("l2-min-free-gb", size).map_err(|_| refuse("l2-min-free-gb", size, allowed))
+}
+
+/// Whether directories can be made in this one, which permissions alone do not say, as of /proc.
+fn takes_directories(there: &Path) -> bool {
+    let name = there.join(format!(".kvtier-check-{}", std::process::id()));
+    std::fs::create_dir(&name).is_ok_and(|()| std::fs::remove_dir(&name).is_ok())
 }
 
 /// The directory of an adapter, or of the one inside of it. Absolute, as far as the system says where we are.

@@ -8,6 +8,7 @@ mod file;
 mod flags;
 mod l2;
 mod memory;
+mod obstacles;
 mod peer;
 mod quota;
 mod request;
@@ -175,7 +176,10 @@ impl ServerConfig {
             self.quota_warning(),
             self.exposure_warning(),
         ];
-        warnings.into_iter().flatten().chain(self.access.warnings())
+        let warnings = warnings.into_iter().flatten();
+        warnings
+            .chain(self.access.warnings())
+            .chain(self.room_warnings())
     }
 
     /// What is wrong with an L1 that this process cannot keep in memory.

@@ -90,6 +90,11 @@ impl L1 {
     }
 }
 
+/// Why there are not the huge pages that an arena needs; they are given back at once.
+pub fn hugepage_obstacle(config: &ServerConfig) -> Option<String> {
+    create_arena(config).err()
+}
+
 fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
     let bytes = config.l1_bytes;
     let describe = |error: ArenaError| format!("L1 of {bytes} bytes (--l1-size-gb): {error}");

@@ -51,7 +51,7 @@ use crate::quota::{Opened, Quotas};
 use instances::Instances;
 pub(crate) use lookups::Lookups;
 use memory::L1;
-pub(crate) use memory::{L1Allocator, to_memory};
+pub(crate) use memory::{L1Allocator, hugepage_obstacle, to_memory};
 use transfers::Transfers;
 use warm::WarmUps;
 

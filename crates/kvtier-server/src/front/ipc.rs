@@ -37,19 +37,38 @@ fn id(path: &Path) -> Option<(u64, u64)> {
     Some((data.dev(), data.ino()))
 }
 
+/// Why nothing can be made at `path`, whatever is there.
+pub(super) fn obstacle(path: &Path) -> Option<String> {
+    let directory = directory(path);
+    let opened = std::fs::File::open(directory).and_then(|file| file.metadata());
+    match opened {
+        Err(error) => Some(format!("its directory cannot be opened: {error}")),
+        Ok(data) if !data.is_dir() => Some(format!("{} is no directory", directory.display())),
+        Ok(_) => rustix::fs::access(directory, rustix::fs::Access::WRITE_OK)
+            .err()
+            .map(|error| {
+                let error = std::io::Error::from(error);
+                format!("its directory cannot be written to: {error}")
+            }),
+    }
+}
+
+fn directory(path: &Path) -> &Path {
+    let directory = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
+    directory.unwrap_or(Path::new("."))
+}
+
 /// Listens at `path`.
 ///
 /// # Errors
 /// One line that says what is in the way.
 pub(super) fn listen_at(path: &Path, mode: u32) -> Result<(OwnedFd, SocketFile), String> {
     let failed = |error: rustix::io::Errno| std::io::Error::from(error).to_string();
-    let directory = path
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty());
-    let directory = directory.unwrap_or(Path::new("."));
     let directory = openat(
         CWD,
-        directory,
+        directory(path),
         OFlags::DIRECTORY | OFlags::CLOEXEC,
         Mode::empty(),
     )

@@ -60,6 +60,20 @@ pub struct RequestSocket {
 }
 
 impl RequestSocket {
+    /// Why there could be no such socket whatever its port, told without leaving one.
+    pub(crate) fn obstacle(config: &ServerConfig) -> Option<String> {
+        if config.ipc_path().is_none() {
+            let any_port = ServerConfig {
+                port: 0,
+                ..config.clone()
+            };
+            return Self::bind(&any_port).err();
+        }
+        let found = ipc::obstacle(config.ipc_path()?)?;
+        let address = config.bind_address();
+        Some(format!("--host: {address} cannot be bound: {found}"))
+    }
+
     /// Binds the socket.
     ///
     /// # Errors

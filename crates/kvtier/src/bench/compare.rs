@@ -1,5 +1,6 @@
 //! Two servers side by side: medians over several reports of each.
 
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -118,14 +119,19 @@ pub(crate) fn run(args: &CompareArgs) -> anyhow::Result<ExitCode> {
             ]);
         }
     }
-    println!("{table}");
+    let mut out = crate::out::stdout();
+    writeln!(out, "{table}")?;
     let bad: Vec<_> = base
         .iter()
         .chain(&ours)
         .filter(|report| !report.is_good())
         .collect();
     for report in &bad {
-        println!("not all requests succeeded in a run of {}", report.label);
+        writeln!(
+            out,
+            "not all requests succeeded in a run of {}",
+            report.label
+        )?;
     }
     Ok(if bad.is_empty() {
         ExitCode::SUCCESS

@@ -2,6 +2,7 @@
 //!
 //! Both move the same objects, in turn, in the same run: what the machine does meanwhile befalls both.
 
+use std::io::Write as _;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::ExitCode;
@@ -297,14 +298,16 @@ fn report(
         ]);
         rows.push(json!({ "step": step, "us_per_object": us, "gb_per_second": rate, "plain_us_per_object": plain }));
     }
-    println!(
+    let mut out = crate::out::stdout();
+    writeln!(
+        out,
         "{} objects of {} KiB, type {:?}, medians of {} rounds",
         objects.specs.len(),
         args.data_size_kb,
         config.kind,
         args.rounds
-    );
-    println!("{table}");
+    )?;
+    writeln!(out, "{table}")?;
     if let Some(path) = &args.json {
         let report = json!({
             "adapter": args.l2_adapter, "objects": objects.specs.len(), "bytes": objects.len, "rounds": args.rounds,

@@ -121,7 +121,7 @@ impl Report {
 
     /// To stdout.
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
-        let mut out = std::io::stdout().lock();
+        let mut out = crate::out::stdout();
         if json {
             writeln!(out, "{}", serde_json::to_string_pretty(&self.json())?)?;
             return Ok(());

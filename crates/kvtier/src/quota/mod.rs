@@ -3,6 +3,7 @@
 mod report;
 
 use std::collections::BTreeMap;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -258,9 +259,13 @@ impl Asking {
     }
 
     fn print(&self, told: &Value, report: fn(&Value) -> String) {
-        match self.json {
-            true => println!("{told:#}"),
-            false => println!("{}", report(told)),
+        let mut out = crate::out::stdout();
+        let printed = match self.json {
+            true => writeln!(out, "{told:#}"),
+            false => writeln!(out, "{}", report(told)),
+        };
+        if let Err(error) = printed {
+            eprintln!("kvtier quota: stdout: {error}");
         }
     }
 }

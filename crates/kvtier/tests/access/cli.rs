@@ -2,7 +2,7 @@
 
 use std::process::{Command, Output};
 
-use crate::served::{KVTIER, READER, Served, Setup};
+use crate::served::{Files, KVTIER, READER, Served, Setup};
 
 fn kvtier(server: &Served, args: &[&str], variables: &[(&str, &str)]) -> Output {
     Command::new(KVTIER)
@@ -19,6 +19,36 @@ fn complaint(output: &Output) -> String {
     let told = String::from_utf8(output.stderr.clone()).unwrap();
     assert_eq!(told.lines().count(), 1, "{told}");
     told
+}
+
+#[test]
+fn https_to_a_port_that_speaks_http_is_told_so() {
+    let server = Served::start(Setup::Open, &[]);
+    let url = server.http.replace("http://", "https://");
+    let told = complaint(&kvtier(&server, &["status", &url], &[]));
+    assert!(told.contains("this port speaks http, not https"), "{told}");
+}
+
+#[test]
+fn a_certificate_of_an_authority_is_told_with_what_to_do() {
+    let files = Files::new();
+    let mut authority = rcgen::CertificateParams::new(["127.0.0.1".to_owned()]).unwrap();
+    authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let key = rcgen::KeyPair::generate().unwrap();
+    files.put("cert.pem", &authority.self_signed(&key).unwrap().pem());
+    files.put("key.pem", &key.serialize_pem());
+    let flags = ["--http-tls-cert", "cert.pem", "--http-tls-key", "key.pem"];
+    let server = Served::start_in(files, Setup::Open, &flags, &[]);
+    assert!(server.http.starts_with("https://"), "{}", server.http);
+    let told = complaint(&kvtier(
+        &server,
+        &["status", &server.http, "--ca-cert", "cert.pem"],
+        &[],
+    ));
+    assert!(
+        told.contains("-addext basicConstraints=critical,CA:FALSE"),
+        "{told}"
+    );
 }
 
 #[test]

@@ -45,6 +45,15 @@ fn a_certificate_is_replaced_without_a_restart_and_never_without_its_key() {
     server.wait_for_line("key.pem is not the key of the certificate of");
 }
 
+#[test]
+fn a_change_is_told_though_nobody_asks() {
+    let server = Served::start(Setup::Tokens, &[]);
+    server.files.put("tokens", &format!("read new {NEW}\n"));
+    server.wait_for_line("the tokens of HTTP read again");
+    server.files.put("tokens", "");
+    server.wait_for_line("cannot be used; the former stay");
+}
+
 /// The one line with which a server with these flags does not start.
 fn refused(files: &Files, flags: &[&str]) -> String {
     let mut told = Vec::new();
