@@ -211,12 +211,7 @@ impl Key {
             Shape::Number(interval) => format!("a number {interval}"),
             Shape::Text => "a text that is not empty".into(),
             Shape::AnyText => "a text".into(),
-            Shape::OneOf(words) => match words.split_last() {
-                Some((last, others)) if !others.is_empty() => {
-                    format!("{} or {last}", others.join(", "))
-                }
-                _ => words.concat(),
-            },
+            Shape::OneOf(words) => one_of(words),
             Shape::Integers { min } => format!("a list of whole numbers {}", Whole(min, i64::MAX)),
             Shape::Numbers(interval) => format!("a list of numbers {interval}"),
             Shape::Adapter => "an adapter's object with a \"type\"".into(),
@@ -302,5 +297,13 @@ impl fmt::Display for Whole {
             (min, i64::MAX) => write!(f, "from {min} on"),
             (min, max) => write!(f, "from {min} to {max}"),
         }
+    }
+}
+
+/// Words to choose from, for people.
+pub(crate) fn one_of(words: &[&str]) -> String {
+    match words.split_last() {
+        Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+        _ => words.concat(),
     }
 }

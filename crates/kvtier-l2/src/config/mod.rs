@@ -11,6 +11,7 @@ mod options;
 
 pub use common::{COMMON, EVICTION, EvictionConfig};
 pub use error::ConfigError;
+pub(crate) use key::one_of;
 pub use key::{Fallback, Interval, Key, Shape};
 pub use options::{FromSetting, Options};
 

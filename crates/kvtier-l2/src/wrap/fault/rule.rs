@@ -1,11 +1,12 @@
 //! Which calls and objects go wrong, in which way, and how often.
 
+use std::iter;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::config::{ConfigError, Fallback, Interval, Key, Options, Shape};
+use crate::config::{ConfigError, Fallback, Interval, Key, Options, Shape, one_of};
 use crate::error::ErrorKind;
 use crate::wrap::random;
 
@@ -239,12 +240,14 @@ impl Rule {
             let possible = OPERATIONS
                 .iter()
                 .filter(|(_, operation)| Self::is_possible(wrong, *operation));
-            let possible: Vec<_> = possible.map(|(name, _)| *name).collect();
+            let possible: Vec<_> = iter::once("any")
+                .chain(possible.map(|(name, _)| *name))
+                .collect();
             let error = match wrong {
                 Wrong::Fail(kind) => format!(" and error {:?}", kind.name()),
                 _ => String::new(),
             };
-            let allowed = format!("any or {} with kind {kind:?}{error}", possible.join(" or "));
+            let allowed = format!("{} with kind {kind:?}{error}", one_of(&possible));
             return Err(options.refuse("operation", &allowed));
         }
         Ok(Self {

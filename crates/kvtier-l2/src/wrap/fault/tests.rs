@@ -399,7 +399,7 @@ fn what_makes_no_sense_is_refused_by_its_place_and_its_key() {
         (json!([1]), "faults[0]: 1 is not an object; give one"),
         (
             json!([{}]),
-            r#"faults[0]: key "kind" is missing; give fail or delay or late or stall or short or long or corrupt"#,
+            r#"faults[0]: key "kind" is missing; give fail, delay, late, stall, short, long or corrupt"#,
         ),
         (
             json!([{"kind": "stall"}, {"kind": "stall", "often": 1}]),
@@ -431,7 +431,7 @@ fn what_makes_no_sense_is_refused_by_its_place_and_its_key() {
         ),
         (
             json!([{"kind": "fail", "error": "not_found", "operation": "store"}]),
-            r#"faults[0]: key "operation": "store" is not allowed; give any or lookup or load or delete with kind "fail" and error "not_found""#,
+            r#"faults[0]: key "operation": "store" is not allowed; give any, lookup, load or delete with kind "fail" and error "not_found""#,
         ),
     ];
     for (faults, expected) in cases {
