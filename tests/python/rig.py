@@ -24,14 +24,15 @@ class Engine:
 
     def __init__(self, url, mode="engine_driven", layout="fused_hnd", layers=3, seed=1, timeout=TIMEOUT, heartbeat=0.5,
                  model="test/model", register=True, **options):  # fmt: skip
-        """``mode``: engine_driven, lmcache_driven, or pickle."""
+        """``mode``: engine_driven, lmcache_driven, or pickle; ``timeout``: of everything but the set-up."""
+        patience = max(timeout, TIMEOUT)
         self.layout = layouts.layout(layout)
         self.scheduler = SchedulerAdapter(
-            url, model, block_tokens=BLOCK, timeout=timeout, heartbeat=heartbeat,
+            url, model, block_tokens=BLOCK, timeout=patience, heartbeat=heartbeat,
             **{k: v for k, v in options.items() if k in ("world_size", "num_kv_readers")},
         )  # fmt: skip
         self.worker = WorkerAdapter(
-            url, model, block_tokens=BLOCK, timeout=timeout, heartbeat=heartbeat,
+            url, model, block_tokens=BLOCK, timeout=patience, heartbeat=heartbeat,
             mode="engine_driven" if mode == "pickle" else mode, force_pickle=mode == "pickle", **options,
         )  # fmt: skip
         self.chunk = self.scheduler.chunk_tokens
@@ -39,6 +40,7 @@ class Engine:
         if register:
             named = {f"layer.{i}": tensor for i, tensor in enumerate(self.tensors)}
             self.worker.register_kv_caches(named, kv_layout=self.layout.hints["kv_layout"])
+        self.scheduler.client.timeout = self.worker.client.timeout = timeout
 
     def read(self, blocks):
         """Bytes of these blocks in every layer."""
