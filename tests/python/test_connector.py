@@ -29,7 +29,11 @@ class FullAttentionSpec(SimpleNamespace):
 
 
 class SlidingWindowSpec(SimpleNamespace):
-    """The same for layers that look back a little only."""
+    """A kind of cache whose blocks go to others while their request runs."""
+
+
+class UniformTypeKVCacheSpecs(SimpleNamespace):
+    """Layers of one group whose caches differ."""
 
 
 class MambaSpec(SimpleNamespace):
@@ -443,13 +447,14 @@ def test_reset_and_stats(place, engines):
 def test_groups_of_layers(place, engines):
     """Each has its own blocks; failures are told by request, since block ids mean nothing across groups."""
     server = place.server()
-    window = SimpleNamespace(
-        layer_names=["layer.1"], kv_cache_spec=SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * CHUNK)
+    # A window that is told and not made use of, as without vLLM's hybrid cache manager.
+    other = SimpleNamespace(
+        layer_names=["layer.1"], kv_cache_spec=FullAttentionSpec(block_size=BLOCK, sliding_window=2 * CHUNK)
     )
     made = []
     for seed in (1, 2):
         config = cache_config(["layer.0"])
-        config.kv_cache_groups.append(window)
+        config.kv_cache_groups.append(other)
         with pytest.raises(ValueError, match="use lmcache_driven"):
             refused = KvTierConnector(
                 vllm_config(server, **{"kvtier.transfer_mode": "engine_driven"}), KVConnectorRole.WORKER, config
@@ -575,6 +580,14 @@ def test_models_that_cannot_be_served_are_refused(place):
     for role in KVConnectorRole:
         with pytest.raises(ValueError, match="layer.0 has MambaSpec"):
             KvTierConnector(vllm_config(server), role, cache_config(["layer.0"], MambaSpec))
+    window = SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * CHUNK)
+    mixed = {"layer.0": FullAttentionSpec(block_size=BLOCK), "layer.1": window}
+    for spec in (window, UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=mixed)):
+        hybrid = cache_config(["layer.0"])
+        hybrid.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=spec))
+        for role in KVConnectorRole:
+            with pytest.raises(ValueError, match="sliding windows, and layer.1 has .*SlidingWindowSpec.* LMCache's"):
+                KvTierConnector(vllm_config(server), role, hybrid)
     odd = cache_config(["layer.0"])
     odd.kv_cache_groups[0].kv_cache_spec.block_size = 5
     with pytest.raises(ValueError, match="does not divide the server's chunk"):

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Kinds of vLLM's caches whose blocks hold the KV of their tokens, and stay as they are once they are full.
-_SERVED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
+# Kinds of vLLM's caches whose blocks hold the KV of their tokens, and stay as they are until their request ends.
+_SERVED = ("FullAttentionSpec", "MLAAttentionSpec")
 
 # vLLM's names of the dimensions' order (layers, blocks, heads, tokens, content), and those of the protocol.
 _LAYOUTS = {"LBNHC": "NHD", "LBHNC": "HND", "NHD": "NHD", "HND": "HND", "BLHNC": "BLHNC", "BLNHC": "BLNHC"}
@@ -42,13 +42,19 @@ def _groups(kv_cache_config: KVCacheConfig) -> list[Group]:
         spec = group.kv_cache_spec
         several = getattr(spec, "kv_cache_specs", None)
         kinds = {type(each).__name__ for each in (several.values() if several else [spec])}
+        if any(kind.startswith("SlidingWindow") for kind in kinds):
+            # Stores run behind the step, and nothing tells vLLM to keep single blocks of a running request for them.
+            raise ValueError(
+                f"KvTierConnector does not serve sliding windows, and {group.layer_names[0]} has {', '.join(sorted(kinds))}: "
+                "vLLM gives the blocks that leave a window to others while they are still being stored. For such models "
+                "LMCache's connector (LMCacheMPConnector) can be used with the same server"
+            )
         if not kinds.issubset(_SERVED):
             raise ValueError(
                 f"KvTierConnector serves {', '.join(_SERVED)}; {group.layer_names[0]} has {', '.join(sorted(kinds))}"
             )
         # A full-attention spec may name a window, too, but keeps all blocks.
-        window = spec.sliding_window if all(kind.startswith("SlidingWindow") for kind in kinds) else -1
-        groups.append(Group(list(group.layer_names), spec.block_size, window))
+        groups.append(Group(list(group.layer_names), spec.block_size))
     return groups
 
 
