@@ -8,15 +8,16 @@ use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
-use kvtier_device::{BlockTable, ChunkRequest, DeviceError, Direction, EngineMemory};
+use kvtier_device::{BlockTable, ChunkRequest, Direction, EngineMemory};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{Retrieve, Store};
 use kvtier_proto::response::Response;
 
+use super::deadline::Deadline;
 use super::instances::{Instance, Mode};
 use super::lookup::{check_names, space};
 use super::memory::{L1Allocator, to_memory};
-use super::{Answer, Engine, deadline};
+use super::{Answer, Engine};
 
 const DEVICE: &str = "cpu";
 
@@ -168,7 +169,7 @@ impl Engine {
             stored[chunks[staged.position as usize]] = true;
         }
         // What was copied after the deadline may be the KV of other tokens.
-        deadline::check(&store.key)?;
+        Deadline::of(&store.key).check()?;
         let staged = self.to_write_behind(&reserved.reservation);
         let committed = reserved.reservation.commit(self.now());
         self.metrics
@@ -211,7 +212,7 @@ impl Engine {
         let Mode::LmcacheDriven { memory, .. } = &instance.mode else {
             return Err("the instance is registered for engine-driven transfers; allowed: prepare and commit".into());
         };
-        deadline::check(key)?;
+        Deadline::of(key).check()?;
         Ok((memory.as_ref(), self.worker_range(instance, key)?))
     }
 
@@ -275,31 +276,29 @@ impl Engine {
                 .not_found("l1_retrieve", key.model_name, range.chunks.len() as u64);
             RetrieveError::NotHeld
         })?;
-        let copied = held.iter().try_for_each(|held| {
-            held.lease
-                .extents()
-                .iter()
-                .zip(held.chunks.clone())
-                .try_for_each(|(extent, chunk)| {
-                    let request = ChunkRequest {
-                        object_group: held.object_group as usize,
-                        chunk: chunk - range.chunks.start,
-                        skip_tokens: skip,
-                    };
-                    let extent = to_memory(*extent);
-                    memory
-                        .copy(
-                            &blocks,
-                            request,
-                            &self.l1.arena,
-                            extent,
-                            Direction::Retrieve,
-                        )
-                        .map(drop)
-                })
+        let chunks = held.iter().flat_map(|held| {
+            let extents = held.lease.extents().iter().zip(held.chunks.clone());
+            extents.map(|(extent, chunk)| (held.object_group, *extent, chunk))
+        });
+        let copied = Deadline::of(key).each(chunks, |(object_group, extent, chunk)| {
+            let request = ChunkRequest {
+                object_group: object_group as usize,
+                chunk: chunk - range.chunks.start,
+                skip_tokens: skip,
+            };
+            memory
+                .copy(
+                    &blocks,
+                    request,
+                    &self.l1.arena,
+                    to_memory(extent),
+                    Direction::Retrieve,
+                )
+                .map(drop)
+                .map_err(|error| error.to_string())
         });
         self.settle(key, &range);
-        copied.map_err(|error: DeviceError| error.to_string())?;
+        copied?;
         self.metrics.loaded(
             key.model_name,
             range.scope.cache_salt(),
