@@ -439,7 +439,8 @@ def test_read_only_from_the_start(unprivileged, serve):
     directory.chmod(0o500)
     with pytest.raises(RuntimeError) as refused:
         serve("engine_pickle", command=command, flags=tiers.fs(directory))
-    assert f"base_path {directory}: Permission denied" in str(refused.value)
+    line = f"base_path {directory} cannot be used: {directory} is no directory that can be written to"
+    assert line in str(refused.value)
 
 
 # -- full disks -------------------------------------------------------------------------------
