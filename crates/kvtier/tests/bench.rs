@@ -192,7 +192,9 @@ fn two_servers_are_measured_in_turn() {
     }
     for (fact, quantile) in [("p50 of the first's", "p50"), ("p99 of the first's", "p99")] {
         let of = |row: usize| rows[row]["latency_us"][quantile].as_f64().unwrap();
-        assert_eq!(rows[1]["facts"][fact], of(1) / of(0), "{fact}");
+        let told = rows[1]["facts"][fact].as_f64().unwrap();
+        // The last digit may change where numbers are read from a text.
+        assert!((told * of(0) / of(1) - 1.0).abs() < 1e-9, "{fact}: {told}");
     }
     assert!(output.status.success());
 }
