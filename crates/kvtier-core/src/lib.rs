@@ -8,6 +8,7 @@ pub mod cache;
 pub mod eviction;
 pub mod hashing;
 pub mod object_key;
+mod parted;
 pub mod prefetch;
 pub mod prompt;
 pub mod quota;

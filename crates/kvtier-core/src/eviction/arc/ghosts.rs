@@ -1,33 +1,13 @@
 //! The keys of objects that left, as far as they are remembered.
 
 use super::super::{Candidate, EvictionPolicy, Lru};
-use hashbrown::HashTable;
+use crate::parted::Parted;
 
 /// No number.
 const NONE: u32 = u32::MAX;
 
 /// Keys live in blocks of this many, so that growing never moves what is there.
 const BLOCK: usize = 4096;
-
-/// The table is split into this many parts by the key's top bits. A part that is full grows alone, so no call ever
-/// waits for a move of the whole table.
-const PARTS: usize = 256;
-
-#[derive(Clone, Copy, Debug)]
-struct Entry {
-    /// Low half of the key: spares a look at the key itself when a part grows.
-    tag: u32,
-    number: u32,
-}
-
-/// Spreads a tag over the bits the table looks at: the low ones for the place, the top seven for the quick compare.
-fn spread(tag: u32) -> u64 {
-    u64::from(tag) << 32 | u64::from(tag)
-}
-
-fn part(key: u64) -> usize {
-    (key >> 56) as usize
-}
 
 /// Keys, each with a number, in the order in which they came. A key is a hash already: two objects with the same one
 /// count as one object, which costs no more than a wrong guess.
@@ -38,7 +18,7 @@ pub(super) struct Ghosts {
     /// Numbers below this one have been handed out at least once.
     known: u32,
     first_free: u32,
-    parts: Vec<HashTable<Entry>>,
+    numbers: Parted,
     /// Of the numbers in use; the next to be forgotten first.
     order: Lru,
 }
@@ -49,7 +29,7 @@ impl Default for Ghosts {
             keys: Vec::new(),
             known: 0,
             first_free: NONE,
-            parts: (0..PARTS).map(|_| HashTable::new()).collect(),
+            numbers: Parted::default(),
             order: Lru::default(),
         }
     }
@@ -73,22 +53,14 @@ impl Ghosts {
         }
         let number = self.take(key);
         self.order.insert(candidate(number), false);
-        let tag = key as u32;
-        let table = &mut self.parts[part(key)];
-        table.insert_unique(spread(tag), Entry { tag, number }, |entry| {
-            spread(entry.tag)
-        });
+        self.numbers.insert(key, number);
     }
 
     /// Says whether the key was remembered; it no longer is.
     pub(super) fn forget(&mut self, key: u64) -> bool {
-        let tag = key as u32;
         let keys = &self.keys;
-        let found = self.parts[part(key)].find_entry(spread(tag), |entry| {
-            entry.tag == tag && *at(keys, entry.number) == key
-        });
-        let Ok(found) = found else { return false };
-        let (Entry { number, .. }, _) = found.remove();
+        let found = self.numbers.remove(key, |number| *at(keys, number) == key);
+        let Some(number) = found else { return false };
         self.order.withdraw(candidate(number));
         *self.key_mut(number) = u64::from(self.first_free);
         self.first_free = number;
@@ -129,14 +101,12 @@ impl Ghosts {
         let mut keys = Vec::with_capacity(self.len());
         for number in self.order.order()? {
             let key = self.key(number);
-            let tag = key as u32;
-            let entry = self.parts[part(key)].find(spread(tag), |entry| entry.number == number);
-            if entry.is_none_or(|entry| entry.tag != tag) {
+            if self.numbers.find(key, |found| found == number).is_none() {
                 return Err(format!("gone key {key:x} has no entry for {number}"));
             }
             keys.push(key);
         }
-        let entries: usize = self.parts.iter().map(HashTable::len).sum();
+        let entries = self.numbers.len();
         if keys.len() > most || entries != keys.len() {
             return Err(format!(
                 "{} gone keys of at most {most} have {entries} entries",
@@ -147,9 +117,7 @@ impl Ghosts {
     }
 
     pub(super) fn bookkeeping_bytes(&self) -> usize {
-        let tables: usize = self.parts.iter().map(HashTable::allocation_size).sum();
-        tables
-            + PARTS * size_of::<HashTable<Entry>>()
+        self.numbers.bookkeeping_bytes()
             + self.keys.len() * BLOCK * size_of::<u64>()
             + self.order.bookkeeping_bytes()
     }
