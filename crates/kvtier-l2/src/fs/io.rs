@@ -39,7 +39,8 @@ pub(super) trait Work {
     fn lost(&mut self, number: usize);
 }
 
-/// Moves bytes between files and arenas. Each call ends when its bytes are moved; several threads call at once.
+/// Moves bytes between files and arenas. Each call ends when its bytes are moved; several threads call at once. What an
+/// engine does not do in a way of its own is done by plain system calls, one at a time.
 pub(super) trait Engine: Send + Sync + 'static {
     /// For `/status`.
     fn name(&self) -> &'static str;
@@ -67,41 +68,6 @@ pub(super) trait Engine: Send + Sync + 'static {
         body: u64,
         tail: &mut [u8],
         size: u64,
-    ) -> Result<(u64, Option<u128>), FileError>;
-
-    /// Writes a file from its start: the first `body` bytes of `from`, then `tail`.
-    fn write(
-        &self,
-        file: BorrowedFd<'_>,
-        from: &Buffer,
-        body: u64,
-        tail: &[u8],
-    ) -> Result<(), FileError>;
-
-    /// Has a file or directory survive a power loss.
-    fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno>;
-}
-
-/// `preadv` and `pwritev`, one at a time.
-pub(super) struct Posix;
-
-pub(super) fn part(buffer: &Buffer, body: u64) -> Extent {
-    let extent = buffer.extent();
-    Extent::new(extent.offset, body.min(extent.len))
-}
-
-impl Engine for Posix {
-    fn name(&self) -> &'static str {
-        "posix"
-    }
-
-    fn read(
-        &self,
-        file: BorrowedFd<'_>,
-        to: &Buffer,
-        body: u64,
-        tail: &mut [u8],
-        size: u64,
     ) -> Result<(u64, Option<u128>), FileError> {
         let (arena, extent) = (to.arena(), part(to, body));
         if is_direct(file) {
@@ -112,6 +78,7 @@ impl Engine for Posix {
         Ok((read, Some(sum)))
     }
 
+    /// Writes a file from its start: the first `body` bytes of `from`, then `tail`.
     fn write(
         &self,
         file: BorrowedFd<'_>,
@@ -122,8 +89,23 @@ impl Engine for Posix {
         from.arena().write_file(part(from, body), tail, file, 0)
     }
 
+    /// Has a file or directory survive a power loss.
     fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
         rustix::fs::fsync(file)
+    }
+}
+
+/// `preadv` and `pwritev`, one at a time: nothing in a way of its own.
+pub(super) struct Posix;
+
+pub(super) fn part(buffer: &Buffer, body: u64) -> Extent {
+    let extent = buffer.extent();
+    Extent::new(extent.offset, body.min(extent.len))
+}
+
+impl Engine for Posix {
+    fn name(&self) -> &'static str {
+        "posix"
     }
 }
 

@@ -201,9 +201,6 @@ impl Work for Turn<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::BorrowedFd;
-
-    use kvtier_memory::FileError;
     use rustix::io::Errno;
 
     use super::*;
@@ -214,31 +211,6 @@ mod tests {
     impl Engine for Named {
         fn name(&self) -> &'static str {
             "io_uring"
-        }
-
-        fn read(
-            &self,
-            file: BorrowedFd<'_>,
-            to: &Buffer,
-            body: u64,
-            tail: &mut [u8],
-            size: u64,
-        ) -> Result<(u64, Option<u128>), FileError> {
-            Posix.read(file, to, body, tail, size)
-        }
-
-        fn write(
-            &self,
-            file: BorrowedFd<'_>,
-            from: &Buffer,
-            body: u64,
-            tail: &[u8],
-        ) -> Result<(), FileError> {
-            Posix.write(file, from, body, tail)
-        }
-
-        fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
-            Posix.sync(file)
         }
     }
 

@@ -1,13 +1,11 @@
 //! Several transfers under way from each thread, by io_uring.
 
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_memory::FileError;
 use kvtier_memory::uring::{Ring, Transfer};
 use parking_lot::Mutex;
-use rustix::io::Errno;
 
 use super::io::{Engine, Move, Moved, Posix, Work, part};
 use crate::object::Buffer;
@@ -95,31 +93,6 @@ impl Engine for Uring {
         }
         // What is left, if a ring failed.
         Posix.run(work);
-    }
-
-    fn read(
-        &self,
-        file: BorrowedFd<'_>,
-        to: &Buffer,
-        body: u64,
-        tail: &mut [u8],
-        size: u64,
-    ) -> Result<(u64, Option<u128>), FileError> {
-        Posix.read(file, to, body, tail, size)
-    }
-
-    fn write(
-        &self,
-        file: BorrowedFd<'_>,
-        from: &Buffer,
-        body: u64,
-        tail: &[u8],
-    ) -> Result<(), FileError> {
-        Posix.write(file, from, body, tail)
-    }
-
-    fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
-        Posix.sync(file)
     }
 }
 

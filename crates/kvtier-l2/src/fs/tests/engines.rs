@@ -1,8 +1,7 @@
 //! The engines side by side: each passes the same tests.
 
-use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, OwnedFd};
 
-use kvtier_memory::FileError;
 use kvtier_memory::uring::Ring;
 use rustix::io::Errno;
 
@@ -235,31 +234,6 @@ impl Engine for Breaking {
             "io_uring" => self.0.run(&mut Counted(work, self.1)),
             _ => self.0.run(work),
         }
-    }
-
-    fn read(
-        &self,
-        file: BorrowedFd<'_>,
-        to: &Buffer,
-        body: u64,
-        tail: &mut [u8],
-        size: u64,
-    ) -> Result<(u64, Option<u128>), FileError> {
-        self.0.read(file, to, body, tail, size)
-    }
-
-    fn write(
-        &self,
-        file: BorrowedFd<'_>,
-        from: &Buffer,
-        body: u64,
-        tail: &[u8],
-    ) -> Result<(), FileError> {
-        self.0.write(file, from, body, tail)
-    }
-
-    fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
-        self.0.sync(file)
     }
 }
 

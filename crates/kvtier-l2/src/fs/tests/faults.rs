@@ -60,10 +60,6 @@ impl Engine for Faulty {
         }
         Posix.write(file, from, body, tail)
     }
-
-    fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
-        Posix.sync(file)
-    }
 }
 
 fn given(engine: impl Engine) -> Option<Choice> {
@@ -185,9 +181,6 @@ fn where_direct_io_is_refused_the_page_cache_serves() {
         ) -> Result<(), FileError> {
             is_direct(file)?;
             Posix.write(file, from, body, tail)
-        }
-        fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
-            Posix.sync(file)
         }
     }
     drop(error);
