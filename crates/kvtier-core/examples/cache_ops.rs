@@ -3,49 +3,16 @@
 //! `cargo run --release -p kvtier-core --example cache_ops [objects]` (default 1 million). The allocator hands out
 //! equal pieces from a list, so that the figures are the cache's own.
 
+mod support;
+
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{
-    Cache, CacheConfig, Extent, ExtentAllocator, LookupRow, ReserveRequest, Space,
-};
+use kvtier_core::cache::{Cache, CacheConfig, LookupRow, ReserveRequest, Space};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
+use support::{OBJECT, Pieces, mix};
 
 /// Chunks in a prompt.
 const PROMPT: usize = 128;
-const OBJECT: u64 = 4096;
-
-/// Equal pieces, last in first out.
-struct Pieces {
-    free: Vec<u64>,
-    capacity: u64,
-}
-
-impl ExtentAllocator for Pieces {
-    fn allocate(&mut self, bytes: u64) -> Option<Extent> {
-        let offset = self.free.pop()?;
-        Some(Extent { offset, len: bytes })
-    }
-
-    fn free(&mut self, extent: Extent) {
-        self.free.push(extent.offset);
-    }
-
-    fn capacity(&self) -> u64 {
-        self.capacity
-    }
-
-    fn used(&self) -> u64 {
-        self.capacity - self.free.len() as u64 * OBJECT
-    }
-}
-
-/// The splitmix64 sequence: every chunk hash looks as random as a real one.
-fn mix(number: u64) -> u64 {
-    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
-}
 
 fn prompt(number: usize, hashes: &mut Vec<ChunkHash>) {
     hashes.clear();
@@ -88,14 +55,7 @@ fn main() {
         count.parse().expect("a number of objects")
     });
     let prompts = objects / PROMPT;
-    let capacity = (prompts * PROMPT) as u64 * OBJECT;
-    let pieces = Pieces {
-        free: (0..(prompts * PROMPT) as u64)
-            .rev()
-            .map(|n| n * OBJECT)
-            .collect(),
-        capacity,
-    };
+    let pieces = Pieces::new((prompts * PROMPT) as u64);
     let cache = Cache::new(pieces, CacheConfig::default());
     let now = Duration::from_secs(1);
     let space = Space {

@@ -4,50 +4,19 @@
 //! keeping tenants runs in turn, several times over, so that the machine's mood hits all of them. The allocator hands
 //! out equal pieces from a list, so that the figures are the cache's own.
 
+mod support;
+
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, ReserveRequest, Space};
+use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Space};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use std::time::{Duration, Instant};
+use support::{OBJECT, Pieces, mix};
 
 /// Chunks in a prompt.
 const PROMPT: usize = 16;
-const OBJECT: u64 = 4096;
 const REPEATS: usize = 9;
 const NOW: Duration = Duration::from_secs(1);
-
-/// Equal pieces, last in first out.
-struct Pieces {
-    free: Vec<u64>,
-    capacity: u64,
-}
-
-impl ExtentAllocator for Pieces {
-    fn allocate(&mut self, bytes: u64) -> Option<Extent> {
-        let offset = self.free.pop()?;
-        Some(Extent { offset, len: bytes })
-    }
-
-    fn free(&mut self, extent: Extent) {
-        self.free.push(extent.offset);
-    }
-
-    fn capacity(&self) -> u64 {
-        self.capacity
-    }
-
-    fn used(&self) -> u64 {
-        self.capacity - self.free.len() as u64 * OBJECT
-    }
-}
-
-/// The splitmix64 sequence: every chunk hash looks as random as a real one.
-fn mix(number: u64) -> u64 {
-    let mut mixed = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
-}
 
 fn prompt(number: u64) -> Vec<ChunkHash> {
     let hash = |chunk: u64| {
@@ -70,13 +39,9 @@ struct Way {
 
 impl Way {
     fn new(name: &'static str, config: CacheConfig, objects: u64) -> Self {
-        let pieces = Pieces {
-            free: (0..objects).map(|piece| piece * OBJECT).collect(),
-            capacity: objects * OBJECT,
-        };
         Self {
             name,
-            cache: Cache::new(pieces, config),
+            cache: Cache::new(Pieces::new(objects), config),
             next: 0,
             nanoseconds: Vec::new(),
         }
