@@ -13,6 +13,7 @@
 
 mod blocks;
 mod cpu;
+pub mod cuda;
 mod describe;
 mod detect;
 mod device;
@@ -27,7 +28,7 @@ mod spec;
 pub use blocks::BlockTable;
 pub use cpu::CpuDevice;
 pub use describe::{KernelGroupDescription, LayoutDescription};
-pub use device::{Device, DeviceError, EngineMemory};
+pub use device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer};
 pub use error::{LayoutError, PlanError};
 pub use format::{Axis, KvFormat};
 pub use geometry::{Part, Plane};

@@ -1,0 +1,11 @@
+//! Engines whose pages are in the memory of NVIDIA GPUs.
+//!
+//! Everything goes through the driver's own library, which is looked for when it is first needed: building needs no
+//! toolkit, and a machine without a GPU needs no library.
+//!
+//! Facts about handles of PyTorch are those of its releases up to 2.13; facts about the driver are those of CUDA 12.8.
+
+pub mod driver;
+mod error;
+
+pub use error::CudaError;
