@@ -75,10 +75,16 @@ impl DeviceCopy {
         assert!(outermost.count == 1, "a planned copy of four loops");
         // A memory that is not there has no bytes.
         let memory = memories.get(planned.memory).copied();
-        let memory = memory.unwrap_or(Place { address: 0, bytes: 0 });
+        let memory = memory.unwrap_or(Place {
+            address: 0,
+            bytes: 0,
+        });
         let overflow = |what| AccessError::Overflow { what, index: 0 };
         for (place, what) in [(memory, MEMORY), (extent, EXTENT)] {
-            place.address.checked_add(place.bytes).ok_or(overflow(what))?;
+            place
+                .address
+                .checked_add(place.bytes)
+                .ok_or(overflow(what))?;
         }
         let bytes = copy.bytes().ok_or(overflow(EXTENT))?;
         if bytes == 0 {

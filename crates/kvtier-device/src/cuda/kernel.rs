@@ -49,7 +49,9 @@ impl Unit {
             .loops
             .iter()
             .filter(|step| step.count > 1)
-            .fold(0, |bits, step| bits | step.segment_stride | step.arena_stride);
+            .fold(0, |bits, step| {
+                bits | step.segment_stride | step.arena_stride
+            });
         let bits = copy.engine | copy.host | copy.inner_bytes | strides;
         Self::ALL[4 - bits.trailing_zeros().min(4) as usize]
     }

@@ -1,0 +1,200 @@
+use kvtier_memory::AffineCopy;
+
+use super::*;
+
+const MEMORY_AT: u64 = 0x7f00_0000_0000;
+const EXTENT_AT: u64 = 0x5500_0000_0000;
+
+fn placed(copy: AffineCopy) -> Result<DeviceCopy, AccessError> {
+    let memory = Place {
+        address: MEMORY_AT,
+        bytes: 10_000,
+    };
+    let extent = Place {
+        address: EXTENT_AT,
+        bytes: 4_000,
+    };
+    DeviceCopy::new(&PlannedCopy { memory: 0, copy }, &[memory], extent)
+}
+
+fn step(count: u64, segment_stride: u64, arena_stride: u64) -> CopyLoop {
+    CopyLoop {
+        count,
+        segment_stride,
+        arena_stride,
+    }
+}
+
+#[test]
+fn a_copy_may_reach_to_the_ends_and_no_further() {
+    let loops = [step(2, 5_000, 2_000), step(4, 1_000, 500)];
+    let exact = placed(AffineCopy::new(1_500, 0, 500, &loops)).expect("fits");
+    assert_eq!((exact.engine, exact.host), (MEMORY_AT + 1_500, EXTENT_AT));
+    assert_eq!((exact.runs(), exact.bytes()), (8, 4_000));
+
+    let error = placed(AffineCopy::new(1_501, 0, 500, &loops)).expect_err("too far");
+    assert_eq!(
+        error.to_string(),
+        "8500 bytes at offset 1501 do not fit in the 10000 bytes of the engine's memory"
+    );
+    let error = placed(AffineCopy::new(0, 1, 500, &loops)).expect_err("too far");
+    assert_eq!(
+        error.to_string(),
+        "4000 bytes at offset 1 do not fit in the 4000 bytes of the extent"
+    );
+}
+
+#[test]
+fn numbers_that_overflow_are_refused() {
+    for copy in [
+        AffineCopy::new(u64::MAX, 0, 1, &[]),
+        AffineCopy::new(0, u64::MAX, 1, &[]),
+        AffineCopy::new(0, 0, 1, &[step(3, u64::MAX, 0)]),
+        AffineCopy::new(0, 0, 1, &[step(3, 0, u64::MAX / 2 + 1)]),
+        AffineCopy::new(0, 0, u64::MAX, &[step(2, 0, 0)]),
+        // Inside the bounds, and endless.
+        AffineCopy::new(0, 0, 1, &[step(u64::MAX, 0, 0)]),
+    ] {
+        placed(copy).expect_err("outside");
+    }
+    let at_the_end = Place {
+        address: u64::MAX - 5,
+        bytes: 10,
+    };
+    let planned = PlannedCopy {
+        memory: 0,
+        copy: AffineCopy::new(0, 0, 1, &[]),
+    };
+    for places in [
+        (
+            at_the_end,
+            Place {
+                address: 0,
+                bytes: 10,
+            },
+        ),
+        (
+            Place {
+                address: 0,
+                bytes: 10,
+            },
+            at_the_end,
+        ),
+    ] {
+        DeviceCopy::new(&planned, &[places.0], places.1).expect_err("no such addresses");
+    }
+    DeviceCopy::new(
+        &planned,
+        &[],
+        Place {
+            address: 0,
+            bytes: 10,
+        },
+    )
+    .expect_err("no such memory");
+}
+
+#[test]
+fn nothing_is_no_copy() {
+    let mut copies = DeviceCopies::default();
+    for copy in [
+        AffineCopy::new(u64::MAX, 0, 0, &[step(u64::MAX, 5, 5)]),
+        AffineCopy::new(0, 0, 100, &[step(0, 5, 5)]),
+    ] {
+        copies.push(placed(copy).expect("nothing is everywhere"));
+    }
+    assert!(copies.as_slice().is_empty());
+    assert_eq!(copies.run_lengths(), RunLengths::default());
+    assert_eq!(copies.run_lengths().mean(), 0);
+}
+
+#[test]
+fn what_adjoins_on_both_sides_is_one_copy() {
+    let run =
+        |engine, host, bytes| placed(AffineCopy::new(engine, host, bytes, &[])).expect("fits");
+    let mut copies = DeviceCopies::default();
+    copies.push(run(0, 0, 100));
+    copies.push(run(100, 100, 50));
+    // Adjoins on the host's side only, then on the engine's only.
+    copies.push(run(200, 150, 50));
+    copies.push(run(250, 300, 50));
+    let found: Vec<_> = copies
+        .as_slice()
+        .iter()
+        .map(|copy| (copy.engine - MEMORY_AT, copy.inner_bytes))
+        .collect();
+    assert_eq!(found, [(0, 150), (200, 50), (250, 50)]);
+    let lengths = copies.run_lengths();
+    assert_eq!(
+        lengths,
+        RunLengths {
+            runs: 3,
+            bytes: 250,
+            shortest: 50,
+            longest: 150
+        }
+    );
+    assert_eq!(lengths.mean(), 83);
+}
+
+#[test]
+fn runs_are_joined_first_and_then_cut_at_borders() {
+    let mut copies = DeviceCopies::default();
+    // The last step of the loop adjoins the copy behind it.
+    copies.push(placed(AffineCopy::new(0, 0, 100, &[step(2, 200, 100)])).expect("fits"));
+    copies.push(placed(AffineCopy::new(300, 200, 100, &[])).expect("fits"));
+    let runs = |pieces| {
+        let mut runs = Vec::new();
+        let visited: Result<(), ()> = copies.visit_runs(pieces, |run| {
+            runs.push((run.engine - MEMORY_AT, run.host - EXTENT_AT, run.bytes));
+            Ok(())
+        });
+        visited.expect("no error");
+        runs
+    };
+    assert_eq!(runs(PinnedPieces::WHOLE), [(0, 0, 100), (200, 100, 200)]);
+    let pieces = |start, bytes| PinnedPieces {
+        start: EXTENT_AT + start,
+        bytes,
+    };
+    assert_eq!(runs(pieces(0, 300)), runs(PinnedPieces::WHOLE));
+    assert_eq!(
+        runs(pieces(0, 150)),
+        [(0, 0, 100), (200, 100, 50), (250, 150, 150)]
+    );
+    // Memory in front of the first piece ends where that starts.
+    assert_eq!(
+        runs(pieces(110, 60)),
+        [
+            (0, 0, 100),
+            (200, 100, 10),
+            (210, 110, 60),
+            (270, 170, 60),
+            (330, 230, 60),
+            (390, 290, 10)
+        ]
+    );
+}
+
+#[test]
+fn an_error_of_the_visitor_ends_the_visit() {
+    let mut copies = DeviceCopies::default();
+    copies.push(placed(AffineCopy::new(0, 0, 1, &[step(5, 2, 2)])).expect("fits"));
+    let mut seen = 0;
+    let result = copies.visit_runs(PinnedPieces::WHOLE, |_| {
+        seen += 1;
+        if seen == 2 { Err("stop") } else { Ok(()) }
+    });
+    assert_eq!((result, seen), (Err("stop"), 2));
+}
+
+#[test]
+fn directions() {
+    let run = DeviceRun {
+        engine: 1,
+        host: 2,
+        bytes: 3,
+    };
+    assert_eq!(run.source_and_target(Direction::Store), (1, 2));
+    assert_eq!(run.source_and_target(Direction::Retrieve), (2, 1));
+}
