@@ -5,7 +5,10 @@
 //!
 //! Facts about handles of PyTorch are those of its releases up to 2.13; facts about the driver are those of CUDA 12.8.
 
+mod device_copy;
 pub mod driver;
 mod error;
+pub mod kernel;
 
+pub use device_copy::{DeviceCopies, DeviceCopy, DeviceRun, PinnedPieces, Place, RunLengths};
 pub use error::CudaError;
