@@ -1,0 +1,91 @@
+//! A strict stand-in for the CUDA driver library (`libcuda.so.1`), for tests on machines without a GPU.
+//!
+//! The cdylib exports driver functions with the signatures of `cuda.h`. Device memory is POSIX shared memory, streams are
+//! threads, copies are `memcpy`, and the copy kernel is its own source compiled for the processor; so several processes
+//! can share memory and events through IPC handles, as with a GPU. It says nothing about speed, nor about how a driver
+//! behaves where its documentation is silent.
+//!
+//! # Strict
+//! Addresses of device memory can be read by nobody but the stand-in, and are never given twice. What no correct caller
+//! does is answered with the driver's code and noted as a *violation*: no current context or the wrong one, handles that
+//! are unknown or destroyed, ranges outside a live allocation, mapping or registration, things closed or freed twice or
+//! while a stream uses them, a process opening its own IPC handle, contexts that end with something left. A batch is copied in
+//! reverse, sources of access order ANY are read at the call, and a kernel that touches what it may not poisons its
+//! context. Device memory starts as zeros, and default streams are ordinary ones: what is created with flag 0 does not wait for
+//! them.
+//!
+//! # What tests ask and say
+//! * `uint64_t standin_count(const char *name)`: calls of a function since the start or the last `clear`. Also
+//!   `violations`; `pageable`: asynchronous copies from or to host memory that is not registered, which wait as the
+//!   driver's do; `batched`: copies in batches; `started.E` and `bytes.E`: work begun and bytes done by engine E, which is `h2d`, `d2h` or
+//!   `kernel` (kernels, fills, and copies inside the device); `overlaps`: work begun while another engine was busy; and what there is
+//!   now: `live.memory` (allocations, openings and reservations), `live.physical`, `live.host`, `live.streams`, `live.events`,
+//!   `live.modules`, `live.contexts`.
+//! * `uint64_t standin_violations(char *to, size_t room)`: how many, and as many lines of their text as there is room.
+//! * `int standin_script(const char *text)`: the script below; 1, and a violation, if it cannot be read.
+//!   The variable `KVTIER_CUDA_STANDIN` holds one that is read at the first call, and aborts the process if it is wrong.
+//! * The variable `KVTIER_CUDA_STANDIN_LOUD` sends violations to stderr, too.
+//!
+//! # Scripts
+//! Statements, divided by `;` or newlines; `#` starts one that is a remark. WHEN is a number K, the K-th from now, or `K+`, all
+//! from that on.
+//!
+//! | statement | meaning | at the start |
+//! | --- | --- | --- |
+//! | `devices=N` | so many, 0 to 16; before `cuInit` | 1 |
+//! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier stand-in", `0000:17:00.0` and up |
+//! | `memory=BYTES` | of each device | 8 GiB |
+//! | `driver=VERSION` | 1000 * major + 10 * minor | 12080 |
+//! | `fail FUNCTION=CODE@WHEN` | these calls answer CODE and do nothing; without `@WHEN` all | |
+//! | `die FUNCTION@WHEN` | this call kills the process; without `@WHEN` the next | |
+//! | `h2d=RATE`, `d2h=RATE`, `kernel=RATE` | an engine does so many bytes a second at most; 0: no limit | 0 |
+//! | `hold ENGINE`, `release` | an engine starts its next work and does not get on with it; all get on | |
+//! | `event.never=WHEN` | these records of events are never reached | |
+//! | `import.never=WHEN` | these opened events never complete, for who opened them | |
+//! | `batch=absent` | no `cuMemcpyBatchAsync`; `present` | `present` |
+//! | `ptx=refused` | no PTX is good enough; `accepted` | `accepted` |
+//! | `fabric=absent` | fabric handles are not permitted; `present` | `present` |
+//! | `reset` | all of this as at the start, except devices, memory and driver | |
+//! | `clear` | forgets counts and violations | |
+#![expect(
+    clippy::undocumented_unsafe_blocks,
+    reason = "the crate is a C interface: callers' pointers are what its documentation says; other reasons are written down"
+)]
+
+mod abi;
+mod api;
+mod event;
+mod host;
+mod journal;
+mod kernel;
+mod script;
+mod segment;
+mod space;
+mod stream;
+mod world;
+
+use std::path::PathBuf;
+
+/// Where the library is that this crate was built into, for a test to load: `$KVTIER_CUDA_STANDIN_LIB`, or beside the
+/// test's executable.
+///
+/// # Errors
+/// Where it was looked for, if it is nowhere.
+pub fn standin_path() -> Result<PathBuf, String> {
+    if let Some(path) = std::env::var_os("KVTIER_CUDA_STANDIN_LIB") {
+        return Ok(path.into());
+    }
+    let exe = std::env::current_exe().map_err(|e| e.to_string())?;
+    let looked = exe
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .flat_map(|folder| [folder.to_owned(), folder.join("deps")]);
+    let names: Vec<PathBuf> = looked
+        .map(|folder| folder.join("libkvtier_cuda_standin.so"))
+        .collect();
+    match names.iter().find(|path| path.exists()) {
+        Some(path) => Ok(path.clone()),
+        None => Err(format!("the CUDA stand-in is at none of {names:?}")),
+    }
+}
