@@ -70,8 +70,8 @@ pub(crate) fn detect(
     })
 }
 
-/// Checked views, and the distinct memories they lie in: one per segment name, as large as the
-/// largest statement about it.
+/// Checked views, and the memories they lie in: one per segment name, as large as the largest
+/// statement about it; one per tensor for memory that has no name.
 fn views(tensors: &[TensorSpec]) -> Result<(Vec<View>, Vec<MemorySpec>), LayoutError> {
     let mut memories: Vec<MemorySpec> = Vec::new();
     let mut known: HashMap<&str, usize> = HashMap::new();
@@ -86,7 +86,11 @@ fn views(tensors: &[TensorSpec]) -> Result<(Vec<View>, Vec<MemorySpec>), LayoutE
                 }
                 (memory, Some(*nbytes))
             }
-            // Nothing says that two of these are the same memory.
+            // Nothing says yet that two of these are the same memory.
+            MemorySpec::Cuda(storage) => {
+                memories.push(tensor.memory.clone());
+                (memories.len() - 1, Some(storage.bytes))
+            }
             MemorySpec::Unsupported { .. } => {
                 memories.push(tensor.memory.clone());
                 (memories.len() - 1, None)

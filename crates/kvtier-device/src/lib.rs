@@ -35,4 +35,7 @@ pub use geometry::{Part, Plane};
 pub use groups::{KernelGroup, ObjectGroup};
 pub use layout::{KvLayout, engine_driven_shape};
 pub use plan::{ChunkRequest, Direction, PlannedCopy};
-pub use spec::{Engine, GroupSpec, KvAxisOrder, KvListLayout, LayoutHints, MemorySpec, TensorSpec};
+pub use spec::{
+    CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder, KvListLayout, LayoutHints, MemorySpec,
+    TensorSpec,
+};

@@ -130,6 +130,8 @@ pub enum MemorySpec {
         /// Size of the whole segment in bytes, as the engine says.
         nbytes: u64,
     },
+    /// Memory of an NVIDIA GPU.
+    Cuda(Box<CudaStorage>),
     /// Memory that no backend of this build can open.
     Unsupported {
         /// Wire name of the descriptor, such as `cuda`.
@@ -142,7 +144,59 @@ impl MemorySpec {
     pub fn kind(&self) -> &str {
         match self {
             Self::CpuShm { .. } => "cpu_shm",
+            Self::Cuda(storage) => storage.allocation.kind(),
             Self::Unsupported { kind } => kind,
+        }
+    }
+}
+
+/// A storage in the memory of a GPU: a piece of an allocation that another process made. Several storages may be in
+/// one allocation, and several tensors in one storage; which those are is known when they are opened.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct CudaStorage {
+    /// Which GPU, as the engine writes it.
+    pub device_uuid: String,
+    /// How to get at the allocation.
+    pub allocation: CudaAllocation,
+    /// Bytes from the start of what the allocation maps to the start of the storage.
+    pub offset: u64,
+    /// Bytes of the storage, as the engine says.
+    pub bytes: u64,
+}
+
+/// How a process lends an allocation of a GPU. Everything in it is as received.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum CudaAllocation {
+    /// As PyTorch does (`cuda`, `UntypedStorage._share_cuda_()`).
+    Torch {
+        /// Its shareable handle; `None` for a storage without bytes.
+        handle: Option<Vec<u8>>,
+        /// File with the counter that says that we use the storage, and which counter of it is ours.
+        ref_counter: Option<(Vec<u8>, u64)>,
+        /// Event that must be complete before the storage is used; `None` when there is nothing to wait for.
+        event: Option<Vec<u8>>,
+    },
+    /// By the driver's own handle (`cuda_raw`).
+    Raw {
+        /// `cudaIpcMemHandle_t` of the allocation.
+        handle: [u8; 64],
+    },
+    /// By the driver's handle for memory in two halves (`cuda_vmm`).
+    Vmm {
+        /// The fabric handle; `None` when a file descriptor is to be had elsewhere.
+        fabric: Option<Vec<u8>>,
+        /// Bytes of the allocation, as the engine says.
+        bytes: u64,
+    },
+}
+
+impl CudaAllocation {
+    /// Wire name of the descriptor kind.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Torch { .. } => "cuda",
+            Self::Raw { .. } => "cuda_raw",
+            Self::Vmm { .. } => "cuda_vmm",
         }
     }
 }

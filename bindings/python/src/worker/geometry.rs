@@ -229,7 +229,7 @@ impl Geometry {
                         Storage::Cuda(_) => None,
                     }
                 }
-                MemorySpec::Unsupported { .. } => None,
+                MemorySpec::Cuda(_) | MemorySpec::Unsupported { .. } => None,
             })
             .collect::<Option<Vec<_>>>();
         let groups = groups

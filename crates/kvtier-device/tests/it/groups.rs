@@ -1,8 +1,9 @@
 //! Kernel groups, object groups, windows, skips, null chunks and descriptions.
 
 use kvtier_device::{
-    BlockTable, ChunkRequest, Engine, GroupSpec, KvAxisOrder, KvFormat, KvLayout, LayoutError,
-    LayoutHints, MemorySpec, PlanError, TensorSpec, engine_driven_shape,
+    BlockTable, ChunkRequest, CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder,
+    KvFormat, KvLayout, LayoutError, LayoutHints, MemorySpec, PlanError, TensorSpec,
+    engine_driven_shape,
 };
 
 use crate::model::row_major;
@@ -94,6 +95,37 @@ fn the_default_axis_order_depends_on_the_memory() {
         kind: "cuda".into(),
     };
     assert_eq!(format(&tensors), KvFormat::NL_X_TWO_NB_BS_NH_HS);
+}
+
+/// Handles may be equal and mean the same allocation, or storages in it may overlap: only opening them tells. Until
+/// then each tensor has the bytes its own storage is said to have.
+#[test]
+fn memory_of_a_gpu_is_one_for_each_tensor() {
+    let mut tensors = layers(2, &[2, 8, 16, 2, 4]);
+    let span = 2 * 8 * 16 * 2 * 4 * 2;
+    for tensor in &mut tensors {
+        tensor.memory = MemorySpec::Cuda(Box::new(CudaStorage {
+            device_uuid: "uuid".into(),
+            allocation: CudaAllocation::Raw { handle: [7; 64] },
+            offset: 512,
+            bytes: span,
+        }));
+    }
+    let detect =
+        |tensors: &[TensorSpec]| KvLayout::detect(tensors, Engine::Vllm, &nhd(), &[], 16, false);
+    let layout = detect(&tensors).unwrap();
+    assert_eq!(layout.memories().len(), 2);
+    assert_eq!(layout.memories()[0].kind(), "cuda_raw");
+    // Offsets count from the start of the storage, wherever in its allocation that is.
+    assert_eq!(layout.kernel_groups()[0].planes[0].base, 0);
+
+    tensors[1].storage_offset = 1;
+    let error = detect(&tensors).unwrap_err().to_string();
+    let expected = format!(
+        "kv_caches[1].byte span is {}; allowed: at most {span}",
+        span + 2
+    );
+    assert!(error.contains(&expected), "{error}");
 }
 
 #[test]

@@ -2,8 +2,8 @@
 //! address was checked; nothing panics.
 
 use kvtier_device::{
-    BlockTable, ChunkRequest, Engine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout, LayoutHints,
-    MemorySpec, TensorSpec,
+    BlockTable, ChunkRequest, CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder,
+    KvLayout, KvListLayout, LayoutHints, MemorySpec, TensorSpec,
 };
 use proptest::prelude::*;
 
@@ -201,7 +201,7 @@ prop_compose! {
         storage_offset in prop_oneof![4 => Just(0), 1 => size()],
         dtype_size in prop_oneof![8 => 1u64..9, 1 => size()],
         nbytes in prop_oneof![2 => Just(1u64 << 62), 2 => 0u64..100_000, 1 => any::<u64>()],
-        shared in any::<bool>(),
+        memory in 0..3,
     ) -> TensorSpec {
         let mut stride = stride;
         if tight {
@@ -213,10 +213,15 @@ prop_compose! {
             stride.resize(shape.len(), 1);
         }
         TensorSpec {
-            memory: if shared {
-                MemorySpec::CpuShm { name: "/lmcache_kv_1_0".into(), nbytes }
-            } else {
-                MemorySpec::Unsupported { kind: "cuda".into() }
+            memory: match memory {
+                0 => MemorySpec::CpuShm { name: "/lmcache_kv_1_0".into(), nbytes },
+                1 => MemorySpec::Cuda(Box::new(CudaStorage {
+                    device_uuid: String::new(),
+                    allocation: CudaAllocation::Raw { handle: [0; 64] },
+                    offset: 0,
+                    bytes: nbytes,
+                })),
+                _ => MemorySpec::Unsupported { kind: "npu".into() },
             },
             dtype_size,
             dtype_name: if dtype_size == 1 { "uint8" } else { "other" }.into(),
@@ -308,6 +313,7 @@ proptest! {
                     }
                     let limit = match &layout.memories()[planned.memory] {
                         MemorySpec::CpuShm { nbytes, .. } => *nbytes,
+                        MemorySpec::Cuda(storage) => storage.bytes,
                         MemorySpec::Unsupported { .. } => i64::MAX as u64,
                     };
                     prop_assert!(copy.segment_offset + segment_end <= limit);
