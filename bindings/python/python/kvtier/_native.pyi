@@ -194,6 +194,10 @@ class Worker:
         """``pool``, ``pickle``, ``server``; None while not registered."""
 
     @property
+    def pool_obstacle(self) -> str | None:
+        """Why the server's pool cannot be opened here; None where it can, or where there is none."""
+
+    @property
     def is_registered(self) -> bool:
         """Whether the server that is connected now knows this worker."""
 

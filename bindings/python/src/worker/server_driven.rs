@@ -8,13 +8,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use kvtier_client::{Client as Native, ClientError};
-use kvtier_memory::ForeignSegment;
 use kvtier_proto::deadline;
 use kvtier_proto::key::EncodedTokens;
 use kvtier_proto::request::{EngineType, LayoutHints, Registration, Request, Retrieve, Store};
 use kvtier_proto::response::Response;
 
-use super::{Core, Transfer};
+use super::{Core, Pool, Transfer};
 
 /// How long the blocks of a store are kept from the engine's other requests until the server has let go of them. They
 /// cost room, no request waits for them.
@@ -22,10 +21,7 @@ const STORE_FENCE: Duration = Duration::from_secs(24 * 3600);
 
 impl Core {
     /// Shows the server where the pages are.
-    pub fn register_server_driven(
-        &self,
-        client: &Native,
-    ) -> Result<Option<ForeignSegment>, ClientError> {
+    pub fn register_server_driven(&self, client: &Native) -> Result<Pool, ClientError> {
         client
             .register_kv_cache(Registration {
                 instance: self.instance,
@@ -40,7 +36,7 @@ impl Core {
                 groups: self.geometry.groups.clone(),
             })
             .join()?;
-        Ok(None)
+        Ok(Pool::default())
     }
 }
 
