@@ -1,26 +1,23 @@
-"""The doctor, the names of old, CUDA descriptors, and what calls on the scheduler's path cost."""
+"""The package as a whole: what it imports, its stubs, the names of old, CUDA descriptors."""
 
 import ast
 import inspect
 import os
-import signal
-import statistics
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import kvtier
 import msgspec
+import pytest
 import torch
 import zmq
 from conftest import CHUNK
 from kvrig import layouts
-from kvrig.server import free_port
 from kvrig.waiting import wait_until
-from kvtier import Client, KvTierError, SchedulerAdapter, WorkerAdapter, compat, doctor, tensors
+from kvtier import Client, KvTierError, SchedulerAdapter, WorkerAdapter, compat, tensors
 from rig import BLOCK, tokens
 
 
@@ -29,29 +26,6 @@ def test_it_needs_neither_torch_nor_vllm_nor_lmcache():
     code = "import sys, kvtier, kvtier.compat, kvtier.doctor; print({'torch', 'vllm', 'lmcache', 'zmq'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_doctor_finds_all_well(place, capsys):
-    """Against a server with both modes."""
-    server = place.server()
-    assert doctor.main([server.url]) == 0
-    said = capsys.readouterr().out
-    assert "FAILED" not in said and "warning" not in said
-    assert said.count("came back the same") == 2
-    assert "by pool" in said and "by server" in said
-
-
-def test_doctor_says_what_to_fix(place, capsys):
-    """Nobody there; one mode not allowed; no address."""
-    assert doctor.main([f"tcp://127.0.0.1:{free_port()}", "--timeout", "0.3"]) == 1
-    assert "start `kvtier server`" in capsys.readouterr().out
-    server = place.server("engine_shm")
-    server.expect_trouble("regist")
-    assert doctor.main([server.url, "--timeout", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "warning  store and retrieve, lmcache_driven" in said and "--supported-transfer-mode" in said
-    assert doctor.main(["bogus://x"]) == 1
-    assert "give an address" in capsys.readouterr().out
 
 
 def test_two_processes_share_what_they_store(place):
@@ -97,6 +71,18 @@ def test_the_stubs_are_true():
             parameters = inspect.signature(getattr(real, member)).parameters
             arguments = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
             assert arguments == list(parameters), (name, member)
+
+
+@pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
+def test_a_refused_registration_is_an_error(place, mode):
+    """With the server's words, in either mode and as a connection's first request."""
+    server = place.server("lmcache_driven" if mode == "engine_driven" else "engine_shm")
+    server.expect_trouble("registration refused")
+    engine = place.engine(server, mode=mode, register=False)
+    engine.worker.client, first = Client(server.url), engine.worker.client
+    with pytest.raises(KvTierError, match="--supported-transfer-mode"):
+        engine.worker.register_kv_caches({"layer.0": engine.tensors[0]}, kv_layout="HND")
+    first.close()
 
 
 class StubEvent:
@@ -147,7 +133,7 @@ class StandIn:
 
     def serve(self, operation):
         """Answer until a request of this number was answered; its payloads."""
-        answers = {21: CHUNK, 22: True, 6: [b"", True]}
+        answers = {21: CHUNK, 22: True, 6: [b"", True], 32: []}
         while True:
             assert self.socket.poll(10_000)
             client, uid, number, *payloads = self.socket.recv_multipart()
@@ -217,40 +203,6 @@ def test_cuda_tensors_are_described_as_lmcache_does(monkeypatch):
     worker.shutdown()
     thread.join()
     stand_in.context.destroy(linger=0)
-
-
-def test_no_call_on_the_schedulers_path_waits(place):
-    """With 1000 requests outstanding: p99 under 50 us of its own thread's time, and never a wait for the server."""
-    server = place.server()
-    server.expect_trouble("instance|worker|register|prepared|silent")
-    engine = place.engine(server, timeout=30.0, heartbeat=600)
-    prompt = engine.scheduler.prompt(tokens(4 * CHUNK, "path"))
-    os.kill(server.process.pid, signal.SIGSTOP)
-    try:
-        names = [f"path-{number}" for number in range(1000)]
-        for name in names:
-            engine.scheduler.maybe_submit_lookup_request(name, prompt=prompt)
-            engine.worker.submit_store_request(name, compat.LoadStoreOp(list(range(1, 17)), None, None, 0, 4 * CHUNK, prompt))
-        spans = {"check_lookup_result": [], "get_finished": []}
-        for _ in range(3):
-            for name in names:
-                spans["check_lookup_result"].append(_cost(lambda: engine.scheduler.check_lookup_result(name)))
-                spans["get_finished"].append(_cost(lambda: engine.worker.get_finished({name})))
-    finally:
-        os.kill(server.process.pid, signal.SIGCONT)
-    for name, values in spans.items():
-        p99 = statistics.quantiles(values, n=100)[98]
-        print(f"{name}: median {statistics.median(values):.1f} us, p99 {p99:.1f} us of {len(values)} calls")
-        assert p99 < 50
-    ended = set()
-    wait_until(lambda: ended.update(engine.worker.get_finished(())[0]) or ended == set(names), 30, "all stores")
-
-
-def _cost(call):
-    """Microseconds of this thread's time: a busy machine takes its own."""
-    began = time.thread_time_ns()
-    call()
-    return (time.thread_time_ns() - began) / 1000
 
 
 def test_the_client(place):

@@ -1,7 +1,7 @@
 """Checks an installation end to end: ``python -m kvtier.doctor [URL]``.
 
-Each check prints a line with ``ok``, ``warning`` or ``FAILED``, and what to do about it. Exit status 0 when nothing
-failed. A store and a retrieve of a few KiB under a model name of its own are part of it.
+Each check prints a line with ``ok``, ``skipped``, ``warning`` or ``FAILED``, and what to do about it. Exit status 0 when
+nothing failed. A store and a retrieve of a few KiB in each transfer mode, under model names of its own, are part of it.
 """
 
 from __future__ import annotations
@@ -10,68 +10,125 @@ import argparse
 import contextlib
 import ctypes
 import importlib.metadata
+import json
 import mmap
 import os
 import platform
 import random
+import socket
 import sys
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from . import Client, KvTierError, Prompt, __version__
 from ._native import Worker
-from .tensors import Segment
+from .tensors import Segment, Storages
 
 MODEL = "kvtier-doctor"
+# The LMCache release whose messages the client sends.
+PROTOCOL = "0.5.6"
 BLOCKS, HEADS, HEAD_SIZE = 4, 1, 8
 MODES = {"engine_driven": "the engine copies, through a shared pool or in messages", "lmcache_driven": "the server copies"}
+
+START = (
+    "start `kvtier server`, or correct the address; from another host the server also needs --host 0.0.0.0, and from another "
+    "container its port must be open"
+)
+SHARE = (
+    "give server and engine one /dev/shm (docker: --ipc=host for both, or --ipc=container:NAME; Kubernetes: one pod with a "
+    "memory emptyDir at /dev/shm) and the same user"
+)
+
+
+class Finding(Exception):
+    """What a check has found out, if it is not that all is well."""
+
+    def __init__(self, verdict: str, text: str, remedy: str = "") -> None:
+        super().__init__(text)
+        self.verdict, self.remedy = verdict, remedy
+
+
+def failure(text: str, remedy: str) -> Finding:
+    """Something that has to be mended, and how."""
+    return Finding("FAILED", text, remedy)
+
+
+def skip(text: str) -> Finding:
+    """A check that cannot be made, or need not."""
+    return Finding("skipped", text)
 
 
 class Doctor:
     """Runs checks and counts what they found."""
 
-    def __init__(self, url: str, timeout: float) -> None:
-        self.url, self.timeout = url, timeout
-        self.failed = 0
+    def __init__(self, url: str, timeout: float = 5.0, http: str | None = None, salt: str = "", remote: bool = False) -> None:
+        """``http``: the HTTP API, if it is not the server's host at port 8080; "" for none."""
+        self.url, self.timeout, self.salt, self.remote = url, timeout, salt, remote
+        self.http = _http_of(url) if http is None else http.rstrip("/")
+        self.http_was_given = bool(http)
+        self.failed, self.skipped = 0, []  # type: int, list[str]
+        self.is_this_server: bool | None = None
 
     def say(self, name: str, verdict: str, text: str, remedy: str = "") -> None:
         """One line, and one with the remedy."""
         self.failed += verdict == "FAILED"
+        if verdict == "skipped":
+            self.skipped.append(name)
         print(f"{verdict:8} {name}: {text}")
-        if remedy and verdict != "ok":
+        if remedy and verdict in ("warning", "FAILED"):
             print(f"         -> {remedy}")
 
     @contextlib.contextmanager
-    def check(self, name: str, remedy: str, verdict: str = "FAILED") -> Iterator[Callable[[str], None]]:
-        """Says ok with what it is given, or ``verdict`` with the error and the remedy."""
+    def check(self, name: str, remedy: str) -> Iterator[Callable[[str], None]]:
+        """Says ok with what it is given, or what was found instead; any other error is a failure with the remedy."""
         said: list[str] = []
         try:
             yield said.append
-        except (KvTierError, OSError, ValueError, ImportError, TimeoutError, AssertionError) as error:
-            self.say(name, verdict, str(error), remedy)
+        except Finding as found:
+            self.say(name, found.verdict, str(found), found.remedy)
+        except Exception as error:  # whatever it is, the other checks have their turn
+            self.say(name, "FAILED", _text(error), remedy)
         else:
-            self.say(name, "ok", *said[:1])
+            self.say(name, "ok", *said)
 
     def run(self) -> int:
-        """All checks."""
-        self.say("versions", "ok", f"kvtier {__version__}, Python {platform.python_version()}, {_versions()}")
+        """All checks; the exit status."""
+        self.say("package", "ok", f"kvtier {__version__}, Python {platform.python_version()}, {_versions()}")
         client = self._connect()
-        if client is None:
-            return 1
+        if client is not None:
+            with contextlib.closing(client):
+                self._with_a_server(client)
+        if self.failed:
+            print(f"{self.failed} check{'s' if self.failed > 1 else ''} FAILED")
+        else:
+            print("everything works" + (f", as far as it was checked; not checked: {', '.join(self.skipped)}" if self.skipped else ""))
+        return 1 if self.failed else 0
+
+    def _with_a_server(self, client: Client) -> None:
         chunk = 0
-        with self.check("chunk size", "is this address a kvtier server's request port (default 5555)?") as ok:
+        not_ours = f"this is no kvtier server, or none of this release: clients speak the protocol of LMCache {PROTOCOL}"
+        with self.check("chunk size", not_ours) as ok:
             chunk = client.get_chunk_size().result()
+            if not 1 <= chunk <= 65536:
+                raise failure(f"{chunk} tokens; a chunk has 1 to 65536", not_ours)
             ok(f"{chunk} tokens; vLLM's --block-size must divide it")
-        with self.check("round trip", "the server is overloaded, or far away: run it on the engine's host", "warning") as ok:
+        with self.check("round trip", "look at the server's log") as ok:
             ok(_round_trips(client))
         self._shared_memory()
         if chunk:
+            skipped = len(self.skipped)
             for mode in MODES:
-                self._store_and_retrieve(client, chunk, mode)
-        self._gpu()
-        client.close()
-        print("everything works" if not self.failed else f"{self.failed} checks failed")
-        return 1 if self.failed else 0
+                with self.check(f"store and retrieve, {mode}", "look at the server's log") as ok:
+                    ok(f"{MODES[mode]}; {self._round_of_bytes(client, chunk, mode)}")
+            if len(self.skipped) - skipped == len(MODES):
+                self.say("transfer modes", "FAILED", "no mode can be used", "start the server with --supported-transfer-mode auto")
+        self._versions_agree()
+        self._gpu(chunk)
+
+    # -- the server --------------------------------------------------------------------------
 
     def _connect(self) -> Client | None:
         name = "server"
@@ -83,51 +140,286 @@ class Doctor:
         if client.wait_healthy(self.timeout):
             self.say(name, "ok", f"{client.url} answers")
             return client
-        connected = client.connections > 0
-        self.say(
-            name,
-            "FAILED",
-            f"{client.url} {'accepts connections but does not answer' if connected else 'cannot be reached'}",
-            "it hangs, or is no kvtier server: look at its log and at `kvtier status`"
-            if connected
-            else "start `kvtier server`; from another host it also needs --host 0.0.0.0, and from another container the "
-            "port must be open",
-        )
+        self.say(name, "FAILED", *_who_listens(client.url, min(self.timeout, 2.0)))
         client.close()
         return None
 
+    def get(self, path: str) -> Any:
+        """What the HTTP API says; OSError, or ValueError for no JSON."""
+        request = urllib.request.Request(self.http + path)
+        token = os.environ.get("KVTIER_TOKEN")
+        if token:
+            request.add_header("Authorization", f"Bearer {token}")
+        # The server is asked itself, not a proxy that the environment names.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=self.timeout) as response:
+            return json.loads(response.read())
+
+    def get_if_possible(self, path: str) -> dict[str, Any]:
+        """The same for hints: {} when there is nothing to be had."""
+        if not self.http or self.is_this_server is False:
+            return {}
+        try:
+            answer = self.get(path)
+        except (OSError, ValueError):
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    def _versions_agree(self) -> None:
+        """By the HTTP API, since the request protocol has no version."""
+        remedy = "install the package and the server from one release"
+        with self.check("version", remedy) as ok:
+            if not self.http:
+                raise skip("the request protocol has none, and no HTTP API is known; --http URL names it")
+            hint = "--http URL names another address, KVTIER_TOKEN has the token it may want"
+            try:
+                version = self.get("/version")
+            except (OSError, ValueError) as error:
+                if self.http_was_given:
+                    raise failure(f"{self.http}/version: {error}", hint) from error
+                raise skip(f"no answer from the HTTP API at {self.http} ({error}); {hint}") from error
+            if self.is_this_server is False:
+                text = f"{self.http} is the HTTP API of another server than {self.url}"
+                if self.http_was_given:
+                    raise failure(text, "give the one of this server with --http URL")
+                raise skip(f"{text}; --http URL names the right one")
+            release, _, theirs = str(version).partition("+kvtier.")
+            if theirs and _series(theirs) != _series(__version__):
+                raise failure(f"the server is kvtier {theirs}, this package {__version__}", remedy)
+            if not theirs and release != PROTOCOL:
+                raise failure(f"the server calls itself {version!r}; this package speaks LMCache {PROTOCOL}'s protocol", remedy)
+            ok(f"kvtier {theirs} there, {__version__} here" if theirs else f"LMCache {release}, whose protocol is spoken here")
+
+    # -- bytes -------------------------------------------------------------------------------
+
     def _shared_memory(self) -> None:
-        with self.check("shared memory", "give the container more with --shm-size, or --ipc=host", "warning") as ok:
-            free = os.statvfs("/dev/shm")
-            megabytes = free.f_bavail * free.f_frsize >> 20
+        with self.check("shared memory", "mount a tmpfs at /dev/shm that this user may write") as ok:
             segment = Segment(mmap.PAGESIZE)
             segment.unlink()
-            if megabytes < 64:
-                raise OSError(f"/dev/shm has {megabytes} MiB free, too few for engines on CPU")
-            ok(f"/dev/shm can be written and has {megabytes} MiB free")
+            free = os.statvfs("/dev/shm")
+            megabytes = free.f_bavail * free.f_frsize >> 20
+            text = f"/dev/shm can be written and has {megabytes} MiB free"
+            if megabytes < 64 and free.f_blocks > 0:
+                raise Finding("warning", f"{text}, too few for engines on CPU", "docker: more with --shm-size, or --ipc=host")
+            ok(text)
 
-    def _store_and_retrieve(self, client: Client, chunk: int, mode: str) -> None:
-        remedy = (
-            f"allow it with `kvtier server --supported-transfer-mode auto` (or {mode}); the server must have the same "
-            "/dev/shm (--ipc=host in containers) and the same user"
+    def _round_of_bytes(self, prober: Client, chunk: int, mode: str) -> str:
+        """Store random bytes of one chunk and get them back."""
+        block = chunk // BLOCKS if chunk % BLOCKS == 0 else chunk
+        blocks = chunk // block
+        plane = (blocks + 1) * block * HEADS * HEAD_SIZE * 2
+        with contextlib.ExitStack() as after:
+            segment = Segment(2 * plane)
+            after.callback(segment.unlink)
+            client = Client(self.url, timeout=self.timeout)
+            after.callback(client.close)
+            client.wait_healthy(self.timeout)
+            memory = (ctypes.c_char * segment.size).from_buffer(segment.map)
+            worker = self._register(client, mode, segment, ctypes.addressof(memory), block, blocks)
+            after.callback(worker.shutdown)
+            name = f"{MODEL}-{mode}"
+            after.callback(prober.end_session, name)
+            memory.raw = content = os.urandom(segment.size)
+            prompt = Prompt([random.SystemRandom().getrandbits(32) for _ in range(chunk)])
+
+            def transfer(is_store: bool) -> None:
+                ids = [list(range(1, blocks + 1))]
+                worker.submit(int(is_store), prompt, 0, chunk, name, self.salt, ids, is_store=is_store, event=b"stub_ipc_handle")
+                finished = worker.take_finished(2 * self.timeout)
+                if not finished:
+                    raise TimeoutError(f"not finished within {2 * self.timeout} s")
+                if finished[0][2] is not None:
+                    raise OSError(finished[0][2])
+
+            before = self._refusals()
+            with _failing("the store failed", lambda: self._why_not_stored(before)):
+                transfer(is_store=True)
+            with _failing("the lookup failed", lambda: "look at the server's log"):
+                found = prober.lookup(prompt, chunk, name, name, cache_salt=self.salt).result()
+            if found != 1:
+                raise failure("what was stored is not found", self._why_not_stored(before))
+            memory.raw = bytes(segment.size)
+            with _failing("the retrieve failed", lambda: f"it was stored and found: look at the server's log. {SHARE}"):
+                transfer(is_store=False)
+            first = plane // (blocks + 1)
+            for start in (0, plane):
+                came = memory.raw[start + first : start + plane]
+                if came != content[start + first : start + plane]:
+                    what = "nothing came" if not any(came) else "other bytes came"
+                    raise failure(
+                        f"the retrieve succeeded, and {what} back",
+                        "do not use this server: it or what is between is broken; if both ends are kvtier of one release, report it",
+                    )
+            obstacle = worker.pool_obstacle
+            if obstacle is not None and not self.remote:
+                raise failure(
+                    f"the bytes came back the same, but in messages: the server's pool cannot be used from here ({obstacle})",
+                    f"{SHARE}. If the server is on another host, this is as it must be: say so with --remote",
+                )
+            return f"{worker.chunk_bytes} bytes came back the same, by {worker.transport}"
+
+    def _worker(
+        self, client: Client, mode: str, storages: list[Any], tensors: list[Any], block: int, chunk: int
+    ) -> Worker:
+        """A worker of its own, which is registered."""
+        instance = random.SystemRandom().getrandbits(62)
+        worker = Worker(
+            client,
+            storages=storages,
+            tensors=tensors,
+            groups=[{"group_id": 0, "layers": [0], "tokens_per_block": block, "sliding_window": -1}],
+            kv_layout="NHD",
+            mode=mode,
+            chunk_tokens=chunk,
+            instance=instance,
+            model_name=f"{MODEL}-{mode}",
         )
-        # One of the two modes is enough for an engine.
-        with self.check(f"store and retrieve, {mode}", remedy, "warning") as ok:
-            ok(f"{MODES[mode]}; {_round_of_bytes(self.url, client, chunk, mode, self.timeout)}")
+        status = self.get_if_possible("/status")
+        if status.get("server") == "kvtier":
+            known = {**status.get("cache_context_meta", {}), **status.get("non_cuda_context_meta", {})}
+            self.is_this_server = str(instance) in known
+        return worker
 
-    def _gpu(self) -> None:
+    def _register(self, client: Client, mode: str, segment: Segment, address: int, block: int, blocks: int) -> Worker:
+        """The same with this memory, and why it is refused."""
+        slot = HEADS * HEAD_SIZE
+        view = {
+            "storage": 0, "dtype": "bfloat16", "storage_offset": 0,
+            "shape": [2, blocks + 1, block, HEADS, HEAD_SIZE],
+            "stride": [(blocks + 1) * block * slot, block * slot, slot, HEAD_SIZE, 1],
+        }  # fmt: skip
+        storage = {"address": address, "bytes": segment.size, "shm_name": segment.name}
         try:
-            import torch
-        except ImportError:
-            self.say("GPU", "ok", "torch is not installed here; nothing to check")
-            return
-        if not torch.cuda.is_available():
-            self.say("GPU", "ok", "no CUDA device; engines on CPU only")
-            return
-        with self.check("GPU", "use --ipc=host, and no PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True") as ok:
-            shared = torch.zeros(1024, device="cuda").untyped_storage()._share_cuda_()
-            torch.cuda.Event(interprocess=True)
-            ok(f"memory of {torch.cuda.get_device_name()} can be shared ({len(shared[1])} bytes of handle)")
+            return self._worker(client, mode, [storage], [view], block, block * blocks)
+        except KvTierError as error:
+            text = str(error)
+            if "--supported-transfer-mode" in text:
+                raise skip("the server does not allow it (--supported-transfer-mode); one mode is enough") from error
+            if segment.name.lstrip("/") not in text:
+                raise failure(f"the server refused the registration: {text}", "what it says; look at its log") from error
+            if self.remote:
+                raise skip(f"the server cannot open memory of this host ({text})") from error
+            raise failure(
+                f"the server cannot open this process's memory: {text}", f"{SHARE}; or --remote, if it is on another host"
+            ) from error
+
+    def _refusals(self) -> dict[str, Any]:
+        """What L1 says about this tenant."""
+        name = {"": "_default", "_default": "@_default"}.get(self.salt, self.salt)
+        tiers = self.get_if_possible(f"/quota/{urllib.parse.quote(name, safe='')}").get("tiers", {})
+        return tiers.get("l1", {})
+
+    def _why_not_stored(self, before: dict[str, Any]) -> str:
+        now = self._refusals()
+        tenant = f"the tenant {self.salt!r}" if self.salt else "requests without cache_salt"
+
+        def grew(key: str) -> bool:
+            return now.get(key, 0) > before.get(key, 0)
+
+        if grew("refused_over_quota") or now.get("over_quota") or now.get("limit_bytes") == 0:
+            return (
+                f"{tenant} may have {now.get('limit_bytes')} bytes of L1: raise it with `kvtier quota set`, or --quota-default"
+            )
+        if grew("refused_no_room"):
+            l1 = self.get_if_possible("/status").get("storage_manager", {}).get("l1_manager", {})
+            return (
+                f"L1 is full ({l1.get('memory_used_bytes')} of {l1.get('memory_total_bytes')} bytes, {l1.get('read_locked_count')} objects "
+                "leased) and nothing of it may leave: raise --l1-size-gb, or use another --eviction-policy than noop"
+            )
+        return (
+            f"look at the server's log and at `kvtier status`: L1 may be full of what cannot leave (--l1-size-gb, --eviction-policy), "
+            f"or {tenant} may store nothing (`kvtier quota list`, --quota-default)"
+        )
+
+    def _gpu(self, chunk: int) -> None:
+        remedy = "use --ipc=host, and no PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        with self.check("GPU", remedy) as ok:
+            try:
+                import torch
+            except ImportError:
+                raise skip("torch is not installed here") from None
+            if not torch.cuda.is_available():
+                raise skip("no CUDA device; engines on CPU only")
+            block = chunk // BLOCKS if chunk % BLOCKS == 0 else chunk
+            tensor = torch.zeros(2, BLOCKS + 1, block or 1, HEADS, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
+            storages = Storages(shared=False)
+            views = storages.views([tensor])
+            torch.cuda.Event(interprocess=True).ipc_handle()
+            name = torch.cuda.get_device_name()
+            if not chunk:
+                raise skip(f"memory of {name} can be shared; without a server nobody can open it")
+            with contextlib.closing(Client(self.url, timeout=self.timeout)) as client:
+                client.wait_healthy(self.timeout)
+                try:
+                    self._worker(client, "lmcache_driven", storages.described, views, block, chunk).shutdown()
+                except KvTierError as error:
+                    raise failure(
+                        f"the server does not take memory of {name}: {error}",
+                        f"it must be a server that serves CUDA, on this host, and see the same GPU; {remedy}",
+                    ) from error
+            ok(f"the server opens memory of {name}")
+
+
+def _text(error: Exception) -> str:
+    """An error for people; with its kind where the text alone may say little."""
+    return str(error) if isinstance(error, (KvTierError, OSError)) and str(error) else repr(error)
+
+
+@contextlib.contextmanager
+def _failing(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+    """An error inside is a failure of ``what``."""
+    try:
+        yield
+    except (KvTierError, OSError) as error:
+        raise failure(f"{what}: {_text(error)}", remedy()) from error
+
+
+def _http_of(url: str) -> str:
+    """Where the HTTP API of a server is by default."""
+    host = "127.0.0.1" if url.startswith("ipc:") else url.removeprefix("tcp://").rpartition(":")[0]
+    return f"http://{host}:8080"
+
+
+def _who_listens(url: str, patience: float) -> tuple[str, str]:
+    """What is at an address that does not answer requests, and what to do."""
+    try:
+        if url.startswith("ipc://"):
+            peer = socket.socket(socket.AF_UNIX)
+            peer.settimeout(patience)
+            peer.connect(url.removeprefix("ipc://"))
+        else:
+            host, _, port = url.removeprefix("tcp://").rpartition(":")
+            peer = socket.create_connection((host.strip("[]"), int(port)), patience)
+    except PermissionError as error:
+        return f"{url} cannot be opened: {error}", "run as the server's user, or start it with --ipc-mode"
+    except (OSError, ValueError) as error:
+        return f"{url} cannot be reached: {error}", START
+    said = b""
+    with peer:
+        peer.settimeout(patience)
+        # A ZMQ socket greets by itself; an HTTP server waits to be asked.
+        for line in (b"", b"GET / HTTP/1.0\r\n\r\n"):
+            with contextlib.suppress(OSError):
+                peer.sendall(line)
+                said = peer.recv(10)
+            if said:
+                break
+    if said[:1] == b"\xff" and said[9:10] == b"\x7f":
+        return (
+            f"{url} accepts connections but does not answer",
+            f"the server hangs, or it is no kvtier server (other ZMQ programs greet alike): look at its log and at `kvtier status`, {START}",
+        )
+    kind = "HTTP" if said.startswith(b"HTTP/") else "another protocol than kvtier's"
+    return (
+        f"{url} speaks {kind}" if said else f"{url} accepts connections and says nothing: it is no kvtier server, or it hangs",
+        "give the server's request port (--port, 5555), not that of its HTTP API or of another program",
+    )
+
+
+def _series(version: str) -> list[str]:
+    """Releases with the same one work together: before 1.0, those that differ in the last number alone."""
+    parts = version.split(".")
+    return parts[:2] if parts[0] == "0" else parts[:1]
 
 
 def _versions() -> str:
@@ -146,62 +438,12 @@ def _round_trips(client: Client) -> str:
         spans.append(1e6 * (time.perf_counter() - began))
     median = sorted(spans)[len(spans) // 2]
     if median > 10_000:
-        raise TimeoutError(f"{median / 1000:.1f} ms to the server and back, which every lookup takes at least twice")
-    return f"{median:.0f} us to the server and back (median of {len(spans)})"
-
-
-def _round_of_bytes(url: str, prober: Client, chunk: int, mode: str, timeout: float) -> str:
-    """Store random bytes of one chunk and get them back."""
-    block = chunk // BLOCKS if chunk % BLOCKS == 0 else chunk
-    blocks = chunk // block
-    size = 2 * (blocks + 1) * block * HEADS * HEAD_SIZE * 2
-    segment = Segment(size)
-    client = Client(url, timeout=timeout)
-    worker = None
-    try:
-        memory = (ctypes.c_char * size).from_buffer(segment.map)
-        shape = [2, blocks + 1, block, HEADS, HEAD_SIZE]
-        stride = [shape[1] * block * HEADS * HEAD_SIZE, block * HEADS * HEAD_SIZE, HEADS * HEAD_SIZE, HEAD_SIZE, 1]
-        name = f"{MODEL}-{mode}"
-        worker = Worker(
-            client,
-            storages=[{"address": ctypes.addressof(memory), "bytes": size, "shm_name": segment.name}],
-            tensors=[{"storage": 0, "dtype": "bfloat16", "shape": shape, "stride": stride, "storage_offset": 0}],
-            groups=[{"group_id": 0, "layers": [0], "tokens_per_block": block, "sliding_window": -1}],
-            kv_layout="NHD",
-            mode=mode,
-            chunk_tokens=chunk,
-            instance=random.SystemRandom().getrandbits(62),
-            model_name=name,
+        raise Finding(
+            "warning",
+            f"{median / 1000:.1f} ms to the server and back, which every lookup takes at least twice",
+            "the server is overloaded, or far away: run it on the engine's host",
         )
-        memory.raw = content = os.urandom(size)
-        prompt, request, ids = Prompt([random.SystemRandom().getrandbits(32) for _ in range(chunk)]), name, [list(range(1, blocks + 1))]
-        worker.submit(0, prompt, 0, chunk, request, "", ids, is_store=True, event=b"stub_ipc_handle")
-        _finished(worker, timeout)
-        found = prober.lookup(prompt, chunk, request, name).result()
-        assert found == 1, "what was stored is not found: is the cache full?"
-        memory.raw = bytes(size)
-        worker.submit(1, prompt, 0, chunk, request, "", ids, is_store=False, event=b"stub_ipc_handle")
-        _finished(worker, timeout)
-        plane = stride[0] * 2
-        first = block * HEADS * HEAD_SIZE * 2
-        for start in (0, plane):
-            assert memory.raw[start + first : start + plane] == content[start + first : start + plane], "other bytes came back"
-        return f"{worker.chunk_bytes} bytes came back the same, by {worker.transport}"
-    finally:
-        if worker is not None:
-            worker.shutdown()
-        prober.end_session(f"{MODEL}-{mode}")
-        client.close()
-        segment.unlink()
-
-
-def _finished(worker: Worker, timeout: float) -> None:
-    finished = worker.take_finished(2 * timeout)
-    if not finished:
-        raise TimeoutError(f"not finished within {2 * timeout} s")
-    if finished[0][2] is not None:
-        raise OSError(finished[0][2])
+    return f"{median:.0f} us to the server and back (median of {len(spans)})"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -209,8 +451,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvtier.doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("url", nargs="?", default="tcp://localhost:5555", help="the server's request port (%(default)s)")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds for each answer (%(default)s)")
+    parser.add_argument("--http", metavar="URL", help='the server\'s HTTP API (its host, port 8080); "" for none')
+    parser.add_argument("--cache-salt", default="", help="the tenant for which is stored and retrieved (none)")
+    parser.add_argument("--remote", action="store_true", help="the server is on another host, where memory cannot be shared")
     chosen = parser.parse_args(arguments)
-    return Doctor(chosen.url, chosen.timeout).run()
+    return Doctor(chosen.url, chosen.timeout, chosen.http, chosen.cache_salt, chosen.remote).run()
 
 
 if __name__ == "__main__":
