@@ -97,7 +97,7 @@ unsafe extern "C" {
         items: *const c_void,
         tiles: *const c_void,
         n_tiles: u32,
-    ) -> i32;
+    ) -> i64;
 }
 
 pub(crate) struct Launch {

@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod cpu;
+mod device_copies;
+mod executors;
 mod groups;
 mod hostile;
 mod model;

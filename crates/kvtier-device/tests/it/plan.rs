@@ -1,6 +1,7 @@
 //! Plans of random registrations, against the naive model.
 
-use crate::model::{apply, random_case};
+use crate::executors::EXECUTORS;
+use crate::model::random_case;
 use kvtier_device::{BlockTable, ChunkRequest, Direction};
 use proptest::prelude::*;
 
@@ -27,26 +28,30 @@ proptest! {
                 layout.plan_chunk(&table, request, &mut copies).unwrap();
                 let moved: u64 = copies.iter().map(|copy| copy.bytes()).sum();
                 prop_assert_eq!(moved, object.object_bytes);
-                let mut bytes = vec![0; object.object_bytes as usize];
-                apply(&copies, &mut memories, &mut bytes, Direction::Store);
                 let mut expected = vec![0; object.object_bytes as usize];
                 case.each_byte(&object.kernel_groups, chunk, 0, |memory, engine, at| {
                     expected[at as usize] = before[memory][engine as usize];
                 });
-                prop_assert!(bytes == expected, "object {} chunk {chunk}", object.index);
-                prop_assert!(memories == before, "a store changed the pages");
+                for (name, run) in EXECUTORS {
+                    let mut bytes = vec![0; object.object_bytes as usize];
+                    run(&copies, &mut memories, &mut bytes, Direction::Store);
+                    prop_assert!(bytes == expected, "{name} {} chunk {chunk}", object.index);
+                    prop_assert!(memories == before, "{name} changed the pages in a store");
+                }
 
                 // Retrieve other bytes: everything that is not addressed must stay.
-                let mut fresh: Vec<u8> = bytes.iter().map(|byte| !byte).collect();
+                let mut fresh: Vec<u8> = expected.iter().map(|byte| !byte).collect();
                 request.skip_tokens = case.skip_tokens;
                 layout.plan_chunk(&table, request, &mut copies).unwrap();
-                apply(&copies, &mut memories, &mut fresh, Direction::Retrieve);
                 let mut expected = before.clone();
                 case.each_byte(&object.kernel_groups, chunk, case.skip_tokens, |memory, engine, at| {
                     expected[memory][engine as usize] = fresh[at as usize];
                 });
-                prop_assert!(memories == expected, "retrieve {} chunk {chunk}", object.index);
-                memories.clone_from(&before);
+                for (name, run) in EXECUTORS {
+                    run(&copies, &mut memories, &mut fresh, Direction::Retrieve);
+                    prop_assert!(memories == expected, "{name} retrieve {} chunk {chunk}", object.index);
+                    memories.clone_from(&before);
+                }
             }
         }
     }
@@ -65,11 +70,13 @@ proptest! {
         for object in layout.object_groups() {
             let request = ChunkRequest { object_group: object.index, chunk: 0, skip_tokens: 0 };
             layout.plan_chunk(&table, request, &mut copies).unwrap();
-            let mut bytes = vec![0; object.object_bytes as usize];
-            apply(&copies, &mut memories, &mut bytes, Direction::Store);
-            case.each_byte(&object.kernel_groups, 0, 0, |memory, engine, at| {
-                assert_eq!(bytes[at as usize], memories[memory][engine as usize]);
-            });
+            for (name, run) in EXECUTORS {
+                let mut bytes = vec![0; object.object_bytes as usize];
+                run(&copies, &mut memories, &mut bytes, Direction::Store);
+                case.each_byte(&object.kernel_groups, 0, 0, |memory, engine, at| {
+                    assert_eq!(bytes[at as usize], memories[memory][engine as usize], "{name}");
+                });
+            }
         }
     }
 }

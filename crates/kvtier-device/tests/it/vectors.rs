@@ -1,6 +1,7 @@
 //! The byte layout, against objects that LMCache 0.5.6 made of known tensors.
 
-use crate::model::{apply, row_major};
+use crate::executors::{EXECUTORS, Executor};
+use crate::model::row_major;
 use kvtier_device::{
     BlockTable, ChunkRequest, Direction, Engine, GroupSpec, KvAxisOrder, KvFormat, KvLayout,
     LayoutHints, MemorySpec, PlanError, TensorSpec,
@@ -63,12 +64,14 @@ fn every_case_both_ways() {
     let cases = file["cases"].as_array().unwrap();
     assert!(!cases.is_empty());
     for case in cases {
-        check(case.as_object().unwrap().clone());
+        for (by, run) in EXECUTORS {
+            check(case.as_object().unwrap().clone(), by, run);
+        }
     }
 }
 
-fn check(mut case: serde_json::Map<String, Value>) {
-    let name = take(&mut case, "name").to_string();
+fn check(mut case: serde_json::Map<String, Value>, by: &str, run: Executor) {
+    let name = format!("{} by {by}", take(&mut case, "name"));
     let shape = numbers(&take(&mut case, "layer_shape"));
     let layers = number(&take(&mut case, "num_layers"));
     assert_eq!(take(&mut case, "dtype"), "torch.float32", "{name}");
@@ -172,7 +175,7 @@ fn check(mut case: serde_json::Map<String, Value>) {
     let object_bytes = layout.object_groups()[0].object_bytes as usize;
     let mut objects = vec![vec![0xaa; object_bytes]; expected.len()];
     for (chunk, object) in objects.iter_mut().enumerate() {
-        apply(
+        run(
             &plan(chunk, 0).unwrap(),
             &mut memories,
             object,
@@ -194,7 +197,7 @@ fn check(mut case: serde_json::Map<String, Value>) {
         .map(|memory| vec![0; memory.len()])
         .collect();
     for (chunk, object) in objects.iter_mut().enumerate() {
-        apply(
+        run(
             &plan(chunk, 0).unwrap(),
             &mut zeroed,
             object,
@@ -218,7 +221,7 @@ fn check(mut case: serde_json::Map<String, Value>) {
     for (chunk, object) in objects.iter_mut().enumerate() {
         // One token more than a block still skips one block only.
         let copies = plan(chunk, block_size + 1).unwrap();
-        apply(&copies, &mut skipped, object, Direction::Retrieve);
+        run(&copies, &mut skipped, object, Direction::Retrieve);
     }
     let nonzero = numbers(&take(&mut case, "scatter_skip_first_block_nonzero_blocks"));
     for now in blocks(&skipped) {
