@@ -5,10 +5,16 @@
 //!
 //! Facts about handles of PyTorch are those of its releases up to 2.13; facts about the driver are those of CUDA 12.8.
 
+pub mod allocations;
 mod device_copy;
 pub mod driver;
 mod error;
+pub mod events;
+pub mod handle;
 pub mod kernel;
+pub mod ref_counter;
+pub mod storages;
+pub mod uuid;
 
 pub use device_copy::{DeviceCopies, DeviceCopy, DeviceRun, PinnedPieces, Place, RunLengths};
 pub use error::CudaError;

@@ -1,0 +1,300 @@
+//! The storages of one registration, open: where each begins, how long it may be used, and what goes back at the end.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::allocations::{Allocations, Mapped, OpenError};
+use super::driver::{DevicePtr, Event, IpcHandle};
+use super::error::CudaError;
+use super::handle::ShareableHandle;
+use super::ref_counter::RefCounter;
+use super::uuid::{Gpu, Gpus};
+use crate::error::LayoutError;
+use crate::spec::{CudaAllocation, CudaStorage, MemorySpec};
+
+/// Longest pause between two looks at an event.
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+
+/// A storage that could not be opened, by its place in [`crate::KvLayout::memories`], which for memory of GPUs is the
+/// place of its tensor in the registration.
+#[derive(Debug, thiserror::Error)]
+#[error("kv_caches[{index}].{source}")]
+pub struct StorageError {
+    /// Its place.
+    pub index: usize,
+    /// Why.
+    pub source: OpenError,
+}
+
+/// One storage. The mapping goes before the counter does.
+#[derive(Debug)]
+pub struct Storage {
+    start: DevicePtr,
+    bytes: u64,
+    mapped: Arc<Mapped>,
+    _counter: Option<RefCounter>,
+}
+
+impl Storage {
+    /// Its first byte.
+    pub fn start(&self) -> DevicePtr {
+        self.start
+    }
+
+    /// How many bytes of it may be used.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The allocation it is in, which other storages may be in too.
+    pub fn allocation(&self) -> &Mapped {
+        &self.mapped
+    }
+}
+
+/// Every storage of a registration. Dropping it closes what nobody else uses, and waits for nobody.
+#[derive(Debug)]
+pub struct Storages {
+    all: Vec<Storage>,
+    /// Complete before the storages may be used; each is destroyed once it is.
+    pending: Vec<(usize, Event)>,
+}
+
+/// What makes two storages be in the same allocation.
+#[derive(PartialEq, Eq, Hash)]
+enum Source {
+    Shareable(ShareableHandle),
+    Fabric([u8; 64], u64),
+}
+
+impl Storages {
+    /// Opens every memory of a registration, each allocation once.
+    ///
+    /// # Errors
+    /// The first memory that is none of a GPU, cannot be opened, or is larger than its allocation. What was opened
+    /// before it is closed again.
+    pub fn open(
+        allocations: &Arc<Allocations>,
+        memories: &[MemorySpec],
+    ) -> Result<Self, StorageError> {
+        let mut opening = Opening {
+            allocations,
+            mapped: HashMap::new(),
+            counters: HashSet::new(),
+            events: HashSet::new(),
+        };
+        let mut storages = Self {
+            all: Vec::with_capacity(memories.len()),
+            pending: Vec::new(),
+        };
+        for (index, memory) in memories.iter().enumerate() {
+            let opened = cuda(memory)
+                .map_err(OpenError::from)
+                .and_then(|spec| opening.storage(spec));
+            let (storage, event) = opened.map_err(|source| StorageError { index, source })?;
+            storages.all.push(storage);
+            storages.pending.extend(event.map(|event| (index, event)));
+        }
+        Ok(storages)
+    }
+
+    /// By index of [`crate::KvLayout::memories`].
+    pub fn all(&self) -> &[Storage] {
+        &self.all
+    }
+
+    /// Whether the engine's own work on the storages, from before it registered, is done. Does not wait.
+    ///
+    /// # Errors
+    /// What the driver says about one of the events.
+    pub fn are_ready(&mut self) -> Result<bool, StorageError> {
+        while let Some((index, event)) = self.pending.last() {
+            let complete = event.is_complete().map_err(|source| StorageError {
+                index: *index,
+                source: event_error(source),
+            })?;
+            if !complete {
+                return Ok(false);
+            }
+            self.pending.pop();
+        }
+        Ok(true)
+    }
+
+    /// Waits for [`Storages::are_ready`], at most until the deadline; says whether they are. A dead engine's event may
+    /// never be complete, so it is asked and not waited for.
+    ///
+    /// # Errors
+    /// What the driver says about one of the events.
+    pub fn wait_until_ready(&mut self, deadline: Instant) -> Result<bool, StorageError> {
+        let mut pause = Duration::from_micros(10);
+        loop {
+            if self.are_ready()? {
+                return Ok(true);
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(pause.min(deadline - now));
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+}
+
+impl Gpus {
+    /// The one GPU that all memories of a registration are on.
+    ///
+    /// # Errors
+    /// No memories, memories that are none of a GPU, of one this process does not see, or of several.
+    pub fn of(&self, memories: &[MemorySpec]) -> Result<&Gpu, StorageError> {
+        let mut found: Option<&Gpu> = None;
+        for (index, memory) in memories.iter().enumerate() {
+            let at = |source: LayoutError| StorageError {
+                index,
+                source: source.into(),
+            };
+            let gpu = cuda(memory)
+                .and_then(|spec| self.by_uuid(&spec.device_uuid))
+                .map_err(at)?;
+            let first = *found.get_or_insert(gpu);
+            if first.uuid != gpu.uuid {
+                let allowed = format!("{}, as of the tensors before it", first.uuid);
+                return Err(at(LayoutError::new("device_uuid", &gpu.uuid, allowed)));
+            }
+        }
+        found.ok_or_else(|| StorageError {
+            index: 0,
+            source: LayoutError::new("memory", "missing", "memory of a GPU").into(),
+        })
+    }
+}
+
+fn cuda(memory: &MemorySpec) -> Result<&CudaStorage, LayoutError> {
+    match memory {
+        MemorySpec::Cuda(storage) => Ok(storage),
+        other => Err(LayoutError::new(
+            "type",
+            other.kind(),
+            "cuda, cuda_raw or cuda_vmm, as the other tensors",
+        )),
+    }
+}
+
+fn event_error(source: CudaError) -> OpenError {
+    OpenError::Cuda {
+        what: "handle[6], the event of the registration",
+        source,
+        hint: "needed: a living process on this machine, in the same IPC namespace",
+    }
+}
+
+/// One registration being opened, and what of it was seen already.
+struct Opening<'a> {
+    allocations: &'a Arc<Allocations>,
+    mapped: HashMap<Source, Arc<Mapped>>,
+    counters: HashSet<(&'a [u8], u64)>,
+    events: HashSet<IpcHandle>,
+}
+
+impl<'a> Opening<'a> {
+    fn storage(&mut self, spec: &'a CudaStorage) -> Result<(Storage, Option<Event>), OpenError> {
+        let (counter, event) = match &spec.allocation {
+            CudaAllocation::Torch {
+                ref_counter, event, ..
+            } => (self.counter(ref_counter)?, event.as_deref()),
+            CudaAllocation::Raw { .. } | CudaAllocation::Vmm { .. } => (None, None),
+        };
+        let mapped = self.map(source(&spec.allocation)?)?;
+        let end = spec.offset.checked_add(spec.bytes);
+        if end.is_none_or(|end| end > mapped.bytes()) {
+            return Err(LayoutError::new(
+                "storage",
+                format!("{} bytes from {} on", spec.bytes, spec.offset),
+                format!("inside the {} bytes of its allocation", mapped.bytes()),
+            )
+            .into());
+        }
+        let event = event.map(|handle| self.event(handle)).transpose()?;
+        let storage = Storage {
+            // Inside the allocation, so it does not overflow.
+            start: DevicePtr(mapped.base().0 + spec.offset),
+            bytes: spec.bytes,
+            mapped,
+            _counter: counter,
+        };
+        Ok((storage, event.flatten()))
+    }
+
+    /// Each counter once, for whoever sends the same wrapper twice has counted once.
+    fn counter(
+        &mut self,
+        given: &'a Option<(Vec<u8>, u64)>,
+    ) -> Result<Option<RefCounter>, LayoutError> {
+        match given {
+            Some((name, index)) if self.counters.insert((name, *index)) => {
+                RefCounter::new(name, *index).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Each event once.
+    fn event(&mut self, handle: &[u8]) -> Result<Option<Event>, OpenError> {
+        let Ok(handle) = handle.try_into().map(IpcHandle) else {
+            let value = format!("{} bytes", handle.len());
+            return Err(LayoutError::new("handle[6]", value, "64 bytes, or nil").into());
+        };
+        if !self.events.insert(handle) {
+            return Ok(None);
+        }
+        let event = Event::open(self.allocations.context(), &handle);
+        event.map(Some).map_err(event_error)
+    }
+
+    fn map(&mut self, source: Source) -> Result<Arc<Mapped>, OpenError> {
+        if let Some(mapped) = self.mapped.get(&source) {
+            return Ok(mapped.clone());
+        }
+        let mapped = Arc::new(match &source {
+            Source::Shareable(handle) => self.allocations.open_shareable(handle)?,
+            Source::Fabric(handle, bytes) => self.allocations.open_fabric(handle, *bytes)?,
+        });
+        self.mapped.insert(source, mapped.clone());
+        Ok(mapped)
+    }
+}
+
+fn source(allocation: &CudaAllocation) -> Result<Source, LayoutError> {
+    match allocation {
+        CudaAllocation::Torch {
+            handle: Some(handle),
+            ..
+        } => ShareableHandle::parse(handle).map(Source::Shareable),
+        CudaAllocation::Torch { handle: None, .. } => Err(LayoutError::new(
+            "handle[1]",
+            "nil",
+            "the handle of an allocation",
+        )),
+        CudaAllocation::Raw { handle } => Ok(Source::Shareable(ShareableHandle::Legacy(
+            IpcHandle(*handle),
+        ))),
+        CudaAllocation::Vmm {
+            fabric: Some(fabric),
+            bytes,
+        } => match fabric.as_slice().try_into() {
+            Ok(handle) => Ok(Source::Fabric(handle, *bytes)),
+            Err(_) => Err(LayoutError::new(
+                "fabric_blob",
+                format!("{} bytes", fabric.len()),
+                "64 bytes",
+            )),
+        },
+        CudaAllocation::Vmm { fabric: None, .. } => Err(LayoutError::new(
+            "kind",
+            "posix_fd",
+            "fabric: the protocol has no way to send a file descriptor",
+        )),
+    }
+}
