@@ -129,11 +129,10 @@ impl Script {
                 let (function, when) = rest.split_once('@').unwrap_or((rest, "1"));
                 self.rule(function, when, Act::Die, known)?;
             }
-            (_, "") => {
+            _ => {
                 let (key, value) = line.split_once('=')?;
                 self.set(key.trim(), value.trim())?;
             }
-            _ => return None,
         }
         Some(())
     }

@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock};
 
 use parking_lot::Mutex;
@@ -120,16 +121,19 @@ impl State {
                 "no context is current on this thread"
             ));
         };
+        self.healthy(device).map(|()| device)
+    }
+
+    /// Whether a device's context lives, and no kernel of its went wrong.
+    pub(crate) fn healthy(&mut self, device: usize) -> Outcome {
         match self.devices().get(device) {
-            Some(d) if d.retained > 0 => {
-                match d.engines.poison.load(std::sync::atomic::Ordering::Acquire) {
-                    0 => Ok(device),
-                    code => Err(Fault::Code(code)),
-                }
-            }
+            Some(d) if d.retained > 0 => match d.engines.poison.load(Ordering::Acquire) {
+                0 => Ok(()),
+                code => Err(Fault::Code(code)),
+            },
             _ => Err(wrong!(
                 ERROR_CONTEXT_IS_DESTROYED,
-                "the current context was released"
+                "the context of device {device} was released"
             )),
         }
     }
@@ -191,9 +195,7 @@ impl State {
         note(n - self.modules.len(), "modules");
         let gone = &mut self.devices()[device];
         gone.used = 0;
-        gone.engines
-            .poison
-            .store(0, std::sync::atomic::Ordering::Release);
+        gone.engines.poison.store(0, Ordering::Release);
         if let Some(stream) = gone.default.take() {
             stream.close();
         }

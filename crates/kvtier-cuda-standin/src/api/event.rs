@@ -76,8 +76,10 @@ exports! {
     }
 
     fn cuEventQuery(event: u64) {
+        // Of all, this needs no current context.
         let mut state = world().state.lock();
-        state.current()?;
+        let device = state.event(event)?.device;
+        state.healthy(device)?;
         if state.event(event)?.is_complete() { Ok(()) } else { Err(Fault::Code(ERROR_NOT_READY)) }
     }
 

@@ -1,7 +1,5 @@
 //! Device memory, host memory, and copies between them.
 
-use std::ffi::c_int;
-
 use crate::driver::*;
 
 #[test]
@@ -64,33 +62,4 @@ fn what_is_outside_a_live_allocation_is_refused() {
     let range = call!(cuMemGetAddressRange_v2(&mut base => *mut u64, &mut bytes => *mut usize, again + 50 => u64));
     assert_eq!((OK, again, 100), (range, base, bytes));
     clean();
-}
-
-#[test]
-fn a_thread_needs_a_context() {
-    let _alone = alone();
-    let at = device_memory(8);
-    std::thread::spawn(move || {
-        let mut other = 0;
-        violated(
-            call!(cuMemAlloc_v2(&mut other => *mut u64, 8 => usize)),
-            201,
-            "no context is current",
-        );
-        violated(call!(cuMemFree_v2(at => u64)), 201, "no context is current");
-        violated(
-            call!(cuCtxSetCurrent(77 => u64)),
-            201,
-            "no context that is retained",
-        );
-        current();
-        assert_eq!(OK, call!(cuMemFree_v2(at => u64)));
-        violated(
-            call!(cuDeviceGet(std::ptr::null_mut() => *mut c_int, 3 => c_int)),
-            101,
-            "device 3",
-        );
-    })
-    .join()
-    .unwrap();
 }
