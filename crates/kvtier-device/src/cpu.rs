@@ -1,17 +1,16 @@
 //! Engines whose pages are in host memory: POSIX shared-memory segments that the engine created.
 
 use std::sync::Arc;
+use std::time::Instant;
 
-use kvtier_memory::{
-    AffineCopy, Arena, CopyLoop, Extent, ForeignSegment, SegmentError, copy_affine,
-};
+use kvtier_memory::{AffineCopy, CopyLoop, ForeignSegment, SegmentError, copy_affine};
 
-use crate::blocks::{BlockTable, checked_id};
-use crate::device::{Device, DeviceError, EngineMemory};
+use crate::blocks::checked_id;
+use crate::device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer};
 use crate::error::{LayoutError, PlanError};
 use crate::geometry::{Part, Plane};
 use crate::layout::KvLayout;
-use crate::plan::{ChunkRequest, Direction};
+use crate::plan::Direction;
 use crate::spec::MemorySpec;
 
 /// Copies handed to the executor at a time; bounds the memory a plan takes while it runs.
@@ -101,49 +100,17 @@ impl EngineMemory for CpuMemory {
         removed
     }
 
-    fn copy(
-        &self,
-        blocks: &BlockTable,
-        request: ChunkRequest,
-        arena: &Arena,
-        extent: Extent,
-        direction: Direction,
-    ) -> Result<u64, DeviceError> {
-        if let Some(object) = self.layout.object_groups().get(request.object_group)
-            && extent.len < object.object_bytes
-        {
-            return Err(DeviceError::ExtentTooSmall {
-                len: extent.len,
-                needed: object.object_bytes,
-                group: object.index,
-            });
-        }
-        let direction = match direction {
-            Direction::Store => kvtier_memory::Direction::SegmentToArena,
-            Direction::Retrieve => kvtier_memory::Direction::ArenaToSegment,
-        };
-        // Copies of one segment are handed over together.
-        let mut batch: Vec<AffineCopy> = Vec::with_capacity(BATCH);
-        let mut batch_memory = 0;
-        let mut moved = 0;
-        let mut flush = |memory: usize, batch: &mut Vec<AffineCopy>| -> Result<(), DeviceError> {
-            if !batch.is_empty() {
-                let segment = &self.segments[memory];
-                moved += copy_affine(segment, arena, extent, direction, batch)?;
-                batch.clear();
-            }
-            Ok(())
-        };
-        self.layout.visit_chunk(blocks, request, |planned| {
-            if planned.memory != batch_memory || batch.len() == BATCH {
-                flush(batch_memory, &mut batch)?;
-                batch_memory = planned.memory;
-            }
-            batch.push(planned.copy);
-            Ok::<(), DeviceError>(())
-        })?;
-        flush(batch_memory, &mut batch)?;
-        Ok(moved)
+    fn device(&self) -> &'static str {
+        CpuDevice.name()
+    }
+
+    fn transfer(&self, transfer: Transfer, done: Done) {
+        done(self.copy_all(&transfer, Instant::now));
+    }
+
+    /// The same: whoever asks for a copy in host memory has waited for its end with the answer.
+    fn answer_event<'a>(&self, asked: &'a [u8]) -> &'a [u8] {
+        asked
     }
 
     fn read_blocks(
@@ -190,6 +157,53 @@ impl EngineMemory for CpuMemory {
 }
 
 impl CpuMemory {
+    /// Copies one chunk after the other, and gives the bytes moved.
+    fn copy_all(
+        &self,
+        transfer: &Transfer,
+        clock: impl Fn() -> Instant,
+    ) -> Result<u64, DeviceError> {
+        let mut moved = 0;
+        for chunk in &transfer.chunks {
+            transfer.in_time(clock())?;
+            moved += self.copy(transfer, *chunk)?;
+        }
+        transfer.in_time(clock())?;
+        Ok(moved)
+    }
+
+    fn copy(&self, transfer: &Transfer, chunk: ChunkCopy) -> Result<u64, DeviceError> {
+        let ChunkCopy { request, extent } = chunk;
+        self.layout.check_extent(request.object_group, extent)?;
+        let direction = match transfer.direction {
+            Direction::Store => kvtier_memory::Direction::SegmentToArena,
+            Direction::Retrieve => kvtier_memory::Direction::ArenaToSegment,
+        };
+        // Copies of one segment are handed over together.
+        let mut batch: Vec<AffineCopy> = Vec::with_capacity(BATCH);
+        let mut batch_memory = 0;
+        let mut moved = 0;
+        let mut flush = |memory: usize, batch: &mut Vec<AffineCopy>| -> Result<(), DeviceError> {
+            if !batch.is_empty() {
+                let segment = &self.segments[memory];
+                moved += copy_affine(segment, &transfer.arena, extent, direction, batch)?;
+                batch.clear();
+            }
+            Ok(())
+        };
+        self.layout
+            .visit_chunk(&transfer.blocks, request, |planned| {
+                if planned.memory != batch_memory || batch.len() == BATCH {
+                    flush(batch_memory, &mut batch)?;
+                    batch_memory = planned.memory;
+                }
+                batch.push(planned.copy);
+                Ok::<(), DeviceError>(())
+            })?;
+        flush(batch_memory, &mut batch)?;
+        Ok(moved)
+    }
+
     /// Appends one block of one plane in the order of the tensor's dimensions, which is that of
     /// descending strides.
     fn read_block(&self, plane: &Plane, id: u32, buffer: &mut Vec<u8>) -> Result<(), DeviceError> {

@@ -1,6 +1,7 @@
 //! What a backend does: opens an engine's memories and runs copies between them and the arena.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvtier_memory::{AccessError, Arena, Extent, SegmentError};
 
@@ -22,6 +23,50 @@ pub trait Device: Send + Sync {
     fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError>;
 }
 
+/// One chunk of a transfer, and where its object is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkCopy {
+    /// The engine's side.
+    pub request: ChunkRequest,
+    /// The object, at least as long as its object group's bytes.
+    pub extent: Extent,
+}
+
+/// The copies of one request.
+#[derive(Debug, Clone)]
+pub struct Transfer {
+    /// Where the extents are.
+    pub arena: Arc<Arena>,
+    /// The engine's blocks, checked against the layout of the pages.
+    pub blocks: BlockTable,
+    /// What to move, in order.
+    pub chunks: Vec<ChunkCopy>,
+    /// Which way.
+    pub direction: Direction,
+    /// When whoever asked gives up. No chunk is begun after it, and a transfer that ends after it
+    /// has failed: the pages may be somebody else's.
+    pub deadline: Option<Instant>,
+    /// What the engine sent to say when its pages are ready: the pages are not touched before. Its
+    /// meaning is the device's; host memory is ready when the request arrives.
+    pub event: Vec<u8>,
+}
+
+impl Transfer {
+    /// Whether its time is over.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooLate`] then.
+    pub fn in_time(&self, now: Instant) -> Result<(), DeviceError> {
+        match self.deadline {
+            Some(deadline) if deadline < now => Err(DeviceError::TooLate),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whom a transfer's end is told.
+pub type Done = Box<dyn FnOnce(Result<u64, DeviceError>) + Send>;
+
 /// One worker's pages, open.
 ///
 /// Calls may run at the same time, for different chunks. The caller makes sure that nobody else
@@ -39,20 +84,26 @@ pub trait EngineMemory: Send + Sync {
     /// not.
     fn remove_orphans(&self) -> Vec<Result<String, SegmentError>>;
 
-    /// Copies one chunk of one object group, and returns the bytes moved. Returns when every byte
-    /// is in place.
+    /// Which kind of device the pages are on: the device's name in logs and metrics.
+    fn device(&self) -> &'static str;
+
+    /// Moves the chunks of one request, and calls `done` when the last byte is in place or when no
+    /// more will move: with the bytes moved, or with why it failed. It may be called before this
+    /// returns, and from any thread; what it owns outlives every copy, so it is the place for the
+    /// leases or reservations of the extents.
     ///
-    /// # Errors
     /// On an error some bytes may have been moved: a store must then not be committed, a retrieve
     /// must be reported as failed.
-    fn copy(
-        &self,
-        blocks: &BlockTable,
-        request: ChunkRequest,
-        arena: &Arena,
-        extent: Extent,
-        direction: Direction,
-    ) -> Result<u64, DeviceError>;
+    ///
+    /// A backend that can no longer tell whether its copies have ended never calls `done`: the
+    /// memory stays away from others for good, rather than being written by two.
+    fn transfer(&self, transfer: Transfer, done: Done);
+
+    /// Begins no more of any transfer; those whose copies have begun end as they would.
+    fn stop(&self) {}
+
+    /// The event that a finished transfer is answered with, given the one it was asked with.
+    fn answer_event<'a>(&self, asked: &'a [u8]) -> &'a [u8];
 
     /// Gives `sink` the bytes of a layer's blocks, in the tensor's own order of dimensions: what
     /// selecting those blocks from the tensor and making it contiguous gives. For checksums.
@@ -89,6 +140,9 @@ pub enum DeviceError {
     /// Bytes could not be moved.
     #[error("copy: {0}")]
     Access(#[from] AccessError),
+    /// The deadline of whoever asked has passed.
+    #[error("it is past the deadline that the worker gave")]
+    TooLate,
     /// An extent smaller than the object.
     #[error("extent of {len} bytes; allowed: at least {needed}, one object of group {group}")]
     ExtentTooSmall {

@@ -2,7 +2,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvtier_memory::Extent;
+
 use crate::detect::detect;
+use crate::device::DeviceError;
 use crate::error::{LayoutError, PlanError};
 use crate::format::Axis;
 use crate::geometry::Plane;
@@ -154,6 +157,26 @@ impl KvLayout {
                     layers: self.layers.len(),
                 })?;
         Ok((&self.kernel_groups[group], position))
+    }
+
+    /// Whether an object of a group fits an extent. A group that does not exist is the plan's to
+    /// refuse.
+    ///
+    /// # Errors
+    /// [`DeviceError::ExtentTooSmall`].
+    pub(crate) fn check_extent(
+        &self,
+        object_group: usize,
+        extent: Extent,
+    ) -> Result<(), DeviceError> {
+        match self.object_groups().get(object_group) {
+            Some(object) if extent.len < object.object_bytes => Err(DeviceError::ExtentTooSmall {
+                len: extent.len,
+                needed: object.object_bytes,
+                group: object.index,
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// One layer as its tensor has it.

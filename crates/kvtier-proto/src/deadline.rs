@@ -2,29 +2,32 @@
 //!
 //! A transfer that begins, or ends, after that touches pages that the engine may have given to others. The deadline is
 //! one of the key's free-form settings (`request_configs`), which servers that do not know it ignore. It is told in
-//! milliseconds of Unix time: where a server copies an engine's pages, both have the same clock.
+//! milliseconds of the system's monotonic clock (`CLOCK_MONOTONIC`), which nobody sets: where a server copies an
+//! engine's pages, both are on one system, and their containers share that clock unless one has a time namespace.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use crate::wire::{self, Reader};
 
 /// Name of the setting.
-const NAME: &str = "kvtier.deadline_ms";
+const NAME: &str = "kvtier.deadline_monotonic_ms";
 
-/// The settings of a key with this deadline alone.
+/// The settings of a key with this deadline alone, in the time of the monotonic clock.
 #[must_use]
-pub fn encode(deadline: SystemTime) -> Vec<u8> {
-    let since = deadline.duration_since(UNIX_EPOCH).unwrap_or_default();
+pub fn encode(deadline: Duration) -> Vec<u8> {
     let mut settings = Vec::new();
     wire::write_map_len(&mut settings, 1);
     wire::write_str(&mut settings, NAME);
-    wire::write_uint(&mut settings, since.as_millis() as u64);
+    wire::write_uint(
+        &mut settings,
+        u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX),
+    );
     settings
 }
 
 /// The deadline among a key's settings, if there is one that makes sense.
 #[must_use]
-pub fn decode(settings: Option<&[u8]>) -> Option<SystemTime> {
+pub fn decode(settings: Option<&[u8]>) -> Option<Duration> {
     let mut millis = None;
     Reader::new(settings?)
         .map(|name, value| {
@@ -36,7 +39,7 @@ pub fn decode(settings: Option<&[u8]>) -> Option<SystemTime> {
             }
         })
         .ok()?;
-    UNIX_EPOCH.checked_add(Duration::from_millis(millis?))
+    millis.map(Duration::from_millis)
 }
 
 #[cfg(test)]
@@ -45,7 +48,7 @@ mod tests {
 
     #[test]
     fn a_deadline_is_read_as_it_was_written() {
-        let deadline = UNIX_EPOCH + Duration::from_millis(1_790_000_000_123);
+        let deadline = Duration::from_millis(1_790_000_000_123);
         assert_eq!(decode(Some(&encode(deadline))), Some(deadline));
     }
 

@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
 use kvtier_device::{
-    Axis, BlockTable, ChunkRequest, CpuDevice, Device, DeviceError, Direction, EngineMemory,
-    KvLayout, MemorySpec, PlanError,
+    Axis, BlockTable, ChunkCopy, ChunkRequest, CpuDevice, Device, DeviceError, Direction,
+    EngineMemory, KvLayout, MemorySpec, PlanError, Transfer,
 };
 use kvtier_memory::{Arena, ArenaKind, Extent, OwnSegment};
 use proptest::prelude::*;
@@ -50,6 +53,31 @@ fn open(case: &Case) -> (Arc<KvLayout>, Box<dyn EngineMemory>) {
     (layout, memory)
 }
 
+/// Moves one chunk, and gives what it ended with.
+fn copy(
+    memory: &dyn EngineMemory,
+    blocks: &BlockTable,
+    request: ChunkRequest,
+    arena: &Arc<Arena>,
+    extent: Extent,
+    direction: Direction,
+) -> Result<u64, DeviceError> {
+    let (sender, receiver) = mpsc::channel();
+    let transfer = Transfer {
+        arena: Arc::clone(arena),
+        blocks: blocks.clone(),
+        chunks: vec![ChunkCopy { request, extent }],
+        direction,
+        deadline: None,
+        event: Vec::new(),
+    };
+    memory.transfer(
+        transfer,
+        Box::new(move |result| sender.send(result).unwrap()),
+    );
+    receiver.try_recv().expect("host memory is copied at once")
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
@@ -63,13 +91,13 @@ proptest! {
         for object in layout.object_groups() {
             let len = object.object_bytes;
             // The bytes around the extent must stay.
-            let arena = Arena::create(ArenaKind::Anonymous, len + 128).unwrap();
+            let arena = Arc::new(Arena::create(ArenaKind::Anonymous, len + 128).unwrap());
             let all = Extent::new(0, len + 128);
             let extent = Extent::new(64, len);
             for chunk in 0..case.chunks {
                 arena.write(all, 0, &vec![0xee; len as usize + 128]).unwrap();
                 let mut request = ChunkRequest { object_group: object.index, chunk, skip_tokens: 0 };
-                let moved = memory.copy(&blocks, request, &arena, extent, Direction::Store).unwrap();
+                let moved = copy(&*memory, &blocks, request, &arena, extent, Direction::Store).unwrap();
                 prop_assert_eq!(moved, len);
                 let mut bytes = Vec::new();
                 arena.read_into(all, 0, len + 128, &mut bytes).unwrap();
@@ -84,7 +112,7 @@ proptest! {
                 arena.write(extent, 0, &fresh).unwrap();
                 request.skip_tokens = case.skip_tokens;
                 let moved =
-                    memory.copy(&blocks, request, &arena, extent, Direction::Retrieve).unwrap();
+                    copy(&*memory, &blocks, request, &arena, extent, Direction::Retrieve).unwrap();
                 let mut expected = before.clone();
                 let mut addressed = 0;
                 case.each_byte(&object.kernel_groups, chunk, case.skip_tokens, |to, engine, at| {
@@ -191,7 +219,7 @@ fn refuses_what_it_cannot_open_or_copy() {
     let segments = lend(&mut case);
     let (layout, memory) = open(&case);
     let blocks = BlockTable::check(&layout, &case.block_ids(), case.chunks).unwrap();
-    let arena = Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap();
+    let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap());
     let request = ChunkRequest {
         object_group: 0,
         chunk: 0,
@@ -200,26 +228,28 @@ fn refuses_what_it_cannot_open_or_copy() {
     let needed = layout.object_groups()[0].object_bytes;
 
     let small = Extent::new(0, needed - 1);
-    let error = memory
-        .copy(&blocks, request, &arena, small, Direction::Store)
-        .unwrap_err();
+    let error = copy(&*memory, &blocks, request, &arena, small, Direction::Store).unwrap_err();
     assert!(
         matches!(error, DeviceError::ExtentTooSmall { .. }),
         "{error}"
     );
     let outside = Extent::new(arena.len() - needed + 1, needed);
-    let error = memory
-        .copy(&blocks, request, &arena, outside, Direction::Store)
-        .unwrap_err();
+    let error = copy(
+        &*memory,
+        &blocks,
+        request,
+        &arena,
+        outside,
+        Direction::Store,
+    )
+    .unwrap_err();
     assert!(matches!(error, DeviceError::Access(_)), "{error}");
     let extent = Extent::new(0, needed);
     let late = ChunkRequest {
         chunk: case.chunks,
         ..request
     };
-    let error = memory
-        .copy(&blocks, late, &arena, extent, Direction::Retrieve)
-        .unwrap_err();
+    let error = copy(&*memory, &blocks, late, &arena, extent, Direction::Retrieve).unwrap_err();
     assert!(
         matches!(error, DeviceError::Plan(PlanError::NoSuchChunk { .. })),
         "{error}"
@@ -266,4 +296,40 @@ fn refuses_what_it_cannot_open_or_copy() {
         error.contains("cuda") && error.contains("cpu_shm"),
         "{error}"
     );
+}
+
+#[test]
+fn what_is_past_its_deadline_moves_nothing() {
+    let mut case = random_case(7, "cpu");
+    let segments = lend(&mut case);
+    let (layout, memory) = open(&case);
+    let blocks = BlockTable::check(&layout, &case.block_ids(), case.chunks).unwrap();
+    let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap());
+    let before = content(&segments);
+    let end_with = |deadline| {
+        let (sender, receiver) = mpsc::channel();
+        let transfer = Transfer {
+            arena: Arc::clone(&arena),
+            blocks: blocks.clone(),
+            chunks: vec![ChunkCopy {
+                request: ChunkRequest {
+                    object_group: 0,
+                    chunk: 0,
+                    skip_tokens: 0,
+                },
+                extent: Extent::new(0, layout.object_groups()[0].object_bytes),
+            }],
+            direction: Direction::Retrieve,
+            deadline: Some(deadline),
+            event: Vec::new(),
+        };
+        memory.transfer(transfer, Box::new(move |end| sender.send(end).unwrap()));
+        receiver.try_recv().unwrap()
+    };
+    let now = Instant::now();
+    let late = end_with(now.checked_sub(Duration::from_secs(1)).unwrap());
+    assert!(matches!(late, Err(DeviceError::TooLate)), "{late:?}");
+    assert_eq!(content(&segments), before);
+    assert!(end_with(now + Duration::from_secs(3600)).is_ok());
+    assert_ne!(content(&segments), before);
 }

@@ -4,8 +4,6 @@
 //! form in which that operation says "no". Where it has none, and the client waits for it with a handler around, the
 //! error travels as text in place of the operation's frame.
 
-use std::pin::Pin;
-
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::{
     EngineDriven, EventBatch, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
@@ -29,11 +27,35 @@ pub struct Answer {
 pub enum Handled {
     /// Now.
     Now(Answer),
-    /// Later, without a thread that waits for it; and where to wait.
-    Later(
-        Pin<Box<dyn Future<Output = Answer> + Send>>,
-        tokio::runtime::Handle,
-    ),
+    /// When what this begins has ended.
+    Later(Box<dyn FnOnce(Responder) + Send>),
+}
+
+/// Whom the answer to one request is given, from any thread. One that is dropped tells that there is none.
+pub struct Responder(Option<Respond>);
+
+type Respond = Box<dyn FnOnce(Option<Answer>) + Send>;
+
+impl Responder {
+    /// `respond` is called once.
+    pub fn new(respond: impl FnOnce(Option<Answer>) + Send + 'static) -> Self {
+        Self(Some(Box::new(respond)))
+    }
+
+    /// The answer.
+    pub fn answer(mut self, answer: Answer) {
+        if let Some(respond) = self.0.take() {
+            respond(Some(answer));
+        }
+    }
+}
+
+impl Drop for Responder {
+    fn drop(&mut self) {
+        if let Some(respond) = self.0.take() {
+            respond(None);
+        }
+    }
 }
 
 impl From<Answer> for Handled {

@@ -14,10 +14,10 @@ use kvtier_proto::response::{
 
 use super::instances::{Instance, Mode};
 use super::layout::EngineDrivenLayout;
-use super::lmcache_driven::{Held, WorkerRange};
 use super::lookup::space;
 use super::memory::{L1Allocator, to_memory};
 use super::transfers::{Finish, Kind, Lent, TransferId};
+use super::worker_range::{Held, WorkerRange};
 use super::{Answer, Engine};
 
 const DEVICE: &str = "cpu";
@@ -455,16 +455,25 @@ impl Engine {
         .map_err(|PickleError(error)| error)
     }
 
+    /// Whether what the worker has read was what it asked for: false when nobody held the memory any more.
     pub(super) fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
-        // Nothing to be done is no failure: a worker commits after a miss too, and pickled data needs no commit.
-        if let Ok(transfer) = self.transfer("commit_retrieve", key, id) {
-            let transfer_id = Self::id(Kind::Retrieve, id, key, &transfer.range);
-            match self.transfers.finish(&transfer_id) {
-                Finish::Last(_) | Finish::Earlier => self.metrics.retrieve(DEVICE, true),
-                Finish::Unknown => {}
-            }
+        let ended = self
+            .transfer("commit_retrieve", key, id)
+            .and_then(|transfer| {
+                let transfer_id = Self::id(Kind::Retrieve, id, key, &transfer.range);
+                match self.transfers.finish(&transfer_id) {
+                    Finish::Last(_) | Finish::Earlier => self.metrics.retrieve(DEVICE, true),
+                    Finish::GivenUp => {}
+                    // Pickled data needs no commit. LMCache's worker commits after a miss too, and ignores the answer.
+                    Finish::Unknown if !self.has_pool(&transfer) => {}
+                    Finish::Unknown => return Err("not_prepared"),
+                }
+                Ok(())
+            });
+        match ended {
+            Ok(()) => Answer::from(Response::Bool(true)),
+            Err(reason) => Answer::from(Response::Bool(false)).because(reason),
         }
-        Answer::from(Response::Bool(true))
     }
 }
 

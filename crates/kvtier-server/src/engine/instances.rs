@@ -12,7 +12,7 @@ use std::time::Duration;
 use kvtier_device::EngineMemory;
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
-use parking_lot::RwLock;
+use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::layout::{EngineDrivenLayout, ModelLayout};
 
@@ -22,12 +22,15 @@ const MAX_UNKNOWN: usize = 4096;
 /// Workers registered at most. Each maps segments of its own, and a fleet has some dozens on a host.
 const MAX_INSTANCES: usize = 4096;
 
+/// How long a worker that leaves is kept waiting for the last copies of its pages. The longest copies take seconds.
+const LAST_COPIES: Duration = Duration::from_secs(60);
+
 /// How a worker's bytes travel.
 pub enum Mode {
     /// We copy between its pages and the arena.
     LmcacheDriven {
         /// Its pages.
-        memory: Box<dyn EngineMemory>,
+        memory: Arc<dyn EngineMemory>,
         /// As registered, to recognise the same registration.
         tensors: Vec<TensorDescriptor>,
         /// As registered.
@@ -61,6 +64,43 @@ pub struct Instance {
     last_seen: AtomicU64,
     pinged: AtomicBool,
     told_overdrawn: AtomicBool,
+    pages: Mutex<Pages>,
+    /// Told when the last copy has ended.
+    rests: Condvar,
+}
+
+/// Whether an instance's pages may be touched, and by how many transfers they are.
+struct Pages {
+    stay: bool,
+    copying: usize,
+}
+
+/// Held while an instance's pages are copied: [`Instance::leave`] waits for it.
+pub struct Copying {
+    instance: Arc<Instance>,
+    memory: Arc<dyn EngineMemory>,
+}
+
+impl Copying {
+    /// Whose pages.
+    pub fn instance(&self) -> &Arc<Instance> {
+        &self.instance
+    }
+
+    /// The pages.
+    pub fn pages(&self) -> Arc<dyn EngineMemory> {
+        Arc::clone(&self.memory)
+    }
+}
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        let mut pages = self.instance.pages.lock();
+        pages.copying -= 1;
+        if pages.copying == 0 {
+            self.instance.rests.notify_all();
+        }
+    }
 }
 
 impl Instance {
@@ -83,6 +123,67 @@ impl Instance {
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
             told_overdrawn: AtomicBool::new(false),
+            pages: Mutex::new(Pages {
+                stay: true,
+                copying: 0,
+            }),
+            rests: Condvar::new(),
+        }
+    }
+
+    /// To be held while its pages are copied.
+    ///
+    /// # Errors
+    /// One line: it copies by itself, or it has left, and its pages may be somebody else's.
+    pub fn copying(self: &Arc<Self>) -> Result<Copying, String> {
+        let Mode::LmcacheDriven { memory, .. } = &self.mode else {
+            return Err("the instance is registered for engine-driven transfers; allowed: prepare and commit".into());
+        };
+        let mut pages = self.pages.lock();
+        if !pages.stay {
+            return Err("the instance has left meanwhile".into());
+        }
+        pages.copying += 1;
+        Ok(Copying {
+            instance: Arc::clone(self),
+            memory: Arc::clone(memory),
+        })
+    }
+
+    /// Has no copy of its pages begin any more, whatever connection asked for it, and waits for those that run.
+    ///
+    /// # Errors
+    /// One line, when some have not ended in [`LAST_COPIES`]: a device that does not answer any more.
+    pub fn leave(&self) -> Result<(), String> {
+        let mut pages = self.pages.lock();
+        pages.stay = false;
+        if let Mode::LmcacheDriven { memory, .. } = &self.mode {
+            memory.stop();
+        }
+        let running = |pages: &mut Pages| pages.copying > 0;
+        let waited = self.rests.wait_while_for(&mut pages, running, LAST_COPIES);
+        match waited.timed_out() {
+            false => Ok(()),
+            true => Err(format!(
+                "{} transfers of instance {} have not ended {LAST_COPIES:?} after it left; their memory is not used again",
+                pages.copying, self.id
+            )),
+        }
+    }
+
+    /// Name of the device that its pages are on, for the metrics.
+    pub fn device(&self) -> &'static str {
+        match &self.mode {
+            Mode::LmcacheDriven { memory, .. } => memory.device(),
+            Mode::EngineDriven { .. } => "cpu",
+        }
+    }
+
+    /// The event that a transfer is answered with, given the one it was asked with.
+    pub fn answer_event<'a>(&self, asked: &'a [u8]) -> &'a [u8] {
+        match &self.mode {
+            Mode::LmcacheDriven { memory, .. } => memory.answer_event(asked),
+            Mode::EngineDriven { .. } => asked,
         }
     }
 
@@ -282,5 +383,87 @@ impl Instances {
     /// How many workers are registered.
     pub fn len(&self) -> usize {
         self.tables.read().by_id.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use kvtier_device::{DeviceError, Done, KvLayout, Transfer};
+    use kvtier_memory::SegmentError;
+
+    use super::*;
+
+    /// Pages that nobody looks at.
+    struct NoPages;
+
+    impl EngineMemory for NoPages {
+        fn layout(&self) -> &Arc<KvLayout> {
+            unreachable!()
+        }
+
+        fn is_current(&self) -> bool {
+            unreachable!()
+        }
+
+        fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
+            unreachable!()
+        }
+
+        fn device(&self) -> &'static str {
+            unreachable!()
+        }
+
+        fn transfer(&self, _: Transfer, _: Done) {
+            unreachable!()
+        }
+
+        fn answer_event<'a>(&self, _: &'a [u8]) -> &'a [u8] {
+            unreachable!()
+        }
+
+        fn read_blocks(
+            &self,
+            _: usize,
+            _: &[i64],
+            _: &mut dyn FnMut(&[u8]),
+        ) -> Result<(), DeviceError> {
+            unreachable!()
+        }
+    }
+
+    #[test]
+    fn an_instance_has_left_when_its_last_copy_has_ended_and_no_other_begins() {
+        let mode = Mode::LmcacheDriven {
+            memory: Arc::new(NoPages),
+            tensors: Vec::new(),
+            hints: LayoutHints::default(),
+            groups: Vec::new(),
+        };
+        let layout = ModelLayout {
+            groups: Vec::new(),
+            fingerprint: 0,
+        };
+        let instance = Instance::new(InstanceId(7), "model", 1, mode, layout, Duration::ZERO);
+        let instance = Arc::new(instance);
+        let has_copied = AtomicBool::new(false);
+        let begun = Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let copying = instance.copying().unwrap();
+                begun.wait();
+                while instance.pages.lock().stay {
+                    std::thread::yield_now();
+                }
+                has_copied.store(true, Ordering::Relaxed);
+                drop(copying);
+            });
+            begun.wait();
+            instance.leave().unwrap();
+            assert!(has_copied.load(Ordering::Relaxed));
+            // Of a request that found the instance before.
+            assert!(instance.copying().is_err());
+        });
     }
 }

@@ -267,13 +267,16 @@ impl Engine {
             (result, _) => return result_answer(result).into(),
         };
         let (lookups, request_id) = (Arc::clone(&self.lookups), Box::<str>::from(request_id));
-        let later = async move {
-            // Nothing is ever sent: the other end is dropped when the result is there.
-            let _ = tokio::time::timeout(timeout, pending.changed()).await;
-            drop(pending);
-            result_answer(lookups.take_result(&request_id, caller.connection))
-        };
-        Handled::Later(Box::pin(later), runtime)
+        Handled::Later(Box::new(move |responder| {
+            runtime.spawn(async move {
+                // Nothing is ever sent: the other end is dropped when the result is there.
+                let _ = tokio::time::timeout(timeout, pending.changed()).await;
+                drop(pending);
+                responder.answer(result_answer(
+                    lookups.take_result(&request_id, caller.connection),
+                ));
+            });
+        }))
     }
 
     /// The scheduler does not need these chunks.

@@ -12,17 +12,20 @@ mod engine_driven;
 mod housekeeping;
 mod instances;
 mod layout;
-mod lmcache_driven;
 mod lookup;
 mod lookups;
 mod memory;
 mod objects;
 mod registration;
+mod retrieve;
 mod salts;
 mod scrape;
 mod status;
+mod store;
+mod tensors;
 mod transfers;
 mod warm;
+mod worker_range;
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
@@ -30,7 +33,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use answer::{Answer, Handled};
+pub use answer::{Answer, Handled, Responder};
 pub use checksums::ChecksumError;
 pub use clock::Clock;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
@@ -178,8 +181,10 @@ impl Engine {
     }
 
     /// Serves one request.
-    pub fn handle(&self, caller: Caller, request: &Request<'_, Prompt>) -> Handled {
+    pub fn handle(self: &Arc<Self>, caller: Caller, request: &Request<'_, Prompt>) -> Handled {
         match request {
+            Request::Store(store) => self.store(store),
+            Request::Retrieve(retrieve) => self.retrieve(retrieve),
             Request::WaitPrefetchStatus { job, timeout } => {
                 self.wait_lookup_result(caller, *job, timeout.clamped(MAX_WAIT))
             }
@@ -215,8 +220,6 @@ impl Engine {
             Request::FreeLookupLocks { key, .. } => self.free_lookup(caller, key),
             Request::EndSession { request_id } => self.end_session(caller, request_id),
 
-            Request::Store(store) => self.store(store),
-            Request::Retrieve(retrieve) => self.retrieve(retrieve),
             Request::PrepareStore { key, instance } => self.prepare_store(key, *instance),
             Request::CommitStore {
                 key,

@@ -5,9 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_device::{
     CpuDevice, Device, Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout,
-    LayoutHints, MemorySpec, TensorSpec,
+    LayoutHints,
 };
-use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, EngineGroupInfo, InstanceId, Registration};
 use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
@@ -15,6 +14,7 @@ use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
 use super::instances::{Instance, Mode};
 use super::layout::{EngineDrivenLayout, ModelLayout};
 use super::lookup::check_name;
+use super::tensors::tensor_spec;
 use super::{Answer, Caller, Engine};
 
 /// World sizes that fit a rank's place in an object key.
@@ -112,7 +112,7 @@ impl Engine {
             .open(Arc::new(layout))
             .map_err(|error| error.to_string())?;
         let mode = Mode::LmcacheDriven {
-            memory,
+            memory: memory.into(),
             tensors: registration.tensors.clone(),
             hints: registration.hints,
             groups: registration.groups.clone(),
@@ -216,8 +216,9 @@ impl Engine {
 
     fn admit(&self, instance: Instance) -> Result<(), String> {
         let id = instance.id;
-        if self.instances.insert(instance)?.is_some() {
-            // Another process, or the same one with other memory. The earlier one may still be copying.
+        if let Some(earlier) = self.instances.insert(instance)? {
+            // Another process, or the same one with other memory. The earlier one may still be copying by itself.
+            leave(&earlier);
             let transfers = self
                 .transfers
                 .abandon(id, self.now() + self.config.write_ttl);
@@ -230,10 +231,14 @@ impl Engine {
         Ok(())
     }
 
-    /// A worker leaves; what it had borrowed is not committed, and comes back once its copies must have ended.
+    /// A worker leaves; what it had borrowed is not committed, and comes back once its copies must have ended. When
+    /// this returns, we copy none of its pages and never will, whichever connection has asked for it.
     pub(super) fn unregister(&self, id: InstanceId) {
         // In this order: no transfer begins for an instance that is gone.
         let instance = self.instances.remove(id);
+        if let Some(instance) = &instance {
+            leave(instance);
+        }
         let transfers = self
             .transfers
             .abandon(id, self.now() + self.config.write_ttl);
@@ -254,6 +259,12 @@ impl Engine {
     }
 }
 
+fn leave(instance: &Instance) {
+    if let Err(error) = instance.leave() {
+        tracing::error!("{error}");
+    }
+}
+
 fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
     *instance.model_name == *registration.model_name
         && instance.world_size == registration.world_size
@@ -263,32 +274,6 @@ fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
                 if *tensors == registration.tensors && *hints == registration.hints && *groups == registration.groups
                     && memory.is_current()
         )
-}
-
-fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec, String> {
-    let Some(metadata) = descriptor.metadata() else {
-        return Err(format!(
-            "tensors of kind {} cannot be registered; allowed: the descriptors of LMCache 0.5.1 and later",
-            descriptor.kind()
-        ));
-    };
-    let memory = match descriptor {
-        TensorDescriptor::CpuShm(shm) => MemorySpec::CpuShm {
-            name: shm.shm_name.clone(),
-            nbytes: shm.nbytes,
-        },
-        other => MemorySpec::Unsupported {
-            kind: other.kind().to_string(),
-        },
-    };
-    Ok(TensorSpec {
-        memory,
-        dtype_size: metadata.dtype.item_size(),
-        dtype_name: metadata.dtype.name().to_string(),
-        shape: metadata.shape.clone(),
-        stride: metadata.stride.clone(),
-        storage_offset: metadata.storage_offset,
-    })
 }
 
 fn group_spec(info: &EngineGroupInfo) -> GroupSpec {

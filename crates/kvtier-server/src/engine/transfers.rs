@@ -158,7 +158,9 @@ pub enum Finish {
     Last(Lent),
     /// One of several retrieves of it.
     Earlier,
-    /// Nothing that could be committed.
+    /// One that was given up: there is nothing to commit, and nobody else had its memory until now.
+    GivenUp,
+    /// Nothing that is known.
     Unknown,
 }
 
@@ -243,12 +245,13 @@ impl Transfers {
         }
         let late = match tables.withheld.get(id) {
             Some(Withheld { until: None, .. }) => tables.withheld.remove(id),
-            _ => None,
+            Some(_) => return Finish::GivenUp,
+            None => return Finish::Unknown,
         };
         tables.withheld_bytes -= late.as_ref().map_or(0, |held| held.bytes);
         drop(tables);
         drop(late);
-        Finish::Unknown
+        Finish::GivenUp
     }
 
     /// An instance has left, was replaced or fell silent: its transfers can no longer be committed, and their memory

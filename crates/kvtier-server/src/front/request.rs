@@ -13,7 +13,7 @@ use super::limits::{SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
 use super::seldom::Seldom;
 use crate::budget::Charge;
-use crate::engine::{Answer, Caller, Engine, Handled};
+use crate::engine::{Answer, Caller, Engine, Handled, Responder};
 use crate::health::Health;
 
 /// A request whose frames are still undecoded.
@@ -83,29 +83,44 @@ impl Server {
     }
 
     /// Serves a request. Whatever happens, there is an answer; a stream has two messages, and an answer that has to wait
-    /// for a tier goes through the outbox when it is there.
+    /// goes through the outbox when it is there.
     pub fn answer(self: &Arc<Self>, job: Job) -> impl Iterator<Item = Reply> + use<> {
-        let operation = job.spec().operation;
-        let handled = catch_unwind(AssertUnwindSafe(|| self.serve(&job))).unwrap_or_else(|_| {
-            // The panic has been printed. State under a lock may be half changed, so the health says it for good.
-            self.health.poison(operation.name());
-            self.engine.metrics().handler_panics.inc();
-            Answer::refusal(operation, job.spec().response, "panic").into()
-        });
+        let handled = catch_unwind(AssertUnwindSafe(|| self.serve(&job)))
+            .unwrap_or_else(|_| self.panicked(&job).into());
         let now = match handled {
             Handled::Now(answer) => Some(self.replies(job, answer)),
-            Handled::Later(later, runtime) => {
-                let server = Arc::clone(self);
-                runtime.spawn(async move {
-                    let answer = later.await;
-                    for reply in server.replies(job, answer) {
-                        server.outbox.send(reply);
-                    }
-                });
+            Handled::Later(begin) => {
+                let responder = self.responder(job);
+                // A panic drops the responder, which says so.
+                let _ = catch_unwind(AssertUnwindSafe(|| begin(responder)));
                 None
             }
         };
         now.into_iter().flatten()
+    }
+
+    /// Sends the answer to a job when it is there.
+    fn responder(self: &Arc<Self>, job: Job) -> Responder {
+        let server = Arc::clone(self);
+        Responder::new(move |answer| {
+            let answer = answer.unwrap_or_else(|| match std::thread::panicking() {
+                true => server.panicked(&job),
+                // At the end, when what it waited for ends too.
+                false => Answer::refusal(job.spec().operation, job.spec().response, "given_up"),
+            });
+            for reply in server.replies(job, answer) {
+                server.outbox.send(reply);
+            }
+        })
+    }
+
+    /// Notes a panic, which has been printed, and gives the answer to the request that met it.
+    fn panicked(&self, job: &Job) -> Answer {
+        let operation = job.spec().operation;
+        // State under a lock may be half changed, so the health says it for good.
+        self.health.poison(operation.name());
+        self.engine.metrics().handler_panics.inc();
+        Answer::refusal(operation, job.spec().response, "panic")
     }
 
     /// Answers with the operation's "no", without serving.
