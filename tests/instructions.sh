@@ -4,26 +4,26 @@
 # Counts do not depend on what else the machine does, so a limit can be close: a tenth above what was measured.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo build --release -q -p kvtier-core --example instructions
-binary=${CARGO_TARGET_DIR:-target}/release/examples/instructions
+cargo build --release -q -p kvtier-core -p kvtier-device --example instructions --example plan_instructions
+binaries=${CARGO_TARGET_DIR:-target}/release/examples
 
 count() {
-  valgrind --tool=callgrind --callgrind-out-file=/dev/null "$binary" "$1" "$2" 2>&1 |
+  valgrind --tool=callgrind --callgrind-out-file=/dev/null "$binaries/$1" "$2" "$3" 2>&1 |
     sed -n 's/.*Collected : //p'
 }
 
 failed=0 passed=0
-while IFS=$'\t' read -r scenario limit meaning; do
-  [[ $scenario == \#* || -z $scenario ]] && continue
-  few=$(count "$scenario" 8)
-  many=$(count "$scenario" 40)
-  # 32 rounds of 128 chunks apart.
+while IFS=$'\t' read -r example scenario limit meaning; do
+  [[ $example == \#* || -z $example ]] && continue
+  few=$(count "$example" "$scenario" 8)
+  many=$(count "$example" "$scenario" 40)
+  # 32 rounds of 128 chunks or pages apart.
   each=$(((many - few) / (32 * 128)))
   if [ "$each" -le "$limit" ]; then
-    echo "PASS $scenario: $each instructions a chunk, limit $limit ($meaning)"
+    echo "PASS $scenario: $each instructions each, limit $limit ($meaning)"
     passed=$((passed + 1))
   else
-    echo "FAIL $scenario: $each instructions a chunk, limit $limit ($meaning)"
+    echo "FAIL $scenario: $each instructions each, limit $limit ($meaning)"
     failed=$((failed + 1))
   fi
 done <tests/instructions.tsv

@@ -86,7 +86,16 @@ impl DeviceCopy {
                 .checked_add(place.bytes)
                 .ok_or(overflow(what))?;
         }
-        let bytes = copy.bytes().ok_or(overflow(EXTENT))?;
+        // Bytes moved, and on each side those from the first one touched to behind the last one.
+        let mut bytes = copy.inner_bytes;
+        let (mut engine_span, mut host_span) = (bytes, bytes);
+        for step in loops.iter().filter(|step| step.count != 1) {
+            let steps = step.count.saturating_sub(1);
+            let reach = |span: u64, stride| span.checked_add(steps.checked_mul(stride)?);
+            bytes = bytes.checked_mul(step.count).ok_or(overflow(EXTENT))?;
+            engine_span = reach(engine_span, step.segment_stride).ok_or(overflow(MEMORY))?;
+            host_span = reach(host_span, step.arena_stride).ok_or(overflow(EXTENT))?;
+        }
         if bytes == 0 {
             return Ok(Self {
                 engine: memory.address,
@@ -95,15 +104,8 @@ impl DeviceCopy {
                 loops: [CopyLoop::ONCE; LOOPS],
             });
         }
-        let reach = |stride: fn(&CopyLoop) -> u64| {
-            loops.iter().try_fold(copy.inner_bytes, |len, step| {
-                len.checked_add((step.count - 1).checked_mul(stride(step))?)
-            })
-        };
-        let len = reach(|step| step.segment_stride).ok_or(overflow(MEMORY))?;
-        within(MEMORY, copy.segment_offset, len, memory.bytes)?;
-        let len = reach(|step| step.arena_stride).ok_or(overflow(EXTENT))?;
-        within(EXTENT, copy.arena_offset, len, extent.bytes)?;
+        within(MEMORY, copy.segment_offset, engine_span, memory.bytes)?;
+        within(EXTENT, copy.arena_offset, host_span, extent.bytes)?;
         // Strides of zero could state endless work inside those bounds.
         within(EXTENT, 0, bytes, extent.bytes)?;
         Ok(Self {
