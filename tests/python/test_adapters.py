@@ -1,16 +1,22 @@
 """Every method of the two adapters against the built server."""
 
+import contextlib
 import glob
 import hashlib
 import os
 import pickle
+import signal
 import time
+import weakref
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import CHUNK
+from kvrig.proxy import Proxy
 from kvrig.server import free_port
 from kvrig.waiting import wait_until
-from kvtier import LoadStoreOp, Prompt, SchedulerAdapter, WorkerAdapter
+from kvtier import KvTierError, LoadStoreOp, Prompt, SchedulerAdapter, WorkerAdapter
 from kvtier.worker import Group
 from rig import BLOCK, tokens
 
@@ -238,10 +244,199 @@ def test_several_stores_of_a_request_are_all_waited_for(place, mode, fresh):
     wait_until(lambda: reported.extend(engine.worker.get_finished({request})[0]) or reported, 10, "stores")
     assert engine.worker.counters.stores == 8
     assert engine.lookup(fresh(), prompt) == 8 * CHUNK
-    # Preemption: the blocks may be overwritten when this returns.
+    # Preemption: the blocks may be overwritten when this returns, and what they held is cached.
     engine.worker.submit_store_request(request, engine.op(tokens(CHUNK, "p"), 0, CHUNK, [1, 2, 3, 4]))
     engine.worker.wait_for_stores([request, "other"])
     assert engine.worker.counters.stores == 9
+
+
+@contextlib.contextmanager
+def frozen(server):
+    """The server does nothing inside, and goes on behind."""
+    pid = server.process.pid
+    tasks = Path(f"/proc/{pid}/task")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: {(t / "stat").read_text().rsplit(")", 1)[1].split()[0] for t in tasks.iterdir()} == {"T"}, 5, "a stop")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", ["engine_driven", "pickle"])
+def test_stores_that_were_not_begun_are_given_up(place, how, fresh):
+    """Preemption: nobody waits for a server to take what this process still has to copy; nor is it copied later."""
+    place.mode = "engine_pickle" if how == "pickle" else "both"
+    server = place.server()
+    engine = place.engine(server, mode=how, heartbeat=600)
+    worker, names, prompts = engine.worker, [fresh(), fresh()], [tokens(CHUNK, "one"), tokens(CHUNK, "two")]
+    with frozen(server):
+        for name, prompt in zip(names, prompts, strict=True):
+            worker.submit_store_request(name, engine.op(prompt, 0, CHUNK, [1, 2, 3, 4]))
+        worker.wait_for_stores(names, patience=0)
+        assert worker.counters.failed_stores == 0, "before their deadline"
+        assert worker.get_finished(names)[0] == set(names)
+        engine.fill([1, 2, 3, 4], 99)
+    wait_until(lambda: worker.get_finished(()) and worker.counters.failed_stores == 2, 15, "their end")
+    assert [engine.lookup(fresh(), prompt) for prompt in prompts] == [0, 0]
+
+
+def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place, fresh):
+    """Preemption, and requests that have ended: a server that hangs costs that much and no more."""
+    server = place.server()
+    server.expect_trouble("deadline|instance|register")
+    engine = place.engine(server, mode="lmcache_driven", timeout=1.0, heartbeat=600)
+    worker, names, prompt = engine.worker, [fresh(), fresh()], tokens(CHUNK, "late")
+    with frozen(server):
+        worker.submit_store_request(names[0], engine.op(prompt, 0, CHUNK, [1, 2, 3, 4]))
+        worker.submit_store_request(names[1], engine.op(prompt, 0, CHUNK, [5, 6, 7, 8]))
+        assert worker.get_finished({names[1]})[0] == set()
+        worker.wait_for_stores([names[0]], patience=0)
+        told = set(worker.get_finished(())[0])
+        wait_until(lambda: told.update(worker.get_finished(())[0]) or told == {names[1]}, 5, "the second")
+        assert worker.counters.failed_stores == 2
+        engine.fill(range(1, 9), 99)
+    engine.healthy()
+    assert engine.lookup(fresh(), prompt) == 0
+    assert engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+
+
+class DeviceEvent:
+    """As much of a CUDA event as is used; the server answers its handle."""
+
+    def __init__(self, done=True):
+        self.done, self.is_waited_for = done, False
+
+    def ipc_handle(self):
+        return b"a device event"
+
+    def query(self):
+        return self.done
+
+    def wait(self):
+        self.is_waited_for = True
+
+
+def test_the_engines_event_lives_until_the_server_has_opened_it(place, fresh):
+    """Its handle is worth nothing without it."""
+    server = place.server()
+    engine, event = place.engine(server, mode="lmcache_driven"), DeviceEvent()
+    known = weakref.ref(event)
+    with frozen(server):
+        engine.worker.submit_store_request(fresh(), engine.op(tokens(CHUNK, "event"), 0, CHUNK, [1, 2, 3, 4]), event)
+        del event
+        assert known() is not None
+    engine.finish_stores()
+    assert known() is None and engine.worker.counters.stores == 1
+
+
+def test_an_event_that_cannot_be_opened_is_one_failure(place, fresh, monkeypatch):
+    """What else has ended is told, also in the same call."""
+    engine, names = place.engine(place.server(), mode="lmcache_driven"), [fresh(), fresh(), fresh()]
+    worker, worker.on_cuda = engine.worker, True
+
+    def broken(device, handle):
+        raise RuntimeError("no such event")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda.Event, "from_ipc_handle", broken)
+    for number, name in enumerate(names):
+        event = DeviceEvent() if number != 2 else None
+        worker.submit_store_request(name, engine.op(tokens(CHUNK, name), 0, CHUNK, [1, 2, 3, 4]), event)
+    told = set()
+    wait_until(lambda: told.update(worker.get_finished(names)[0]) or told == set(names), 10, "all three")
+    assert (worker.counters.failed_stores, worker.counters.stores) == (2, 1)
+
+
+def test_a_store_behind_a_device_event_is_waited_for_by_the_device(place, fresh, monkeypatch):
+    """Preemption: what the engine queues next comes behind the copy; this thread does not wait."""
+    engine, name, theirs = place.engine(place.server(), mode="lmcache_driven"), fresh(), DeviceEvent(done=False)
+    worker, worker.on_cuda = engine.worker, True
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda.Event, "from_ipc_handle", lambda device, handle: theirs)
+    worker.submit_store_request(name, engine.op(tokens(CHUNK, name), 0, CHUNK, [1, 2, 3, 4]), DeviceEvent())
+    worker.wait_for_stores([name])
+    assert theirs.is_waited_for
+    assert worker.get_finished({name})[0] == {name} and worker.counters.stores == 0
+    theirs.done = True
+    worker.get_finished(())
+    assert worker.counters.stores == 1
+
+
+def test_what_the_server_takes_nothing_of_is_not_counted_as_stored(place, fresh):
+    """It has all of it, or no room; of a part, that part counts."""
+    engine, prompt = place.engine(place.server(), mode="engine_driven"), tokens(3 * CHUNK, "again")
+    assert engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)))
+    engine.worker.submit_store_request(fresh(), engine.op(prompt, 0, 2 * CHUNK, list(range(1, 9))), tag="all")
+    engine.finish_stores()
+    engine.worker.submit_store_request(fresh(), engine.op(prompt, 0, 3 * CHUNK, list(range(1, 13))), tag="part")
+    engine.finish_stores()
+    counted = engine.worker.counters
+    assert (counted.stores, counted.skipped_stores, counted.stored_tokens) == (2, 1, 3 * CHUNK)
+    assert engine.worker.take_ended_stores() == [("all", []), ("part", [2])]
+    assert engine.worker.take_ended_stores() == [], "told once"
+
+
+def test_the_order_of_reading_changes_nothing(place, mode, fresh, monkeypatch):
+    """Only get_finished finds out what has ended: errors are told with it and not before."""
+    engine, request = place.engine(place.server(), mode=mode), fresh()
+    worker = engine.worker
+    worker.submit_retrieve_request(request, engine.op(tokens(CHUNK, "order"), 0, CHUNK, [1, 2, 3, 4]))
+    worker._take(worker._worker.take_finished(10.0))
+    took = []
+    monkeypatch.setattr(worker, "_poll", lambda: took.append(True))
+    assert worker.get_failed_request_ids() == {request} and worker.get_block_ids_with_load_errors() == {1, 2, 3, 4}
+    assert took == []
+    assert worker.get_finished(())[1] == {request} and took == [True]
+
+
+def test_sessions_that_end_while_the_server_hangs_end_with_it(place, fresh):
+    """What was leased is not leased for the rest of the server's patience."""
+    server = place.server()
+    engine, prompt = place.engine(server, heartbeat=0.3), tokens(2 * CHUNK, "hang")
+    engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)), salt="alice")
+    first, second = fresh(), fresh()
+    for request in (first, second):
+        assert engine.lookup(request, prompt, salt="alice") == 2 * CHUNK
+    with frozen(server):
+        wait_until(lambda: not engine.scheduler.is_healthy, 5, "degraded")
+        engine.scheduler.free_lookup_locks(first, prompt, start=0, end=2 * CHUNK, cache_salt="alice")
+        engine.scheduler.end_session(second)
+    wait_until(lambda: leased(server) == 0, 5, "leases to end")
+
+
+def test_auto_takes_what_the_server_allows(place, fresh, caplog):
+    """The first choice, or the second with a word about it; a mode that was asked for is not replaced."""
+    for kind, transport, words in [("lmcache_driven", "server", 1), ("engine_pickle", "pickle", 0), ("both", "pool", 0)]:
+        server = place.server(mode=kind)
+        server.expect_trouble("register|mode")
+        caplog.clear()
+        engine, request, prompt = place.engine(server, mode="auto"), fresh(), tokens(CHUNK, kind)
+        assert engine.worker.transport == transport
+        said = [each.getMessage() for each in caplog.records if "trying lmcache_driven" in each.getMessage()]
+        assert len(said) == words, said
+        assert engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+        assert engine.lookup(request, prompt) == CHUNK
+        assert engine.retrieve(request, prompt, 0, CHUNK, [5, 6, 7, 8]) == set()
+        assert engine.has([5, 6, 7, 8], engine.read([1, 2, 3, 4]))
+    refused = place.engine(place.servers[0], mode="engine_driven", register=False)
+    with pytest.raises(KvTierError):
+        refused.worker.register_kv_caches({f"layer.{i}": t for i, t in enumerate(refused.tensors)}, kv_layout="HND")
+
+
+def test_a_server_without_heartbeats_is_none(place):
+    """It would be left alone for ever."""
+    proxy = Proxy(place.server().url, free_port())
+
+    def again():
+        proxy.at("ping", again)
+
+    again()
+    try:
+        with pytest.raises(ConnectionError, match="no heartbeat"):
+            SchedulerAdapter(proxy.url, "m", block_tokens=BLOCK, timeout=1.0, heartbeat=0.2)
+    finally:
+        proxy.close()
 
 
 def test_a_failed_retrieve_names_its_blocks(place, mode, fresh):

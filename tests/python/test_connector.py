@@ -18,14 +18,20 @@ from kvtier import Prompt  # noqa: E402
 from kvtier.vllm import KvTierConnector  # noqa: E402
 from kvtier.vllm.options import Identity, Options  # noqa: E402
 from kvtier.vllm.requests import with_extras  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 PER_CHUNK = CHUNK // BLOCK
 
 
 class FullAttentionSpec(SimpleNamespace):
     """By its name, like vLLM's."""
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    """One latent vector a token, the same in every tensor-parallel rank."""
 
 
 class SlidingWindowSpec(SimpleNamespace):
@@ -78,7 +84,7 @@ class Vllm:
     """A scheduler's connector, the workers' ones, and vLLM's part between them."""
 
     def __init__(self, server, ranks=1, mla=False, seed=1, **options):
-        config = cache_config(f"layer.{i}" for i in range(2))
+        config = cache_config((f"layer.{i}" for i in range(2)), MLAAttentionSpec if mla else FullAttentionSpec)
         self.layout = layouts.layout("mla" if mla else "fused_hnd")
         if mla:
             config.kv_cache_layout = "LBNHC"
@@ -92,6 +98,7 @@ class Vllm:
             worker.register_kv_caches({f"layer.{i}": tensor for i, tensor in enumerate(tensors)})
             self.workers.append(worker)
             self.tensors.append(tensors)
+        self.aggregator = KVOutputAggregator(ranks)
         self.stats = {}
 
     def match(self, req, computed=0):
@@ -128,7 +135,7 @@ class Vllm:
             preempted_req_ids=set(preempted),
         )
         metadata = self.scheduler.build_connector_meta(scheduled)
-        sending, receiving, failed, reports = [], [], set(), []
+        sending, receiving, outputs = [], [], []
         for worker in self.workers:
             worker.handle_preemptions(metadata)
             worker.bind_connector_metadata(metadata)
@@ -137,25 +144,24 @@ class Vllm:
             results = worker.get_transfer_results(set(finished))
             sending.append(results.finished_sending)
             receiving.append(results.finished_recving)
-            failed |= worker.get_block_ids_with_load_errors()
-            reports.append(worker.build_connector_worker_meta())
+            output = KVConnectorOutput(
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+                invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            outputs.append(SimpleNamespace(kv_connector_output=output))
             stats = worker.get_kv_connector_stats()
             if stats:
                 for key, value in stats.data.items():
                     self.stats[key] = self.stats.get(key, 0) + value
             worker.clear_connector_metadata()
-        report = None
-        for each in filter(None, reports):
-            report = each if report is None else report.aggregate(each)
-        self.scheduler.update_connector_output(
-            SimpleNamespace(
-                invalid_block_ids=failed,
-                finished_recving=set.intersection(*receiving),
-                failed_recving=set(),
-                kv_connector_worker_meta=report,
-            )
+        told = self.aggregator.aggregate(outputs).kv_connector_output
+        self.scheduler.update_connector_output(told)
+        return SimpleNamespace(
+            metadata=metadata, sent=sending, received=receiving, failed=told.invalid_block_ids, ended=told.finished_recving
         )
-        return SimpleNamespace(metadata=metadata, sent=sending, received=receiving, failed=failed)
 
     def until(self, what, **first):
         """Steps until `what(step)`; ids of all steps together."""
@@ -295,15 +301,44 @@ def test_generated_tokens_are_stored_when_asked(place, engines):
     engine.finish(req)
 
 
+def test_preemption_and_resumption_in_one_step(place, engines):
+    """As a reset of the prefix cache under running requests has it: the new blocks count, with a load and without."""
+    engine = engines(place.server())
+    loads, computes = request("a", tokens(2 * CHUNK + 1, "pr")), request("b", tokens(CHUNK, "short"))
+    for req, blocks in ((loads, range(1, 10)), (computes, range(11, 15))):
+        assert engine.match(req) == (0, False)
+        engine.allocate(req, blocks, 0)
+    engine.step(new=[(loads, range(1, 10), 0, 2 * CHUNK + 1), (computes, range(11, 15), 0, 2)])
+    expected = engine.read(list(range(1, 9)))
+    # vLLM's next schedule() preempts all, and gives them blocks again.
+    wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 10, "the store")
+    assert engine.match(loads) == (2 * CHUNK, True)
+    engine.allocate(loads, range(31, 40), 2 * CHUNK)
+    assert engine.match(computes) == (0, False)
+    engine.allocate(computes, range(41, 45), 0)
+    both = ["a", "b"]
+    metadata = engine.step(
+        preempted=both, resumed=["b"], cached=[(computes, range(41, 45), 0, CHUNK)]
+    ).metadata
+    assert [move.block_ids for move in metadata.loads] == [[list(range(31, 39))]]
+    assert [move.block_ids for move in metadata.stores] == [[list(range(41, 45))]]
+    wait_until(lambda: engine.step().ended, 10, "the load")
+    assert same(engine.read(list(range(31, 39))), expected)
+
+
 def test_preemption(place, engines):
     """Stores are waited for before blocks go to others; a resumed request loads what it had stored."""
-    engine = engines(place.server())
+    engine = engines(place.server(), **{"kvtier.preemption_patience": 7.5})
     req = request("a", tokens(2 * CHUNK + 1, "pre"))
     engine.match(req)
     engine.allocate(req, range(1, 10), 0)
     engine.step(new=[(req, range(1, 10), 0, 2 * CHUNK + 1)])
     expected = engine.read(list(range(1, 9)))
+    worker, waited = engine.workers[0]._adapter, []
+    wait = worker.wait_for_stores
+    worker.wait_for_stores = lambda names, patience: waited.append((names, patience)) or wait(names, patience)
     engine.step(preempted=["a"])
+    assert waited == [({"a"}, 7.5)]
     # Now the blocks are somebody else's.
     for tensor in engine.tensors[0]:
         layouts.fill_blocks(tensor, engine.layout.block_axis, list(range(1, 10)), 0)
@@ -360,6 +395,29 @@ def test_a_failed_load_is_computed_and_stored_again(place, engines):
     assert engine.match(request("c", prompt)) == (2 * CHUNK, True)
 
 
+def test_a_load_that_fails_in_one_rank_first(place, engines):
+    """Told steps before the last rank's end, and by one rank alone: the request is not looked up a second time."""
+    server = place.server()
+    engine, prompt = engines(server, ranks=2), tokens(CHUNK + 1, "one first")
+    engine.prefill(request("a", prompt), range(1, 6))
+    req = request("b", prompt)
+    assert engine.match(req) == (CHUNK, True)
+    engine.scheduler._scheduling.adapter.client.clear(True).result()
+    slow = engine.workers[1]._adapter
+    its_own, slow.get_finished = slow.get_finished, lambda ids: (set(), set())
+    engine.allocate(req, range(11, 16), CHUNK)
+    failed = set()
+    wait_until(lambda: failed.update(engine.step().failed) or failed, 10, "the first rank's word")
+    slow.get_finished, slow.get_block_ids_with_load_errors = its_own, set
+    wait_until(lambda: engine.step().ended, 10, "the second's")
+    engine.prefill(request("c", prompt), range(21, 26))
+    assert engine.match(request("d", prompt)) == (CHUNK, True), "it is cached"
+    assert engine.match(req) == (0, False)
+    engine.allocate(req, range(11, 16), 0)
+    stores = engine.step(new=[(req, range(11, 16), 0, CHUNK + 1)]).metadata.stores
+    assert [(move.start, move.end) for move in stores] == [(0, CHUNK)]
+
+
 def test_tenants(place, engines):
     """cache_salt reaches the key on every path."""
     engine, prompt = engines(place.server()), tokens(CHUNK + 1, "salt")
@@ -413,17 +471,33 @@ def test_block_hashes_as_keys(place, engines):
 
 
 def test_events(place, engines):
-    """Told once every rank has stored, in vLLM's own hashes."""
+    """A chunk's is told once every rank has stored it, in vLLM's own hashes; what was there already is told by nobody."""
     engine = engines(place.server(), ranks=2, events=True)
-    req = request("a", tokens(2 * CHUNK + 1, "ev"), lora_request=SimpleNamespace(lora_name="l", adapter_id=3))
+    lora = SimpleNamespace(lora_name="l", adapter_id=3)
+    prompt = tokens(3 * CHUNK + 1, "ev")
+    req = request("a", prompt[: 2 * CHUNK + 1], lora_request=lora)
+    # Looked up before the first has stored anything: it stores all of it, too.
+    longer = request("b", prompt, lora_request=lora)
+    assert engine.match(longer) == (0, False)
     engine.prefill(req, range(1, 10))
-    events = []
-    wait_until(lambda: engine.step() and events.extend(engine.scheduler.take_events()) or events, 10, "events")
-    (event,) = events
-    assert event.block_hashes == [maybe_convert_block_hash(each) for each in req.block_hashes]
-    assert event.parent_block_hash is None
-    assert (event.block_size, event.medium, event.lora_name) == (BLOCK, "CPU", "l")
-    assert list(event.token_ids) == req.all_token_ids[: 2 * CHUNK]
+
+    def told():
+        events = []
+        wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 10, "the stores")
+        events.extend(engine.scheduler.take_events())
+        return events
+
+    first, second = told()
+    hashes = [maybe_convert_block_hash(each) for each in longer.block_hashes]
+    assert first.block_hashes == hashes[:PER_CHUNK] and first.parent_block_hash is None
+    assert second.block_hashes == hashes[PER_CHUNK : 2 * PER_CHUNK] and second.parent_block_hash == hashes[PER_CHUNK - 1]
+    assert (first.block_size, first.medium, first.lora_name) == (BLOCK, "CPU", "l")
+    assert [*first.token_ids, *second.token_ids] == prompt[: 2 * CHUNK]
+    engine.allocate(longer, range(21, 34), 0)
+    engine.step(new=[(longer, range(21, 34), 0, 3 * CHUNK + 1)])
+    (third,) = told()
+    assert third.block_hashes == hashes[2 * PER_CHUNK :]
+    assert engine.stats["stored_tokens"] == 2 * 3 * CHUNK
 
 
 def test_reset_and_stats(place, engines):
@@ -442,6 +516,51 @@ def test_reset_and_stats(place, engines):
     assert engine.scheduler.get_kv_connector_stats() is None
     assert engine.scheduler.reset_cache() is True
     assert engine.match(request("c", prompt)) == (0, False)
+
+
+def test_a_reset_forgets_what_was_found_and_what_is_being_stored(place, engines):
+    """A lookup's result is not loaded behind it, nor what a store brings that was under way."""
+    engine, old, late = engines(place.server()), tokens(CHUNK + 1, "old"), tokens(CHUNK + 1, "late")
+    engine.prefill(request("a", old), range(1, 6))
+    waits = request("b", old)
+    assert engine.match(waits) == (CHUNK, True)
+    assert engine.scheduler.reset_cache() is True
+    assert engine.match(waits) == (0, False), "looked up again, and not held through the reset"
+    # The worker of this store has not begun yet.
+    stores = request("c", late)
+    assert engine.match(stores) == (0, False)
+    engine.allocate(stores, range(1, 6), 0)
+    submit, held = engine.workers[0].wait_for_save, []
+    engine.workers[0].wait_for_save = lambda: held.append(engine.workers[0]._get_connector_metadata())
+    engine.step(new=[(stores, range(1, 6), 0, CHUNK + 1)])
+    assert engine.scheduler.reset_cache() is True
+    engine.workers[0].wait_for_save = submit
+    assert engine.match(request("d", late)) == (0, False)
+    engine.workers[0].bind_connector_metadata(held[0])
+    submit()
+    wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 10, "the store")
+    assert engine.stats["stores"] == 2
+
+    def ready():
+        engine.scheduler.get_num_new_matched_tokens(request("e", late), 0)
+        return not engine.scheduler._scheduling.stale
+
+    wait_until(ready, 10, "the second clear")
+    assert engine.match(request("f", late)) == (0, False)
+    engine.prefill(request("g", late), range(1, 6))
+    assert engine.match(request("h", late)) == (CHUNK, True)
+
+
+def test_a_reset_says_no_while_a_load_goes_on(place, engines):
+    """Its tokens come from before."""
+    engine, prompt = engines(place.server()), tokens(CHUNK + 1, "load on")
+    engine.prefill(request("a", prompt), range(1, 6))
+    req = request("b", prompt)
+    assert engine.match(req) == (CHUNK, True)
+    engine.allocate(req, range(11, 16), CHUNK)
+    assert engine.scheduler.reset_cache() is False
+    wait_until(lambda: engine.step().ended, 10, "the load")
+    assert engine.scheduler.reset_cache() is True
 
 
 def test_groups_of_layers(place, engines):
@@ -523,19 +642,47 @@ def test_what_tokens_do_not_say(place):
     """Pictures, sounds and adapters are part of the key; equal ones are equal."""
     prompt = Prompt(tokens(64, "mm"))
 
-    def key(pictures=(), lora=None):
+    def key(pictures=(), lora=None, of=prompt):
         features = [
             SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=20)) for name, offset in pictures
         ]
         adapter = lora and SimpleNamespace(lora_name=lora, lora_path=f"/adapters/{lora}")
-        return with_extras(prompt, SimpleNamespace(mm_features=features, lora_request=adapter), CHUNK)
+        return with_extras(of, SimpleNamespace(mm_features=features, lora_request=adapter), CHUNK)
 
     keys = [key(), key([("cat", 20)]), key([("dog", 20)]), key([("cat", 21)]), key([("cat", 20), ("dog", 50)]),
             key(lora="x"), key(lora="y"), key([("cat", 20)], lora="x")]  # fmt: skip
     assert len(set(keys)) == len(keys) and all(len(each) == 64 for each in keys)
     assert key([("cat", 20)], "x") == keys[-1]
-    # What comes before the picture is shared.
-    assert key([("cat", 20)]).prefix(20) == prompt.prefix(20)
+    # Chunks before the picture are shared, and those of equal pictures whatever follows in the last one's chunk.
+    assert key([("cat", 20)]).prefix(CHUNK) == prompt.prefix(CHUNK)
+    pictured = key([("cat", 4)], of=Prompt(tokens(24, "mm") + tokens(40, "other")))
+    assert pictured.prefix(CHUNK) == key([("cat", 4)]).prefix(CHUNK)
+    assert pictured.prefix(2 * CHUNK) != key([("cat", 4)]).prefix(2 * CHUNK)
+
+
+def test_a_single_placeholder_tells_pictures_apart():
+    """The ids in a token's place have 32 bits: a chunk that has only one placeholder needs more of them to be sure."""
+    replaced = []
+
+    class Recorded:
+        def __len__(self):
+            return 4 * CHUNK
+
+        def with_identity(self, start, length, identity):
+            replaced.append((start, start + length))
+            return self
+
+    def ranges(offset, length):
+        replaced.clear()
+        feature = SimpleNamespace(identifier="x", mm_position=SimpleNamespace(offset=offset, length=length))
+        with_extras(Recorded(), SimpleNamespace(mm_features=[feature], lora_request=None), CHUNK)
+        return list(replaced)
+
+    assert ranges(5, 1) == [(0, CHUNK)]
+    assert ranges(CHUNK - 1, 2) == [(0, CHUNK), (CHUNK, 2 * CHUNK)]
+    assert ranges(CHUNK - 1, 2 * CHUNK + 2) == [(0, CHUNK), (CHUNK, 3 * CHUNK), (3 * CHUNK, 4 * CHUNK)]
+    assert ranges(CHUNK, 2 * CHUNK) == [(CHUNK, 2 * CHUNK), (2 * CHUNK, 3 * CHUNK)]
+    assert ranges(3 * CHUNK, 100) == [(3 * CHUNK, 4 * CHUNK)]
 
 
 def test_options():
@@ -546,6 +693,7 @@ def test_options():
         ({"kvtier.tiemout": 1}, "kvtier.tiemout: no such option; there are kvtier.url"),
         ({"kvtier.timeout": "soon"}, "a number is needed"),
         ({"kvtier.timeout": 0}, "a positive number"),
+        ({"kvtier.preemption_patience": -1}, "preemption_patience: -1.0; a positive number"),
         ({"kvtier.save_decode": 2}, "allowed are true and false"),
         ({"kvtier.transfer_mode": "x"}, "allowed are auto, engine_driven, lmcache_driven"),
         ({"kvtier.key_mode": "x"}, "allowed are tokens, block_hashes"),
@@ -559,19 +707,21 @@ def test_identities():
     """Which rank has which piece."""
     server = SimpleNamespace(url="x")
 
-    def of(rank, **shape):
-        made = Identity.of(vllm_config(server, **shape), rank)
+    def of(rank, layers_are_mla=True, **shape):
+        made = Identity.of(vllm_config(server, **shape), layers_are_mla, rank)
         return made.world_size, made.worker_id, made.num_kv_readers, made.is_writer
 
     assert of(1, tensor=2) == (2, 1, 1, True)
     assert [of(rank, tensor=2, mla=True) for rank in (0, 1)] == [(1, 0, 2, True), (1, 0, 2, False)]
     assert of(3, tensor=2, stages=2, mla=True) == (2, 1, 2, False)
-    staged = Identity.of(vllm_config(server, stages=2))
-    assert staged.model_name != Identity.of(vllm_config(server, tensor=2)).model_name, "another cut of the same model"
+    # MLA beside layers whose heads the ranks share out, as a draft model's: each rank has a piece of its own.
+    assert of(1, layers_are_mla=False, tensor=2, mla=True) == (2, 1, 1, True)
+    staged = Identity.of(vllm_config(server, stages=2), False)
+    assert staged.model_name != Identity.of(vllm_config(server, tensor=2), False).model_name, "another cut of the same model"
     context = vllm_config(server)
     context.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(ValueError, match="decode_context_parallel_size"):
-        Identity.of(context)
+        Identity.of(context, False)
 
 
 def test_models_that_cannot_be_served_are_refused(place):
@@ -588,6 +738,16 @@ def test_models_that_cannot_be_served_are_refused(place):
         for role in KVConnectorRole:
             with pytest.raises(ValueError, match="sliding windows, and layer.1 has .*SlidingWindowSpec.* LMCache's"):
                 KvTierConnector(vllm_config(server), role, hybrid)
+    for more, said in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
+        strange = cache_config(["layer.0"])
+        vars(strange.kv_cache_groups[0].kv_cache_spec).update(more)
+        with pytest.raises(ValueError, match=said):
+            KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, strange)
+    uneven = cache_config(["layer.0"])
+    uneven.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=FullAttentionSpec(block_size=3)))
+    for role in KVConnectorRole:
+        with pytest.raises(ValueError, match="does not divide the server's chunk"):
+            KvTierConnector(vllm_config(server), role, uneven)
     odd = cache_config(["layer.0"])
     odd.kv_cache_groups[0].kv_cache_spec.block_size = 5
     with pytest.raises(ValueError, match="does not divide the server's chunk"):

@@ -221,8 +221,15 @@ class Worker:
     ) -> None:
         """Start a store or a retrieve. Never waits, never fails: :meth:`take_finished` tells how it ended."""
 
-    def take_finished(self, patience: float = 0.0) -> list[tuple[int, bytes, str | None]]:
-        """(id, device event, error) of what has ended since the last call; waits up to ``patience`` s for something."""
+    def release_pages(self, ids: list[int]) -> list[int]:
+        """Those of these stores whose pages may still be read; none of the others begins to read its pages any more."""
+
+    def take_finished(self, patience: float = 0.0) -> list[tuple[int, bytes, str | None, list[int] | None]]:
+        """What has ended since the last call: (id, device event, error, chunks). Waits up to ``patience`` s for something.
+
+        ``chunks`` are, of a store, the positions in its range of the chunks that the server took; None where it does
+        not say.
+        """
 
     def shutdown(self) -> None:
         """Let transfers end, and unregister."""

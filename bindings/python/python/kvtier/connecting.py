@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ._native import Client, KvTierError
+from ._native import Client, KvTierError, TimedOut
 
 DEFAULT_TIMEOUT = 10.0
 DEFAULT_HEARTBEAT = 5.0
+DEFAULT_PATIENCE = 1.0
 
 
 def connect(url: str, timeout: float, heartbeat: float) -> tuple[Client, int]:
@@ -14,7 +15,8 @@ def connect(url: str, timeout: float, heartbeat: float) -> tuple[Client, int]:
     try:
         chunk_tokens = client.get_chunk_size().result()
         # A heartbeat later: adapters are healthy when they are there.
-        client.wait_healthy(timeout)
+        if not client.wait_healthy(timeout):
+            raise TimedOut("it tells its chunk size and answers no heartbeat")
     except KvTierError as error:
         client.close()
         raise ConnectionError(

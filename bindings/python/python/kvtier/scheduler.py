@@ -164,7 +164,7 @@ class SchedulerAdapter:
             ValueError: not exactly one of ``token_ids``, ``block_hashes`` and ``prompt``.
         """
         whole = one_prompt(token_ids, block_hashes, prompt, self._blocks_per_chunk, self.chunk_tokens)
-        if start < end and self.client.is_healthy:
+        if start < end:
             self.client.free_lookup_locks(
                 whole,
                 start,
@@ -177,10 +177,13 @@ class SchedulerAdapter:
             )
 
     def end_session(self, request_id: str) -> None:
-        """Tell the server that the request has ended, which ends its leases. Does not wait."""
+        """Tell the server that the request has ended, which ends its leases. Does not wait.
+
+        A server that does not answer reads it when it goes on. One whose connection is lost ends the leases by itself
+        when it has not heard a heartbeat on that connection for its ``--worker-reap-timeout-seconds``.
+        """
         self.cleanup_lookup_result(request_id)
-        if self.client.is_healthy:
-            self.client.end_session(request_id)
+        self.client.end_session(request_id)
 
     def reset_cache(self) -> bool:
         """Drop what the server keeps in memory and nobody holds; whether it did."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._native import Client, Worker
-from .connecting import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, connect
+from ._native import Client, Disconnected, KvTierError, Refused, Worker
+from .connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_TIMEOUT, connect
 from .operation import LoadStoreOp, blocks_per_chunk, one_prompt
 from .tensors import Storages
 
@@ -22,6 +23,9 @@ TRANSFER_MODES = ("auto", "engine_driven", "lmcache_driven")
 
 # What a worker sends as its device event when the work is done already.
 _NO_EVENT = b"stub_ipc_handle"
+
+# How long wait_for_stores sleeps before it looks again whether pages are still read, in seconds.
+_GLANCE = 0.005
 
 # For how many calls of get_finished an id that was reported is remembered: with asynchronous scheduling the engine
 # repeats ids for a few steps.
@@ -44,6 +48,9 @@ class Counters:
 
     stores: int = 0
     failed_stores: int = 0
+    skipped_stores: int = 0
+    """Stores of which the server took nothing: it has all of it, or no room."""
+
     retrieves: int = 0
     failed_retrieves: int = 0
     stored_tokens: int = 0
@@ -58,20 +65,43 @@ class _Transfer:
 
     is_store: bool
     request_ids: tuple[str, ...]
-    blocks: list[int]
-    tokens: int
-    parts: int
-    began: float
-    tag: Any = None
+    tag: Any
+    engine_event: Any
+    """The engine's event: it must live until the server has opened it, which its answer tells."""
+
+    began: float = field(default_factory=time.monotonic)
+    deadline: float = 0.0
+    """Of a store: the server keeps nothing of it that it has not read by then."""
+
+    blocks: list[int] = field(default_factory=list)
+    """Of a retrieve, those that it writes."""
+
+    numbers: list[int] = field(default_factory=list)
+    parts: int = 0
+    """Operations that were not answered yet."""
+
+    tokens: int = 0
+    """Stored or retrieved."""
+
+    chunks: list[int] = field(default_factory=list)
+    """Of a store of one operation: which chunks of its range the server took."""
+
     errors: list[str] = field(default_factory=list)
     event: Any = None
+    """The device event behind which the copy is complete."""
+
+    released: bool = False
+    """A store's blocks may be overwritten."""
+
+    ended: bool = False
 
 
 class WorkerAdapter:
     """Stores and retrieves one worker's KV pages, behind the engine's back.
 
     Used by one thread. Submitting and :meth:`get_finished` never wait; the constructor, :meth:`register_kv_caches`,
-    :meth:`wait_for_stores` and :meth:`shutdown` do, each up to ``timeout``. Nothing raises because of the server:
+    :meth:`wait_for_stores` and :meth:`shutdown` do, each up to ``timeout`` (:meth:`register_kv_caches` in the mode
+    ``auto`` up to twice that). Nothing raises because of the server:
     stores that fail are counted, retrieves that fail name their blocks, which the engine must compute.
     """
 
@@ -103,7 +133,7 @@ class WorkerAdapter:
             is_writer: whether this worker is the one of them that stores.
             mode: ``engine_driven`` (this process copies; CPU tensors with one group of full-attention layers),
                 ``lmcache_driven`` (the server copies; CPU tensors move to shared memory), or ``auto``: the first where
-                it is possible.
+                it is possible and the server allows it, else the second.
             timeout: seconds each store or retrieve may take.
             heartbeat: seconds between two heartbeats.
             instance_id: this worker's number; no other worker of the server may have it. Default: a random one.
@@ -133,7 +163,11 @@ class WorkerAdapter:
         self.on_cuda = False
         self._owner = os.getpid()
         self._next = 0
-        self._parts: dict[int, _Transfer] = {}
+        # Number of an operation -> its transfer, and its tokens.
+        self._parts: dict[int, tuple[_Transfer, int]] = {}
+        # Stores in the order of their deadlines, but for those at the front that have ended.
+        self._stores: deque[_Transfer] = deque()
+        self._block_tokens_of_groups = [block_tokens]
         self._behind_events: list[_Transfer] = []
         # Request id -> stores under way.
         self._storing: dict[str, int] = {}
@@ -145,7 +179,7 @@ class WorkerAdapter:
         self._calls = 0
         self._error_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._completed_tags: list[Any] = []
+        self._ended_stores: list[tuple[Any, list[int]]] = []
 
     # -- set-up ------------------------------------------------------------------------------
 
@@ -202,20 +236,29 @@ class WorkerAdapter:
             }
             for number, group in enumerate(groups)
         ]
-        tensors = list(kv_caches.values())
-        self.on_cuda = any(tensor.is_cuda for tensor in tensors)
-        mode = self.mode
+        self.on_cuda = any(tensor.is_cuda for tensor in kv_caches.values())
+        self._block_tokens_of_groups = [group.block_tokens for group in groups]
+        mode, other = self.mode, None
         if mode == "auto":
             simple = len(described) == 1 and groups[0].sliding_window < 0 and not self.on_cuda
-            mode = "engine_driven" if simple else "lmcache_driven"
+            mode, other = ("engine_driven", "lmcache_driven") if simple else ("lmcache_driven", None)
+        try:
+            self._register(mode, list(kv_caches.values()), described, kv_layout)
+        except (KvTierError, ValueError) as error:
+            if other is None or isinstance(error, Disconnected):
+                raise
+            logger.warning("%s does not work with %s (%s); trying %s", mode, self.client.url, error, other)
+            self._register(other, list(kv_caches.values()), described, kv_layout)
+
+    def _register(self, mode: str, tensors: list[Any], groups: list[dict[str, Any]], kv_layout: str | None) -> None:
         storages = Storages(shared=mode == "lmcache_driven")
         try:
             views = storages.views(tensors)
-            self._worker = Worker(
+            worker = Worker(
                 self.client,
                 storages=storages.described,
                 tensors=views,
-                groups=described,
+                groups=groups,
                 kv_layout=kv_layout,
                 mode=mode,
                 chunk_tokens=self.chunk_tokens,
@@ -226,16 +269,20 @@ class WorkerAdapter:
                 num_kv_readers=self.num_kv_readers,
                 force_pickle=self.force_pickle,
             )
+            # The protocol's "no" to a worker that copies looks like a yes without a pool.
+            if not self.client.ping(self.instance_id).result():
+                worker.shutdown()
+                raise Refused(f"the server does not take {mode} workers; its log says why")
         except BaseException:
             storages.release()
             raise
-        self.mode, self._storages = mode, storages
+        self.mode, self._storages, self._worker = mode, storages, worker
         logger.info(
             "registered %d layers with %s: %s through %s",
             len(tensors),
             self.client.url,
             mode,
-            self._worker.transport,
+            worker.transport,
         )
 
     # -- submitting --------------------------------------------------------------------------
@@ -247,9 +294,9 @@ class WorkerAdapter:
 
         Args:
             event: the device event behind which the blocks are complete (``ipc_handle()``); None for now.
-            tag: told by :meth:`take_completed_tags` when the store succeeded.
+            tag: told by :meth:`take_ended_stores` when the store has ended.
         """
-        self.batched_submit_store_requests([request_id], [op], event, [cache_salt], tag=tag)
+        self._store([request_id], [op], event, [cache_salt], tag)
 
     def submit_retrieve_request(
         self, request_id: str, op: LoadStoreOp, event: Any = None, cache_salt: str = ""
@@ -263,18 +310,29 @@ class WorkerAdapter:
         ops: Sequence[LoadStoreOp],
         event: Any = None,
         cache_salts: Sequence[str] | None = None,
-        *,
-        tag: Any = None,
     ) -> None:
         """Stores of several requests, which finish together."""
+        self._store(request_ids, ops, event, cache_salts, None)
+
+    def _store(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Any,
+        cache_salts: Sequence[str] | None,
+        tag: Any,
+    ) -> None:
         if not self.is_writer:
             return
         self._begin(request_ids)
         if not self._ready():
             # Nothing will be under way, so nothing is waited for.
             self.counters.failed_stores += len(request_ids)
+            if tag is not None:
+                self._ended_stores.append((tag, []))
             return
-        self._submit(True, request_ids, ops, event, cache_salts, tag)
+        transfer = self._submit(_Transfer(True, tuple(request_ids), tag, event), ops, cache_salts)
+        self._stores.append(transfer)
         for request_id in request_ids:
             self._storing[request_id] = self._storing.get(request_id, 0) + 1
 
@@ -287,11 +345,11 @@ class WorkerAdapter:
     ) -> None:
         """Retrieves of several requests, which finish together; they have failed when one has."""
         self._begin(request_ids)
+        transfer = _Transfer(False, tuple(request_ids), None, event)
         if self._ready():
-            self._submit(False, request_ids, ops, event, cache_salts, None)
+            self._submit(transfer, ops, cache_salts)
             return
-        blocks = [block for op in ops for block in self._written(op)]
-        transfer = _Transfer(False, tuple(request_ids), blocks, 0, 0, time.monotonic())
+        transfer.blocks = [block for op in ops for block in self._written(op)]
         transfer.errors.append("the server is not healthy")
         self._complete(transfer)
 
@@ -302,8 +360,9 @@ class WorkerAdapter:
 
     def _written(self, op: LoadStoreOp) -> list[int]:
         """The blocks that a retrieve writes."""
-        skip = op.skip_first_n_tokens // self.block_tokens
-        return [block for ids in op.blocks_of_groups() for block in ids[skip:]]
+        sizes = itertools.chain(self._block_tokens_of_groups, itertools.repeat(self.block_tokens))
+        groups = zip(op.blocks_of_groups(), sizes, strict=False)
+        return [block for ids, size in groups for block in ids[op.skip_first_n_tokens // size :]]
 
     def _ready(self) -> bool:
         if self._worker is None:
@@ -311,15 +370,10 @@ class WorkerAdapter:
         return self.is_healthy
 
     def _submit(
-        self,
-        is_store: bool,
-        request_ids: Sequence[str],
-        ops: Sequence[LoadStoreOp],
-        event: Any,
-        cache_salts: Sequence[str] | None,
-        tag: Any,
-    ) -> None:
+        self, transfer: _Transfer, ops: Sequence[LoadStoreOp], cache_salts: Sequence[str] | None
+    ) -> _Transfer:
         assert self._worker is not None
+        request_ids, event = transfer.request_ids, transfer.engine_event
         salts = list(cache_salts) if cache_salts is not None else [""] * len(ops)
         if not len(request_ids) == len(ops) == len(salts) or not ops:
             raise ValueError(
@@ -330,14 +384,14 @@ class WorkerAdapter:
             for op in ops
         ]
         handle = _NO_EVENT if event is None else bytes(event.ipc_handle())
-        transfer = _Transfer(is_store, tuple(request_ids), [], 0, len(ops), time.monotonic(), tag)
+        transfer.parts = len(ops)
         for request_id, op, salt, prompt in zip(request_ids, ops, salts, prompts, strict=True):
             end = op.end or (len(prompt) if op.block_hashes is not None else 0)
-            block_ids = op.blocks_of_groups()
-            transfer.blocks += self._written(op)
-            transfer.tokens += max(0, end - op.start)
+            if not transfer.is_store:
+                transfer.blocks += self._written(op)
             number, self._next = self._next, self._next + 1
-            self._parts[number] = transfer
+            transfer.numbers.append(number)
+            self._parts[number] = (transfer, max(0, end - op.start))
             self._worker.submit(
                 number,
                 prompt,
@@ -345,11 +399,14 @@ class WorkerAdapter:
                 end,
                 request_id,
                 salt,
-                block_ids,
-                is_store=is_store,
+                op.blocks_of_groups(),
+                is_store=transfer.is_store,
                 skip=op.skip_first_n_tokens,
                 event=handle,
             )
+        # Not earlier than the one that went with the operations.
+        transfer.deadline = time.monotonic() + self.client.timeout
+        return transfer
 
     # -- finishing ---------------------------------------------------------------------------
 
@@ -381,48 +438,89 @@ class WorkerAdapter:
         return ended, retrieved
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of failed retrieves since the last call: their contents are undefined."""
-        self._poll()
+        """Blocks of failed retrieves that :meth:`get_finished` has told since the last call: their contents are undefined."""
         blocks, self._error_blocks = self._error_blocks, set()
         return blocks
 
     def get_failed_request_ids(self) -> set[str]:
-        """Requests of failed retrieves since the last call."""
-        self._poll()
+        """Requests of failed retrieves that :meth:`get_finished` has told since the last call."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
-    def take_completed_tags(self) -> list[Any]:
-        """Tags of the stores that have succeeded since the last call."""
-        tags, self._completed_tags = self._completed_tags, []
-        return tags
+    def take_ended_stores(self) -> list[tuple[Any, list[int]]]:
+        """Stores with a tag that have ended since the last call: (tag, which chunks of their range they brought).
+
+        Chunks that the server had already, or has no room for, are not among them where the server says so, which it
+        does for those that go through its pool. A store that failed has brought none.
+        """
+        ended, self._ended_stores = self._ended_stores, []
+        return ended
 
     def take_counters(self) -> Counters:
         """What was done since the last call."""
         counters, self.counters = self.counters, Counters()
         return counters
 
-    def wait_for_stores(self, request_ids: Iterable[str]) -> None:
-        """Wait until no store reads blocks of these requests, which the engine is about to overwrite."""
-        wanted = set(request_ids)
-        while wanted & self._storing.keys():
+    def wait_for_stores(self, request_ids: Iterable[str], patience: float = DEFAULT_PATIENCE) -> None:
+        """Wait until no store can store what these requests' blocks hold from now on: the engine overwrites them.
+
+        Stores are waited for up to ``patience`` seconds, and not at all while the server is not healthy. Then those
+        that this process has not begun to copy are given up, and the copy that it is at is waited for. Where the server
+        copies, each store is waited for until the server's answer, or its deadline: what the server has not read by
+        then it does not keep, and the store has failed. Stores that only the device has to end are waited for by what
+        the engine gives the device next, not here.
+        """
+        wanted, until = set(request_ids), time.monotonic() + patience
+        while True:
+            self._poll()
+            stores = [each for each in self._stores if not each.released and not wanted.isdisjoint(each.request_ids)]
+            for transfer in stores:
+                if transfer.parts == 0:
+                    transfer.event.wait()
+                    self._release(transfer)
+            if time.monotonic() >= until or not self.is_healthy:
+                self._give_up(stores)
+            if all(transfer.released for transfer in stores):
+                return
             assert self._worker is not None
-            self._take(self._worker.take_finished(0.05))
+            self._take(self._worker.take_finished(_GLANCE))
+
+    def _give_up(self, stores: list[_Transfer]) -> None:
+        """Let go of those whose blocks nobody is reading, and have nobody begin to."""
+        if self._worker is not None and stores:
+            read = set(self._worker.release_pages([number for each in stores for number in each.numbers]))
+            for transfer in stores:
+                if read.isdisjoint(transfer.numbers):
+                    self._release(transfer)
 
     def _poll(self) -> None:
         if self._worker is not None:
             self._take(self._worker.take_finished())
+        while self._stores and (self._stores[0].released or self._is_late(self._stores[0])):
+            transfer = self._stores.popleft()
+            if not transfer.released:
+                transfer.errors.append("the server did not answer by its deadline")
+                self._complete(transfer)
 
-    def _take(self, finished: list[tuple[int, bytes, str | None]]) -> None:
-        for number, event, error in finished:
-            transfer = self._parts.pop(number)
+    def _is_late(self, transfer: _Transfer) -> bool:
+        """Whether the server, which copies, can keep nothing of it any more. Copies of this process always end."""
+        return self.mode == "lmcache_driven" and transfer.parts > 0 and transfer.deadline < time.monotonic()
+
+    def _take(self, finished: list[tuple[int, bytes, str | None, list[int] | None]]) -> None:
+        for number, event, error, chunks in finished:
+            transfer, tokens = self._parts.pop(number)
             transfer.parts -= 1
             if error is not None:
                 transfer.errors.append(error)
-            elif self.on_cuda and event and event != _NO_EVENT:
-                transfer.event = event
+            else:
+                transfer.chunks = list(range(tokens // self.chunk_tokens)) if chunks is None else chunks
+                transfer.tokens += len(transfer.chunks) * self.chunk_tokens
+                if self.on_cuda and event and event != _NO_EVENT:
+                    transfer.event = event
             if transfer.parts == 0:
-                self._settle(transfer)
+                transfer.engine_event = None
+                if not transfer.ended:
+                    self._settle(transfer)
         if self._behind_events:
             waiting, self._behind_events = self._behind_events, []
             for transfer in waiting:
@@ -430,36 +528,52 @@ class WorkerAdapter:
 
     def _settle(self, transfer: _Transfer) -> None:
         """Complete it, unless the device still has to reach its event."""
-        if isinstance(transfer.event, bytes):
-            import torch
+        try:
+            if isinstance(transfer.event, bytes):
+                import torch
 
-            transfer.event = torch.cuda.Event.from_ipc_handle(torch.cuda.current_device(), transfer.event)
-        if transfer.event is not None and not transfer.event.query():
+                transfer.event = torch.cuda.Event.from_ipc_handle(torch.cuda.current_device(), transfer.event)
+            is_behind = transfer.event is not None and not transfer.event.query()
+        except Exception as error:  # The other transfers' results must not be lost with it.
+            transfer.errors.append(f"its device event: {error}")
+            is_behind = False
+        if is_behind:
             self._behind_events.append(transfer)
         else:
             self._complete(transfer)
 
+    def _release(self, transfer: _Transfer) -> None:
+        """A store needs its blocks no more."""
+        if transfer.released:
+            return
+        transfer.released = True
+        for request_id in transfer.request_ids:
+            left = self._storing.pop(request_id) - 1
+            if left:
+                self._storing[request_id] = left
+            elif request_id in self._ended_by_engine:
+                self._ended_by_engine.remove(request_id)
+                self._ended.add(request_id)
+
     def _complete(self, transfer: _Transfer) -> None:
+        transfer.ended = True
         counters, count = self.counters, len(transfer.request_ids)
         seconds = time.monotonic() - transfer.began
         names = ", ".join(transfer.request_ids)
         if transfer.is_store:
-            for request_id in transfer.request_ids:
-                left = self._storing.pop(request_id) - 1
-                if left:
-                    self._storing[request_id] = left
-                elif request_id in self._ended_by_engine:
-                    self._ended_by_engine.remove(request_id)
-                    self._ended.add(request_id)
+            self._release(transfer)
             if transfer.errors:
+                transfer.chunks = []
                 counters.failed_stores += count
                 logger.warning("store of %s: %s; it is not cached", names, transfer.errors[0])
+            elif not transfer.tokens:
+                counters.skipped_stores += count
             else:
                 counters.stores += count
                 counters.stored_tokens += transfer.tokens
                 counters.store_seconds += seconds
-                if transfer.tag is not None:
-                    self._completed_tags.append(transfer.tag)
+            if transfer.tag is not None:
+                self._ended_stores.append((transfer.tag, transfer.chunks))
             return
         self._finished_retrieves.update(transfer.request_ids)
         if transfer.errors:

@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 
 use super::geometry::Geometry;
 use super::pages::{CopyError, Pages};
-use super::{Core, Pool, Transfer, left};
+use super::{Core, Done, Transfer, left};
 
 /// Such a worker has one group of layers in this process's memory.
 pub fn check(geometry: &Geometry) -> PyResult<()> {
@@ -47,11 +47,15 @@ pub fn run(core: &Core, queue: &mpsc::Receiver<Transfer>) {
             if transfer.is_store {
                 store(core, &transfer)
             } else {
-                retrieve(core, &transfer)
+                retrieve(core, &transfer).map(|()| None)
             }
         }))
         .unwrap_or_else(|_| Err("the copy panicked, which is a bug".to_owned()));
-        core.finish(transfer.id, done.map(|()| Vec::new()));
+        let done = done.map(|chunks| Done {
+            event: Vec::new(),
+            chunks,
+        });
+        core.finish_with(transfer.id, done);
     }
 }
 
@@ -64,7 +68,10 @@ impl Core {
     }
 
     /// Registers and opens the server's pool, if it has one that can be reached.
-    pub fn register_engine_driven(&self, client: &Native) -> Result<Pool, ClientError> {
+    pub fn register_engine_driven(
+        &self,
+        client: &Native,
+    ) -> Result<Option<ForeignSegment>, ClientError> {
         let argument = |message: String| ClientError::Argument {
             field: "kv_caches",
             message,
@@ -87,20 +94,10 @@ impl Core {
             })
             .join()?;
         if told.shm_name.is_empty() || self.force_pickle {
-            return Ok(Pool::default());
+            return Ok(None);
         }
         // Out of reach (another container, another user): chunks travel in messages then.
-        let opened = ForeignSegment::open_pool(&told.shm_name, told.pool_size);
-        Ok(match opened {
-            Ok(segment) => Pool {
-                segment: Some(segment),
-                obstacle: None,
-            },
-            Err(error) => Pool {
-                segment: None,
-                obstacle: Some(error.to_string()),
-            },
-        })
+        Ok(ForeignSegment::open_pool(&told.shm_name, told.pool_size).ok())
     }
 }
 
@@ -151,7 +148,22 @@ fn ready<'a>(core: &'a Core, transfer: &Transfer) -> Result<Ready<'a>, String> {
     })
 }
 
-fn store(core: &Core, transfer: &Transfer) -> Result<(), String> {
+impl Core {
+    /// Whether a store's pages are still what is to be stored; says that they are being read from now on.
+    fn read_pages(&self, id: u64, begin: bool) -> Result<(), String> {
+        match self.unread.lock().get_mut(&id) {
+            Some(begun) => {
+                *begun = begin;
+                Ok(())
+            }
+            None => Err("its blocks went to others before they were read".to_owned()),
+        }
+    }
+}
+
+/// The chunks that the server took, if it says which.
+fn store(core: &Core, transfer: &Transfer) -> Result<Option<Vec<u64>>, String> {
+    core.read_pages(transfer.id, false)?;
     let ready = ready(core, transfer)?;
     let registered = core.current().ok_or("the worker is not registered")?;
     let scope = core.scope_of(transfer);
@@ -162,11 +174,13 @@ fn store(core: &Core, transfer: &Transfer) -> Result<(), String> {
         &transfer.request_id,
     );
     let prepared = within(transfer, core.client.prepare_store(&key, core.instance))?;
-    let data = match (prepared.target, &registered.pool.segment) {
+    core.read_pages(transfer.id, true)?;
+    let mut taken = None;
+    let data = match (prepared.target, &registered.pool) {
         (Some(target), Some(pool)) => {
             if target.slots.is_empty() {
                 // All of it is cached, or there is no room.
-                return Ok(());
+                return Ok(Some(Vec::new()));
             }
             // A server that came meanwhile has another pool: what it lent is not in this one.
             if registered.connections != core.client.connections() {
@@ -188,13 +202,15 @@ fn store(core: &Core, transfer: &Transfer) -> Result<(), String> {
                     })
                     .map_err(copy_error)?;
             }
+            taken = Some(target.chunk_indices);
             Vec::new()
         }
         _ => pickled(&ready)?,
     };
+    core.unread.lock().remove(&transfer.id);
     // Not bounded by the transfer's deadline: memory that was lent and written is worth the wait for the reply.
     match core.client.commit_store(&key, core.instance, &data).join() {
-        Ok(true) => Ok(()),
+        Ok(true) => Ok(taken),
         Ok(false) => Err("commit_store: the server refused it".to_owned()),
         Err(error) => Err(error.to_string()),
     }
@@ -214,7 +230,7 @@ fn retrieve(core: &Core, transfer: &Transfer) -> Result<(), String> {
         core,
         transfer,
         &ready,
-        &registered.pool.segment,
+        &registered.pool,
         registered.connections,
         &key,
     );

@@ -5,6 +5,7 @@ mod geometry;
 mod pages;
 mod server_driven;
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
@@ -52,23 +53,26 @@ struct Transfer {
 /// How a transfer ended.
 struct Finished {
     id: u64,
-    /// The device event behind which the copy is complete, or why it failed.
-    outcome: Result<Vec<u8>, String>,
+    outcome: Result<Done, String>,
 }
+
+/// A transfer that the server has said yes to.
+#[derive(Default)]
+struct Done {
+    /// The device event behind which the copy is complete.
+    event: Vec<u8>,
+    /// Of a store, the positions in its range of the chunks that the server took; none where it does not say.
+    chunks: Option<Vec<u64>>,
+}
+
+/// A transfer's end for Python.
+type Ended<'py> = (u64, Bound<'py, PyBytes>, Option<String>, Option<Vec<u64>>);
 
 /// What the server knows of this worker since its last registration.
 struct Registered {
     /// [`Native::connections`] at the time: later ones lead to a server that may not know it.
     connections: u64,
-    pool: Pool,
-}
-
-/// The server's pool as this worker sees it; neither where chunks travel in messages anyway.
-#[derive(Default)]
-struct Pool {
-    segment: Option<ForeignSegment>,
-    /// Why a pool that the server has cannot be opened here.
-    obstacle: Option<String>,
+    pool: Option<ForeignSegment>,
 }
 
 /// What the Python object and the threads share.
@@ -84,6 +88,8 @@ struct Core {
     registered: Mutex<Option<Arc<Registered>>>,
     finished: Mutex<Vec<Finished>>,
     arrived: Condvar,
+    /// Stores whose pages this process has not read yet, and whether it is at it.
+    unread: Mutex<HashMap<u64, bool>>,
 }
 
 impl Core {
@@ -93,7 +99,6 @@ impl Core {
         *self.registered.lock() = None;
         loop {
             let connections = client.connections();
-            introduce(client)?;
             let pool = match self.mode {
                 Mode::Engine => self.register_engine_driven(client)?,
                 Mode::Server => self.register_server_driven(client)?,
@@ -113,22 +118,21 @@ impl Core {
     }
 
     fn finish(&self, id: u64, outcome: Result<Vec<u8>, String>) {
+        let done = |event| Done {
+            event,
+            chunks: None,
+        };
+        self.finish_with(id, outcome.map(done));
+    }
+
+    fn finish_with(&self, id: u64, outcome: Result<Done, String>) {
+        self.unread.lock().remove(&id);
         self.finished.lock().push(Finished { id, outcome });
         self.arrived.notify_all();
     }
 
     fn scope_of(&self, transfer: &Transfer) -> Scope {
         self.scope.clone().with_salt(transfer.cache_salt.clone())
-    }
-}
-
-/// Has the server know that this client takes a refusal's text. Without it a refused registration of pages looks like an
-/// accepted one, since clients of releases before 0.5.5 take no text.
-fn introduce(client: &Native) -> Result<(), ClientError> {
-    match client.get_experimental().join() {
-        Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => Err(error),
-        // Whatever was answered, the question was asked.
-        _ => Ok(()),
     }
 }
 
@@ -208,6 +212,7 @@ impl Worker {
             registered: Mutex::new(None),
             finished: Mutex::default(),
             arrived: Condvar::new(),
+            unread: Mutex::default(),
         });
         py.detach(|| core.register(&native))
             .map_err(|error| exception(&error))?;
@@ -244,18 +249,11 @@ impl Worker {
     #[getter]
     fn transport(&self) -> Option<&'static str> {
         let registered = self.core.registered.lock().clone()?;
-        Some(match (self.core.mode, &registered.pool.segment) {
+        Some(match (self.core.mode, &registered.pool) {
             (Mode::Server, _) => "server",
             (Mode::Engine, Some(_)) => "pool",
             (Mode::Engine, None) => "pickle",
         })
-    }
-
-    /// Why the server's pool cannot be opened here; none where it can, or where there is none.
-    #[getter]
-    fn pool_obstacle(&self) -> Option<String> {
-        let registered = self.core.registered.lock().clone()?;
-        registered.pool.obstacle.clone()
     }
 
     /// Whether the server that is connected now knows this worker.
@@ -306,6 +304,7 @@ impl Worker {
             Mode::Engine => {
                 let threads = self.threads.lock();
                 let queue = if is_store {
+                    self.core.unread.lock().insert(id, false);
                     &threads.stores
                 } else {
                     &threads.retrieves
@@ -321,13 +320,27 @@ impl Worker {
         }
     }
 
-    /// What has finished since the last call: (id, device event, error). Waits up to `patience` seconds for something.
+    /// Those of these stores whose pages may still be read; none of the others begins to read its pages any more.
+    fn release_pages(&self, mut ids: Vec<u64>) -> Vec<u64> {
+        // Where the server reads them, nobody here knows how far it is.
+        if self.core.mode == Mode::Engine {
+            let mut unread = self.core.unread.lock();
+            ids.retain(|id| match unread.get(id) {
+                Some(true) => true,
+                Some(false) => {
+                    unread.remove(id);
+                    false
+                }
+                None => false,
+            });
+        }
+        ids
+    }
+
+    /// What has finished since the last call: (id, device event, error, positions of the chunks that a store's server
+    /// took where it says so). Waits up to `patience` seconds for something.
     #[pyo3(signature = (patience=0.0))]
-    fn take_finished<'py>(
-        &self,
-        py: Python<'py>,
-        patience: f64,
-    ) -> Vec<(u64, Bound<'py, PyBytes>, Option<String>)> {
+    fn take_finished<'py>(&self, py: Python<'py>, patience: f64) -> Vec<Ended<'py>> {
         let finished = if patience > 0.0 {
             py.detach(|| {
                 let until = Instant::now() + seconds(patience);
@@ -350,8 +363,8 @@ impl Worker {
         finished
             .into_iter()
             .map(|Finished { id, outcome }| match outcome {
-                Ok(event) => (id, PyBytes::new(py, &event), None),
-                Err(error) => (id, PyBytes::new(py, &[]), Some(error)),
+                Ok(done) => (id, PyBytes::new(py, &done.event), None, done.chunks),
+                Err(error) => (id, PyBytes::new(py, &[]), Some(error), None),
             })
             .collect()
     }

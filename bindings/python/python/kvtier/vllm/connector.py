@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 # Kinds of vLLM's caches whose blocks hold the KV of their tokens, and stay as they are until their request ends.
-_SERVED = ("FullAttentionSpec", "MLAAttentionSpec")
+_MLA = "MLAAttentionSpec"
+_SERVED = ("FullAttentionSpec", _MLA)
 
 # vLLM's names of the dimensions' order (layers, blocks, heads, tokens, content), and those of the protocol.
 _LAYOUTS = {"LBNHC": "NHD", "LBHNC": "HND", "NHD": "NHD", "HND": "HND", "BLHNC": "BLHNC", "BLNHC": "BLNHC"}
 
 
-def _groups(kv_cache_config: KVCacheConfig) -> list[Group]:
-    """vLLM's groups of layers; ValueError for kinds of cache that cannot be served."""
-    groups = []
+def _groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
+    """vLLM's groups of layers, and whether all are MLA's; ValueError for kinds of cache that cannot be served."""
+    groups, all_kinds = [], set()
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         several = getattr(spec, "kv_cache_specs", None)
-        kinds = {type(each).__name__ for each in (several.values() if several else [spec])}
+        specs = list(several.values()) if several else [spec]
+        kinds = {type(each).__name__ for each in specs}
         if any(kind.startswith("SlidingWindow") for kind in kinds):
             # Stores run behind the step, and nothing tells vLLM to keep single blocks of a running request for them.
             raise ValueError(
@@ -53,9 +56,17 @@ def _groups(kv_cache_config: KVCacheConfig) -> list[Group]:
             raise ValueError(
                 f"KvTierConnector serves {', '.join(_SERVED)}; {group.layer_names[0]} has {', '.join(sorted(kinds))}"
             )
+        for field, allowed in (("non_causal", False), ("tokens_per_state", 1)):
+            # KV that depends on later tokens, or of which a block does not hold that of its tokens.
+            found = {getattr(each, field, allowed) for each in specs}
+            if found != {allowed}:
+                raise ValueError(
+                    f"KvTierConnector serves caches whose {field} is {allowed}; {group.layer_names[0]} has {found}"
+                )
         # A full-attention spec may name a window, too, but keeps all blocks.
         groups.append(Group(list(group.layer_names), spec.block_size))
-    return groups
+        all_kinds |= kinds
+    return groups, all_kinds == {_MLA}
 
 
 class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -70,7 +81,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._options = Options.read(transfer.kv_connector_extra_config or {})
-        self._groups = _groups(kv_cache_config)
+        self._groups, is_mla = _groups(kv_cache_config)
         self._is_multi_group = len(self._groups) > 1
         self._scheduling: Scheduling | None = None
         self._adapter: WorkerAdapter | None = None
@@ -78,16 +89,16 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             if self._options.recompute_failed_loads:
                 transfer.kv_load_failure_policy = "recompute"
             sizes = [group.block_tokens for group in self._groups]
-            self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, sizes)
+            identity = Identity.of(vllm_config, is_mla)
+            self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, sizes)
         else:
-            self._adapter = self._connect_worker(vllm_config)
+            self._adapter = self._connect_worker(Identity.of(vllm_config, is_mla, vllm_config.parallel_config.rank))
 
-    def _connect_worker(self, vllm_config: VllmConfig) -> WorkerAdapter:
-        identity = Identity.of(vllm_config, vllm_config.parallel_config.rank)
+    def _connect_worker(self, identity: Identity) -> WorkerAdapter:
         adapter = WorkerAdapter(
             self._options.url,
             identity.model_name,
-            block_tokens=max(group.block_tokens for group in self._groups),
+            block_tokens=math.lcm(*(group.block_tokens for group in self._groups)),
             world_size=identity.world_size,
             worker_id=identity.worker_id,
             num_kv_readers=identity.num_kv_readers,
@@ -164,14 +175,13 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         event = self._event() if stores else None
         for move in stores:
             op = LoadStoreOp(move.block_ids, prompt=move.prompt, start=move.start, end=move.end)
-            tag = move.number if move.number >= 0 else None
-            self._worker.submit_store_request(move.request_id, op, event, move.salt, tag=tag)
+            self._worker.submit_store_request(move.request_id, op, event, move.salt, tag=move.number)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Blocks of preempted requests are overwritten behind this: no store may read them then."""
         assert isinstance(kv_connector_metadata, StepMetadata)
         if kv_connector_metadata.preempted:
-            self._worker.wait_for_stores(kv_connector_metadata.preempted)
+            self._worker.wait_for_stores(kv_connector_metadata.preempted, self._options.preemption_patience)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(requests whose blocks no store reads any more, requests whose load has ended)."""
@@ -190,10 +200,12 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if self._is_multi_group else blocks
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Which stores have succeeded, if the scheduler wants to know."""
+        """Which stores have ended, and what they brought."""
         report = WorkerReport()
-        report.stored.update(self._worker.take_completed_tags())
-        return report if report.stored else None
+        for number, chunks in self._worker.take_ended_stores():
+            report.ended[number] += 1
+            report.stored.update((number, chunk) for chunk in chunks)
+        return report if report.ended else None
 
     def get_kv_connector_stats(self) -> KvTierStats | None:
         """Numbers since the last step."""

@@ -25,7 +25,7 @@ class Move:
     salt: str
     skip: int = 0
     number: int = -1
-    """Of a store, when the scheduler wants to know that it succeeded."""
+    """Of a store, by which workers tell of its end."""
 
 
 @dataclass
@@ -45,10 +45,13 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """From the workers to the scheduler."""
 
-    stored: Counter[int] = field(default_factory=Counter)
-    """Number of a store -> workers that have stored their piece."""
+    ended: Counter[int] = field(default_factory=Counter)
+    """Number of a store -> workers for whom it has ended, in whatever way."""
+
+    stored: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Number of a store, and a chunk's position in it -> workers that have stored their piece of it."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Of several workers."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.stored + other.stored)
+        return WorkerReport(self.ended + other.ended, self.stored + other.stored)

@@ -16,6 +16,7 @@ COUNTERS = {
     "failed_lookups": "Lookups that failed or were not answered in time",
     "stores": "Stores that succeeded, counted by every worker",
     "failed_stores": "Stores that failed, or were left out while the server was away",
+    "skipped_stores": "Stores of which the server took nothing, since it has all of it or no room",
     "stored_tokens": "Tokens of successful stores",
     "store_seconds": "Seconds from submission to end of successful stores",
     "retrieves": "Retrieves that succeeded, counted by every worker",

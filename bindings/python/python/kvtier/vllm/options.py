@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..connecting import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT
+from ..connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_TIMEOUT
 from ..worker import TRANSFER_MODES
 
 PREFIX = "kvtier."
@@ -25,6 +25,10 @@ class Options:
 
     heartbeat: float = DEFAULT_HEARTBEAT
     """Seconds between two heartbeats."""
+
+    preemption_patience: float = DEFAULT_PATIENCE
+    """Seconds that a preemption waits for the preempted requests' stores. Then those that can be given up are; a store
+    that the server copies cannot, and is waited for until it is ``timeout`` old."""
 
     transfer_mode: str = "auto"
     """``engine_driven``, ``lmcache_driven`` or ``auto``; see :class:`kvtier.WorkerAdapter`."""
@@ -63,9 +67,10 @@ class Options:
         for name, allowed in (("transfer_mode", TRANSFER_MODES), ("key_mode", KEY_MODES)):
             if getattr(options, name) not in allowed:
                 raise ValueError(f"{PREFIX}{name}: {getattr(options, name)!r}; allowed are {', '.join(allowed)}")
-        for name in ("timeout", "heartbeat"):
-            if not getattr(options, name) > 0:
-                raise ValueError(f"{PREFIX}{name}: {getattr(options, name)}; a positive number of seconds is needed")
+        for name in ("timeout", "heartbeat", "preemption_patience"):
+            seconds = getattr(options, name)
+            if not (seconds > 0 or seconds == 0 and name == "preemption_patience"):
+                raise ValueError(f"{PREFIX}{name}: {seconds}; a positive number of seconds is needed")
         return options
 
 
@@ -98,11 +103,11 @@ class Identity:
     is_writer: bool
 
     @classmethod
-    def of(cls, vllm_config: Any, rank: int | None = None) -> Identity:
+    def of(cls, vllm_config: Any, is_mla: bool, rank: int = 0) -> Identity:
         """Of one rank; a scheduler's is that of rank 0.
 
-        With MLA all tensor-parallel ranks have the same KV: there is one piece for each stage of the pipeline, and the
-        first of its ranks stores it. Otherwise each rank has a piece of its own.
+        Where all layers are MLA's, all tensor-parallel ranks have the same KV: there is one piece for each stage of the
+        pipeline, and the first of its ranks stores it. Otherwise each rank has a piece of its own.
 
         Raises:
             ValueError: parallelism that cannot be served.
@@ -112,12 +117,11 @@ class Identity:
             raise ValueError("decode_context_parallel_size: KvTierConnector serves 1 only")
         if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
             raise ValueError("prefill_context_parallel_size: KvTierConnector serves 1 only")
-        rank = 0 if rank is None else rank
         tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         name = model.model
         if stages > 1:
             # The same number of pieces, cut another way.
             name += f"#pp{stages}"
-        if model.use_mla:
+        if model.use_mla and is_mla:
             return cls(name, stages, rank // tensor, tensor, rank % tensor == 0)
         return cls(name, tensor * stages, rank, 1, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,9 @@ class Tracked:
 
     loading: bool = False
     """A load was handed to the workers and has not ended."""
+
+    load_failed: bool = False
+    """A worker has told that this load failed; others may still be at it."""
 
     bypass: bool = False
     """A load has failed: it is computed without another try."""
@@ -85,16 +89,27 @@ def with_extras(prompt: Prompt, request: Any, chunk: int) -> Prompt:
     """The prompt with what its tokens do not say: adapters, and pictures and sounds behind placeholders."""
     for feature in request.mm_features or ():
         place = feature.mm_position
-        length = max(0, min(place.length, len(prompt) - place.offset))
-        if length:
-            identity = f"mm:{feature.identifier}".encode()
-            prompt = prompt.with_identity(place.offset, length, identity)
+        identity = repr(("mm", feature.identifier, place.offset, place.length)).encode()
+        for first, last in _whole_chunks(place.offset, min(place.offset + place.length, len(prompt)), chunk):
+            # The end of a prompt that is no whole chunk is in no key.
+            if last <= len(prompt):
+                prompt = prompt.with_identity(first, last - first, identity)
     lora = request.lora_request
     if lora is not None and len(prompt) >= chunk:
         # Every hash covers the first chunk.
-        identity = f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}".encode()
+        identity = repr(("lora", lora.lora_name, getattr(lora, "lora_path", ""))).encode()
         prompt = prompt.with_identity(0, chunk, identity)
     return prompt
+
+
+def _whole_chunks(start: int, end: int, chunk: int) -> list[tuple[int, int]]:
+    """The chunks that ``[start, end)`` touches: those at its ends, which others share, and all between them as one.
+
+    Words of 32 bits take the tokens' places, so a whole chunk of them must tell what only one of its tokens is about.
+    """
+    first, last = start // chunk * chunk, -(-end // chunk) * chunk
+    bounds = sorted({first, min(first + chunk, last), max(first, last - chunk), last})
+    return list(itertools.pairwise(bounds))
 
 
 def blocks_of_range(

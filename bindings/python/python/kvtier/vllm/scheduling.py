@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from .._native import Future, KvTierError
 from ..scheduler import SchedulerAdapter
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
@@ -17,19 +21,30 @@ from .requests import Keys, Tracked, blocks_of_range
 
 logger = logging.getLogger(__name__)
 
-# Stores whose events are kept until every worker has stored.
-MOST_UNCONFIRMED = 10_000
+
+@dataclass
+class UnderWay:
+    """A store that the workers are at."""
+
+    ended: int = 0
+    """Workers for whom it has ended."""
+
+    stored: Counter[int] = field(default_factory=Counter)
+    """A chunk's position -> workers that have stored their piece of it."""
+
+    events: list[BlockStored] = field(default_factory=list)
+    """Of each chunk, if vLLM wants events."""
 
 
 class Scheduling:
     """Follows requests from their arrival to their end."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options, block_tokens: list[int]) -> None:
-        identity = Identity.of(vllm_config)
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options, identity: Identity, block_tokens: list[int]) -> None:
+        hash_block = getattr(kv_cache_config, "hash_block_size", None) or block_tokens[0]
         self.adapter = SchedulerAdapter(
             options.url,
             identity.model_name,
-            block_tokens=max(block_tokens),
+            block_tokens=math.lcm(hash_block, *block_tokens),
             world_size=identity.world_size,
             num_kv_readers=identity.num_kv_readers,
             timeout=options.timeout,
@@ -37,7 +52,6 @@ class Scheduling:
         )
         self.adapter.on_health(lambda state: logger.warning("kvtier server %s: %s", options.url, state))
         self.options, self.block_tokens = options, block_tokens
-        hash_block = getattr(kv_cache_config, "hash_block_size", None) or block_tokens[0]
         self.keys = Keys(self.adapter, options.key_mode, hash_block)
         self.hash_block_tokens = hash_block
         self.chunk = self.adapter.chunk_tokens
@@ -50,8 +64,10 @@ class Scheduling:
         self.held: set[str] = set()
         self.stats = KvTierStats()
         self.next_number = 0
-        # Stores whose events wait for all workers: number -> (workers that have stored, event).
-        self.unconfirmed: dict[int, tuple[int, BlockStored]] = {}
+        self.under_way: dict[int, UnderWay] = {}
+        # Of them, those from before a reset: they may bring back what it took away.
+        self.stale: set[int] = set()
+        self.clearing: Future | None = None
         self.events: list[KVCacheEvent] = []
 
     # -- a request arrives -------------------------------------------------------------------
@@ -68,6 +84,8 @@ class Scheduling:
         end = request.num_tokens // self.chunk * self.chunk
         skips = getattr(request, "skip_reading_prefix_cache", False)
         if not self.can_load or tracked.bypass or skips or not end or not self.keys.can(request):
+            return 0, False
+        if self.stale and not self._cleared_again():
             return 0, False
         request_id, adapter = request.request_id, self.adapter
         if not adapter.has_lookup(request_id):
@@ -93,7 +111,8 @@ class Scheduling:
         tracked.matched = False
         self.adapter.cleanup_lookup_result(request.request_id)
         self.stats.add(lookups=1, hit_tokens=tracked.cached_tokens)
-        tracked.stored_tokens = max(tracked.stored_tokens, tracked.cached_tokens)
+        # Not what was stored before a preemption: it may have failed, or be gone.
+        tracked.stored_tokens = tracked.cached_tokens
         tracked.wants_load = external_tokens > 0
         # What vLLM has itself is not read.
         unread = tracked.local_tokens // self.chunk * self.chunk if tracked.wants_load else tracked.cached_tokens
@@ -115,7 +134,8 @@ class Scheduling:
         self.held -= metadata.held
         for request_id in metadata.preempted:
             if tracked := self.tracked.get(request_id):
-                tracked.block_ids, tracked.bypass = [], False
+                # Its blocks may be its new ones already: a reset preempts and resumes in one step.
+                tracked.bypass = False
         for tracked in self.tracked.values():
             if tracked.wants_load:
                 tracked.wants_load, tracked.loading = False, True
@@ -170,12 +190,8 @@ class Scheduling:
             blocks_of_range(tracked.block_ids, self.block_tokens, start, end),
             tracked.salt,
         )
-        if self.wants_events and (event := self._event(request, start, end)):
-            move.number, self.next_number = self.next_number, self.next_number + 1
-            self.unconfirmed[move.number] = (0, event)
-            # Those that have failed are never confirmed.
-            while len(self.unconfirmed) > MOST_UNCONFIRMED:
-                del self.unconfirmed[next(iter(self.unconfirmed))]
+        move.number, self.next_number = self.next_number, self.next_number + 1
+        self.under_way[move.number] = UnderWay(events=self._events(request, start, end) if self.wants_events else [])
         tracked.stored_tokens = end
         tracked.stores += 1
         metadata.stores.append(move)
@@ -184,47 +200,60 @@ class Scheduling:
 
     def answered(self, output: Any) -> None:
         """What the workers reported of a step."""
-        failed = output.invalid_block_ids | set()
+        if output.invalid_block_ids or output.failed_recving:
+            # One worker's failure may come steps before the last worker's end, and is told only once.
+            for request_id, tracked in self.tracked.items():
+                if tracked.loading and (
+                    request_id in output.failed_recving
+                    or any(not output.invalid_block_ids.isdisjoint(ids) for ids in tracked.block_ids)
+                ):
+                    tracked.load_failed = True
         for request_id in output.finished_recving or ():
             tracked = self.tracked.get(request_id)
             if tracked is None:
                 continue
             tracked.loading = False
-            start = tracked.local_tokens // self.chunk * self.chunk
-            if request_id in output.failed_recving or any(failed.intersection(ids) for ids in tracked.block_ids):
+            if tracked.load_failed:
                 # Whatever is missing there is stored again when it was computed.
-                tracked.bypass, tracked.stored_tokens = True, start
+                tracked.load_failed, tracked.bypass = False, True
+                tracked.stored_tokens = tracked.local_tokens // self.chunk * self.chunk
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            for number, workers in report.stored.items():
-                self._confirmed(number, workers)
+            self._reported(report)
 
-    def _confirmed(self, number: int, workers: int) -> None:
-        known = self.unconfirmed.pop(number, None)
-        if known is None:
-            return
-        stored, event = known[0] + workers, known[1]
-        if stored >= self.pieces:
-            self.events.append(event)
-        else:
-            self.unconfirmed[number] = (stored, event)
+    def _reported(self, report: WorkerReport) -> None:
+        """Which stores have ended, and which chunks every worker has stored its piece of."""
+        for (number, chunk), workers in report.stored.items():
+            store = self.under_way[number]
+            store.stored[chunk] += workers
+            if store.events and store.stored[chunk] == self.pieces:
+                self.events.append(store.events[chunk])
+        for number, workers in report.ended.items():
+            self.under_way[number].ended += workers
+            if self.under_way[number].ended == self.pieces:
+                del self.under_way[number]
 
-    def _event(self, request: Any, start: int, end: int) -> BlockStored | None:
-        """vLLM's own hashes of the blocks that were stored."""
-        size = self.hash_block_tokens
-        hashes = request.block_hashes[start // size : end // size]
-        if len(hashes) != (end - start) // size:
-            return None
+    def _events(self, request: Any, start: int, end: int) -> list[BlockStored]:
+        """What to tell of each chunk, in vLLM's own hashes of its blocks."""
+        if len(request.block_hashes) < end // self.hash_block_tokens:
+            return []
         lora = request.lora_request
-        return BlockStored(
-            block_hashes=[maybe_convert_block_hash(each) for each in hashes],
-            parent_block_hash=maybe_convert_block_hash(request.block_hashes[start // size - 1]) if start else None,
-            token_ids=list(request.all_token_ids[start:end]),
-            block_size=size,
-            lora_id=lora.adapter_id if lora else None,
-            medium="CPU",
-            lora_name=lora.lora_name if lora else None,
-        )
+        events, per_chunk = [], self.chunk // self.hash_block_tokens
+        for position in range(start, end, self.chunk):
+            first = position // self.hash_block_tokens
+            hashes = [maybe_convert_block_hash(each) for each in request.block_hashes[first : first + per_chunk]]
+            events.append(
+                BlockStored(
+                    block_hashes=hashes,
+                    parent_block_hash=maybe_convert_block_hash(request.block_hashes[first - 1]) if first else None,
+                    token_ids=list(request.all_token_ids[position : position + self.chunk]),
+                    block_size=self.hash_block_tokens,
+                    lora_id=lora.adapter_id if lora else None,
+                    medium="CPU",
+                    lora_name=lora.lora_name if lora else None,
+                )
+            )
+        return events
 
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call."""
@@ -256,6 +285,37 @@ class Scheduling:
             return True
         return False
 
+    # -- vLLM's prefix cache is reset --------------------------------------------------------
+
     def reset_cache(self) -> bool:
-        """Empty the server's memory, if that is wanted."""
-        return self.adapter.reset_cache() if self.options.reset_server else True
+        """Empty the server's memory, if that is wanted; whether nothing from before can be loaded from there any more.
+
+        False when the server could not be emptied, and when a load is under way, which goes on.
+        """
+        if not self.options.reset_server:
+            return True
+        for request_id, tracked in self.tracked.items():
+            # What was found and not loaded yet is looked up again.
+            if self.adapter.has_lookup(request_id):
+                self.adapter.end_session(request_id)
+            tracked.matched = False
+        self.stale, self.clearing = set(self.under_way), None
+        return self.adapter.reset_cache() and not any(
+            tracked.loading or tracked.wants_load for tracked in self.tracked.values()
+        )
+
+    def _cleared_again(self) -> bool:
+        """Whether the server was emptied of what stores from before the last reset have brought. Never waits."""
+        if not self.stale.isdisjoint(self.under_way):
+            return False
+        if self.clearing is None:
+            self.clearing = self.adapter.client.clear(False)
+        if not self.clearing.done():
+            return False
+        try:
+            self.clearing.result()
+            self.stale = set()
+        except KvTierError as error:
+            logger.warning("the cache server was not cleared behind the stores that a reset met: %s", error)
+        self.clearing = None
+        return not self.stale
