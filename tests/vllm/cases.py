@@ -92,6 +92,12 @@ def baseline(options, prompts, report):
     return known
 
 
+def run_name(options, mode):
+    """What the checks and the logs of a mode are called."""
+    ours = "-ours" if options.connector == "kvtier" else ""
+    return f"{mode}{ours}{f'-tp{options.tensor_parallel}' if options.tensor_parallel > 1 else ''}"
+
+
 class ModeCases:
     """All checks against one server in one transfer mode."""
 
@@ -128,15 +134,48 @@ class ModeCases:
             if self.vllm:
                 self.vllm.stop()
 
+    def run_brief(self):
+        """One engine, and that in which the modes differ: how bytes travel, and what is under way when the server dies."""
+        try:
+            self.vllm = Vllm(self.options, self.log_name(1), self.server)
+            self.hits()
+            self.server_restart(apc=True)
+            self.connector_metrics()
+            self.killed_while_loading()
+        finally:
+            if self.vllm:
+                self.vllm.stop()
+
+    def run_with_workers(self):
+        """Tensor parallelism: each worker has objects of its own, and a hit needs those of all."""
+        workers, prompts = self.options.tensor_parallel, self.prompts
+        try:
+            self.vllm = vllm = Vllm(self.options, self.log_name(1), self.server)
+            answer = self.stored(lambda: vllm.measured(prompts.main), workers * (WHOLE // CHUNK))
+            # Several workers add in another order than one: what they say without a hit is what they must say with one.
+            self.known = {**self.known, "main": [answer.ids, *self.known["main"]]}
+            self.expect("miss", answer, "main", 0, local=0)
+            vllm.forget()
+            other = self.stored(lambda: vllm.measured(prompts.other_start), workers * (WHOLE // CHUNK))
+            sensitive = other.external == 0 and other.ids not in self.known["main"]
+            self.check("other-first-chunk", sensitive, f"{other}; wrong KV would show")
+            self.overwrite()
+            self.expect("hit", vllm.measured(prompts.main), "main", WHOLE, local=0)
+            self.connector_metrics()
+            self.killed_while_loading()
+        finally:
+            if self.vllm:
+                self.vllm.stop()
+
     # -- helpers -----------------------------------------------------------------------------
 
     def log_name(self, number):
         """What an engine's log is called."""
-        return f"{self.server.mode}-{'ours-' if self.options.connector == 'kvtier' else ''}{number}"
+        return f"{run_name(self.options, self.server.mode)}-{number}"
 
     def check(self, name, ok, detail):
         """Note a result under this mode's name."""
-        self.report.check(f"{self.server.mode}/{name}", ok, detail)
+        self.report.check(f"{run_name(self.options, self.server.mode)}/{name}", ok, detail)
 
     def expect(self, name, answer, prompt, external, local=None):
         """The external hit must be exactly this long and the output that of vLLM alone."""

@@ -45,6 +45,7 @@ class Vllm:
     def __init__(self, options, name, server=None, flags=()):
         """`server`: the cache server to connect to, or None for vLLM alone."""
         self.name = name
+        workers = 1 if server is None else options.tensor_parallel
         self.base = f"http://127.0.0.1:{(port := free_port())}"
         argv = [
             # `vllm serve` asks for a distribution called "vllm"; the CPU build has another name.
@@ -52,11 +53,16 @@ class Vllm:
             "--model", options.model, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
             "--enforce-eager", "--max-model-len", "4096", "--block-size", str(options.block_size),
             "--dtype", options.dtype, "--max-num-seqs", "8", "--enable-prompt-tokens-details",
-            "--num-gpu-blocks-override", str(options.kv_blocks), *flags,
+            "--num-gpu-blocks-override", str(options.kv_blocks),
+            "--tensor-parallel-size", str(workers), *flags,
         ]  # fmt: skip
         if server is not None:
             argv += ["--kv-transfer-config", json.dumps(transfer_config(options, server))]
         environment = dict(ENVIRONMENT)
+        if workers > 1:
+            # Its workers wait for each other by spinning: each has cores of its own, and all else goes before them.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_each(workers)
+            argv = ["nice", "-n", "10", *argv]
         if options.connector == "kvtier":
             # The package under test, and a module that makes sure that nothing of LMCache is imported.
             environment["PYTHONPATH"] = os.pathsep.join([options.package, str(Path(__file__).parent / "without_lmcache")])
@@ -147,6 +153,12 @@ class Vllm:
         began, removed = time.monotonic(), self.child.stop()
         left = f", {removed >> 20} MiB of /dev/shm left by it removed" if removed else ""
         print(f"# vllm[{self.name}] stopped in {time.monotonic() - began:.1f} s{left}", flush=True)
+
+
+def cores_of_each(workers):
+    """The cores that this process may use, dealt out, as vLLM wants them; shared where there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(",".join(map(str, cores[rank::workers] or cores)) for rank in range(workers))
 
 
 def transfer_config(options, server):

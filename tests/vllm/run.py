@@ -7,6 +7,9 @@
   run.py --peer                LMCache's own server instead of ours
   run.py --connector kvtier --package DIR
                                our connector from the package in DIR, with nothing of LMCache in the engine
+  run.py ... --brief           one engine, and of the checks those in which the modes differ
+  run.py ... --tensor-parallel 2
+                               an engine of two workers: stores, hits, a server that dies while they load
 
 Every prompt is a list of random token ids, decoding is greedy. Hits are taken after vLLM's own prefix cache is
 emptied AND its KV blocks are overwritten, then in a new vLLM process; output must equal that of vLLM alone.
@@ -24,7 +27,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "harness"))
 
-from cases import ModeCases, Prompts, Report, baseline
+from cases import ModeCases, Prompts, Report, baseline, run_name
 from kvrig import tiers
 from kvrig.proxy import Proxy
 from kvrig.server import Server, free_port, our_command, peer_command
@@ -41,6 +44,8 @@ def options():
     parser.add_argument("--mode", action="append", choices=MODES)
     parser.add_argument("--full", action="store_true", help="all checks in every mode")
     parser.add_argument("--quick", action="store_true", help="no mode in full")
+    parser.add_argument("--brief", action="store_true", help="one engine, with hits and a server that dies")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="workers of an engine")
     parser.add_argument("--peer", action="store_true", help="test LMCache's own server")
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
@@ -55,7 +60,10 @@ def options():
     parser.add_argument("--seed", type=int, default=20260101)
     parser.add_argument("--reuse-baseline", action="store_true", help="keep what vLLM alone answered last time")
     parser.add_argument("--logs", default=os.path.join(home, "logs"))
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.connector == "lmcache" and (chosen.brief or chosen.tensor_parallel > 1):
+        parser.error("--brief and --tensor-parallel need --connector kvtier")
+    return chosen
 
 
 def main():
@@ -67,9 +75,9 @@ def main():
     known = baseline(chosen, prompts, report)
     for mode in chosen.mode or MODES:
         started = time.monotonic()
-        log = Path(chosen.logs) / f"server-{mode}{'-ours' if chosen.connector == 'kvtier' else ''}.log"
-        log.unlink(missing_ok=True)
         ours = chosen.connector == "kvtier"
+        log = Path(chosen.logs) / f"server-{run_name(chosen, mode)}.log"
+        log.unlink(missing_ok=True)
         directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER and not ours else None
         flags = []
         if directory:
@@ -82,16 +90,22 @@ def main():
         server.expect_trouble(r"not what was stored")
         try:
             print(f"# server[{mode}] up after {server.start():.2f} s", flush=True)
-            quick = chosen.quick or (mode != "lmcache_driven" and not chosen.full)
-            ModeCases(chosen, prompts, known, server, report, directory).run(quick)
+            cases = ModeCases(chosen, prompts, known, server, report, directory)
+            if chosen.tensor_parallel > 1:
+                cases.run_with_workers()
+            elif chosen.brief:
+                cases.run_brief()
+            else:
+                cases.run(quick=chosen.quick or (mode != "lmcache_driven" and not chosen.full))
         except Exception as problem:
-            report.check(f"{mode}/runs-to-the-end", False, repr(problem))
+            report.check(f"{run_name(chosen, mode)}/runs-to-the-end", False, repr(problem))
             print(server.tail(), flush=True)
         finally:
-            finish(server, report)
-        print(f"# {mode}: {time.monotonic() - started:.0f} s", flush=True)
+            finish(server, report, run_name(chosen, mode))
+        print(f"# {run_name(chosen, mode)}: {time.monotonic() - started:.0f} s", flush=True)
     seconds = time.monotonic() - began
-    with open(os.path.join(chosen.logs, "summary.json"), "w") as file:
+    kind = f"{chosen.connector}{'-brief' if chosen.brief else ''}-tp{chosen.tensor_parallel}"
+    with open(os.path.join(chosen.logs, f"summary-{kind}.json"), "w") as file:
         json.dump({"seconds": seconds, "options": vars(chosen), "checks": report.rows}, file, indent=1)
     failed = report.failed()
     print(f"vLLM: {len(report.rows) - failed} passed, {failed} failed ({seconds:.0f} s)")
@@ -118,20 +132,20 @@ class ProxiedServer(Server):
         self.proxy.cut()
 
 
-def finish(server, report):
+def finish(server, report, name):
     """The server must still run, stop when asked, leave no shared memory and no unexpected log lines."""
     if not server.running():
         server.kill()
-        report.check(f"{server.mode}/server-alive", False, "the server ended by itself: " + server.tail(5))
+        report.check(f"{name}/server-alive", False, "the server ended by itself: " + server.tail(5))
         return
     files = server.shm_files()
     status, seconds = server.stop()
     left = [path for path in files if os.path.exists(path)]
     ok = (status == 0 or server.peer) and not left
-    report.check(f"{server.mode}/server-stops", ok, f"exit status {status} after {seconds:.1f} s, left: {left}")
+    report.check(f"{name}/server-stops", ok, f"exit status {status} after {seconds:.1f} s, left: {left}")
     trouble = server.unexpected_trouble()
     if not server.peer:
-        report.check(f"{server.mode}/server-log-clean", not trouble, trouble[:3])
+        report.check(f"{name}/server-log-clean", not trouble, trouble[:3])
 
 
 if __name__ == "__main__":
