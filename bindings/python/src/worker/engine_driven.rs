@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 
 use super::geometry::Geometry;
 use super::pages::{CopyError, Pages};
-use super::{Core, Done, Transfer, left};
+use super::{Core, Done, Pool, Transfer, left};
 
 /// Such a worker has one group of layers in this process's memory.
 pub fn check(geometry: &Geometry) -> PyResult<()> {
@@ -68,10 +68,7 @@ impl Core {
     }
 
     /// Registers and opens the server's pool, if it has one that can be reached.
-    pub fn register_engine_driven(
-        &self,
-        client: &Native,
-    ) -> Result<Option<ForeignSegment>, ClientError> {
+    pub fn register_engine_driven(&self, client: &Native) -> Result<Pool, ClientError> {
         let argument = |message: String| ClientError::Argument {
             field: "kv_caches",
             message,
@@ -94,10 +91,20 @@ impl Core {
             })
             .join()?;
         if told.shm_name.is_empty() || self.force_pickle {
-            return Ok(None);
+            return Ok(Pool::default());
         }
         // Out of reach (another container, another user): chunks travel in messages then.
-        Ok(ForeignSegment::open_pool(&told.shm_name, told.pool_size).ok())
+        let opened = ForeignSegment::open_pool(&told.shm_name, told.pool_size);
+        Ok(match opened {
+            Ok(segment) => Pool {
+                segment: Some(segment),
+                obstacle: None,
+            },
+            Err(error) => Pool {
+                segment: None,
+                obstacle: Some(error.to_string()),
+            },
+        })
     }
 }
 
@@ -176,7 +183,7 @@ fn store(core: &Core, transfer: &Transfer) -> Result<Option<Vec<u64>>, String> {
     let prepared = within(transfer, core.client.prepare_store(&key, core.instance))?;
     core.read_pages(transfer.id, true)?;
     let mut taken = None;
-    let data = match (prepared.target, &registered.pool) {
+    let data = match (prepared.target, &registered.pool.segment) {
         (Some(target), Some(pool)) => {
             if target.slots.is_empty() {
                 // All of it is cached, or there is no room.
@@ -230,7 +237,7 @@ fn retrieve(core: &Core, transfer: &Transfer) -> Result<(), String> {
         core,
         transfer,
         &ready,
-        &registered.pool,
+        &registered.pool.segment,
         registered.connections,
         &key,
     );

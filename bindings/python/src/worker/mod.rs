@@ -72,7 +72,15 @@ type Ended<'py> = (u64, Bound<'py, PyBytes>, Option<String>, Option<Vec<u64>>);
 struct Registered {
     /// [`Native::connections`] at the time: later ones lead to a server that may not know it.
     connections: u64,
-    pool: Option<ForeignSegment>,
+    pool: Pool,
+}
+
+/// The server's pool as this worker sees it; neither where chunks travel in messages anyway.
+#[derive(Default)]
+struct Pool {
+    segment: Option<ForeignSegment>,
+    /// Why a pool that the server has cannot be opened here.
+    obstacle: Option<String>,
 }
 
 /// What the Python object and the threads share.
@@ -99,6 +107,7 @@ impl Core {
         *self.registered.lock() = None;
         loop {
             let connections = client.connections();
+            introduce(client)?;
             let pool = match self.mode {
                 Mode::Engine => self.register_engine_driven(client)?,
                 Mode::Server => self.register_server_driven(client)?,
@@ -133,6 +142,16 @@ impl Core {
 
     fn scope_of(&self, transfer: &Transfer) -> Scope {
         self.scope.clone().with_salt(transfer.cache_salt.clone())
+    }
+}
+
+/// Has the server know that this client takes a refusal's text. Without it a refused registration of pages looks like an
+/// accepted one, since clients of releases before 0.5.5 take no text.
+fn introduce(client: &Native) -> Result<(), ClientError> {
+    match client.get_experimental().join() {
+        Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => Err(error),
+        // Whatever was answered, the question was asked.
+        _ => Ok(()),
     }
 }
 
@@ -249,11 +268,18 @@ impl Worker {
     #[getter]
     fn transport(&self) -> Option<&'static str> {
         let registered = self.core.registered.lock().clone()?;
-        Some(match (self.core.mode, &registered.pool) {
+        Some(match (self.core.mode, &registered.pool.segment) {
             (Mode::Server, _) => "server",
             (Mode::Engine, Some(_)) => "pool",
             (Mode::Engine, None) => "pickle",
         })
+    }
+
+    /// Why the server's pool cannot be opened here; none where it can, or where there is none.
+    #[getter]
+    fn pool_obstacle(&self) -> Option<String> {
+        let registered = self.core.registered.lock().clone()?;
+        registered.pool.obstacle.clone()
     }
 
     /// Whether the server that is connected now knows this worker.
