@@ -289,13 +289,11 @@ impl Timeline {
         let mut reader = Reader::new(context)?;
         {
             let _current = context.enter()?;
-            // SAFETY: the buffer is ours and lives, and the reads wait for what is before them on the stream.
-            unsafe {
-                reader
-                    .stream
-                    .fill(buffer.base(), 0, BUFFER_BYTES as usize)?;
-                reader.stream.write_value(buffer.base(), 1)?;
-            }
+            // SAFETY: the buffer is ours, and lives until the stream is idle.
+            unsafe { reader.stream.fill(buffer.base(), 0, BUFFER_BYTES as usize) }?;
+            reader.stream.synchronize()?;
+            // SAFETY: as above; what reads it waits for it.
+            unsafe { reader.stream.write_value(buffer.base(), 1) }?;
         }
         // SAFETY: it is the buffer's first number.
         let written = unsafe { reader.read(buffer.base()) }?;

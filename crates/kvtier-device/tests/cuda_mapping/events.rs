@@ -1,0 +1,179 @@
+//! Events of requests, both ways and in both forms.
+
+use kvtier_device::cuda::driver::Stream;
+use kvtier_device::cuda::events::{ExportedEvents, ForeignEvents, Timeline};
+
+use crate::setup::{Bench, Lender, hex};
+
+fn foreign(bench: &Bench) -> ForeignEvents {
+    ForeignEvents::new(bench.allocations.clone(), None)
+}
+
+/// In either form, an event is complete when the other process's work before it is, and not before.
+#[test]
+fn events_of_both_forms_are_complete_when_the_work_before_them_is() {
+    for form in ["event", "number"] {
+        let bench = Bench::new();
+        let mut lender = Lender::start();
+        let events = foreign(&bench);
+        let past = events.open(&lender.bytes(form)).unwrap();
+        lender.ask("sync");
+        lender.ask("script hold kernel");
+        lender.ask("fill 1");
+        let pending = events.open(&lender.bytes(form)).unwrap();
+        let behind = events.open(&lender.bytes(form)).unwrap();
+        let complete = || [&past, &pending, &behind].map(|event| event.is_complete().unwrap());
+        assert_eq!(complete(), [true, false, false], "{form}");
+        lender.ask("script release");
+        lender.ask("sync");
+        assert_eq!(complete(), [true, true, true], "{form}");
+        for function in [
+            "cuStreamWaitEvent",
+            "cuStreamWaitValue64_v2",
+            "cuEventSynchronize",
+        ] {
+            assert_eq!(bench.count(function), 0, "{function}");
+        }
+        // The numbers are in one buffer, which stays open for the next.
+        let opened = u64::from(form == "number");
+        assert_eq!(bench.count("cuIpcOpenMemHandle_v2"), opened, "{form}");
+        drop((past, pending, behind));
+        assert_eq!(bench.allocations.open_count() as u64, opened);
+        drop(events);
+        bench.is_clean();
+    }
+}
+
+#[test]
+fn the_event_of_a_process_that_died_is_not_complete_and_lets_go() {
+    for form in ["event", "number"] {
+        let bench = Bench::new();
+        let mut lender = Lender::start();
+        let events = foreign(&bench);
+        lender.ask("script hold kernel");
+        // The buffer of numbers is made before anything is held.
+        if form == "number" {
+            lender.ask("script release");
+            lender.bytes(form);
+            lender.ask("sync");
+            lender.ask("script hold kernel");
+        }
+        lender.ask("fill 1");
+        let bytes = lender.bytes(form);
+        let pending = events.open(&bytes).unwrap();
+        lender.kill();
+        assert!(!pending.is_complete().unwrap(), "{form}");
+        drop((pending, events));
+        bench.is_clean();
+        let error = foreign(&bench).open(&bytes).unwrap_err().to_string();
+        assert!(error.contains("a living process"), "{error}");
+        bench.is_clean();
+    }
+}
+
+#[test]
+fn nothing_to_wait_for_and_nonsense() {
+    let bench = Bench::new();
+    let events = foreign(&bench);
+    assert!(events.open(b"").unwrap().is_complete().unwrap());
+    // Number 0 is reached from the start, wherever it is.
+    let mut start = [0; 81];
+    start[0] = 1;
+    assert!(events.open(&start).unwrap().is_complete().unwrap());
+    for bytes in [b"stub_ipc_handle".as_slice(), &[1; 63], &[1; 80], &[2; 81]] {
+        let error = events.open(bytes).unwrap_err().to_string();
+        assert!(error.starts_with("event handle is"), "{error}");
+    }
+    assert_eq!(bench.count("cuIpcOpenEventHandle"), 0);
+    assert_eq!(bench.count("cuIpcOpenMemHandle_v2"), 0);
+    drop(events);
+    bench.is_clean();
+}
+
+/// Memory that is lent as pages is no buffer of numbers when it is too small for one.
+#[test]
+fn numbers_in_memory_that_is_too_small_are_refused() {
+    let bench = Bench::new();
+    let mut lender = Lender::start();
+    let mut bytes = lender.bytes("number");
+    let small = lender.bytes("small");
+    bytes[1..65].copy_from_slice(&small);
+    let events = foreign(&bench);
+    let error = events.open(&bytes).unwrap_err().to_string();
+    assert!(
+        error.contains("a buffer of 4096 bytes; allowed: at least 32768"),
+        "{error}"
+    );
+    drop(events);
+    bench.is_clean();
+}
+
+#[test]
+fn numbers_of_our_own_are_read_without_opening_them() {
+    let bench = Bench::new();
+    let context = bench.context();
+    let timeline = Timeline::new(context).unwrap();
+    let events = ForeignEvents::new(bench.allocations.clone(), Some(timeline.clone()));
+    let stream = Stream::new(context, 0).unwrap();
+    let _current = context.enter().unwrap();
+    let lane = timeline.lane().unwrap();
+    let other = timeline.lane().unwrap();
+    let first = lane.record(&stream).unwrap();
+    let second = lane.record(&stream).unwrap();
+    let third = other.record(&stream).unwrap();
+    stream.synchronize().unwrap();
+    // Slot 0 is for trying things out; places and numbers are big-endian at 65 and 73.
+    let place = |event: &[u8; 81]| (event[72], event[80]);
+    assert_eq!(
+        [first, second, third].map(|event| place(&event)),
+        [(8, 1), (8, 2), (16, 1)]
+    );
+    for event in [first, second, third] {
+        assert!(events.open(&event).unwrap().is_complete().unwrap());
+    }
+    let mut next = second;
+    next[80] = 3;
+    assert!(!events.open(&next).unwrap().is_complete().unwrap());
+    assert_eq!(bench.count("cuIpcOpenMemHandle_v2"), 0);
+    drop((events, lane, other, timeline, stream));
+    bench.is_clean();
+}
+
+#[test]
+fn a_driver_that_writes_no_numbers_has_no_isolated_events() {
+    let bench = Bench::new();
+    bench.script("fail cuStreamWriteValue64_v2=801");
+    let error = Timeline::new(bench.context()).unwrap_err();
+    assert_eq!(error.code(), Some(801));
+    bench.script("reset");
+    bench.is_clean();
+}
+
+#[test]
+fn our_events_are_opened_by_the_other_process_and_used_again_late() {
+    let bench = Bench::new();
+    let mut lender = Lender::start();
+    let context = bench.context();
+    let _current = context.enter().unwrap();
+    let exported = ExportedEvents::new(context.clone());
+    let stream = Stream::new(context, 0).unwrap();
+    let memory = context.allocate(64).unwrap();
+    bench.script("hold kernel");
+    // SAFETY: the memory is ours, and lives until the stream has ended below.
+    unsafe { stream.fill(memory.base(), 1, 64) }.unwrap();
+    let first = exported.record(&stream).unwrap();
+    lender.ask(&format!("open {}", hex(&first)));
+    assert_eq!(lender.ask("complete"), "false");
+    bench.script("release");
+    stream.synchronize().unwrap();
+    assert_eq!(lender.ask("complete"), "true");
+    // 2047 more are others; only then is the oldest used again.
+    for _ in 1..2048 {
+        assert_ne!(exported.record(&stream).unwrap(), first);
+    }
+    assert_eq!(exported.record(&stream).unwrap(), first);
+    assert_eq!(bench.count("cuEventCreate"), 2048);
+    stream.synchronize().unwrap();
+    drop((exported, stream, memory));
+    bench.is_clean();
+}

@@ -1,0 +1,67 @@
+//! The library: found, not found, too old, or none.
+
+use std::path::Path;
+
+use kvtier_device::cuda::CudaError;
+use kvtier_device::cuda::driver::{Driver, Module, code};
+
+use crate::setup::{Bench, Lender, UUID};
+
+#[test]
+fn every_function_is_found_and_the_gpu_described() {
+    let bench = Bench::new();
+    let driver = bench.context().driver();
+    assert_eq!(driver.missing(), Vec::<&str>::new());
+    assert!(driver.copies_in_batches());
+    let [gpu] = bench.gpus.all() else {
+        panic!("not one GPU")
+    };
+    assert_eq!((gpu.uuid.as_str(), gpu.device.ordinal()), (UUID, 0));
+    assert_eq!((gpu.name.as_str(), gpu.numa_node), ("kvtier stand-in", -1));
+    assert_eq!(
+        (gpu.pci_bus_id.as_str(), gpu.total_bytes),
+        ("0000:17:00.0", 8 << 30)
+    );
+    bench.is_clean();
+}
+
+#[test]
+fn an_old_driver_has_no_copies_in_batches() {
+    assert_eq!(Lender::with_script("driver=12070").ask("batches"), "false");
+    assert_eq!(Lender::with_script("batch=absent").ask("batches"), "false");
+    assert_eq!(Lender::with_script("driver=13000").ask("batches"), "true");
+}
+
+#[test]
+fn what_is_no_driver_is_told_apart_from_no_library() {
+    let none = Driver::load(Some(Path::new("/nowhere/libcuda.so.1"))).unwrap_err();
+    assert!(matches!(none, CudaError::Library { .. }), "{none}");
+    assert!(none.to_string().contains("/nowhere/libcuda.so.1"), "{none}");
+    let other = Driver::load(Some(Path::new("libc.so.6"))).unwrap_err();
+    assert_eq!(other, CudaError::Missing { function: "cuInit" });
+    assert_eq!(other.to_string(), "the CUDA driver has no function cuInit");
+}
+
+#[test]
+fn what_the_driver_refuses_is_told_in_its_words() {
+    let bench = Bench::new();
+    bench.script("fail cuMemAlloc_v2=2@1");
+    let error = bench.context().allocate(64).unwrap_err();
+    assert_eq!(error.code(), Some(code::OUT_OF_MEMORY));
+    let text = error.to_string();
+    assert!(
+        text.starts_with("cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY"),
+        "{text}"
+    );
+    assert!(text.ends_with("(2)"), "{text}");
+    bench.script("ptx=refused");
+    // SAFETY: it is no code at all.
+    let error = unsafe { Module::load(bench.context(), c"none") }.unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("cuModuleLoadDataEx: CUDA_ERROR"),
+        "{error}"
+    );
+    bench.nothing_is_left();
+}

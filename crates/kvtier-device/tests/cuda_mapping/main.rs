@@ -1,0 +1,11 @@
+//! Memory and events of another process, over the stand-in for the driver: opened once, bounded, given back, and never
+//! waited for.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod events;
+mod loading;
+mod memory;
+mod registration;
+mod segments;
+mod setup;
