@@ -3,13 +3,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvtier_memory::{AffineCopy, CopyLoop, ForeignSegment, SegmentError, copy_affine};
+use kvtier_memory::{AffineCopy, ForeignSegment, SegmentError, copy_affine};
 
-use crate::blocks::checked_id;
 use crate::device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer};
-use crate::error::{LayoutError, PlanError};
-use crate::geometry::{Part, Plane};
+use crate::error::LayoutError;
 use crate::layout::KvLayout;
+use crate::physical::visit_block_runs;
 use crate::plan::Direction;
 use crate::spec::MemorySpec;
 
@@ -43,9 +42,8 @@ impl Device for CpuDevice {
                 })?;
             segments.push(segment);
         }
-        let memory = CpuMemory { layout, segments };
-        memory.check_bounds()?;
-        Ok(Box::new(memory))
+        layout.check_memories(|memory| segments[memory].len())?;
+        Ok(Box::new(CpuMemory { layout, segments }))
     }
 }
 
@@ -54,29 +52,6 @@ struct CpuMemory {
     layout: Arc<KvLayout>,
     /// By index of [`KvLayout::memories`].
     segments: Vec<ForeignSegment>,
-}
-
-impl CpuMemory {
-    /// Every block of every plane lies inside what was really mapped. The layout proved it for the
-    /// sizes the engine stated; this holds it against the segments themselves.
-    fn check_bounds(&self) -> Result<(), DeviceError> {
-        for group in self.layout.kernel_groups() {
-            for (index, plane) in group.planes.iter().enumerate() {
-                let limit = self.segments[plane.memory].len();
-                let end = plane.end(group.num_blocks);
-                if end.is_none_or(|end| end > limit) {
-                    let layer = group.layer_indices[index % group.layer_indices.len()];
-                    return Err(LayoutError::new(
-                        format!("kv_caches[{layer}]"),
-                        format!("{end:?} bytes into {}", self.segments[plane.memory].name()),
-                        format!("at most {limit}, the bytes of the segment"),
-                    )
-                    .into());
-                }
-            }
-        }
-        Ok(())
-    }
 }
 
 impl EngineMemory for CpuMemory {
@@ -120,39 +95,16 @@ impl EngineMemory for CpuMemory {
         sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), DeviceError> {
         let planes = self.layout.layer_planes(layer)?;
-        let ids = block_ids
-            .iter()
-            .enumerate()
-            .map(|(position, id)| {
-                checked_id(*id, planes.num_blocks).ok_or(PlanError::BlockOutOfRange {
-                    group: planes.group,
-                    position,
-                    id: *id,
-                    num_blocks: planes.num_blocks,
-                })
-            })
-            .collect::<Result<Vec<u32>, _>>()?;
         let mut buffer = Vec::new();
-        let mut read = |plane: &Plane, id: u32| {
+        planes.visit_blocks(block_ids, |plane, id| {
             buffer.clear();
-            self.read_block(plane, id, &mut buffer)?;
+            let segment = &self.segments[plane.memory];
+            visit_block_runs(plane, id, |at, bytes| {
+                segment.read_into(at, bytes, &mut buffer)
+            })?;
             sink(&buffer);
-            Ok::<(), DeviceError>(())
-        };
-        if planes.planes_outside_blocks {
-            for plane in &planes.planes {
-                for id in &ids {
-                    read(plane, *id)?;
-                }
-            }
-        } else {
-            for id in &ids {
-                for plane in &planes.planes {
-                    read(plane, *id)?;
-                }
-            }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 }
 
@@ -203,41 +155,4 @@ impl CpuMemory {
         flush(batch_memory, &mut batch)?;
         Ok(moved)
     }
-
-    /// Appends one block of one plane in the order of the tensor's dimensions, which is that of
-    /// descending strides.
-    fn read_block(&self, plane: &Plane, id: u32, buffer: &mut Vec<u8>) -> Result<(), DeviceError> {
-        let segment = &self.segments[plane.memory];
-        let block = plane.base + u64::from(id) * plane.block_stride;
-        for part in &plane.parts {
-            let (bytes, [outer, inner]) = physical(part);
-            for i in 0..outer.count {
-                for j in 0..inner.count {
-                    let at = block
-                        + part.engine_offset
-                        + i * outer.segment_stride
-                        + j * inner.segment_stride;
-                    segment.read_into(at, bytes, buffer)?;
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// A part's loops in the engine's order, with what adjoins there as one run.
-fn physical(part: &Part) -> (u64, [CopyLoop; 2]) {
-    let mut loops = part.loops;
-    loops.sort_by_key(|step| std::cmp::Reverse(step.segment_stride));
-    let mut bytes = part.bytes;
-    for step in loops.iter_mut().rev() {
-        if step.count > 1 {
-            if step.segment_stride != bytes {
-                break;
-            }
-            bytes *= step.count;
-        }
-        *step = CopyLoop::ONCE;
-    }
-    (bytes, loops)
 }

@@ -6,6 +6,9 @@ use std::time::Instant;
 use kvtier_memory::{AccessError, Arena, Extent, SegmentError};
 
 use crate::blocks::BlockTable;
+use crate::cuda::CudaError;
+use crate::cuda::allocations::OpenError;
+use crate::cuda::storages::StorageError;
 use crate::error::{LayoutError, PlanError};
 use crate::layout::KvLayout;
 use crate::plan::{ChunkRequest, Direction};
@@ -143,6 +146,30 @@ pub enum DeviceError {
     /// The deadline of whoever asked has passed.
     #[error("it is past the deadline that the worker gave")]
     TooLate,
+    /// The driver of a GPU refused.
+    #[error("GPU: {0}")]
+    Cuda(#[from] CudaError),
+    /// Memory of a GPU that could not be opened.
+    #[error(transparent)]
+    Storage(#[from] StorageError),
+    /// What an engine sent in place of an event.
+    #[error("event handle: {0}")]
+    Event(OpenError),
+    /// An engine's event was not complete in time.
+    #[error("the engine's event did not complete in time: its pages were never ready to be copied")]
+    NeverReady,
+    /// The pages are being closed, or the server ends.
+    #[error("the pages are being closed")]
+    Stopped,
+    /// The worker has too many transfers under way.
+    #[error("{under_way} transfers of this worker are under way; no more are allowed")]
+    Busy {
+        /// How many.
+        under_way: usize,
+    },
+    /// An earlier error made the GPU unusable for this process.
+    #[error("the GPU is of no use until the server is started anew: {0}")]
+    Broken(String),
     /// An extent smaller than the object.
     #[error("extent of {len} bytes; allowed: at least {needed}, one object of group {group}")]
     ExtentTooSmall {

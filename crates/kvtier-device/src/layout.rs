@@ -159,6 +159,32 @@ impl KvLayout {
         Ok((&self.kernel_groups[group], position))
     }
 
+    /// Every block of every plane lies inside what was really opened, which `bytes_of` tells for each of
+    /// [`KvLayout::memories`]. The layout proved it for the sizes the engine stated.
+    ///
+    /// # Errors
+    /// Names the first layer that does not.
+    pub(crate) fn check_memories(
+        &self,
+        bytes_of: impl Fn(usize) -> u64,
+    ) -> Result<(), LayoutError> {
+        for group in self.kernel_groups() {
+            for (index, plane) in group.planes.iter().enumerate() {
+                let limit = bytes_of(plane.memory);
+                let end = plane.end(group.num_blocks);
+                if end.is_none_or(|end| end > limit) {
+                    let layer = group.layer_indices[index % group.layer_indices.len()];
+                    return Err(LayoutError::new(
+                        format!("kv_caches[{layer}]"),
+                        format!("{end:?} bytes into its memory"),
+                        format!("at most {limit}, the bytes there are"),
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Whether an object of a group fits an extent. A group that does not exist is the plan's to
     /// refuse.
     ///

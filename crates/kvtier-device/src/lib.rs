@@ -22,6 +22,7 @@ mod format;
 mod geometry;
 mod groups;
 mod layout;
+mod physical;
 mod plan;
 mod spec;
 
@@ -36,6 +37,6 @@ pub use groups::{KernelGroup, ObjectGroup};
 pub use layout::{KvLayout, engine_driven_shape};
 pub use plan::{ChunkRequest, Direction, PlannedCopy};
 pub use spec::{
-    CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder, KvListLayout, LayoutHints, MemorySpec,
-    TensorSpec,
+    CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder, KvListLayout, LayoutHints,
+    MemorySpec, TensorSpec,
 };

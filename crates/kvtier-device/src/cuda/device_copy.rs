@@ -138,6 +138,36 @@ impl DeviceCopy {
         adjoins
     }
 
+    /// Calls `visit` with parts of it of at most `most` bytes, which is a multiple of 16.
+    pub fn each_part(&self, most: u64, visit: &mut impl FnMut(&Self)) {
+        if self.bytes() == 0 {
+            return;
+        }
+        if self.bytes() <= most {
+            return visit(self);
+        }
+        let (mut front, mut back) = (*self, *self);
+        if let Some(at) = self.loops.iter().position(|step| step.count > 1) {
+            let CopyLoop {
+                count,
+                segment_stride,
+                arena_stride,
+            } = self.loops[at];
+            let half = count / 2;
+            front.loops[at].count = half;
+            back.loops[at].count = count - half;
+            back.engine += half * segment_stride;
+            back.host += half * arena_stride;
+        } else {
+            front.inner_bytes = most;
+            back.inner_bytes -= most;
+            back.engine += most;
+            back.host += most;
+        }
+        front.each_part(most, visit);
+        back.each_part(most, visit);
+    }
+
     /// Calls `visit` with every run, in order.
     fn visit_runs<E>(&self, visit: &mut impl FnMut(DeviceRun) -> Result<(), E>) -> Result<(), E> {
         let [a, b, c] = self.loops;

@@ -5,8 +5,6 @@
 //! when every page of 8 KiB is a copy of its own, and 0.1% when they adjoin. What it keeps on its
 //! way: 64 bytes a thread of units of 16, which is 32 KiB a block of [`THREADS`].
 
-use kvtier_memory::CopyLoop;
-
 use super::device_copy::DeviceCopy;
 use crate::plan::Direction;
 
@@ -208,7 +206,7 @@ impl KernelPlan {
     pub fn push(&mut self, copies: &[DeviceCopy], direction: Direction) {
         for copy in copies {
             let unit = Unit::of(copy);
-            each_part(copy, ITEM_BYTES, &mut |part| {
+            copy.each_part(ITEM_BYTES, &mut |part| {
                 self.work[unit as usize].push(part, direction, unit);
             });
         }
@@ -219,36 +217,6 @@ impl KernelPlan {
         let launches = Unit::ALL.into_iter().zip(&self.work);
         launches.filter(|(_, work)| !work.tiles.is_empty())
     }
-}
-
-/// Calls `visit` with parts of a copy of at most `most` bytes, which is a multiple of every unit.
-fn each_part(copy: &DeviceCopy, most: u64, visit: &mut impl FnMut(&DeviceCopy)) {
-    if copy.bytes() == 0 {
-        return;
-    }
-    if copy.bytes() <= most {
-        return visit(copy);
-    }
-    let (mut front, mut back) = (*copy, *copy);
-    if let Some(at) = copy.loops.iter().position(|step| step.count > 1) {
-        let CopyLoop {
-            count,
-            segment_stride,
-            arena_stride,
-        } = copy.loops[at];
-        let half = count / 2;
-        front.loops[at].count = half;
-        back.loops[at].count = count - half;
-        back.engine += half * segment_stride;
-        back.host += half * arena_stride;
-    } else {
-        front.inner_bytes = most;
-        back.inner_bytes -= most;
-        back.engine += most;
-        back.host += most;
-    }
-    each_part(&front, most, visit);
-    each_part(&back, most, visit);
 }
 
 /// What can be looked at as bytes: no padding, any bytes are a value.

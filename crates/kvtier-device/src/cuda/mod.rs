@@ -6,15 +6,22 @@
 //! Facts about handles of PyTorch are those of its releases up to 2.13; facts about the driver are those of CUDA 12.8.
 
 pub mod allocations;
+mod device;
 mod device_copy;
 pub mod driver;
 mod error;
 pub mod events;
+mod gpu;
 pub mod handle;
 pub mod kernel;
 pub mod ref_counter;
 pub mod storages;
 pub mod uuid;
 
+pub use device::{CudaDevice, CudaOptions, DeviceStatus};
 pub use device_copy::{DeviceCopies, DeviceCopy, DeviceRun, PinnedPieces, Place, RunLengths};
 pub use error::CudaError;
+pub use gpu::{
+    Executor, GpuOptions, GpuReadings, Moved, PinningStatus, Profile, RUN_BUCKETS, Rates,
+    TRIED_RUNS,
+};

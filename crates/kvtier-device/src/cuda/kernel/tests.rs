@@ -166,12 +166,12 @@ fn what_is_too_long_for_an_item_becomes_several() {
     let looped = copy(48, [(5, 9000, 8000), (3, 2000, 1500), (7, 100, 200)]);
     for most in [48, 96, 144, 1008, 4096] {
         let mut parts = Vec::new();
-        each_part(&looped, most, &mut |part| parts.push(*part));
+        looped.each_part(most, &mut |part| parts.push(*part));
         assert!(parts.iter().all(|part| part.bytes() <= most));
         assert_eq!(every_run(&parts), every_run(&[looped]));
     }
     let mut parts = Vec::new();
-    each_part(&copy(10_000, [ONCE; 3]), 4096, &mut |part| {
+    copy(10_000, [ONCE; 3]).each_part(4096, &mut |part| {
         parts.push((part.engine - (1 << 40), part.host - (1 << 20), part.bytes()));
     });
     assert_eq!(

@@ -1,0 +1,270 @@
+//! The GPUs of this machine as a [`Device`]. One is taken into use when its first worker registers.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use kvtier_memory::{Arena, SegmentError};
+use parking_lot::Mutex;
+
+use super::device_copy::Place;
+use super::driver::{DevicePtr, Driver, Stream};
+use super::error::CudaError;
+use super::events::{ForeignEvent, ForeignEvents};
+use super::gpu::{self, Gpu, GpuOptions, GpuReadings, Job, Pages, Pinned, PinningStatus};
+use super::storages::Storages;
+use super::uuid::Gpus;
+use crate::device::{Device, DeviceError, Done, EngineMemory, Transfer};
+use crate::layout::KvLayout;
+use crate::physical::visit_block_runs;
+
+/// How long an engine's own work on its fresh pages may take when it registers.
+const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
+/// Transfers of one worker that may be under way. An engine has as many as it has requests that come or go in a step.
+const MOST_UNDER_WAY: usize = 1024;
+
+/// How the driver is found and GPUs are used.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CudaOptions {
+    /// The driver's library; `None` is `libcuda.so.1` where the system finds it.
+    pub library: Option<PathBuf>,
+    /// How GPUs are used.
+    pub gpu: GpuOptions,
+}
+
+/// All GPUs that this process sees.
+pub struct CudaDevice {
+    gpus: Gpus,
+    driver_version: i32,
+    options: GpuOptions,
+    arena: Arc<Arena>,
+    used: Mutex<Used>,
+    next_pages: AtomicU64,
+}
+
+/// What is in use. GPUs go before the arena is unpinned.
+#[derive(Default)]
+struct Used {
+    gpus: BTreeMap<String, Arc<Gpu>>,
+    pinned: Option<Arc<Pinned>>,
+}
+
+/// One GPU for `/status` and metrics.
+#[derive(Debug, Clone)]
+pub struct DeviceStatus {
+    /// Position among the GPUs this process sees.
+    pub ordinal: i32,
+    /// What the maker calls it.
+    pub name: String,
+    /// Lower case, `8-4-4-4-12`.
+    pub uuid: String,
+    /// Such as `0000:3b:00.0`.
+    pub pci_bus_id: String,
+    /// -1 when unknown.
+    pub numa_node: i32,
+    /// What it does, if it is in use.
+    pub readings: Option<GpuReadings>,
+}
+
+impl CudaDevice {
+    /// Loads the driver and looks what GPUs there are. Takes none of them into use.
+    ///
+    /// # Errors
+    /// No library, or what the driver says: a machine without a GPU has no such device.
+    pub fn find(options: &CudaOptions, arena: Arc<Arena>) -> Result<Self, CudaError> {
+        let driver = Driver::load(options.library.as_deref())?;
+        Ok(Self {
+            gpus: Gpus::find(&driver)?,
+            driver_version: driver.version(),
+            options: options.gpu,
+            arena,
+            used: Mutex::default(),
+            next_pages: AtomicU64::new(0),
+        })
+    }
+
+    /// The newest CUDA the driver knows: 12080 is 12.8.
+    pub fn driver_version(&self) -> i32 {
+        self.driver_version
+    }
+
+    /// Every GPU that this process sees.
+    pub fn status(&self) -> Vec<DeviceStatus> {
+        let used = self.used.lock();
+        let status = |gpu: &super::uuid::Gpu| DeviceStatus {
+            ordinal: gpu.device.ordinal(),
+            name: gpu.name.clone(),
+            uuid: gpu.uuid.clone(),
+            pci_bus_id: gpu.pci_bus_id.clone(),
+            numa_node: gpu.numa_node,
+            readings: used.gpus.get(&gpu.uuid).map(|gpu| gpu.readings()),
+        };
+        self.gpus.all().iter().map(status).collect()
+    }
+
+    /// How far pinning has come; `None` before the first GPU is in use.
+    pub fn pinning(&self) -> Option<PinningStatus> {
+        self.used
+            .lock()
+            .pinned
+            .as_ref()
+            .map(|pinned| pinned.status())
+    }
+
+    /// The GPU, in use.
+    fn gpu(&self, found: &super::uuid::Gpu) -> Result<Arc<Gpu>, DeviceError> {
+        // Held while it is tried out: whoever registers meanwhile needs it too.
+        let mut used = self.used.lock();
+        if let Some(gpu) = used.gpus.get(&found.uuid) {
+            return match gpu.broken() {
+                None => Ok(Arc::clone(gpu)),
+                Some(error) => Err(DeviceError::Broken(error)),
+            };
+        }
+        let Used { gpus, pinned } = &mut *used;
+        let gpu = Gpu::start(
+            &found.device,
+            |context| Arc::clone(pinned.get_or_insert_with(|| gpu::pin(context, &self.arena))),
+            self.options,
+        )?;
+        let gpu = Arc::new(gpu);
+        gpus.insert(found.uuid.clone(), Arc::clone(&gpu));
+        Ok(gpu)
+    }
+}
+
+impl Device for CudaDevice {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError> {
+        let gpu = self.gpu(self.gpus.of(layout.memories())?)?;
+        let mut storages = Storages::open(&gpu.allocations, layout.memories())?;
+        if !storages.wait_until_ready(Instant::now() + REGISTRATION_TIMEOUT)? {
+            return Err(DeviceError::NeverReady);
+        }
+        let places = storages.all().iter().map(|storage| Place {
+            address: storage.start().0,
+            bytes: storage.bytes(),
+        });
+        let places: Vec<_> = places.collect();
+        layout.check_memories(|memory| places[memory].bytes)?;
+        let pages = Pages {
+            number: self.next_pages.fetch_add(1, Ordering::Relaxed),
+            places,
+            layout,
+            stopped: AtomicBool::new(false),
+            under_way: AtomicUsize::new(0),
+            _storages: storages,
+        };
+        Ok(Box::new(CudaMemory {
+            events: ForeignEvents::new(Arc::clone(&gpu.allocations), None),
+            arena: Arc::clone(&self.arena),
+            pages: Arc::new(pages),
+            gpu,
+        }))
+    }
+}
+
+/// One worker's pages on a GPU. Dropped, they are closed when the last copy has ended; nobody waits for the engine.
+struct CudaMemory {
+    pages: Arc<Pages>,
+    events: ForeignEvents,
+    gpu: Arc<Gpu>,
+    arena: Arc<Arena>,
+}
+
+impl EngineMemory for CudaMemory {
+    fn layout(&self) -> &Arc<KvLayout> {
+        &self.pages.layout
+    }
+
+    /// Handles of another process's memory are its own: the counter file of PyTorch's has a random name, the driver's
+    /// are new with each allocation.
+    fn is_current(&self) -> bool {
+        true
+    }
+
+    /// The driver takes memory back when its process ends.
+    fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
+        Vec::new()
+    }
+
+    fn device(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn transfer(&self, transfer: Transfer, done: Done) {
+        match self.check(&transfer) {
+            Ok(event) => {
+                let deadline = Instant::now() + self.gpu.options().event_timeout;
+                let pages = Arc::clone(&self.pages);
+                self.gpu
+                    .submit(Job::new(pages, transfer, event, deadline, done));
+            }
+            Err(error) => done(Err(error)),
+        }
+    }
+
+    fn stop(&self) {
+        self.pages.stopped.store(true, Ordering::Release);
+        self.gpu.nudge();
+    }
+
+    /// No event: the answer comes when the bytes are in place.
+    fn answer_event<'a>(&self, _: &'a [u8]) -> &'a [u8] {
+        &[]
+    }
+
+    fn read_blocks(
+        &self,
+        layer: usize,
+        block_ids: &[i64],
+        sink: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), DeviceError> {
+        let planes = self.pages.layout.layer_planes(layer)?;
+        let context = self.gpu.allocations.context();
+        let _current = context.enter()?;
+        let stream = Stream::new(context, 0)?;
+        let mut block = Vec::new();
+        planes.visit_blocks(block_ids, |plane, id| {
+            block.clear();
+            let place = self.pages.places[plane.memory];
+            visit_block_runs(plane, id, |at, bytes| {
+                let to = block.len();
+                block.resize(to + bytes as usize, 0);
+                // SAFETY: `open` has shown that every block lies inside its place, which is mapped as long as the
+                // pages are; the vector has room for the bytes, and nothing moves it before the copy has ended.
+                unsafe {
+                    let to = block.as_mut_ptr().add(to);
+                    stream.copy_to_host(to, DevicePtr(place.address + at), bytes as usize)?;
+                }
+                stream.synchronize()
+            })?;
+            sink(&block);
+            Ok(())
+        })
+    }
+}
+
+impl CudaMemory {
+    /// What can be said before the GPU is asked; gives the engine's event.
+    fn check(&self, transfer: &Transfer) -> Result<ForeignEvent, DeviceError> {
+        if !Arc::ptr_eq(&self.arena, &transfer.arena) {
+            return Err(DeviceError::Broken(
+                "the transfer is of another arena than the one that is pinned".into(),
+            ));
+        }
+        let event = self.events.open(&transfer.event);
+        let event = event.map_err(DeviceError::Event)?;
+        let under_way = self.pages.under_way.fetch_add(1, Ordering::AcqRel);
+        if under_way >= MOST_UNDER_WAY {
+            self.pages.under_way.fetch_sub(1, Ordering::AcqRel);
+            return Err(DeviceError::Busy { under_way });
+        }
+        Ok(event)
+    }
+}

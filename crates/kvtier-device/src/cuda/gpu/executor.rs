@@ -1,0 +1,345 @@
+//! The ways of copying, and the stream of one direction that they are put on.
+
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
+use super::super::driver::{
+    Context, CopyBatch, DeviceBuffer, DevicePtr, Event, EventFlags, Grid, HostBuffer, Kernel,
+    Module, SourceOrder, Stream,
+};
+use super::super::error::CudaError;
+use super::super::kernel::{KernelPlan, PTX, THREADS, Unit};
+use super::staging::stage;
+use crate::plan::Direction;
+use kvtier_memory::CopyLoop;
+
+/// Pieces of one direction that are handed to the GPU before the first is done. With [`PIECE_BYTES`] they are a
+/// millisecond of work on a link of 55 GB/s, so the link stays busy while the thread does something else.
+pub(super) const SLOTS: usize = 4;
+/// Bytes of a piece at most.
+pub(super) const PIECE_BYTES: u64 = 16 << 20;
+/// Copies of a piece at most.
+pub(super) const PIECE_COPIES: usize = 4096;
+/// Room for the items and tiles of a piece: 96 bytes a copy, 16 a tile of 16 KiB, and at most one more tile a copy.
+const PLAN_BYTES: usize = PIECE_COPIES * (96 + 16) + (PIECE_BYTES as usize >> 14) * 16 + 4096;
+/// Room for the bytes of a piece on the GPU, and for their places to be as far off 16 bytes as in the arena.
+const STAGING_BYTES: u64 = PIECE_BYTES + (PIECE_COPIES as u64) * 32;
+/// Blocks of a kernel that reads or writes the host's memory: 32 KiB under way in each fill a link of 64 GB/s with a
+/// latency of 2 us four times over, and leave the rest of the GPU to the model.
+const LINK_BLOCKS: u32 = 16;
+/// Blocks of a kernel that stays on the GPU.
+const LOCAL_BLOCKS: u32 = 64;
+
+/// A way of copying.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Executor {
+    /// The copy engines, all runs of a piece by one call (drivers of CUDA 12.8 and later).
+    Batch,
+    /// Our kernel, straight between pages and pinned memory.
+    Kernel,
+    /// Our kernel between pages and a buffer on the GPU, the copy engines between that and the host.
+    Staged,
+    /// The copy engines, one call a run.
+    Plain,
+}
+
+impl Executor {
+    /// All of them. Of two that are as fast, the first disturbs a model that runs beside it less.
+    pub const ALL: [Self; 4] = [Self::Batch, Self::Kernel, Self::Staged, Self::Plain];
+
+    /// Name in metrics, `/status` and logs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Batch => "batch",
+            Self::Kernel => "kernel",
+            Self::Staged => "staged",
+            Self::Plain => "plain",
+        }
+    }
+}
+
+/// What a GPU can copy with.
+#[derive(Debug)]
+pub(super) struct Tools {
+    pub context: Arc<Context>,
+    /// In the order of [`Unit::ALL`].
+    kernels: Result<Vec<Kernel>, CudaError>,
+}
+
+impl Tools {
+    /// Looks what there is. That the kernel cannot be loaded is no error: there are other ways.
+    pub fn find(context: &Arc<Context>) -> Self {
+        Self {
+            context: Arc::clone(context),
+            kernels: load_kernels(context),
+        }
+    }
+
+    /// Why an executor cannot be used here at all.
+    pub fn obstacle(&self, executor: Executor) -> Option<String> {
+        match (executor, &self.kernels) {
+            (Executor::Plain, _) => None,
+            (Executor::Batch, _) => (!self.context.driver().copies_in_batches())
+                .then(|| "the driver is older than CUDA 12.8".to_owned()),
+            (Executor::Kernel | Executor::Staged, kernels) => {
+                kernels.as_ref().err().map(ToString::to_string)
+            }
+        }
+    }
+}
+
+fn load_kernels(context: &Arc<Context>) -> Result<Vec<Kernel>, CudaError> {
+    let text = |text: &str| {
+        // Our own texts have no zero bytes; one that had is a kernel without a name.
+        CString::new(text).unwrap_or_default()
+    };
+    // SAFETY: the text is ours.
+    let module = unsafe { Module::load(context, &text(PTX)) }?;
+    let kernel = |unit: Unit| module.kernel(&text(unit.kernel()));
+    Unit::ALL.into_iter().map(kernel).collect()
+}
+
+/// The stream of one direction, and what its pieces need until they are done.
+#[derive(Debug)]
+pub(super) struct Lane {
+    tools: Arc<Tools>,
+    direction: Direction,
+    stream: Stream,
+    slots: Vec<Slot>,
+    batch: CopyBatch,
+    plan: KernelPlan,
+    staged: DeviceCopies,
+    ranges: DeviceCopies,
+}
+
+#[derive(Debug)]
+struct Slot {
+    done: Event,
+    plan: Option<(HostBuffer, DeviceBuffer)>,
+    staging: Option<DeviceBuffer>,
+}
+
+impl Lane {
+    /// A stream of its own. The retrieves' goes first: somebody waits for its bytes.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn new(tools: &Arc<Tools>, direction: Direction) -> Result<Self, CudaError> {
+        let priority = match direction {
+            Direction::Retrieve => i32::MIN,
+            Direction::Store => 0,
+        };
+        let slot = |_| {
+            Ok(Slot {
+                done: Event::new(&tools.context, EventFlags::Plain)?,
+                plan: None,
+                staging: None,
+            })
+        };
+        Ok(Self {
+            stream: Stream::new(&tools.context, priority)?,
+            slots: (0..SLOTS).map(slot).collect::<Result<_, CudaError>>()?,
+            tools: Arc::clone(tools),
+            direction,
+            batch: CopyBatch::default(),
+            plan: KernelPlan::default(),
+            staged: DeviceCopies::default(),
+            ranges: DeviceCopies::default(),
+        })
+    }
+
+    /// Puts a piece on the stream; gives the executor that was used, which is another one where the piece does not
+    /// suit the one that was chosen. Also on an error, the slot is in use until [`Lane::is_done`].
+    ///
+    /// # Errors
+    /// What the driver says. Some of the piece may have been started.
+    ///
+    /// # Safety
+    /// The context is current. Every address of the copies is good to read or write until the slot is done, the host's
+    /// addresses also for the GPU if the executor is [`Executor::Kernel`]. The slot is done.
+    pub unsafe fn put(
+        &mut self,
+        slot: usize,
+        executor: Executor,
+        copies: &DeviceCopies,
+        pieces: PinnedPieces,
+    ) -> Result<Executor, CudaError> {
+        // SAFETY: promised by the caller.
+        let put = unsafe {
+            match executor {
+                Executor::Plain => self.plain(copies, pieces).map(|()| Executor::Plain),
+                Executor::Batch => self.batch(copies, pieces).map(|()| Executor::Batch),
+                Executor::Kernel => self
+                    .launch(slot, copies, LINK_BLOCKS)
+                    .map(|()| Executor::Kernel),
+                Executor::Staged => self.staged(slot, copies, pieces),
+            }
+        };
+        self.slots[slot].done.record(&self.stream)?;
+        put
+    }
+
+    /// Whether the piece in a slot is done.
+    ///
+    /// # Errors
+    /// What the driver says about it. Nothing of it moves any more then.
+    pub fn is_done(&self, slot: usize) -> Result<bool, CudaError> {
+        self.slots[slot].done.is_complete()
+    }
+
+    /// Waits for everything that was put on the stream.
+    ///
+    /// # Errors
+    /// What the driver says about it.
+    pub fn finish(&self) -> Result<(), CudaError> {
+        self.stream.synchronize()
+    }
+
+    unsafe fn plain(&self, copies: &DeviceCopies, pieces: PinnedPieces) -> Result<(), CudaError> {
+        copies.visit_runs(pieces, |run| {
+            let (source, target) = run.source_and_target(self.direction);
+            // SAFETY: promised by the caller of `put`.
+            unsafe { self.stream.copy(target, source, run.bytes as usize) }
+        })
+    }
+
+    unsafe fn batch(
+        &mut self,
+        copies: &DeviceCopies,
+        pieces: PinnedPieces,
+    ) -> Result<(), CudaError> {
+        self.batch.clear();
+        let Self {
+            batch, direction, ..
+        } = self;
+        let collected: Result<(), std::convert::Infallible> = copies.visit_runs(pieces, |run| {
+            let (source, target) = run.source_and_target(*direction);
+            batch.push(target, source, run.bytes as usize);
+            Ok(())
+        });
+        let Ok(()) = collected;
+        // SAFETY: promised by the caller of `put`. Nobody writes the sources: pages are ready before anything of them
+        // is put on a stream, and objects are read-only while they are leased.
+        unsafe { self.stream.copy_batch(&self.batch, SourceOrder::Any) }
+    }
+
+    /// Runs the kernel over the copies. They are at most [`PIECE_COPIES`] and [`PIECE_BYTES`].
+    unsafe fn launch(
+        &mut self,
+        slot: usize,
+        copies: &DeviceCopies,
+        most_blocks: u32,
+    ) -> Result<(), CudaError> {
+        let kernels = self.tools.kernels.as_ref().map_err(Clone::clone)?;
+        self.plan.clear();
+        self.plan.push(copies.as_slice(), self.direction);
+        let context = &self.tools.context;
+        let place = &mut self.slots[slot].plan;
+        let (host, device) = match place {
+            Some(place) => place,
+            None => place.insert((
+                context.allocate_host(PLAN_BYTES)?,
+                context.allocate(PLAN_BYTES as u64)?,
+            )),
+        };
+        let mut used = 0;
+        for (unit, work) in self.plan.launches() {
+            let mut upload = |bytes: &[u8]| -> Result<u64, CudaError> {
+                let at = used;
+                if bytes.len() > PLAN_BYTES - at {
+                    return Err(CudaError::Call {
+                        function: "a launch",
+                        code: 1,
+                        name: format!("a plan of more than {PLAN_BYTES} bytes"),
+                    });
+                }
+                used = (at + bytes.len()).next_multiple_of(16).min(PLAN_BYTES);
+                // SAFETY: it fits, as was just looked at, and whoever used the slot before is done.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(
+                        bytes.as_ptr(),
+                        host.base().as_ptr().add(at),
+                        bytes.len(),
+                    );
+                }
+                Ok(device.base().0 + at as u64)
+            };
+            let start = device.base().0;
+            let mut items = upload(work.item_bytes())?;
+            let mut tiles = upload(work.tile_bytes())?;
+            let mut count = work.tiles().len() as u32;
+            let (first, bytes) = (items - start, used as u64 - (items - start));
+            // SAFETY: both buffers have these bytes, which stay as they are until the slot is done.
+            unsafe {
+                self.stream.copy_to_device(
+                    DevicePtr(start + first),
+                    host.base().as_ptr().add(first as usize),
+                    bytes as usize,
+                )?;
+            }
+            let grid = Grid {
+                blocks: work.blocks(most_blocks),
+                threads: THREADS,
+            };
+            let mut arguments: [*mut c_void; 3] = [
+                (&raw mut items).cast(),
+                (&raw mut tiles).cast(),
+                (&raw mut count).cast(),
+            ];
+            // SAFETY: these are the kernel's three parameters; the lists were uploaded before it on the stream, and
+            // the caller of `put` promises for the addresses in them.
+            unsafe { kernels[unit as usize].launch(&self.stream, grid, &mut arguments) }?;
+        }
+        Ok(())
+    }
+
+    unsafe fn staged(
+        &mut self,
+        slot: usize,
+        copies: &DeviceCopies,
+        pieces: PinnedPieces,
+    ) -> Result<Executor, CudaError> {
+        let place = &mut self.slots[slot].staging;
+        let buffer = match place {
+            Some(buffer) => buffer,
+            None => place.insert(self.tools.context.allocate(STAGING_BYTES)?),
+        };
+        let Some(ranges) = stage(copies.as_slice(), buffer.base().0, STAGING_BYTES) else {
+            // Its bytes have holes between them in the object.
+            // SAFETY: as for this function.
+            return unsafe { self.plain(copies, pieces) }.map(|()| Executor::Plain);
+        };
+        let (mut staged, mut whole) = (
+            std::mem::take(&mut self.staged),
+            std::mem::take(&mut self.ranges),
+        );
+        staged.clear();
+        whole.clear();
+        for copy in copies.as_slice() {
+            let host = ranges.staged(copy.host);
+            staged.push(DeviceCopy { host, ..*copy });
+        }
+        for range in ranges.all() {
+            whole.push(DeviceCopy {
+                engine: range.staged,
+                host: range.host,
+                inner_bytes: range.bytes,
+                loops: [CopyLoop::ONCE; 3],
+            });
+        }
+        // SAFETY: the buffer has room for all ranges and is this slot's; the rest as for this function.
+        let put = unsafe {
+            match self.direction {
+                Direction::Store => self
+                    .launch(slot, &staged, LOCAL_BLOCKS)
+                    .and_then(|()| self.plain(&whole, pieces)),
+                Direction::Retrieve => self
+                    .plain(&whole, pieces)
+                    .and_then(|()| self.launch(slot, &staged, LOCAL_BLOCKS)),
+            }
+        };
+        (self.staged, self.ranges) = (staged, whole);
+        put.map(|()| Executor::Staged)
+    }
+}

@@ -1,0 +1,231 @@
+//! One GPU: a thread that feeds two streams, one for stores and one for retrieves.
+//!
+//! The thread alone puts work on the streams. It takes transfers of workers by turns, a piece at a time, retrieves
+//! before stores; asks a worker's event before it touches the worker's pages, so that no stream ever waits for somebody
+//! else; and looks at what is done by asking, microseconds apart while there is something to ask for. With nothing to
+//! do it sleeps.
+
+mod executor;
+mod job;
+mod pinned;
+mod profile;
+mod readings;
+mod staging;
+mod thread;
+mod turns;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvtier_memory::Arena;
+use parking_lot::{Condvar, Mutex};
+
+use super::allocations::Allocations;
+use super::driver::{Context, PhysicalDevice};
+use super::error::CudaError;
+use crate::plan::Direction;
+
+pub use executor::Executor;
+pub(super) use job::{Job, Pages};
+pub(super) use pinned::Pinned;
+pub use pinned::PinningStatus;
+pub use profile::{Profile, Rates, TRIED_RUNS};
+pub use readings::{Moved, RUN_BUCKETS};
+
+/// How GPUs are used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GpuOptions {
+    /// The executor for everything; `None` chooses for each piece by what was tried at start.
+    pub executor: Option<Executor>,
+    /// How long a worker's event may take to be complete before its transfer fails.
+    pub event_timeout: Duration,
+}
+
+impl Default for GpuOptions {
+    fn default() -> Self {
+        Self {
+            executor: None,
+            // An engine's step takes milliseconds, its compilation of kernels seconds.
+            event_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// What others give the thread, and what it tells them.
+#[derive(Debug)]
+struct Shared {
+    inbox: Mutex<Inbox>,
+    wake: Condvar,
+    counters: readings::Counters,
+    profile: Profile,
+    options: GpuOptions,
+    /// Transfers that have not ended, by direction.
+    under_way: [AtomicU64; 2],
+    /// Why the GPU is of no use any more.
+    broken: Mutex<Option<String>>,
+    event_timeouts: AtomicU64,
+}
+
+#[derive(Default)]
+struct Inbox {
+    jobs: Vec<Job>,
+    /// Something changed that the thread should look at.
+    nudged: bool,
+    stop: bool,
+}
+
+impl std::fmt::Debug for Inbox {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Inbox({} jobs)", self.jobs.len())
+    }
+}
+
+/// A GPU in use. Dropping it lets what is with the GPU end, and fails the rest.
+pub(super) struct Gpu {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    pub allocations: Arc<Allocations>,
+}
+
+/// What a GPU does, for metrics and `/status`.
+#[derive(Debug, Clone)]
+pub struct GpuReadings {
+    /// What was moved: direction, executor, amounts. Only what is not 0.
+    pub moved: Vec<(Direction, Executor, Moved)>,
+    /// Runs by length, in buckets of [`RUN_BUCKETS`]: of stores, and of retrieves.
+    pub runs: [[u64; RUN_BUCKETS.len() + 1]; 2],
+    /// Transfers that have not ended: stores, retrieves.
+    pub under_way: [u64; 2],
+    /// Transfers that failed because the worker's pages were never ready.
+    pub event_timeouts: u64,
+    /// What was tried out.
+    pub profile: Profile,
+    /// Why the GPU is of no use any more, if so.
+    pub broken: Option<String>,
+    /// Allocations of workers that are open by the driver's handle.
+    pub open_allocations: usize,
+}
+
+impl Gpu {
+    /// Takes a GPU into use: makes its context, tries its executors out, starts its thread. Takes some 100 ms.
+    ///
+    /// # Errors
+    /// What the driver says, or the system when it gives no thread.
+    pub fn start(
+        device: &PhysicalDevice,
+        pinned: impl FnOnce(&Arc<Context>) -> Arc<Pinned>,
+        options: GpuOptions,
+    ) -> Result<Self, CudaError> {
+        let context = Context::retain(device)?;
+        let allocations = Allocations::new(Arc::clone(&context))?;
+        let _current = context.enter()?;
+        let tools = Arc::new(executor::Tools::find(&context));
+        let profile = profile::try_out(&tools)?;
+        let lanes = [
+            executor::Lane::new(&tools, Direction::Store)?,
+            executor::Lane::new(&tools, Direction::Retrieve)?,
+        ];
+        let shared = Arc::new(Shared {
+            inbox: Mutex::default(),
+            wake: Condvar::new(),
+            counters: readings::Counters::default(),
+            profile,
+            options,
+            under_way: Default::default(),
+            broken: Mutex::default(),
+            event_timeouts: AtomicU64::new(0),
+        });
+        let feeder = thread::Feeder::new(
+            Arc::clone(&shared),
+            Arc::clone(&context),
+            lanes,
+            pinned(&context),
+        );
+        let name = format!("kvtier-gpu-{}", device.ordinal());
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(move || feeder.run())
+            .map_err(|error| CudaError::Call {
+                function: "the thread of a GPU",
+                code: error.raw_os_error().unwrap_or(-1),
+                name: error.to_string(),
+            })?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+            allocations,
+        })
+    }
+
+    /// The executor settings it runs with.
+    pub fn options(&self) -> GpuOptions {
+        self.shared.options
+    }
+
+    /// Hands a transfer over; it ends some time.
+    pub fn submit(&self, job: Job) {
+        let direction = job.transfer.direction as usize;
+        self.shared.under_way[direction].fetch_add(1, Ordering::Relaxed);
+        self.shared.inbox.lock().jobs.push(job);
+        self.shared.wake.notify_one();
+    }
+
+    /// Has the thread look at what waits, soon.
+    pub fn nudge(&self) {
+        self.shared.inbox.lock().nudged = true;
+        self.shared.wake.notify_one();
+    }
+
+    /// Why it is of no use any more, if so.
+    pub fn broken(&self) -> Option<String> {
+        self.shared.broken.lock().clone()
+    }
+
+    pub fn readings(&self) -> GpuReadings {
+        let shared = &self.shared;
+        let directions = [Direction::Store, Direction::Retrieve];
+        let moved = directions.into_iter().flat_map(|direction| {
+            Executor::ALL.into_iter().map(move |executor| {
+                (
+                    direction,
+                    executor,
+                    shared.counters.moved(direction, executor),
+                )
+            })
+        });
+        GpuReadings {
+            moved: moved.filter(|(_, _, moved)| moved.pieces > 0).collect(),
+            runs: directions.map(|direction| shared.counters.run_lengths(direction)),
+            under_way: directions
+                .map(|direction| shared.under_way[direction as usize].load(Ordering::Relaxed)),
+            event_timeouts: shared.event_timeouts.load(Ordering::Relaxed),
+            profile: shared.profile.clone(),
+            broken: self.broken(),
+            open_allocations: self.allocations.open_count(),
+        }
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        self.shared.inbox.lock().stop = true;
+        self.shared.wake.notify_one();
+        if let Some(thread) = self.thread.take() {
+            // What its callers do is caught inside.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gpu").finish_non_exhaustive()
+    }
+}
+
+/// The arena pins once, for all GPUs, when the first of them is taken into use.
+pub(super) fn pin(context: &Arc<Context>, arena: &Arc<Arena>) -> Arc<Pinned> {
+    Arc::new(Pinned::start(context, Arc::clone(arena)))
+}

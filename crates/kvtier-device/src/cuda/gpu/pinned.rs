@@ -1,0 +1,180 @@
+//! The arena, pinned: known to the driver, so that GPUs reach it by themselves and at full speed.
+//!
+//! Pinning takes seconds for a large arena (the driver touches every page), so it goes on in the background, piece by
+//! piece, while the server serves. What is not pinned yet, or cannot be, is copied all the same; the driver then goes
+//! through buffers of its own, and a copy keeps the thread that starts it.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+
+use kvtier_memory::{Arena, Extent};
+use parking_lot::Mutex;
+
+use super::super::device_copy::PinnedPieces;
+use super::super::driver::{Context, RegisteredHost};
+
+/// Bytes of a piece, the last one of an arena maybe fewer. Copies are cut at borders, so pieces are large.
+const PIECE_BYTES: u64 = 1 << 30;
+/// Threads that pin. The work is the kernel's, page by page; more of them gain little (LMCache uses one).
+const THREADS: usize = 4;
+
+/// How far pinning has come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PinningStatus {
+    /// Bytes that are pinned.
+    pub bytes: u64,
+    /// Bytes of the arena.
+    pub total: u64,
+    /// Whether it goes on.
+    pub under_way: bool,
+    /// Why some piece could not be pinned, the last time.
+    pub error: Option<String>,
+}
+
+/// One arena and what of it is pinned.
+pub(in super::super) struct Pinned {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    // Before the arena, which must stay mapped while pieces are registered.
+    registered: Mutex<Vec<RegisteredHost>>,
+    pieces: Vec<AtomicBool>,
+    next: AtomicUsize,
+    bytes: AtomicU64,
+    left: AtomicUsize,
+    stop: AtomicBool,
+    /// Every piece has one address for host and GPUs.
+    same_address: AtomicBool,
+    error: Mutex<Option<String>>,
+    arena: Arc<Arena>,
+}
+
+impl Pinned {
+    /// Begins to pin.
+    pub fn start(context: &Arc<Context>, arena: Arc<Arena>) -> Self {
+        let count = arena.len().div_ceil(PIECE_BYTES) as usize;
+        let shared = Arc::new(Shared {
+            registered: Mutex::default(),
+            pieces: (0..count).map(|_| AtomicBool::new(false)).collect(),
+            next: AtomicUsize::new(0),
+            bytes: AtomicU64::new(0),
+            left: AtomicUsize::new(count),
+            stop: AtomicBool::new(false),
+            same_address: AtomicBool::new(true),
+            error: Mutex::default(),
+            arena,
+        });
+        let threads = (0..THREADS.min(count)).filter_map(|number| {
+            let (shared, context) = (Arc::clone(&shared), Arc::clone(context));
+            let thread = std::thread::Builder::new().name(format!("kvtier-pin-{number}"));
+            thread.spawn(move || shared.pin(&context)).ok()
+        });
+        Self {
+            threads: threads.collect(),
+            shared,
+        }
+    }
+
+    /// Whether an extent is pinned, all of it.
+    pub fn covers(&self, extent: Extent) -> bool {
+        let Some(last) = extent
+            .offset
+            .checked_add(extent.len)
+            .and_then(|end| end.checked_sub(1))
+        else {
+            return false;
+        };
+        let pieces = (extent.offset / PIECE_BYTES) as usize..=(last / PIECE_BYTES) as usize;
+        let pieces = self.shared.pieces.get(pieces);
+        pieces.is_some_and(|pieces| pieces.iter().all(|piece| piece.load(Ordering::Acquire)))
+    }
+
+    /// Whether GPUs reach pinned memory at the host's own addresses.
+    pub fn same_address(&self) -> bool {
+        self.shared.same_address.load(Ordering::Acquire)
+    }
+
+    /// The borders that no copy may cross.
+    pub fn pieces(&self) -> PinnedPieces {
+        PinnedPieces {
+            start: self.shared.arena.base().as_ptr() as u64,
+            bytes: PIECE_BYTES,
+        }
+    }
+
+    pub fn status(&self) -> PinningStatus {
+        let shared = &self.shared;
+        PinningStatus {
+            bytes: shared.bytes.load(Ordering::Relaxed),
+            total: shared.arena.len(),
+            under_way: shared.left.load(Ordering::Relaxed) > 0
+                && !shared.stop.load(Ordering::Relaxed),
+            error: shared.error.lock().clone(),
+        }
+    }
+}
+
+impl Shared {
+    fn pin(&self, context: &Arc<Context>) {
+        loop {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            if number >= self.pieces.len() || self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            let offset = number as u64 * PIECE_BYTES;
+            let bytes = PIECE_BYTES.min(self.arena.len() - offset);
+            if let Err(error) = self.pin_piece(context, number, offset, bytes) {
+                *self.error.lock() = Some(format!("{bytes} bytes from {offset} on: {error}"));
+            }
+            self.left.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn pin_piece(
+        &self,
+        context: &Arc<Context>,
+        number: usize,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<(), String> {
+        let all = Extent::new(0, self.arena.len());
+        let start: NonNull<u8> = self
+            .arena
+            .address(all, offset, bytes)
+            .map_err(|error| error.to_string())?;
+        // SAFETY: the arena stays mapped until `registered` is empty, which is declared before it; who writes what of
+        // it when is decided by who hands out extents.
+        let registered = unsafe { context.register_host(start, bytes as usize) };
+        let registered = registered.map_err(|error| error.to_string())?;
+        let seen = context
+            .host_device_pointer(start)
+            .map_err(|error| error.to_string())?;
+        if seen.0 != start.as_ptr() as u64 {
+            self.same_address.store(false, Ordering::Release);
+        }
+        self.registered.lock().push(registered);
+        self.pieces[number].store(true, Ordering::Release);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            // Nothing in there panics.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.status().fmt(f)
+    }
+}

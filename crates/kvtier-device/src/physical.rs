@@ -1,0 +1,85 @@
+//! A layer's blocks as its tensor has them, for whoever reads pages the way the engine sees them.
+
+use kvtier_memory::CopyLoop;
+
+use crate::blocks::checked_id;
+use crate::error::PlanError;
+use crate::geometry::{Part, Plane};
+use crate::layout::LayerPlanes;
+
+impl LayerPlanes<'_> {
+    /// Calls `visit` with the plane and number of every block, in the order of the tensor's dimensions.
+    ///
+    /// # Errors
+    /// An id that names no block, before anything is visited, or what `visit` returns.
+    pub fn visit_blocks<E: From<PlanError>>(
+        &self,
+        block_ids: &[i64],
+        mut visit: impl FnMut(&Plane, u32) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let checked = |(position, id): (usize, &i64)| {
+            checked_id(*id, self.num_blocks).ok_or(PlanError::BlockOutOfRange {
+                group: self.group,
+                position,
+                id: *id,
+                num_blocks: self.num_blocks,
+            })
+        };
+        let ids: Vec<u32> = block_ids
+            .iter()
+            .enumerate()
+            .map(checked)
+            .collect::<Result<_, _>>()?;
+        if self.planes_outside_blocks {
+            for plane in &self.planes {
+                ids.iter().try_for_each(|id| visit(plane, *id))?;
+            }
+        } else {
+            for id in &ids {
+                let mut planes = self.planes.iter();
+                planes.try_for_each(|plane| visit(plane, *id))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Calls `visit` with where each contiguous run of a block starts in its memory, and its bytes: in the order of the
+/// tensor's dimensions, which is that of descending strides.
+///
+/// # Errors
+/// What `visit` returns.
+pub(crate) fn visit_block_runs<E>(
+    plane: &Plane,
+    id: u32,
+    mut visit: impl FnMut(u64, u64) -> Result<(), E>,
+) -> Result<(), E> {
+    let block = plane.base + u64::from(id) * plane.block_stride;
+    for part in &plane.parts {
+        let (bytes, [outer, inner]) = physical(part);
+        for i in 0..outer.count {
+            for j in 0..inner.count {
+                let steps = i * outer.segment_stride + j * inner.segment_stride;
+                visit(block + part.engine_offset + steps, bytes)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A part's loops in the engine's order, with what adjoins there as one run.
+fn physical(part: &Part) -> (u64, [CopyLoop; 2]) {
+    let mut loops = part.loops;
+    loops.sort_by_key(|step| std::cmp::Reverse(step.segment_stride));
+    let mut bytes = part.bytes;
+    for step in loops.iter_mut().rev() {
+        if step.count > 1 {
+            if step.segment_stride != bytes {
+                break;
+            }
+            bytes *= step.count;
+        }
+        *step = CopyLoop::ONCE;
+    }
+    (bytes, loops)
+}
