@@ -155,3 +155,19 @@ fn codes_have_names() {
     assert!(text.is_null());
     clean();
 }
+
+#[test]
+fn a_device_has_attributes() {
+    let _alone = alone();
+    let attribute = |of| {
+        let mut value = -1;
+        let code = call!(cuDeviceGetAttribute(&mut value => *mut c_int, of => c_int, 0 => c_int));
+        (code, value)
+    };
+    // Compute capability; whether handles of fabric can be exported.
+    assert_eq!([(OK, 9), (OK, 0)], [attribute(75), attribute(76)]);
+    assert_eq!((OK, 1), attribute(128));
+    script("fabric=absent");
+    assert_eq!((OK, 0), attribute(128));
+    violated(attribute(0).0, 1, "attribute 0");
+}
