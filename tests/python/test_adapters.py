@@ -298,7 +298,7 @@ def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place
         engine.fill(range(1, 9), 99)
     engine.healthy()
     assert engine.lookup(fresh(), prompt) == 0
-    assert engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+    wait_until(lambda: engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4]), 10, "a store after the registration")
 
 
 class DeviceEvent:
@@ -542,6 +542,16 @@ def test_models_that_cannot_be_copied_here_are_refused(place):
     named = {f"layer.{i}": tensor for i, tensor in enumerate(engine.tensors)}
     with pytest.raises(ValueError, match="use lmcache_driven"):
         engine.worker.register_kv_caches(named, groups, kv_layout="HND")
+
+
+def test_skipped_blocks_are_counted_by_the_group(place):
+    """Groups of layers may have blocks of different sizes: what a retrieve does not write is not named when it fails."""
+    engine = place.engine(place.server(), register=False)
+    groups = [Group(["layer.0"], BLOCK), Group(["layer.1", "layer.2"], 2 * BLOCK)]
+    with pytest.raises((KvTierError, ValueError)):
+        engine.worker.register_kv_caches({f"layer.{i}": t for i, t in enumerate(engine.tensors)}, groups, kv_layout="HND")
+    op = LoadStoreOp([[1, 2, 3, 4], [5, 6]], token_ids=tokens(CHUNK), end=CHUNK, skip_first_n_tokens=2 * BLOCK)
+    assert engine.worker._written(op) == [3, 4, 6]
 
 
 def test_prompts():

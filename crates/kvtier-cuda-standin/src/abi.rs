@@ -52,6 +52,7 @@ codes! {
 pub(crate) const IPC_LAZY_PEER: u32 = 1;
 pub(crate) const EVENT_DISABLE_TIMING: u32 = 2;
 pub(crate) const EVENT_INTERPROCESS: u32 = 4;
+pub(crate) const HOST_REGISTER_PORTABLE: u32 = 1;
 pub(crate) const HOST_REGISTER_DEVICEMAP: u32 = 2;
 pub(crate) const HANDLE_POSIX_FD: u32 = 1;
 pub(crate) const HANDLE_FABRIC: u32 = 8;

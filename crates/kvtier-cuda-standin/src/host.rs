@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::abi::{
     ERROR_HOST_MEMORY_ALREADY_REGISTERED, ERROR_HOST_MEMORY_NOT_REGISTERED, ERROR_INVALID_VALUE,
-    Outcome, wrong,
+    HOST_REGISTER_PORTABLE, Outcome, wrong,
 };
 
 #[derive(Default)]
@@ -15,6 +15,7 @@ pub(crate) struct Host {
 
 pub(crate) struct Range {
     pub bytes: u64,
+    pub device: usize,
     pub flags: u32,
     /// Whether `cuMemHostAlloc` made it.
     pub owned: bool,
@@ -35,7 +36,14 @@ pub(crate) enum Place {
 }
 
 impl Host {
-    pub(crate) fn add(&mut self, base: u64, bytes: u64, flags: u32, owned: bool) -> Outcome {
+    pub(crate) fn add(
+        &mut self,
+        device: usize,
+        base: u64,
+        bytes: u64,
+        flags: u32,
+        owned: bool,
+    ) -> Outcome {
         let end = base
             .checked_add(bytes)
             .filter(|_| base != 0 && bytes > 0)
@@ -53,6 +61,7 @@ impl Host {
             base,
             Range {
                 bytes,
+                device,
                 flags,
                 owned,
                 users: Arc::new(()),
@@ -78,12 +87,26 @@ impl Host {
         }
     }
 
+    /// Forgets what was registered in a device's context; how much that was.
+    pub(crate) fn drop_of(&mut self, device: usize) -> usize {
+        let n = self.ranges.len();
+        self.ranges.retain(|_, range| range.device != device);
+        n - self.ranges.len()
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.ranges.len()
     }
 
-    /// Where `bytes` at `address` are. The driver refuses what is only partly in one registration.
-    pub(crate) fn find(&self, address: u64, bytes: u64, what: &str) -> Outcome<Place> {
+    /// Where `bytes` at `address` are, for a device. The driver refuses what is only partly in one registration; another
+    /// device's registration is one for all if it is PORTABLE.
+    pub(crate) fn find(
+        &self,
+        address: u64,
+        bytes: u64,
+        device: usize,
+        what: &str,
+    ) -> Outcome<Place> {
         let end = address
             .checked_add(bytes)
             .filter(|_| address != 0)
@@ -95,6 +118,9 @@ impl Host {
             })?;
         match self.ranges.range(..end).next_back() {
             Some((at, range)) if at + range.bytes > address => {
+                if range.device != device && range.flags & HOST_REGISTER_PORTABLE == 0 {
+                    return Ok(Place::Pageable);
+                }
                 if *at <= address && end <= at + range.bytes {
                     return Ok(Place::Registered {
                         users: range.users.clone(),

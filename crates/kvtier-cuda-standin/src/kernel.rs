@@ -133,7 +133,7 @@ impl Touched {
                     found.at as u64
                 })
         } else {
-            match state.host.find(address, bytes, "kernel") {
+            match state.host.find(address, bytes, self.device, "kernel") {
                 Ok(Place::Registered { users, flags }) if flags & HOST_REGISTER_DEVICEMAP != 0 => {
                     self.host.push(users);
                     Ok(address)

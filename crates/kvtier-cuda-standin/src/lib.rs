@@ -17,10 +17,10 @@
 //! # What tests ask and say
 //! * `uint64_t standin_count(const char *name)`: calls of a function since the start or the last `clear`. Also
 //!   `violations`; `pageable`: asynchronous copies from or to host memory that is not registered, which wait as the
-//!   driver's do; `batched`: copies in batches; `started.E` and `bytes.E`: work begun and bytes done by engine E, which is `h2d`, `d2h` or
-//!   `kernel` (kernels, fills, and copies inside the device); `overlaps`: work begun while another engine was busy; and what there is
-//!   now: `live.memory` (allocations, openings and reservations), `live.physical`, `live.host`, `live.streams`, `live.events`,
-//!   `live.modules`, `live.contexts`.
+//!   driver's do; `batched`: copies in batches; `queued.E`, `started.E` and `bytes.E`: work that came to engine E, work
+//!   it began, and bytes it did, where E is `h2d`, `d2h` or `kernel` (kernels, fills, and copies inside the device);
+//!   `overlaps`: work begun while another engine was busy; and what there is now: `live.memory` (allocations, openings
+//!   and reservations), `live.physical`, `live.host`, `live.streams`, `live.events`, `live.modules`, `live.contexts`.
 //! * `uint64_t standin_violations(char *to, size_t room)`: how many, and as many lines of their text as there is room.
 //! * `int standin_script(const char *text)`: the script below; 1, and a violation, if it cannot be read.
 //!   The variable `KVTIER_CUDA_STANDIN` holds one that is read at the first call, and aborts the process if it is wrong.
@@ -32,7 +32,7 @@
 //!
 //! | statement | meaning | at the start |
 //! | --- | --- | --- |
-//! | `devices=N` | so many, 0 to 16; before `cuInit` | 1 |
+//! | `devices=N` | so many, 0 to 16, from the next `cuInit`, which takes none away | 1 |
 //! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier stand-in", `0000:17:00.0` and up |
 //! | `memory=BYTES` | of each device | 8 GiB |
 //! | `driver=VERSION` | 1000 * major + 10 * minor | 12080 |
@@ -64,7 +64,8 @@ mod space;
 mod stream;
 mod world;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Where the library is that this crate was built into, for a test to load: `$KVTIER_CUDA_STANDIN_LIB`, or beside the
 /// test's executable.
@@ -88,4 +89,17 @@ pub fn standin_path() -> Result<PathBuf, String> {
         Some(path) => Ok(path.clone()),
         None => Err(format!("the CUDA stand-in is at none of {names:?}")),
     }
+}
+
+/// A copy of the library in `folder`: whoever loads it has a driver for himself, with scripts, counts and memory of its
+/// own, beside others in the process. No two copies can open each other's handles, as no process can its own.
+///
+/// # Errors
+/// As [`standin_path`], and those of copying.
+pub fn standin_copy(folder: &Path) -> Result<PathBuf, String> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let to = folder.join(format!("libcuda-{}-{number}.so", std::process::id()));
+    std::fs::copy(standin_path()?, &to).map_err(|e| format!("{}: {e}", to.display()))?;
+    Ok(to)
 }

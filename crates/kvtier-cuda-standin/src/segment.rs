@@ -57,7 +57,10 @@ impl Owner {
 pub(crate) fn clean_up() {
     remove(|owner| !owner.lives());
     extern "C" fn at_exit() {
-        remove(|owner| *owner == Owner::us());
+        // A fork has inherited this function, but what it would remove is its parent's.
+        if std::process::id() == Owner::us().pid {
+            remove(|owner| *owner == Owner::us());
+        }
     }
     unsafe { libc::atexit(at_exit) };
 }

@@ -107,9 +107,10 @@ impl Engines {
     /// Does `work` on an engine, as slowly as the script says.
     pub(crate) fn run(&self, direction: Direction, bytes: u64, work: impl FnOnce()) {
         let number = direction as usize;
+        let name = crate::script::DIRECTIONS[number];
+        world().journal.add(&format!("queued.{name}"), 1);
         let _alone = self.engines[number].lock();
         self.busy[number].store(1, Ordering::SeqCst);
-        let name = crate::script::DIRECTIONS[number];
         world().journal.add(&format!("started.{name}"), 1);
         if self
             .busy

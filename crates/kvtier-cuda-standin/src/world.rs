@@ -177,6 +177,7 @@ impl State {
             }
         };
         note(self.space.drop_of(device), "allocations or mappings");
+        note(self.host.drop_of(device), "registrations");
         let n = self.streams.len();
         self.streams.retain(|_, stream| {
             if stream.device == device {

@@ -450,9 +450,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("url", nargs="?", default="tcp://localhost:5555", help="the server's request port (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=5.0, help="seconds for each answer (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="seconds for each answer (%(default)s)")
     parser.add_argument("--http", metavar="URL", help='the server\'s HTTP API (its host, port 8080); "" for none')
-    parser.add_argument("--cache-salt", default="", help="the tenant for which is stored and retrieved (none)")
+    parser.add_argument("--cache-salt", default="", metavar="SALT", help="the tenant for which is stored and retrieved (none)")
     parser.add_argument("--remote", action="store_true", help="the server is on another host, where memory cannot be shared")
     chosen = parser.parse_args(arguments)
     return Doctor(chosen.url, chosen.timeout, chosen.http, chosen.cache_salt, chosen.remote).run()

@@ -9,13 +9,13 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from ._native import Client, Disconnected, KvTierError, Refused, Worker
+from ._native import Client, Disconnected, KvTierError, Worker
 from .connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_TIMEOUT, connect
 from .operation import LoadStoreOp, blocks_per_chunk, one_prompt
 from .tensors import Storages
+from .transfer import Counters, Group, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -30,70 +30,6 @@ _GLANCE = 0.005
 # For how many calls of get_finished an id that was reported is remembered: with asynchronous scheduling the engine
 # repeats ids for a few steps.
 _REMEMBERED_CALLS = 128
-
-
-@dataclass
-class Group:
-    """Layers that share block ids, as the engine numbers them."""
-
-    layer_names: Sequence[str]
-    block_tokens: int
-    sliding_window: int = -1
-    """In tokens; -1 for full attention."""
-
-
-@dataclass
-class Counters:
-    """What an adapter did since its start, or since they were taken."""
-
-    stores: int = 0
-    failed_stores: int = 0
-    skipped_stores: int = 0
-    """Stores of which the server took nothing: it has all of it, or no room."""
-
-    retrieves: int = 0
-    failed_retrieves: int = 0
-    stored_tokens: int = 0
-    retrieved_tokens: int = 0
-    store_seconds: float = 0.0
-    retrieve_seconds: float = 0.0
-
-
-@dataclass
-class _Transfer:
-    """One store or retrieve on its way, of one request or of several that finish together."""
-
-    is_store: bool
-    request_ids: tuple[str, ...]
-    tag: Any
-    engine_event: Any
-    """The engine's event: it must live until the server has opened it, which its answer tells."""
-
-    began: float = field(default_factory=time.monotonic)
-    deadline: float = 0.0
-    """Of a store: the server keeps nothing of it that it has not read by then."""
-
-    blocks: list[int] = field(default_factory=list)
-    """Of a retrieve, those that it writes."""
-
-    numbers: list[int] = field(default_factory=list)
-    parts: int = 0
-    """Operations that were not answered yet."""
-
-    tokens: int = 0
-    """Stored or retrieved."""
-
-    chunks: list[int] = field(default_factory=list)
-    """Of a store of one operation: which chunks of its range the server took."""
-
-    errors: list[str] = field(default_factory=list)
-    event: Any = None
-    """The device event behind which the copy is complete."""
-
-    released: bool = False
-    """A store's blocks may be overwritten."""
-
-    ended: bool = False
 
 
 class WorkerAdapter:
@@ -164,11 +100,11 @@ class WorkerAdapter:
         self._owner = os.getpid()
         self._next = 0
         # Number of an operation -> its transfer, and its tokens.
-        self._parts: dict[int, tuple[_Transfer, int]] = {}
+        self._parts: dict[int, tuple[Transfer, int]] = {}
         # Stores in the order of their deadlines, but for those at the front that have ended.
-        self._stores: deque[_Transfer] = deque()
+        self._stores: deque[Transfer] = deque()
         self._block_tokens_of_groups = [block_tokens]
-        self._behind_events: list[_Transfer] = []
+        self._behind_events: list[Transfer] = []
         # Request id -> stores under way.
         self._storing: dict[str, int] = {}
         self._finished_retrieves: set[str] = set()
@@ -254,7 +190,7 @@ class WorkerAdapter:
         storages = Storages(shared=mode == "lmcache_driven")
         try:
             views = storages.views(tensors)
-            worker = Worker(
+            self._worker = Worker(
                 self.client,
                 storages=storages.described,
                 tensors=views,
@@ -269,20 +205,16 @@ class WorkerAdapter:
                 num_kv_readers=self.num_kv_readers,
                 force_pickle=self.force_pickle,
             )
-            # The protocol's "no" to a worker that copies looks like a yes without a pool.
-            if not self.client.ping(self.instance_id).result():
-                worker.shutdown()
-                raise Refused(f"the server does not take {mode} workers; its log says why")
         except BaseException:
             storages.release()
             raise
-        self.mode, self._storages, self._worker = mode, storages, worker
+        self.mode, self._storages = mode, storages
         logger.info(
             "registered %d layers with %s: %s through %s",
             len(tensors),
             self.client.url,
             mode,
-            worker.transport,
+            self._worker.transport,
         )
 
     # -- submitting --------------------------------------------------------------------------
@@ -331,7 +263,7 @@ class WorkerAdapter:
             if tag is not None:
                 self._ended_stores.append((tag, []))
             return
-        transfer = self._submit(_Transfer(True, tuple(request_ids), tag, event), ops, cache_salts)
+        transfer = self._submit(Transfer(True, tuple(request_ids), tag, event), ops, cache_salts)
         self._stores.append(transfer)
         for request_id in request_ids:
             self._storing[request_id] = self._storing.get(request_id, 0) + 1
@@ -345,7 +277,7 @@ class WorkerAdapter:
     ) -> None:
         """Retrieves of several requests, which finish together; they have failed when one has."""
         self._begin(request_ids)
-        transfer = _Transfer(False, tuple(request_ids), None, event)
+        transfer = Transfer(False, tuple(request_ids), None, event)
         if self._ready():
             self._submit(transfer, ops, cache_salts)
             return
@@ -370,8 +302,8 @@ class WorkerAdapter:
         return self.is_healthy
 
     def _submit(
-        self, transfer: _Transfer, ops: Sequence[LoadStoreOp], cache_salts: Sequence[str] | None
-    ) -> _Transfer:
+        self, transfer: Transfer, ops: Sequence[LoadStoreOp], cache_salts: Sequence[str] | None
+    ) -> Transfer:
         assert self._worker is not None
         request_ids, event = transfer.request_ids, transfer.engine_event
         salts = list(cache_salts) if cache_salts is not None else [""] * len(ops)
@@ -485,7 +417,7 @@ class WorkerAdapter:
             assert self._worker is not None
             self._take(self._worker.take_finished(_GLANCE))
 
-    def _give_up(self, stores: list[_Transfer]) -> None:
+    def _give_up(self, stores: list[Transfer]) -> None:
         """Let go of those whose blocks nobody is reading, and have nobody begin to."""
         if self._worker is not None and stores:
             read = set(self._worker.release_pages([number for each in stores for number in each.numbers]))
@@ -502,7 +434,7 @@ class WorkerAdapter:
                 transfer.errors.append("the server did not answer by its deadline")
                 self._complete(transfer)
 
-    def _is_late(self, transfer: _Transfer) -> bool:
+    def _is_late(self, transfer: Transfer) -> bool:
         """Whether the server, which copies, can keep nothing of it any more. Copies of this process always end."""
         return self.mode == "lmcache_driven" and transfer.parts > 0 and transfer.deadline < time.monotonic()
 
@@ -526,7 +458,7 @@ class WorkerAdapter:
             for transfer in waiting:
                 self._settle(transfer)
 
-    def _settle(self, transfer: _Transfer) -> None:
+    def _settle(self, transfer: Transfer) -> None:
         """Complete it, unless the device still has to reach its event."""
         try:
             if isinstance(transfer.event, bytes):
@@ -542,7 +474,7 @@ class WorkerAdapter:
         else:
             self._complete(transfer)
 
-    def _release(self, transfer: _Transfer) -> None:
+    def _release(self, transfer: Transfer) -> None:
         """A store needs its blocks no more."""
         if transfer.released:
             return
@@ -555,7 +487,7 @@ class WorkerAdapter:
                 self._ended_by_engine.remove(request_id)
                 self._ended.add(request_id)
 
-    def _complete(self, transfer: _Transfer) -> None:
+    def _complete(self, transfer: Transfer) -> None:
         transfer.ended = True
         counters, count = self.counters, len(transfer.request_ids)
         seconds = time.monotonic() - transfer.began

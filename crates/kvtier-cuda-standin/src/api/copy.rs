@@ -86,7 +86,7 @@ fn side(
             kind: SideKind::Device { _held: found.held },
         });
     }
-    let kind = match state.host.find(at, bytes, what)? {
+    let kind = match state.host.find(at, bytes, device, what)? {
         Place::Registered { users, .. } => SideKind::Registered { _users: users },
         Place::Pageable => SideKind::Pageable,
     };

@@ -73,7 +73,10 @@ exports! {
             return Err(Fault::Code(ERROR_NO_DEVICE));
         }
         let new = || Device { retained: 0, used: 0, engines: Default::default(), default: None };
-        world().state.lock().devices.get_or_insert_with(|| (0..devices).map(|_| new()).collect());
+        // A later script may have added some.
+        let mut state = world().state.lock();
+        let known = state.devices.get_or_insert_default();
+        known.resize_with(devices.max(known.len()), new);
         Ok(())
     }
 

@@ -89,13 +89,13 @@ exports! {
 
     fn cuMemHostRegister_v2(at: *mut c_void, bytes: usize, flags: u32) {
         let mut state = world().state.lock();
-        state.current()?;
+        let device = state.current()?;
         only(flags, 0xf)?;
         let base = at as u64;
         if !host::is_mapped(base, bytes as u64) || state.space.covers(base) {
             return Err(wrong!(ERROR_INVALID_VALUE, "{bytes} bytes at {base:#x} are not host memory"));
         }
-        state.host.add(base, bytes as u64, flags, false)
+        state.host.add(device, base, bytes as u64, flags, false)
     }
 
     fn cuMemHostUnregister(at: *mut c_void) {
@@ -108,9 +108,9 @@ exports! {
 
     fn cuMemHostGetDevicePointer_v2(to: *mut u64, at: *mut c_void, flags: u32) {
         let mut state = world().state.lock();
-        state.current()?;
+        let device = state.current()?;
         only(flags, 0)?;
-        match state.host.find(at as u64, 1, "the pointer")? {
+        match state.host.find(at as u64, 1, device, "the pointer")? {
             host::Place::Registered { flags, .. } if flags & HOST_REGISTER_DEVICEMAP != 0 => put(to, at as u64),
             host::Place::Registered { .. } => {
                 Err(wrong!(ERROR_INVALID_VALUE, "{at:?} was registered without DEVICEMAP"))
@@ -121,7 +121,7 @@ exports! {
 
     fn cuMemHostAlloc(to: *mut *mut c_void, bytes: usize, flags: u32) {
         let mut state = world().state.lock();
-        state.current()?;
+        let device = state.current()?;
         only(flags, 7)?;
         if bytes == 0 || to.is_null() {
             return Err(wrong!(ERROR_INVALID_VALUE, "{bytes} bytes to {to:?}"));
@@ -131,7 +131,7 @@ exports! {
         if at == libc::MAP_FAILED {
             return Err(Fault::Code(ERROR_OUT_OF_MEMORY));
         }
-        state.host.add(at as u64, bytes as u64, flags, true)?;
+        state.host.add(device, at as u64, bytes as u64, flags, true)?;
         put(to, at)
     }
 

@@ -99,27 +99,23 @@ fn the_kernel_copies_between_host_and_device() {
 #[test]
 fn a_kernel_that_touches_what_it_may_not_poisons_its_context() {
     let _alone = alone();
-    let pageable = vec![0_u8; 4096];
-    let pageable = (pageable.as_ptr() as u64).next_multiple_of(16);
-    for (offset, unregistered, code, what) in [
-        (1, false, 716, "cannot be right"),
-        (4096 - 16, false, 700, "beyond the 4096 bytes"),
-        (0, true, 700, "not registered"),
+    let memory = vec![0_u8; 4096];
+    let memory = (memory.as_ptr() as u64).next_multiple_of(16);
+    for (offset, flags, code, what) in [
+        (1, 2, 716, "cannot be right"),
+        (4096 - 16, 2, 700, "beyond the 4096 bytes"),
+        (0, 0, 700, "not registered with DEVICEMAP"),
+        (0, 1, 700, "not registered with DEVICEMAP"),
     ] {
-        let (stream, at, plan, host) = (
-            stream(),
-            device_memory(4096),
-            device_memory(4096),
-            host_memory(4096),
-        );
+        let (stream, at, plan) = (stream(), device_memory(4096), device_memory(4096));
         let kvcopy = function(load(PTX).1, "kvcopy_16").1;
-        let source = if unregistered {
-            pageable
-        } else {
-            host.as_ptr() as u64
-        };
-        script("clear");
-        assert_eq!(OK, launch(kvcopy, (at + offset, source, 2), plan, stream));
+        if flags != 0 {
+            assert_eq!(
+                OK,
+                call!(cuMemHostRegister_v2(memory => u64, 32 => usize, flags => u32))
+            );
+        }
+        assert_eq!(OK, launch(kvcopy, (at + offset, memory, 2), plan, stream));
         violated(sync(stream), code, what);
         assert_eq!(code, call!(cuMemAlloc_v2(&mut 0 => *mut u64, 8 => usize)));
         heal();
@@ -159,14 +155,10 @@ fn modules_and_launches_are_looked_at() {
 fn a_context_that_ends_takes_what_is_left_with_it() {
     let _alone = alone();
     heal();
-    let (stream, at) = (stream(), device_memory(8));
+    let (stream, at, _host) = (stream(), device_memory(8), host_memory(8));
     assert_eq!(OK, call!(cuDevicePrimaryCtxRelease_v2(0 => c_int)));
-    let all = violations();
-    assert!(
-        all[0].contains("1 allocations or mappings, 1 streams left")
-            || all[0].contains("1 allocations"),
-        "{all:?}"
-    );
+    let left = "1 allocations or mappings, 1 registrations, 1 streams left";
+    assert!(violations()[0].contains(left), "{:?}", violations());
     script("clear");
     violated(sync(stream), 709, "was released");
     violated(

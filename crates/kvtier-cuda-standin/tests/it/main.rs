@@ -2,6 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "a test's helpers")]
 
 mod copies;
+mod devices;
 mod driver;
 mod kernel;
 mod memory;

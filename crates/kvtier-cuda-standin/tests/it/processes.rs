@@ -19,8 +19,14 @@ struct Exporter {
 
 impl Exporter {
     fn start() -> Self {
+        Self::start_with("")
+    }
+
+    /// With a script from the environment.
+    fn start_with(script: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--ignored", "--nocapture", "processes::exporter"])
+            .env("KVTIER_CUDA_STANDIN", script)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -153,6 +159,14 @@ fn exporter() {
                 } else {
                     i32::from_le_bytes(to[..4].try_into().unwrap()).to_string()
                 }
+            }
+            "room" => {
+                let (mut free, mut total) = (0, 0);
+                assert_eq!(
+                    OK,
+                    call!(cuMemGetInfo_v2(&mut free => *mut u64, &mut total => *mut u64))
+                );
+                format!("{free} of {total}")
             }
             "violations" => violations().join(", "),
             _ => panic!("{line}"),
@@ -427,4 +441,38 @@ fn nothing_is_left_of_processes_that_ended() {
     killed.kill();
     drop(Exporter::start());
     assert_eq!(Vec::<String>::new(), left_by(pid));
+}
+
+#[test]
+fn a_script_may_come_from_the_environment() {
+    let mut exporter = Exporter::start_with("memory=10000\n# a remark\nfail cuEventQuery=999");
+    assert_eq!(format!("{} of 10000", 10000 - BYTES), exporter.ask("room"));
+    let wrong = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--ignored", "processes::exporter"])
+        .env("KVTIER_CUDA_STANDIN", "memory=much")
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&wrong.stderr);
+    assert!(text.contains("memory=much"), "{text}");
+    assert!(!wrong.status.success());
+}
+
+#[test]
+fn a_fork_removes_nothing() {
+    let _alone = alone();
+    let _at = device_memory(8);
+    let before = left_by(std::process::id());
+    // SAFETY: the child ends at once, by the way that runs what is to be run at exit.
+    let child = unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            libc::exit(0);
+        }
+        child
+    };
+    let mut status = -1;
+    // SAFETY: our child, and a live number.
+    assert_eq!(child, unsafe { libc::waitpid(child, &mut status, 0) });
+    assert_eq!((0, before), (status, left_by(std::process::id())));
 }

@@ -130,9 +130,9 @@ fn a_device_is_as_it_is_described() {
     );
     clean();
     violated(
-        call!(cuDeviceGetUuid_v2(&mut uuid => *mut [u8; 16], 1 => c_int)),
+        call!(cuDeviceGetUuid_v2(&mut uuid => *mut [u8; 16], 99 => c_int)),
         101,
-        "device 1 of 1",
+        "device 99 of",
     );
     script("uuid.0=5ca1ab1e-0000-4000-8000-000000000000; memory=8589934592");
 }
@@ -154,4 +154,20 @@ fn codes_have_names() {
     );
     assert!(text.is_null());
     clean();
+}
+
+#[test]
+fn a_device_has_attributes() {
+    let _alone = alone();
+    let attribute = |of| {
+        let mut value = -1;
+        let code = call!(cuDeviceGetAttribute(&mut value => *mut c_int, of => c_int, 0 => c_int));
+        (code, value)
+    };
+    // Compute capability; whether handles of fabric can be exported.
+    assert_eq!([(OK, 9), (OK, 0)], [attribute(75), attribute(76)]);
+    assert_eq!((OK, 1), attribute(128));
+    script("fabric=absent");
+    assert_eq!((OK, 0), attribute(128));
+    violated(attribute(0).0, 1, "attribute 0");
 }

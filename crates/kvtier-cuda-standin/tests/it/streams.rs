@@ -42,6 +42,8 @@ fn copies_in_both_directions_are_under_way_at_once() {
     // One engine does one thing at a time, whatever the streams.
     let third = stream();
     assert_eq!(OK, to_device(at, from, third));
+    await_count("queued.h2d", 2);
+    assert_eq!(1, count("started.h2d"));
     script("release");
     for stream in [out, back, third] {
         assert_eq!(OK, sync(stream));

@@ -3,19 +3,21 @@
 use std::path::Path;
 
 use kvtier_device::cuda::CudaError;
-use kvtier_device::cuda::driver::{Driver, Module, code};
+use kvtier_device::cuda::driver::{Context, Driver, Module, Stream, code};
 
 use crate::setup::{Bench, Lender, UUID};
 
 #[test]
-fn every_function_is_found_and_the_gpu_described() {
+fn every_function_is_found_and_the_gpus_described() {
     let bench = Bench::new();
     let driver = bench.context().driver();
     assert_eq!(driver.missing(), Vec::<&str>::new());
     assert!(driver.copies_in_batches());
-    let [gpu] = bench.gpus.all() else {
-        panic!("not one GPU")
+    let [gpu, other] = bench.gpus.all() else {
+        panic!("not two GPUs")
     };
+    assert_ne!(other.uuid, gpu.uuid);
+    assert_eq!(other.device.ordinal(), 1);
     assert_eq!((gpu.uuid.as_str(), gpu.device.ordinal()), (UUID, 0));
     assert_eq!((gpu.name.as_str(), gpu.numa_node), ("kvtier stand-in", -1));
     assert_eq!(
@@ -63,5 +65,36 @@ fn what_the_driver_refuses_is_told_in_its_words() {
             .starts_with("cuModuleLoadDataEx: CUDA_ERROR"),
         "{error}"
     );
+    bench.nothing_is_left();
+}
+
+/// What needs a context takes it for as long as that lasts: a thread that drives one GPU may drop things of another.
+#[test]
+fn a_thread_keeps_its_context() {
+    let bench = Bench::new();
+    let first = bench.context();
+    let second = Context::retain(&bench.gpus.all()[1].device).unwrap();
+    let stream = Stream::new(&second, 0).unwrap();
+    let memory = second.allocate(64).unwrap();
+    // SAFETY: the memory is ours, and lives until the stream is idle.
+    let fill = || unsafe { stream.fill(memory.base(), 1, 64) };
+    second.make_current().unwrap();
+    drop(first.allocate(64).unwrap());
+    {
+        let _current = first.enter().unwrap();
+        drop(second.allocate(64).unwrap());
+    }
+    fill().unwrap();
+    stream.synchronize().unwrap();
+    assert_eq!(bench.violations(), "");
+    // A thread that has none has none again.
+    std::thread::scope(|scope| {
+        let error = scope.spawn(|| {
+            drop(second.allocate(64).unwrap());
+            fill().unwrap_err()
+        });
+        assert_eq!(error.join().unwrap().code(), Some(code::INVALID_CONTEXT));
+    });
+    drop((stream, memory));
     bench.nothing_is_left();
 }

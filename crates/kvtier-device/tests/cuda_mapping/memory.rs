@@ -113,13 +113,19 @@ fn a_gpu_is_found_by_its_uuid_and_all_tensors_are_on_it() {
         .gpus
         .of(&[on(UUID), on(&format!("GPU-{}", UUID.to_uppercase()))]);
     assert_eq!(found.unwrap().uuid, UUID);
+    let second = &bench.gpus.all()[1].uuid;
+    assert_eq!(bench.gpus.of(&[on(second)]).unwrap().device.ordinal(), 1);
     let other = UUID.replace("5ca1", "5ca2");
     let refused = |memories: &[MemorySpec]| bench.gpus.of(memories).unwrap_err().to_string();
     let error = refused(&[on(UUID), on(&other)]);
     let expected = format!(
-        "kv_caches[1].device_uuid is {other:?}; allowed: a GPU this server sees, of which there are 1: {UUID}"
+        "kv_caches[1].device_uuid is {other:?}; allowed: a GPU this server sees, of which there are 2: {UUID}, {second}"
     );
     assert_eq!(error, expected);
+    let error = refused(&[on(UUID), on(second)]);
+    let expected =
+        format!("kv_caches[1].device_uuid is {second}; allowed: {UUID}, as of the tensors");
+    assert!(error.starts_with(&expected), "{error}");
     assert!(refused(&[on("cpu")]).contains("kv_caches[0].device_uuid is \"cpu\""));
     let host = MemorySpec::CpuShm {
         name: "/lmcache_kv_1_0".into(),

@@ -71,7 +71,7 @@ impl StandIn {
     }
 }
 
-/// What every test begins with: the driver, one GPU in use, and nobody else at it.
+/// What every test begins with: the driver, the first of two GPUs in use, and nobody else at it.
 pub struct Bench {
     pub allocations: Arc<Allocations>,
     pub gpus: Gpus,
@@ -83,13 +83,15 @@ impl Bench {
     pub fn new() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let standin = StandIn::load();
+        standin.script("devices=2");
         let driver = Driver::load(Some(&standin_path().unwrap())).unwrap();
         let gpus = Gpus::find(&driver).unwrap();
         let context = Context::retain(&gpus.all()[0].device).unwrap();
         let bench = Self {
             allocations: Allocations::new(context).unwrap(),
             gpus,
-            standin: StandIn::load(),
+            standin,
             _alone: alone,
         };
         bench.script("reset; clear");
