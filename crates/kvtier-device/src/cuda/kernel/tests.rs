@@ -1,3 +1,4 @@
+use kvtier_memory::CopyLoop;
 use sha2::{Digest, Sha256};
 
 use super::*;
