@@ -83,7 +83,8 @@ impl From<Option<u64>> for Value {
 /// A future of whatever type.
 trait Awaited: Send + Sync {
     fn is_ready(&self) -> bool;
-    fn wait(&self, patience: Duration) -> Option<Result<Value, ClientError>>;
+    fn wait_ready(&self, patience: Duration);
+    fn try_take(&self) -> Option<Result<Value, ClientError>>;
 }
 
 impl<T: Into<Value> + Send> Awaited for kvtier_client::Future<T> {
@@ -91,8 +92,12 @@ impl<T: Into<Value> + Send> Awaited for kvtier_client::Future<T> {
         kvtier_client::Future::is_ready(self)
     }
 
-    fn wait(&self, patience: Duration) -> Option<Result<Value, ClientError>> {
-        Some(kvtier_client::Future::wait(self, patience)?.map(Into::into))
+    fn wait_ready(&self, patience: Duration) {
+        kvtier_client::Future::wait_ready(self, patience);
+    }
+
+    fn try_take(&self) -> Option<Result<Value, ClientError>> {
+        Some(kvtier_client::Future::try_take(self)?.map(Into::into))
     }
 }
 
@@ -142,10 +147,11 @@ impl Future {
             return given;
         }
         let patience = timeout.map_or(LONGEST_WAIT, seconds);
-        let result = py.detach(|| self.awaited.wait(patience));
+        py.detach(|| self.awaited.wait_ready(patience));
+        // Several threads may have waited; it is taken once.
         let mut state = self.state.lock();
-        if let Some(result) = result
-            && matches!(*state, State::Waiting)
+        if matches!(*state, State::Waiting)
+            && let Some(result) = self.awaited.try_take()
         {
             *state = State::Done(result);
         }

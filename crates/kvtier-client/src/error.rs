@@ -54,6 +54,12 @@ pub enum ClientError {
         /// What was asked.
         operation: Operation,
     },
+    /// The client's own thread has panicked, which is a bug: the client is of no use any more.
+    #[error("{operation}: the client's I/O thread panicked, which is a bug; make another client")]
+    Broken {
+        /// What was asked.
+        operation: Operation,
+    },
     /// The result was taken before, or given up.
     #[error("{operation}: the result was taken before, or given up")]
     Cancelled {

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
+use kvtier_client::proto::key::EncodedTokens;
 use kvtier_client::proto::request::Request;
 use kvtier_client::proto::response::Response;
 use kvtier_client::{Client, ClientError, Health, InstanceId, Prompt, Scope, Settings};
@@ -164,11 +165,14 @@ fn the_recover_hook_runs_on_a_new_connection_before_the_client_is_healthy() {
     let client = connect(&server, settings());
     assert!(client.wait_healthy(FOR_EVER));
     let (told, heard) = mpsc::channel();
-    client.on_recover(Box::new(move |client| {
-        let size = client.get_chunk_size().join().unwrap();
-        told.send((client.health(), size)).unwrap();
-        true
-    }));
+    client.on_recover(
+        1,
+        Box::new(move |client| {
+            let size = client.get_chunk_size().join().unwrap();
+            told.send((client.health(), size)).unwrap();
+            true
+        }),
+    );
     drop(server);
     let _server = Server::typed_at(&endpoint, obliging);
     assert_eq!(heard.recv().unwrap(), (Health::Recovering, 16));
@@ -194,7 +198,7 @@ fn a_server_that_does_not_know_the_worker_makes_it_register_again() {
     let client = connect(&server, quick);
     assert!(client.wait_healthy(FOR_EVER));
     let (told, heard) = mpsc::channel();
-    client.on_recover(Box::new(move |_| told.send(()).is_ok()));
+    client.on_recover(1, Box::new(move |_| told.send(()).is_ok()));
     client.set_instance(Some(InstanceId(7)));
     heard.recv().unwrap();
     assert!(client.wait_healthy(FOR_EVER));
@@ -207,7 +211,7 @@ fn what_was_taken_back_is_told_again_on_the_same_connection() {
     let client = connect(&server, settings());
     assert!(client.wait_healthy(FOR_EVER));
     let (told, heard) = mpsc::channel();
-    client.on_recover(Box::new(move |_| told.send(()).is_ok()));
+    client.on_recover(1, Box::new(move |_| told.send(()).is_ok()));
     client.recover_again();
     heard.recv().unwrap();
     assert!(client.wait_healthy(FOR_EVER));
@@ -215,28 +219,80 @@ fn what_was_taken_back_is_told_again_on_the_same_connection() {
 }
 
 #[test]
-fn a_hook_that_fails_is_tried_again_with_the_next_heartbeat() {
+fn a_hook_that_is_set_behind_a_connection_it_has_not_told_is_called() {
+    let server = Server::typed(obliging);
+    let client = connect(&server, settings());
+    assert!(client.wait_healthy(FOR_EVER));
+    let (told, heard) = mpsc::channel();
+    client.on_recover(0, Box::new(move |_| told.send(()).is_ok()));
+    heard.recv().unwrap();
+}
+
+#[test]
+fn a_hook_that_fails_or_panics_is_tried_again_with_the_next_heartbeat() {
     let server = Server::typed(obliging);
     let quick = Settings {
         heartbeat: Duration::from_millis(5),
         ..settings()
     };
-    let endpoint = server.endpoint().to_owned();
     let client = connect(&server, quick);
     assert!(client.wait_healthy(FOR_EVER));
-    let tries = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&tries);
-    client.on_recover(Box::new(move |_| {
-        counted.fetch_add(1, Ordering::Relaxed) == 2
-    }));
     let (told, heard) = mpsc::channel();
     client.on_health(Box::new(move |health| {
         let _ = told.send(health);
     }));
-    drop(server);
-    let _server = Server::typed_at(&endpoint, obliging);
+    let tries = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&tries);
+    client.on_recover(
+        1,
+        Box::new(move |_| match counted.fetch_add(1, Ordering::Relaxed) {
+            0 => false,
+            1 => panic!("a bug of the caller's"),
+            _ => true,
+        }),
+    );
+    client.recover_again();
     while heard.recv().unwrap() != Health::Healthy {}
     assert_eq!(tries.load(Ordering::Relaxed), 3);
+}
+
+#[test]
+fn a_panic_of_the_callers_harms_nobody_else() {
+    let server = Server::typed(obliging);
+    let client = connect(&server, settings());
+    let (told, heard) = mpsc::channel();
+    client.on_health(Box::new(|_| panic!("a bug of the caller's")));
+    client.on_health(Box::new(move |health| {
+        let _ = told.send(health);
+    }));
+    let ping: Request<'_, EncodedTokens<'_>> = Request::Ping { instance: None };
+    client.submit_then(&ping, FOR_EVER, |_| panic!("a bug of the caller's"));
+    assert_eq!(client.get_chunk_size().join().unwrap(), 16);
+    client.recover_again();
+    while heard.recv().unwrap() != Health::Healthy {}
+    assert_eq!(client.in_flight(), 0);
+}
+
+#[test]
+fn several_threads_wait_for_one_result_and_one_takes_it() {
+    let (release, held) = mpsc::channel::<()>();
+    let server = Server::typed(move |request| {
+        if matches!(request, Request::GetChunkSize) {
+            held.recv().unwrap();
+        }
+        obliging(request)
+    });
+    let client = connect(&server, settings());
+    let future = client.get_chunk_size();
+    std::thread::scope(|scope| {
+        let waiting = [(); 2].map(|()| scope.spawn(|| future.wait_ready(FOR_EVER)));
+        release.send(()).unwrap();
+        for thread in waiting {
+            thread.join().unwrap();
+        }
+    });
+    assert!(future.is_ready());
+    assert_eq!(future.try_take().unwrap().unwrap(), 16);
 }
 
 #[test]

@@ -21,6 +21,10 @@ use crate::descriptor::TensorDescriptor;
 use crate::key::CacheKey;
 use crate::operation::Operation;
 
+/// What a worker sends in place of a store's data when it gives up what a PREPARE_STORE has lent it, or may have: no
+/// pickle looks like this. A server that does not know it refuses it as bad data.
+pub const ABORT_STORE: &[u8] = b"kvtier.abort";
+
 /// A request. `T` is what the caller's [`crate::key::TokenReader`] made of token ids.
 #[derive(Debug, Clone, PartialEq)]
 #[expect(

@@ -1,23 +1,24 @@
 //! Workers that copy by themselves: into slots of the server's pool and out of them, or with pickled messages.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
-use kvtier_client::{Client as Native, ClientError, Future, Key};
+use kvtier_client::{Client as Native, ClientError, Future, InstanceId, Key};
 use kvtier_device::{BlockTable, KernelGroup};
 use kvtier_memory::ForeignSegment;
 use kvtier_proto::descriptor::Dtype;
+use kvtier_proto::key::EncodedTokens;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::pickle::{self, Limits, TensorToWrite};
-use kvtier_proto::request::EngineDrivenContext;
+use kvtier_proto::request::{ABORT_STORE, EngineDrivenContext, Request};
 use kvtier_proto::response::Slot;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::geometry::Geometry;
 use super::pages::{CopyError, Pages};
-use super::{Core, Done, Pool, Transfer, left};
+use super::{Core, Done, Pool, Registered, Transfer, left};
 
 /// Such a worker has one group of layers in this process's memory.
 pub fn check(geometry: &Geometry) -> PyResult<()> {
@@ -40,7 +41,7 @@ pub fn check(geometry: &Geometry) -> PyResult<()> {
 }
 
 /// Runs transfers in order until the queue is closed.
-pub fn run(core: &Core, queue: &mpsc::Receiver<Transfer>) {
+pub fn run(core: &Arc<Core>, queue: &mpsc::Receiver<Transfer>) {
     while let Ok(transfer) = queue.recv() {
         // Whatever goes wrong in a transfer, it ends, and the next one has its turn.
         let done = catch_unwind(AssertUnwindSafe(|| {
@@ -68,7 +69,11 @@ impl Core {
     }
 
     /// Registers and opens the server's pool, if it has one that can be reached.
-    pub fn register_engine_driven(&self, client: &Native) -> Result<Pool, ClientError> {
+    pub fn register_engine_driven(
+        &self,
+        client: &Native,
+        instance: InstanceId,
+    ) -> Result<Pool, ClientError> {
         let argument = |message: String| ClientError::Argument {
             field: "kv_caches",
             message,
@@ -79,7 +84,7 @@ impl Core {
         };
         let told = client
             .register_engine_driven(EngineDrivenContext {
-                instance: self.instance,
+                instance,
                 model_name: &self.scope.model_name,
                 world_size: self.scope.world_size,
                 block_size: signed(group.tokens_per_block)?,
@@ -169,7 +174,7 @@ impl Core {
 }
 
 /// The chunks that the server took, if it says which.
-fn store(core: &Core, transfer: &Transfer) -> Result<Option<Vec<u64>>, String> {
+fn store(core: &Arc<Core>, transfer: &Transfer) -> Result<Option<Vec<u64>>, String> {
     core.read_pages(transfer.id, false)?;
     let ready = ready(core, transfer)?;
     let registered = core.current().ok_or("the worker is not registered")?;
@@ -180,13 +185,18 @@ fn store(core: &Core, transfer: &Transfer) -> Result<Option<Vec<u64>>, String> {
         transfer.range.clone(),
         &transfer.request_id,
     );
-    let prepared = within(transfer, core.client.prepare_store(&key, core.instance))?;
+    let lent = Lent::maybe(core, &registered, &key);
+    let prepared = within(
+        transfer,
+        core.client.prepare_store(&key, registered.instance),
+    )?;
     core.read_pages(transfer.id, true)?;
     let mut taken = None;
     let data = match (prepared.target, &registered.pool.segment) {
         (Some(target), Some(pool)) => {
             if target.slots.is_empty() {
                 // All of it is cached, or there is no room.
+                lent.ended();
                 return Ok(Some(Vec::new()));
             }
             // A server that came meanwhile has another pool: what it lent is not in this one.
@@ -216,14 +226,69 @@ fn store(core: &Core, transfer: &Transfer) -> Result<Option<Vec<u64>>, String> {
     };
     core.unread.lock().remove(&transfer.id);
     // Not bounded by the transfer's deadline: memory that was lent and written is worth the wait for the reply.
-    match core.client.commit_store(&key, core.instance, &data).join() {
-        Ok(true) => Ok(taken),
-        Ok(false) => Err("commit_store: the server refused it".to_owned()),
-        Err(error) => Err(error.to_string()),
+    let committed = core
+        .client
+        .commit_store(&key, registered.instance, &data)
+        .join();
+    let is_committed = committed.map_err(|error| error.to_string())?;
+    lent.ended();
+    if is_committed {
+        Ok(taken)
+    } else {
+        Err("commit_store: the server refused it".to_owned())
     }
 }
 
-fn retrieve(core: &Core, transfer: &Transfer) -> Result<(), String> {
+/// Memory that the server has lent to a store, or may have: it lends it to nobody else until it hears of its end.
+struct Lent<'a> {
+    core: &'a Arc<Core>,
+    instance: InstanceId,
+    key: &'a Key<'a>,
+    has_ended: bool,
+}
+
+impl<'a> Lent<'a> {
+    fn maybe(core: &'a Arc<Core>, registered: &Registered, key: &'a Key<'a>) -> Self {
+        Self {
+            core,
+            instance: registered.instance,
+            key,
+            has_ended: false,
+        }
+    }
+
+    /// The server has heard of it.
+    fn ended(mut self) {
+        self.has_ended = true;
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        if !self.has_ended {
+            let abort = Request::CommitStore {
+                key: self.key.clone(),
+                instance: self.instance,
+                data: ABORT_STORE,
+            };
+            tell_or_renew(self.core, self.instance, &abort);
+        }
+    }
+}
+
+/// Tells the server something that it must not miss. Without an answer the worker gets another number: the server takes
+/// back what it has lent to this one.
+fn tell_or_renew(core: &Arc<Core>, instance: InstanceId, request: &Request<'_, EncodedTokens<'_>>) {
+    let then = Arc::clone(core);
+    core.client
+        .submit_then(request, core.client.timeout(), move |reply| {
+            if reply.is_err() {
+                then.renew(instance);
+            }
+        });
+}
+
+fn retrieve(core: &Arc<Core>, transfer: &Transfer) -> Result<(), String> {
     let ready = ready(core, transfer)?;
     let registered = core.current().ok_or("the worker is not registered")?;
     let scope = core.scope_of(transfer);
@@ -233,25 +298,25 @@ fn retrieve(core: &Core, transfer: &Transfer) -> Result<(), String> {
         transfer.range.clone(),
         &transfer.request_id,
     );
-    let loaded = load(
-        core,
-        transfer,
-        &ready,
-        &registered.pool.segment,
-        registered.connections,
-        &key,
-    );
+    let loaded = load(core, transfer, &ready, &registered, &key);
     // Also after a miss and after an error: whatever was leased is given back.
-    let committed = core.client.commit_retrieve(&key, core.instance);
     if loaded.is_err() {
-        committed.forget();
+        let commit = Request::CommitRetrieve {
+            key: key.clone(),
+            instance: registered.instance,
+        };
+        tell_or_renew(core, registered.instance, &commit);
         return loaded;
     }
+    let committed = core.client.commit_retrieve(&key, registered.instance);
     // A server that does not confirm the lease may have given the memory to others while it was read.
-    if within(transfer, committed)? {
-        Ok(())
-    } else {
-        Err("commit_retrieve: the server refused it".to_owned())
+    match within(transfer, committed) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err("commit_retrieve: the server refused it".to_owned()),
+        Err(error) => {
+            core.renew(registered.instance);
+            Err(error)
+        }
     }
 }
 
@@ -259,11 +324,13 @@ fn load(
     core: &Core,
     transfer: &Transfer,
     ready: &Ready<'_>,
-    pool: &Option<ForeignSegment>,
-    connections: u64,
+    registered: &Registered,
     key: &Key<'_>,
 ) -> Result<(), String> {
-    let answer = within(transfer, core.client.prepare_retrieve(key, core.instance))?;
+    let answer = within(
+        transfer,
+        core.client.prepare_retrieve(key, registered.instance),
+    )?;
     if !answer.success {
         return Err("the server does not have all of it any more".to_owned());
     }
@@ -306,10 +373,10 @@ fn load(
     }
     let slots = answer.slots.unwrap_or_default();
     came(slots.len())?;
-    let Some(pool) = pool else {
+    let Some(pool) = &registered.pool.segment else {
         return Err("the server lent slots of a pool that is out of reach here".to_owned());
     };
-    if connections != core.client.connections() {
+    if registered.connections != core.client.connections() {
         return Err("the server was replaced meanwhile".to_owned());
     }
     let mut bytes = Vec::new();
@@ -339,7 +406,7 @@ fn scatter(
     ready
         .pages
         .scatter(&ready.blocks, chunk, transfer.skip, bytes)
-        .map_err(|error| error.to_string())
+        .map_err(copy_error)
 }
 
 /// Shape of a chunk: without the planes when there is one.
@@ -395,6 +462,7 @@ fn pickled(ready: &Ready<'_>) -> Result<Vec<u8>, String> {
 
 fn copy_error<E: std::fmt::Display>(error: CopyError<E>) -> String {
     match error {
+        CopyError::Closed => "the worker is gone".to_owned(),
         CopyError::Plan(error) => error.to_string(),
         CopyError::Other(error) => error.to_string(),
     }

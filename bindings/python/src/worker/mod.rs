@@ -2,6 +2,8 @@
 
 mod engine_driven;
 mod geometry;
+mod handed;
+mod numbers;
 mod pages;
 mod server_driven;
 
@@ -23,6 +25,8 @@ use crate::errors::exception;
 use crate::future::seconds;
 use crate::prompt::Prompt;
 use geometry::{Geometry, Group, Storage, Tensor};
+use handed::Handed;
+use numbers::Numbers;
 
 /// Who copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,6 +74,7 @@ type Ended<'py> = (u64, Bound<'py, PyBytes>, Option<String>, Option<Vec<u64>>);
 
 /// What the server knows of this worker since its last registration.
 struct Registered {
+    instance: InstanceId,
     /// [`Native::connections`] at the time: later ones lead to a server that may not know it.
     connections: u64,
     pool: Pool,
@@ -88,12 +93,13 @@ struct Core {
     client: Native,
     scope: Scope,
     worker_id: u32,
-    instance: InstanceId,
+    numbers: Mutex<Numbers>,
     mode: Mode,
     chunk_tokens: u64,
     force_pickle: bool,
     geometry: Geometry,
     registered: Mutex<Option<Arc<Registered>>>,
+    handed: Handed,
     finished: Mutex<Vec<Finished>>,
     arrived: Condvar,
     /// Stores whose pages this process has not read yet, and whether it is at it.
@@ -101,25 +107,6 @@ struct Core {
 }
 
 impl Core {
-    /// Tells the server about this worker; the pages stay as they are.
-    fn register(&self, client: &Native) -> Result<(), ClientError> {
-        // Nothing goes by an earlier registration meanwhile.
-        *self.registered.lock() = None;
-        loop {
-            let connections = client.connections();
-            introduce(client)?;
-            let pool = match self.mode {
-                Mode::Engine => self.register_engine_driven(client)?,
-                Mode::Server => self.register_server_driven(client)?,
-            };
-            // A connection that came meanwhile, the first one for instance, may have another server.
-            if connections == client.connections() {
-                *self.registered.lock() = Some(Arc::new(Registered { connections, pool }));
-                return Ok(());
-            }
-        }
-    }
-
     /// The registration, if it is one with the server that is connected now.
     fn current(&self) -> Option<Arc<Registered>> {
         let registered = self.registered.lock().clone()?;
@@ -138,6 +125,52 @@ impl Core {
         self.unread.lock().remove(&id);
         self.finished.lock().push(Finished { id, outcome });
         self.arrived.notify_all();
+    }
+
+    /// Finishes what was not answered and whose pages are free.
+    fn finish_free(&self) {
+        for (id, error) in self.handed.take_free() {
+            self.finish(id, Err(error));
+        }
+    }
+
+    /// The server has not answered; the transfer finishes when its pages are free.
+    fn unanswered(&self, id: u64, error: String) {
+        self.handed.unanswered(id, error);
+        // Who waits has to look when that is.
+        drop(self.finished.lock());
+        self.arrived.notify_all();
+    }
+
+    /// Waits for something that has finished, up to `until`.
+    fn wait_for_finished(&self, until: Instant) {
+        loop {
+            self.finish_free();
+            let mut finished = self.finished.lock();
+            if !finished.is_empty() || Instant::now() >= until {
+                return;
+            }
+            let next = self
+                .handed
+                .next_free()
+                .map_or(until, |next| next.min(until));
+            self.arrived.wait_until(&mut finished, next);
+        }
+    }
+
+    /// Waits until the server has let go of all pages, at the latest a moment behind the last deadline.
+    fn wait_for_pages(&self) {
+        loop {
+            self.finish_free();
+            let mut finished = self.finished.lock();
+            if self.handed.is_empty() {
+                return;
+            }
+            match self.handed.next_free() {
+                Some(next) => drop(self.arrived.wait_until(&mut finished, next)),
+                None => self.arrived.wait(&mut finished),
+            }
+        }
     }
 
     fn scope_of(&self, transfer: &Transfer) -> Scope {
@@ -167,6 +200,8 @@ struct Threads {
 pub struct Worker {
     core: Arc<Core>,
     threads: Mutex<Threads>,
+    /// The process that has the threads; a fork of it has not.
+    owner: u32,
 }
 
 #[pymethods]
@@ -223,26 +258,32 @@ impl Worker {
                 num_kv_readers,
             },
             worker_id,
-            instance: InstanceId(instance),
+            numbers: Mutex::new(Numbers::new(instance)),
             mode,
             chunk_tokens,
             force_pickle,
             geometry,
             registered: Mutex::new(None),
+            handed: Handed::default(),
             finished: Mutex::default(),
             arrived: Condvar::new(),
             unread: Mutex::default(),
         });
         py.detach(|| core.register(&native))
             .map_err(|error| exception(&error))?;
-        native.set_instance(Some(core.instance));
+        let told = core
+            .registered
+            .lock()
+            .as_ref()
+            .map(|known| known.connections);
         let known = Arc::downgrade(&core);
-        native.on_recover(Box::new(move |client| {
+        let again = move |client: &Native| {
             // A worker that is gone has nothing to register.
             known
                 .upgrade()
                 .is_none_or(|core| core.register(client).is_ok())
-        }));
+        };
+        native.on_recover(told.unwrap_or_default(), Box::new(again));
         let mut threads = Threads::default();
         if mode == Mode::Engine {
             let mut start = |name: &str| {
@@ -261,6 +302,7 @@ impl Worker {
         Ok(Self {
             core,
             threads: Mutex::new(threads),
+            owner: std::process::id(),
         })
     }
 
@@ -367,25 +409,13 @@ impl Worker {
     /// took where it says so). Waits up to `patience` seconds for something.
     #[pyo3(signature = (patience=0.0))]
     fn take_finished<'py>(&self, py: Python<'py>, patience: f64) -> Vec<Ended<'py>> {
-        let finished = if patience > 0.0 {
-            py.detach(|| {
-                let until = Instant::now() + seconds(patience);
-                let mut finished = self.core.finished.lock();
-                while finished.is_empty() {
-                    if self
-                        .core
-                        .arrived
-                        .wait_until(&mut finished, until)
-                        .timed_out()
-                    {
-                        break;
-                    }
-                }
-                std::mem::take(&mut *finished)
-            })
+        let until = Instant::now() + seconds(patience);
+        if patience > 0.0 {
+            py.detach(|| self.core.wait_for_finished(until));
         } else {
-            std::mem::take(&mut *self.core.finished.lock())
-        };
+            self.core.finish_free();
+        }
+        let finished = std::mem::take(&mut *self.core.finished.lock());
         finished
             .into_iter()
             .map(|Finished { id, outcome }| match outcome {
@@ -397,29 +427,39 @@ impl Worker {
 
     /// Finishes what is under way, unregisters and ends the threads; waits for each up to the client's timeout.
     fn shutdown(&self, py: Python<'_>) {
-        py.detach(|| {
-            let handles = {
-                let mut threads = self.threads.lock();
-                threads.stores = None;
-                threads.retrieves = None;
-                std::mem::take(&mut threads.handles)
-            };
-            for handle in handles {
-                // A thread that panicked has nothing more to finish.
-                let _ = handle.join();
-            }
-            let was_registered = self.core.registered.lock().take().is_some();
-            let core = &self.core;
-            core.client.set_instance(None);
-            core.client.on_recover(Box::new(|_| true));
-            if was_registered {
-                // Whatever comes of it: the server also notices by itself.
-                let _ = match core.mode {
-                    Mode::Engine => core.client.unregister_engine_driven(core.instance).join(),
-                    Mode::Server => core.client.unregister_kv_cache(core.instance).join(),
-                };
-            }
-        });
+        py.detach(|| self.stop());
+    }
+}
+
+impl Worker {
+    fn stop(&self) {
+        let handles = {
+            let mut threads = self.threads.lock();
+            threads.stores = None;
+            threads.retrieves = None;
+            std::mem::take(&mut threads.handles)
+        };
+        for handle in handles {
+            // A thread that panicked has nothing more to finish.
+            let _ = handle.join();
+        }
+        self.core.stop();
+    }
+}
+
+impl Drop for Worker {
+    /// Whoever drops it without a shutdown may free the pages next: nobody may touch them then.
+    fn drop(&mut self) {
+        if std::process::id() != self.owner {
+            return;
+        }
+        if let Some(pages) = &self.core.geometry.pages {
+            pages.close();
+        }
+        // The threads need no GIL, but others do.
+        if Python::try_attach(|py| py.detach(|| self.stop())).is_none() {
+            self.stop();
+        }
     }
 }
 

@@ -1,6 +1,9 @@
 //! The engine's KV pages in this process's own memory, and the bytes of a chunk in them.
 
+use std::convert::Infallible;
+
 use kvtier_device::{BlockTable, ChunkRequest, KvLayout, PlanError, PlannedCopy};
+use parking_lot::RwLock;
 
 /// The storage of one or several tensors.
 #[derive(Debug, Clone, Copy)]
@@ -35,10 +38,13 @@ impl Memory {
 pub struct Pages {
     pub layout: KvLayout,
     memories: Vec<Memory>,
+    /// Whether they are still there; locked for reading while a chunk is copied.
+    are_there: RwLock<bool>,
 }
 
 /// Why a chunk could not be copied.
 pub enum CopyError<E> {
+    Closed,
     Plan(PlanError),
     Other(E),
 }
@@ -52,7 +58,16 @@ impl<E> From<PlanError> for CopyError<E> {
 impl Pages {
     /// `memories` are those of the layout, in its order.
     pub fn new(layout: KvLayout, memories: Vec<Memory>) -> Self {
-        Self { layout, memories }
+        Self {
+            layout,
+            memories,
+            are_there: RwLock::new(true),
+        }
+    }
+
+    /// They are about to go: waits for the chunks that are being copied; no other will be.
+    pub fn close(&self) {
+        *self.are_there.write() = false;
     }
 
     /// Bytes of one chunk.
@@ -76,6 +91,10 @@ impl Pages {
             chunk,
             skip_tokens: 0,
         };
+        let are_there = self.are_there.read();
+        if !*are_there {
+            return Err(CopyError::Closed);
+        }
         self.layout.visit_chunk(blocks, request, |planned| {
             let memory = self.memories[planned.memory];
             each_run(planned, |page, object, len| {
@@ -94,12 +113,16 @@ impl Pages {
         chunk: usize,
         skip_tokens: u64,
         bytes: &[u8],
-    ) -> Result<(), PlanError> {
+    ) -> Result<(), CopyError<Infallible>> {
         let request = ChunkRequest {
             object_group: 0,
             chunk,
             skip_tokens,
         };
+        let are_there = self.are_there.read();
+        if !*are_there {
+            return Err(CopyError::Closed);
+        }
         self.layout.visit_chunk(blocks, request, |planned| {
             let memory = self.memories[planned.memory];
             each_run(planned, |page, object, len| {
@@ -108,7 +131,7 @@ impl Pages {
                 // SAFETY: inside the memory, as long as the slice, and no part of it: the engine reads no block that
                 // is being loaded.
                 unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
-                Ok::<(), PlanError>(())
+                Ok(())
             })
         })
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use kvtier_proto::operation::Operation;
 
@@ -109,6 +109,15 @@ impl<T> Future<T> {
     /// Takes the result, waiting up to `patience` for it; none when it is not there by then, or was taken before.
     #[must_use]
     pub fn wait(&self, patience: Duration) -> Option<Result<T, ClientError>> {
+        take(&mut self.arrival(patience))
+    }
+
+    /// Waits up to `patience` for the result, which stays to be taken: for several threads that want to see it.
+    pub fn wait_ready(&self, patience: Duration) {
+        drop(self.arrival(patience));
+    }
+
+    fn arrival(&self, patience: Duration) -> MutexGuard<'_, State<T>> {
         let deadline = Instant::now() + patience;
         let mut state = self.slot.state.lock();
         while matches!(*state, State::Waiting) {
@@ -121,7 +130,7 @@ impl<T> Future<T> {
                 break;
             }
         }
-        take(&mut state)
+        state
     }
 
     /// Waits for the result, which is there at the request's deadline at the latest.

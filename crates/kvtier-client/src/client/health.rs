@@ -1,5 +1,6 @@
 //! Whether the server can be relied on: heartbeats, and what happens when it comes back.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -153,7 +154,7 @@ impl Watch {
         *self.recover.lock() = None;
     }
 
-    fn set(&self, health: Health) {
+    pub(super) fn set(&self, health: Health) {
         let mut state = self.state.lock();
         if *state == health {
             return;
@@ -164,7 +165,8 @@ impl Watch {
         drop(state);
         self.changed.notify_all();
         for callback in callbacks {
-            callback(health);
+            // A panic is its owner's, and printed; the heartbeats go on.
+            let _ = catch_unwind(AssertUnwindSafe(|| callback(health)));
         }
     }
 }
@@ -179,6 +181,7 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
     loop {
         let link = shared.link.wait(seen, next);
         if link.closing {
+            shared.watch.set(Health::Degraded);
             return;
         }
         let is_new = link.connections != seen.connections || link.again;
@@ -202,7 +205,10 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
             Ok(_) => {
                 shared.watch.set(Health::Recovering);
                 let hook = shared.watch.recover.lock().clone();
-                if hook.is_none_or(|hook| hook(&client)) {
+                let told = |hook: Arc<RecoverHook>| {
+                    catch_unwind(AssertUnwindSafe(|| hook(&client))).unwrap_or(false)
+                };
+                if hook.is_none_or(told) {
                     known_to = Some(link.connections);
                     shared.watch.set(Health::Healthy);
                 } else {

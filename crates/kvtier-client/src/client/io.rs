@@ -2,11 +2,13 @@
 //!
 //! Requests leave only while a connection stands. When it is lost, everything that left and was not answered fails at
 //! once (the server may have done it or not), and the socket is replaced, so that nothing reaches a later server
-//! behind the caller's back. What has not left waits for the next connection, or its deadline.
+//! behind the caller's back, after a pause ([`Backoff`]). What has not left waits for the next connection, or its
+//! deadline.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::os::fd::AsRawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,13 +16,11 @@ use kvtier_proto::frames::ReplyFrames;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::ResponseKind;
 
+use super::backoff::Backoff;
 use super::{Settings, Shared, Sink, Submitted};
 use crate::connection::Reply;
 use crate::error::ClientError;
 use crate::outgoing::check_op;
-
-/// How long a socket that could not be made is left alone.
-const PAUSE: Duration = Duration::from_millis(100);
 
 /// A socket and the monitor that tells of its connections.
 struct Wire {
@@ -42,6 +42,9 @@ pub(super) struct Io {
     context: zmq::Context,
     settings: Settings,
     wire: Option<Wire>,
+    backoff: Backoff,
+    /// When to make the next wire, if there is none.
+    again: Instant,
     up: bool,
     sockets: u64,
     /// Not sent yet, in order.
@@ -58,6 +61,8 @@ impl Io {
             context: zmq::Context::new(),
             settings,
             wire: None,
+            backoff: Backoff::new(settings.reconnect),
+            again: Instant::now(),
             up: false,
             sockets: 0,
             waiting: VecDeque::new(),
@@ -73,6 +78,29 @@ impl Io {
 
     /// Runs until the client is closed.
     pub(super) fn run(mut self) {
+        self.guarded(Self::serve);
+    }
+
+    /// Runs `serve`. If it panics, which is a bug, all that is under way and all that comes fails rather than wait for
+    /// a thread that has ended.
+    fn guarded(&mut self, serve: impl FnOnce(&mut Self)) {
+        let ended = catch_unwind(AssertUnwindSafe(|| serve(self)));
+        self.shared.link.set(false);
+        if ended.is_ok() {
+            // What is still here fails as closed: sinks are told when they are dropped.
+            return;
+        }
+        let new = self.shared.break_down();
+        let sent = self.sent.drain().map(|(_, pending)| pending.sink);
+        let waiting = self.waiting.drain(..).chain(new).map(|each| each.sink);
+        for sink in sent.chain(waiting) {
+            let operation = sink.1;
+            sink.tell(Err(ClientError::Broken { operation }));
+            self.shared.one_less();
+        }
+    }
+
+    fn serve(&mut self) {
         while !self.take_submitted() {
             self.expire(Instant::now());
             let backlog = self.send_waiting();
@@ -80,9 +108,7 @@ impl Io {
             self.read_monitor();
             self.read_replies();
         }
-        // What is still here fails as closed: sinks are told when they are dropped.
         self.send_waiting();
-        self.shared.link.set(false);
     }
 
     fn new_wire(&mut self) -> zmq::Result<Wire> {
@@ -160,11 +186,14 @@ impl Io {
                         },
                     );
                 }
-                Err(source) => sink.tell(Err(ClientError::Socket {
-                    operation,
-                    endpoint: self.shared.endpoint.clone(),
-                    source,
-                })),
+                Err(source) => {
+                    self.shared.one_less();
+                    sink.tell(Err(ClientError::Socket {
+                        operation,
+                        endpoint: self.shared.endpoint.clone(),
+                        source,
+                    }));
+                }
             }
         }
         false
@@ -180,7 +209,7 @@ impl Io {
                 deadline.saturating_duration_since(now)
             });
         let next = if self.wire.is_none() {
-            next.min(PAUSE)
+            next.min(self.again.saturating_duration_since(now))
         } else {
             next
         };
@@ -232,13 +261,22 @@ impl Io {
             self.lose();
         }
         if self.wire.is_none() {
+            self.reopen(Instant::now());
+        }
+    }
+
+    /// Makes the next socket when its time has come.
+    fn reopen(&mut self, now: Instant) {
+        if now >= self.again {
             self.wire = self.new_wire().ok();
+            self.again = now + self.backoff.pause();
         }
     }
 
     /// The connection is gone.
     fn lose(&mut self) {
         self.up = false;
+        self.again = Instant::now() + self.backoff.pause();
         self.shared.link.set(false);
         if let Some(wire) = self.wire.take() {
             // Nothing that was not sent may be sent later.
@@ -280,6 +318,7 @@ impl Io {
         let Some(pending) = self.sent.remove(&uid) else {
             return;
         };
+        self.backoff.reset();
         let result = check_op(reply.op, pending.operation).map(|()| {
             let payload = (frames.len() > 2).then(|| frames.swap_remove(2));
             Reply::new(uid, pending.operation, pending.kind, payload)
@@ -315,5 +354,55 @@ impl Io {
                 waited,
             }));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::super::{Client, Health};
+    use super::*;
+
+    /// Of a client of nobody's, without threads.
+    fn io() -> Io {
+        let settings = Settings::default();
+        let shared = Shared::new("tcp://127.0.0.1:9".to_owned(), settings).unwrap();
+        Io::open(Arc::new(shared), settings).unwrap()
+    }
+
+    #[test]
+    fn a_lost_connection_is_left_alone_for_a_while() {
+        let mut io = io();
+        io.lose();
+        io.read_monitor();
+        assert!(io.wire.is_none());
+        io.reopen(io.again);
+        assert!(io.wire.is_some());
+    }
+
+    #[test]
+    fn a_panic_of_the_thread_fails_all_that_is_under_way_and_all_that_comes() {
+        let mut io = io();
+        let shared = Arc::clone(&io.shared);
+        let client = Client::internal(Arc::clone(&shared));
+        let waiting = client.noop();
+        io.guarded(|io| {
+            io.take_submitted();
+            client.noop().forget();
+            panic!("a bug");
+        });
+        let is_broken = |error| matches!(error, ClientError::Broken { .. });
+        assert!(waiting.join().is_err_and(is_broken));
+        assert!(client.noop().join().is_err_and(is_broken));
+        assert_eq!(client.in_flight(), 0);
+        // The other thread says so, and ends.
+        let (told, heard) = mpsc::channel();
+        client.on_health(Box::new(move |health| {
+            let _ = told.send(health);
+        }));
+        shared.watch.set(Health::Healthy);
+        super::super::health::run(&shared, Duration::from_secs(600));
+        assert_eq!(heard.iter().take(2).last(), Some(Health::Degraded));
     }
 }

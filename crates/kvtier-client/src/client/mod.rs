@@ -2,6 +2,7 @@
 //!
 //! Two threads serve it: one owns the socket ([`io`]), one watches the server ([`health`]).
 
+mod backoff;
 mod calls;
 mod future;
 mod health;
@@ -9,6 +10,7 @@ mod io;
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -39,7 +41,9 @@ pub struct Settings {
     pub timeout: Duration,
     /// Time between two heartbeats; one that is not answered for as long makes the server degraded. Default 5 s.
     pub heartbeat: Duration,
-    /// First pause before a lost connection is tried again. Default 100 ms; it doubles up to 1 s.
+    /// First pause before a lost connection is tried again. Default 100 ms; it doubles up to 1 s, and each is shortened
+    /// at random by up to half. The first heartbeat follows a new connection at once, so a server that is back is
+    /// healthy again within about a second.
     pub reconnect: Duration,
     /// How long closing may wait for the last requests to leave. Default 500 ms.
     pub linger: Duration,
@@ -84,17 +88,20 @@ struct Sink(Option<Told>, Operation);
 
 impl Sink {
     fn tell(mut self, result: Result<Reply, ClientError>) {
+        self.tell_once(result);
+    }
+
+    fn tell_once(&mut self, result: Result<Reply, ClientError>) {
         if let Some(sink) = self.0.take() {
-            sink(result);
+            // A panic is its owner's, and printed; the thread that tells serves others too.
+            let _ = catch_unwind(AssertUnwindSafe(|| sink(result)));
         }
     }
 }
 
 impl Drop for Sink {
     fn drop(&mut self) {
-        if let Some(sink) = self.0.take() {
-            sink(Err(ClientError::Closed { operation: self.1 }));
-        }
+        self.tell_once(Err(ClientError::Closed { operation: self.1 }));
     }
 }
 
@@ -112,6 +119,8 @@ struct Submitted {
 struct Inbox {
     new: VecDeque<Submitted>,
     closing: bool,
+    /// The I/O thread has panicked.
+    broken: bool,
 }
 
 /// What the handles and the two threads share.
@@ -129,6 +138,23 @@ struct Shared {
 }
 
 impl Shared {
+    fn new(endpoint: String, settings: Settings) -> Result<Self, ClientError> {
+        let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
+        Ok(Self {
+            endpoint,
+            timeout: Mutex::new(settings.timeout),
+            inbox: Mutex::default(),
+            wake: wake.map_err(|errno| ClientError::System {
+                source: errno.into(),
+            })?,
+            next_uid: AtomicU64::new(0),
+            in_flight: AtomicUsize::new(0),
+            instance: AtomicI64::new(NO_INSTANCE),
+            link: health::Link::default(),
+            watch: health::Watch::default(),
+        })
+    }
+
     fn timeout(&self) -> Duration {
         *self.timeout.lock()
     }
@@ -144,6 +170,17 @@ impl Shared {
 
     fn one_less(&self) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Nobody serves requests any more; gives those that nobody has taken.
+    fn break_down(&self) -> VecDeque<Submitted> {
+        let mut inbox = self.inbox.lock();
+        inbox.closing = true;
+        inbox.broken = true;
+        let new = std::mem::take(&mut inbox.new);
+        drop(inbox);
+        self.link.close();
+        new
     }
 
     fn close(&self) {
@@ -175,25 +212,14 @@ impl Client {
         } else {
             format!("tcp://{endpoint}")
         };
-        let system = |source| ClientError::System { source };
-        let shared = Arc::new(Shared {
-            endpoint,
-            timeout: Mutex::new(settings.timeout),
-            inbox: Mutex::default(),
-            wake: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
-                .map_err(|errno| system(errno.into()))?,
-            next_uid: AtomicU64::new(0),
-            in_flight: AtomicUsize::new(0),
-            instance: AtomicI64::new(NO_INSTANCE),
-            link: health::Link::default(),
-            watch: health::Watch::default(),
-        });
+        let shared = Arc::new(Shared::new(endpoint, settings)?);
         let io = io::Io::open(Arc::clone(&shared), settings)?;
         // From here on dropping the handle ends the threads that were started.
         let client = Self {
             _handle: Some(Arc::new(Handle(Arc::clone(&shared)))),
             shared: Arc::clone(&shared),
         };
+        let system = |source| ClientError::System { source };
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         thread("kvtier-io")
             .spawn(move || io.run())
@@ -259,10 +285,15 @@ impl Client {
         self.shared.watch.add_callback(callback);
     }
 
-    /// Has `hook` called on each later connection, and when the server does not know this client's worker any more,
-    /// before the client is healthy again. It replaces an earlier one. It must not hold a [`Client`]: it is given one.
-    pub fn on_recover(&self, hook: RecoverHook) {
+    /// Has `hook` called on each connection but the one of this number ([`Client::connections`]), whose server was told,
+    /// and when the server does not know this client's worker any more, before the client is healthy again. It replaces
+    /// an earlier one. It must not hold a [`Client`]: it is given one.
+    pub fn on_recover(&self, told: u64, hook: RecoverHook) {
         self.shared.watch.set_recover(hook);
+        // One that came meanwhile, before there was the hook, has been greeted without it.
+        if told != self.connections() {
+            self.recover_again();
+        }
     }
 
     /// Has the hook of [`Client::on_recover`] called soon: what the server knew was taken back.
@@ -311,9 +342,14 @@ impl Client {
         };
         let mut inbox = self.shared.inbox.lock();
         if inbox.closing {
-            // Dropped, and so told, without the lock.
+            let broken = inbox.broken;
+            // Told without the lock; a sink that is dropped is told that the client was closed.
             drop(inbox);
-            drop(submitted);
+            self.shared.one_less();
+            if broken {
+                let sink = submitted.sink;
+                sink.tell(Err(ClientError::Broken { operation }));
+            }
             return;
         }
         inbox.new.push_back(submitted);

@@ -7,7 +7,7 @@ use kvtier_core::cache::{Extent, Reservation, ReserveRequest};
 use kvtier_core::prompt::Prompt;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite};
-use kvtier_proto::request::InstanceId;
+use kvtier_proto::request::{ABORT_STORE, InstanceId};
 use kvtier_proto::response::{
     PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget, prepare_retrieve_hit,
 };
@@ -231,6 +231,13 @@ impl Engine {
             .transfer("commit_store", key, id)
             .and_then(|transfer| match data {
                 [] => self.commit_slots(key, &transfer),
+                ABORT_STORE => {
+                    drop(
+                        self.transfers
+                            .finish(&Self::id(Kind::Store, id, key, &transfer.range)),
+                    );
+                    Err("aborted")
+                }
                 data => self.commit_pickled(key, &transfer, data),
             });
         match verdict {
@@ -455,25 +462,24 @@ impl Engine {
         .map_err(|PickleError(error)| error)
     }
 
-    /// Whether what the worker has read was what it asked for: false when nobody held the memory any more.
+    /// Says whether what the worker has read was what it asked for: nobody else had the memory until now. LMCache's
+    /// server always says yes, and its worker does not listen.
     pub(super) fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
-        let ended = self
-            .transfer("commit_retrieve", key, id)
-            .and_then(|transfer| {
-                let transfer_id = Self::id(Kind::Retrieve, id, key, &transfer.range);
-                match self.transfers.finish(&transfer_id) {
-                    Finish::Last(_) | Finish::Earlier => self.metrics.retrieve(DEVICE, true),
-                    Finish::GivenUp => {}
-                    // Pickled data needs no commit. LMCache's worker commits after a miss too, and ignores the answer.
-                    Finish::Unknown if !self.has_pool(&transfer) => {}
-                    Finish::Unknown => return Err("not_prepared"),
-                }
-                Ok(())
-            });
-        match ended {
-            Ok(()) => Answer::from(Response::Bool(true)),
-            Err(reason) => Answer::from(Response::Bool(false)).because(reason),
-        }
+        let transfer = match self.transfer("commit_retrieve", key, id) {
+            Ok(transfer) => transfer,
+            Err(reason) => return Answer::from(Response::Bool(false)).because(reason),
+        };
+        let transfer_id = Self::id(Kind::Retrieve, id, key, &transfer.range);
+        let was_held = match self.transfers.finish(&transfer_id) {
+            Finish::Last(_) | Finish::Earlier => {
+                self.metrics.retrieve(DEVICE, true);
+                true
+            }
+            Finish::GivenUp => true,
+            // Pickled data needs no commit. A worker commits after a miss too, which is no failure, but no yes either.
+            Finish::Unknown => !self.has_pool(&transfer),
+        };
+        Answer::from(Response::Bool(was_held))
     }
 }
 

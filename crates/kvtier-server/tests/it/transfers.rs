@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
+use kvtier_client::proto::request::ABORT_STORE;
 use kvtier_client::proto::response::{PrepareStore, Slot};
 use kvtier_client::{EngineDrivenWorker, InstanceId, Key, Scope};
 
@@ -188,6 +189,8 @@ fn a_retrieve_prepared_twice_is_leased_to_its_last_commit() {
         assert!(connection.commit_retrieve(&key, InstanceId(1)).unwrap());
         assert_eq!(server.readings().leased_objects, leased);
     }
+    // Whoever reads now reads what nobody holds.
+    assert!(!connection.commit_retrieve(&key, InstanceId(1)).unwrap());
 }
 
 #[test]
@@ -264,13 +267,41 @@ fn memory_of_an_instance_that_left_is_kept_while_it_may_still_copy() {
     let mut connection = worker.close().unwrap();
     assert_eq!(held(&server), (used, 2, 2 * used));
     assert!(!connection.commit_store(&write, InstanceId(1), b"").unwrap());
-    assert!(connection.commit_retrieve(&read, InstanceId(1)).unwrap());
+    assert!(!connection.commit_retrieve(&read, InstanceId(1)).unwrap());
     assert_eq!(other.lookup(&unfinished, "q").unwrap(), 0);
     server.pass(Duration::from_secs(599));
     assert_eq!(held(&server), (used, 2, 2 * used));
     server.pass(Duration::from_secs(2));
     assert_eq!(held(&server), (0, 0, used));
     server.assert_sound();
+}
+
+#[test]
+fn a_store_that_its_worker_gives_up_gives_its_memory_back_at_once() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("transfers/aborted");
+    let mut worker = server.engine_driven(1, &scope);
+    let prompt = prompt(1, 2);
+    let key = scope.worker_key(0, &prompt, range(0..2), "w");
+    assert_eq!(lend(&mut worker, &key).len(), 2);
+    let connection = worker.connection();
+    let mut abort = || {
+        let told = connection.commit_store(&key, InstanceId(1), ABORT_STORE);
+        assert!(!told.unwrap());
+    };
+    abort();
+    assert_eq!(held(&server), (0, 0, 0));
+    // There may be nothing to give up, as after a commit whose answer was lost.
+    abort();
+    assert_eq!(lend(&mut worker, &key).len(), 2);
+    assert!(commit(&mut worker, &key));
+    let connection = worker.connection();
+    assert!(
+        !connection
+            .commit_store(&key, InstanceId(1), ABORT_STORE)
+            .unwrap()
+    );
+    assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
 }
 
 #[test]

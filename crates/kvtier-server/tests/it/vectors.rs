@@ -83,7 +83,7 @@ const ERRORS: Differences = &[
     ("prepare_store_unregistered", NO_SLOTS, SILENT),
     ("prepare_retrieve_unregistered", MISS, SILENT),
     ("commit_store_unregistered", FALSE, SILENT),
-    ("commit_retrieve_unregistered", TRUE, SILENT),
+    ("commit_retrieve_unregistered", FALSE, SILENT),
     (
         "register_ed_bad_dtype",
         Text("dtype_str is \"nope\""),

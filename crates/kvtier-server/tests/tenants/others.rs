@@ -45,7 +45,7 @@ fn nobody_commits_frees_or_ends_what_another_tenant_has_under_the_same_ids() {
     let connection = worker.connection();
     assert!(!connection.prepare_retrieve(&a, id).unwrap().success);
     assert!(connection.prepare_retrieve(&b, id).unwrap().success);
-    assert!(connection.commit_retrieve(&a, id).unwrap());
+    assert!(!connection.commit_retrieve(&a, id).unwrap());
     assert_eq!(server.readings().leased_objects, 2);
     assert!(connection.commit_retrieve(&b, id).unwrap());
     assert_eq!(server.readings().leased_objects, 0);
