@@ -17,7 +17,7 @@ use super::quota::QuotaModeName;
 use super::request::{check_host, parse_mode};
 use super::{
     ConfigError, GIB, HostMemory, L1Origin, L2Config, PrefetchPolicy, QuotaSettings, ServerConfig,
-    StorePolicy, TenantSettings,
+    StorePolicy, TenantSettings, gpu::GpuSettings,
 };
 use crate::access::{Access, TOKENS_VARIABLE, Wanted};
 use crate::quota::Limit;
@@ -291,6 +291,9 @@ pub struct ServerArgs {
     #[command(flatten)]
     pub(super) tenants: TenantSettings,
 
+    #[command(flatten)]
+    pub(super) gpu: GpuSettings,
+
     /// Host of the HTTP API; beyond loopback it needs tokens
     #[arg(long, default_value = "127.0.0.1", help_heading = "HTTP")]
     pub http_host: String,
@@ -507,6 +510,7 @@ impl ServerArgs {
             eviction_ratio: self.eviction_ratio,
             quotas,
             tenants: self.tenants,
+            cuda: self.gpu.options()?,
             access: Arc::new(access.map_err(ConfigError)?),
             http_port: self.http_port,
             prometheus_port: self.prometheus_port,

@@ -6,6 +6,7 @@
 mod docs;
 mod file;
 mod flags;
+mod gpu;
 mod l2;
 mod memory;
 mod obstacles;
@@ -27,6 +28,7 @@ pub use quota::{Place, QuotaSettings};
 pub use tenants::TenantSettings;
 
 use kvtier_core::hashing::HashAlgorithm;
+use kvtier_device::cuda::CudaOptions;
 use kvtier_l2::redact;
 use kvtier_memory::PoolRoom;
 
@@ -117,6 +119,8 @@ pub struct ServerConfig {
     pub quotas: QuotaSettings,
     /// How tenants are called, and how much is told of each.
     pub tenants: TenantSettings,
+    /// How GPUs are found and used; `None` when they are not.
+    pub cuda: Option<CudaOptions>,
     /// Where the HTTP API is, and who may use it.
     pub access: Arc<Access>,
     /// Port of the HTTP API; 0 lets the system choose.

@@ -8,6 +8,7 @@ mod answer;
 mod checksums;
 mod clock;
 mod deadline;
+mod devices;
 mod engine_driven;
 mod housekeeping;
 mod instances;
@@ -36,6 +37,7 @@ use std::time::Duration;
 pub use answer::{Answer, Handled, Responder};
 pub use checksums::ChecksumError;
 pub use clock::Clock;
+pub(crate) use devices::direction_name;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use salts::Salts;
 pub use warm::{WarmError, WarmUp, Warmed};
@@ -51,6 +53,7 @@ use crate::config::ServerConfig;
 use crate::l2::L2;
 use crate::metrics::{Metrics, Readings};
 use crate::quota::{Opened, Quotas};
+use devices::Devices;
 use instances::Instances;
 pub(crate) use lookups::Lookups;
 use memory::L1;
@@ -93,6 +96,7 @@ pub struct Engine {
     l1: L1,
     prompts: PromptMemory,
     instances: Instances,
+    devices: Devices,
     lookups: Arc<Lookups>,
     transfers: Transfers,
     warm_ups: Arc<WarmUps>,
@@ -122,6 +126,7 @@ impl Engine {
         let salts = Salts::open(&config.tenants)?;
         let quotas = Opened::open(&config, &salts)?;
         let l1 = L1::create(&config, &quotas)?;
+        let devices = Devices::find(&config, &l1.arena)?;
         let clock = Arc::new(Clock::start());
         let l2 = match &config.l2 {
             None => None,
@@ -143,6 +148,7 @@ impl Engine {
             salts,
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
             instances: Instances::default(),
+            devices,
             lookups: Arc::default(),
             transfers: Transfers::default(),
             warm_ups: Arc::default(),
@@ -286,6 +292,8 @@ impl Engine {
             sessions: lookups as u64,
             unread_lookups: unread as u64,
             instances: self.instances.len() as u64,
+            gpus: self.devices.figures(),
+            pinned_bytes: self.devices.pinned_bytes(),
             evicted_objects: stats.evicted_objects_total,
             evicted_bytes: stats.evicted_bytes_total,
             accounting_errors: stats.accounting_errors + tier_errors,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_device::{
-    CpuDevice, Device, Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout,
+    Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout,
     LayoutHints,
 };
 use kvtier_proto::operation::Operation;
@@ -108,11 +108,9 @@ impl Engine {
         .map_err(|error| error.to_string())?;
         let model = ModelLayout::of_pages(&layout);
         let layers = layout.num_layers();
-        let memory = CpuDevice
-            .open(Arc::new(layout))
-            .map_err(|error| error.to_string())?;
+        let memory = self.devices.open(layout)?;
         let mode = Mode::LmcacheDriven {
-            memory: memory.into(),
+            memory,
             tensors: registration.tensors.clone(),
             hints: registration.hints,
             groups: registration.groups.clone(),
@@ -125,11 +123,14 @@ impl Engine {
             model,
             now,
         );
+        let device = instance.device();
         self.admit(instance)?;
         tracing::info!(
             model = registration.model_name,
             world_size = registration.world_size,
-            "Registered KV cache for CPU worker {} with {layers} layers",
+            device,
+            "Registered KV cache for {} {} with {layers} layers",
+            if device == "cpu" { "CPU worker" } else { "GPU ID" },
             registration.instance
         );
         Ok(())

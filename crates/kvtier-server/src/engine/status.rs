@@ -99,6 +99,7 @@ impl Engine {
                         json!({
                             "model_name": &*instance.model_name,
                             "world_size": instance.world_size,
+                            "device": memory.device(),
                             "kv_cache_layout": {
                                 "num_layers": layout.num_layers,
                                 "num_blocks": layout.num_blocks,
@@ -188,6 +189,7 @@ impl Engine {
                 "registration_grace_seconds": config.registration_grace.as_secs_f64(),
                 "tracked_instances": self.instances.len(),
             },
+            "devices": self.devices.status(),
             "kv_events": { "enabled": false },
             "registered_gpu_ids": ids(&pages),
             "cache_context_meta": pages,

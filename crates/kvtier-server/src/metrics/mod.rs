@@ -4,6 +4,7 @@
 //! scrapes. Labels that clients choose are bounded: after [`MAX_SALTS`] tenants and [`MAX_MODELS`] models further ones
 //! share the value `other`.
 
+mod gpu;
 mod l2;
 mod labels;
 mod names;
@@ -16,6 +17,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use kvtier_core::cache::KeyOutcome;
+pub use gpu::{GpuFigures, GpuMetrics};
 pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
 use labels::{
     BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
@@ -55,6 +57,7 @@ pub struct Metrics {
     pub l2: L2Metrics,
     /// Those of single tenants.
     pub tenants: TenantMetrics,
+    gpus: GpuMetrics,
 
     l1_write_chunks: Family<L1Labels, Counter>,
     l1_read_chunks: Family<L1Labels, Counter>,
@@ -153,6 +156,10 @@ pub struct Readings {
     pub l2_loading_objects: u64,
     /// The tiers below L1.
     pub tiers: Vec<TierReadings>,
+    /// The GPUs in use.
+    pub gpus: Vec<GpuFigures>,
+    /// Bytes of L1 that GPUs reach directly.
+    pub pinned_bytes: u64,
 }
 
 const L1: L1GaugeLabels = L1GaugeLabels {
@@ -205,6 +212,7 @@ impl Metrics {
                 Arc::clone(&models),
             ),
             tenants: TenantMetrics::new(&mut own),
+            gpus: GpuMetrics::new(&mut own),
             salts,
             models,
             l1_write_chunks: lmcache.add("l1_write_chunks", "Objects admitted to L1"),
@@ -479,6 +487,7 @@ impl Metrics {
                 .inner()
                 .fetch_max(total, std::sync::atomic::Ordering::Relaxed);
         }
+        self.gpus.read(&readings.gpus, readings.pinned_bytes);
         self.l2.read(readings);
         let mut out = String::new();
         // Writing to a String cannot fail.

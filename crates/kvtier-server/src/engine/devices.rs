@@ -1,0 +1,200 @@
+//! Where workers' pages can be: shared memory, and the GPUs there are.
+
+use std::sync::Arc;
+
+use kvtier_device::cuda::{CudaDevice, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS};
+use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
+use kvtier_memory::Arena;
+use serde_json::{Map, Value, json};
+
+use crate::config::ServerConfig;
+use crate::metrics::GpuFigures;
+
+/// The devices of this server.
+pub struct Devices {
+    /// The GPUs, or why there are none.
+    cuda: Result<CudaDevice, String>,
+}
+
+impl Devices {
+    /// Looks what there is. Takes no GPU into use: that is for its first worker.
+    ///
+    /// # Errors
+    /// One line, when a driver that was asked for by its path cannot be used.
+    pub fn find(config: &ServerConfig, arena: &Arc<Arena>) -> Result<Self, String> {
+        let Some(options) = &config.cuda else {
+            return Ok(Self {
+                cuda: Err("this server runs with --cuda-driver off".into()),
+            });
+        };
+        let cuda = CudaDevice::find(options, Arc::clone(arena));
+        match &cuda {
+            Ok(found) => {
+                for gpu in found.status() {
+                    tracing::info!(
+                        gpu = gpu.ordinal,
+                        uuid = gpu.uuid,
+                        pci = gpu.pci_bus_id,
+                        numa_node = gpu.numa_node,
+                        "found {}",
+                        gpu.name
+                    );
+                }
+            }
+            Err(error) if options.library.is_some() => {
+                return Err(format!("--cuda-driver: {error}"));
+            }
+            Err(error) => tracing::info!(%error, "no GPUs: workers on GPUs cannot register"),
+        }
+        Ok(Self {
+            cuda: cuda.map_err(|error| error.to_string()),
+        })
+    }
+
+    /// Opens a worker's pages on the device where they are.
+    ///
+    /// # Errors
+    /// One line: memory of a kind that no device here has, or what the device says.
+    pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>, String> {
+        let layout = Arc::new(layout);
+        let on_gpu = |memory: &MemorySpec| matches!(memory, MemorySpec::Cuda(_));
+        let device: &dyn Device = match &self.cuda {
+            _ if !layout.memories().iter().any(on_gpu) => &CpuDevice,
+            Ok(cuda) => cuda,
+            Err(why) => {
+                return Err(format!(
+                    "the tensors are on a GPU, and this server uses none: {why}"
+                ));
+            }
+        };
+        let opened = device.open(layout);
+        opened.map(Arc::from).map_err(|error| error.to_string())
+    }
+
+    /// Each GPU, for metrics.
+    pub fn figures(&self) -> Vec<GpuFigures> {
+        let Ok(cuda) = &self.cuda else {
+            return Vec::new();
+        };
+        let in_use = cuda.status().into_iter().filter_map(|gpu| {
+            gpu.readings.map(|readings| GpuFigures {
+                gpu: gpu.ordinal.to_string().into(),
+                readings,
+            })
+        });
+        in_use.collect()
+    }
+
+    /// Bytes of the arena that are pinned.
+    pub fn pinned_bytes(&self) -> u64 {
+        let pinning = self.cuda.as_ref().ok().and_then(CudaDevice::pinning);
+        pinning.map_or(0, |pinning| pinning.bytes)
+    }
+
+    /// Why a GPU is of no use any more, if one is.
+    pub fn broken(&self) -> Option<String> {
+        let gpus = self.cuda.as_ref().ok()?.status();
+        gpus.into_iter()
+            .find_map(|gpu| gpu.readings.and_then(|readings| readings.broken))
+    }
+
+    /// For `/status`.
+    pub fn status(&self) -> Value {
+        let cuda = match &self.cuda {
+            Ok(cuda) => cuda,
+            Err(why) => return json!({ "cuda": { "available": false, "reason": why } }),
+        };
+        let gpus: Vec<_> = cuda
+            .status()
+            .into_iter()
+            .map(|gpu| {
+                json!({
+                    "ordinal": gpu.ordinal,
+                    "name": gpu.name,
+                    "uuid": gpu.uuid,
+                    "pci_bus_id": gpu.pci_bus_id,
+                    "numa_node": gpu.numa_node,
+                    "in_use": gpu.readings.is_some(),
+                    "state": gpu.readings.as_ref().map(readings),
+                })
+            })
+            .collect();
+        let pinning = cuda.pinning().map(|pinning| {
+            json!({
+                "pinned_bytes": pinning.bytes,
+                "total_bytes": pinning.total,
+                "under_way": pinning.under_way,
+                "error": pinning.error,
+            })
+        });
+        json!({
+            "cuda": {
+                "available": true,
+                "driver_version": cuda.driver_version(),
+                "pinning": pinning,
+                "gpus": gpus,
+            }
+        })
+    }
+}
+
+/// Name of a direction in metrics and `/status`.
+pub fn direction_name(direction: Direction) -> &'static str {
+    match direction {
+        Direction::Store => "store",
+        Direction::Retrieve => "retrieve",
+    }
+}
+
+fn readings(readings: &GpuReadings) -> Value {
+    let moved: Vec<_> = readings
+        .moved
+        .iter()
+        .map(|(direction, executor, moved)| {
+            json!({
+                "direction": direction_name(*direction),
+                "executor": executor.name(),
+                "bytes": moved.bytes,
+                "pieces": moved.pieces,
+                "seconds": moved.nanos as f64 / 1e9,
+            })
+        })
+        .collect();
+    let directions = [Direction::Store, Direction::Retrieve];
+    let by_direction = |value: &dyn Fn(Direction) -> Value| -> Value {
+        let entries = directions.map(|direction| {
+            let name = direction_name(direction).to_owned();
+            (name, value(direction))
+        });
+        Value::Object(entries.into_iter().collect())
+    };
+    let trial = by_direction(&|direction| {
+        let rates = Executor::ALL.map(|executor| {
+            let rates = readings.profile.rates[direction as usize][executor as usize];
+            (
+                executor.name().to_owned(),
+                json!(rates.map(|rate| rate.map(|rate| (rate / 1e6).round() / 1e3))),
+            )
+        });
+        Value::Object(rates.into_iter().collect())
+    });
+    let obstacles: Map<_, _> = readings
+        .profile
+        .obstacles
+        .iter()
+        .map(|(executor, why)| (executor.name().to_owned(), json!(why)))
+        .collect();
+    json!({
+        "healthy": readings.broken.is_none(),
+        "error": readings.broken,
+        "open_allocations": readings.open_allocations,
+        "transfers_under_way": by_direction(&|direction| json!(readings.under_way[direction as usize])),
+        "event_timeouts": readings.event_timeouts,
+        "moved": moved,
+        "run_length_buckets": RUN_BUCKETS,
+        "runs": by_direction(&|direction| json!(readings.runs[direction as usize])),
+        "trial_run_lengths": TRIED_RUNS,
+        "trial_gb_per_second": trial,
+        "unusable_executors": obstacles,
+    })
+}

@@ -1,0 +1,153 @@
+//! Metrics of the GPUs. Everything is counted by the GPU's own thread and read when somebody scrapes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvtier_device::Direction;
+use kvtier_device::cuda::{GpuReadings, RUN_BUCKETS};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+
+use super::Prefix;
+use crate::engine::direction_name;
+
+/// One GPU in use.
+#[derive(Debug, Clone)]
+pub struct GpuFigures {
+    /// Its ordinal.
+    pub gpu: Arc<str>,
+    /// What it does.
+    pub readings: GpuReadings,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct MovedLabels {
+    gpu: Arc<str>,
+    direction: &'static str,
+    executor: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct RunLabels {
+    gpu: Arc<str>,
+    direction: &'static str,
+    /// Longest run of the class, bytes.
+    up_to: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct DirectionLabels {
+    gpu: Arc<str>,
+    direction: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct GpuLabels {
+    gpu: Arc<str>,
+}
+
+/// Names of the classes of runs.
+const RUN_NAMES: [&str; RUN_BUCKETS.len() + 1] =
+    ["256", "1024", "4096", "16384", "65536", "262144", "more"];
+
+/// The metrics of the GPUs.
+pub struct GpuMetrics {
+    bytes: Family<MovedLabels, Counter>,
+    pieces: Family<MovedLabels, Counter>,
+    seconds: Family<MovedLabels, Counter<f64, AtomicU64>>,
+    runs: Family<RunLabels, Counter>,
+    under_way: Family<DirectionLabels, Gauge>,
+    event_timeouts: Family<GpuLabels, Counter>,
+    healthy: Family<GpuLabels, Gauge>,
+    open_allocations: Family<GpuLabels, Gauge>,
+    pinned_bytes: Gauge,
+}
+
+impl GpuMetrics {
+    pub(super) fn new(own: &mut Prefix) -> Self {
+        Self {
+            bytes: own.add("gpu_copied_bytes", "Bytes copied between a GPU and L1"),
+            pieces: own.add("gpu_copied_pieces", "Pieces handed to a GPU and done"),
+            seconds: own.add(
+                "gpu_copy_seconds",
+                "Time from handing pieces to a GPU to seeing that they are done; pieces overlap",
+            ),
+            runs: own.add(
+                "gpu_copied_runs",
+                "Contiguous runs copied, by the mean length of their piece in bytes",
+            ),
+            under_way: own.add(
+                "gpu_transfers_under_way",
+                "Stores and retrieves of workers on a GPU that have not ended",
+            ),
+            event_timeouts: own.add(
+                "gpu_event_timeouts",
+                "Transfers that failed because the engine's event did not complete",
+            ),
+            healthy: own.add(
+                "gpu_healthy",
+                "0 when an error made a GPU useless until the next start",
+            ),
+            open_allocations: own.add(
+                "gpu_open_allocations",
+                "Allocations of workers that are open",
+            ),
+            pinned_bytes: own.add("l1_pinned_bytes", "Bytes of L1 that GPUs reach directly"),
+        }
+    }
+
+    pub(super) fn read(&self, gpus: &[GpuFigures], pinned_bytes: u64) {
+        let set = |counter: &Counter, value: u64| counter.inner().store(value, Ordering::Relaxed);
+        self.pinned_bytes
+            .set(i64::try_from(pinned_bytes).unwrap_or(i64::MAX));
+        for GpuFigures { gpu, readings } in gpus {
+            for (direction, executor, moved) in &readings.moved {
+                let labels = MovedLabels {
+                    gpu: Arc::clone(gpu),
+                    direction: direction_name(*direction),
+                    executor: executor.name(),
+                };
+                set(&self.bytes.get_or_create(&labels), moved.bytes);
+                set(&self.pieces.get_or_create(&labels), moved.pieces);
+                let seconds = moved.nanos as f64 / 1e9;
+                let counter = self.seconds.get_or_create(&labels);
+                counter.inner().store(seconds.to_bits(), Ordering::Relaxed);
+            }
+            for direction in [Direction::Store, Direction::Retrieve] {
+                let name = direction_name(direction);
+                let counts = readings.runs[direction as usize];
+                for (up_to, count) in RUN_NAMES.into_iter().zip(counts) {
+                    let labels = RunLabels {
+                        gpu: Arc::clone(gpu),
+                        direction: name,
+                        up_to,
+                    };
+                    set(&self.runs.get_or_create(&labels), count);
+                }
+                let labels = DirectionLabels {
+                    gpu: Arc::clone(gpu),
+                    direction: name,
+                };
+                let under_way = readings.under_way[direction as usize];
+                self.under_way
+                    .get_or_create(&labels)
+                    .set(i64::try_from(under_way).unwrap_or(i64::MAX));
+            }
+            let labels = GpuLabels {
+                gpu: Arc::clone(gpu),
+            };
+            set(
+                &self.event_timeouts.get_or_create(&labels),
+                readings.event_timeouts,
+            );
+            self.healthy
+                .get_or_create(&labels)
+                .set(i64::from(readings.broken.is_none()));
+            self.open_allocations
+                .get_or_create(&labels)
+                .set(readings.open_allocations as i64);
+        }
+    }
+}
