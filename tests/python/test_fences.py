@@ -209,6 +209,23 @@ def _drop(adapter):
     gc.collect()
 
 
+@pytest.mark.parametrize("bad", [{"start": -CHUNK}, {"end": 1 << 70}, {"skip_first_n_tokens": -1}])
+def test_a_bad_operation_ends_with_its_batch(bed, mode, fresh, bad):
+    """No exception half-way: all requests of the batch end, and nothing is left under way."""
+    engine = bed.engine(mode=mode)
+    prompt, requests = tokens(2 * CHUNK, "batch"), [fresh(), fresh(), fresh()]
+    good = [engine.op(prompt, 0, CHUNK, [1, 2, 3, 4]), engine.op(prompt, CHUNK, 2 * CHUNK, [5, 6, 7, 8])]
+    wrong = engine.op(prompt, **{"start": 0, "end": CHUNK, "blocks": [9, 10, 11, 12], **bad})
+    engine.worker.batched_submit_store_requests(requests, [good[0], wrong, good[1]])
+    engine.finish_stores()
+    assert engine.worker.get_finished(set(requests))[0] == set(requests)
+    assert engine.worker.counters.failed_stores == 3
+    engine.worker.batched_submit_retrieve_requests(requests, [good[0], wrong, good[1]])
+    assert engine.finish_retrieve(requests[0]) >= {1, 2, 3, 4, 5, 6, 7, 8}
+    assert not engine.worker._parts
+    works(engine, fresh)
+
+
 def test_several_threads_wait_for_one_result(bed):
     """All get it, whichever goes on first."""
     client, results = Client(bed.server.url), []

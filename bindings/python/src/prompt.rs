@@ -102,6 +102,14 @@ impl Prompt {
         Ok(Self::from_tokens(tokens))
     }
 
+    /// The prompt with another one behind it.
+    fn extended(&self, more: &Self) -> Self {
+        Self {
+            tokens: [&self.tokens[..], &more.tokens[..]].concat(),
+            encoded: self.encoded.extended(&more.encoded),
+        }
+    }
+
     /// The first `length` tokens.
     fn prefix(&self, length: usize) -> Self {
         Self::from_tokens(self.tokens[..length.min(self.tokens.len())].to_vec())

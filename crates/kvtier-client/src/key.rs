@@ -28,6 +28,23 @@ impl Prompt {
         }
     }
 
+    /// The prompt with another one behind it; nothing is encoded again.
+    #[must_use]
+    pub fn extended(&self, more: &Self) -> Self {
+        let tokens = self.tokens + more.tokens;
+        let mut encoded = Vec::with_capacity(self.encoded.len() + more.encoded.len());
+        wire::write_array_len(&mut encoded, tokens);
+        for part in [self, more] {
+            let mut head = Vec::new();
+            wire::write_array_len(&mut head, part.tokens);
+            encoded.extend_from_slice(&part.encoded[head.len()..]);
+        }
+        Self {
+            encoded: encoded.into(),
+            tokens,
+        }
+    }
+
     /// Number of tokens.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -142,6 +159,24 @@ impl Scope {
             cache_salt: &self.cache_salt,
             request_configs: None,
             num_kv_readers: Some(self.num_kv_readers),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_extended_prompt_is_the_same_as_one_made_whole() {
+        let tokens: Vec<u32> = (0..70_000).map(|token| token * 3).collect();
+        for at in [0, 7, 15, 16, 65_535, 65_536, 70_000] {
+            for end in [at, at + 1, at + 9, 70_000].map(|end| end.min(tokens.len())) {
+                let extended = Prompt::new(&tokens[..at]).extended(&Prompt::new(&tokens[at..end]));
+                let whole = Prompt::new(&tokens[..end]);
+                assert_eq!(extended.len(), end);
+                assert!(extended.encoded == whole.encoded, "{at} to {end}");
+            }
         }
     }
 }

@@ -175,11 +175,10 @@ impl Launch {
             return;
         }
         if let Err(code) = self.copy(&mut touched) {
-            // Every later call of this device's context fails with it.
+            let line = format!("kvcopy_{}: {} ({code})", self.unit, touched.why);
+            world().journal.violation(line);
+            // Every later call of this device's context fails with it; by then it has been noted.
             self.engines.poison.store(code, Ordering::Release);
-            world()
-                .journal
-                .violation(format!("kvcopy_{}: {} ({code})", self.unit, touched.why));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
@@ -98,7 +98,8 @@ pub(crate) enum Direction {
 #[derive(Default)]
 pub(crate) struct Engines {
     engines: [Mutex<()>; 3],
-    busy: [AtomicU64; 3],
+    /// How many are at work.
+    busy: AtomicUsize,
     /// Set by a kernel that went wrong; every later call of the device answers with it.
     pub poison: AtomicI32,
 }
@@ -110,15 +111,9 @@ impl Engines {
         let name = crate::script::DIRECTIONS[number];
         world().journal.add(&format!("queued.{name}"), 1);
         let _alone = self.engines[number].lock();
-        self.busy[number].store(1, Ordering::SeqCst);
+        let others = self.busy.fetch_add(1, Ordering::SeqCst);
         world().journal.add(&format!("started.{name}"), 1);
-        if self
-            .busy
-            .iter()
-            .filter(|busy| busy.load(Ordering::SeqCst) == 1)
-            .count()
-            > 1
-        {
+        if others > 0 {
             world().journal.add("overlaps", 1);
         }
         until(|| !world().script.lock().holds[number]);
@@ -128,7 +123,7 @@ impl Engines {
         }
         work();
         world().journal.add(&format!("bytes.{name}"), bytes);
-        self.busy[number].store(0, Ordering::SeqCst);
+        self.busy.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

@@ -61,6 +61,9 @@ class Prompt:
             ValueError: the range leaves the prompt.
         """
 
+    def extended(self, more: Prompt) -> Prompt:
+        """The prompt with another one behind it; neither is encoded again."""
+
     def prefix(self, length: int) -> Prompt:
         """The first ``length`` tokens."""
 
@@ -219,7 +222,10 @@ class Worker:
         skip: int = 0,
         event: bytes = b"",
     ) -> None:
-        """Start a store or a retrieve. Never waits, never fails: :meth:`take_finished` tells how it ended."""
+        """Start a store or a retrieve. Never waits, never fails: :meth:`take_finished` tells how it ended.
+
+        That is so for numbers and names that are none, too: of a batch all parts end, whatever one of them is.
+        """
 
     def release_pages(self, ids: list[int]) -> list[int]:
         """Those of these stores whose pages may still be read; none of the others begins to read its pages any more."""

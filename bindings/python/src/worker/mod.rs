@@ -340,26 +340,40 @@ impl Worker {
             .map(pages::Pages::chunk_bytes)
     }
 
-    #[pyo3(signature = (id, prompt, start, end, request_id, cache_salt, block_ids, *, is_store, skip=0, event=vec![]))]
+    #[pyo3(signature = (id, prompt, start, end, request_id, cache_salt, block_ids, *, is_store, skip=None, event=vec![]))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn submit(
         &self,
         id: u64,
         prompt: &Prompt,
-        start: u64,
-        end: u64,
-        request_id: String,
-        cache_salt: String,
-        block_ids: Vec<Vec<i64>>,
+        start: &Bound<'_, PyAny>,
+        end: &Bound<'_, PyAny>,
+        request_id: &Bound<'_, PyAny>,
+        cache_salt: &Bound<'_, PyAny>,
+        block_ids: &Bound<'_, PyAny>,
         is_store: bool,
-        skip: u64,
+        skip: Option<&Bound<'_, PyAny>>,
         event: Vec<u8>,
     ) {
+        // What cannot be meant ends this transfer; an exception would leave the caller with half a batch under way.
+        let described = || -> Result<_, String> {
+            Ok((
+                argument::<u64>("start", start)?..argument("end", end)?,
+                argument("request_id", request_id)?,
+                argument("cache_salt", cache_salt)?,
+                argument("block_ids", block_ids)?,
+                skip.map_or(Ok(0), |skip| argument("skip_first_n_tokens", skip))?,
+            ))
+        };
+        let (range, request_id, cache_salt, block_ids, skip) = match described() {
+            Ok(described) => described,
+            Err(error) => return self.core.finish(id, Err(error)),
+        };
         let transfer = Transfer {
             id,
             is_store,
             prompt: prompt.encoded().clone(),
-            range: start..end,
+            range,
             request_id,
             cache_salt,
             block_ids,
@@ -461,6 +475,15 @@ impl Drop for Worker {
             self.stop();
         }
     }
+}
+
+/// An argument as what it has to be, or what is wrong with it.
+fn argument<'py, T: FromPyObjectOwned<'py>>(
+    name: &str,
+    value: &Bound<'py, PyAny>,
+) -> Result<T, String> {
+    let extracted = value.extract::<T>().map_err(Into::<PyErr>::into);
+    extracted.map_err(|error| format!("{name}: {error}"))
 }
 
 /// What is left until a deadline; none when it has passed.

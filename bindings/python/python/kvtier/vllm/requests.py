@@ -64,7 +64,7 @@ class Keys:
         """The first ``tokens`` tokens, a multiple of the chunk."""
         made = self._made.get(request.request_id)
         if made is None or made[0] < tokens:
-            made = (tokens, self._make(request, tokens))
+            made = (tokens, self._extend(*made, request, tokens) if made else self._make(request, tokens))
             self._made[request.request_id] = made
         known, prompt = made
         return prompt if known == tokens else prompt.prefix(tokens)
@@ -72,6 +72,18 @@ class Keys:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._made.pop(request_id, None)
+
+    def _extend(self, known: int, prompt: Prompt, request: Any, tokens: int) -> Prompt:
+        """The prompt of ``known`` tokens and those behind it, which alone are encoded."""
+        if self._by_hashes:
+            chunk = self._adapter.chunk_tokens
+            start, end = (count // chunk * self._hashes_per_chunk for count in (known, tokens))
+            more = [bytes(each) for each in request.block_hashes[start:end]]
+            return prompt.extended(Prompt.from_block_hashes(more, self._hashes_per_chunk, chunk))
+        places = [feature.mm_position for feature in request.mm_features or ()]
+        if known == 0 or any(place.offset + place.length > known for place in places):
+            return self._make(request, tokens)
+        return prompt.extended(Prompt(list(request.all_token_ids[known:tokens])))
 
     def _make(self, request: Any, tokens: int) -> Prompt:
         chunk = self._adapter.chunk_tokens

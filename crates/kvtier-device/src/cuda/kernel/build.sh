@@ -22,8 +22,8 @@ get_tools() {
   flock 9
   [ -e "$home/.complete" ] && return
   # For Linux on x86-64.
-  python3 -m pip install --disable-pip-version-check --root-user-action=ignore --quiet --no-deps --only-binary :all: --upgrade --target "$home" \
-    --require-hashes -r /dev/stdin <<PACKAGES || { echo "build.sh: pip cannot get NVRTC and ptxas $version" >&2; return 3; }
+  python3 -m pip install --disable-pip-version-check --root-user-action=ignore --quiet --no-deps \
+    --only-binary :all: --upgrade --target "$home" --require-hashes -r /dev/stdin <<PACKAGES || { echo "build.sh: pip cannot get NVRTC and ptxas $version" >&2; return 3; }
 nvidia-cuda-nvrtc==$version --hash=sha256:86b4d68058807988b7d9af5b44917a0601e9c337f35ccd657bfb3c759ff8d8bc
 nvidia-cuda-nvcc==$version --hash=sha256:f5c4f7ead5d964fb4af42bbf1e6d3ec3c1e6e9d83b53749f691d387e7fcaa3a7
 PACKAGES
@@ -33,7 +33,7 @@ PACKAGES
 source_hash() { sha256sum kvcopy.cu | cut -d' ' -f1; }
 
 # The PTX of kvcopy.cu. NVRTC names its own, newest PTX version, which drivers older than it refuse;
-# nothing in this source needs more than 6.4, the first to serve every GPU from Turing on.
+# nothing in this source needs more than 6.4, which drivers from 418 on read.
 make_ptx() {
   echo "// sha256 of kvcopy.cu: $(source_hash)"
   python3 - "$home/nvidia/cu13/lib/libnvrtc.so.13" <<'PYTHON'
@@ -63,7 +63,7 @@ PYTHON
 }
 
 check() {
-  local failed=0 fresh generation report
+  local failed=0 fresh generation report registers
   if [ "$(head -1 kvcopy.ptx)" != "// sha256 of kvcopy.cu: $(source_hash)" ]; then
     echo "FAIL kvcopy.ptx was made of another kvcopy.cu; run build.sh"
     return 1
@@ -81,7 +81,8 @@ check() {
   for generation in $generations; do
     if report=$("$home/nvidia/cu13/bin/ptxas" -v -arch="sm_$generation" kvcopy.ptx -o /dev/null 2>&1) &&
       [ "$(grep -c ' 0 bytes spill stores, 0 bytes spill loads' <<<"$report")" = 5 ]; then
-      echo "PASS sm_$generation: $(grep -oE 'Used [0-9]+' <<<"$report" | cut -d' ' -f2 | sort -n | paste -sd' ') registers, none spilled"
+      registers=$(grep -oE 'Used [0-9]+' <<<"$report" | cut -d' ' -f2 | sort -n | paste -sd' ')
+      echo "PASS sm_$generation: $registers registers, none spilled"
     else
       echo "FAIL sm_$generation"
       echo "$report"

@@ -4,7 +4,7 @@
 //
 // Threads share nothing and wait for nobody, so the order of blocks, warps and lanes is free, and
 // kvcopy_host.cpp can run this very file one thread after the other. ../kernel.rs makes the items
-// and tiles.
+// and tiles; a block is whole warps, at most 512 threads.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

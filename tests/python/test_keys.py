@@ -1,0 +1,74 @@
+"""Prompts that grow are keys of the same value as whole ones, and only their growth is encoded."""
+
+from types import SimpleNamespace
+
+import pytest
+from conftest import CHUNK
+from kvtier import Prompt
+from kvtier.vllm.requests import Keys
+from rig import tokens
+
+HASHES = 2
+
+
+class Counted(list):
+    """A list that counts what is taken out of it."""
+
+    taken = 0
+
+    def __iter__(self):
+        """Take all."""
+        self.taken += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, index):
+        """Take a part."""
+        part = super().__getitem__(index)
+        self.taken += len(part) if isinstance(index, slice) else 1
+        return part
+
+
+def make(mode="token_ids"):
+    """Keys of an engine with two hashes in a chunk."""
+    return Keys(SimpleNamespace(chunk_tokens=CHUNK), mode, CHUNK // HASHES)
+
+
+def request(length, features=(), lora=None):
+    """A request with as many chunks."""
+    ids = Counted(tokens(length * CHUNK, "grows"))
+    hashes = Counted(number.to_bytes(32) for number in range(length * HASHES))
+    return SimpleNamespace(
+        request_id="r", all_token_ids=ids, block_hashes=hashes, mm_features=features, lora_request=lora, prompt_embeds=None
+    )
+
+
+@pytest.mark.parametrize("mode", ["token_ids", "block_hashes"])
+def test_growing_takes_each_token_about_once(mode):
+    """However often one more chunk is asked for."""
+    keys, whole, length = make(mode), make(mode), 64
+    req = request(length)
+    for chunks in range(1, length + 1):
+        # What vLLM has computed by then.
+        grown = request(chunks)
+        grown.all_token_ids.taken = grown.block_hashes.taken = 0
+        prompt = keys.prompt(grown, chunks * CHUNK)
+        assert max(grown.all_token_ids.taken, grown.block_hashes.taken) <= 2 * CHUNK
+    assert prompt == whole.prompt(req, length * CHUNK)
+    assert prompt != whole.prompt(req, (length - 1) * CHUNK)
+
+
+def test_growing_keeps_what_tokens_do_not_say():
+    """Pictures and adapters."""
+    cat = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=CHUNK + 3, length=2 * CHUNK))
+    lora = SimpleNamespace(lora_name="x", lora_path="/x")
+    keys = make()
+    for chunks in range(1, 8):
+        prompt = keys.prompt(request(8, [cat], lora), chunks * CHUNK)
+        assert prompt == make().prompt(request(8, [cat], lora), chunks * CHUNK)
+
+
+def test_an_extended_prompt_is_one_made_whole():
+    """Also as a key."""
+    whole = tokens(100, "whole")
+    extended = Prompt(whole[:40]).extended(Prompt(whole[40:]))
+    assert extended == Prompt(whole) and hash(extended) == hash(Prompt(whole)) and len(extended) == 100
