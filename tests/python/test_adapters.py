@@ -268,6 +268,7 @@ def test_stores_that_were_not_begun_are_given_up(place, how, fresh):
     """Preemption: nobody waits for a server to take what this process still has to copy; nor is it copied later."""
     place.mode = "engine_pickle" if how == "pickle" else "both"
     server = place.server()
+    server.expect_trouble("the data was refused")
     engine = place.engine(server, mode=how, heartbeat=600)
     worker, names, prompts = engine.worker, [fresh(), fresh()], [tokens(CHUNK, "one"), tokens(CHUNK, "two")]
     with frozen(server):
@@ -285,7 +286,7 @@ def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place
     """Preemption, and requests that have ended: a server that hangs costs that much and no more."""
     server = place.server()
     server.expect_trouble("deadline|instance|register")
-    engine = place.engine(server, mode="lmcache_driven", timeout=1.0, heartbeat=600)
+    engine = place.engine(server, mode="lmcache_driven", timeout=1.0, heartbeat=0.5)
     worker, names, prompt = engine.worker, [fresh(), fresh()], tokens(CHUNK, "late")
     with frozen(server):
         worker.submit_store_request(names[0], engine.op(prompt, 0, CHUNK, [1, 2, 3, 4]))

@@ -3,7 +3,8 @@
 //! The cdylib exports driver functions with the signatures of `cuda.h`. Device memory is POSIX shared memory, streams are
 //! threads, copies are `memcpy`, and the copy kernel is its own source compiled for the processor; so several processes
 //! can share memory and events through IPC handles, as with a GPU. It says nothing about speed, nor about how a driver
-//! behaves where its documentation is silent.
+//! behaves where its documentation is silent. Who depends on the crate also has `kvcopy_host` of `kvcopy_host.cpp`, which runs
+//! the kernel without a driver.
 //!
 //! # Strict
 //! Addresses of device memory can be read by nobody but the stand-in, and are never given twice. What no correct caller

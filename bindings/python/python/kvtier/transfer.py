@@ -46,9 +46,6 @@ class Transfer:
     """The engine's event: it must live until the server has opened it, which its answer tells."""
 
     began: float = field(default_factory=time.monotonic)
-    deadline: float = 0.0
-    """Of a store: the server keeps nothing of it that it has not read by then."""
-
     blocks: list[int] = field(default_factory=list)
     """Of a retrieve, those that it writes."""
 
@@ -68,5 +65,3 @@ class Transfer:
 
     released: bool = False
     """A store's blocks may be overwritten."""
-
-    ended: bool = False

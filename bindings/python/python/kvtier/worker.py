@@ -101,7 +101,7 @@ class WorkerAdapter:
         self._next = 0
         # Number of an operation -> its transfer, and its tokens.
         self._parts: dict[int, tuple[Transfer, int]] = {}
-        # Stores in the order of their deadlines, but for those at the front that have ended.
+        # Stores in the order in which they were submitted, but for those at the front that have ended.
         self._stores: deque[Transfer] = deque()
         self._block_tokens_of_groups = [block_tokens]
         self._behind_events: list[Transfer] = []
@@ -336,8 +336,6 @@ class WorkerAdapter:
                 skip=op.skip_first_n_tokens,
                 event=handle,
             )
-        # Not earlier than the one that went with the operations.
-        transfer.deadline = time.monotonic() + self.client.timeout
         return transfer
 
     # -- finishing ---------------------------------------------------------------------------
@@ -398,8 +396,8 @@ class WorkerAdapter:
 
         Stores are waited for up to ``patience`` seconds, and not at all while the server is not healthy. Then those
         that this process has not begun to copy are given up, and the copy that it is at is waited for. Where the server
-        copies, each store is waited for until the server's answer, or its deadline: what the server has not read by
-        then it does not keep, and the store has failed. Stores that only the device has to end are waited for by what
+        copies, each store is waited for until the server's answer, or a second behind its deadline: what the server
+        has not read by then it does not keep, and the store has failed. Stores that only the device has to end are waited for by what
         the engine gives the device next, not here.
         """
         wanted, until = set(request_ids), time.monotonic() + patience
@@ -428,15 +426,8 @@ class WorkerAdapter:
     def _poll(self) -> None:
         if self._worker is not None:
             self._take(self._worker.take_finished())
-        while self._stores and (self._stores[0].released or self._is_late(self._stores[0])):
-            transfer = self._stores.popleft()
-            if not transfer.released:
-                transfer.errors.append("the server did not answer by its deadline")
-                self._complete(transfer)
-
-    def _is_late(self, transfer: Transfer) -> bool:
-        """Whether the server, which copies, can keep nothing of it any more. Copies of this process always end."""
-        return self.mode == "lmcache_driven" and transfer.parts > 0 and transfer.deadline < time.monotonic()
+        while self._stores and self._stores[0].released:
+            self._stores.popleft()
 
     def _take(self, finished: list[tuple[int, bytes, str | None, list[int] | None]]) -> None:
         for number, event, error, chunks in finished:
@@ -451,8 +442,7 @@ class WorkerAdapter:
                     transfer.event = event
             if transfer.parts == 0:
                 transfer.engine_event = None
-                if not transfer.ended:
-                    self._settle(transfer)
+                self._settle(transfer)
         if self._behind_events:
             waiting, self._behind_events = self._behind_events, []
             for transfer in waiting:
@@ -488,7 +478,6 @@ class WorkerAdapter:
                 self._ended.add(request_id)
 
     def _complete(self, transfer: Transfer) -> None:
-        transfer.ended = True
         counters, count = self.counters, len(transfer.request_ids)
         seconds = time.monotonic() - transfer.began
         names = ", ".join(transfer.request_ids)

@@ -28,7 +28,7 @@ class Options:
 
     preemption_patience: float = DEFAULT_PATIENCE
     """Seconds that a preemption waits for the preempted requests' stores. Then those that can be given up are; a store
-    that the server copies cannot, and is waited for until it is ``timeout`` old."""
+    that the server copies cannot, and is waited for up to a second longer than ``timeout``."""
 
     transfer_mode: str = "auto"
     """``engine_driven``, ``lmcache_driven`` or ``auto``; see :class:`kvtier.WorkerAdapter`."""

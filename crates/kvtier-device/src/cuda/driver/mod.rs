@@ -119,7 +119,7 @@ impl Driver {
         self.batch_copy.is_some()
     }
 
-    /// Names of the functions this driver lacks; empty for every driver since CUDA 11.2.
+    /// Names of the functions this driver lacks; empty for every driver since CUDA 12.0.
     pub fn missing(&self) -> Vec<&'static str> {
         self.table.missing()
     }
