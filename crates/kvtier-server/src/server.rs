@@ -219,6 +219,9 @@ fn spawn_housekeeping(
             if engine.lost_memory() {
                 state.poison("L1 memory (pages were lost)");
             }
+            if let Some(error) = engine.broken_gpu() {
+                state.poison(&format!("GPU ({error})"));
+            }
             std::thread::park_timeout(crate::engine::HOUSEKEEPING_INTERVAL);
         }
     })

@@ -31,7 +31,7 @@ pub(super) enum ExecutorName {
 }
 
 /// The flags.
-#[derive(Debug, Clone, PartialEq, Eq, Args)]
+#[derive(Debug, Clone, PartialEq, Args)]
 pub struct GpuSettings {
     /// Library of the CUDA driver: auto is libcuda.so.1 where the system finds it, and without one workers on GPUs cannot
     /// register; off uses no GPU; a path must be there
@@ -99,10 +99,15 @@ mod tests {
         let cuda = |flags: &[&str]| ServerConfig::from_flags(flags).map(|config| config.cuda);
         assert_eq!(cuda(&[]).unwrap().unwrap().library, None);
         assert!(cuda(&["--cuda-driver", "off"]).unwrap().is_none());
-        let given = cuda(&["--cuda-driver", "/opt/libcuda.so"]).unwrap().unwrap();
+        let given = cuda(&["--cuda-driver", "/opt/libcuda.so"])
+            .unwrap()
+            .unwrap();
         assert_eq!(given.library.unwrap().to_str(), Some("/opt/libcuda.so"));
         let error = cuda(&["--cuda-driver", "of"]).unwrap_err().to_string();
-        assert!(error.contains("--cuda-driver") && error.contains("give auto, off"), "{error}");
+        assert!(
+            error.contains("--cuda-driver") && error.contains("give auto, off"),
+            "{error}"
+        );
         let error = cuda(&["--gpu-event-timeout-seconds", "0"]).unwrap_err();
         assert!(error.to_string().contains("0.1"), "{error}");
     }

@@ -137,6 +137,11 @@ impl Engine {
         self.l1.arena.poisoned().is_some()
     }
 
+    /// Why a GPU is of no use to this process any more, if one is.
+    pub fn broken_gpu(&self) -> Option<String> {
+        self.devices.broken()
+    }
+
     /// Touches all of L1, so that no store pays for a page's first use.
     pub fn prefault(&self, stop: &std::sync::atomic::AtomicBool) {
         // Requests come first. On Linux a nice value belongs to the thread; being refused one changes nothing.

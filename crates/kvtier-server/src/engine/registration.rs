@@ -1,11 +1,9 @@
 //! Workers come and go: registration, pings, unregistration.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_device::{
-    Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout,
-    LayoutHints,
+    Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout, LayoutHints,
 };
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, EngineGroupInfo, InstanceId, Registration};
@@ -130,7 +128,11 @@ impl Engine {
             world_size = registration.world_size,
             device,
             "Registered KV cache for {} {} with {layers} layers",
-            if device == "cpu" { "CPU worker" } else { "GPU ID" },
+            if device == "cpu" {
+                "CPU worker"
+            } else {
+                "GPU ID"
+            },
             registration.instance
         );
         Ok(())

@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use kvtier_core::cache::KeyOutcome;
 pub use gpu::{GpuFigures, GpuMetrics};
+use kvtier_core::cache::KeyOutcome;
 pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
 use labels::{
     BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
