@@ -7,8 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
+use kvtier_device::Direction;
+use kvtier_device::cuda::{Executor, GpuReadings, Moved};
 use kvtier_server::metrics::{
-    GuardReadings, Metrics, PrefetchPhase, Readings, TenantSource, TierCall, TierReadings,
+    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, TenantSource, TierCall,
+    TierReadings,
 };
 
 fn root() -> &'static Path {
@@ -80,8 +83,20 @@ fn readings() -> Readings {
         guards: vec![GuardReadings::default()],
         ..TierReadings::default()
     };
+    let moved = Moved {
+        pieces: 1,
+        ..Moved::default()
+    };
+    let gpu = GpuFigures {
+        gpu: "0".into(),
+        readings: GpuReadings {
+            moved: vec![(Direction::Store, Executor::Kernel, moved)],
+            ..GpuReadings::default()
+        },
+    };
     Readings {
         tiers: vec![tier],
+        gpus: vec![gpu],
         ..Readings::default()
     }
 }
