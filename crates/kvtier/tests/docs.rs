@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
 use kvtier_device::Direction;
-use kvtier_device::cuda::{Executor, GpuReadings, Moved};
+use kvtier_device::cuda::{Executor, GpuReadings, Moved, Profile};
 use kvtier_server::metrics::{
     GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, TenantSource, TierCall,
     TierReadings,
@@ -91,7 +91,12 @@ fn readings() -> Readings {
         gpu: "0".into(),
         readings: GpuReadings {
             moved: vec![(Direction::Store, Executor::Kernel, moved)],
-            ..GpuReadings::default()
+            runs: Default::default(),
+            under_way: [0; 2],
+            event_timeouts: 0,
+            profile: Profile::default(),
+            broken: None,
+            open_allocations: 0,
         },
     };
     Readings {

@@ -90,7 +90,7 @@ pub(super) struct Gpu {
 }
 
 /// What a GPU does, for metrics and `/status`.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct GpuReadings {
     /// What was moved: direction, executor, amounts. Only what is not 0.
     pub moved: Vec<(Direction, Executor, Moved)>,
