@@ -127,6 +127,7 @@ impl Engine {
         let quotas = Opened::open(&config, &salts)?;
         let l1 = L1::create(&config, &quotas)?;
         let devices = Devices::find(&config, &l1.arena)?;
+        l1.prefer_nodes(&config.l1_numa_nodes, &devices)?;
         let clock = Arc::new(Clock::start());
         let l2 = match &config.l2 {
             None => None,
