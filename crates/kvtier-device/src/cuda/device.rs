@@ -11,11 +11,11 @@ use parking_lot::Mutex;
 use super::device_copy::Place;
 use super::driver::{Context, DevicePtr, Driver, Stream};
 use super::error::CudaError;
-use super::events::{ForeignEvent, ForeignEvents};
+use super::events::{ForeignEvent, ForeignEvents, TIMELINE_BYTES};
 use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, Pages, Pinned, PinningStatus};
 use super::storages::Storages;
 use super::uuid::Gpus;
-use crate::device::{Device, DeviceError, Done, EngineMemory, Transfer};
+use crate::device::{Begun, Device, DeviceError, Done, EngineMemory, Transfer};
 use crate::layout::KvLayout;
 use crate::physical::visit_block_runs;
 
@@ -192,15 +192,13 @@ impl EngineMemory for CudaMemory {
     }
 
     fn transfer(&self, transfer: Transfer, done: Done) {
-        match self.check(&transfer) {
-            Ok(event) => {
-                let timeout = self.gpu.options().event_timeout;
-                let pages = Arc::clone(&self.pages);
-                self.gpu
-                    .submit(Job::new(pages, transfer, event, timeout, done));
-            }
-            Err(error) => done(Err(error)),
-        }
+        self.submit(transfer, None, done);
+    }
+
+    fn transfer_in_steps(&self, transfer: Transfer, begun: Begun, done: Done) {
+        // Who sends an event of isolated IPC cannot open one of the driver's.
+        let opens_events = transfer.event.len() != TIMELINE_BYTES;
+        self.submit(transfer, opens_events.then_some(begun), done);
     }
 
     fn stop(&self) {
@@ -245,6 +243,21 @@ impl EngineMemory for CudaMemory {
 }
 
 impl CudaMemory {
+    fn submit(&self, transfer: Transfer, begun: Option<Begun>, done: Done) {
+        match self.check(&transfer) {
+            Ok(event) => {
+                let timeout = self.gpu.options().event_timeout;
+                let pages = Arc::clone(&self.pages);
+                let job = Job::new(pages, transfer, event, timeout, done);
+                self.gpu.submit(match begun {
+                    Some(begun) => job.telling(begun),
+                    None => job,
+                });
+            }
+            Err(error) => done(Err(error)),
+        }
+    }
+
     /// What can be said before the GPU is asked; gives the engine's event. The transfer counts as under way then.
     fn check(&self, transfer: &Transfer) -> Result<ForeignEvent, DeviceError> {
         let counter = &self.pages.under_way;

@@ -8,6 +8,7 @@ use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
 
 use super::ConfigError;
 use super::flags::seconds;
+use crate::engine::GpuReply;
 
 /// Where the CUDA driver's library is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,6 +42,22 @@ pub(super) enum ExecutorName {
     Plain,
 }
 
+/// `--gpu-reply`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum GpuReplyName {
+    Done,
+    Event,
+}
+
+impl From<GpuReplyName> for GpuReply {
+    fn from(name: GpuReplyName) -> Self {
+        match name {
+            GpuReplyName::Done => Self::Done,
+            GpuReplyName::Event => Self::Event,
+        }
+    }
+}
+
 /// The flags.
 #[derive(Debug, Clone, PartialEq, Args)]
 pub struct GpuSettings {
@@ -53,6 +70,10 @@ pub struct GpuSettings {
     /// engines run by run
     #[arg(long, value_enum, default_value = "auto", help_heading = "GPU")]
     pub(super) gpu_executor: ExecutorName,
+    /// When transfers of workers on a GPU are answered: when their bytes are in place (done), or when they are with the
+    /// GPU, with an event for the worker to ask (event, as LMCache does; what fails after that is told nobody but the log)
+    #[arg(long, value_enum, default_value = "done", help_heading = "GPU")]
+    pub(super) gpu_reply: GpuReplyName,
     /// NUMA nodes that L1 comes from: those that the GPUs are on (auto), wherever it is touched first (off), or a list
     /// such as 0,1; several take turns
     #[arg(long, value_name = "auto|off|LIST", default_value = "auto", value_parser = parse_nodes, help_heading = "GPU")]

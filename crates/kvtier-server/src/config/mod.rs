@@ -34,6 +34,7 @@ use kvtier_l2::redact;
 use kvtier_memory::PoolRoom;
 
 use crate::access::Access;
+use crate::engine::GpuReply;
 
 /// Bytes of one "GB" of the flags. LMCache's sizes are GiB under that name.
 pub const GIB: u64 = 1 << 30;
@@ -122,6 +123,8 @@ pub struct ServerConfig {
     pub tenants: TenantSettings,
     /// How GPUs are found and used; `None` when they are not.
     pub cuda: Option<CudaOptions>,
+    /// When workers on GPUs are answered.
+    pub gpu_reply: GpuReply,
     /// NUMA nodes that L1 comes from.
     pub l1_numa_nodes: NumaNodes,
     /// Where the HTTP API is, and who may use it.

@@ -9,6 +9,7 @@ use super::super::driver::{
     Module, SourceOrder, Stream,
 };
 use super::super::error::CudaError;
+use super::super::events::ExportedEvents;
 use super::super::kernel::{KernelPlan, PTX, THREADS, Unit};
 use super::staging::StagedRanges;
 use crate::plan::Direction;
@@ -216,6 +217,14 @@ impl Lane {
         let recorded = slot.done.record(&self.stream);
         slot.recorded = recorded.is_ok();
         put.and_then(|used| recorded.map(|()| used))
+    }
+
+    /// The handle of an event that is complete when everything that is on the stream now is done.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn export_event(&self, exported: &ExportedEvents) -> Result<[u8; 64], CudaError> {
+        exported.record(&self.stream)
     }
 
     /// Whether the piece in a slot is done.

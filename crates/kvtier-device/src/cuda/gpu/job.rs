@@ -9,7 +9,7 @@ use super::super::events::ForeignEvent;
 use super::super::storages::Storages;
 use super::executor::{HostMemory, PIECE_BYTES, PIECE_COPIES, PIECE_RUNS};
 use super::pinned::Pinned;
-use crate::device::{DeviceError, Done, Transfer};
+use crate::device::{Begun, DeviceError, Done, Transfer};
 use crate::layout::KvLayout;
 
 /// Longest pause between two questions about an event.
@@ -36,6 +36,8 @@ pub(in super::super) struct Job {
     pub pages: Arc<Pages>,
     pub transfer: Transfer,
     done: Done,
+    /// Told when everything of it is with the GPU.
+    begun: Option<Begun>,
     /// The pages are ready when this is complete; none once it was.
     event: Option<ForeignEvent>,
     /// When it was handed over, and when it is given up if the event is not complete by then.
@@ -82,6 +84,7 @@ impl Job {
             pages,
             transfer,
             done,
+            begun: None,
             event: Some(event),
             since,
             event_deadline: since.checked_add(event_timeout),
@@ -95,6 +98,17 @@ impl Job {
             has_left: false,
             error: None,
         }
+    }
+
+    /// Whom to tell when everything of it is with the GPU.
+    pub fn telling(mut self, begun: Begun) -> Self {
+        self.begun = Some(begun);
+        self
+    }
+
+    /// Takes whom to tell that everything of it is with the GPU; nobody when something of it failed.
+    pub fn take_begun(&mut self) -> Option<Begun> {
+        self.begun.take().filter(|_| self.error.is_none())
     }
 
     /// Whether a piece of it can be begun now. An event is asked less and less often: what it costs to find out late

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::super::device_copy::DeviceCopies;
 use super::super::driver::Context;
+use super::super::events::ExportedEvents;
 use super::Shared;
 use super::executor::{Executor, Lane, SLOTS};
 use super::job::Job;
@@ -67,6 +68,7 @@ pub(super) struct Feeder {
     piece: DeviceCopies,
     chunk: DeviceCopies,
     pinned: Arc<Pinned>,
+    exported: ExportedEvents,
 }
 
 impl Feeder {
@@ -85,6 +87,7 @@ impl Feeder {
         };
         Self {
             shared,
+            exported: ExportedEvents::new(Arc::clone(&context)),
             context,
             lines: [
                 line(retrieve, Direction::Retrieve),
@@ -230,7 +233,10 @@ impl Feeder {
                     continue;
                 }
                 Ok(Look::Begun) => self.lines[line].waiting.pass(),
-                Ok(Look::All) => self.leave(line, id),
+                Ok(Look::All) => {
+                    self.tell_begun(line, id);
+                    self.leave(line, id);
+                }
                 Err(error) => {
                     self.failed(id, error);
                     self.leave(line, id);
@@ -292,6 +298,17 @@ impl Feeder {
             true => Look::All,
             false => Look::Begun,
         })
+    }
+
+    /// Tells whoever wants to know that everything of a job is with the GPU, and the event that is complete when it is
+    /// done. Without an event its end is all there is to tell.
+    fn tell_begun(&mut self, line: usize, id: u64) {
+        if let Some(begun) = self.jobs.get_mut(&id).and_then(Job::take_begun)
+            && let Ok(event) = self.lines[line].lane.export_event(&self.exported)
+        {
+            // What is caught has been printed; whoever is to be told is told at the end.
+            let _ = catch_unwind(AssertUnwindSafe(|| begun(&event)));
+        }
     }
 
     /// Nothing more of a job is begun.
