@@ -10,3 +10,4 @@ mod lender;
 #[expect(dead_code, reason = "the rest is for the tests of plans")]
 mod model;
 mod setup;
+mod steps;
