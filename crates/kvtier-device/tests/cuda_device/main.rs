@@ -10,4 +10,3 @@ mod lender;
 #[expect(dead_code, reason = "the rest is for the tests of plans")]
 mod model;
 mod setup;
-mod steps;
