@@ -26,7 +26,8 @@ impl Engine {
         responder: Responder,
         end: impl FnOnce(Result<u64, DeviceError>) -> Answer + Send + 'static,
     ) {
-        if self.config.gpu_reply == GpuReply::Done {
+        // Who says when it gives up wants to know the end: behind that, an answer would be no promise.
+        if self.config.gpu_reply == GpuReply::Done || transfer.deadline.is_some() {
             let done = Box::new(move |moved| responder.answer(end(moved)));
             return pages.transfer(transfer, done);
         }
@@ -59,6 +60,7 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
+    use std::time::Instant;
 
     use kvtier_device::{Begun, BlockTable, Direction, Done, KvLayout};
     use kvtier_memory::SegmentError;
@@ -134,7 +136,7 @@ mod tests {
     }
 
     /// The answers to a transfer, in order, of which there is to be one.
-    fn answers(reply: &str, fails: bool) -> Vec<Option<Answer>> {
+    fn answers(reply: &str, fails: bool, deadline: Option<Instant>) -> Vec<Option<Answer>> {
         let flags = [
             "--shm-name",
             "",
@@ -154,7 +156,7 @@ mod tests {
             blocks: BlockTable::check(&pages.layout, &[[0i64; 0]], 0).unwrap(),
             chunks: Vec::new(),
             direction: Direction::Store,
-            deadline: None,
+            deadline,
             event: Vec::new(),
         };
         let (say, hear) = mpsc::channel();
@@ -170,10 +172,14 @@ mod tests {
     fn a_transfer_has_one_answer_whenever_it_is_given() {
         let ok = |event: &[u8]| Answer::from(Response::transfer(event, true));
         let failed = Answer::from(Response::transfer(&[][..], false)).because("store_failed");
-        assert_eq!(answers("done", false), [Some(ok(b""))]);
-        assert_eq!(answers("done", true), [Some(failed)]);
-        assert_eq!(answers("event", false), [Some(ok(b"event"))]);
+        assert_eq!(answers("done", false, None), [Some(ok(b""))]);
+        assert_eq!(answers("done", true, None), [Some(failed.clone())]);
+        assert_eq!(answers("event", false, None), [Some(ok(b"event"))]);
+        assert_eq!(
+            answers("event", true, Some(Instant::now())),
+            [Some(failed.clone())]
+        );
         // Too late to be told.
-        assert_eq!(answers("event", true), [Some(ok(b"event"))]);
+        assert_eq!(answers("event", true, None), [Some(ok(b"event"))]);
     }
 }
