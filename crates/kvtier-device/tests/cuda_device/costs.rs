@@ -4,11 +4,18 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use std::sync::Arc;
+
 use kvtier_device::cuda::{Executor, GpuOptions};
-use kvtier_device::{DeviceError, Direction};
+use kvtier_device::{
+    BlockTable, ChunkCopy, ChunkRequest, Device, DeviceError, Direction, Engine, KvAxisOrder,
+    KvLayout, LayoutHints, TensorSpec, Transfer,
+};
+use kvtier_memory::Extent;
 
 use crate::lender::Lender;
-use crate::setup::{Pages, Server, Ticket, wait};
+use crate::model::{Random, row_major};
+use crate::setup::{Pages, Server, Ticket, storage, wait};
 
 /// Counts what threads allocate that ask for it.
 struct Counting;
@@ -142,6 +149,70 @@ fn memory_of_the_host() {
             allocations <= 4,
             "{executor:?}: {allocations} allocations for a transfer"
         );
+    }
+}
+
+/// Heads before tokens, and heads of one byte: an object is as many runs as bytes. The thread starts so many at a time, and
+/// then looks after others.
+#[test]
+fn runs_of_a_piece_are_bounded() {
+    for (executor, pieces) in [(Executor::Batch, 4), (Executor::Kernel, 4)] {
+        let options = GpuOptions {
+            executor: Some(executor),
+            ..GpuOptions::default()
+        };
+        let server = Server::with("", options, 1 << 20);
+        let mut engine = Lender::start();
+        let shape = vec![3, 16, 4096, 1];
+        let bytes = shape.iter().product();
+        let (number, handle) = engine.lend(bytes);
+        let content = Random(7).bytes(bytes);
+        engine.write(number, &content);
+        let tensor = TensorSpec {
+            memory: storage(0, handle, bytes),
+            dtype_size: 1,
+            dtype_name: "uint8".into(),
+            stride: row_major(&shape),
+            shape,
+            storage_offset: 0,
+        };
+        let hints = LayoutHints {
+            kv_layout: Some(KvAxisOrder::Hnd),
+            ..LayoutHints::default()
+        };
+        let layout = KvLayout::detect(&[tensor], Engine::Vllm, &hints, &[], 4096, false).unwrap();
+        let layout = Arc::new(layout);
+        let memory = server.cuda.open(Arc::clone(&layout)).unwrap();
+        server.pinned();
+        server.script("clear");
+        let request = ChunkRequest {
+            object_group: 0,
+            chunk: 0,
+            skip_tokens: 0,
+        };
+        let transfer = Transfer {
+            arena: Arc::clone(&server.arena),
+            blocks: BlockTable::check(&layout, &[[2]], 1).unwrap(),
+            chunks: vec![ChunkCopy {
+                request,
+                extent: Extent::new(0, 65536),
+            }],
+            direction: Direction::Store,
+            deadline: None,
+            event: Vec::new(),
+        };
+        assert_eq!(Ticket::of(&*memory, transfer).end().unwrap(), 65536);
+        let page = &content[2 * 65536..];
+        let expected: Vec<u8> = (0..65536)
+            .map(|at| page[at % 16 * 4096 + at / 16])
+            .collect();
+        assert!(crate::setup::content(&server.arena, 65536) == expected);
+        assert_eq!(server.count("cuEventRecord"), pieces, "{executor:?}");
+        if executor == Executor::Batch {
+            assert_eq!(server.count("batched"), 65536);
+        }
+        drop(memory);
+        server.ends_clean();
     }
 }
 

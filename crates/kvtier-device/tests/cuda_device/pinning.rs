@@ -1,11 +1,13 @@
 //! The arena, pinned in the background, wholly, partly, or not at all.
 
+use std::sync::Arc;
+
 use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuOptions, PinningStatus};
-use kvtier_memory::Extent;
+use kvtier_memory::{Arena, ArenaKind, Extent};
 
 use crate::lender::Lender;
-use crate::setup::{Pages, Server, content};
+use crate::setup::{Pages, Server, content, wait};
 
 const ARENA: u64 = 1 << 20;
 const PIECES: u64 = 4;
@@ -118,6 +120,49 @@ fn pinned_memory_that_the_gpu_sees_elsewhere_is_nothing_for_the_kernel() {
         drop(pages);
         server.ends_clean();
     }
+}
+
+/// Another arena is memory as any other.
+#[test]
+fn an_arena_that_is_not_the_devices_own_is_not_pinned() {
+    let server = Server::with("", in_pieces(Executor::Kernel), ARENA);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let other = Arc::new(Arena::create(ArenaKind::Anonymous, ARENA).unwrap());
+    let mut transfer = pages.store(&server, 8);
+    transfer.arena = Arc::clone(&other);
+    let bytes = pages.content.len() as u64;
+    assert_eq!(pages.run(transfer).unwrap(), bytes);
+    assert!(content(&other, bytes) == pages.gather(&pages.backwards(8)));
+    assert!(server.count("pageable") > 0);
+    drop(pages);
+    server.ends_clean();
+}
+
+/// Trying out may take long; whoever looks meanwhile is told what is known.
+#[test]
+fn a_gpu_that_is_being_taken_into_use_holds_nobody_up() {
+    let server = Server::with("hold h2d", GpuOptions::default(), ARENA);
+    let mut engine = Lender::start();
+    std::thread::scope(|scope| {
+        let registering = scope.spawn(|| {
+            let pages = Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap();
+            pages.run(pages.store(&server, 1)).unwrap();
+        });
+        wait(|| server.count("started.h2d") == 1);
+        assert!(
+            server
+                .cuda
+                .status()
+                .iter()
+                .all(|gpu| gpu.readings.is_none())
+        );
+        assert_eq!(server.cuda.pinning(), None);
+        assert!(!registering.is_finished());
+        server.script("release");
+    });
+    assert!(server.cuda.status()[0].readings.is_some());
+    server.ends_clean();
 }
 
 /// An object over a border of pinned pieces: copies end there, and the kernel does not go over it.
