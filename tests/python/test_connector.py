@@ -602,7 +602,7 @@ def test_a_reset_forgets_what_was_found_and_what_is_being_stored(place, engines)
 
 def test_a_running_request_without_keys_keeps_out_of_new_ones(place, engines):
     """It had computed before the reset, and not filled a chunk."""
-    engine = engines(place.server())
+    engine = engines(place.server(), **{"kvtier.reset_server": False})
     req = request("a", tokens(CHUNK + 1, "slow"))
     assert engine.match(req) == (0, False)
     engine.scheduler._scheduling.keys._made.clear()
