@@ -9,7 +9,7 @@ from kvrig.engine import Group, tokens
 from kvrig.layouts import BLOCK_TOKENS, NUM_BLOCKS, layout
 from kvrig.waiting import wait_until
 
-MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
+MODES = ["lmcache_driven", "engine_shm", "engine_pickle", pytest.param("cuda", marks=pytest.mark.ours("needs a GPU"))]
 LAYOUTS = ["kv_first_nhd", "kv_first_hnd", "blocks_first_nhd", "fused_hnd", "fused_nhd", "mla"]
 
 
