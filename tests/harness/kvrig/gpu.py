@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from lmcache.integration.vllm.vllm_multi_process_adapter import LMCacheMPWorkerAdapter
 from lmcache.v1.multiprocess.transfer_context import worker_transfer
@@ -25,6 +26,10 @@ from lmcache.v1.platform.devices.cuda.ipc_wrapper import CudaIPCWrapper, RawCuda
 
 from .engine import Engine, Worker
 from .server import standin_library
+from .waiting import wait_until
+
+# The server's mode for such engines, for tests that have several.
+MODE = pytest.param("cuda", marks=pytest.mark.ours("it needs a GPU, and not only its driver"))
 
 # Where PyTorch's allocator places storages inside an allocation.
 ALIGN = 512
@@ -124,7 +129,7 @@ class IpcEvents:
     device_type = "cuda"
 
     def __init__(self, gpu):
-        self.gpu, self.exported = gpu, deque(maxlen=2048)
+        self.gpu, self.exported, self.imported = gpu, deque(maxlen=2048), 0
 
     def check_event_support(self, _device):
         """They are supported."""
@@ -143,8 +148,17 @@ class IpcEvents:
         return self.gpu.event_handle(event)
 
     def import_event(self, handle, _device):
-        """Not met: success is answered when the bytes are there, without an event."""
-        raise AssertionError(f"the server answered with the event {handle.hex()}")
+        """The server's event, of a server that answers with one."""
+        self.imported += 1
+        return self.gpu.open_event(handle)
+
+    def query_event(self, event):
+        """Whether it is complete."""
+        return self.gpu.is_complete(event)
+
+    def synchronize_event(self, event, _device):
+        """Wait until it is."""
+        wait_until(lambda: self.query_event(event), 10, "the server's event")
 
 
 class TimelineEvents(IpcEvents):
@@ -168,6 +182,10 @@ class TimelineEvents(IpcEvents):
     def export_event(self, event, _device):
         """Version, buffer, slot, number."""
         return struct.pack("!B64sQQ", 1, self.handle, self.slot, event[0])
+
+    def import_event(self, handle, _device):
+        """Not met: no server of ours answers such an engine with an event."""
+        raise AssertionError(f"the server answered with the event {handle.hex()}")
 
 
 class GpuAdapter(LMCacheMPWorkerAdapter):

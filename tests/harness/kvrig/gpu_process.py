@@ -14,6 +14,14 @@ import sys
 # Of cuEventCreate, as PyTorch makes events for other processes.
 DISABLE_TIMING, INTERPROCESS = 2, 4
 
+NOT_READY = 600
+
+
+class Handle(ctypes.Structure):
+    """A handle as it is passed by value."""
+
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+
 
 class Gpu:
     """One GPU as an engine uses it: one context, one stream. Addresses, streams and events are plain numbers."""
@@ -92,11 +100,28 @@ class Gpu:
         """The 64 bytes by which others open an event."""
         return self.bytes_of("cuIpcGetEventHandle", 64, ctypes.c_uint64(event))
 
+    def open_event(self, handle):
+        """Another process's event by its 64 bytes."""
+        event = self.made("cuIpcOpenEventHandle", Handle.from_buffer_copy(handle))
+        self.events.add(event)
+        return event
+
+    def is_complete(self, event):
+        """Whether what an event was recorded behind is done."""
+        code = self.driver.cuEventQuery(ctypes.c_uint64(event))
+        if code not in (0, NOT_READY):
+            raise RuntimeError(f"cuEventQuery answered {code}: {self.violations()}")
+        return code == 0
+
     def signal(self, at, value):
         """Have the stream write a 64-bit number, behind what is on it."""
         self.call("cuStreamWriteValue64_v2", self.stream, ctypes.c_uint64(at), ctypes.c_uint64(value), ctypes.c_uint(1))
 
     # -- the stand-in ------------------------------------------------------------------------
+
+    def count(self, name):
+        """What the stand-in counted in this process, as its documentation says."""
+        return self.driver.standin_count(name.encode())
 
     def script(self, text):
         """Tell the stand-in what to pretend in this process."""
