@@ -203,7 +203,7 @@ class TestRefusals:
     """A registration that cannot be right is refused at once, with the reason, and the next one is served."""
 
     def check(self, serve, engines, change, *words):
-        """Register with descriptors that `change` has changed; then without."""
+        """Register with descriptors that `change` has changed; then without. The server."""
         server = serve("cuda")
         server.expect_trouble("registration refused")
         engine = engines(server, register=False)
@@ -226,6 +226,7 @@ class TestRefusals:
         engine.worker.register()
         prompt = tokens(32)
         assert same(store(engine, prompt), load(engine, prompt))
+        return server
 
     def test_unknown_device(self, serve, engines):
         """A UUID of no GPU that the server sees: both are named."""
@@ -235,7 +236,11 @@ class TestRefusals:
 
         self.check(serve, engines, change, "01234567-89ab", UUID)
 
-    @pytest.mark.parametrize("handle", [b"", bytes(63), b"\x03c" + bytes(63), b"\x03x" + bytes(64)])
+    @pytest.mark.parametrize(
+        "handle",
+        [b"", bytes(63), b"\x03c" + bytes(63), b"\x03x" + bytes(64)],
+        ids=["empty", "63 bytes", "truncated", "unknown kind"],
+    )
     def test_handle_of_no_form(self, serve, engines, handle):
         """Truncated, or of a kind nobody knows."""
 
@@ -243,6 +248,17 @@ class TestRefusals:
             wrapper.handle = (wrapper.handle[0], handle, *wrapper.handle[2:])
 
         self.check(serve, engines, change, "handle")
+
+    def test_handle_of_nobody(self, serve, engines):
+        """64 bytes that no driver made. Only the driver can tell, so this is the one thing that the stand-in objects to: it
+        shows that its objections are heard."""
+
+        def change(wrapper):
+            wrapper.handle = (wrapper.handle[0], b"\x03c" + bytes(64), *wrapper.handle[2:])
+
+        server = self.check(serve, engines, change, "handle")
+        assert any("cuda stand-in" in line for line in server.unexpected_trouble())
+        server.expect_trouble("cuda stand-in: .*no such handle")
 
     def test_span_outside_the_allocation(self, serve, engines):
         """The client says that the storage is larger than what its handle maps."""
