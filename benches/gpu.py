@@ -57,7 +57,7 @@ class Engine:
         from kvtier import SchedulerAdapter, WorkerAdapter
 
         self.pages, self.memory, self.model = pages, memory, f"gpu/{random.getrandbits(60):x}"
-        options = {"block_tokens": 16, "timeout": 30.0, "heartbeat": 0.5}
+        options = {"block_tokens": 16, "timeout": 60.0, "heartbeat": 0.5}
         self.scheduler = SchedulerAdapter(url, self.model, **options)
         self.worker = WorkerAdapter(url, self.model, mode="lmcache_driven", instance_id=instance, **options)
         try:
@@ -441,7 +441,7 @@ CHECKS = {
 
 def child(arguments):
     """One check, in this process."""
-    from gpu_pages import NotHere
+    from gpu_pages import NotHere, remove_counters
 
     place = Place(arguments)
     if arguments.child.startswith("victim-"):
@@ -454,7 +454,8 @@ def child(arguments):
     else:
         print("PASS")
     sys.stdout.flush()
-    # What a failed check left must not keep the process.
+    remove_counters(os.getpid())
+    # Threads and pages that are left must not keep the process.
     os._exit(0)
 
 
@@ -463,6 +464,8 @@ def child(arguments):
 
 def run_check(name, server, arguments):
     """(PASS, FAIL or SKIP; why; seconds; output)"""
+    import gpu_pages
+
     command = [sys.executable, __file__, "--child", name, "--url", server.url, "--http", server.http]
     if arguments.standin:
         command += ["--standin", arguments.standin]
@@ -479,6 +482,7 @@ def run_check(name, server, arguments):
         process.kill()
         output, _ = process.communicate()
         output += f"\nit hangs: more than {PATIENCE} s"
+        gpu_pages.remove_counters(process.pid)
     seconds, lines = time.monotonic() - began, [line for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "no output"
     if process.returncode == 0 and last == "PASS":

@@ -102,6 +102,7 @@ class Driver:
     def __init__(self, library):
         self.lib = ctypes.CDLL(library)
         self.standin = hasattr(self.lib, "standin_script")
+        self.kept = []
         self("cuInit", 0)
         context, device = ctypes.c_void_p(), ctypes.c_int()
         self("cuDeviceGet", ctypes.byref(device), 0)
@@ -148,7 +149,9 @@ class Driver:
         """Have the bytes written behind work that does not get on; the event behind that."""
         del seconds
         self.script("hold h2d")
-        self.kept = noise
+        # Of memory that is not pinned a copy would wait here.
+        self("cuMemHostRegister_v2", noise.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(noise.nbytes), 0)
+        self.kept.append(noise)
         self("cuMemcpyHtoDAsync_v2", storage.base, noise.ctypes.data_as(ctypes.c_void_p),
              ctypes.c_size_t(noise.nbytes), self.streams[1])  # fmt: skip
         return self.event(self.streams[1])

@@ -128,13 +128,14 @@ pub fn figures(measured: &[Measured], link: &Link, delay: f64) -> Vec<Figure> {
 /// GB/s by pages and executors, for each way.
 pub fn table(measured: &[Measured], executors: &[String]) -> String {
     let mut text = String::new();
-    let ways: [(&str, fn(&Measured) -> f64); 4] = [
+    type Value = fn(&Measured) -> f64;
+    let values: [(&str, Value); 4] = [
         ("store, GB/s", |each| each.store / 1e9),
         ("retrieve, GB/s", |each| each.retrieve / 1e9),
         ("both at once, GB/s", |each| each.both / 1e9),
         ("CPU, us a chunk", |each| each.cpu * 1e6),
     ];
-    for (title, value) in ways {
+    for (title, value) in values {
         text += &format!("\n{title:26}");
         for executor in executors {
             text += &format!("{executor:>10}");

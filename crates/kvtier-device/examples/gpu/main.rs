@@ -49,6 +49,8 @@ struct Settings {
     /// Bytes of a copy that shows what the link does.
     link_bytes: u64,
     repeats: usize,
+    /// Those that are forced one after the other, before the choice among them.
+    executors: Vec<Executor>,
     dry_run: bool,
 }
 
@@ -61,6 +63,7 @@ impl Settings {
             chunk_bytes: 16 << 20,
             link_bytes: 256 << 20,
             repeats: 9,
+            executors: Executor::ALL.to_vec(),
             dry_run: false,
         }
     }
@@ -269,7 +272,7 @@ fn measure(settings: &Settings) -> Result<(Value, String)> {
     let mut engine = Engine::start(2 * settings.most_bytes(), settings.driver.as_deref())?;
     let (mut measured, mut skipped, mut names) = (Vec::new(), Vec::new(), Vec::new());
     let (mut gpu, mut delays, mut short) = (Value::Null, Vec::new(), Default::default());
-    let forced = Executor::ALL.into_iter().map(Some);
+    let forced = settings.executors.iter().copied().map(Some);
     for executor in forced.chain([None]) {
         let rig = Rig::new(settings, executor)?;
         // Opening takes the GPU into use, which tries the executors.
@@ -393,12 +396,14 @@ mod tests {
     fn a_dry_run_compares_every_byte_and_computes_every_figure() {
         let settings = Settings {
             driver: Some(kvtier_cuda_standin::standin_path().unwrap()),
+            // Each needs a GPU anew, which tries all of them.
+            executors: vec![Executor::Staged],
             ..Settings::dry()
         };
         let (json, text) = measure(&settings).unwrap();
         assert_eq!(json["skipped"], json!([]));
-        // Four executors and the choice among them, three sizes, two orders.
-        assert_eq!(json["measured"].as_array().unwrap().len(), 5 * 3 * 2);
+        // One executor and the choice among all, three sizes, two orders.
+        assert_eq!(json["measured"].as_array().unwrap().len(), 2 * 3 * 2);
         let figures = json["figures"].as_array().unwrap();
         assert_eq!(figures.len(), 4);
         for figure in figures {
