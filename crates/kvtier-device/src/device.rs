@@ -67,6 +67,9 @@ impl Transfer {
     }
 }
 
+/// Who is told the event that is complete when everything of a transfer has moved.
+pub type Begun = Box<dyn FnOnce(&[u8]) + Send>;
+
 /// Whom a transfer's end is told.
 pub type Done = Box<dyn FnOnce(Result<u64, DeviceError>) + Send>;
 
@@ -101,6 +104,13 @@ pub trait EngineMemory: Send + Sync {
     /// A backend that can no longer tell whether its copies have ended never calls `done`: the
     /// memory stays away from others for good, rather than being written by two.
     fn transfer(&self, transfer: Transfer, done: Done);
+
+    /// As [`EngineMemory::transfer`], and calls `begun` as soon as everything is with the device, if an event of the
+    /// device can tell the engine when it is done. `begun` is never called after `done`; what was begun may still fail.
+    fn transfer_in_steps(&self, transfer: Transfer, begun: Begun, done: Done) {
+        drop(begun);
+        self.transfer(transfer, done);
+    }
 
     /// Begins no more of any transfer; those whose copies have begun end as they would.
     fn stop(&self) {}

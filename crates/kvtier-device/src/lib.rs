@@ -29,7 +29,7 @@ mod spec;
 pub use blocks::BlockTable;
 pub use cpu::CpuDevice;
 pub use describe::{KernelGroupDescription, LayoutDescription};
-pub use device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer};
+pub use device::{Begun, ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer};
 pub use error::{LayoutError, PlanError};
 pub use format::{Axis, KvFormat};
 pub use geometry::{Part, Plane};

@@ -1,6 +1,5 @@
 //! The GPUs of this machine as a [`Device`]. One is taken into use when its first worker registers.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -10,13 +9,13 @@ use kvtier_memory::{Arena, SegmentError};
 use parking_lot::Mutex;
 
 use super::device_copy::Place;
-use super::driver::{DevicePtr, Driver, Stream};
+use super::driver::{Context, DevicePtr, Driver, Stream};
 use super::error::CudaError;
-use super::events::{ForeignEvent, ForeignEvents};
-use super::gpu::{self, Gpu, GpuOptions, GpuReadings, Job, Pages, Pinned, PinningStatus};
+use super::events::{ForeignEvent, ForeignEvents, TIMELINE_BYTES};
+use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, Pages, Pinned, PinningStatus};
 use super::storages::Storages;
 use super::uuid::Gpus;
-use crate::device::{Device, DeviceError, Done, EngineMemory, Transfer};
+use crate::device::{Begun, Device, DeviceError, Done, EngineMemory, Transfer};
 use crate::layout::KvLayout;
 use crate::physical::visit_block_runs;
 
@@ -40,15 +39,11 @@ pub struct CudaDevice {
     driver_version: i32,
     options: GpuOptions,
     arena: Arc<Arena>,
-    used: Mutex<Used>,
+    /// By position in `gpus`: what is in use. Locked while it is taken into use; who registers meanwhile needs it too.
+    used: Vec<Mutex<Option<Arc<Gpu>>>>,
+    /// The arena is pinned once, for all GPUs, when the first of them is taken into use.
+    pinned: Mutex<Option<Arc<Pinned>>>,
     next_pages: AtomicU64,
-}
-
-/// What is in use. GPUs go before the arena is unpinned.
-#[derive(Default)]
-struct Used {
-    gpus: BTreeMap<String, Arc<Gpu>>,
-    pinned: Option<Arc<Pinned>>,
 }
 
 /// One GPU for `/status` and metrics.
@@ -75,12 +70,14 @@ impl CudaDevice {
     /// No library, or what the driver says: a machine without a GPU has no such device.
     pub fn find(options: &CudaOptions, arena: Arc<Arena>) -> Result<Self, CudaError> {
         let driver = Driver::load(options.library.as_deref())?;
+        let gpus = Gpus::find(&driver)?;
         Ok(Self {
-            gpus: Gpus::find(&driver)?,
+            used: gpus.all().iter().map(|_| Mutex::default()).collect(),
+            gpus,
             driver_version: driver.version(),
             options: options.gpu,
             arena,
-            used: Mutex::default(),
+            pinned: Mutex::default(),
             next_pages: AtomicU64::new(0),
         })
     }
@@ -92,46 +89,45 @@ impl CudaDevice {
 
     /// Every GPU that this process sees.
     pub fn status(&self) -> Vec<DeviceStatus> {
-        let used = self.used.lock();
-        let status = |gpu: &super::uuid::Gpu| DeviceStatus {
+        let status = |(gpu, used): (&super::uuid::Gpu, &Mutex<Option<Arc<Gpu>>>)| DeviceStatus {
             ordinal: gpu.device.ordinal(),
             name: gpu.name.clone(),
             uuid: gpu.uuid.clone(),
             pci_bus_id: gpu.pci_bus_id.clone(),
             numa_node: gpu.numa_node,
-            readings: used.gpus.get(&gpu.uuid).map(|gpu| gpu.readings()),
+            // One that is just taken into use has done nothing yet.
+            readings: used
+                .try_lock()
+                .and_then(|used| used.as_ref().map(|gpu| gpu.readings())),
         };
-        self.gpus.all().iter().map(status).collect()
+        self.gpus.all().iter().zip(&self.used).map(status).collect()
     }
 
     /// How far pinning has come; `None` before the first GPU is in use.
     pub fn pinning(&self) -> Option<PinningStatus> {
-        self.used
-            .lock()
-            .pinned
-            .as_ref()
-            .map(|pinned| pinned.status())
+        self.pinned.lock().as_ref().map(|pinned| pinned.status())
     }
 
     /// The GPU, in use.
     fn gpu(&self, found: &super::uuid::Gpu) -> Result<Arc<Gpu>, DeviceError> {
-        // Held while it is tried out: whoever registers meanwhile needs it too.
-        let mut used = self.used.lock();
-        if let Some(gpu) = used.gpus.get(&found.uuid) {
+        let same = |(gpu, _): &(&super::uuid::Gpu, _)| gpu.uuid == found.uuid;
+        let Some((_, used)) = self.gpus.all().iter().zip(&self.used).find(same) else {
+            return Err(DeviceError::Broken("it is none of this process's".into()));
+        };
+        let mut used = used.lock();
+        if let Some(gpu) = &*used {
             return match gpu.broken() {
                 None => Ok(Arc::clone(gpu)),
                 Some(error) => Err(DeviceError::Broken(error)),
             };
         }
-        let Used { gpus, pinned } = &mut *used;
-        let gpu = Gpu::start(
-            &found.device,
-            |context| Arc::clone(pinned.get_or_insert_with(|| gpu::pin(context, &self.arena))),
-            self.options,
-        )?;
-        let gpu = Arc::new(gpu);
-        gpus.insert(found.uuid.clone(), Arc::clone(&gpu));
-        Ok(gpu)
+        let pin = |context: &Arc<Context>| {
+            let start = || Pinned::start(context, Arc::clone(&self.arena), self.options.pin_bytes);
+            let mut pinned = self.pinned.lock();
+            Arc::clone(pinned.get_or_insert_with(|| Arc::new(start())))
+        };
+        let gpu = Arc::new(Gpu::start(&found.device, pin, self.options)?);
+        Ok(Arc::clone(used.insert(gpu)))
     }
 }
 
@@ -162,7 +158,6 @@ impl Device for CudaDevice {
         };
         Ok(Box::new(CudaMemory {
             events: ForeignEvents::new(Arc::clone(&gpu.allocations), None),
-            arena: Arc::clone(&self.arena),
             pages: Arc::new(pages),
             gpu,
         }))
@@ -174,7 +169,6 @@ struct CudaMemory {
     pages: Arc<Pages>,
     events: ForeignEvents,
     gpu: Arc<Gpu>,
-    arena: Arc<Arena>,
 }
 
 impl EngineMemory for CudaMemory {
@@ -198,15 +192,13 @@ impl EngineMemory for CudaMemory {
     }
 
     fn transfer(&self, transfer: Transfer, done: Done) {
-        match self.check(&transfer) {
-            Ok(event) => {
-                let deadline = Instant::now() + self.gpu.options().event_timeout;
-                let pages = Arc::clone(&self.pages);
-                self.gpu
-                    .submit(Job::new(pages, transfer, event, deadline, done));
-            }
-            Err(error) => done(Err(error)),
-        }
+        self.submit(transfer, None, done);
+    }
+
+    fn transfer_in_steps(&self, transfer: Transfer, begun: Begun, done: Done) {
+        // Who sends an event of isolated IPC cannot open one of the driver's.
+        let opens_events = transfer.event.len() != TIMELINE_BYTES;
+        self.submit(transfer, opens_events.then_some(begun), done);
     }
 
     fn stop(&self) {
@@ -251,20 +243,34 @@ impl EngineMemory for CudaMemory {
 }
 
 impl CudaMemory {
-    /// What can be said before the GPU is asked; gives the engine's event.
+    fn submit(&self, transfer: Transfer, begun: Option<Begun>, done: Done) {
+        match self.check(&transfer) {
+            Ok(event) => {
+                let timeout = self.gpu.options().event_timeout;
+                let pages = Arc::clone(&self.pages);
+                let job = Job::new(pages, transfer, event, timeout, done);
+                self.gpu.submit(match begun {
+                    Some(begun) => job.telling(begun),
+                    None => job,
+                });
+            }
+            Err(error) => done(Err(error)),
+        }
+    }
+
+    /// What can be said before the GPU is asked; gives the engine's event. The transfer counts as under way then.
     fn check(&self, transfer: &Transfer) -> Result<ForeignEvent, DeviceError> {
-        if !Arc::ptr_eq(&self.arena, &transfer.arena) {
-            return Err(DeviceError::Broken(
-                "the transfer is of another arena than the one that is pinned".into(),
-            ));
-        }
-        let event = self.events.open(&transfer.event);
-        let event = event.map_err(DeviceError::Event)?;
-        let under_way = self.pages.under_way.fetch_add(1, Ordering::AcqRel);
-        if under_way >= MOST_UNDER_WAY {
-            self.pages.under_way.fetch_sub(1, Ordering::AcqRel);
-            return Err(DeviceError::Busy { under_way });
-        }
-        Ok(event)
+        let counter = &self.pages.under_way;
+        let under_way = counter.fetch_add(1, Ordering::AcqRel);
+        let event = match under_way < MOST_UNDER_WAY {
+            true => self
+                .events
+                .open(&transfer.event)
+                .map_err(DeviceError::Event),
+            false => Err(DeviceError::Busy { under_way }),
+        };
+        event.inspect_err(|_| {
+            counter.fetch_sub(1, Ordering::AcqRel);
+        })
     }
 }

@@ -17,6 +17,20 @@ pub enum CudaError {
         /// Name of the function.
         function: &'static str,
     },
+    /// A way of copying that was demanded and does not work.
+    #[error("the executor {name} cannot be used on this GPU: {why}")]
+    Executor {
+        /// Which.
+        name: &'static str,
+        /// What it did when it was tried.
+        why: String,
+    },
+    /// Not an error, but "not yet"; said so often that it is no text to be made each time.
+    #[error("{function}: not ready")]
+    NotReady {
+        /// Name of the function.
+        function: &'static str,
+    },
     /// The driver refused.
     #[error("{function}: {name} ({code})")]
     Call {
@@ -34,8 +48,19 @@ impl CudaError {
     pub fn code(&self) -> Option<i32> {
         match self {
             Self::Call { code, .. } => Some(*code),
-            Self::Library { .. } | Self::Missing { .. } => None,
+            Self::NotReady { .. } => Some(super::driver::code::NOT_READY),
+            Self::Library { .. } | Self::Missing { .. } | Self::Executor { .. } => None,
         }
+    }
+
+    /// Whether the driver has given up the context, and with it everything that was on its streams: nothing of that
+    /// moves any more, and every later call says the same. These are the errors of which the manual says that the
+    /// process must be started anew.
+    pub fn ends_context(&self) -> bool {
+        matches!(
+            self.code(),
+            Some(214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721)
+        )
     }
 
     /// Adds what else is known about a refusal.

@@ -160,7 +160,7 @@ impl ForeignEvent {
                 buffer,
                 offset,
                 number,
-            } => Ok(buffer.read(*offset)? >= *number),
+            } => buffer.has_reached(*offset, *number),
         }
     }
 }
@@ -231,10 +231,11 @@ enum Memory {
 }
 
 impl Buffer {
-    fn read(&self, offset: u64) -> Result<u64, CudaError> {
+    fn has_reached(&self, offset: u64, number: u64) -> Result<bool, CudaError> {
         let at = DevicePtr(self.base.0 + offset);
-        // SAFETY: offsets are checked when they are parsed, and the buffer is that large and open.
-        unsafe { self.reader.lock().read(at) }
+        // SAFETY: offsets are checked when they are parsed, and the buffer is that large and open as long as its
+        // reader.
+        unsafe { self.reader.lock().has_reached(at, number) }
     }
 }
 
@@ -243,6 +244,10 @@ impl Buffer {
 struct Reader {
     stream: Stream,
     number: HostBuffer,
+    /// What is being read.
+    reading: Option<DevicePtr>,
+    /// What was read last. Numbers only grow.
+    known: HashMap<DevicePtr, u64>,
 }
 
 impl Reader {
@@ -250,22 +255,73 @@ impl Reader {
         Ok(Self {
             stream: Stream::new(context, i32::MIN)?,
             number: context.allocate_host(SLOT_BYTES as usize)?,
+            reading: None,
+            known: HashMap::new(),
         })
     }
 
+    /// Whether the number at an address is known to be as large. Waits for nothing: if not, it is being read from here
+    /// on, unless another one still is; whoever asks next hears of it.
+    ///
     /// # Safety
-    /// Eight bytes of the GPU are at the address.
+    /// Eight bytes of the GPU are at the address, and stay as long as this.
+    unsafe fn has_reached(&mut self, at: DevicePtr, number: u64) -> Result<bool, CudaError> {
+        let context = Arc::clone(self.stream.context());
+        let _current = context.enter()?;
+        if self.reading.is_some() && self.stream.is_idle()? {
+            self.take();
+        }
+        if self.known.get(&at).is_some_and(|known| *known >= number) {
+            return Ok(true);
+        }
+        if self.reading.is_none() {
+            // SAFETY: promised by the caller.
+            unsafe { self.start(at) }?;
+        }
+        Ok(false)
+    }
+
+    /// Reads a number and waits for it.
+    ///
+    /// # Safety
+    /// As for [`Reader::has_reached`].
     unsafe fn read(&mut self, at: DevicePtr) -> Result<u64, CudaError> {
-        let _current = self.stream.context().enter()?;
-        let number = self.number.base().cast::<u64>();
-        // SAFETY: the caller promises for the source; the destination is as long, ours, and lives.
-        unsafe {
-            self.stream
-                .copy_to_host(number.as_ptr().cast(), at, SLOT_BYTES as usize)
-        }?;
+        let context = Arc::clone(self.stream.context());
+        let _current = context.enter()?;
+        // SAFETY: promised by the caller.
+        unsafe { self.start(at) }?;
         self.stream.synchronize()?;
-        // SAFETY: pinned memory begins at a page, and the copy is done.
-        Ok(unsafe { number.read_volatile() })
+        self.take();
+        Ok(self.known.get(&at).copied().unwrap_or(0))
+    }
+
+    /// # Safety
+    /// As for [`Reader::has_reached`]; nothing is being read, and the context is current.
+    unsafe fn start(&mut self, at: DevicePtr) -> Result<(), CudaError> {
+        let to = self.number.base().as_ptr();
+        // SAFETY: the caller promises for the source; the destination is as long, ours, and lives.
+        unsafe { self.stream.copy_to_host(to, at, SLOT_BYTES as usize) }?;
+        self.reading = Some(at);
+        Ok(())
+    }
+
+    /// What was being read is there.
+    fn take(&mut self) {
+        if let Some(at) = self.reading.take() {
+            // SAFETY: pinned memory begins at a page, and the copy is done.
+            let number = unsafe { self.number.base().cast::<u64>().read_volatile() };
+            self.known.insert(at, number);
+        }
+    }
+}
+
+impl Drop for Reader {
+    /// A number that is being read goes into memory that is about to be freed.
+    fn drop(&mut self) {
+        if self.reading.is_some() {
+            let _current = self.stream.context().enter();
+            let _ = self.stream.synchronize();
+        }
     }
 }
 

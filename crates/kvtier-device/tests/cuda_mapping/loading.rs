@@ -5,7 +5,8 @@ use std::path::Path;
 use kvtier_device::cuda::CudaError;
 use kvtier_device::cuda::driver::{Context, Driver, Module, Stream, code};
 
-use crate::setup::{Bench, Lender, UUID};
+use crate::lender::{Lender, UUID};
+use crate::setup::Bench;
 
 #[test]
 fn every_function_is_found_and_the_gpus_described() {

@@ -4,6 +4,8 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod events;
+#[path = "../common/lender.rs"]
+mod lender;
 mod loading;
 mod memory;
 mod registration;

@@ -6,7 +6,8 @@ use kvtier_device::cuda::driver::{DevicePtr, IpcHandle};
 use kvtier_device::cuda::storages::Storages;
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
-use crate::setup::{Bench, LENT, Lender, UUID, spec, torch};
+use crate::lender::{LENT, Lender, UUID, spec, torch};
+use crate::setup::Bench;
 
 /// Opening fails, says all of `texts`, and leaves nothing behind.
 pub fn refused(bench: &Bench, memories: &[MemorySpec], texts: &[&str]) {

@@ -8,8 +8,9 @@ use std::time::Instant;
 use kvtier_device::cuda::storages::Storages;
 use kvtier_device::{CudaAllocation, MemorySpec};
 
+use crate::lender::{LENT, Lender, spec, torch};
 use crate::memory::refused;
-use crate::setup::{Bench, LENT, Lender, spec, torch};
+use crate::setup::Bench;
 
 /// A storage with all that PyTorch adds.
 fn storage(handle: &[u8; 64], counter: Option<(&str, u64)>, event: Option<&[u8]>) -> MemorySpec {

@@ -6,8 +6,9 @@ use kvtier_device::cuda::driver::DevicePtr;
 use kvtier_device::cuda::storages::Storages;
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
+use crate::lender::{Lender, UUID, spec, torch};
 use crate::memory::refused;
-use crate::setup::{Bench, Lender, UUID, spec, torch};
+use crate::setup::Bench;
 
 /// As PyTorch 2.13 writes it; `kind` is 1 for descriptors, 2 for fabric handles.
 fn expandable(pid: i32, size: u64, count: usize, kind: i32, handles: &[u8]) -> Vec<u8> {

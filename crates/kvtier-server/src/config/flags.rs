@@ -511,6 +511,8 @@ impl ServerArgs {
             quotas,
             tenants: self.tenants,
             cuda: self.gpu.options()?,
+            gpu_reply: self.gpu.gpu_reply.into(),
+            l1_numa_nodes: self.gpu.l1_numa_nodes,
             access: Arc::new(access.map_err(ConfigError)?),
             http_port: self.http_port,
             prometheus_port: self.prometheus_port,

@@ -8,6 +8,7 @@ use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
 
 use super::ConfigError;
 use super::flags::seconds;
+use crate::engine::GpuReply;
 
 /// Where the CUDA driver's library is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,6 +21,17 @@ pub enum CudaDriver {
     Path(PathBuf),
 }
 
+/// `--l1-numa-nodes`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NumaNodes {
+    /// Those that the GPUs are on, as far as the system tells.
+    Auto,
+    /// Whatever the system does.
+    Off,
+    /// These.
+    List(Vec<u32>),
+}
+
 /// `--gpu-executor`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum ExecutorName {
@@ -28,6 +40,22 @@ pub(super) enum ExecutorName {
     Kernel,
     Staged,
     Plain,
+}
+
+/// `--gpu-reply`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum GpuReplyName {
+    Done,
+    Event,
+}
+
+impl From<GpuReplyName> for GpuReply {
+    fn from(name: GpuReplyName) -> Self {
+        match name {
+            GpuReplyName::Done => Self::Done,
+            GpuReplyName::Event => Self::Event,
+        }
+    }
 }
 
 /// The flags.
@@ -42,6 +70,14 @@ pub struct GpuSettings {
     /// engines run by run
     #[arg(long, value_enum, default_value = "auto", help_heading = "GPU")]
     pub(super) gpu_executor: ExecutorName,
+    /// When transfers of workers on a GPU are answered: when their bytes are in place (done), or when they are with the
+    /// GPU, with an event for the worker to ask (event, as LMCache does; what fails after that is told nobody but the log)
+    #[arg(long, value_enum, default_value = "done", help_heading = "GPU")]
+    pub(super) gpu_reply: GpuReplyName,
+    /// NUMA nodes that L1 comes from: those that the GPUs are on (auto), wherever it is touched first (off), or a list
+    /// such as 0,1; several take turns
+    #[arg(long, value_name = "auto|off|LIST", default_value = "auto", value_parser = parse_nodes, help_heading = "GPU")]
+    pub l1_numa_nodes: NumaNodes,
     /// Seconds that an engine's event may take to complete, 0.1 or more; then its store or retrieve fails
     #[arg(long, default_value_t = 30.0, help_heading = "GPU")]
     pub(super) gpu_event_timeout_seconds: f64,
@@ -53,6 +89,20 @@ fn parse_driver(text: &str) -> Result<CudaDriver, String> {
         "off" => Ok(CudaDriver::Off),
         path if path.contains('/') => Ok(CudaDriver::Path(path.into())),
         _ => Err("give auto, off, or a path with a / in it".into()),
+    }
+}
+
+fn parse_nodes(text: &str) -> Result<NumaNodes, String> {
+    match text {
+        "auto" => Ok(NumaNodes::Auto),
+        "off" => Ok(NumaNodes::Off),
+        list => {
+            let nodes = list.split(',').map(|node| node.trim().parse());
+            nodes
+                .collect::<Result<_, _>>()
+                .map(NumaNodes::List)
+                .map_err(|_| "give auto, off, or numbers of nodes with commas between them".into())
+        }
     }
 }
 
@@ -92,6 +142,7 @@ impl GpuSettings {
 
 #[cfg(test)]
 mod tests {
+    use super::NumaNodes;
     use crate::config::ServerConfig;
 
     #[test]
@@ -107,6 +158,18 @@ mod tests {
         assert!(
             error.contains("--cuda-driver") && error.contains("give auto, off"),
             "{error}"
+        );
+        let nodes = |text| {
+            let flags = ["--l1-numa-nodes", text];
+            ServerConfig::from_flags(&flags).map(|config| config.l1_numa_nodes)
+        };
+        assert_eq!(nodes("0, 1").unwrap(), NumaNodes::List(vec![0, 1]));
+        assert_eq!(nodes("auto").unwrap(), NumaNodes::Auto);
+        assert!(
+            nodes("0,x")
+                .unwrap_err()
+                .to_string()
+                .contains("--l1-numa-nodes")
         );
         let error = cuda(&["--gpu-event-timeout-seconds", "0"]).unwrap_err();
         assert!(error.to_string().contains("0.1"), "{error}");

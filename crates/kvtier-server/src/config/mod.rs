@@ -22,6 +22,7 @@ use std::time::Duration;
 
 pub use docs::reference_markdown;
 pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode};
+pub use gpu::NumaNodes;
 pub use l2::{L2Config, PrefetchPolicy, StorePolicy};
 pub use memory::{HostMemory, L1Origin};
 pub use quota::{Place, QuotaSettings};
@@ -33,6 +34,7 @@ use kvtier_l2::redact;
 use kvtier_memory::PoolRoom;
 
 use crate::access::Access;
+use crate::engine::GpuReply;
 
 /// Bytes of one "GB" of the flags. LMCache's sizes are GiB under that name.
 pub const GIB: u64 = 1 << 30;
@@ -121,6 +123,10 @@ pub struct ServerConfig {
     pub tenants: TenantSettings,
     /// How GPUs are found and used; `None` when they are not.
     pub cuda: Option<CudaOptions>,
+    /// When workers on GPUs are answered.
+    pub gpu_reply: GpuReply,
+    /// NUMA nodes that L1 comes from.
+    pub l1_numa_nodes: NumaNodes,
     /// Where the HTTP API is, and who may use it.
     pub access: Arc<Access>,
     /// Port of the HTTP API; 0 lets the system choose.

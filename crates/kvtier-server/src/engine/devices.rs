@@ -1,5 +1,6 @@
 //! Where workers' pages can be: shared memory, and the GPUs there are.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvtier_device::cuda::{CudaDevice, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS};
@@ -49,6 +50,18 @@ impl Devices {
         Ok(Self {
             cuda: cuda.map_err(|error| error.to_string()),
         })
+    }
+
+    /// NUMA nodes that the GPUs are on, as far as the system tells.
+    pub fn numa_nodes(&self) -> Vec<u32> {
+        let gpus = self
+            .cuda
+            .as_ref()
+            .map_or_else(|_| Vec::new(), CudaDevice::status);
+        let nodes = gpus
+            .iter()
+            .filter_map(|gpu| u32::try_from(gpu.numa_node).ok());
+        nodes.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// Opens a worker's pages on the device where they are.

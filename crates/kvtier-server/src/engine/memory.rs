@@ -6,7 +6,8 @@ use kvtier_core::cache::{self, Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
 use kvtier_memory::{Arena, ArenaError, ArenaKind, Extent, ExtentAllocator};
 
-use crate::config::ServerConfig;
+use super::devices::Devices;
+use crate::config::{NumaNodes, ServerConfig};
 use crate::quota::Opened;
 
 /// The arena's allocator as the cache wants it.
@@ -87,6 +88,27 @@ impl L1 {
             arena: Arc::new(arena),
             cache,
         })
+    }
+}
+
+impl L1 {
+    /// Has the arena, of which nothing was touched yet, come from the NUMA nodes that are wanted.
+    ///
+    /// # Errors
+    /// One line, when nodes that were asked for cannot be had. Those of the GPUs are done without instead.
+    pub fn prefer_nodes(&self, wanted: &NumaNodes, devices: &Devices) -> Result<(), String> {
+        let result = match wanted {
+            NumaNodes::Off => return Ok(()),
+            NumaNodes::List(nodes) => {
+                let result = self.arena.prefer_nodes(nodes);
+                return result.map_err(|error| format!("--l1-numa-nodes: {error}"));
+            }
+            NumaNodes::Auto => self.arena.prefer_nodes(&devices.numa_nodes()),
+        };
+        if let Err(error) = result {
+            tracing::warn!(%error, "L1 comes from wherever it is touched first");
+        }
+        Ok(())
     }
 }
 

@@ -5,6 +5,7 @@
 //! short locks of the tables and the copy of the bytes they are about.
 
 mod answer;
+mod begin;
 mod checksums;
 mod clock;
 mod deadline;
@@ -35,6 +36,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 pub use answer::{Answer, Handled, Responder};
+pub use begin::GpuReply;
 pub use checksums::ChecksumError;
 pub use clock::Clock;
 pub(crate) use devices::direction_name;
@@ -127,6 +129,7 @@ impl Engine {
         let quotas = Opened::open(&config, &salts)?;
         let l1 = L1::create(&config, &quotas)?;
         let devices = Devices::find(&config, &l1.arena)?;
+        l1.prefer_nodes(&config.l1_numa_nodes, &devices)?;
         let clock = Arc::new(Clock::start());
         let l2 = match &config.l2 {
             None => None,

@@ -56,10 +56,10 @@ impl Engine {
                 let engine = Arc::clone(self);
                 Handled::Later(Box::new(move |responder| {
                     let pages = under_way.copying.pages();
-                    pages.transfer(
-                        transfer,
-                        Box::new(move |moved| responder.answer(engine.retrieved(under_way, moved))),
-                    );
+                    let ends = Arc::clone(&engine);
+                    engine.begin(&*pages, transfer, responder, move |moved| {
+                        ends.retrieved(under_way, moved)
+                    });
                 }))
             }
             Err(RetrieveError::NotHeld) => {

@@ -79,10 +79,10 @@ impl Engine {
                 let engine = Arc::clone(self);
                 Handled::Later(Box::new(move |responder| {
                     let pages = under_way.copying.pages();
-                    pages.transfer(
-                        transfer,
-                        Box::new(move |moved| responder.answer(engine.stored(under_way, moved))),
-                    );
+                    let ends = Arc::clone(&engine);
+                    engine.begin(&*pages, transfer, responder, move |moved| {
+                        ends.stored(under_way, moved)
+                    });
                 }))
             }
             Err(error) => {

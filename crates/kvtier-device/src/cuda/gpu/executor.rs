@@ -9,8 +9,9 @@ use super::super::driver::{
     Module, SourceOrder, Stream,
 };
 use super::super::error::CudaError;
+use super::super::events::ExportedEvents;
 use super::super::kernel::{KernelPlan, PTX, THREADS, Unit};
-use super::staging::stage;
+use super::staging::StagedRanges;
 use crate::plan::Direction;
 use kvtier_memory::CopyLoop;
 
@@ -21,6 +22,9 @@ pub(super) const SLOTS: usize = 4;
 pub(super) const PIECE_BYTES: u64 = 16 << 20;
 /// Copies of a piece at most.
 pub(super) const PIECE_COPIES: usize = 4096;
+/// Runs of a piece at most, a multiple of 16: the copy engines take a microsecond or more for each, and the thread does
+/// nothing else while it starts a piece.
+pub(super) const PIECE_RUNS: u64 = 16 << 10;
 /// Room for the items and tiles of a piece: 96 bytes a copy, 16 a tile of 16 KiB, and at most one more tile a copy.
 const PLAN_BYTES: usize = PIECE_COPIES * (96 + 16) + (PIECE_BYTES as usize >> 14) * 16 + 4096;
 /// Room for the bytes of a piece on the GPU, and for their places to be as far off 16 bytes as in the arena.
@@ -48,6 +52,15 @@ impl Executor {
     /// All of them. Of two that are as fast, the first disturbs a model that runs beside it less.
     pub const ALL: [Self; 4] = [Self::Batch, Self::Kernel, Self::Staged, Self::Plain];
 
+    /// The one to use with such memory.
+    pub(super) fn with(self, host: HostMemory) -> Self {
+        match self {
+            Self::Batch if host < HostMemory::Pinned => Self::Plain,
+            Self::Kernel if host < HostMemory::Mapped => Self::Staged,
+            any => any,
+        }
+    }
+
     /// Name in metrics, `/status` and logs.
     pub fn name(self) -> &'static str {
         match self {
@@ -57,6 +70,17 @@ impl Executor {
             Self::Plain => "plain",
         }
     }
+}
+
+/// What the host's side of a piece is, each the one before it and more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum HostMemory {
+    /// Memory as any other.
+    Pageable,
+    /// Pinned.
+    Pinned,
+    /// Each chunk in one pinned piece, and the GPU sees it at the host's own addresses.
+    Mapped,
 }
 
 /// What a GPU can copy with.
@@ -110,13 +134,19 @@ pub(super) struct Lane {
     batch: CopyBatch,
     plan: KernelPlan,
     staged: DeviceCopies,
-    ranges: DeviceCopies,
+    whole: DeviceCopies,
+    ranges: StagedRanges,
 }
 
+/// What one piece needs until it is done.
 #[derive(Debug)]
 struct Slot {
     done: Event,
+    /// Whether `done` stands for the piece. It could not be recorded otherwise.
+    recorded: bool,
+    /// Where the kernel's plan is; there if there is a kernel.
     plan: Option<(HostBuffer, DeviceBuffer)>,
+    /// Made when it is first needed.
     staging: Option<DeviceBuffer>,
 }
 
@@ -130,22 +160,29 @@ impl Lane {
             Direction::Retrieve => i32::MIN,
             Direction::Store => 0,
         };
+        let context = &tools.context;
+        let plan = || -> Result<_, CudaError> {
+            let host = context.allocate_host(PLAN_BYTES)?;
+            Ok((host, context.allocate(PLAN_BYTES as u64)?))
+        };
         let slot = |_| {
             Ok(Slot {
-                done: Event::new(&tools.context, EventFlags::Plain)?,
-                plan: None,
+                done: Event::new(context, EventFlags::Plain)?,
+                recorded: true,
+                plan: tools.kernels.is_ok().then(plan).transpose()?,
                 staging: None,
             })
         };
         Ok(Self {
-            stream: Stream::new(&tools.context, priority)?,
+            stream: Stream::new(context, priority)?,
             slots: (0..SLOTS).map(slot).collect::<Result<_, CudaError>>()?,
             tools: Arc::clone(tools),
             direction,
             batch: CopyBatch::default(),
             plan: KernelPlan::default(),
             staged: DeviceCopies::default(),
-            ranges: DeviceCopies::default(),
+            whole: DeviceCopies::default(),
+            ranges: StagedRanges::default(),
         })
     }
 
@@ -176,16 +213,30 @@ impl Lane {
                 Executor::Staged => self.staged(slot, copies, pieces),
             }
         };
-        self.slots[slot].done.record(&self.stream)?;
-        put
+        let slot = &mut self.slots[slot];
+        let recorded = slot.done.record(&self.stream);
+        slot.recorded = recorded.is_ok();
+        put.and_then(|used| recorded.map(|()| used))
+    }
+
+    /// The handle of an event that is complete when everything that is on the stream now is done.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn export_event(&self, exported: &ExportedEvents) -> Result<[u8; 64], CudaError> {
+        exported.record(&self.stream)
     }
 
     /// Whether the piece in a slot is done.
     ///
     /// # Errors
-    /// What the driver says about it. Nothing of it moves any more then.
+    /// What the driver says about it. Unless that [ends the context](CudaError::ends_context), the piece may still move.
     pub fn is_done(&self, slot: usize) -> Result<bool, CudaError> {
-        self.slots[slot].done.is_complete()
+        let slot = &self.slots[slot];
+        match slot.recorded {
+            true => slot.done.is_complete(),
+            false => self.stream.is_idle(),
+        }
     }
 
     /// Waits for everything that was put on the stream.
@@ -234,14 +285,8 @@ impl Lane {
         let kernels = self.tools.kernels.as_ref().map_err(Clone::clone)?;
         self.plan.clear();
         self.plan.push(copies.as_slice(), self.direction);
-        let context = &self.tools.context;
-        let place = &mut self.slots[slot].plan;
-        let (host, device) = match place {
-            Some(place) => place,
-            None => place.insert((
-                context.allocate_host(PLAN_BYTES)?,
-                context.allocate(PLAN_BYTES as u64)?,
-            )),
+        let Some((host, device)) = &self.slots[slot].plan else {
+            return Err(CudaError::Missing { function: "kvcopy" });
         };
         let mut used = 0;
         for (unit, work) in self.plan.launches() {
@@ -302,25 +347,33 @@ impl Lane {
     ) -> Result<Executor, CudaError> {
         let place = &mut self.slots[slot].staging;
         let buffer = match place {
-            Some(buffer) => buffer,
-            None => place.insert(self.tools.context.allocate(STAGING_BYTES)?),
+            Some(buffer) => Some(buffer),
+            // An engine may have taken all memory there is.
+            None => match self.tools.context.allocate(STAGING_BYTES) {
+                Ok(buffer) => Some(place.insert(buffer)),
+                Err(error) if error.ends_context() => return Err(error),
+                Err(_) => None,
+            },
         };
-        let Some(ranges) = stage(copies.as_slice(), buffer.base().0, STAGING_BYTES) else {
-            // Its bytes have holes between them in the object.
+        let staged = buffer.is_some_and(|buffer| {
+            self.ranges
+                .fill(copies.as_slice(), buffer.base().0, STAGING_BYTES)
+        });
+        if !staged {
             // SAFETY: as for this function.
             return unsafe { self.plain(copies, pieces) }.map(|()| Executor::Plain);
-        };
+        }
         let (mut staged, mut whole) = (
             std::mem::take(&mut self.staged),
-            std::mem::take(&mut self.ranges),
+            std::mem::take(&mut self.whole),
         );
         staged.clear();
         whole.clear();
         for copy in copies.as_slice() {
-            let host = ranges.staged(copy.host);
+            let host = self.ranges.staged(copy.host);
             staged.push(DeviceCopy { host, ..*copy });
         }
-        for range in ranges.all() {
+        for range in self.ranges.all() {
             whole.push(DeviceCopy {
                 engine: range.staged,
                 host: range.host,
@@ -339,7 +392,21 @@ impl Lane {
                     .and_then(|()| self.launch(slot, &staged, LOCAL_BLOCKS)),
             }
         };
-        (self.staged, self.ranges) = (staged, whole);
+        (self.staged, self.whole) = (staged, whole);
         put.map(|()| Executor::Staged)
+    }
+}
+
+impl Drop for Lane {
+    /// What the stream may still use is not given back.
+    fn drop(&mut self) {
+        let _current = self.tools.context.enter();
+        let in_use = match self.stream.is_idle() {
+            Ok(idle) => !idle,
+            Err(error) => !error.ends_context(),
+        };
+        if in_use {
+            std::mem::forget(std::mem::take(&mut self.slots));
+        }
     }
 }

@@ -2,14 +2,18 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, Place};
 use super::super::events::ForeignEvent;
 use super::super::storages::Storages;
-use super::executor::{PIECE_BYTES, PIECE_COPIES};
-use crate::device::{DeviceError, Done, Transfer};
+use super::executor::{HostMemory, PIECE_BYTES, PIECE_COPIES, PIECE_RUNS};
+use super::pinned::Pinned;
+use crate::device::{Begun, DeviceError, Done, Transfer};
 use crate::layout::KvLayout;
+
+/// Longest pause between two questions about an event.
+const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 
 /// One worker's pages as the thread of its GPU knows them.
 #[derive(Debug)]
@@ -31,24 +35,22 @@ pub(in super::super) struct Pages {
 pub(in super::super) struct Job {
     pub pages: Arc<Pages>,
     pub transfer: Transfer,
-    /// The pages are ready when this is complete.
-    pub event: ForeignEvent,
-    /// When it is given up if the event is not complete by then.
-    pub event_deadline: Instant,
-    pub done: Done,
-    progress: Progress,
-}
-
-/// How far a transfer is.
-#[derive(Debug, Default)]
-struct Progress {
-    ready: bool,
+    done: Done,
+    /// Told when everything of it is with the GPU.
+    begun: Option<Begun>,
+    /// The pages are ready when this is complete; none once it was.
+    event: Option<ForeignEvent>,
+    /// When it was handed over, and when it is given up if the event is not complete by then.
+    since: Instant,
+    event_deadline: Option<Instant>,
+    /// When to ask the event again.
+    ask_at: Instant,
     next_chunk: usize,
-    /// Copies of the chunks planned last, and how many of them were taken.
+    /// Copies of the chunk that was planned last, and how many of them were taken.
     planned: Vec<DeviceCopy>,
     taken: usize,
-    /// Whether the extent of that chunk is pinned.
-    straight: bool,
+    /// Where the object of that chunk is.
+    host: HostMemory,
     /// Pieces handed to the GPU that are not done.
     pieces: usize,
     moved: u64,
@@ -60,31 +62,57 @@ struct Progress {
 
 /// What a piece is made of, beside its copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) struct PieceFacts {
+pub(super) struct PieceFacts {
     pub bytes: u64,
-    /// Whether all of its host memory is pinned.
-    pub straight: bool,
+    /// What all of its host memory is, at least.
+    pub host: HostMemory,
+    /// Nothing comes after it.
+    pub last: bool,
 }
 
 impl Job {
+    /// `event_timeout` is how long its event may take from now on.
     pub fn new(
         pages: Arc<Pages>,
         transfer: Transfer,
         event: ForeignEvent,
-        event_deadline: Instant,
+        event_timeout: Duration,
         done: Done,
     ) -> Self {
+        let since = Instant::now();
         Self {
             pages,
             transfer,
-            event,
-            event_deadline,
             done,
-            progress: Progress::default(),
+            begun: None,
+            event: Some(event),
+            since,
+            event_deadline: since.checked_add(event_timeout),
+            ask_at: since,
+            next_chunk: 0,
+            planned: Vec::new(),
+            taken: 0,
+            host: HostMemory::Pageable,
+            pieces: 0,
+            moved: 0,
+            has_left: false,
+            error: None,
         }
     }
 
-    /// Whether a piece of it can be begun now.
+    /// Whom to tell when everything of it is with the GPU.
+    pub fn telling(mut self, begun: Begun) -> Self {
+        self.begun = Some(begun);
+        self
+    }
+
+    /// Takes whom to tell that everything of it is with the GPU; nobody when something of it failed.
+    pub fn take_begun(&mut self) -> Option<Begun> {
+        self.begun.take().filter(|_| self.error.is_none())
+    }
+
+    /// Whether a piece of it can be begun now. An event is asked less and less often: what it costs to find out late
+    /// is little beside what was waited for already.
     ///
     /// # Errors
     /// Why none can any more.
@@ -93,119 +121,138 @@ impl Job {
             return Err(DeviceError::Stopped);
         }
         self.transfer.in_time(now)?;
-        if !self.progress.ready {
-            self.progress.ready = self.event.is_complete()?;
+        let Some(event) = &self.event else {
+            return Ok(true);
+        };
+        let last = self.event_deadline.is_some_and(|deadline| now >= deadline);
+        if now >= self.ask_at || last {
+            if event.is_complete()? {
+                self.event = None;
+                return Ok(true);
+            }
+            let waited = now.saturating_duration_since(self.since);
+            self.ask_at = now + (waited / 16).min(LONGEST_PAUSE);
         }
-        match self.progress.ready {
-            true => Ok(true),
-            false if now < self.event_deadline => Ok(false),
-            false => Err(DeviceError::NeverReady),
+        match last {
+            true => Err(DeviceError::NeverReady),
+            false => Ok(false),
         }
     }
 
-    /// Fills `copies` with the next piece; none when there is none.
+    /// Fills `piece` with the next piece; `None` when there is none. `chunk` is anybody's.
     ///
     /// # Errors
     /// A chunk that cannot be.
-    pub fn next_piece(
+    pub(super) fn next_piece(
         &mut self,
-        copies: &mut DeviceCopies,
-        is_pinned: impl Fn(kvtier_memory::Extent) -> bool,
+        piece: &mut DeviceCopies,
+        chunk: &mut DeviceCopies,
+        pinned: &Pinned,
     ) -> Result<Option<PieceFacts>, DeviceError> {
-        copies.clear();
-        let mut bytes = 0;
-        let mut straight = true;
+        piece.clear();
+        let mut facts = PieceFacts {
+            bytes: 0,
+            host: HostMemory::Mapped,
+            last: false,
+        };
+        let mut runs = 0;
         loop {
-            let Some(copy) = self.progress.planned.get(self.progress.taken) else {
-                match self.plan_chunk(&is_pinned)? {
-                    true => continue,
-                    false => break,
+            let Some(copy) = self.planned.get(self.taken) else {
+                if self.plan_chunk(chunk, pinned)? {
+                    continue;
                 }
+                facts.last = true;
+                break;
             };
-            let full =
-                bytes + copy.bytes() > PIECE_BYTES || copies.as_slice().len() >= PIECE_COPIES;
-            if full && bytes > 0 {
+            let full = facts.bytes + copy.bytes() > PIECE_BYTES
+                || runs + copy.runs() > PIECE_RUNS
+                || piece.as_slice().len() >= PIECE_COPIES;
+            if full && facts.bytes > 0 {
                 break;
             }
-            bytes += copy.bytes();
-            straight &= self.progress.straight;
-            copies.push(*copy);
-            self.progress.taken += 1;
+            facts.bytes += copy.bytes();
+            runs += copy.runs();
+            facts.host = facts.host.min(self.host);
+            piece.push(*copy);
+            self.taken += 1;
         }
-        Ok((bytes > 0).then_some(PieceFacts { bytes, straight }))
+        Ok((facts.bytes > 0).then_some(facts))
     }
 
     /// Plans the next chunk; says whether there was one.
     fn plan_chunk(
         &mut self,
-        is_pinned: impl Fn(kvtier_memory::Extent) -> bool,
+        whole: &mut DeviceCopies,
+        pinned: &Pinned,
     ) -> Result<bool, DeviceError> {
-        let Some(chunk) = self.transfer.chunks.get(self.progress.next_chunk) else {
+        let Transfer {
+            arena,
+            blocks,
+            chunks,
+            ..
+        } = &self.transfer;
+        let Some(chunk) = chunks.get(self.next_chunk) else {
             return Ok(false);
         };
-        self.progress.next_chunk += 1;
-        let address = self
-            .transfer
-            .arena
-            .address(chunk.extent, 0, chunk.extent.len)?;
+        self.next_chunk += 1;
+        self.taken = 0;
+        self.planned.clear();
+        let address = arena.address(chunk.extent, 0, chunk.extent.len)?;
         let extent = Place {
             address: address.as_ptr() as u64,
             bytes: chunk.extent.len,
         };
-        let mut whole = DeviceCopies::default();
-        whole.push_chunk(
-            &self.pages.layout,
-            &self.transfer.blocks,
-            chunk.request,
-            &self.pages.places,
-            extent,
-        )?;
-        self.progress.planned.clear();
-        self.progress.taken = 0;
-        self.progress.straight = is_pinned(chunk.extent);
+        let (layout, places) = (&self.pages.layout, &self.pages.places);
+        whole.clear();
+        whole.push_chunk(layout, blocks, chunk.request, places, extent)?;
+        self.host = pinned.memory_of(arena, chunk.extent);
+        self.planned.reserve(whole.as_slice().len());
         for copy in whole.as_slice() {
-            copy.each_part(PIECE_BYTES, &mut |part| self.progress.planned.push(*part));
+            // A multiple of 16, as the number of runs is.
+            let most = copy.inner_bytes.saturating_mul(PIECE_RUNS).min(PIECE_BYTES);
+            copy.each_part(most, &mut |part| self.planned.push(*part));
         }
         Ok(true)
     }
 
     /// Nothing more of it is begun.
     pub fn fail(&mut self, error: DeviceError) {
-        self.progress.error.get_or_insert(error);
+        self.error.get_or_insert(error);
     }
 
     /// A piece of it was handed to the GPU.
     pub fn piece_begun(&mut self) {
-        self.progress.pieces += 1;
+        self.pieces += 1;
     }
 
-    /// A piece of it has ended, or will never.
+    /// A piece of it has ended, after moving so many bytes.
     pub fn piece_ended(&mut self, bytes: u64) {
-        self.progress.pieces -= 1;
-        self.progress.moved += bytes;
+        self.pieces -= 1;
+        self.moved += bytes;
     }
 
     /// Nothing of it waits any more.
     pub fn leave_queue(&mut self) {
-        self.progress.has_left = true;
+        self.has_left = true;
     }
 
     /// Whether nothing of it waits or is with the GPU.
     pub fn is_over(&self) -> bool {
-        self.progress.has_left && self.progress.pieces == 0
+        self.has_left && self.pieces == 0
     }
 
-    /// Tells whoever waits for it how it ended. A panic there is theirs.
+    /// Tells whoever waits for it how it ended, after letting go of the pages: whoever hears of the last transfer may
+    /// free them. A panic there is theirs.
     pub fn end(self, now: Instant) {
-        let Progress { error, moved, .. } = self.progress;
-        let result = match error {
+        let result = match self.error {
             Some(error) => Err(error),
             // Pages that were given up may be somebody else's by now.
-            None => self.transfer.in_time(now).map(|()| moved),
+            None => self.transfer.in_time(now).map(|()| self.moved),
         };
         let done = self.done;
+        self.pages.under_way.fetch_sub(1, Ordering::AcqRel);
+        drop((self.event, self.pages, self.transfer));
         // What is caught has been printed, and the responder inside says it to the health.
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| done(result)));
-        self.pages.under_way.fetch_sub(1, Ordering::AcqRel);
     }
 }

@@ -17,14 +17,14 @@ mod turns;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use kvtier_memory::Arena;
 use parking_lot::{Condvar, Mutex};
 
 use super::allocations::Allocations;
 use super::driver::{Context, PhysicalDevice};
 use super::error::CudaError;
+use crate::device::DeviceError;
 use crate::plan::Direction;
 
 pub use executor::Executor;
@@ -41,6 +41,10 @@ pub struct GpuOptions {
     pub executor: Option<Executor>,
     /// How long a worker's event may take to be complete before its transfer fails.
     pub event_timeout: Duration,
+    /// Bytes of the arena that are pinned at a time, rounded up to whole pages. Copies are cut where these adjoin.
+    pub pin_bytes: u64,
+    /// How long dropping a GPU waits for what is with it. What has not ended then never does: its memory is lost.
+    pub leave_timeout: Duration,
 }
 
 impl Default for GpuOptions {
@@ -49,6 +53,9 @@ impl Default for GpuOptions {
             executor: None,
             // An engine's step takes milliseconds, its compilation of kernels seconds.
             event_timeout: Duration::from_secs(30),
+            pin_bytes: 1 << 30,
+            // Pieces take a millisecond.
+            leave_timeout: Duration::from_secs(10),
         }
     }
 }
@@ -57,7 +64,10 @@ impl Default for GpuOptions {
 #[derive(Debug)]
 struct Shared {
     inbox: Mutex<Inbox>,
+    /// The inbox has something for the thread.
     wake: Condvar,
+    /// The thread has ended.
+    ended: Condvar,
     counters: readings::Counters,
     profile: Profile,
     options: GpuOptions,
@@ -74,6 +84,38 @@ struct Inbox {
     /// Something changed that the thread should look at.
     nudged: bool,
     stop: bool,
+    /// Nobody takes anything from here any more.
+    closed: bool,
+    ended: bool,
+}
+
+impl Shared {
+    /// Nothing is begun any more, because of this error.
+    fn broke(&self, error: &str) {
+        self.broken.lock().get_or_insert_with(|| error.to_owned());
+    }
+
+    /// There is no thread any more: what it has not taken fails.
+    fn give_up(&self, why: &str) {
+        self.broke(why);
+        let mut inbox = self.inbox.lock();
+        inbox.closed = true;
+        let jobs = std::mem::take(&mut inbox.jobs);
+        drop(inbox);
+        jobs.into_iter().for_each(|job| self.refuse(job));
+    }
+
+    fn refuse(&self, mut job: Job) {
+        let why = self.broken.lock().clone();
+        job.fail(DeviceError::Broken(why.unwrap_or_default()));
+        self.end(job);
+    }
+
+    fn end(&self, job: Job) {
+        let direction = job.transfer.direction as usize;
+        self.under_way[direction].fetch_sub(1, Ordering::Relaxed);
+        job.end(Instant::now());
+    }
 }
 
 impl std::fmt::Debug for Inbox {
@@ -122,14 +164,22 @@ impl Gpu {
         let allocations = Allocations::new(Arc::clone(&context))?;
         let _current = context.enter()?;
         let tools = Arc::new(executor::Tools::find(&context));
-        let profile = profile::try_out(&tools)?;
-        let lanes = [
+        let mut lanes = [
             executor::Lane::new(&tools, Direction::Store)?,
             executor::Lane::new(&tools, Direction::Retrieve)?,
         ];
+        let profile = profile::try_out(&tools, &mut lanes)?;
+        for needed in [Some(Executor::Plain), options.executor] {
+            let why = needed.and_then(|executor| profile.obstacle(executor));
+            if let Some((executor, why)) = why {
+                let (name, why) = (executor.name(), why.clone());
+                return Err(CudaError::Executor { name, why });
+            }
+        }
         let shared = Arc::new(Shared {
             inbox: Mutex::default(),
             wake: Condvar::new(),
+            ended: Condvar::new(),
             counters: readings::Counters::default(),
             profile,
             options,
@@ -143,10 +193,15 @@ impl Gpu {
             lanes,
             pinned(&context),
         );
+        let ending = Arc::clone(&shared);
         let name = format!("kvtier-gpu-{}", device.ordinal());
         let thread = std::thread::Builder::new()
             .name(name)
-            .spawn(move || feeder.run())
+            .spawn(move || {
+                feeder.run();
+                ending.inbox.lock().ended = true;
+                ending.ended.notify_all();
+            })
             .map_err(|error| CudaError::Call {
                 function: "the thread of a GPU",
                 code: error.raw_os_error().unwrap_or(-1),
@@ -168,7 +223,13 @@ impl Gpu {
     pub fn submit(&self, job: Job) {
         let direction = job.transfer.direction as usize;
         self.shared.under_way[direction].fetch_add(1, Ordering::Relaxed);
-        self.shared.inbox.lock().jobs.push(job);
+        let mut inbox = self.shared.inbox.lock();
+        if inbox.closed {
+            drop(inbox);
+            return self.shared.refuse(job);
+        }
+        inbox.jobs.push(job);
+        drop(inbox);
         self.shared.wake.notify_one();
     }
 
@@ -210,12 +271,27 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        self.shared.inbox.lock().stop = true;
+        let mut inbox = self.shared.inbox.lock();
+        inbox.stop = true;
         self.shared.wake.notify_one();
-        if let Some(thread) = self.thread.take() {
-            // What its callers do is caught inside.
-            let _ = thread.join();
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        if thread.thread().id() == std::thread::current().id() {
+            // The last owner was what a transfer held. The thread ends by itself.
+            return;
         }
+        let (ended, timeout) = (&self.shared.ended, self.shared.options.leave_timeout);
+        if ended
+            .wait_while_for(&mut inbox, |inbox| !inbox.ended, timeout)
+            .timed_out()
+        {
+            // The thread keeps what the GPU may still touch.
+            return;
+        }
+        drop(inbox);
+        // It has nothing left to do.
+        let _ = thread.join();
     }
 }
 
@@ -223,9 +299,4 @@ impl std::fmt::Debug for Gpu {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Gpu").finish_non_exhaustive()
     }
-}
-
-/// The arena pins once, for all GPUs, when the first of them is taken into use.
-pub(super) fn pin(context: &Arc<Context>, arena: &Arc<Arena>) -> Arc<Pinned> {
-    Arc::new(Pinned::start(context, Arc::clone(arena)))
 }

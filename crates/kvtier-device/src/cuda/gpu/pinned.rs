@@ -13,10 +13,9 @@ use kvtier_memory::{Arena, Extent};
 use parking_lot::Mutex;
 
 use super::super::device_copy::PinnedPieces;
-use super::super::driver::{Context, RegisteredHost};
+use super::super::driver::{Context, DevicePtr, RegisteredHost};
+use super::executor::HostMemory;
 
-/// Bytes of a piece, the last one of an arena maybe fewer. Copies are cut at borders, so pieces are large.
-const PIECE_BYTES: u64 = 1 << 30;
 /// Threads that pin. The work is the kernel's, page by page; more of them gain little (LMCache uses one).
 const THREADS: usize = 4;
 
@@ -42,6 +41,8 @@ pub(in super::super) struct Pinned {
 struct Shared {
     // Before the arena, which must stay mapped while pieces are registered.
     registered: Mutex<Vec<RegisteredHost>>,
+    /// Bytes of a piece, the last one maybe fewer.
+    piece_bytes: u64,
     pieces: Vec<AtomicBool>,
     next: AtomicUsize,
     bytes: AtomicU64,
@@ -54,11 +55,14 @@ struct Shared {
 }
 
 impl Pinned {
-    /// Begins to pin.
-    pub fn start(context: &Arc<Context>, arena: Arc<Arena>) -> Self {
-        let count = arena.len().div_ceil(PIECE_BYTES) as usize;
+    /// Begins to pin, so many bytes at a time, in whole pages.
+    pub fn start(context: &Arc<Context>, arena: Arc<Arena>, piece_bytes: u64) -> Self {
+        let page = arena.page_bytes();
+        let piece_bytes = piece_bytes.clamp(page, arena.len()).next_multiple_of(page);
+        let count = arena.len().div_ceil(piece_bytes) as usize;
         let shared = Arc::new(Shared {
             registered: Mutex::default(),
+            piece_bytes,
             pieces: (0..count).map(|_| AtomicBool::new(false)).collect(),
             next: AtomicUsize::new(0),
             bytes: AtomicU64::new(0),
@@ -69,40 +73,47 @@ impl Pinned {
             arena,
         });
         let threads = (0..THREADS.min(count)).filter_map(|number| {
-            let (shared, context) = (Arc::clone(&shared), Arc::clone(context));
+            let (pinning, context) = (Arc::clone(&shared), Arc::clone(context));
             let thread = std::thread::Builder::new().name(format!("kvtier-pin-{number}"));
-            thread.spawn(move || shared.pin(&context)).ok()
+            let thread = thread.spawn(move || pinning.pin(&context));
+            thread
+                .map_err(|error| *shared.error.lock() = Some(format!("no thread: {error}")))
+                .ok()
         });
-        Self {
-            threads: threads.collect(),
-            shared,
+        let threads: Vec<_> = threads.collect();
+        if threads.is_empty() {
+            shared.stop.store(true, Ordering::Relaxed);
         }
+        Self { threads, shared }
     }
 
-    /// Whether an extent is pinned, all of it.
-    pub fn covers(&self, extent: Extent) -> bool {
-        let Some(last) = extent
-            .offset
-            .checked_add(extent.len)
-            .and_then(|end| end.checked_sub(1))
-        else {
-            return false;
+    /// What an extent of an arena is.
+    pub(super) fn memory_of(&self, arena: &Arc<Arena>, extent: Extent) -> HostMemory {
+        let shared = &self.shared;
+        let end = extent.offset.checked_add(extent.len);
+        let Some(last) = end.and_then(|end| end.checked_sub(1)) else {
+            return HostMemory::Pageable;
         };
-        let pieces = (extent.offset / PIECE_BYTES) as usize..=(last / PIECE_BYTES) as usize;
-        let pieces = self.shared.pieces.get(pieces);
-        pieces.is_some_and(|pieces| pieces.iter().all(|piece| piece.load(Ordering::Acquire)))
-    }
-
-    /// Whether GPUs reach pinned memory at the host's own addresses.
-    pub fn same_address(&self) -> bool {
-        self.shared.same_address.load(Ordering::Acquire)
+        let piece = |at: u64| usize::try_from(at / shared.piece_bytes).unwrap_or(usize::MAX);
+        let (first, last) = (piece(extent.offset), piece(last));
+        let pinned = |piece: &AtomicBool| piece.load(Ordering::Acquire);
+        let pieces = shared.pieces.get(first..=last);
+        if !Arc::ptr_eq(arena, &shared.arena)
+            || !pieces.is_some_and(|pieces| pieces.iter().all(pinned))
+        {
+            HostMemory::Pageable
+        } else if first == last && shared.same_address.load(Ordering::Acquire) {
+            HostMemory::Mapped
+        } else {
+            HostMemory::Pinned
+        }
     }
 
     /// The borders that no copy may cross.
     pub fn pieces(&self) -> PinnedPieces {
         PinnedPieces {
             start: self.shared.arena.base().as_ptr() as u64,
-            bytes: PIECE_BYTES,
+            bytes: self.shared.piece_bytes,
         }
     }
 
@@ -125,8 +136,8 @@ impl Shared {
             if number >= self.pieces.len() || self.stop.load(Ordering::Relaxed) {
                 return;
             }
-            let offset = number as u64 * PIECE_BYTES;
-            let bytes = PIECE_BYTES.min(self.arena.len() - offset);
+            let offset = number as u64 * self.piece_bytes;
+            let bytes = self.piece_bytes.min(self.arena.len() - offset);
             if let Err(error) = self.pin_piece(context, number, offset, bytes) {
                 *self.error.lock() = Some(format!("{bytes} bytes from {offset} on: {error}"));
             }
@@ -150,13 +161,12 @@ impl Shared {
         // it when is decided by who hands out extents.
         let registered = unsafe { context.register_host(start, bytes as usize) };
         let registered = registered.map_err(|error| error.to_string())?;
-        let seen = context
-            .host_device_pointer(start)
-            .map_err(|error| error.to_string())?;
-        if seen.0 != start.as_ptr() as u64 {
+        // From here on copies may rely on it, whatever else is said.
+        self.registered.lock().push(registered);
+        let seen = context.host_device_pointer(start);
+        if seen != Ok(DevicePtr(start.as_ptr() as u64)) {
             self.same_address.store(false, Ordering::Release);
         }
-        self.registered.lock().push(registered);
         self.pieces[number].store(true, Ordering::Release);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(())

@@ -6,9 +6,9 @@ use std::time::Instant;
 use kvtier_memory::CopyLoop;
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
-use super::super::driver::DevicePtr;
+use super::super::driver::{Context, DeviceBuffer, HostBuffer, Stream};
 use super::super::error::CudaError;
-use super::executor::{Executor, Lane, Tools};
+use super::executor::{Executor, HostMemory, Lane, Tools};
 use crate::plan::Direction;
 
 /// Lengths of runs that are tried, in bytes.
@@ -36,15 +36,12 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// The executor for a piece whose runs have `mean` bytes on average.
-    ///
-    /// `straight` says that the GPU reaches the host's memory by the same addresses; without it the kernel cannot, and
-    /// a batch gains nothing.
-    pub fn choose(&self, direction: Direction, mean: u64, straight: bool) -> Executor {
+    /// The executor for a piece whose runs have `mean` bytes on average and are in such memory of the host.
+    pub(super) fn choose(&self, direction: Direction, mean: u64, host: HostMemory) -> Executor {
         let tried = TRIED_RUNS.partition_point(|run| *run < mean);
         let tried = tried.min(TRIED_RUNS.len() - 1);
         let rate = |executor: &Executor| {
-            let usable = straight || matches!(executor, Executor::Staged | Executor::Plain);
+            let usable = executor.with(host) == *executor;
             self.rates[direction as usize][*executor as usize][tried].filter(|_| usable)
         };
         let best = Executor::ALL.iter().filter_map(rate).fold(0.0, f64::max);
@@ -54,82 +51,105 @@ impl Profile {
             .find(fast)
             .unwrap_or(Executor::Plain)
     }
+
+    /// Why an executor cannot be used, if it cannot.
+    pub(super) fn obstacle(&self, executor: Executor) -> Option<&(Executor, String)> {
+        self.obstacles.iter().find(|(other, _)| *other == executor)
+    }
 }
 
-/// Tries every executor both ways. An executor that cannot be used, fails, or moves wrong bytes is left out.
+/// Tries every executor both ways, on idle lanes for stores and retrieves. An executor that cannot be used, fails, or
+/// moves wrong bytes is left out.
 ///
 /// # Errors
 /// What the driver says where it is about more than an executor.
-pub(super) fn try_out(tools: &Arc<Tools>) -> Result<Profile, CudaError> {
+pub(super) fn try_out(tools: &Tools, lanes: &mut [Lane; 2]) -> Result<Profile, CudaError> {
     let mut profile = Profile::default();
-    let mut bench = Bench::new(tools)?;
+    let mut bench = Bench::new(&tools.context)?;
     for executor in Executor::ALL {
         let tried = match tools.obstacle(executor) {
-            Some(obstacle) => Err(obstacle),
-            None => bench.executor(executor, &mut profile.rates),
+            Some(obstacle) => Ok(Some(obstacle)),
+            None => bench.executor(lanes, executor, &mut profile.rates),
         };
-        if let Err(obstacle) = tried {
-            for rates in &mut profile.rates {
-                rates[executor as usize] = Default::default();
+        match tried {
+            Ok(None) => {}
+            Ok(Some(obstacle)) => {
+                for rates in &mut profile.rates {
+                    rates[executor as usize] = Default::default();
+                }
+                profile.obstacles.push((executor, obstacle));
             }
-            profile.obstacles.push((executor, obstacle));
+            Err(error) => {
+                if !error.ends_context() {
+                    // Nobody knows whether anything still moves.
+                    std::mem::forget(bench);
+                }
+                return Err(error);
+            }
         }
     }
     Ok(profile)
 }
 
 /// Memory on both sides for trials.
-struct Bench<'a> {
-    tools: &'a Arc<Tools>,
-    pages: super::super::driver::DeviceBuffer,
-    host: super::super::driver::HostBuffer,
-    lanes: [Lane; 2],
+struct Bench {
+    stream: Stream,
+    pages: DeviceBuffer,
+    host: HostBuffer,
+    /// Bytes that tell their position.
+    pattern: Vec<u8>,
 }
 
-impl<'a> Bench<'a> {
-    fn new(tools: &'a Arc<Tools>) -> Result<Self, CudaError> {
+impl Bench {
+    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let byte = |at: u64| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8;
         Ok(Self {
-            pages: tools.context.allocate(TRIAL_BYTES)?,
-            host: tools.context.allocate_host(TRIAL_BYTES as usize)?,
-            lanes: [
-                Lane::new(tools, Direction::Store)?,
-                Lane::new(tools, Direction::Retrieve)?,
-            ],
-            tools,
+            stream: Stream::new(context, 0)?,
+            pages: context.allocate(TRIAL_BYTES)?,
+            host: context.allocate_host(TRIAL_BYTES as usize)?,
+            pattern: (0..TRIAL_BYTES).map(byte).collect(),
         })
     }
 
-    fn executor(&mut self, executor: Executor, rates: &mut Rates) -> Result<(), String> {
-        let error = |error: CudaError| error.to_string();
+    /// Tries one executor; gives what is wrong with it.
+    fn executor(
+        &mut self,
+        lanes: &mut [Lane; 2],
+        executor: Executor,
+        rates: &mut Rates,
+    ) -> Result<Option<String>, CudaError> {
         for direction in [Direction::Store, Direction::Retrieve] {
+            let lane = &mut lanes[direction as usize];
             for (tried, run) in TRIED_RUNS.into_iter().enumerate() {
                 let copies = self.copies(run);
                 let bytes = copies.run_lengths().bytes;
-                self.fill(direction, bytes).map_err(error)?;
+                self.fill(direction, bytes as usize)?;
                 let mut best = f64::INFINITY;
                 for _ in 0..ROUNDS {
                     let began = Instant::now();
-                    let lane = &mut self.lanes[direction as usize];
                     // SAFETY: the copies are inside the two buffers, which live until the lane has finished; the
                     // context is current, and every slot is done.
                     let used = unsafe { lane.put(0, executor, &copies, PinnedPieces::WHOLE) };
-                    lane.finish().map_err(error)?;
-                    if used.map_err(error)? != executor {
-                        return Err("it gave way to another executor".to_owned());
-                    }
+                    lane.finish()?;
                     best = best.min(began.elapsed().as_secs_f64());
+                    match used {
+                        Ok(used) if used == executor => {}
+                        Ok(used) => return Ok(Some(format!("it gave way to {}", used.name()))),
+                        Err(error) if error.ends_context() => return Err(error),
+                        Err(error) => return Ok(Some(error.to_string())),
+                    }
                 }
-                self.check(direction, run, bytes)
-                    .map_err(error)?
-                    .map_err(|at| {
-                        format!(
-                            "it moved wrong bytes: runs of {run} bytes, {direction:?}, byte {at}"
-                        )
-                    })?;
+                if let Some(run_number) =
+                    self.first_wrong(direction, run as usize, bytes as usize)?
+                {
+                    return Ok(Some(format!(
+                        "it moved wrong bytes: {direction:?}, run {run_number} of {run} bytes"
+                    )));
+                }
                 rates[direction as usize][executor as usize][tried] = Some(bytes as f64 / best);
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Runs that adjoin on neither side with the one before: the last one first on one side.
@@ -147,73 +167,53 @@ impl<'a> Bench<'a> {
         copies
     }
 
-    /// A byte that its position tells.
-    fn pattern(at: u64) -> u8 {
-        ((at.wrapping_mul(0x9e37_79b9_7f4a_7c15)) >> 56) as u8
-    }
-
-    /// Puts a pattern into the side that is read, and something else into the other.
-    fn fill(&mut self, direction: Direction, bytes: u64) -> Result<(), CudaError> {
-        let store = direction == Direction::Store;
-        self.set_host(bytes, |at| match store {
-            true => Self::pattern(at),
-            false => !Self::pattern(at),
-        });
-        let copy = |bench: &Self| {
-            let stream = super::super::driver::Stream::new(&bench.tools.context, 0)?;
-            // SAFETY: both buffers have these bytes and live until the copy has ended.
-            unsafe {
-                stream.copy_to_device(
-                    bench.pages.base(),
-                    bench.host.base().as_ptr(),
-                    bytes as usize,
-                )
-            }?;
-            stream.synchronize()
-        };
-        copy(self)?;
-        self.set_host(bytes, |at| match store {
-            true => !Self::pattern(at),
-            false => Self::pattern(at),
-        });
+    /// Puts the pattern into the side that is read, and something else into the other.
+    fn fill(&mut self, direction: Direction, bytes: usize) -> Result<(), CudaError> {
+        let other = 0xa5;
+        let Self {
+            stream,
+            pages,
+            host,
+            pattern,
+        } = self;
+        let (pages, start) = (pages.base(), host.base().as_ptr());
+        // SAFETY: the buffer is ours, has these bytes, and nothing copies now.
+        let host = unsafe { std::slice::from_raw_parts_mut(start, bytes) };
+        host.copy_from_slice(&pattern[..bytes]);
+        // SAFETY: both buffers have these bytes and live until the stream has ended, here.
+        unsafe {
+            match direction {
+                Direction::Store => stream.copy_to_device(pages, start, bytes),
+                Direction::Retrieve => stream.fill(pages, other, bytes),
+            }
+        }?;
+        stream.synchronize()?;
+        if direction == Direction::Store {
+            host.fill(other);
+        }
         Ok(())
     }
 
-    fn set_host(&mut self, bytes: u64, value: impl Fn(u64) -> u8) {
-        // SAFETY: the buffer is ours, has these bytes, and nothing copies now.
-        let host =
-            unsafe { std::slice::from_raw_parts_mut(self.host.base().as_ptr(), bytes as usize) };
-        host.iter_mut()
-            .zip(0..)
-            .for_each(|(byte, at)| *byte = value(at));
-    }
-
-    /// Whether the pattern is where it should be; if not, the first byte that is wrong.
-    fn check(
+    /// The first run that is not where it should be, if there is one.
+    fn first_wrong(
         &mut self,
         direction: Direction,
-        run: u64,
-        bytes: u64,
-    ) -> Result<Result<(), u64>, CudaError> {
+        run: usize,
+        bytes: usize,
+    ) -> Result<Option<usize>, CudaError> {
+        let start = self.host.base().as_ptr();
         if direction == Direction::Retrieve {
-            let stream = super::super::driver::Stream::new(&self.tools.context, 0)?;
-            let from = DevicePtr(self.pages.base().0);
             // SAFETY: as in `fill`.
-            unsafe {
-                stream.copy_to_host(self.host.base().as_ptr(), from, bytes as usize)?;
-            }
-            stream.synchronize()?;
+            unsafe { self.stream.copy_to_host(start, self.pages.base(), bytes) }?;
+            self.stream.synchronize()?;
         }
-        // SAFETY: as in `set_host`.
-        let host = unsafe {
-            std::slice::from_raw_parts(self.host.base().as_ptr().cast_const(), bytes as usize)
-        };
-        let runs = bytes / run;
-        let wrong = host.iter().zip(0..bytes).position(|(byte, at)| {
-            let source = (runs - 1 - at / run) * run + at % run;
-            *byte != Self::pattern(source)
-        });
-        Ok(wrong.map_or(Ok(()), |at| Err(at as u64)))
+        // SAFETY: as in `fill`.
+        let host = unsafe { std::slice::from_raw_parts(start.cast_const(), bytes) };
+        let sources = self.pattern[..bytes].chunks(run).rev();
+        Ok(host
+            .chunks(run)
+            .zip(sources)
+            .position(|(is, should)| is != should))
     }
 }
 
@@ -231,21 +231,24 @@ mod tests {
 
     #[test]
     fn the_fastest_is_chosen_and_copy_engines_when_they_are_as_fast() {
-        let choose =
-            |rates: &[_], straight| profile(rates).choose(Direction::Store, 4 << 10, straight);
+        let choose = |rates: &[_], host| profile(rates).choose(Direction::Store, 4 << 10, host);
         let all = [
             (Executor::Batch, 20.0),
             (Executor::Kernel, 50.0),
             (Executor::Staged, 45.0),
             (Executor::Plain, 1.0),
         ];
-        assert_eq!(choose(&all, true), Executor::Kernel);
-        // Memory that is not pinned.
-        assert_eq!(choose(&all, false), Executor::Staged);
+        let [pageable, pinned, mapped] =
+            [HostMemory::Pageable, HostMemory::Pinned, HostMemory::Mapped];
+        assert_eq!(choose(&all, mapped), Executor::Kernel);
+        assert_eq!(choose(&all, pinned), Executor::Staged);
+        assert_eq!(choose(&all, pageable), Executor::Staged);
         let near = [(Executor::Batch, 48.0), (Executor::Kernel, 50.0)];
-        assert_eq!(choose(&near, true), Executor::Batch);
-        assert_eq!(choose(&near, false), Executor::Plain);
-        assert_eq!(choose(&[], true), Executor::Plain);
+        assert_eq!(choose(&near, mapped), Executor::Batch);
+        assert_eq!(choose(&near[1..], mapped), Executor::Kernel);
+        assert_eq!(choose(&near, pinned), Executor::Batch);
+        assert_eq!(choose(&near, pageable), Executor::Plain);
+        assert_eq!(choose(&[], mapped), Executor::Plain);
     }
 
     #[test]
@@ -254,7 +257,7 @@ mod tests {
         for (tried, executor) in [(0, Executor::Kernel), (5, Executor::Batch)] {
             profile.rates[Direction::Retrieve as usize][executor as usize][tried] = Some(1.0);
         }
-        let choose = |mean| profile.choose(Direction::Retrieve, mean, true);
+        let choose = |mean| profile.choose(Direction::Retrieve, mean, HostMemory::Mapped);
         assert_eq!(choose(1), Executor::Kernel);
         assert_eq!(choose(256), Executor::Kernel);
         assert_eq!(choose((64 << 10) + 1), Executor::Batch);

@@ -10,61 +10,66 @@ pub(super) struct StagedRange {
     pub staged: u64,
 }
 
-/// The ranges of a piece, by address.
-#[derive(Debug)]
-pub(super) struct StagedRanges(Vec<StagedRange>);
+/// The ranges of a piece, by address. Made once and used for many pieces.
+#[derive(Debug, Default)]
+pub(super) struct StagedRanges {
+    ranges: Vec<StagedRange>,
+    /// Where each copy begins and ends.
+    spans: Vec<(u64, u64)>,
+}
 
 impl StagedRanges {
     pub fn all(&self) -> &[StagedRange] {
-        &self.0
+        &self.ranges
     }
 
     /// Where the byte at an address of the host, which is in one of the ranges, is staged.
     pub fn staged(&self, host: u64) -> u64 {
-        let after = self.0.partition_point(|range| range.host <= host);
-        let range = &self.0[after - 1];
+        let after = self.ranges.partition_point(|range| range.host <= host);
+        let range = &self.ranges[after - 1];
         range.staged + (host - range.host)
     }
-}
 
-/// Gives the bytes that copies touch in the arena places in a buffer, as far off a multiple of 16 as they are there.
-///
-/// `None` when there are holes, bytes that no copy touches between those of one (copying the whole would write them
-/// too), or when the buffer is too small.
-pub(super) fn stage(copies: &[DeviceCopy], buffer: u64, room: u64) -> Option<StagedRanges> {
-    let mut spans: Vec<(u64, u64)> = Vec::with_capacity(copies.len());
-    let mut bytes = 0u64;
-    for copy in copies {
-        // A copy lies inside its extent, so nothing here overflows.
-        let steps = |step: &kvtier_memory::CopyLoop| (step.count - 1) * step.arena_stride;
-        let span = copy.inner_bytes + copy.loops.iter().map(steps).sum::<u64>();
-        spans.push((copy.host, copy.host + span));
-        bytes += copy.bytes();
-    }
-    spans.sort_unstable();
-    let mut merged: Vec<(u64, u64)> = Vec::new();
-    for (start, end) in spans {
-        match merged.last_mut() {
-            Some(last) if start <= last.1 => last.1 = last.1.max(end),
-            _ => merged.push((start, end)),
+    /// Gives the bytes that copies touch in the arena places in a buffer, as far off a multiple of 16 as they are
+    /// there. Says whether it could: not when there are holes, bytes that no copy touches between those of one (copying
+    /// the whole would write them too), and not when the buffer is too small.
+    pub fn fill(&mut self, copies: &[DeviceCopy], buffer: u64, room: u64) -> bool {
+        let Self { ranges, spans } = self;
+        ranges.clear();
+        spans.clear();
+        let mut bytes = 0u64;
+        for copy in copies {
+            // A copy lies inside its extent, so nothing here overflows.
+            let steps = |step: &kvtier_memory::CopyLoop| (step.count - 1) * step.arena_stride;
+            let span = copy.inner_bytes + copy.loops.iter().map(steps).sum::<u64>();
+            spans.push((copy.host, copy.host + span));
+            bytes += copy.bytes();
         }
+        spans.sort_unstable();
+        for &(start, end) in spans.iter() {
+            match ranges.last_mut() {
+                Some(last) if start <= last.host + last.bytes => {
+                    last.bytes = last.bytes.max(end - last.host);
+                }
+                _ => ranges.push(StagedRange {
+                    host: start,
+                    bytes: end - start,
+                    staged: 0,
+                }),
+            }
+        }
+        // Copies do not overlap where they write, and each reads what it moves once: equal sums mean no holes.
+        if ranges.iter().map(|range| range.bytes).sum::<u64>() != bytes {
+            return false;
+        }
+        let mut used = 0u64;
+        for range in ranges {
+            let at = used.next_multiple_of(16) + range.host % 16;
+            used = at + range.bytes;
+            range.staged = buffer + at;
+        }
+        used <= room
     }
-    // Copies do not overlap where they write, and each reads what it moves once: equal sums mean no holes.
-    if merged.iter().map(|(start, end)| end - start).sum::<u64>() != bytes {
-        return None;
-    }
-    let mut ranges = Vec::with_capacity(merged.len());
-    let mut used = 0u64;
-    for (start, end) in merged {
-        let at = used.next_multiple_of(16) + start % 16;
-        used = at + (end - start);
-        ranges.push(StagedRange {
-            host: start,
-            bytes: end - start,
-            staged: buffer + at,
-        });
-    }
-    (used <= room).then_some(StagedRanges(ranges))
 }
 
 #[cfg(test)]
@@ -96,7 +101,8 @@ mod tests {
             copy(1008, 8, 4, 16),
             copy(1064, 10, 1, 0),
         ];
-        let ranges = stage(&copies, 4096, 128).unwrap();
+        let mut ranges = StagedRanges::default();
+        assert!(ranges.fill(&copies, 4096, 128));
         assert_eq!(
             ranges.all(),
             [StagedRange {
@@ -106,13 +112,14 @@ mod tests {
             }]
         );
         assert_eq!(ranges.staged(1008), 4096 + 16);
-        assert!(stage(&copies, 4096, 81).is_none());
+        assert!(!ranges.fill(&copies, 4096, 81));
     }
 
     #[test]
     fn ranges_apart_are_staged_apart_and_as_aligned() {
         let copies = [copy(5003, 5, 1, 0), copy(1000, 8, 1, 0)];
-        let ranges = stage(&copies, 4096, 64).unwrap();
+        let mut ranges = StagedRanges::default();
+        assert!(ranges.fill(&copies, 4096, 64));
         let staged: Vec<_> = ranges.all().iter().map(|range| range.staged).collect();
         assert_eq!(staged, [4096 + 8, 4096 + 16 + 11]);
         assert_eq!(ranges.staged(5004), 4096 + 16 + 12);
@@ -120,6 +127,7 @@ mod tests {
 
     #[test]
     fn holes_are_not_staged() {
-        assert!(stage(&[copy(1000, 8, 4, 16)], 4096, 1 << 20).is_none());
+        let copies = [copy(1000, 8, 4, 16)];
+        assert!(!StagedRanges::default().fill(&copies, 4096, 1 << 20));
     }
 }

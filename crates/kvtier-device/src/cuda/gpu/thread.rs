@@ -1,16 +1,18 @@
 //! The thread of a GPU.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::super::device_copy::DeviceCopies;
 use super::super::driver::Context;
-use super::super::error::CudaError;
+use super::super::events::ExportedEvents;
 use super::Shared;
 use super::executor::{Executor, Lane, SLOTS};
-use super::job::{Job, PieceFacts};
+use super::job::Job;
 use super::pinned::Pinned;
 use super::turns::Turns;
 use crate::device::DeviceError;
@@ -44,13 +46,14 @@ struct Piece {
     since: Instant,
 }
 
-/// What there is to do for a job.
-enum Next {
-    /// The worker's pages are not ready.
+/// What became of a look at a job.
+enum Look {
+    /// It has to wait: its pages are not ready, or all slots are in use.
     NotYet,
-    Piece(PieceFacts),
+    /// A piece of it was handed to the GPU, and there is more.
+    Begun,
     /// Everything was handed to the GPU.
-    Nothing,
+    All,
 }
 
 /// What the thread owns.
@@ -61,8 +64,11 @@ pub(super) struct Feeder {
     lines: [Line; 2],
     jobs: HashMap<u64, Job>,
     next_job: u64,
-    copies: DeviceCopies,
+    /// The piece that is being made, and the chunk it is made from.
+    piece: DeviceCopies,
+    chunk: DeviceCopies,
     pinned: Arc<Pinned>,
+    exported: ExportedEvents,
 }
 
 impl Feeder {
@@ -81,6 +87,7 @@ impl Feeder {
         };
         Self {
             shared,
+            exported: ExportedEvents::new(Arc::clone(&context)),
             context,
             lines: [
                 line(retrieve, Direction::Retrieve),
@@ -88,16 +95,27 @@ impl Feeder {
             ],
             jobs: HashMap::new(),
             next_job: 0,
-            copies: DeviceCopies::default(),
+            piece: DeviceCopies::default(),
+            chunk: DeviceCopies::default(),
             pinned,
         }
     }
 
+    /// Runs until it is told to stop and everything with the GPU has ended.
     pub fn run(mut self) {
+        let served = catch_unwind(AssertUnwindSafe(|| self.serve()));
+        if served.is_err() {
+            self.shared.give_up("its thread ended in a panic");
+            // Whatever moves still may move on; the memory of it stays away from others.
+            std::mem::forget(self);
+        }
+    }
+
+    fn serve(&mut self) {
         // A pause of 20 us would otherwise take 70.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         if let Err(error) = self.context.make_current() {
-            self.broke(error.to_string());
+            self.shared.broke(&error.to_string());
         }
         let mut last_work = Instant::now();
         loop {
@@ -162,35 +180,39 @@ impl Feeder {
     /// Takes back the pieces that are done; says whether there were any.
     fn collect(&mut self, line: usize) -> bool {
         let mut any = false;
-        while let Some(piece) = self.lines[line].pieces.front() {
-            let failed = match self.lines[line].lane.is_done(piece.slot) {
-                Ok(false) => break,
+        let line = &mut self.lines[line];
+        while let Some(piece) = line.pieces.front() {
+            let error = match line.lane.is_done(piece.slot) {
                 Ok(true) => None,
-                // The driver has given up this context, and with it all that was on its streams.
-                Err(error) => Some(error),
-            };
-            let Some(piece) = self.lines[line].pieces.pop_front() else {
-                break;
+                Ok(false) => break,
+                Err(error) => {
+                    self.shared.broke(&error.to_string());
+                    if !error.ends_context() {
+                        // It may still move: it is asked again, for ever if need be.
+                        break;
+                    }
+                    Some(error)
+                }
             };
             any = true;
-            self.lines[line].free.push(piece.slot);
-            if let Some(error) = &failed {
-                self.broke(error.to_string());
-            }
-            let direction = self.lines[line].direction;
-            let bytes = if failed.is_none() { piece.bytes } else { 0 };
-            if failed.is_none() {
-                let took = piece.since.elapsed();
-                let counters = &self.shared.counters;
-                counters.piece(direction, piece.executor, bytes, took);
-            }
-            if let Some(job) = self.jobs.get_mut(&piece.job) {
-                if let Some(error) = failed {
+            line.free.push(piece.slot);
+            let bytes = match &error {
+                Some(_) => 0,
+                None => {
+                    let (counters, took) = (&self.shared.counters, piece.since.elapsed());
+                    counters.piece(line.direction, piece.executor, piece.bytes, took);
+                    piece.bytes
+                }
+            };
+            let id = piece.job;
+            line.pieces.pop_front();
+            if let Some(job) = self.jobs.get_mut(&id) {
+                if let Some(error) = error {
                     job.fail(error.into());
                 }
                 job.piece_ended(bytes);
             }
-            self.end_if_over(piece.job);
+            end_if_over(&mut self.jobs, &self.shared, id);
         }
         any
     }
@@ -198,96 +220,71 @@ impl Feeder {
     /// Hands pieces to the GPU while there is room; says whether it did anything.
     fn feed(&mut self, line: usize, stop: bool) -> bool {
         let mut any = false;
-        // Each worker is asked once if none of them is ready.
-        let mut left_to_ask = self.lines[line].waiting.keys();
-        while left_to_ask > 0 && !self.lines[line].free.is_empty() {
-            let Some(&id) = self.lines[line].waiting.head() else {
-                break;
-            };
-            let next = match self.refusal(stop) {
-                Some(refusal) => Err(refusal),
-                None => self.next_piece(id),
-            };
-            match next {
-                Ok(Next::NotYet) => {
+        // Each worker is looked at once more after anything was done. Who has to wait comes last, so that when all
+        // have to, their order stays.
+        let mut left = self.lines[line].waiting.keys();
+        while left > 0
+            && let Some(&id) = self.lines[line].waiting.head()
+        {
+            match self.look_at(line, id, stop) {
+                Ok(Look::NotYet) => {
                     self.lines[line].waiting.pass();
-                    left_to_ask -= 1;
+                    left -= 1;
                     continue;
                 }
-                Ok(Next::Piece(facts)) => match self.put(line, id, facts) {
-                    Ok(()) => self.lines[line].waiting.pass(),
-                    Err(error) => self.fail(line, id, error.into()),
-                },
-                Ok(Next::Nothing) => {
-                    self.dequeue(line);
-                    self.end_if_over(id);
+                Ok(Look::Begun) => self.lines[line].waiting.pass(),
+                Ok(Look::All) => {
+                    self.tell_begun(line, id);
+                    self.leave(line, id);
                 }
-                Err(error) => self.fail(line, id, error),
+                Err(error) => {
+                    self.failed(id, error);
+                    self.leave(line, id);
+                }
             }
             any = true;
-            left_to_ask = self.lines[line].waiting.keys();
+            left = self.lines[line].waiting.keys();
         }
         any
     }
 
-    /// Why nothing is begun any more, whatever it is.
-    fn refusal(&self, stop: bool) -> Option<DeviceError> {
-        let broken = self.shared.broken.lock().clone();
-        match broken {
-            Some(error) => Some(DeviceError::Broken(error)),
-            None => stop.then_some(DeviceError::Stopped),
+    /// Begins the next piece of a job, if it can be begun.
+    fn look_at(&mut self, line: usize, id: u64, stop: bool) -> Result<Look, DeviceError> {
+        if let Some(error) = self.shared.broken.lock().clone() {
+            return Err(DeviceError::Broken(error));
         }
-    }
-
-    /// Fills `copies` with the next piece of a job.
-    fn next_piece(&mut self, id: u64) -> Result<Next, DeviceError> {
+        if stop {
+            return Err(DeviceError::Stopped);
+        }
         let Some(job) = self.jobs.get_mut(&id) else {
-            return Ok(Next::Nothing);
+            return Ok(Look::All);
         };
-        if !job.is_ready(Instant::now())? {
-            return Ok(Next::NotYet);
-        }
-        let pinned = &self.pinned;
-        let facts = job.next_piece(&mut self.copies, |extent| pinned.covers(extent))?;
-        Ok(facts.map_or(Next::Nothing, Next::Piece))
-    }
-
-    /// The job whose turn it is fails.
-    fn fail(&mut self, line: usize, id: u64, error: DeviceError) {
-        if matches!(error, DeviceError::NeverReady) {
-            self.shared.event_timeouts.fetch_add(1, Ordering::Relaxed);
-        }
-        if let Some(job) = self.jobs.get_mut(&id) {
-            job.fail(error);
-        }
-        self.dequeue(line);
-        self.end_if_over(id);
-    }
-
-    /// Puts the piece in `copies` on the stream.
-    fn put(&mut self, line: usize, id: u64, facts: PieceFacts) -> Result<(), CudaError> {
         let line = &mut self.lines[line];
-        let (Some(slot), Some(job)) = (line.free.pop(), self.jobs.get_mut(&id)) else {
-            return Ok(());
+        let ready = job.is_ready(Instant::now())?;
+        let Some(&slot) = line.free.last().filter(|_| ready) else {
+            return Ok(Look::NotYet);
         };
-        let lengths = self.copies.run_lengths();
+        let Some(facts) = job.next_piece(&mut self.piece, &mut self.chunk, &self.pinned)? else {
+            return Ok(Look::All);
+        };
+        let lengths = self.piece.run_lengths();
         let (mean, shared) = (lengths.mean(), &self.shared);
-        let straight = facts.straight && self.pinned.same_address();
         let chosen = match shared.options.executor {
-            Some(Executor::Kernel) if !straight => Executor::Staged,
-            Some(executor) => executor,
-            None => shared.profile.choose(line.direction, mean, straight),
+            Some(executor) => executor.with(facts.host),
+            None => shared.profile.choose(line.direction, mean, facts.host),
         };
         shared.counters.runs(line.direction, mean, lengths.runs);
         let since = Instant::now();
         // SAFETY: the context is current on this thread. The pages stay mapped as long as the job, which lives until
         // its last piece is done; the arena and its extents are held by the job too. The copies were checked against
-        // the mapped pages and the extent. What is `straight` is pinned at the addresses of the host. The slot is free.
+        // the mapped pages and the extent, and the kernel is only chosen for memory that the GPU sees at the host's
+        // addresses. The slot is free.
         let put = unsafe {
-            line.lane
-                .put(slot, chosen, &self.copies, self.pinned.pieces())
+            let pieces = self.pinned.pieces();
+            line.lane.put(slot, chosen, &self.piece, pieces)
         };
-        // Something of it may have been started, whatever it says; it is done when the stream got there.
+        // Some of it may have been started, whatever it says; it is done when the stream got there.
+        line.free.pop();
         job.piece_begun();
         line.pieces.push_back(Piece {
             slot,
@@ -296,29 +293,55 @@ impl Feeder {
             executor: *put.as_ref().unwrap_or(&chosen),
             since,
         });
-        put.map(drop)
+        put?;
+        Ok(match facts.last {
+            true => Look::All,
+            false => Look::Begun,
+        })
     }
 
-    /// Takes the job whose turn it is out of its queue.
-    fn dequeue(&mut self, line: usize) {
-        let id = self.lines[line].waiting.pop();
-        if let Some(job) = id.and_then(|id| self.jobs.get_mut(&id)) {
+    /// Tells whoever wants to know that everything of a job is with the GPU, and the event that is complete when it is
+    /// done. Without an event its end is all there is to tell.
+    fn tell_begun(&mut self, line: usize, id: u64) {
+        if let Some(begun) = self.jobs.get_mut(&id).and_then(Job::take_begun)
+            && let Ok(event) = self.lines[line].lane.export_event(&self.exported)
+        {
+            // What is caught has been printed; whoever is to be told is told at the end.
+            let _ = catch_unwind(AssertUnwindSafe(|| begun(&event)));
+        }
+    }
+
+    /// Nothing more of a job is begun.
+    fn failed(&mut self, id: u64, error: DeviceError) {
+        match &error {
+            DeviceError::NeverReady => {
+                self.shared.event_timeouts.fetch_add(1, Ordering::Relaxed);
+            }
+            DeviceError::Cuda(error) if error.ends_context() => {
+                self.shared.broke(&error.to_string());
+            }
+            _ => {}
+        }
+        if let Some(job) = self.jobs.get_mut(&id) {
+            job.fail(error);
+        }
+    }
+
+    /// The job whose turn it is leaves its queue.
+    fn leave(&mut self, line: usize, id: u64) {
+        self.lines[line].waiting.pop();
+        if let Some(job) = self.jobs.get_mut(&id) {
             job.leave_queue();
         }
+        end_if_over(&mut self.jobs, &self.shared, id);
     }
+}
 
-    /// Ends a job of which nothing is waiting or with the GPU any more.
-    fn end_if_over(&mut self, id: u64) {
-        if self.jobs.get(&id).is_some_and(Job::is_over)
-            && let Some(job) = self.jobs.remove(&id)
-        {
-            let direction = job.transfer.direction as usize;
-            job.end(Instant::now());
-            self.shared.under_way[direction].fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    fn broke(&self, error: String) {
-        self.shared.broken.lock().get_or_insert(error);
+/// Ends a job of which nothing is waiting or with the GPU any more.
+fn end_if_over(jobs: &mut HashMap<u64, Job>, shared: &Shared, id: u64) {
+    if let Entry::Occupied(job) = jobs.entry(id)
+        && job.get().is_over()
+    {
+        shared.end(job.remove());
     }
 }

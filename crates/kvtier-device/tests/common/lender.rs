@@ -1,0 +1,376 @@
+//! The stand-in for the driver in this process, and a second process that lends memory and events as engines do.
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvtier_cuda_standin::standin_path;
+use kvtier_device::cuda::driver::{
+    Allocation, Context, DeviceBuffer, DevicePtr, Driver, Event, HandleKind, IpcHandle,
+    Reservation, Stream,
+};
+use kvtier_device::cuda::events::{ExportedEvents, Timeline};
+use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
+use libloading::Library;
+
+/// What the stand-in's first GPU is called.
+pub const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000000";
+/// Bytes of the allocation the other process lends.
+pub const LENT: u64 = 1 << 16;
+
+/// The stand-in's own functions.
+pub struct StandIn(Library);
+
+impl StandIn {
+    /// Only one test has it at a time.
+    pub fn alone() -> (Self, MutexGuard<'static, ()>) {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        (Self::load(), alone)
+    }
+
+    fn load() -> Self {
+        // SAFETY: the stand-in has no conditions.
+        Self(unsafe { Library::new(standin_path().unwrap()) }.unwrap())
+    }
+
+    pub fn script(&self, text: &str) {
+        let text = CString::new(text).unwrap();
+        // SAFETY: that is its signature, and the text ends with a zero byte.
+        let result = unsafe {
+            let run = self
+                .0
+                .get::<unsafe extern "C" fn(*const c_char) -> c_int>("standin_script");
+            run.unwrap()(text.as_ptr())
+        };
+        assert_eq!(result, 0, "{text:?}");
+    }
+
+    /// Calls of a function since the last `clear`, or what else it counts.
+    pub fn count(&self, what: &str) -> u64 {
+        let what = CString::new(what).unwrap();
+        // SAFETY: that is its signature, and the text ends with a zero byte.
+        unsafe {
+            let count = self
+                .0
+                .get::<unsafe extern "C" fn(*const c_char) -> u64>("standin_count");
+            count.unwrap()(what.as_ptr())
+        }
+    }
+
+    pub fn violations(&self) -> String {
+        type Violations = unsafe extern "C" fn(*mut c_char, usize) -> u64;
+        let mut text = vec![0u8; 4096];
+        // SAFETY: that is its signature, and so many bytes are there.
+        unsafe {
+            let violations = self.0.get::<Violations>("standin_violations").unwrap();
+            violations(text.as_mut_ptr().cast(), text.len());
+        }
+        CStr::from_bytes_until_nul(&text)
+            .unwrap()
+            .to_string_lossy()
+            .into_owned()
+    }
+}
+
+/// The other process: does what it is told, one line each.
+pub struct Lender {
+    child: Child,
+    say: ChildStdin,
+    hear: BufReader<ChildStdout>,
+}
+
+impl Lender {
+    pub fn start() -> Self {
+        Self::with_script("")
+    }
+
+    /// With a script for its own stand-in.
+    pub fn with_script(script: &str) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "--ignored",
+                "--nocapture",
+                "lender::other_process",
+            ])
+            .env("KVTIER_CUDA_STANDIN", format!("devices=2; {script}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let say = child.stdin.take().unwrap();
+        let hear = BufReader::new(child.stdout.take().unwrap());
+        Self { child, say, hear }
+    }
+
+    pub fn ask(&mut self, what: &str) -> String {
+        writeln!(self.say, "{what}").unwrap();
+        let mut line = String::new();
+        loop {
+            line.clear();
+            let heard = self.hear.read_line(&mut line).unwrap();
+            assert_ne!(heard, 0, "the lender ended at {what:?}");
+            // The test harness writes lines of its own.
+            if let Some((_, answer)) = line.trim_end_matches('\n').split_once("=> ") {
+                return answer.to_owned();
+            }
+        }
+    }
+
+    pub fn bytes(&mut self, what: &str) -> Vec<u8> {
+        unhex(&self.ask(what))
+    }
+
+    pub fn handle(&mut self) -> [u8; 64] {
+        self.bytes("memory").try_into().unwrap()
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Lender {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub fn unhex(text: &str) -> Vec<u8> {
+    let pair = |at| u8::from_str_radix(&text[at..at + 2], 16).unwrap();
+    (0..text.len()).step_by(2).map(pair).collect()
+}
+
+/// A storage of the lender's allocation, as PyTorch 2.13 lends it.
+pub fn torch(handle: &[u8], offset: u64, bytes: u64) -> CudaStorage {
+    CudaStorage {
+        device_uuid: UUID.into(),
+        allocation: CudaAllocation::Torch {
+            handle: Some(if handle.len() == 64 {
+                [b"\x03c", handle].concat()
+            } else {
+                handle.to_vec()
+            }),
+            ref_counter: None,
+            event: None,
+        },
+        offset,
+        bytes,
+    }
+}
+
+pub fn spec(storage: CudaStorage) -> MemorySpec {
+    MemorySpec::Cuda(Box::new(storage))
+}
+
+/// What the lender keeps for others.
+struct Lent {
+    context: Arc<Context>,
+    stream: Stream,
+    buffer: DeviceBuffer,
+    exported: ExportedEvents,
+    lane: Option<kvtier_device::cuda::events::Lane>,
+    opened: Option<Event>,
+    segments: Vec<(Allocation, OwnedFd)>,
+    range: Option<Reservation>,
+    /// More allocations, by number.
+    more: Vec<DeviceBuffer>,
+}
+
+impl Lent {
+    fn new(driver: &Arc<Driver>) -> Self {
+        let context = Context::retain(&driver.devices().unwrap()[0]).unwrap();
+        context.make_current().unwrap();
+        Self {
+            stream: Stream::new(&context, 0).unwrap(),
+            buffer: context.allocate(LENT).unwrap(),
+            exported: ExportedEvents::new(context.clone()),
+            lane: None,
+            opened: None,
+            segments: Vec::new(),
+            range: None,
+            more: Vec::new(),
+            context,
+        }
+    }
+
+    /// Sets bytes, once the stream gets there.
+    fn fill(&self, at: DevicePtr, value: u8, bytes: u64) {
+        // SAFETY: the memory is ours and lives as long as the process.
+        unsafe { self.stream.fill(at, value, bytes as usize) }.unwrap();
+    }
+
+    /// Expandable memory: each piece is filled with its number, from 1 on.
+    fn segments(&mut self, count: u64) -> u64 {
+        let granule = self.context.granularity(HandleKind::PosixFd).unwrap();
+        let mut range = Reservation::new(&self.context, granule * count).unwrap();
+        for _ in 0..count {
+            let allocation =
+                Allocation::create(&self.context, granule, HandleKind::PosixFd).unwrap();
+            range.map(&allocation, granule).unwrap();
+            let fd = allocation.export_fd().unwrap();
+            self.segments.push((allocation, fd));
+        }
+        range.allow_access().unwrap();
+        for at in 0..count {
+            let start = DevicePtr(range.base().0 + at * granule);
+            self.fill(start, at as u8 + 1, granule);
+        }
+        self.stream.synchronize().unwrap();
+        self.range = Some(range);
+        granule
+    }
+
+    /// Fabric handles of pieces, filled likewise.
+    fn fabric(&mut self, count: u64) -> Vec<u8> {
+        let granule = self.context.granularity(HandleKind::Fabric).unwrap();
+        let mut range = Reservation::new(&self.context, granule * count).unwrap();
+        let mut handles = Vec::new();
+        for _ in 0..count {
+            let allocation =
+                Allocation::create(&self.context, granule, HandleKind::Fabric).unwrap();
+            range.map(&allocation, granule).unwrap();
+            handles.extend(allocation.export_fabric().unwrap());
+            // Kept as long as the process lives.
+            std::mem::forget(allocation);
+        }
+        range.allow_access().unwrap();
+        for at in 0..count {
+            let start = DevicePtr(range.base().0 + at * granule);
+            self.fill(start, at as u8 + 1, granule);
+        }
+        self.stream.synchronize().unwrap();
+        self.range = Some(range);
+        handles
+    }
+
+    /// Copies bytes to or from an allocation on a stream of its own, and waits for it.
+    fn copy(&self, number: &str, offset: u64, bytes: &mut [u8], to_device: bool) {
+        let buffer = &self.more[number.parse::<usize>().unwrap()];
+        let at = DevicePtr(buffer.base().0 + offset);
+        let _current = buffer.context().enter().unwrap();
+        let stream = Stream::new(buffer.context(), 0).unwrap();
+        let host = buffer.context().allocate_host(bytes.len()).unwrap();
+        let start = host.base().as_ptr();
+        // SAFETY: the buffer has so many bytes and nobody else knows it; the stand-in refuses what is not in an
+        // allocation, and the copy ends here.
+        unsafe {
+            if to_device {
+                start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+                stream.copy_to_device(at, start, bytes.len()).unwrap();
+            } else {
+                stream.copy_to_host(start, at, bytes.len()).unwrap();
+            }
+            stream.synchronize().unwrap();
+            bytes.copy_from_slice(std::slice::from_raw_parts(start, bytes.len()));
+        }
+    }
+
+    fn answer(&mut self, line: &str) -> String {
+        let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
+        match word {
+            "memory" => hex(&self.buffer.ipc_handle().unwrap().0),
+            "small" => {
+                let small = self.context.allocate(4096).unwrap();
+                let handle = small.ipc_handle().unwrap();
+                // Lent as long as the process lives.
+                std::mem::forget(small);
+                hex(&handle.0)
+            }
+            "fill" => {
+                self.fill(self.buffer.base(), rest.parse().unwrap(), LENT);
+                String::new()
+            }
+            "sync" => {
+                self.stream.synchronize().unwrap();
+                String::new()
+            }
+            "script" => {
+                StandIn::load().script(rest);
+                String::new()
+            }
+            "event" => hex(&self.exported.record(&self.stream).unwrap()),
+            "number" => {
+                let context = self.context.clone();
+                let lane = self
+                    .lane
+                    .get_or_insert_with(|| Timeline::new(&context).unwrap().lane().unwrap());
+                hex(&lane.record(&self.stream).unwrap())
+            }
+            "open" => {
+                let handle = IpcHandle(unhex(rest).try_into().unwrap());
+                self.opened = Some(Event::open(&self.context, &handle).unwrap());
+                String::new()
+            }
+            "complete" => self
+                .opened
+                .as_ref()
+                .unwrap()
+                .is_complete()
+                .unwrap()
+                .to_string(),
+            "segments" => {
+                let granule = self.segments(rest.parse().unwrap());
+                let fds = self
+                    .segments
+                    .iter()
+                    .map(|(_, fd)| fd.as_raw_fd().to_string());
+                format!("{granule} {}", fds.collect::<Vec<_>>().join(" "))
+            }
+            "fabric" => hex(&self.fabric(rest.parse().unwrap())),
+            "alloc" => {
+                let (bytes, gpu) = rest.split_once(' ').unwrap();
+                let devices = self.context.driver().devices().unwrap();
+                let context = Context::retain(&devices[gpu.parse::<usize>().unwrap()]).unwrap();
+                let buffer = context.allocate(bytes.parse().unwrap()).unwrap();
+                let handle = buffer.ipc_handle().unwrap();
+                self.more.push(buffer);
+                format!("{} {}", self.more.len() - 1, hex(&handle.0))
+            }
+            "set" => {
+                let (number, value) = rest.split_once(' ').unwrap();
+                let buffer = &self.more[number.parse::<usize>().unwrap()];
+                self.fill(buffer.base(), value.parse().unwrap(), buffer.bytes());
+                String::new()
+            }
+            "write" => {
+                let (number, bytes) = rest.split_once(' ').unwrap();
+                self.copy(number, 0, &mut unhex(bytes), true);
+                String::new()
+            }
+            "read" => {
+                let [number, offset, len] = *rest.split(' ').collect::<Vec<_>>() else {
+                    panic!("{rest}")
+                };
+                let mut bytes = vec![0; len.parse().unwrap()];
+                self.copy(number, offset.parse().unwrap(), &mut bytes, false);
+                hex(&bytes)
+            }
+            "batches" => self.context.driver().copies_in_batches().to_string(),
+            other => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+#[ignore = "the other process of the tests here"]
+fn other_process() {
+    let driver = Driver::load(Some(&standin_path().unwrap())).unwrap();
+    let mut lent = Lent::new(&driver);
+    for line in std::io::stdin().lines() {
+        println!("=> {}", lent.answer(&line.unwrap()));
+    }
+}

@@ -1,0 +1,85 @@
+//! Transfers that are answered with an event before they have ended.
+
+use std::sync::mpsc::{self, Receiver};
+
+use kvtier_device::{DeviceError, Direction, Transfer};
+
+use crate::lender::{Lender, hex};
+use crate::setup::{Pages, Server};
+
+/// What was told, in order.
+#[derive(Debug)]
+enum Told {
+    Begun(Vec<u8>),
+    Ended(Result<u64, DeviceError>),
+}
+
+fn begin(pages: &Pages, transfer: Transfer) -> Receiver<Told> {
+    let (say, hear) = mpsc::channel();
+    let end = say.clone();
+    pages.memory.transfer_in_steps(
+        transfer,
+        Box::new(move |event| say.send(Told::Begun(event.to_vec())).unwrap()),
+        Box::new(move |result| end.send(Told::Ended(result)).unwrap()),
+    );
+    hear
+}
+
+#[test]
+fn the_event_is_complete_when_the_bytes_are_there() {
+    let server = Server::new();
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
+    for direction in [Direction::Store, Direction::Retrieve] {
+        server.script("hold d2h; hold h2d; hold kernel");
+        let hear = begin(
+            &pages,
+            pages.transfer(&server, direction, &pages.backwards(8)),
+        );
+        let Told::Begun(event) = hear.recv().unwrap() else {
+            panic!("ended first")
+        };
+        engine.ask(&format!("open {}", hex(&event)));
+        assert_eq!(engine.ask("complete"), "false");
+        assert!(hear.try_recv().is_err());
+        server.script("release");
+        let Told::Ended(result) = hear.recv().unwrap() else {
+            panic!("begun twice")
+        };
+        assert_eq!(result.unwrap(), 8 * pages.object_bytes());
+        assert_eq!(engine.ask("complete"), "true");
+        assert!(hear.recv().is_err());
+    }
+    drop(pages);
+    server.ends_clean();
+}
+
+#[test]
+fn what_cannot_be_begun_is_told_at_its_end_alone() {
+    let server = Server::new();
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
+    let transfer = || pages.transfer(&server, Direction::Store, &pages.backwards(2));
+    // The driver takes nothing of it.
+    for function in ["cuMemcpyAsync", "cuMemcpyBatchAsync", "cuLaunchKernel"] {
+        server.script(&format!("fail {function}=1"));
+    }
+    let hear = begin(&pages, transfer());
+    assert!(matches!(hear.recv(), Ok(Told::Ended(Err(_)))));
+    assert!(hear.recv().is_err());
+    server.script("reset");
+    // There is no event to be had.
+    server.script("fail cuIpcGetEventHandle=801");
+    let hear = begin(&pages, transfer());
+    assert!(matches!(hear.recv(), Ok(Told::Ended(Ok(_)))));
+    assert!(hear.recv().is_err());
+    server.script("reset");
+    // Who uses isolated IPC cannot open it.
+    let mut isolated = transfer();
+    isolated.event = engine.bytes("number");
+    let hear = begin(&pages, isolated);
+    assert!(matches!(hear.recv(), Ok(Told::Ended(Ok(_)))));
+    assert!(hear.recv().is_err());
+    drop(pages);
+    server.ends_clean();
+}
