@@ -46,7 +46,8 @@ class Torch:
 
     def behind_a_long_kernel(self, storage, noise, seconds):
         """Have the bytes written behind a kernel that takes so long; the event behind that."""
-        new = self.torch.from_numpy(noise).cuda()
+        # Kept, so that nobody else is given this memory before it was read.
+        self.kept = new = self.torch.from_numpy(noise).cuda()
         self.torch.cuda.synchronize()
         with self.torch.cuda.stream(self.stream):
             # In cycles of at most 2 GHz.
