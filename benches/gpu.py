@@ -30,6 +30,7 @@ import json
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -528,6 +529,8 @@ def everything(arguments):
     """All checks, then speed; the exit status."""
     from kvrig.server import Server, our_command
 
+    # Whoever ends this ends the server, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     day = datetime.date.today().isoformat()
     out = Path(arguments.out or ROOT / "benches" / "runs" / day / "gpu")
     out.mkdir(parents=True, exist_ok=True)
@@ -556,7 +559,7 @@ def everything(arguments):
         healthy = server.process.poll() is None and server.get("/healthcheck")[0] == 200
         tell("server-is-healthy", "PASS" if healthy else "FAIL")
     finally:
-        if server.process.poll() is None:
+        if server.running():
             status, seconds = server.stop()
             tell("server-stops", "PASS" if status == 0 else "FAIL", seconds=seconds)
     if not arguments.only:
