@@ -1,6 +1,7 @@
 """Every method of the two adapters against the built server."""
 
 import contextlib
+import errno
 import glob
 import hashlib
 import os
@@ -17,6 +18,7 @@ from kvrig.proxy import Proxy
 from kvrig.server import free_port
 from kvrig.waiting import wait_until
 from kvtier import KvTierError, LoadStoreOp, Prompt, SchedulerAdapter, WorkerAdapter
+from kvtier.tensors import Segment
 from kvtier.worker import Group
 from rig import BLOCK, tokens
 
@@ -300,6 +302,45 @@ def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place
     engine.healthy()
     assert engine.lookup(fresh(), prompt) == 0
     wait_until(lambda: engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4]), 10, "a store after the registration")
+
+
+def test_stores_that_the_server_copies_have_a_deadline_of_their_own(place, fresh):
+    """A preemption waits for it; what is retrieved, and what this process copies, has all the time."""
+    server = place.server()
+    server.expect_trouble("deadline|instance|register")
+    engine = place.engine(server, mode="lmcache_driven", timeout=30.0, store_timeout=0.3, heartbeat=600)
+    worker, names, prompt = engine.worker, [fresh(), fresh()], tokens(CHUNK, "short")
+    with frozen(server):
+        worker.submit_retrieve_request(names[0], engine.op(prompt, 0, CHUNK, [5, 6, 7, 8]))
+        worker.submit_store_request(names[1], engine.op(prompt, 0, CHUNK, [1, 2, 3, 4]))
+        began = time.monotonic()
+        worker.wait_for_stores([names[1]], patience=0)
+        assert time.monotonic() - began < 15
+        assert worker.counters.failed_stores == 1 and worker.counters.failed_retrieves == 0
+        assert worker.client.timeout == 30.0
+
+
+def test_an_id_that_is_used_again_is_told_again(place, fresh):
+    """Also to a worker that stores nothing, since another one of its tensor-parallel group does."""
+    engine, request = place.engine(place.server(), is_writer=False), fresh()
+    for _ in range(2):
+        engine.worker.submit_store_request(request, engine.op(tokens(CHUNK, "reader"), 0, CHUNK, [1, 2, 3, 4]))
+        assert engine.worker.get_finished({request})[0] == {request}
+        assert engine.worker.get_finished({request})[0] == set(), "asynchronous scheduling repeats it"
+
+
+def test_too_little_shared_memory_is_an_error_that_helps(monkeypatch):
+    """It names what is needed, what there is, and what to do; nothing is left."""
+    before = set(os.listdir("/dev/shm"))
+    needed = os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize * 4
+
+    def full(file, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(KvTierError, match=f"/dev/shm: {needed} bytes .* bytes of .* are free .*No space.*--shm-size.*engine_driven"):
+        Segment(needed)
+    assert {name for name in set(os.listdir("/dev/shm")) - before if f"_{os.getpid()}_" in name} == set()
 
 
 class DeviceEvent:

@@ -3,6 +3,9 @@
 The scheduler's part follows vLLM 0.32: matched tokens, allocation, step, answers, end.
 """
 
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -50,7 +53,7 @@ def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, rol
     """The parts of vLLM's configuration that are read."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config={"kvtier.url": server.url, "kvtier.heartbeat": 0.5, **extra},
+            kv_connector_extra_config={"kvtier.url": server.url, "kvtier.heartbeat": 0.5, "kvtier.store_timeout": 10, **extra},
             kv_load_failure_policy="fail",
             is_kv_producer=role != "kv_consumer",
             is_kv_consumer=role != "kv_producer",
@@ -500,12 +503,11 @@ def test_events(place, engines):
     assert engine.stats["stored_tokens"] == 2 * 3 * CHUNK
 
 
-def test_reset_and_stats(place, engines):
-    """A reset empties the server unless that is not wanted; numbers add up."""
+def test_reset_and_stats(place, engines, caplog):
+    """Behind a reset nothing from before is found, whatever the server keeps; numbers add up."""
     server, prompt = place.server(), tokens(CHUNK + 1, "reset")
     engine, careful = engines(server), engines(server, **{"kvtier.reset_server": "false"})
     engine.prefill(request("a", prompt), range(1, 6))
-    assert careful.scheduler.reset_cache() is True
     req = request("b", prompt)
     assert engine.match(req) == (CHUNK, True)
     engine.allocate(req, range(1, 6), 0)
@@ -514,41 +516,142 @@ def test_reset_and_stats(place, engines):
     assert stats.data == {"lookups": 2, "hit_tokens": CHUNK}
     assert KvTierConnector.build_kv_connector_stats(stats.to_dict()).aggregate(stats).data["lookups"] == 4
     assert engine.scheduler.get_kv_connector_stats() is None
+    for _ in range(2):
+        # Another's reset leaves the KV there, as a second tier does.
+        assert careful.scheduler.reset_cache() is True
+    assert sum("kvtier.model_name" in record.message for record in caplog.records) == 1, "said once"
+    assert careful.match(request("c", prompt)) == (0, False)
+    assert engine.match(request("d", prompt)) == (CHUNK, True), "the others' keys are what they were"
+    careful.prefill(request("e", prompt), range(1, 6))
+    own = request("f", prompt)
+    assert careful.match(own) == (CHUNK, True), "what it stored since then is found"
+    assert careful.load(own, range(11, 16), 0, CHUNK) == set()
+    assert same(careful.read([11, 12, 13, 14]), careful.read([1, 2, 3, 4]))
+    careful.finish(own)
     assert engine.scheduler.reset_cache() is True
-    assert engine.match(request("c", prompt)) == (0, False)
+    wait_until(lambda: engine.match(request("g", prompt)) == (0, False) and objects(server) <= 1, 10, "the server is emptied, too")
+
+
+def objects(server):
+    """Chunks in L1."""
+    return server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"]
+
+
+def test_a_reset_in_hash_mode(place, engines):
+    """vLLM's hashes are the same behind it; the keys are not."""
+    engine = engines(place.server(), **{"kvtier.key_mode": "block_hashes", "kvtier.reset_server": False})
+    prompt = tokens(2 * CHUNK + 1, "hr")
+    engine.prefill(request("a", prompt), range(1, 10))
+    assert engine.scheduler.reset_cache() is True
+    engine.prefill(request("b", prompt[: CHUNK + 1]), range(1, 6))
+    assert engine.match(request("c", prompt)) == (CHUNK, True), "of the old the second chunk is there, and not found"
+
+
+def test_a_reset_waits_for_nobody(place, engines):
+    """The scheduler's thread runs on while the server hangs; nothing from before is found when it goes on."""
+    server, prompt = place.server(), tokens(CHUNK + 1, "away")
+    engine = engines(server)
+    engine.prefill(request("a", prompt), range(1, 6))
+    client = engine.scheduler._scheduling.adapter.client
+    assert client.timeout == 10
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert engine.scheduler.reset_cache() is True
+        assert time.monotonic() - began < client.timeout / 2
+        wait_until(lambda: not client.is_healthy, 10, "the missed heartbeat")
+        # The adapter's own is about the server's memory, and says so at once.
+        began = time.monotonic()
+        assert engine.scheduler._scheduling.adapter.reset_cache() is False
+        assert time.monotonic() - began < client.timeout / 2
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    wait_until(lambda: client.is_healthy, 10, "the server goes on")
+    assert engine.match(request("b", prompt)) == (0, False)
 
 
 def test_a_reset_forgets_what_was_found_and_what_is_being_stored(place, engines):
-    """A lookup's result is not loaded behind it, nor what a store brings that was under way."""
-    engine, old, late = engines(place.server()), tokens(CHUNK + 1, "old"), tokens(CHUNK + 1, "late")
+    """A lookup's result is not loaded behind it, nor what a store brings that was under way, or one of a request that runs."""
+    engine, old, late = engines(place.server()), tokens(CHUNK + 1, "old"), tokens(2 * CHUNK + 1, "late")
     engine.prefill(request("a", old), range(1, 6))
     waits = request("b", old)
     assert engine.match(waits) == (CHUNK, True)
     assert engine.scheduler.reset_cache() is True
     assert engine.match(waits) == (0, False), "looked up again, and not held through the reset"
-    # The worker of this store has not begun yet.
+    # The worker of this store has not begun yet; the request goes on with what it has computed before.
     stores = request("c", late)
     assert engine.match(stores) == (0, False)
-    engine.allocate(stores, range(1, 6), 0)
+    engine.allocate(stores, range(1, 10), 0)
     submit, held = engine.workers[0].wait_for_save, []
     engine.workers[0].wait_for_save = lambda: held.append(engine.workers[0]._get_connector_metadata())
-    engine.step(new=[(stores, range(1, 6), 0, CHUNK + 1)])
+    engine.step(new=[(stores, range(1, 10), 0, CHUNK)])
     assert engine.scheduler.reset_cache() is True
     engine.workers[0].wait_for_save = submit
-    assert engine.match(request("d", late)) == (0, False)
     engine.workers[0].bind_connector_metadata(held[0])
     submit()
-    wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 10, "the store")
-    assert engine.stats["stores"] == 2
+    engine.step(cached=[(stores, None, CHUNK, CHUNK + 1)])
+    wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 10, "the stores")
+    assert engine.stats["stores"] == 3
+    assert engine.match(request("d", late)) == (0, False)
+    engine.prefill(request("e", late[: CHUNK + 1]), range(11, 16))
+    assert engine.match(request("f", late)) == (CHUNK, True), "its second chunk is from before"
+    # A request that is preempted computes anew.
+    engine.step(preempted=["c"])
+    assert engine.match(stores) == (CHUNK, True)
 
-    def ready():
-        engine.scheduler.get_num_new_matched_tokens(request("e", late), 0)
-        return not engine.scheduler._scheduling.stale
 
-    wait_until(ready, 10, "the second clear")
-    assert engine.match(request("f", late)) == (0, False)
-    engine.prefill(request("g", late), range(1, 6))
-    assert engine.match(request("h", late)) == (CHUNK, True)
+def test_a_running_request_without_keys_keeps_out_of_new_ones(place, engines):
+    """It had computed before the reset, and not filled a chunk."""
+    engine = engines(place.server(), **{"kvtier.reset_server": False})
+    req = request("a", tokens(CHUNK + 1, "slow"))
+    assert engine.match(req) == (0, False)
+    engine.scheduler._scheduling.keys._made.clear()
+    engine.allocate(req, range(1, 6), 0)
+    engine.step(new=[(req, range(1, 6), 0, BLOCK)])
+    assert engine.scheduler.reset_cache() is True
+    engine.step(cached=[(req, None, BLOCK, CHUNK + 1 - BLOCK)])
+    assert engine.finish(req) is True
+    assert engine.match(request("b", req.all_token_ids)) == (0, False)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_a_preempted_request_stores_from_its_start(place, engines, role):
+    """Also when nothing is looked up for it: its first store may have failed, or have been given up."""
+    engine = engines(place.server(), role=role)
+    req = request("a", tokens(CHUNK + 1, "ps"))
+    engine.match(req)
+    engine.allocate(req, range(1, 6), 0)
+    lost = []
+    submit, engine.workers[0].wait_for_save = engine.workers[0].wait_for_save, lambda: lost.append(1)
+    engine.step(new=[(req, range(1, 6), 0, CHUNK + 1)])
+    engine.workers[0].wait_for_save = submit
+    engine.scheduler._scheduling.tracked["a"].bypass = role == "kv_both"
+    assert engine.match(req) == (0, False)
+    engine.allocate(req, range(11, 16), 0)
+    stores = engine.step(preempted=["a"], resumed=["a"], cached=[(req, range(11, 16), 0, CHUNK + 1)]).metadata.stores
+    assert [(move.start, move.end, move.block_ids) for move in stores] == [(0, CHUNK, [[11, 12, 13, 14]])]
+
+
+def test_blocks_of_one_token(place, monkeypatch):
+    """A whole prompt's load ends a chunk earlier: vLLM gives no block to the token that it computes itself."""
+    config = cache_config(["layer.0"])
+    config.hash_block_size = config.kv_cache_groups[0].kv_cache_spec.block_size = 1
+    scheduler = KvTierConnector(vllm_config(place.server()), KVConnectorRole.SCHEDULER, config)
+    scheduling = scheduler._scheduling
+    monkeypatch.setattr(scheduling.adapter, "maybe_submit_lookup_request", lambda name, prompt, **_: found.append(len(prompt)))
+    monkeypatch.setattr(scheduling.adapter, "check_lookup_result", lambda name: found[-1])
+    found = []
+    for length, loads in ((2 * CHUNK, CHUNK), (2 * CHUNK + 1, 2 * CHUNK)):
+        req = request(f"r{length}", tokens(length, "one"))
+        assert scheduler.get_num_new_matched_tokens(req, 0) == (loads, True)
+        scheduler.update_state_after_alloc(req, SimpleNamespace(get_block_ids=lambda n=loads: (list(range(n)),)), loads)
+        step = SimpleNamespace(
+            scheduled_new_reqs=[], num_scheduled_tokens={}, finished_req_ids=set(), preempted_req_ids=None,
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()),
+        )  # fmt: skip
+        (move,) = scheduler.build_connector_meta(step).loads
+        assert (move.start, move.end, move.block_ids) == (0, loads, [list(range(loads))])
+    scheduler.shutdown()
 
 
 def test_a_reset_says_no_while_a_load_goes_on(place, engines):

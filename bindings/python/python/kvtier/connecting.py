@@ -5,12 +5,16 @@ from __future__ import annotations
 from ._native import Client, KvTierError, TimedOut
 
 DEFAULT_TIMEOUT = 10.0
+DEFAULT_STORE_TIMEOUT = 2.0
 DEFAULT_HEARTBEAT = 5.0
 DEFAULT_PATIENCE = 1.0
 
 
 def connect(url: str, timeout: float, heartbeat: float) -> tuple[Client, int]:
-    """A client and the server's chunk size in tokens; ConnectionError when nobody answers within ``timeout`` seconds."""
+    """A client and the server's chunk size in tokens; ConnectionError when nobody answers.
+
+    Waits up to ``timeout`` seconds for the chunk size, and up to as long again for the answer to the first heartbeat.
+    """
     client = Client(url, timeout=timeout, heartbeat=heartbeat)
     try:
         chunk_tokens = client.get_chunk_size().result()

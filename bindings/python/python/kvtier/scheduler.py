@@ -24,7 +24,8 @@ class _Lookup:
 class SchedulerAdapter:
     """Looks prompts up, without ever making the scheduler wait.
 
-    Used by one thread. Only the constructor and :meth:`reset_cache` wait for the server, each up to ``timeout``.
+    Used by one thread. Only the constructor and :meth:`reset_cache` wait for the server: the latter up to ``timeout``, the
+    former up to ``timeout`` for the chunk size and as long again for the first heartbeat.
     A lookup that fails, or that the server does not answer within ``timeout``, found nothing.
     """
 
@@ -186,7 +187,12 @@ class SchedulerAdapter:
         self.client.end_session(request_id)
 
     def reset_cache(self) -> bool:
-        """Drop what the server keeps in memory and nobody holds; whether it did."""
+        """Drop what the server keeps in memory and nobody holds; whether it did. At once false while it is not healthy.
+
+        Second tiers keep what they have, and the server what somebody holds: what was stored may still be found.
+        """
+        if not self.client.is_healthy:
+            return False
         try:
             self.client.clear(False).result()
         except KvTierError as error:

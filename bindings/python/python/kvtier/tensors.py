@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from ._native import KvTierError
+
 logger = logging.getLogger(__name__)
 
 _numbers = itertools.count()
@@ -30,9 +32,9 @@ class Segment:
             # Room is taken now: a full /dev/shm must be an error here and no fault later.
             os.posix_fallocate(file, 0, size)
             self.map = mmap.mmap(file, size)
-        except OSError:
+        except OSError as error:
             os.unlink(path)
-            raise
+            raise KvTierError(_no_room(size, error)) from error
         finally:
             os.close(file)
         self.size = size
@@ -43,6 +45,19 @@ class Segment:
             os.unlink(f"/dev/shm{self.name}")
         except FileNotFoundError:
             pass
+
+
+def _no_room(size: int, error: OSError) -> str:
+    """What to do about a segment that cannot be had."""
+    try:
+        there = os.statvfs("/dev/shm")
+        room = f"{there.f_bavail * there.f_frsize} bytes of {there.f_blocks * there.f_frsize} are free"
+    except OSError as unknown:
+        room = f"how much is free is not known ({unknown})"
+    return (
+        f"/dev/shm: {size} bytes of KV have to be there for lmcache_driven, and {room} ({error}): give it more room "
+        "(docker run --shm-size, a medium: Memory volume at /dev/shm), the engine less KV, or use engine_driven"
+    )
 
 
 class Storages:

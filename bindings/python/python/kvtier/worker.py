@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ._native import Client, Disconnected, KvTierError, Worker
-from .connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_TIMEOUT, connect
+from .connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_STORE_TIMEOUT, DEFAULT_TIMEOUT, connect
 from .operation import LoadStoreOp, blocks_per_chunk, one_prompt
 from .tensors import Storages
 from .transfer import Counters, Group, Transfer
@@ -35,9 +35,15 @@ _REMEMBERED_CALLS = 128
 class WorkerAdapter:
     """Stores and retrieves one worker's KV pages, behind the engine's back.
 
-    Used by one thread. Submitting and :meth:`get_finished` never wait; the constructor, :meth:`register_kv_caches`,
-    :meth:`wait_for_stores` and :meth:`shutdown` do, each up to ``timeout`` (:meth:`register_kv_caches` in the mode
-    ``auto`` up to twice that). Nothing raises because of the server:
+    Used by one thread. Submitting and :meth:`get_finished` never wait. These do, at most so long:
+
+    * the constructor: ``timeout`` for the chunk size and as long again for the first heartbeat;
+    * :meth:`register_kv_caches`: twice ``timeout``, in the mode ``auto`` for each of the two modes that it tries;
+    * :meth:`wait_for_stores`: see there;
+    * :meth:`shutdown`: ``timeout`` for what is under way, as long again for each registration that the server has to be
+      told the end of, and where the server copies a second for one that does not answer.
+
+    Nothing raises because of the server:
     stores that fail are counted, retrieves that fail name their blocks, which the engine must compute.
     """
 
@@ -53,6 +59,7 @@ class WorkerAdapter:
         is_writer: bool = True,
         mode: str = "auto",
         timeout: float = DEFAULT_TIMEOUT,
+        store_timeout: float = DEFAULT_STORE_TIMEOUT,
         heartbeat: float = DEFAULT_HEARTBEAT,
         instance_id: int | None = None,
         force_pickle: bool = False,
@@ -71,6 +78,8 @@ class WorkerAdapter:
                 ``lmcache_driven`` (the server copies; CPU tensors move to shared memory), or ``auto``: the first where
                 it is possible and the server allows it, else the second.
             timeout: seconds each store or retrieve may take.
+            store_timeout: seconds a store may take that the server copies, if that is less: nobody else can end it, so
+                whoever wants its blocks waits for it.
             heartbeat: seconds between two heartbeats.
             instance_id: this worker's number; no other worker of the server may have it. Default: a random one.
             force_pickle: send chunks in messages even where the server has a shared pool.
@@ -93,6 +102,7 @@ class WorkerAdapter:
         self.is_writer, self.mode, self.force_pickle = is_writer, mode, force_pickle
         # Process ids repeat across containers.
         self.instance_id = random.SystemRandom().getrandbits(62) if instance_id is None else instance_id
+        self._store_timeout = store_timeout
         self.counters = Counters()
         self._worker: Worker | None = None
         self._storages: Storages | None = None
@@ -254,9 +264,9 @@ class WorkerAdapter:
         cache_salts: Sequence[str] | None,
         tag: Any,
     ) -> None:
+        self._begin(request_ids)
         if not self.is_writer:
             return
-        self._begin(request_ids)
         if not self._ready():
             # Nothing will be under way, so nothing is waited for.
             self.counters.failed_stores += len(request_ids)
@@ -302,6 +312,19 @@ class WorkerAdapter:
         return self.is_healthy
 
     def _submit(
+        self, transfer: Transfer, ops: Sequence[LoadStoreOp], cache_salts: Sequence[str] | None
+    ) -> Transfer:
+        if not transfer.is_store or self.mode != "lmcache_driven":
+            return self._submit_all(transfer, ops, cache_salts)
+        # Its deadline is set when it is submitted.
+        timeout = self.client.timeout
+        self.client.timeout = min(timeout, self._store_timeout)
+        try:
+            return self._submit_all(transfer, ops, cache_salts)
+        finally:
+            self.client.timeout = timeout
+
+    def _submit_all(
         self, transfer: Transfer, ops: Sequence[LoadStoreOp], cache_salts: Sequence[str] | None
     ) -> Transfer:
         assert self._worker is not None
@@ -396,9 +419,10 @@ class WorkerAdapter:
 
         Stores are waited for up to ``patience`` seconds, and not at all while the server is not healthy. Then those
         that this process has not begun to copy are given up, and the copy that it is at is waited for. Where the server
-        copies, each store is waited for until the server's answer, or a second behind its deadline: what the server
-        has not read by then it does not keep, and the store has failed. Stores that only the device has to end are waited for by what
-        the engine gives the device next, not here.
+        copies, each store is waited for until the server's answer, or a second behind its deadline, which is ``store_timeout``
+        (or ``timeout``, if that is less) behind its submission: what the server has not read by then it does not keep, and the
+        store has failed. Stores that only the device has to end are waited for by what the engine gives the device next,
+        not here.
         """
         wanted, until = set(request_ids), time.monotonic() + patience
         while True:

@@ -25,6 +25,12 @@ pub enum CudaError {
         /// What it did when it was tried.
         why: String,
     },
+    /// Not an error, but "not yet"; said so often that it is no text to be made each time.
+    #[error("{function}: not ready")]
+    NotReady {
+        /// Name of the function.
+        function: &'static str,
+    },
     /// The driver refused.
     #[error("{function}: {name} ({code})")]
     Call {
@@ -42,6 +48,7 @@ impl CudaError {
     pub fn code(&self) -> Option<i32> {
         match self {
             Self::Call { code, .. } => Some(*code),
+            Self::NotReady { .. } => Some(super::driver::code::NOT_READY),
             Self::Library { .. } | Self::Missing { .. } | Self::Executor { .. } => None,
         }
     }

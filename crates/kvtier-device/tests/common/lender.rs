@@ -31,7 +31,7 @@ impl StandIn {
         (Self::load(), alone)
     }
 
-    fn load() -> Self {
+    pub fn load() -> Self {
         // SAFETY: the stand-in has no conditions.
         Self(unsafe { Library::new(standin_path().unwrap()) }.unwrap())
     }
@@ -96,7 +96,7 @@ impl Lender {
                 "--nocapture",
                 "lender::other_process",
             ])
-            .env("KVTIER_CUDA_STANDIN", script)
+            .env("KVTIER_CUDA_STANDIN", format!("devices=2; {script}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -257,21 +257,24 @@ impl Lent {
         handles
     }
 
-    /// Copies bytes to or from an allocation, and waits for it.
+    /// Copies bytes to or from an allocation on a stream of its own, and waits for it.
     fn copy(&self, number: &str, offset: u64, bytes: &mut [u8], to_device: bool) {
-        let at = DevicePtr(self.more[number.parse::<usize>().unwrap()].base().0 + offset);
-        let host = self.context.allocate_host(bytes.len()).unwrap();
+        let buffer = &self.more[number.parse::<usize>().unwrap()];
+        let at = DevicePtr(buffer.base().0 + offset);
+        let _current = buffer.context().enter().unwrap();
+        let stream = Stream::new(buffer.context(), 0).unwrap();
+        let host = buffer.context().allocate_host(bytes.len()).unwrap();
         let start = host.base().as_ptr();
         // SAFETY: the buffer has so many bytes and nobody else knows it; the stand-in refuses what is not in an
         // allocation, and the copy ends here.
         unsafe {
             if to_device {
                 start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
-                self.stream.copy_to_device(at, start, bytes.len()).unwrap();
+                stream.copy_to_device(at, start, bytes.len()).unwrap();
             } else {
-                self.stream.copy_to_host(start, at, bytes.len()).unwrap();
+                stream.copy_to_host(start, at, bytes.len()).unwrap();
             }
-            self.stream.synchronize().unwrap();
+            stream.synchronize().unwrap();
             bytes.copy_from_slice(std::slice::from_raw_parts(start, bytes.len()));
         }
     }
@@ -329,10 +332,19 @@ impl Lent {
             }
             "fabric" => hex(&self.fabric(rest.parse().unwrap())),
             "alloc" => {
-                self.more
-                    .push(self.context.allocate(rest.parse().unwrap()).unwrap());
-                let handle = self.more[self.more.len() - 1].ipc_handle().unwrap();
+                let (bytes, gpu) = rest.split_once(' ').unwrap();
+                let devices = self.context.driver().devices().unwrap();
+                let context = Context::retain(&devices[gpu.parse::<usize>().unwrap()]).unwrap();
+                let buffer = context.allocate(bytes.parse().unwrap()).unwrap();
+                let handle = buffer.ipc_handle().unwrap();
+                self.more.push(buffer);
                 format!("{} {}", self.more.len() - 1, hex(&handle.0))
+            }
+            "set" => {
+                let (number, value) = rest.split_once(' ').unwrap();
+                let buffer = &self.more[number.parse::<usize>().unwrap()];
+                self.fill(buffer.base(), value.parse().unwrap(), buffer.bytes());
+                String::new()
             }
             "write" => {
                 let (number, bytes) = rest.split_once(' ').unwrap();

@@ -20,15 +20,15 @@ use crate::setup::{Server, Ticket, content, storage};
 const ARENA: u64 = 2 << 20;
 
 /// A case's memory on the GPU, registered.
-struct Lent {
-    memory: Box<dyn EngineMemory>,
+pub struct Lent {
+    pub memory: Box<dyn EngineMemory>,
     layout: Arc<KvLayout>,
     /// Numbers of the engine's allocations, by the case's memories.
     numbers: Vec<usize>,
 }
 
 impl Lent {
-    fn new(server: &Server, engine: &mut Lender, case: &mut Case) -> Self {
+    pub fn new(server: &Server, engine: &mut Lender, case: &mut Case) -> Self {
         // What a CPU's tensors are taken for without a hint.
         let first = case.groups[0].format;
         if case.engine == Engine::Vllm && first != KvFormat::NB_NL_TWO_BS_NH_HS {
@@ -197,7 +197,7 @@ fn check_all(
         .iter()
         .map(|(_, executor, _)| executor.name())
         .collect();
-    server.is_clean();
+    server.ends_clean();
     used.into_iter().collect()
 }
 

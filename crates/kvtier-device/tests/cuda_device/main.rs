@@ -3,10 +3,19 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bytes;
+mod costs;
+mod events;
+mod failures;
+mod leaving;
 #[path = "../common/lender.rs"]
 #[expect(dead_code, reason = "the rest is for the tests of the mapping")]
 mod lender;
 #[path = "../it/model.rs"]
 #[expect(dead_code, reason = "the rest is for the tests of plans")]
 mod model;
+mod pinning;
+mod reading;
 mod setup;
+mod steps;
+mod trial;
+mod turns;

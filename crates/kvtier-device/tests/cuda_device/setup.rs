@@ -6,6 +6,7 @@ use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use kvtier_cuda_standin::standin_path;
+use kvtier_device::cuda::driver::{Context, Driver};
 use kvtier_device::cuda::{CudaDevice, CudaOptions, GpuOptions, GpuReadings};
 use kvtier_device::{
     BlockTable, ChunkCopy, ChunkRequest, CudaAllocation, CudaStorage, Device, DeviceError,
@@ -14,7 +15,7 @@ use kvtier_device::{
 use kvtier_memory::{Arena, ArenaKind, Extent};
 
 use crate::lender::{Lender, StandIn, UUID, unhex};
-use crate::model::row_major;
+use crate::model::{Random, row_major};
 
 /// Longer than anything here takes, and than a test may.
 const FOR_EVER: Duration = Duration::from_secs(600);
@@ -23,7 +24,7 @@ const FOR_EVER: Duration = Duration::from_secs(600);
 pub struct Server {
     pub cuda: CudaDevice,
     pub arena: Arc<Arena>,
-    rest: Rest,
+    pub rest: Rest,
 }
 
 /// What is left of a [`Server`] without its device.
@@ -60,13 +61,21 @@ impl Server {
         self.cuda.status()[0].readings.clone().unwrap()
     }
 
+    /// Waits until nothing is on any stream.
+    pub fn wait_idle(&self) {
+        let driver = Driver::load(Some(&standin_path().unwrap())).unwrap();
+        for device in driver.devices().unwrap() {
+            Context::retain(&device).unwrap().synchronize().unwrap();
+        }
+    }
+
     /// Waits until pinning is over.
     pub fn pinned(&self) {
         wait(|| self.cuda.pinning().is_some_and(|status| !status.under_way));
     }
 
     /// Drops the device; nothing is open any more then, and everything was done by the rules.
-    pub fn is_clean(self) {
+    pub fn ends_clean(self) {
         self.without_device().is_clean();
     }
 
@@ -113,7 +122,12 @@ pub fn wait(mut is_so: impl FnMut() -> bool) {
 impl Lender {
     /// A new allocation; gives its number and handle.
     pub fn lend(&mut self, bytes: u64) -> (usize, [u8; 64]) {
-        let answer = self.ask(&format!("alloc {bytes}"));
+        self.lend_on(0, bytes)
+    }
+
+    /// The same, on one of two GPUs.
+    pub fn lend_on(&mut self, gpu: u8, bytes: u64) -> (usize, [u8; 64]) {
+        let answer = self.ask(&format!("alloc {bytes} {gpu}"));
         let (number, handle) = answer.split_once(' ').unwrap();
         (number.parse().unwrap(), unhex(handle).try_into().unwrap())
     }
@@ -144,21 +158,34 @@ pub fn storage(gpu: u8, handle: [u8; 64], bytes: u64) -> MemorySpec {
 pub struct Pages {
     pub memory: Arc<dyn EngineMemory>,
     pub layout: Arc<KvLayout>,
-    /// Number of the engine's allocation.
+    /// Number of the engine's allocation, and what is in it.
     pub number: usize,
-    pub bytes: u64,
-    pub page: u64,
+    pub content: Vec<u8>,
+    page: u64,
     blocks: u64,
 }
 
+/// Blocks of a chunk that is a piece of its own when none of them adjoins another, and bytes of such a block.
+pub const PIECE: [u64; 2] = [4096, 16];
+
 impl Pages {
-    /// Registers `blocks` pages of `page` bytes with `per_chunk` in a chunk; their content is random.
+    /// Registers `blocks` pages of `page` bytes with `per_chunk` in a chunk; their content is random. When it returns,
+    /// pinning is over, and counting begins anew.
     pub fn register(
         server: &Server,
         engine: &mut Lender,
         [blocks, page, per_chunk]: [u64; 3],
     ) -> Self {
-        Self::on(0, server, engine, [blocks, page, per_chunk]).unwrap()
+        let pages = Self::on(0, server, engine, [blocks, page, per_chunk]).unwrap();
+        server.pinned();
+        server.script("clear");
+        pages
+    }
+
+    /// Pages of so many chunks that are a piece each.
+    pub fn pieces(server: &Server, engine: &mut Lender, pieces: u64) -> Self {
+        let [blocks, page] = PIECE;
+        Self::register(server, engine, [pieces * blocks, page, blocks])
     }
 
     pub fn on(
@@ -168,7 +195,9 @@ impl Pages {
         [blocks, page, per_chunk]: [u64; 3],
     ) -> Result<Self, DeviceError> {
         let bytes = blocks * page;
-        let (number, handle) = engine.lend(bytes);
+        let (number, handle) = engine.lend_on(gpu, bytes);
+        let content = Random(number as u64).bytes(bytes);
+        engine.write(number, &content);
         let shape = vec![blocks, 1, page];
         let tensor = TensorSpec {
             memory: storage(gpu, handle, bytes),
@@ -186,7 +215,7 @@ impl Pages {
             memory: memory.into(),
             layout,
             number,
-            bytes,
+            content,
             page,
             blocks,
         })
@@ -203,10 +232,20 @@ impl Pages {
     }
 
     /// The pages of these blocks, one behind the other.
-    pub fn gather(&self, memory: &[u8], ids: &[i64]) -> Vec<u8> {
+    pub fn gather(&self, ids: &[i64]) -> Vec<u8> {
         let page = self.page as usize;
-        let page_of = |id: &i64| &memory[*id as usize * page..][..page];
+        let page_of = |id: &i64| &self.content[*id as usize * page..][..page];
         ids.iter().flat_map(page_of).copied().collect()
+    }
+
+    /// So many chunks, from the last block back.
+    pub fn store(&self, server: &Server, chunks: u64) -> Transfer {
+        self.transfer(server, Direction::Store, &self.backwards(chunks))
+    }
+
+    /// As [`Pages::store`], the other way.
+    pub fn retrieve(&self, server: &Server, chunks: u64) -> Transfer {
+        self.transfer(server, Direction::Retrieve, &self.backwards(chunks))
     }
 
     /// Chunks of one request, their objects one behind the other from the start of the arena.
@@ -258,6 +297,11 @@ impl Ticket {
             mpsc::RecvTimeoutError::Disconnected
         );
         result
+    }
+
+    /// Whether it has ended already, and with such an error.
+    pub fn has_ended_with(&self, is_expected: impl Fn(&DeviceError) -> bool) -> bool {
+        matches!(self.0.try_recv(), Ok(Err(error)) if is_expected(&error))
     }
 
     pub fn has_ended(&self) -> bool {

@@ -51,7 +51,7 @@ fn the_event_is_complete_when_the_bytes_are_there() {
         assert!(hear.recv().is_err());
     }
     drop(pages);
-    server.is_clean();
+    server.ends_clean();
 }
 
 #[test]
@@ -81,5 +81,5 @@ fn what_cannot_be_begun_is_told_at_its_end_alone() {
     assert!(matches!(hear.recv(), Ok(Told::Ended(Ok(_)))));
     assert!(hear.recv().is_err());
     drop(pages);
-    server.is_clean();
+    server.ends_clean();
 }

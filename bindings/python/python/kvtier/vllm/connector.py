@@ -89,10 +89,12 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             if self._options.recompute_failed_loads:
                 transfer.kv_load_failure_policy = "recompute"
             sizes = [group.block_tokens for group in self._groups]
-            identity = Identity.of(vllm_config, is_mla)
+            identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name)
+            logger.info("kvtier server %s: the model's name in keys is %s", self._options.url, identity.model_name)
             self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, sizes)
         else:
-            self._adapter = self._connect_worker(Identity.of(vllm_config, is_mla, vllm_config.parallel_config.rank))
+            rank = vllm_config.parallel_config.rank
+            self._adapter = self._connect_worker(Identity.of(vllm_config, is_mla, rank, self._options.model_name))
 
     def _connect_worker(self, identity: Identity) -> WorkerAdapter:
         adapter = WorkerAdapter(
@@ -105,6 +107,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             is_writer=identity.is_writer,
             mode=self._options.transfer_mode,
             timeout=self._options.timeout,
+            store_timeout=self._options.store_timeout,
             heartbeat=self._options.heartbeat,
         )
         adapter.on_health(lambda state: logger.warning("kvtier server %s: %s", self._options.url, state))
@@ -255,7 +258,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
-        """Empty the server's memory but for what is held; see the option ``kvtier.reset_server``."""
+        """Find nothing from before any more; see also the option ``kvtier.reset_server``."""
         return self._scheduler.reset_cache()
 
     # -- class ------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_TIMEOUT
+from ..connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_STORE_TIMEOUT, DEFAULT_TIMEOUT
 from ..worker import TRANSFER_MODES
+from .fingerprint import fingerprint
 
 PREFIX = "kvtier."
 KEY_MODES = ("tokens", "block_hashes")
@@ -20,15 +21,22 @@ class Options:
     url: str = "tcp://localhost:5555"
     """The server's address."""
 
+    model_name: str = ""
+    """The model's name in keys. Left empty it is vLLM's and a digest of what else KV depends on, see
+    :mod:`kvtier.vllm.fingerprint`; new weights at an old path are what that cannot see."""
+
     timeout: float = DEFAULT_TIMEOUT
     """Seconds a lookup, a store or a retrieve may take; behind that the engine computes."""
+
+    store_timeout: float = DEFAULT_STORE_TIMEOUT
+    """Seconds a store may take that the server copies, if that is less than ``timeout``: a preemption waits for it."""
 
     heartbeat: float = DEFAULT_HEARTBEAT
     """Seconds between two heartbeats."""
 
     preemption_patience: float = DEFAULT_PATIENCE
     """Seconds that a preemption waits for the preempted requests' stores. Then those that can be given up are; a store
-    that the server copies cannot, and is waited for up to a second longer than ``timeout``."""
+    that the server copies cannot, and is waited for up to a second longer than ``store_timeout``."""
 
     transfer_mode: str = "auto"
     """``engine_driven``, ``lmcache_driven`` or ``auto``; see :class:`kvtier.WorkerAdapter`."""
@@ -45,7 +53,8 @@ class Options:
     default fails the request."""
 
     reset_server: bool = True
-    """Whether resetting vLLM's prefix cache with its connector also empties the server's memory."""
+    """Whether resetting vLLM's prefix cache with its connector also empties the server's memory, which makes room. Keys
+    are others behind a reset in any case."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Options:
@@ -64,10 +73,12 @@ class Options:
                 raise ValueError(f"{key}: no such option; there are {', '.join(PREFIX + each for each in known)}")
             given[name] = _checked(key, value, getattr(cls, name))
         options = cls(**given)
+        if "@" in options.model_name:
+            raise ValueError(f"{PREFIX}model_name: {options.model_name!r}; allowed is a text without @")
         for name, allowed in (("transfer_mode", TRANSFER_MODES), ("key_mode", KEY_MODES)):
             if getattr(options, name) not in allowed:
                 raise ValueError(f"{PREFIX}{name}: {getattr(options, name)!r}; allowed are {', '.join(allowed)}")
-        for name in ("timeout", "heartbeat", "preemption_patience"):
+        for name in ("timeout", "store_timeout", "heartbeat", "preemption_patience"):
             seconds = getattr(options, name)
             if not (seconds > 0 or seconds == 0 and name == "preemption_patience"):
                 raise ValueError(f"{PREFIX}{name}: {seconds}; a positive number of seconds is needed")
@@ -103,8 +114,8 @@ class Identity:
     is_writer: bool
 
     @classmethod
-    def of(cls, vllm_config: Any, is_mla: bool, rank: int = 0) -> Identity:
-        """Of one rank; a scheduler's is that of rank 0.
+    def of(cls, vllm_config: Any, is_mla: bool, rank: int = 0, model_name: str = "") -> Identity:
+        """Of one rank; a scheduler's is that of rank 0. ``model_name`` takes the place of vLLM's and the digest.
 
         Where all layers are MLA's, all tensor-parallel ranks have the same KV: there is one piece for each stage of the
         pipeline, and the first of its ranks stores it. Otherwise each rank has a piece of its own.
@@ -118,7 +129,8 @@ class Identity:
         if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
             raise ValueError("prefill_context_parallel_size: KvTierConnector serves 1 only")
         tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        name = model.model
+        # vLLM may have fetched the weights to a directory of this host's.
+        name = model_name or f"{getattr(model, 'model_weights', None) or model.model}#{fingerprint(vllm_config)}"
         if stages > 1:
             # The same number of pieces, cut another way.
             name += f"#pp{stages}"

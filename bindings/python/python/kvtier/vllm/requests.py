@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,9 @@ class Keys:
         self._adapter, self._by_hashes = adapter, key_mode == "block_hashes"
         self._hashes_per_chunk = adapter.chunk_tokens // hash_block_tokens
         self._made: dict[str, tuple[int, Prompt]] = {}
+        # What is in all keys since the last reset, and what is in those of each request.
+        self._generation = b""
+        self._generations: dict[str, bytes] = {}
 
     def can(self, request: Any) -> bool:
         """Whether the request has a prompt of tokens; embeddings are known by vLLM's hashes alone."""
@@ -69,9 +73,19 @@ class Keys:
         known, prompt = made
         return prompt if known == tokens else prompt.prefix(tokens)
 
+    def renew(self) -> None:
+        """Requests that begin from now on have keys that no other engine has, nor this one has had."""
+        self._generation = os.urandom(16)
+
+    def begin(self, request_id: str) -> None:
+        """The request has no KV (any more). One that has goes on with its keys when others are renewed."""
+        self._made.pop(request_id, None)
+        self._generations[request_id] = self._generation
+
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._made.pop(request_id, None)
+        self._generations.pop(request_id, None)
 
     def _extend(self, known: int, prompt: Prompt, request: Any, tokens: int) -> Prompt:
         """The prompt of ``known`` tokens and those behind it, which alone are encoded."""
@@ -89,12 +103,17 @@ class Keys:
         chunk = self._adapter.chunk_tokens
         if self._by_hashes:
             count = tokens // chunk * self._hashes_per_chunk
-            return Prompt.from_block_hashes(
+            prompt = Prompt.from_block_hashes(
                 [bytes(each) for each in request.block_hashes[:count]], self._hashes_per_chunk, chunk
             )
-        # Whole, so that what replaces tokens does not depend on where the prompt is cut.
-        prompt = Prompt(list(request.all_token_ids))
-        return with_extras(prompt, request, chunk).prefix(tokens)
+        else:
+            # Whole, so that what replaces tokens does not depend on where the prompt is cut.
+            prompt = with_extras(Prompt(list(request.all_token_ids)), request, chunk).prefix(tokens)
+        generation = self._generations.get(request.request_id, self._generation)
+        if generation and tokens:
+            # Every hash covers the first chunk.
+            prompt = prompt.with_identity(0, chunk, generation)
+        return prompt
 
 
 def with_extras(prompt: Prompt, request: Any, chunk: int) -> Prompt:

@@ -12,7 +12,6 @@ from typing import Any
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from .._native import Future, KvTierError
 from ..scheduler import SchedulerAdapter
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
@@ -65,9 +64,7 @@ class Scheduling:
         self.stats = KvTierStats()
         self.next_number = 0
         self.under_way: dict[int, UnderWay] = {}
-        # Of them, those from before a reset: they may bring back what it took away.
-        self.stale: set[int] = set()
-        self.clearing: Future | None = None
+        self.was_reset = False
         self.events: list[KVCacheEvent] = []
 
     # -- a request arrives -------------------------------------------------------------------
@@ -81,11 +78,15 @@ class Scheduling:
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond ``computed``; None while the lookup is under way."""
         tracked = self._track(request)
-        end = request.num_tokens // self.chunk * self.chunk
+        if not self.adapter.has_lookup(request.request_id):
+            # It begins, or was preempted: what was stored before that may have failed, be gone, or be from before a reset.
+            self.keys.begin(request.request_id)
+            tracked.stored_tokens = 0
+        # The last token is computed, for its successor. Blocks of one token would leave its block out of the load.
+        loadable = request.num_tokens - 1 if 1 in self.block_tokens else request.num_tokens
+        end = loadable // self.chunk * self.chunk
         skips = getattr(request, "skip_reading_prefix_cache", False)
         if not self.can_load or tracked.bypass or skips or not end or not self.keys.can(request):
-            return 0, False
-        if self.stale and not self._cleared_again():
             return 0, False
         request_id, adapter = request.request_id, self.adapter
         if not adapter.has_lookup(request_id):
@@ -98,7 +99,6 @@ class Scheduling:
         tracked.matched, tracked.cached_tokens, tracked.local_tokens = True, cached, computed
         more = cached - computed
         if cached == request.num_tokens:
-            # The last token is computed, for its successor.
             more -= 1
         return (more, True) if more > 0 else (0, False)
 
@@ -111,7 +111,6 @@ class Scheduling:
         tracked.matched = False
         self.adapter.cleanup_lookup_result(request.request_id)
         self.stats.add(lookups=1, hit_tokens=tracked.cached_tokens)
-        # Not what was stored before a preemption: it may have failed, or be gone.
         tracked.stored_tokens = tracked.cached_tokens
         tracked.wants_load = external_tokens > 0
         # What vLLM has itself is not read.
@@ -288,34 +287,23 @@ class Scheduling:
     # -- vLLM's prefix cache is reset --------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """Empty the server's memory, if that is wanted; whether nothing from before can be loaded from there any more.
+        """Have keys that nothing from before is under; whether nothing from before can be loaded any more. Never waits.
 
-        False when the server could not be emptied, and when a load is under way, which goes on.
+        False when a load is under way, which goes on. The server cannot be made to forget: its tiers keep what they have,
+        others hold or store the old, and it may be away.
         """
-        if not self.options.reset_server:
-            return True
         for request_id, tracked in self.tracked.items():
             # What was found and not loaded yet is looked up again.
             if self.adapter.has_lookup(request_id):
                 self.adapter.end_session(request_id)
             tracked.matched = False
-        self.stale, self.clearing = set(self.under_way), None
-        return self.adapter.reset_cache() and not any(
-            tracked.loading or tracked.wants_load for tracked in self.tracked.values()
-        )
-
-    def _cleared_again(self) -> bool:
-        """Whether the server was emptied of what stores from before the last reset have brought. Never waits."""
-        if not self.stale.isdisjoint(self.under_way):
-            return False
-        if self.clearing is None:
-            self.clearing = self.adapter.client.clear(False)
-        if not self.clearing.done():
-            return False
-        try:
-            self.clearing.result()
-            self.stale = set()
-        except KvTierError as error:
-            logger.warning("the cache server was not cleared behind the stores that a reset met: %s", error)
-        self.clearing = None
-        return not self.stale
+        self.keys.renew()
+        if not self.was_reset:
+            self.was_reset = True
+            logger.warning(
+                "the prefix cache was reset: from now on this engine finds only what it stores itself. Engines started with "
+                "the same kvtier.model_name share, and nothing of what others have stored before is found under a new one"
+            )
+        if self.options.reset_server and self.adapter.is_healthy:
+            self.adapter.client.clear(False)
+        return not any(tracked.loading or tracked.wants_load for tracked in self.tracked.values())

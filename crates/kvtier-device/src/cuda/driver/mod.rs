@@ -164,8 +164,10 @@ impl Driver {
 
     /// What a function returned as a result.
     fn check(&self, function: &'static str, code: i32) -> Result<(), CudaError> {
-        if code == 0 {
-            return Ok(());
+        match code {
+            0 => return Ok(()),
+            code::NOT_READY => return Err(CudaError::NotReady { function }),
+            _ => {}
         }
         let text = |ask: Option<ErrorText>| {
             let mut text: *const c_char = ptr::null();
@@ -192,7 +194,7 @@ impl Driver {
     fn ready(&self, result: Result<(), CudaError>) -> Result<bool, CudaError> {
         match result {
             Ok(()) => Ok(true),
-            Err(error) if error.code() == Some(code::NOT_READY) => Ok(false),
+            Err(CudaError::NotReady { .. }) => Ok(false),
             Err(error) => Err(error),
         }
     }

@@ -1,0 +1,234 @@
+//! Nothing is touched before the engine says so, and an engine that never does costs only itself.
+
+use std::time::{Duration, Instant};
+
+use kvtier_device::DeviceError;
+use kvtier_device::cuda::GpuOptions;
+
+use crate::lender::Lender;
+use crate::setup::{Pages, Server, content, past, wait};
+
+/// An event behind work that is held, in one of both forms.
+fn pending(engine: &mut Lender, form: &str, pages: &Pages) -> Vec<u8> {
+    // The buffer of numbers is made before anything is held.
+    engine.bytes(form);
+    engine.ask("script hold kernel");
+    engine.ask(&format!("set {} 77", pages.number));
+    engine.bytes(form)
+}
+
+/// The thread has asked for an event several times, however it does that.
+fn was_asked(server: &Server, form: &str) {
+    let asked = || match form {
+        "event" => server.count("cuEventQuery"),
+        _ => server.count("cuMemcpyDtoHAsync_v2"),
+    };
+    let before = asked();
+    wait(|| asked() >= before + 3);
+}
+
+fn moved(server: &Server) -> u64 {
+    ["d2h", "kernel"]
+        .map(|engine| server.count(&format!("queued.{engine}")))
+        .iter()
+        .sum()
+}
+
+#[test]
+fn pages_are_read_when_the_engine_has_written_them() {
+    for form in ["event", "number"] {
+        let server = Server::new();
+        let mut engine = Lender::start();
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        let mut transfer = pages.store(&server, 8);
+        transfer.event = pending(&mut engine, form, &pages);
+        let ticket = pages.begin(transfer);
+        was_asked(&server, form);
+        assert!(!ticket.has_ended(), "{form}");
+        if form == "event" {
+            assert_eq!(moved(&server), 0);
+        }
+        engine.ask("script release");
+        ticket.end().unwrap();
+        let bytes = pages.content.len();
+        assert!(
+            content(&server.arena, bytes as u64) == vec![77; bytes],
+            "{form}"
+        );
+        // Neither a stream nor the thread has waited for another process.
+        for function in [
+            "cuStreamWaitEvent",
+            "cuStreamWaitValue64_v2",
+            "cuEventSynchronize",
+        ] {
+            assert_eq!(server.count(function), 0, "{function}");
+        }
+        drop(pages);
+        server.ends_clean();
+    }
+}
+
+/// One engine's event never completes; transfers of others, both ways, go on, and its own when its time is over.
+#[test]
+fn an_event_that_never_completes_costs_only_its_own_transfer() {
+    for form in ["event", "number"] {
+        let options = GpuOptions {
+            event_timeout: Duration::MAX,
+            ..GpuOptions::default()
+        };
+        let server = Server::with("", options, 1 << 20);
+        let (mut engine, mut other) = (Lender::start(), Lender::start());
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        let others = Pages::register(&server, &mut other, [64, 512, 8]);
+        let mut transfer = pages.retrieve(&server, 8);
+        transfer.event = pending(&mut engine, form, &pages);
+        transfer.deadline = Some(Instant::now() + Duration::from_secs(3600));
+        let stuck = pages.begin(transfer.clone());
+        transfer.direction = kvtier_device::Direction::Store;
+        let stuck_too = pages.begin(transfer);
+        was_asked(&server, form);
+        for _ in 0..20 {
+            others.run(others.store(&server, 8)).unwrap();
+            others.run(others.retrieve(&server, 8)).unwrap();
+        }
+        assert!(!stuck.has_ended() && !stuck_too.has_ended(), "{form}");
+        assert_eq!(server.readings().under_way, [1, 1]);
+        // It leaves; nothing waits for its process.
+        engine.kill();
+        pages.memory.stop();
+        for ticket in [stuck, stuck_too] {
+            let error = ticket.end().unwrap_err();
+            assert!(matches!(error, DeviceError::Stopped), "{error}");
+        }
+        drop((pages, others));
+        server.ends_clean();
+    }
+}
+
+#[test]
+fn a_transfer_fails_when_its_event_takes_too_long() {
+    let options = GpuOptions {
+        event_timeout: Duration::from_millis(20),
+        ..GpuOptions::default()
+    };
+    let server = Server::with("", options, 1 << 20);
+    for form in ["event", "number"] {
+        let mut engine = Lender::start();
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        let timeouts = server.readings().event_timeouts;
+        let mut transfer = pages.store(&server, 8);
+        transfer.event = pending(&mut engine, form, &pages);
+        // Two of one worker, of which only one is asked for at a time.
+        let both = [pages.begin(transfer.clone()), pages.begin(transfer.clone())];
+        for ticket in both {
+            let error = ticket.end().unwrap_err();
+            assert!(matches!(error, DeviceError::NeverReady), "{form}: {error}");
+        }
+        assert_eq!(server.readings().event_timeouts, timeouts + 2);
+        assert_eq!(server.readings().moved, []);
+        // The worker's own deadline comes first.
+        transfer.deadline = Some(past());
+        let error = pages.run(transfer.clone()).unwrap_err();
+        assert!(matches!(error, DeviceError::TooLate), "{form}: {error}");
+        // Its process dies: what it sends is not even opened.
+        engine.kill();
+        transfer.deadline = None;
+        let error = pages.run(transfer).unwrap_err();
+        match form {
+            "event" => assert!(matches!(error, DeviceError::Event(_)), "{error}"),
+            // The buffer of its numbers stays open.
+            _ => assert!(matches!(error, DeviceError::NeverReady), "{error}"),
+        }
+        drop(pages);
+    }
+    server.ends_clean();
+}
+
+/// The process dies while its event is waited for.
+#[test]
+fn a_process_that_dies_meanwhile_fails_its_transfer() {
+    for form in ["event", "number"] {
+        let options = GpuOptions {
+            event_timeout: Duration::from_millis(200),
+            ..GpuOptions::default()
+        };
+        let server = Server::with("", options, 1 << 20);
+        let mut engine = Lender::start();
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        let mut transfer = pages.store(&server, 8);
+        transfer.event = pending(&mut engine, form, &pages);
+        let ticket = pages.begin(transfer);
+        engine.kill();
+        let error = ticket.end().unwrap_err();
+        assert!(matches!(error, DeviceError::NeverReady), "{form}: {error}");
+        drop(pages);
+        server.ends_clean();
+    }
+}
+
+#[test]
+fn an_opened_event_that_says_nothing_is_given_up() {
+    let options = GpuOptions {
+        event_timeout: Duration::from_millis(20),
+        ..GpuOptions::default()
+    };
+    let server = Server::with("", options, 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    server.script("import.never=1");
+    let mut transfer = pages.store(&server, 8);
+    transfer.event = engine.bytes("event");
+    let error = pages.run(transfer.clone()).unwrap_err();
+    assert!(matches!(error, DeviceError::NeverReady), "{error}");
+    transfer.event = engine.bytes("event");
+    pages.run(transfer).unwrap();
+    drop(pages);
+    server.ends_clean();
+}
+
+#[test]
+fn what_is_no_event_is_refused_at_once() {
+    let server = Server::new();
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    for event in [
+        b"stub_ipc_handle".as_slice(),
+        &[0; 64],
+        &[1; 63],
+        &[2; 81],
+        &[1; 81],
+        &[0; 10_000],
+    ] {
+        let mut transfer = pages.store(&server, 8);
+        transfer.event = event.to_vec();
+        let ticket = pages.begin(transfer);
+        assert!(
+            ticket.has_ended_with(|error| matches!(error, DeviceError::Event(_))),
+            "{event:?}"
+        );
+    }
+    // The stand-in takes handles that it never gave for a mistake of ours.
+    server.script("clear");
+    drop(pages);
+    server.ends_clean();
+}
+
+/// The number of an event is fetched while the engine that copies from the GPU is busy: nobody else waits for that.
+#[test]
+fn a_number_is_fetched_in_the_background() {
+    let server = Server::new();
+    let (mut engine, mut other) = (Lender::start(), Lender::start());
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let others = Pages::register(&server, &mut other, [64, 512, 8]);
+    let mut transfer = pages.store(&server, 8);
+    transfer.event = engine.bytes("number");
+    server.script("hold d2h");
+    let ticket = pages.begin(transfer);
+    wait(|| server.count("started.d2h") == 1);
+    others.run(others.retrieve(&server, 8)).unwrap();
+    assert!(!ticket.has_ended());
+    server.script("release");
+    ticket.end().unwrap();
+    drop((pages, others));
+    server.ends_clean();
+}

@@ -1,0 +1,243 @@
+//! What the driver refuses: nobody hears of the end of a transfer before nothing of it moves any more.
+
+use kvtier_device::DeviceError;
+
+use crate::lender::Lender;
+use crate::setup::{Pages, Server, content, wait};
+use crate::turns::batches;
+
+/// The thread has looked several times at what it has with the GPU.
+fn looked(server: &Server, function: &str) {
+    let before = server.count(function);
+    wait(|| server.count(function) >= before + 3);
+}
+
+/// What a context says that was given up.
+const DEAD: &str = "fail cuEventQuery=700; fail cuEventRecord=700; fail cuStreamQuery=700; fail cuMemcpyAsync=700; \
+                    fail cuMemcpyBatchAsync=700; fail cuLaunchKernel=700; fail cuMemcpyHtoDAsync_v2=700";
+
+#[test]
+fn a_refused_copy_fails_its_transfer_once_the_others_have_ended() {
+    let server = Server::with("", batches(), 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 8);
+    server.script("hold d2h; fail cuMemcpyBatchAsync=1@3");
+    let failing = pages.begin(pages.store(&server, 8));
+    let behind = pages.begin(pages.store(&server, 1));
+    wait(|| server.count("cuMemcpyBatchAsync") == 4);
+    looked(&server, "cuEventQuery");
+    assert!(!failing.has_ended());
+    server.script("release");
+    let error = failing.end().unwrap_err();
+    assert!(
+        matches!(&error, DeviceError::Cuda(error) if error.code() == Some(1)),
+        "{error}"
+    );
+    // Nothing more of it was begun, and nobody else was meant.
+    behind.end().unwrap();
+    assert_eq!(server.count("cuMemcpyBatchAsync"), 4);
+    let bytes = pages.content.len() as u64;
+    assert_eq!(pages.run(pages.store(&server, 8)).unwrap(), bytes);
+    assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(8)));
+    assert_eq!(server.readings().broken, None);
+    drop(pages);
+    server.ends_clean();
+}
+
+/// A piece of several calls of which one is refused: the calls before it were not.
+#[test]
+fn a_piece_that_was_begun_in_part_is_waited_for() {
+    for (executor, refused) in [
+        (kvtier_device::cuda::Executor::Plain, "cuMemcpyAsync=1@3"),
+        (kvtier_device::cuda::Executor::Staged, "cuMemcpyAsync=1@1"),
+        (kvtier_device::cuda::Executor::Kernel, "cuLaunchKernel=1@1"),
+    ] {
+        let mut options = batches();
+        options.executor = Some(executor);
+        let server = Server::with("", options, 1 << 20);
+        let mut engine = Lender::start();
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        // What uploads a plan is `h2d`.
+        server.script(&format!("hold d2h; hold h2d; hold kernel; fail {refused}"));
+        let ticket = pages.begin(pages.store(&server, 8));
+        wait(|| server.count("cuEventRecord") == 1);
+        looked(&server, "cuEventQuery");
+        assert!(!ticket.has_ended(), "{executor:?}");
+        server.script("release");
+        let error = ticket.end().unwrap_err();
+        assert!(
+            matches!(&error, DeviceError::Cuda(error) if error.code() == Some(1)),
+            "{error}"
+        );
+        pages.run(pages.store(&server, 8)).unwrap();
+        drop(pages);
+        server.ends_clean();
+    }
+}
+
+/// Without an event of its own, a piece has ended when the stream has.
+#[test]
+fn a_piece_whose_event_is_refused_is_waited_for() {
+    let server = Server::with("", batches(), 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 2);
+    server.script("hold d2h; fail cuEventRecord=1@1");
+    let ticket = pages.begin(pages.store(&server, 2));
+    wait(|| server.count("cuEventRecord") == 1);
+    looked(&server, "cuStreamQuery");
+    assert!(!ticket.has_ended());
+    server.script("release");
+    let error = ticket.end().unwrap_err();
+    assert!(
+        matches!(&error, DeviceError::Cuda(error) if error.code() == Some(1)),
+        "{error}"
+    );
+    pages.run(pages.store(&server, 2)).unwrap();
+    drop(pages);
+    server.ends_clean();
+}
+
+/// An answer that says nothing of the copies: they are asked for again, and nothing is begun any more.
+#[test]
+fn a_piece_of_which_nobody_knows_ends_when_it_is_known() {
+    let server = Server::with("", batches(), 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 8);
+    server.script("hold d2h");
+    let under_way = pages.begin(pages.store(&server, 2));
+    let long = pages.begin(pages.store(&server, 8));
+    wait(|| server.count("cuEventRecord") == 4);
+    server.script("fail cuEventQuery=999@1");
+    wait(|| server.readings().broken.is_some());
+    looked(&server, "cuEventQuery");
+    assert!(!under_way.has_ended() && !long.has_ended());
+    let error = pages.run(pages.retrieve(&server, 1)).unwrap_err();
+    assert!(matches!(error, DeviceError::Broken(_)), "{error}");
+    server.script("release");
+    let bytes = 2 * pages.object_bytes();
+    assert_eq!(under_way.end().unwrap(), bytes);
+    let error = long.end().unwrap_err();
+    assert!(matches!(error, DeviceError::Broken(_)), "{error}");
+    let error = Pages::on(0, &server, &mut engine, [8, 64, 8])
+        .err()
+        .unwrap();
+    assert!(
+        matches!(&error, DeviceError::Broken(why) if why.contains("999")),
+        "{error}"
+    );
+    drop(pages);
+    server.ends_clean();
+}
+
+#[test]
+fn a_context_that_is_given_up_fails_everything() {
+    let server = Server::with("", batches(), 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 8);
+    let other = Pages::on(1, &server, &mut engine, [8, 64, 8]).unwrap();
+    server.script("clear; hold d2h");
+    let under_way = pages.begin(pages.store(&server, 1));
+    let long = pages.begin(pages.store(&server, 8));
+    wait(|| server.count("cuEventRecord") == 4);
+    server.script(DEAD);
+    // The driver has ended what moved when it says so.
+    for ticket in [under_way, long] {
+        let error = ticket.end().unwrap_err();
+        assert!(
+            matches!(&error, DeviceError::Cuda(error) if error.ends_context()),
+            "{error}"
+        );
+    }
+    let why = server.readings().broken.unwrap();
+    assert!(
+        why.starts_with("cuEventQuery: ") && why.ends_with("(700)"),
+        "{why}"
+    );
+    let error = pages.run(pages.store(&server, 1)).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("of no use until the server is started anew"),
+        "{error}"
+    );
+    let error = Pages::on(0, &server, &mut engine, [8, 64, 8])
+        .err()
+        .unwrap();
+    assert!(matches!(error, DeviceError::Broken(_)), "{error}");
+    // The other GPU's context is another one.
+    assert_eq!(
+        server.cuda.status()[1].readings.as_ref().unwrap().broken,
+        None
+    );
+    // The stand-in only says so, and moves on.
+    server.script("reset");
+    server.wait_idle();
+    other.run(other.store(&server, 1)).unwrap();
+    drop((pages, other));
+    server.ends_clean();
+}
+
+/// With nothing under way, the first call that says it is believed.
+#[test]
+fn a_context_that_was_given_up_is_found_out_by_the_next_call() {
+    for script in [
+        "fail cuMemcpyBatchAsync=719",
+        "fail cuEventQuery=719; fail cuMemcpyBatchAsync=719",
+    ] {
+        let server = Server::with("", batches(), 1 << 20);
+        let mut engine = Lender::start();
+        let pages = Pages::pieces(&server, &mut engine, 1);
+        server.script(script);
+        let mut transfer = pages.store(&server, 1);
+        transfer.event = engine.bytes("event");
+        let error = pages.run(transfer).unwrap_err();
+        assert!(
+            matches!(&error, DeviceError::Cuda(error) if error.code() == Some(719)),
+            "{error}"
+        );
+        assert!(server.readings().broken.is_some());
+        server.script("reset");
+        let error = pages.run(pages.store(&server, 1)).unwrap_err();
+        assert!(matches!(error, DeviceError::Broken(_)), "{error}");
+        drop(pages);
+        server.ends_clean();
+    }
+}
+
+/// What cannot be planned fails alone, whatever was begun of it.
+#[test]
+fn extents_that_cannot_be_are_refused() {
+    let server = Server::with("", batches(), 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 4);
+    let arena = server.arena.len();
+    let object = pages.object_bytes();
+    for extent in [
+        (arena, object),
+        (arena - object + 1, object),
+        (u64::MAX, object),
+        (0, u64::MAX),
+        (0, object - 1),
+        (0, 0),
+    ] {
+        for chunk in [0, 3] {
+            let mut transfer = pages.store(&server, 4);
+            transfer.chunks[chunk].extent = kvtier_memory::Extent::new(extent.0, extent.1);
+            let error = pages.run(transfer).unwrap_err();
+            let expected = matches!(
+                error,
+                DeviceError::Access(_) | DeviceError::ExtentTooSmall { .. }
+            );
+            assert!(expected, "{extent:?}: {error}");
+        }
+    }
+    let mut transfer = pages.store(&server, 1);
+    transfer.chunks[0].request.chunk = 1;
+    let error = pages.run(transfer).unwrap_err();
+    assert!(matches!(error, DeviceError::Plan(_)), "{error}");
+    let mut transfer = pages.store(&server, 1);
+    transfer.chunks.clear();
+    assert_eq!(pages.run(transfer).unwrap(), 0);
+    drop(pages);
+    server.ends_clean();
+}

@@ -1,0 +1,202 @@
+//! The arena, pinned in the background, wholly, partly, or not at all.
+
+use std::sync::Arc;
+
+use kvtier_device::Direction;
+use kvtier_device::cuda::{Executor, GpuOptions, PinningStatus};
+use kvtier_memory::{Arena, ArenaKind, Extent};
+
+use crate::lender::Lender;
+use crate::setup::{Pages, Server, content, wait};
+
+const ARENA: u64 = 1 << 20;
+const PIECES: u64 = 4;
+
+fn in_pieces(executor: Executor) -> GpuOptions {
+    GpuOptions {
+        executor: Some(executor),
+        pin_bytes: ARENA / PIECES,
+        ..GpuOptions::default()
+    }
+}
+
+#[test]
+fn the_arena_is_pinned_when_the_first_gpu_is_in_use_and_as_long_as_one_is() {
+    let server = Server::with("", in_pieces(Executor::Batch), ARENA);
+    let mut engine = Lender::start();
+    assert_eq!(server.cuda.pinning(), None);
+    let pages = Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap();
+    let other = Pages::on(1, &server, &mut engine, [8, 64, 8]).unwrap();
+    server.pinned();
+    let expected = PinningStatus {
+        bytes: ARENA,
+        total: ARENA,
+        under_way: false,
+        error: None,
+    };
+    assert_eq!(server.cuda.pinning(), Some(expected));
+    assert_eq!(server.count("cuMemHostRegister_v2"), PIECES);
+    drop(pages);
+    other.run(other.store(&server, 1)).unwrap();
+    assert_eq!(server.count("pageable"), 0);
+    drop(other);
+    assert_eq!(server.count("cuMemHostUnregister"), 0);
+    let rest = server.without_device();
+    assert_eq!(rest.count("cuMemHostUnregister"), PIECES);
+    rest.is_clean();
+}
+
+/// What is pinned is used as such, and what is not is copied all the same.
+#[test]
+fn a_piece_that_cannot_be_pinned_is_told_and_gone_without() {
+    let server = Server::with(
+        "fail cuMemHostRegister_v2=2@1",
+        in_pieces(Executor::Kernel),
+        ARENA,
+    );
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let status = server.cuda.pinning().unwrap();
+    assert_eq!(status.bytes, ARENA - ARENA / PIECES);
+    assert!(!status.under_way);
+    let error = status.error.unwrap();
+    assert!(
+        error.starts_with("262144 bytes from ") && error.contains("cuMemHostRegister_v2"),
+        "{error}"
+    );
+    // Every 32 KiB of the arena, both ways.
+    let bytes = pages.content.len() as u64;
+    let expected = pages.gather(&pages.backwards(8));
+    for place in (0..ARENA).step_by(bytes as usize) {
+        for direction in [Direction::Store, Direction::Retrieve] {
+            let mut transfer = pages.transfer(&server, direction, &pages.backwards(8));
+            for chunk in &mut transfer.chunks {
+                chunk.extent.offset += place;
+            }
+            assert_eq!(pages.run(transfer).unwrap(), bytes);
+        }
+        let mut stored = Vec::new();
+        server
+            .arena
+            .read_into(Extent::new(place, bytes), 0, bytes, &mut stored)
+            .unwrap();
+        assert!(stored == expected, "at {place}");
+    }
+    assert!(engine.read(pages.number, 0, bytes as usize) == pages.content);
+    let moved = server.readings().moved;
+    let by = |executor| {
+        let moved = moved.iter().filter(|moved| moved.1 == executor);
+        moved.map(|moved| moved.2.bytes).sum::<u64>()
+    };
+    assert_eq!(by(Executor::Staged), 2 * ARENA / PIECES);
+    assert_eq!(by(Executor::Kernel), 2 * (ARENA - ARENA / PIECES));
+    drop(pages);
+    server.ends_clean();
+}
+
+/// The kernel goes by the GPU's addresses; where they are not the host's own, it is not used.
+#[test]
+fn pinned_memory_that_the_gpu_sees_elsewhere_is_nothing_for_the_kernel() {
+    for (executor, used) in [
+        (Executor::Kernel, Executor::Staged),
+        (Executor::Batch, Executor::Batch),
+    ] {
+        let server = Server::with(
+            "fail cuMemHostGetDevicePointer_v2=1",
+            in_pieces(executor),
+            ARENA,
+        );
+        let mut engine = Lender::start();
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        assert_eq!(server.cuda.pinning().unwrap().bytes, ARENA);
+        pages.run(pages.store(&server, 8)).unwrap();
+        let moved = server.readings().moved;
+        assert_eq!((moved.len(), moved[0].1), (1, used));
+        assert_eq!(server.count("pageable"), 0);
+        let bytes = pages.content.len() as u64;
+        assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(8)));
+        // It stays registered, for copies may rely on it.
+        assert_eq!(server.count("cuMemHostUnregister"), 0);
+        drop(pages);
+        server.ends_clean();
+    }
+}
+
+/// Another arena is memory as any other.
+#[test]
+fn an_arena_that_is_not_the_devices_own_is_not_pinned() {
+    let server = Server::with("", in_pieces(Executor::Kernel), ARENA);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let other = Arc::new(Arena::create(ArenaKind::Anonymous, ARENA).unwrap());
+    let mut transfer = pages.store(&server, 8);
+    transfer.arena = Arc::clone(&other);
+    let bytes = pages.content.len() as u64;
+    assert_eq!(pages.run(transfer).unwrap(), bytes);
+    assert!(content(&other, bytes) == pages.gather(&pages.backwards(8)));
+    assert!(server.count("pageable") > 0);
+    drop(pages);
+    server.ends_clean();
+}
+
+/// Trying out may take long; whoever looks meanwhile is told what is known.
+#[test]
+fn a_gpu_that_is_being_taken_into_use_holds_nobody_up() {
+    let server = Server::with("hold h2d", GpuOptions::default(), ARENA);
+    let mut engine = Lender::start();
+    std::thread::scope(|scope| {
+        let registering = scope.spawn(|| {
+            let pages = Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap();
+            pages.run(pages.store(&server, 1)).unwrap();
+        });
+        wait(|| server.count("started.h2d") == 1);
+        assert!(
+            server
+                .cuda
+                .status()
+                .iter()
+                .all(|gpu| gpu.readings.is_none())
+        );
+        assert_eq!(server.cuda.pinning(), None);
+        assert!(!registering.is_finished());
+        server.script("release");
+    });
+    assert!(server.cuda.status()[0].readings.is_some());
+    server.ends_clean();
+}
+
+/// An object over a border of pinned pieces: copies end there, and the kernel does not go over it.
+#[test]
+fn an_object_over_a_border() {
+    for executor in Executor::ALL {
+        let server = Server::with("", in_pieces(executor), ARENA);
+        let mut engine = Lender::start();
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        let border = ARENA / PIECES;
+        let bytes = pages.content.len() as u64;
+        // One run of all pages, that begins 100 bytes before the border.
+        let ids: Vec<i64> = (0..64).collect();
+        let mut transfer = pages.transfer(&server, Direction::Store, &ids);
+        for chunk in &mut transfer.chunks {
+            chunk.extent.offset += border - 100;
+        }
+        assert_eq!(pages.run(transfer.clone()).unwrap(), bytes);
+        let mut stored = Vec::new();
+        server
+            .arena
+            .read_into(Extent::new(border - 100, bytes), 0, bytes, &mut stored)
+            .unwrap();
+        assert!(stored == pages.content, "{executor:?}");
+        transfer.direction = Direction::Retrieve;
+        pages.run(transfer).unwrap();
+        assert_eq!(server.count("pageable"), 0);
+        let copies = match executor {
+            Executor::Plain => ("cuMemcpyAsync", 4),
+            Executor::Batch => ("batched", 4),
+            Executor::Kernel | Executor::Staged => ("cuMemcpyAsync", 4),
+        };
+        assert_eq!(server.count(copies.0), copies.1, "{executor:?}");
+        drop(pages);
+        server.ends_clean();
+    }
+}

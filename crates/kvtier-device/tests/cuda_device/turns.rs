@@ -1,0 +1,179 @@
+//! Several transfers at a time: both ways, of several workers, on several GPUs.
+
+use std::sync::{Arc, Mutex};
+
+use kvtier_device::cuda::{Executor, GpuOptions};
+use kvtier_device::{DeviceError, Direction};
+
+use crate::lender::Lender;
+use crate::setup::{Pages, Server, Ticket, content, wait};
+
+/// Every piece is one call of the driver and one work of an engine.
+pub fn batches() -> GpuOptions {
+    GpuOptions {
+        executor: Some(Executor::Batch),
+        ..GpuOptions::default()
+    }
+}
+
+#[test]
+fn both_ways_at_once_and_retrieves_wait_for_no_store() {
+    let server = Server::with("", batches(), 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 12);
+    server.script("hold d2h");
+    let stores = pages.begin(pages.store(&server, 12));
+    wait(|| server.count("started.d2h") == 1);
+    // All of a long store is before it, and the engine that copies from the GPU is busy.
+    let bytes = pages.content.len() as u64;
+    assert_eq!(pages.run(pages.retrieve(&server, 12)).unwrap(), bytes);
+    assert!(!stores.has_ended());
+    assert!(server.count("overlaps") >= 12);
+    server.script("release");
+    assert_eq!(stores.end().unwrap(), bytes);
+    // Two streams in all; one goes first.
+    let readings = server.readings();
+    assert_eq!(readings.under_way, [0, 0]);
+    for direction in [Direction::Store, Direction::Retrieve] {
+        assert_eq!(readings.runs[direction as usize][0], 12 * 4096);
+        let moved = readings
+            .moved
+            .iter()
+            .find(|moved| moved.0 == direction)
+            .unwrap()
+            .2;
+        assert_eq!((moved.pieces, moved.bytes), (12, bytes));
+    }
+    drop(pages);
+    server.ends_clean();
+}
+
+/// At most four pieces of a direction are with the GPU, and the rest comes when they are done.
+#[test]
+fn pieces_are_handed_over_as_others_end() {
+    let server = Server::with("", batches(), 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 12);
+    server.script("hold d2h");
+    let store = pages.begin(pages.store(&server, 12));
+    wait(|| server.count("cuEventRecord") == 4);
+    let asked = server.count("cuEventQuery");
+    wait(|| server.count("cuEventQuery") > asked + 10);
+    assert_eq!(server.count("cuMemcpyBatchAsync"), 4);
+    server.script("release");
+    let bytes = pages.content.len() as u64;
+    assert_eq!(store.end().unwrap(), bytes);
+    assert_eq!(server.count("cuMemcpyBatchAsync"), 12);
+    assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(12)));
+    drop(pages);
+    server.ends_clean();
+}
+
+#[test]
+fn workers_take_turns() {
+    let server = Server::with("", batches(), 4 << 20);
+    let mut engine = Lender::start();
+    let long = Pages::pieces(&server, &mut engine, 24);
+    let short = Pages::pieces(&server, &mut engine, 1);
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let begin = |pages: &Pages, chunks, name: &'static str| {
+        let order = Arc::clone(&order);
+        let done = move |result: Result<_, _>| {
+            result.unwrap();
+            order.lock().unwrap().push(name);
+        };
+        pages
+            .memory
+            .transfer(pages.store(&server, chunks), Box::new(done));
+    };
+    server.script("hold d2h");
+    begin(&long, 24, "long");
+    begin(&long, 1, "behind it");
+    wait(|| server.count("cuEventRecord") == 4);
+    begin(&short, 1, "short");
+    server.script("release");
+    wait(|| order.lock().unwrap().len() == 3);
+    // Transfers of one worker come one after the other.
+    assert_eq!(*order.lock().unwrap(), ["short", "long", "behind it"]);
+    drop((long, short));
+    server.ends_clean();
+}
+
+#[test]
+fn many_workers_on_two_gpus() {
+    let server = Server::new();
+    let mut engines = [Lender::start(), Lender::start(), Lender::start()];
+    let mut workers = Vec::new();
+    for round in 0..4 {
+        for engine in &mut engines {
+            let gpu = round % 2;
+            workers.push(Pages::on(gpu, &server, engine, [64, 256, 8]).unwrap());
+        }
+    }
+    // Stores to places of their own, and retrieves of what another one stored.
+    let place = |worker: usize| worker as u64 * 64 * 256;
+    let moved = |transfer: &mut kvtier_device::Transfer, by: u64| {
+        for chunk in &mut transfer.chunks {
+            chunk.extent.offset += by;
+        }
+    };
+    for direction in [Direction::Store, Direction::Retrieve] {
+        let tickets: Vec<Ticket> = workers
+            .iter()
+            .enumerate()
+            .map(|(at, pages)| {
+                let of = match direction {
+                    Direction::Store => at,
+                    Direction::Retrieve => (at + 1) % workers.len(),
+                };
+                let mut transfer = pages.transfer(&server, direction, &pages.backwards(8));
+                moved(&mut transfer, place(of));
+                pages.begin(transfer)
+            })
+            .collect();
+        for ticket in tickets {
+            assert_eq!(ticket.end().unwrap(), 64 * 256);
+        }
+    }
+    for (at, pages) in workers.iter().enumerate() {
+        let from = &workers[(at + 1) % workers.len()];
+        let read = engines[at % 3].read(pages.number, 0, 64 * 256);
+        assert!(read == from.content, "worker {at}");
+    }
+    let status = server.cuda.status();
+    assert_eq!(status.len(), 2);
+    for gpu in &status {
+        let readings = gpu.readings.as_ref().unwrap();
+        assert_eq!(readings.open_allocations, 6);
+        let moved: u64 = readings.moved.iter().map(|(.., moved)| moved.bytes).sum();
+        assert_eq!(moved, 2 * 6 * 64 * 256);
+    }
+    // Once for both.
+    assert_eq!(server.count("cuMemHostRegister_v2"), 1);
+    drop(workers);
+    server.ends_clean();
+}
+
+#[test]
+fn a_worker_may_have_so_many_transfers_under_way() {
+    let server = Server::with("", batches(), 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [8, 64, 8]);
+    let other = Pages::register(&server, &mut engine, [8, 64, 8]);
+    server.script("hold d2h");
+    let store = || pages.begin(pages.store(&server, 1));
+    let all: Vec<Ticket> = (0..1024).map(|_| store()).collect();
+    for ticket in [store(), pages.begin(pages.retrieve(&server, 1))] {
+        let is_busy = |error: &DeviceError| matches!(error, DeviceError::Busy { under_way: 1024 });
+        assert!(ticket.has_ended_with(is_busy));
+    }
+    // An event is not even opened then, and others are not meant.
+    other.run(other.retrieve(&server, 1)).unwrap();
+    server.script("release");
+    for ticket in all {
+        ticket.end().unwrap();
+    }
+    store().end().unwrap();
+    drop((pages, other));
+    server.ends_clean();
+}
