@@ -31,7 +31,7 @@ impl StandIn {
         (Self::load(), alone)
     }
 
-    fn load() -> Self {
+    pub fn load() -> Self {
         // SAFETY: the stand-in has no conditions.
         Self(unsafe { Library::new(standin_path().unwrap()) }.unwrap())
     }

@@ -171,7 +171,7 @@ fn a_context_that_is_given_up_fails_everything() {
     );
     // The stand-in only says so, and moves on.
     server.script("reset");
-    wait(|| server.count("bytes.d2h") == 4 * pages.object_bytes());
+    server.wait_idle();
     other.run(other.store(&server, 1)).unwrap();
     drop((pages, other));
     server.ends_clean();

@@ -6,6 +6,7 @@ use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use kvtier_cuda_standin::standin_path;
+use kvtier_device::cuda::driver::{Context, Driver};
 use kvtier_device::cuda::{CudaDevice, CudaOptions, GpuOptions, GpuReadings};
 use kvtier_device::{
     BlockTable, ChunkCopy, ChunkRequest, CudaAllocation, CudaStorage, Device, DeviceError,
@@ -58,6 +59,14 @@ impl Server {
     /// What the first GPU does.
     pub fn readings(&self) -> GpuReadings {
         self.cuda.status()[0].readings.clone().unwrap()
+    }
+
+    /// Waits until nothing is on any stream.
+    pub fn wait_idle(&self) {
+        let driver = Driver::load(Some(&standin_path().unwrap())).unwrap();
+        for device in driver.devices().unwrap() {
+            Context::retain(&device).unwrap().synchronize().unwrap();
+        }
     }
 
     /// Waits until pinning is over.
