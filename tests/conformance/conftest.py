@@ -98,12 +98,14 @@ def engines(serve):
     Engines of one test share one model name that no other test uses.
     """
     from kvrig.engine import Engine
+    from kvrig.gpu import GpuEngine
     from kvrig.server import client_mode
 
     opened, model = [], f"models/{uuid.uuid4().hex}"
 
     def connect(server, mode=None, **options):
-        engine = Engine(server, mode or client_mode(server.mode), **{"model": model, **options})
+        kind = GpuEngine if server.mode == "cuda" else Engine
+        engine = kind(server, mode or client_mode(server.mode), **{"model": model, **options})
         opened.append(engine)
         return engine
 

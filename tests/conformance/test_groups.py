@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from kvrig import gpu
 from kvrig.engine import Group, tokens
 from kvrig.layouts import layout
+
+MODES = ["lmcache_driven", gpu.MODE]
 
 
 def same(ours, theirs):
@@ -19,9 +22,10 @@ def groups(window=-1):
     ]
 
 
-def test_each_group_has_its_own_blocks(serve, engines):
+@pytest.mark.parametrize("mode", MODES)
+def test_each_group_has_its_own_blocks(serve, engines, mode):
     """Store and retrieve name other blocks in each group; both groups come back."""
-    engine = engines(serve(), groups=groups())
+    engine = engines(serve(mode), groups=groups())
     prompt = tokens(64)
     source = [engine.blocks_for(64, 1), engine.blocks_for(64, 20)]
     target = [engine.blocks_for(64, 40), engine.blocks_for(64, 3)]
@@ -42,14 +46,15 @@ def test_each_group_has_its_own_blocks(serve, engines):
     assert same(engine.worker.read(engine.blocks_for(4, 60)), untouched)
 
 
-def test_mixed_formats_and_types_in_one_registration(serve, engines):
+@pytest.mark.parametrize("mode", MODES)
+def test_mixed_formats_and_types_in_one_registration(serve, engines, mode):
     """Split K/V in bf16, MLA in fp16, and split K/V in uint8, all drawing on one block space."""
     mixed = [
         Group(layout("kv_first_nhd", heads=2, size=8), layers=2),
         Group(layout("mla", heads=1, size=24, dtype=torch.float16), layers=3),
         Group(layout("kv_first_nhd", heads=1, size=16, dtype=torch.uint8), layers=1),
     ]
-    engine = engines(serve(), groups=mixed)
+    engine = engines(serve(mode), groups=mixed)
     prompt = tokens(48)
     engine.store_prompt(prompt)
     engine.wait_hit(prompt, 48)
@@ -61,13 +66,14 @@ def test_mixed_formats_and_types_in_one_registration(serve, engines):
     assert same(engine.worker.read(target), stored)
 
 
-def test_sliding_window_needs_only_its_tail(serve, engines):
+@pytest.mark.parametrize("mode", MODES)
+def test_sliding_window_needs_only_its_tail(serve, engines, mode):
     """A window of 32 tokens (2 chunks): the engine has kept only the last blocks of the windowed group.
 
     The blocks that slid out are the null block, 0, and are not stored. The whole prompt still hits, because its
     last window is there; a shorter prompt misses, because its window is not.
     """
-    engine = engines(serve(), groups=groups(window=32))
+    engine = engines(serve(mode), groups=groups(window=32))
     prompt = tokens(80)
     full, windowed = engine.blocks_for(80, 1), engine.blocks_for(80, 30)
     kept = [0] * 12 + windowed[12:]  # chunks 3 and 4 of 0..4

@@ -4,10 +4,11 @@ import time
 
 import pytest
 import torch
+from kvrig import gpu
 from kvrig.engine import tokens
 from kvrig.waiting import wait_until
 
-MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
+MODES = ["lmcache_driven", "engine_shm", "engine_pickle", gpu.MODE]
 HEARTBEAT = 1.0
 
 

@@ -5,11 +5,12 @@ Prompts are random token ids, KV blocks random bytes. Chunks hold 16 tokens, blo
 
 import pytest
 import torch
+from kvrig import gpu
 from kvrig.engine import Group, tokens
 from kvrig.layouts import BLOCK_TOKENS, NUM_BLOCKS, layout
 from kvrig.waiting import wait_until
 
-MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
+MODES = ["lmcache_driven", "engine_shm", "engine_pickle", gpu.MODE]
 LAYOUTS = ["kv_first_nhd", "kv_first_hnd", "blocks_first_nhd", "fused_hnd", "fused_nhd", "mla"]
 
 

@@ -57,9 +57,11 @@ def tokens(count, seed=None):
 class Worker:
     """One engine rank: its KV tensors and LMCache's worker adapter."""
 
+    adapter_class = LMCacheMPWorkerAdapter
+
     def __init__(self, engine, rank, generator):
         self.engine, self.rank, self.closed = engine, rank, False
-        self.adapter = LMCacheMPWorkerAdapter(
+        self.adapter = self.adapter_class(
             engine.url,
             engine.context,
             engine.model,
@@ -162,12 +164,16 @@ class Engine:
         )
         try:
             for rank in range(ranks):
-                self.workers.append(Worker(self, rank, generator))
+                self.workers.append(self.make_worker(rank, generator))
                 if register:
                     self.workers[-1].register()
         except BaseException:
             self.close()
             raise
+
+    def make_worker(self, rank, generator):
+        """The worker of a rank, not yet registered."""
+        return Worker(self, rank, generator)
 
     def strategy(self, rank):
         """What LMCache's connector derives from vLLM's parallel configuration."""

@@ -24,18 +24,21 @@ MODES = {
     "lmcache_driven": ["--supported-transfer-mode", "lmcache_driven"],
     "engine_shm": ["--supported-transfer-mode", "engine_driven", "--shm-name", "{shm}", "--no-l1-use-lazy"],
     "engine_pickle": ["--supported-transfer-mode", "engine_driven", "--shm-name", ""],
+    # Workers on a GPU, which is the stand-in for the CUDA driver.
+    "cuda": ["--supported-transfer-mode", "lmcache_driven", "--cuda-driver", "{standin}"],
     "both": ["--supported-transfer-mode", "auto", "--shm-name", "{shm}", "--no-l1-use-lazy"],
 }
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-TROUBLE = re.compile(r"\b(WARN|WARNING|ERROR)\b|panicked at")
+# The stand-in says when the driver is used as no correct caller does.
+TROUBLE = re.compile(r"\b(WARN|WARNING|ERROR)\b|panicked at|cuda stand-in:")
 
 _handed_out = set()
 
 
 def client_mode(mode):
     """The transfer mode a client of a server in `mode` uses."""
-    return "lmcache_driven" if mode in ("lmcache_driven", "both") else "engine_driven"
+    return "lmcache_driven" if mode in ("lmcache_driven", "cuda", "both") else "engine_driven"
 
 
 def free_port():
@@ -58,6 +61,17 @@ def our_command():
     return [str(binary), "server"]
 
 
+def standin_library():
+    """The stand-in for the CUDA driver that was built with the server: $KVTIER_CUDA_STANDIN_LIB, else beside it."""
+    if path := os.environ.get("KVTIER_CUDA_STANDIN_LIB"):
+        return path
+    beside = Path(our_command()[0]).parent
+    for path in (beside / "libkvtier_cuda_standin.so", beside / "deps" / "libkvtier_cuda_standin.so"):
+        if path.exists():
+            return str(path)
+    raise FileNotFoundError(f"no stand-in for the CUDA driver in {beside}: run `cargo build --release`")
+
+
 def peer_command():
     """LMCache's own server from the Python environment that runs the tests."""
     return [str(Path(sys.prefix) / "bin" / "lmcache"), "server"]
@@ -66,13 +80,14 @@ def peer_command():
 class Server:
     """One server process on ports of its own; can be killed and started again on the same ports."""
 
-    def __init__(self, command, log, mode="lmcache_driven", chunk=16, l1_gb=0.25, eviction="LRU", flags=(), peer=False):
-        """`command` starts the server, flags are appended; `log` is the file its output goes to."""
+    def __init__(self, command, log, mode="lmcache_driven", chunk=16, l1_gb=0.25, eviction="LRU", flags=(), peer=False, env=None):
+        """`command` starts the server, flags are appended; `log` is the file its output goes to; `env` is added to ours."""
         self.mode, self.chunk, self.peer = mode, chunk, peer
         self.command, self.log = list(command), Path(log)
         self.port, self.http_port, self.metrics_port = free_port(), free_port(), free_port()
         self.shm_name = f"kvtier_test_{os.getpid()}_{self.port}"
         self.l1_gb, self.eviction, self.flags = l1_gb, eviction, list(flags)
+        self.env = dict(env or {})
         self.process = None
         self.expected_trouble = []
 
@@ -94,15 +109,21 @@ class Server:
             "--prometheus-port", str(self.metrics_port),
             "--l1-size-gb", str(self.l1_gb), "--eviction-policy", self.eviction,
             "--chunk-size", str(self.chunk),
-            *(flag.replace("{shm}", self.shm_name) for flag in MODES[self.mode]),
+            *(self._filled(flag) for flag in MODES[self.mode]),
             *self.flags,
         ]  # fmt: skip
+
+    def _filled(self, flag):
+        if flag == "{standin}":
+            return standin_library()
+        return flag.replace("{shm}", self.shm_name)
 
     def start(self, timeout=60):
         """Start the process and wait until both ports answer. Returns the seconds it took."""
         assert self.process is None, "already running"
         began = time.monotonic()
         env = dict(os.environ, LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="INFO")
+        env |= {"KVTIER_CUDA_STANDIN_LOUD": "1", **self.env}
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
                 self.argv(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
@@ -148,10 +169,10 @@ class Server:
 
     def shm_files(self):
         """Shared-memory files of the server's own (not its clients') that it has mapped."""
-        found = set()
+        found, clients = set(), re.compile(rf"/lmcache_kv_|/torch_|/kvtier-standin-(?!{self.process.pid}-)")
         for line in Path(f"/proc/{self.process.pid}/maps").read_text().splitlines():
             path = line.split(maxsplit=5)[5:]
-            if path and path[0].startswith("/dev/shm/") and "/lmcache_kv_" not in path[0]:
+            if path and path[0].startswith("/dev/shm/") and not clients.search(path[0]):
                 found.add(path[0].removesuffix(" (deleted)"))
         return found
 

@@ -9,10 +9,10 @@ use kvtier_memory::{Arena, SegmentError};
 use parking_lot::Mutex;
 
 use super::device_copy::Place;
-use super::driver::{Context, DevicePtr, Driver, Stream};
+use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
 use super::events::{ForeignEvent, ForeignEvents, TIMELINE_BYTES};
-use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, Pages, Pinned, PinningStatus};
+use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, Pinned, PinningStatus};
 use super::storages::Storages;
 use super::uuid::Gpus;
 use crate::device::{Begun, Device, DeviceError, Done, EngineMemory, Transfer};
@@ -43,6 +43,8 @@ pub struct CudaDevice {
     used: Vec<Mutex<Option<Arc<Gpu>>>>,
     /// The arena is pinned once, for all GPUs, when the first of them is taken into use.
     pinned: Mutex<Option<Arc<Pinned>>>,
+    /// Held while a GPU is tried out.
+    trials: Mutex<()>,
     next_pages: AtomicU64,
 }
 
@@ -78,6 +80,7 @@ impl CudaDevice {
             options: options.gpu,
             arena,
             pinned: Mutex::default(),
+            trials: Mutex::default(),
             next_pages: AtomicU64::new(0),
         })
     }
@@ -121,12 +124,20 @@ impl CudaDevice {
                 Some(error) => Err(DeviceError::Broken(error)),
             };
         }
-        let pin = |context: &Arc<Context>| {
-            let start = || Pinned::start(context, Arc::clone(&self.arena), self.options.pin_bytes);
-            let mut pinned = self.pinned.lock();
-            Arc::clone(pinned.get_or_insert_with(|| Arc::new(start())))
-        };
-        let gpu = Arc::new(Gpu::start(&found.device, pin, self.options)?);
+        let mut gpu = NewGpu::prepare(&found.device)?;
+        // One after the other, and while nothing is pinned: both would falsify what is tried.
+        let trial = self.trials.lock();
+        let pinned = self.pinned.lock().clone();
+        let quiet = pinned.as_ref().map(|pinned| pinned.pause());
+        let profile = gpu.try_out(&self.options)?;
+        drop(quiet);
+        let pinned = pinned.unwrap_or_else(|| {
+            let arena = Arc::clone(&self.arena);
+            let pinned = Pinned::start(gpu.context(), arena, self.options.pin_bytes);
+            Arc::clone(self.pinned.lock().insert(Arc::new(pinned)))
+        });
+        drop(trial);
+        let gpu = Arc::new(gpu.start(profile, pinned, self.options)?);
         Ok(Arc::clone(used.insert(gpu)))
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::allocations::{Allocations, Mapped, OpenError};
-use super::driver::{DevicePtr, Event, IpcHandle};
+use super::driver::{Context, DevicePtr, Event, IpcHandle};
 use super::error::CudaError;
 use super::handle::ShareableHandle;
 use super::ref_counter::RefCounter;
@@ -59,6 +59,7 @@ pub struct Storages {
     all: Vec<Storage>,
     /// Complete before the storages may be used; each is destroyed once it is.
     pending: Vec<(usize, Event)>,
+    context: Arc<Context>,
 }
 
 /// What makes two storages be in the same allocation.
@@ -87,6 +88,7 @@ impl Storages {
         let mut storages = Self {
             all: Vec::with_capacity(memories.len()),
             pending: Vec::new(),
+            context: Arc::clone(allocations.context()),
         };
         for (index, memory) in memories.iter().enumerate() {
             let opened = cuda(memory)
@@ -110,6 +112,10 @@ impl Storages {
     /// What the driver says about one of the events.
     pub fn are_ready(&mut self) -> Result<bool, StorageError> {
         while let Some((index, event)) = self.pending.last() {
+            let _current = self.context.enter().map_err(|source| StorageError {
+                index: *index,
+                source: event_error(source),
+            })?;
             let complete = event.is_complete().map_err(|source| StorageError {
                 index: *index,
                 source: event_error(source),

@@ -140,11 +140,12 @@ fn a_context_that_is_given_up_fails_everything() {
     let long = pages.begin(pages.store(&server, 8));
     wait(|| server.count("cuEventRecord") == 4);
     server.script(DEAD);
-    // The driver has ended what moved when it says so.
+    // Neither ends before an engine of the GPU must have finished what it was given.
     for ticket in [under_way, long] {
         let error = ticket.end().unwrap_err();
         assert!(
-            matches!(&error, DeviceError::Cuda(error) if error.ends_context()),
+            matches!(&error, DeviceError::Cuda(error) if error.ends_context())
+                || matches!(&error, DeviceError::Broken(why) if why.ends_with("(700)")),
             "{error}"
         );
     }

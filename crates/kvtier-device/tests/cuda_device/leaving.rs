@@ -180,8 +180,8 @@ fn a_device_that_is_dropped_waits_for_what_it_began() {
     hold(&server);
     let all = pages.begin(pages.store(&server, 3));
     let part = pages.begin(pages.store(&server, 8));
-    let none = other.begin(other.store(&server, 1));
     slots_are_full(&server);
+    let none = other.begin(other.store(&server, 1));
     drop((pages, other));
     let Server { cuda, rest, .. } = server;
     let dropping = std::thread::spawn(move || drop(cuda));

@@ -20,6 +20,8 @@ pub enum Attribute {
     ComputeCapabilityMinor = 76,
     /// 1 when one address space covers host and GPUs.
     UnifiedAddressing = 41,
+    /// 1 when the GPU reaches registered memory of the host at the host's own addresses.
+    HostPointersOfRegisteredMemory = 91,
     /// Copies that can run at the same time.
     AsyncEngineCount = 40,
 }

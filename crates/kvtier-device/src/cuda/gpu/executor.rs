@@ -30,7 +30,7 @@ const PLAN_BYTES: usize = PIECE_COPIES * (96 + 16) + (PIECE_BYTES as usize >> 14
 /// Room for the bytes of a piece on the GPU, and for their places to be as far off 16 bytes as in the arena.
 const STAGING_BYTES: u64 = PIECE_BYTES + (PIECE_COPIES as u64) * 32;
 /// Blocks of a kernel that reads or writes the host's memory: 32 KiB under way in each fill a link of 64 GB/s with a
-/// latency of 2 us four times over, and leave the rest of the GPU to the model.
+/// latency of 2 us four times over.
 const LINK_BLOCKS: u32 = 16;
 /// Blocks of a kernel that stays on the GPU.
 const LOCAL_BLOCKS: u32 = 64;
@@ -40,17 +40,17 @@ const LOCAL_BLOCKS: u32 = 64;
 pub enum Executor {
     /// The copy engines, all runs of a piece by one call (drivers of CUDA 12.8 and later).
     Batch,
-    /// Our kernel, straight between pages and pinned memory.
-    Kernel,
     /// Our kernel between pages and a buffer on the GPU, the copy engines between that and the host.
     Staged,
+    /// Our kernel, straight between pages and pinned memory.
+    Kernel,
     /// The copy engines, one call a run.
     Plain,
 }
 
 impl Executor {
     /// All of them. Of two that are as fast, the first disturbs a model that runs beside it less.
-    pub const ALL: [Self; 4] = [Self::Batch, Self::Kernel, Self::Staged, Self::Plain];
+    pub const ALL: [Self; 4] = [Self::Batch, Self::Staged, Self::Kernel, Self::Plain];
 
     /// The one to use with such memory.
     pub(super) fn with(self, host: HostMemory) -> Self {

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::allocations::Allocations;
-use super::driver::{Context, PhysicalDevice};
+use super::driver::{Attribute, Context, PhysicalDevice};
 use super::error::CudaError;
 use crate::device::DeviceError;
 use crate::plan::Direction;
@@ -53,7 +53,8 @@ impl Default for GpuOptions {
             executor: None,
             // An engine's step takes milliseconds, its compilation of kernels seconds.
             event_timeout: Duration::from_secs(30),
-            pin_bytes: 1 << 30,
+            // Larger ones hold up other calls of the driver for longer than a transfer takes.
+            pin_bytes: 256 << 20,
             // Pieces take a millisecond.
             leave_timeout: Duration::from_secs(10),
         }
@@ -91,13 +92,13 @@ struct Inbox {
 
 impl Shared {
     /// Nothing is begun any more, because of this error.
-    fn broke(&self, error: &str) {
-        self.broken.lock().get_or_insert_with(|| error.to_owned());
+    fn broke(&self, error: &dyn std::fmt::Display) {
+        self.broken.lock().get_or_insert_with(|| error.to_string());
     }
 
     /// There is no thread any more: what it has not taken fails.
     fn give_up(&self, why: &str) {
-        self.broke(why);
+        self.broke(&why);
         let mut inbox = self.inbox.lock();
         inbox.closed = true;
         let jobs = std::mem::take(&mut inbox.jobs);
@@ -150,25 +151,50 @@ pub struct GpuReadings {
     pub open_allocations: usize,
 }
 
-impl Gpu {
-    /// Takes a GPU into use: makes its context, tries its executors out, starts its thread. Takes some 100 ms.
+/// A GPU that is being taken into use.
+pub(super) struct NewGpu {
+    ordinal: i32,
+    context: Arc<Context>,
+    allocations: Arc<Allocations>,
+    tools: Arc<executor::Tools>,
+    lanes: [executor::Lane; 2],
+}
+
+impl NewGpu {
+    /// Makes its context, which takes a second or two, and some hundred MiB of its memory.
     ///
     /// # Errors
-    /// What the driver says, or the system when it gives no thread.
-    pub fn start(
-        device: &PhysicalDevice,
-        pinned: impl FnOnce(&Arc<Context>) -> Arc<Pinned>,
-        options: GpuOptions,
-    ) -> Result<Self, CudaError> {
+    /// What the driver says.
+    pub fn prepare(device: &PhysicalDevice) -> Result<Self, CudaError> {
         let context = Context::retain(device)?;
         let allocations = Allocations::new(Arc::clone(&context))?;
         let _current = context.enter()?;
         let tools = Arc::new(executor::Tools::find(&context));
-        let mut lanes = [
+        let lanes = [
             executor::Lane::new(&tools, Direction::Store)?,
             executor::Lane::new(&tools, Direction::Retrieve)?,
         ];
-        let profile = profile::try_out(&tools, &mut lanes)?;
+        Ok(Self {
+            ordinal: device.ordinal(),
+            context: Arc::clone(&context),
+            allocations,
+            tools,
+            lanes,
+        })
+    }
+
+    /// Its context.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Tries its executors out, some 100 ms. Only true while nothing else keeps the driver busy.
+    ///
+    /// # Errors
+    /// What the driver says, or an executor that has to work and does not.
+    pub fn try_out(&mut self, options: &GpuOptions) -> Result<Profile, CudaError> {
+        let _current = self.context.enter()?;
+        let profile = profile::try_out(&self.tools, &mut self.lanes)?;
         for needed in [Some(Executor::Plain), options.executor] {
             let why = needed.and_then(|executor| profile.obstacle(executor));
             if let Some((executor, why)) = why {
@@ -176,6 +202,24 @@ impl Gpu {
                 return Err(CudaError::Executor { name, why });
             }
         }
+        Ok(profile)
+    }
+
+    /// Starts its threads.
+    ///
+    /// # Errors
+    /// What the driver says, or the system when it gives no thread.
+    pub fn start(
+        self,
+        profile: Profile,
+        pinned: Arc<Pinned>,
+        options: GpuOptions,
+    ) -> Result<Gpu, CudaError> {
+        let device = self.context.device();
+        let most = match device.attribute(Attribute::HostPointersOfRegisteredMemory)? {
+            1 => executor::HostMemory::Mapped,
+            _ => executor::HostMemory::Pinned,
+        };
         let shared = Arc::new(Shared {
             inbox: Mutex::default(),
             wake: Condvar::new(),
@@ -187,33 +231,42 @@ impl Gpu {
             broken: Mutex::default(),
             event_timeouts: AtomicU64::new(0),
         });
+        let (ends, over) = std::sync::mpsc::channel();
         let feeder = thread::Feeder::new(
             Arc::clone(&shared),
-            Arc::clone(&context),
-            lanes,
-            pinned(&context),
+            Arc::clone(&self.context),
+            self.lanes,
+            pinned,
+            ends,
+            most,
         );
         let ending = Arc::clone(&shared);
-        let name = format!("kvtier-gpu-{}", device.ordinal());
-        let thread = std::thread::Builder::new()
-            .name(name)
-            .spawn(move || {
-                feeder.run();
-                ending.inbox.lock().ended = true;
-                ending.ended.notify_all();
-            })
-            .map_err(|error| CudaError::Call {
+        let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
+            let name = format!("kvtier-{name}-{}", self.ordinal);
+            let thread = std::thread::Builder::new().name(name).spawn(run);
+            thread.map_err(|error| CudaError::Call {
                 function: "the thread of a GPU",
                 code: error.raw_os_error().unwrap_or(-1),
                 name: error.to_string(),
-            })?;
-        Ok(Self {
+            })
+        };
+        // Ends when the other one has ended, with all that is over.
+        let end_all = move || {
+            over.into_iter().for_each(|job| ending.end(job));
+            ending.inbox.lock().ended = true;
+            ending.ended.notify_all();
+        };
+        let thread = spawn("gpu-end", Box::new(end_all))?;
+        spawn("gpu", Box::new(move || feeder.run()))?;
+        Ok(Gpu {
             shared,
             thread: Some(thread),
-            allocations,
+            allocations: self.allocations,
         })
     }
+}
 
+impl Gpu {
     /// The executor settings it runs with.
     pub fn options(&self) -> GpuOptions {
         self.shared.options

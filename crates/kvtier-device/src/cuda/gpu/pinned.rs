@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 use kvtier_memory::{Arena, Extent};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
 
 use super::super::device_copy::PinnedPieces;
 use super::super::driver::{Context, DevicePtr, RegisteredHost};
@@ -50,6 +50,8 @@ struct Shared {
     stop: AtomicBool,
     /// Every piece has one address for host and GPUs.
     same_address: AtomicBool,
+    /// Held by who needs the driver for itself, and shared by who pins a piece.
+    quiet: RwLock<()>,
     error: Mutex<Option<String>>,
     arena: Arc<Arena>,
 }
@@ -69,6 +71,7 @@ impl Pinned {
             left: AtomicUsize::new(count),
             stop: AtomicBool::new(false),
             same_address: AtomicBool::new(true),
+            quiet: RwLock::new(()),
             error: Mutex::default(),
             arena,
         });
@@ -85,6 +88,11 @@ impl Pinned {
             shared.stop.store(true, Ordering::Relaxed);
         }
         Self { threads, shared }
+    }
+
+    /// Nothing is pinned until the result is dropped. Waits for the pieces that are being pinned.
+    pub fn pause(&self) -> RwLockWriteGuard<'_, ()> {
+        self.shared.quiet.write()
     }
 
     /// What an extent of an arena is.
@@ -136,6 +144,7 @@ impl Shared {
             if number >= self.pieces.len() || self.stop.load(Ordering::Relaxed) {
                 return;
             }
+            let _quiet = self.quiet.read();
             let offset = number as u64 * self.piece_bytes;
             let bytes = self.piece_bytes.min(self.arena.len() - offset);
             if let Err(error) = self.pin_piece(context, number, offset, bytes) {

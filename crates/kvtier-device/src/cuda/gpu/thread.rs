@@ -5,13 +5,14 @@ use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use super::super::device_copy::DeviceCopies;
 use super::super::driver::Context;
 use super::super::events::ExportedEvents;
 use super::Shared;
-use super::executor::{Executor, Lane, SLOTS};
+use super::executor::{Executor, HostMemory, Lane, SLOTS};
 use super::job::Job;
 use super::pinned::Pinned;
 use super::turns::Turns;
@@ -26,6 +27,14 @@ const PAUSE: Duration = Duration::from_micros(20);
 /// Pause between two looks at events alone. An engine's step takes milliseconds.
 const LONG_PAUSE: Duration = Duration::from_micros(100);
 
+/// Pause between two looks at a GPU that is of no use any more.
+const BROKEN_PAUSE: Duration = Duration::from_millis(10);
+/// How long what is with the GPU is kept from others after an error. The driver says of some errors that nothing of the
+/// context goes on, but an engine of the GPU may still finish what it was given; 8 pieces take a few milliseconds.
+const CONTEXT_GRACE: Duration = Duration::from_secs(1);
+/// The same for errors that say nothing about what goes on. Whatever it was, it has ended or never will.
+const ERROR_GRACE: Duration = Duration::from_secs(30);
+
 /// One direction.
 struct Line {
     lane: Lane,
@@ -35,6 +44,8 @@ struct Line {
     /// Pieces with the GPU; they end in this order.
     pieces: VecDeque<Piece>,
     free: Vec<usize>,
+    /// Since when the driver has only errors to say about the first of them.
+    failing: Option<Instant>,
 }
 
 /// A piece with the GPU.
@@ -69,6 +80,9 @@ pub(super) struct Feeder {
     chunk: DeviceCopies,
     pinned: Arc<Pinned>,
     exported: ExportedEvents,
+    ends: Sender<Job>,
+    /// What the GPU takes memory for at most.
+    most: HostMemory,
 }
 
 impl Feeder {
@@ -77,6 +91,8 @@ impl Feeder {
         context: Arc<Context>,
         [store, retrieve]: [Lane; 2],
         pinned: Arc<Pinned>,
+        ends: Sender<Job>,
+        most: HostMemory,
     ) -> Self {
         let line = |lane, direction| Line {
             lane,
@@ -84,6 +100,7 @@ impl Feeder {
             waiting: Turns::default(),
             pieces: VecDeque::new(),
             free: (0..SLOTS).collect(),
+            failing: None,
         };
         Self {
             shared,
@@ -98,6 +115,8 @@ impl Feeder {
             piece: DeviceCopies::default(),
             chunk: DeviceCopies::default(),
             pinned,
+            ends,
+            most,
         }
     }
 
@@ -115,7 +134,7 @@ impl Feeder {
         // A pause of 20 us would otherwise take 70.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         if let Err(error) = self.context.make_current() {
-            self.shared.broke(&error.to_string());
+            self.shared.broke(&error);
         }
         let mut last_work = Instant::now();
         loop {
@@ -170,9 +189,12 @@ impl Feeder {
             self.shared.wake.wait(&mut inbox);
             return;
         }
-        let pause = match self.lines.iter().all(|line| line.pieces.is_empty()) {
-            true => LONG_PAUSE,
-            false => PAUSE,
+        let pause = if self.lines.iter().any(|line| line.failing.is_some()) {
+            BROKEN_PAUSE
+        } else if self.lines.iter().all(|line| line.pieces.is_empty()) {
+            LONG_PAUSE
+        } else {
+            PAUSE
         };
         self.shared.wake.wait_for(&mut inbox, pause);
     }
@@ -186,14 +208,21 @@ impl Feeder {
                 Ok(true) => None,
                 Ok(false) => break,
                 Err(error) => {
-                    self.shared.broke(&error.to_string());
-                    if !error.ends_context() {
-                        // It may still move: it is asked again, for ever if need be.
+                    self.shared.broke(&error);
+                    let grace = match error.ends_context() {
+                        true => CONTEXT_GRACE,
+                        false => ERROR_GRACE,
+                    };
+                    let since = line.failing.get_or_insert_with(Instant::now);
+                    if since.elapsed() < grace {
                         break;
                     }
                     Some(error)
                 }
             };
+            if error.is_none() {
+                line.failing = None;
+            }
             any = true;
             line.free.push(piece.slot);
             let bytes = match &error {
@@ -212,12 +241,13 @@ impl Feeder {
                 }
                 job.piece_ended(bytes);
             }
-            end_if_over(&mut self.jobs, &self.shared, id);
+            end_if_over(&mut self.jobs, &self.ends, id);
         }
         any
     }
 
-    /// Hands pieces to the GPU while there is room; says whether it did anything.
+    /// Hands a piece to the GPU if there is room, one only: the other direction is not to wait while a list of a
+    /// thousand pages is made. Says whether it did anything.
     fn feed(&mut self, line: usize, stop: bool) -> bool {
         let mut any = false;
         // Each worker is looked at once more after anything was done. Who has to wait comes last, so that when all
@@ -232,10 +262,14 @@ impl Feeder {
                     left -= 1;
                     continue;
                 }
-                Ok(Look::Begun) => self.lines[line].waiting.pass(),
+                Ok(Look::Begun) => {
+                    self.lines[line].waiting.pass();
+                    return true;
+                }
                 Ok(Look::All) => {
                     self.tell_begun(line, id);
                     self.leave(line, id);
+                    return true;
                 }
                 Err(error) => {
                     self.failed(id, error);
@@ -267,11 +301,12 @@ impl Feeder {
         let Some(facts) = job.next_piece(&mut self.piece, &mut self.chunk, &self.pinned)? else {
             return Ok(Look::All);
         };
+        let host = facts.host.min(self.most);
         let lengths = self.piece.run_lengths();
         let (mean, shared) = (lengths.mean(), &self.shared);
         let chosen = match shared.options.executor {
-            Some(executor) => executor.with(facts.host),
-            None => shared.profile.choose(line.direction, mean, facts.host),
+            Some(executor) => executor.with(host),
+            None => shared.profile.choose(line.direction, mean, host),
         };
         shared.counters.runs(line.direction, mean, lengths.runs);
         let since = Instant::now();
@@ -318,7 +353,7 @@ impl Feeder {
                 self.shared.event_timeouts.fetch_add(1, Ordering::Relaxed);
             }
             DeviceError::Cuda(error) if error.ends_context() => {
-                self.shared.broke(&error.to_string());
+                self.shared.broke(&error);
             }
             _ => {}
         }
@@ -333,15 +368,17 @@ impl Feeder {
         if let Some(job) = self.jobs.get_mut(&id) {
             job.leave_queue();
         }
-        end_if_over(&mut self.jobs, &self.shared, id);
+        end_if_over(&mut self.jobs, &self.ends, id);
     }
 }
 
-/// Ends a job of which nothing is waiting or with the GPU any more.
-fn end_if_over(jobs: &mut HashMap<u64, Job>, shared: &Shared, id: u64) {
+/// Hands on a job of which nothing is waiting or with the GPU any more: what is done with it takes longer than this
+/// thread has.
+fn end_if_over(jobs: &mut HashMap<u64, Job>, ends: &Sender<Job>, id: u64) {
     if let Entry::Occupied(job) = jobs.entry(id)
         && job.get().is_over()
     {
-        shared.end(job.remove());
+        // Whoever takes them ends after this thread.
+        let _ = ends.send(job.remove());
     }
 }

@@ -1,0 +1,592 @@
+#!/usr/bin/env python3
+"""What only a GPU can show: a torch engine and our server as two processes, checked; then speed.
+
+    benches/gpu.py [--out DIR] [--only NAME ...] [--standin LIBRARY]
+
+Each check runs in a process of its own, an engine with the kvtier package, against one server, and prints PASS, FAIL or
+SKIP with the reason. The exit status is 0 when nothing failed. Everything is written to --out
+(benches/runs/<date>/gpu). With --standin the engines take their memory from the stand-in for the driver, by ctypes;
+what needs PyTorch or a GPU is skipped.
+
+Needed: numpy, PyTorch (not with --standin), the kvtier package, the server ($KVTIER_BIN or target/release/kvtier) and,
+for speed, the example `gpu` ($KVTIER_GPU_EXAMPLE or target/release/examples/gpu). For a machine without a network and
+without Rust, made before and carried along (some 30 MiB), in the repository's root:
+
+    cargo build --release -p kvtier && cargo build --release -p kvtier-device --example gpu
+    (cd bindings/python && maturin build --release --out ../../.gpu)
+    cp target/release/kvtier .gpu/kvtier && cp target/release/examples/gpu .gpu/speed && strip .gpu/kvtier .gpu/speed
+
+(.gpu is to be ignored by git: a line in .git/info/exclude) and there, in the repository's root with .gpu (takes some 5 minutes):
+
+    python3 -m pip install -q --no-index --no-deps --target /tmp/site .gpu/kvtier-*.whl
+    PYTHONPATH=/tmp/site KVTIER_BIN=.gpu/kvtier KVTIER_GPU_EXAMPLE=.gpu/speed PYTHONUNBUFFERED=1 \\
+        python3 benches/gpu.py --out "$OUT"
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "harness"), str(ROOT / "benches")]
+
+CHUNK = 64
+EVENT_TIMEOUT = 3
+# Tokens of a prompt, and of its front that a retrieve leaves out.
+PROMPT, SKIP = 3 * CHUNK, 32
+# A check that takes longer hangs.
+PATIENCE = 150
+
+
+# -- the engine's side -------------------------------------------------------------------------
+
+
+class Engine:
+    """Pages behind the adapters."""
+
+    def __init__(self, pages, url, memory, instance=None):
+        from kvtier import SchedulerAdapter, WorkerAdapter
+
+        self.pages, self.memory, self.model = pages, memory, f"gpu/{random.getrandbits(60):x}"
+        options = {"block_tokens": 16, "timeout": 60.0, "heartbeat": 0.5}
+        self.scheduler = SchedulerAdapter(url, self.model, **options)
+        self.worker = WorkerAdapter(url, self.model, mode="lmcache_driven", instance_id=instance, **options)
+        try:
+            self.worker.register_kv_caches(pages.tensors, kv_layout=pages.hint)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit_store(self, name, prompt, blocks, event=None):
+        """Begin a store."""
+        from kvtier import LoadStoreOp
+
+        op = LoadStoreOp(blocks, token_ids=prompt, start=0, end=len(prompt))
+        self.worker.submit_store_request(name, op, event or self.memory.event())
+
+    def stored(self, patience=40.0):
+        """Wait for all stores; whether none failed."""
+        until = time.monotonic() + patience
+        while self.worker._storing:
+            self.worker.get_finished(())
+            assert time.monotonic() < until, "a store does not end"
+            time.sleep(0.001)
+        counters = self.worker.take_counters()
+        return counters.failed_stores == 0 and counters.stores > 0
+
+    def store(self, prompt, blocks, event=None):
+        """Store; whether it succeeded."""
+        self.submit_store(f"store-{random.getrandbits(60)}", prompt, blocks, event)
+        return self.stored()
+
+    def retrieve(self, prompt, blocks, skip=0, patience=40.0):
+        """Look up and retrieve; whether all of it came."""
+        from kvtier import LoadStoreOp
+
+        name, until = f"retrieve-{random.getrandbits(60)}", time.monotonic() + patience
+        self.scheduler.maybe_submit_lookup_request(name, token_ids=prompt)
+        while (found := self.scheduler.check_lookup_result(name)) is None:
+            assert time.monotonic() < until, "a lookup does not end"
+            time.sleep(0.001)
+        assert found == len(prompt), f"{found} tokens found of {len(prompt)}"
+        op = LoadStoreOp(blocks, token_ids=prompt, start=0, end=found, skip_first_n_tokens=skip)
+        self.worker.submit_retrieve_request(name, op, self.memory.event())
+        while name not in self.worker.get_finished(())[1]:
+            assert time.monotonic() < until, "a retrieve does not end"
+            time.sleep(0.001)
+        self.scheduler.cleanup_lookup_result(name)
+        return not self.worker.get_block_ids_with_load_errors()
+
+    def round_trip(self, ids="random", skip=SKIP):
+        """Store blocks, overwrite everything, retrieve into others; every byte of the pages must be as it should."""
+        stored, written = choose(ids)
+        source, other, prompt = self.pages.noise(1), self.pages.noise(2), tokens()
+        self.pages.write(source)
+        assert self.store(prompt, stored), "the store failed"
+        assert same(self.pages.read(), source), "a store changed pages"
+        self.pages.write(other)
+        assert self.retrieve(prompt, written, skip), "the retrieve failed"
+        left_out = skip // 16
+        expected = self.pages.moved(source, stored[left_out:], other, written[left_out:])
+        assert same(self.pages.read(), expected), "wrong bytes in the pages"
+
+    def close(self):
+        """Unregister."""
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def tokens():
+    """A prompt that is new."""
+    return [random.randrange(1 << 17) for _ in range(PROMPT)]
+
+
+def choose(ids):
+    """Blocks to store, and others to retrieve into. Block 0 is the null block."""
+    from gpu_pages import BLOCKS
+
+    count, blocks = PROMPT // 16, list(range(1, BLOCKS))
+    if ids == "random":
+        random.shuffle(blocks)
+    return blocks[:count], blocks[count : 2 * count]
+
+
+def same(one, other):
+    """Whether all bytes are equal."""
+    return all((a == b).all() for a, b in zip(one, other, strict=True))
+
+
+class Place:
+    """What a check has: memory, and the server."""
+
+    def __init__(self, arguments):
+        import gpu_pages
+
+        self.module = gpu_pages
+        self.memory = (gpu_pages.Driver if arguments.standin else gpu_pages.Torch)(arguments.standin)
+        self.url, self.http, self.standin = arguments.url, arguments.http, arguments.standin
+
+    def pages(self, *arguments):
+        """Pages in some layout."""
+        return self.module.Pages(self.memory, *arguments)
+
+    def engine(self, pages=None, instance=None):
+        """A registered engine."""
+        return Engine(pages or self.pages(), self.url, self.memory, instance)
+
+    def only_torch(self, why):
+        """The check says nothing without PyTorch."""
+        if self.memory.name != "torch":
+            raise self.module.NotHere(why)
+
+    def open_allocations(self):
+        """How many the server has open."""
+        with urllib.request.urlopen(self.http + "/status", timeout=10) as answer:
+            status = json.load(answer)
+        return sum((gpu["state"] or {}).get("open_allocations", 0) for gpu in find(status, "gpus"))
+
+    def soon(self, ask, what, patience=20.0):
+        """Wait until something is so."""
+        until = time.monotonic() + patience
+        while not ask():
+            assert time.monotonic() < until, what
+            time.sleep(0.01)
+
+
+def find(status, name):
+    """The value of a name wherever it is."""
+    if isinstance(status, dict):
+        for key, value in status.items():
+            if key == name:
+                return value
+            if (found := find(value, name)) is not None:
+                return found
+    return None
+
+
+# -- the checks --------------------------------------------------------------------------------
+
+
+def layout(name):
+    """Store and retrieve in a layout, byte by byte, padding too."""
+
+    def check(place):
+        for dtype in place.module.SIZES:
+            pages = place.pages(name, dtype)
+            engine = place.engine(pages)
+            for ids in ("random", "consecutive"):
+                engine.round_trip(ids)
+            engine.close()
+            pages.free()
+
+    return check
+
+
+def ordering(place):
+    """A store behind an event reads nothing before the work in front of the event is done."""
+    engine, (stored, written), prompt = place.engine(), choose("random"), tokens()
+    noise = engine.pages.noise(3)
+    engine.pages.write(engine.pages.noise(4))
+    event = place.memory.behind_a_long_kernel(engine.pages.storages[0], noise[0], 1.0)
+    engine.submit_store("behind", prompt, stored, event)
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        engine.worker.get_finished(())
+        assert engine.worker._storing or event.query(), "the store ended before the work in front of it"
+    assert not event.query(), "the kernel was too short to show anything"
+    place.memory.go_on()
+    assert engine.stored(), "the store failed"
+    other = engine.pages.noise(5)
+    engine.pages.write(other)
+    assert engine.retrieve(prompt, written), "the retrieve failed"
+    assert same(engine.pages.read(), engine.pages.moved(noise, stored, other, written)), "what was stored is older"
+    engine.close()
+
+
+def stuck_event(place):
+    """An event that does not complete in time fails its store and holds up nobody else."""
+    stuck, other = place.engine(), place.engine()
+    event = place.memory.behind_a_long_kernel(stuck.pages.storages[0], stuck.pages.noise(6)[0], 3.0 * EVENT_TIMEOUT)
+    began = time.monotonic()
+    stuck.submit_store("stuck", tokens(), choose("random")[0], event)
+    if place.standin:
+        # Its default streams and copies would wait, too: another process is asked.
+        assert not stuck.stored(), "a store of pages that were never ready succeeded"
+    else:
+        blocks, prompt = choose("random")[0], tokens()
+        # Recorded without waiting for the whole GPU.
+        free = place.memory.event(place.memory.torch.cuda.Stream())
+        assert other.store(prompt, blocks, free), "another engine's store failed"
+        assert time.monotonic() - began < EVENT_TIMEOUT, "another engine's store waited for the stuck one"
+        assert not stuck.stored(), "a store of pages that were never ready succeeded"
+    assert time.monotonic() - began > 0.9 * EVENT_TIMEOUT, "the store did not wait for its event"
+    place.memory.go_on()
+    other.round_trip()
+    for engine in (stuck, other):
+        engine.close()
+
+
+def handles(place):
+    """Every form of a handle opens the same memory."""
+    import kvtier.tensors
+
+    describe = kvtier.tensors.cuda_storage
+
+    def form(change):
+        def described(tensor, storage):
+            result = describe(tensor, storage)
+            share = list(result["share"])
+            share[1] = change(share[1])
+            return result | {"share": tuple(share)}
+
+        return described
+
+    for change in (lambda h: b"\x02" + h[-65:], lambda h: b"\x03" + h[-65:], lambda h: h[-64:]):
+        kvtier.tensors.cuda_storage = form(change)
+        engine = place.engine()
+        engine.round_trip()
+        engine.close()
+
+
+def refusals(place):
+    """What cannot be opened is refused with a reason, and leaves nothing open."""
+    import kvtier.tensors
+    from kvtier import KvTierError
+
+    describe = kvtier.tensors.cuda_storage
+
+    def with_share(at, change):
+        def described(tensor, storage):
+            result = describe(tensor, storage)
+            share = list(result["share"])
+            share[at] = change(share[at])
+            return result | {"share": tuple(share)}
+
+        return described
+
+    strange = "00000000-1111-2222-3333-444444444444"
+    cases = {
+        "uuid": (lambda t, s: describe(t, s) | {"device_uuid": strange}, strange[:8]),
+        "truncated": (with_share(1, lambda handle: handle[:40]), "handle"),
+        "unknown form": (with_share(1, lambda handle: b"\x09x" + handle[-64:]), "handle"),
+        "no such memory": (with_share(1, lambda handle: handle[:-64] + bytes(64)), ""),
+        "too long": (with_share(2, lambda count: count << 20), ""),
+    }
+    for name, (described, text) in cases.items():
+        kvtier.tensors.cuda_storage = described
+        try:
+            place.engine().close()
+        except (KvTierError, ValueError) as error:
+            assert text in str(error), f"{name}: {error} does not name {text}"
+            print(f"  {name}: {error}")
+        else:
+            raise AssertionError(f"{name}: was accepted")
+        kvtier.tensors.cuda_storage = describe
+    assert place.open_allocations() == 0, "refused memory is open"
+    place.engine().close()
+
+
+def closing(place):
+    """Layers of one allocation and two registrations of it are one opening, which ends with the last of them."""
+    pages = place.pages()
+    first, second = place.engine(pages), place.engine(pages)
+    assert place.open_allocations() == 1, f"{place.open_allocations()} allocations are open of 1"
+    first.round_trip()
+    first.close()
+    assert place.open_allocations() == 1, "the other registration's memory was closed"
+    second.round_trip()
+    second.close()
+    place.soon(lambda: place.open_allocations() == 0, "the memory is still open")
+    third = place.engine(pages)
+    third.round_trip()
+    third.close()
+    pages.free()
+
+
+def memory_returns(place):
+    """Memory of an engine that unregistered goes back to the GPU."""
+    place.only_torch("needs the memory of a GPU to be counted over all processes")
+    place.engine().close()
+    place.memory.collect()
+    before, big = place.memory.used(), place.memory.allocate(1 << 30)
+    tensors = {"big": big.tensor("bfloat16", (2048, 16, 1 << 14), (1 << 18, 1 << 14, 1), 0)}
+    engine = place.engine(SimpleNamespace(tensors=tensors, hint="NHD"))
+    assert place.memory.used() - before >= 1 << 30, "the memory does not show"
+    engine.close()
+    tensors.clear()
+    big.free()
+    del engine
+    gc.collect()
+    place.memory.collect()
+    place.soon(lambda: place.memory.used() - before < 64 << 20, "the memory is not given back")
+
+
+def ref_counter(place):
+    """The server counts down what it has open; PyTorch keeps it until then, and frees it after."""
+    engine = place.engine()
+    if place.memory.name != "torch":
+        counters = [storage.counter for storage in engine.pages.storages]
+        assert [counter() for counter in counters] == [1] * len(counters), "memory that is open was counted down"
+        engine.close()
+        place.soon(lambda: not any(counter() for counter in counters), "memory that is closed was not counted down")
+        engine.pages.free()
+        return
+    torch = place.memory.torch
+    engine.worker._storages._kept.clear()
+    before = torch.cuda.memory_allocated()
+    engine.pages.free()
+    gc.collect()
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() == before, "PyTorch freed memory that the server has open"
+    engine.close()
+
+    def freed():
+        torch.cuda.ipc_collect()
+        return torch.cuda.memory_allocated() < before
+
+    place.soon(freed, "PyTorch keeps memory that nobody has open")
+
+
+def killed_engine(place):
+    """An engine killed amid a store costs only itself; its successor has its number."""
+    bystander = place.engine()
+    for event in ("stuck", "none"):
+        # Its number is free when it has been gone for a while, or is taken over.
+        number = random.getrandbits(60)
+        victim = subprocess.Popen(
+            [sys.executable, __file__, "--child", f"victim-{event}-{number}", "--url", place.url, "--http", place.http,
+             *(["--standin", place.standin] if place.standin else [])],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            heard = [line.strip() for line in iter(victim.stdout.readline, "submitted\n")]
+            assert victim.poll() is None, f"the other engine ended: {heard}"
+        finally:
+            victim.kill()
+            victim.wait()
+            place.module.remove_counters(victim.pid)
+        bystander.round_trip()
+        successor = place.engine(instance=number)
+        successor.round_trip()
+        successor.close()
+    bystander.close()
+    place.soon(lambda: place.open_allocations() == 0, "the dead engine's memory is still open")
+
+
+def victim(place, event, number):
+    """Has stores under way until it is killed."""
+    engine = place.engine(instance=number)
+    behind = None
+    if event == "stuck":
+        behind = place.memory.behind_a_long_kernel(engine.pages.storages[0], engine.pages.noise(7)[0], 60.0)
+    for store in range(1 if behind else 50):
+        engine.submit_store(f"last-{store}", tokens(), choose("random")[0], behind)
+    time.sleep(0.2 if behind else 0)
+    print("submitted", flush=True)
+    time.sleep(PATIENCE)
+
+
+def expandable(place):
+    """Segments of PyTorch that grow are opened, too."""
+    place.only_torch("only PyTorch has such segments")
+    share = place.memory.allocate(64 << 20).bytes.untyped_storage()._share_cuda_()
+    assert share[1][1:2] == b"e", "this PyTorch did not make an expandable segment"
+    for name in ("packed-nhd", "interleaved"):
+        layout(name)(place)
+
+
+CHECKS = {
+    **{f"layout-{name}": layout(name) for name in (
+        "packed-nhd", "packed-hnd", "kv-first-nhd", "kv-first-hnd", "blocks-first-nhd", "blocks-first-hnd", "mla",
+        "cross-layer-nhd", "cross-layer-hnd", "padded", "interleaved")},
+    "handles": handles, "refusals": refusals, "ordering": ordering, "stuck-event": stuck_event, "closing": closing,
+    "memory-returns": memory_returns, "ref-counter": ref_counter, "killed-engine": killed_engine,
+    "expandable": expandable,
+}  # fmt: skip
+
+
+def child(arguments):
+    """One check, in this process."""
+    from gpu_pages import NotHere, remove_counters
+
+    place = Place(arguments)
+    if arguments.child.startswith("victim-"):
+        _, event, number = arguments.child.split("-")
+        return victim(place, event, int(number))
+    try:
+        CHECKS[arguments.child](place)
+    except NotHere as why:
+        print(f"SKIP {why}")
+    else:
+        print("PASS")
+    sys.stdout.flush()
+    remove_counters(os.getpid())
+    # Threads and pages that are left must not keep the process.
+    os._exit(0)
+
+
+# -- all of them -------------------------------------------------------------------------------
+
+
+def run_check(name, server, arguments):
+    """(PASS, FAIL or SKIP; why; seconds; output)"""
+    import gpu_pages
+
+    command = [sys.executable, __file__, "--child", name, "--url", server.url, "--http", server.http]
+    if arguments.standin:
+        command += ["--standin", arguments.standin]
+    environment = dict(os.environ)
+    if name == "expandable":
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    try:
+        output, _ = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        output += f"\nit hangs: more than {PATIENCE} s"
+        gpu_pages.remove_counters(process.pid)
+    seconds, lines = time.monotonic() - began, [line for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else "no output"
+    if process.returncode == 0 and last == "PASS":
+        return "PASS", "", seconds, output
+    if process.returncode == 0 and last.startswith("SKIP "):
+        return "SKIP", last[5:], seconds, output
+    return "FAIL", last, seconds, output
+
+
+def speed(arguments, out):
+    """(PASS, FAIL or SKIP; why; output): the example measures; figures not reached are told, no failure."""
+    target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
+    program = os.environ.get("KVTIER_GPU_EXAMPLE") or target / "release" / "examples" / "gpu"
+    if not os.access(program, os.X_OK):
+        return "SKIP", f"no program at {program}: cargo build --release -p kvtier-device --example gpu", ""
+    command = [str(Path(program).resolve()), "--out", str(out / "speed.json")]
+    if arguments.standin:
+        command += ["--driver", arguments.standin, "--dry-run"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    except subprocess.TimeoutExpired:
+        return "FAIL", "it takes longer than 400 s", ""
+    (out / "speed.txt").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        return "FAIL", done.stderr.strip()[-300:], done.stdout
+    return "PASS", "", done.stdout
+
+
+def machine(arguments):
+    """What this was run on."""
+    facts = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(), "host": platform.platform(),
+             "cpus": os.cpu_count(), "python": platform.python_version(), "standin": bool(arguments.standin)}  # fmt: skip
+    if not arguments.standin:
+        import torch
+
+        facts |= {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+        try:
+            asked = ["nvidia-smi", "--query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current",
+                     "--format=csv,noheader"]  # fmt: skip
+            facts["nvidia_smi"] = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            facts["nvidia_smi"] = str(error)
+    return facts
+
+
+def everything(arguments):
+    """All checks, then speed; the exit status."""
+    from kvrig.server import Server, our_command
+
+    # Whoever ends this ends the server, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    day = datetime.date.today().isoformat()
+    out = Path(arguments.out or ROOT / "benches" / "runs" / day / "gpu")
+    out.mkdir(parents=True, exist_ok=True)
+    flags = ["--cuda-driver", arguments.standin or "auto", "--gpu-event-timeout-seconds", str(EVENT_TIMEOUT),
+             "--worker-reap-timeout-seconds", "30"]  # fmt: skip
+    server = Server(our_command(), out / "server.log", "lmcache_driven", chunk=CHUNK, flags=flags)
+    results, log = [], []
+
+    def tell(name, verdict, why="", seconds=0.0, output=""):
+        print(f"{verdict} {name} ({seconds:.1f} s){': ' + why if why else ''}", flush=True)
+        results.append({"check": name, "verdict": verdict, "why": why, "seconds": round(seconds, 1)})
+        log.append(f"=== {name}: {verdict}\n{output}")
+
+    server.start()
+    try:
+        for name in arguments.only or CHECKS:
+            tell(name, *run_check(name, server, arguments))
+            if server.process.poll() is not None:
+                tell("server", "FAIL", f"it ended with {server.process.returncode}: server.log")
+            if results[-1]["verdict"] == "FAIL":
+                # What it left must not fail others.
+                server.kill()
+                server.start()
+        if server.process.poll() is None:
+            (out / "status.json").write_text(json.dumps(server.get("/status")[1], indent=1) + "\n")
+        healthy = server.process.poll() is None and server.get("/healthcheck")[0] == 200
+        tell("server-is-healthy", "PASS" if healthy else "FAIL")
+    finally:
+        if server.running():
+            status, seconds = server.stop()
+            tell("server-stops", "PASS" if status == 0 else "FAIL", seconds=seconds)
+    if not arguments.only:
+        verdict, why, output = speed(arguments, out)
+        tell("speed", verdict, why)
+        print(output)
+    counts = {verdict: sum(r["verdict"] == verdict for r in results) for verdict in ("PASS", "FAIL", "SKIP")}
+    report = {"machine": machine(arguments), "counts": counts, "checks": results}
+    (out / "checks.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "checks.txt").write_text("\n".join(log))
+    print(f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped; {out}")
+    return 1 if counts["FAIL"] else 0
+
+
+def main():
+    """The command line."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+    parser.add_argument("--out", metavar="DIR", help="where results go [default: benches/runs/<date>/gpu]")
+    parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="NAME", help="only these checks, no speed")
+    parser.add_argument("--standin", metavar="LIBRARY", help="the stand-in for the driver, instead of a GPU")
+    for internal in ("--child", "--url", "--http"):
+        parser.add_argument(internal, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        return child(arguments)
+    return everything(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""PyTorch's CUDA build and LMCache's client, both as they come, against servers on the stand-in's GPU.
+
+What the descriptors and the events of such an engine are is PyTorch's and LMCache's word here, not ours.
+"""
+
+import pytest
+from kvrig import torch_cuda
+
+pytestmark = pytest.mark.ours("it needs a GPU, and not only its driver")
+
+
+def test_unmodified_torch_and_lmcache(serve, tmp_path):
+    """Registration, store and retrieve with torch's CUDA tensors and events, in several layouts, of servers that answer at
+    the end and of such that answer with events. A store waits for what is on torch's stream."""
+    servers = [serve("cuda", flags=["--gpu-reply", reply]) for reply in ("done", "event")]
+    torch_cuda.check("kvrig.torch_cuda", [server.url for server in servers], tmp_path)
+    for server in servers:
+        (gpu,) = server.get("/status")[1]["devices"]["cuda"]["gpus"]
+        moved = {m["direction"] for m in gpu["state"]["moved"] if m["bytes"]}
+        assert moved == {"store", "retrieve"}
+        assert gpu["state"]["open_allocations"] == 0

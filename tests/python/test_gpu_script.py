@@ -1,0 +1,42 @@
+"""The script that checks a GPU, over the stand-in for the driver, so that it works when there is a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kvrig.server import REPOSITORY, our_command
+
+# What only PyTorch on a GPU shows; speed is dry-run by a Rust test.
+NEEDS_A_GPU = {"memory-returns", "expandable", "speed"}
+
+
+def test_everything_that_needs_no_gpu_passes(tmp_path):
+    beside = Path(our_command()[0]).parent
+    places = [beside / "libkvtier_cuda_standin.so", beside / "deps" / "libkvtier_cuda_standin.so"]
+    standin = next((place for place in places if place.exists()), None)
+    assert standin, f"no stand-in at {places}: cargo build --release"
+    command = [sys.executable, REPOSITORY / "benches" / "gpu.py", "--standin", standin, "--out", tmp_path / "out"]
+    environment = dict(os.environ, KVTIER_GPU_EXAMPLE="/none")
+    script = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = script.communicate(timeout=400)
+    finally:
+        # It stops its server.
+        script.terminate()
+        script.wait(30)
+    assert script.returncode == 0, output
+    report = json.loads((tmp_path / "out" / "checks.json").read_text())
+    verdicts = {each["check"]: each["verdict"] for each in report["checks"]}
+    skipped = {name for name, verdict in verdicts.items() if verdict == "SKIP"}
+    assert skipped == NEEDS_A_GPU
+    assert {verdict for name, verdict in verdicts.items() if name not in skipped} == {"PASS"}
+    assert {"layout-mla", "ordering", "stuck-event", "killed-engine", "server-stops"} <= verdicts.keys()
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    (gpu,) = status["devices"]["cuda"]["gpus"]
+    assert {moved["direction"] for moved in gpu["state"]["moved"]} == {"store", "retrieve"}
+    assert gpu["state"]["open_allocations"] == 0
+    assert not list(Path("/dev/shm").glob("torch_*_gpu[0-9]*")), "counters were left"
