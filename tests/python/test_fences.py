@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -254,3 +255,26 @@ def test_several_threads_wait_for_one_result(bed):
         thread.join()
     client.close()
     assert results == [CHUNK] * 80
+
+
+def test_a_worker_that_only_loads_and_cannot_reach_the_pool_is_sent_its_chunks(bed, fresh):
+    """It says so when it registers, rather than be lent slots that it cannot read until its first store."""
+    writer, prompt, request = bed.engine(), tokens(CHUNK, "shared"), fresh()
+    assert writer.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
+    reader = bed.engine(mode="pickle")
+    assert reader.lookup(request, prompt) == CHUNK
+    assert reader.retrieve(request, prompt, 0, CHUNK, [5, 6, 7, 8]) == set()
+    assert reader.has([5, 6, 7, 8], writer.read([1, 2, 3, 4]))
+    assert bed.status("pending_transfers", "withheld_transfers") == (0, 0)
+
+
+def test_pages_stay_as_long_as_the_native_worker(bed):
+    """Of a cycle, the collector may take the pages apart before the worker whose threads copy them."""
+    adapter = bed.engine().worker
+    pages, native = weakref.ref(adapter._storages), adapter._worker
+    adapter._storages = adapter._worker = None
+    gc.collect()
+    assert pages() is not None
+    del native
+    gc.collect()
+    assert pages() is None

@@ -3,7 +3,9 @@
 
 mod support;
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -311,6 +313,79 @@ fn a_missed_heartbeat_makes_the_server_degraded_and_the_next_good_one_healthy() 
     }));
     while heard.recv().unwrap() != Health::Degraded {}
     while heard.recv().unwrap() != Health::Healthy {}
+}
+
+/// Passes connections on to `target`; the first one it swallows from the moment when `swallow` is set: both sides live on.
+fn proxy(target: &str, swallow: Arc<AtomicBool>) -> String {
+    let target = target.strip_prefix("tcp://").unwrap().to_owned();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for (number, near) in listener.incoming().enumerate() {
+            let near = near.unwrap();
+            let far = TcpStream::connect(&target).unwrap();
+            for (mut from, mut to) in [
+                (near.try_clone().unwrap(), far.try_clone().unwrap()),
+                (far, near),
+            ] {
+                let swallow = Arc::clone(&swallow);
+                std::thread::spawn(move || {
+                    let mut bytes = [0; 4096];
+                    while let Ok(count @ 1..) = from.read(&mut bytes) {
+                        let is_swallowed = number == 0 && swallow.load(Ordering::SeqCst);
+                        if !is_swallowed && to.write_all(&bytes[..count]).is_err() {
+                            return;
+                        }
+                    }
+                    // The end of one side is not told to the other.
+                });
+            }
+        }
+    });
+    format!("tcp://{address}")
+}
+
+#[test]
+fn a_connection_that_died_silently_is_replaced() {
+    let server = Server::typed(obliging);
+    let swallow = Arc::new(AtomicBool::new(false));
+    let quick = Settings {
+        heartbeat: Duration::from_millis(50),
+        ..settings()
+    };
+    let client = Client::connect_with(&proxy(server.endpoint(), Arc::clone(&swallow)), quick);
+    let client = client.unwrap();
+    assert!(client.wait_healthy(FOR_EVER));
+    let (told, heard) = mpsc::channel();
+    client.on_health(Box::new(move |health| {
+        let _ = told.send(health);
+    }));
+    swallow.store(true, Ordering::SeqCst);
+    while heard.recv().unwrap() != Health::Degraded {}
+    while heard.recv().unwrap() != Health::Healthy {}
+    assert!(client.connections() >= 2);
+    assert_eq!(client.get_chunk_size().join().unwrap(), 16);
+}
+
+#[test]
+fn the_end_of_a_session_leaves_when_there_is_a_connection_however_late() {
+    let nobody = Server::typed(|_| None).endpoint().to_owned();
+    let brief = Settings {
+        timeout: Duration::from_millis(20),
+        ..settings()
+    };
+    let client = Client::connect_with(&nobody, brief).unwrap();
+    let late = client.end_session("request").join().unwrap_err();
+    assert!(matches!(late, ClientError::Timeout { .. }), "{late}");
+    let (told, ended) = mpsc::channel();
+    let _server = Server::typed_at(&nobody, move |request| match request {
+        Request::EndSession { request_id } => {
+            told.send((*request_id).to_owned()).unwrap();
+            Some(Response::Nothing)
+        }
+        request => obliging(request),
+    });
+    assert_eq!(ended.recv().unwrap(), "request");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Engines whose pages are in host memory: POSIX shared-memory segments that the engine created.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use kvtier_memory::{AffineCopy, ForeignSegment, SegmentError, copy_affine};
@@ -14,6 +15,10 @@ use crate::spec::MemorySpec;
 
 /// Copies handed to the executor at a time; bounds the memory a plan takes while it runs.
 const BATCH: usize = 64;
+
+/// Bytes handed to the executor at a time, and so the most that is moved behind a deadline. It takes some 30 us; reading
+/// the clock before it takes some 30 ns.
+const BATCH_BYTES: u64 = 256 << 10;
 
 /// The backend for `cpu_shm` tensors.
 #[derive(Debug, Clone, Copy, Default)]
@@ -43,7 +48,11 @@ impl Device for CpuDevice {
             segments.push(segment);
         }
         layout.check_memories(|memory| segments[memory].len())?;
-        Ok(Box::new(CpuMemory { layout, segments }))
+        Ok(Box::new(CpuMemory {
+            layout,
+            segments,
+            has_stopped: AtomicBool::new(false),
+        }))
     }
 }
 
@@ -52,6 +61,8 @@ struct CpuMemory {
     layout: Arc<KvLayout>,
     /// By index of [`KvLayout::memories`].
     segments: Vec<ForeignSegment>,
+    /// No batch is begun any more.
+    has_stopped: AtomicBool,
 }
 
 impl EngineMemory for CpuMemory {
@@ -81,6 +92,11 @@ impl EngineMemory for CpuMemory {
 
     fn transfer(&self, transfer: Transfer, done: Done) {
         done(self.copy_all(&transfer, Instant::now));
+    }
+
+    /// Also ends the transfers that run, behind the batch that each is at: nobody needs half of one.
+    fn stop(&self) {
+        self.has_stopped.store(true, Ordering::SeqCst);
     }
 
     /// The same: whoever asks for a copy in host memory has waited for its end with the answer.
@@ -117,14 +133,29 @@ impl CpuMemory {
     ) -> Result<u64, DeviceError> {
         let mut moved = 0;
         for chunk in &transfer.chunks {
-            transfer.in_time(clock())?;
-            moved += self.copy(transfer, *chunk)?;
+            moved += self.copy(transfer, *chunk, &clock)?;
         }
-        transfer.in_time(clock())?;
+        self.may_go_on(transfer, &clock)?;
         Ok(moved)
     }
 
-    fn copy(&self, transfer: &Transfer, chunk: ChunkCopy) -> Result<u64, DeviceError> {
+    fn may_go_on(
+        &self,
+        transfer: &Transfer,
+        clock: impl Fn() -> Instant,
+    ) -> Result<(), DeviceError> {
+        if self.has_stopped.load(Ordering::SeqCst) {
+            return Err(DeviceError::Stopped);
+        }
+        transfer.in_time(clock())
+    }
+
+    fn copy(
+        &self,
+        transfer: &Transfer,
+        chunk: ChunkCopy,
+        clock: impl Fn() -> Instant,
+    ) -> Result<u64, DeviceError> {
         let ChunkCopy { request, extent } = chunk;
         self.layout.check_extent(request.object_group, extent)?;
         let direction = match transfer.direction {
@@ -134,9 +165,11 @@ impl CpuMemory {
         // Copies of one segment are handed over together.
         let mut batch: Vec<AffineCopy> = Vec::with_capacity(BATCH);
         let mut batch_memory = 0;
+        let mut batch_bytes = 0;
         let mut moved = 0;
         let mut flush = |memory: usize, batch: &mut Vec<AffineCopy>| -> Result<(), DeviceError> {
             if !batch.is_empty() {
+                self.may_go_on(transfer, &clock)?;
                 let segment = &self.segments[memory];
                 moved += copy_affine(segment, &transfer.arena, extent, direction, batch)?;
                 batch.clear();
@@ -145,14 +178,219 @@ impl CpuMemory {
         };
         self.layout
             .visit_chunk(&transfer.blocks, request, |planned| {
-                if planned.memory != batch_memory || batch.len() == BATCH {
-                    flush(batch_memory, &mut batch)?;
-                    batch_memory = planned.memory;
-                }
-                batch.push(planned.copy);
-                Ok::<(), DeviceError>(())
+                each_piece(&planned.copy, &mut |piece, bytes| {
+                    let is_full = batch.len() == BATCH || batch_bytes + bytes > BATCH_BYTES;
+                    if planned.memory != batch_memory || is_full {
+                        flush(batch_memory, &mut batch)?;
+                        batch_memory = planned.memory;
+                        batch_bytes = 0;
+                    }
+                    batch.push(piece);
+                    batch_bytes += bytes;
+                    Ok::<(), DeviceError>(())
+                })
             })?;
         flush(batch_memory, &mut batch)?;
         Ok(moved)
+    }
+}
+
+/// Gives `visit` a copy in pieces of at most [`BATCH_BYTES`] each, in its order, with their bytes.
+fn each_piece<E>(
+    copy: &AffineCopy,
+    visit: &mut impl FnMut(AffineCopy, u64) -> Result<(), E>,
+) -> Result<(), E> {
+    // What is larger than any object is refused when it is executed.
+    let bytes = copy.bytes().unwrap_or(u64::MAX);
+    if bytes <= BATCH_BYTES {
+        return visit(*copy, bytes);
+    }
+    // Steps of the outermost loop, or bytes of the run where there is no loop.
+    let outer = copy.loops.iter().position(|step| step.count > 1);
+    let (count, segment_stride, arena_stride) = match outer {
+        Some(at) => {
+            let step = copy.loops[at];
+            (step.count, step.segment_stride, step.arena_stride)
+        }
+        None => (copy.inner_bytes, 1, 1),
+    };
+    let most = (BATCH_BYTES / (bytes / count)).max(1);
+    let mut done = 0;
+    while done < count {
+        let taken = most.min(count - done);
+        let mut piece = *copy;
+        match outer {
+            Some(at) => piece.loops[at].count = taken,
+            None => piece.inner_bytes = taken,
+        }
+        piece.segment_offset = copy.segment_offset.saturating_add(done * segment_stride);
+        piece.arena_offset = copy.arena_offset.saturating_add(done * arena_stride);
+        each_piece(&piece, visit)?;
+        done += taken;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::time::Duration;
+
+    use kvtier_memory::{Arena, ArenaKind, CopyLoop, Extent, OwnSegment};
+
+    use super::*;
+    use crate::plan::ChunkRequest;
+    use crate::spec::TensorSpec;
+    use crate::{BlockTable, Engine, LayoutHints};
+
+    const CHUNK: u64 = 4 << 20;
+
+    /// One chunk of 4 MiB in one run, of zeroes, and a retrieve that makes it ones by `deadline`.
+    fn case(deadline: Instant) -> (OwnSegment, CpuMemory, Transfer) {
+        let segment = OwnSegment::create(2 * CHUNK).unwrap();
+        let tensor = TensorSpec {
+            memory: MemorySpec::CpuShm {
+                name: segment.name().to_owned(),
+                nbytes: 2 * CHUNK,
+            },
+            dtype_size: 1,
+            dtype_name: "uint8".to_owned(),
+            shape: vec![2, 16, CHUNK / 16],
+            stride: vec![CHUNK, CHUNK / 16, 1],
+            storage_offset: 0,
+        };
+        let layout = KvLayout::detect(
+            &[tensor],
+            Engine::Vllm,
+            &LayoutHints::default(),
+            &[],
+            16,
+            true,
+        );
+        let layout = Arc::new(layout.unwrap());
+        let memory = CpuMemory {
+            segments: vec![ForeignSegment::open(segment.name(), 2 * CHUNK).unwrap()],
+            layout: Arc::clone(&layout),
+            has_stopped: AtomicBool::new(false),
+        };
+        let arena = Arena::create(ArenaKind::Anonymous, CHUNK).unwrap();
+        let extent = Extent::new(0, CHUNK);
+        arena.write(extent, 0, &vec![1; CHUNK as usize]).unwrap();
+        let request = ChunkRequest {
+            object_group: 0,
+            chunk: 0,
+            skip_tokens: 0,
+        };
+        let transfer = Transfer {
+            arena: Arc::new(arena),
+            blocks: BlockTable::check(&layout, &[[1i64]], 1).unwrap(),
+            chunks: vec![ChunkCopy { request, extent }],
+            direction: Direction::Retrieve,
+            deadline: Some(deadline),
+            event: Vec::new(),
+        };
+        (segment, memory, transfer)
+    }
+
+    fn written(segment: &OwnSegment) -> u64 {
+        let mut bytes = Vec::new();
+        let segment = segment.as_segment();
+        segment.read_into(0, segment.len(), &mut bytes).unwrap();
+        bytes.iter().filter(|byte| **byte == 1).count() as u64
+    }
+
+    #[test]
+    fn what_is_paused_in_a_chunk_writes_no_batch_behind_its_deadline() {
+        let start = Instant::now();
+        let deadline = start + Duration::from_secs(5);
+        let (segment, memory, transfer) = case(deadline);
+        let looks = Cell::new(0);
+        // Its third look comes an hour later.
+        let clock = || {
+            looks.set(looks.get() + 1);
+            start + Duration::from_secs(if looks.get() < 3 { 1 } else { 3600 })
+        };
+        let end = memory.copy_all(&transfer, clock);
+        assert!(matches!(end, Err(DeviceError::TooLate)), "{end:?}");
+        assert_eq!(written(&segment), 2 * BATCH_BYTES);
+        // Nothing is left out when there is time.
+        assert_eq!(memory.copy_all(&transfer, || start).unwrap(), CHUNK);
+        assert_eq!(written(&segment), CHUNK);
+    }
+
+    #[test]
+    fn pages_that_are_stopped_end_their_transfers_in_the_middle_of_a_chunk() {
+        let now = Instant::now();
+        let (segment, memory, transfer) = case(now);
+        let looks = Cell::new(0);
+        let clock = || {
+            looks.set(looks.get() + 1);
+            if looks.get() == 3 {
+                memory.stop();
+            }
+            now
+        };
+        let end = memory.copy_all(&transfer, clock);
+        assert!(matches!(end, Err(DeviceError::Stopped)), "{end:?}");
+        assert_eq!(written(&segment), 3 * BATCH_BYTES);
+        let end = memory.copy_all(&transfer, || now);
+        assert!(matches!(end, Err(DeviceError::Stopped)), "{end:?}");
+    }
+
+    #[test]
+    fn pieces_are_the_copy_in_its_order() {
+        let step = |count, segment_stride, arena_stride| CopyLoop {
+            count,
+            segment_stride,
+            arena_stride,
+        };
+        let runs = |copy: &AffineCopy| {
+            let mut runs = Vec::new();
+            let [a, b, c, d] = copy.loops;
+            for i in 0..a.count {
+                for j in 0..b.count {
+                    for k in 0..c.count {
+                        for l in 0..d.count {
+                            let steps = [(i, a), (j, b), (k, c), (l, d)];
+                            let at: u64 = steps.iter().map(|(n, s)| n * s.segment_stride).sum();
+                            let to: u64 = steps.iter().map(|(n, s)| n * s.arena_stride).sum();
+                            runs.push((
+                                copy.segment_offset + at,
+                                copy.arena_offset + to,
+                                copy.inner_bytes,
+                            ));
+                        }
+                    }
+                }
+            }
+            runs
+        };
+        let loops = [step(3, 1 << 30, 1 << 20), step(37, 5 << 20, 1 << 14)];
+        for (inner, copy) in [
+            (1 << 14, AffineCopy::new(7, 11, 1 << 14, &loops)),
+            (1000, AffineCopy::new(7, 11, 1000, &loops)),
+        ] {
+            let mut pieces = Vec::new();
+            each_piece(&copy, &mut |piece, bytes| {
+                assert!(bytes <= BATCH_BYTES);
+                assert_eq!(piece.bytes(), Some(bytes));
+                pieces.extend(runs(&piece));
+                Ok::<(), ()>(())
+            })
+            .unwrap();
+            assert_eq!(pieces, runs(&copy), "runs of {inner} bytes");
+        }
+        let mut end = 0;
+        let long = AffineCopy::new(7, 11, (1 << 20) + 3, &[]);
+        each_piece(&long, &mut |piece, bytes| {
+            assert_eq!(
+                (piece.segment_offset, piece.arena_offset),
+                (7 + end, 11 + end)
+            );
+            end += bytes;
+            Ok::<(), ()>(())
+        })
+        .unwrap();
+        assert_eq!(end, (1 << 20) + 3);
     }
 }

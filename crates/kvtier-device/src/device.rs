@@ -46,7 +46,7 @@ pub struct Transfer {
     pub chunks: Vec<ChunkCopy>,
     /// Which way.
     pub direction: Direction,
-    /// When whoever asked gives up. No chunk is begun after it, and a transfer that ends after it
+    /// When whoever asked gives up. No copy is begun after it, and a transfer that ends after it
     /// has failed: the pages may be somebody else's.
     pub deadline: Option<Instant>,
     /// What the engine sent to say when its pages are ready: the pages are not touched before. Its
@@ -112,7 +112,7 @@ pub trait EngineMemory: Send + Sync {
         self.transfer(transfer, done);
     }
 
-    /// Begins no more of any transfer; those whose copies have begun end as they would.
+    /// Begins no more of any transfer; copies that have begun end as they would, or sooner, as failed.
     fn stop(&self) {}
 
     /// The event that a finished transfer is answered with, given the one it was asked with.

@@ -42,6 +42,13 @@ pub fn decode(settings: Option<&[u8]>) -> Option<Duration> {
     millis.map(Duration::from_millis)
 }
 
+/// The deadline in the time of the monotonic clock, `now`, that is `left` away by another clock. They are asked in this
+/// order: a pause between the two makes the deadline earlier, never later.
+pub fn from_left(now: impl FnOnce() -> Duration, left: impl FnOnce() -> Duration) -> Duration {
+    let now = now();
+    now.saturating_add(left())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -50,6 +57,18 @@ mod tests {
     fn a_deadline_is_read_as_it_was_written() {
         let deadline = Duration::from_millis(1_790_000_000_123);
         assert_eq!(decode(Some(&encode(deadline))), Some(deadline));
+    }
+
+    #[test]
+    fn a_pause_between_two_clocks_makes_a_deadline_earlier() {
+        // Both clocks show this, and each look at one is followed by a pause of 3 s.
+        let time = std::cell::Cell::new(Duration::from_secs(10));
+        let look = || time.replace(time.get() + Duration::from_secs(3));
+        let deadline = Duration::from_secs(20);
+        assert_eq!(
+            from_left(look, || deadline - look()),
+            Duration::from_secs(17)
+        );
     }
 
     #[test]

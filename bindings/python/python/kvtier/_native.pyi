@@ -184,8 +184,9 @@ class Worker:
         worker_id: int = 0,
         num_kv_readers: int = 1,
         force_pickle: bool = False,
+        keep: object = None,
     ) -> None:
-        """Register; the memory behind ``storages`` must stay until :meth:`shutdown` has returned.
+        """Register; the memory behind ``storages`` must stay until :meth:`shutdown` has returned; ``keep`` is held as long.
 
         Raises:
             KvTierError: the server refused, or did not answer.

@@ -214,6 +214,7 @@ class WorkerAdapter:
                 worker_id=self.worker_id,
                 num_kv_readers=self.num_kv_readers,
                 force_pickle=self.force_pickle,
+                keep=storages,
             )
         except BaseException:
             storages.release()

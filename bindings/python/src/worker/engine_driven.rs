@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
-use kvtier_client::{Client as Native, ClientError, Future, InstanceId, Key};
+use kvtier_client::{Client as Native, ClientError, Future, InstanceId, Key, Prompt};
 use kvtier_device::{BlockTable, KernelGroup};
 use kvtier_memory::ForeignSegment;
 use kvtier_proto::descriptor::Dtype;
@@ -17,6 +17,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::geometry::Geometry;
+use super::handed::MARGIN;
 use super::pages::{CopyError, Pages};
 use super::{Core, Done, Pool, Registered, Transfer, left};
 
@@ -95,27 +96,56 @@ impl Core {
                 num_physical_slots: Some(signed(group.slots_per_chunk)?),
             })
             .join()?;
-        if told.shm_name.is_empty() || self.force_pickle {
+        if told.shm_name.is_empty() {
             return Ok(Pool::default());
         }
         // Out of reach (another container, another user): chunks travel in messages then.
-        let opened = ForeignSegment::open_pool(&told.shm_name, told.pool_size);
-        Ok(match opened {
-            Ok(segment) => Pool {
-                segment: Some(segment),
-                obstacle: None,
-            },
-            Err(error) => Pool {
-                segment: None,
-                obstacle: Some(error.to_string()),
-            },
-        })
+        let pool = if self.force_pickle {
+            Pool::default()
+        } else {
+            match ForeignSegment::open_pool(&told.shm_name, told.pool_size) {
+                Ok(segment) => {
+                    return Ok(Pool {
+                        segment: Some(segment),
+                        obstacle: None,
+                    });
+                }
+                Err(error) => Pool {
+                    segment: None,
+                    obstacle: Some(error.to_string()),
+                },
+            }
+        };
+        self.tell_no_pool(client, instance)?;
+        Ok(pool)
+    }
+
+    /// Has the server know that this worker cannot reach the pool: else it would lend slots to one that only loads.
+    ///
+    /// A server takes it from a store that came in a message, so it is sent one, of nothing.
+    fn tell_no_pool(&self, client: &Native, instance: InstanceId) -> Result<(), ClientError> {
+        let prompt = Prompt::new(&[]);
+        let key = self
+            .scope
+            .worker_key(self.worker_id, &prompt, 0..0, "kvtier-no-pool");
+        let nothing = pickle::write_tensors(&[], |_, _| Ok::<(), ClientError>(()))?;
+        match client.commit_store(&key, instance, &nothing).join() {
+            Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => {
+                Err(error)
+            }
+            // Another server may refuse it, and waits for the first store of something.
+            _ => Ok(()),
+        }
     }
 }
 
 /// The result of a call, at the transfer's deadline at the latest.
 fn within<T>(transfer: &Transfer, call: Future<T>) -> Result<T, String> {
-    let waited = left(transfer.deadline).and_then(|left| call.wait(left));
+    result_by(transfer.deadline, call)
+}
+
+fn result_by<T>(deadline: Instant, call: Future<T>) -> Result<T, String> {
+    let waited = left(deadline).and_then(|left| call.wait(left));
     match waited {
         Some(result) => result.map_err(|error| error.to_string()),
         None => {
@@ -149,15 +179,21 @@ fn ready<'a>(core: &'a Core, transfer: &Transfer) -> Result<Ready<'a>, String> {
     let chunks = ((range.end - range.start) / chunk) as usize;
     let blocks = BlockTable::check(&pages.layout, &transfer.block_ids, chunks)
         .map_err(|error| error.to_string())?;
-    if Instant::now() >= transfer.deadline {
-        return Err("its turn came after its deadline".to_owned());
-    }
+    in_time(transfer)?;
     Ok(Ready {
         pages,
         group,
         blocks,
         chunks,
     })
+}
+
+/// Behind the deadline of a transfer the server may have taken this worker for dead, and have lent its slots to others.
+fn in_time(transfer: &Transfer) -> Result<(), String> {
+    match left(transfer.deadline) {
+        Some(_) => Ok(()),
+        None => Err("it is past its deadline".to_owned()),
+    }
 }
 
 impl Core {
@@ -212,6 +248,7 @@ fn store(core: &Arc<Core>, transfer: &Transfer) -> Result<Option<Vec<u64>>, Stri
                     .filter(|chunk| *chunk < ready.chunks)
                     .ok_or_else(|| format!("the server wants chunk {index} of {}", ready.chunks))?;
                 check_slot(&ready, slot)?;
+                in_time(transfer)?;
                 ready
                     .pages
                     .gather(&ready.blocks, chunk, |offset, bytes| {
@@ -225,12 +262,9 @@ fn store(core: &Arc<Core>, transfer: &Transfer) -> Result<Option<Vec<u64>>, Stri
         _ => pickled(&ready)?,
     };
     core.unread.lock().remove(&transfer.id);
-    // Not bounded by the transfer's deadline: memory that was lent and written is worth the wait for the reply.
-    let committed = core
-        .client
-        .commit_store(&key, registered.instance, &data)
-        .join();
-    let is_committed = committed.map_err(|error| error.to_string())?;
+    // A moment longer than the deadline: memory that was lent and written is worth the wait for the reply.
+    let committed = core.client.commit_store(&key, registered.instance, &data);
+    let is_committed = result_by(transfer.deadline + MARGIN, committed)?;
     lent.ended();
     if is_committed {
         Ok(taken)
@@ -382,6 +416,7 @@ fn load(
     let mut bytes = Vec::new();
     for (chunk, slot) in slots.iter().enumerate() {
         check_slot(ready, slot)?;
+        in_time(transfer)?;
         bytes.clear();
         pool.read_into(slot.offset, slot.length, &mut bytes)
             .map_err(|error| error.to_string())?;

@@ -12,7 +12,7 @@ use kvtier_client::InstanceId;
 use parking_lot::Mutex;
 
 /// How long what began before a deadline may go on behind it: a hundred times what copying a large chunk takes.
-const MARGIN: Duration = Duration::from_secs(1);
+pub const MARGIN: Duration = Duration::from_secs(1);
 
 struct Hand {
     /// Whom the server copies for.

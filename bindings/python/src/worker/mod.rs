@@ -202,16 +202,20 @@ pub struct Worker {
     threads: Mutex<Threads>,
     /// The process that has the threads; a fork of it has not.
     owner: u32,
+    /// What keeps the pages where they are. It goes when [`Worker::drop`] has ended the copies: of a cycle that the
+    /// collector takes apart, the pages might go first.
+    _keep: Option<Py<PyAny>>,
 }
 
 #[pymethods]
 impl Worker {
-    /// Registers; waits for the server with the GIL released.
+    /// Registers, with the GIL released; each of the three or four requests that this takes is waited for up to the
+    /// client's timeout, and the first that has no answer ends it.
     ///
-    /// The tensors behind `storages` must stay where they are until `shutdown` has returned.
+    /// The tensors behind `storages` must stay where they are until `shutdown` has returned. `keep` is held as long.
     #[new]
     #[pyo3(signature = (client, *, storages, tensors, groups, kv_layout, mode, chunk_tokens, instance, model_name,
-        world_size=1, worker_id=0, num_kv_readers=1, force_pickle=false))]
+        world_size=1, worker_id=0, num_kv_readers=1, force_pickle=false, keep=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -228,6 +232,7 @@ impl Worker {
         worker_id: u32,
         num_kv_readers: i64,
         force_pickle: bool,
+        keep: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let mode = match mode {
             "engine_driven" => Mode::Engine,
@@ -303,6 +308,7 @@ impl Worker {
             core,
             threads: Mutex::new(threads),
             owner: std::process::id(),
+            _keep: keep,
         })
     }
 
@@ -439,7 +445,11 @@ impl Worker {
             .collect()
     }
 
-    /// Finishes what is under way, unregisters and ends the threads; waits for each up to the client's timeout.
+    /// Finishes what is under way, ends the threads and unregisters.
+    ///
+    /// It waits, one after the other: for each transfer up to a second behind its deadline; for a registration that is
+    /// under way; for the server's answer to each unregistration, mostly one, up to the client's timeout, and for none
+    /// behind the first that has no answer; and for pages that the server may be at up to a second behind their deadline.
     fn shutdown(&self, py: Python<'_>) {
         py.detach(|| self.stop());
     }

@@ -56,8 +56,9 @@ pub fn submit(core: &Arc<Core>, transfer: &Transfer) {
     let instance = registered.instance;
     let scope = core.scope_of(transfer);
     // A server that was stopped meanwhile must not begin what was given up.
-    let left = transfer.deadline.saturating_duration_since(Instant::now());
-    let settings = deadline::encode(monotonic() + left);
+    let left = || transfer.deadline.saturating_duration_since(Instant::now());
+    let settings = deadline::encode(deadline::from_left(monotonic, left));
+    let left = left();
     let mut key = scope.worker_key(
         core.worker_id,
         &transfer.prompt,

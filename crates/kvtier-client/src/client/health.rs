@@ -2,11 +2,16 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
 use super::{Client, Shared};
+use crate::error::ClientError;
+
+/// Heartbeats in a row without any answer behind which a connection is given up as lost: it may have died silently.
+const SILENT_HEARTBEATS: u32 = 3;
 
 /// How it stands with the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -178,6 +183,8 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
     let mut next = Instant::now() + interval;
     // The connection whose server knows all it has to know.
     let mut known_to = None;
+    // Heartbeats without an answer since the connection was made, or since there was any answer on it.
+    let mut silent = 0;
     loop {
         let link = shared.link.wait(seen, next);
         if link.closing {
@@ -187,6 +194,9 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
         let is_new = link.connections != seen.connections || link.again;
         if link.again {
             known_to = None;
+        }
+        if link.connections != seen.connections {
+            silent = 0;
         }
         seen = link;
         if !link.up {
@@ -199,7 +209,12 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
         }
         next = Instant::now() + interval;
         let patience = interval.min(shared.timeout());
-        match client.beat(patience) {
+        let heard = shared.heard.load(Ordering::Relaxed);
+        let beat = client.beat(patience);
+        let is_silent = matches!(beat, Err(ClientError::Timeout { .. }))
+            && heard == shared.heard.load(Ordering::Relaxed);
+        silent = if is_silent { silent + 1 } else { 0 };
+        match beat {
             Ok(true) if known_to == Some(link.connections) => shared.watch.set(Health::Healthy),
             // A server on a new connection may be another one. One that says no does not know the worker, or no more.
             Ok(_) => {
@@ -217,6 +232,10 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
                 }
             }
             Err(_) => shared.watch.set(Health::Degraded),
+        }
+        if silent >= SILENT_HEARTBEATS {
+            silent = 0;
+            shared.give_up_connection(link.connections);
         }
     }
 }

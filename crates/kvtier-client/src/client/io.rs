@@ -3,13 +3,14 @@
 //! Requests leave only while a connection stands. When it is lost, everything that left and was not answered fails at
 //! once (the server may have done it or not), and the socket is replaced, so that nothing reaches a later server
 //! behind the caller's back, after a pause ([`Backoff`]). What has not left waits for the next connection, or its
-//! deadline.
+//! deadline; the end of a session waits for a connection however long that takes, since nobody tells it again.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvtier_proto::frames::ReplyFrames;
@@ -17,10 +18,14 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::response::ResponseKind;
 
 use super::backoff::Backoff;
-use super::{Settings, Shared, Sink, Submitted};
+use super::{Settings, Shared, Sink, Submitted, keep_end};
 use crate::connection::Reply;
 use crate::error::ClientError;
-use crate::outgoing::check_op;
+use crate::outgoing::{Outgoing, check_op};
+
+/// Seconds of silence behind which the system asks whether the other side of a connection is still there, seconds
+/// between two such questions, and how many may stay without an answer: a minute until it is taken for lost.
+const KEEPALIVE: (i32, i32, i32) = (30, 10, 3);
 
 /// A socket and the monitor that tells of its connections.
 struct Wire {
@@ -49,6 +54,8 @@ pub(super) struct Io {
     sockets: u64,
     /// Not sent yet, in order.
     waiting: VecDeque<Submitted>,
+    /// Ends of sessions that did not leave by their deadline.
+    ends: VecDeque<Outgoing>,
     sent: HashMap<u64, Pending>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
 }
@@ -66,6 +73,7 @@ impl Io {
             up: false,
             sockets: 0,
             waiting: VecDeque::new(),
+            ends: VecDeque::new(),
             sent: HashMap::new(),
             deadlines: BinaryHeap::new(),
         };
@@ -122,6 +130,14 @@ impl Io {
         socket.set_linger(millis(self.settings.linger))?;
         // Nothing is queued for a connection that does not stand.
         socket.set_immediate(true)?;
+        let (idle, interval, count) = KEEPALIVE;
+        socket.set_tcp_keepalive(1)?;
+        socket.set_tcp_keepalive_idle(idle)?;
+        socket.set_tcp_keepalive_intvl(interval)?;
+        socket.set_tcp_keepalive_cnt(count)?;
+        // The same of ZMTP, where the address is no TCP one, or a proxy is between.
+        socket.set_heartbeat_ivl(idle * 1000)?;
+        socket.set_heartbeat_timeout(interval * count * 1000)?;
         let events = zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()
             | zmq::SocketEvent::DISCONNECTED.to_raw();
         socket.monitor(&place, i32::from(events))?;
@@ -137,7 +153,11 @@ impl Io {
         let mut inbox = self.shared.inbox.lock();
         let closing = inbox.closing;
         let new = std::mem::take(&mut inbox.new);
+        let ends = std::mem::take(&mut inbox.ends);
         drop(inbox);
+        for end in ends {
+            keep_end(&mut self.ends, end);
+        }
         for submitted in new {
             self.deadlines
                 .push(Reverse((submitted.deadline, submitted.uid)));
@@ -148,6 +168,22 @@ impl Io {
 
     /// Sends what waits, as far as the socket takes it; true when something is left.
     fn send_waiting(&mut self) -> bool {
+        while self.up
+            && let Some(wire) = &self.wire
+            && !self.ends.is_empty()
+        {
+            match wire.socket.get_events() {
+                Ok(events) if events.contains(zmq::POLLOUT) => {}
+                _ => return true,
+            }
+            if let Some(end) = self.ends.pop_front() {
+                // Nobody waits for the reply, which is dropped as late.
+                let uid = self.shared.next_uid.fetch_add(1, Ordering::Relaxed);
+                let _ = wire
+                    .socket
+                    .send_multipart(end.into_message(uid), zmq::DONTWAIT);
+            }
+        }
         while self.up
             && let Some(wire) = &self.wire
             && let Some(first) = self.waiting.front()
@@ -235,7 +271,8 @@ impl Io {
 
     /// Follows the connection's fate.
     fn read_monitor(&mut self) {
-        let mut lost = false;
+        let silent = self.shared.silent.swap(0, Ordering::Relaxed);
+        let mut lost = self.up && silent != 0 && silent == self.shared.link.connections();
         while let Some(wire) = &self.wire {
             let Ok(event) = wire.monitor.recv_bytes(zmq::DONTWAIT) else {
                 break;
@@ -311,6 +348,7 @@ impl Io {
 
     /// Completes the request a message answers. Messages that answer none are late, and dropped.
     fn file(&mut self, mut frames: Vec<zmq::Message>) {
+        self.shared.heard.fetch_add(1, Ordering::Relaxed);
         let Ok(reply) = ReplyFrames::parse(frames.iter().map(|frame| &**frame)) else {
             return;
         };
@@ -339,11 +377,11 @@ impl Io {
             } else if let Some(at) = self.waiting.iter().position(|waiting| waiting.uid == uid)
                 && let Some(never_left) = self.waiting.remove(at)
             {
-                (
-                    never_left.outgoing.operation,
-                    never_left.waited,
-                    never_left.sink,
-                )
+                let operation = never_left.outgoing.operation;
+                if operation == Operation::EndSession {
+                    keep_end(&mut self.ends, never_left.outgoing);
+                }
+                (operation, never_left.waited, never_left.sink)
             } else {
                 continue;
             };
@@ -379,6 +417,44 @@ mod tests {
         assert!(io.wire.is_none());
         io.reopen(io.again);
         assert!(io.wire.is_some());
+    }
+
+    #[test]
+    fn a_silent_connection_is_given_up_and_the_one_behind_it_is_not() {
+        let mut io = io();
+        let connect = |io: &mut Io| {
+            io.up = true;
+            io.shared.link.set(true);
+            io.shared.link.connections()
+        };
+        let first = connect(&mut io);
+        io.shared.give_up_connection(first);
+        io.read_monitor();
+        assert!(!io.up && io.wire.is_none());
+        io.reopen(io.again);
+        connect(&mut io);
+        io.shared.give_up_connection(first);
+        io.read_monitor();
+        assert!(io.up && io.wire.is_some());
+    }
+
+    #[test]
+    fn ends_of_sessions_that_had_no_room_or_no_time_are_kept() {
+        let mut io = io();
+        let client = Client::internal(Arc::clone(&io.shared));
+        client.end_session("waits too long").forget();
+        io.take_submitted();
+        io.expire(Instant::now() + Duration::from_secs(3600));
+        io.shared
+            .in_flight
+            .store(super::super::MAX_IN_FLIGHT, Ordering::Relaxed);
+        let refused = client.end_session("has no room").join();
+        assert!(matches!(refused, Err(ClientError::TooMany { .. })));
+        // Nothing else is.
+        assert!(client.noop().join().is_err());
+        io.take_submitted();
+        assert_eq!(io.ends.len(), 2);
+        assert!(io.waiting.is_empty());
     }
 
     #[test]

@@ -34,12 +34,17 @@ pub const MAX_IN_FLIGHT: usize = 1 << 16;
 /// No worker: heartbeats are a scheduler's.
 const NO_INSTANCE: i64 = i64::MIN;
 
+/// Session ends kept at most that could not be sent. Each is some dozens of bytes.
+const MAX_ENDS: usize = 1 << 16;
+
 /// How a [`Client`] behaves.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
     /// How long each request may take until its result, unless it is submitted with another deadline. Default 10 s.
     pub timeout: Duration,
-    /// Time between two heartbeats; one that is not answered for as long makes the server degraded. Default 5 s.
+    /// Time between two heartbeats; one that is not answered for as long makes the server degraded. Behind three in a
+    /// row, and no other answer meanwhile, the connection is given up as lost and another one is made. Default 5 s, so a
+    /// connection that died silently is replaced within about 15 s.
     pub heartbeat: Duration,
     /// First pause before a lost connection is tried again. Default 100 ms; it doubles up to 1 s, and each is shortened
     /// at random by up to half. The first heartbeat follows a new connection at once, so a server that is back is
@@ -118,6 +123,8 @@ struct Submitted {
 #[derive(Default)]
 struct Inbox {
     new: VecDeque<Submitted>,
+    /// Ends of sessions that there was no room for, to be sent all the same.
+    ends: VecDeque<Outgoing>,
     closing: bool,
     /// The I/O thread has panicked.
     broken: bool,
@@ -133,8 +140,19 @@ struct Shared {
     in_flight: AtomicUsize,
     /// Whose heartbeats are sent.
     instance: AtomicI64,
+    /// Messages that came from the server.
+    heard: AtomicU64,
+    /// Number of a connection that is to be given up as lost.
+    silent: AtomicU64,
     link: health::Link,
     watch: health::Watch,
+}
+
+/// An end of a session that nobody waits for: without it the server would keep the session's leases.
+fn keep_end(ends: &mut VecDeque<Outgoing>, end: Outgoing) {
+    if ends.len() < MAX_ENDS {
+        ends.push_back(end);
+    }
 }
 
 impl Shared {
@@ -150,6 +168,8 @@ impl Shared {
             next_uid: AtomicU64::new(0),
             in_flight: AtomicUsize::new(0),
             instance: AtomicI64::new(NO_INSTANCE),
+            heard: AtomicU64::new(0),
+            silent: AtomicU64::new(0),
             link: health::Link::default(),
             watch: health::Watch::default(),
         })
@@ -166,6 +186,12 @@ impl Shared {
 
     fn drain_wake(&self) {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+
+    /// Has the connection of this number, if it stands still, given up as lost.
+    fn give_up_connection(&self, number: u64) {
+        self.silent.store(number, Ordering::Relaxed);
+        self.wake();
     }
 
     fn one_less(&self) {
@@ -328,6 +354,9 @@ impl Client {
         };
         if self.shared.in_flight.fetch_add(1, Ordering::Relaxed) >= MAX_IN_FLIGHT {
             self.shared.one_less();
+            if operation == Operation::EndSession {
+                keep_end(&mut self.shared.inbox.lock().ends, outgoing);
+            }
             return sink.tell(Err(ClientError::TooMany {
                 operation,
                 limit: MAX_IN_FLIGHT,

@@ -11,11 +11,23 @@ use rustix::time::{ClockId, clock_gettime};
 /// # Errors
 /// One line, when that has passed.
 pub(super) fn of<T>(key: &CacheKey<'_, T>) -> Result<Option<Instant>, String> {
-    let time = clock_gettime(ClockId::Monotonic);
-    // It starts at nought and never goes back.
-    let now = Duration::new(time.tv_sec as u64, time.tv_nsec as u32);
-    let left = left(deadline::decode(key.request_configs), now)?;
-    Ok(left.and_then(|left| Instant::now().checked_add(left)))
+    let told = deadline::decode(key.request_configs);
+    here(told, Instant::now, || {
+        let time = clock_gettime(ClockId::Monotonic);
+        // It starts at nought and never goes back.
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    })
+}
+
+/// Our own clock is looked at first: a pause between the two looks makes the deadline earlier, never later.
+fn here(
+    told: Option<Duration>,
+    own: impl FnOnce() -> Instant,
+    monotonic: impl FnOnce() -> Duration,
+) -> Result<Option<Instant>, String> {
+    let now = own();
+    let left = left(told, monotonic())?;
+    Ok(left.and_then(|left| now.checked_add(left)))
 }
 
 /// Both in the time of the system's monotonic clock.
@@ -30,6 +42,17 @@ fn left(deadline: Option<Duration>, now: Duration) -> Result<Option<Duration>, S
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pause_between_two_clocks_makes_a_deadline_earlier() {
+        let start = Instant::now();
+        // Both clocks show this, and each look at one is followed by a pause of 3 s.
+        let time = std::cell::Cell::new(Duration::from_secs(10));
+        let look = || time.replace(time.get() + Duration::from_secs(3));
+        let told = Some(Duration::from_secs(20));
+        let deadline = here(told, || start + look(), look).unwrap();
+        assert_eq!(deadline, Some(start + Duration::from_secs(17)));
+    }
 
     #[test]
     fn only_a_deadline_that_has_passed_is_refused() {

@@ -156,17 +156,17 @@ impl Engine {
     }
 
     /// Refuses a worker that keeps memory of transfers it never ended while too much is kept so.
-    fn check_withheld(&self, instance: &Instance) -> Result<(), &'static str> {
+    fn check_withheld(&self, instance: &Instance, id: &TransferId) -> Result<(), &'static str> {
         let limit = self.l1.arena.len() / WITHHELD_PART;
-        if !self.transfers.is_overdrawn(instance.id, limit) {
+        if !self.transfers.is_overdrawn(id, limit) {
             return Ok(());
         }
         if instance.told_overdrawn() {
             tracing::warn!(
                 instance = instance.id.0,
                 limit,
-                "a worker keeps preparing transfers and never commits them; it is lent nothing more until it \
-                 registers anew"
+                "a worker keeps preparing transfers and never commits them; it is lent nothing more until less \
+                 of that memory is kept"
             );
         }
         Err("never_commits")
@@ -192,7 +192,7 @@ impl Engine {
         if self.transfers.is_lent(&transfer_id) {
             return Err("under_way");
         }
-        self.check_withheld(&transfer.instance)?;
+        self.check_withheld(&transfer.instance, &transfer_id)?;
         let reservation = self.reserve_range(key, &transfer).map_err(|error| {
             tracing::warn!(
                 request = key.request_id,
@@ -387,7 +387,8 @@ impl Engine {
                 .not_found("l1_retrieve", key.model_name, chunks);
             missed("not_held")
         })?;
-        self.check_withheld(&transfer.instance).map_err(missed)?;
+        self.check_withheld(&transfer.instance, &transfer_id)
+            .map_err(missed)?;
         self.metrics.loaded(
             key.model_name,
             range.scope.cache_salt(),

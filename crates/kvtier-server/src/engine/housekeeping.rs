@@ -21,6 +21,7 @@ impl Engine {
     pub fn housekeep(&self) {
         let now = self.now();
         self.reap(now);
+        self.instances.forget_left();
         self.expire(now);
         let over_quota = self.quotas.enforce_l1();
         if over_quota > 0 {
@@ -40,6 +41,7 @@ impl Engine {
             .instances
             .reap(now, timeout, self.config.registration_grace)
         {
+            instance.stop();
             // It may only be stopped and wake up again, so memory it may still write stays away for a while.
             let transfers = self
                 .transfers

@@ -1,13 +1,14 @@
 //! Registered workers, and how long each has been silent.
 //!
 //! The lock guards the tables; an instance is handed out by reference count, so a transfer that runs while its instance
-//! unregisters keeps its mappings to the end.
+//! unregisters keeps its mappings to the end. One that has left stays known by its id until its last copy has ended, so
+//! that whoever asks whether its pages are free is told the truth.
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_device::EngineMemory;
 use kvtier_proto::descriptor::TensorDescriptor;
@@ -24,6 +25,9 @@ const MAX_INSTANCES: usize = 4096;
 
 /// How long a worker that leaves is kept waiting for the last copies of its pages. The longest copies take seconds.
 const LAST_COPIES: Duration = Duration::from_secs(60);
+
+/// Requests that may wait for the last copies of one instance: each keeps a thread that others need.
+const MAX_WAITING: usize = 2;
 
 /// How a worker's bytes travel.
 pub enum Mode {
@@ -73,6 +77,7 @@ pub struct Instance {
 struct Pages {
     stay: bool,
     copying: usize,
+    waiting: usize,
 }
 
 /// Held while an instance's pages are copied: [`Instance::leave`] waits for it.
@@ -126,6 +131,7 @@ impl Instance {
             pages: Mutex::new(Pages {
                 stay: true,
                 copying: 0,
+                waiting: 0,
             }),
             rests: Condvar::new(),
         }
@@ -150,25 +156,40 @@ impl Instance {
         })
     }
 
-    /// Has no copy of its pages begin any more, whatever connection asked for it, and waits for those that run.
-    ///
-    /// # Errors
-    /// One line, when some have not ended in [`LAST_COPIES`]: a device that does not answer any more.
-    pub fn leave(&self) -> Result<(), String> {
-        let mut pages = self.pages.lock();
-        pages.stay = false;
+    /// Has no copy of its pages begin any more, whatever connection asked for it; those that run end soon.
+    pub fn stop(&self) {
+        self.pages.lock().stay = false;
         if let Mode::LmcacheDriven { memory, .. } = &self.mode {
             memory.stop();
         }
-        let running = |pages: &mut Pages| pages.copying > 0;
-        let waited = self.rests.wait_while_for(&mut pages, running, LAST_COPIES);
-        match waited.timed_out() {
-            false => Ok(()),
-            true => Err(format!(
-                "{} transfers of instance {} have not ended {LAST_COPIES:?} after it left; their memory is not used again",
-                pages.copying, self.id
+    }
+
+    /// [`Instance::stop`], and waits until nothing is copied.
+    ///
+    /// # Errors
+    /// One line, when something is at `until`: a device that does not answer any more.
+    fn leave(&self, until: Instant) -> Result<(), String> {
+        self.stop();
+        let mut pages = self.pages.lock();
+        if pages.copying > 0 && pages.waiting < MAX_WAITING {
+            pages.waiting += 1;
+            let running = |pages: &mut Pages| pages.copying > 0;
+            self.rests.wait_while_until(&mut pages, running, until);
+            pages.waiting -= 1;
+        }
+        match pages.copying {
+            0 => Ok(()),
+            copying => Err(format!(
+                "{copying} transfers of instance {} have not ended since it left; its pages are not free",
+                self.id
             )),
         }
+    }
+
+    /// It has left, and nothing of it is copied any more.
+    fn rests(&self) -> bool {
+        let pages = self.pages.lock();
+        !pages.stay && pages.copying == 0
     }
 
     /// Name of the device that its pages are on, for the metrics.
@@ -219,6 +240,8 @@ struct Tables {
     by_model: HashMap<(Arc<str>, u32), Vec<Arc<Instance>>>,
     /// Instances that pinged and are unknown: whether the last answer told them so.
     unknown: HashMap<InstanceId, bool>,
+    /// Instances that have left, were replaced or fell silent, and whose pages may still be copied.
+    leaving: Vec<Arc<Instance>>,
 }
 
 impl Tables {
@@ -230,6 +253,9 @@ impl Tables {
             if same.is_empty() {
                 self.by_model.remove(&key);
             }
+        }
+        if matches!(instance.mode, Mode::LmcacheDriven { .. }) {
+            self.leaving.push(Arc::clone(&instance));
         }
         Some(instance)
     }
@@ -274,6 +300,34 @@ impl Instances {
     /// Lets a worker go.
     pub fn remove(&self, id: InstanceId) -> Option<Arc<Instance>> {
         self.tables.write().take(id)
+    }
+
+    /// Waits until no pages are copied of any instance that had this id and has been let go.
+    ///
+    /// # Errors
+    /// One line, when some still are after [`LAST_COPIES`], or too many wait already.
+    pub fn wait_for_left(&self, id: InstanceId) -> Result<(), String> {
+        self.wait_until_left(id, Instant::now() + LAST_COPIES)
+    }
+
+    fn wait_until_left(&self, id: InstanceId, until: Instant) -> Result<(), String> {
+        let tables = self.tables.read();
+        let leaving = tables.leaving.iter().filter(|instance| instance.id == id);
+        let leaving: Vec<_> = leaving.cloned().collect();
+        drop(tables);
+        let left = leaving
+            .iter()
+            .try_for_each(|instance| instance.leave(until));
+        self.forget_left();
+        left
+    }
+
+    /// Forgets instances that have left and rest.
+    pub fn forget_left(&self) {
+        self.tables
+            .write()
+            .leaving
+            .retain(|instance| !instance.rests());
     }
 
     /// For each of these workers the registration whose layout lookups use; `None` when there is none for the model.
@@ -392,8 +446,12 @@ mod tests {
 
     use kvtier_device::{DeviceError, Done, KvLayout, Transfer};
     use kvtier_memory::SegmentError;
+    use kvtier_proto::request::Request;
 
+    use super::super::{Answer, Caller, Engine, Handled};
     use super::*;
+    use crate::config::ServerConfig;
+    use crate::metrics::Metrics;
 
     /// Pages that nobody looks at.
     struct NoPages;
@@ -433,8 +491,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn an_instance_has_left_when_its_last_copy_has_ended_and_no_other_begins() {
+    fn instance() -> Instance {
         let mode = Mode::LmcacheDriven {
             memory: Arc::new(NoPages),
             tensors: Vec::new(),
@@ -445,8 +502,22 @@ mod tests {
             groups: Vec::new(),
             fingerprint: 0,
         };
-        let instance = Instance::new(InstanceId(7), "model", 1, mode, layout, Duration::ZERO);
-        let instance = Arc::new(instance);
+        Instance::new(ID, "model", 1, mode, layout, Duration::ZERO)
+    }
+
+    /// Instances with one, and that one.
+    fn instances() -> (Instances, Arc<Instance>) {
+        let instances = Instances::default();
+        assert!(instances.insert(instance()).unwrap().is_none());
+        let instance = instances.get(ID).unwrap();
+        (instances, instance)
+    }
+
+    const ID: InstanceId = InstanceId(7);
+
+    #[test]
+    fn an_instance_has_left_when_its_last_copy_has_ended_and_no_other_begins() {
+        let (instances, instance) = instances();
         let has_copied = AtomicBool::new(false);
         let begun = Barrier::new(2);
         std::thread::scope(|scope| {
@@ -460,10 +531,68 @@ mod tests {
                 drop(copying);
             });
             begun.wait();
-            instance.leave().unwrap();
+            instances.remove(ID).unwrap();
+            instances.wait_for_left(ID).unwrap();
             assert!(has_copied.load(Ordering::Relaxed));
             // Of a request that found the instance before.
             assert!(instance.copying().is_err());
         });
+        assert!(instances.tables.read().leaving.is_empty());
+    }
+
+    #[test]
+    fn who_asks_again_about_an_instance_that_has_left_is_not_told_that_it_rests_before_it_does() {
+        let gone: [fn(&Instances); 3] = [
+            |instances| drop(instances.remove(ID)),
+            |instances| drop(instances.insert(instance()).unwrap()),
+            |instances| {
+                let limit = Duration::from_secs(1);
+                let reaped = instances.reap(Duration::from_secs(9), limit, limit);
+                assert_eq!(reaped.len(), 1);
+            },
+        ];
+        for goes in gone {
+            let (instances, instance) = instances();
+            let copying = instance.copying().unwrap();
+            goes(&instances);
+            instances.forget_left();
+            let at_once = Instant::now();
+            assert!(instances.wait_until_left(ID, at_once).is_err());
+            assert!(instances.wait_until_left(ID, at_once).is_err());
+            drop(copying);
+            assert_eq!(instances.wait_until_left(ID, at_once), Ok(()));
+            assert!(instances.tables.read().leaving.is_empty());
+        }
+    }
+
+    #[test]
+    fn an_unregistration_that_cannot_promise_free_pages_is_refused_with_a_text() {
+        let flags = ["--shm-name", "", "--l1-size-gb", "0.01"];
+        let config = Arc::new(ServerConfig::from_flags(&flags).unwrap());
+        let engine = Arc::new(Engine::new(config, Arc::new(Metrics::new())).unwrap());
+        assert!(engine.instances.insert(instance()).unwrap().is_none());
+        let instance = engine.instances.get(ID).unwrap();
+        let unregister = || {
+            let request = Request::UnregisterKvCache { instance: ID };
+            match engine.handle(Caller { connection: 1 }, &request) {
+                Handled::Now(answer) => answer,
+                Handled::Later(_) => panic!("an unregistration is answered at its end"),
+            }
+        };
+        let copying = instance.copying().unwrap();
+        std::thread::scope(|scope| {
+            let wait: Vec<_> = (0..MAX_WAITING).map(|_| scope.spawn(unregister)).collect();
+            while instance.pages.lock().waiting < MAX_WAITING {
+                std::thread::yield_now();
+            }
+            let refused = unregister();
+            let text = refused.error.unwrap();
+            assert!(text.contains("1 transfers of instance 7"), "{text}");
+            drop(copying);
+            for waits in wait {
+                assert_eq!(waits.join().unwrap(), Answer::nothing());
+            }
+        });
+        assert_eq!(unregister(), Answer::nothing());
     }
 }

@@ -218,8 +218,7 @@ impl Engine {
             Request::RegisterEngineDriven(context) => self.register_engine_driven(context),
             Request::UnregisterKvCache { instance }
             | Request::UnregisterEngineDriven { instance } => {
-                self.unregister(*instance);
-                Answer::nothing()
+                self.unregister(request.operation(), *instance)
             }
 
             Request::Lookup { key, tp_size } => self.lookup(caller, key, *tp_size),

@@ -221,7 +221,9 @@ impl Engine {
         let id = instance.id;
         if let Some(earlier) = self.instances.insert(instance)? {
             // Another process, or the same one with other memory. The earlier one may still be copying by itself.
-            leave(&earlier);
+            if let Err(error) = self.instances.wait_for_left(earlier.id) {
+                tracing::error!("{error}");
+            }
             let transfers = self
                 .transfers
                 .abandon(id, self.now() + self.config.write_ttl);
@@ -234,20 +236,27 @@ impl Engine {
         Ok(())
     }
 
-    /// A worker leaves; what it had borrowed is not committed, and comes back once its copies must have ended. When
-    /// this returns, we copy none of its pages and never will, whichever connection has asked for it.
-    pub(super) fn unregister(&self, id: InstanceId) {
+    /// A worker leaves; what it had borrowed is not committed, and comes back once its copies must have ended. The
+    /// answer is that we copy none of its pages and never will, whichever connection has asked for it, also when
+    /// another has unregistered it before or it had fallen silent; or that this cannot be said.
+    pub(super) fn unregister(&self, operation: Operation, id: InstanceId) -> Answer {
         // In this order: no transfer begins for an instance that is gone.
         let instance = self.instances.remove(id);
-        if let Some(instance) = &instance {
-            leave(instance);
-        }
+        let left = self.instances.wait_for_left(id);
         let transfers = self
             .transfers
             .abandon(id, self.now() + self.config.write_ttl);
         if let Some(instance) = instance {
             self.release_unreadable(&instance);
             tracing::info!(transfers, "Unregistered instance {id}");
+        }
+        match left {
+            Ok(()) => Answer::nothing(),
+            Err(error) => {
+                tracing::error!("{}: {error}", operation.name());
+                // A client that takes no text has given up its wait long before.
+                Answer::error(error, "still_copying")
+            }
         }
     }
 
@@ -259,12 +268,6 @@ impl Engine {
                 lookup.scope.model_name() == model && lookup.scope.world_size() == world_size
             });
         }
-    }
-}
-
-fn leave(instance: &Instance) {
-    if let Err(error) = instance.leave() {
-        tracing::error!("{error}");
     }
 }
 

@@ -11,7 +11,8 @@
 //! stopped process may wake up.
 //!
 //! Memory withheld this way is lost to everybody else, so a worker that has some is lent nothing more while there is too
-//! much of it.
+//! much of it; nor is one that has registered under another instance id meanwhile. By its earlier id nobody can tell it
+//! from a replica, another worker of the same model, world size and number: that one waits for a write TTL with it.
 //!
 //! The mutex guards the two tables. Reservations and leases are dropped only after it is released.
 
@@ -74,6 +75,14 @@ impl TransferId {
             end: key.end,
             last_hash,
         }
+    }
+}
+
+impl TransferId {
+    fn is_of_worker(&self, other: &Self) -> bool {
+        self.model_name == other.model_name
+            && self.world_size == other.world_size
+            && self.worker_id == other.worker_id
     }
 }
 
@@ -177,10 +186,14 @@ impl Transfers {
         tables.pending.contains_key(id) || tables.withheld.contains_key(id)
     }
 
-    /// Whether an instance keeps memory withheld while more than `limit` bytes are in all.
-    pub fn is_overdrawn(&self, instance: InstanceId, limit: u64) -> bool {
+    /// Whether the worker of a transfer keeps memory withheld, or may have under an instance id that is gone, while more
+    /// than `limit` bytes are in all.
+    pub fn is_overdrawn(&self, asked: &TransferId, limit: u64) -> bool {
         let tables = self.tables.lock();
-        tables.withheld_bytes > limit && tables.withheld.keys().any(|id| id.instance == instance)
+        let is_kept_by = |(id, held): (&TransferId, &Withheld)| {
+            id.instance == asked.instance || (held.until.is_some() && id.is_of_worker(asked))
+        };
+        tables.withheld_bytes > limit && tables.withheld.iter().any(is_kept_by)
     }
 
     /// Notes what a PREPARE has lent; false, and nothing is lent, when this id has a store under way, too many

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
+use kvtier_client::proto::pickle;
 use kvtier_client::proto::request::ABORT_STORE;
 use kvtier_client::proto::response::{PrepareStore, Slot};
 use kvtier_client::{EngineDrivenWorker, InstanceId, Key, Scope};
@@ -438,6 +439,61 @@ fn a_worker_that_never_commits_does_not_fill_the_cache_for_others() {
     assert_eq!(server.readings().staged_bytes, 0);
     let key = scope.worker_key(0, &prompt, range(0..128), "x");
     assert_eq!(lend(&mut again, &key).len(), 128);
+}
+
+#[test]
+fn a_worker_that_never_commits_does_not_get_out_of_it_by_new_instance_ids() {
+    let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
+    let scope = Scope::new("transfers/renewing");
+    let mut lent = Vec::new();
+    for seed in 1..40u32 {
+        // Of 64 MiB, 1 MiB at a time, each under an id of its own that leaves.
+        let mut leaky = server.engine_driven(i64::from(seed), &scope);
+        let prompt = prompt(seed, 128);
+        let key = scope.worker_key(0, &prompt, range(0..128), "w");
+        lent.push(lend(&mut leaky, &key).len());
+        leaky.close().unwrap();
+    }
+    // A quarter may be withheld.
+    assert_eq!(lent.iter().filter(|slots| **slots > 0).count(), 17);
+    // Other workers of the model get on, and so does this one when the memory has come back.
+    let prompt = prompt(1000, 128);
+    let mut again = server.engine_driven(100, &scope);
+    let key = scope.worker_key(0, &prompt, range(0..128), "w");
+    assert_eq!(lend(&mut again, &key).len(), 0);
+    server.pass(Duration::from_secs(61));
+    assert_eq!(lend(&mut again, &key).len(), 128);
+}
+
+#[test]
+fn a_worker_that_only_loads_and_cannot_map_the_pool_is_sent_its_chunks() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("transfers/reader");
+    let mut writer = server.engine_driven(1, &scope);
+    let (prompt, len) = (prompt(1, 2), writer.chunk_bytes());
+    writer
+        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
+        .unwrap();
+    let mut reader = server.engine_driven(2, &scope);
+    let nothing = scope.worker_key(0, &prompt, 0..0, "nothing");
+    let none = pickle::write_tensors(&[], |_, _| Ok::<(), pickle::WriteError>(())).unwrap();
+    let connection = reader.connection();
+    assert!(
+        connection
+            .commit_store(&nothing, InstanceId(2), &none)
+            .unwrap()
+    );
+    assert_eq!(reader.lookup(&prompt, "r").unwrap(), 2);
+    let key = scope.worker_key(0, &prompt, range(0..2), "r");
+    let answer = reader
+        .connection()
+        .prepare_retrieve(&key, InstanceId(2))
+        .unwrap();
+    assert!(answer.success && answer.slots.is_none_or(|slots| slots.is_empty()));
+    let limits = pickle::Limits::default();
+    let tensors = pickle::read_tensors(&answer.data, &limits).unwrap();
+    assert_eq!(tensors.len(), 2);
+    assert_eq!(server.readings().leased_objects, 0);
 }
 
 #[test]
