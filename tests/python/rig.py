@@ -23,7 +23,7 @@ class Engine:
     """A scheduler and one worker of it, in this process."""
 
     def __init__(self, url, mode="engine_driven", layout="fused_hnd", layers=3, seed=1, timeout=TIMEOUT, heartbeat=0.5,
-                 model="test/model", register=True, store_timeout=TIMEOUT, **options):  # fmt: skip
+                 model="test/model", register=True, store_timeout=None, **options):  # fmt: skip
         """``mode``: engine_driven, lmcache_driven, or pickle; ``timeout``: of everything but the set-up."""
         patience = max(timeout, TIMEOUT)
         self.layout = layouts.layout(layout)
@@ -34,7 +34,7 @@ class Engine:
         self.worker = WorkerAdapter(
             url, model, block_tokens=BLOCK, timeout=patience, heartbeat=heartbeat,
             mode="engine_driven" if mode == "pickle" else mode, force_pickle=mode == "pickle",
-            store_timeout=store_timeout, **options,
+            store_timeout=store_timeout or patience, **options,
         )  # fmt: skip
         self.chunk = self.scheduler.chunk_tokens
         self.tensors = layouts.allocate(self.layout, layers, torch.Generator().manual_seed(seed))

@@ -52,6 +52,7 @@ class Prompts:
         # Same prefix as `main` up to its last whole chunk, then something else.
         self.sibling = self.main[:WHOLE] + random_tokens(f"{seed}-sibling", PROMPT - WHOLE)
         self.parallel = [random_tokens(f"{seed}-parallel-{i}", FRESH) for i in range(4)]
+        self.crowd = [random_tokens(f"{seed}-crowd-{i}", 2 * CHUNK + 88) for i in range(6)]
         self.fillers = [random_tokens(f"{seed}-filler-{i}", 3900) for i in range(3)]
 
     def named(self):
@@ -142,6 +143,10 @@ class ModeCases:
             self.server_restart(apc=True)
             self.connector_metrics()
             self.killed_while_loading()
+            if self.server.mode == "lmcache_driven":
+                self.vllm.stop()
+                self.vllm = None
+                self.crowded()
         finally:
             if self.vllm:
                 self.vllm.stop()
@@ -266,6 +271,35 @@ class ModeCases:
         # Other batching may flip one late near-tie.
         ok = missed == 0 and hit == 4 * (FRESH // CHUNK) * CHUNK and alike >= 3 and starts == 4
         self.check("concurrent", ok, f"external {missed} then {hit}; identical outputs {alike}/4")
+
+    def crowded(self):
+        """An engine with few blocks: requests are preempted while they are stored, and others cancelled while they load."""
+        # Prompts of five blocks, of which four fit; forty tokens later each needs a sixth.
+        crowd, long = self.prompts.crowd, 56
+        flags = ["--num-gpu-blocks-override", "22", "--max-model-len", "1024"]
+        self.vllm = vllm = Vllm(self.options, self.log_name(3), self.server, flags)
+        alone = [vllm.ask(prompt, salt="alone").ids for prompt in crowd]
+        starts, cancelled = 0, 0
+        # At first all are computed, then loaded. One of three is cancelled, in its midst or before its first token.
+        for midst in (long // 2, 0):
+            vllm.forget()
+            ends = [midst if number % 3 == 2 else None for number in range(len(crowd))]
+            with concurrent.futures.ThreadPoolExecutor(len(crowd)) as pool:
+                answers = list(pool.map(lambda prompt, end: vllm.ask(prompt, long, cancelled_after=end), crowd, ends))
+            cancelled += sum(len(answer.ids) < long for answer in answers)
+            # Other batching may flip a near-tie later on.
+            starts += sum(
+                answer.ids[:4] == ids[:4] for answer, ids, end in zip(answers, alone, ends, strict=True) if end is None
+            )
+        preempted = vllm.metric("vllm:num_preemptions_total")
+        well = preempted > 0 and cancelled == 4 and starts == 8
+        self.check("crowded", well, f"{preempted} preemptions, {cancelled} cancelled, {starts} of 8 begin as alone")
+        # This needs all blocks back.
+        vllm.forget()
+        answers = [vllm.measured(prompt) for prompt in crowd]
+        alike = sum(answer.ids == ids for answer, ids in zip(answers, alone, strict=True))
+        hits = sum(answer.external == 2 * CHUNK for answer in answers)
+        self.check("after-the-crowd", alike == hits == len(crowd), f"{alike} of {len(crowd)} say the same, {hits} hit")
 
     def new_engine(self, apc):
         """Another vLLM process, whose memory has never held these prompts."""

@@ -94,8 +94,8 @@ class Vllm:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return response.read()
 
-    def ask(self, prompt, count=16, salt=None):
-        """Greedy completion of a list of token ids."""
+    def ask(self, prompt, count=16, salt=None, cancelled_after=None):
+        """Greedy completion of a list of token ids; or what there is of it when so many tokens have come."""
         body = {
             "model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True,
@@ -108,6 +108,8 @@ class Vllm:
         began, first, ids = time.monotonic(), None, []
         with urllib.request.urlopen(request, timeout=180) as response:
             for line in response:
+                if cancelled_after is not None and len(ids) >= cancelled_after:
+                    break
                 if not line.startswith(b"data: ") or b"[DONE]" in line:
                     continue
                 event = json.loads(line[6:])
@@ -122,16 +124,15 @@ class Vllm:
     def counters(self):
         """(external hits, local hits, computed) prompt tokens since start."""
         text = self.call("GET", "/metrics").decode()
-
-        def total(name, labels=""):
-            pattern = rf"^{name}(?:\{{[^}}]*{labels}[^}}]*\}})? ([0-9.e+]+)$"
-            return int(sum(float(value) for value in re.findall(pattern, text, re.MULTILINE)))
-
         return (
-            total("vllm:external_prefix_cache_hits_total"),
-            total("vllm:prefix_cache_hits_total"),
-            total("vllm:prompt_tokens_by_source_total", 'source="local_compute"'),
+            total(text, "vllm:external_prefix_cache_hits_total"),
+            total(text, "vllm:prefix_cache_hits_total"),
+            total(text, "vllm:prompt_tokens_by_source_total", 'source="local_compute"'),
         )
+
+    def metric(self, name):
+        """One of vLLM's numbers."""
+        return total(self.call("GET", "/metrics").decode(), name)
 
     def measured(self, prompt, salt=None):
         """`ask`, with the counters' differences."""
@@ -155,6 +156,12 @@ class Vllm:
         print(f"# vllm[{self.name}] stopped in {time.monotonic() - began:.1f} s{left}", flush=True)
 
 
+def total(text, name, labels=""):
+    """The sum of a metric over its labels."""
+    pattern = rf"^{name}(?:\{{[^}}]*{labels}[^}}]*\}})? ([0-9.e+]+)$"
+    return int(sum(float(value) for value in re.findall(pattern, text, re.MULTILINE)))
+
+
 def cores_of_each(workers):
     """The cores that this process may use, dealt out, as vLLM wants them; shared where there are too few."""
     cores = sorted(os.sched_getaffinity(0))
@@ -172,6 +179,7 @@ def transfer_config(options, server):
                 "kvtier.url": getattr(server, "engine_url", server.url),
                 "kvtier.transfer_mode": client_mode(server.mode),
                 "kvtier.timeout": options.mq_timeout,
+                "kvtier.store_timeout": options.mq_timeout,
                 "kvtier.heartbeat": options.heartbeat,
             },
         }

@@ -7,7 +7,8 @@
   run.py --peer                LMCache's own server instead of ours
   run.py --connector kvtier --package DIR
                                our connector from the package in DIR, with nothing of LMCache in the engine
-  run.py ... --brief           one engine, and of the checks those in which the modes differ
+  run.py ... --brief           one engine, and of the checks those in which the modes differ; in lmcache_driven another
+                               engine with few blocks, whose requests are preempted and cancelled
   run.py ... --tensor-parallel 2
                                an engine of two workers: stores, hits, a server that dies while they load
 

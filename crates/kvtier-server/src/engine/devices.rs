@@ -115,7 +115,7 @@ impl Devices {
     pub fn status(&self) -> Value {
         let cuda = match &self.cuda {
             Ok(cuda) => cuda,
-            Err(why) => return json!({ "cuda": { "available": false, "reason": why } }),
+            Err(why) => return json!({ "available": false, "reason": why }),
         };
         let gpus: Vec<_> = cuda
             .status()
@@ -141,12 +141,10 @@ impl Devices {
             })
         });
         json!({
-            "cuda": {
-                "available": true,
-                "driver_version": cuda.driver_version(),
-                "pinning": pinning,
-                "gpus": gpus,
-            }
+            "available": true,
+            "driver_version": cuda.driver_version(),
+            "pinning": pinning,
+            "gpus": gpus,
         })
     }
 }

@@ -67,11 +67,13 @@ impl Engine {
             "num_l2_adapters": adapter_count, "num_active_adapters": adapter_count, "num_draining_adapters": 0,
         });
         let mut pages = Map::new();
+        let mut on_device = Map::new();
         let mut engine_driven = Map::new();
         for instance in self.instances.all() {
             let id = instance.id.to_string();
             match &instance.mode {
                 Mode::LmcacheDriven { memory, .. } => {
+                    on_device.insert(id.clone(), memory.device().into());
                     let layout = memory.layout().describe();
                     let groups: Vec<_> = layout
                         .kernel_groups
@@ -99,7 +101,6 @@ impl Engine {
                         json!({
                             "model_name": &*instance.model_name,
                             "world_size": instance.world_size,
-                            "device": memory.device(),
                             "kv_cache_layout": {
                                 "num_layers": layout.num_layers,
                                 "num_blocks": layout.num_blocks,
@@ -189,7 +190,7 @@ impl Engine {
                 "registration_grace_seconds": config.registration_grace.as_secs_f64(),
                 "tracked_instances": self.instances.len(),
             },
-            "devices": self.devices.status(),
+            "devices": { "cuda": self.devices.status(), "of_instances": on_device },
             "kv_events": { "enabled": false },
             "registered_gpu_ids": ids(&pages),
             "cache_context_meta": pages,
