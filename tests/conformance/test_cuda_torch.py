@@ -3,6 +3,9 @@
 What the descriptors and the events of such an engine are is PyTorch's and LMCache's word here, not ours.
 """
 
+import os
+from pathlib import Path
+
 import pytest
 from kvrig import torch_cuda
 
@@ -19,3 +22,14 @@ def test_unmodified_torch_and_lmcache(serve, tmp_path):
         moved = {m["direction"] for m in gpu["state"]["moved"] if m["bytes"]}
         assert moved == {"store", "retrieve"}
         assert gpu["state"]["open_allocations"] == 0
+
+
+def test_expandable_segments(serve, tmp_path):
+    """The same where PyTorch's allocator maps segments, whose memory travels as file descriptors of its process."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if os.geteuid() != 0 and scope.exists() and scope.read_text().strip() != "0":
+        pytest.skip("no process may trace another here, which it takes to get its file descriptors")
+    server = serve("cuda")
+    torch_cuda.check("kvrig.torch_cuda", [server.url], tmp_path, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    (gpu,) = server.get("/status")[1]["devices"]["cuda"]["gpus"]
+    assert {m["direction"] for m in gpu["state"]["moved"] if m["bytes"]} == {"store", "retrieve"}

@@ -157,3 +157,14 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void
   (void)c; (void)f; (void)a;
   return last = cudaErrorNotSupported;
 }
+
+// The management library (libnvidia-ml.so.1), which PyTorch asks, before it makes expandable segments, whether the GPU is
+// part of a fabric: it is not.
+static int unsupported(void) { return 3; }
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **to) { (void)bus; *to = NULL; return 0; }
+int nvmlDeviceGetGpuFabricInfoV(void) { return unsupported(); }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return unsupported(); }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return unsupported(); }
+int nvmlDeviceGetComputeRunningProcesses(void) { return unsupported(); }
+int nvmlSystemGetCudaDriverVersion_v2(void) { return unsupported(); }

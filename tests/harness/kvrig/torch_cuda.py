@@ -33,6 +33,7 @@ def environment(folder):
          HERE / "cudart.c", f"-L{folder}", f"-l:{DRIVER}"],
         check=True,
     )  # fmt: skip
+    (folder / "libnvidia-ml.so.1").symlink_to(RUNTIME)
     return {
         **os.environ,
         "LD_LIBRARY_PATH": str(folder),
@@ -44,10 +45,11 @@ def environment(folder):
     }
 
 
-def check(module, urls, folder):
-    """Run an engine; it must say that it is done, and have used the driver as a correct caller does."""
+def check(module, urls, folder, **more):
+    """Run an engine with these and `more` variables; it must say that it is done, and have used the driver as a correct
+    caller does."""
     command = [sys.executable, "-m", module, *urls]
-    engine = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=150)
+    engine = subprocess.run(command, env=environment(folder) | more, capture_output=True, text=True, timeout=150)
     assert engine.returncode == 0 and engine.stdout.endswith("done\n"), engine.stdout + engine.stderr
     assert "cuda stand-in" not in engine.stderr, engine.stderr
 
