@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::device_copy::Place;
 use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
-use super::events::{ForeignEvent, ForeignEvents, TIMELINE_BYTES};
+use super::events::{ForeignEvent, ForeignEvents};
 use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, Pinned, PinningStatus};
 use super::storages::Storages;
 use super::uuid::Gpus;
@@ -207,9 +207,7 @@ impl EngineMemory for CudaMemory {
     }
 
     fn transfer_in_steps(&self, transfer: Transfer, begun: Begun, done: Done) {
-        // Who sends an event of isolated IPC cannot open one of the driver's.
-        let opens_events = transfer.event.len() != TIMELINE_BYTES;
-        self.submit(transfer, opens_events.then_some(begun), done);
+        self.submit(transfer, Some(begun), done);
     }
 
     fn stop(&self) {

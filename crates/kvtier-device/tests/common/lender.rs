@@ -7,11 +7,12 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvtier_cuda_standin::standin_path;
+use kvtier_device::cuda::allocations::Allocations;
 use kvtier_device::cuda::driver::{
     Allocation, Context, DeviceBuffer, DevicePtr, Driver, Event, HandleKind, IpcHandle,
     Reservation, Stream,
 };
-use kvtier_device::cuda::events::{ExportedEvents, Timeline};
+use kvtier_device::cuda::events::{ExportedEvents, ForeignEvents, Timeline};
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 use libloading::Library;
 
@@ -322,6 +323,18 @@ impl Lent {
                 .is_complete()
                 .unwrap()
                 .to_string(),
+            "reached" => {
+                let allocations = Allocations::new(self.context.clone()).unwrap();
+                let events = ForeignEvents::new(allocations, None);
+                let event = events.open(&unhex(rest)).unwrap();
+                // Asked until there is an answer of the GPU's own.
+                (0..64)
+                    .any(|_| {
+                        std::thread::sleep(std::time::Duration::from_micros(100));
+                        event.is_complete().unwrap()
+                    })
+                    .to_string()
+            }
             "segments" => {
                 let granule = self.segments(rest.parse().unwrap());
                 let fds = self

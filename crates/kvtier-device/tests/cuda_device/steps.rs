@@ -74,12 +74,32 @@ fn what_cannot_be_begun_is_told_at_its_end_alone() {
     assert!(matches!(hear.recv(), Ok(Told::Ended(Ok(_)))));
     assert!(hear.recv().is_err());
     server.script("reset");
-    // Who uses isolated IPC cannot open it.
-    let mut isolated = transfer();
-    isolated.event = engine.bytes("number");
-    let hear = begin(&pages, isolated);
-    assert!(matches!(hear.recv(), Ok(Told::Ended(Ok(_)))));
-    assert!(hear.recv().is_err());
+    drop(pages);
+    server.ends_clean();
+}
+
+#[test]
+fn who_uses_isolated_ipc_is_answered_so() {
+    let server = Server::new();
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
+    for direction in [Direction::Store, Direction::Retrieve, Direction::Store] {
+        let mut transfer = pages.transfer(&server, direction, &pages.backwards(8));
+        transfer.event = engine.bytes("number");
+        let hear = begin(&pages, transfer);
+        let Told::Begun(event) = hear.recv().unwrap() else {
+            panic!("ended first")
+        };
+        assert_eq!(event.len(), 81);
+        assert!(matches!(hear.recv().unwrap(), Told::Ended(Ok(_))));
+        assert!(hear.recv().is_err());
+        assert_eq!(engine.ask(&format!("reached {}", hex(&event))), "true");
+        // The next one of that stream is not there.
+        let mut later = event;
+        let number = u64::from_be_bytes(later[73..].try_into().unwrap()) + 1;
+        later[73..].copy_from_slice(&number.to_be_bytes());
+        assert_eq!(engine.ask(&format!("reached {}", hex(&later))), "false");
+    }
     drop(pages);
     server.ends_clean();
 }

@@ -9,7 +9,7 @@ use super::super::driver::{
     Module, SourceOrder, Stream,
 };
 use super::super::error::CudaError;
-use super::super::events::ExportedEvents;
+use super::super::events::{ExportedEvents, Lane as TimelineLane, TIMELINE_BYTES};
 use super::super::kernel::{KernelPlan, PTX, THREADS, Unit};
 use super::staging::StagedRanges;
 use crate::plan::Direction;
@@ -225,6 +225,14 @@ impl Lane {
     /// What the driver says.
     pub fn export_event(&self, exported: &ExportedEvents) -> Result<[u8; 64], CudaError> {
         exported.record(&self.stream)
+    }
+
+    /// The same as an event of isolated IPC. `numbers` is used for no other stream.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn export_number(&self, numbers: &TimelineLane) -> Result<[u8; TIMELINE_BYTES], CudaError> {
+        numbers.record(&self.stream)
     }
 
     /// Whether the piece in a slot is done.

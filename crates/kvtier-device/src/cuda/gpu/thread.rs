@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::super::device_copy::DeviceCopies;
 use super::super::driver::Context;
-use super::super::events::ExportedEvents;
+use super::super::events::{ExportedEvents, Lane as TimelineLane, TIMELINE_BYTES, Timeline};
 use super::Shared;
 use super::executor::{Executor, HostMemory, Lane, SLOTS};
 use super::job::Job;
@@ -46,6 +46,8 @@ struct Line {
     free: Vec<usize>,
     /// Since when the driver has only errors to say about the first of them.
     failing: Option<Instant>,
+    /// Its events of isolated IPC, once there is one.
+    numbers: Option<TimelineLane>,
 }
 
 /// A piece with the GPU.
@@ -80,6 +82,7 @@ pub(super) struct Feeder {
     chunk: DeviceCopies,
     pinned: Arc<Pinned>,
     exported: ExportedEvents,
+    timeline: Option<Arc<Timeline>>,
     ends: Sender<Job>,
     /// What the GPU takes memory for at most.
     most: HostMemory,
@@ -101,10 +104,12 @@ impl Feeder {
             pieces: VecDeque::new(),
             free: (0..SLOTS).collect(),
             failing: None,
+            numbers: None,
         };
         Self {
             shared,
             exported: ExportedEvents::new(Arc::clone(&context)),
+            timeline: None,
             context,
             lines: [
                 line(retrieve, Direction::Retrieve),
@@ -338,12 +343,40 @@ impl Feeder {
     /// Tells whoever wants to know that everything of a job is with the GPU, and the event that is complete when it is
     /// done. Without an event its end is all there is to tell.
     fn tell_begun(&mut self, line: usize, id: u64) {
-        if let Some(begun) = self.jobs.get_mut(&id).and_then(Job::take_begun)
-            && let Ok(event) = self.lines[line].lane.export_event(&self.exported)
-        {
+        let Some(job) = self.jobs.get_mut(&id) else {
+            return;
+        };
+        let Some(begun) = job.take_begun() else {
+            return;
+        };
+        // In the form that the engine's own had.
+        let event = match job.transfer.event.len() {
+            TIMELINE_BYTES => self.number(line).ok().map(|number| number.to_vec()),
+            _ => {
+                let event = self.lines[line].lane.export_event(&self.exported);
+                event.ok().map(|event| event.to_vec())
+            }
+        };
+        if let Some(event) = event {
             // What is caught has been printed; whoever is to be told is told at the end.
             let _ = catch_unwind(AssertUnwindSafe(|| begun(&event)));
         }
+    }
+
+    /// An event of isolated IPC behind what is on a stream. The first one makes the buffer that they are in.
+    fn number(&mut self, line: usize) -> Result<[u8; TIMELINE_BYTES], DeviceError> {
+        let line = &mut self.lines[line];
+        let numbers = match &mut line.numbers {
+            Some(numbers) => numbers,
+            none => {
+                let timeline = match &self.timeline {
+                    Some(timeline) => Arc::clone(timeline),
+                    None => Arc::clone(self.timeline.insert(Timeline::new(&self.context)?)),
+                };
+                none.insert(timeline.lane()?)
+            }
+        };
+        Ok(line.lane.export_number(numbers)?)
     }
 
     /// Nothing more of a job is begun.
