@@ -132,6 +132,11 @@ impl Feeder {
             self.shared.give_up("its thread ended in a panic");
             // Whatever moves still may move on; the memory of it stays away from others.
             std::mem::forget(self);
+        } else if self.shared.broken.lock().is_none() {
+            // All pieces are done, and the streams know it a moment later.
+            for line in &self.lines {
+                let _ = line.lane.finish();
+            }
         }
     }
 
