@@ -61,7 +61,7 @@ class Engine:
         self.pages, self.memory, self.model = pages, memory, f"gpu/{random.getrandbits(60):x}"
         options = {"block_tokens": 16, "timeout": 60.0, "heartbeat": 0.5}
         self.scheduler = SchedulerAdapter(url, self.model, **options)
-        self.worker = WorkerAdapter(url, self.model, mode="lmcache_driven", instance_id=instance, **options)
+        self.worker = WorkerAdapter(url, self.model, mode="lmcache_driven", instance_id=instance, store_timeout=60.0, **options)
         try:
             self.worker.register_kv_caches(pages.tensors, kv_layout=pages.hint)
         except BaseException:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ._native import Client, KvTierError, TimedOut
 
 DEFAULT_TIMEOUT = 10.0
-DEFAULT_STORE_TIMEOUT = 2.0
+# A store on a GPU waits for the engine's step, which takes seconds for the longest prompts.
+DEFAULT_STORE_TIMEOUT = 5.0
 DEFAULT_HEARTBEAT = 5.0
 DEFAULT_PATIENCE = 1.0
 
