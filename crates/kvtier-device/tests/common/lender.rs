@@ -214,6 +214,17 @@ impl Lent {
         unsafe { self.stream.fill(at, value, bytes as usize) }.unwrap();
     }
 
+    /// Fills each piece of a range with its number, from 1 on, and keeps the range for others.
+    fn lend_range(&mut self, range: Reservation, granule: u64) {
+        range.allow_access().unwrap();
+        for at in 0..range.bytes() / granule {
+            let start = DevicePtr(range.base().0 + at * granule);
+            self.fill(start, at as u8 + 1, granule);
+        }
+        self.stream.synchronize().unwrap();
+        self.range = Some(range);
+    }
+
     /// Expandable memory: each piece is filled with its number, from 1 on.
     fn segments(&mut self, count: u64) -> u64 {
         let granule = self.context.granularity(HandleKind::PosixFd).unwrap();
@@ -225,13 +236,7 @@ impl Lent {
             let fd = allocation.export_fd().unwrap();
             self.segments.push((allocation, fd));
         }
-        range.allow_access().unwrap();
-        for at in 0..count {
-            let start = DevicePtr(range.base().0 + at * granule);
-            self.fill(start, at as u8 + 1, granule);
-        }
-        self.stream.synchronize().unwrap();
-        self.range = Some(range);
+        self.lend_range(range, granule);
         granule
     }
 
@@ -248,13 +253,7 @@ impl Lent {
             // Kept as long as the process lives.
             std::mem::forget(allocation);
         }
-        range.allow_access().unwrap();
-        for at in 0..count {
-            let start = DevicePtr(range.base().0 + at * granule);
-            self.fill(start, at as u8 + 1, granule);
-        }
-        self.stream.synchronize().unwrap();
-        self.range = Some(range);
+        self.lend_range(range, granule);
         handles
     }
 

@@ -6,7 +6,7 @@ use kvtier_device::{DeviceError, EngineMemory, Transfer};
 use kvtier_proto::response::Response;
 use parking_lot::Mutex;
 
-use super::{Answer, Engine, Responder};
+use super::{Answer, Engine, Handled, Responder};
 
 /// When a transfer of a worker on a GPU is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,8 +18,21 @@ pub enum GpuReply {
 }
 
 impl Engine {
-    /// Begins a transfer. `end` is called when it has ended, and gives its answer.
-    pub(super) fn begin(
+    /// A transfer that begins when its request is out of the way. `end` is called when it has ended, and gives its answer.
+    pub(super) fn begin_later(
+        self: &Arc<Self>,
+        pages: Arc<dyn EngineMemory>,
+        transfer: Transfer,
+        end: impl FnOnce(&Self, Result<u64, DeviceError>) -> Answer + Send + 'static,
+    ) -> Handled {
+        let engine = Arc::clone(self);
+        Handled::Later(Box::new(move |responder| {
+            let ends = Arc::clone(&engine);
+            engine.begin(&*pages, transfer, responder, move |moved| end(&ends, moved));
+        }))
+    }
+
+    fn begin(
         &self,
         pages: &dyn EngineMemory,
         transfer: Transfer,

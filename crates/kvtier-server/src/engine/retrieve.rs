@@ -53,14 +53,10 @@ impl Engine {
         self.metrics.retrieve(instance.device(), false);
         match self.plan_retrieve(&instance, retrieve, started) {
             Ok((transfer, under_way)) => {
-                let engine = Arc::clone(self);
-                Handled::Later(Box::new(move |responder| {
-                    let pages = under_way.copying.pages();
-                    let ends = Arc::clone(&engine);
-                    engine.begin(&*pages, transfer, responder, move |moved| {
-                        ends.retrieved(under_way, moved)
-                    });
-                }))
+                let pages = under_way.copying.pages();
+                self.begin_later(pages, transfer, |engine, moved| {
+                    engine.retrieved(under_way, moved)
+                })
             }
             Err(RetrieveError::NotHeld) => {
                 self.metrics.retrieve(instance.device(), true);

@@ -76,14 +76,10 @@ impl Engine {
         self.metrics.store(instance.device(), false);
         match self.plan_store(&instance, store, started) {
             Ok((transfer, under_way)) => {
-                let engine = Arc::clone(self);
-                Handled::Later(Box::new(move |responder| {
-                    let pages = under_way.copying.pages();
-                    let ends = Arc::clone(&engine);
-                    engine.begin(&*pages, transfer, responder, move |moved| {
-                        ends.stored(under_way, moved)
-                    });
-                }))
+                let pages = under_way.copying.pages();
+                self.begin_later(pages, transfer, |engine, moved| {
+                    engine.stored(under_way, moved)
+                })
             }
             Err(error) => {
                 let event = instance.answer_event(store.event_handle);
