@@ -98,3 +98,22 @@ def test_shm_pool_is_private_and_replaced(serve, engines):
     server.start()
     engine = engines(server)
     engine.store_prompt(tokens(32))
+
+
+@pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle", "cuda"])
+def test_without_work_it_sleeps(serve, engines, mode):
+    """Behind stores, lookups and retrieves it uses next to no processor, with its engine still connected."""
+    server = serve(mode)
+    engine = engines(server)
+    prompt = tokens(32)
+    engine.store_prompt(prompt)
+    assert engine.lookup(prompt)[1] == 32
+
+    def busy():
+        fields = Path(f"/proc/{server.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    # A thread that never sleeps uses a second each second, or half of one beside other work.
+    began = busy()
+    time.sleep(3)
+    assert busy() - began < 0.5

@@ -13,6 +13,8 @@ from children import Child
 from kvrig.server import client_mode, free_port
 from kvrig.waiting import wait_until
 
+HERE = Path(__file__).parent
+
 CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
 
 ENVIRONMENT = {
@@ -59,13 +61,15 @@ class Vllm:
         if server is not None:
             argv += ["--kv-transfer-config", json.dumps(transfer_config(options, server))]
         environment = dict(ENVIRONMENT)
+        modules = []
         if workers > 1:
-            # Its workers wait for each other by spinning: each has cores of its own, and all else goes before them.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_each(workers)
-            argv = ["nice", "-n", "10", *argv]
+            modules.append(HERE / "few_cores")
         if options.connector == "kvtier":
             # The package under test, and a module that makes sure that nothing of LMCache is imported.
-            environment["PYTHONPATH"] = os.pathsep.join([options.package, str(Path(__file__).parent / "without_lmcache")])
+            modules += [options.package, HERE / "without_lmcache"]
+        if modules:
+            environment["PYTHONPATH"] = os.pathsep.join(map(str, modules))
         self.child = Child(name, argv, os.path.join(options.logs, f"{name}.log"), environment)
         try:
             wait_until(self.ready, options.start_timeout, f"vLLM {name}", interval=0.2)
