@@ -1,12 +1,13 @@
 //! The ways of copying, and the stream of one direction that they are put on.
 
 use std::ffi::{CString, c_void};
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
 use super::super::driver::{
-    Context, CopyBatch, DeviceBuffer, DevicePtr, Event, EventFlags, Grid, HostBuffer, Kernel,
-    Module, SourceOrder, Stream,
+    Attribute, Context, CopyBatch, DeviceBuffer, DevicePtr, Event, EventFlags, Grid, HostBuffer,
+    Kernel, Module, SourceOrder, Stream,
 };
 use super::super::error::CudaError;
 use super::super::events::{ExportedEvents, Lane as TimelineLane, TIMELINE_BYTES};
@@ -73,14 +74,28 @@ impl Executor {
 }
 
 /// What the host's side of a piece is, each the one before it and more.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum HostMemory {
     /// Memory as any other.
+    #[default]
     Pageable,
     /// Pinned.
     Pinned,
     /// Each chunk in one pinned piece, and the GPU sees it at the host's own addresses.
     Mapped,
+}
+
+impl HostMemory {
+    /// What registered memory is to a GPU.
+    pub fn of_registered(context: &Context, start: NonNull<u8>) -> Self {
+        let device = context.device();
+        let own = device.attribute(Attribute::HostPointersOfRegisteredMemory);
+        let seen = context.host_device_pointer(start);
+        match own == Ok(1) && seen == Ok(DevicePtr(start.as_ptr() as u64)) {
+            true => Self::Mapped,
+            false => Self::Pinned,
+        }
+    }
 }
 
 /// What a GPU can copy with.
@@ -253,6 +268,13 @@ impl Lane {
     /// What the driver says about it.
     pub fn finish(&self) -> Result<(), CudaError> {
         self.stream.synchronize()
+    }
+
+    /// Gives the buffers on the GPU back, when everything that was put on the stream is done.
+    pub fn drop_staging(&mut self) {
+        for slot in &mut self.slots {
+            slot.staging = None;
+        }
     }
 
     unsafe fn plain(&self, copies: &DeviceCopies, pieces: PinnedPieces) -> Result<(), CudaError> {
