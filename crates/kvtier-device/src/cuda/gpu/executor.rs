@@ -3,6 +3,7 @@
 use std::ffi::{CString, c_void};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
 use super::super::driver::{
@@ -151,6 +152,8 @@ pub(super) struct Lane {
     staged: DeviceCopies,
     whole: DeviceCopies,
     ranges: StagedRanges,
+    /// When the GPU had no memory for a buffer, until it has again.
+    refused: Option<Instant>,
 }
 
 /// What one piece needs until it is done.
@@ -161,7 +164,7 @@ struct Slot {
     recorded: bool,
     /// Where the kernel reads its plan; there if there is a kernel.
     plan: Option<HostBuffer>,
-    /// Made when it is first needed.
+    /// Made when there first has to be [room](Lane::has_room).
     staging: Option<DeviceBuffer>,
 }
 
@@ -195,7 +198,46 @@ impl Lane {
             staged: DeviceCopies::default(),
             whole: DeviceCopies::default(),
             ranges: StagedRanges::default(),
+            refused: None,
         })
+    }
+
+    /// Whether a slot has a buffer on the GPU, which [`Executor::Staged`] needs. One that it lacks is asked for now,
+    /// but not within `pause` after the GPU had no memory for one: an engine may have taken all there is, and asking takes
+    /// the driver longer than a piece.
+    ///
+    /// # Errors
+    /// What the driver says when it [ends the context](CudaError::ends_context).
+    pub fn has_room(
+        &mut self,
+        slot: usize,
+        now: Instant,
+        pause: Duration,
+    ) -> Result<bool, CudaError> {
+        let place = &mut self.slots[slot].staging;
+        let waits = |since: Instant| now.saturating_duration_since(since) < pause;
+        if place.is_some() || self.refused.is_some_and(waits) {
+            return Ok(place.is_some());
+        }
+        match self.tools.context.allocate(STAGING_BYTES) {
+            Ok(buffer) => {
+                *place = Some(buffer);
+                self.refused = None;
+            }
+            Err(error) if error.ends_context() => return Err(error),
+            Err(error) => {
+                if self.refused.replace(now).is_none() {
+                    let direction = self.direction;
+                    tracing::warn!(
+                        gpu = self.tools.context.device().ordinal(),
+                        ?direction,
+                        %error,
+                        "a GPU has no memory to stage copies in; until it has, they go without"
+                    );
+                }
+            }
+        }
+        Ok(place.is_some())
     }
 
     /// Puts a piece on the stream; gives the executor that was used, which is another one where the piece does not
@@ -361,17 +403,7 @@ impl Lane {
         copies: &DeviceCopies,
         pieces: PinnedPieces,
     ) -> Result<Executor, CudaError> {
-        let place = &mut self.slots[slot].staging;
-        let buffer = match place {
-            Some(buffer) => Some(buffer),
-            // An engine may have taken all memory there is.
-            None => match self.tools.context.allocate(STAGING_BYTES) {
-                Ok(buffer) => Some(place.insert(buffer)),
-                Err(error) if error.ends_context() => return Err(error),
-                Err(_) => None,
-            },
-        };
-        let staged = buffer.is_some_and(|buffer| {
+        let staged = self.slots[slot].staging.as_ref().is_some_and(|buffer| {
             self.ranges
                 .fill(copies.as_slice(), buffer.base().0, STAGING_BYTES)
         });

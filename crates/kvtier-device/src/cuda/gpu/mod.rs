@@ -43,6 +43,8 @@ pub struct GpuOptions {
     pub event_timeout: Duration,
     /// Bytes of the arena that are pinned at a time, rounded up to whole pages. Copies are cut where these adjoin.
     pub pin_bytes: u64,
+    /// How long a GPU that had no memory for a buffer to stage copies in is not asked for one again.
+    pub staging_pause: Duration,
     /// How long dropping a GPU waits for what is with it. What has not ended then never does: its memory is lost.
     pub leave_timeout: Duration,
 }
@@ -55,6 +57,8 @@ impl Default for GpuOptions {
             event_timeout: Duration::from_secs(30),
             // Larger ones hold up other calls of the driver for longer than a transfer takes.
             pin_bytes: 256 << 20,
+            // Engines take memory and give it back when they start and end.
+            staging_pause: Duration::from_secs(10),
             // Pieces take a millisecond.
             leave_timeout: Duration::from_secs(10),
         }
@@ -104,6 +108,21 @@ impl Shared {
         let jobs = std::mem::take(&mut inbox.jobs);
         drop(inbox);
         jobs.into_iter().for_each(|job| self.refuse(job));
+    }
+
+    /// The executor for a piece: what is demanded, as far as there is memory for it, or the best.
+    fn choose(
+        &self,
+        direction: Direction,
+        mean: u64,
+        host: executor::HostMemory,
+        room: bool,
+    ) -> Executor {
+        match self.options.executor.map(|executor| executor.with(host)) {
+            Some(Executor::Staged) if !room => Executor::Plain,
+            Some(executor) => executor,
+            None => self.profile.choose(direction, mean, host, room),
+        }
     }
 
     fn refuse(&self, mut job: Job) {
