@@ -1,4 +1,4 @@
-//! One GPU: a thread that feeds two streams, one for stores and one for retrieves.
+//! One GPU: a thread that feeds the streams of stores and those of retrieves.
 //!
 //! The thread alone puts work on the streams. It takes transfers of workers by turns, a piece at a time, retrieves
 //! before stores; asks a worker's event before it touches the worker's pages, so that no stream ever waits for somebody
