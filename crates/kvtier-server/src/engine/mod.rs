@@ -35,7 +35,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use answer::{Answer, Handled, Responder};
+pub use answer::{Answer, Begin, Handled, Responder};
 pub use begin::GpuReply;
 pub use checksums::ChecksumError;
 pub use clock::Clock;

@@ -9,11 +9,11 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
 
 use super::connection::Peer;
-use super::limits::{SMALL_REPLY, answers_much};
+use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
 use super::seldom::Seldom;
 use crate::budget::Charge;
-use crate::engine::{Answer, Caller, Engine, Handled, Responder};
+use crate::engine::{Answer, Begin, Caller, Engine, Handled, Responder};
 use crate::health::Health;
 
 /// A request whose frames are still undecoded.
@@ -28,7 +28,7 @@ pub struct Job {
     pub payloads: Vec<zmq::Message>,
     /// Bytes of the payload frames.
     pub bytes: u64,
-    /// Those bytes in the budget of its connection, if it has to wait.
+    /// Those bytes in the budget of its connection, if it, or its answer, has to wait.
     pub charge: Option<Charge>,
     /// The row of the table that the request is read by.
     pub resolved: Resolved,
@@ -89,14 +89,27 @@ impl Server {
             .unwrap_or_else(|_| self.panicked(&job).into());
         let now = match handled {
             Handled::Now(answer) => Some(self.replies(job, answer)),
-            Handled::Later(begin) => {
-                let responder = self.responder(job);
-                // A panic drops the responder, which says so.
-                let _ = catch_unwind(AssertUnwindSafe(|| begin(responder)));
-                None
-            }
+            Handled::Later(begin) => self.later(job, begin).map(|job| {
+                let (operation, kind) = (job.spec().operation, job.spec().response);
+                self.replies(job, Answer::refusal(operation, kind, "queue_full"))
+            }),
         };
         now.into_iter().flatten()
+    }
+
+    /// Begins what a request waits for; gives it back when too much waits already.
+    pub(super) fn later(self: &Arc<Self>, mut job: Job, begin: Begin) -> Option<Job> {
+        if job.charge.is_none() {
+            // It was served as it came, and is kept from here on.
+            job.charge = job.peer.requests.take(job.bytes + JOB_BYTES);
+        }
+        if job.charge.is_none() {
+            return Some(job);
+        }
+        let responder = self.responder(job);
+        // A panic drops the responder, which says so.
+        let _ = catch_unwind(AssertUnwindSafe(|| begin(responder)));
+        None
     }
 
     /// Sends the answer to a job when it is there.
