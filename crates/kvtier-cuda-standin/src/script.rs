@@ -39,6 +39,7 @@ impl When {
 pub(crate) enum Act {
     Fail(CUresult),
     Die,
+    Hold,
 }
 
 #[derive(Clone)]
@@ -118,8 +119,19 @@ impl Script {
                 let kept = std::mem::take(self);
                 (self.devices, self.memory, self.driver) = (kept.devices, kept.memory, kept.driver);
             }
-            ("release", "") => self.holds = [false; 3],
-            ("hold", rest) => self.holds[DIRECTIONS.iter().position(|&d| d == rest)?] = true,
+            ("release", "") => {
+                self.holds = [false; 3];
+                for rules in self.rules.values_mut() {
+                    rules.retain(|(_, act)| !matches!(act, Act::Hold));
+                }
+            }
+            ("hold", rest) => match DIRECTIONS.iter().position(|&d| d == rest) {
+                Some(engine) => self.holds[engine] = true,
+                None => {
+                    let (function, when) = rest.split_once('@').unwrap_or((rest, "1+"));
+                    self.rule(function, when, Act::Hold, known)?;
+                }
+            },
             ("fail", rest) => {
                 let (function, how) = rest.split_once('=')?;
                 let (code, when) = how.split_once('@').unwrap_or((how, "1+"));
@@ -199,5 +211,11 @@ impl Script {
             }
         }
         act
+    }
+
+    /// Whether calls of `name` are held.
+    pub(crate) fn holds_calls(&self, name: &str) -> bool {
+        let rules = self.rules.get(name);
+        rules.is_some_and(|rules| rules.iter().any(|(_, act)| matches!(act, Act::Hold)))
     }
 }

@@ -16,6 +16,7 @@ use crate::abi::{
     CUresult, ERROR_NOT_INITIALIZED, ERROR_NOT_PERMITTED, Fault, Outcome, SUCCESS, wrong,
 };
 use crate::script::Act;
+use crate::stream::until;
 use crate::world::{IN_HOST_FUNCTION, world};
 
 /// Defines exported functions, and a table of them.
@@ -74,6 +75,7 @@ fn enter(name: &'static str, body: impl FnOnce() -> Outcome) -> CUresult {
     match act {
         Some(Act::Fail(code)) => return code,
         Some(Act::Die) => _ = unsafe { libc::kill(libc::getpid(), libc::SIGKILL) },
+        Some(Act::Hold) => until(|| !world.script.lock().holds_calls(name)),
         None => {}
     }
     let outcome = if IN_HOST_FUNCTION.get() {
