@@ -28,8 +28,13 @@ pub enum Handled {
     /// Now.
     Now(Answer),
     /// When what this begins has ended.
-    Later(Box<dyn FnOnce(Responder) + Send>),
+    Later(Begin),
+    /// Likewise, and nothing that its connection has sent behind it is served before.
+    InTurn(Begin),
 }
+
+/// Begins what an answer waits for.
+pub type Begin = Box<dyn FnOnce(Responder) + Send>;
 
 /// Whom the answer to one request is given, from any thread. One that is dropped tells that there is none.
 pub struct Responder(Option<Respond>);

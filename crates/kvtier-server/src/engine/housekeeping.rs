@@ -21,7 +21,7 @@ impl Engine {
     pub fn housekeep(&self) {
         let now = self.now();
         self.reap(now);
-        self.instances.forget_left();
+        self.let_go(self.instances.forget_left());
         self.expire(now);
         let over_quota = self.quotas.enforce_l1();
         if over_quota > 0 {
@@ -37,10 +37,10 @@ impl Engine {
         let Some(timeout) = self.config.worker_reap_timeout else {
             return;
         };
-        for instance in self
+        let dead = self
             .instances
-            .reap(now, timeout, self.config.registration_grace)
-        {
+            .reap(now, timeout, self.config.registration_grace);
+        for instance in &dead {
             instance.stop();
             // It may only be stopped and wake up again, so memory it may still write stays away for a while.
             let transfers = self
@@ -65,8 +65,9 @@ impl Engine {
                     }
                 }
             }
-            self.release_unreadable(&instance);
+            self.release_unreadable(instance);
         }
+        self.let_go(dead);
         let mut dead = std::collections::HashSet::new();
         self.scheduler_pings.lock().retain(|connection, last| {
             let alive = now.saturating_sub(*last) <= timeout;

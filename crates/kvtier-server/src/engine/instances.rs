@@ -192,6 +192,11 @@ impl Instance {
         !pages.stay && pages.copying == 0
     }
 
+    /// Whether the driver of a GPU is needed to let go of its pages.
+    pub fn is_on_gpu(&self) -> bool {
+        self.device() != "cpu"
+    }
+
     /// Name of the device that its pages are on, for the metrics.
     pub fn device(&self) -> &'static str {
         match &self.mode {
@@ -297,6 +302,14 @@ impl Instances {
         self.tables.read().by_id.get(&id).cloned()
     }
 
+    /// Whether the driver of a GPU is needed to let go of pages of this id.
+    pub fn is_on_gpu(&self, id: InstanceId) -> bool {
+        let tables = self.tables.read();
+        let leaving = tables.leaving.iter().filter(|instance| instance.id == id);
+        let mut all = leaving.chain(tables.by_id.get(&id));
+        all.any(|instance| instance.is_on_gpu())
+    }
+
     /// Lets a worker go.
     pub fn remove(&self, id: InstanceId) -> Option<Arc<Instance>> {
         self.tables.write().take(id)
@@ -318,16 +331,20 @@ impl Instances {
         let left = leaving
             .iter()
             .try_for_each(|instance| instance.leave(until));
-        self.forget_left();
+        drop(self.forget(|instance| instance.id == id));
         left
     }
 
-    /// Forgets instances that have left and rest.
-    pub fn forget_left(&self) {
-        self.tables
-            .write()
-            .leaving
-            .retain(|instance| !instance.rests());
+    /// Forgets instances that have left and rest, and gives them: dropping them may take long.
+    pub fn forget_left(&self) -> Vec<Arc<Instance>> {
+        self.forget(|_| true)
+    }
+
+    fn forget(&self, which: impl Fn(&Instance) -> bool) -> Vec<Arc<Instance>> {
+        let mut tables = self.tables.write();
+        let leaving = &mut tables.leaving;
+        let rest = leaving.extract_if(.., |instance| which(instance) && instance.rests());
+        rest.collect()
     }
 
     /// For each of these workers the registration whose layout lookups use; `None` when there is none for the model.
@@ -408,23 +425,18 @@ impl Instances {
             };
             instance.silent_for(now) > limit
         };
-        let ids: Vec<_> = self
-            .all()
-            .iter()
-            .filter(|instance| dead(instance))
-            .map(|instance| instance.id)
-            .collect();
-        if ids.is_empty() {
+        // Nobody is waited for who only looks, and nothing is dropped here that the driver would be needed for.
+        let dead_ids = |tables: &Tables| {
+            let all = tables.by_id.values();
+            let dead = all.filter(|instance| dead(instance));
+            dead.map(|instance| instance.id).collect::<Vec<_>>()
+        };
+        if dead_ids(&self.tables.read()).is_empty() {
             return Vec::new();
         }
         let mut tables = self.tables.write();
-        ids.into_iter()
-            // It may have spoken since.
-            .filter(|id| tables.by_id.get(id).is_some_and(|instance| dead(instance)))
-            .collect::<Vec<_>>()
-            .into_iter()
-            .filter_map(|id| tables.take(id))
-            .collect()
+        let ids = dead_ids(&tables);
+        ids.into_iter().filter_map(|id| tables.take(id)).collect()
     }
 
     /// Every worker, by id.
@@ -470,7 +482,7 @@ mod tests {
         }
 
         fn device(&self) -> &'static str {
-            unreachable!()
+            "cpu"
         }
 
         fn transfer(&self, _: Transfer, _: Done) {
@@ -555,7 +567,7 @@ mod tests {
             let (instances, instance) = instances();
             let copying = instance.copying().unwrap();
             goes(&instances);
-            instances.forget_left();
+            assert!(instances.forget_left().is_empty());
             let at_once = Instant::now();
             assert!(instances.wait_until_left(ID, at_once).is_err());
             assert!(instances.wait_until_left(ID, at_once).is_err());
@@ -576,7 +588,7 @@ mod tests {
             let request = Request::UnregisterKvCache { instance: ID };
             match engine.handle(Caller { connection: 1 }, &request) {
                 Handled::Now(answer) => answer,
-                Handled::Later(_) => panic!("an unregistration is answered at its end"),
+                Handled::Later(_) | Handled::InTurn(_) => panic!("it is in host memory"),
             }
         };
         let copying = instance.copying().unwrap();

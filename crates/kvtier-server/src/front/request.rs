@@ -9,11 +9,12 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
 
 use super::connection::Peer;
+use super::lanes::Turn;
 use super::limits::{SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
 use super::seldom::Seldom;
 use crate::budget::Charge;
-use crate::engine::{Answer, Caller, Engine, Handled, Responder};
+use crate::engine::{Answer, Begin, Caller, Engine, Handled, Responder};
 use crate::health::Health;
 
 /// A request whose frames are still undecoded.
@@ -75,32 +76,46 @@ impl Job {
 }
 
 impl Server {
-    /// Serves a request and sends its answer through the outbox.
-    pub fn run(self: &Arc<Self>, job: Job) {
-        for reply in self.answer(job) {
+    /// Serves a request and sends its answer through the outbox. Its lane goes on then, or when what the request needs
+    /// is done.
+    pub fn run(self: &Arc<Self>, job: Job, turn: Turn<Job>) {
+        let mut turn = Some(turn);
+        for reply in self.answer(job, &mut turn) {
             self.outbox.send(reply);
         }
     }
 
     /// Serves a request. Whatever happens, there is an answer; a stream has two messages, and an answer that has to wait
-    /// goes through the outbox when it is there.
-    pub fn answer(self: &Arc<Self>, job: Job) -> impl Iterator<Item = Reply> + use<> {
+    /// goes through the outbox when it is there. The turn is taken by one that nothing may pass.
+    pub fn answer(
+        self: &Arc<Self>,
+        job: Job,
+        turn: &mut Option<Turn<Job>>,
+    ) -> impl Iterator<Item = Reply> + use<> {
         let handled = catch_unwind(AssertUnwindSafe(|| self.serve(&job)))
             .unwrap_or_else(|_| self.panicked(&job).into());
         let now = match handled {
             Handled::Now(answer) => Some(self.replies(job, answer)),
             Handled::Later(begin) => {
-                let responder = self.responder(job);
-                // A panic drops the responder, which says so.
-                let _ = catch_unwind(AssertUnwindSafe(|| begin(responder)));
+                self.begin(job, begin, None);
+                None
+            }
+            Handled::InTurn(begin) => {
+                self.begin(job, begin, turn.take());
                 None
             }
         };
         now.into_iter().flatten()
     }
 
-    /// Sends the answer to a job when it is there.
-    fn responder(self: &Arc<Self>, job: Job) -> Responder {
+    fn begin(self: &Arc<Self>, job: Job, begin: Begin, turn: Option<Turn<Job>>) {
+        let responder = self.responder(job, turn);
+        // A panic drops the responder, which says so.
+        let _ = catch_unwind(AssertUnwindSafe(|| begin(responder)));
+    }
+
+    /// Sends the answer to a job when it is there, and ends the turn.
+    fn responder(self: &Arc<Self>, job: Job, turn: Option<Turn<Job>>) -> Responder {
         let server = Arc::clone(self);
         Responder::new(move |answer| {
             let answer = answer.unwrap_or_else(|| match std::thread::panicking() {
@@ -111,6 +126,7 @@ impl Server {
             for reply in server.replies(job, answer) {
                 server.outbox.send(reply);
             }
+            drop(turn);
         })
     }
 

@@ -30,10 +30,10 @@ impl ByHand {
         let (gate, told) = bounded::<()>(0);
         let pool = |name| {
             let (server, told) = (Arc::clone(&server), told.clone());
-            Pool::start(name, 1, move |job| {
+            Pool::start(name, 1, move |job, turn| {
                 // An error is the gate that was dropped.
                 let _ = told.recv();
-                server.run(job);
+                server.run(job, turn);
             })
             .unwrap()
         };
