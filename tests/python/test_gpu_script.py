@@ -6,29 +6,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvrig.server import REPOSITORY, our_command
+from kvrig.server import REPOSITORY, standin_library
 
 # What only PyTorch on a GPU shows; speed is dry-run by a Rust test.
 NEEDS_A_GPU = {"memory-returns", "expandable", "speed"}
 
 
 def test_everything_that_needs_no_gpu_passes(tmp_path):
-    beside = Path(our_command()[0]).parent
-    places = [beside / "libkvtier_cuda_standin.so", beside / "deps" / "libkvtier_cuda_standin.so"]
-    standin = next((place for place in places if place.exists()), None)
-    assert standin, f"no stand-in at {places}: cargo build --release"
-    command = [sys.executable, REPOSITORY / "benches" / "gpu.py", "--standin", standin, "--out", tmp_path / "out"]
+    script = REPOSITORY / "benches" / "gpu.py"
+    command = [sys.executable, script, "--standin", standin_library(), "--out", tmp_path / "out"]
     environment = dict(os.environ, KVTIER_GPU_EXAMPLE="/none")
-    script = subprocess.Popen(
+    checks = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        output, _ = script.communicate(timeout=400)
+        output, _ = checks.communicate(timeout=400)
     finally:
         # It stops its server.
-        script.terminate()
-        script.wait(30)
-    assert script.returncode == 0, output
+        checks.terminate()
+        checks.wait(30)
+    assert checks.returncode == 0, output
     report = json.loads((tmp_path / "out" / "checks.json").read_text())
     verdicts = {each["check"]: each["verdict"] for each in report["checks"]}
     skipped = {name for name, verdict in verdicts.items() if verdict == "SKIP"}

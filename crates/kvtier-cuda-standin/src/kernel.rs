@@ -185,7 +185,7 @@ impl Launch {
     fn copy(&self, touched: &mut Touched) -> Result<(), CUresult> {
         let (item_bytes, tile_bytes) = unsafe { (standin_item_bytes(), standin_tile_bytes()) };
         let read = |touched: &mut Touched, address: u64, bytes: u64| {
-            if !address.is_multiple_of(8) {
+            if !address.is_multiple_of(16) {
                 touched.why = format!("items or tiles at {address:#x}");
                 return Err(ERROR_MISALIGNED_ADDRESS);
             }
@@ -197,7 +197,7 @@ impl Launch {
         let tiles = read(touched, self.tiles, u64::from(self.n_tiles) * tile_bytes)?;
         let n_items = unsafe { standin_items(tiles, self.n_tiles) };
         let items = read(touched, self.items, n_items * item_bytes)?;
-        let mut own = vec![0_u64; (n_items * item_bytes).div_ceil(8) as usize];
+        let mut own = vec![0_u128; (n_items * item_bytes).div_ceil(16) as usize];
         unsafe {
             std::ptr::copy_nonoverlapping(
                 items.cast(),

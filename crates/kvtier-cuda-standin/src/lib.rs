@@ -37,7 +37,7 @@
 //! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier stand-in", `0000:17:00.0` and up |
 //! | `memory=BYTES` | of each device | 8 GiB |
 //! | `driver=VERSION` | 1000 * major + 10 * minor | 12080 |
-//! | `fail FUNCTION=CODE@WHEN` | these calls answer CODE and do nothing; without `@WHEN` all | |
+//! | `fail FUNCTION=CODE@WHEN` | these calls answer CODE and do nothing; without `@WHEN` all. FUNCTION may also be a kernel, for its launches | |
 //! | `die FUNCTION@WHEN` | this call kills the process; without `@WHEN` the next | |
 //! | `hold FUNCTION@WHEN` | these calls wait until `release`; without `@WHEN` all | |
 //! | `h2d=RATE`, `d2h=RATE`, `kernel=RATE` | an engine does so many bytes a second at most; 0: no limit | 0 |

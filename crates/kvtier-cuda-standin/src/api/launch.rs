@@ -5,6 +5,7 @@ use std::ffi::{CStr, c_char, c_uint, c_void};
 use super::exports;
 use crate::abi::*;
 use crate::kernel::{self, Function, Launch, Module};
+use crate::script::Act;
 use crate::world::{only, unknown, world};
 
 const ERROR_LOG: u32 = 5;
@@ -93,6 +94,12 @@ exports! {
         let mut state = world().state.lock();
         let stream = state.stream(stream)?;
         let function = state.functions.get(&function).ok_or_else(|| unknown("function", function))?;
+        match world().script.lock().act(&function.name) {
+            Some(Act::Fail(SUCCESS)) => return Ok(()),
+            Some(Act::Fail(code)) => return Err(Fault::Code(code)),
+            Some(Act::Die) => _ = unsafe { libc::kill(libc::getpid(), libc::SIGKILL) },
+            None => {}
+        }
         if function.device != stream.device {
             return Err(wrong!(ERROR_INVALID_HANDLE, "the kernel is of device {}", function.device));
         }

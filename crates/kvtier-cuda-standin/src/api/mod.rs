@@ -53,9 +53,9 @@ fn table() -> impl Iterator<Item = &'static (&'static str, Pointer)> {
     .flatten()
 }
 
-/// Whether a function of this name is exported.
+/// Whether a function of this name is exported, or is a kernel.
 pub(crate) fn knows(name: &str) -> bool {
-    table().any(|(known, _)| *known == name)
+    crate::kernel::unit(name).is_some() || table().any(|(known, _)| *known == name)
 }
 
 /// What may be called before `cuInit`.

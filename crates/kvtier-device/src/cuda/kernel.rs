@@ -1,5 +1,5 @@
 //! Our one kernel, `kernel/kvcopy.cu`, and the work lists it runs: items say where bytes are, tiles
-//! which of them one warp moves. Plain data; who uploads and launches is elsewhere.
+//! which of them one warp moves. Plain data, which the kernel reads where it lies; who launches is elsewhere.
 //!
 //! What a plan costs: 96 bytes for each copy and 16 for each tile, so 1.4% of the bytes it moves
 //! when every page of 8 KiB is a copy of its own, and 0.1% when they adjoin. What it keeps on its
@@ -74,7 +74,7 @@ impl Unit {
 
 /// A copy as the kernel reads it: three loops, outermost first, around a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(C)]
+#[repr(C, align(16))]
 pub struct Item {
     src: u64,
     dst: u64,
@@ -92,7 +92,7 @@ pub struct Item {
 
 /// What one warp moves of an item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(C)]
+#[repr(C, align(16))]
 pub struct Tile {
     item: u32,
     /// The first one, counted over all loops.

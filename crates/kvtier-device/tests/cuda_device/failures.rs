@@ -50,15 +50,13 @@ fn a_piece_that_was_begun_in_part_is_waited_for() {
     for (executor, refused) in [
         (kvtier_device::cuda::Executor::Plain, "cuMemcpyAsync=1@3"),
         (kvtier_device::cuda::Executor::Staged, "cuMemcpyAsync=1@1"),
-        (kvtier_device::cuda::Executor::Kernel, "cuLaunchKernel=1@1"),
     ] {
         let mut options = batches();
         options.executor = Some(executor);
         let server = Server::with("", options, 1 << 20);
         let mut engine = Lender::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
-        // What uploads a plan is `h2d`.
-        server.script(&format!("hold d2h; hold h2d; hold kernel; fail {refused}"));
+        server.script(&format!("hold d2h; hold kernel; fail {refused}"));
         let ticket = pages.begin(pages.store(&server, 8));
         wait(|| server.count("cuEventRecord") == 1);
         looked(&server, "cuEventQuery");

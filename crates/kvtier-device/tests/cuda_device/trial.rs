@@ -4,7 +4,7 @@ use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuOptions};
 
 use crate::lender::Lender;
-use crate::setup::{Pages, Server, content};
+use crate::setup::{Pages, Server, content, wait};
 
 /// With a script in force: the executors that are not used, with what is said of them. Transfers are right all the
 /// same, and use none of them.
@@ -72,7 +72,10 @@ fn who_moves_wrong_bytes_or_fails_is_left_out() {
     let [(Executor::Batch, why)] = &obstacles[..] else {
         panic!("{obstacles:?}")
     };
-    assert_eq!(why, "it moved wrong bytes: Store, run 0 of 256 bytes");
+    assert_eq!(
+        why,
+        "it moved wrong bytes: Store, runs of 256 bytes, byte 0"
+    );
     let obstacles = without("fail cuMemcpyBatchAsync=801");
     let [(Executor::Batch, why)] = &obstacles[..] else {
         panic!("{obstacles:?}")
@@ -84,6 +87,63 @@ fn who_moves_wrong_bytes_or_fails_is_left_out() {
     let obstacles = without("fail cuLaunchKernel=0");
     let named: Vec<_> = obstacles.iter().map(|(executor, _)| *executor).collect();
     assert_eq!(named, [Executor::Staged, Executor::Kernel]);
+}
+
+/// Each of its kernels, also those for what is less aligned than what speed is measured with.
+#[test]
+fn a_kernel_that_moves_wrong_bytes_is_left_out() {
+    for (unit, what) in [
+        (16, "runs of 256 bytes"),
+        (8, "runs of all alignments"),
+        (4, "runs of all alignments"),
+        (2, "runs of all alignments"),
+        (1, "runs of all alignments"),
+    ] {
+        let obstacles = without(&format!("fail kvcopy_{unit}=0"));
+        let [(Executor::Staged, staged), (Executor::Kernel, kernel)] = &obstacles[..] else {
+            panic!("{unit}: {obstacles:?}")
+        };
+        for why in [staged, kernel] {
+            let expected = format!("it moved wrong bytes: Store, {what}, byte ");
+            assert!(why.starts_with(&expected), "{unit}: {why}");
+        }
+    }
+}
+
+/// What is measured is what the arena will be: memory of the system that is registered, not what the driver allocates.
+#[test]
+fn without_registered_memory_there_are_no_batches_and_no_kernel() {
+    let obstacles = without("fail cuMemHostRegister_v2=2");
+    let [(Executor::Batch, why), (Executor::Kernel, same)] = &obstacles[..] else {
+        panic!("{obstacles:?}")
+    };
+    assert!(
+        why.starts_with("memory of the host cannot be registered: cuMemHostRegister_v2"),
+        "{why}"
+    );
+    assert_eq!(why, same);
+    let obstacles = without("fail cuMemHostGetDevicePointer_v2=1");
+    let [(Executor::Kernel, why)] = &obstacles[..] else {
+        panic!("{obstacles:?}")
+    };
+    assert_eq!(
+        why,
+        "the GPU sees registered memory elsewhere than the host"
+    );
+}
+
+/// As in earnest, the next piece is with the GPU before the first one is done.
+#[test]
+fn every_slot_has_a_piece_while_speed_is_measured() {
+    let server = Server::with("hold d2h", GpuOptions::default(), 1 << 20);
+    let mut engine = Lender::start();
+    std::thread::scope(|scope| {
+        let registering = scope.spawn(|| Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap());
+        wait(|| server.count("cuMemcpyBatchAsync") == 4);
+        server.script("release");
+        drop(registering.join().unwrap());
+    });
+    server.ends_clean();
 }
 
 /// Who demands what does not work hears of it when an engine registers, and not with every transfer.
@@ -186,7 +246,7 @@ fn a_buffer_that_there_is_no_room_for_is_not_needed() {
     let server = Server::with("", options, 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
-    // The first slot's buffer is there since the trial; the last one is free first.
+    // The trial's buffers are gone.
     server.script("fail cuMemAlloc_v2=2");
     let bytes = pages.content.len() as u64;
     assert_eq!(pages.run(pages.store(&server, 8)).unwrap(), bytes);

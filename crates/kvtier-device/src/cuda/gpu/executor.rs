@@ -1,12 +1,13 @@
 //! The ways of copying, and the stream of one direction that they are put on.
 
 use std::ffi::{CString, c_void};
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
 use super::super::driver::{
-    Context, CopyBatch, DeviceBuffer, DevicePtr, Event, EventFlags, Grid, HostBuffer, Kernel,
-    Module, SourceOrder, Stream,
+    Attribute, Context, CopyBatch, DeviceBuffer, DevicePtr, Event, EventFlags, Grid, HostBuffer,
+    Kernel, Module, SourceOrder, Stream,
 };
 use super::super::error::CudaError;
 use super::super::events::{ExportedEvents, Lane as TimelineLane, TIMELINE_BYTES};
@@ -73,14 +74,28 @@ impl Executor {
 }
 
 /// What the host's side of a piece is, each the one before it and more.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum HostMemory {
     /// Memory as any other.
+    #[default]
     Pageable,
     /// Pinned.
     Pinned,
     /// Each chunk in one pinned piece, and the GPU sees it at the host's own addresses.
     Mapped,
+}
+
+impl HostMemory {
+    /// What registered memory is to a GPU.
+    pub fn of_registered(context: &Context, start: NonNull<u8>) -> Self {
+        let device = context.device();
+        let own = device.attribute(Attribute::HostPointersOfRegisteredMemory);
+        let seen = context.host_device_pointer(start);
+        match own == Ok(1) && seen == Ok(DevicePtr(start.as_ptr() as u64)) {
+            true => Self::Mapped,
+            false => Self::Pinned,
+        }
+    }
 }
 
 /// What a GPU can copy with.
@@ -144,8 +159,8 @@ struct Slot {
     done: Event,
     /// Whether `done` stands for the piece. It could not be recorded otherwise.
     recorded: bool,
-    /// Where the kernel's plan is; there if there is a kernel.
-    plan: Option<(HostBuffer, DeviceBuffer)>,
+    /// Where the kernel reads its plan; there if there is a kernel.
+    plan: Option<HostBuffer>,
     /// Made when it is first needed.
     staging: Option<DeviceBuffer>,
 }
@@ -161,10 +176,7 @@ impl Lane {
             Direction::Store => 0,
         };
         let context = &tools.context;
-        let plan = || -> Result<_, CudaError> {
-            let host = context.allocate_host(PLAN_BYTES)?;
-            Ok((host, context.allocate(PLAN_BYTES as u64)?))
-        };
+        let plan = || context.allocate_host(PLAN_BYTES);
         let slot = |_| {
             Ok(Slot {
                 done: Event::new(context, EventFlags::Plain)?,
@@ -255,6 +267,13 @@ impl Lane {
         self.stream.synchronize()
     }
 
+    /// Gives the buffers on the GPU back, when everything that was put on the stream is done.
+    pub fn drop_staging(&mut self) {
+        for slot in &mut self.slots {
+            slot.staging = None;
+        }
+    }
+
     unsafe fn plain(&self, copies: &DeviceCopies, pieces: PinnedPieces) -> Result<(), CudaError> {
         copies.visit_runs(pieces, |run| {
             let (source, target) = run.source_and_target(self.direction);
@@ -293,12 +312,13 @@ impl Lane {
         let kernels = self.tools.kernels.as_ref().map_err(Clone::clone)?;
         self.plan.clear();
         self.plan.push(copies.as_slice(), self.direction);
-        let Some((host, device)) = &self.slots[slot].plan else {
+        let Some(host) = &self.slots[slot].plan else {
             return Err(CudaError::Missing { function: "kvcopy" });
         };
         let mut used = 0;
         for (unit, work) in self.plan.launches() {
-            let mut upload = |bytes: &[u8]| -> Result<u64, CudaError> {
+            // What the driver allocated has one address for host and GPU.
+            let mut place = |bytes: &[u8]| -> Result<u64, CudaError> {
                 let at = used;
                 if bytes.len() > PLAN_BYTES - at {
                     return Err(CudaError::Call {
@@ -307,30 +327,18 @@ impl Lane {
                         name: format!("a plan of more than {PLAN_BYTES} bytes"),
                     });
                 }
-                used = (at + bytes.len()).next_multiple_of(16).min(PLAN_BYTES);
+                used = at + bytes.len();
                 // SAFETY: it fits, as was just looked at, and whoever used the slot before is done.
                 unsafe {
-                    std::ptr::copy_nonoverlapping(
-                        bytes.as_ptr(),
-                        host.base().as_ptr().add(at),
-                        bytes.len(),
-                    );
+                    let to = host.base().as_ptr().add(at);
+                    std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+                    Ok(to as u64)
                 }
-                Ok(device.base().0 + at as u64)
             };
-            let start = device.base().0;
-            let mut items = upload(work.item_bytes())?;
-            let mut tiles = upload(work.tile_bytes())?;
+            // Both are multiples of 16 bytes, as their alignment is.
+            let mut items = place(work.item_bytes())?;
+            let mut tiles = place(work.tile_bytes())?;
             let mut count = work.tiles().len() as u32;
-            let (first, bytes) = (items - start, used as u64 - (items - start));
-            // SAFETY: both buffers have these bytes, which stay as they are until the slot is done.
-            unsafe {
-                self.stream.copy_to_device(
-                    DevicePtr(start + first),
-                    host.base().as_ptr().add(first as usize),
-                    bytes as usize,
-                )?;
-            }
             let grid = Grid {
                 blocks: work.blocks(most_blocks),
                 threads: THREADS,
@@ -340,7 +348,7 @@ impl Lane {
                 (&raw mut tiles).cast(),
                 (&raw mut count).cast(),
             ];
-            // SAFETY: these are the kernel's three parameters; the lists were uploaded before it on the stream, and
+            // SAFETY: these are the kernel's three parameters; the lists stay as they are until the slot is done, and
             // the caller of `put` promises for the addresses in them.
             unsafe { kernels[unit as usize].launch(&self.stream, grid, &mut arguments) }?;
         }

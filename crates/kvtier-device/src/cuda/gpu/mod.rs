@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::allocations::Allocations;
-use super::driver::{Attribute, Context, PhysicalDevice};
+use super::driver::{Context, PhysicalDevice};
 use super::error::CudaError;
 use crate::device::DeviceError;
 use crate::plan::Direction;
@@ -195,7 +195,10 @@ impl NewGpu {
     pub fn try_out(&mut self, options: &GpuOptions) -> Result<Profile, CudaError> {
         let _current = self.context.enter()?;
         let profile = profile::try_out(&self.tools, &mut self.lanes)?;
-        for needed in [Some(Executor::Plain), options.executor] {
+        // What is demanded gives way where memory is not as it needs it; that is no obstacle.
+        let demanded = options.executor;
+        let demanded = demanded.map(|executor| executor.with(profile.registered));
+        for needed in [Some(Executor::Plain), demanded] {
             let why = needed.and_then(|executor| profile.obstacle(executor));
             if let Some((executor, why)) = why {
                 let (name, why) = (executor.name(), why.clone());
@@ -208,18 +211,13 @@ impl NewGpu {
     /// Starts its threads.
     ///
     /// # Errors
-    /// What the driver says, or the system when it gives no thread.
+    /// What the system says when it gives no thread.
     pub fn start(
         self,
         profile: Profile,
         pinned: Arc<Pinned>,
         options: GpuOptions,
     ) -> Result<Gpu, CudaError> {
-        let device = self.context.device();
-        let most = match device.attribute(Attribute::HostPointersOfRegisteredMemory)? {
-            1 => executor::HostMemory::Mapped,
-            _ => executor::HostMemory::Pinned,
-        };
         let shared = Arc::new(Shared {
             inbox: Mutex::default(),
             wake: Condvar::new(),
@@ -238,7 +236,6 @@ impl NewGpu {
             self.lanes,
             pinned,
             ends,
-            most,
         );
         let ending = Arc::clone(&shared);
         let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {

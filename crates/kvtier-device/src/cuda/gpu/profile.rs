@@ -1,14 +1,16 @@
 //! How fast each executor is on this GPU, and whether it is right: tried out before the GPU is used.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvtier_memory::CopyLoop;
+use kvtier_memory::{Arena, ArenaKind, CopyLoop};
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
-use super::super::driver::{Context, DeviceBuffer, HostBuffer, Stream};
+use super::super::driver::{Context, DeviceBuffer, RegisteredHost, Stream};
 use super::super::error::CudaError;
-use super::executor::{Executor, HostMemory, Lane, Tools};
+use super::super::kernel::Unit;
+use super::executor::{Executor, HostMemory, Lane, SLOTS, Tools};
 use crate::plan::Direction;
 
 /// Lengths of runs that are tried, in bytes.
@@ -22,12 +24,16 @@ pub const TRIED_RUNS: [u64; 8] = [
     64 << 10,
     256 << 10,
 ];
-/// Bytes moved in a trial: enough for a full link, but no more than this many runs, for the slowest executor takes a
+/// Bytes of a piece in a trial: enough for a full link, but no more than this many runs, for the slowest executor takes a
 /// microsecond for each.
-const TRIAL_BYTES: u64 = 4 << 20;
-const TRIAL_RUNS: u64 = 2048;
+const TRIAL_BYTES: u64 = 2 << 20;
+const TRIAL_RUNS: u64 = 512;
+/// Memory of a trial: a piece for each slot.
+const BENCH_BYTES: u64 = SLOTS as u64 * TRIAL_BYTES;
 /// Trials of each; the best counts.
 const ROUNDS: u32 = 3;
+/// What the side that is written has in it before.
+const UNTOUCHED: u8 = 0xa5;
 /// How much slower an executor may be than the fastest and be taken because it disturbs less. Without NVIDIA's MPS a
 /// kernel of ours and the model's take turns, so what keeps no multiprocessor busy is worth some speed.
 const AS_FAST: f64 = 0.9;
@@ -43,6 +49,8 @@ pub struct Profile {
     pub rates: Rates,
     /// Why some cannot be used: name and reason.
     pub obstacles: Vec<(Executor, String)>,
+    /// What memory that is registered is to this GPU.
+    pub(super) registered: HostMemory,
 }
 
 impl Profile {
@@ -77,8 +85,12 @@ impl Profile {
 pub(super) fn try_out(tools: &Tools, lanes: &mut [Lane; 2]) -> Result<Profile, CudaError> {
     let mut profile = Profile::default();
     let mut bench = Bench::new(&tools.context)?;
+    profile.registered = bench.memory;
     for executor in Executor::ALL {
-        let tried = match tools.obstacle(executor) {
+        let obstacle = tools
+            .obstacle(executor)
+            .or_else(|| bench.obstacle(executor));
+        let tried = match obstacle {
             Some(obstacle) => Ok(Some(obstacle)),
             None => bench.executor(lanes, executor, &mut profile.rates),
         };
@@ -99,26 +111,65 @@ pub(super) fn try_out(tools: &Tools, lanes: &mut [Lane; 2]) -> Result<Profile, C
             }
         }
     }
+    // Whoever is not chosen needs none.
+    lanes.iter_mut().for_each(Lane::drop_staging);
     Ok(profile)
 }
 
-/// Memory on both sides for trials.
+/// Memory on both sides for trials, the host's as the arena's is: the system's, and registered.
 struct Bench {
     stream: Stream,
     pages: DeviceBuffer,
-    host: HostBuffer,
+    // Before the memory, which must stay mapped while it is registered.
+    registered: Result<RegisteredHost, CudaError>,
+    host: Arena,
+    /// What the host's memory is to the GPU.
+    memory: HostMemory,
     /// Bytes that tell their position.
     pattern: Vec<u8>,
 }
 
+/// Pieces that are moved together, one in each slot.
+struct Load {
+    what: String,
+    pieces: Vec<DeviceCopies>,
+    /// Bytes from the start of each side that they are within.
+    reach: usize,
+}
+
 impl Bench {
     fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        let byte = |at: u64| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8;
+        let host = Arena::create(ArenaKind::Anonymous, BENCH_BYTES);
+        let host = host.map_err(|error| CudaError::Call {
+            function: "the memory of a trial",
+            code: -1,
+            name: error.to_string(),
+        })?;
+        // SAFETY: it is given up before the memory is, and nobody else has the memory.
+        let registered = unsafe { context.register_host(host.base(), BENCH_BYTES as usize) };
+        let memory = match &registered {
+            Ok(_) => HostMemory::of_registered(context, host.base()),
+            Err(error) if error.ends_context() => return Err(error.clone()),
+            Err(_) => HostMemory::Pageable,
+        };
         Ok(Self {
             stream: Stream::new(context, 0)?,
-            pages: context.allocate(TRIAL_BYTES)?,
-            host: context.allocate_host(TRIAL_BYTES as usize)?,
-            pattern: (0..TRIAL_BYTES).map(byte).collect(),
+            pages: context.allocate(BENCH_BYTES)?,
+            registered,
+            host,
+            memory,
+            pattern: pattern(),
+        })
+    }
+
+    /// Why the host's memory is nothing for an executor, if it is not.
+    fn obstacle(&self, executor: Executor) -> Option<String> {
+        if executor.with(self.memory) == executor {
+            return None;
+        }
+        Some(match &self.registered {
+            Ok(_) => "the GPU sees registered memory elsewhere than the host".to_owned(),
+            Err(error) => format!("memory of the host cannot be registered: {error}"),
         })
     }
 
@@ -132,100 +183,196 @@ impl Bench {
         for direction in [Direction::Store, Direction::Retrieve] {
             let lane = &mut lanes[direction as usize];
             for (tried, run) in TRIED_RUNS.into_iter().enumerate() {
-                let copies = self.copies(run);
-                let bytes = copies.run_lengths().bytes;
-                self.fill(direction, bytes as usize)?;
-                let mut best = f64::INFINITY;
-                for _ in 0..ROUNDS {
-                    let began = Instant::now();
-                    // SAFETY: the copies are inside the two buffers, which live until the lane has finished; the
-                    // context is current, and every slot is done.
-                    let used = unsafe { lane.put(0, executor, &copies, PinnedPieces::WHOLE) };
-                    lane.finish()?;
-                    best = best.min(began.elapsed().as_secs_f64());
-                    match used {
-                        Ok(used) if used == executor => {}
-                        Ok(used) => return Ok(Some(format!("it gave way to {}", used.name()))),
-                        Err(error) if error.ends_context() => return Err(error),
-                        Err(error) => return Ok(Some(error.to_string())),
+                match self.load(lane, direction, executor, &self.runs_of(run), ROUNDS)? {
+                    Ok(rate) => {
+                        rates[direction as usize][executor as usize][tried] = Some(rate);
                     }
+                    Err(wrong) => return Ok(Some(wrong)),
                 }
-                if let Some(run_number) =
-                    self.first_wrong(direction, run as usize, bytes as usize)?
-                {
-                    return Ok(Some(format!(
-                        "it moved wrong bytes: {direction:?}, run {run_number} of {run} bytes"
-                    )));
-                }
-                rates[direction as usize][executor as usize][tried] = Some(bytes as f64 / best);
+            }
+            if let Err(wrong) = self.load(lane, direction, executor, &self.crooked(), 1)? {
+                return Ok(Some(wrong));
             }
         }
         Ok(None)
     }
 
-    /// Runs that adjoin on neither side with the one before: the last one first on one side.
-    fn copies(&self, run: u64) -> DeviceCopies {
-        let runs = (TRIAL_BYTES / run).min(TRIAL_RUNS);
-        let mut copies = DeviceCopies::default();
-        for number in 0..runs {
-            copies.push(DeviceCopy {
-                engine: self.pages.base().0 + (runs - 1 - number) * run,
-                host: self.host.base().as_ptr() as u64 + number * run,
-                inner_bytes: run,
-                loops: [CopyLoop::ONCE; 3],
+    /// Moves a load some times over, and looks at every byte of the side that is written; gives the bytes a second of
+    /// the fastest time, or what is wrong. All slots are in use at once, as in earnest: what starting a piece takes
+    /// counts only as far as it holds up the one before it.
+    fn load(
+        &self,
+        lane: &mut Lane,
+        direction: Direction,
+        executor: Executor,
+        load: &Load,
+        rounds: u32,
+    ) -> Result<Result<f64, String>, CudaError> {
+        self.fill(direction, load.reach)?;
+        let mut best = f64::INFINITY;
+        for _ in 0..rounds {
+            let began = Instant::now();
+            let put = load.pieces.iter().enumerate().map(|(slot, copies)| {
+                // SAFETY: the copies are inside the two memories, which live until the lane has finished; the context
+                // is current, and every slot is done.
+                unsafe { lane.put(slot, executor, copies, PinnedPieces::WHOLE) }
             });
+            let put: Result<Vec<Executor>, CudaError> = put.collect();
+            lane.finish()?;
+            best = best.min(began.elapsed().as_secs_f64());
+            match put {
+                Ok(used) => {
+                    if let Some(other) = used.iter().find(|used| **used != executor) {
+                        return Ok(Err(format!("it gave way to {}", other.name())));
+                    }
+                }
+                Err(error) if error.ends_context() => return Err(error),
+                Err(error) => return Ok(Err(error.to_string())),
+            }
         }
-        copies
+        if let Some(at) = self.first_wrong(direction, load)? {
+            return Ok(Err(format!(
+                "it moved wrong bytes: {direction:?}, {}, byte {at}",
+                load.what
+            )));
+        }
+        let bytes: u64 = load
+            .pieces
+            .iter()
+            .map(|piece| piece.run_lengths().bytes)
+            .sum();
+        Ok(Ok(bytes as f64 / best))
+    }
+
+    /// Runs that adjoin on neither side with the one before: in each piece, the last one first on one side.
+    fn runs_of(&self, run: u64) -> Load {
+        let runs = (TRIAL_BYTES / run).min(TRIAL_RUNS);
+        let piece = |slot: u64| {
+            let mut copies = DeviceCopies::default();
+            let start = slot * runs * run;
+            for number in 0..runs {
+                let back = runs - 1 - number;
+                copies.push(self.copy(start + back * run, start + number * run, run));
+            }
+            copies
+        };
+        Load {
+            what: format!("runs of {run} bytes"),
+            pieces: (0..SLOTS as u64).map(piece).collect(),
+            reach: (SLOTS as u64 * runs * run) as usize,
+        }
+    }
+
+    /// Copies with loops in another order on each side, and runs longer than a tile, each of them with addresses and
+    /// lengths that are multiples of 16, 8, 4, 2 and 1: all that the kernel has code for.
+    fn crooked(&self) -> Load {
+        let mut copies = DeviceCopies::default();
+        let mut at = 0;
+        for unit in Unit::ALL.map(Unit::bytes) {
+            for (units, counts) in [(3, [4, 5, 24]), (40, [2, 3, 4]), (1281, [1; 3])] {
+                // Odd as a number of units, so that nothing larger divides it.
+                let run = units * unit;
+                let [outer, middle, inner] = counts;
+                let step = |count, segment_stride, arena_stride| CopyLoop {
+                    count,
+                    segment_stride,
+                    arena_stride,
+                };
+                let mut copy = self.copy(at + 32 + unit, at, run);
+                copy.loops = [
+                    step(outer, run * middle * inner, run * middle * inner),
+                    step(middle, run, run * inner),
+                    step(inner, run * middle, run),
+                ];
+                at = (at + copy.bytes() + 64).next_multiple_of(64);
+                copies.push(copy);
+            }
+        }
+        Load {
+            what: "runs of all alignments".to_owned(),
+            pieces: vec![copies],
+            reach: at as usize,
+        }
+    }
+
+    /// A run, from the starts of both sides.
+    fn copy(&self, pages: u64, host: u64, bytes: u64) -> DeviceCopy {
+        DeviceCopy {
+            engine: self.pages.base().0 + pages,
+            host: self.host.base().as_ptr() as u64 + host,
+            inner_bytes: bytes,
+            loops: [CopyLoop::ONCE; 3],
+        }
     }
 
     /// Puts the pattern into the side that is read, and something else into the other.
-    fn fill(&mut self, direction: Direction, bytes: usize) -> Result<(), CudaError> {
-        let other = 0xa5;
-        let Self {
-            stream,
-            pages,
-            host,
-            pattern,
-        } = self;
-        let (pages, start) = (pages.base(), host.base().as_ptr());
-        // SAFETY: the buffer is ours, has these bytes, and nothing copies now.
-        let host = unsafe { std::slice::from_raw_parts_mut(start, bytes) };
-        host.copy_from_slice(&pattern[..bytes]);
-        // SAFETY: both buffers have these bytes and live until the stream has ended, here.
+    fn fill(&self, direction: Direction, reach: usize) -> Result<(), CudaError> {
+        let (pages, start) = (self.pages.base(), self.host.base().as_ptr());
+        // SAFETY: the memory is ours, has these bytes, and nothing copies now.
+        let host = unsafe { std::slice::from_raw_parts_mut(start, reach) };
+        host.copy_from_slice(&self.pattern[..reach]);
+        // SAFETY: both sides have these bytes and live until the stream has ended, here.
         unsafe {
             match direction {
-                Direction::Store => stream.copy_to_device(pages, start, bytes),
-                Direction::Retrieve => stream.fill(pages, other, bytes),
+                Direction::Store => self.stream.copy_to_device(pages, start, reach),
+                Direction::Retrieve => self.stream.fill(pages, UNTOUCHED, reach),
             }
         }?;
-        stream.synchronize()?;
+        self.stream.synchronize()?;
         if direction == Direction::Store {
-            host.fill(other);
+            host.fill(UNTOUCHED);
         }
         Ok(())
     }
 
-    /// The first run that is not where it should be, if there is one.
-    fn first_wrong(
-        &mut self,
-        direction: Direction,
-        run: usize,
-        bytes: usize,
-    ) -> Result<Option<usize>, CudaError> {
+    /// The first byte of the side that was written that is not as it should be, if there is one.
+    fn first_wrong(&self, direction: Direction, load: &Load) -> Result<Option<usize>, CudaError> {
         let start = self.host.base().as_ptr();
         if direction == Direction::Retrieve {
             // SAFETY: as in `fill`.
-            unsafe { self.stream.copy_to_host(start, self.pages.base(), bytes) }?;
+            unsafe {
+                self.stream
+                    .copy_to_host(start, self.pages.base(), load.reach)
+            }?;
             self.stream.synchronize()?;
         }
         // SAFETY: as in `fill`.
-        let host = unsafe { std::slice::from_raw_parts(start.cast_const(), bytes) };
-        let sources = self.pattern[..bytes].chunks(run).rev();
-        Ok(host
-            .chunks(run)
-            .zip(sources)
-            .position(|(is, should)| is != should))
+        let written = unsafe { std::slice::from_raw_parts(start.cast_const(), load.reach) };
+        let mut expected = vec![UNTOUCHED; load.reach];
+        for piece in &load.pieces {
+            let visited: Result<(), Infallible> = piece.visit_runs(PinnedPieces::WHOLE, |run| {
+                let engine = (run.engine - self.pages.base().0) as usize;
+                let host = (run.host - start as u64) as usize;
+                let (from, to) = match direction {
+                    Direction::Store => (engine, host),
+                    Direction::Retrieve => (host, engine),
+                };
+                let bytes = run.bytes as usize;
+                expected[to..][..bytes].copy_from_slice(&self.pattern[from..][..bytes]);
+                Ok(())
+            });
+            let Ok(()) = visited;
+        }
+        // All at once first: most are right.
+        Ok(match written == expected {
+            true => None,
+            false => written
+                .iter()
+                .zip(&expected)
+                .position(|(is, should)| is != should),
+        })
     }
+}
+
+fn pattern() -> Vec<u8> {
+    let mut bytes = vec![0; BENCH_BYTES as usize];
+    let mut number = 0u64;
+    for word in bytes.chunks_exact_mut(8) {
+        number = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (number ^ (number >> 31)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word.copy_from_slice(&mixed.to_le_bytes());
+    }
+    bytes
 }
 
 #[cfg(test)]

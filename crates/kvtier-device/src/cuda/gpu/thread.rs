@@ -12,7 +12,7 @@ use super::super::device_copy::DeviceCopies;
 use super::super::driver::Context;
 use super::super::events::{ExportedEvents, Lane as TimelineLane, TIMELINE_BYTES, Timeline};
 use super::Shared;
-use super::executor::{Executor, HostMemory, Lane, SLOTS};
+use super::executor::{Executor, Lane, SLOTS};
 use super::job::Job;
 use super::pinned::Pinned;
 use super::turns::Turns;
@@ -84,8 +84,6 @@ pub(super) struct Feeder {
     exported: ExportedEvents,
     timeline: Option<Arc<Timeline>>,
     ends: Sender<Job>,
-    /// What the GPU takes memory for at most.
-    most: HostMemory,
 }
 
 impl Feeder {
@@ -95,7 +93,6 @@ impl Feeder {
         [store, retrieve]: [Lane; 2],
         pinned: Arc<Pinned>,
         ends: Sender<Job>,
-        most: HostMemory,
     ) -> Self {
         let line = |lane, direction| Line {
             lane,
@@ -121,7 +118,6 @@ impl Feeder {
             chunk: DeviceCopies::default(),
             pinned,
             ends,
-            most,
         }
     }
 
@@ -311,7 +307,7 @@ impl Feeder {
         let Some(facts) = job.next_piece(&mut self.piece, &mut self.chunk, &self.pinned)? else {
             return Ok(Look::All);
         };
-        let host = facts.host.min(self.most);
+        let host = facts.host.min(self.shared.profile.registered);
         let lengths = self.piece.run_lengths();
         let (mean, shared) = (lengths.mean(), &self.shared);
         let chosen = match shared.options.executor {

@@ -9,8 +9,8 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// The layout of `Item` and `Tile` in ../kernel.rs.
-struct Item {
+// The layout of `Item` and `Tile` in ../kernel.rs. A multiple of 16, so that they are read 16 bytes at a time.
+struct alignas(16) Item {
     u64 src, dst;                       // addresses of the first unit
     u64 src_stride[3], dst_stride[3];   // bytes a step of each loop, outermost first
     u32 count[3];                       // steps of each loop
@@ -18,7 +18,7 @@ struct Item {
     u32 step[3];                        // LANES units, as steps of the loops
     u32 run_step;                       // and the units of a run left over
 };
-struct Tile {
+struct alignas(16) Tile {
     u32 item, first_unit, units;
     u32 straight;                       // not 0: all of it is in one run
 };
@@ -134,6 +134,10 @@ __device__ __forceinline__ void move(Place at, u32 lane, u32 units, const Step& 
     }
 }
 
+// Items and tiles lie in pinned memory of the host. A warp reads each tile and its item once, all lanes the same
+// address, 112 bytes in seven reads: as much as an upload before each launch would carry, without the launch waiting for
+// it. The two waits, for the tile and then for its item, are 2 to 4 us in which other warps keep the link busy: with 256 of
+// them it stays full down to tiles of about 1 KiB, which copies of so few bytes alone have.
 template <typename Unit>
 __device__ __forceinline__ void copy(const Item* items, const Tile* tiles, u32 n_tiles) {
     const u32 lane = threadIdx.x % LANES;

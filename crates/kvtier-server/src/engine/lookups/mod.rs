@@ -2,13 +2,16 @@
 //!
 //! A lookup belongs to its request, its scope (model, workers, tenant) and its scheduler's connection, so equal request
 //! ids of two engines or tenants never meet. A scheduler that has reconnected finds its lookups again: they are those of
-//! connections that have been silent since its own first word. What a lookup holds goes when its workers have read it, when the scheduler frees it, when the session ends,
-//! when the scheduler's connection is dead, and in the end by age. A transfer under way has a lease of its own, so none
-//! of these takes memory from under it.
+//! connections that have been silent since its own first word. What a lookup holds goes when its workers have read it,
+//! when the scheduler frees it, when the session ends, when the scheduler's connection is dead, and in the end by age. A
+//! transfer under way has a lease of its own, so none of these takes memory from under it.
 //!
 //! The mutex guards the table. The cache's lock may be taken inside it, never the other way round.
 
-use std::collections::{HashMap, VecDeque};
+mod table;
+#[cfg(test)]
+mod tests;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,12 +24,10 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::memory::L1Allocator;
+use table::{Entry, Table, covered, same_scope};
 
 /// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.
 const MAX_LOOKUPS: usize = 65_536;
-
-/// Scheduler connections remembered; an engine has one.
-const MAX_SCHEDULERS: usize = 16_384;
 
 /// Objects that all lookups together may hold; each costs some 50 bytes here. Beyond it the oldest lookups go first.
 const MAX_HELD: usize = 16 << 20;
@@ -76,67 +77,6 @@ pub struct PrefetchedLookup {
     pub loaded: Vec<Cell>,
 }
 
-struct Entry {
-    lookup: HeldLookup,
-    /// Age order; also tells a newer lookup of the same request apart.
-    serial: u64,
-    /// Nobody has asked for the result yet.
-    unread: bool,
-    /// The tiers are still being asked; closed once they were.
-    pending: Option<watch::Receiver<()>>,
-    /// Reads so far, by row and chunk; made at the first read of an object that has several readers.
-    reads: Vec<u16>,
-    /// Chunks of the hit that the scheduler has freed: no retrieve may have them any more. Made at the first free.
-    freed: Vec<bool>,
-}
-
-impl Entry {
-    /// Objects it was made for, whether still held or not.
-    fn objects(&self) -> usize {
-        self.lookup.rows.len() * self.lookup.hit_chunks
-    }
-}
-
-#[derive(Default)]
-struct Table {
-    by_request: HashMap<Box<str>, Vec<Entry>>,
-    /// Serial and request, oldest first; entries that are gone already are passed over.
-    ages: VecDeque<(u64, Box<str>)>,
-    next_serial: u64,
-    len: usize,
-    /// Sum of [`Entry::objects`].
-    held: usize,
-    schedulers: Schedulers,
-}
-
-/// When each scheduler's connection spoke, counted in words of all of them.
-#[derive(Default)]
-struct Schedulers {
-    /// Its first and its last word.
-    words: HashMap<u64, (u64, u64)>,
-    said: u64,
-}
-
-impl Schedulers {
-    fn heard(&mut self, connection: u64) {
-        self.said += 1;
-        let said = self.said;
-        self.words.entry(connection).or_insert((said, said)).1 = said;
-        if self.words.len() > MAX_SCHEDULERS {
-            // The longest silent half; whoever is forgotten counts as silent.
-            let mut last: Vec<_> = self.words.values().map(|words| words.1).collect();
-            let (_, &mut middle, _) = last.select_nth_unstable(MAX_SCHEDULERS / 2);
-            self.words.retain(|_, words| words.1 > middle);
-        }
-    }
-
-    /// Whether `earlier` may be where the scheduler of `connection` was before it reconnected.
-    fn followed(&self, earlier: u64, connection: u64) -> bool {
-        let first = self.words.get(&connection).map_or(0, |words| words.0);
-        self.words.get(&earlier).is_none_or(|words| words.1 < first)
-    }
-}
-
 /// All lookups under way.
 #[derive(Default)]
 pub struct Lookups {
@@ -159,112 +99,6 @@ pub struct Grant {
     pub layout: u64,
     /// The object groups of this rank.
     pub object_groups: Vec<u32>,
-}
-
-impl Table {
-    fn remove_where(
-        &mut self,
-        request_id: &str,
-        gone: impl Fn(&Schedulers, &Entry) -> bool,
-    ) -> Vec<Entry> {
-        let Some(entries) = self.by_request.get_mut(request_id) else {
-            return Vec::new();
-        };
-        let taken: Vec<_> = entries
-            .extract_if(.., |entry| gone(&self.schedulers, entry))
-            .collect();
-        if entries.is_empty() {
-            self.by_request.remove(request_id);
-        }
-        self.forget(&taken);
-        taken
-    }
-
-    /// The lookups of a request that a scheduler means which speaks on `connection`.
-    fn take_own(&mut self, request_id: &str, connection: u64) -> Vec<Entry> {
-        let own = self.remove_where(request_id, |_, entry| entry.lookup.connection == connection);
-        if !own.is_empty() {
-            return own;
-        }
-        self.remove_where(request_id, |schedulers, entry| {
-            schedulers.followed(entry.lookup.connection, connection)
-        })
-    }
-
-    /// Takes entries out of the totals.
-    fn forget(&mut self, taken: &[Entry]) {
-        self.len -= taken.len();
-        self.held -= taken.iter().map(Entry::objects).sum::<usize>();
-    }
-
-    /// The lookups of a request that asked for the same tokens, as far as they found any of these chunks.
-    fn readable<'t>(
-        &'t mut self,
-        request_id: &str,
-        scope: &KeyScope,
-        hashes: &[ChunkHash],
-        chunks: &Range<usize>,
-    ) -> impl Iterator<Item = &'t mut Entry> {
-        let entries = self.by_request.get_mut(request_id);
-        entries.into_iter().flatten().filter(move |entry| {
-            let found = &entry.lookup.hashes;
-            let chunks = covered(chunks, found.len());
-            same_scope(&entry.lookup.scope, scope)
-                && hashes.get(chunks.clone()) == found.get(chunks)
-        })
-    }
-
-    /// The lookup of a request that a scheduler means which speaks on `connection`.
-    fn own(
-        &mut self,
-        request_id: &str,
-        connection: u64,
-        matches: impl Fn(&Entry) -> bool,
-    ) -> Option<&mut Entry> {
-        let entries = self.by_request.get_mut(request_id)?;
-        let schedulers = &self.schedulers;
-        let own = |entry: &Entry| entry.lookup.connection == connection;
-        let reconnected = !entries.iter().any(own);
-        entries.iter_mut().find(|entry| {
-            let meant = own(entry)
-                || (reconnected && schedulers.followed(entry.lookup.connection, connection));
-            meant && matches(entry)
-        })
-    }
-
-    /// Drops what has gone from the front of the age order, and the order itself when it is mostly empty entries.
-    fn trim_ages(&mut self) {
-        let alive = |by_request: &HashMap<Box<str>, Vec<Entry>>,
-                     (serial, request): &(u64, Box<str>)| {
-            by_request
-                .get(request)
-                .is_some_and(|entries| entries.iter().any(|entry| entry.serial == *serial))
-        };
-        while self
-            .ages
-            .front()
-            .is_some_and(|age| !alive(&self.by_request, age))
-        {
-            self.ages.pop_front();
-        }
-        if self.ages.len() > 2 * self.len + 1024 {
-            let by_request = &self.by_request;
-            self.ages.retain(|age| alive(by_request, age));
-        }
-    }
-}
-
-/// The part of `chunks` that lies within the first `hit`.
-fn covered(chunks: &Range<usize>, hit: usize) -> Range<usize> {
-    let end = chunks.end.min(hit);
-    chunks.start.min(end)..end
-}
-
-/// Whether two scopes are of the same model, world and tenant; workers aside.
-fn same_scope(a: &KeyScope, b: &KeyScope) -> bool {
-    a.model_name() == b.model_name()
-        && a.world_size() == b.world_size()
-        && a.cache_salt() == b.cache_salt()
 }
 
 impl Lookups {
@@ -568,124 +402,4 @@ fn runs(flags: &[bool]) -> Vec<Range<usize>> {
         }
     }
     out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use kvtier_core::cache::{Cache, CacheConfig, LookupRow, ReserveRequest, Space};
-
-    const SPACE: Space<'static> = Space {
-        model_name: "m",
-        kv_rank: 1,
-        object_group_id: 0,
-        layout: 0,
-        cache_salt: "",
-    };
-    const HASHES: [ChunkHash; 2] = [ChunkHash([1; 32]), ChunkHash([2; 32])];
-
-    /// A cache that has both chunks.
-    fn cache() -> Cache<L1Allocator> {
-        let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
-        let request = ReserveRequest {
-            space: SPACE,
-            hashes: &HASHES,
-            len: 16,
-        };
-        let reserved = cache.reserve(Duration::ZERO, &[request]).expect("a size");
-        let _ = reserved.reservation.commit(Duration::ZERO);
-        cache
-    }
-
-    fn lease(cache: &Cache<L1Allocator>, chunks: usize) -> PrefixLease<L1Allocator> {
-        let row = LookupRow {
-            space: SPACE,
-            window: None,
-        };
-        let found = cache.lookup(Duration::ZERO, &[row], &HASHES[..chunks]);
-        assert_eq!(found.hit_chunks, chunks);
-        found.lease
-    }
-
-    fn scope() -> KeyScope {
-        KeyScope::new("m", "", 1, None).expect("good names")
-    }
-
-    /// A lookup that has found one chunk so far, and what ends its wait.
-    fn pending(lookups: &Lookups, cache: &Cache<L1Allocator>) -> (u64, watch::Sender<()>) {
-        let (done, pending) = watch::channel(());
-        let lookup = HeldLookup {
-            scope: scope(),
-            connection: 7,
-            hashes: HASHES[..1].into(),
-            rows: vec![Row {
-                kv_rank: 1,
-                object_group_id: 0,
-                layout: 0,
-            }],
-            hit_chunks: 1,
-            lease: lease(cache, 1),
-            readers: 1,
-            loaded: Vec::new(),
-            created: Duration::ZERO,
-        };
-        (lookups.insert_pending("r", lookup, pending), done)
-    }
-
-    fn result(cache: &Cache<L1Allocator>) -> PrefetchedLookup {
-        PrefetchedLookup {
-            hit_chunks: 2,
-            hashes: HASHES.into(),
-            lease: lease(cache, 2),
-            loaded: vec![Cell { row: 0, chunk: 1 }],
-        }
-    }
-
-    #[test]
-    fn a_result_takes_the_place_of_what_was_held_and_is_told_once() {
-        let (cache, lookups) = (cache(), Lookups::default());
-        let (serial, done) = pending(&lookups, &cache);
-        let waits = lookups.take_result("r", 7);
-        assert!(matches!(waits, LookupResult::Pending(_)));
-        lookups.complete("r", serial, result(&cache));
-        drop(done);
-        assert_eq!(cache.stats().leased_objects, 2);
-        assert!(matches!(lookups.take_result("r", 7), LookupResult::Hit(2)));
-        assert!(matches!(lookups.take_result("r", 7), LookupResult::Unknown));
-        let grant = lookups.grant("r", &scope(), 1, &HASHES, 0..2);
-        assert!(grant.is_some());
-        assert_eq!(lookups.end("r", 7).len(), 1);
-        assert_eq!(cache.stats().leased_objects, 0);
-    }
-
-    #[test]
-    fn a_prefetch_that_ends_without_a_result_leaves_that_of_l1() {
-        let (cache, lookups) = (cache(), Lookups::default());
-        let (_, done) = pending(&lookups, &cache);
-        drop(done);
-        assert!(matches!(lookups.take_result("r", 7), LookupResult::Hit(1)));
-        assert!(matches!(lookups.take_result("r", 7), LookupResult::Unknown));
-        drop(lookups.end("r", 7));
-        assert_eq!(cache.stats().leased_objects, 0);
-    }
-
-    #[test]
-    fn a_lookup_that_is_freed_or_ended_before_its_result_is_given_up() {
-        let (cache, lookups) = (cache(), Lookups::default());
-        let give_up: [fn(&Lookups); 2] = [
-            |lookups| lookups.free("r", 7, &scope(), 0..1),
-            |lookups| drop(lookups.end("r", 7)),
-        ];
-        for give_up in give_up {
-            let (serial, done) = pending(&lookups, &cache);
-            assert!(!done.is_closed());
-            give_up(&lookups);
-            assert!(done.is_closed(), "whoever loads for it can stop");
-            assert_eq!(cache.stats().leased_objects, 0);
-            // Too late.
-            lookups.complete("r", serial, result(&cache));
-            assert_eq!(cache.stats().leased_objects, 0);
-            assert_eq!(lookups.counts(), (0, 0));
-        }
-    }
 }
