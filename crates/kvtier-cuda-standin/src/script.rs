@@ -129,7 +129,9 @@ impl Script {
                 Some(engine) => self.holds[engine] = true,
                 None => {
                     let (function, when) = rest.split_once('@').unwrap_or((rest, "1+"));
-                    self.rule(function, when, Act::Hold, known)?;
+                    // A kernel is held by its engine.
+                    let is_call = |name: &str| name.starts_with("cu") && known(name);
+                    self.rule(function, when, Act::Hold, &is_call)?;
                 }
             },
             ("fail", rest) => {
