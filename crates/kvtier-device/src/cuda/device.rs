@@ -13,6 +13,7 @@ use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
 use super::events::{ForeignEvent, ForeignEvents};
 use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, Pinned, PinningStatus};
+use super::owner::Owner;
 use super::storages::Storages;
 use super::uuid::Gpus;
 use crate::device::{Begun, Device, DeviceError, Done, EngineMemory, Transfer};
@@ -161,6 +162,8 @@ impl Device for CudaDevice {
 
     fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError> {
         let gpu = self.gpu(self.gpus.of(layout.memories())?)?;
+        // First: whoever ends before it is known lends nothing any more, and whoever ends later is noticed.
+        let owner = Owner::prove(layout.memories());
         let mut storages = Storages::open(&gpu.allocations, layout.memories())?;
         if !storages.wait_until_ready(Instant::now() + REGISTRATION_TIMEOUT)? {
             return Err(DeviceError::NeverReady);
@@ -182,6 +185,7 @@ impl Device for CudaDevice {
         Ok(Box::new(CudaMemory {
             events: ForeignEvents::new(Arc::clone(&gpu.allocations), None),
             pages: Arc::new(pages),
+            owner,
             gpu,
         }))
     }
@@ -191,6 +195,7 @@ impl Device for CudaDevice {
 struct CudaMemory {
     pages: Arc<Pages>,
     events: ForeignEvents,
+    owner: Option<Owner>,
     gpu: Arc<Gpu>,
 }
 
@@ -203,6 +208,10 @@ impl EngineMemory for CudaMemory {
     /// are new with each allocation.
     fn is_current(&self) -> bool {
         true
+    }
+
+    fn owner(&self) -> Option<Owner> {
+        self.owner.clone()
     }
 
     /// The driver takes memory back when its process ends.

@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvtier_device::EngineMemory;
+use kvtier_device::cuda::owner::Owner;
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -195,6 +196,14 @@ impl Instance {
     /// Whether the driver of a GPU is needed to let go of its pages.
     pub fn is_on_gpu(&self) -> bool {
         self.device() != "cpu"
+    }
+
+    /// The process whose memory its pages are, where that is certain.
+    fn owner(&self) -> Option<Owner> {
+        match &self.mode {
+            Mode::LmcacheDriven { memory, .. } => memory.owner(),
+            Mode::EngineDriven { .. } => None,
+        }
     }
 
     /// Name of the device that its pages are on, for the metrics.
@@ -437,6 +446,31 @@ impl Instances {
         let mut tables = self.tables.write();
         let ids = dead_ids(&tables);
         ids.into_iter().filter_map(|id| tables.take(id)).collect()
+    }
+
+    /// Takes out the workers whose process has ended, of those of which that can be told.
+    pub fn take_ended(&self) -> Vec<Arc<Instance>> {
+        let tables = self.tables.read();
+        let known = tables.by_id.values();
+        let owned = known.filter_map(|instance| Some((instance.id, instance.owner()?)));
+        let (ids, owners): (Vec<_>, Vec<_>) = owned.unzip();
+        drop(tables);
+        let ended = Owner::ended(&owners);
+        let ended = ended.into_iter().zip(ids.into_iter().zip(owners));
+        let ended = ended.filter_map(|(ended, of)| ended.then_some(of));
+        let ended: Vec<_> = ended.collect();
+        if ended.is_empty() {
+            return Vec::new();
+        }
+        let mut tables = self.tables.write();
+        ended
+            .into_iter()
+            .filter_map(|(id, owner)| {
+                // Another one may have taken its place since.
+                let same = tables.by_id.get(&id)?.owner() == Some(owner);
+                same.then(|| tables.take(id))?
+            })
+            .collect()
     }
 
     /// Every worker, by id.

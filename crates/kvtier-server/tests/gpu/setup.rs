@@ -34,6 +34,8 @@ impl Bed {
             driver.to_str().unwrap(),
             "--max-gpu-workers",
             "1",
+            "--gpu-event-timeout-seconds",
+            "600",
         ];
         Self {
             server: TestServer::start(&flags),
