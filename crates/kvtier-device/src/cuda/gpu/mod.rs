@@ -1,4 +1,4 @@
-//! One GPU: a thread that feeds two streams, one for stores and one for retrieves.
+//! One GPU: a thread that feeds the streams of stores and those of retrieves.
 //!
 //! The thread alone puts work on the streams. It takes transfers of workers by turns, a piece at a time, retrieves
 //! before stores; asks a worker's event before it touches the worker's pages, so that no stream ever waits for somebody
@@ -43,6 +43,8 @@ pub struct GpuOptions {
     pub event_timeout: Duration,
     /// Bytes of the arena that are pinned at a time, rounded up to whole pages. Copies are cut where these adjoin.
     pub pin_bytes: u64,
+    /// How long a GPU that had no memory for a buffer to stage copies in is not asked for one again.
+    pub staging_pause: Duration,
     /// How long stopping or dropping a GPU waits for what is with it, and for the driver to give up a piece of the arena.
     /// What has not ended then never does: its memory is lost.
     pub leave_timeout: Duration,
@@ -56,6 +58,8 @@ impl Default for GpuOptions {
             event_timeout: Duration::from_secs(30),
             // Larger ones hold up other calls of the driver for longer than a transfer takes.
             pin_bytes: 256 << 20,
+            // Engines take memory and give it back when they start and end.
+            staging_pause: Duration::from_secs(10),
             // Pieces take a millisecond.
             leave_timeout: Duration::from_secs(10),
         }
@@ -113,6 +117,21 @@ impl Shared {
         let mut inbox = self.inbox.lock();
         inbox.closed = inbox.jobs.is_empty();
         inbox.closed
+    }
+
+    /// The executor for a piece: what is demanded, as far as there is memory for it, or the best.
+    fn choose(
+        &self,
+        direction: Direction,
+        mean: u64,
+        host: executor::HostMemory,
+        room: bool,
+    ) -> Executor {
+        match self.options.executor.map(|executor| executor.with(host)) {
+            Some(Executor::Staged) if !room => Executor::Plain,
+            Some(executor) => executor,
+            None => self.profile.choose(direction, mean, host, room),
+        }
     }
 
     fn refuse(&self, mut job: Job) {

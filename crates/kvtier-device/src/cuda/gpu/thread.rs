@@ -311,12 +311,14 @@ impl Feeder {
         let host = facts.host.min(self.shared.profile.registered);
         let lengths = self.piece.run_lengths();
         let (mean, shared) = (lengths.mean(), &self.shared);
-        let chosen = match shared.options.executor {
-            Some(executor) => executor.with(host),
-            None => shared.profile.choose(line.direction, mean, host),
-        };
-        shared.counters.runs(line.direction, mean, lengths.runs);
         let since = Instant::now();
+        let mut chosen = shared.choose(line.direction, mean, host, true);
+        if chosen == Executor::Staged {
+            let pause = shared.options.staging_pause;
+            let room = line.lane.has_room(slot, since, pause)?;
+            chosen = shared.choose(line.direction, mean, host, room);
+        }
+        shared.counters.runs(line.direction, mean, lengths.runs);
         // SAFETY: the context is current on this thread. The pages stay mapped as long as the job, which lives until
         // its last piece is done; the arena and its extents are held by the job too. The copies were checked against
         // the mapped pages and the extent, and the kernel is only chosen for memory that the GPU sees at the host's
