@@ -39,7 +39,6 @@ impl When {
 pub(crate) enum Act {
     Fail(CUresult),
     Die,
-    Hold,
 }
 
 #[derive(Clone)]
@@ -58,6 +57,8 @@ pub(crate) struct Script {
     /// Bytes a second by direction; 0: as fast as they go.
     pub rates: [u64; 3],
     pub holds: [bool; 3],
+    /// Functions whose calls do not begin.
+    pub held: HashMap<String, When>,
     pub event_never: Option<When>,
     pub import_never: Option<When>,
     pub batch: bool,
@@ -74,6 +75,7 @@ impl Default for Script {
             rules: HashMap::new(),
             rates: [0; 3],
             holds: [false; 3],
+            held: HashMap::new(),
             event_never: None,
             import_never: None,
             batch: true,
@@ -121,17 +123,14 @@ impl Script {
             }
             ("release", "") => {
                 self.holds = [false; 3];
-                for rules in self.rules.values_mut() {
-                    rules.retain(|(_, act)| !matches!(act, Act::Hold));
-                }
+                self.held.clear();
             }
             ("hold", rest) => match DIRECTIONS.iter().position(|&d| d == rest) {
                 Some(engine) => self.holds[engine] = true,
                 None => {
                     let (function, when) = rest.split_once('@').unwrap_or((rest, "1+"));
-                    // A kernel is held by its engine.
-                    let is_call = |name: &str| name.starts_with("cu") && known(name);
-                    self.rule(function, when, Act::Hold, &is_call)?;
+                    let when = When::parse(when).filter(|_| known(function))?;
+                    self.held.insert(function.into(), when);
                 }
             },
             ("fail", rest) => {
@@ -213,11 +212,5 @@ impl Script {
             }
         }
         act
-    }
-
-    /// Whether calls of `name` are held.
-    pub(crate) fn holds_calls(&self, name: &str) -> bool {
-        let rules = self.rules.get(name);
-        rules.is_some_and(|rules| rules.iter().any(|(_, act)| matches!(act, Act::Hold)))
     }
 }

@@ -239,3 +239,17 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_to_tell_the_server_again_is_told_so_once() {
+        let link = Link::default();
+        link.recover_again();
+        let at_once = || link.wait(LinkState::default(), Instant::now());
+        assert!(at_once().again);
+        assert!(!at_once().again);
+    }
+}

@@ -399,6 +399,8 @@ impl Io {
 mod tests {
     use std::sync::mpsc;
 
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
     use super::super::{Client, Health};
     use super::*;
 
@@ -415,8 +417,20 @@ mod tests {
         io.lose();
         io.read_monitor();
         assert!(io.wire.is_none());
-        io.reopen(io.again);
+        let first = io.again;
+        io.reopen(first);
         assert!(io.wire.is_some());
+        // Had there been none, the next try would have come later.
+        assert!(io.again > first);
+    }
+
+    #[test]
+    fn what_has_woken_the_thread_wakes_it_once() {
+        let io = io();
+        io.shared.wake();
+        io.wait(false);
+        let mut fds = [PollFd::new(&io.shared.wake, PollFlags::IN)];
+        assert_eq!(poll(&mut fds, Some(&Timespec::default())), Ok(0));
     }
 
     #[test]

@@ -98,8 +98,7 @@ exports! {
             Some(Act::Fail(SUCCESS)) => return Ok(()),
             Some(Act::Fail(code)) => return Err(Fault::Code(code)),
             Some(Act::Die) => _ = unsafe { libc::kill(libc::getpid(), libc::SIGKILL) },
-            // Kernels are held by their engine.
-            Some(Act::Hold) | None => {}
+            None => {}
         }
         if function.device != stream.device {
             return Err(wrong!(ERROR_INVALID_HANDLE, "the kernel is of device {}", function.device));

@@ -21,27 +21,22 @@ fn a_call_fails_when_the_script_says_so() {
 }
 
 #[test]
-fn a_call_waits_when_the_script_says_so() {
+fn calls_wait_as_long_as_their_function_is_held() {
     let _alone = alone();
-    let alloc = || call!(cuMemAlloc_v2(&mut 0 => *mut u64, 8 => usize));
-    let (say, hear) = std::sync::mpsc::channel();
-    script("clear; hold cuMemAlloc_v2@2");
-    assert_eq!(OK, alloc());
+    let version = || call!(cuDriverGetVersion(&mut 0 => *mut c_int));
+    script("hold cuDriverGetVersion@2+");
+    assert_eq!(OK, version());
     std::thread::scope(|scope| {
-        scope.spawn(|| {
-            current();
-            say.send(alloc()).unwrap();
-        });
-        while count("cuMemAlloc_v2") < 2 {
+        let held = scope.spawn(version);
+        while count("cuDriverGetVersion") == 1 {
             std::thread::yield_now();
         }
-        // Others go on meanwhile, also in the same function.
-        assert_eq!(OK, alloc());
-        assert!(hear.try_recv().is_err());
+        assert_eq!(OK, call!(cuDeviceGetCount(&mut 0 => *mut c_int)));
+        assert!(!held.is_finished());
         script("release");
-        assert_eq!(OK, hear.recv().unwrap());
+        assert_eq!(OK, held.join().unwrap());
     });
-    assert_eq!(OK, alloc());
+    assert_eq!(OK, version());
     clean();
 }
 
@@ -54,7 +49,7 @@ fn a_script_that_cannot_be_read_is_named() {
         "fail cuMemAlloc_v2=x",
         "fail cuMemAlloc_v2=1@0",
         "hold pcie",
-        "hold cuMemAlloc_v2@0",
+        "hold cuMemAlloc_v2@x",
         "devices=17",
         "uuid.0=12",
         "uuid.9=5ca1ab1e-0000-4000-8000-000000000000",

@@ -179,21 +179,19 @@ impl Base {
             Ok(_) | Err(Errno::NOENT) => return Ok(Aside::Gone),
             Err(error) => return Err(error),
         }
-        if self.kept.fetch_add(1, Ordering::Relaxed) < KEPT {
-            match rustix::fs::mkdirat(dir, QUARANTINE, DIR_MODE) {
-                Ok(()) | Err(Errno::EXIST) => {}
-                Err(error) => return Err(error),
-            }
-            let name = path.rsplit('/').next().unwrap_or(path);
-            match beneath::rename(dir, path, &format!("{QUARANTINE}/{name}")) {
-                Ok(()) => return Ok(Aside::Kept),
-                Err(Errno::NOENT) => return Ok(Aside::Gone),
-                // No room, or no directory of ours.
-                Err(Errno::NOSPC | Errno::DQUOT | Errno::LOOP | Errno::NOTDIR) => {}
-                Err(error) => return Err(error),
-            }
-        } else {
+        let kept = match self.kept.fetch_add(1, Ordering::Relaxed) < KEPT {
+            true => keep(dir, path),
+            false => Err(Errno::NOSPC),
+        };
+        if kept.is_err() {
             self.kept.fetch_sub(1, Ordering::Relaxed);
+        }
+        match kept {
+            Ok(()) => return Ok(Aside::Kept),
+            Err(Errno::NOENT) => return Ok(Aside::Gone),
+            // No room, or no directory of ours.
+            Err(Errno::NOSPC | Errno::DQUOT | Errno::LOOP | Errno::NOTDIR) => {}
+            Err(error) => return Err(error),
         }
         match beneath::unlink(dir, path) {
             Ok(()) => Ok(Aside::Deleted),
@@ -283,6 +281,16 @@ fn lock(dir: &OwnedFd, writer: &str) -> Option<OwnedFd> {
     let file = rustix::fs::openat(dir, writer, flags, FILE_MODE).ok()?;
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
     Some(file)
+}
+
+/// Moves a damaged file to where such files are kept.
+fn keep(dir: &OwnedFd, path: &str) -> Result<(), Errno> {
+    match rustix::fs::mkdirat(dir, QUARANTINE, DIR_MODE) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error),
+    }
+    let name = path.rsplit('/').next().unwrap_or(path);
+    beneath::rename(dir, path, &format!("{QUARANTINE}/{name}"))
 }
 
 fn is_removed(dir: &OwnedFd) -> bool {

@@ -7,14 +7,23 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, chmodat, fchmod, flock, openat};
+use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
 };
 
 /// Connections that may wait to be taken, as libzmq has it.
 const BACKLOG: i32 = 100;
+
+/// How long a server waits for its turn to look and bind, which takes microseconds; the directory may be anybody's, who
+/// may lock it for ever.
+const TURN: Duration = Duration::from_secs(1);
+
+/// Between two tries.
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// The file of a socket; removed when this is dropped, unless it is somebody else's by then.
 #[derive(Debug)]
@@ -65,6 +74,14 @@ fn directory(path: &Path) -> &Path {
 /// # Errors
 /// One line that says what is in the way.
 pub(super) fn listen_at(path: &Path, mode: u32) -> Result<(OwnedFd, SocketFile), String> {
+    listen_within(path, mode, TURN)
+}
+
+fn listen_within(
+    path: &Path,
+    mode: u32,
+    patience: Duration,
+) -> Result<(OwnedFd, SocketFile), String> {
     let failed = |error: rustix::io::Errno| std::io::Error::from(error).to_string();
     let directory = openat(
         CWD,
@@ -74,7 +91,12 @@ pub(super) fn listen_at(path: &Path, mode: u32) -> Result<(OwnedFd, SocketFile),
     )
     .map_err(|error| format!("its directory cannot be opened: {}", failed(error)))?;
     // One server at a time looks and binds. Without a lock (some file systems have none) the window is small.
-    let _ = flock(&directory, FlockOperation::LockExclusive);
+    let until = Instant::now() + patience;
+    while flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
+        && Instant::now() < until
+    {
+        std::thread::sleep(PAUSE);
+    }
     remove_stale(path)?;
     let socket = socket_with(
         AddressFamily::UNIX,
@@ -147,6 +169,16 @@ mod tests {
             drop((socket, file));
             assert!(!path.exists());
         }
+    }
+
+    #[test]
+    fn a_directory_that_somebody_keeps_locked_is_not_waited_for_for_ever() {
+        let directory = tempfile::tempdir().unwrap();
+        let locked = std::fs::File::open(directory.path()).unwrap();
+        flock(&locked, FlockOperation::LockExclusive).unwrap();
+        let path = directory.path().join("s");
+        let (_socket, _file) = listen_within(&path, 0o600, Duration::ZERO).unwrap();
+        UnixStream::connect(&path).unwrap();
     }
 
     #[test]

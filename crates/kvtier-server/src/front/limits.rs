@@ -2,7 +2,7 @@
 //!
 //! | what | bound |
 //! | --- | --- |
-//! | requests that wait for a thread | [`request_budget`], a connection half of it; a lane's number of jobs |
+//! | requests that wait for a thread, or for what they ask for | [`request_budget`], a connection half of it; a lane's number of jobs |
 //! | large replies until the system has taken their bytes | [`reply_budget`], a connection [`REPLY_SHARE`]; beyond it by one reply for each thread that makes them |
 //! | small replies until then | [`SEND_HWM`] times about [`SMALL_REPLY`] a connection |
 //! | frames of a message | as many as an operation has; the rest is dropped as it is read |

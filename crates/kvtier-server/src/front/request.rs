@@ -10,7 +10,7 @@ use kvtier_proto::request::Request;
 
 use super::connection::Peer;
 use super::lanes::Turn;
-use super::limits::{SMALL_REPLY, answers_much};
+use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
 use super::seldom::Seldom;
 use crate::budget::Charge;
@@ -29,7 +29,7 @@ pub struct Job {
     pub payloads: Vec<zmq::Message>,
     /// Bytes of the payload frames.
     pub bytes: u64,
-    /// Those bytes in the budget of its connection, if it has to wait.
+    /// Those bytes in the budget of its connection, if it, or its answer, has to wait.
     pub charge: Option<Charge>,
     /// The row of the table that the request is read by.
     pub resolved: Resolved,
@@ -94,24 +94,36 @@ impl Server {
     ) -> impl Iterator<Item = Reply> + use<> {
         let handled = catch_unwind(AssertUnwindSafe(|| self.serve(&job)))
             .unwrap_or_else(|_| self.panicked(&job).into());
+        let refused = |job: Job| {
+            let (operation, kind) = (job.spec().operation, job.spec().response);
+            self.replies(job, Answer::refusal(operation, kind, "queue_full"))
+        };
         let now = match handled {
             Handled::Now(answer) => Some(self.replies(job, answer)),
-            Handled::Later(begin) => {
-                self.begin(job, begin, None);
-                None
-            }
-            Handled::InTurn(begin) => {
-                self.begin(job, begin, turn.take());
-                None
-            }
+            Handled::Later(begin) => self.later(job, begin, None).map(refused),
+            Handled::InTurn(begin) => self.later(job, begin, turn.take()).map(refused),
         };
         now.into_iter().flatten()
     }
 
-    fn begin(self: &Arc<Self>, job: Job, begin: Begin, turn: Option<Turn<Job>>) {
+    /// Begins what a request waits for; gives it back when too much waits already.
+    pub(super) fn later(
+        self: &Arc<Self>,
+        mut job: Job,
+        begin: Begin,
+        turn: Option<Turn<Job>>,
+    ) -> Option<Job> {
+        if job.charge.is_none() {
+            // It was served as it came, and is kept from here on.
+            job.charge = job.peer.requests.take(job.bytes + JOB_BYTES);
+        }
+        if job.charge.is_none() {
+            return Some(job);
+        }
         let responder = self.responder(job, turn);
         // A panic drops the responder, which says so.
         let _ = catch_unwind(AssertUnwindSafe(|| begin(responder)));
+        None
     }
 
     /// Sends the answer to a job when it is there, and ends the turn.

@@ -64,6 +64,36 @@ impl ByHand {
         assert!(self.front.take_requests());
     }
 
+    /// A request as it is when it has been taken and was not queued.
+    fn job(&mut self, frames: &[&[u8]]) -> Job {
+        let now = Instant::now();
+        let connection = self.front.connections.get(b"another", now);
+        let Ok(ClientMessage::Request(message)) = ClientMessage::parse(frames.iter().copied())
+        else {
+            panic!("no request");
+        };
+        let resolved = connection
+            .candidates
+            .resolve(&message, &[Generation::G6])
+            .unwrap();
+        let payloads: Vec<_> = frames[2..]
+            .iter()
+            .copied()
+            .map(zmq::Message::from)
+            .collect();
+        Job {
+            peer: Arc::clone(&connection.peer),
+            uid: frames[0].to_vec(),
+            op: frames[1].to_vec(),
+            bytes: payloads.iter().map(|payload| payload.len() as u64).sum(),
+            payloads,
+            charge: None,
+            resolved,
+            takes_text: false,
+            received: now,
+        }
+    }
+
     /// What has been answered by now.
     fn answers(&self) -> Vec<Vec<Vec<u8>>> {
         std::iter::from_fn(|| self.client.recv_multipart(zmq::DONTWAIT).ok()).collect()
@@ -134,6 +164,25 @@ fn many_small_requests_are_counted_by_what_they_hold() {
     assert_eq!(server.answers().len(), 11);
     assert_eq!(server.refused("end_session", "queue_full"), 11);
     server.run(9);
+}
+
+#[test]
+fn requests_whose_answers_are_to_come_are_counted_until_they_have_come() {
+    let mut by_hand = ByHand::new(2 * 2 * (JOB_BYTES + 4));
+    let server = Arc::clone(&by_hand.front.server);
+    let mut wait = |uid| {
+        let job = by_hand.job(&[&[uid], &[13], &text(3)]);
+        let (keep, kept) = bounded(1);
+        let begin = Box::new(move |responder| drop(keep.send(responder)));
+        let refused = server.later(job, begin, None);
+        let waiting = kept.recv().ok();
+        assert!(waiting.is_some() != refused.is_some());
+        waiting
+    };
+    let waiting = [wait(1), wait(2)];
+    assert!(waiting.iter().all(Option::is_some) && wait(3).is_none());
+    drop(waiting);
+    assert!(wait(4).is_some());
 }
 
 #[test]

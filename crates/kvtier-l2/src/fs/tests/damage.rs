@@ -170,6 +170,25 @@ fn the_quarantine_does_not_grow_for_ever() {
 }
 
 #[test]
+fn what_could_not_be_kept_takes_no_room_in_the_quarantine() {
+    let fixture = Fixture::new();
+    let quarantine = fixture.base().join(".quarantine");
+    let damage = |number| {
+        fixture.store(&object(number)).unwrap();
+        truncate(&fixture.path(&object(number)), 1);
+        assert_eq!(fixture.load(&object(number)), Err(ErrorKind::Corrupt));
+        ["quarantined_files", "discarded_files"].map(|counter| fixture.status(counter))
+    };
+    // Somebody's, where the directory has to be.
+    fs::write(&quarantine, "").unwrap();
+    for number in 0..40 {
+        assert_eq!(damage(number), [0, u64::from(number) + 1]);
+    }
+    fs::remove_file(&quarantine).unwrap();
+    assert_eq!(damage(40), [1, 40]);
+}
+
+#[test]
 fn a_file_that_replaced_a_damaged_one_stays() {
     let fixture = Fixture::new();
     fixture.store(&object(1)).unwrap();
