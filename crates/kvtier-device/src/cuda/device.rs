@@ -111,6 +111,29 @@ impl CudaDevice {
         self.pinned.lock().as_ref().map(|pinned| pinned.status())
     }
 
+    /// Begins nothing more on any GPU, and waits until what was begun has ended and everybody was told. Gives the numbers
+    /// of the GPUs that have not ended in [`GpuOptions::leave_timeout`].
+    pub fn stop(&self) -> Vec<i32> {
+        // One that is being taken into use has nothing to end.
+        let used = |used: &Mutex<Option<Arc<Gpu>>>| used.try_lock().and_then(|used| used.clone());
+        let used: Vec<_> = self.used.iter().map(used).collect();
+        used.iter().flatten().for_each(|gpu| gpu.stop());
+        let left = self.gpus.all().iter().zip(&used).filter(|(_, used)| {
+            let ended = used.as_ref().is_none_or(|gpu| gpu.wait_end());
+            !ended
+        });
+        left.map(|(gpu, _)| gpu.device.ordinal()).collect()
+    }
+
+    /// Gives up what is pinned, once [`CudaDevice::stop`] has left no GPU.
+    ///
+    /// # Errors
+    /// The bytes that are still pinned, when the driver has given up no piece for [`GpuOptions::leave_timeout`].
+    pub fn unpin(&self) -> Result<(), u64> {
+        let pinned = self.pinned.lock().clone();
+        pinned.map_or(Ok(()), |pinned| pinned.unpin())
+    }
+
     /// The GPU, in use.
     fn gpu(&self, found: &super::uuid::Gpu) -> Result<Arc<Gpu>, DeviceError> {
         let same = |(gpu, _): &(&super::uuid::Gpu, _)| gpu.uuid == found.uuid;
@@ -133,7 +156,8 @@ impl CudaDevice {
         drop(quiet);
         let pinned = pinned.unwrap_or_else(|| {
             let arena = Arc::clone(&self.arena);
-            let pinned = Pinned::start(gpu.context(), arena, self.options.pin_bytes);
+            let (bytes, patience) = (self.options.pin_bytes, self.options.leave_timeout);
+            let pinned = Pinned::start(gpu.context(), arena, bytes, patience);
             Arc::clone(self.pinned.lock().insert(Arc::new(pinned)))
         });
         drop(trial);

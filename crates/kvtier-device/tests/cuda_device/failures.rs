@@ -1,6 +1,7 @@
 //! What the driver refuses: nobody hears of the end of a transfer before nothing of it moves any more.
 
 use kvtier_device::DeviceError;
+use kvtier_device::cuda::Executor;
 
 use crate::lender::Lender;
 use crate::setup::{Pages, Server, content, wait};
@@ -47,19 +48,24 @@ fn a_refused_copy_fails_its_transfer_once_the_others_have_ended() {
 /// A piece of several calls of which one is refused: the calls before it were not.
 #[test]
 fn a_piece_that_was_begun_in_part_is_waited_for() {
-    for (executor, refused) in [
-        (kvtier_device::cuda::Executor::Plain, "cuMemcpyAsync=1@3"),
-        (kvtier_device::cuda::Executor::Staged, "cuMemcpyAsync=1@1"),
+    for (executor, refused, retrieve) in [
+        (Executor::Plain, "cuMemcpyAsync=1@3", false),
+        (Executor::Staged, "cuMemcpyAsync=1@1", false),
+        (Executor::Staged, "cuStreamWaitEvent=1@1", false),
+        (Executor::Staged, "cuLaunchKernel=1@1", true),
     ] {
         let mut options = batches();
         options.executor = Some(executor);
         let server = Server::with("", options, 1 << 20);
         let mut engine = Lender::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
-        server.script(&format!("hold d2h; hold kernel; fail {refused}"));
-        let ticket = pages.begin(pages.store(&server, 8));
-        wait(|| server.count("cuEventRecord") == 1);
-        looked(&server, "cuEventQuery");
+        server.script(&format!("hold d2h; hold h2d; hold kernel; fail {refused}"));
+        let ticket = pages.begin(match retrieve {
+            true => pages.retrieve(&server, 8),
+            false => pages.store(&server, 8),
+        });
+        // Longer than an event takes that waits for nothing.
+        wait(|| server.count("cuEventQuery") >= 500);
         assert!(!ticket.has_ended(), "{executor:?}");
         server.script("release");
         let error = ticket.end().unwrap_err();

@@ -2,10 +2,11 @@
 
 use std::sync::mpsc::{self, Receiver};
 
+use kvtier_device::cuda::{Executor, GpuOptions};
 use kvtier_device::{DeviceError, Direction, Transfer};
 
 use crate::lender::{Lender, hex};
-use crate::setup::{Pages, Server};
+use crate::setup::{Pages, Server, wait};
 
 /// What was told, in order.
 #[derive(Debug)]
@@ -49,6 +50,46 @@ fn the_event_is_complete_when_the_bytes_are_there() {
         assert_eq!(result.unwrap(), 8 * pages.object_bytes());
         assert_eq!(engine.ask("complete"), "true");
         assert!(hear.recv().is_err());
+    }
+    drop(pages);
+    server.ends_clean();
+}
+
+/// The last step of a staged piece is on a stream of its own.
+#[test]
+fn the_event_waits_for_what_was_staged() {
+    let options = GpuOptions {
+        executor: Some(Executor::Staged),
+        ..GpuOptions::default()
+    };
+    let server = Server::with("", options, 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
+    for isolated in [false, true] {
+        let mut transfer = pages.retrieve(&server, 8);
+        if isolated {
+            transfer.event = engine.bytes("number");
+        }
+        // The first one makes what the events of isolated IPC are in.
+        let first = begin(&pages, transfer.clone());
+        assert!(matches!(first.iter().last(), Some(Told::Ended(Ok(_)))));
+        server.script("clear; hold kernel");
+        let hear = begin(&pages, transfer);
+        let Told::Begun(event) = hear.recv().unwrap() else {
+            panic!("ended first")
+        };
+        wait(|| server.count("started.kernel") == 1);
+        let mut is_complete = || match isolated {
+            true => engine.ask(&format!("reached {}", hex(&event))),
+            false => {
+                engine.ask(&format!("open {}", hex(&event)));
+                engine.ask("complete")
+            }
+        };
+        assert_eq!(is_complete(), "false");
+        server.script("release");
+        assert!(matches!(hear.recv().unwrap(), Told::Ended(Ok(_))));
+        wait(|| is_complete() == "true");
     }
     drop(pages);
     server.ends_clean();

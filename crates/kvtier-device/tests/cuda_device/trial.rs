@@ -1,5 +1,7 @@
 //! Every way of copying is tried out before a GPU is used.
 
+use std::time::Duration;
+
 use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuOptions};
 
@@ -239,21 +241,37 @@ fn nothing_is_freed_that_may_be_in_use() {
 /// An engine takes all the memory of a GPU, and what would be staged goes straight.
 #[test]
 fn a_buffer_that_there_is_no_room_for_is_not_needed() {
-    let options = GpuOptions {
-        executor: Some(Executor::Staged),
-        ..GpuOptions::default()
-    };
-    let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
-    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
-    // The trial's buffers are gone.
-    server.script("fail cuMemAlloc_v2=2");
-    let bytes = pages.content.len() as u64;
-    assert_eq!(pages.run(pages.store(&server, 8)).unwrap(), bytes);
-    assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(8)));
-    let moved = server.readings().moved;
-    assert_eq!(moved.len(), 1);
-    assert_eq!(moved[0].1, Executor::Plain);
-    drop(pages);
-    server.ends_clean();
+    for (staging_pause, asked, then) in [
+        (Duration::MAX, 1, Executor::Plain),
+        (Duration::ZERO, 4, Executor::Staged),
+    ] {
+        let options = GpuOptions {
+            executor: Some(Executor::Staged),
+            staging_pause,
+            ..GpuOptions::default()
+        };
+        let server = Server::with("", options, 1 << 20);
+        let mut engine = Lender::start();
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        // The trial's buffers are gone.
+        server.script("fail cuMemAlloc_v2=2");
+        let bytes = pages.content.len() as u64;
+        let moved_by = |executor| {
+            let moved = server.readings().moved;
+            let of = moved.iter().find(|moved| moved.1 == executor);
+            of.map_or(0, |moved| moved.2.pieces)
+        };
+        for _ in 0..3 {
+            assert_eq!(pages.run(pages.store(&server, 8)).unwrap(), bytes);
+        }
+        assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(8)));
+        assert_eq!(moved_by(Executor::Plain), 3);
+        // There is room again, and whoever may ask for it hears so.
+        server.script("reset");
+        pages.run(pages.store(&server, 8)).unwrap();
+        assert_eq!(moved_by(then), if then == Executor::Plain { 4 } else { 1 });
+        assert_eq!(server.count("cuMemAlloc_v2"), asked);
+        drop(pages);
+        server.ends_clean();
+    }
 }

@@ -48,6 +48,36 @@ fn both_ways_at_once_and_retrieves_wait_for_no_store() {
     server.ends_clean();
 }
 
+/// The kernel for one staged piece runs beside the copy of another one.
+#[test]
+fn the_two_steps_of_staged_pieces_overlap() {
+    let options = GpuOptions {
+        executor: Some(Executor::Staged),
+        ..GpuOptions::default()
+    };
+    let server = Server::with("", options, 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 4);
+    let bytes = pages.content.len() as u64;
+    // Each direction's second step is held up, and the first step of all four pieces goes on.
+    for (transfer, first, second) in [
+        (pages.store(&server, 4), "kernel", "d2h"),
+        (pages.retrieve(&server, 4), "h2d", "kernel"),
+    ] {
+        server.script(&format!("clear; hold {second}"));
+        let ticket = pages.begin(transfer);
+        wait(|| server.count(&format!("bytes.{first}")) == bytes);
+        assert_eq!(server.count(&format!("bytes.{second}")), 0);
+        assert!(!ticket.has_ended());
+        server.script("release");
+        assert_eq!(ticket.end().unwrap(), bytes);
+    }
+    assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(4)));
+    assert!(engine.read(pages.number, 0, bytes as usize) == pages.content);
+    drop(pages);
+    server.ends_clean();
+}
+
 /// At most four pieces of a direction are with the GPU, and the rest comes when they are done.
 #[test]
 fn pieces_are_handed_over_as_others_end() {

@@ -346,7 +346,10 @@ fn a_bad_file_is_refused_by_name_and_key() {
     assert!(refused(&["--config", "/no/such/file"]).contains("/no/such/file"));
     for (key, near) in [
         ("l1-size", "perhaps l1-size-gb, chunk-size; "),
-        ("worker-timeout", "perhaps worker-reap-timeout-seconds; "),
+        (
+            "worker-timeout",
+            "perhaps worker-reap-timeout-seconds, stop-timeout-seconds; ",
+        ),
         ("shm", "perhaps shm-name; "),
         ("server", ""),
         ("config", ""),

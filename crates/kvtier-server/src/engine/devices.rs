@@ -84,6 +84,34 @@ impl Devices {
         opened.map(Arc::from).map_err(|error| error.to_string())
     }
 
+    /// Has what is with the GPUs end, and the rest refused. Everybody is answered then, but for those on a GPU that does
+    /// not answer: that one is waited for some seconds, and gives its number here.
+    pub fn stop(&self) -> Vec<i32> {
+        let left = self
+            .cuda
+            .as_ref()
+            .map_or_else(|_| Vec::new(), CudaDevice::stop);
+        if !left.is_empty() {
+            tracing::error!(gpus = ?left, "transfers have not ended: what these GPUs use is left to the end of the process");
+        }
+        left
+    }
+
+    /// [`Devices::stop`], and gives up the pinned arena.
+    pub fn close(&self) {
+        let Ok(cuda) = &self.cuda else {
+            return;
+        };
+        if self.stop().is_empty()
+            && let Err(bytes) = cuda.unpin()
+        {
+            tracing::error!(
+                bytes,
+                "the driver does not give up pinned memory: it is left to the end of the process"
+            );
+        }
+    }
+
     /// Each GPU, for metrics.
     pub fn figures(&self) -> Vec<GpuFigures> {
         let Ok(cuda) = &self.cuda else {

@@ -319,11 +319,24 @@ impl Engine {
         &self.quotas
     }
 
-    /// Stores what waits to be stored, and takes the pool's name away, so that no segment outlives the server.
+    /// Ends the transfers that go on by themselves; whoever waits for one is answered when this returns, unless a GPU
+    /// does not answer.
+    pub(crate) fn end_transfers(&self) {
+        self.devices.stop();
+    }
+
+    /// Stores what waits to be stored, takes the pool's name away, so that no segment outlives the server, and gives the
+    /// arena back to the driver. To be called when nothing is asked any more.
     pub fn close(&self) {
         if let Some(l2) = &self.l2 {
             l2.close();
         }
+        self.unlink_pool();
+        self.devices.close();
+    }
+
+    /// Takes the pool's name away. May be called at any time.
+    pub fn unlink_pool(&self) {
         self.l1.arena.unlink();
     }
 }

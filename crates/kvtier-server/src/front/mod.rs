@@ -272,6 +272,7 @@ impl Front {
         // Requests that the lanes still hold are answered before the socket goes.
         self.transfers.finish();
         self.control.finish();
+        self.server.engine.end_transfers();
         self.send_replies();
     }
 

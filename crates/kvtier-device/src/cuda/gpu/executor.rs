@@ -3,6 +3,7 @@
 use std::ffi::{CString, c_void};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
 use super::super::driver::{
@@ -139,34 +140,51 @@ fn load_kernels(context: &Arc<Context>) -> Result<Vec<Kernel>, CudaError> {
     Unit::ALL.into_iter().map(kernel).collect()
 }
 
-/// The stream of one direction, and what its pieces need until they are done.
+/// The streams of one direction, and what its pieces need until they are done.
 #[derive(Debug)]
 pub(super) struct Lane {
     tools: Arc<Tools>,
     direction: Direction,
     stream: Stream,
+    /// Of [`Executor::Staged`], whose kernel for one piece runs beside the copy of another one: the kernels.
+    kernels: Stream,
+    /// The slot of the last piece that ends there.
+    beside: Option<usize>,
     slots: Vec<Slot>,
     batch: CopyBatch,
     plan: KernelPlan,
     staged: DeviceCopies,
     whole: DeviceCopies,
     ranges: StagedRanges,
+    /// When the GPU had no memory for a buffer, until it has again.
+    refused: Option<Instant>,
+}
+
+/// What a launch of the kernel touches beside pages.
+#[derive(Debug, Clone, Copy)]
+enum Reach {
+    /// Pinned memory of the host.
+    Host,
+    /// A buffer on the GPU.
+    Gpu,
 }
 
 /// What one piece needs until it is done.
 #[derive(Debug)]
 struct Slot {
     done: Event,
+    /// The first of a staged piece's two steps is done.
+    half: Event,
     /// Whether `done` stands for the piece. It could not be recorded otherwise.
     recorded: bool,
     /// Where the kernel reads its plan; there if there is a kernel.
     plan: Option<HostBuffer>,
-    /// Made when it is first needed.
+    /// Made when there first has to be [room](Lane::has_room).
     staging: Option<DeviceBuffer>,
 }
 
 impl Lane {
-    /// A stream of its own. The retrieves' goes first: somebody waits for its bytes.
+    /// Streams of its own. The retrieves' go first: somebody waits for their bytes.
     ///
     /// # Errors
     /// What the driver says.
@@ -180,6 +198,7 @@ impl Lane {
         let slot = |_| {
             Ok(Slot {
                 done: Event::new(context, EventFlags::Plain)?,
+                half: Event::new(context, EventFlags::Plain)?,
                 recorded: true,
                 plan: tools.kernels.is_ok().then(plan).transpose()?,
                 staging: None,
@@ -187,6 +206,8 @@ impl Lane {
         };
         Ok(Self {
             stream: Stream::new(context, priority)?,
+            kernels: Stream::new(context, priority)?,
+            beside: None,
             slots: (0..SLOTS).map(slot).collect::<Result<_, CudaError>>()?,
             tools: Arc::clone(tools),
             direction,
@@ -195,10 +216,49 @@ impl Lane {
             staged: DeviceCopies::default(),
             whole: DeviceCopies::default(),
             ranges: StagedRanges::default(),
+            refused: None,
         })
     }
 
-    /// Puts a piece on the stream; gives the executor that was used, which is another one where the piece does not
+    /// Whether a slot has a buffer on the GPU, which [`Executor::Staged`] needs. One that it lacks is asked for now,
+    /// but not within `pause` after the GPU had no memory for one: an engine may have taken all there is, and asking takes
+    /// the driver longer than a piece.
+    ///
+    /// # Errors
+    /// What the driver says when it [ends the context](CudaError::ends_context).
+    pub fn has_room(
+        &mut self,
+        slot: usize,
+        now: Instant,
+        pause: Duration,
+    ) -> Result<bool, CudaError> {
+        let place = &mut self.slots[slot].staging;
+        let waits = |since: Instant| now.saturating_duration_since(since) < pause;
+        if place.is_some() || self.refused.is_some_and(waits) {
+            return Ok(place.is_some());
+        }
+        match self.tools.context.allocate(STAGING_BYTES) {
+            Ok(buffer) => {
+                *place = Some(buffer);
+                self.refused = None;
+            }
+            Err(error) if error.ends_context() => return Err(error),
+            Err(error) => {
+                if self.refused.replace(now).is_none() {
+                    let direction = self.direction;
+                    tracing::warn!(
+                        gpu = self.tools.context.device().ordinal(),
+                        ?direction,
+                        %error,
+                        "a GPU has no memory to stage copies in; until it has, they go without"
+                    );
+                }
+            }
+        }
+        Ok(place.is_some())
+    }
+
+    /// Puts a piece on the streams; gives the executor that was used, which is another one where the piece does not
     /// suit the one that was chosen. Also on an error, the slot is in use until [`Lane::is_done`].
     ///
     /// # Errors
@@ -220,22 +280,34 @@ impl Lane {
                 Executor::Plain => self.plain(copies, pieces).map(|()| Executor::Plain),
                 Executor::Batch => self.batch(copies, pieces).map(|()| Executor::Batch),
                 Executor::Kernel => self
-                    .launch(slot, copies, LINK_BLOCKS)
+                    .launch(slot, copies, Reach::Host)
                     .map(|()| Executor::Kernel),
                 Executor::Staged => self.staged(slot, copies, pieces),
             }
         };
-        let slot = &mut self.slots[slot];
-        let recorded = slot.done.record(&self.stream);
-        slot.recorded = recorded.is_ok();
+        let beside = self.direction == Direction::Retrieve && put == Ok(Executor::Staged);
+        if beside {
+            self.beside = Some(slot);
+        }
+        let done = &self.slots[slot].done;
+        let recorded = match &put {
+            Ok(_) if beside => done.record(&self.kernels),
+            Ok(_) => done.record(&self.stream),
+            // What was started of it may be on either.
+            Err(_) => self
+                .step(slot, &self.kernels, &self.stream)
+                .and_then(|()| done.record(&self.stream)),
+        };
+        self.slots[slot].recorded = recorded.is_ok();
         put.and_then(|used| recorded.map(|()| used))
     }
 
-    /// The handle of an event that is complete when everything that is on the stream now is done.
+    /// The handle of an event that is complete when everything that is on the streams now is done.
     ///
     /// # Errors
     /// What the driver says.
     pub fn export_event(&self, exported: &ExportedEvents) -> Result<[u8; 64], CudaError> {
+        self.join()?;
         exported.record(&self.stream)
     }
 
@@ -244,7 +316,21 @@ impl Lane {
     /// # Errors
     /// What the driver says.
     pub fn export_number(&self, numbers: &TimelineLane) -> Result<[u8; TIMELINE_BYTES], CudaError> {
+        self.join()?;
         numbers.record(&self.stream)
+    }
+
+    /// What comes next on the stream waits for all pieces. If the slot was used again since, its piece had ended.
+    fn join(&self) -> Result<(), CudaError> {
+        match self.beside {
+            Some(slot) => self.stream.wait_event(&self.slots[slot].done),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether everything that was put on the streams is done.
+    fn is_idle(&self) -> Result<bool, CudaError> {
+        Ok(self.stream.is_idle()? && self.kernels.is_idle()?)
     }
 
     /// Whether the piece in a slot is done.
@@ -255,19 +341,20 @@ impl Lane {
         let slot = &self.slots[slot];
         match slot.recorded {
             true => slot.done.is_complete(),
-            false => self.stream.is_idle(),
+            false => self.is_idle(),
         }
     }
 
-    /// Waits for everything that was put on the stream.
+    /// Waits for everything that was put on the streams.
     ///
     /// # Errors
     /// What the driver says about it.
     pub fn finish(&self) -> Result<(), CudaError> {
-        self.stream.synchronize()
+        self.stream.synchronize()?;
+        self.kernels.synchronize()
     }
 
-    /// Gives the buffers on the GPU back, when everything that was put on the stream is done.
+    /// Gives the buffers on the GPU back, when everything that was put on the streams is done.
     pub fn drop_staging(&mut self) {
         for slot in &mut self.slots {
             slot.staging = None;
@@ -307,8 +394,12 @@ impl Lane {
         &mut self,
         slot: usize,
         copies: &DeviceCopies,
-        most_blocks: u32,
+        reach: Reach,
     ) -> Result<(), CudaError> {
+        let (stream, most_blocks) = match reach {
+            Reach::Host => (&self.stream, LINK_BLOCKS),
+            Reach::Gpu => (&self.kernels, LOCAL_BLOCKS),
+        };
         let kernels = self.tools.kernels.as_ref().map_err(Clone::clone)?;
         self.plan.clear();
         self.plan.push(copies.as_slice(), self.direction);
@@ -350,7 +441,7 @@ impl Lane {
             ];
             // SAFETY: these are the kernel's three parameters; the lists stay as they are until the slot is done, and
             // the caller of `put` promises for the addresses in them.
-            unsafe { kernels[unit as usize].launch(&self.stream, grid, &mut arguments) }?;
+            unsafe { kernels[unit as usize].launch(stream, grid, &mut arguments) }?;
         }
         Ok(())
     }
@@ -361,17 +452,7 @@ impl Lane {
         copies: &DeviceCopies,
         pieces: PinnedPieces,
     ) -> Result<Executor, CudaError> {
-        let place = &mut self.slots[slot].staging;
-        let buffer = match place {
-            Some(buffer) => Some(buffer),
-            // An engine may have taken all memory there is.
-            None => match self.tools.context.allocate(STAGING_BYTES) {
-                Ok(buffer) => Some(place.insert(buffer)),
-                Err(error) if error.ends_context() => return Err(error),
-                Err(_) => None,
-            },
-        };
-        let staged = buffer.is_some_and(|buffer| {
+        let staged = self.slots[slot].staging.as_ref().is_some_and(|buffer| {
             self.ranges
                 .fill(copies.as_slice(), buffer.base().0, STAGING_BYTES)
         });
@@ -401,23 +482,32 @@ impl Lane {
         let put = unsafe {
             match self.direction {
                 Direction::Store => self
-                    .launch(slot, &staged, LOCAL_BLOCKS)
+                    .launch(slot, &staged, Reach::Gpu)
+                    .and_then(|()| self.step(slot, &self.kernels, &self.stream))
                     .and_then(|()| self.plain(&whole, pieces)),
                 Direction::Retrieve => self
                     .plain(&whole, pieces)
-                    .and_then(|()| self.launch(slot, &staged, LOCAL_BLOCKS)),
+                    .and_then(|()| self.step(slot, &self.stream, &self.kernels))
+                    .and_then(|()| self.launch(slot, &staged, Reach::Gpu)),
             }
         };
         (self.staged, self.whole) = (staged, whole);
         put.map(|()| Executor::Staged)
     }
+
+    /// What comes next on one stream waits for what is on another.
+    fn step(&self, slot: usize, first: &Stream, then: &Stream) -> Result<(), CudaError> {
+        let half = &self.slots[slot].half;
+        half.record(first)?;
+        then.wait_event(half)
+    }
 }
 
 impl Drop for Lane {
-    /// What the stream may still use is not given back.
+    /// What the streams may still use is not given back.
     fn drop(&mut self) {
         let _current = self.tools.context.enter();
-        let in_use = match self.stream.is_idle() {
+        let in_use = match self.is_idle() {
             Ok(idle) => !idle,
             Err(error) => !error.ends_context(),
         };

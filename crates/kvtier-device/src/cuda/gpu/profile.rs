@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvtier_memory::{Arena, ArenaKind, CopyLoop};
 
@@ -54,13 +54,21 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// The executor for a piece whose runs have `mean` bytes on average and are in such memory of the host.
-    pub(super) fn choose(&self, direction: Direction, mean: u64, host: HostMemory) -> Executor {
+    /// The executor for a piece whose runs have `mean` bytes on average and are in such memory of the host, with room
+    /// to stage it or without.
+    pub(super) fn choose(
+        &self,
+        direction: Direction,
+        mean: u64,
+        host: HostMemory,
+        room: bool,
+    ) -> Executor {
         // The longest one tried that is no longer.
         let tried = TRIED_RUNS.partition_point(|run| *run <= mean);
         let tried = tried.saturating_sub(1);
         let rate = |executor: &Executor| {
             let usable = executor.with(host) == *executor;
+            let usable = usable && (room || *executor != Executor::Staged);
             self.rates[direction as usize][*executor as usize][tried].filter(|_| usable)
         };
         let best = Executor::ALL.iter().filter_map(rate).fold(0.0, f64::max);
@@ -210,6 +218,11 @@ impl Bench {
     ) -> Result<Result<f64, String>, CudaError> {
         self.fill(direction, load.reach)?;
         let mut best = f64::INFINITY;
+        for slot in (0..load.pieces.len()).filter(|_| executor == Executor::Staged) {
+            if !lane.has_room(slot, Instant::now(), Duration::ZERO)? {
+                return Ok(Err("the GPU has no memory for its buffers".to_owned()));
+            }
+        }
         for _ in 0..rounds {
             let began = Instant::now();
             let put = load.pieces.iter().enumerate().map(|(slot, copies)| {
@@ -389,7 +402,8 @@ mod tests {
 
     #[test]
     fn the_fastest_is_chosen_and_copy_engines_when_they_are_as_fast() {
-        let choose = |rates: &[_], host| profile(rates).choose(Direction::Store, 4 << 10, host);
+        let choose =
+            |rates: &[_], host| profile(rates).choose(Direction::Store, 4 << 10, host, true);
         let all = [
             (Executor::Batch, 20.0),
             (Executor::Kernel, 50.0),
@@ -407,6 +421,10 @@ mod tests {
         assert_eq!(choose(&near, pinned), Executor::Batch);
         assert_eq!(choose(&near, pageable), Executor::Plain);
         assert_eq!(choose(&[], mapped), Executor::Plain);
+        let without_room = |host| profile(&all).choose(Direction::Store, 4 << 10, host, false);
+        assert_eq!(without_room(mapped), Executor::Kernel);
+        assert_eq!(without_room(pinned), Executor::Batch);
+        assert_eq!(without_room(pageable), Executor::Plain);
     }
 
     #[test]
@@ -418,7 +436,7 @@ mod tests {
         ] {
             profile.rates[Direction::Retrieve as usize][executor as usize][tried] = Some(1.0);
         }
-        let choose = |mean| profile.choose(Direction::Retrieve, mean, HostMemory::Mapped);
+        let choose = |mean| profile.choose(Direction::Retrieve, mean, HostMemory::Mapped, true);
         assert_eq!(choose(1), Executor::Kernel);
         assert_eq!(choose(256), Executor::Kernel);
         assert_eq!(choose(1023), Executor::Kernel);

@@ -150,7 +150,7 @@ impl Feeder {
                 worked |= self.collect(line);
                 worked |= self.feed(line, stop);
             }
-            if stop && self.jobs.is_empty() {
+            if stop && self.jobs.is_empty() && self.shared.close() {
                 return;
             }
             let now = Instant::now();
@@ -169,7 +169,7 @@ impl Feeder {
         let mut inbox = self.shared.inbox.lock();
         let jobs = std::mem::take(&mut inbox.jobs);
         inbox.nudged = false;
-        let stop = inbox.stop;
+        let stop = inbox.stopped.is_some();
         drop(inbox);
         for job in jobs {
             let id = self.next_job;
@@ -188,7 +188,8 @@ impl Feeder {
     /// Sleeps until something is handed over, or it is time to ask again.
     fn rest(&self) {
         let mut inbox = self.shared.inbox.lock();
-        if !inbox.jobs.is_empty() || inbox.nudged || inbox.stop && self.jobs.is_empty() {
+        if !inbox.jobs.is_empty() || inbox.nudged || inbox.stopped.is_some() && self.jobs.is_empty()
+        {
             return;
         }
         if self.jobs.is_empty() {
@@ -310,12 +311,14 @@ impl Feeder {
         let host = facts.host.min(self.shared.profile.registered);
         let lengths = self.piece.run_lengths();
         let (mean, shared) = (lengths.mean(), &self.shared);
-        let chosen = match shared.options.executor {
-            Some(executor) => executor.with(host),
-            None => shared.profile.choose(line.direction, mean, host),
-        };
-        shared.counters.runs(line.direction, mean, lengths.runs);
         let since = Instant::now();
+        let mut chosen = shared.choose(line.direction, mean, host, true);
+        if chosen == Executor::Staged {
+            let pause = shared.options.staging_pause;
+            let room = line.lane.has_room(slot, since, pause)?;
+            chosen = shared.choose(line.direction, mean, host, room);
+        }
+        shared.counters.runs(line.direction, mean, lengths.runs);
         // SAFETY: the context is current on this thread. The pages stay mapped as long as the job, which lives until
         // its last piece is done; the arena and its extents are held by the job too. The copies were checked against
         // the mapped pages and the extent, and the kernel is only chosen for memory that the GPU sees at the host's
