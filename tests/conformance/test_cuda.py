@@ -4,6 +4,8 @@ What store and retrieve do in every mode is tested beside the other modes, in te
 test_restart.py. Here is what only GPUs have. When a test ends, neither side may have used the driver wrongly.
 """
 
+import contextlib
+
 import pytest
 import torch
 from kvrig import tiers
@@ -138,6 +140,35 @@ def test_an_engine_that_dies_in_a_store(serve, engines):
     # A worker that comes in its place.
     again = engines(server, seed=2)
     assert same(load(again, before), stored)
+
+
+def test_a_stop_ends_what_is_with_the_gpu_and_answers_the_rest(serve, engines):
+    """A store that waits for its engine is answered with "no" at once, not by a connection that ends."""
+    server = serve("cuda", flags=["--gpu-event-timeout-seconds", "60"])
+    server.expect_trouble("being closed")
+    engine = engines(server)
+    engine.worker.gpu.script("hold kernel")
+    engine.worker.gpu.fill(next(iter(engine.worker.storages.values())).at, 1, 16)
+    engine.worker.submit_store("waits", tokens(32), 0, 32, engine.blocks_for(32))
+    wait_under_way(server, 1)
+    status, seconds = server.stop()
+    assert (status, seconds < 5) == (0, True), server.tail()
+    wait_until(engine.worker.stores["waits"].query, 3, "the answer")
+    assert engine.worker.finish_store("waits") is False
+    engine.worker.gpu.script("release")
+
+
+@pytest.mark.parametrize("held", ["cuIpcOpenMemHandle_v2", "cuMemHostUnregister"])
+def test_a_stop_with_a_driver_that_does_not_answer_ends_in_time(serve, engines, held):
+    """Whoever called it is left, and the process ends by itself, with exit code 1, and without its pool."""
+    server = serve("cuda", env={"KVTIER_CUDA_STANDIN": f"hold {held}"}, flags=["--stop-timeout-seconds", "2"])
+    server.expect_trouble("stop-timeout-seconds|register|does not give up")
+    with contextlib.suppress(ConnectionError):
+        engines(server, mq_timeout=5)
+    if held == "cuMemHostUnregister":
+        assert gpu_state(server)["in_use"]
+    status, seconds = server.stop()
+    assert (status, 1.9 < seconds < 8) == (1, True), server.tail()
 
 
 def test_tenants_on_a_gpu_are_apart(serve, engines):

@@ -41,6 +41,7 @@
 //! | `die FUNCTION@WHEN` | this call kills the process; without `@WHEN` the next | |
 //! | `h2d=RATE`, `d2h=RATE`, `kernel=RATE` | an engine does so many bytes a second at most; 0: no limit | 0 |
 //! | `hold ENGINE`, `release` | an engine starts its next work and does not get on with it; all get on | |
+//! | `hold FUNCTION@WHEN` | these calls are counted and do not get on before `release`; without `@WHEN` all | |
 //! | `event.never=WHEN` | these records of events are never reached | |
 //! | `import.never=WHEN` | these opened events never complete, for who opened them | |
 //! | `batch=absent` | no `cuMemcpyBatchAsync`; `present` | `present` |

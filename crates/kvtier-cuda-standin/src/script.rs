@@ -57,6 +57,8 @@ pub(crate) struct Script {
     /// Bytes a second by direction; 0: as fast as they go.
     pub rates: [u64; 3],
     pub holds: [bool; 3],
+    /// Functions whose calls do not begin.
+    pub held: HashMap<String, When>,
     pub event_never: Option<When>,
     pub import_never: Option<When>,
     pub batch: bool,
@@ -73,6 +75,7 @@ impl Default for Script {
             rules: HashMap::new(),
             rates: [0; 3],
             holds: [false; 3],
+            held: HashMap::new(),
             event_never: None,
             import_never: None,
             batch: true,
@@ -118,8 +121,18 @@ impl Script {
                 let kept = std::mem::take(self);
                 (self.devices, self.memory, self.driver) = (kept.devices, kept.memory, kept.driver);
             }
-            ("release", "") => self.holds = [false; 3],
-            ("hold", rest) => self.holds[DIRECTIONS.iter().position(|&d| d == rest)?] = true,
+            ("release", "") => {
+                self.holds = [false; 3];
+                self.held.clear();
+            }
+            ("hold", rest) => match DIRECTIONS.iter().position(|&d| d == rest) {
+                Some(engine) => self.holds[engine] = true,
+                None => {
+                    let (function, when) = rest.split_once('@').unwrap_or((rest, "1+"));
+                    let when = When::parse(when).filter(|_| known(function))?;
+                    self.held.insert(function.into(), when);
+                }
+            },
             ("fail", rest) => {
                 let (function, how) = rest.split_once('=')?;
                 let (code, when) = how.split_once('@').unwrap_or((how, "1+"));

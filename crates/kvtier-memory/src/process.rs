@@ -1,4 +1,4 @@
-//! Processes that are told from later ones with their number.
+//! Processes that are told from later ones with their number, and the end of this one.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -6,6 +6,12 @@ use std::io::{BufRead, BufReader};
 use rustix::process::{Pid, test_kill_process};
 
 use crate::shm_file::FileId;
+
+/// Ends this process whatever its threads do, and runs nothing that was registered for its end.
+pub fn exit_at_once(code: i32) -> ! {
+    // SAFETY: it takes no address and does not return.
+    unsafe { libc::_exit(code) }
+}
 
 /// A process as it was seen once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,12 +36,7 @@ impl SeenProcess {
     /// stranger's, or nobody's.
     pub(crate) fn find_mapper(number: u32, file: FileId) -> Option<Self> {
         let seen = Self::find(number)?;
-        let maps = File::open(format!("/proc/{}/maps", seen.pid.as_raw_nonzero())).ok()?;
-        // Split, not lines: paths are any bytes.
-        let mut lines = BufReader::new(maps).split(b'\n').map_while(Result::ok);
-        lines
-            .any(|line| mapped_file(&String::from_utf8_lossy(&line)) == Some(file))
-            .then_some(seen)
+        has_mapped(number, vec![file]).then_some(seen)
     }
 
     /// Whether it is known to have ended. One that nobody has waited for has.
@@ -48,6 +49,20 @@ impl SeenProcess {
 /// Every other error is about a process that exists and may not be signalled.
 fn exists(pid: Pid) -> bool {
     test_kill_process(pid) != Err(rustix::io::Errno::SRCH)
+}
+
+/// Whether the process that `/proc` has under this number is seen to have all of these files mapped.
+pub fn has_mapped(number: u32, mut files: Vec<FileId>) -> bool {
+    let Ok(maps) = File::open(format!("/proc/{number}/maps")) else {
+        return false;
+    };
+    // Split, not lines: paths are any bytes.
+    let mut lines = BufReader::new(maps).split(b'\n').map_while(Result::ok);
+    lines.any(|line| {
+        let mapped = mapped_file(&String::from_utf8_lossy(&line));
+        files.retain(|file| mapped != Some(*file));
+        files.is_empty()
+    })
 }
 
 /// The file in a line of `/proc/<pid>/maps`: addresses, permissions, offset, device, inode and path.

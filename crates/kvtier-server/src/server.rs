@@ -113,6 +113,13 @@ impl Server {
         &self.health
     }
 
+    /// How long [`Server::stop`] and dropping it may take, together.
+    pub fn stop_limit(&self) -> Duration {
+        let config = self.engine.config();
+        let drain = config.l2.as_ref().map(|l2| l2.drain_timeout);
+        config.stop_timeout + drain.unwrap_or_default()
+    }
+
     /// Answers what is under way and stops.
     pub fn stop(&mut self) {
         self.health.set_stopping();

@@ -3,6 +3,8 @@
 use std::ffi::OsString;
 use std::io::Write as _;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
@@ -26,7 +28,10 @@ pub struct ServerCommand {
     flags: Vec<OsString>,
 }
 
-/// Runs the server. Ends with SIGTERM, SIGINT or SIGHUP, exit code 0.
+/// How long the last line of a log may take.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+
+/// Runs the server. Ends with SIGTERM, SIGINT or SIGHUP, exit code 0, or 1 when that took too long.
 pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     let config = match ServerConfig::parse(command.flags) {
         Ok(Parsed::Run {
@@ -81,9 +86,33 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     );
     let signal = signals.wait();
     tracing::info!(signal, "stopping");
+    end_in_time(&server).context("no thread to watch the stop")?;
     server.stop();
     tracing::info!("stopped");
     Ok(ExitCode::SUCCESS)
+}
+
+/// Ends the process when its stop takes too long, handlers of libraries at its exit included: a driver of a GPU that
+/// does not answer keeps whoever calls it, and the system takes everything back from a process that is gone.
+fn end_in_time(server: &Server) -> std::io::Result<()> {
+    let limit = server.stop_limit();
+    // The engine is not held: it is to end with the server.
+    let engine = Arc::downgrade(server.engine());
+    let end = move || {
+        std::thread::sleep(limit);
+        tracing::error!(
+            limit = limit.as_secs_f64(),
+            "not stopped in time (--stop-timeout-seconds): the process ends now"
+        );
+        if let Some(engine) = engine.upgrade() {
+            engine.unlink_pool();
+        }
+        // For the line above. Whoever reads it may be stuck too.
+        std::thread::sleep(LAST_WORDS);
+        kvtier_memory::exit_at_once(1);
+    };
+    let thread = std::thread::Builder::new().name("kvtier-stop".into());
+    thread.spawn(end).map(drop)
 }
 
 /// `--check-config`: says what a server would do, and what is against it.

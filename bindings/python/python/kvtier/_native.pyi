@@ -222,10 +222,12 @@ class Worker:
         is_store: bool,
         skip: int = 0,
         event: bytes = b"",
+        timeout: float | None = None,
     ) -> None:
         """Start a store or a retrieve. Never waits, never fails: :meth:`take_finished` tells how it ended.
 
-        That is so for numbers and names that are none, too: of a batch all parts end, whatever one of them is.
+        That is so for numbers and names that are none, too: of a batch all parts end, whatever one of them is. It may
+        take ``timeout`` seconds, as long as each of the client's requests by default.
         """
 
     def release_pages(self, ids: list[int]) -> list[int]:

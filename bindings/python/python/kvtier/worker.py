@@ -315,19 +315,6 @@ class WorkerAdapter:
     def _submit(
         self, transfer: Transfer, ops: Sequence[LoadStoreOp], cache_salts: Sequence[str] | None
     ) -> Transfer:
-        if not transfer.is_store or self.mode != "lmcache_driven":
-            return self._submit_all(transfer, ops, cache_salts)
-        # Its deadline is set when it is submitted.
-        timeout = self.client.timeout
-        self.client.timeout = min(timeout, self._store_timeout)
-        try:
-            return self._submit_all(transfer, ops, cache_salts)
-        finally:
-            self.client.timeout = timeout
-
-    def _submit_all(
-        self, transfer: Transfer, ops: Sequence[LoadStoreOp], cache_salts: Sequence[str] | None
-    ) -> Transfer:
         assert self._worker is not None
         request_ids, event = transfer.request_ids, transfer.engine_event
         salts = list(cache_salts) if cache_salts is not None else [""] * len(ops)
@@ -340,6 +327,9 @@ class WorkerAdapter:
             for op in ops
         ]
         handle = _NO_EVENT if event is None else bytes(event.ipc_handle())
+        timeout = self.client.timeout
+        if transfer.is_store and self.mode == "lmcache_driven":
+            timeout = min(timeout, self._store_timeout)
         transfer.parts = len(ops)
         for request_id, op, salt, prompt in zip(request_ids, ops, salts, prompts, strict=True):
             end = op.end or (len(prompt) if op.block_hashes is not None else 0)
@@ -359,6 +349,7 @@ class WorkerAdapter:
                 is_store=transfer.is_store,
                 skip=op.skip_first_n_tokens,
                 event=handle,
+                timeout=timeout,
             )
         return transfer
 

@@ -346,7 +346,8 @@ impl Worker {
             .map(pages::Pages::chunk_bytes)
     }
 
-    #[pyo3(signature = (id, prompt, start, end, request_id, cache_salt, block_ids, *, is_store, skip=None, event=vec![]))]
+    #[pyo3(signature = (id, prompt, start, end, request_id, cache_salt, block_ids, *, is_store, skip=None, event=vec![],
+        timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn submit(
         &self,
@@ -360,6 +361,7 @@ impl Worker {
         is_store: bool,
         skip: Option<&Bound<'_, PyAny>>,
         event: Vec<u8>,
+        timeout: Option<f64>,
     ) {
         // What cannot be meant ends this transfer; an exception would leave the caller with half a batch under way.
         let described = || -> Result<_, String> {
@@ -385,7 +387,7 @@ impl Worker {
             block_ids,
             skip,
             event,
-            deadline: Instant::now() + self.core.client.timeout(),
+            deadline: Instant::now() + timeout.map_or_else(|| self.core.client.timeout(), seconds),
         };
         match self.core.mode {
             Mode::Server => server_driven::submit(&self.core, &transfer),

@@ -15,7 +15,8 @@ use std::ffi::c_void;
 use crate::abi::{
     CUresult, ERROR_NOT_INITIALIZED, ERROR_NOT_PERMITTED, Fault, Outcome, SUCCESS, wrong,
 };
-use crate::script::Act;
+use crate::script::{Act, When};
+use crate::stream::until;
 use crate::world::{IN_HOST_FUNCTION, world};
 
 /// Defines exported functions, and a table of them.
@@ -70,7 +71,16 @@ const EARLY: [&str; 5] = [
 fn enter(name: &'static str, body: impl FnOnce() -> Outcome) -> CUresult {
     let world = world();
     world.journal.add(name, 1);
-    let act = world.script.lock().act(name);
+    let (act, held) = {
+        let mut script = world.script.lock();
+        (
+            script.act(name),
+            script.held.get_mut(name).is_some_and(When::hit),
+        )
+    };
+    if held {
+        until(|| !world.script.lock().held.contains_key(name));
+    }
     match act {
         Some(Act::Fail(code)) => return code,
         Some(Act::Die) => _ = unsafe { libc::kill(libc::getpid(), libc::SIGKILL) },

@@ -21,6 +21,26 @@ fn a_call_fails_when_the_script_says_so() {
 }
 
 #[test]
+fn calls_wait_as_long_as_their_function_is_held() {
+    let _alone = alone();
+    let version = || call!(cuDriverGetVersion(&mut 0 => *mut c_int));
+    script("hold cuDriverGetVersion@2+");
+    assert_eq!(OK, version());
+    std::thread::scope(|scope| {
+        let held = scope.spawn(version);
+        while count("cuDriverGetVersion") == 1 {
+            std::thread::yield_now();
+        }
+        assert_eq!(OK, call!(cuDeviceGetCount(&mut 0 => *mut c_int)));
+        assert!(!held.is_finished());
+        script("release");
+        assert_eq!(OK, held.join().unwrap());
+    });
+    assert_eq!(OK, version());
+    clean();
+}
+
+#[test]
 fn a_script_that_cannot_be_read_is_named() {
     let _alone = alone();
     for wrong in [
@@ -29,6 +49,7 @@ fn a_script_that_cannot_be_read_is_named() {
         "fail cuMemAlloc_v2=x",
         "fail cuMemAlloc_v2=1@0",
         "hold pcie",
+        "hold cuMemAlloc_v2@x",
         "devices=17",
         "uuid.0=12",
         "uuid.9=5ca1ab1e-0000-4000-8000-000000000000",

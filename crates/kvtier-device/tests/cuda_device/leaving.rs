@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvtier_device::DeviceError;
 
 use crate::lender::{Lender, StandIn};
-use crate::setup::{Pages, Server, past, wait};
+use crate::setup::{PIECE, Pages, Server, past, wait};
 use crate::turns::batches;
 
 /// Every slot is in use, and the engine that copies from the GPU does not get on.
@@ -219,6 +219,36 @@ fn a_gpu_that_hangs_is_left() {
     assert!(matches!(error, DeviceError::Stopped), "{error}");
     wait(|| rest.count("live.contexts") == 0);
     rest.is_clean();
+}
+
+/// All GPUs are stopped before one is waited for: what hangs on one holds up no other.
+#[test]
+fn a_device_that_is_stopped_tells_everybody_and_names_what_hangs() {
+    let mut options = batches();
+    options.leave_timeout = Duration::from_millis(50);
+    let server = Server::with("", options, 1 << 20);
+    let mut engine = Lender::start();
+    let [blocks, page] = PIECE;
+    let pages = Pages::pieces(&server, &mut engine, 8);
+    let other = Pages::on(1, &server, &mut engine, [blocks, page, blocks]).unwrap();
+    server.pinned();
+    server.script("clear");
+    hold(&server);
+    let part = pages.begin(pages.store(&server, 8));
+    slots_are_full(&server);
+    let none = pages.begin(pages.store(&server, 1));
+    assert_eq!(server.cuda.stop(), [0]);
+    for late in [none, other.begin(other.retrieve(&server, 1))] {
+        let error = late.end().unwrap_err();
+        assert!(matches!(error, DeviceError::Stopped), "{error}");
+    }
+    assert!(!part.has_ended());
+    server.script("release");
+    let error = part.end().unwrap_err();
+    assert!(matches!(error, DeviceError::Stopped), "{error}");
+    wait(|| server.cuda.stop().is_empty());
+    drop((pages, other));
+    server.ends_clean();
 }
 
 /// What a transfer holds may be the last that holds the GPU: its own thread lets go of it.

@@ -1,6 +1,7 @@
 //! The arena, pinned in the background, wholly, partly, or not at all.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuOptions, PinningStatus};
@@ -201,5 +202,57 @@ fn an_object_over_a_border() {
         assert_eq!(server.count(copies.0), copies.1, "{executor:?}");
         drop(pages);
         server.ends_clean();
+    }
+}
+
+/// A terabyte has thousands of pieces, and the driver walks the pages of each.
+#[test]
+fn pieces_are_given_up_side_by_side() {
+    let mut options = in_pieces(Executor::Batch);
+    options.pin_bytes = ARENA / 16;
+    let server = Server::with("", options, ARENA);
+    let mut engine = Lender::start();
+    drop(Pages::register(&server, &mut engine, [8, 64, 8]));
+    server.script("hold cuMemHostUnregister");
+    let Server { cuda, rest, .. } = server;
+    let dropping = std::thread::spawn(move || drop(cuda));
+    wait(|| rest.count("cuMemHostUnregister") == 4);
+    assert_eq!(rest.count("live.host"), 16);
+    rest.script("release");
+    dropping.join().unwrap();
+    assert_eq!(rest.count("cuMemHostUnregister"), 16);
+    rest.is_clean();
+}
+
+/// It is waited for a while, and then left with what it has; who asked is told how much that is.
+#[test]
+fn a_driver_that_does_not_answer_is_left_with_the_arena() {
+    for held in ["cuMemHostUnregister", "cuMemHostRegister_v2"] {
+        let mut options = in_pieces(Executor::Batch);
+        options.leave_timeout = Duration::from_millis(1);
+        let server = Server::with("", options, ARENA);
+        let mut engine = Lender::start();
+        let pinned_bytes = match held {
+            "cuMemHostUnregister" => {
+                drop(Pages::register(&server, &mut engine, [8, 64, 8]));
+                server.script("hold cuMemHostUnregister");
+                ARENA
+            }
+            held => {
+                // The first one is of what the GPU is tried with.
+                server.script(&format!("hold {held}@2+"));
+                drop(Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap());
+                wait(|| server.count(held) == 1 + PIECES);
+                0
+            }
+        };
+        // A machine that is busy with others may take longer to end what goes on.
+        wait(|| server.cuda.stop().is_empty());
+        assert_eq!(server.cuda.unpin(), Err(pinned_bytes), "{held}");
+        let rest = server.without_device();
+        assert!(rest.count("live.contexts") > 0);
+        rest.script("release");
+        wait(|| rest.count("live.contexts") == 0);
+        rest.is_clean();
     }
 }

@@ -187,6 +187,9 @@ pub struct ServerArgs {
     /// Silence in seconds granted to a worker that registered and has not pinged yet; at least the reap timeout
     #[arg(long, default_value_t = 3600.0, help_heading = "Request server")]
     pub worker_registration_grace_seconds: f64,
+    /// Seconds that a stop may take beside --l2-drain-timeout-seconds; then the process ends whatever is under way
+    #[arg(long, default_value_t = 20.0, help_heading = "Request server")]
+    pub stop_timeout_seconds: f64,
     /// Longest life of a request session in seconds
     #[arg(long, default_value_t = 600.0, help_heading = "Request server")]
     pub session_ttl_seconds: f64,
@@ -495,6 +498,7 @@ impl ServerArgs {
             separate_object_groups: !self.no_separate_object_groups,
             worker_reap_timeout,
             registration_grace,
+            stop_timeout: seconds("stop-timeout-seconds", self.stop_timeout_seconds, 1.0)?,
             session_ttl: seconds("session-ttl-seconds", self.session_ttl_seconds, 1.0)?,
             l1_bytes,
             l1_origin,

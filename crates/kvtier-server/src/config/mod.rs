@@ -91,6 +91,8 @@ pub struct ServerConfig {
     pub worker_reap_timeout: Option<Duration>,
     /// Silence granted to a worker that registered but has not pinged yet.
     pub registration_grace: Duration,
+    /// How long a stop may take, but for what waits to be stored in tiers.
+    pub stop_timeout: Duration,
     /// Longest life of a request session.
     pub session_ttl: Duration,
     /// Bytes of L1.

@@ -192,7 +192,8 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
         "--runtime-plugin-locations",
         "a",
         "b",
-        "--no-isolated-ipc",
+        "--isolated-ipc",
+        "--no-gds-l1-use-direct-io",
     ])
     .unwrap();
     let mut ignored = config.ignored;
@@ -202,7 +203,7 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
         [
             "--enable-tracing",
             "--kv-event-log-size",
-            "--no-isolated-ipc",
+            "--no-gds-l1-use-direct-io",
             "--runtime-plugin-locations"
         ]
     );
@@ -346,7 +347,10 @@ fn a_bad_file_is_refused_by_name_and_key() {
     assert!(refused(&["--config", "/no/such/file"]).contains("/no/such/file"));
     for (key, near) in [
         ("l1-size", "perhaps l1-size-gb, chunk-size; "),
-        ("worker-timeout", "perhaps worker-reap-timeout-seconds; "),
+        (
+            "worker-timeout",
+            "perhaps worker-reap-timeout-seconds, stop-timeout-seconds; ",
+        ),
         ("shm", "perhaps shm-name; "),
         ("server", ""),
         ("config", ""),

@@ -64,15 +64,20 @@ impl Devices {
         nodes.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
+    /// Whether pages are on a GPU, whose driver may take seconds to open and close them.
+    pub fn is_on_gpu(layout: &KvLayout) -> bool {
+        let on_gpu = |memory: &MemorySpec| matches!(memory, MemorySpec::Cuda(_));
+        layout.memories().iter().any(on_gpu)
+    }
+
     /// Opens a worker's pages on the device where they are.
     ///
     /// # Errors
     /// One line: memory of a kind that no device here has, or what the device says.
     pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>, String> {
         let layout = Arc::new(layout);
-        let on_gpu = |memory: &MemorySpec| matches!(memory, MemorySpec::Cuda(_));
         let device: &dyn Device = match &self.cuda {
-            _ if !layout.memories().iter().any(on_gpu) => &CpuDevice,
+            _ if !Self::is_on_gpu(&layout) => &CpuDevice,
             Ok(cuda) => cuda,
             Err(why) => {
                 return Err(format!(
@@ -82,6 +87,34 @@ impl Devices {
         };
         let opened = device.open(layout);
         opened.map(Arc::from).map_err(|error| error.to_string())
+    }
+
+    /// Has what is with the GPUs end, and the rest refused. Everybody is answered then, but for those on a GPU that does
+    /// not answer: that one is waited for some seconds, and gives its number here.
+    pub fn stop(&self) -> Vec<i32> {
+        let left = self
+            .cuda
+            .as_ref()
+            .map_or_else(|_| Vec::new(), CudaDevice::stop);
+        if !left.is_empty() {
+            tracing::error!(gpus = ?left, "transfers have not ended: what these GPUs use is left to the end of the process");
+        }
+        left
+    }
+
+    /// [`Devices::stop`], and gives up the pinned arena.
+    pub fn close(&self) {
+        let Ok(cuda) = &self.cuda else {
+            return;
+        };
+        if self.stop().is_empty()
+            && let Err(bytes) = cuda.unpin()
+        {
+            tracing::error!(
+                bytes,
+                "the driver does not give up pinned memory: it is left to the end of the process"
+            );
+        }
     }
 
     /// Each GPU, for metrics.

@@ -45,7 +45,8 @@ pub struct GpuOptions {
     pub pin_bytes: u64,
     /// How long a GPU that had no memory for a buffer to stage copies in is not asked for one again.
     pub staging_pause: Duration,
-    /// How long dropping a GPU waits for what is with it. What has not ended then never does: its memory is lost.
+    /// How long stopping or dropping a GPU waits for what is with it, and for the driver to give up a piece of the arena.
+    /// What has not ended then never does: its memory is lost.
     pub leave_timeout: Duration,
 }
 
@@ -88,7 +89,8 @@ struct Inbox {
     jobs: Vec<Job>,
     /// Something changed that the thread should look at.
     nudged: bool,
-    stop: bool,
+    /// Since when it is to end.
+    stopped: Option<Instant>,
     /// Nobody takes anything from here any more.
     closed: bool,
     ended: bool,
@@ -110,6 +112,13 @@ impl Shared {
         jobs.into_iter().for_each(|job| self.refuse(job));
     }
 
+    /// Takes no more, if there is nothing left to take; says whether so.
+    fn close(&self) -> bool {
+        let mut inbox = self.inbox.lock();
+        inbox.closed = inbox.jobs.is_empty();
+        inbox.closed
+    }
+
     /// The executor for a piece: what is demanded, as far as there is memory for it, or the best.
     fn choose(
         &self,
@@ -127,7 +136,7 @@ impl Shared {
 
     fn refuse(&self, mut job: Job) {
         let why = self.broken.lock().clone();
-        job.fail(DeviceError::Broken(why.unwrap_or_default()));
+        job.fail(why.map_or(DeviceError::Stopped, DeviceError::Broken));
         self.end(job);
     }
 
@@ -166,7 +175,7 @@ pub struct GpuReadings {
     pub profile: Profile,
     /// Why the GPU is of no use any more, if so.
     pub broken: Option<String>,
-    /// Allocations of workers that are open by the driver's handle.
+    /// Allocations of workers that are open, see [`Allocations::open_count`].
     pub open_allocations: usize,
 }
 
@@ -308,6 +317,28 @@ impl Gpu {
         self.shared.wake.notify_one();
     }
 
+    /// Begins nothing more. What is with the GPU ends as it would, the rest is refused.
+    pub fn stop(&self) {
+        self.shared
+            .inbox
+            .lock()
+            .stopped
+            .get_or_insert_with(Instant::now);
+        self.shared.wake.notify_one();
+    }
+
+    /// Waits until everything has ended and was told, if it was stopped. Gives up when that takes too long.
+    pub fn wait_end(&self) -> bool {
+        let shared = &self.shared;
+        let mut inbox = shared.inbox.lock();
+        let waited = inbox.stopped.map_or(Duration::ZERO, |at| at.elapsed());
+        let left = shared.options.leave_timeout.saturating_sub(waited);
+        let result = shared
+            .ended
+            .wait_while_for(&mut inbox, |inbox| !inbox.ended, left);
+        !result.timed_out()
+    }
+
     /// Why it is of no use any more, if so.
     pub fn broken(&self) -> Option<String> {
         self.shared.broken.lock().clone()
@@ -340,27 +371,16 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        let mut inbox = self.shared.inbox.lock();
-        inbox.stop = true;
-        self.shared.wake.notify_one();
+        self.stop();
         let Some(thread) = self.thread.take() else {
             return;
         };
-        if thread.thread().id() == std::thread::current().id() {
-            // The last owner was what a transfer held. The thread ends by itself.
-            return;
+        // Of the thread itself the last owner was what a transfer held. It ends by itself. Else it may have been left,
+        // and keeps what the GPU may still touch.
+        if thread.thread().id() != std::thread::current().id() && self.wait_end() {
+            // It has nothing left to do.
+            let _ = thread.join();
         }
-        let (ended, timeout) = (&self.shared.ended, self.shared.options.leave_timeout);
-        if ended
-            .wait_while_for(&mut inbox, |inbox| !inbox.ended, timeout)
-            .timed_out()
-        {
-            // The thread keeps what the GPU may still touch.
-            return;
-        }
-        drop(inbox);
-        // It has nothing left to do.
-        let _ = thread.join();
     }
 }
 

@@ -7,7 +7,8 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
 
 use kvtier_memory::{Arena, Extent};
 use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
@@ -16,7 +17,8 @@ use super::super::device_copy::PinnedPieces;
 use super::super::driver::{Context, DevicePtr, RegisteredHost};
 use super::executor::HostMemory;
 
-/// Threads that pin. The work is the kernel's, page by page; more of them gain little (LMCache uses one).
+/// Threads that pin, and later unpin. The work is the kernel's, page by page; more of them gain little (LMCache uses
+/// one).
 const THREADS: usize = 4;
 
 /// How far pinning has come.
@@ -35,12 +37,15 @@ pub struct PinningStatus {
 /// One arena and what of it is pinned.
 pub(in super::super) struct Pinned {
     shared: Arc<Shared>,
-    threads: Vec<JoinHandle<()>>,
+    /// Without senders once the threads that pin have ended.
+    pinning: Mutex<Receiver<()>>,
+    /// How long the driver may take for a piece when this ends.
+    patience: Duration,
 }
 
 struct Shared {
     // Before the arena, which must stay mapped while pieces are registered.
-    registered: Mutex<Vec<RegisteredHost>>,
+    registered: Mutex<Vec<(u64, RegisteredHost)>>,
     /// Bytes of a piece, the last one maybe fewer.
     piece_bytes: u64,
     pieces: Vec<AtomicBool>,
@@ -57,8 +62,14 @@ struct Shared {
 }
 
 impl Pinned {
-    /// Begins to pin, so many bytes at a time, in whole pages.
-    pub fn start(context: &Arc<Context>, arena: Arc<Arena>, piece_bytes: u64) -> Self {
+    /// Begins to pin, so many bytes at a time, in whole pages. At the end it is not waited any longer than `patience`
+    /// for a driver that does nothing.
+    pub fn start(
+        context: &Arc<Context>,
+        arena: Arc<Arena>,
+        piece_bytes: u64,
+        patience: Duration,
+    ) -> Self {
         let page = arena.page_bytes();
         let piece_bytes = piece_bytes.clamp(page, arena.len()).next_multiple_of(page);
         let count = arena.len().div_ceil(piece_bytes) as usize;
@@ -75,19 +86,58 @@ impl Pinned {
             error: Mutex::default(),
             arena,
         });
-        let threads = (0..THREADS.min(count)).filter_map(|number| {
-            let (pinning, context) = (Arc::clone(&shared), Arc::clone(context));
-            let thread = std::thread::Builder::new().name(format!("kvtier-pin-{number}"));
-            let thread = thread.spawn(move || pinning.pin(&context));
-            thread
-                .map_err(|error| *shared.error.lock() = Some(format!("no thread: {error}")))
-                .ok()
+        let pinning = Shared::on_threads(&shared, "pin", count, {
+            let context = Arc::clone(context);
+            move |shared: &Shared, did: &_| shared.pin(&context, did)
         });
-        let threads: Vec<_> = threads.collect();
-        if threads.is_empty() {
+        let pinning = Mutex::new(pinning.unwrap_or_else(|error| {
+            *shared.error.lock() = Some(format!("no thread: {error}"));
             shared.stop.store(true, Ordering::Relaxed);
+            channel().1
+        }));
+        Self {
+            shared,
+            pinning,
+            patience,
         }
-        Self { threads, shared }
+    }
+
+    /// Pins no more, and gives up what is pinned: no copy may need it any more.
+    ///
+    /// # Errors
+    /// The bytes that are still pinned, when the driver did nothing for as long as it is waited for. They are given up
+    /// by what it has not answered yet, or at the end of the process.
+    pub fn unpin(&self) -> Result<(), u64> {
+        let shared = &self.shared;
+        shared.stop.store(true, Ordering::Relaxed);
+        let unpinned = self.ends(&self.pinning.lock()) && {
+            for piece in &shared.pieces {
+                piece.store(false, Ordering::Release);
+            }
+            let count = shared.registered.lock().len();
+            let unpinning = Shared::on_threads(shared, "unpin", count, Shared::unpin);
+            // Without a thread it is done here.
+            let unpinning = unpinning.unwrap_or_else(|_| {
+                let (did, unpinning) = channel();
+                shared.unpin(&did);
+                unpinning
+            });
+            self.ends(&unpinning)
+        };
+        match unpinned {
+            true => Ok(()),
+            false => Err(shared.bytes.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// Waits for threads to end as long as they get on.
+    fn ends(&self, threads: &Receiver<()>) -> bool {
+        loop {
+            match threads.recv_timeout(self.patience) {
+                Ok(()) => {}
+                Err(error) => return error == RecvTimeoutError::Disconnected,
+            }
+        }
     }
 
     /// Nothing is pinned until the result is dropped. Waits for the pieces that are being pinned.
@@ -138,7 +188,47 @@ impl Pinned {
 }
 
 impl Shared {
-    fn pin(&self, context: &Arc<Context>) {
+    /// Runs something on a few threads; gives what they say that they did, and nothing any more when all have ended.
+    fn on_threads(
+        this: &Arc<Self>,
+        name: &str,
+        pieces: usize,
+        run: impl Fn(&Self, &Sender<()>) + Clone + Send + 'static,
+    ) -> std::io::Result<Receiver<()>> {
+        let (did, receiver) = channel();
+        for number in 0..THREADS.min(pieces) {
+            let (this, did, run) = (Arc::clone(this), did.clone(), run.clone());
+            let run = move || {
+                run(&this, &did);
+                // Whoever hears that it has ended finds nothing held by it.
+                drop((run, this));
+                drop(did);
+            };
+            let thread = std::thread::Builder::new().name(format!("kvtier-{name}-{number}"));
+            match thread.spawn(run) {
+                Ok(_) => {}
+                Err(error) if number == 0 => return Err(error),
+                // Fewer will do.
+                Err(_) => break,
+            }
+        }
+        Ok(receiver)
+    }
+
+    fn unpin(&self, did: &Sender<()>) {
+        loop {
+            // The lock is not held over the driver's call.
+            let Some((bytes, piece)) = self.registered.lock().pop() else {
+                return;
+            };
+            drop(piece);
+            self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+            // Nobody may listen any more.
+            let _ = did.send(());
+        }
+    }
+
+    fn pin(&self, context: &Arc<Context>, did: &Sender<()>) {
         loop {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
             if number >= self.pieces.len() || self.stop.load(Ordering::Relaxed) {
@@ -151,6 +241,7 @@ impl Shared {
                 *self.error.lock() = Some(format!("{bytes} bytes from {offset} on: {error}"));
             }
             self.left.fetch_sub(1, Ordering::Relaxed);
+            let _ = did.send(());
         }
     }
 
@@ -171,7 +262,7 @@ impl Shared {
         let registered = unsafe { context.register_host(start, bytes as usize) };
         let registered = registered.map_err(|error| error.to_string())?;
         // From here on copies may rely on it, whatever else is said.
-        self.registered.lock().push(registered);
+        self.registered.lock().push((bytes, registered));
         let seen = context.host_device_pointer(start);
         if seen != Ok(DevicePtr(start.as_ptr() as u64)) {
             self.same_address.store(false, Ordering::Release);
@@ -184,11 +275,8 @@ impl Shared {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Relaxed);
-        for thread in self.threads.drain(..) {
-            // Nothing in there panics.
-            let _ = thread.join();
-        }
+        // What is left is held by the threads that wait for the driver, the arena too.
+        let _ = self.unpin();
     }
 }
 

@@ -150,7 +150,7 @@ impl Feeder {
                 worked |= self.collect(line);
                 worked |= self.feed(line, stop);
             }
-            if stop && self.jobs.is_empty() {
+            if stop && self.jobs.is_empty() && self.shared.close() {
                 return;
             }
             let now = Instant::now();
@@ -169,7 +169,7 @@ impl Feeder {
         let mut inbox = self.shared.inbox.lock();
         let jobs = std::mem::take(&mut inbox.jobs);
         inbox.nudged = false;
-        let stop = inbox.stop;
+        let stop = inbox.stopped.is_some();
         drop(inbox);
         for job in jobs {
             let id = self.next_job;
@@ -188,7 +188,8 @@ impl Feeder {
     /// Sleeps until something is handed over, or it is time to ask again.
     fn rest(&self) {
         let mut inbox = self.shared.inbox.lock();
-        if !inbox.jobs.is_empty() || inbox.nudged || inbox.stop && self.jobs.is_empty() {
+        if !inbox.jobs.is_empty() || inbox.nudged || inbox.stopped.is_some() && self.jobs.is_empty()
+        {
             return;
         }
         if self.jobs.is_empty() {
