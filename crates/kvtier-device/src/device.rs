@@ -8,6 +8,7 @@ use kvtier_memory::{AccessError, Arena, Extent, SegmentError};
 use crate::blocks::BlockTable;
 use crate::cuda::CudaError;
 use crate::cuda::allocations::OpenError;
+use crate::cuda::owner::Owner;
 use crate::cuda::storages::StorageError;
 use crate::error::{LayoutError, PlanError};
 use crate::layout::KvLayout;
@@ -84,6 +85,11 @@ pub trait EngineMemory: Send + Sync {
     /// Whether the names in the layout still lead to this memory, and none of it was lost. An
     /// engine that says the same again may mean other memory: it was started anew.
     fn is_current(&self) -> bool;
+
+    /// The process whose memory this is, where that is certain: when it has ended, so has the engine.
+    fn owner(&self) -> Option<Owner> {
+        None
+    }
 
     /// Removes from the system what an engine that is taken for dead left behind; nothing whose
     /// maker may live. Gives what it removed, by name, and what it should have removed and could

@@ -46,6 +46,6 @@ pub use extent::Extent;
 pub use file::{FileError, close_file};
 pub use numa::NumaError;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
-pub use process::exit_at_once;
+pub use process::{exit_at_once, has_mapped};
 pub use segment::{ForeignSegment, OwnSegment, SegmentError};
-pub use shm_file::{PoolRoom, remove_stale_pools};
+pub use shm_file::{FileId, PoolRoom, remove_stale_pools};

@@ -36,12 +36,7 @@ impl SeenProcess {
     /// stranger's, or nobody's.
     pub(crate) fn find_mapper(number: u32, file: FileId) -> Option<Self> {
         let seen = Self::find(number)?;
-        let maps = File::open(format!("/proc/{}/maps", seen.pid.as_raw_nonzero())).ok()?;
-        // Split, not lines: paths are any bytes.
-        let mut lines = BufReader::new(maps).split(b'\n').map_while(Result::ok);
-        lines
-            .any(|line| mapped_file(&String::from_utf8_lossy(&line)) == Some(file))
-            .then_some(seen)
+        has_mapped(number, vec![file]).then_some(seen)
     }
 
     /// Whether it is known to have ended. One that nobody has waited for has.
@@ -54,6 +49,20 @@ impl SeenProcess {
 /// Every other error is about a process that exists and may not be signalled.
 fn exists(pid: Pid) -> bool {
     test_kill_process(pid) != Err(rustix::io::Errno::SRCH)
+}
+
+/// Whether the process that `/proc` has under this number is seen to have all of these files mapped.
+pub fn has_mapped(number: u32, mut files: Vec<FileId>) -> bool {
+    let Ok(maps) = File::open(format!("/proc/{number}/maps")) else {
+        return false;
+    };
+    // Split, not lines: paths are any bytes.
+    let mut lines = BufReader::new(maps).split(b'\n').map_while(Result::ok);
+    lines.any(|line| {
+        let mapped = mapped_file(&String::from_utf8_lossy(&line));
+        files.retain(|file| mapped != Some(*file));
+        files.is_empty()
+    })
 }
 
 /// The file in a line of `/proc/<pid>/maps`: addresses, permissions, offset, device, inode and path.

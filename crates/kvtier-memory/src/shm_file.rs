@@ -26,7 +26,7 @@ const NO_WAIT: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NONBLOCK.bi
 
 /// Which file it is, whatever its name. Holds as long as somebody holds the file, as a mapping does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct FileId {
+pub struct FileId {
     device: u64,
     inode: u64,
 }
@@ -43,7 +43,7 @@ impl FileId {
     }
 
     /// Of the segment that has this name now.
-    pub(crate) fn named(name: impl rustix::path::Arg) -> Option<Self> {
+    pub fn named(name: impl rustix::path::Arg) -> Option<Self> {
         let file = shm::open(name, OFlags::RDONLY | NO_FOLLOW | NO_WAIT, Mode::empty()).ok()?;
         Some(Self::of(&rustix::fs::fstat(&file).ok()?))
     }

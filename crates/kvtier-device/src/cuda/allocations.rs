@@ -3,13 +3,17 @@
 //! The driver's own handle may be opened once in a process: who closes it closes it for everybody. So there is one
 //! table for each GPU, which counts who uses what it opened. Memory in two halves has no such rule, and its handles
 //! (numbers of descriptors in another process) mean other memory tomorrow, so each registration maps it anew.
+//!
+//! The driver may take seconds for a mapping. The table's lock is not held meanwhile: whoever wants the same allocation
+//! waits for it, everybody else goes on.
 
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use super::driver::{Allocation, Context, DevicePtr, IpcHandle, Reservation};
@@ -54,12 +58,23 @@ const FD_HINT: &str = "needed: a living process in the same PID namespace that t
 const FABRIC_HINT: &str =
     "needed: a living process in the same IMEX domain, and an IMEX channel here";
 
-/// The allocations opened on one GPU by the driver's handle. One table serves all that opens on that GPU.
+/// The allocations opened on one GPU. One table serves all that opens on that GPU.
 #[derive(Debug)]
 pub struct Allocations {
     context: Arc<Context>,
     total_bytes: u64,
-    opened: Mutex<HashMap<IpcHandle, Opened>>,
+    /// What was opened by the driver's handle.
+    opened: Mutex<HashMap<IpcHandle, Entry>>,
+    /// An entry that was being opened or closed no longer is.
+    settled: Condvar,
+    open: Arc<AtomicUsize>,
+}
+
+#[derive(Debug)]
+enum Entry {
+    /// Somebody has the driver open or close it just now.
+    Settling,
+    Open(Opened),
 }
 
 #[derive(Debug)]
@@ -68,6 +83,48 @@ struct Opened {
     bytes: u64,
     /// Living [`Mapped`]s.
     users: usize,
+    _counted: Counted,
+}
+
+/// One open allocation in the count of its GPU.
+#[derive(Debug)]
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The right to settle an entry: it leaves the table when this is dropped, unless it was opened meanwhile.
+struct Settling<'a> {
+    table: &'a Allocations,
+    handle: &'a IpcHandle,
+}
+
+impl Settling<'_> {
+    fn open(&self, opened: Opened) {
+        let mut table = self.table.opened.lock();
+        table.insert(*self.handle, Entry::Open(opened));
+    }
+}
+
+impl Drop for Settling<'_> {
+    fn drop(&mut self) {
+        let mut table = self.table.opened.lock();
+        if let Some(Entry::Settling) = table.get(self.handle) {
+            table.remove(self.handle);
+        }
+        drop(table);
+        self.table.settled.notify_all();
+    }
 }
 
 /// An allocation, mapped. What is in the table is closed when the last user's is dropped, the rest with this.
@@ -82,7 +139,10 @@ pub struct Mapped {
 #[derive(Debug)]
 enum Behind {
     Table(Arc<Allocations>, IpcHandle),
-    Range { _range: Reservation },
+    Range {
+        _range: Reservation,
+        _counted: Counted,
+    },
 }
 
 impl Mapped {
@@ -115,6 +175,8 @@ impl Allocations {
             total_bytes: context.device().total_bytes()?,
             context,
             opened: Mutex::default(),
+            settled: Condvar::new(),
+            open: Arc::default(),
         }))
     }
 
@@ -123,9 +185,10 @@ impl Allocations {
         &self.context
     }
 
-    /// Allocations that are open by the driver's handle, each counted once.
+    /// Allocations that are open: by the driver's handle each once, whoever uses it; a range of pieces once for each
+    /// registration that has mapped it. Waits for nothing.
     pub fn open_count(&self) -> usize {
-        self.opened.lock().len()
+        self.open.load(Ordering::Relaxed)
     }
 
     /// Maps what PyTorch lends.
@@ -148,32 +211,53 @@ impl Allocations {
     /// # Errors
     /// What the driver says.
     pub fn open_ipc(self: &Arc<Self>, handle: &IpcHandle) -> Result<Mapped, OpenError> {
-        // Held while the driver opens or closes: no handle is opened while it is being closed.
-        let mut opened = self.opened.lock();
-        let (base, bytes) = match opened.get_mut(handle) {
-            Some(known) => {
-                known.users += 1;
-                (known.base, known.bytes)
+        let mut table = self.opened.lock();
+        let known = loop {
+            match table.get_mut(handle) {
+                Some(Entry::Open(known)) => {
+                    known.users += 1;
+                    break Some((known.base, known.bytes));
+                }
+                Some(Entry::Settling) => self.settled.wait(&mut table),
+                None => {
+                    table.insert(*handle, Entry::Settling);
+                    break None;
+                }
             }
-            None => {
-                let base = self
-                    .context
-                    .open_memory(handle)
-                    .map_err(|source| refused("memory by its IPC handle", source, IPC_HINT))?;
-                let bytes = self.bytes_behind(base).inspect_err(|_| {
-                    // SAFETY: just opened, and nobody knows of it.
-                    let _ = unsafe { self.context.close_memory(base) };
-                })?;
-                let users = 1;
-                opened.insert(*handle, Opened { base, bytes, users });
-                (base, bytes)
-            }
+        };
+        drop(table);
+        let (base, bytes) = match known {
+            Some(known) => known,
+            None => self.open_anew(handle)?,
         };
         Ok(Mapped {
             base,
             bytes,
             behind: Behind::Table(self.clone(), *handle),
         })
+    }
+
+    /// Opens what the caller has entered as settling; it has one user then.
+    fn open_anew(&self, handle: &IpcHandle) -> Result<(DevicePtr, u64), OpenError> {
+        let settling = Settling {
+            table: self,
+            handle,
+        };
+        let base = self
+            .context
+            .open_memory(handle)
+            .map_err(|source| refused("memory by its IPC handle", source, IPC_HINT))?;
+        let bytes = self.bytes_behind(base).inspect_err(|_| {
+            // SAFETY: just opened, and nobody knows of it.
+            let _ = unsafe { self.context.close_memory(base) };
+        })?;
+        settling.open(Opened {
+            base,
+            bytes,
+            users: 1,
+            _counted: Counted::new(&self.open),
+        });
+        Ok((base, bytes))
     }
 
     /// Maps memory in two halves by its fabric handle. `bytes` is the size of the allocation, as the engine says.
@@ -234,7 +318,10 @@ impl Allocations {
         Ok(Mapped {
             base: range.base(),
             bytes,
-            behind: Behind::Range { _range: range },
+            behind: Behind::Range {
+                _range: range,
+                _counted: Counted::new(&self.open),
+            },
         })
     }
 
@@ -270,17 +357,27 @@ impl Allocations {
     }
 
     fn close(&self, handle: &IpcHandle) {
-        let mut opened = self.opened.lock();
-        let Some(known) = opened.get_mut(handle) else {
+        let mut table = self.opened.lock();
+        let Some(Entry::Open(known)) = table.get_mut(handle) else {
             return;
         };
         known.users -= 1;
-        if known.users == 0 {
-            // SAFETY: the last user is gone, and users end their copies first. Nothing of the other process is waited
-            // for, so it may be dead.
-            let _ = unsafe { self.context.close_memory(known.base) };
-            opened.remove(handle);
+        if known.users > 0 {
+            return;
         }
+        let Some(Entry::Open(closing)) = table.insert(*handle, Entry::Settling) else {
+            return;
+        };
+        drop(table);
+        let _settling = Settling {
+            table: self,
+            handle,
+        };
+        // SAFETY: the last user is gone, and users end their copies first. Nothing of the other process is waited for,
+        // so it may be dead.
+        let _ = unsafe { self.context.close_memory(closing.base) };
+        // Counted until here.
+        drop(closing);
     }
 }
 

@@ -1,8 +1,8 @@
 //! The GPUs of this machine as a [`Device`]. One is taken into use when its first worker registers.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvtier_memory::{Arena, SegmentError};
@@ -13,6 +13,7 @@ use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
 use super::events::{ForeignEvent, ForeignEvents};
 use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, Pinned, PinningStatus};
+use super::owner::Owner;
 use super::storages::Storages;
 use super::uuid::Gpus;
 use crate::device::{Begun, Device, DeviceError, Done, EngineMemory, Transfer};
@@ -40,13 +41,21 @@ pub struct CudaDevice {
     driver_version: i32,
     options: GpuOptions,
     arena: Arc<Arena>,
-    /// By position in `gpus`: what is in use. Locked while it is taken into use; who registers meanwhile needs it too.
-    used: Vec<Mutex<Option<Arc<Gpu>>>>,
+    /// By position in `gpus`.
+    slots: Vec<Slot>,
     /// The arena is pinned once, for all GPUs, when the first of them is taken into use.
     pinned: Mutex<Option<Arc<Pinned>>>,
     /// Held while a GPU is tried out.
     trials: Mutex<()>,
     next_pages: AtomicU64,
+}
+
+/// One of the GPUs, which may be in use.
+#[derive(Default)]
+struct Slot {
+    used: OnceLock<Arc<Gpu>>,
+    /// Held while it is taken into use, by and for those alone who register on it and need it too.
+    taking: Mutex<()>,
 }
 
 /// One GPU for `/status` and metrics.
@@ -75,7 +84,7 @@ impl CudaDevice {
         let driver = Driver::load(options.library.as_deref())?;
         let gpus = Gpus::find(&driver)?;
         Ok(Self {
-            used: gpus.all().iter().map(|_| Mutex::default()).collect(),
+            slots: gpus.all().iter().map(|_| Slot::default()).collect(),
             gpus,
             driver_version: driver.version(),
             options: options.gpu,
@@ -91,20 +100,22 @@ impl CudaDevice {
         self.driver_version
     }
 
-    /// Every GPU that this process sees.
+    /// Every GPU that this process sees. Waits for no driver.
     pub fn status(&self) -> Vec<DeviceStatus> {
-        let status = |(gpu, used): (&super::uuid::Gpu, &Mutex<Option<Arc<Gpu>>>)| DeviceStatus {
+        let status = |(gpu, slot): (&super::uuid::Gpu, &Slot)| DeviceStatus {
             ordinal: gpu.device.ordinal(),
             name: gpu.name.clone(),
             uuid: gpu.uuid.clone(),
             pci_bus_id: gpu.pci_bus_id.clone(),
             numa_node: gpu.numa_node,
-            // One that is just taken into use has done nothing yet.
-            readings: used
-                .try_lock()
-                .and_then(|used| used.as_ref().map(|gpu| gpu.readings())),
+            readings: slot.used.get().map(|gpu| gpu.readings()),
         };
-        self.gpus.all().iter().zip(&self.used).map(status).collect()
+        self.gpus
+            .all()
+            .iter()
+            .zip(&self.slots)
+            .map(status)
+            .collect()
     }
 
     /// How far pinning has come; `None` before the first GPU is in use.
@@ -116,8 +127,7 @@ impl CudaDevice {
     /// of the GPUs that have not ended in [`GpuOptions::leave_timeout`].
     pub fn stop(&self) -> Vec<i32> {
         // One that is being taken into use has nothing to end.
-        let used = |used: &Mutex<Option<Arc<Gpu>>>| used.try_lock().and_then(|used| used.clone());
-        let used: Vec<_> = self.used.iter().map(used).collect();
+        let used: Vec<_> = self.slots.iter().map(|slot| slot.used.get()).collect();
         used.iter().flatten().for_each(|gpu| gpu.stop());
         let left = self.gpus.all().iter().zip(&used).filter(|(_, used)| {
             let ended = used.as_ref().is_none_or(|gpu| gpu.wait_end());
@@ -138,11 +148,11 @@ impl CudaDevice {
     /// The GPU, in use.
     fn gpu(&self, found: &super::uuid::Gpu) -> Result<Arc<Gpu>, DeviceError> {
         let same = |(gpu, _): &(&super::uuid::Gpu, _)| gpu.uuid == found.uuid;
-        let Some((_, used)) = self.gpus.all().iter().zip(&self.used).find(same) else {
+        let Some((_, slot)) = self.gpus.all().iter().zip(&self.slots).find(same) else {
             return Err(DeviceError::Broken("it is none of this process's".into()));
         };
-        let mut used = used.lock();
-        if let Some(gpu) = &*used {
+        let taking = slot.used.get().is_none().then(|| slot.taking.lock());
+        if let Some(gpu) = slot.used.get() {
             return match gpu.broken() {
                 None => Ok(Arc::clone(gpu)),
                 Some(error) => Err(DeviceError::Broken(error)),
@@ -163,7 +173,9 @@ impl CudaDevice {
         });
         drop(trial);
         let gpu = Arc::new(gpu.start(profile, pinned, self.options)?);
-        Ok(Arc::clone(used.insert(gpu)))
+        let used = slot.used.get_or_init(|| gpu);
+        drop(taking);
+        Ok(Arc::clone(used))
     }
 }
 
@@ -174,6 +186,8 @@ impl Device for CudaDevice {
 
     fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError> {
         let gpu = self.gpu(self.gpus.of(layout.memories())?)?;
+        // First: whoever ends before it is known lends nothing any more, and whoever ends later is noticed.
+        let owner = Owner::prove(layout.memories());
         let mut storages = Storages::open(&gpu.allocations, layout.memories())?;
         if !storages.wait_until_ready(Instant::now() + REGISTRATION_TIMEOUT)? {
             return Err(DeviceError::NeverReady);
@@ -195,6 +209,7 @@ impl Device for CudaDevice {
         Ok(Box::new(CudaMemory {
             events: ForeignEvents::new(Arc::clone(&gpu.allocations), None),
             pages: Arc::new(pages),
+            owner,
             gpu,
         }))
     }
@@ -204,6 +219,7 @@ impl Device for CudaDevice {
 struct CudaMemory {
     pages: Arc<Pages>,
     events: ForeignEvents,
+    owner: Option<Owner>,
     gpu: Arc<Gpu>,
 }
 
@@ -216,6 +232,10 @@ impl EngineMemory for CudaMemory {
     /// are new with each allocation.
     fn is_current(&self) -> bool {
         true
+    }
+
+    fn owner(&self) -> Option<Owner> {
+        self.owner.clone()
     }
 
     /// The driver takes memory back when its process ends.

@@ -53,9 +53,9 @@ impl CudaError {
         }
     }
 
-    /// Whether the driver has given up the context, and with it everything that was on its streams: nothing of that
-    /// moves any more, and every later call says the same. These are the errors of which the manual says that the
-    /// process must be started anew.
+    /// Whether the driver has given up the context: it takes no more work, and every later call says the same. These are
+    /// the errors of which the manual says that the process must be started anew. What had been begun may still move for
+    /// a moment, and nobody can be asked.
     pub fn ends_context(&self) -> bool {
         matches!(
             self.code(),

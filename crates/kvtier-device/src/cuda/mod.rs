@@ -14,6 +14,7 @@ pub mod events;
 mod gpu;
 pub mod handle;
 pub mod kernel;
+pub mod owner;
 pub mod ref_counter;
 pub mod storages;
 pub mod uuid;

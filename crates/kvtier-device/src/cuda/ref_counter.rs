@@ -2,10 +2,11 @@
 //!
 //! A file in shared memory has a header of 64 bytes and 10 000 counters, i64 each. The lender sets one to 1 for each
 //! storage it lends; whoever opened the storage counts it down once when it is done. The file is the other process's:
-//! it is read and written in place and never mapped, for it may shrink at any time.
+//! it is read and written in place and never mapped here, for it may shrink at any time. The lender has it mapped.
 
 use std::os::fd::OwnedFd;
 
+use kvtier_memory::FileId;
 use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
@@ -44,12 +45,7 @@ impl RefCounter {
     /// # Errors
     /// A name that is no such file's, or an index behind its end.
     pub fn new(name: &[u8], index: u64) -> Result<Self, LayoutError> {
-        let text = std::str::from_utf8(name).ok().filter(|name| {
-            let rest = name.strip_prefix(PREFIX).unwrap_or_default();
-            let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
-            !rest.is_empty() && name.len() <= NAME_MAX && rest.bytes().all(plain)
-        });
-        let Some(text) = text else {
+        let Some(text) = checked(name) else {
             let shown = String::from_utf8_lossy(&name[..name.len().min(64)]).into_owned();
             return Err(LayoutError::new(
                 "handle[4]",
@@ -87,6 +83,27 @@ impl RefCounter {
         let written = rustix::io::pwrite(&file, &(count - 1).to_ne_bytes(), at)?;
         Ok(written == 8)
     }
+}
+
+/// The name, if it is one of such a file.
+fn checked(name: &[u8]) -> Option<&str> {
+    std::str::from_utf8(name).ok().filter(|name| {
+        let rest = name.strip_prefix(PREFIX).unwrap_or_default();
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
+        !rest.is_empty() && name.len() <= NAME_MAX && rest.bytes().all(plain)
+    })
+}
+
+/// The process that a file's name says, in that process's own PID namespace; above 0.
+pub(super) fn process_of(name: &[u8]) -> Option<i32> {
+    let (process, _) = checked(name)?.strip_prefix(PREFIX)?.split_once('_')?;
+    let digits = process.bytes().all(|byte| byte.is_ascii_digit());
+    process.parse().ok().filter(|pid| digits && *pid > 0)
+}
+
+/// The file of this name, if it is there.
+pub(super) fn file_of(name: &[u8]) -> Option<FileId> {
+    FileId::named(checked(name)?)
 }
 
 /// 0 when the file ends before.
@@ -210,6 +227,27 @@ mod tests {
         }
         let error = RefCounter::new(b"/torch_1_2_3", 10_000).unwrap_err();
         assert!(error.to_string().contains("handle[5] is 10000"), "{error}");
+    }
+
+    #[test]
+    fn a_name_says_the_process_and_leads_to_one_file() {
+        let process = |name: &str| process_of(name.as_bytes());
+        assert_eq!(process("/torch_4711_2_3"), Some(4711));
+        for name in [
+            "/torch_0_2_3",
+            "/torch_-1_2",
+            "/torch_1",
+            "/torch_a1_2",
+            "/torch_99999999999_2",
+            "/x_1_2",
+        ] {
+            assert_eq!(process(name), None, "{name}");
+        }
+        let (one, two) = (Counters::new(BYTES), Counters::new(BYTES));
+        let file = |counters: &Counters| file_of(counters.name.as_bytes());
+        assert!(file(&one).is_some() && file(&one) == file(&one) && file(&one) != file(&two));
+        fs::remove_file(&two.path).unwrap();
+        assert_eq!(file(&two), None);
     }
 
     #[test]

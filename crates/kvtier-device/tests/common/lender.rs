@@ -129,6 +129,11 @@ impl Lender {
         self.bytes("memory").try_into().unwrap()
     }
 
+    /// The file of its PyTorch's counters, which it has mapped until it ends; the first of them is 1.
+    pub fn counters(&mut self) -> Counters {
+        Counters(self.ask("counters"))
+    }
+
     pub fn pid(&self) -> i32 {
         self.child.id() as i32
     }
@@ -143,6 +148,15 @@ impl Drop for Lender {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// A file of counters, by its name; removed at the end.
+pub struct Counters(pub String);
+
+impl Drop for Counters {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(format!("/dev/shm{}", self.0));
     }
 }
 
@@ -189,6 +203,28 @@ struct Lent {
     range: Option<Reservation>,
     /// More allocations, by number.
     more: Vec<DeviceBuffer>,
+    /// Files of counters that were made.
+    files: usize,
+}
+
+/// Makes such a file and maps it, as long as the process lives.
+fn map_counters(path: &str) {
+    use rustix::mm::{MapFlags, ProtFlags, mmap};
+    use std::os::unix::fs::FileExt;
+    let mut options = std::fs::File::options();
+    let file = options
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(path)
+        .unwrap();
+    file.set_len(80_064).unwrap();
+    file.write_all_at(&1i64.to_ne_bytes(), 64).unwrap();
+    // SAFETY: a mapping where the system has room, which nobody looks at.
+    unsafe {
+        let null = std::ptr::null_mut();
+        mmap(null, 80_064, ProtFlags::READ, MapFlags::SHARED, &file, 0).unwrap();
+    }
 }
 
 impl Lent {
@@ -204,6 +240,7 @@ impl Lent {
             segments: Vec::new(),
             range: None,
             more: Vec::new(),
+            files: 0,
             context,
         }
     }
@@ -326,13 +363,10 @@ impl Lent {
                 let allocations = Allocations::new(self.context.clone()).unwrap();
                 let events = ForeignEvents::new(allocations, None);
                 let event = events.open(&unhex(rest)).unwrap();
-                // Asked until there is an answer of the GPU's own.
-                (0..64)
-                    .any(|_| {
-                        std::thread::sleep(std::time::Duration::from_micros(100));
-                        event.is_complete().unwrap()
-                    })
-                    .to_string()
+                // The first question has the GPU asked, the second one knows what it said.
+                let _ = event.is_complete().unwrap();
+                self.context.synchronize().unwrap();
+                event.is_complete().unwrap().to_string()
             }
             "segments" => {
                 let granule = self.segments(rest.parse().unwrap());
@@ -370,6 +404,12 @@ impl Lent {
                 let mut bytes = vec![0; len.parse().unwrap()];
                 self.copy(number, offset.parse().unwrap(), &mut bytes, false);
                 hex(&bytes)
+            }
+            "counters" => {
+                let file = format!("/torch_{}_77_{}", std::process::id(), self.files);
+                self.files += 1;
+                map_counters(&format!("/dev/shm{file}"));
+                file
             }
             "batches" => self.context.driver().copies_in_batches().to_string(),
             other => panic!("{other}"),

@@ -8,6 +8,7 @@ mod events;
 mod lender;
 mod loading;
 mod memory;
+mod owners;
 mod registration;
 mod segments;
 mod setup;

@@ -102,6 +102,53 @@ fn threads_that_open_and_close_the_same_memory_never_meet_a_closed_one() {
     bench.is_clean();
 }
 
+/// While the driver opens or closes one allocation for long, only who wants the same one waits.
+#[test]
+fn an_allocation_that_takes_long_holds_up_nobody_else() {
+    let bench = Bench::new();
+    let mut lender = Lender::start();
+    let slow = [spec(torch(&lender.handle(), 0, LENT))];
+    let other = [spec(torch(&lender.bytes("small"), 0, 4096))];
+    let open = |memory: &[MemorySpec]| Storages::open(&bench.allocations, memory).unwrap();
+    let called = |function, times| {
+        while bench.count(function) < times {
+            std::thread::yield_now();
+        }
+    };
+    bench.script("hold cuIpcOpenMemHandle_v2@1");
+    let (first, second) = std::thread::scope(|scope| {
+        let first = scope.spawn(|| open(&slow));
+        called("cuIpcOpenMemHandle_v2", 1);
+        let second = scope.spawn(|| open(&slow));
+        let others = open(&other);
+        assert_eq!(bench.allocations.open_count(), 1);
+        drop(others);
+        assert_eq!(bench.allocations.open_count(), 0);
+        assert!(!first.is_finished() && !second.is_finished());
+        bench.script("release");
+        (first.join().unwrap(), second.join().unwrap())
+    });
+    assert_eq!(first.all()[0].start(), second.all()[0].start());
+    assert_eq!(bench.count("cuIpcOpenMemHandle_v2"), 2);
+    drop(second);
+
+    bench.script("clear; hold cuIpcCloseMemHandle@1");
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| drop(first));
+        called("cuIpcCloseMemHandle", 1);
+        let again = scope.spawn(|| open(&slow));
+        drop(open(&other));
+        // What is being closed is not gone yet, and not opened before it is.
+        assert_eq!(bench.allocations.open_count(), 1);
+        assert_eq!(bench.count("cuIpcOpenMemHandle_v2"), 1);
+        bench.script("release");
+        closing.join().unwrap();
+        drop(again.join().unwrap());
+    });
+    assert_eq!(bench.count("cuIpcOpenMemHandle_v2"), 2);
+    bench.is_clean();
+}
+
 #[test]
 fn a_gpu_is_found_by_its_uuid_and_all_tensors_are_on_it() {
     let bench = Bench::new();

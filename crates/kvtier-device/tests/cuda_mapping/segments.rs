@@ -63,7 +63,8 @@ fn expandable_segments_are_fetched_from_the_other_process_and_mapped_in_order() 
         [1, 1, 1, 1, 2, 2, 2, 2]
     );
     assert_eq!(bench.read(DevicePtr(base.0 + 3 * size - 2), 2), [3, 3]);
-    // Both layers are in the same three pieces.
+    // Both layers are in the same three pieces, which are one allocation.
+    assert_eq!(bench.allocations.open_count(), 1);
     assert_eq!(bench.count("cuMemImportFromShareableHandle"), 3);
     assert_eq!(bench.count("cuMemMap"), 3);
     assert_eq!(bench.count("live.physical"), 0);

@@ -51,16 +51,28 @@ pub fn reference_markdown() -> String {
         }
         let _ = writeln!(out, "| `--{name}` | {} | {} |", cell(&default), cell(&help));
     }
-    out.push_str(
-        "\n## Known, without effect\n\n\
-         Accepted so that a command line written for LMCache starts; one warning at start names those that were given.\n\n",
-    );
-    let known: Vec<_> = super::peer::args()
+    let (harmless, known): (Vec<_>, Vec<_>) = super::peer::args()
         .iter()
-        .filter_map(|arg| arg.get_long().map(|name| format!("`--{name}`")))
-        .collect();
-    out.push_str(&known.join(", "));
-    out.push('\n');
+        .filter_map(|arg| arg.get_long().map(str::to_owned))
+        .partition(|name| super::peer::HARMLESS.contains(&name.as_str()));
+    let list = |names: Vec<String>| {
+        names
+            .iter()
+            .map(|name| format!("`--{name}`"))
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    let _ = writeln!(
+        out,
+        "\n## Known, without effect\n\n\
+         Accepted so that a command line written for LMCache starts; one warning at start names those that were given.\n\n{}",
+        list(known)
+    );
+    let _ = writeln!(
+        out,
+        "\nAccepted without a warning, for what they ask for is how it is here:\n\n{}",
+        list(harmless)
+    );
     out
 }
 

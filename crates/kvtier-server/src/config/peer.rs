@@ -84,7 +84,10 @@ const FLAGS: &[(&str, Values)] = &[
 ];
 
 /// Flags whose only meaning here is already the normal behaviour: accepted without a warning.
-const HARMLESS: &[&str] = &[
+pub(super) const HARMLESS: &[&str] = &[
+    // What engines send says which it is.
+    "isolated-ipc",
+    "no-isolated-ipc",
     "l1-use-lazy",
     "no-l1-use-lazy",
     "l1-init-size-gb",

@@ -192,7 +192,8 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
         "--runtime-plugin-locations",
         "a",
         "b",
-        "--no-isolated-ipc",
+        "--isolated-ipc",
+        "--no-gds-l1-use-direct-io",
     ])
     .unwrap();
     let mut ignored = config.ignored;
@@ -202,7 +203,7 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
         [
             "--enable-tracing",
             "--kv-event-log-size",
-            "--no-isolated-ipc",
+            "--no-gds-l1-use-direct-io",
             "--runtime-plugin-locations"
         ]
     );

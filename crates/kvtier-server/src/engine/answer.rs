@@ -29,6 +29,8 @@ pub enum Handled {
     Now(Answer),
     /// When what this begins has ended.
     Later(Begin),
+    /// Likewise, and nothing that its connection has sent behind it is served before.
+    InTurn(Begin),
 }
 
 /// Begins what an answer waits for.

@@ -64,15 +64,20 @@ impl Devices {
         nodes.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
+    /// Whether pages are on a GPU, whose driver may take seconds to open and close them.
+    pub fn is_on_gpu(layout: &KvLayout) -> bool {
+        let on_gpu = |memory: &MemorySpec| matches!(memory, MemorySpec::Cuda(_));
+        layout.memories().iter().any(on_gpu)
+    }
+
     /// Opens a worker's pages on the device where they are.
     ///
     /// # Errors
     /// One line: memory of a kind that no device here has, or what the device says.
     pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>, String> {
         let layout = Arc::new(layout);
-        let on_gpu = |memory: &MemorySpec| matches!(memory, MemorySpec::Cuda(_));
         let device: &dyn Device = match &self.cuda {
-            _ if !layout.memories().iter().any(on_gpu) => &CpuDevice,
+            _ if !Self::is_on_gpu(&layout) => &CpuDevice,
             Ok(cuda) => cuda,
             Err(why) => {
                 return Err(format!(

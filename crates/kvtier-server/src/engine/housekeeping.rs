@@ -1,14 +1,15 @@
-//! What happens by the clock: dead workers, forgotten lookups and transfers, tenants that have too much, and the low watermark.
+//! What happens by the clock: workers that ended or fell silent, forgotten lookups and transfers, tenants that have too much, and the low watermark.
 //!
 //! Nothing a request needs depends on this: `reserve` makes its own room, and every release has its own request. It only
 //! limits how long something stays that nobody will ask for again.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_memory::PrefaultEnd;
 
 use super::Engine;
-use super::instances::Mode;
+use super::instances::{Instance, Mode};
 
 /// How often [`Engine::housekeep`] wants to be called.
 pub const INTERVAL: Duration = Duration::from_secs(1);
@@ -21,7 +22,7 @@ impl Engine {
     pub fn housekeep(&self) {
         let now = self.now();
         self.reap(now);
-        self.instances.forget_left();
+        self.let_go(self.instances.forget_left());
         self.expire(now);
         let over_quota = self.quotas.enforce_l1();
         if over_quota > 0 {
@@ -34,39 +35,15 @@ impl Engine {
     }
 
     fn reap(&self, now: Duration) {
+        let ended = self.instances.take_ended();
+        self.give_up(ended, now, "a worker's process has ended");
         let Some(timeout) = self.config.worker_reap_timeout else {
             return;
         };
-        for instance in self
+        let silent = self
             .instances
-            .reap(now, timeout, self.config.registration_grace)
-        {
-            instance.stop();
-            // It may only be stopped and wake up again, so memory it may still write stays away for a while.
-            let transfers = self
-                .transfers
-                .abandon(instance.id, now + self.config.write_ttl);
-            self.metrics.reaped_instances.inc();
-            tracing::warn!(
-                instance = instance.id.0,
-                model = %instance.model_name,
-                transfers,
-                "a worker fell silent and was taken for dead"
-            );
-            if let Mode::LmcacheDriven { memory, .. } = &instance.mode {
-                for removed in memory.remove_orphans() {
-                    match removed {
-                        Ok(name) => {
-                            tracing::info!(name, "removed the shared memory of a dead worker")
-                        }
-                        Err(error) => {
-                            tracing::debug!(%error, "the shared memory of a dead worker stays")
-                        }
-                    }
-                }
-            }
-            self.release_unreadable(&instance);
-        }
+            .reap(now, timeout, self.config.registration_grace);
+        self.give_up(silent, now, "a worker fell silent and was taken for dead");
         let mut dead = std::collections::HashSet::new();
         self.scheduler_pings.lock().retain(|connection, last| {
             let alive = now.saturating_sub(*last) <= timeout;
@@ -86,6 +63,37 @@ impl Engine {
                 );
             }
         }
+    }
+
+    fn give_up(&self, instances: Vec<Arc<Instance>>, now: Duration, why: &str) {
+        for instance in &instances {
+            instance.stop();
+            // It may only be stopped and wake up again, so memory it may still write stays away for a while.
+            let transfers = self
+                .transfers
+                .abandon(instance.id, now + self.config.write_ttl);
+            self.metrics.reaped_instances.inc();
+            tracing::warn!(
+                instance = instance.id.0,
+                model = %instance.model_name,
+                transfers,
+                "{why}"
+            );
+            if let Mode::LmcacheDriven { memory, .. } = &instance.mode {
+                for removed in memory.remove_orphans() {
+                    match removed {
+                        Ok(name) => {
+                            tracing::info!(name, "removed the shared memory of a dead worker")
+                        }
+                        Err(error) => {
+                            tracing::debug!(%error, "the shared memory of a dead worker stays")
+                        }
+                    }
+                }
+            }
+            self.release_unreadable(instance);
+        }
+        self.let_go(instances);
     }
 
     fn expire(&self, now: Duration) {

@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvtier_device::EngineMemory;
+use kvtier_device::cuda::owner::Owner;
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -192,6 +193,19 @@ impl Instance {
         !pages.stay && pages.copying == 0
     }
 
+    /// Whether the driver of a GPU is needed to let go of its pages.
+    pub fn is_on_gpu(&self) -> bool {
+        self.device() != "cpu"
+    }
+
+    /// The process whose memory its pages are, where that is certain.
+    fn owner(&self) -> Option<Owner> {
+        match &self.mode {
+            Mode::LmcacheDriven { memory, .. } => memory.owner(),
+            Mode::EngineDriven { .. } => None,
+        }
+    }
+
     /// Name of the device that its pages are on, for the metrics.
     pub fn device(&self) -> &'static str {
         match &self.mode {
@@ -297,6 +311,14 @@ impl Instances {
         self.tables.read().by_id.get(&id).cloned()
     }
 
+    /// Whether the driver of a GPU is needed to let go of pages of this id.
+    pub fn is_on_gpu(&self, id: InstanceId) -> bool {
+        let tables = self.tables.read();
+        let leaving = tables.leaving.iter().filter(|instance| instance.id == id);
+        let mut all = leaving.chain(tables.by_id.get(&id));
+        all.any(|instance| instance.is_on_gpu())
+    }
+
     /// Lets a worker go.
     pub fn remove(&self, id: InstanceId) -> Option<Arc<Instance>> {
         self.tables.write().take(id)
@@ -318,16 +340,20 @@ impl Instances {
         let left = leaving
             .iter()
             .try_for_each(|instance| instance.leave(until));
-        self.forget_left();
+        drop(self.forget(|instance| instance.id == id));
         left
     }
 
-    /// Forgets instances that have left and rest.
-    pub fn forget_left(&self) {
-        self.tables
-            .write()
-            .leaving
-            .retain(|instance| !instance.rests());
+    /// Forgets instances that have left and rest, and gives them: dropping them may take long.
+    pub fn forget_left(&self) -> Vec<Arc<Instance>> {
+        self.forget(|_| true)
+    }
+
+    fn forget(&self, which: impl Fn(&Instance) -> bool) -> Vec<Arc<Instance>> {
+        let mut tables = self.tables.write();
+        let leaving = &mut tables.leaving;
+        let rest = leaving.extract_if(.., |instance| which(instance) && instance.rests());
+        rest.collect()
     }
 
     /// For each of these workers the registration whose layout lookups use; `None` when there is none for the model.
@@ -408,22 +434,42 @@ impl Instances {
             };
             instance.silent_for(now) > limit
         };
-        let ids: Vec<_> = self
-            .all()
-            .iter()
-            .filter(|instance| dead(instance))
-            .map(|instance| instance.id)
-            .collect();
-        if ids.is_empty() {
+        // Nobody is waited for who only looks, and nothing is dropped here that the driver would be needed for.
+        let dead_ids = |tables: &Tables| {
+            let all = tables.by_id.values();
+            let dead = all.filter(|instance| dead(instance));
+            dead.map(|instance| instance.id).collect::<Vec<_>>()
+        };
+        if dead_ids(&self.tables.read()).is_empty() {
             return Vec::new();
         }
         let mut tables = self.tables.write();
-        ids.into_iter()
-            // It may have spoken since.
-            .filter(|id| tables.by_id.get(id).is_some_and(|instance| dead(instance)))
-            .collect::<Vec<_>>()
+        let ids = dead_ids(&tables);
+        ids.into_iter().filter_map(|id| tables.take(id)).collect()
+    }
+
+    /// Takes out the workers whose process has ended, of those of which that can be told.
+    pub fn take_ended(&self) -> Vec<Arc<Instance>> {
+        let tables = self.tables.read();
+        let known = tables.by_id.values();
+        let owned = known.filter_map(|instance| Some((instance.id, instance.owner()?)));
+        let (ids, owners): (Vec<_>, Vec<_>) = owned.unzip();
+        drop(tables);
+        let ended = Owner::ended(&owners);
+        let ended = ended.into_iter().zip(ids.into_iter().zip(owners));
+        let ended = ended.filter_map(|(ended, of)| ended.then_some(of));
+        let ended: Vec<_> = ended.collect();
+        if ended.is_empty() {
+            return Vec::new();
+        }
+        let mut tables = self.tables.write();
+        ended
             .into_iter()
-            .filter_map(|id| tables.take(id))
+            .filter_map(|(id, owner)| {
+                // Another one may have taken its place since.
+                let same = tables.by_id.get(&id)?.owner() == Some(owner);
+                same.then(|| tables.take(id))?
+            })
             .collect()
     }
 
@@ -470,7 +516,7 @@ mod tests {
         }
 
         fn device(&self) -> &'static str {
-            unreachable!()
+            "cpu"
         }
 
         fn transfer(&self, _: Transfer, _: Done) {
@@ -555,7 +601,7 @@ mod tests {
             let (instances, instance) = instances();
             let copying = instance.copying().unwrap();
             goes(&instances);
-            instances.forget_left();
+            assert!(instances.forget_left().is_empty());
             let at_once = Instant::now();
             assert!(instances.wait_until_left(ID, at_once).is_err());
             assert!(instances.wait_until_left(ID, at_once).is_err());
@@ -576,7 +622,7 @@ mod tests {
             let request = Request::UnregisterKvCache { instance: ID };
             match engine.handle(Caller { connection: 1 }, &request) {
                 Handled::Now(answer) => answer,
-                Handled::Later(_) => panic!("an unregistration is answered at its end"),
+                Handled::Later(_) | Handled::InTurn(_) => panic!("it is in host memory"),
             }
         };
         let copying = instance.copying().unwrap();

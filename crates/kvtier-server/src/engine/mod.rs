@@ -5,6 +5,7 @@
 //! short locks of the tables and the copy of the bytes they are about.
 
 mod answer;
+mod apart;
 mod begin;
 mod checksums;
 mod clock;
@@ -55,6 +56,7 @@ use crate::config::ServerConfig;
 use crate::l2::L2;
 use crate::metrics::{Metrics, Readings};
 use crate::quota::{Opened, Quotas};
+use apart::Apart;
 use devices::Devices;
 use instances::Instances;
 pub(crate) use lookups::Lookups;
@@ -99,6 +101,7 @@ pub struct Engine {
     prompts: PromptMemory,
     instances: Instances,
     devices: Devices,
+    apart: Apart,
     lookups: Arc<Lookups>,
     transfers: Transfers,
     warm_ups: Arc<WarmUps>,
@@ -152,6 +155,7 @@ impl Engine {
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
             instances: Instances::default(),
             devices,
+            apart: Apart::default(),
             lookups: Arc::default(),
             transfers: Transfers::default(),
             warm_ups: Arc::default(),
@@ -194,6 +198,11 @@ impl Engine {
         match request {
             Request::Store(store) => self.store(store),
             Request::Retrieve(retrieve) => self.retrieve(retrieve),
+            Request::RegisterKvCache(registration) => self.register_pages(registration),
+            Request::UnregisterKvCache { instance }
+            | Request::UnregisterEngineDriven { instance } => {
+                self.unregister(request.operation(), *instance)
+            }
             Request::WaitPrefetchStatus { job, timeout } => {
                 self.wait_lookup_result(caller, *job, timeout.clamped(MAX_WAIT))
             }
@@ -214,12 +223,7 @@ impl Engine {
                 Answer::nothing()
             }
 
-            Request::RegisterKvCache(registration) => self.register_pages(registration),
             Request::RegisterEngineDriven(context) => self.register_engine_driven(context),
-            Request::UnregisterKvCache { instance }
-            | Request::UnregisterEngineDriven { instance } => {
-                self.unregister(request.operation(), *instance)
-            }
 
             Request::Lookup { key, tp_size } => self.lookup(caller, key, *tp_size),
             Request::QueryPrefetchStatus { job } | Request::QueryPrefetchLookupHits { job } => {
@@ -325,9 +329,10 @@ impl Engine {
         self.devices.stop();
     }
 
-    /// Stores what waits to be stored, takes the pool's name away, so that no segment outlives the server, and gives the
-    /// arena back to the driver. To be called when nothing is asked any more.
+    /// Ends what is done apart, stores what waits to be stored, takes the pool's name away, so that no segment outlives
+    /// the server, and gives the arena back to the driver. To be called when nothing is asked any more.
     pub fn close(&self) {
+        self.apart.finish();
         if let Some(l2) = &self.l2 {
             l2.close();
         }

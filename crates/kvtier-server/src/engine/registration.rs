@@ -1,19 +1,22 @@
 //! Workers come and go: registration, pings, unregistration.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_device::{
     Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout, LayoutHints,
 };
+use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, EngineGroupInfo, InstanceId, Registration};
 use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
 
+use super::devices::Devices;
 use super::instances::{Instance, Mode};
 use super::layout::{EngineDrivenLayout, ModelLayout};
 use super::lookup::check_name;
 use super::tensors::tensor_spec;
-use super::{Answer, Caller, Engine};
+use super::{Answer, Caller, Engine, Handled};
 
 /// World sizes that fit a rank's place in an object key.
 const WORLD_SIZES: std::ops::RangeInclusive<u32> = 1..=256;
@@ -52,37 +55,37 @@ impl Engine {
     }
 
     /// A worker shows its pages.
-    pub(super) fn register_pages(&self, registration: &Registration<'_>) -> Answer {
-        match self.try_register_pages(registration) {
-            Ok(()) => Answer::nothing(),
+    pub(super) fn register_pages(self: &Arc<Self>, registration: &Registration<'_>) -> Handled {
+        let newcomer = match self.newcomer(registration) {
+            Ok(Some(newcomer)) => newcomer,
+            Ok(None) => return Answer::nothing().into(),
             Err(text) => {
-                tracing::warn!(
-                    instance = registration.instance.0,
-                    model = registration.model_name,
-                    error = text,
-                    "registration refused"
-                );
-                Answer::refusal_with(
-                    Operation::RegisterKvCache,
-                    ResponseKind::Nothing,
-                    "bad_registration",
-                    &text,
-                )
+                let (id, model_name) = (registration.instance, registration.model_name);
+                return refuse_pages(id, model_name, &text).into();
             }
-        }
+        };
+        let on_gpu = self.instances.is_on_gpu(newcomer.id) || Devices::is_on_gpu(&newcomer.layout);
+        self.about_worker(on_gpu, move |engine| {
+            let (id, model_name) = (newcomer.id, newcomer.model_name.clone());
+            match engine.take_in(newcomer) {
+                Ok(()) => Answer::nothing(),
+                Err(text) => refuse_pages(id, &model_name, &text),
+            }
+        })
     }
 
-    fn try_register_pages(&self, registration: &Registration<'_>) -> Result<(), String> {
+    /// What a registration says, checked as far as that goes without touching the worker's memory; nothing if the worker
+    /// is registered like this already.
+    fn newcomer(&self, registration: &Registration<'_>) -> Result<Option<Newcomer>, String> {
         if !self.config.transfer_mode.allows_lmcache_driven() {
             return Err("this server runs with --supported-transfer-mode engine_driven; lmcache_driven workers cannot register".into());
         }
         check_model(registration.model_name, registration.world_size)?;
-        let now = self.now();
         if let Some(instance) = self.instances.get(registration.instance)
             && is_same(&instance, registration)
         {
-            instance.seen(now);
-            return Ok(());
+            instance.seen(self.now());
+            return Ok(None);
         }
         if registration.tensors.is_empty() {
             return Err("the list of tensors is empty; allowed: one tensor a layer".into());
@@ -104,36 +107,51 @@ impl Engine {
             self.config.separate_object_groups,
         )
         .map_err(|error| error.to_string())?;
-        let model = ModelLayout::of_pages(&layout);
-        let layers = layout.num_layers();
-        let memory = self.devices.open(layout)?;
-        let mode = Mode::LmcacheDriven {
-            memory,
+        Ok(Some(Newcomer {
+            id: registration.instance,
+            model_name: registration.model_name.to_owned(),
+            world_size: registration.world_size,
+            layout,
             tensors: registration.tensors.clone(),
             hints: registration.hints,
             groups: registration.groups.clone(),
+        }))
+    }
+
+    /// Opens a worker's pages, and knows it from then on.
+    fn take_in(&self, newcomer: Newcomer) -> Result<(), String> {
+        let Newcomer {
+            id,
+            model_name,
+            world_size,
+            layout,
+            tensors,
+            hints,
+            groups,
+        } = newcomer;
+        let model = ModelLayout::of_pages(&layout);
+        let layers = layout.num_layers();
+        let mode = Mode::LmcacheDriven {
+            memory: self.devices.open(layout)?,
+            tensors,
+            hints,
+            groups,
         };
-        let instance = Instance::new(
-            registration.instance,
-            registration.model_name,
-            registration.world_size,
-            mode,
-            model,
-            now,
-        );
+        // From here on it may fall silent: opening may have taken long.
+        let now = self.now();
+        let instance = Instance::new(id, &model_name, world_size, mode, model, now);
         let device = instance.device();
         self.admit(instance)?;
         tracing::info!(
-            model = registration.model_name,
-            world_size = registration.world_size,
+            model = model_name,
+            world_size,
             device,
-            "Registered KV cache for {} {} with {layers} layers",
+            "Registered KV cache for {} {id} with {layers} layers",
             if device == "cpu" {
                 "CPU worker"
             } else {
                 "GPU ID"
             },
-            registration.instance
         );
         Ok(())
     }
@@ -224,6 +242,7 @@ impl Engine {
             if let Err(error) = self.instances.wait_for_left(earlier.id) {
                 tracing::error!("{error}");
             }
+            self.let_go(vec![earlier]);
             let transfers = self
                 .transfers
                 .abandon(id, self.now() + self.config.write_ttl);
@@ -239,7 +258,12 @@ impl Engine {
     /// A worker leaves; what it had borrowed is not committed, and comes back once its copies must have ended. The
     /// answer is that we copy none of its pages and never will, whichever connection has asked for it, also when
     /// another has unregistered it before or it had fallen silent; or that this cannot be said.
-    pub(super) fn unregister(&self, operation: Operation, id: InstanceId) -> Answer {
+    pub(super) fn unregister(self: &Arc<Self>, operation: Operation, id: InstanceId) -> Handled {
+        let on_gpu = self.instances.is_on_gpu(id);
+        self.about_worker(on_gpu, move |engine| engine.take_out(operation, id))
+    }
+
+    fn take_out(&self, operation: Operation, id: InstanceId) -> Answer {
         // In this order: no transfer begins for an instance that is gone.
         let instance = self.instances.remove(id);
         let left = self.instances.wait_for_left(id);
@@ -260,6 +284,13 @@ impl Engine {
         }
     }
 
+    /// Drops instances that are of no use any more, and with them, if nobody else has them, the mappings of their pages.
+    pub(super) fn let_go(&self, instances: Vec<Arc<Instance>>) {
+        if instances.iter().any(|instance| instance.is_on_gpu()) {
+            self.apart.run(move || drop(instances));
+        }
+    }
+
     /// Releases the lookups of a model when the worker that is gone was the last that could read what they found.
     pub(super) fn release_unreadable(&self, gone: &Instance) {
         let (model, world_size) = (&gone.model_name, gone.world_size);
@@ -269,6 +300,27 @@ impl Engine {
             });
         }
     }
+}
+
+/// A worker that wants to be known, with what it said.
+struct Newcomer {
+    id: InstanceId,
+    model_name: String,
+    world_size: u32,
+    layout: KvLayout,
+    tensors: Vec<TensorDescriptor>,
+    hints: kvtier_proto::request::LayoutHints,
+    groups: Vec<EngineGroupInfo>,
+}
+
+fn refuse_pages(id: InstanceId, model: &str, text: &str) -> Answer {
+    tracing::warn!(instance = id.0, model, error = text, "registration refused");
+    Answer::refusal_with(
+        Operation::RegisterKvCache,
+        ResponseKind::Nothing,
+        "bad_registration",
+        &text,
+    )
 }
 
 fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {

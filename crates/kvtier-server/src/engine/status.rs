@@ -68,12 +68,14 @@ impl Engine {
         });
         let mut pages = Map::new();
         let mut on_device = Map::new();
+        let mut known_processes = Vec::new();
         let mut engine_driven = Map::new();
         for instance in self.instances.all() {
             let id = instance.id.to_string();
             match &instance.mode {
                 Mode::LmcacheDriven { memory, .. } => {
                     on_device.insert(id.clone(), memory.device().into());
+                    known_processes.extend(memory.owner().map(|_| instance.id.0));
                     let layout = memory.layout().describe();
                     let groups: Vec<_> = layout
                         .kernel_groups
@@ -190,7 +192,12 @@ impl Engine {
                 "registration_grace_seconds": config.registration_grace.as_secs_f64(),
                 "tracked_instances": self.instances.len(),
             },
-            "devices": { "cuda": self.devices.status(), "of_instances": on_device },
+            "devices": {
+                "cuda": self.devices.status(),
+                "of_instances": on_device,
+                // Their end is noticed at once, without waiting for them to be silent.
+                "instances_of_known_processes": known_processes,
+            },
             "kv_events": { "enabled": false },
             "registered_gpu_ids": ids(&pages),
             "cache_context_meta": pages,

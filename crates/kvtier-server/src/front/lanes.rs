@@ -1,7 +1,8 @@
 //! Per-connection queues and the pools of threads that serve them.
 //!
 //! A connection has one lane for transfers and one for everything else. A lane runs one job at a time, in order of
-//! arrival; a pool serves its lanes by turns, one job each, so a busy connection does not starve the others.
+//! arrival; a pool serves its lanes by turns, one job each, so a busy connection does not starve the others. A turn may
+//! outlast the call that serves its job: whoever has it holds up that lane, and no thread of the pool.
 //!
 //! The mutex of a lane guards its queue and whether the lane is in its pool's run queue. Nothing is done under it but
 //! pushing and popping.
@@ -24,7 +25,7 @@ pub struct Lane<J> {
 
 struct LaneState<J> {
     jobs: VecDeque<J>,
-    /// In the pool's run queue or being run; whoever sets it is the only one who queues the lane.
+    /// In the pool's run queue or having its turn; whoever sets it is the only one who queues the lane.
     scheduled: bool,
 }
 
@@ -47,48 +48,74 @@ impl<J> Lane<J> {
     }
 }
 
+/// A lane with a job, in its pool's run queue.
+struct Ready<J> {
+    lane: Arc<Lane<J>>,
+    /// That queue, which ends when nobody can come back to it any more.
+    queue: Sender<Ready<J>>,
+}
+
+/// A lane's turn: until it is dropped nothing else of the lane runs.
+pub struct Turn<J>(Ready<J>);
+
+impl<J> Drop for Turn<J> {
+    fn drop(&mut self) {
+        let Ready { lane, queue } = &self.0;
+        let mut state = lane.state.lock();
+        state.scheduled = !state.jobs.is_empty();
+        let more = state.scheduled;
+        drop(state);
+        if more {
+            // Cannot fail: the threads end when the last sender of the queue has.
+            let _ = queue.send(Ready {
+                lane: Arc::clone(lane),
+                queue: queue.clone(),
+            });
+        }
+    }
+}
+
 /// Threads that serve lanes.
 pub struct Pool<J> {
-    ready: Sender<Arc<Lane<J>>>,
-    queue: Receiver<Arc<Lane<J>>>,
-    run: Arc<dyn Fn(J) + Send + Sync>,
+    /// None once nothing is taken any more.
+    queue: Option<Sender<Ready<J>>>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl<J: Send + 'static> Pool<J> {
-    /// Starts `threads` threads named `name-<n>` that run every job with `run`.
+    /// Starts `threads` threads named `name-<n>` that run every job with `run`, which is given the turn of its lane.
     ///
     /// # Errors
     /// The system's, when it gives no thread.
     pub fn start<F>(name: &str, threads: usize, run: F) -> std::io::Result<Self>
     where
-        F: Fn(J) + Send + Sync + 'static,
+        F: Fn(J, Turn<J>) + Send + Sync + 'static,
     {
         // Holds at most one entry a lane, so it is bounded by the number of connections.
-        let (ready, queue) = unbounded();
-        let run: Arc<dyn Fn(J) + Send + Sync> = Arc::new(run);
+        let (sender, queue) = unbounded();
+        let run = Arc::new(run);
         let threads = (0..threads)
             .map(|index| {
-                let (ready, queue, run) =
-                    (ready.clone(), Receiver::clone(&queue), Arc::clone(&run));
+                let (queue, run) = (Receiver::clone(&queue), Arc::clone(&run));
                 std::thread::Builder::new()
                     .name(format!("{name}-{index}"))
-                    .spawn(move || serve(queue.iter(), &ready, run.as_ref()))
+                    .spawn(move || queue.into_iter().for_each(|ready| serve(ready, &*run)))
             })
             .collect::<std::io::Result<Vec<_>>>()?;
         Ok(Self {
-            ready,
-            queue,
-            run,
+            queue: Some(sender),
             threads,
         })
     }
 
-    /// Queues a job; hands it back when the lane is full.
+    /// Queues a job; hands it back when the lane is full, or the pool has ended.
     ///
     /// # Errors
     /// The job itself.
     pub fn push(&self, lane: &Arc<Lane<J>>, job: J) -> Result<(), J> {
+        let Some(queue) = &self.queue else {
+            return Err(job);
+        };
         let mut state = lane.state.lock();
         if state.jobs.len() >= LANE_LIMIT {
             return Err(job);
@@ -97,27 +124,23 @@ impl<J: Send + 'static> Pool<J> {
         let idle = !std::mem::replace(&mut state.scheduled, true);
         drop(state);
         if idle {
-            // Cannot fail: the pool has a receiver itself.
-            let _ = self.ready.send(Arc::clone(lane));
+            // Cannot fail, as when a turn ends.
+            let _ = queue.send(Ready {
+                lane: Arc::clone(lane),
+                queue: queue.clone(),
+            });
         }
         Ok(())
     }
 }
 
 impl<J> Pool<J> {
-    /// Ends the threads; all jobs that are queued have run then. Nothing may be pushed afterwards.
+    /// Ends the threads; all jobs that are queued have run then, and all turns have ended.
     pub fn finish(&mut self) {
-        // A lane without a job is the sign to stop, see `serve`.
-        for _ in &self.threads {
-            let _ = self.ready.send(Arc::new(Lane::default()));
-        }
+        self.queue = None;
         for thread in self.threads.drain(..) {
             // A panic of a job is caught where it runs, so a thread that ended badly has nothing left to say.
             let _ = thread.join();
-        }
-        // A lane whose job was running queued itself again behind the signs, where no thread came.
-        while !self.queue.is_empty() {
-            serve(self.queue.try_iter(), &self.ready, self.run.as_ref());
         }
     }
 }
@@ -128,25 +151,12 @@ impl<J> Drop for Pool<J> {
     }
 }
 
-/// Runs a job of each lane by turns until a lane without one comes.
-fn serve<J>(
-    queue: impl Iterator<Item = Arc<Lane<J>>>,
-    again: &Sender<Arc<Lane<J>>>,
-    run: &(dyn Fn(J) + Send + Sync),
-) {
-    for lane in queue {
-        let Some(job) = lane.state.lock().jobs.pop_front() else {
-            return;
-        };
-        run(job);
-        let mut state = lane.state.lock();
-        state.scheduled = !state.jobs.is_empty();
-        let more = state.scheduled;
-        drop(state);
-        if more {
-            // Cannot fail: the pool has a receiver until its threads have ended.
-            let _ = again.send(lane);
-        }
+/// Runs the next job of a lane.
+fn serve<J>(ready: Ready<J>, run: &impl Fn(J, Turn<J>)) {
+    let job = ready.lane.state.lock().jobs.pop_front();
+    let turn = Turn(ready);
+    if let Some(job) = job {
+        run(job, turn);
     }
 }
 
@@ -160,7 +170,7 @@ mod tests {
     fn jobs_of_one_lane_run_in_order_and_lanes_run_side_by_side() {
         let (sender, receiver) = unbounded();
         let (gate, blocked) = crossbeam_channel::bounded::<()>(0);
-        let pool = Pool::start("test", 2, move |job: (usize, usize)| {
+        let pool = Pool::start("test", 2, move |job: (usize, usize), _turn| {
             if job.0 == 0 && job.1 == 0 {
                 let _ = blocked.recv();
             }
@@ -184,11 +194,45 @@ mod tests {
     }
 
     #[test]
+    fn a_turn_that_outlasts_its_job_holds_up_its_lane_alone_and_the_end_of_the_pool() {
+        let (say, hear) = unbounded();
+        let (keep, kept) = unbounded();
+        let mut pool = Pool::start("test", 1, move |job: (usize, usize), turn| {
+            if job == (0, 0) {
+                let _ = keep.send(turn);
+            }
+            let _ = say.send(job);
+        })
+        .unwrap();
+        let lanes = [Arc::new(Lane::default()), Arc::new(Lane::default())];
+        for job in 0..3 {
+            for (id, lane) in lanes.iter().enumerate() {
+                pool.push(lane, (id, job)).unwrap();
+            }
+        }
+        let next = || hear.recv().unwrap();
+        assert_eq!(
+            [next(), next(), next(), next()],
+            [(0, 0), (1, 0), (1, 1), (1, 2)]
+        );
+        assert!(!lanes[0].is_idle());
+        let turn = kept.recv().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| pool.finish());
+            assert!(hear.try_recv().is_err());
+            drop(turn);
+            assert_eq!([next(), next()], [(0, 1), (0, 2)]);
+        });
+        assert!(lanes[0].is_idle());
+        assert!(pool.push(&lanes[0], (0, 3)).is_err());
+    }
+
+    #[test]
     fn what_waits_behind_a_running_job_runs_before_the_pool_ends() {
         let (gate, blocked) = crossbeam_channel::bounded::<()>(0);
         let ran = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&ran);
-        let mut pool = Pool::start("test", 1, move |job: usize| {
+        let mut pool = Pool::start("test", 1, move |job: usize, _turn| {
             if job == 0 {
                 let _ = blocked.recv();
             }
@@ -197,8 +241,6 @@ mod tests {
         .unwrap();
         let lane = Arc::new(Lane::default());
         (0..3).for_each(|job| pool.push(&lane, job).unwrap());
-        // The sign to stop comes while the first job runs, so the lane queues itself again behind it.
-        pool.ready.send(Arc::default()).unwrap();
         gate.send(()).unwrap();
         pool.finish();
         assert_eq!(ran.load(Ordering::SeqCst), 3);
@@ -209,7 +251,7 @@ mod tests {
         let (gate, blocked) = crossbeam_channel::bounded::<()>(0);
         let ran = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&ran);
-        let pool = Pool::start("test", 1, move |_: usize| {
+        let pool = Pool::start("test", 1, move |_: usize, _turn| {
             let _ = blocked.recv();
             count.fetch_add(1, Ordering::SeqCst);
         })

@@ -145,7 +145,7 @@ impl FrontEnd {
         });
         let pool = |name, threads| {
             let server = Arc::clone(&server);
-            Pool::start(name, threads, move |job| server.run(job))
+            Pool::start(name, threads, move |job, turn| server.run(job, turn))
                 .map_err(|error| format!("no thread: {error}"))
         };
         let mut front = Front {
@@ -376,7 +376,7 @@ impl Front {
     }
 
     fn serve_now(&mut self, job: Job) {
-        for reply in self.server.answer(job) {
+        for reply in self.server.answer(job, &mut None) {
             self.send(reply);
         }
     }

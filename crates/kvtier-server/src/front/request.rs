@@ -9,6 +9,7 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
 
 use super::connection::Peer;
+use super::lanes::Turn;
 use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
 use super::seldom::Seldom;
@@ -75,30 +76,43 @@ impl Job {
 }
 
 impl Server {
-    /// Serves a request and sends its answer through the outbox.
-    pub fn run(self: &Arc<Self>, job: Job) {
-        for reply in self.answer(job) {
+    /// Serves a request and sends its answer through the outbox. Its lane goes on then, or when what the request needs
+    /// is done.
+    pub fn run(self: &Arc<Self>, job: Job, turn: Turn<Job>) {
+        let mut turn = Some(turn);
+        for reply in self.answer(job, &mut turn) {
             self.outbox.send(reply);
         }
     }
 
     /// Serves a request. Whatever happens, there is an answer; a stream has two messages, and an answer that has to wait
-    /// goes through the outbox when it is there.
-    pub fn answer(self: &Arc<Self>, job: Job) -> impl Iterator<Item = Reply> + use<> {
+    /// goes through the outbox when it is there. The turn is taken by one that nothing may pass.
+    pub fn answer(
+        self: &Arc<Self>,
+        job: Job,
+        turn: &mut Option<Turn<Job>>,
+    ) -> impl Iterator<Item = Reply> + use<> {
         let handled = catch_unwind(AssertUnwindSafe(|| self.serve(&job)))
             .unwrap_or_else(|_| self.panicked(&job).into());
+        let refused = |job: Job| {
+            let (operation, kind) = (job.spec().operation, job.spec().response);
+            self.replies(job, Answer::refusal(operation, kind, "queue_full"))
+        };
         let now = match handled {
             Handled::Now(answer) => Some(self.replies(job, answer)),
-            Handled::Later(begin) => self.later(job, begin).map(|job| {
-                let (operation, kind) = (job.spec().operation, job.spec().response);
-                self.replies(job, Answer::refusal(operation, kind, "queue_full"))
-            }),
+            Handled::Later(begin) => self.later(job, begin, None).map(refused),
+            Handled::InTurn(begin) => self.later(job, begin, turn.take()).map(refused),
         };
         now.into_iter().flatten()
     }
 
     /// Begins what a request waits for; gives it back when too much waits already.
-    pub(super) fn later(self: &Arc<Self>, mut job: Job, begin: Begin) -> Option<Job> {
+    pub(super) fn later(
+        self: &Arc<Self>,
+        mut job: Job,
+        begin: Begin,
+        turn: Option<Turn<Job>>,
+    ) -> Option<Job> {
         if job.charge.is_none() {
             // It was served as it came, and is kept from here on.
             job.charge = job.peer.requests.take(job.bytes + JOB_BYTES);
@@ -106,14 +120,14 @@ impl Server {
         if job.charge.is_none() {
             return Some(job);
         }
-        let responder = self.responder(job);
+        let responder = self.responder(job, turn);
         // A panic drops the responder, which says so.
         let _ = catch_unwind(AssertUnwindSafe(|| begin(responder)));
         None
     }
 
-    /// Sends the answer to a job when it is there.
-    fn responder(self: &Arc<Self>, job: Job) -> Responder {
+    /// Sends the answer to a job when it is there, and ends the turn.
+    fn responder(self: &Arc<Self>, job: Job, turn: Option<Turn<Job>>) -> Responder {
         let server = Arc::clone(self);
         Responder::new(move |answer| {
             let answer = answer.unwrap_or_else(|| match std::thread::panicking() {
@@ -124,6 +138,7 @@ impl Server {
             for reply in server.replies(job, answer) {
                 server.outbox.send(reply);
             }
+            drop(turn);
         })
     }
 

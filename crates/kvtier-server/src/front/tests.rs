@@ -30,10 +30,10 @@ impl ByHand {
         let (gate, told) = bounded::<()>(0);
         let pool = |name| {
             let (server, told) = (Arc::clone(&server), told.clone());
-            Pool::start(name, 1, move |job| {
+            Pool::start(name, 1, move |job, turn| {
                 // An error is the gate that was dropped.
                 let _ = told.recv();
-                server.run(job);
+                server.run(job, turn);
             })
             .unwrap()
         };
@@ -173,7 +173,8 @@ fn requests_whose_answers_are_to_come_are_counted_until_they_have_come() {
     let mut wait = |uid| {
         let job = by_hand.job(&[&[uid], &[13], &text(3)]);
         let (keep, kept) = bounded(1);
-        let refused = server.later(job, Box::new(move |responder| drop(keep.send(responder))));
+        let begin = Box::new(move |responder| drop(keep.send(responder)));
+        let refused = server.later(job, begin, None);
         let waiting = kept.recv().ok();
         assert!(waiting.is_some() != refused.is_some());
         waiting

@@ -212,7 +212,7 @@ pub struct GpuReadings {
     pub profile: Profile,
     /// Why the GPU is of no use any more, if so.
     pub broken: Option<String>,
-    /// Allocations of workers that are open by the driver's handle.
+    /// Allocations of workers that are open, see [`Allocations::open_count`].
     pub open_allocations: usize,
 }
 

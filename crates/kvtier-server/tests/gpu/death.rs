@@ -1,0 +1,88 @@
+//! Engines that die.
+
+use std::time::Duration;
+
+use crate::lender::Lender;
+use crate::setup::{Bed, Worker, wait};
+
+/// A registered worker of a process whose end can be told, or not.
+fn register(bed: &Bed, engine: &mut Lender, id: i64, counters: Option<&str>) -> Worker {
+    let mut worker = Worker::new(bed, engine, id, "gpu/death");
+    worker.counter = counters.map(|name| (name.into(), 0));
+    let registered = worker.send_registration();
+    worker.done(registered);
+    worker
+}
+
+/// One rank of several: its store fails at once and its memory is closed, before it could be taken for silent. The other
+/// ranks go on, also one whose process cannot be told, which is known until it has been silent for long.
+#[test]
+fn an_engine_that_dies_is_gone_at_once_and_takes_nobody_along() {
+    let bed = Bed::start();
+    let [mut one, mut two, mut three] = std::array::from_fn(|_| Lender::start());
+    let (first, second) = (one.counters(), two.counters());
+    let mut dying = register(&bed, &mut one, 1, Some(&first.0));
+    let mut living = register(&bed, &mut two, 2, Some(&second.0));
+    let mut unknown = register(&bed, &mut three, 3, None);
+    assert_eq!(bed.open_allocations(), Some(3));
+    bed.pass(Duration::ZERO);
+    assert_eq!(bed.readings().instances, 3);
+    let status = bed.engine().status(true);
+    let known = &status["devices"]["instances_of_known_processes"];
+    assert_eq!(*known, serde_json::json!([1, 2]));
+
+    // A store that waits for its engine.
+    one.ask("script hold kernel");
+    one.ask("fill 1");
+    let event = one.bytes("event");
+    let stored = dying.send_store(1, &event);
+    wait(|| bed.readings().gpus[0].readings.under_way[0] == 1);
+    one.kill();
+    three.kill();
+    bed.pass(Duration::ZERO);
+    assert_eq!(bed.readings().instances, 2);
+    assert_eq!(bed.engine().metrics().reaped_instances.get(), 1);
+    assert!(!dying.has_stored(stored));
+    wait(|| {
+        bed.pass(Duration::ZERO);
+        bed.open_allocations() == Some(2)
+    });
+    let readings = bed.readings();
+    assert_eq!((readings.staged_bytes, readings.objects), (0, 0));
+
+    let stored = living.send_store(2, b"");
+    assert!(living.has_stored(stored));
+    let stored = unknown.send_store(3, b"");
+    assert!(unknown.has_stored(stored));
+    // A successor under the same id; then the other one dies, too.
+    let mut again = Lender::start();
+    let third = again.counters();
+    let mut successor = register(&bed, &mut again, 1, Some(&third.0));
+    two.kill();
+    bed.pass(Duration::ZERO);
+    assert_eq!(bed.readings().instances, 2);
+    let stored = successor.send_store(4, b"");
+    assert!(successor.has_stored(stored));
+    bed.ends_clean();
+}
+
+/// It is asked who lends the memory before the memory is opened: an engine that dies between is noticed, too.
+#[test]
+fn an_engine_that_dies_as_it_is_registered_is_gone_at_once() {
+    let bed = Bed::start();
+    let mut engine = Lender::start();
+    let file = engine.counters();
+    let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/death");
+    worker.counter = Some((file.0.clone().into(), 0));
+    bed.standin.script("clear; hold cuMemGetAddressRange_v2@1");
+    let registered = worker.send_registration();
+    bed.called("cuMemGetAddressRange_v2", 1);
+    engine.kill();
+    bed.standin.script("release");
+    worker.done(registered);
+    assert_eq!(bed.readings().instances, 1);
+    bed.pass(Duration::ZERO);
+    assert_eq!(bed.readings().instances, 0);
+    wait(|| bed.open_allocations() == Some(0));
+    bed.ends_clean();
+}

@@ -1,0 +1,14 @@
+//! The server in one process with its clients, and a second process whose pages are on a GPU, over the stand-in for the
+//! driver.
+
+#![expect(clippy::unwrap_used, reason = "test")]
+
+mod death;
+#[path = "../../../kvtier-device/tests/common/lender.rs"]
+#[expect(dead_code, reason = "the rest is for the tests of the device")]
+mod lender;
+mod registration;
+mod setup;
+#[path = "../it/support.rs"]
+#[expect(dead_code, reason = "the rest is for the other tests of the server")]
+mod support;

@@ -1,0 +1,174 @@
+//! What every test begins with.
+
+use std::ops::Deref;
+use std::sync::MutexGuard;
+
+use kvtier_client::proto::descriptor::{Cuda, CudaHandle, Dtype, TensorDescriptor, TensorMetadata};
+use kvtier_client::proto::request::{EngineType, LayoutHints, Registration, Request, Store};
+use kvtier_client::proto::response::Response;
+use kvtier_client::{Connection, InstanceId, Scope, Ticket};
+use kvtier_cuda_standin::standin_path;
+use serde_json::Value;
+
+use crate::lender::{Lender, StandIn, UUID, unhex};
+use crate::support::{CHUNK, TestServer, prompt, range};
+
+/// Pages of a worker, one token each, and their bytes.
+const BLOCKS: u64 = 64;
+const PAGE: u64 = 64;
+
+/// A server with one thread for transfers, over the stand-in, and nobody else at it.
+pub struct Bed {
+    server: TestServer,
+    pub standin: StandIn,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Bed {
+    pub fn start() -> Self {
+        let (standin, alone) = StandIn::alone();
+        standin.script("reset; clear; devices=2");
+        let driver = standin_path().unwrap();
+        let flags = [
+            "--cuda-driver",
+            driver.to_str().unwrap(),
+            "--max-gpu-workers",
+            "1",
+            "--gpu-event-timeout-seconds",
+            "600",
+        ];
+        Self {
+            server: TestServer::start(&flags),
+            standin,
+            _alone: alone,
+        }
+    }
+
+    /// Allocations that are open on the first GPU, if it is in use, as `/status` has it.
+    pub fn open_allocations(&self) -> Option<u64> {
+        let status = self.server.engine().status(true);
+        let state = &status["devices"]["cuda"]["gpus"][0]["state"];
+        state.get("open_allocations").and_then(Value::as_u64)
+    }
+
+    /// Waits until the driver was called so often.
+    pub fn called(&self, function: &str, times: u64) {
+        wait(|| self.standin.count(function) >= times);
+    }
+
+    /// Stops the server: nothing is open then, and everything was done by the rules of the driver.
+    pub fn ends_clean(self) {
+        self.server.assert_sound();
+        drop(self.server);
+        assert_eq!(self.standin.violations(), "");
+        for what in [
+            "memory", "physical", "host", "streams", "events", "contexts",
+        ] {
+            assert_eq!(self.standin.count(&format!("live.{what}")), 0, "{what}");
+        }
+    }
+}
+
+impl Deref for Bed {
+    type Target = TestServer;
+
+    fn deref(&self) -> &TestServer {
+        &self.server
+    }
+}
+
+/// Waits for what another thread or process does. The runner ends a test that waits for nothing.
+pub fn wait(mut is_so: impl FnMut() -> bool) {
+    while !is_so() {
+        std::thread::sleep(std::time::Duration::from_micros(100));
+    }
+}
+
+/// A worker whose pages are an allocation of another process.
+pub struct Worker {
+    pub id: InstanceId,
+    pub scope: Scope,
+    pub connection: Connection,
+    handle: Vec<u8>,
+    /// File and index of its PyTorch's counter.
+    pub counter: Option<(Vec<u8>, u64)>,
+}
+
+impl Worker {
+    /// Not registered yet.
+    pub fn new(bed: &Bed, engine: &mut Lender, id: i64, model: &str) -> Self {
+        let answer = engine.ask(&format!("alloc {} 0", BLOCKS * PAGE));
+        let (_, handle) = answer.split_once(' ').unwrap();
+        Self {
+            id: InstanceId(id),
+            scope: Scope::new(model),
+            connection: bed.connect(),
+            handle: [b"\x03c", unhex(handle).as_slice()].concat(),
+            counter: None,
+        }
+    }
+
+    pub fn send_registration(&mut self) -> Ticket {
+        let tensor = TensorDescriptor::Cuda(Cuda {
+            handle: CudaHandle {
+                device: 0,
+                memory: Some(self.handle.clone()),
+                storage_bytes: BLOCKS * PAGE,
+                storage_offset_bytes: 0,
+                ref_counter: self.counter.clone().map(|(name, _)| name),
+                ref_counter_index: self.counter.as_ref().map_or(0, |(_, index)| *index),
+                event: None,
+                event_sync_required: false,
+            },
+            metadata: TensorMetadata {
+                dtype: Dtype::UInt8,
+                shape: vec![BLOCKS, 1, PAGE],
+                stride: vec![PAGE, PAGE, 1],
+                storage_offset: 0,
+                device_uuid: UUID.to_owned(),
+            },
+        });
+        let registration = Registration {
+            instance: self.id,
+            tensors: vec![tensor],
+            model_name: &self.scope.model_name,
+            world_size: self.scope.world_size,
+            engine: EngineType::Vllm,
+            hints: LayoutHints::default(),
+            groups: Vec::new(),
+        };
+        let request: Request<'_, Vec<u32>> = Request::RegisterKvCache(registration);
+        self.connection.send(&request).unwrap()
+    }
+
+    pub fn send_unregistration(&mut self) -> Ticket {
+        let request: Request<'_, Vec<u32>> = Request::UnregisterKvCache { instance: self.id };
+        self.connection.send(&request).unwrap()
+    }
+
+    /// Sends a store of one chunk, of a prompt that no other seed has.
+    pub fn send_store(&mut self, seed: u32, event: &[u8]) -> Ticket {
+        let prompt = prompt(seed, 1);
+        let store = Store {
+            key: self.scope.worker_key(0, &prompt, range(0..1), "r"),
+            instance: self.id,
+            block_ids: vec![(0..CHUNK as i64).collect()],
+            event_handle: event,
+        };
+        self.connection.send(&Request::Store(store)).unwrap()
+    }
+
+    /// Waits for the answer to a registration or an unregistration, which says nothing.
+    pub fn done(&mut self, ticket: Ticket) {
+        self.connection.receive(ticket).unwrap();
+    }
+
+    /// Whether a store was.
+    pub fn has_stored(&mut self, ticket: Ticket) -> bool {
+        let reply = self.connection.receive(ticket).unwrap();
+        match reply.response().unwrap() {
+            Response::Transfer(transfer) => transfer.ok,
+            other => panic!("{other:?}"),
+        }
+    }
+}
