@@ -188,7 +188,7 @@ impl Lane {
     ///
     /// # Errors
     /// What the driver says.
-    pub fn new(tools: &Arc<Tools>, direction: Direction) -> Result<Self, CudaError> {
+    pub fn new(tools: &Arc<Tools>, direction: Direction, slots: usize) -> Result<Self, CudaError> {
         let priority = match direction {
             Direction::Retrieve => i32::MIN,
             Direction::Store => 0,
@@ -208,7 +208,7 @@ impl Lane {
             stream: Stream::new(context, priority)?,
             kernels: Stream::new(context, priority)?,
             beside: None,
-            slots: (0..SLOTS).map(slot).collect::<Result<_, CudaError>>()?,
+            slots: (0..slots).map(slot).collect::<Result<_, CudaError>>()?,
             tools: Arc::clone(tools),
             direction,
             batch: CopyBatch::default(),
@@ -218,6 +218,11 @@ impl Lane {
             ranges: StagedRanges::default(),
             refused: None,
         })
+    }
+
+    /// How many pieces it can have under way.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
     }
 
     /// Whether a slot has a buffer on the GPU, which [`Executor::Staged`] needs. One that it lacks is asked for now,
