@@ -4,6 +4,7 @@ use std::sync::mpsc::{self, Receiver};
 
 use kvtier_device::cuda::{Executor, GpuOptions};
 use kvtier_device::{DeviceError, Direction, Transfer};
+use kvtier_memory::Extent;
 
 use crate::lender::{Lender, hex};
 use crate::setup::{Pages, Server, wait};
@@ -86,10 +87,54 @@ fn the_event_waits_for_what_was_staged() {
                 engine.ask("complete")
             }
         };
-        assert_eq!(is_complete(), "false");
+        for _ in 0..200 {
+            assert_eq!(is_complete(), "false");
+        }
         server.script("release");
         assert!(matches!(hear.recv().unwrap(), Told::Ended(Ok(_))));
         wait(|| is_complete() == "true");
+    }
+    drop(pages);
+    server.ends_clean();
+}
+
+/// An engine that gives up a retrieve and has another one write the same pages finds the later one's bytes.
+#[test]
+fn a_retrieve_never_overtakes_the_one_before_it_however_their_bytes_travel() {
+    let options = GpuOptions {
+        executor: Some(Executor::Staged),
+        ..GpuOptions::default()
+    };
+    let server = Server::with("", options, 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
+    pages.run(pages.store(&server, 2)).unwrap();
+    let object = |number: u64| {
+        let mut transfer = pages.transfer(&server, Direction::Retrieve, &[0, 2, 4, 6]);
+        let bytes = pages.object_bytes();
+        transfer.chunks[0].extent = Extent::new(number * bytes, bytes);
+        transfer
+    };
+    server.script("clear; hold kernel");
+    let first = pages.begin(object(0));
+    wait(|| server.count("started.kernel") == 1);
+    // The second one has no room to be staged.
+    let copies = || server.count("cuMemcpyAsync") + server.count("cuMemcpyBatchAsync_v2");
+    let before = copies();
+    server.script("fail cuMemAlloc_v2=2");
+    let second = pages.begin(object(1));
+    wait(|| copies() > before);
+    for _ in 0..500 {
+        assert!(!second.has_ended());
+        assert_eq!(server.count("started.kernel"), 1);
+    }
+    server.script("release; reset");
+    first.end().unwrap();
+    second.end().unwrap();
+    let expected = pages.gather(&pages.backwards(2)[4..]);
+    for (at, block) in [0, 2, 4, 6].into_iter().enumerate() {
+        let page = engine.read(pages.number, block * 4096, 4096);
+        assert!(page == expected[at * 4096..][..4096], "block {block}");
     }
     drop(pages);
     server.ends_clean();

@@ -280,7 +280,7 @@ impl Lane {
         pieces: PinnedPieces,
     ) -> Result<Executor, CudaError> {
         // SAFETY: promised by the caller.
-        let put = unsafe {
+        let put = self.keep_order(executor).and_then(|()| unsafe {
             match executor {
                 Executor::Plain => self.plain(copies, pieces).map(|()| Executor::Plain),
                 Executor::Batch => self.batch(copies, pieces).map(|()| Executor::Batch),
@@ -289,7 +289,7 @@ impl Lane {
                     .map(|()| Executor::Kernel),
                 Executor::Staged => self.staged(slot, copies, pieces),
             }
-        };
+        });
         let beside = self.direction == Direction::Retrieve && put == Ok(Executor::Staged);
         if beside {
             self.beside = Some(slot);
@@ -323,6 +323,16 @@ impl Lane {
     pub fn export_number(&self, numbers: &TimelineLane) -> Result<[u8; TIMELINE_BYTES], CudaError> {
         self.join()?;
         numbers.record(&self.stream)
+    }
+
+    /// Pages are written in the order in which that was asked for: a piece whose last step is on the stream itself waits
+    /// for those whose last step is beside it.
+    fn keep_order(&mut self, executor: Executor) -> Result<(), CudaError> {
+        if executor != Executor::Staged {
+            self.join()?;
+            self.beside = None;
+        }
+        Ok(())
     }
 
     /// What comes next on the stream waits for all pieces. If the slot was used again since, its piece had ended.
@@ -462,6 +472,7 @@ impl Lane {
                 .fill(copies.as_slice(), buffer.base().0, STAGING_BYTES)
         });
         if !staged {
+            self.keep_order(Executor::Plain)?;
             // SAFETY: as for this function.
             return unsafe { self.plain(copies, pieces) }.map(|()| Executor::Plain);
         }
@@ -518,6 +529,8 @@ impl Drop for Lane {
         };
         if in_use {
             std::mem::forget(std::mem::take(&mut self.slots));
+            // The kernel too.
+            std::mem::forget(Arc::clone(&self.tools));
         }
     }
 }
