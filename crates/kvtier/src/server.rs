@@ -93,23 +93,30 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
 }
 
 /// Ends the process when its stop takes too long, handlers of libraries at its exit included: a driver of a GPU that
-/// does not answer keeps whoever calls it, and the system takes everything back from a process that is gone.
+/// does not answer keeps whoever calls it, and the system takes everything back from a process that is gone. That is as
+/// good an end as any when only pinned memory was left, which takes long where there is much.
 fn end_in_time(server: &Server) -> std::io::Result<()> {
     let limit = server.stop_limit();
     // The engine is not held: it is to end with the server.
     let engine = Arc::downgrade(server.engine());
     let end = move || {
         std::thread::sleep(limit);
-        tracing::error!(
-            limit = limit.as_secs_f64(),
-            "not stopped in time (--stop-timeout-seconds): the process ends now"
-        );
-        if let Some(engine) = engine.upgrade() {
+        let engine = engine.upgrade();
+        let settled = engine.is_some_and(|engine| {
             engine.unlink_pool();
+            engine.is_settled()
+        });
+        let limit = limit.as_secs_f64();
+        match settled {
+            true => tracing::info!(limit, "stopped; the system takes back what is still pinned"),
+            false => tracing::error!(
+                limit,
+                "not stopped in time (--stop-timeout-seconds): the process ends now"
+            ),
         }
         // For the line above. Whoever reads it may be stuck too.
         std::thread::sleep(LAST_WORDS);
-        kvtier_memory::exit_at_once(1);
+        kvtier_memory::exit_at_once(i32::from(!settled));
     };
     let thread = std::thread::Builder::new().name("kvtier-stop".into());
     thread.spawn(end).map(drop)

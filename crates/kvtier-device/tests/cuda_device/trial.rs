@@ -149,6 +149,23 @@ fn every_slot_has_a_piece_while_speed_is_measured() {
     server.ends_clean();
 }
 
+/// Engines register when the GPU is nearly full.
+#[test]
+fn staging_is_tried_with_as_many_buffers_as_there_is_room_for() {
+    // Beside the 8 MiB of pages of the trial, one buffer of 16 MiB for each way in turn; and none.
+    assert_eq!(without("memory=41943040"), []);
+    let obstacles = without("memory=20971520");
+    let [(Executor::Staged, why)] = &obstacles[..] else {
+        panic!("{obstacles:?}")
+    };
+    assert_eq!(why, "the GPU has no memory for its buffers");
+    drop(Server::with(
+        "memory=8589934592",
+        GpuOptions::default(),
+        1 << 20,
+    ));
+}
+
 /// Who demands what does not work hears of it when an engine registers, and not with every transfer.
 #[test]
 fn what_is_demanded_and_does_not_work_is_refused() {

@@ -69,6 +69,11 @@ pub struct Instance {
     last_seen: AtomicU64,
     pinged: AtomicBool,
     told_overdrawn: AtomicBool,
+    rest: Arc<Rest>,
+}
+
+/// Whether an instance rests, to be waited for.
+struct Rest {
     pages: Mutex<Pages>,
     /// Told when the last copy has ended.
     rests: Condvar,
@@ -83,8 +88,10 @@ struct Pages {
 
 /// Held while an instance's pages are copied: [`Instance::leave`] waits for it.
 pub struct Copying {
-    instance: Arc<Instance>,
     memory: Arc<dyn EngineMemory>,
+    instance: Arc<Instance>,
+    // The last field: who waits for it is to be the last owner of the pages, which closes them.
+    _counted: Counted,
 }
 
 impl Copying {
@@ -99,12 +106,15 @@ impl Copying {
     }
 }
 
-impl Drop for Copying {
+/// One of the transfers that are counted in [`Pages::copying`].
+struct Counted(Arc<Rest>);
+
+impl Drop for Counted {
     fn drop(&mut self) {
-        let mut pages = self.instance.pages.lock();
+        let mut pages = self.0.pages.lock();
         pages.copying -= 1;
         if pages.copying == 0 {
-            self.instance.rests.notify_all();
+            self.0.rests.notify_all();
         }
     }
 }
@@ -129,12 +139,14 @@ impl Instance {
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
             told_overdrawn: AtomicBool::new(false),
-            pages: Mutex::new(Pages {
-                stay: true,
-                copying: 0,
-                waiting: 0,
+            rest: Arc::new(Rest {
+                pages: Mutex::new(Pages {
+                    stay: true,
+                    copying: 0,
+                    waiting: 0,
+                }),
+                rests: Condvar::new(),
             }),
-            rests: Condvar::new(),
         }
     }
 
@@ -146,20 +158,21 @@ impl Instance {
         let Mode::LmcacheDriven { memory, .. } = &self.mode else {
             return Err("the instance is registered for engine-driven transfers; allowed: prepare and commit".into());
         };
-        let mut pages = self.pages.lock();
+        let mut pages = self.rest.pages.lock();
         if !pages.stay {
             return Err("the instance has left meanwhile".into());
         }
         pages.copying += 1;
         Ok(Copying {
-            instance: Arc::clone(self),
             memory: Arc::clone(memory),
+            instance: Arc::clone(self),
+            _counted: Counted(Arc::clone(&self.rest)),
         })
     }
 
     /// Has no copy of its pages begin any more, whatever connection asked for it; those that run end soon.
     pub fn stop(&self) {
-        self.pages.lock().stay = false;
+        self.rest.pages.lock().stay = false;
         if let Mode::LmcacheDriven { memory, .. } = &self.mode {
             memory.stop();
         }
@@ -171,11 +184,11 @@ impl Instance {
     /// One line, when something is at `until`: a device that does not answer any more.
     fn leave(&self, until: Instant) -> Result<(), String> {
         self.stop();
-        let mut pages = self.pages.lock();
+        let mut pages = self.rest.pages.lock();
         if pages.copying > 0 && pages.waiting < MAX_WAITING {
             pages.waiting += 1;
             let running = |pages: &mut Pages| pages.copying > 0;
-            self.rests.wait_while_until(&mut pages, running, until);
+            self.rest.rests.wait_while_until(&mut pages, running, until);
             pages.waiting -= 1;
         }
         match pages.copying {
@@ -189,7 +202,7 @@ impl Instance {
 
     /// It has left, and nothing of it is copied any more.
     fn rests(&self) -> bool {
-        let pages = self.pages.lock();
+        let pages = self.rest.pages.lock();
         !pages.stay && pages.copying == 0
     }
 
@@ -499,8 +512,20 @@ mod tests {
     use crate::config::ServerConfig;
     use crate::metrics::Metrics;
 
-    /// Pages that nobody looks at.
-    struct NoPages;
+    /// Pages that nobody looks at. Says how many transfers are counted when they are closed.
+    #[derive(Default)]
+    struct NoPages {
+        counted: Arc<OnceLock<usize>>,
+        rest: OnceLock<Arc<Rest>>,
+    }
+
+    impl Drop for NoPages {
+        fn drop(&mut self) {
+            if let Some(rest) = self.rest.get() {
+                let _ = self.counted.set(rest.pages.lock().copying);
+            }
+        }
+    }
 
     impl EngineMemory for NoPages {
         fn layout(&self) -> &Arc<KvLayout> {
@@ -538,8 +563,12 @@ mod tests {
     }
 
     fn instance() -> Instance {
+        instance_with(Arc::new(NoPages::default()))
+    }
+
+    fn instance_with(memory: Arc<dyn EngineMemory>) -> Instance {
         let mode = Mode::LmcacheDriven {
-            memory: Arc::new(NoPages),
+            memory,
             tensors: Vec::new(),
             hints: LayoutHints::default(),
             groups: Vec::new(),
@@ -549,6 +578,20 @@ mod tests {
             fingerprint: 0,
         };
         Instance::new(ID, "model", 1, mode, layout, Duration::ZERO)
+    }
+
+    #[test]
+    fn pages_are_closed_before_the_transfer_that_kept_them_counts_as_ended() {
+        let pages = Arc::new(NoPages::default());
+        let counted = Arc::clone(&pages.counted);
+        let instance = Arc::new(instance_with(Arc::clone(&pages) as _));
+        assert!(pages.rest.set(Arc::clone(&instance.rest)).is_ok());
+        drop(pages);
+        let copying = instance.copying().unwrap();
+        drop(instance);
+        assert_eq!(counted.get(), None);
+        drop(copying);
+        assert_eq!(counted.get(), Some(&1));
     }
 
     /// Instances with one, and that one.
@@ -570,7 +613,7 @@ mod tests {
             scope.spawn(|| {
                 let copying = instance.copying().unwrap();
                 begun.wait();
-                while instance.pages.lock().stay {
+                while instance.rest.pages.lock().stay {
                     std::thread::yield_now();
                 }
                 has_copied.store(true, Ordering::Relaxed);
@@ -628,7 +671,7 @@ mod tests {
         let copying = instance.copying().unwrap();
         std::thread::scope(|scope| {
             let wait: Vec<_> = (0..MAX_WAITING).map(|_| scope.spawn(unregister)).collect();
-            while instance.pages.lock().waiting < MAX_WAITING {
+            while instance.rest.pages.lock().waiting < MAX_WAITING {
                 std::thread::yield_now();
             }
             let refused = unregister();

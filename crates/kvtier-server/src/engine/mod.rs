@@ -33,7 +33,7 @@ mod worker_range;
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 pub use answer::{Answer, Begin, Handled, Responder};
@@ -102,6 +102,8 @@ pub struct Engine {
     instances: Instances,
     devices: Devices,
     apart: Apart,
+    /// Everybody was answered and everything stored; what is left is to give memory back.
+    settled: AtomicBool,
     lookups: Arc<Lookups>,
     transfers: Transfers,
     warm_ups: Arc<WarmUps>,
@@ -156,6 +158,7 @@ impl Engine {
             instances: Instances::default(),
             devices,
             apart: Apart::default(),
+            settled: AtomicBool::new(false),
             lookups: Arc::default(),
             transfers: Transfers::default(),
             warm_ups: Arc::default(),
@@ -337,7 +340,13 @@ impl Engine {
             l2.close();
         }
         self.unlink_pool();
+        self.settled.store(true, Ordering::Release);
         self.devices.close();
+    }
+
+    /// Whether nothing is lost when the process ends now, as far as [`Engine::close`] has come.
+    pub fn is_settled(&self) -> bool {
+        self.settled.load(Ordering::Acquire)
     }
 
     /// Takes the pool's name away. May be called at any time.

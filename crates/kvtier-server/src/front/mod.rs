@@ -269,9 +269,15 @@ impl Front {
                 self.inbox.clear();
             }
         }
-        // Requests that the lanes still hold are answered before the socket goes.
+        // Who waits for a GPU is answered first: requests that the lanes still hold may wait for its driver.
+        self.answer_transfers();
         self.transfers.finish();
         self.control.finish();
+        // What they have begun, and their own answers.
+        self.answer_transfers();
+    }
+
+    fn answer_transfers(&mut self) {
         self.server.engine.end_transfers();
         self.send_replies();
     }

@@ -119,8 +119,6 @@ pub(super) fn try_out(tools: &Tools, lanes: &mut [Lane; 2]) -> Result<Profile, C
             }
         }
     }
-    // Whoever is not chosen needs none.
-    lanes.iter_mut().for_each(Lane::drop_staging);
     Ok(profile)
 }
 
@@ -137,7 +135,7 @@ struct Bench {
     pattern: Vec<u8>,
 }
 
-/// Pieces that are moved together, one in each slot.
+/// Pieces that are moved together, each in a slot of its own.
 struct Load {
     what: String,
     pieces: Vec<DeviceCopies>,
@@ -190,23 +188,47 @@ impl Bench {
     ) -> Result<Option<String>, CudaError> {
         for direction in [Direction::Store, Direction::Retrieve] {
             let lane = &mut lanes[direction as usize];
-            for (tried, run) in TRIED_RUNS.into_iter().enumerate() {
-                match self.load(lane, direction, executor, &self.runs_of(run), ROUNDS)? {
-                    Ok(rate) => {
-                        rates[direction as usize][executor as usize][tried] = Some(rate);
-                    }
-                    Err(wrong) => return Ok(Some(wrong)),
-                }
-            }
-            if let Err(wrong) = self.load(lane, direction, executor, &self.crooked(), 1)? {
-                return Ok(Some(wrong));
+            let wrong = self.one_way(lane, direction, executor, rates)?;
+            // Whoever is not chosen needs none, and the other way needs as much.
+            lane.drop_staging();
+            if wrong.is_some() {
+                return Ok(wrong);
             }
         }
         Ok(None)
     }
 
+    fn one_way(
+        &self,
+        lane: &mut Lane,
+        direction: Direction,
+        executor: Executor,
+        rates: &mut Rates,
+    ) -> Result<Option<String>, CudaError> {
+        let mut slots = SLOTS;
+        if executor == Executor::Staged {
+            // Engines register when they have taken their memory, so there may be room for few.
+            slots = 0;
+            while slots < SLOTS && lane.has_room(slots, Instant::now(), Duration::ZERO)? {
+                slots += 1;
+            }
+            if slots == 0 {
+                return Ok(Some("the GPU has no memory for its buffers".to_owned()));
+            }
+        }
+        for (tried, run) in TRIED_RUNS.into_iter().enumerate() {
+            let load = self.runs_of(run, slots as u64);
+            match self.load(lane, direction, executor, &load, ROUNDS)? {
+                Ok(rate) => rates[direction as usize][executor as usize][tried] = Some(rate),
+                Err(wrong) => return Ok(Some(wrong)),
+            }
+        }
+        let tried = self.load(lane, direction, executor, &self.crooked(), 1)?;
+        Ok(tried.err())
+    }
+
     /// Moves a load some times over, and looks at every byte of the side that is written; gives the bytes a second of
-    /// the fastest time, or what is wrong. All slots are in use at once, as in earnest: what starting a piece takes
+    /// the fastest time, or what is wrong. Its pieces are under way at once, as in earnest: what starting one takes
     /// counts only as far as it holds up the one before it.
     fn load(
         &self,
@@ -218,11 +240,6 @@ impl Bench {
     ) -> Result<Result<f64, String>, CudaError> {
         self.fill(direction, load.reach)?;
         let mut best = f64::INFINITY;
-        for slot in (0..load.pieces.len()).filter(|_| executor == Executor::Staged) {
-            if !lane.has_room(slot, Instant::now(), Duration::ZERO)? {
-                return Ok(Err("the GPU has no memory for its buffers".to_owned()));
-            }
-        }
         for _ in 0..rounds {
             let began = Instant::now();
             let put = load.pieces.iter().enumerate().map(|(slot, copies)| {
@@ -258,7 +275,7 @@ impl Bench {
     }
 
     /// Runs that adjoin on neither side with the one before: in each piece, the last one first on one side.
-    fn runs_of(&self, run: u64) -> Load {
+    fn runs_of(&self, run: u64, slots: u64) -> Load {
         let runs = (TRIAL_BYTES / run).min(TRIAL_RUNS);
         let piece = |slot: u64| {
             let mut copies = DeviceCopies::default();
@@ -271,8 +288,8 @@ impl Bench {
         };
         Load {
             what: format!("runs of {run} bytes"),
-            pieces: (0..SLOTS as u64).map(piece).collect(),
-            reach: (SLOTS as u64 * runs * run) as usize,
+            pieces: (0..slots).map(piece).collect(),
+            reach: (slots * runs * run) as usize,
         }
     }
 
