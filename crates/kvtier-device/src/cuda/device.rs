@@ -22,8 +22,9 @@ use crate::physical::visit_block_runs;
 
 /// How long an engine's own work on its fresh pages may take when it registers.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Transfers of one worker that may be under way. An engine has as many as it has requests that come or go in a step.
-const MOST_UNDER_WAY: usize = 1024;
+/// Transfers of one worker that may be under way: as many as a server lets wait for a worker whose bytes it copies itself.
+/// An engine has as many as it has requests that come or go in a few steps.
+const MOST_UNDER_WAY: usize = 4096;
 
 /// How the driver is found and GPUs are used.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

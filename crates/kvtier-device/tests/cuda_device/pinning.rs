@@ -143,6 +143,31 @@ fn an_arena_that_is_not_the_devices_own_is_not_pinned() {
     server.ends_clean();
 }
 
+/// The driver copies memory that is not pinned in the thread that asks for it, which is not the one for all else.
+#[test]
+fn what_is_not_pinned_holds_up_nothing_else() {
+    let server = Server::with("", in_pieces(Executor::Batch), ARENA);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let other = Arc::new(Arena::create(ArenaKind::Anonymous, ARENA).unwrap());
+    server.script("hold d2h");
+    let mut slow = pages.store(&server, 8);
+    slow.arena = Arc::clone(&other);
+    let slow = pages.begin(slow);
+    wait(|| server.count("pageable") == 1);
+    let bytes = pages.content.len() as u64;
+    assert_eq!(pages.run(pages.retrieve(&server, 8)).unwrap(), bytes);
+    assert!(!slow.has_ended());
+    assert_eq!(server.readings().under_way, [1, 0]);
+    server.script("release");
+    assert_eq!(slow.end().unwrap(), bytes);
+    // The retrieve has brought what was in the arena: nothing.
+    let expected = vec![0; bytes as usize];
+    assert!(engine.read(pages.number, 0, bytes as usize) == expected);
+    drop(pages);
+    server.ends_clean();
+}
+
 /// Trying out may take long; whoever looks meanwhile is told what is known.
 #[test]
 fn a_gpu_that_is_being_taken_into_use_holds_nobody_up() {

@@ -192,9 +192,9 @@ fn a_worker_may_have_so_many_transfers_under_way() {
     let other = Pages::register(&server, &mut engine, [8, 64, 8]);
     server.script("hold d2h");
     let store = || pages.begin(pages.store(&server, 1));
-    let all: Vec<Ticket> = (0..1024).map(|_| store()).collect();
+    let all: Vec<Ticket> = (0..4096).map(|_| store()).collect();
     for ticket in [store(), pages.begin(pages.retrieve(&server, 1))] {
-        let is_busy = |error: &DeviceError| matches!(error, DeviceError::Busy { under_way: 1024 });
+        let is_busy = |error: &DeviceError| matches!(error, DeviceError::Busy { under_way: 4096 });
         assert!(ticket.has_ended_with(is_busy));
     }
     // An event is not even opened then, and others are not meant.

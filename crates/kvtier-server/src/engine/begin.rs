@@ -17,6 +17,15 @@ pub enum GpuReply {
     Event,
 }
 
+/// Why a transfer was refused, for the metrics: a worker with as many under way as it may have is not one whose copy
+/// failed.
+pub(super) fn reason(error: &DeviceError, failed: &'static str) -> &'static str {
+    match error {
+        DeviceError::Busy { .. } => "lane_full",
+        _ => failed,
+    }
+}
+
 impl Engine {
     /// A transfer that begins when its request is out of the way. `end` is called when it has ended, and gives its answer.
     pub(super) fn begin_later(
@@ -179,6 +188,16 @@ mod tests {
             Err(_) => Answer::from(Response::transfer(&[][..], false)).because("store_failed"),
         });
         hear.iter().collect()
+    }
+
+    #[test]
+    fn too_many_under_way_is_no_failed_copy() {
+        let busy = DeviceError::Busy { under_way: 4096 };
+        assert_eq!(reason(&busy, "store_failed"), "lane_full");
+        assert_eq!(
+            reason(&DeviceError::Stopped, "store_failed"),
+            "store_failed"
+        );
     }
 
     #[test]

@@ -8,6 +8,7 @@ use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, DeviceError, Direction,
 use kvtier_proto::request::Retrieve;
 use kvtier_proto::response::Response;
 
+use super::begin::reason;
 use super::instances::{Copying, Instance};
 use super::memory::to_memory;
 use super::worker_range::{Held, WorkerRange};
@@ -152,7 +153,9 @@ impl Engine {
         let instance = retrieve.copying.instance();
         let event = instance.answer_event(&retrieve.event);
         if let Err(error) = moved {
-            return self.retrieve_failed(instance, &retrieve.request_id, event, &error);
+            let reason = reason(&error, "retrieve_failed");
+            let answer = self.retrieve_failed(instance, &retrieve.request_id, event, &error);
+            return answer.because(reason);
         }
         let chunks = retrieve.range.chunks.len();
         self.metrics.loaded(

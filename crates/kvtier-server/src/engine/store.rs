@@ -11,6 +11,7 @@ use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, DeviceError, Direction,
 use kvtier_proto::request::Store;
 use kvtier_proto::response::Response;
 
+use super::begin::reason;
 use super::instances::{Copying, Instance};
 use super::lookup::space;
 use super::memory::{L1Allocator, to_memory};
@@ -194,7 +195,9 @@ impl Engine {
         let instance = store.copying.instance();
         let event = instance.answer_event(&store.event);
         if let Err(error) = moved {
-            return self.store_failed(instance, &store.request_id, event, &error);
+            let reason = reason(&error, "store_failed");
+            let answer = self.store_failed(instance, &store.request_id, event, &error);
+            return answer.because(reason);
         }
         // A chunk counts once, however many groups it has.
         let mut stored = vec![false; store.chunks];

@@ -4,6 +4,10 @@
 //! before stores; asks a worker's event before it touches the worker's pages, so that no stream ever waits for somebody
 //! else; and looks at what is done by asking, microseconds apart while there is something to ask for. With nothing to
 //! do it sleeps.
+//!
+//! A second such thread, with two streams of its own, has the transfers that touch memory which is not pinned: the driver
+//! copies that itself, in the thread that asks for it, and nothing else of the GPU is to wait for it. No order is lost
+//! by it, for a transfer is asked for when what it needs is there.
 
 mod executor;
 mod job;
@@ -33,6 +37,12 @@ pub(super) use pinned::Pinned;
 pub use pinned::PinningStatus;
 pub use profile::{Profile, Rates, TRIED_RUNS};
 pub use readings::{Moved, RUN_BUCKETS};
+
+/// Positions of the mailboxes: of the thread for memory that is pinned, and of the one for any.
+const PINNED: usize = 0;
+const PAGEABLE: usize = 1;
+/// Pieces of a direction under way with the second one: the driver does not come back before they are done.
+const PAGEABLE_SLOTS: usize = 1;
 
 /// How GPUs are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,10 +79,10 @@ impl Default for GpuOptions {
 /// What others give the thread, and what it tells them.
 #[derive(Debug)]
 struct Shared {
-    inbox: Mutex<Inbox>,
-    /// The inbox has something for the thread.
-    wake: Condvar,
-    /// The thread has ended.
+    /// Of the thread for pinned memory, and of the one for the rest.
+    mailboxes: [Mailbox; 2],
+    end: Mutex<End>,
+    /// The threads have ended.
     ended: Condvar,
     counters: readings::Counters,
     profile: Profile,
@@ -84,16 +94,49 @@ struct Shared {
     event_timeouts: AtomicU64,
 }
 
+/// What one of the threads is given.
+#[derive(Debug, Default)]
+struct Mailbox {
+    inbox: Mutex<Inbox>,
+    /// The inbox has something for the thread.
+    wake: Condvar,
+}
+
 #[derive(Default)]
 struct Inbox {
     jobs: Vec<Job>,
     /// Something changed that the thread should look at.
     nudged: bool,
-    /// Since when it is to end.
-    stopped: Option<Instant>,
+    stop: bool,
     /// Nobody takes anything from here any more.
     closed: bool,
+}
+
+#[derive(Debug, Default)]
+struct End {
+    /// Since when the threads are to end.
+    stopped: Option<Instant>,
     ended: bool,
+}
+
+impl Mailbox {
+    /// Takes no more, if there is nothing left to take; says whether so.
+    fn close(&self) -> bool {
+        let mut inbox = self.inbox.lock();
+        inbox.closed = inbox.jobs.is_empty();
+        inbox.closed
+    }
+
+    /// Has the thread look at what waits, soon.
+    fn nudge(&self) {
+        self.inbox.lock().nudged = true;
+        self.wake.notify_one();
+    }
+
+    fn stop(&self) {
+        self.inbox.lock().stop = true;
+        self.wake.notify_one();
+    }
 }
 
 impl Shared {
@@ -102,21 +145,14 @@ impl Shared {
         self.broken.lock().get_or_insert_with(|| error.to_string());
     }
 
-    /// There is no thread any more: what it has not taken fails.
-    fn give_up(&self, why: &str) {
+    /// There is no thread for a mailbox any more: what it has not taken fails.
+    fn give_up(&self, mailbox: usize, why: &str) {
         self.broke(&why);
-        let mut inbox = self.inbox.lock();
+        let mut inbox = self.mailboxes[mailbox].inbox.lock();
         inbox.closed = true;
         let jobs = std::mem::take(&mut inbox.jobs);
         drop(inbox);
         jobs.into_iter().for_each(|job| self.refuse(job));
-    }
-
-    /// Takes no more, if there is nothing left to take; says whether so.
-    fn close(&self) -> bool {
-        let mut inbox = self.inbox.lock();
-        inbox.closed = inbox.jobs.is_empty();
-        inbox.closed
     }
 
     /// The executor for a piece: what is demanded, as far as there is memory for it, or the best.
@@ -156,6 +192,7 @@ impl std::fmt::Debug for Inbox {
 /// A GPU in use. Dropping it lets what is with the GPU end, and fails the rest.
 pub(super) struct Gpu {
     shared: Arc<Shared>,
+    pinned: Arc<Pinned>,
     thread: Option<JoinHandle<()>>,
     pub allocations: Arc<Allocations>,
 }
@@ -186,6 +223,8 @@ pub(super) struct NewGpu {
     allocations: Arc<Allocations>,
     tools: Arc<executor::Tools>,
     lanes: [executor::Lane; 2],
+    /// For memory that is not pinned.
+    pageable_lanes: [executor::Lane; 2],
 }
 
 impl NewGpu {
@@ -198,16 +237,20 @@ impl NewGpu {
         let allocations = Allocations::new(Arc::clone(&context))?;
         let _current = context.enter()?;
         let tools = Arc::new(executor::Tools::find(&context));
-        let lanes = [
-            executor::Lane::new(&tools, Direction::Store)?,
-            executor::Lane::new(&tools, Direction::Retrieve)?,
-        ];
+        let lanes = |slots| -> Result<_, CudaError> {
+            Ok([
+                executor::Lane::new(&tools, Direction::Store, slots)?,
+                executor::Lane::new(&tools, Direction::Retrieve, slots)?,
+            ])
+        };
+        let lanes = (lanes(executor::SLOTS)?, lanes(PAGEABLE_SLOTS)?);
         Ok(Self {
             ordinal: device.ordinal(),
             context: Arc::clone(&context),
             allocations,
             tools,
-            lanes,
+            lanes: lanes.0,
+            pageable_lanes: lanes.1,
         })
     }
 
@@ -247,8 +290,8 @@ impl NewGpu {
         options: GpuOptions,
     ) -> Result<Gpu, CudaError> {
         let shared = Arc::new(Shared {
-            inbox: Mutex::default(),
-            wake: Condvar::new(),
+            mailboxes: Default::default(),
+            end: Mutex::default(),
             ended: Condvar::new(),
             counters: readings::Counters::default(),
             profile,
@@ -258,13 +301,16 @@ impl NewGpu {
             event_timeouts: AtomicU64::new(0),
         });
         let (ends, over) = std::sync::mpsc::channel();
-        let feeder = thread::Feeder::new(
-            Arc::clone(&shared),
-            Arc::clone(&self.context),
-            self.lanes,
-            pinned,
-            ends,
-        );
+        let feeder = |mailbox, lanes| {
+            let (context, pinned) = (Arc::clone(&self.context), Arc::clone(&pinned));
+            let (shared, ends) = (Arc::clone(&shared), ends.clone());
+            thread::Feeder::new(shared, mailbox, context, lanes, pinned, ends)
+        };
+        let feeders = [
+            feeder(PINNED, self.lanes),
+            feeder(PAGEABLE, self.pageable_lanes),
+        ];
+        drop(ends);
         let ending = Arc::clone(&shared);
         let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
             let name = format!("kvtier-{name}-{}", self.ordinal);
@@ -275,16 +321,21 @@ impl NewGpu {
                 name: error.to_string(),
             })
         };
-        // Ends when the other one has ended, with all that is over.
+        // Ends when the others have ended, with all that is over.
         let end_all = move || {
             over.into_iter().for_each(|job| ending.end(job));
-            ending.inbox.lock().ended = true;
+            ending.end.lock().ended = true;
             ending.ended.notify_all();
         };
         let thread = spawn("gpu-end", Box::new(end_all))?;
-        spawn("gpu", Box::new(move || feeder.run()))?;
+        for (feeder, name) in feeders.into_iter().zip(["gpu", "gpu-slow"]) {
+            let spawned = spawn(name, Box::new(move || feeder.run()));
+            // One alone would be a GPU that does half of what it is asked for.
+            spawned.inspect_err(|_| shared.mailboxes.iter().for_each(Mailbox::stop))?;
+        }
         Ok(Gpu {
             shared,
+            pinned,
             thread: Some(thread),
             allocations: self.allocations,
         })
@@ -301,41 +352,42 @@ impl Gpu {
     pub fn submit(&self, job: Job) {
         let direction = job.transfer.direction as usize;
         self.shared.under_way[direction].fetch_add(1, Ordering::Relaxed);
-        let mut inbox = self.shared.inbox.lock();
+        let (arena, mut chunks) = (&job.transfer.arena, job.transfer.chunks.iter());
+        let pageable = chunks.any(|chunk| {
+            self.pinned.memory_of(arena, chunk.extent) == executor::HostMemory::Pageable
+        });
+        let mailbox = &self.shared.mailboxes[if pageable { PAGEABLE } else { PINNED }];
+        let mut inbox = mailbox.inbox.lock();
         if inbox.closed {
             drop(inbox);
             return self.shared.refuse(job);
         }
         inbox.jobs.push(job);
         drop(inbox);
-        self.shared.wake.notify_one();
+        mailbox.wake.notify_one();
     }
 
-    /// Has the thread look at what waits, soon.
+    /// Has the threads look at what waits, soon.
     pub fn nudge(&self) {
-        self.shared.inbox.lock().nudged = true;
-        self.shared.wake.notify_one();
+        self.shared.mailboxes.iter().for_each(Mailbox::nudge);
     }
 
     /// Begins nothing more. What is with the GPU ends as it would, the rest is refused.
     pub fn stop(&self) {
-        self.shared
-            .inbox
-            .lock()
-            .stopped
-            .get_or_insert_with(Instant::now);
-        self.shared.wake.notify_one();
+        let shared = &self.shared;
+        shared.end.lock().stopped.get_or_insert_with(Instant::now);
+        shared.mailboxes.iter().for_each(Mailbox::stop);
     }
 
     /// Waits until everything has ended and was told, if it was stopped. Gives up when that takes too long.
     pub fn wait_end(&self) -> bool {
         let shared = &self.shared;
-        let mut inbox = shared.inbox.lock();
-        let waited = inbox.stopped.map_or(Duration::ZERO, |at| at.elapsed());
+        let mut end = shared.end.lock();
+        let waited = end.stopped.map_or(Duration::ZERO, |at| at.elapsed());
         let left = shared.options.leave_timeout.saturating_sub(waited);
         let result = shared
             .ended
-            .wait_while_for(&mut inbox, |inbox| !inbox.ended, left);
+            .wait_while_for(&mut end, |end| !end.ended, left);
         !result.timed_out()
     }
 

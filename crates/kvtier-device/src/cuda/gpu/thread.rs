@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use super::super::device_copy::DeviceCopies;
 use super::super::driver::Context;
 use super::super::events::{ExportedEvents, Lane as TimelineLane, TIMELINE_BYTES, Timeline};
-use super::Shared;
-use super::executor::{Executor, Lane, SLOTS};
+use super::executor::{Executor, Lane};
 use super::job::Job;
 use super::pinned::Pinned;
 use super::turns::Turns;
+use super::{Mailbox, Shared};
 use crate::device::DeviceError;
 use crate::plan::Direction;
 
@@ -72,6 +72,8 @@ enum Look {
 /// What the thread owns.
 pub(super) struct Feeder {
     shared: Arc<Shared>,
+    /// Which of the mailboxes is its own.
+    mailbox: usize,
     context: Arc<Context>,
     /// Retrieves first.
     lines: [Line; 2],
@@ -89,22 +91,24 @@ pub(super) struct Feeder {
 impl Feeder {
     pub fn new(
         shared: Arc<Shared>,
+        mailbox: usize,
         context: Arc<Context>,
         [store, retrieve]: [Lane; 2],
         pinned: Arc<Pinned>,
         ends: Sender<Job>,
     ) -> Self {
-        let line = |lane, direction| Line {
+        let line = |lane: Lane, direction| Line {
+            free: (0..lane.slots()).collect(),
             lane,
             direction,
             waiting: Turns::default(),
             pieces: VecDeque::new(),
-            free: (0..SLOTS).collect(),
             failing: None,
             numbers: None,
         };
         Self {
             shared,
+            mailbox,
             exported: ExportedEvents::new(Arc::clone(&context)),
             timeline: None,
             context,
@@ -125,7 +129,8 @@ impl Feeder {
     pub fn run(mut self) {
         let served = catch_unwind(AssertUnwindSafe(|| self.serve()));
         if served.is_err() {
-            self.shared.give_up("its thread ended in a panic");
+            self.shared
+                .give_up(self.mailbox, "its thread ended in a panic");
             // Whatever moves still may move on; the memory of it stays away from others.
             std::mem::forget(self);
         } else if self.shared.broken.lock().is_none() {
@@ -150,7 +155,7 @@ impl Feeder {
                 worked |= self.collect(line);
                 worked |= self.feed(line, stop);
             }
-            if stop && self.jobs.is_empty() && self.shared.close() {
+            if stop && self.jobs.is_empty() && self.mailbox().close() {
                 return;
             }
             let now = Instant::now();
@@ -166,10 +171,10 @@ impl Feeder {
 
     /// Takes what was handed over; says whether to stop.
     fn take(&mut self) -> bool {
-        let mut inbox = self.shared.inbox.lock();
+        let mut inbox = self.mailbox().inbox.lock();
         let jobs = std::mem::take(&mut inbox.jobs);
         inbox.nudged = false;
-        let stop = inbox.stopped.is_some();
+        let stop = inbox.stop;
         drop(inbox);
         for job in jobs {
             let id = self.next_job;
@@ -181,19 +186,23 @@ impl Feeder {
         stop
     }
 
+    fn mailbox(&self) -> &Mailbox {
+        &self.shared.mailboxes[self.mailbox]
+    }
+
     fn line_of(&self, direction: Direction) -> usize {
         usize::from(self.lines[0].direction != direction)
     }
 
     /// Sleeps until something is handed over, or it is time to ask again.
     fn rest(&self) {
-        let mut inbox = self.shared.inbox.lock();
-        if !inbox.jobs.is_empty() || inbox.nudged || inbox.stopped.is_some() && self.jobs.is_empty()
-        {
+        let mailbox = self.mailbox();
+        let mut inbox = mailbox.inbox.lock();
+        if !inbox.jobs.is_empty() || inbox.nudged || inbox.stop && self.jobs.is_empty() {
             return;
         }
         if self.jobs.is_empty() {
-            self.shared.wake.wait(&mut inbox);
+            mailbox.wake.wait(&mut inbox);
             return;
         }
         let pause = if self.lines.iter().any(|line| line.failing.is_some()) {
@@ -203,7 +212,7 @@ impl Feeder {
         } else {
             PAUSE
         };
-        self.shared.wake.wait_for(&mut inbox, pause);
+        mailbox.wake.wait_for(&mut inbox, pause);
     }
 
     /// Takes back the pieces that are done; says whether there were any.
