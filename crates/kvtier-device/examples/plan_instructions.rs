@@ -6,7 +6,7 @@
 use std::hint::black_box;
 
 use kvtier_device::cuda::kernel::KernelPlan;
-use kvtier_device::cuda::{DeviceCopies, PinnedPieces, Place};
+use kvtier_device::cuda::{DeviceCopies, PieceLimits, PinnedPieces, Place};
 use kvtier_device::{
     BlockTable, ChunkRequest, Direction, Engine, KvAxisOrder, KvLayout, LayoutHints, MemorySpec,
     TensorSpec,
@@ -16,6 +16,11 @@ const LAYERS: u64 = 8;
 const BLOCKS: u64 = 1024;
 const SLOTS: u64 = 16;
 const CHUNK_TOKENS: u64 = 256;
+const PIECE: PieceLimits = PieceLimits {
+    bytes: 16 << 20,
+    runs: 16 << 10,
+    copies: 4096,
+};
 
 /// A layout with pages of 8 KiB for each head, and where its memories are.
 fn layout(heads: u64, order: KvAxisOrder) -> (KvLayout, Vec<Place>) {
@@ -75,9 +80,11 @@ fn main() {
         skip_tokens: 0,
     };
     let mut copies = DeviceCopies::default();
+    let mut piece = DeviceCopies::default();
     let mut plan = KernelPlan::default();
     for round in 0..rounds {
         copies.clear();
+        piece.clear();
         let extent = Place {
             address: (1 << 44) + round * object_bytes,
             bytes: object_bytes,
@@ -96,8 +103,17 @@ fn main() {
             });
             visited.expect("runs");
         } else {
+            let planned = match scenario.as_str() {
+                // As the thread of a GPU makes a piece.
+                "plan-piece" => {
+                    piece.fill(&copies, 0, PIECE);
+                    black_box(piece.run_lengths());
+                    &piece
+                }
+                _ => &copies,
+            };
             plan.clear();
-            plan.push(copies.as_slice(), Direction::Retrieve);
+            plan.push(planned.as_slice(), Direction::Retrieve);
             black_box(&plan);
         }
     }

@@ -3,7 +3,7 @@
 //! A plan says nothing about direction: stores read the engine side, retrieves write it. "Segment" in
 //! [`AffineCopy`] stands for an engine's memory of whatever kind.
 
-use kvtier_memory::{AffineCopy, CopyLoop};
+use kvtier_memory::{AffineCopy, CopyLoop, MAX_LOOPS};
 
 use crate::blocks::BlockTable;
 use crate::error::PlanError;
@@ -86,6 +86,31 @@ impl KvLayout {
         request: ChunkRequest,
         mut visit: impl FnMut(&PlannedCopy) -> Result<(), E>,
     ) -> Result<(), E> {
+        let mut pending: Option<PlannedCopy> = None;
+        self.visit_spans(blocks, request, |span| {
+            let copy = span.copy();
+            let Some(last) = &mut pending else {
+                pending = Some(copy);
+                return Ok(());
+            };
+            if last.extend(&copy) {
+                return Ok(());
+            }
+            visit(&std::mem::replace(last, copy))
+        })?;
+        pending.map_or(Ok(()), |last| visit(&last))
+    }
+
+    /// As [`KvLayout::visit_chunk`], but what adjoins comes one by one, and is not yet made a copy.
+    ///
+    /// # Errors
+    /// The same.
+    pub(crate) fn visit_spans<E: From<PlanError>>(
+        &self,
+        blocks: &BlockTable,
+        request: ChunkRequest,
+        mut visit: impl FnMut(Span<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
         if blocks.layout_id != self.id {
             return Err(PlanError::ForeignBlockTable.into());
         }
@@ -103,7 +128,6 @@ impl KvLayout {
             }
             .into());
         };
-        let mut pending: Option<PlannedCopy> = None;
         for kernel in &object.kernel_groups {
             let group = &self.kernel_groups()[*kernel];
             let ids = blocks.chunk(*kernel, request.chunk);
@@ -111,18 +135,9 @@ impl KvLayout {
             let Some(ids) = ids.get(skip..).filter(|ids| !ids.is_empty()) else {
                 continue;
             };
-            visit_group(group, ids, skip, &mut |copy| {
-                let Some(last) = &mut pending else {
-                    pending = Some(*copy);
-                    return Ok(());
-                };
-                if last.extend(copy) {
-                    return Ok(());
-                }
-                visit(&std::mem::replace(last, *copy))
-            })?;
+            visit_group(group, ids, skip, &mut visit)?;
         }
-        pending.map_or(Ok(()), |last| visit(&last))
+        Ok(())
     }
 
     /// The copies of one chunk as a list, replacing what `copies` held.
@@ -151,12 +166,94 @@ fn skipped_blocks(chunk_tokens: u64, group: &KernelGroup, request: ChunkRequest)
     (tokens / group.tokens_per_block) as usize
 }
 
-/// The copies of one kernel group: for every plane, its runs of equally spaced blocks.
+/// What one part of a plane has in consecutive blocks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Span<'a> {
+    plane: &'a Plane,
+    part: &'a Part,
+    first: u32,
+    count: u64,
+    /// Where the first block's first row is in the object, and bytes from block to block there.
+    object_offset: u64,
+    block: u64,
+}
+
+/// Bytes that adjoin on both sides.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PlannedRun {
+    /// Index into [`KvLayout::memories`].
+    pub memory: usize,
+    /// From the start of the memory.
+    pub segment_offset: u64,
+    /// From the start of the object.
+    pub arena_offset: u64,
+    pub bytes: u64,
+}
+
+impl Span<'_> {
+    fn start(&self) -> PlannedRun {
+        let Self { plane, part, .. } = self;
+        let first = u64::from(self.first) * plane.block_stride;
+        PlannedRun {
+            memory: plane.memory,
+            segment_offset: plane.base + first + part.engine_offset,
+            arena_offset: self.object_offset + part.object_offset,
+            bytes: part.bytes,
+        }
+    }
+
+    fn blocks(&self) -> CopyLoop {
+        CopyLoop {
+            count: self.count,
+            segment_stride: self.plane.block_stride,
+            arena_stride: self.block,
+        }
+    }
+
+    /// All of it, if it is one run.
+    #[inline]
+    pub fn run(&self) -> Option<PlannedRun> {
+        let part = self.part;
+        if !part.is_one_run() || !adjoins(&self.blocks(), part.bytes) {
+            return None;
+        }
+        let mut run = self.start();
+        run.bytes *= self.count;
+        Some(run)
+    }
+
+    /// All of it as one copy.
+    pub fn copy(&self) -> PlannedCopy {
+        let run = self.run();
+        let [outer, inner] = self.part.loops;
+        let loops = match run {
+            Some(_) => [CopyLoop::ONCE; MAX_LOOPS],
+            None => [CopyLoop::ONCE, self.blocks(), outer, inner],
+        };
+        let PlannedRun {
+            memory,
+            segment_offset,
+            arena_offset,
+            bytes,
+        } = run.unwrap_or_else(|| self.start());
+        PlannedCopy {
+            memory,
+            copy: AffineCopy {
+                loops,
+                inner_bytes: bytes,
+                segment_offset,
+                arena_offset,
+            },
+        }
+    }
+}
+
+/// What is copied of one kernel group: for every plane, its runs of consecutive blocks.
 fn visit_group<E>(
     group: &KernelGroup,
     ids: &[u32],
     first_block: usize,
-    visit: &mut impl FnMut(&PlannedCopy) -> Result<(), E>,
+    visit: &mut impl FnMut(Span<'_>) -> Result<(), E>,
 ) -> Result<(), E> {
     let row = group.row_bytes();
     let block = group.slots_per_block * row;
@@ -166,19 +263,20 @@ fn visit_group<E>(
         let mut rest = ids;
         let mut object_offset = plane_offset + first_block as u64 * block;
         while let Some(first) = rest.first() {
-            let count = consecutive(rest);
+            let length = consecutive(rest);
+            let count = length as u64;
             for part in &plane.parts {
-                visit(&copy_of(
+                visit(Span {
                     plane,
                     part,
-                    *first,
-                    count as u64,
+                    first: *first,
+                    count,
                     object_offset,
                     block,
-                ))?;
+                })?;
             }
-            object_offset += count as u64 * block;
-            rest = &rest[count..];
+            object_offset += count * block;
+            rest = &rest[length..];
         }
         plane_offset += plane_bytes;
     }
@@ -191,34 +289,4 @@ fn consecutive(ids: &[u32]) -> usize {
         .windows(2)
         .position(|pair| pair[0].checked_add(1) != Some(pair[1]));
     breaks.map_or(ids.len(), |at| at + 1)
-}
-
-/// `count` consecutive blocks of one plane as one copy.
-fn copy_of(
-    plane: &Plane,
-    part: &Part,
-    first: u32,
-    count: u64,
-    object_offset: u64,
-    block: u64,
-) -> PlannedCopy {
-    let blocks = CopyLoop {
-        count,
-        segment_stride: plane.block_stride,
-        arena_stride: block,
-    };
-    let mut copy = AffineCopy {
-        loops: [CopyLoop::ONCE, blocks, part.loops[0], part.loops[1]],
-        inner_bytes: part.bytes,
-        segment_offset: plane.base + u64::from(first) * plane.block_stride + part.engine_offset,
-        arena_offset: object_offset + part.object_offset,
-    };
-    if part.is_one_run() && adjoins(&blocks, part.bytes) {
-        copy.inner_bytes *= count;
-        copy.loops[1] = CopyLoop::ONCE;
-    }
-    PlannedCopy {
-        memory: plane.memory,
-        copy,
-    }
 }

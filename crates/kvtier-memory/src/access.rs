@@ -38,3 +38,20 @@ pub enum AccessError {
         len: u64,
     },
 }
+
+/// Whether `len` bytes at `offset` lie in the first `limit` bytes of `what`.
+///
+/// # Errors
+/// [`AccessError::OutOfBounds`] if they do not.
+#[inline]
+pub fn within(what: &'static str, offset: u64, len: u64, limit: u64) -> Result<(), AccessError> {
+    if offset.checked_add(len).is_some_and(|end| end <= limit) {
+        return Ok(());
+    }
+    Err(AccessError::OutOfBounds {
+        what,
+        offset,
+        len,
+        limit,
+    })
+}

@@ -4,7 +4,7 @@
 //! a handful of them. All bounds are proved before the first byte moves, from the extremes of
 //! each copy; the loops then run unchecked.
 
-use crate::access::AccessError;
+use crate::access::{AccessError, within};
 use crate::arena::Arena;
 use crate::extent::Extent;
 use crate::segment::ForeignSegment;
@@ -223,16 +223,4 @@ fn prove(
     // Strides of zero could state endless work inside those bounds.
     within("extent", 0, bytes, extent.len)?;
     Ok(bytes)
-}
-
-fn within(what: &'static str, offset: u64, len: u64, limit: u64) -> Result<(), AccessError> {
-    if offset.checked_add(len).is_some_and(|end| end <= limit) {
-        return Ok(());
-    }
-    Err(AccessError::OutOfBounds {
-        what,
-        offset,
-        len,
-        limit,
-    })
 }

@@ -1,11 +1,11 @@
 //! A plan with addresses in place of offsets: what every way of copying to and from a GPU works on.
 
-use kvtier_memory::{AccessError, CopyLoop};
+use kvtier_memory::{AccessError, CopyLoop, within};
 
 use crate::blocks::BlockTable;
 use crate::device::DeviceError;
 use crate::layout::KvLayout;
-use crate::plan::{ChunkRequest, Direction, PlannedCopy};
+use crate::plan::{ChunkRequest, Direction, PlannedCopy, PlannedRun};
 
 /// Loops of a [`DeviceCopy`]: blocks, slots, heads.
 const LOOPS: usize = 3;
@@ -20,6 +20,27 @@ pub struct Place {
     pub address: u64,
     /// How many.
     pub bytes: u64,
+}
+
+impl Place {
+    /// Itself, if its end is an address.
+    #[inline]
+    fn checked(self, what: &'static str) -> Result<Self, AccessError> {
+        match self.address.checked_add(self.bytes) {
+            Some(_) => Ok(self),
+            None => Err(AccessError::Overflow { what, index: 0 }),
+        }
+    }
+}
+
+/// One of a layout's memories. One that is not there has no bytes.
+#[inline]
+fn memory_at(memories: &[Place], index: usize) -> Result<Place, AccessError> {
+    let none = Place {
+        address: 0,
+        bytes: 0,
+    };
+    memories.get(index).unwrap_or(&none).checked(MEMORY)
 }
 
 /// Copies `inner_bytes` contiguous bytes for every combination of loop steps, one way or the other.
@@ -48,6 +69,26 @@ pub struct DeviceRun {
 }
 
 impl DeviceRun {
+    /// A planned run between the memories of its layout and an extent.
+    #[inline]
+    fn new(planned: PlannedRun, memories: &[Place], extent: Place) -> Result<Self, AccessError> {
+        let PlannedRun {
+            memory,
+            segment_offset,
+            arena_offset,
+            bytes,
+        } = planned;
+        let memory = memory_at(memories, memory)?;
+        let extent = extent.checked(EXTENT)?;
+        within(MEMORY, segment_offset, bytes, memory.bytes)?;
+        within(EXTENT, arena_offset, bytes, extent.bytes)?;
+        Ok(Self {
+            engine: memory.address + segment_offset,
+            host: extent.address + arena_offset,
+            bytes,
+        })
+    }
+
     /// Where the bytes come from and where they go.
     pub fn source_and_target(&self, direction: Direction) -> (u64, u64) {
         match direction {
@@ -71,21 +112,11 @@ impl DeviceCopy {
         extent: Place,
     ) -> Result<Self, AccessError> {
         let copy = &planned.copy;
+        let memory = memory_at(memories, planned.memory)?;
+        let extent = extent.checked(EXTENT)?;
+        let overflow = |what| AccessError::Overflow { what, index: 0 };
         let [outermost, loops @ ..] = copy.loops;
         assert!(outermost.count == 1, "a planned copy of four loops");
-        // A memory that is not there has no bytes.
-        let memory = memories.get(planned.memory).copied();
-        let memory = memory.unwrap_or(Place {
-            address: 0,
-            bytes: 0,
-        });
-        let overflow = |what| AccessError::Overflow { what, index: 0 };
-        for (place, what) in [(memory, MEMORY), (extent, EXTENT)] {
-            place
-                .address
-                .checked_add(place.bytes)
-                .ok_or(overflow(what))?;
-        }
         // Bytes moved, and on each side those from the first one touched to behind the last one.
         let mut bytes = copy.inner_bytes;
         let (mut engine_span, mut host_span) = (bytes, bytes);
@@ -126,25 +157,26 @@ impl DeviceCopy {
         self.loops.iter().map(|step| step.count).product()
     }
 
-    /// Takes `next` in when both are single runs that adjoin on both sides.
-    fn extend(&mut self, next: &Self) -> bool {
+    /// Takes a run in when this is one too and they adjoin on both sides.
+    #[inline]
+    fn extend(&mut self, next: DeviceRun) -> bool {
         let adjoins = self.engine + self.inner_bytes == next.engine
             && self.host + self.inner_bytes == next.host
-            && self.runs() == 1
-            && next.runs() == 1;
+            && self.runs() == 1;
         if adjoins {
-            self.inner_bytes += next.inner_bytes;
+            self.inner_bytes += next.bytes;
         }
         adjoins
     }
 
     /// Calls `visit` with parts of it of at most `most` bytes, which is a multiple of 16.
     pub fn each_part(&self, most: u64, visit: &mut impl FnMut(&Self)) {
-        if self.bytes() == 0 {
-            return;
-        }
-        if self.bytes() <= most {
-            return visit(self);
+        let bytes = self.bytes();
+        if bytes <= most {
+            return match bytes {
+                0 => {}
+                _ => visit(self),
+            };
         }
         let (mut front, mut back) = (*self, *self);
         if let Some(at) = self.loops.iter().position(|step| step.count > 1) {
@@ -188,18 +220,6 @@ impl DeviceCopy {
     }
 }
 
-fn within(what: &'static str, offset: u64, len: u64, limit: u64) -> Result<(), AccessError> {
-    if offset.checked_add(len).is_some_and(|end| end <= limit) {
-        return Ok(());
-    }
-    Err(AccessError::OutOfBounds {
-        what,
-        offset,
-        len,
-        limit,
-    })
-}
-
 /// How the host's memory is registered with the driver: in pieces of one size, the last one maybe
 /// shorter. A copy by the driver must not reach over a border.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -231,10 +251,6 @@ pub struct RunLengths {
     pub runs: u64,
     /// Bytes in all of them together.
     pub bytes: u64,
-    /// Bytes of the shortest one; 0 when there is none.
-    pub shortest: u64,
-    /// Bytes of the longest one.
-    pub longest: u64,
 }
 
 impl RunLengths {
@@ -244,16 +260,29 @@ impl RunLengths {
     }
 }
 
+/// What copies that are run together keep to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PieceLimits {
+    /// Bytes of all runs at most.
+    pub bytes: u64,
+    /// Runs at most.
+    pub runs: u64,
+    /// Copies at most.
+    pub copies: usize,
+}
+
 /// Copies to be run together. What adjoins is one copy, also across planes and chunks.
 #[derive(Debug, Clone, Default)]
 pub struct DeviceCopies {
     copies: Vec<DeviceCopy>,
+    lengths: RunLengths,
 }
 
 impl DeviceCopies {
     /// Forgets the copies and keeps their memory.
     pub fn clear(&mut self) {
         self.copies.clear();
+        self.lengths = RunLengths::default();
     }
 
     /// The copies, in the order of the objects.
@@ -263,10 +292,69 @@ impl DeviceCopies {
 
     /// Appends a copy. One of no bytes is none.
     pub fn push(&mut self, copy: DeviceCopy) {
-        let last = self.copies.last_mut();
-        if copy.bytes() > 0 && !last.is_some_and(|last| last.extend(&copy)) {
-            self.copies.push(copy);
+        if copy.runs() == 1 {
+            self.push_run(DeviceRun {
+                engine: copy.engine,
+                host: copy.host,
+                bytes: copy.inner_bytes,
+            });
+        } else if copy.bytes() > 0 {
+            self.push_apart(copy);
         }
+    }
+
+    /// Appends a run.
+    #[inline]
+    fn push_run(&mut self, run: DeviceRun) {
+        let last = self.copies.last_mut();
+        if last.is_some_and(|last| last.extend(run)) {
+            self.lengths.bytes += run.bytes;
+        } else if run.bytes > 0 {
+            self.push_apart(DeviceCopy {
+                engine: run.engine,
+                host: run.host,
+                inner_bytes: run.bytes,
+                loops: [CopyLoop::ONCE; LOOPS],
+            });
+        }
+    }
+
+    /// Appends a copy that is not to be joined with the one before it.
+    pub fn push_apart(&mut self, copy: DeviceCopy) {
+        self.lengths.runs += copy.runs();
+        self.lengths.bytes += copy.bytes();
+        self.copies.push(copy);
+    }
+
+    /// Appends those of `waiting` from position `from` on, while all together keep to `most`; gives where the next one
+    /// is. One is appended in any case where there was none.
+    pub fn fill(&mut self, waiting: &Self, from: usize, most: PieceLimits) -> usize {
+        let fits = |own: &Self, other: RunLengths, copies: usize| {
+            own.lengths.bytes + other.bytes <= most.bytes
+                && own.lengths.runs + other.runs <= most.runs
+                && own.copies.len() + copies <= most.copies
+        };
+        let all = waiting.copies.as_slice();
+        if let (0, [first, rest @ ..]) = (from, all)
+            && fits(self, waiting.lengths, all.len())
+        {
+            let before = self.lengths;
+            self.push(*first);
+            // The others were not joined with what is before them there, nor are they here.
+            self.copies.extend_from_slice(rest);
+            let joined = self.lengths.runs - before.runs < first.runs();
+            self.lengths.bytes = before.bytes + waiting.lengths.bytes;
+            self.lengths.runs = before.runs + waiting.lengths.runs - u64::from(joined);
+            return all.len();
+        }
+        for (at, copy) in all.iter().enumerate().skip(from) {
+            let (bytes, runs) = (copy.bytes(), copy.runs());
+            if !fits(self, RunLengths { runs, bytes }, 1) && !self.copies.is_empty() {
+                return at;
+            }
+            self.push(*copy);
+        }
+        all.len()
     }
 
     /// Appends the copies of one chunk and gives their bytes. On an error some may have been
@@ -292,29 +380,21 @@ impl DeviceCopies {
                 group: object.index,
             });
         }
-        let mut bytes = 0;
-        layout.visit_chunk(blocks, request, |planned| {
-            let copy = DeviceCopy::new(planned, memories, extent)?;
-            bytes += copy.bytes();
-            self.push(copy);
+        let before = self.lengths.bytes;
+        // Joined here, where they are smaller.
+        layout.visit_spans(blocks, request, |span| {
+            match span.run() {
+                Some(run) => self.push_run(DeviceRun::new(run, memories, extent)?),
+                None => self.push(DeviceCopy::new(&span.copy(), memories, extent)?),
+            }
             Ok::<(), DeviceError>(())
         })?;
-        Ok(bytes)
+        Ok(self.lengths.bytes - before)
     }
 
     /// What the runs are like.
     pub fn run_lengths(&self) -> RunLengths {
-        let mut lengths = RunLengths::default();
-        for copy in &self.copies {
-            lengths.shortest = match lengths.runs {
-                0 => copy.inner_bytes,
-                _ => lengths.shortest.min(copy.inner_bytes),
-            };
-            lengths.longest = lengths.longest.max(copy.inner_bytes);
-            lengths.runs += copy.runs();
-            lengths.bytes += copy.bytes();
-        }
-        lengths
+        self.lengths
     }
 
     /// Calls `visit` with the runs, in order: those that adjoin on both sides as one, and none over

@@ -140,18 +140,17 @@ impl KernelWork {
 
     /// Appends a copy of at most [`ITEM_BYTES`].
     fn push(&mut self, copy: &DeviceCopy, direction: Direction, unit: Unit) {
-        let units = |bytes: u64| (bytes / unit.bytes()) as u32;
+        // A power of two.
+        let units = |bytes: u64| (bytes >> unit.bytes().trailing_zeros()) as u32;
         let count = copy.loops.map(|step| step.count as u32);
         let run_units = units(copy.inner_bytes);
-        let [outer, middle, inner] = if run_units > LANES {
-            [0; 3]
-        } else {
-            let runs = LANES / run_units;
-            [
-                runs / count[2] / count[1],
-                runs / count[2] % count[1],
-                runs % count[2],
-            ]
+        let (step, run_step) = match LANES < run_units {
+            true => ([0; 3], LANES),
+            false => {
+                let (runs, left) = (LANES / run_units, LANES % run_units);
+                let (middle, inner) = (runs / count[2], runs % count[2]);
+                ([middle / count[1], middle % count[1], inner], left)
+            }
         };
         let engine = copy.loops.map(|step| step.segment_stride);
         let host = copy.loops.map(|step| step.arena_stride);
@@ -168,19 +167,22 @@ impl KernelWork {
             dst_stride,
             count,
             run_units,
-            step: [outer, middle, inner],
-            run_step: LANES % run_units,
+            step,
+            run_step,
         });
         let total = units(copy.bytes());
         let most = units(TILE_BYTES);
-        for first_unit in (0..total).step_by(most as usize) {
+        let mut first_unit = 0;
+        while first_unit < total {
             let units = most.min(total - first_unit);
+            let straight = total == run_units || first_unit % run_units + units <= run_units;
             self.tiles.push(Tile {
                 item,
                 first_unit,
                 units,
-                straight: u32::from(first_unit % run_units + units <= run_units),
+                straight: u32::from(straight),
             });
+            first_unit += units;
         }
     }
 }
@@ -206,9 +208,8 @@ impl KernelPlan {
     pub fn push(&mut self, copies: &[DeviceCopy], direction: Direction) {
         for copy in copies {
             let unit = Unit::of(copy);
-            copy.each_part(ITEM_BYTES, &mut |part| {
-                self.work[unit as usize].push(part, direction, unit);
-            });
+            let work = &mut self.work[unit as usize];
+            copy.each_part(ITEM_BYTES, &mut |part| work.push(part, direction, unit));
         }
     }
 

@@ -20,7 +20,9 @@ pub mod storages;
 pub mod uuid;
 
 pub use device::{CudaDevice, CudaOptions, DeviceStatus};
-pub use device_copy::{DeviceCopies, DeviceCopy, DeviceRun, PinnedPieces, Place, RunLengths};
+pub use device_copy::{
+    DeviceCopies, DeviceCopy, DeviceRun, PieceLimits, PinnedPieces, Place, RunLengths,
+};
 pub use error::CudaError;
 pub use gpu::{
     Executor, GpuOptions, GpuReadings, Moved, PinningStatus, Profile, RUN_BUCKETS, Rates,

@@ -130,11 +130,55 @@ fn what_adjoins_on_both_sides_is_one_copy() {
         RunLengths {
             runs: 3,
             bytes: 250,
-            shortest: 50,
-            longest: 150
         }
     );
     assert_eq!(lengths.mean(), 83);
+}
+
+/// Whole lists go at once, parts one by one, and nobody sees which.
+#[test]
+fn pieces_are_filled_up_to_their_limits() {
+    let run = |at, bytes| placed(AffineCopy::new(at, at, bytes, &[])).expect("fits");
+    let looped = placed(AffineCopy::new(400, 400, 10, &[step(4, 20, 30)])).expect("fits");
+    let list = |copies: &[DeviceCopy]| {
+        let mut list = DeviceCopies::default();
+        copies.iter().for_each(|copy| list.push(*copy));
+        list
+    };
+    // The first run adjoins the one that is there before, or does not.
+    for first in [100, 120] {
+        let waiting = [run(first, 50), looped, run(300, 50)];
+        let most = PieceLimits {
+            bytes: 240,
+            runs: 7,
+            copies: 4,
+        };
+        let filled = |before: &[DeviceCopy], from, most| {
+            let mut piece = list(before);
+            let next = piece.fill(&list(&waiting), from, most);
+            let expected = [before, &waiting[from..next]].concat();
+            assert_eq!(piece.as_slice(), list(&expected).as_slice());
+            assert_eq!(piece.run_lengths(), list(&expected).run_lengths());
+            next
+        };
+        let before = [run(0, 100)];
+        assert_eq!(filled(&before, 0, most), 3);
+        assert_eq!(filled(&before, 1, most), 3);
+        assert_eq!(filled(&before, 3, most), 3);
+        assert_eq!(filled(&before, 0, PieceLimits { bytes: 239, ..most }), 2);
+        assert_eq!(filled(&before, 1, PieceLimits { bytes: 139, ..most }), 1);
+        assert_eq!(filled(&before, 1, PieceLimits { runs: 5, ..most }), 2);
+        assert_eq!(filled(&before, 1, PieceLimits { copies: 2, ..most }), 2);
+        // One is taken in any case where there is none.
+        let none = PieceLimits {
+            bytes: 1,
+            runs: 1,
+            copies: 1,
+        };
+        assert_eq!(filled(&before, 0, none), 0);
+        assert_eq!(filled(&[], 0, none), 1);
+        assert_eq!(filled(&[], 1, none), 2);
+    }
 }
 
 #[test]

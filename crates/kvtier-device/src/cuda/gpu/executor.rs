@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
+use super::super::device_copy::{DeviceCopies, DeviceCopy, PieceLimits, PinnedPieces};
 use super::super::driver::{
     Attribute, Context, CopyBatch, DeviceBuffer, DevicePtr, Event, EventFlags, Grid, HostBuffer,
     Kernel, Module, SourceOrder, Stream,
@@ -17,20 +17,20 @@ use super::staging::StagedRanges;
 use crate::plan::Direction;
 use kvtier_memory::CopyLoop;
 
-/// Pieces of one direction that are handed to the GPU before the first is done. With [`PIECE_BYTES`] they are a
+/// Pieces of one direction that are handed to the GPU before the first is done. With [`PIECE`] they are a
 /// millisecond of work on a link of 55 GB/s, so the link stays busy while the thread does something else.
 pub(super) const SLOTS: usize = 4;
-/// Bytes of a piece at most.
-pub(super) const PIECE_BYTES: u64 = 16 << 20;
-/// Copies of a piece at most.
-pub(super) const PIECE_COPIES: usize = 4096;
-/// Runs of a piece at most, a multiple of 16: the copy engines take a microsecond or more for each, and the thread does
-/// nothing else while it starts a piece.
-pub(super) const PIECE_RUNS: u64 = 16 << 10;
+/// Bytes, runs and copies of a piece at most. The runs, a multiple of 16: the copy engines take a microsecond or more for
+/// each, and the thread does nothing else while it starts a piece.
+pub(super) const PIECE: PieceLimits = PieceLimits {
+    bytes: 16 << 20,
+    runs: 16 << 10,
+    copies: 4096,
+};
 /// Room for the items and tiles of a piece: 96 bytes a copy, 16 a tile of 16 KiB, and at most one more tile a copy.
-const PLAN_BYTES: usize = PIECE_COPIES * (96 + 16) + (PIECE_BYTES as usize >> 14) * 16 + 4096;
+const PLAN_BYTES: usize = PIECE.copies * (96 + 16) + (PIECE.bytes as usize >> 14) * 16 + 4096;
 /// Room for the bytes of a piece on the GPU, and for their places to be as far off 16 bytes as in the arena.
-const STAGING_BYTES: u64 = PIECE_BYTES + (PIECE_COPIES as u64) * 32;
+const STAGING_BYTES: u64 = PIECE.bytes + (PIECE.copies as u64) * 32;
 /// Blocks of a kernel that reads or writes the host's memory: 32 KiB under way in each fill a link of 64 GB/s with a
 /// latency of 2 us four times over.
 const LINK_BLOCKS: u32 = 16;
@@ -394,7 +394,7 @@ impl Lane {
         unsafe { self.stream.copy_batch(&self.batch, SourceOrder::Any) }
     }
 
-    /// Runs the kernel over the copies. They are at most [`PIECE_COPIES`] and [`PIECE_BYTES`].
+    /// Runs the kernel over the copies. They are at most a [`PIECE`].
     unsafe fn launch(
         &mut self,
         slot: usize,

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::super::device_copy::{DeviceCopies, DeviceCopy, Place};
+use super::super::device_copy::{DeviceCopies, Place};
 use super::super::events::ForeignEvent;
 use super::super::storages::Storages;
-use super::executor::{HostMemory, PIECE_BYTES, PIECE_COPIES, PIECE_RUNS};
+use super::executor::{HostMemory, PIECE};
 use super::pinned::Pinned;
 use crate::device::{Begun, DeviceError, Done, Transfer};
 use crate::layout::KvLayout;
@@ -47,7 +47,7 @@ pub(in super::super) struct Job {
     ask_at: Instant,
     next_chunk: usize,
     /// Copies of the chunk that was planned last, and how many of them were taken.
-    planned: Vec<DeviceCopy>,
+    planned: DeviceCopies,
     taken: usize,
     /// Where the object of that chunk is.
     host: HostMemory,
@@ -90,7 +90,7 @@ impl Job {
             event_deadline: since.checked_add(event_timeout),
             ask_at: since,
             next_chunk: 0,
-            planned: Vec::new(),
+            planned: DeviceCopies::default(),
             taken: 0,
             host: HostMemory::Pageable,
             pieces: 0,
@@ -155,34 +155,28 @@ impl Job {
             host: HostMemory::Mapped,
             last: false,
         };
-        let mut runs = 0;
         loop {
-            let Some(copy) = self.planned.get(self.taken) else {
-                if self.plan_chunk(chunk, pinned)? {
-                    continue;
-                }
-                facts.last = true;
-                break;
-            };
-            let full = facts.bytes + copy.bytes() > PIECE_BYTES
-                || runs + copy.runs() > PIECE_RUNS
-                || piece.as_slice().len() >= PIECE_COPIES;
-            if full && facts.bytes > 0 {
+            let taken = piece.fill(&self.planned, self.taken, PIECE);
+            if taken > self.taken {
+                facts.host = facts.host.min(self.host);
+                self.taken = taken;
+            }
+            if taken < self.planned.as_slice().len() {
                 break;
             }
-            facts.bytes += copy.bytes();
-            runs += copy.runs();
-            facts.host = facts.host.min(self.host);
-            piece.push(*copy);
-            self.taken += 1;
+            if !self.plan_chunk(chunk, pinned)? {
+                facts.last = true;
+                break;
+            }
         }
+        facts.bytes = piece.run_lengths().bytes;
         Ok((facts.bytes > 0).then_some(facts))
     }
 
     /// Plans the next chunk; says whether there was one.
     fn plan_chunk(
         &mut self,
-        whole: &mut DeviceCopies,
+        parts: &mut DeviceCopies,
         pinned: &Pinned,
     ) -> Result<bool, DeviceError> {
         let Transfer {
@@ -203,14 +197,19 @@ impl Job {
             bytes: chunk.extent.len,
         };
         let (layout, places) = (&self.pages.layout, &self.pages.places);
-        whole.clear();
-        whole.push_chunk(layout, blocks, chunk.request, places, extent)?;
+        let planned = &mut self.planned;
+        planned.push_chunk(layout, blocks, chunk.request, places, extent)?;
         self.host = pinned.memory_of(arena, chunk.extent);
-        self.planned.reserve(whole.as_slice().len());
-        for copy in whole.as_slice() {
-            // A multiple of 16, as the number of runs is.
-            let most = copy.inner_bytes.saturating_mul(PIECE_RUNS).min(PIECE_BYTES);
-            copy.each_part(most, &mut |part| self.planned.push(*part));
+        let lengths = planned.run_lengths();
+        if lengths.bytes > PIECE.bytes || lengths.runs > PIECE.runs {
+            // There may be copies that are too much for a piece.
+            parts.clear();
+            for copy in planned.as_slice() {
+                // A multiple of 16, as the number of runs is.
+                let most = copy.inner_bytes.saturating_mul(PIECE.runs);
+                copy.each_part(most.min(PIECE.bytes), &mut |part| parts.push_apart(*part));
+            }
+            std::mem::swap(planned, parts);
         }
         Ok(true)
     }
