@@ -1,5 +1,6 @@
 //! Every way of copying is tried out before a GPU is used.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvtier_device::Direction;
@@ -238,9 +239,31 @@ fn nothing_is_freed_that_may_be_in_use() {
     assert!(server.count("live.memory") > 0 && server.count("live.host") > 0);
 }
 
+/// Counts lines of the log.
+struct Lines;
+
+static LINES: AtomicU64 = AtomicU64::new(0);
+
+impl tracing::Subscriber for Lines {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target().starts_with("kvtier_device")
+    }
+    fn event(&self, _: &tracing::Event<'_>) {
+        LINES.fetch_add(1, Ordering::Relaxed);
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
 /// An engine takes all the memory of a GPU, and what would be staged goes straight.
 #[test]
 fn a_buffer_that_there_is_no_room_for_is_not_needed() {
+    tracing::subscriber::set_global_default(Lines).unwrap();
     for (staging_pause, asked, then) in [
         (Duration::MAX, 1, Executor::Plain),
         (Duration::ZERO, 4, Executor::Staged),
@@ -261,9 +284,12 @@ fn a_buffer_that_there_is_no_room_for_is_not_needed() {
             let of = moved.iter().find(|moved| moved.1 == executor);
             of.map_or(0, |moved| moved.2.pieces)
         };
+        let lines = LINES.load(Ordering::Relaxed);
         for _ in 0..3 {
             assert_eq!(pages.run(pages.store(&server, 8)).unwrap(), bytes);
         }
+        // Once, however often it was asked.
+        assert_eq!(LINES.load(Ordering::Relaxed), lines + 1);
         assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(8)));
         assert_eq!(moved_by(Executor::Plain), 3);
         // There is room again, and whoever may ask for it hears so.
