@@ -66,6 +66,17 @@ impl L1 {
         })
     }
 
+    /// With a part for each of these nodes, whatever the machine has.
+    #[cfg(test)]
+    pub fn in_parts(self, nodes: &[u32]) -> Self {
+        let allocator = L1Allocator::new(&self.arena, 4096, nodes.len()).expect("a good size");
+        Self {
+            cache: Cache::new(allocator, CacheConfig::default()),
+            nodes: nodes.to_vec(),
+            ..self
+        }
+    }
+
     /// The part of the arena for a device on this node, if it has parts and one of that node.
     pub fn part_near(&self, node: Option<u32>) -> Option<u32> {
         let part = self.nodes.iter().position(|own| Some(*own) == node)?;
