@@ -96,6 +96,11 @@ pub trait EngineMemory: Send + Sync {
     /// not.
     fn remove_orphans(&self) -> Vec<Result<String, SegmentError>>;
 
+    /// The NUMA node that the pages' device is on, where that is known and matters.
+    fn numa_node(&self) -> Option<u32> {
+        None
+    }
+
     /// Which kind of device the pages are on: the device's name in logs and metrics.
     fn device(&self) -> &'static str;
 

@@ -35,6 +35,19 @@ impl Arena {
     /// # Errors
     /// [`NumaError`]; the arena is as good as before.
     pub fn prefer_nodes(&self, nodes: &[u32]) -> Result<(), NumaError> {
+        self.bind(0, self.len(), nodes)
+    }
+
+    /// The same for so many bytes from an offset on, all of them of the arena and the offset one of a page.
+    ///
+    /// # Errors
+    /// As [`Arena::prefer_nodes`]; a range that is not in the arena is the system's to refuse.
+    pub fn prefer_node_in(&self, offset: u64, bytes: u64, node: u32) -> Result<(), NumaError> {
+        let bytes = bytes.min(self.len().saturating_sub(offset));
+        self.bind(offset.min(self.len()), bytes, &[node])
+    }
+
+    fn bind(&self, offset: u64, bytes: u64, nodes: &[u32]) -> Result<(), NumaError> {
         if nodes.is_empty() {
             return Ok(());
         }
@@ -47,13 +60,13 @@ impl Arena {
             [_] => PREFERRED,
             _ => INTERLEAVE,
         };
-        // SAFETY: the range is our mapping, of which only the policy changes; the mask lives and has as many bits as is
+        // SAFETY: the range is of our mapping, of which only the policy changes; the mask lives and has as many bits as is
         // said (the kernel reads one less).
         let result = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
-                self.base().as_ptr(),
-                self.len() as libc::c_ulong,
+                self.base().as_ptr().wrapping_add(offset as usize),
+                bytes as libc::c_ulong,
                 mode,
                 mask.as_ptr(),
                 (MAX_NODES + 1) as libc::c_ulong,
@@ -77,6 +90,11 @@ mod tests {
 
     /// Policy and nodes of the first page, from `get_mempolicy`.
     fn policy(arena: &Arena) -> (i32, libc::c_ulong) {
+        policy_at(arena, 0)
+    }
+
+    /// The same of the page at an offset.
+    fn policy_at(arena: &Arena, offset: usize) -> (i32, libc::c_ulong) {
         let (mut mode, mut mask) = (0i32, [0 as libc::c_ulong; MAX_NODES / WORD_BITS]);
         // SAFETY: both addresses are live, and the mask has as many bits as is said.
         let result = unsafe {
@@ -85,7 +103,7 @@ mod tests {
                 &raw mut mode,
                 mask.as_mut_ptr(),
                 (MAX_NODES + 1) as libc::c_ulong,
-                arena.base().as_ptr(),
+                arena.base().as_ptr().wrapping_add(offset),
                 // MPOL_F_ADDR
                 2,
             )
@@ -106,6 +124,23 @@ mod tests {
         arena.prefer_nodes(&[0, 1]).unwrap();
         let (mode, nodes) = policy(&arena);
         assert_eq!((mode, nodes & 1), (INTERLEAVE as i32, 1));
+    }
+
+    #[test]
+    fn a_part_of_an_arena_has_a_node_of_its_own() {
+        let arena = Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap();
+        arena.prefer_node_in(1 << 19, 1 << 18, 0).unwrap();
+        let preferred = (PREFERRED as i32, 1);
+        for (offset, expected) in [
+            (0, (0, 0)),
+            ((1 << 19) - 4096, (0, 0)),
+            (1 << 19, preferred),
+            ((3 << 18) - 4096, preferred),
+            (3 << 18, (0, 0)),
+        ] {
+            assert_eq!(policy_at(&arena, offset), expected, "at {offset}");
+        }
+        assert!(arena.prefer_node_in(0, 1 << 18, 1023).is_err());
     }
 
     #[test]

@@ -219,6 +219,7 @@ class GpuWorker(Worker):
         self.gpu = GpuProcess()
         self.uuid = self.gpu.uuid()
         self.counters = RefCounters(self.gpu.process.pid)
+        self.gpu.map_file(str(self.counters.path))
         self.storages = {}
         mirrors = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t, _ in self.layers}.values())
         for first in range(0, len(mirrors), per_allocation):

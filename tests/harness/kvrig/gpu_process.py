@@ -8,6 +8,7 @@ stdin and writes their results to stdout, pickled. Needs the standard library on
 """
 
 import ctypes
+import mmap
 import pickle
 import sys
 
@@ -34,6 +35,7 @@ class Gpu:
         self.call("cuCtxSetCurrent", ctypes.c_uint64(self.made("cuDevicePrimaryCtxRetain", 0)))
         self.stream = ctypes.c_uint64(self.made("cuStreamCreate", 1))
         self.allocations, self.events = set(), set()
+        self.mapped = []
 
     def call(self, name, *args):
         """Call a driver function; anything but success is an error."""
@@ -52,6 +54,11 @@ class Gpu:
         out = (ctypes.c_ubyte * count)()
         self.call(name, out, *args)
         return bytes(out)
+
+    def map_file(self, path):
+        """Map a file for as long as the process lives, as PyTorch does its reference counters."""
+        with open(path, "r+b") as file:
+            self.mapped.append(mmap.mmap(file.fileno(), 0))
 
     def uuid(self):
         """The device's UUID as PyTorch writes it."""

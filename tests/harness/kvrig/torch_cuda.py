@@ -134,6 +134,9 @@ def run_lmcache(url, name):
     engine = lmcache_engine(url, name)
     worker, prompt = engine.worker, tokens(64)
     assert all(tensor.is_cuda for tensor in worker.adapter.kv_caches.values())
+    # By this servers know whose memory it is.
+    maps = Path("/proc/self/maps").read_text()
+    assert f"/dev/shm/torch_{os.getpid()}_" in maps, "PyTorch has not mapped its reference counters"
     engine.store_prompt(prompt)
     engine.wait_hit(prompt, 64)
     stored = worker.read(engine.blocks_for(64))

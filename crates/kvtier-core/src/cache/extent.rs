@@ -18,6 +18,14 @@ pub trait ExtentAllocator: Send {
     /// An extent of `bytes` bytes, or `None` when no free range is large enough.
     fn allocate(&mut self, bytes: u64) -> Option<Extent>;
 
+    /// The same where memory has parts: an extent in this part, or elsewhere if much is free there. `None` also where
+    /// something should leave this part first; [`ExtentAllocator::allocate`] may then give one all the same. Without
+    /// parts there is no difference.
+    fn allocate_near(&mut self, bytes: u64, part: u32) -> Option<Extent> {
+        let _ = part;
+        self.allocate(bytes)
+    }
+
     /// Takes back an extent.
     fn free(&mut self, extent: Extent);
 
@@ -31,6 +39,10 @@ pub trait ExtentAllocator: Send {
 impl<A: ExtentAllocator + ?Sized> ExtentAllocator for Box<A> {
     fn allocate(&mut self, bytes: u64) -> Option<Extent> {
         (**self).allocate(bytes)
+    }
+
+    fn allocate_near(&mut self, bytes: u64, part: u32) -> Option<Extent> {
+        (**self).allocate_near(bytes, part)
     }
 
     fn free(&mut self, extent: Extent) {

@@ -175,13 +175,26 @@ impl<A: ExtentAllocator> Cache<A> {
         now: Duration,
         requests: &[ReserveRequest<'_>],
     ) -> Result<Reserved<A>, ReserveError> {
+        self.reserve_near(now, requests, None)
+    }
+
+    /// [`Cache::reserve`] in a part of the memory, as far as that can be had; see [`ExtentAllocator::allocate_near`].
+    ///
+    /// # Errors
+    /// As [`Cache::reserve`].
+    pub fn reserve_near(
+        &self,
+        now: Duration,
+        requests: &[ReserveRequest<'_>],
+        near: Option<u32>,
+    ) -> Result<Reserved<A>, ReserveError> {
         if let Some(request) = requests.iter().position(|request| request.len == 0) {
             return Err(ReserveError::EmptyObject { request });
         }
         let mut batch = ReserveBatch::new(requests);
         self.locked(|state| {
             state.tell_time(now);
-            state.reserve(requests, &mut batch);
+            state.reserve(requests, near, &mut batch);
         });
         Ok(Reserved {
             reservation: Reservation::new(self.clone(), batch.staged),

@@ -33,7 +33,12 @@ impl<A: ExtentAllocator> State<A> {
     /// See [`super::Cache::reserve`].
     ///
     /// Resident keys are held until the end, so that room for the tail of a prefix is never made of its head.
-    pub(super) fn reserve(&mut self, requests: &[ReserveRequest<'_>], batch: &mut ReserveBatch) {
+    pub(super) fn reserve(
+        &mut self,
+        requests: &[ReserveRequest<'_>],
+        near: Option<u32>,
+        batch: &mut ReserveBatch,
+    ) {
         self.warm = 0;
         for request in requests {
             let space = self.spaces.find(&request.space);
@@ -52,8 +57,9 @@ impl<A: ExtentAllocator> State<A> {
                     batch.outcomes.push(KeyOutcome::AlreadyResident);
                     continue;
                 }
+                let more = request.hashes.len() - 1 - position;
                 let staged = self
-                    .allocate(space, request.len, request.hashes.len() - 1 - position)
+                    .allocate(space, request.len, near, more)
                     .and_then(|extent| {
                         let slot = self.stage(space, *hash, extent);
                         Ok((extent, slot.ok_or(NoRoom::Memory)?))

@@ -27,11 +27,12 @@ pub(super) enum NoRoom {
 }
 
 impl<A: ExtentAllocator> State<A> {
-    /// Memory for one object, evicting until there is some. `more` tells how many more the caller is likely to want.
+    /// Memory for one object, evicting until there is some, in the part `near` if there is one. `more` tells how many more the caller is likely to want.
     pub(super) fn allocate(
         &mut self,
         space: u32,
         bytes: u64,
+        near: Option<u32>,
         more: usize,
     ) -> Result<Extent, NoRoom> {
         let salt = self.spaces.salt_of(space);
@@ -46,12 +47,19 @@ impl<A: ExtentAllocator> State<A> {
         }
         loop {
             if bytes <= capacity.saturating_sub(self.allocator.used())
-                && let Some(extent) = self.allocator.allocate(bytes)
+                && let Some(extent) = match near {
+                    Some(part) => self.allocator.allocate_near(bytes, part),
+                    None => self.allocator.allocate(bytes),
+                }
             {
                 return Ok(extent);
             }
             self.warm_up(None, more + 1);
-            let victim = self.victim_for(salt).ok_or(NoRoom::Memory)?;
+            let Some(victim) = self.victim_for(salt) else {
+                // Nothing leaves the part any more.
+                let anywhere = near.and_then(|_| self.allocator.allocate(bytes));
+                return anywhere.ok_or(NoRoom::Memory);
+            };
             self.evict_slot(victim);
         }
     }

@@ -185,7 +185,9 @@ impl Device for CudaDevice {
     }
 
     fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError> {
-        let gpu = self.gpu(self.gpus.of(layout.memories())?)?;
+        let found = self.gpus.of(layout.memories())?;
+        let numa_node = u32::try_from(found.numa_node).ok();
+        let gpu = self.gpu(found)?;
         // First: whoever ends before it is known lends nothing any more, and whoever ends later is noticed.
         let owner = Owner::prove(layout.memories());
         let mut storages = Storages::open(&gpu.allocations, layout.memories())?;
@@ -210,6 +212,7 @@ impl Device for CudaDevice {
             events: ForeignEvents::new(Arc::clone(&gpu.allocations), None),
             pages: Arc::new(pages),
             owner,
+            numa_node,
             gpu,
         }))
     }
@@ -220,6 +223,7 @@ struct CudaMemory {
     pages: Arc<Pages>,
     events: ForeignEvents,
     owner: Option<Owner>,
+    numa_node: Option<u32>,
     gpu: Arc<Gpu>,
 }
 
@@ -241,6 +245,10 @@ impl EngineMemory for CudaMemory {
     /// The driver takes memory back when its process ends.
     fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
         Vec::new()
+    }
+
+    fn numa_node(&self) -> Option<u32> {
+        self.numa_node
     }
 
     fn device(&self) -> &'static str {

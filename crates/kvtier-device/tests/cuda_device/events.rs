@@ -7,6 +7,7 @@ use kvtier_device::cuda::GpuOptions;
 
 use crate::lender::Lender;
 use crate::setup::{Pages, Server, content, past, wait};
+use crate::turns::batches;
 
 /// An event behind work that is held, in one of both forms.
 fn pending(engine: &mut Lender, form: &str, pages: &Pages) -> Vec<u8> {
@@ -37,7 +38,8 @@ fn moved(server: &Server) -> u64 {
 #[test]
 fn pages_are_read_when_the_engine_has_written_them() {
     for form in ["event", "number"] {
-        let server = Server::new();
+        // Its stream waits for nothing of our own either.
+        let server = Server::with("", batches(), 1 << 20);
         let mut engine = Lender::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         let mut transfer = pages.store(&server, 8);

@@ -74,8 +74,8 @@ pub struct GpuSettings {
     /// GPU, with an event for the worker to ask (event, as LMCache does; what fails after that is told nobody but the log)
     #[arg(long, value_enum, default_value = "done", help_heading = "GPU")]
     pub(super) gpu_reply: GpuReplyName,
-    /// NUMA nodes that L1 comes from: those that the GPUs are on (auto), wherever it is touched first (off), or a list
-    /// such as 0,1; several take turns
+    /// NUMA nodes that L1 comes from: those that the GPUs are on, several with a part of L1 each (auto), wherever it is
+    /// touched first (off), or a list such as 0,1, which take turns
     #[arg(long, value_name = "auto|off|LIST", default_value = "auto", value_parser = parse_nodes, help_heading = "GPU")]
     pub l1_numa_nodes: NumaNodes,
     /// Seconds that an engine's event may take to complete, 0.1 or more; then its store or retrieve fails

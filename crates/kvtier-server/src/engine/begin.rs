@@ -87,6 +87,13 @@ mod tests {
     use kvtier_device::{Begun, BlockTable, Direction, Done, KvLayout};
     use kvtier_memory::SegmentError;
 
+    use kvtier_core::ChunkHash;
+    use kvtier_core::prompt::Prompt;
+    use kvtier_proto::key::CacheKey;
+    use kvtier_proto::request::{InstanceId, Store};
+
+    use super::super::instances::{Instance, Mode};
+    use super::super::layout::ModelLayout;
     use super::*;
     use crate::config::ServerConfig;
     use crate::metrics::Metrics;
@@ -95,6 +102,9 @@ mod tests {
     struct AtOnce {
         fails: bool,
         layout: Arc<KvLayout>,
+        numa_node: Option<u32>,
+        /// Where the chunks of its transfers were in the arena.
+        places: Mutex<Vec<u64>>,
     }
 
     impl EngineMemory for AtOnce {
@@ -114,7 +124,13 @@ mod tests {
             "test"
         }
 
-        fn transfer(&self, _: Transfer, done: Done) {
+        fn numa_node(&self) -> Option<u32> {
+            self.numa_node
+        }
+
+        fn transfer(&self, transfer: Transfer, done: Done) {
+            let places = transfer.chunks.iter().map(|chunk| chunk.extent.offset);
+            self.places.lock().extend(places);
             done(match self.fails {
                 true => Err(DeviceError::Stopped),
                 false => Ok(1),
@@ -172,6 +188,8 @@ mod tests {
         let pages = AtOnce {
             fails,
             layout: layout(),
+            numa_node: None,
+            places: Mutex::default(),
         };
         let transfer = Transfer {
             arena: Arc::clone(&engine.l1.arena),
@@ -188,6 +206,83 @@ mod tests {
             Err(_) => Answer::from(Response::transfer(&[][..], false)).because("store_failed"),
         });
         hear.iter().collect()
+    }
+
+    #[test]
+    fn what_a_worker_stores_goes_to_the_part_beside_its_device() {
+        let flags = [
+            "--shm-name",
+            "",
+            "--l1-size-gb",
+            "0.01",
+            "--chunk-size",
+            "1",
+        ];
+        let config = Arc::new(ServerConfig::from_flags(&flags).unwrap());
+        let mut engine = Engine::new(config, Arc::new(Metrics::new())).unwrap();
+        engine.l1 = engine.l1.in_parts(&[3, 5]);
+        let (engine, half) = (Arc::new(engine), 5 << 20);
+        for (number, numa_node) in [(0, Some(3)), (1, Some(5))] {
+            let memory = Arc::new(AtOnce {
+                fails: false,
+                layout: layout(),
+                numa_node,
+                places: Mutex::default(),
+            });
+            let (mode, id) = (
+                Mode::LmcacheDriven {
+                    memory: Arc::clone(&memory) as _,
+                    tensors: Vec::new(),
+                    hints: Default::default(),
+                    groups: Vec::new(),
+                },
+                InstanceId(number.into()),
+            );
+            let model = ModelLayout::of_pages(&memory.layout);
+            let instance = Instance::new(id, "model", 1, mode, model, engine.now());
+            assert!(engine.instances.insert(instance).unwrap().is_none());
+            let store = Store {
+                key: CacheKey {
+                    model_name: "model",
+                    world_size: 1,
+                    worker_id: Some(0),
+                    tokens: Prompt {
+                        token_count: 2,
+                        hashes: [1, 2]
+                            .map(|hash| ChunkHash([10 * number + hash; 32]))
+                            .into(),
+                    },
+                    start: 0,
+                    end: 2,
+                    request_id: "request",
+                    cache_salt: "",
+                    request_configs: None,
+                    num_kv_readers: None,
+                },
+                instance: id,
+                block_ids: vec![vec![1, 2]],
+                event_handle: b"",
+            };
+            let Handled::Later(begin) = engine.store(&store) else {
+                panic!("refused")
+            };
+            begin(Responder::new(|answer| {
+                assert_eq!(answer.unwrap().refused, None)
+            }));
+            let places = memory.places.lock();
+            assert_eq!(places.len(), 2);
+            let second = |place: &u64| *place >= half;
+            assert_eq!(
+                places.iter().all(second),
+                numa_node == Some(5),
+                "{places:?}"
+            );
+            assert_eq!(
+                places.iter().any(second),
+                numa_node == Some(5),
+                "{places:?}"
+            );
+        }
     }
 
     #[test]

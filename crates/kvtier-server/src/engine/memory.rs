@@ -4,48 +4,15 @@ use std::sync::Arc;
 
 use kvtier_core::cache::{self, Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
-use kvtier_memory::{Arena, ArenaError, ArenaKind, Extent, ExtentAllocator};
+use kvtier_memory::{Arena, ArenaError, ArenaKind, Extent};
 
-use super::devices::Devices;
+pub use super::allocator::L1Allocator;
+use super::allocator::parts;
 use crate::config::{NumaNodes, ServerConfig};
 use crate::quota::Opened;
 
-/// The arena's allocator as the cache wants it.
-pub struct L1Allocator(ExtentAllocator);
-
-impl cache::ExtentAllocator for L1Allocator {
-    fn allocate(&mut self, bytes: u64) -> Option<cache::Extent> {
-        let extent = self.0.allocate(bytes).ok()?;
-        Some(cache::Extent {
-            offset: extent.offset,
-            len: extent.len,
-        })
-    }
-
-    fn free(&mut self, extent: cache::Extent) {
-        if let Err(error) = self.0.free(to_memory(extent)) {
-            // The cache frees what it got, and nothing twice. Anything else is a bug that must be seen.
-            tracing::error!(%error, offset = extent.offset, len = extent.len, "an extent of L1 could not be freed");
-            debug_assert!(false, "an extent of L1 could not be freed: {error}");
-        }
-    }
-
-    fn capacity(&self) -> u64 {
-        self.0.capacity()
-    }
-
-    fn used(&self) -> u64 {
-        self.0.used()
-    }
-}
-
-#[cfg(test)]
-impl L1Allocator {
-    /// For a cache without an arena.
-    pub fn of_bytes(bytes: u64) -> Self {
-        Self(ExtentAllocator::with_alignment(bytes, 1).expect("a size that can be"))
-    }
-}
+/// Bytes of a part, at least: an object lies in one, and none is a tenth as large.
+const LEAST_PART: u64 = 4 << 30;
 
 /// The cache's extent as the arena's.
 pub fn to_memory(extent: cache::Extent) -> Extent {
@@ -58,19 +25,27 @@ pub struct L1 {
     pub arena: Arc<Arena>,
     /// Which objects they are.
     pub cache: Cache<L1Allocator>,
+    /// The NUMA node of each part of the arena; none when it has no parts.
+    nodes: Vec<u32>,
 }
 
 impl L1 {
-    /// Makes the arena that a configuration asks for. Touches no page of it.
+    /// The cache over an arena of which nothing was touched yet. `nodes` are those that its memory is to come from; with
+    /// several, each has a part of it.
     ///
     /// # Errors
-    /// One line that names what cannot be had. A pool that nobody asked for by name is done without instead.
-    pub fn create(config: &ServerConfig, quotas: &Opened) -> Result<Self, String> {
-        let arena = create_arena(config)?;
-        let allocator = ExtentAllocator::with_alignment(arena.len(), config.l1_align_bytes)
+    /// One line that names what cannot be had.
+    pub fn create(
+        config: &ServerConfig,
+        quotas: &Opened,
+        arena: Arc<Arena>,
+        nodes: &[u32],
+    ) -> Result<Self, String> {
+        let nodes = place(&arena, config, nodes)?;
+        let allocator = L1Allocator::new(&arena, config.l1_align_bytes, nodes.len())
             .map_err(|error| format!("L1 of {} bytes: {error}", arena.len()))?;
         let cache = Cache::new(
-            L1Allocator(allocator),
+            allocator,
             CacheConfig {
                 eviction: config.eviction_policy.kind(),
                 quotas: QuotaConfig {
@@ -85,31 +60,55 @@ impl L1 {
             cache.set_grant(salt, Some(grant));
         }
         Ok(Self {
-            arena: Arc::new(arena),
+            arena,
             cache,
+            nodes,
         })
+    }
+
+    /// With a part for each of these nodes, whatever the machine has.
+    #[cfg(test)]
+    pub fn in_parts(self, nodes: &[u32]) -> Self {
+        let allocator = L1Allocator::new(&self.arena, 4096, nodes.len()).expect("a good size");
+        Self {
+            cache: Cache::new(allocator, CacheConfig::default()),
+            nodes: nodes.to_vec(),
+            ..self
+        }
+    }
+
+    /// The part of the arena for a device on this node, if it has parts and one of that node.
+    pub fn part_near(&self, node: Option<u32>) -> Option<u32> {
+        let part = self.nodes.iter().position(|own| Some(*own) == node)?;
+        u32::try_from(part).ok()
     }
 }
 
-impl L1 {
-    /// Has the arena, of which nothing was touched yet, come from the NUMA nodes that are wanted.
-    ///
-    /// # Errors
-    /// One line, when nodes that were asked for cannot be had. Those of the GPUs are done without instead.
-    pub fn prefer_nodes(&self, wanted: &NumaNodes, devices: &Devices) -> Result<(), String> {
-        let result = match wanted {
-            NumaNodes::Off => return Ok(()),
-            NumaNodes::List(nodes) => {
-                let result = self.arena.prefer_nodes(nodes);
-                return result.map_err(|error| format!("--l1-numa-nodes: {error}"));
-            }
-            NumaNodes::Auto => self.arena.prefer_nodes(&devices.numa_nodes()),
-        };
-        if let Err(error) = result {
-            tracing::warn!(%error, "L1 comes from wherever it is touched first");
+/// Has the arena come from the NUMA nodes that are wanted; gives those that have a part each.
+///
+/// # Errors
+/// One line, when nodes that were asked for cannot be had. Those of the GPUs are done without instead.
+fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<u32>, String> {
+    let placed = match &config.l1_numa_nodes {
+        NumaNodes::Off => return Ok(Vec::new()),
+        NumaNodes::List(nodes) => {
+            let result = arena.prefer_nodes(nodes);
+            let result = result.map_err(|error| format!("--l1-numa-nodes: {error}"));
+            return result.map(|()| Vec::new());
         }
-        Ok(())
-    }
+        NumaNodes::Auto if gpus.len() > 1 && arena.len() / gpus.len() as u64 >= LEAST_PART => {
+            let mut parts = parts(arena, gpus.len()).into_iter().zip(gpus);
+            let placed = parts.try_for_each(|(part, node)| {
+                arena.prefer_node_in(part.start, part.end - part.start, *node)
+            });
+            placed.map(|()| gpus.to_vec())
+        }
+        NumaNodes::Auto => arena.prefer_nodes(gpus).map(|()| Vec::new()),
+    };
+    Ok(placed.unwrap_or_else(|error| {
+        tracing::warn!(%error, "L1 comes from wherever it is touched first");
+        Vec::new()
+    }))
 }
 
 /// Why there are not the huge pages that an arena needs; they are given back at once.
@@ -117,7 +116,11 @@ pub fn hugepage_obstacle(config: &ServerConfig) -> Option<String> {
     create_arena(config).err()
 }
 
-fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
+/// Makes the arena that a configuration asks for. Touches no page of it.
+///
+/// # Errors
+/// One line that names what cannot be had. A pool that nobody asked for by name is done without instead.
+pub fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
     let bytes = config.l1_bytes;
     let describe = |error: ArenaError| format!("L1 of {bytes} bytes (--l1-size-gb): {error}");
     if config.l1_hugepages {
@@ -143,7 +146,6 @@ fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::Salts;
 
     #[test]
     fn the_pool_of_a_killed_server_goes_before_room_is_looked_for() {
@@ -153,8 +155,7 @@ mod tests {
         // A pebibyte, which no machine has.
         let flags = ["--shm-name", &name, "--l1-size-gb", "1048576"];
         let config = ServerConfig::from_flags(&flags).unwrap();
-        let quotas = Opened::open(&config, &Salts::open(&config.tenants).unwrap()).unwrap();
-        let error = L1::create(&config, &quotas).err().unwrap();
+        let error = create_arena(&config).err().unwrap();
         for part in [name.as_str(), "--l1-size-gb", "worker that maps it"] {
             assert!(error.contains(part), "{error}");
         }

@@ -4,6 +4,7 @@
 //! calls it keeps the order that the protocol promises within one connection. Handlers never wait for anything but the
 //! short locks of the tables and the copy of the bytes they are about.
 
+mod allocator;
 mod answer;
 mod apart;
 mod begin;
@@ -60,7 +61,7 @@ use apart::Apart;
 use devices::Devices;
 use instances::Instances;
 pub(crate) use lookups::Lookups;
-use memory::L1;
+use memory::{L1, create_arena};
 pub(crate) use memory::{L1Allocator, hugepage_obstacle, to_memory};
 use transfers::Transfers;
 use warm::WarmUps;
@@ -132,9 +133,9 @@ impl Engine {
         let hasher = ChunkHasher::new(config.hash_algorithm, chunk_size, &seed);
         let salts = Salts::open(&config.tenants)?;
         let quotas = Opened::open(&config, &salts)?;
-        let l1 = L1::create(&config, &quotas)?;
-        let devices = Devices::find(&config, &l1.arena)?;
-        l1.prefer_nodes(&config.l1_numa_nodes, &devices)?;
+        let arena = Arc::new(create_arena(&config)?);
+        let devices = Devices::find(&config, &arena)?;
+        let l1 = L1::create(&config, &quotas, arena, &devices.numa_nodes())?;
         let clock = Arc::new(Clock::start());
         let l2 = match &config.l2 {
             None => None,

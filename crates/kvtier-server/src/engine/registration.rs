@@ -284,9 +284,11 @@ impl Engine {
         }
     }
 
-    /// Drops instances that are of no use any more, and with them, if nobody else has them, the mappings of their pages.
+    /// Drops instances. Who has the last of one lets go of its pages, and may have to wait for a driver.
     pub(super) fn let_go(&self, instances: Vec<Arc<Instance>>) {
-        if instances.iter().any(|instance| instance.is_on_gpu()) {
+        let is_last = |instance: &Arc<Instance>| Arc::strong_count(instance) == 1;
+        let slow = |instance: &Arc<Instance>| is_last(instance) && instance.is_on_gpu();
+        if instances.iter().any(slow) {
             self.apart.run(move || drop(instances));
         }
     }

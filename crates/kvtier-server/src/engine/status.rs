@@ -70,7 +70,8 @@ impl Engine {
         let mut on_device = Map::new();
         let mut known_processes = Vec::new();
         let mut engine_driven = Map::new();
-        for instance in self.instances.all() {
+        let instances = self.instances.all();
+        for instance in &instances {
             let id = instance.id.to_string();
             match &instance.mode {
                 Mode::LmcacheDriven { memory, .. } => {
@@ -125,6 +126,8 @@ impl Engine {
                 }
             }
         }
+        // Some may have left meanwhile.
+        self.let_go(instances);
         let ids = |map: &Map<String, Value>| {
             map.keys()
                 .filter_map(|id| id.parse::<i64>().ok())

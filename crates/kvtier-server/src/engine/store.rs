@@ -119,7 +119,7 @@ impl Engine {
         let reserved = self
             .l1
             .cache
-            .reserve(self.now(), &requests)
+            .reserve_near(self.now(), &requests, self.l1.part_near(pages.numa_node()))
             .map_err(|error| error.to_string())?;
         self.metrics.reserved(
             "l1_store",

@@ -1,0 +1,257 @@
+//! Memory of L1 for the cache: the whole arena, or one part of it for each NUMA node that has GPUs.
+//!
+//! A worker's objects go to the part beside its GPU, so that their bytes cross no link between processors, now or when they
+//! are read again. The index is one, and so is the order in which objects leave: whoever needs room in a part has
+//! the next objects leave until one of that part did. Those of other parts that left on the way make room for who
+//! comes there, and when much of them is free, for this one too.
+
+use std::ops::Range;
+
+use kvtier_core::cache;
+use kvtier_memory::{Arena, ExtentAllocator, GeometryError};
+
+use super::memory::to_memory;
+
+/// Of another part, this share may stay free (1/64) while who has a part of its own waits for room there.
+const SPARE: u64 = 64;
+
+/// Bytes of the arena for each of so many parts, whole pages.
+pub fn parts(arena: &Arena, count: usize) -> Vec<Range<u64>> {
+    divide(arena.len(), arena.page_bytes(), count)
+}
+
+fn divide(bytes: u64, unit: u64, count: usize) -> Vec<Range<u64>> {
+    let count = count.max(1) as u64;
+    let border = |part| match part {
+        part if part == count => bytes,
+        part => bytes / count * part / unit * unit,
+    };
+    (0..count)
+        .map(|part| border(part)..border(part + 1))
+        .collect()
+}
+
+struct Part {
+    start: u64,
+    extents: ExtentAllocator,
+}
+
+impl Part {
+    fn free(&self) -> u64 {
+        self.extents.capacity() - self.extents.used()
+    }
+
+    fn allocate(&mut self, bytes: u64) -> Option<cache::Extent> {
+        let extent = self.extents.allocate(bytes).ok()?;
+        Some(cache::Extent {
+            offset: self.start + extent.offset,
+            len: extent.len,
+        })
+    }
+}
+
+/// The arena's allocator as the cache wants it.
+pub struct L1Allocator {
+    /// By where they start.
+    parts: Vec<Part>,
+}
+
+impl L1Allocator {
+    /// Over all of an arena, in so many parts; 0 is one.
+    ///
+    /// # Errors
+    /// A size or an alignment that cannot be.
+    pub fn new(arena: &Arena, align: u64, count: usize) -> Result<Self, GeometryError> {
+        Self::over(parts(arena, count), align)
+    }
+
+    fn over(parts: Vec<Range<u64>>, align: u64) -> Result<Self, GeometryError> {
+        let part = |range: Range<u64>| {
+            let extents = ExtentAllocator::with_alignment(range.end - range.start, align)?;
+            Ok(Part {
+                start: range.start,
+                extents,
+            })
+        };
+        let parts = parts.into_iter().map(part).collect::<Result<_, _>>()?;
+        Ok(Self { parts })
+    }
+
+    /// For a cache without an arena.
+    #[cfg(test)]
+    pub fn of_bytes(bytes: u64) -> Self {
+        Self::over(divide(bytes, 1, 1), 1).expect("a size that can be")
+    }
+
+    /// In the part with the most room that leaves as much as `spare` says of it, or in one with less.
+    fn allocate_in(&mut self, bytes: u64, spare: impl Fn(&Part) -> u64) -> Option<cache::Extent> {
+        let has_room = |part: &&mut Part| part.free() >= bytes.saturating_add(spare(part));
+        let mut roomy: Vec<_> = self.parts.iter_mut().filter(has_room).collect();
+        roomy.sort_by_key(|part| std::cmp::Reverse(part.free()));
+        roomy.into_iter().find_map(|part| part.allocate(bytes))
+    }
+}
+
+impl cache::ExtentAllocator for L1Allocator {
+    fn allocate(&mut self, bytes: u64) -> Option<cache::Extent> {
+        match &mut *self.parts {
+            [part] => part.allocate(bytes),
+            _ => self.allocate_in(bytes, |_| 0),
+        }
+    }
+
+    fn allocate_near(&mut self, bytes: u64, part: u32) -> Option<cache::Extent> {
+        let own = self.parts.get_mut(part as usize);
+        own.and_then(|own| own.allocate(bytes))
+            .or_else(|| self.allocate_in(bytes, |part| part.extents.capacity() / SPARE))
+    }
+
+    fn free(&mut self, extent: cache::Extent) {
+        let after = self
+            .parts
+            .partition_point(|part| part.start <= extent.offset);
+        // The first part starts at 0.
+        let part = &mut self.parts[after.saturating_sub(1)];
+        let inner = cache::Extent {
+            offset: extent.offset - part.start,
+            ..extent
+        };
+        if let Err(error) = part.extents.free(to_memory(inner)) {
+            // The cache frees what it got, and nothing twice. Anything else is a bug that must be seen.
+            tracing::error!(%error, offset = extent.offset, len = extent.len, "an extent of L1 could not be freed");
+            debug_assert!(false, "an extent of L1 could not be freed: {error}");
+        }
+    }
+
+    fn capacity(&self) -> u64 {
+        self.parts.iter().map(|part| part.extents.capacity()).sum()
+    }
+
+    fn used(&self) -> u64 {
+        self.parts.iter().map(|part| part.extents.used()).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use kvtier_core::ChunkHash;
+    use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Reserved, Space};
+
+    use super::*;
+
+    const NOW: Duration = Duration::from_secs(1);
+    /// Objects that a part holds.
+    const PART: u64 = 128;
+    const SPACE: Space<'static> = Space {
+        model_name: "m",
+        kv_rank: 0,
+        object_group_id: 0,
+        layout: 0,
+        cache_salt: "",
+    };
+
+    fn cache() -> Cache<L1Allocator> {
+        let allocator = L1Allocator::over(divide(2 * PART, 1, 2), 1).unwrap();
+        Cache::new(allocator, CacheConfig::default())
+    }
+
+    fn reserve(
+        cache: &Cache<L1Allocator>,
+        number: u64,
+        near: Option<u32>,
+    ) -> Reserved<L1Allocator> {
+        let mut hash = [0; 32];
+        hash[..8].copy_from_slice(&number.to_le_bytes());
+        let request = ReserveRequest {
+            space: SPACE,
+            hashes: &[ChunkHash(hash)],
+            len: 1,
+        };
+        cache.reserve_near(NOW, &[request], near).unwrap()
+    }
+
+    /// Stores an object; says in which part it is.
+    fn store(cache: &Cache<L1Allocator>, number: u64, near: Option<u32>) -> Option<u64> {
+        let reserved = reserve(cache, number, near);
+        let at = reserved
+            .reservation
+            .staged()
+            .first()
+            .map(|staged| staged.extent.offset);
+        reserved.reservation.commit(NOW);
+        at.map(|at| at / PART)
+    }
+
+    #[test]
+    fn parts_are_whole_pages_and_all_of_the_arena() {
+        assert_eq!(divide(20_480, 4096, 2), [0..8192, 8192..20_480]);
+        assert_eq!(divide(12_288, 4096, 3), [0..4096, 4096..8192, 8192..12_288]);
+    }
+
+    #[test]
+    fn who_is_alone_has_nearly_all_of_it_and_its_own_part_first() {
+        let cache = cache();
+        let placed = |from: u64, count| -> Vec<_> {
+            (from..from + count)
+                .map(|number| store(&cache, number, Some(1)).unwrap())
+                .collect()
+        };
+        assert!(placed(0, PART).iter().all(|part| *part == 1));
+        // Of the other part, what is spare stays free.
+        let spare = PART / SPARE;
+        assert!(placed(PART, PART - spare).iter().all(|part| *part == 0));
+        assert_eq!(cache.stats().evicted_objects_total, 0);
+        // The oldest are in its own part: one leaves for one.
+        assert!(placed(2 * PART, 64).iter().all(|part| *part == 1));
+        assert_eq!(cache.stats().evicted_objects_total, 64);
+    }
+
+    /// A cache that is full and in use from both sides: nothing crosses, and no more leaves than comes.
+    #[test]
+    fn in_a_full_cache_each_side_keeps_to_its_part() {
+        let cache = cache();
+        let side = |number: u64| (number % 2) as u32;
+        for number in 0..2 * PART {
+            store(&cache, number, Some(side(number)));
+        }
+        for number in 2 * PART..8 * PART {
+            let part = store(&cache, number, Some(side(number)));
+            assert_eq!(part, Some(u64::from(side(number))), "object {number}");
+        }
+        let stats = cache.stats();
+        assert!(stats.evicted_objects_total <= 6 * PART + 2, "{stats:?}");
+        assert!(stats.used_bytes >= 2 * PART - 2, "{stats:?}");
+    }
+
+    /// What may not leave makes no room; another part will do then, also the last of it.
+    #[test]
+    fn a_part_that_nothing_leaves_is_gone_without() {
+        let cache = cache();
+        let all: Vec<_> = (0..2 * PART)
+            .map(|number| reserve(&cache, number, Some(0)))
+            .collect();
+        let staged = all
+            .iter()
+            .flat_map(|reserved| reserved.reservation.staged());
+        assert_eq!(staged.count() as u64, 2 * PART);
+        assert!(
+            reserve(&cache, 2 * PART, Some(0))
+                .reservation
+                .staged()
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn without_a_side_the_emptier_part_is_taken() {
+        let cache = cache();
+        let parts: Vec<_> = (0..4)
+            .map(|number| store(&cache, number, None).unwrap())
+            .collect();
+        assert_eq!(parts.iter().sum::<u64>(), 2);
+        // A part that there is not is no part.
+        assert!(store(&cache, 4, Some(7)).is_some());
+    }
+}
