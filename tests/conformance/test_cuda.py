@@ -173,7 +173,7 @@ def test_a_stop_with_a_driver_that_does_not_answer_ends_in_time(serve, engines, 
         engines(server, mq_timeout=5)
     if held != "cuIpcOpenMemHandle_v2":
         assert gpu_state(server)["in_use"]
-    expected = 0 if held == "cuMemHostUnregister" else 1
+    expected = 0 if held.startswith("cuMemHostUnregister") else 1
     status, seconds = server.stop()
     assert (status, 1.9 < seconds < 8) == (expected, True), server.tail()
 

@@ -274,6 +274,9 @@ fn a_driver_that_does_not_answer_is_left_with_the_arena() {
         // A machine that is busy with others may take longer to end what goes on.
         wait(|| server.cuda.stop().is_empty());
         assert_eq!(server.cuda.unpin(), Err(pinned_bytes), "{held}");
+        // Who asks again neither waits nor has another try.
+        wait(|| server.count(held) >= PIECES);
+        assert_eq!(server.cuda.unpin(), Err(pinned_bytes), "{held}");
         let rest = server.without_device();
         assert!(rest.count("live.contexts") > 0);
         rest.script("release");

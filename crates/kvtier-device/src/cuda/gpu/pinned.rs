@@ -5,9 +5,9 @@
 //! through buffers of its own, and a copy keeps the thread that starts it.
 
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvtier_memory::{Arena, Extent};
@@ -41,6 +41,8 @@ pub(in super::super) struct Pinned {
     pinning: Mutex<Receiver<()>>,
     /// How long the driver may take for a piece when this ends.
     patience: Duration,
+    /// What came of [`Pinned::unpin`].
+    unpinned: OnceLock<Result<(), u64>>,
 }
 
 struct Shared {
@@ -99,15 +101,20 @@ impl Pinned {
             shared,
             pinning,
             patience,
+            unpinned: OnceLock::new(),
         }
     }
 
-    /// Pins no more, and gives up what is pinned: no copy may need it any more.
+    /// Pins no more, and gives up what is pinned: no copy may need it any more. Done once; who asks again is told the same.
     ///
     /// # Errors
     /// The bytes that are still pinned, when the driver did nothing for as long as it is waited for. They are given up
     /// by what it has not answered yet, or at the end of the process.
     pub fn unpin(&self) -> Result<(), u64> {
+        *self.unpinned.get_or_init(|| self.unpin_all())
+    }
+
+    fn unpin_all(&self) -> Result<(), u64> {
         let shared = &self.shared;
         shared.stop.store(true, Ordering::Relaxed);
         let unpinned = self.ends(&self.pinning.lock()) && {
