@@ -32,6 +32,11 @@ pub trait ExtentAllocator: Send {
     /// All the bytes there are.
     fn capacity(&self) -> u64;
 
+    /// Bytes of the largest extent there can be: where memory has parts, an object lies in one of them.
+    fn largest(&self) -> u64 {
+        self.capacity()
+    }
+
     /// Bytes in use, rounding included.
     fn used(&self) -> u64;
 }
@@ -51,6 +56,10 @@ impl<A: ExtentAllocator + ?Sized> ExtentAllocator for Box<A> {
 
     fn capacity(&self) -> u64 {
         (**self).capacity()
+    }
+
+    fn largest(&self) -> u64 {
+        (**self).largest()
     }
 
     fn used(&self) -> u64 {

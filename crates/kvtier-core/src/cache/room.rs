@@ -27,7 +27,8 @@ pub(super) enum NoRoom {
 }
 
 impl<A: ExtentAllocator> State<A> {
-    /// Memory for one object, evicting until there is some, in the part `near` if there is one. `more` tells how many more the caller is likely to want.
+    /// Memory for one object, evicting until there is some, in the part `near` if there is one. `more` tells how many more
+    /// the caller is likely to want.
     pub(super) fn allocate(
         &mut self,
         space: u32,
@@ -39,7 +40,7 @@ impl<A: ExtentAllocator> State<A> {
         let capacity = self.allocator.capacity();
         // What nothing could move, without the allocator's rounding: if this leaves no room, evicting is in vain.
         let fixed = self.counters.staged.bytes + self.counters.doomed.bytes + self.leased.bytes;
-        if bytes > capacity.saturating_sub(fixed) {
+        if bytes > capacity.saturating_sub(fixed) || bytes > self.allocator.largest() {
             return Err(NoRoom::Memory);
         }
         if let Some(limit) = self.spaces.tenants.strict_limit(salt) {
@@ -55,10 +56,15 @@ impl<A: ExtentAllocator> State<A> {
                 return Ok(extent);
             }
             self.warm_up(None, more + 1);
-            let Some(victim) = self.victim_for(salt) else {
-                // Nothing leaves the part any more.
-                let anywhere = near.and_then(|_| self.allocator.allocate(bytes));
-                return anywhere.ok_or(NoRoom::Memory);
+            let victim = match self.victim_for(salt) {
+                Some(victim) => victim,
+                None => {
+                    // Room elsewhere goes before what the tenant has itself.
+                    if let Some(extent) = near.and_then(|_| self.allocator.allocate(bytes)) {
+                        return Ok(extent);
+                    }
+                    self.policy.victim_of(salt).ok_or(NoRoom::Memory)?
+                }
             };
             self.evict_slot(victim);
         }
@@ -112,7 +118,7 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// Who leaves next for a store of this tenant.
+    /// Who leaves next for a store of this tenant, before what others' shares leave it.
     fn victim_for(&mut self, salt: u32) -> Option<u32> {
         let tenants = &self.spaces.tenants;
         if !tenants.over().is_empty() {
@@ -124,7 +130,7 @@ impl<A: ExtentAllocator> State<A> {
                 return Some(victim);
             }
         }
-        self.policy.victim().or_else(|| self.policy.victim_of(salt))
+        self.policy.victim()
     }
 
     /// See [`super::Cache::set_grant`].

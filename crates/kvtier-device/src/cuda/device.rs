@@ -206,6 +206,7 @@ impl Device for CudaDevice {
             layout,
             stopped: AtomicBool::new(false),
             under_way: AtomicUsize::new(0),
+            retrieves: Mutex::default(),
             _storages: storages,
         };
         Ok(Box::new(CudaMemory {

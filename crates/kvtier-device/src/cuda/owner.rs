@@ -36,18 +36,18 @@ impl Owner {
         let files: Option<Vec<_>> = names.iter().map(|name| file_of(name)).collect();
         let has_mapped = has_mapped(number_in_proc(&process)?, files?);
         let owner = Self(Arc::new(process));
-        let lives = Self::ended(std::slice::from_ref(&owner)) == [false];
+        let lives = Self::ended(std::slice::from_ref(&owner)) == Some(vec![false]);
         (has_mapped && lives).then_some(owner)
     }
 
-    /// Which of them have ended, by one call of the system.
-    pub fn ended(owners: &[Self]) -> Vec<bool> {
+    /// Which of them have ended, by one call of the system; nothing when it does not say.
+    pub fn ended(owners: &[Self]) -> Option<Vec<bool>> {
         let fds = owners.iter().map(|owner| PollFd::new(owner, PollFlags::IN));
         let mut fds: Vec<_> = fds.collect();
         let at_once = Timespec::default();
-        let asked = poll(&mut fds, Some(&at_once)).is_ok();
-        let readable = |fd: &PollFd<'_>| asked && fd.revents().contains(PollFlags::IN);
-        fds.iter().map(readable).collect()
+        poll(&mut fds, Some(&at_once)).ok()?;
+        let readable = |fd: &PollFd<'_>| fd.revents().contains(PollFlags::IN);
+        Some(fds.iter().map(readable).collect())
     }
 }
 

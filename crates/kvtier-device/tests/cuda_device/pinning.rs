@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuOptions, PinningStatus};
+use kvtier_device::{Direction, Transfer};
 use kvtier_memory::{Arena, ArenaKind, Extent};
 
 use crate::lender::Lender;
@@ -164,6 +164,48 @@ fn what_is_not_pinned_holds_up_nothing_else() {
     // The retrieve has brought what was in the arena: nothing.
     let expected = vec![0; bytes as usize];
     assert!(engine.read(pages.number, 0, bytes as usize) == expected);
+    drop(pages);
+    server.ends_clean();
+}
+
+/// Retrieves are in order, whichever thread suits their memory: a later one follows one that waits.
+#[test]
+fn a_retrieve_follows_the_one_before_it_to_its_thread() {
+    let server = Server::with("", in_pieces(Executor::Batch), ARENA);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let other = Arc::new(Arena::create(ArenaKind::Anonymous, ARENA).unwrap());
+    let unpinned = |mut transfer: Transfer| {
+        transfer.arena = Arc::clone(&other);
+        transfer
+    };
+    pages.run(unpinned(pages.store(&server, 8))).unwrap();
+    let bytes = pages.content.len() as u64;
+    for first_is_unpinned in [true, false] {
+        let [mut first, second] = [first_is_unpinned, !first_is_unpinned].map(|is_unpinned| {
+            let transfer = pages.retrieve(&server, 8);
+            match is_unpinned {
+                true => unpinned(transfer),
+                false => transfer,
+            }
+        });
+        engine.ask("script hold kernel");
+        engine.ask(&format!("set {} 77", pages.number));
+        first.event = engine.bytes("event");
+        let first = pages.begin(first);
+        let second = pages.begin(second);
+        let asked = server.count("cuEventQuery");
+        wait(|| server.count("cuEventQuery") >= asked + 20);
+        assert!(!first.has_ended() && !second.has_ended());
+        engine.ask("script release");
+        assert_eq!(first.end().unwrap(), bytes);
+        assert_eq!(second.end().unwrap(), bytes);
+        let expected = match first_is_unpinned {
+            true => vec![0; bytes as usize],
+            false => pages.content.clone(),
+        };
+        assert!(engine.read(pages.number, 0, bytes as usize) == expected);
+    }
     drop(pages);
     server.ends_clean();
 }

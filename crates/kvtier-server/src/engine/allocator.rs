@@ -15,9 +15,9 @@ use super::memory::to_memory;
 /// Of another part, this share may stay free (1/64) while who has a part of its own waits for room there.
 const SPARE: u64 = 64;
 
-/// Bytes of the arena for each of so many parts, whole pages.
-pub fn parts(arena: &Arena, count: usize) -> Vec<Range<u64>> {
-    divide(arena.len(), arena.page_bytes(), count)
+/// Bytes of the arena for each of so many parts, which begin at whole pages and multiples of `align`, a power of two.
+pub fn parts(arena: &Arena, align: u64, count: usize) -> Vec<Range<u64>> {
+    divide(arena.len(), arena.page_bytes().max(align), count)
 }
 
 fn divide(bytes: u64, unit: u64, count: usize) -> Vec<Range<u64>> {
@@ -62,7 +62,7 @@ impl L1Allocator {
     /// # Errors
     /// A size or an alignment that cannot be.
     pub fn new(arena: &Arena, align: u64, count: usize) -> Result<Self, GeometryError> {
-        Self::over(parts(arena, count), align)
+        Self::over(parts(arena, align, count), align)
     }
 
     fn over(parts: Vec<Range<u64>>, align: u64) -> Result<Self, GeometryError> {
@@ -125,6 +125,11 @@ impl cache::ExtentAllocator for L1Allocator {
 
     fn capacity(&self) -> u64 {
         self.parts.iter().map(|part| part.extents.capacity()).sum()
+    }
+
+    fn largest(&self) -> u64 {
+        let whole = self.parts.iter().map(|part| part.extents.capacity());
+        whole.max().unwrap_or_default()
     }
 
     fn used(&self) -> u64 {
@@ -208,21 +213,41 @@ mod tests {
         assert_eq!(cache.stats().evicted_objects_total, 64);
     }
 
-    /// A cache that is full and in use from both sides: nothing crosses, and no more leaves than comes.
+    /// A cache that is full and in use from both sides, where the next to leave are of the other side first: nothing
+    /// crosses, and but for what is spare no more leaves than comes.
     #[test]
     fn in_a_full_cache_each_side_keeps_to_its_part() {
         let cache = cache();
-        let side = |number: u64| (number % 2) as u32;
         for number in 0..2 * PART {
-            store(&cache, number, Some(side(number)));
+            store(&cache, number, Some((number / 2 % 2) as u32));
         }
         for number in 2 * PART..8 * PART {
-            let part = store(&cache, number, Some(side(number)));
-            assert_eq!(part, Some(u64::from(side(number))), "object {number}");
+            let side = (number / 2 + 1) % 2;
+            let part = store(&cache, number, Some(side as u32));
+            assert_eq!(part, Some(side), "object {number}");
         }
+        let spare = 2 * PART / SPARE;
         let stats = cache.stats();
-        assert!(stats.evicted_objects_total <= 6 * PART + 2, "{stats:?}");
-        assert!(stats.used_bytes >= 2 * PART - 2, "{stats:?}");
+        assert!(stats.evicted_objects_total <= 6 * PART + spare, "{stats:?}");
+        assert!(stats.used_bytes >= 2 * PART - spare, "{stats:?}");
+    }
+
+    #[test]
+    fn what_no_part_can_hold_is_refused_before_anything_leaves() {
+        let cache = cache();
+        for number in 0..2 * PART {
+            store(&cache, number, Some((number % 2) as u32));
+        }
+        let request = ReserveRequest {
+            space: SPACE,
+            hashes: &[ChunkHash([9; 32])],
+            len: PART + 1,
+        };
+        for near in [None, Some(0)] {
+            let reserved = cache.reserve_near(NOW, &[request], near).unwrap();
+            assert!(reserved.reservation.staged().is_empty());
+        }
+        assert_eq!(cache.stats().evicted_objects_total, 0);
     }
 
     /// What may not leave makes no room; another part will do then, also the last of it.

@@ -468,7 +468,7 @@ impl Instances {
         let owned = known.filter_map(|instance| Some((instance.id, instance.owner()?)));
         let (ids, owners): (Vec<_>, Vec<_>) = owned.unzip();
         drop(tables);
-        let ended = Owner::ended(&owners);
+        let ended = Owner::ended(&owners).unwrap_or_default();
         let ended = ended.into_iter().zip(ids.into_iter().zip(owners));
         let ended = ended.filter_map(|(ended, of)| ended.then_some(of));
         let ended: Vec<_> = ended.collect();

@@ -97,11 +97,14 @@ fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<u32>,
             return result.map(|()| Vec::new());
         }
         NumaNodes::Auto if gpus.len() > 1 && arena.len() / gpus.len() as u64 >= LEAST_PART => {
-            let mut parts = parts(arena, gpus.len()).into_iter().zip(gpus);
+            let parts = parts(arena, config.l1_align_bytes, gpus.len());
+            let mut parts = parts.into_iter().zip(gpus);
             let placed = parts.try_for_each(|(part, node)| {
                 arena.prefer_node_in(part.start, part.end - part.start, *node)
             });
-            placed.map(|()| gpus.to_vec())
+            // Some parts may be placed already.
+            let turns = |_| arena.prefer_nodes(gpus).map(|()| Vec::new());
+            placed.map(|()| gpus.to_vec()).or_else(turns)
         }
         NumaNodes::Auto => arena.prefer_nodes(gpus).map(|()| Vec::new()),
     };

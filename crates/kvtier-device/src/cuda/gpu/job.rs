@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+
 use super::super::device_copy::{DeviceCopies, Place};
 use super::super::events::ForeignEvent;
 use super::super::storages::Storages;
@@ -11,6 +13,7 @@ use super::executor::{HostMemory, PIECE};
 use super::pinned::Pinned;
 use crate::device::{Begun, DeviceError, Done, Transfer};
 use crate::layout::KvLayout;
+use crate::plan::Direction;
 
 /// Longest pause between two questions about an event.
 const LONGEST_PAUSE: Duration = Duration::from_micros(500);
@@ -27,8 +30,28 @@ pub(in super::super) struct Pages {
     pub stopped: AtomicBool,
     /// Transfers that have not ended.
     pub under_way: AtomicUsize,
+    pub retrieves: Mutex<Retrieves>,
     /// What keeps the places mapped.
     pub _storages: Storages,
+}
+
+/// Where the retrieves of a worker are that have not ended: with one of the GPU's threads all of them, so that its pages are
+/// written in the order in which that was asked for.
+#[derive(Debug, Default)]
+pub(in super::super) struct Retrieves {
+    thread: usize,
+    count: usize,
+}
+
+impl Retrieves {
+    /// One more; gives the thread that has the others, or the one that suits it.
+    pub fn enter(&mut self, suits: usize) -> usize {
+        if self.count == 0 {
+            self.thread = suits;
+        }
+        self.count += 1;
+        self.thread
+    }
 }
 
 /// A transfer.
@@ -250,6 +273,9 @@ impl Job {
         };
         let done = self.done;
         self.pages.under_way.fetch_sub(1, Ordering::AcqRel);
+        if self.transfer.direction == Direction::Retrieve {
+            self.pages.retrieves.lock().count -= 1;
+        }
         drop((self.event, self.pages, self.transfer));
         // What is caught has been printed, and the responder inside says it to the health.
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| done(result)));

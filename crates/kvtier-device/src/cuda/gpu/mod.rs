@@ -6,8 +6,8 @@
 //! do it sleeps.
 //!
 //! A second such thread, with two streams of its own, has the transfers that touch memory which is not pinned: the driver
-//! copies that itself, in the thread that asks for it, and nothing else of the GPU is to wait for it. No order is lost
-//! by it, for a transfer is asked for when what it needs is there.
+//! copies that itself, in the thread that asks for it, and nothing else of the GPU is to wait for it. A worker's
+//! retrieves follow each other to the same thread as long as one is under way, so that they write its pages in order.
 
 mod executor;
 mod job;
@@ -356,7 +356,12 @@ impl Gpu {
         let pageable = chunks.any(|chunk| {
             self.pinned.memory_of(arena, chunk.extent) == executor::HostMemory::Pageable
         });
-        let mailbox = &self.shared.mailboxes[if pageable { PAGEABLE } else { PINNED }];
+        let suits = if pageable { PAGEABLE } else { PINNED };
+        let thread = match job.transfer.direction {
+            Direction::Store => suits,
+            Direction::Retrieve => job.pages.retrieves.lock().enter(suits),
+        };
+        let mailbox = &self.shared.mailboxes[thread];
         let mut inbox = mailbox.inbox.lock();
         if inbox.closed {
             drop(inbox);
