@@ -333,15 +333,16 @@ impl Engine {
         self.devices.stop();
     }
 
-    /// Ends what is done apart, stores what waits to be stored, takes the pool's name away, so that no segment outlives
-    /// the server, and gives the arena back to the driver. To be called when nothing is asked any more.
+    /// Stores what waits to be stored, takes the pool's name away, so that no segment outlives the server, ends what is done
+    /// apart, and gives the arena back to the driver. To be called when nothing is asked any more.
     pub fn close(&self) {
-        self.apart.finish();
+        // Before anything that a driver may hold up.
         if let Some(l2) = &self.l2 {
             l2.close();
         }
         self.unlink_pool();
         self.settled.store(true, Ordering::Release);
+        self.apart.finish();
         self.devices.close();
     }
 
