@@ -143,6 +143,8 @@ mod tests {
 
     use kvtier_core::ChunkHash;
     use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Reserved, Space};
+    use kvtier_core::eviction::EvictionKind;
+    use kvtier_core::quota::Grant;
 
     use super::*;
 
@@ -247,6 +249,47 @@ mod tests {
             let reserved = cache.reserve_near(NOW, &[request], near).unwrap();
             assert!(reserved.reservation.staged().is_empty());
         }
+        assert_eq!(cache.stats().evicted_objects_total, 0);
+    }
+
+    /// Both tenants are within what is reserved for them, so the one that stores could only evict itself.
+    #[test]
+    fn room_elsewhere_goes_before_what_a_tenant_has_itself() {
+        let allocator = L1Allocator::over(divide(2 * PART, 1, 2), 1).unwrap();
+        let eviction = EvictionKind::IsolatedLru;
+        let cache = Cache::new(
+            allocator,
+            CacheConfig {
+                eviction,
+                ..CacheConfig::default()
+            },
+        );
+        for salt in ["full", "small"] {
+            let grant = Grant {
+                limit: None,
+                reserved: 2 * PART,
+            };
+            cache.set_grant(salt, Some(grant));
+        }
+        let store = |number: u8, salt, len, near| {
+            let request = ReserveRequest {
+                space: Space {
+                    cache_salt: salt,
+                    ..SPACE
+                },
+                hashes: &[ChunkHash([number; 32])],
+                len,
+            };
+            let reserved = cache.reserve_near(NOW, &[request], Some(near)).unwrap();
+            let staged = reserved.reservation.staged();
+            let at = staged.first().map(|staged| staged.extent.offset / PART);
+            reserved.reservation.commit(NOW);
+            at
+        };
+        assert_eq!(store(1, "full", PART, 0), Some(0));
+        assert_eq!(store(2, "small", PART - 5, 1), Some(1));
+        // Of 5 that are free beside it, 2 are spare.
+        assert_eq!(store(3, "small", 4, 0), Some(1));
         assert_eq!(cache.stats().evicted_objects_total, 0);
     }
 
