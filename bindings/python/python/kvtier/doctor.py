@@ -332,7 +332,7 @@ class Doctor:
         )
 
     def _gpu(self, chunk: int) -> None:
-        remedy = "use --ipc=host, and no PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        remedy = "use --ipc=host --pid=host, with expandable segments also --cap-add SYS_PTRACE (docs/gpu.md)"
         with self.check("GPU", remedy) as ok:
             try:
                 import torch

@@ -38,6 +38,11 @@ fn an_old_driver_has_no_copies_in_batches() {
 #[test]
 fn what_is_no_driver_is_told_apart_from_no_library() {
     let none = Driver::load(Some(Path::new("/nowhere/libcuda.so.1"))).unwrap_err();
+    // The dynamic linker's own words.
+    assert!(
+        none.to_string().contains("No such file or directory"),
+        "{none}"
+    );
     assert!(matches!(none, CudaError::Library { .. }), "{none}");
     assert!(none.to_string().contains("/nowhere/libcuda.so.1"), "{none}");
     let other = Driver::load(Some(Path::new("libc.so.6"))).unwrap_err();

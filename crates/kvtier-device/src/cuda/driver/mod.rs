@@ -90,7 +90,10 @@ impl Driver {
         // SAFETY: the path is the operator's or the driver's own name; a driver's initialisers have no conditions.
         let library = unsafe { Library::new(path) }.map_err(|error| CudaError::Library {
             library: path.display().to_string(),
-            why: error.to_string(),
+            // What the dynamic linker says is behind the error's own text.
+            why: std::error::Error::source(&error)
+                .unwrap_or(&error)
+                .to_string(),
         })?;
         let mut driver = Self {
             // SAFETY: what has the driver's names has the driver's signatures.
