@@ -332,7 +332,7 @@ class Doctor:
         )
 
     def _gpu(self, chunk: int) -> None:
-        remedy = "use --ipc=host --pid=host, with expandable segments also --cap-add SYS_PTRACE (docs/gpu.md)"
+        remedy = "use --ipc=host --pid=host, with expandable_segments:True also --cap-add SYS_PTRACE (docs/gpu.md)"
         with self.check("GPU", remedy) as ok:
             try:
                 import torch
