@@ -146,20 +146,30 @@ def test_an_engine_that_dies_in_a_store(serve, engines):
     assert same(load(again, before), stored)
 
 
+def begin_waiting_store(server, engine):
+    """Begin a store that waits for its engine, which does not get on."""
+    engine.worker.gpu.script("hold kernel")
+    engine.worker.gpu.fill(next(iter(engine.worker.storages.values())).at, 1, 16)
+    engine.worker.submit_store("waits", tokens(32), 0, 32, engine.blocks_for(32))
+    wait_under_way(server, 1)
+
+
+def assert_refused(engine):
+    """That store was answered with "no"; the engine gets on again."""
+    wait_until(engine.worker.stores["waits"].query, 3, "the answer")
+    assert engine.worker.finish_store("waits") is False
+    engine.worker.gpu.script("release")
+
+
 def test_a_stop_ends_what_is_with_the_gpu_and_answers_the_rest(serve, engines):
     """A store that waits for its engine is answered with "no" at once, not by a connection that ends."""
     server = serve("cuda", flags=["--gpu-event-timeout-seconds", "60"])
     server.expect_trouble("being closed")
     engine = engines(server)
-    engine.worker.gpu.script("hold kernel")
-    engine.worker.gpu.fill(next(iter(engine.worker.storages.values())).at, 1, 16)
-    engine.worker.submit_store("waits", tokens(32), 0, 32, engine.blocks_for(32))
-    wait_under_way(server, 1)
+    begin_waiting_store(server, engine)
     status, seconds = server.stop()
     assert (status, seconds < 5) == (0, True), server.tail()
-    wait_until(engine.worker.stores["waits"].query, 3, "the answer")
-    assert engine.worker.finish_store("waits") is False
-    engine.worker.gpu.script("release")
+    assert_refused(engine)
 
 
 # The first memory that is given up is that of the GPU's trial.
@@ -185,16 +195,11 @@ def test_a_stop_answers_others_than_who_waits_for_the_driver(serve, engines):
     server = serve("cuda", env={"KVTIER_CUDA_STANDIN": "hold cuIpcOpenMemHandle_v2@3+"}, flags=flags)
     server.expect_trouble("stop-timeout-seconds|register|being closed")
     engine = engines(server)
-    engine.worker.gpu.script("hold kernel")
-    engine.worker.gpu.fill(next(iter(engine.worker.storages.values())).at, 1, 16)
-    engine.worker.submit_store("waits", tokens(32), 0, 32, engine.blocks_for(32))
-    wait_under_way(server, 1)
+    begin_waiting_store(server, engine)
     with contextlib.suppress(ConnectionError):
         engines(server, mq_timeout=2)
     assert server.stop()[0] == 1, server.tail()
-    wait_until(engine.worker.stores["waits"].query, 3, "the answer")
-    assert engine.worker.finish_store("waits") is False
-    engine.worker.gpu.script("release")
+    assert_refused(engine)
 
 
 def test_tenants_on_a_gpu_are_apart(serve, engines):

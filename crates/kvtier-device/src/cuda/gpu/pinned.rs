@@ -14,7 +14,7 @@ use kvtier_memory::{Arena, Extent};
 use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
 
 use super::super::device_copy::PinnedPieces;
-use super::super::driver::{Context, DevicePtr, RegisteredHost};
+use super::super::driver::{Context, RegisteredHost};
 use super::executor::HostMemory;
 
 /// Threads that pin, and later unpin. The work is the kernel's, page by page; more of them gain little (LMCache uses
@@ -270,8 +270,7 @@ impl Shared {
         let registered = registered.map_err(|error| error.to_string())?;
         // From here on copies may rely on it, whatever else is said.
         self.registered.lock().push((bytes, registered));
-        let seen = context.host_device_pointer(start);
-        if seen != Ok(DevicePtr(start.as_ptr() as u64)) {
+        if HostMemory::of_registered(context, start) != HostMemory::Mapped {
             self.same_address.store(false, Ordering::Release);
         }
         self.pieces[number].store(true, Ordering::Release);
