@@ -22,8 +22,8 @@ use crate::metrics::Metrics;
 /// Threads of the HTTP runtime; a scrape or a health probe is all they serve.
 const HTTP_THREADS: usize = 1;
 
-/// Between two looks at the files of tokens and certificates.
-const ACCESS_INTERVAL: Duration = Duration::from_secs(3);
+/// Between two looks at the files of tokens and certificates: who was revoked is let in no longer than this.
+const ACCESS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How long open HTTP connections may hold up a shutdown.
 const HTTP_GRACE: Duration = Duration::from_secs(2);
@@ -177,12 +177,21 @@ fn start_http(
         .map(|port| bind("prometheus-port", port))
         .transpose()?;
     runtime.spawn(http::serve(listener, Arc::clone(api), stopped()));
-    let (access, stop) = (Arc::clone(&config.access), stopped());
+    let (access, health, stop) = (
+        Arc::clone(&config.access),
+        Arc::clone(&api.health),
+        stopped(),
+    );
     runtime.spawn(async move {
         let looking = async {
             loop {
                 tokio::time::sleep(ACCESS_INTERVAL).await;
-                access.look();
+                let access = Arc::clone(&access);
+                // Not here: a file system that does not answer must keep no request waiting.
+                let looked = tokio::task::spawn_blocking(move || access.look()).await;
+                if looked.is_err_and(|error| error.is_panic()) {
+                    health.poison("access");
+                }
             }
         };
         tokio::select! {

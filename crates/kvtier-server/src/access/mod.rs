@@ -29,7 +29,7 @@ pub(crate) struct Wanted {
     pub(crate) tls_key: Option<PathBuf>,
 }
 
-/// Tokens and certificates; both are read again when their files change.
+/// Tokens and certificates; both are read again by [`Access::look`] when their files have changed.
 pub struct Access {
     host: String,
     /// `None` lets everybody on this host do everything.
@@ -72,20 +72,24 @@ impl Access {
         }
     }
 
-    /// The tokens there are now; `None` without any, which lets everybody do everything.
+    /// The tokens there were at the last look; `None` without any, which lets everybody do everything.
     pub(crate) fn tokens(&self) -> Option<Arc<Tokens>> {
         self.tokens.as_ref().map(Watched::get)
     }
 
-    /// How to answer a handshake now; `None` without TLS.
+    /// How to answer a handshake, as of the last look; `None` without TLS.
     pub(crate) fn tls(&self) -> Option<Arc<rustls::ServerConfig>> {
         self.tls.as_ref().map(Watched::get)
     }
 
-    /// Looks at the files whether or not anybody asks, so that the log tells in time what became of a change.
+    /// Reads the files that have changed. May wait for a disk.
     pub(crate) fn look(&self) {
-        self.tokens();
-        self.tls();
+        if let Some(tokens) = &self.tokens {
+            tokens.look();
+        }
+        if let Some(tls) = &self.tls {
+            tls.look();
+        }
     }
 
     /// `http` or `https`.

@@ -1,7 +1,7 @@
 //! Files that are read again once they have changed, so that secrets are replaced without a restart.
 //!
-//! A look costs one `stat` a file. What cannot be used changes nothing: the last good content stays, and the log says so
-//! once for each bad content.
+//! Somebody has to look now and then, and may wait for the disk: it costs one `stat` a file. Who wants the value waits for
+//! nobody. What cannot be used changes nothing: the last good content stays, and the log says so once for each bad content.
 
 use std::fmt;
 use std::io::Read as _;
@@ -28,11 +28,14 @@ pub(crate) struct Watched<T> {
     /// The last one is secret.
     paths: Vec<PathBuf>,
     make: Make<T>,
-    state: Mutex<State<T>>,
+    /// Not held while a file is read, as that one below.
+    value: Mutex<Arc<T>>,
+    last: Mutex<Look>,
 }
 
-struct State<T> {
-    value: Arc<T>,
+/// What one look has seen.
+#[derive(Clone)]
+struct Look {
     /// What the files were like when they were last read, unless they may have changed since without a trace.
     seen: Option<Vec<Stamp>>,
     /// Of what was read then.
@@ -40,7 +43,7 @@ struct State<T> {
 }
 
 /// Device, inode, size, and the times of the last change of content and of the file.
-#[derive(PartialEq)]
+#[derive(Clone, PartialEq)]
 struct Stamp(u64, u64, u64, (i64, i64), (i64, i64));
 
 impl<T> Watched<T> {
@@ -59,8 +62,8 @@ impl<T> Watched<T> {
         Ok(Self {
             what,
             make: Box::new(make),
-            state: Mutex::new(State {
-                value,
+            value: Mutex::new(value),
+            last: Mutex::new(Look {
                 seen,
                 content: Ok(digest(&contents)),
             }),
@@ -68,27 +71,32 @@ impl<T> Watched<T> {
         })
     }
 
-    /// What they say now, or said when they last could be used.
+    /// What they said at the last look, or when they last could be used.
     pub(crate) fn get(&self) -> Arc<T> {
-        let mut state = self.state.lock();
-        let now = stamps(&self.paths);
-        if now.is_none() || now != state.seen {
-            state.seen = now;
-            self.look(&mut state);
-        }
-        Arc::clone(&state.value)
+        Arc::clone(&self.value.lock())
     }
 
-    fn look(&self, state: &mut State<T>) {
-        let (what, files) = (self.what, self.names());
-        let contents = read(&self.paths);
-        let content = contents.as_deref().map(digest).map_err(Clone::clone);
-        if content == state.content {
+    /// Reads what has changed. Of two looks at a time the later to end counts; if it read the older files, the next look
+    /// mends that.
+    pub(crate) fn look(&self) {
+        let last = self.last.lock().clone();
+        let seen = stamps(&self.paths);
+        if seen.is_some() && seen == last.seen {
             return;
         }
+        let contents = read(&self.paths);
+        let content = contents.as_deref().map(digest).map_err(Clone::clone);
+        if content != last.content {
+            self.take(contents);
+        }
+        *self.last.lock() = Look { seen, content };
+    }
+
+    fn take(&self, contents: Result<Vec<Vec<u8>>, String>) {
+        let (what, files) = (self.what, self.names());
         match contents.and_then(|contents| (self.make)(&contents)) {
             Ok(value) => {
-                state.value = Arc::new(value);
+                *self.value.lock() = Arc::new(value);
                 tracing::info!(target: "audit", files, "{what} read again");
                 if let Some(warning) = self.warning() {
                     tracing::warn!("{warning}");
@@ -98,7 +106,6 @@ impl<T> Watched<T> {
                 tracing::error!(target: "audit", files, error, "{what} cannot be used; the former stay");
             }
         }
-        state.content = content;
     }
 
     fn names(&self) -> String {
@@ -195,16 +202,49 @@ mod tests {
         let path = directory.path().join("words");
         std::fs::write(&path, "one").unwrap();
         let words = text(&path).unwrap();
-        assert_eq!(*words.get(), "one");
+        let looked = || {
+            words.look();
+            words.get()
+        };
+        assert_eq!(*looked(), "one");
         // Of the same length and within the same tick.
         std::fs::write(&path, "two").unwrap();
-        assert_eq!(*words.get(), "two");
+        assert_eq!(*looked(), "two");
         std::fs::write(&path, "bad").unwrap();
-        assert_eq!(*words.get(), "two");
+        assert_eq!(*looked(), "two");
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(*words.get(), "two");
+        assert_eq!(*looked(), "two");
         std::fs::write(&path, "three").unwrap();
-        assert_eq!(*words.get(), "three");
+        assert_eq!(*looked(), "three");
+    }
+
+    #[test]
+    fn who_wants_the_value_reads_no_file_and_waits_for_nobody_who_does() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("words");
+        std::fs::write(&path, "one").unwrap();
+        let (reading, read) = std::sync::mpsc::channel::<()>();
+        let (go_on, waiting) = std::sync::mpsc::channel::<()>();
+        let waiting = Mutex::new(waiting);
+        let words = Watched::open("words", vec![path.clone()], move |contents| {
+            if contents[0] == b"two" {
+                reading.send(()).unwrap();
+                waiting.lock().recv().unwrap();
+            }
+            Ok(contents[0].clone())
+        });
+        let words = words.unwrap();
+        std::fs::write(&path, "two").unwrap();
+        assert_eq!(*words.get(), b"one");
+        std::thread::scope(|scope| {
+            let look = scope.spawn(|| words.look());
+            read.recv().unwrap();
+            // Amid a look that does not end.
+            assert_eq!(*words.get(), b"one");
+            go_on.send(()).unwrap();
+            look.join().unwrap();
+        });
+        assert_eq!(*words.get(), b"two");
     }
 
     #[test]
@@ -225,8 +265,10 @@ mod tests {
         put("one");
         let words = text(&path).unwrap();
         let first = words.get();
+        words.look();
         assert!(Arc::ptr_eq(&first, &words.get()));
         put("two");
+        words.look();
         assert_eq!(*words.get(), "two");
     }
 
