@@ -8,12 +8,32 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use clap::Args;
 
 /// The request socket that a command talks to unless it is told another.
 pub(crate) const REQUESTS: &str = "tcp://127.0.0.1:5555";
 
 /// The HTTP API that a command talks to unless it is told another.
-pub(crate) const HTTP: &str = "http://127.0.0.1:8080";
+const HTTP: &str = "http://127.0.0.1:8080";
+
+/// The HTTP API that a command is to ask.
+#[derive(Debug, Args)]
+pub(crate) struct HttpArgs {
+    /// The server's HTTP API: host:port, http://host:port or https://host:port [default: http://127.0.0.1:8080]
+    #[arg(value_name = "URL", value_parser = http)]
+    server: Option<String>,
+    /// The same
+    #[arg(long, value_parser = http, conflicts_with = "server")]
+    url: Option<String>,
+}
+
+impl HttpArgs {
+    /// Where it is.
+    pub(crate) fn url(&self) -> &str {
+        let given = self.server.as_ref().or(self.url.as_ref());
+        given.map_or(HTTP, String::as_str)
+    }
+}
 
 /// A request socket.
 pub(crate) fn requests(text: &str) -> Result<String, String> {

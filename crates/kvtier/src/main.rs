@@ -19,7 +19,7 @@ use clap::{Parser, Subcommand};
 
 /// A KV-cache server for LLM inference that speaks the LMCache MP protocol, with quotas for tenants.
 #[derive(Debug, Parser)]
-#[command(name = "kvtier", version, about)]
+#[command(name = "kvtier", version)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -33,7 +33,7 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     /// Start a server here, talk to it as many engines of several tenants do, and check every byte.
     Demo(demo::DemoArgs),
-    /// Tell how a server is: health, memory, tiers, workers, sessions.
+    /// Tell how a server is: health, memory, tiers, GPUs, workers, sessions.
     Status(status::StatusArgs),
     /// Set, take away, tell and list what tenants may have.
     Quota(quota::QuotaArgs),

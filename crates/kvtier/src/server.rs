@@ -127,10 +127,17 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     let mut out = out::stdout();
     let shortage = config.shm_shortage();
     let l2 = config.l2.as_ref();
-    if let Some(obstacle) = config.obstacle().or_else(|| config.memory_obstacle()) {
-        eprintln!("kvtier server: {obstacle}");
-        return Ok(ExitCode::FAILURE);
-    }
+    let rehearsed = match config.obstacle() {
+        Some(obstacle) => Err(obstacle),
+        None => config.rehearse(),
+    };
+    let gpu_warning = match rehearsed {
+        Ok(warning) => warning,
+        Err(obstacle) => {
+            eprintln!("kvtier server: {obstacle}");
+            return Ok(ExitCode::FAILURE);
+        }
+    };
     writeln!(
         out,
         "the configuration is good: L1 of {:.2} GiB ({}), chunks of {} tokens",
@@ -144,7 +151,7 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     if !config.ignored.is_empty() {
         writeln!(out, "without effect here: {}", config.ignored.join(" "))?;
     }
-    let warnings = config.warnings().chain(shortage);
+    let warnings = config.warnings().chain(shortage).chain(gpu_warning);
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
         writeln!(out, "warning: {warning}")?;
     }

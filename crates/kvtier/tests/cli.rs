@@ -276,6 +276,11 @@ fn status_and_ping_of_a_server_that_is_there() {
         &["status", http][..],
         &["status", &server.http],
         &["status", "--url", http],
+        &["quota", "list", http],
+        &["quota", "list", "--url", &server.http],
+        &["quota", "set", "a", "1GiB", http],
+        &["quota", "get", "a", http],
+        &["quota", "delete", "--url", http, "a"],
         &["ping", requests],
         &["ping", &server.http],
         &["ping", "--url", requests],
@@ -309,15 +314,18 @@ fn status_and_ping_of_a_server_that_is_there() {
 }
 
 #[test]
-fn status_shows_the_tiers() {
+fn status_shows_the_tiers_and_that_there_are_no_gpus() {
     let directory = tempfile::tempdir().unwrap();
     let adapter = format!(r#"{{"type":"fs","base_path":{:?}}}"#, directory.path());
-    let server = Server::start_with(&["--shm-name", "", "--l2-adapter", &adapter]);
+    let no_gpus = ["--cuda-driver", "off"];
+    let server =
+        Server::start_with(&[&no_gpus[..], &["--shm-name", "", "--l2-adapter", &adapter]].concat());
     let status = kvtier(&["status", "--url", &server.http]);
     let text = lines(&status.stdout).join("\n");
     for part in [
         "\nL2        1 tier, 0 objects to be stored (0 B), 0 being loaded\n",
         "\n  fs-0: fs, healthy, 0 B in use, 0 objects",
+        "\nGPUs      none, this server runs with --cuda-driver off\n",
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
@@ -348,6 +356,8 @@ fn addresses_that_are_none_are_usage_errors() {
     for (args, allowed) in [
         (&["status", "tcp://a:1"][..], "http://host:port"),
         (&["status", "--url", "tcp://a:1"], "http://host:port"),
+        (&["quota", "list", "tcp://a:1"], "http://host:port"),
+        (&["quota", "get", "a", "a:1", "--url", "a:1"], "--url"),
         (&["ping", "a"], "tcp://host:port"),
         (&["ping", "--url", "ftp://a:1"], "http://host:port"),
         (&["bench", "http://a:1"], "tcp://host:port"),
@@ -451,27 +461,109 @@ fn check_config_warns_of_what_the_machine_does_not_have() {
     let small = check(&["--l1-size-gb", "0.01"]);
     assert!(small.status.success());
     assert!(!lines(&small.stdout).join("\n").contains("warning"));
-    let large = ["--l1-size-gb", "1048576"];
-    let output = check(&large);
-    let text = lines(&output.stdout);
-    assert!(output.status.success(), "{text:?}");
-    assert!(text.iter().any(|line| {
-        line.contains("warning: --l1-size-gb: L1 of 1048576.00 GiB is more than the m")
-    }));
-    assert!(
-        text.iter()
-            .any(|line| line.contains("warning: /dev/shm has room for"))
-    );
-    // Without the pool there is nothing to fit; with one that was asked for by name the server would not start.
-    let text = lines(&check(&[&large[..], &["--shm-name", ""]].concat()).stdout).join("\n");
-    assert!(
-        text.contains("is more than") && !text.contains("/dev/shm"),
-        "{text}"
-    );
-    let line = complaint(&check(&[&large[..], &["--shm-name", "asked"]].concat()), 1);
+    // With a pool that was asked for by name the server would not start.
+    let large = ["--l1-size-gb", "1048576", "--shm-name", "asked"];
+    let line = complaint(&check(&large), 1);
     assert!(
         line.contains("--shm-name asked: /dev/shm has room for"),
         "{line}"
+    );
+    let output = check(&["--cuda-driver", "off", "--gpu-executor", "kernel"]);
+    let text = lines(&output.stdout).join("\n");
+    assert!(output.status.success(), "{text}");
+    let told = "\nwarning: --gpu-executor: without effect, no GPU is used: this server runs with";
+    assert!(text.contains(told), "{text}");
+}
+
+#[test]
+fn what_memory_and_gpus_do_not_allow_is_refused_by_the_check_as_by_the_start() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "no library").unwrap();
+    let pool = format!("kvtier_cli_check_{}", std::process::id());
+    for (flags, told) in [
+        (
+            &["--cuda-driver", "/nowhere/libcuda.so.1"][..],
+            "--cuda-driver: the CUDA driver library /nowhere/libcuda.so.1 cannot be loaded",
+        ),
+        (
+            &["--cuda-driver", file.path().to_str().unwrap()],
+            "--cuda-driver: the CUDA driver library ",
+        ),
+        (&["--l1-numa-nodes", "1023"], "--l1-numa-nodes: "),
+        (
+            &["--l1-numa-nodes", "0,4096", "--shm-name", &pool],
+            "--l1-numa-nodes: NUMA node 4096",
+        ),
+        (
+            &["--l1-size-gb", "1048576"],
+            "L1 of 1125899906842624 bytes (--l1-size-gb): ",
+        ),
+    ] {
+        let start = [
+            "server",
+            "--log-level",
+            "off",
+            "--l1-size-gb",
+            "0.05",
+            "--shm-name",
+            "",
+            "--port",
+            "0",
+            "--http-port",
+            "0",
+        ];
+        let start = [&start[..], flags].concat();
+        let check = [&start[..], &["--check-config"]].concat();
+        let line = complaint(&kvtier(&check), 1);
+        assert!(
+            line.starts_with(&format!("kvtier server: {told}")),
+            "{line}"
+        );
+        assert_eq!(line, complaint(&kvtier(&start), 1));
+    }
+}
+
+#[test]
+fn flags_of_gpus_that_have_no_effect_are_named_at_the_start() {
+    // Ends once it has looked for GPUs.
+    let start = [
+        "server",
+        "--l1-size-gb",
+        "0.05",
+        "--shm-name",
+        "",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+    ];
+    let start = [
+        &start[..],
+        &["--cuda-driver", "off", "--l1-numa-nodes", "4096"],
+    ]
+    .concat();
+    let log = |flags: &[&str]| {
+        let output = kvtier(&[&start[..], flags].concat());
+        assert!(!output.status.success());
+        lines(&output.stderr)
+    };
+    let given = log(&["--gpu-reply", "done", "--gpu-executor", "plain"]);
+    let lines: Vec<_> = given
+        .iter()
+        .filter(|line| line.contains("without effect"))
+        .collect();
+    assert!(
+        lines.len() == 1
+            && lines[0].contains("WARN")
+            && lines[0].contains(
+                "--gpu-executor, --gpu-reply: without effect, no GPU is used: this server runs with"
+            ),
+        "{given:?}"
+    );
+    let none = log(&[]);
+    assert!(
+        !none.iter().any(|line| line.contains("without effect")),
+        "{none:?}"
     );
 }
 

@@ -99,6 +99,13 @@ fn a_server_without_room_says_that_workers_may_hold_it() {
     assert!(!refused.contains("serving"), "{refused}");
     assert!(refused.contains(cause), "{refused}");
 
+    let mut checked = alone(&format!("{HELD} SERVER --check-config;"));
+    let checked = said(&checked.output().unwrap());
+    assert!(
+        checked.contains("warning: /dev/shm has room for"),
+        "{checked}"
+    );
+
     let without = log(&format!("{HELD} SERVER;"));
     assert!(without.contains("serving"), "{without}");
     let warning = without

@@ -8,7 +8,7 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 use super::flags::ServerArgs;
-use super::{ConfigError, Parsed, ServerConfig, peer, show};
+use super::{ConfigError, Parsed, ServerConfig, gpu, peer, show};
 
 /// Keys that are named for one that is unknown.
 const SUGGESTIONS: usize = 3;
@@ -81,6 +81,7 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError
     Ok(Parsed::Run {
         config: Box::new(ServerConfig {
             shown: show::effective(&merged),
+            gpu_flags: gpu::given(&merged),
             ..args.resolve(ignored)?
         }),
         check_only,

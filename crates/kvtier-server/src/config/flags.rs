@@ -108,7 +108,8 @@ pub struct ServerArgs {
     /// TOML file with the same keys as these flags, without the dashes in front; the command line wins
     #[arg(long, value_name = "FILE", help_heading = "Configuration")]
     pub config: Option<PathBuf>,
-    /// Check the configuration, /dev/shm and the tiers' directories, say so, and stop; nothing is made
+    /// Check the configuration and what it asks of the machine (memory, /dev/shm, NUMA nodes, the CUDA driver, the tiers'
+    /// directories), say so, and stop; nothing is made
     #[arg(long, help_heading = "Configuration")]
     pub check_config: bool,
 
@@ -515,6 +516,7 @@ impl ServerArgs {
             quotas,
             tenants: self.tenants,
             cuda: self.gpu.options()?,
+            gpu_flags: Vec::new(),
             gpu_reply: self.gpu.gpu_reply.into(),
             l1_numa_nodes: self.gpu.l1_numa_nodes,
             access: Arc::new(access.map_err(ConfigError)?),

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, ValueEnum};
 use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
 
 use super::ConfigError;
@@ -104,6 +105,19 @@ fn parse_nodes(text: &str) -> Result<NumaNodes, String> {
                 .map_err(|_| "give auto, off, or numbers of nodes with commas between them".into())
         }
     }
+}
+
+/// Those of the flags that mean nothing without a GPU and were given, by their names.
+pub(super) fn given(matches: &ArgMatches) -> Vec<String> {
+    let names = matches.ids().map(|id| id.as_str());
+    let given = names.filter(|name| {
+        name.starts_with("gpu_") && matches.value_source(name) == Some(ValueSource::CommandLine)
+    });
+    let mut flags: Vec<_> = given
+        .map(|name| format!("--{}", name.replace('_', "-")))
+        .collect();
+    flags.sort();
+    flags
 }
 
 impl GpuSettings {

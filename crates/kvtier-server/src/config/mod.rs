@@ -125,6 +125,8 @@ pub struct ServerConfig {
     pub tenants: TenantSettings,
     /// How GPUs are found and used; `None` when they are not.
     pub cuda: Option<CudaOptions>,
+    /// Flags that were given and mean nothing without a GPU.
+    pub gpu_flags: Vec<String>,
     /// When workers on GPUs are answered.
     pub gpu_reply: GpuReply,
     /// NUMA nodes that L1 comes from.

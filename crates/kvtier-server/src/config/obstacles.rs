@@ -19,16 +19,13 @@ impl ServerConfig {
             .or_else(|| quota::obstacle(self))
     }
 
-    /// The same for the memory: a server that runs may have what the next one needs.
-    pub fn memory_obstacle(&self) -> Option<String> {
-        match &self.shm_name {
-            _ if self.l1_hugepages => engine::hugepage_obstacle(self),
-            Some(name) if self.shm_required => {
-                let shortage = self.shm_shortage()?;
-                Some(format!("--shm-name {name}: {shortage}"))
-            }
-            _ => None,
-        }
+    /// Whether a start would find the memory and the GPUs that it asks for; what it would warn of, if so. A server that
+    /// runs may have what the next one needs.
+    ///
+    /// # Errors
+    /// The line with which the start would end.
+    pub fn rehearse(&self) -> Result<Option<String>, String> {
+        engine::rehearse(self)
     }
 
     fn equal_ports(&self) -> Option<String> {

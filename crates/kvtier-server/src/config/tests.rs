@@ -209,6 +209,31 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
     );
 }
 
+#[test]
+fn an_l1_that_memory_cannot_hold_is_warned_of() {
+    let warnings = |gib| {
+        let config = ServerConfig::from_flags(&["--l1-size-gb", gib]).unwrap();
+        config.warnings().collect::<String>()
+    };
+    assert!(warnings("1048576").contains("--l1-size-gb: L1 of 1048576.00 GiB is more than the m"));
+    assert_eq!(warnings("0.01"), "");
+}
+
+#[test]
+fn flags_that_mean_nothing_without_a_gpu_are_known_when_they_are_given() {
+    let given = |args: &[&str]| ServerConfig::from_flags(args).unwrap().gpu_flags;
+    assert!(given(&["--cuda-driver", "auto", "--l1-numa-nodes", "0"]).is_empty());
+    assert_eq!(given(&["--gpu-reply", "done"]), ["--gpu-reply"]);
+    let config = with_file(
+        "gpu-event-timeout-seconds = 30\n",
+        &["--gpu-executor", "auto"],
+    );
+    assert_eq!(
+        config.unwrap().gpu_flags,
+        ["--gpu-event-timeout-seconds", "--gpu-executor"]
+    );
+}
+
 fn with_file(text: &str, args: &[&str]) -> Result<ServerConfig, ConfigError> {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), text).unwrap();

@@ -52,6 +52,13 @@ impl Devices {
         })
     }
 
+    /// Flags that were given in vain, and why.
+    pub fn warning(&self, config: &ServerConfig) -> Option<String> {
+        let why = self.cuda.as_ref().err()?;
+        let flags = config.gpu_flags.join(", ");
+        (!flags.is_empty()).then(|| format!("{flags}: without effect, no GPU is used: {why}"))
+    }
+
     /// NUMA nodes that the GPUs are on, as far as the system tells.
     pub fn numa_nodes(&self) -> Vec<u32> {
         let gpus = self

@@ -14,6 +14,9 @@ use crate::quota::Opened;
 /// Bytes of a part, at least: an object lies in one, and none is a tenth as large.
 const LEAST_PART: u64 = 4 << 30;
 
+/// Bytes that stand for a pool that is not made.
+const STAND_IN: u64 = 2 << 20;
+
 /// The cache's extent as the arena's.
 pub fn to_memory(extent: cache::Extent) -> Extent {
     Extent::new(extent.offset, extent.len)
@@ -41,9 +44,7 @@ impl L1 {
         arena: Arc<Arena>,
         nodes: &[u32],
     ) -> Result<Self, String> {
-        let nodes = place(&arena, config, nodes)?;
-        let allocator = L1Allocator::new(&arena, config.l1_align_bytes, nodes.len())
-            .map_err(|error| format!("L1 of {} bytes: {error}", arena.len()))?;
+        let (nodes, allocator) = divide(&arena, config, nodes)?;
         let cache = Cache::new(
             allocator,
             CacheConfig {
@@ -84,6 +85,21 @@ impl L1 {
     }
 }
 
+/// Places the arena and its allocator; gives the nodes that have a part each.
+///
+/// # Errors
+/// One line, when nodes that were asked for cannot be had, or an arena cannot be divided as it is to be.
+pub fn divide(
+    arena: &Arena,
+    config: &ServerConfig,
+    gpus: &[u32],
+) -> Result<(Vec<u32>, L1Allocator), String> {
+    let nodes = place(arena, config, gpus)?;
+    let allocator = L1Allocator::new(arena, config.l1_align_bytes, nodes.len());
+    let allocator = allocator.map_err(|error| format!("L1 of {} bytes: {error}", arena.len()));
+    allocator.map(|allocator| (nodes, allocator))
+}
+
 /// Has the arena come from the NUMA nodes that are wanted; gives those that have a part each.
 ///
 /// # Errors
@@ -114,9 +130,24 @@ fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<u32>,
     }))
 }
 
-/// Why there are not the huge pages that an arena needs; they are given back at once.
-pub fn hugepage_obstacle(config: &ServerConfig) -> Option<String> {
-    create_arena(config).err()
+/// An arena that stands for the one of a start, to be given back at once. A pool is not made, since a server that runs
+/// may have it; where there is room for it, some pages stand for it.
+///
+/// # Errors
+/// As [`create_arena`].
+pub fn rehearse_arena(config: &ServerConfig) -> Result<Arena, String> {
+    let l1_bytes = match (&config.shm_name, config.shm_shortage()) {
+        (Some(_), None) => STAND_IN,
+        (Some(name), Some(shortage)) if config.shm_required => {
+            return Err(format!("--shm-name {name}: {shortage}"));
+        }
+        _ => config.l1_bytes,
+    };
+    create_arena(&ServerConfig {
+        shm_name: None,
+        l1_bytes,
+        ..config.clone()
+    })
 }
 
 /// Makes the arena that a configuration asks for. Touches no page of it.

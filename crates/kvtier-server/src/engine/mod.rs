@@ -21,6 +21,7 @@ mod lookups;
 mod memory;
 mod objects;
 mod registration;
+mod rehearsal;
 mod retrieve;
 mod salts;
 mod scrape;
@@ -43,6 +44,7 @@ pub use checksums::ChecksumError;
 pub use clock::Clock;
 pub(crate) use devices::direction_name;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
+pub(crate) use rehearsal::rehearse;
 pub use salts::Salts;
 pub use warm::{WarmError, WarmUp, Warmed};
 
@@ -62,7 +64,7 @@ use devices::Devices;
 use instances::Instances;
 pub(crate) use lookups::Lookups;
 use memory::{L1, create_arena};
-pub(crate) use memory::{L1Allocator, hugepage_obstacle, to_memory};
+pub(crate) use memory::{L1Allocator, to_memory};
 use transfers::Transfers;
 use warm::WarmUps;
 
@@ -135,6 +137,9 @@ impl Engine {
         let quotas = Opened::open(&config, &salts)?;
         let arena = Arc::new(create_arena(&config)?);
         let devices = Devices::find(&config, &arena)?;
+        if let Some(warning) = devices.warning(&config) {
+            tracing::warn!("{warning}");
+        }
         let l1 = L1::create(&config, &quotas, arena, &devices.numa_nodes())?;
         let clock = Arc::new(Clock::start());
         let l2 = match &config.l2 {

@@ -15,7 +15,7 @@ use kvtier_server::config::GIB;
 use kvtier_server::quota::{Limit, only_set, parse_size};
 use serde_json::{Map, Value, json};
 
-use crate::address::{HTTP, http};
+use crate::address::HttpArgs;
 use crate::units::duration;
 use crate::web::{AccessArgs, Client};
 
@@ -32,9 +32,8 @@ pub struct QuotaArgs {
 /// Where to ask, and how to tell.
 #[derive(Debug, Args)]
 struct Asking {
-    /// The server's HTTP API: host:port, http://host:port or https://host:port
-    #[arg(long, value_parser = http, default_value = HTTP)]
-    url: String,
+    #[command(flatten)]
+    server: HttpArgs,
     /// Print what the server says as it is, JSON
     #[arg(long)]
     json: bool,
@@ -225,7 +224,7 @@ fn list(asking: &Asking, all: bool) -> anyhow::Result<()> {
         let path = format!("/quota?page_size={PAGE}&all={all}{token}");
         let mut page = asking.ask("GET", &path, None)?;
         let Value::Object(some) = page["users"].take() else {
-            anyhow::bail!("{} lists no tenants; is it kvtier?", asking.url);
+            anyhow::bail!("{} lists no tenants; is it kvtier?", asking.server.url());
         };
         users.extend(some);
         match page["next_page_token"].as_str() {
@@ -241,8 +240,8 @@ impl Asking {
     /// The answer to a request that was granted.
     fn ask(&self, method: &str, path: &str, body: Option<Value>) -> anyhow::Result<Value> {
         let body = body.map(|body| body.to_string());
-        let (status, text) =
-            Client::new(&self.url, &self.access, self.timeout)?.request(method, path, body)?;
+        let (status, text) = Client::new(self.server.url(), &self.access, self.timeout)?
+            .request(method, path, body)?;
         let told: Option<Value> = serde_json::from_str(&text).ok();
         if status != 200 {
             let told = told.unwrap_or_default();
@@ -250,12 +249,12 @@ impl Asking {
             let said = said.iter().find_map(|said| said.as_str());
             anyhow::bail!(
                 "{} refuses: {status}, {}",
-                self.url,
+                self.server.url(),
                 said.unwrap_or(text.trim())
             );
         }
         told.filter(Value::is_object)
-            .with_context(|| format!("{} answers with no JSON object", self.url))
+            .with_context(|| format!("{} answers with no JSON object", self.server.url()))
     }
 
     fn print(&self, told: &Value, report: fn(&Value) -> String) {

@@ -1,5 +1,7 @@
 //! `kvtier status`: a server's `/status` for people.
 
+mod gpus;
+
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -10,7 +12,7 @@ use clap::Args;
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
 use serde_json::Value;
 
-use crate::address::{HTTP, http};
+use crate::address::HttpArgs;
 use crate::out;
 use crate::units::duration;
 use crate::web::{AccessArgs, Client};
@@ -18,12 +20,8 @@ use crate::web::{AccessArgs, Client};
 /// Arguments of `kvtier status`.
 #[derive(Debug, Args)]
 pub struct StatusArgs {
-    /// The server's HTTP API: host:port, http://host:port or https://host:port [default: http://127.0.0.1:8080]
-    #[arg(value_name = "URL", value_parser = http)]
-    server: Option<String>,
-    /// The same
-    #[arg(long, value_parser = http, conflicts_with = "server")]
-    url: Option<String>,
+    #[command(flatten)]
+    server: HttpArgs,
     /// Print what the server says as it is, JSON
     #[arg(long)]
     json: bool,
@@ -36,8 +34,7 @@ pub struct StatusArgs {
 
 /// Prints the status. Exit code 1, with one line on stderr, when the server is not healthy or not there.
 pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
-    let given = args.server.as_ref().or(args.url.as_ref());
-    let url = given.map_or(HTTP, String::as_str);
+    let url = args.server.url();
     let told = Client::new(url, &args.access, args.timeout).and_then(|client| {
         let is_healthy = status(url, &client, args.json)?;
         Ok((!is_healthy).then(|| reason(&client)))
@@ -145,6 +142,7 @@ fn summary(url: &str, status: &Value) -> String {
         line(&mut out, "eviction", policy, &more);
     }
     tiers(&mut out, &status["storage_manager"]);
+    gpus::tell(&mut out, &status["devices"]["cuda"]);
     quotas(&mut out, &status["quotas"]);
     if let Some(tokens) = status["chunk_size"].as_u64() {
         let hash = status["hash_algorithm"].as_str().unwrap_or("unknown hash");
