@@ -1,6 +1,7 @@
 """The package as a whole: what it imports, its stubs, the names of old, CUDA descriptors."""
 
 import ast
+import gc
 import inspect
 import os
 import subprocess
@@ -236,6 +237,44 @@ def test_segments_take_their_room_at_once():
     segment.unlink()
     segment.unlink()
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_views_move_with_their_tensors(inference):
+    """vLLM's layers with latent attention compute with views of the tensors that are registered."""
+    with torch.inference_mode(inference):
+        whole = torch.arange(4096, dtype=torch.int32)
+        layers = [half.view(torch.float32).view(4, 1, 64, 8) for half in whole.view(2, 2048)]
+        views = [layer.squeeze(1) for layer in layers]
+    before = whole.clone()
+    # Its object goes, and it stays: the others are views of it.
+    del whole
+    storages = tensors.Storages(shared=True)
+    offsets = [view["storage_offset"] for view in storages.views(layers)]
+    assert offsets == [0, 2048] and len(storages.segments) == 1
+    shared = torch.frombuffer(storages.segments[0].map, dtype=torch.int32)
+    assert torch.equal(shared, before)
+    shared[2048:] = 7
+    with torch.inference_mode(inference):
+        assert torch.equal(views[1].view(torch.int32), torch.full((4, 64, 8), 7, dtype=torch.int32))
+        views[0].view(torch.int32).fill_(3)
+    assert torch.equal(shared[:2048], torch.full((2048,), 3, dtype=torch.int32))
+    storages.release()
+
+
+def test_memory_that_others_use_does_not_move():
+    """Who cannot be found would go on with the old memory, and never see what is loaded."""
+    layer = torch.zeros(4, 1, 64, 8)
+    view, address = layer.squeeze(1), layer.data_ptr()
+    gc.freeze()  # Hides them, as objects would be that Python does not know.
+    try:
+        storages = tensors.Storages(shared=True)
+        with pytest.raises(ValueError, match="^kv_caches: 2 other users .* use engine_driven$"):
+            storages.views([layer])
+    finally:
+        gc.unfreeze()
+    storages.release()
+    assert layer.data_ptr() == view.data_ptr() == address
 
 
 def test_a_scheduler_of_another_model_finds_nothing(place):

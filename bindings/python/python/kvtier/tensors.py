@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ._native import KvTierError
@@ -68,15 +69,26 @@ class Storages:
         self.shared = shared
         self.described: list[dict[str, Any]] = []
         self.segments: list[Segment] = []
-        self._known: dict[int, tuple[int, Any]] = {}
+        self._known: dict[int, int] = {}
+        self._moved: dict[int, Any] = {}
         self._kept: list[Any] = []
 
     def views(self, tensors: Iterable[Any]) -> list[dict[str, Any]]:
-        """The description of each tensor; moves CPU tensors if asked to."""
+        """The description of each tensor; moves CPU tensors if asked to, with all other tensors in their storages.
+
+        Raises:
+            KvTierError: there is no room for them.
+            ValueError: a tensor on another device, or one that is not all that uses its storage.
+        """
         tensors = list(tensors)
-        # Kept, so that no address is used again for another storage while this one is described.
-        self._kept += [tensor.untyped_storage() for tensor in tensors] + tensors
-        return [self._view(tensor) for tensor in tensors]
+        self._kept += tensors
+        # Held until all have been described, so that no address is used again for another storage.
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        described = [self._view(tensor) for tensor in tensors]
+        if self._moved:
+            _move({address: (storages[address], moved) for address, moved in self._moved.items()})
+            self._moved.clear()
+        return described
 
     def _view(self, tensor: Any) -> dict[str, Any]:
         return {
@@ -90,35 +102,31 @@ class Storages:
     def _storage(self, tensor: Any) -> int:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        known = self._known.get(address)
-        if known is None:
-            known = self._describe(tensor, storage)
-            self._known[address] = known
-        index, moved = known
-        if moved is not None and storage.data_ptr() != moved.data_ptr():
-            _point(tensor, moved)
-        return index
+        if address not in self._known:
+            self._known[address] = self._describe(tensor, storage)
+        return self._known[address]
 
-    def _describe(self, tensor: Any, storage: Any) -> tuple[int, Any]:
+    def _describe(self, tensor: Any, storage: Any) -> int:
         index = len(self.described)
         if tensor.is_cuda:
             self.described.append(cuda_storage(tensor, storage))
-            return index, None
+            return index
         if tensor.device.type != "cpu":
             raise ValueError(f"kv_caches: tensors on {tensor.device.type}; allowed are cpu and cuda")
-        moved, name = None, ""
+        address, name = storage.data_ptr(), ""
         if self.shared:
             segment = Segment(storage.nbytes())
             self.segments.append(segment)
-            moved, name = _into(segment, storage), segment.name
+            self._moved[address] = moved = _into(segment, storage)
+            address, name = moved.data_ptr(), segment.name
         self.described.append(
             {
-                "address": (moved if moved is not None else storage).data_ptr(),
+                "address": address,
                 "bytes": storage.nbytes(),
                 "shm_name": name,
             }
         )
-        return index, moved
+        return index
 
     def release(self) -> None:
         """Remove the segments' names. The tensors stay usable."""
@@ -138,12 +146,48 @@ def _into(segment: Segment, storage: Any) -> Any:
     return target.untyped_storage()
 
 
-def _point(tensor: Any, storage: Any) -> None:
-    """Have the tensor, and so everybody who holds it, use another storage."""
+def _move(storages: Mapping[int, tuple[Any, Any]]) -> None:
+    """Have all tensors in the storages, by address, use others: also the views of them that an engine computes with.
+
+    One that stayed behind would be computed with, and never be stored or loaded. So nothing moves unless those that can
+    be found are all that there are.
+    """
     import torch
 
-    with torch.no_grad():
-        tensor.set_(storage, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+    users = _users(storages)
+    for address, (storage, _) in storages.items():
+        # One of them is the storage's own object.
+        unknown = torch._C._storage_Use_Count(storage._cdata) - 1 - len(users[address])
+        if unknown:
+            raise ValueError(
+                f"kv_caches: {unknown} other users of a layer's memory cannot be found, so it cannot be moved to shared memory "
+                "for lmcache_driven; use engine_driven"
+            )
+    for address, (_, moved) in storages.items():
+        for tensor in users[address].values():
+            # What was made in inference mode can be changed in it alone.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.set_(moved, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _users(addresses: Iterable[int]) -> dict[int, dict[int, Any]]:
+    """The process's tensors in the storages at these addresses: by address, then by their ids."""
+    import torch
+
+    found: dict[int, dict[int, Any]] = {address: {} for address in addresses}
+    for thing in gc.get_objects():
+        # Its type's word: that of proxies and lazy modules has effects.
+        if not issubclass(type(thing), torch.Tensor) or thing.device.type != "cpu":
+            continue
+        # A view keeps what it is of, of which nobody else may have an object.
+        for tensor in (thing, thing._base):
+            try:
+                users = None if tensor is None else found.get(tensor.untyped_storage().data_ptr())
+            except (NotImplementedError, RuntimeError):  # It has no memory.
+                continue
+            if users is not None:
+                users[id(tensor)] = tensor
+    return found
 
 
 def cuda_storage(tensor: Any, storage: Any) -> dict[str, Any]:
