@@ -125,6 +125,7 @@ impl Client {
         };
         let sent = sent.with_context(|| format!("{url} cannot be asked for"))?;
         let mut answer = sent.map_err(|error| match error {
+            ureq::Error::Timeout(_) => anyhow!("no answer from {url} in time (--timeout)"),
             ureq::Error::Protocol(_) => {
                 anyhow!("what answers at {url} is not HTTP: {error}; is that https, or is that the request port?")
             }
