@@ -51,7 +51,7 @@ def gpu_state(server):
 def wait_under_way(server, count):
     """Wait until so many stores are with the GPU's thread."""
     under_way = lambda: gpu_state(server)["state"]["transfers_under_way"]["store"] == count  # noqa: E731
-    wait_until(under_way, 10, f"{count} stores under way")
+    wait_until(under_way, 30, f"{count} stores under way")
 
 
 HANDLES = {
@@ -104,7 +104,7 @@ def test_the_engine_is_waited_for(serve, engines, isolated):
 
 def test_an_event_that_never_completes(serve, engines):
     """Its transfer fails when the time is over, those of others go on meanwhile, and afterwards its own."""
-    server = serve("cuda", flags=["--gpu-event-timeout-seconds", "3"])
+    server = serve("cuda", flags=["--gpu-event-timeout-seconds", "10"])
     server.expect_trouble("event")
     stuck, other = engines(server), engines(server, seed=1)
     stuck.worker.gpu.script("hold kernel")
@@ -139,7 +139,7 @@ def test_an_engine_that_dies_in_a_store(serve, engines):
     assert same(load(other, before), stored), "what it had stored is there for others"
     wait_under_way(server, 0)
     open_allocations = lambda: gpu_state(server)["state"]["open_allocations"]  # noqa: E731
-    wait_until(lambda: open_allocations() == 2, 10, "the dead engine's memory is closed")
+    wait_until(lambda: open_allocations() == 2, 30, "the dead engine's memory is closed")
     assert server.get("/status")[1]["devices"]["instances_of_known_processes"] == [other.worker.adapter.instance_id]
     prompt = tokens(32)
     assert same(store(other, prompt), load(other, prompt))
@@ -282,7 +282,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="error: "):
             engine.worker.register()
         said = lambda: [line for line in server.lines() if "registration refused" in line]  # noqa: E731
-        (line,) = wait_until(said, 5, "a line about it in the log")
+        (line,) = wait_until(said, 30, "a line about it in the log")
         for word in words:
             assert word in line, line
         assert gpu_state(server)["state"] is None or gpu_state(server)["state"]["open_allocations"] == 0
@@ -364,7 +364,7 @@ def test_status_and_metrics(serve, engines):
     assert tiers.metric(server, "kvtier_gpu_open_allocations", gpu="0") == 2
     assert server.get("/healthcheck")[0] == 200
     pinned = lambda: tiers.metric(server, "kvtier_l1_pinned_bytes") == 0.25 * (1 << 30)  # noqa: E731
-    wait_until(pinned, 10, "all of L1 is pinned")
+    wait_until(pinned, 30, "all of L1 is pinned")
     done = subprocess.run([our_command()[0], "status", server.http], capture_output=True, text=True, timeout=20, check=True)
     lines = done.stdout.splitlines()
     assert "GPUs      1, CUDA 12.8, 256.00 MiB of 256.00 MiB of L1 pinned" in lines

@@ -192,7 +192,7 @@ def test_prefetch_policies(serve, engines, tmp_path, policy):
     for again in (1, 2):
         assert tiers.recall(engine, 1) == 64
         left = 4 if policy == "retain" else 0
-        wait_until(lambda left=left: in_l1(server) == left, 10, f"{left} objects in L1")
+        wait_until(lambda left=left: in_l1(server) == left, 30, f"{left} objects in L1")
         loaded = 64 if policy == "retain" else 64 * again
         assert tiers.metric(server, "lmcache_mp_lookup_hit_l2_tokens_total") == loaded
 
@@ -204,7 +204,7 @@ def test_store_policy_skip_l1(serve, engines, tmp_path):
     engine = engines(server)
     tiers.store(engine, 1)
     tiers.wait_files(directory, 4)
-    wait_until(lambda: in_l1(server) == 0, 10, "an empty L1")
+    wait_until(lambda: in_l1(server) == 0, 30, "an empty L1")
     assert tiers.recall(engine, 1) == 64
 
 

@@ -22,7 +22,7 @@ def tokens(count, seed=None):
 class Engine:
     """A scheduler and one worker of it, in this process."""
 
-    def __init__(self, url, mode="engine_driven", layout="fused_hnd", layers=3, seed=1, timeout=TIMEOUT, heartbeat=0.5,
+    def __init__(self, url, mode="engine_driven", layout="fused_hnd", layers=3, seed=1, timeout=TIMEOUT, heartbeat=3.0,
                  model="test/model", register=True, store_timeout=None, **options):  # fmt: skip
         """``mode``: engine_driven, lmcache_driven, or pickle; ``timeout``: of everything but the set-up."""
         patience = max(timeout, TIMEOUT)

@@ -90,7 +90,7 @@ def test_no_chunk_is_copied_behind_the_deadline(bed, fresh, is_store):
         timeout *= 0.7 if errors[-1] is None else 1.3
     else:
         pytest.fail(f"none ended between two chunks: {errors}")
-    wait_until(lambda: bed.lent() == (0, 0), 10, "nothing to be lent")
+    wait_until(lambda: bed.lent() == (0, 0), 30, "nothing to be lent")
     if is_store:
         bed.engine.healthy()
         assert bed.engine.lookup(fresh(), prompt) == 0
@@ -112,5 +112,5 @@ def test_the_wait_for_a_commit_has_an_end(bed, fresh, is_store):
     assert (commit, False) in bed.proxy.seen
     if is_store:
         # The server hears that it was given up. Of a retrieve, it takes back what it has lent to the worker's number.
-        wait_until(lambda: bed.lent() == (0, 0), 10, "nothing to be lent")
+        wait_until(lambda: bed.lent() == (0, 0), 30, "nothing to be lent")
     bed.engine.worker.client.timeout = 10.0

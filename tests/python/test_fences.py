@@ -45,7 +45,7 @@ class Bed:
         pid = self.server.process.pid
         os.kill(pid, signal.SIGSTOP)
         try:
-            wait_until(lambda: _states(pid) == {"T"}, 5, "all threads to stop")
+            wait_until(lambda: _states(pid) == {"T"}, 30, "all threads to stop")
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -110,9 +110,9 @@ def test_a_lost_connection_is_not_the_end_of_its_transfers(bed, fresh):
     with bed.frozen():
         engine.worker.submit_retrieve_request(request, engine.op(cached, 0, CHUNK, [5, 6, 7, 8]))
         engine.worker.submit_store_request(fresh(), engine.op(stored, 0, CHUNK, [9, 10, 11, 12]))
-        wait_until(lambda: bed.proxy.seen[-1] == ("store", False) and bed.unread(), 5, "both to reach the server")
+        wait_until(lambda: bed.proxy.seen[-1] == ("store", False) and bed.unread(), 30, "both to reach the server")
         bed.proxy.cut()
-        wait_until(lambda: not engine.worker.is_healthy, 5, "degraded")
+        wait_until(lambda: not engine.worker.is_healthy, 30, "degraded")
         assert engine.worker.get_finished(()) == (set(), set())
         assert engine.worker._storing
     bed.proxy.mend()
@@ -139,7 +139,7 @@ def test_without_the_servers_word_pages_are_free_behind_the_deadline(bed, fresh)
     with bed.frozen():
         began = time.monotonic()
         engine.worker.submit_retrieve_request(request, engine.op(cached, 0, CHUNK, [5, 6, 7, 8]))
-        wait_until(bed.unread, 5, "it to reach the server")
+        wait_until(bed.unread, 30, "it to reach the server")
         bed.proxy.cut()
         assert engine.finish_retrieve(request) == {5, 6, 7, 8}
         assert TIMEOUT <= time.monotonic() - began < TIMEOUT + MARGIN + 2
@@ -155,7 +155,7 @@ def test_each_registration_has_a_number_of_its_own(bed, mode, fresh):
     engine = bed.engine(mode=mode)
     first = bed.workers()
     bed.proxy.cut()
-    wait_until(lambda: not engine.worker.is_healthy, 5, "degraded")
+    wait_until(lambda: not engine.worker.is_healthy, 30, "degraded")
     bed.proxy.mend()
     engine.healthy()
     assert len(first) == len(bed.workers()) == 1 and first != bed.workers()
@@ -170,7 +170,7 @@ def test_memory_of_a_store_without_an_answer_comes_back(bed, fresh, lost, is_rep
     bed.proxy.at(lost, reply=is_reply)
     assert not engine.store(fresh(), tokens(CHUNK, "lost"), 0, CHUNK, [1, 2, 3, 4])
     lent = ("pending_transfers", "withheld_transfers")
-    wait_until(lambda: bed.status(*lent) == (0, 0), 5, "nothing to be lent")
+    wait_until(lambda: bed.status(*lent) == (0, 0), 30, "nothing to be lent")
     works(engine, fresh)
 
 
@@ -180,7 +180,7 @@ def test_a_worker_that_cannot_give_memory_back_registers_anew(bed, fresh):
     bed.proxy.at("prepare_store", reply=True)
     bed.proxy.at("commit_store")
     assert not engine.store(fresh(), tokens(CHUNK, "lost"), 0, CHUNK, [1, 2, 3, 4])
-    wait_until(lambda: bed.status("pending_transfers", "withheld_transfers") == (0, 1), 5, "another number")
+    wait_until(lambda: bed.status("pending_transfers", "withheld_transfers") == (0, 1), 30, "another number")
     engine.healthy()
     works(engine, fresh)
 
@@ -194,14 +194,14 @@ def test_a_worker_that_is_dropped_touches_no_page(bed, fresh):
     engine.worker.client.timeout = 30.0
     with bed.frozen():
         engine.worker.submit_retrieve_request(request, engine.op(cached, 0, CHUNK, [5, 6, 7, 8]))
-        wait_until(bed.unread, 5, "it to reach the server")
+        wait_until(bed.unread, 30, "it to reach the server")
         dropped = threading.Thread(target=_drop, args=(engine.worker,))
         dropped.start()
         # The server is not asked for anything meanwhile.
-        wait_until(lambda: engine.worker._worker is None, 5, "the drop to begin")
+        wait_until(lambda: engine.worker._worker is None, 30, "the drop to begin")
         engine.fill([5, 6, 7, 8], 55)
     dropped.join()
-    wait_until(lambda: bed.status("pending_transfers") == (0,), 5, "the retrieve to end")
+    wait_until(lambda: bed.status("pending_transfers") == (0,), 30, "the retrieve to end")
     assert are(engine, [5, 6, 7, 8], 55)
 
 
@@ -244,7 +244,7 @@ def test_several_threads_wait_for_one_result(bed):
             threads = [threading.Thread(target=wait, args=(future,)) for future in futures for _ in range(4)]
             for thread in threads:
                 thread.start()
-            wait_until(lambda: len(started) == len(threads), 5, "all threads to wait")
+            wait_until(lambda: len(started) == len(threads), 30, "all threads to wait")
             # From here to the last reply no other thread runs in Python, so all of a future's go on at the same time.
             sys.setswitchinterval(30)
         while client.in_flight:

@@ -108,14 +108,14 @@ def test_the_names_of_old(place):
     assert len(op) == 4
     worker.submit_store_request("r1", op, event)
     ended = set()
-    wait_until(lambda: ended.update(worker.get_finished({"r1"})[0]) or ended, 10, "store")
+    wait_until(lambda: ended.update(worker.get_finished({"r1"})[0]) or ended, 30, "store")
     scheduler.maybe_submit_lookup_request("r2", token_ids=prompt)
-    wait_until(lambda: scheduler.check_lookup_result("r2") is not None, 10, "lookup")
+    wait_until(lambda: scheduler.check_lookup_result("r2") is not None, 30, "lookup")
     assert scheduler.check_lookup_result("r2") == CHUNK
     scheduler.cleanup_lookup_result("r2")
     worker.batched_submit_retrieve_requests(["r2"], [op], event)
     retrieved = set()
-    wait_until(lambda: retrieved.update(worker.get_finished(set())[1]) or retrieved, 10, "retrieve")
+    wait_until(lambda: retrieved.update(worker.get_finished(set())[1]) or retrieved, 30, "retrieve")
     assert retrieved == {"r2"} and worker.get_block_ids_with_load_errors() == set()
     scheduler.end_session("r2")
     worker.shutdown()
@@ -212,7 +212,7 @@ def test_the_client(place):
     assert client.wait_healthy(5) and client.health == "healthy" and client.connections == 1
     assert client.noop().result() == "OK"
     future = client.get_chunk_size()
-    wait_until(future.done, 5, "an answer")
+    wait_until(future.done, 30, "an answer")
     assert future.result(0) == future.result() == CHUNK
     assert client.ping().result() is True and client.get_experimental().result() == []
     client.report_block_allocation(1, "m", [("r", [1, 2], [3, 4])]).result()
@@ -246,6 +246,6 @@ def test_a_scheduler_of_another_model_finds_nothing(place):
     assert engine.store("a", prompt, 0, CHUNK, [1, 2, 3, 4])
     other = SchedulerAdapter(server.url, "other/model", block_tokens=BLOCK)
     other.maybe_submit_lookup_request("b", token_ids=prompt)
-    wait_until(lambda: other.check_lookup_result("b") is not None, 5, "lookup")
+    wait_until(lambda: other.check_lookup_result("b") is not None, 30, "lookup")
     assert other.check_lookup_result("b") == 0
     other.shutdown()

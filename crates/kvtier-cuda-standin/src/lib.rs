@@ -34,7 +34,7 @@
 //! | statement | meaning | at the start |
 //! | --- | --- | --- |
 //! | `devices=N` | so many, 0 to 16, from the next `cuInit`, which takes none away | 1 |
-//! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier stand-in", `0000:17:00.0` and up |
+//! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier stand-in", `cafe:17:00.0` and up: no machine has it |
 //! | `memory=BYTES` | of each device | 8 GiB |
 //! | `driver=VERSION` | 1000 * major + 10 * minor | 12080 |
 //! | `fail FUNCTION=CODE@WHEN` | these calls answer CODE and do nothing; without `@WHEN` all. FUNCTION may also be a kernel, for its launches | |

@@ -91,7 +91,7 @@ fn device(ordinal: usize) -> DeviceText {
     DeviceText {
         uuid,
         name: "kvtier stand-in".into(),
-        bus: format!("0000:{:02x}:00.0", 0x17 + ordinal),
+        bus: format!("cafe:{:02x}:00.0", 0x17 + ordinal),
     }
 }
 

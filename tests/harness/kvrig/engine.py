@@ -141,7 +141,7 @@ class Worker:
 class Engine:
     """A scheduler and its workers, as one vLLM process group would be."""
 
-    def __init__(self, server, mode, groups=None, model="test/model", ranks=1, mla=False, heartbeat=1.0,
+    def __init__(self, server, mode, groups=None, model="test/model", ranks=1, mla=False, heartbeat=5.0,
                  mq_timeout=10.0, seed=0, register=True):  # fmt: skip
         """`mode`: lmcache_driven or engine_driven. `groups`: the layers; default one classic group."""
         self.server, self.url, self.mode, self.model = server, server.url, mode, model

@@ -363,7 +363,7 @@ fn a_load_that_does_not_end_costs_its_deadline_and_leaves_what_l1_has() {
     let scope = Scope::new("l2/deadline");
     let prompt = prompt(1, 4);
     let tiers = [STALLED, &fs(directory.path())];
-    let server = with_tiers(&tiers, &["--l2-load-timeout-seconds", "0.2"]);
+    let server = with_tiers(&tiers, &["--l2-load-timeout-seconds", "5"]);
     let mut worker = server.engine_driven(1, &scope);
     store(&mut worker, &prompt, 1);
     let started = Instant::now();
