@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::address::HttpArgs;
 use crate::out;
 use crate::units::duration;
-use crate::web::{AccessArgs, Client};
+use crate::web::{AccessArgs, Client, refusal};
 
 /// Arguments of `kvtier status`.
 #[derive(Debug, Args)]
@@ -60,10 +60,7 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
         .filter(Value::is_object)
         .with_context(|| format!("{url} answers /status with {code} and no JSON object"))?;
     if code != 200 {
-        let error = status["error"].as_str().or(status["detail"].as_str());
-        let error = error.unwrap_or(body.trim());
-        let hint = if code == 401 { "; --token-file" } else { "" };
-        anyhow::bail!("{url} tells no status: {code}, {error}{hint}");
+        anyhow::bail!("{url} tells no status: {}", refusal(code, &body));
     }
     if json {
         writeln!(out::stdout(), "{}", serde_json::to_string_pretty(&status)?)?;
