@@ -5,12 +5,14 @@ test_restart.py. Here is what only GPUs have. When a test ends, neither side may
 """
 
 import contextlib
+import subprocess
 
 import pytest
 import torch
 from kvrig import tiers
 from kvrig.engine import Group, tokens
 from kvrig.layouts import layout
+from kvrig.server import our_command
 from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("it needs a GPU, and not only its driver")
@@ -363,3 +365,9 @@ def test_status_and_metrics(serve, engines):
     assert server.get("/healthcheck")[0] == 200
     pinned = lambda: tiers.metric(server, "kvtier_l1_pinned_bytes") == 0.25 * (1 << 30)  # noqa: E731
     wait_until(pinned, 30, "all of L1 is pinned")
+    done = subprocess.run([our_command()[0], "status", server.http], capture_output=True, text=True, timeout=20, check=True)
+    lines = done.stdout.splitlines()
+    assert "GPUs      1, CUDA 12.8, 256.00 MiB of 256.00 MiB of L1 pinned" in lines
+    (line,) = [line for line in lines if line.startswith("  0: kvtier stand-in, healthy, 2 allocations open, ")]
+    assert line.count("(0 under way)") == 2
+    assert any(line.endswith("a token") and ", lmcache-driven on cuda, " in line for line in lines), done.stdout

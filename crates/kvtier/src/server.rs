@@ -131,8 +131,8 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
         Some(obstacle) => Err(obstacle),
         None => config.rehearse(),
     };
-    let gpu_warning = match rehearsed {
-        Ok(warning) => warning,
+    let found = match rehearsed {
+        Ok(found) => found,
         Err(obstacle) => {
             eprintln!("kvtier server: {obstacle}");
             return Ok(ExitCode::FAILURE);
@@ -148,10 +148,14 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     for tier in l2.into_iter().flat_map(|l2| l2.tiers()) {
         writeln!(out, "{tier}")?;
     }
+    match found.gpus {
+        Ok(names) => writeln!(out, "{} GPUs: {}", names.len(), names.join(", "))?,
+        Err(why) => writeln!(out, "no GPUs: {why}")?,
+    }
     if !config.ignored.is_empty() {
         writeln!(out, "without effect here: {}", config.ignored.join(" "))?;
     }
-    let warnings = config.warnings().chain(shortage).chain(gpu_warning);
+    let warnings = config.warnings().chain(shortage).chain(found.warning);
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
         writeln!(out, "warning: {warning}")?;
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use clap::Args;
+use serde_json::Value;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
 /// Holds the token where no file is given.
@@ -125,6 +126,7 @@ impl Client {
         };
         let sent = sent.with_context(|| format!("{url} cannot be asked for"))?;
         let mut answer = sent.map_err(|error| match error {
+            ureq::Error::Timeout(_) => anyhow!("no answer from {url} in time (--timeout)"),
             ureq::Error::Protocol(_) => {
                 anyhow!("what answers at {url} is not HTTP: {error}; is that https, or is that the request port?")
             }
@@ -150,6 +152,15 @@ impl Client {
             .with_context(|| format!("the answer of {url} cannot be read"))?;
         Ok((answer.status().as_u16(), body))
     }
+}
+
+/// Why the server did not do what it was asked, in its own words, and what to give if that is a token.
+pub(crate) fn refusal(status: u16, body: &str) -> String {
+    let told: Value = serde_json::from_str(body).unwrap_or_default();
+    let said = [&told["error"], &told["detail"]];
+    let said = said.iter().find_map(|said| said.as_str());
+    let hint = if status == 401 { "; --token-file" } else { "" };
+    format!("{status}, {}{hint}", said.unwrap_or(body.trim()))
 }
 
 /// Whether somebody is there and TLS with him failed.

@@ -352,6 +352,18 @@ fn status_and_ping_of_a_closed_port() {
 }
 
 #[test]
+fn a_server_that_does_not_answer_in_time_is_told_so() {
+    // Connections are made, and nobody reads from them.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let http = format!("http://{}", listener.local_addr().unwrap());
+    for args in [&["status"][..], &["ping"], &["quota", "list"]] {
+        let line = complaint(&kvtier(&[args, &[&http, "--timeout", "50ms"]].concat()), 1);
+        let told = format!("no answer from {http}/");
+        assert!(line.contains(&told) && line.contains("--timeout"), "{line}");
+    }
+}
+
+#[test]
 fn addresses_that_are_none_are_usage_errors() {
     for (args, allowed) in [
         (&["status", "tcp://a:1"][..], "http://host:port"),
@@ -471,6 +483,7 @@ fn check_config_warns_of_what_the_machine_does_not_have() {
     let output = check(&["--cuda-driver", "off", "--gpu-executor", "kernel"]);
     let text = lines(&output.stdout).join("\n");
     assert!(output.status.success(), "{text}");
+    assert!(text.contains("\nno GPUs: this server runs with --cuda-driver off\n"));
     let told = "\nwarning: --gpu-executor: without effect, no GPU is used: this server runs with";
     assert!(text.contains(told), "{text}");
 }

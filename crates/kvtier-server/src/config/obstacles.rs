@@ -19,12 +19,11 @@ impl ServerConfig {
             .or_else(|| quota::obstacle(self))
     }
 
-    /// Whether a start would find the memory and the GPUs that it asks for; what it would warn of, if so. A server that
-    /// runs may have what the next one needs.
+    /// Finds the memory and the GPUs that a start would ask for. A server that runs may have what the next one needs.
     ///
     /// # Errors
     /// The line with which the start would end.
-    pub fn rehearse(&self) -> Result<Option<String>, String> {
+    pub fn rehearse(&self) -> Result<engine::Rehearsal, String> {
         engine::rehearse(self)
     }
 

@@ -52,6 +52,13 @@ impl Devices {
         })
     }
 
+    /// What the makers call the GPUs, or why there are none.
+    pub fn names(&self) -> Result<Vec<String>, String> {
+        let gpus = self.cuda.as_ref().map(CudaDevice::status);
+        gpus.map(|gpus| gpus.into_iter().map(|gpu| gpu.name).collect())
+            .map_err(Clone::clone)
+    }
+
     /// Flags that were given in vain, and why.
     pub fn warning(&self, config: &ServerConfig) -> Option<String> {
         let why = self.cuda.as_ref().err()?;

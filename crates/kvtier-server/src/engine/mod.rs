@@ -44,6 +44,7 @@ pub use checksums::ChecksumError;
 pub use clock::Clock;
 pub(crate) use devices::direction_name;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
+pub use rehearsal::Rehearsal;
 pub(crate) use rehearsal::rehearse;
 pub use salts::Salts;
 pub use warm::{WarmError, WarmUp, Warmed};

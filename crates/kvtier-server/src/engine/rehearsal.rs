@@ -6,13 +6,25 @@ use super::devices::Devices;
 use super::memory::{divide, rehearse_arena};
 use crate::config::ServerConfig;
 
-/// Finds what [`super::Engine::new`] would, and lets go of it; gives what should be known of it.
+/// What was found.
+#[derive(Debug)]
+pub struct Rehearsal {
+    /// Names of the GPUs, or why there are none.
+    pub gpus: Result<Vec<String>, String>,
+    /// What a start would warn of.
+    pub warning: Option<String>,
+}
+
+/// Finds what [`super::Engine::new`] would, and lets go of it.
 ///
 /// # Errors
 /// The line with which the start would end.
-pub fn rehearse(config: &ServerConfig) -> Result<Option<String>, String> {
+pub fn rehearse(config: &ServerConfig) -> Result<Rehearsal, String> {
     let arena = Arc::new(rehearse_arena(config)?);
     let devices = Devices::find(config, &arena)?;
     divide(&arena, config, &devices.numa_nodes())?;
-    Ok(devices.warning(config))
+    Ok(Rehearsal {
+        gpus: devices.names(),
+        warning: devices.warning(config),
+    })
 }

@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 
 use crate::address::HttpArgs;
 use crate::units::duration;
-use crate::web::{AccessArgs, Client};
+use crate::web::{AccessArgs, Client, refusal};
 
 /// Tenants asked for at once.
 const PAGE: usize = 1000;
@@ -242,17 +242,10 @@ impl Asking {
         let body = body.map(|body| body.to_string());
         let (status, text) = Client::new(self.server.url(), &self.access, self.timeout)?
             .request(method, path, body)?;
-        let told: Option<Value> = serde_json::from_str(&text).ok();
         if status != 200 {
-            let told = told.unwrap_or_default();
-            let said = [&told["error"], &told["detail"]];
-            let said = said.iter().find_map(|said| said.as_str());
-            anyhow::bail!(
-                "{} refuses: {status}, {}",
-                self.server.url(),
-                said.unwrap_or(text.trim())
-            );
+            anyhow::bail!("{} refuses: {}", self.server.url(), refusal(status, &text));
         }
+        let told: Option<Value> = serde_json::from_str(&text).ok();
         told.filter(Value::is_object)
             .with_context(|| format!("{} answers with no JSON object", self.server.url()))
     }

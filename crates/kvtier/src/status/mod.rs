@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::address::HttpArgs;
 use crate::out;
 use crate::units::duration;
-use crate::web::{AccessArgs, Client};
+use crate::web::{AccessArgs, Client, refusal};
 
 /// Arguments of `kvtier status`.
 #[derive(Debug, Args)]
@@ -60,10 +60,7 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
         .filter(Value::is_object)
         .with_context(|| format!("{url} answers /status with {code} and no JSON object"))?;
     if code != 200 {
-        let error = status["error"].as_str().or(status["detail"].as_str());
-        let error = error.unwrap_or(body.trim());
-        let hint = if code == 401 { "; --token-file" } else { "" };
-        anyhow::bail!("{url} tells no status: {code}, {error}{hint}");
+        anyhow::bail!("{url} tells no status: {}", refusal(code, &body));
     }
     if json {
         writeln!(out::stdout(), "{}", serde_json::to_string_pretty(&status)?)?;
@@ -322,11 +319,16 @@ fn workers(status: &Value) -> Vec<String> {
             worker["world_size"]
         )
     };
+    let place = |id: &String| {
+        let device = status["devices"]["of_instances"][id].as_str();
+        device.map_or_else(String::new, |device| format!(" on {device}"))
+    };
     for (id, worker) in all("cache_context_meta") {
         let layout = &worker["kv_cache_layout"];
         lines.push(format!(
-            "{}, lmcache-driven, {} layers, {} blocks, {} bytes a token",
+            "{}, lmcache-driven{}, {} layers, {} blocks, {} bytes a token",
             who(id, worker),
+            place(id),
             layout["num_layers"],
             layout["num_blocks"],
             layout["cache_size_per_token"]
@@ -382,11 +384,17 @@ mod tests {
             "storage_manager": { "l1_manager": {
                 "memory_used_bytes": 512 << 10, "memory_total_bytes": 1 << 20, "total_object_count": 1234,
             } },
+            "devices": { "of_instances": { "5": "cuda" } },
+            "cache_context_meta": { "5": { "model_name": "m", "world_size": 2, "kv_cache_layout": {} } },
             "non_cuda_context_meta": { "7": { "model_name": "m", "world_size": 2, "block_size": 16, "use_mla": true } },
         });
         let text = summary("u", &status);
         assert!(
             text.contains("512.00 KiB of 1.00 MiB in use (50.0 %), 1,234 objects, 0 leased"),
+            "{text}"
+        );
+        assert!(
+            text.contains("\n  5: m, world of 2, lmcache-driven on cuda, "),
             "{text}"
         );
         assert!(

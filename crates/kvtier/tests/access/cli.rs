@@ -56,11 +56,13 @@ fn commands_take_a_token_from_a_file_or_the_environment() {
     let server = Served::start(Setup::Tokens, &[]);
     let url = server.http.as_str();
     server.files.put("token", &format!("{READER}\n"));
-    let told = complaint(&kvtier(&server, &["status", url], &[]));
-    assert!(
-        told.contains("401, a token is needed") && told.contains("--token-file"),
-        "{told}"
-    );
+    for command in [&["status"][..], &["quota", "list"]] {
+        let told = complaint(&kvtier(&server, &[command, &[url]].concat(), &[]));
+        assert!(
+            told.contains("401, a token is needed") && told.contains("--token-file"),
+            "{told}"
+        );
+    }
     let told = complaint(&kvtier(
         &server,
         &["status", url],
