@@ -1,7 +1,7 @@
 //! The GPUs of this machine as a [`Device`]. One is taken into use when its first worker registers.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::device_copy::Place;
 use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
-use super::events::{ForeignEvent, ForeignEvents};
+use super::events::ForeignEvents;
 use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, Pinned, PinningStatus};
 use super::owner::Owner;
 use super::storages::Storages;
@@ -22,9 +22,6 @@ use crate::physical::visit_block_runs;
 
 /// How long an engine's own work on its fresh pages may take when it registers.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Transfers of one worker that may be under way: as many as a server lets wait for a worker whose bytes it copies itself.
-/// An engine has as many as it has requests that come or go in a few steps.
-const MOST_UNDER_WAY: usize = 4096;
 
 /// How the driver is found and GPUs are used.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -205,7 +202,6 @@ impl Device for CudaDevice {
             places,
             layout,
             stopped: AtomicBool::new(false),
-            under_way: AtomicUsize::new(0),
             retrieves: Mutex::default(),
             _storages: storages,
         };
@@ -307,7 +303,8 @@ impl EngineMemory for CudaMemory {
 
 impl CudaMemory {
     fn submit(&self, transfer: Transfer, begun: Option<Begun>, done: Done) {
-        match self.check(&transfer) {
+        // All that can be said before the GPU is asked.
+        match self.events.open(&transfer.event) {
             Ok(event) => {
                 let timeout = self.gpu.options().event_timeout;
                 let pages = Arc::clone(&self.pages);
@@ -317,23 +314,7 @@ impl CudaMemory {
                     None => job,
                 });
             }
-            Err(error) => done(Err(error)),
+            Err(error) => done(Err(DeviceError::Event(error))),
         }
-    }
-
-    /// What can be said before the GPU is asked; gives the engine's event. The transfer counts as under way then.
-    fn check(&self, transfer: &Transfer) -> Result<ForeignEvent, DeviceError> {
-        let counter = &self.pages.under_way;
-        let under_way = counter.fetch_add(1, Ordering::AcqRel);
-        let event = match under_way < MOST_UNDER_WAY {
-            true => self
-                .events
-                .open(&transfer.event)
-                .map_err(DeviceError::Event),
-            false => Err(DeviceError::Busy { under_way }),
-        };
-        event.inspect_err(|_| {
-            counter.fetch_sub(1, Ordering::AcqRel);
-        })
     }
 }

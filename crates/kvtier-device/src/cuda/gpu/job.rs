@@ -1,7 +1,7 @@
 //! One transfer on its way through a GPU.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -28,8 +28,6 @@ pub(in super::super) struct Pages {
     pub places: Vec<Place>,
     /// Nothing more of it is begun.
     pub stopped: AtomicBool,
-    /// Transfers that have not ended.
-    pub under_way: AtomicUsize,
     pub retrieves: Mutex<Retrieves>,
     /// What keeps the places mapped.
     pub _storages: Storages,
@@ -272,7 +270,6 @@ impl Job {
             None => self.transfer.in_time(now).map(|()| self.moved),
         };
         let done = self.done;
-        self.pages.under_way.fetch_sub(1, Ordering::AcqRel);
         if self.transfer.direction == Direction::Retrieve {
             self.pages.retrieves.lock().count -= 1;
         }
