@@ -637,6 +637,19 @@ fn help_names_every_command() {
 }
 
 #[test]
+fn a_quota_that_has_no_effect_says_so() {
+    let server = Server::start_with(&["--shm-name", ""]);
+    let set = kvtier(&["quota", "set", "alice", "1GiB", "--url", &server.http]);
+    assert!(set.status.success());
+    assert_eq!(
+        lines(&set.stderr)[1..],
+        [
+            "kvtier quota: no tier of the server has the eviction policy IsolatedLRU; this has no effect"
+        ]
+    );
+}
+
+#[test]
 fn quotas_are_set_told_listed_and_taken_away() {
     let server = Server::start_with(&["--shm-name", "", "--eviction-policy", "IsolatedLRU"]);
     let quota = |args: &[&str]| {
