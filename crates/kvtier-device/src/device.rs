@@ -182,6 +182,9 @@ pub enum DeviceError {
     /// The pages are being closed, or the server ends.
     #[error("the pages are being closed")]
     Stopped,
+    /// The driver of a GPU does not come back, so far.
+    #[error("the GPU is of no use as long as its driver hangs: {0}")]
+    Hangs(String),
     /// An earlier error made the GPU unusable for this process.
     #[error("the GPU is of no use until the server is started anew: {0}")]
     Broken(String),

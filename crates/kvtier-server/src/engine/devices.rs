@@ -136,18 +136,19 @@ impl Devices {
         }
     }
 
-    /// Each GPU, for metrics.
+    /// Each GPU that is in use or was to be and cannot, for metrics.
     pub fn figures(&self) -> Vec<GpuFigures> {
         let Ok(cuda) = &self.cuda else {
             return Vec::new();
         };
-        let in_use = cuda.status().into_iter().filter_map(|gpu| {
-            gpu.readings.map(|readings| GpuFigures {
-                gpu: gpu.ordinal.to_string().into(),
-                readings,
-            })
+        let known = cuda.status().into_iter();
+        let known = known.filter(|gpu| gpu.readings.is_some() || gpu.error.is_some());
+        let figures = known.map(|gpu| GpuFigures {
+            gpu: gpu.ordinal.to_string().into(),
+            healthy: gpu.error.is_none(),
+            readings: gpu.readings,
         });
-        in_use.collect()
+        figures.collect()
     }
 
     /// Bytes of the arena that are pinned.
@@ -180,6 +181,7 @@ impl Devices {
                     "pci_bus_id": gpu.pci_bus_id,
                     "numa_node": gpu.numa_node,
                     "in_use": gpu.readings.is_some(),
+                    "error": gpu.error,
                     "state": gpu.readings.as_ref().map(readings),
                 })
             })

@@ -60,6 +60,12 @@ impl Bed {
         state.get("open_allocations").and_then(Value::as_u64)
     }
 
+    /// Stores that have not ended on the first GPU, which is in use.
+    pub fn stores_under_way(&self) -> u64 {
+        let gpus = self.server.readings().gpus;
+        gpus[0].readings.as_ref().unwrap().under_way[0]
+    }
+
     /// Waits until the driver was called so often.
     pub fn called(&self, function: &str, times: u64) {
         wait(|| self.standin.count(function) >= times);
