@@ -77,7 +77,7 @@ pub type Done = Box<dyn FnOnce(Result<u64, DeviceError>) + Send>;
 /// One worker's pages, open.
 ///
 /// Calls may run at the same time, for different chunks. The caller makes sure that nobody else
-/// uses the extent meanwhile and that block ids are the engine's to give.
+/// uses the extent meanwhile, that block ids are the engine's to give, and that only so many transfers are under way.
 pub trait EngineMemory: Send + Sync {
     /// The layout these pages were opened with.
     fn layout(&self) -> &Arc<KvLayout>;
@@ -182,12 +182,9 @@ pub enum DeviceError {
     /// The pages are being closed, or the server ends.
     #[error("the pages are being closed")]
     Stopped,
-    /// The worker has too many transfers under way.
-    #[error("{under_way} transfers of this worker are under way; no more are allowed")]
-    Busy {
-        /// How many.
-        under_way: usize,
-    },
+    /// The driver of a GPU does not come back, so far.
+    #[error("the GPU is of no use as long as its driver hangs: {0}")]
+    Hangs(String),
     /// An earlier error made the GPU unusable for this process.
     #[error("the GPU is of no use until the server is started anew: {0}")]
     Broken(String),

@@ -113,7 +113,7 @@ impl Server {
         &self.health
     }
 
-    /// How long [`Server::stop`] and dropping it may take, together.
+    /// How long [`Server::stop`] may take.
     pub fn stop_limit(&self) -> Duration {
         let config = self.engine.config();
         let drain = config.l2.as_ref().map(|l2| l2.drain_timeout);
@@ -121,7 +121,13 @@ impl Server {
     }
 
     /// Answers what is under way and stops.
-    pub fn stop(&mut self) {
+    pub fn stop(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
         self.health.set_stopping();
         self.front.stop();
         self.stop_background.store(true, Ordering::Release);
@@ -136,12 +142,6 @@ impl Server {
             http.shutdown_timeout(HTTP_GRACE);
         }
         self.engine.close();
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.stop();
     }
 }
 

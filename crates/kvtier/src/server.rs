@@ -62,7 +62,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     }
     // Before anything is created that a signal would have to clean up.
     let signals = Signals::listen().context("cannot listen for signals")?;
-    let mut server = match Server::start(config) {
+    let server = match Server::start(config) {
         Ok(server) => server,
         Err(error) => {
             // What the log has to say comes first.

@@ -89,7 +89,8 @@ fn readings() -> Readings {
     };
     let gpu = GpuFigures {
         gpu: "0".into(),
-        readings: GpuReadings {
+        healthy: true,
+        readings: Some(GpuReadings {
             moved: vec![(Direction::Store, Executor::Kernel, moved)],
             runs: Default::default(),
             under_way: [0; 2],
@@ -97,7 +98,7 @@ fn readings() -> Readings {
             profile: Profile::default(),
             broken: None,
             open_allocations: 0,
-        },
+        }),
     };
     Readings {
         tiers: vec![tier],

@@ -1,8 +1,8 @@
 //! The GPUs of this machine as a [`Device`]. One is taken into use when its first worker registers.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_memory::{Arena, SegmentError};
@@ -11,9 +11,10 @@ use parking_lot::Mutex;
 use super::device_copy::Place;
 use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
-use super::events::{ForeignEvent, ForeignEvents};
+use super::events::ForeignEvents;
 use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, Pinned, PinningStatus};
 use super::owner::Owner;
+use super::slot::Slot;
 use super::storages::Storages;
 use super::uuid::Gpus;
 use crate::device::{Begun, Device, DeviceError, Done, EngineMemory, Transfer};
@@ -22,9 +23,6 @@ use crate::physical::visit_block_runs;
 
 /// How long an engine's own work on its fresh pages may take when it registers.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Transfers of one worker that may be under way: as many as a server lets wait for a worker whose bytes it copies itself.
-/// An engine has as many as it has requests that come or go in a few steps.
-const MOST_UNDER_WAY: usize = 4096;
 
 /// How the driver is found and GPUs are used.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -48,14 +46,8 @@ pub struct CudaDevice {
     /// Held while a GPU is tried out.
     trials: Mutex<()>,
     next_pages: AtomicU64,
-}
-
-/// One of the GPUs, which may be in use.
-#[derive(Default)]
-struct Slot {
-    used: OnceLock<Arc<Gpu>>,
-    /// Held while it is taken into use, by and for those alone who register on it and need it too.
-    taking: Mutex<()>,
+    /// No further GPU is taken into use.
+    stopped: AtomicBool,
 }
 
 /// One GPU for `/status` and metrics.
@@ -71,6 +63,8 @@ pub struct DeviceStatus {
     pub pci_bus_id: String,
     /// -1 when unknown.
     pub numa_node: i32,
+    /// Why it is of no use, if so.
+    pub error: Option<String>,
     /// What it does, if it is in use.
     pub readings: Option<GpuReadings>,
 }
@@ -92,6 +86,7 @@ impl CudaDevice {
             pinned: Mutex::default(),
             trials: Mutex::default(),
             next_pages: AtomicU64::new(0),
+            stopped: AtomicBool::new(false),
         })
     }
 
@@ -108,6 +103,10 @@ impl CudaDevice {
             uuid: gpu.uuid.clone(),
             pci_bus_id: gpu.pci_bus_id.clone(),
             numa_node: gpu.numa_node,
+            error: match slot.used.get() {
+                Some(gpu) => gpu.broken(),
+                None => slot.hangs(),
+            },
             readings: slot.used.get().map(|gpu| gpu.readings()),
         };
         self.gpus
@@ -126,7 +125,8 @@ impl CudaDevice {
     /// Begins nothing more on any GPU, and waits until what was begun has ended and everybody was told. Gives the numbers
     /// of the GPUs that have not ended in [`GpuOptions::leave_timeout`].
     pub fn stop(&self) -> Vec<i32> {
-        // One that is being taken into use has nothing to end.
+        // One that is being taken into use has nothing to end, but somebody who waits.
+        self.stopped.store(true, Ordering::Release);
         let used: Vec<_> = self.slots.iter().map(|slot| slot.used.get()).collect();
         used.iter().flatten().for_each(|gpu| gpu.stop());
         let left = self.gpus.all().iter().zip(&used).filter(|(_, used)| {
@@ -158,12 +158,17 @@ impl CudaDevice {
                 Some(error) => Err(DeviceError::Broken(error)),
             };
         }
-        let mut gpu = NewGpu::prepare(&found.device)?;
-        // One after the other, and while nothing is pinned: both would falsify what is tried.
+        let (device, options) = (found.device.clone(), self.options);
+        let (patience, stopped) = (options.trial_timeout, &self.stopped);
+        let prepare = move || NewGpu::prepare(&device);
+        let mut gpu = slot.driven("making its context", patience, stopped, prepare)?;
+        // One after the other, and while nothing is pinned: both would falsify what is tried. A trial that hangs is not
+        // what holds these.
         let trial = self.trials.lock();
         let pinned = self.pinned.lock().clone();
         let quiet = pinned.as_ref().map(|pinned| pinned.pause());
-        let profile = gpu.try_out(&self.options)?;
+        let try_out = move || gpu.try_out(&options).map(|profile| (gpu, profile));
+        let (gpu, profile) = slot.driven("its trial", patience, stopped, try_out)?;
         drop(quiet);
         let pinned = pinned.unwrap_or_else(|| {
             let arena = Arc::clone(&self.arena);
@@ -205,12 +210,12 @@ impl Device for CudaDevice {
             places,
             layout,
             stopped: AtomicBool::new(false),
-            under_way: AtomicUsize::new(0),
+            on_gpu: Arc::clone(gpu.under_way()),
             retrieves: Mutex::default(),
+            events: ForeignEvents::new(Arc::clone(&gpu.allocations), None),
             _storages: storages,
         };
         Ok(Box::new(CudaMemory {
-            events: ForeignEvents::new(Arc::clone(&gpu.allocations), None),
             pages: Arc::new(pages),
             owner,
             numa_node,
@@ -222,7 +227,6 @@ impl Device for CudaDevice {
 /// One worker's pages on a GPU. Dropped, they are closed when the last copy has ended; nobody waits for the engine.
 struct CudaMemory {
     pages: Arc<Pages>,
-    events: ForeignEvents,
     owner: Option<Owner>,
     numa_node: Option<u32>,
     gpu: Arc<Gpu>,
@@ -306,34 +310,13 @@ impl EngineMemory for CudaMemory {
 }
 
 impl CudaMemory {
+    /// Hands a transfer to the thread of its GPU. No driver is asked here: one that hangs costs only that GPU.
     fn submit(&self, transfer: Transfer, begun: Option<Begun>, done: Done) {
-        match self.check(&transfer) {
-            Ok(event) => {
-                let timeout = self.gpu.options().event_timeout;
-                let pages = Arc::clone(&self.pages);
-                let job = Job::new(pages, transfer, event, timeout, done);
-                self.gpu.submit(match begun {
-                    Some(begun) => job.telling(begun),
-                    None => job,
-                });
-            }
-            Err(error) => done(Err(error)),
-        }
-    }
-
-    /// What can be said before the GPU is asked; gives the engine's event. The transfer counts as under way then.
-    fn check(&self, transfer: &Transfer) -> Result<ForeignEvent, DeviceError> {
-        let counter = &self.pages.under_way;
-        let under_way = counter.fetch_add(1, Ordering::AcqRel);
-        let event = match under_way < MOST_UNDER_WAY {
-            true => self
-                .events
-                .open(&transfer.event)
-                .map_err(DeviceError::Event),
-            false => Err(DeviceError::Busy { under_way }),
-        };
-        event.inspect_err(|_| {
-            counter.fetch_sub(1, Ordering::AcqRel);
-        })
+        let timeout = self.gpu.options().event_timeout;
+        let job = Job::new(Arc::clone(&self.pages), transfer, timeout, done);
+        self.gpu.submit(match begun {
+            Some(begun) => job.telling(begun),
+            None => job,
+        });
     }
 }

@@ -80,11 +80,11 @@ impl ForeignEvents {
     }
 
     fn buffer(&self, handle: &IpcHandle) -> Result<Arc<Buffer>, OpenError> {
-        let mut buffers = self.buffers.lock();
+        let buffers = self.buffers.lock();
         if let Some(known) = buffers.get(handle) {
             return Ok(known.clone());
         }
-        if buffers.len() == MAX_BUFFERS {
+        if buffers.len() >= MAX_BUFFERS {
             return Err(LayoutError::new(
                 "event handle",
                 format!("in buffer {} of this worker", MAX_BUFFERS + 1),
@@ -92,6 +92,17 @@ impl ForeignEvents {
             )
             .into());
         }
+        // Two may open the same one at once: the later one goes, when the lock is released.
+        drop(buffers);
+        let buffer = Arc::new(self.open_buffer(handle)?);
+        let mut buffers = self.buffers.lock();
+        Ok(buffers
+            .entry(*handle)
+            .or_insert_with(|| buffer.clone())
+            .clone())
+    }
+
+    fn open_buffer(&self, handle: &IpcHandle) -> Result<Buffer, OpenError> {
         let context = self.allocations.context();
         let own = self.own.as_ref().filter(|own| own.handle == *handle);
         let (base, memory) = match own {
@@ -114,13 +125,11 @@ impl ForeignEvents {
                 (mapped.base(), Memory::Foreign { _mapped: mapped })
             }
         };
-        let buffer = Arc::new(Buffer {
+        Ok(Buffer {
             reader: Mutex::new(Reader::new(context).map_err(cuda)?),
             base,
             _memory: memory,
-        });
-        buffers.insert(*handle, buffer.clone());
-        Ok(buffer)
+        })
     }
 }
 
@@ -231,11 +240,15 @@ enum Memory {
 }
 
 impl Buffer {
+    /// As [`Reader::has_reached`]; not known while somebody else asks, who is not waited for.
     fn has_reached(&self, offset: u64, number: u64) -> Result<bool, CudaError> {
         let at = DevicePtr(self.base.0 + offset);
+        let Some(mut reader) = self.reader.try_lock() else {
+            return Ok(false);
+        };
         // SAFETY: offsets are checked when they are parsed, and the buffer is that large and open as long as its
         // reader.
-        unsafe { self.reader.lock().has_reached(at, number) }
+        unsafe { reader.has_reached(at, number) }
     }
 }
 

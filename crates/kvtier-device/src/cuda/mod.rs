@@ -16,6 +16,7 @@ pub mod handle;
 pub mod kernel;
 pub mod owner;
 pub mod ref_counter;
+mod slot;
 pub mod storages;
 pub mod uuid;
 

@@ -162,7 +162,9 @@ fn a_process_that_dies_meanwhile_fails_its_transfer() {
         let ticket = pages.begin(transfer);
         engine.kill();
         let error = ticket.end().unwrap_err();
-        assert!(matches!(error, DeviceError::NeverReady), "{form}: {error}");
+        // It may die before its event is opened.
+        let meant = matches!(error, DeviceError::NeverReady | DeviceError::Event(_));
+        assert!(meant, "{form}: {error}");
         drop(pages);
         server.ends_clean();
     }
@@ -189,7 +191,7 @@ fn an_opened_event_that_says_nothing_is_given_up() {
 }
 
 #[test]
-fn what_is_no_event_is_refused_at_once() {
+fn what_is_no_event_is_refused() {
     let server = Server::new();
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
@@ -203,11 +205,8 @@ fn what_is_no_event_is_refused_at_once() {
     ] {
         let mut transfer = pages.store(&server, 8);
         transfer.event = event.to_vec();
-        let ticket = pages.begin(transfer);
-        assert!(
-            ticket.has_ended_with(|error| matches!(error, DeviceError::Event(_))),
-            "{event:?}"
-        );
+        let error = pages.run(transfer).unwrap_err();
+        assert!(matches!(error, DeviceError::Event(_)), "{event:?}: {error}");
     }
     // The stand-in takes handles that it never gave for a mistake of ours.
     server.script("clear");
@@ -232,5 +231,53 @@ fn a_number_is_fetched_in_the_background() {
     server.script("release");
     ticket.end().unwrap();
     drop((pages, others));
+    server.ends_clean();
+}
+
+/// A driver that does not come back from opening an event has only the thread of that GPU.
+#[test]
+fn an_event_that_is_not_opened_costs_only_its_gpu() {
+    for (form, function) in [
+        ("event", "cuIpcOpenEventHandle"),
+        ("number", "cuIpcOpenMemHandle_v2"),
+    ] {
+        let server = Server::new();
+        let mut engine = Lender::start();
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        let others = Pages::on(1, &server, &mut engine, [64, 512, 8]).unwrap();
+        server.script(&format!("clear; hold {function}@1"));
+        let mut transfer = pages.store(&server, 8);
+        transfer.event = engine.bytes(form);
+        let stuck = pages.begin(transfer.clone());
+        wait(|| server.count(function) == 1);
+        let behind = pages.begin(transfer);
+        others.run(others.store(&server, 8)).unwrap();
+        assert!(!stuck.has_ended() && !behind.has_ended(), "{form}");
+        server.script("release");
+        stuck.end().unwrap();
+        behind.end().unwrap();
+        drop((pages, others));
+        server.ends_clean();
+    }
+}
+
+/// An engine keeps an event for a while only: it is opened before the transfer's turn comes.
+#[test]
+fn events_are_opened_as_they_come() {
+    let server = Server::with("", batches(), 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let transfers = [0, 1, 2].map(|_| {
+        let mut transfer = pages.store(&server, 8);
+        transfer.event = pending(&mut engine, "event", &pages);
+        transfer
+    });
+    let tickets = transfers.map(|transfer| pages.begin(transfer));
+    wait(|| server.count("cuIpcOpenEventHandle") == 3);
+    engine.ask("script release");
+    for ticket in tickets {
+        ticket.end().unwrap();
+    }
+    drop(pages);
     server.ends_clean();
 }

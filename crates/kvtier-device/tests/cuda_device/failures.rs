@@ -4,6 +4,7 @@ use kvtier_device::DeviceError;
 use kvtier_device::cuda::Executor;
 
 use crate::lender::Lender;
+use crate::log;
 use crate::setup::{Pages, Server, content, wait};
 use crate::turns::batches;
 
@@ -243,6 +244,55 @@ fn extents_that_cannot_be_are_refused() {
     let mut transfer = pages.store(&server, 1);
     transfer.chunks.clear();
     assert_eq!(pages.run(transfer).unwrap(), 0);
+    drop(pages);
+    server.ends_clean();
+}
+
+/// A bug of ours in the thread of a GPU: everybody is told, what the GPU has something of when it has ended.
+#[test]
+fn a_thread_that_panics_leaves_nobody_without_an_answer() {
+    let mut options = batches();
+    options.executor = Some(Executor::Staged);
+    let server = Server::with("", options, 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 4);
+    server.script("hold d2h");
+    let under_way = pages.begin(pages.store(&server, 1));
+    wait(|| server.count("queued.d2h") == 1);
+    // The next piece finds no room for itself, and says so in the log.
+    server.script("fail cuMemAlloc_v2=2");
+    log::panic_once();
+    // Both are with the thread before the first one is ready.
+    engine.ask("script hold kernel");
+    engine.ask(&format!("set {} 77", pages.number));
+    let [panics, queued] = [0, 1].map(|_| {
+        let mut transfer = pages.store(&server, 1);
+        transfer.event = engine.bytes("event");
+        pages.begin(transfer)
+    });
+    wait(|| server.count("cuIpcOpenEventHandle") == 2);
+    engine.ask("script release");
+    let is_meant = |error: &DeviceError| {
+        let expected = "of no use until the server is started anew: its thread ended in a panic";
+        error.to_string().contains(expected)
+    };
+    assert!(is_meant(&queued.end().unwrap_err()));
+    let late = pages.run(pages.retrieve(&server, 1)).unwrap_err();
+    assert!(is_meant(&late), "{late}");
+    let error = Pages::on(0, &server, &mut engine, [8, 64, 8]);
+    assert!(is_meant(&error.err().unwrap()));
+    let status = &server.cuda.status()[0];
+    assert_eq!(status.error.as_deref(), Some("its thread ended in a panic"));
+    // Its bytes may still move.
+    looked(&server, "cuStreamQuery");
+    assert!(!under_way.has_ended() && !panics.has_ended());
+    assert_eq!(server.readings().under_way, [2, 0]);
+    server.script("release");
+    for ticket in [under_way, panics] {
+        assert!(is_meant(&ticket.end().unwrap_err()));
+    }
+    assert_eq!(server.readings().under_way, [0, 0]);
+    assert_eq!(server.cuda.stop(), []);
     drop(pages);
     server.ends_clean();
 }

@@ -10,6 +10,7 @@ mod leaving;
 #[path = "../common/lender.rs"]
 #[expect(dead_code, reason = "the rest is for the tests of the mapping")]
 mod lender;
+mod log;
 #[path = "../it/model.rs"]
 #[expect(dead_code, reason = "the rest is for the tests of plans")]
 mod model;

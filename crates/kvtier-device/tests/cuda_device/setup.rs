@@ -299,11 +299,6 @@ impl Ticket {
         result
     }
 
-    /// Whether it has ended already, and with such an error.
-    pub fn has_ended_with(&self, is_expected: impl Fn(&DeviceError) -> bool) -> bool {
-        matches!(self.0.try_recv(), Ok(Err(error)) if is_expected(&error))
-    }
-
     pub fn has_ended(&self) -> bool {
         !matches!(self.0.try_recv(), Err(mpsc::TryRecvError::Empty))
     }

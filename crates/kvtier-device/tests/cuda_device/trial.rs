@@ -1,12 +1,12 @@
 //! Every way of copying is tried out before a GPU is used.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuOptions};
+use kvtier_device::{DeviceError, Direction};
 
 use crate::lender::Lender;
+use crate::log;
 use crate::setup::{Pages, Server, content, wait};
 
 /// With a script in force: the executors that are not used, with what is said of them. Transfers are right all the
@@ -256,31 +256,10 @@ fn nothing_is_freed_that_may_be_in_use() {
     assert!(server.count("live.memory") > 0 && server.count("live.host") > 0);
 }
 
-/// Counts lines of the log.
-struct Lines;
-
-static LINES: AtomicU64 = AtomicU64::new(0);
-
-impl tracing::Subscriber for Lines {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.target().starts_with("kvtier_device")
-    }
-    fn event(&self, _: &tracing::Event<'_>) {
-        LINES.fetch_add(1, Ordering::Relaxed);
-    }
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-    fn enter(&self, _: &tracing::span::Id) {}
-    fn exit(&self, _: &tracing::span::Id) {}
-}
-
 /// An engine takes all the memory of a GPU, and what would be staged goes straight.
 #[test]
 fn a_buffer_that_there_is_no_room_for_is_not_needed() {
-    tracing::subscriber::set_global_default(Lines).unwrap();
+    log::hear();
     for (staging_pause, asked, then) in [
         (Duration::MAX, 1, Executor::Plain),
         (Duration::ZERO, 4, Executor::Staged),
@@ -301,12 +280,12 @@ fn a_buffer_that_there_is_no_room_for_is_not_needed() {
             let of = moved.iter().find(|moved| moved.1 == executor);
             of.map_or(0, |moved| moved.2.pieces)
         };
-        let lines = LINES.load(Ordering::Relaxed);
+        let lines = log::lines();
         for _ in 0..3 {
             assert_eq!(pages.run(pages.store(&server, 8)).unwrap(), bytes);
         }
         // Once, however often it was asked.
-        assert_eq!(LINES.load(Ordering::Relaxed), lines + 1);
+        assert_eq!(log::lines(), lines + 1);
         assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(8)));
         assert_eq!(moved_by(Executor::Plain), 3);
         // There is room again, and whoever may ask for it hears so.
@@ -317,4 +296,116 @@ fn a_buffer_that_there_is_no_room_for_is_not_needed() {
         drop(pages);
         server.ends_clean();
     }
+}
+
+/// Memory that was short when the GPU was tried out, and is there again later.
+#[test]
+fn staging_is_tried_when_there_is_memory_for_it() {
+    let options = GpuOptions {
+        staging_pause: Duration::from_millis(1),
+        ..GpuOptions::default()
+    };
+    let server = Server::with("memory=20971520", options, 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let staged = |direction: Direction| {
+        let rates = server.readings().profile.rates;
+        rates[direction as usize][Executor::Staged as usize]
+    };
+    let asked = server.count("cuMemAlloc_v2");
+    wait(|| server.count("cuMemAlloc_v2") >= asked + 3);
+    assert_eq!(server.readings().profile.obstacles.len(), 1);
+    // There is always something with the GPU or waiting for it.
+    let store = || pages.begin(pages.store(&server, 8));
+    let mut stored = [store(), store()];
+    server.script("memory=8589934592");
+    wait(|| {
+        let [first, second] = std::mem::replace(&mut stored, [store(), store()]);
+        first.end().unwrap();
+        second.end().unwrap();
+        server.readings().profile.obstacles.is_empty()
+    });
+    for ticket in stored {
+        ticket.end().unwrap();
+    }
+    for direction in [Direction::Store, Direction::Retrieve] {
+        assert!(staged(direction).iter().all(Option::is_some));
+    }
+    let bytes = pages.content.len() as u64;
+    assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(8)));
+    // It is not tried any more, and its buffers are gone.
+    let asked = server.count("cuMemAlloc_v2");
+    pages.run(pages.retrieve(&server, 8)).unwrap();
+    assert!(server.count("cuMemAlloc_v2") <= asked + 1);
+    drop(pages);
+    server.ends_clean();
+    drop(Server::with(
+        "memory=8589934592",
+        GpuOptions::default(),
+        1 << 20,
+    ));
+}
+
+/// A driver that does not come back from making a context, or from a trial, costs those who register on that GPU their
+/// patience once, and nobody else anything.
+#[test]
+fn a_driver_that_hangs_while_a_gpu_is_taken_into_use_is_left() {
+    for (function, what) in [
+        ("cuDevicePrimaryCtxRetain", "making its context"),
+        ("cuLaunchKernel", "its trial"),
+    ] {
+        let options = GpuOptions {
+            // Enough for a trial that does not hang.
+            trial_timeout: Duration::from_secs(4),
+            ..GpuOptions::default()
+        };
+        let server = Server::with(&format!("hold {function}@1"), options, 1 << 20);
+        let mut engine = Lender::start();
+        let refused = |engine: &mut Lender| {
+            let error = Pages::on(0, &server, engine, [8, 64, 8]).err().unwrap();
+            let DeviceError::Hangs(why) = error else {
+                panic!("{error}")
+            };
+            assert_eq!(why, format!("{what} has not ended in 4s"));
+            why
+        };
+        let why = refused(&mut engine);
+        let status = &server.cuda.status()[0];
+        assert_eq!(status.error, Some(why));
+        assert!(status.readings.is_none());
+        // It is not asked again.
+        let asked = server.count("cuDevicePrimaryCtxRetain");
+        refused(&mut engine);
+        assert_eq!(server.count("cuDevicePrimaryCtxRetain"), asked);
+        let other = Pages::on(1, &server, &mut engine, [8, 64, 8]).unwrap();
+        server.pinned();
+        other.run(other.store(&server, 1)).unwrap();
+        assert_eq!(server.cuda.status()[1].error, None);
+        // It comes back after all.
+        server.script("release");
+        wait(|| server.cuda.status()[0].error.is_none());
+        let pages = Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap();
+        pages.run(pages.store(&server, 1)).unwrap();
+        drop((pages, other));
+        server.ends_clean();
+    }
+}
+
+/// Whoever waits for a trial is told when the device is stopped, and nobody waits for the driver.
+#[test]
+fn a_device_is_stopped_amid_a_trial() {
+    let server = Server::with("hold cuLaunchKernel@1", GpuOptions::default(), 1 << 20);
+    let mut engine = Lender::start();
+    std::thread::scope(|scope| {
+        let registering = scope.spawn(|| Pages::on(0, &server, &mut engine, [8, 64, 8]).err());
+        wait(|| server.count("cuLaunchKernel") == 1);
+        assert_eq!(server.cuda.stop(), []);
+        let error = registering.join().unwrap().unwrap();
+        assert!(matches!(error, DeviceError::Stopped), "{error}");
+    });
+    assert_eq!(server.cuda.unpin(), Ok(()));
+    let rest = server.without_device();
+    rest.script("release");
+    wait(|| rest.count("live.contexts") == 0);
+    rest.is_clean();
 }

@@ -57,15 +57,11 @@ pub struct L1Allocator {
 }
 
 impl L1Allocator {
-    /// Over all of an arena, in so many parts; 0 is one.
+    /// Over these parts of an arena, which adjoin from its start on, see [`parts`].
     ///
     /// # Errors
     /// A size or an alignment that cannot be.
-    pub fn new(arena: &Arena, align: u64, count: usize) -> Result<Self, GeometryError> {
-        Self::over(parts(arena, align, count), align)
-    }
-
-    fn over(parts: Vec<Range<u64>>, align: u64) -> Result<Self, GeometryError> {
+    pub fn over(parts: Vec<Range<u64>>, align: u64) -> Result<Self, GeometryError> {
         let part = |range: Range<u64>| {
             let extents = ExtentAllocator::with_alignment(range.end - range.start, align)?;
             Ok(Part {

@@ -17,12 +17,34 @@ pub enum GpuReply {
     Event,
 }
 
-/// Why a transfer was refused, for the metrics: a worker with as many under way as it may have is not one whose copy
-/// failed.
-pub(super) fn reason(error: &DeviceError, failed: &'static str) -> &'static str {
-    match error {
-        DeviceError::Busy { .. } => "lane_full",
-        _ => failed,
+/// Why a transfer is answered with "no", in one line.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Refusal {
+    /// Its worker has as much under way as it may have.
+    #[error("{0}")]
+    Busy(String),
+    /// It is a retrieve.
+    #[error("no lookup of its request has found these chunks, or they are gone")]
+    NotHeld,
+    /// It cannot be done, or could not.
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl From<String> for Refusal {
+    fn from(error: String) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl Refusal {
+    /// For the metrics, given what is said of those that failed.
+    pub fn reason(&self, failed: &'static str) -> &'static str {
+        match self {
+            Self::Busy(_) => "lane_full",
+            Self::NotHeld => "not_held",
+            Self::Failed(_) => failed,
+        }
     }
 }
 
@@ -84,116 +106,21 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Instant;
 
-    use kvtier_device::{Begun, BlockTable, Direction, Done, KvLayout};
-    use kvtier_memory::SegmentError;
+    use kvtier_device::{BlockTable, Direction};
 
-    use kvtier_core::ChunkHash;
-    use kvtier_core::prompt::Prompt;
-    use kvtier_proto::key::CacheKey;
-    use kvtier_proto::request::{InstanceId, Store};
-
-    use super::super::instances::{Instance, Mode};
-    use super::super::layout::ModelLayout;
+    use super::super::testing::{TestPages, engine};
     use super::*;
-    use crate::config::ServerConfig;
-    use crate::metrics::Metrics;
-
-    /// A device whose transfers move a byte, or fail, at once; it can tell of an event before.
-    struct AtOnce {
-        fails: bool,
-        layout: Arc<KvLayout>,
-        numa_node: Option<u32>,
-        /// Where the chunks of its transfers were in the arena.
-        places: Mutex<Vec<u64>>,
-    }
-
-    impl EngineMemory for AtOnce {
-        fn layout(&self) -> &Arc<KvLayout> {
-            &self.layout
-        }
-
-        fn is_current(&self) -> bool {
-            true
-        }
-
-        fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
-            Vec::new()
-        }
-
-        fn device(&self) -> &'static str {
-            "test"
-        }
-
-        fn numa_node(&self) -> Option<u32> {
-            self.numa_node
-        }
-
-        fn transfer(&self, transfer: Transfer, done: Done) {
-            let places = transfer.chunks.iter().map(|chunk| chunk.extent.offset);
-            self.places.lock().extend(places);
-            done(match self.fails {
-                true => Err(DeviceError::Stopped),
-                false => Ok(1),
-            });
-        }
-
-        fn transfer_in_steps(&self, transfer: Transfer, begun: Begun, done: Done) {
-            begun(b"event");
-            self.transfer(transfer, done);
-        }
-
-        fn answer_event<'a>(&self, _: &'a [u8]) -> &'a [u8] {
-            &[]
-        }
-
-        fn read_blocks(
-            &self,
-            _: usize,
-            _: &[i64],
-            _: &mut dyn FnMut(&[u8]),
-        ) -> Result<(), DeviceError> {
-            Ok(())
-        }
-    }
-
-    fn layout() -> Arc<KvLayout> {
-        let tensor = kvtier_device::TensorSpec {
-            memory: kvtier_device::MemorySpec::CpuShm {
-                name: "/none".into(),
-                nbytes: 64,
-            },
-            dtype_size: 1,
-            dtype_name: "uint8".into(),
-            shape: vec![4, 1, 16],
-            stride: vec![16, 16, 1],
-            storage_offset: 0,
-        };
-        let engine = kvtier_device::Engine::Vllm;
-        let hints = kvtier_device::LayoutHints::default();
-        Arc::new(KvLayout::detect(&[tensor], engine, &hints, &[], 1, true).unwrap())
-    }
 
     /// The answers to a transfer, in order, of which there is to be one.
     fn answers(reply: &str, fails: bool, deadline: Option<Instant>) -> Vec<Option<Answer>> {
-        let flags = [
-            "--shm-name",
-            "",
-            "--l1-size-gb",
-            "0.01",
-            "--gpu-reply",
-            reply,
-        ];
-        let config = Arc::new(ServerConfig::from_flags(&flags).unwrap());
-        let engine = Engine::new(config, Arc::new(Metrics::new())).unwrap();
-        let pages = AtOnce {
+        let engine = engine(&["--gpu-reply", reply]);
+        let pages = TestPages {
             fails,
-            layout: layout(),
-            numa_node: None,
-            places: Mutex::default(),
+            ..TestPages::new(16)
         };
         let transfer = Transfer {
             arena: Arc::clone(&engine.l1.arena),
-            blocks: BlockTable::check(&pages.layout, &[[0i64; 0]], 0).unwrap(),
+            blocks: BlockTable::check(pages.layout(), &[[0i64; 0]], 0).unwrap(),
             chunks: Vec::new(),
             direction: Direction::Store,
             deadline,
@@ -206,93 +133,6 @@ mod tests {
             Err(_) => Answer::from(Response::transfer(&[][..], false)).because("store_failed"),
         });
         hear.iter().collect()
-    }
-
-    #[test]
-    fn what_a_worker_stores_goes_to_the_part_beside_its_device() {
-        let flags = [
-            "--shm-name",
-            "",
-            "--l1-size-gb",
-            "0.01",
-            "--chunk-size",
-            "1",
-        ];
-        let config = Arc::new(ServerConfig::from_flags(&flags).unwrap());
-        let mut engine = Engine::new(config, Arc::new(Metrics::new())).unwrap();
-        engine.l1 = engine.l1.in_parts(&[3, 5]);
-        let (engine, half) = (Arc::new(engine), 5 << 20);
-        for (number, numa_node) in [(0, Some(3)), (1, Some(5))] {
-            let memory = Arc::new(AtOnce {
-                fails: false,
-                layout: layout(),
-                numa_node,
-                places: Mutex::default(),
-            });
-            let (mode, id) = (
-                Mode::LmcacheDriven {
-                    memory: Arc::clone(&memory) as _,
-                    tensors: Vec::new(),
-                    hints: Default::default(),
-                    groups: Vec::new(),
-                },
-                InstanceId(number.into()),
-            );
-            let model = ModelLayout::of_pages(&memory.layout);
-            let instance = Instance::new(id, "model", 1, mode, model, engine.now());
-            assert!(engine.instances.insert(instance).unwrap().is_none());
-            let store = Store {
-                key: CacheKey {
-                    model_name: "model",
-                    world_size: 1,
-                    worker_id: Some(0),
-                    tokens: Prompt {
-                        token_count: 2,
-                        hashes: [1, 2]
-                            .map(|hash| ChunkHash([10 * number + hash; 32]))
-                            .into(),
-                    },
-                    start: 0,
-                    end: 2,
-                    request_id: "request",
-                    cache_salt: "",
-                    request_configs: None,
-                    num_kv_readers: None,
-                },
-                instance: id,
-                block_ids: vec![vec![1, 2]],
-                event_handle: b"",
-            };
-            let Handled::Later(begin) = engine.store(&store) else {
-                panic!("refused")
-            };
-            begin(Responder::new(|answer| {
-                assert_eq!(answer.unwrap().refused, None)
-            }));
-            let places = memory.places.lock();
-            assert_eq!(places.len(), 2);
-            let second = |place: &u64| *place >= half;
-            assert_eq!(
-                places.iter().all(second),
-                numa_node == Some(5),
-                "{places:?}"
-            );
-            assert_eq!(
-                places.iter().any(second),
-                numa_node == Some(5),
-                "{places:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn too_many_under_way_is_no_failed_copy() {
-        let busy = DeviceError::Busy { under_way: 4096 };
-        assert_eq!(reason(&busy, "store_failed"), "lane_full");
-        assert_eq!(
-            reason(&DeviceError::Stopped, "store_failed"),
-            "store_failed"
-        );
     }
 
     #[test]

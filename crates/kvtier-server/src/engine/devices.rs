@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_device::cuda::{CudaDevice, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS};
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
@@ -15,6 +16,8 @@ use crate::metrics::GpuFigures;
 pub struct Devices {
     /// The GPUs, or why there are none.
     cuda: Result<CudaDevice, String>,
+    /// It is in the log that some do not answer.
+    told_left: AtomicBool,
 }
 
 impl Devices {
@@ -26,6 +29,7 @@ impl Devices {
         let Some(options) = &config.cuda else {
             return Ok(Self {
                 cuda: Err("this server runs with --cuda-driver off".into()),
+                told_left: AtomicBool::new(false),
             });
         };
         let cuda = CudaDevice::find(options, Arc::clone(arena));
@@ -49,6 +53,7 @@ impl Devices {
         }
         Ok(Self {
             cuda: cuda.map_err(|error| error.to_string()),
+            told_left: AtomicBool::new(false),
         })
     }
 
@@ -104,13 +109,13 @@ impl Devices {
     }
 
     /// Has what is with the GPUs end, and the rest refused. Everybody is answered then, but for those on a GPU that does
-    /// not answer: that one is waited for some seconds, and gives its number here.
+    /// not answer: that one is waited for some seconds, and gives its number here, at each call.
     pub fn stop(&self) -> Vec<i32> {
         let left = self
             .cuda
             .as_ref()
             .map_or_else(|_| Vec::new(), CudaDevice::stop);
-        if !left.is_empty() {
+        if !left.is_empty() && !self.told_left.swap(true, Ordering::Relaxed) {
             tracing::error!(gpus = ?left, "transfers have not ended: what these GPUs use is left to the end of the process");
         }
         left
@@ -131,18 +136,19 @@ impl Devices {
         }
     }
 
-    /// Each GPU, for metrics.
+    /// Each GPU that is in use or was to be and cannot, for metrics.
     pub fn figures(&self) -> Vec<GpuFigures> {
         let Ok(cuda) = &self.cuda else {
             return Vec::new();
         };
-        let in_use = cuda.status().into_iter().filter_map(|gpu| {
-            gpu.readings.map(|readings| GpuFigures {
-                gpu: gpu.ordinal.to_string().into(),
-                readings,
-            })
+        let known = cuda.status().into_iter();
+        let known = known.filter(|gpu| gpu.readings.is_some() || gpu.error.is_some());
+        let figures = known.map(|gpu| GpuFigures {
+            gpu: gpu.ordinal.to_string().into(),
+            healthy: gpu.error.is_none(),
+            readings: gpu.readings,
         });
-        in_use.collect()
+        figures.collect()
     }
 
     /// Bytes of the arena that are pinned.
@@ -175,6 +181,7 @@ impl Devices {
                     "pci_bus_id": gpu.pci_bus_id,
                     "numa_node": gpu.numa_node,
                     "in_use": gpu.readings.is_some(),
+                    "error": gpu.error,
                     "state": gpu.readings.as_ref().map(readings),
                 })
             })

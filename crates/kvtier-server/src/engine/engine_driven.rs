@@ -22,9 +22,6 @@ use super::{Answer, Engine};
 
 const DEVICE: &str = "cpu";
 
-/// Part of L1 that may be withheld (a quarter) before those who cause it are lent nothing more.
-const WITHHELD_PART: u64 = 4;
-
 /// A worker that copies by itself, and what its key names.
 struct Transfer {
     instance: Arc<Instance>,
@@ -157,7 +154,7 @@ impl Engine {
 
     /// Refuses a worker that keeps memory of transfers it never ended while too much is kept so.
     fn check_withheld(&self, instance: &Instance, id: &TransferId) -> Result<(), &'static str> {
-        let limit = self.l1.arena.len() / WITHHELD_PART;
+        let limit = self.l1.most_uncommitted();
         if !self.transfers.is_overdrawn(id, limit) {
             return Ok(());
         }
@@ -368,7 +365,9 @@ impl Engine {
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
     ) -> Result<Answer, &'static str> {
-        let transfer = self.transfer("prepare_retrieve", key, id)?;
+        let transfer = self
+            .transfer("prepare_retrieve", key, id)
+            .inspect_err(|_| self.settle_refused(key))?;
         self.metrics.retrieve(DEVICE, false);
         let range = &transfer.range;
         let held = self

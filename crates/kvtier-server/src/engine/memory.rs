@@ -1,5 +1,6 @@
 //! L1: the arena with the bytes, and the cache that decides about them.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvtier_core::cache::{self, Cache, CacheConfig};
@@ -13,6 +14,9 @@ use crate::quota::Opened;
 
 /// Bytes of a part, at least: an object lies in one, and none is a tenth as large.
 const LEAST_PART: u64 = 4 << 30;
+
+/// Part of L1 (a quarter) that may be set aside for what nobody has committed, before those who cause it get no more.
+const UNCOMMITTED_PART: u64 = 4;
 
 /// Bytes that stand for a pool that is not made.
 const STAND_IN: u64 = 2 << 20;
@@ -70,12 +74,18 @@ impl L1 {
     /// With a part for each of these nodes, whatever the machine has.
     #[cfg(test)]
     pub fn in_parts(self, nodes: &[u32]) -> Self {
-        let allocator = L1Allocator::new(&self.arena, 4096, nodes.len()).expect("a good size");
+        let parts = parts(&self.arena, 4096, nodes.len());
+        let allocator = L1Allocator::over(parts, 4096).expect("a good size");
         Self {
             cache: Cache::new(allocator, CacheConfig::default()),
             nodes: nodes.to_vec(),
             ..self
         }
+    }
+
+    /// Bytes that may be set aside for what nobody has committed, before those who cause it get no more.
+    pub fn most_uncommitted(&self) -> u64 {
+        self.arena.len() / UNCOMMITTED_PART
     }
 
     /// The part of the arena for a device on this node, if it has parts and one of that node.
@@ -94,17 +104,25 @@ pub fn divide(
     config: &ServerConfig,
     gpus: &[u32],
 ) -> Result<(Vec<u32>, L1Allocator), String> {
-    let nodes = place(arena, config, gpus)?;
-    let allocator = L1Allocator::new(arena, config.l1_align_bytes, nodes.len());
+    let placed = place(arena, config, gpus)?;
+    let (nodes, mut parts): (Vec<_>, Vec<_>) = placed.into_iter().unzip();
+    if parts.is_empty() {
+        parts.push(0..arena.len());
+    }
+    let allocator = L1Allocator::over(parts, config.l1_align_bytes);
     let allocator = allocator.map_err(|error| format!("L1 of {} bytes: {error}", arena.len()));
     allocator.map(|allocator| (nodes, allocator))
 }
 
-/// Has the arena come from the NUMA nodes that are wanted; gives those that have a part each.
+/// Has the arena come from the NUMA nodes that are wanted; gives those that have a part each, and which.
 ///
 /// # Errors
 /// One line, when nodes that were asked for cannot be had. Those of the GPUs are done without instead.
-fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<u32>, String> {
+fn place(
+    arena: &Arena,
+    config: &ServerConfig,
+    gpus: &[u32],
+) -> Result<Vec<(u32, Range<u64>)>, String> {
     let placed = match &config.l1_numa_nodes {
         NumaNodes::Off => return Ok(Vec::new()),
         NumaNodes::List(nodes) => {
@@ -114,13 +132,13 @@ fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<u32>,
         }
         NumaNodes::Auto if gpus.len() > 1 && arena.len() / gpus.len() as u64 >= LEAST_PART => {
             let parts = parts(arena, config.l1_align_bytes, gpus.len());
-            let mut parts = parts.into_iter().zip(gpus);
-            let placed = parts.try_for_each(|(part, node)| {
+            let parts: Vec<_> = gpus.iter().copied().zip(parts).collect();
+            let placed = parts.iter().try_for_each(|(node, part)| {
                 arena.prefer_node_in(part.start, part.end - part.start, *node)
             });
             // Some parts may be placed already.
             let turns = |_| arena.prefer_nodes(gpus).map(|()| Vec::new());
-            placed.map(|()| gpus.to_vec()).or_else(turns)
+            placed.map(|()| parts).or_else(turns)
         }
         NumaNodes::Auto => arena.prefer_nodes(gpus).map(|()| Vec::new()),
     };

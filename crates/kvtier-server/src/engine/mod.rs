@@ -28,6 +28,8 @@ mod scrape;
 mod status;
 mod store;
 mod tensors;
+#[cfg(test)]
+mod testing;
 mod transfers;
 mod warm;
 mod worker_range;

@@ -236,13 +236,12 @@ impl Engine {
     }
 
     fn admit(&self, instance: Instance) -> Result<(), String> {
-        let id = instance.id;
+        let (id, on_gpu) = (instance.id, instance.is_on_gpu());
         if let Some(earlier) = self.instances.insert(instance)? {
             // Another process, or the same one with other memory. The earlier one may still be copying by itself.
             if let Err(error) = self.instances.wait_for_left(earlier.id) {
                 tracing::error!("{error}");
             }
-            self.let_go(vec![earlier]);
             let transfers = self
                 .transfers
                 .abandon(id, self.now() + self.config.write_ttl);
@@ -251,6 +250,11 @@ impl Engine {
                 transfers,
                 "a new registration replaced the one under this instance id"
             );
+            match on_gpu {
+                // A worker on a GPU is taken in apart already, and may need the memory as soon as it is told.
+                true => drop(earlier),
+                false => self.let_go(vec![earlier]),
+            }
         }
         Ok(())
     }

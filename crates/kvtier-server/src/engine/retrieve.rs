@@ -8,7 +8,7 @@ use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, DeviceError, Direction,
 use kvtier_proto::request::Retrieve;
 use kvtier_proto::response::Response;
 
-use super::begin::reason;
+use super::begin::Refusal;
 use super::instances::{Copying, Instance};
 use super::memory::to_memory;
 use super::worker_range::{Held, WorkerRange};
@@ -26,26 +26,11 @@ struct UnderWay {
     _held: Vec<Held>,
 }
 
-enum RetrieveError {
-    /// No lookup found these chunks for this request, or they are gone.
-    NotHeld,
-    Failed(String),
-}
-
-impl From<String> for RetrieveError {
-    fn from(error: String) -> Self {
-        RetrieveError::Failed(error)
-    }
-}
-
 impl Engine {
     pub(super) fn retrieve(self: &Arc<Self>, retrieve: &Retrieve<'_, Prompt>) -> Handled {
         let key = &retrieve.key;
         let Some(instance) = self.instances.get(retrieve.instance) else {
-            // This worker will not read its share; holding it would only block eviction.
-            if let Ok(range) = self.key_range(key) {
-                self.settle(key, &range);
-            }
+            self.settle_refused(key);
             let answer = Answer::from(Response::transfer(&[][..], false));
             return answer.because("unknown_instance").into();
         };
@@ -59,16 +44,10 @@ impl Engine {
                     engine.retrieved(under_way, moved)
                 })
             }
-            Err(RetrieveError::NotHeld) => {
-                self.metrics.retrieve(instance.device(), true);
+            Err(refusal) => {
+                self.settle_refused(key);
                 let event = instance.answer_event(retrieve.event_handle);
-                Answer::from(Response::transfer(event, false))
-                    .because("not_held")
-                    .into()
-            }
-            Err(RetrieveError::Failed(error)) => {
-                let event = instance.answer_event(retrieve.event_handle);
-                self.retrieve_failed(&instance, key.request_id, event, &error)
+                self.retrieve_failed(&instance, key.request_id, event, &refusal)
                     .into()
             }
         }
@@ -79,11 +58,14 @@ impl Engine {
         instance: &Instance,
         request_id: &str,
         event: &[u8],
-        error: &dyn std::fmt::Display,
+        error: &Refusal,
     ) -> Answer {
-        tracing::warn!(request = request_id, instance = instance.id.0, %error, "retrieve failed");
+        // A miss is no trouble.
+        if *error != Refusal::NotHeld {
+            tracing::warn!(request = request_id, instance = instance.id.0, %error, "retrieve failed");
+        }
         self.metrics.retrieve(instance.device(), true);
-        Answer::from(Response::transfer(event, false)).because("retrieve_failed")
+        Answer::from(Response::transfer(event, false)).because(error.reason("retrieve_failed"))
     }
 
     /// Takes leases on what the range needs, and says what is to be copied.
@@ -92,7 +74,7 @@ impl Engine {
         instance: &Arc<Instance>,
         retrieve: &Retrieve<'_, Prompt>,
         started: Duration,
-    ) -> Result<(Transfer, UnderWay), RetrieveError> {
+    ) -> Result<(Transfer, UnderWay), Refusal> {
         let key = &retrieve.key;
         let (copying, deadline, range) = self.copying(instance, key)?;
         let blocks = BlockTable::check(
@@ -112,10 +94,10 @@ impl Engine {
             false => self.hold(instance, key, &range).ok_or_else(|| {
                 self.metrics
                     .not_found("l1_retrieve", key.model_name, range.chunks.len() as u64);
-                RetrieveError::NotHeld
+                Refusal::NotHeld
             })?,
         };
-        // From here on the transfer has leases of its own.
+        // From here on the transfer has leases of its own, and is not refused.
         self.settle(key, &range);
         let chunks = held.iter().flat_map(|held| {
             let extents = held.lease.extents().iter().zip(held.chunks.clone());
@@ -153,9 +135,8 @@ impl Engine {
         let instance = retrieve.copying.instance();
         let event = instance.answer_event(&retrieve.event);
         if let Err(error) = moved {
-            let reason = reason(&error, "retrieve_failed");
-            let answer = self.retrieve_failed(instance, &retrieve.request_id, event, &error);
-            return answer.because(reason);
+            let error = Refusal::from(error.to_string());
+            return self.retrieve_failed(instance, &retrieve.request_id, event, &error);
         }
         let chunks = retrieve.range.chunks.len();
         self.metrics.loaded(

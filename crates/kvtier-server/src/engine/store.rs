@@ -1,5 +1,8 @@
 //! A store where we copy from a worker's pages into the arena, and what of it the tiers get.
 
+#[cfg(test)]
+mod tests;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +14,7 @@ use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, DeviceError, Direction,
 use kvtier_proto::request::Store;
 use kvtier_proto::response::Response;
 
-use super::begin::reason;
+use super::begin::Refusal;
 use super::instances::{Copying, Instance};
 use super::lookup::space;
 use super::memory::{L1Allocator, to_memory};
@@ -82,10 +85,10 @@ impl Engine {
                     engine.stored(under_way, moved)
                 })
             }
-            Err(error) => {
+            Err(refusal) => {
                 let event = instance.answer_event(store.event_handle);
                 let request_id = store.key.request_id;
-                self.store_failed(&instance, request_id, event, &error)
+                self.store_failed(&instance, request_id, event, &refusal)
                     .into()
             }
         }
@@ -96,11 +99,11 @@ impl Engine {
         instance: &Instance,
         request_id: &str,
         event: &[u8],
-        error: &dyn std::fmt::Display,
+        error: &Refusal,
     ) -> Answer {
         tracing::warn!(request = request_id, instance = instance.id.0, %error, "store failed");
         self.metrics.store(instance.device(), true);
-        Answer::from(Response::transfer(event, false)).because("store_failed")
+        Answer::from(Response::transfer(event, false)).because(error.reason("store_failed"))
     }
 
     /// Sets aside memory for the chunks that are not here yet, and says what is to be copied into it.
@@ -109,13 +112,15 @@ impl Engine {
         instance: &Arc<Instance>,
         store: &Store<'_, Prompt>,
         started: Duration,
-    ) -> Result<(Transfer, UnderWay), String> {
-        let (copying, deadline, range) = self.copying(instance, &store.key)?;
+    ) -> Result<(Transfer, UnderWay), Refusal> {
+        let (mut copying, deadline, range) = self.copying(instance, &store.key)?;
         let pages = copying.pages();
         let blocks = BlockTable::check(pages.layout(), &store.block_ids, range.chunks.len())
             .map_err(|error| error.to_string())?;
         let brought = self.brought(instance, store, &range, &blocks, pages.layout());
         let requests = brought.requests();
+        // Nothing makes room for a store that is refused.
+        copying.may_reserve(self.share())?;
         let reserved = self
             .l1
             .cache
@@ -128,6 +133,8 @@ impl Engine {
             &reserved.outcomes,
         );
         drop(requests);
+        let extents = reserved.reservation.extents();
+        copying.reserves(extents.map(|extent| extent.len).sum());
         let copies = reserved
             .reservation
             .staged()
@@ -158,6 +165,12 @@ impl Engine {
             copying,
         };
         Ok((transfer, under_way))
+    }
+
+    /// Bytes of L1 that stores of one worker may have set aside, which is an equal part for each: nothing is readable
+    /// there before its GPU has copied it, and it took the place of something that was.
+    fn share(&self) -> u64 {
+        self.l1.most_uncommitted() / self.instances.len().max(1) as u64
     }
 
     /// Which chunks of the range each object group has data for, and their hashes.
@@ -195,9 +208,8 @@ impl Engine {
         let instance = store.copying.instance();
         let event = instance.answer_event(&store.event);
         if let Err(error) = moved {
-            let reason = reason(&error, "store_failed");
-            let answer = self.store_failed(instance, &store.request_id, event, &error);
-            return answer.because(reason);
+            let error = Refusal::from(error.to_string());
+            return self.store_failed(instance, &store.request_id, event, &error);
         }
         // A chunk counts once, however many groups it has.
         let mut stored = vec![false; store.chunks];

@@ -12,6 +12,7 @@ use kvtier_core::window::needed;
 use kvtier_proto::key::CacheKey;
 
 use super::Engine;
+use super::begin::Refusal;
 use super::deadline;
 use super::instances::{Copying, Instance};
 use super::lookup::{check_names, space};
@@ -39,7 +40,7 @@ impl Engine {
         &self,
         instance: &Arc<Instance>,
         key: &CacheKey<'_, Prompt>,
-    ) -> Result<(Copying, Option<Instant>, WorkerRange), String> {
+    ) -> Result<(Copying, Option<Instant>, WorkerRange), Refusal> {
         let copying = instance.copying()?;
         let deadline = deadline::of(key)?;
         Ok((copying, deadline, self.worker_range(instance, key)?))
@@ -92,6 +93,15 @@ impl Engine {
             &key.tokens.hashes,
             range.chunks.clone(),
         );
+    }
+
+    /// A retrieve is refused, so its worker will not read what the lookup holds for it: an engine computes what it could
+    /// not retrieve, and LMCache's server lets go of it too. One that asks again has what is still there, since the
+    /// lookup goes on saying that it may.
+    pub(super) fn settle_refused(&self, key: &CacheKey<'_, Prompt>) {
+        if let Ok(range) = self.key_range(key) {
+            self.settle(key, &range);
+        }
     }
 
     /// Leases of its own for a transfer, one an object group: all that the range needs, or nothing.

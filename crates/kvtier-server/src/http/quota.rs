@@ -123,8 +123,12 @@ async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usi
 /// An answer to a change, and what the audit line says of it. It tells what LMCache's does not have to: that a restart
 /// forgets the change.
 fn answer(api: &State, did: String, mut answer: Value) -> Result<Told, ApiError> {
-    if !engine(api)?.quotas().is_persistent() {
+    let quotas = engine(api)?.quotas();
+    if !quotas.is_persistent() {
         answer["persisted"] = json!(false);
+    }
+    if !quotas.places().iter().any(|place| place.isolates) {
+        answer["enforced"] = json!(false);
     }
     Ok(told(did, answer))
 }

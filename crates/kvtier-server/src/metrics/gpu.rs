@@ -13,13 +13,15 @@ use prometheus_client::metrics::gauge::Gauge;
 use super::Prefix;
 use crate::engine::direction_name;
 
-/// One GPU in use.
+/// One GPU that is in use, or was to be.
 #[derive(Debug, Clone)]
 pub struct GpuFigures {
     /// Its ordinal.
     pub gpu: Arc<str>,
-    /// What it does.
-    pub readings: GpuReadings,
+    /// Whether it is of any use.
+    pub healthy: bool,
+    /// What it does, if it is in use.
+    pub readings: Option<GpuReadings>,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -88,7 +90,7 @@ impl GpuMetrics {
             ),
             healthy: own.add(
                 "gpu_healthy",
-                "0 when an error made a GPU useless until the next start",
+                "0 when a GPU is of no use: after an error until the next start, or as long as its driver hangs in its trial",
             ),
             open_allocations: own.add(
                 "gpu_open_allocations",
@@ -102,7 +104,19 @@ impl GpuMetrics {
         let set = |counter: &Counter, value: u64| counter.inner().store(value, Ordering::Relaxed);
         self.pinned_bytes
             .set(i64::try_from(pinned_bytes).unwrap_or(i64::MAX));
-        for GpuFigures { gpu, readings } in gpus {
+        for GpuFigures {
+            gpu,
+            healthy,
+            readings,
+        } in gpus
+        {
+            let labels = GpuLabels {
+                gpu: Arc::clone(gpu),
+            };
+            self.healthy.get_or_create(&labels).set(i64::from(*healthy));
+            let Some(readings) = readings else {
+                continue;
+            };
             for (direction, executor, moved) in &readings.moved {
                 let labels = MovedLabels {
                     gpu: Arc::clone(gpu),
@@ -135,19 +149,34 @@ impl GpuMetrics {
                     .get_or_create(&labels)
                     .set(i64::try_from(under_way).unwrap_or(i64::MAX));
             }
-            let labels = GpuLabels {
-                gpu: Arc::clone(gpu),
-            };
             set(
                 &self.event_timeouts.get_or_create(&labels),
                 readings.event_timeouts,
             );
-            self.healthy
-                .get_or_create(&labels)
-                .set(i64::from(readings.broken.is_none()));
             self.open_allocations
                 .get_or_create(&labels)
                 .set(readings.open_allocations as i64);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::GpuFigures;
+    use crate::metrics::{Metrics, Readings};
+
+    #[test]
+    fn a_gpu_that_cannot_be_taken_into_use_is_not_healthy() {
+        let gpu = GpuFigures {
+            gpu: "3".into(),
+            healthy: false,
+            readings: None,
+        };
+        let readings = Readings {
+            gpus: vec![gpu],
+            ..Readings::default()
+        };
+        let text = Metrics::new().encode(&readings);
+        assert!(text.contains("kvtier_gpu_healthy{gpu=\"3\"} 0\n"), "{text}");
     }
 }

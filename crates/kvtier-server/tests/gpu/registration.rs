@@ -59,7 +59,8 @@ fn a_registration_holds_up_only_what_its_connection_sent_behind_it() {
     bed.ends_clean();
 }
 
-/// A worker that fell silent, and one whose place another took, leave the driver as much to do.
+/// Memory of a worker whose place another took is free when that one is answered. A worker that fell silent leaves the
+/// driver as much to do.
 #[test]
 fn memory_of_workers_that_are_given_up_is_closed_apart() {
     let bed = Bed::start();
@@ -67,16 +68,23 @@ fn memory_of_workers_that_are_given_up_is_closed_apart() {
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/silent");
     let registered = worker.send_registration();
     worker.done(registered);
-    bed.standin.script("clear; hold cuIpcCloseMemHandle@1+");
+    bed.standin.script("clear; hold cuIpcCloseMemHandle@1");
     let mut successor = Worker::new(&bed, &mut second, 1, "gpu/silent");
     let registered = successor.send_registration();
-    successor.done(registered);
     bed.called("cuIpcCloseMemHandle", 1);
+    std::thread::scope(|scope| {
+        let answered = scope.spawn(|| successor.done(registered));
+        others_go_on(&bed, 2);
+        assert!(!answered.is_finished());
+        bed.standin.script("release");
+    });
+    assert_eq!(bed.open_allocations(), Some(1));
+    bed.standin.script("hold cuIpcCloseMemHandle@1");
     bed.pass(bed.engine().config().registration_grace * 2);
     assert_eq!(bed.readings().instances, 0);
     bed.called("cuIpcCloseMemHandle", 2);
     others_go_on(&bed, 1);
-    assert_eq!(bed.open_allocations(), Some(2));
+    assert_eq!(bed.open_allocations(), Some(1));
     bed.standin.script("release");
     bed.ends_clean();
 }
@@ -98,4 +106,35 @@ fn an_engine_that_dies_while_it_registers_leaves_nothing() {
     let readings = bed.readings();
     assert_eq!((readings.instances, readings.staged_bytes), (0, 0));
     bed.ends_clean();
+}
+
+/// The one thread for transfers waits for no driver, whatever a worker on a GPU sends.
+#[test]
+fn an_event_that_the_driver_hangs_over_holds_up_no_other_worker() {
+    let bed = Bed::start();
+    let mut engine = Lender::start();
+    let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/event");
+    let registered = worker.send_registration();
+    worker.done(registered);
+    let event = engine.bytes("event");
+    bed.standin.script("clear; hold cuIpcOpenEventHandle@1");
+    let stored = worker.send_store(1, &event);
+    bed.called("cuIpcOpenEventHandle", 1);
+    others_go_on(&bed, 2);
+    bed.standin.script("release");
+    assert!(worker.has_stored(stored));
+    bed.ends_clean();
+}
+
+/// A driver that hangs in the trial of a GPU holds up no end: who waits for it is told.
+#[test]
+fn a_server_ends_amid_a_trial() {
+    let bed = Bed::start();
+    let mut engine = Lender::start();
+    let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/trial");
+    bed.standin.script("clear; hold cuLaunchKernel@1");
+    let registered = worker.send_registration();
+    bed.called("cuLaunchKernel", 1);
+    bed.ends_with_a_hang();
+    worker.done(registered);
 }

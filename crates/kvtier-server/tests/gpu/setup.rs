@@ -2,12 +2,14 @@
 
 use std::ops::Deref;
 use std::sync::MutexGuard;
+use std::time::Duration;
 
 use kvtier_client::proto::descriptor::{Cuda, CudaHandle, Dtype, TensorDescriptor, TensorMetadata};
 use kvtier_client::proto::request::{EngineType, LayoutHints, Registration, Request, Store};
 use kvtier_client::proto::response::Response;
 use kvtier_client::{Connection, InstanceId, Scope, Ticket};
 use kvtier_cuda_standin::standin_path;
+use kvtier_device::cuda::GpuOptions;
 use serde_json::Value;
 
 use crate::lender::{Lender, StandIn, UUID, unhex};
@@ -26,6 +28,11 @@ pub struct Bed {
 
 impl Bed {
     pub fn start() -> Self {
+        Self::with(GpuOptions::default().leave_timeout)
+    }
+
+    /// GPUs are waited for so long at the end.
+    pub fn with(leave_timeout: Duration) -> Self {
         let (standin, alone) = StandIn::alone();
         standin.script("reset; clear; devices=2");
         let driver = standin_path().unwrap();
@@ -38,7 +45,9 @@ impl Bed {
             "600",
         ];
         Self {
-            server: TestServer::start(&flags),
+            server: TestServer::start_with(&flags, |config| {
+                config.cuda.as_mut().unwrap().gpu.leave_timeout = leave_timeout;
+            }),
             standin,
             _alone: alone,
         }
@@ -51,9 +60,23 @@ impl Bed {
         state.get("open_allocations").and_then(Value::as_u64)
     }
 
+    /// Stores that have not ended on the first GPU, which is in use.
+    pub fn stores_under_way(&self) -> u64 {
+        let gpus = self.server.readings().gpus;
+        gpus[0].readings.as_ref().unwrap().under_way[0]
+    }
+
     /// Waits until the driver was called so often.
     pub fn called(&self, function: &str, times: u64) {
         wait(|| self.standin.count(function) >= times);
+    }
+
+    /// Stops the server while something hangs, of which the driver lets go then.
+    pub fn ends_with_a_hang(self) {
+        drop(self.server);
+        self.standin.script("release");
+        wait(|| self.standin.count("live.contexts") == 0);
+        assert_eq!(self.standin.violations(), "");
     }
 
     /// Stops the server: nothing is open then, and everything was done by the rules of the driver.

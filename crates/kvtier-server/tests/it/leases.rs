@@ -184,6 +184,40 @@ fn a_retrieve_lets_go_at_its_end() {
     server.assert_sound();
 }
 
+/// Its engine computes what it does not get. One that asks again gets it as long as it is there.
+#[test]
+fn a_retrieve_that_is_refused_lets_go_at_once() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("leases/refused retrieve");
+    let mut worker = server.lmcache_driven(1, &scope);
+    let _copies_itself = server.engine_driven(2, &Scope::new("leases/other"));
+    let (prompt, chunks) = (prompt(1, 2), range(0..2));
+    let blocks: Vec<i64> = (1..9).collect();
+    assert!(
+        worker
+            .store(&prompt, chunks.clone(), "stored", &blocks)
+            .unwrap()
+    );
+    for instance in [1, 2, 3] {
+        for prepares in [false, true] {
+            let request = format!("{instance} {prepares}");
+            assert_eq!(worker.lookup(&prompt, &request).unwrap(), 2);
+            assert_eq!(server.readings().leased_objects, 2);
+            let key = scope.worker_key(0, &prompt, chunks.clone(), &request);
+            let (connection, instance) = (worker.connection(), InstanceId(instance));
+            let too_few = [blocks[..4].to_vec()];
+            let refused = match prepares {
+                false => !connection.retrieve(&key, instance, &too_few, 0).unwrap(),
+                true => !connection.prepare_retrieve(&key, instance).unwrap().success,
+            };
+            assert!(refused, "{request}");
+            assert_eq!(server.readings().leased_objects, 0, "{request}");
+            let again = worker.retrieve(&prompt, chunks.clone(), &request, &blocks, 0);
+            assert!(again.unwrap());
+        }
+    }
+}
+
 #[test]
 fn the_last_worker_of_a_model_lets_go_when_it_is_dead() {
     let server = TestServer::start(&[

@@ -67,7 +67,8 @@ fn answers_are_lmcaches() {
     store(&mut worker, &prompt(1, 1024), 1);
     settle(&with_tiers);
     let file = directory.path().join("others");
-    let alone = TestServer::start(&["--quota-file", file.to_str().unwrap()]);
+    let alone =
+        TestServer::start(&[&ISOLATED[..], &["--quota-file", file.to_str().unwrap()]].concat());
     // Ours, where no key can have such a salt.
     let no_tenant = |path: &str| path.contains("a%40b") || path.len() > 150;
     let mut refused = 0;
@@ -167,7 +168,8 @@ fn hostile_salts_have_exact_answers() {
         ("%F0%9F%A6%80", "🦀"),
     ] {
         let told = put(&server, path, &json!({ "limit_gb": 1 }));
-        let ok = json!({ "cache_salt": salt, "limit_gb": 1.0, "status": "ok", "persisted": false });
+        let ok = json!({ "cache_salt": salt, "limit_gb": 1.0, "status": "ok", "persisted": false,
+            "enforced": false });
         assert_eq!(told, (200, ok));
         assert_eq!(get(&server, path)["exists"], true);
         let listed = json_of(&server, "GET", "/api/quota", "").1;
@@ -176,7 +178,7 @@ fn hostile_salts_have_exact_answers() {
             json!({ salt: { "limit_gb": 1.0, "current_usage_gb": 0.0 } })
         );
         let told = json_of(&server, "DELETE", &format!("/api/quota/{path}"), "");
-        let gone = json!({ "cache_salt": salt, "status": "removed", "persisted": false });
+        let gone = json!({ "cache_salt": salt, "status": "removed", "persisted": false, "enforced": false });
         assert_eq!(told, (200, gone));
     }
     let (status, head, _) = request(&server, "DELETE", "/api/quota/a%40b/?x=1", "");

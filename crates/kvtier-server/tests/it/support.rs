@@ -22,6 +22,11 @@ pub struct TestServer(Server);
 impl TestServer {
     /// With 64 MiB of L1, chunks of [`CHUNK`] tokens and these further flags.
     pub fn start(flags: &[&str]) -> Self {
+        Self::start_with(flags, |_| {})
+    }
+
+    /// Likewise, and with what no flag tells.
+    pub fn start_with(flags: &[&str], change: impl FnOnce(&mut ServerConfig)) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let pool = format!("kvtier_test_{}_{number}", std::process::id());
@@ -35,7 +40,9 @@ impl TestServer {
         ]);
         all.extend(["--eviction-trigger-watermark", "1", "--eviction-ratio", "0"]);
         all.extend(flags);
-        Self(Server::start(ServerConfig::from_flags(&all).unwrap()).unwrap())
+        let mut config = ServerConfig::from_flags(&all).unwrap();
+        change(&mut config);
+        Self(Server::start(config).unwrap())
     }
 
     /// A connection that waits [`PATIENCE`] for each reply.

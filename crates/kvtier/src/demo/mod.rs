@@ -84,12 +84,12 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     let tiered = args.l2.as_deref().map(|dir| server_config(args, Some(dir)));
     let tiered = tiered.transpose()?;
     let _log = kvtier_server::logging::init(&config).context("no thread for the log")?;
-    let mut server = Server::start(config)?;
+    let server = Server::start(config)?;
     let outcome = play(args, &server, Arc::clone(&stop));
     server.stop();
     let mut report = outcome?;
     if let Some(config) = tiered.filter(|_| !report.interrupted) {
-        let mut server = Server::start(config)?;
+        let server = Server::start(config)?;
         let outcome = recall(args, &server, stop, &mut report);
         server.stop();
         outcome?;

@@ -215,6 +215,11 @@ fn changed(asking: &Asking, told: &Value, report: fn(&Value) -> String) {
     if told["persisted"] == json!(false) {
         eprintln!("kvtier quota: the server has no --quota-file; a restart forgets this");
     }
+    if told["enforced"] == json!(false) {
+        eprintln!(
+            "kvtier quota: no tier of the server has the eviction policy IsolatedLRU; this has no effect"
+        );
+    }
     asking.print(told, report);
 }
 

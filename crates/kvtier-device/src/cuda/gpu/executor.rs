@@ -344,7 +344,10 @@ impl Lane {
     }
 
     /// Whether everything that was put on the streams is done.
-    fn is_idle(&self) -> Result<bool, CudaError> {
+    ///
+    /// # Errors
+    /// What the driver says about it.
+    pub fn is_idle(&self) -> Result<bool, CudaError> {
         Ok(self.stream.is_idle()? && self.kernels.is_idle()?)
     }
 

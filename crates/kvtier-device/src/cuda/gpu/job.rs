@@ -1,13 +1,13 @@
 //! One transfer on its way through a GPU.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::super::device_copy::{DeviceCopies, Place};
-use super::super::events::ForeignEvent;
+use super::super::events::{ForeignEvent, ForeignEvents};
 use super::super::storages::Storages;
 use super::executor::{HostMemory, PIECE};
 use super::pinned::Pinned;
@@ -28,9 +28,10 @@ pub(in super::super) struct Pages {
     pub places: Vec<Place>,
     /// Nothing more of it is begun.
     pub stopped: AtomicBool,
-    /// Transfers that have not ended.
-    pub under_way: AtomicUsize,
+    /// Transfers of everybody on the GPU that have not ended, by direction.
+    pub on_gpu: Arc<[AtomicU64; 2]>,
     pub retrieves: Mutex<Retrieves>,
+    pub events: ForeignEvents,
     /// What keeps the places mapped.
     pub _storages: Storages,
 }
@@ -54,15 +55,16 @@ impl Retrieves {
     }
 }
 
-/// A transfer.
+/// A transfer. Dropped, whoever waits for it is told how it ended: that it failed, unless it [ended](Job::end) well. No piece
+/// of it may be with the GPU then.
 pub(in super::super) struct Job {
-    pub pages: Arc<Pages>,
-    pub transfer: Transfer,
-    done: Done,
     /// Told when everything of it is with the GPU.
     begun: Option<Begun>,
-    /// The pages are ready when this is complete; none once it was.
-    event: Option<ForeignEvent>,
+    event: Event,
+    pub transfer: Transfer,
+    pub pages: Arc<Pages>,
+    /// Counted among the worker's retrieves.
+    entered: bool,
     /// When it was handed over, and when it is given up if the event is not complete by then.
     since: Instant,
     event_deadline: Option<Instant>,
@@ -81,6 +83,36 @@ pub(in super::super) struct Job {
     has_left: bool,
     /// Why nothing more of it is begun.
     error: Option<DeviceError>,
+    /// The last field: who hears of the last transfer may free the pages, so they are let go of before.
+    told: Told,
+}
+
+/// What the engine sent to say when its pages are ready.
+enum Event {
+    /// Not looked at.
+    Sent,
+    /// They are when this is complete.
+    Opened(ForeignEvent),
+    /// They are.
+    Complete,
+}
+
+/// Who waits for a transfer, and how it ended, once that is known. Told when it is dropped.
+struct Told {
+    done: Option<Done>,
+    result: Option<Result<u64, DeviceError>>,
+}
+
+impl Drop for Told {
+    fn drop(&mut self) {
+        let Some(done) = self.done.take() else {
+            return;
+        };
+        let lost = || Err(DeviceError::Broken("nobody is left to end this".into()));
+        let result = self.result.take().unwrap_or_else(lost);
+        // A panic there is theirs. What is caught has been printed, and the responder inside says it to the health.
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| done(result)));
+    }
 }
 
 /// What a piece is made of, beside its copies.
@@ -95,20 +127,15 @@ pub(super) struct PieceFacts {
 
 impl Job {
     /// `event_timeout` is how long its event may take from now on.
-    pub fn new(
-        pages: Arc<Pages>,
-        transfer: Transfer,
-        event: ForeignEvent,
-        event_timeout: Duration,
-        done: Done,
-    ) -> Self {
+    pub fn new(pages: Arc<Pages>, transfer: Transfer, event_timeout: Duration, done: Done) -> Self {
         let since = Instant::now();
+        pages.on_gpu[transfer.direction as usize].fetch_add(1, Ordering::Relaxed);
         Self {
-            pages,
-            transfer,
-            done,
             begun: None,
-            event: Some(event),
+            event: Event::Sent,
+            transfer,
+            pages,
+            entered: false,
             since,
             event_deadline: since.checked_add(event_timeout),
             ask_at: since,
@@ -120,6 +147,10 @@ impl Job {
             moved: 0,
             has_left: false,
             error: None,
+            told: Told {
+                done: Some(done),
+                result: None,
+            },
         }
     }
 
@@ -127,6 +158,29 @@ impl Job {
     pub fn telling(mut self, begun: Begun) -> Self {
         self.begun = Some(begun);
         self
+    }
+
+    /// Counts it among its worker's retrieves if it is one; gives the thread that has them, or the one that suits it.
+    pub(super) fn enter(&mut self, suits: usize) -> usize {
+        match self.transfer.direction {
+            Direction::Store => suits,
+            Direction::Retrieve => {
+                self.entered = true;
+                self.pages.retrieves.lock().enter(suits)
+            }
+        }
+    }
+
+    /// Opens the engine's event, unless that was done. The engine keeps it only so long.
+    ///
+    /// # Errors
+    /// Bytes that are no event, or what the driver says.
+    pub(super) fn open_event(&mut self) -> Result<(), DeviceError> {
+        if let Event::Sent = self.event {
+            let opened = self.pages.events.open(&self.transfer.event);
+            self.event = Event::Opened(opened.map_err(DeviceError::Event)?);
+        }
+        Ok(())
     }
 
     /// Takes whom to tell that everything of it is with the GPU; nobody when something of it failed.
@@ -144,13 +198,14 @@ impl Job {
             return Err(DeviceError::Stopped);
         }
         self.transfer.in_time(now)?;
-        let Some(event) = &self.event else {
+        self.open_event()?;
+        let Event::Opened(event) = &self.event else {
             return Ok(true);
         };
         let last = self.event_deadline.is_some_and(|deadline| now >= deadline);
         if now >= self.ask_at || last {
             if event.is_complete()? {
-                self.event = None;
+                self.event = Event::Complete;
                 return Ok(true);
             }
             let waited = now.saturating_duration_since(self.since);
@@ -263,21 +318,52 @@ impl Job {
         self.has_left && self.pieces == 0
     }
 
-    /// Tells whoever waits for it how it ended, after letting go of the pages: whoever hears of the last transfer may
-    /// free them. A panic there is theirs.
-    pub fn end(self, now: Instant) {
-        let result = match self.error {
+    /// Whether nothing more of it is begun.
+    pub fn has_failed(&self) -> bool {
+        self.error.is_some()
+    }
+
+    /// Whether nothing of it was ever handed to the GPU, not even in part.
+    pub fn is_untouched(&self) -> bool {
+        self.next_chunk == 0
+    }
+
+    /// It is over: tells how it ended.
+    pub fn end(mut self, now: Instant) {
+        self.told.result = Some(match self.error.take() {
             Some(error) => Err(error),
             // Pages that were given up may be somebody else's by now.
             None => self.transfer.in_time(now).map(|()| self.moved),
-        };
-        let done = self.done;
-        self.pages.under_way.fetch_sub(1, Ordering::AcqRel);
-        if self.transfer.direction == Direction::Retrieve {
+        });
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        let direction = self.transfer.direction;
+        self.pages.on_gpu[direction as usize].fetch_sub(1, Ordering::Relaxed);
+        if self.entered {
             self.pages.retrieves.lock().count -= 1;
         }
-        drop((self.event, self.pages, self.transfer));
-        // What is caught has been printed, and the responder inside says it to the health.
-        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| done(result)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn who_waits_for_a_transfer_that_is_lost_is_told() {
+        let (say, hear) = mpsc::channel();
+        let done: Done = Box::new(move |result| say.send(result).unwrap());
+        drop(Told {
+            done: Some(done),
+            result: None,
+        });
+        let told = hear.recv().unwrap();
+        assert!(matches!(told, Err(DeviceError::Broken(_))), "{told:?}");
+        assert!(hear.recv().is_err());
     }
 }

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::allocations::Allocations;
 use super::driver::{Context, PhysicalDevice};
@@ -53,6 +53,9 @@ pub struct GpuOptions {
     pub event_timeout: Duration,
     /// Bytes of the arena that are pinned at a time, rounded up to whole pages. Copies are cut where these adjoin.
     pub pin_bytes: u64,
+    /// How long the driver may take for each of two steps of taking a GPU into use: to make its context, and to try it
+    /// out.
+    pub trial_timeout: Duration,
     /// How long a GPU that had no memory for a buffer to stage copies in is not asked for one again.
     pub staging_pause: Duration,
     /// How long stopping or dropping a GPU waits for what is with it, and for the driver to give up a piece of the arena.
@@ -68,6 +71,8 @@ impl Default for GpuOptions {
             event_timeout: Duration::from_secs(30),
             // Larger ones hold up other calls of the driver for longer than a transfer takes.
             pin_bytes: 256 << 20,
+            // A second or two; some ten where the driver has to start many GPUs first.
+            trial_timeout: Duration::from_secs(60),
             // Engines take memory and give it back when they start and end.
             staging_pause: Duration::from_secs(10),
             // Pieces take a millisecond.
@@ -85,10 +90,10 @@ struct Shared {
     /// The threads have ended.
     ended: Condvar,
     counters: readings::Counters,
-    profile: Profile,
+    profile: RwLock<Profile>,
     options: GpuOptions,
     /// Transfers that have not ended, by direction.
-    under_way: [AtomicU64; 2],
+    under_way: Arc<[AtomicU64; 2]>,
     /// Why the GPU is of no use any more.
     broken: Mutex<Option<String>>,
     event_timeouts: AtomicU64,
@@ -166,19 +171,13 @@ impl Shared {
         match self.options.executor.map(|executor| executor.with(host)) {
             Some(Executor::Staged) if !room => Executor::Plain,
             Some(executor) => executor,
-            None => self.profile.choose(direction, mean, host, room),
+            None => self.profile.read().choose(direction, mean, host, room),
         }
     }
 
     fn refuse(&self, mut job: Job) {
         let why = self.broken.lock().clone();
         job.fail(why.map_or(DeviceError::Stopped, DeviceError::Broken));
-        self.end(job);
-    }
-
-    fn end(&self, job: Job) {
-        let direction = job.transfer.direction as usize;
-        self.under_way[direction].fetch_sub(1, Ordering::Relaxed);
         job.end(Instant::now());
     }
 }
@@ -265,7 +264,7 @@ impl NewGpu {
     /// What the driver says, or an executor that has to work and does not.
     pub fn try_out(&mut self, options: &GpuOptions) -> Result<Profile, CudaError> {
         let _current = self.context.enter()?;
-        let profile = profile::try_out(&self.tools, &mut self.lanes)?;
+        let profile = profile::try_out(&self.tools, self.lanes.each_mut())?;
         // What is demanded gives way where memory is not as it needs it; that is no obstacle.
         let demanded = options.executor;
         let demanded = demanded.map(|executor| executor.with(profile.registered));
@@ -294,7 +293,7 @@ impl NewGpu {
             end: Mutex::default(),
             ended: Condvar::new(),
             counters: readings::Counters::default(),
-            profile,
+            profile: RwLock::new(profile),
             options,
             under_way: Default::default(),
             broken: Mutex::default(),
@@ -302,9 +301,9 @@ impl NewGpu {
         });
         let (ends, over) = std::sync::mpsc::channel();
         let feeder = |mailbox, lanes| {
-            let (context, pinned) = (Arc::clone(&self.context), Arc::clone(&pinned));
+            let (tools, pinned) = (Arc::clone(&self.tools), Arc::clone(&pinned));
             let (shared, ends) = (Arc::clone(&shared), ends.clone());
-            thread::Feeder::new(shared, mailbox, context, lanes, pinned, ends)
+            thread::Feeder::new(shared, mailbox, tools, lanes, pinned, ends)
         };
         let feeders = [
             feeder(PINNED, self.lanes),
@@ -323,7 +322,7 @@ impl NewGpu {
         };
         // Ends when the others have ended, with all that is over.
         let end_all = move || {
-            over.into_iter().for_each(|job| ending.end(job));
+            over.into_iter().for_each(|job| job.end(Instant::now()));
             ending.end.lock().ended = true;
             ending.ended.notify_all();
         };
@@ -348,20 +347,19 @@ impl Gpu {
         self.shared.options
     }
 
+    /// Where transfers that have not ended are counted, by direction.
+    pub fn under_way(&self) -> &Arc<[AtomicU64; 2]> {
+        &self.shared.under_way
+    }
+
     /// Hands a transfer over; it ends some time.
-    pub fn submit(&self, job: Job) {
-        let direction = job.transfer.direction as usize;
-        self.shared.under_way[direction].fetch_add(1, Ordering::Relaxed);
+    pub fn submit(&self, mut job: Job) {
         let (arena, mut chunks) = (&job.transfer.arena, job.transfer.chunks.iter());
         let pageable = chunks.any(|chunk| {
             self.pinned.memory_of(arena, chunk.extent) == executor::HostMemory::Pageable
         });
         let suits = if pageable { PAGEABLE } else { PINNED };
-        let thread = match job.transfer.direction {
-            Direction::Store => suits,
-            Direction::Retrieve => job.pages.retrieves.lock().enter(suits),
-        };
-        let mailbox = &self.shared.mailboxes[thread];
+        let mailbox = &self.shared.mailboxes[job.enter(suits)];
         let mut inbox = mailbox.inbox.lock();
         if inbox.closed {
             drop(inbox);
@@ -419,7 +417,7 @@ impl Gpu {
             under_way: directions
                 .map(|direction| shared.under_way[direction as usize].load(Ordering::Relaxed)),
             event_timeouts: shared.event_timeouts.load(Ordering::Relaxed),
-            profile: shared.profile.clone(),
+            profile: shared.profile.read().clone(),
             broken: self.broken(),
             open_allocations: self.allocations.open_count(),
         }

@@ -39,7 +39,7 @@ pub(in super::super) struct Pinned {
     shared: Arc<Shared>,
     /// Without senders once the threads that pin have ended.
     pinning: Mutex<Receiver<()>>,
-    /// How long the driver may take for a piece when this ends.
+    /// How long the driver may take for a piece when somebody waits for it.
     patience: Duration,
     /// What came of [`Pinned::unpin`].
     unpinned: OnceLock<Result<(), u64>>,
@@ -64,8 +64,8 @@ struct Shared {
 }
 
 impl Pinned {
-    /// Begins to pin, so many bytes at a time, in whole pages. At the end it is not waited any longer than `patience`
-    /// for a driver that does nothing.
+    /// Begins to pin, so many bytes at a time, in whole pages. It is never waited any longer than `patience` for a
+    /// driver that does nothing.
     pub fn start(
         context: &Arc<Context>,
         arena: Arc<Arena>,
@@ -147,9 +147,10 @@ impl Pinned {
         }
     }
 
-    /// Nothing is pinned until the result is dropped. Waits for the pieces that are being pinned.
-    pub fn pause(&self) -> RwLockWriteGuard<'_, ()> {
-        self.shared.quiet.write()
+    /// Nothing is pinned until the result is dropped. Waits for the pieces that are being pinned, but for no driver that
+    /// does nothing.
+    pub fn pause(&self) -> Option<RwLockWriteGuard<'_, ()>> {
+        self.shared.quiet.try_write_for(self.patience)
     }
 
     /// What an extent of an arena is.

@@ -37,6 +37,8 @@ const UNTOUCHED: u8 = 0xa5;
 /// How much slower an executor may be than the fastest and be taken because it disturbs less. Without NVIDIA's MPS a
 /// kernel of ours and the model's take turns, so what keeps no multiprocessor busy is worth some speed.
 const AS_FAST: f64 = 0.9;
+/// The obstacle that may go by itself.
+const NO_ROOM: &str = "the GPU has no memory for its buffers";
 
 /// Bytes a second that each executor reached, by direction, executor and [`TRIED_RUNS`]; `None` where it cannot be
 /// used.
@@ -83,6 +85,12 @@ impl Profile {
     pub(super) fn obstacle(&self, executor: Executor) -> Option<&(Executor, String)> {
         self.obstacles.iter().find(|(other, _)| *other == executor)
     }
+
+    /// Whether [`Executor::Staged`] was not tried, for the GPU had no memory for that.
+    pub(super) fn lacks_room(&self) -> bool {
+        let staged = self.obstacle(Executor::Staged);
+        staged.is_some_and(|(_, why)| why == NO_ROOM)
+    }
 }
 
 /// Tries every executor both ways, on idle lanes for stores and retrieves. An executor that cannot be used, fails, or
@@ -90,36 +98,44 @@ impl Profile {
 ///
 /// # Errors
 /// What the driver says where it is about more than an executor.
-pub(super) fn try_out(tools: &Tools, lanes: &mut [Lane; 2]) -> Result<Profile, CudaError> {
-    let mut profile = Profile::default();
+pub(super) fn try_out(tools: &Tools, mut lanes: [&mut Lane; 2]) -> Result<Profile, CudaError> {
     let mut bench = Bench::new(&tools.context)?;
-    profile.registered = bench.memory;
+    let mut profile = Profile {
+        registered: bench.memory,
+        ..Profile::default()
+    };
     for executor in Executor::ALL {
-        let obstacle = tools
-            .obstacle(executor)
-            .or_else(|| bench.obstacle(executor));
-        let tried = match obstacle {
-            Some(obstacle) => Ok(Some(obstacle)),
-            None => bench.executor(lanes, executor, &mut profile.rates),
-        };
-        match tried {
-            Ok(None) => {}
-            Ok(Some(obstacle)) => {
-                for rates in &mut profile.rates {
-                    rates[executor as usize] = Default::default();
-                }
-                profile.obstacles.push((executor, obstacle));
-            }
-            Err(error) => {
-                if !error.ends_context() {
-                    // Nobody knows whether anything still moves.
-                    std::mem::forget(bench);
-                }
-                return Err(error);
-            }
-        }
+        bench = bench.try_one(tools, &mut lanes, executor, &mut profile)?;
     }
     Ok(profile)
+}
+
+/// Tries [`Executor::Staged`] where the GPU [had no memory for that](Profile::lacks_room); nothing when it has none yet.
+///
+/// # Errors
+/// As for [`try_out`].
+pub(super) fn try_staged(
+    tools: &Tools,
+    mut lanes: [&mut Lane; 2],
+    known: &Profile,
+) -> Result<Option<Profile>, CudaError> {
+    // Most often there is no more than before, and that is found out by this alone.
+    if !lanes[0].has_room(0, Instant::now(), Duration::ZERO)? {
+        return Ok(None);
+    }
+    let bench = match Bench::new(&tools.context) {
+        Ok(bench) => bench,
+        Err(error) if error.ends_context() => return Err(error),
+        Err(_) => {
+            lanes[0].drop_staging();
+            return Ok(None);
+        }
+    };
+    let mut profile = known.clone();
+    let others = |(executor, _): &(Executor, String)| *executor != Executor::Staged;
+    profile.obstacles.retain(others);
+    bench.try_one(tools, &mut lanes, Executor::Staged, &mut profile)?;
+    Ok(Some(profile).filter(|profile| !profile.lacks_room()))
 }
 
 /// Memory on both sides for trials, the host's as the arena's is: the system's, and registered.
@@ -179,15 +195,47 @@ impl Bench {
         })
     }
 
+    /// Tries one executor, and enters what comes of it. What a trial that failed may still use is not given back.
+    fn try_one(
+        self,
+        tools: &Tools,
+        lanes: &mut [&mut Lane; 2],
+        executor: Executor,
+        profile: &mut Profile,
+    ) -> Result<Self, CudaError> {
+        let obstacle = tools.obstacle(executor).or_else(|| self.obstacle(executor));
+        let tried = match obstacle {
+            Some(obstacle) => Ok(Some(obstacle)),
+            None => self.executor(lanes, executor, &mut profile.rates),
+        };
+        match tried {
+            Ok(None) => {}
+            Ok(Some(obstacle)) => {
+                for rates in &mut profile.rates {
+                    rates[executor as usize] = Default::default();
+                }
+                profile.obstacles.push((executor, obstacle));
+            }
+            Err(error) => {
+                if !error.ends_context() {
+                    // Nobody knows whether anything still moves.
+                    std::mem::forget(self);
+                }
+                return Err(error);
+            }
+        }
+        Ok(self)
+    }
+
     /// Tries one executor; gives what is wrong with it.
     fn executor(
-        &mut self,
-        lanes: &mut [Lane; 2],
+        &self,
+        lanes: &mut [&mut Lane; 2],
         executor: Executor,
         rates: &mut Rates,
     ) -> Result<Option<String>, CudaError> {
         for direction in [Direction::Store, Direction::Retrieve] {
-            let lane = &mut lanes[direction as usize];
+            let lane = &mut *lanes[direction as usize];
             let wrong = self.one_way(lane, direction, executor, rates)?;
             // Whoever is not chosen needs none, and the other way needs as much.
             lane.drop_staging();
@@ -213,7 +261,7 @@ impl Bench {
                 slots += 1;
             }
             if slots == 0 {
-                return Ok(Some("the GPU has no memory for its buffers".to_owned()));
+                return Ok(Some(NO_ROOM.to_owned()));
             }
         }
         for (tried, run) in TRIED_RUNS.into_iter().enumerate() {

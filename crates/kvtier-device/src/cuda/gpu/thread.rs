@@ -9,13 +9,14 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use super::super::device_copy::DeviceCopies;
-use super::super::driver::Context;
+use super::super::error::CudaError;
 use super::super::events::{ExportedEvents, Lane as TimelineLane, TIMELINE_BYTES, Timeline};
-use super::executor::{Executor, Lane};
+use super::executor::{Executor, Lane, Tools};
 use super::job::Job;
 use super::pinned::Pinned;
+use super::profile;
 use super::turns::Turns;
-use super::{Mailbox, Shared};
+use super::{Mailbox, PINNED, Shared};
 use crate::device::DeviceError;
 use crate::plan::Direction;
 
@@ -74,11 +75,17 @@ pub(super) struct Feeder {
     shared: Arc<Shared>,
     /// Which of the mailboxes is its own.
     mailbox: usize,
-    context: Arc<Context>,
+    tools: Arc<Tools>,
+    /// When to try what the GPU had no memory for.
+    retry_at: Option<Instant>,
+    /// No piece is begun, for that is to be tried when the last one has ended.
+    held: bool,
     /// Retrieves first.
     lines: [Line; 2],
     jobs: HashMap<u64, Job>,
     next_job: u64,
+    /// Jobs whose events are to be opened: soon, and one at a time, for the driver takes some microseconds.
+    unopened: VecDeque<u64>,
     /// The piece that is being made, and the chunk it is made from.
     piece: DeviceCopies,
     chunk: DeviceCopies,
@@ -92,7 +99,7 @@ impl Feeder {
     pub fn new(
         shared: Arc<Shared>,
         mailbox: usize,
-        context: Arc<Context>,
+        tools: Arc<Tools>,
         [store, retrieve]: [Lane; 2],
         pinned: Arc<Pinned>,
         ends: Sender<Job>,
@@ -106,18 +113,24 @@ impl Feeder {
             failing: None,
             numbers: None,
         };
+        // One of the threads is enough.
+        let lacks_room = mailbox == PINNED && shared.profile.read().lacks_room();
+        let pause = shared.options.staging_pause;
         Self {
+            retry_at: lacks_room.then(|| later(pause)).flatten(),
             shared,
             mailbox,
-            exported: ExportedEvents::new(Arc::clone(&context)),
+            exported: ExportedEvents::new(Arc::clone(&tools.context)),
             timeline: None,
-            context,
+            tools,
+            held: false,
             lines: [
                 line(retrieve, Direction::Retrieve),
                 line(store, Direction::Store),
             ],
             jobs: HashMap::new(),
             next_job: 0,
+            unopened: VecDeque::new(),
             piece: DeviceCopies::default(),
             chunk: DeviceCopies::default(),
             pinned,
@@ -129,10 +142,7 @@ impl Feeder {
     pub fn run(mut self) {
         let served = catch_unwind(AssertUnwindSafe(|| self.serve()));
         if served.is_err() {
-            self.shared
-                .give_up(self.mailbox, "its thread ended in a panic");
-            // Whatever moves still may move on; the memory of it stays away from others.
-            std::mem::forget(self);
+            self.give_up();
         } else if self.shared.broken.lock().is_none() {
             // All pieces are done, and the streams know it a moment later.
             for line in &self.lines {
@@ -144,13 +154,14 @@ impl Feeder {
     fn serve(&mut self) {
         // A pause of 20 us would otherwise take 70.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
-        if let Err(error) = self.context.make_current() {
+        if let Err(error) = self.tools.context.make_current() {
             self.shared.broke(&error);
         }
         let mut last_work = Instant::now();
         loop {
             let stop = self.take();
-            let mut worked = false;
+            let mut worked = self.open_event();
+            self.try_staged();
             for line in 0..self.lines.len() {
                 worked |= self.collect(line);
                 worked |= self.feed(line, stop);
@@ -169,6 +180,43 @@ impl Feeder {
         }
     }
 
+    /// After a panic: fails everything, what the GPU may have something of once the streams are idle. The books are not
+    /// trusted.
+    fn give_up(&mut self) {
+        self.shared
+            .give_up(self.mailbox, "its thread ended in a panic");
+        let untouched = self.jobs.extract_if(|_, job| job.is_untouched());
+        untouched.for_each(|(_, job)| self.shared.refuse(job));
+        for Line { lane, failing, .. } in &mut self.lines {
+            let mut given_up = |error| is_given_up(failing, &error);
+            while !lane.is_idle().unwrap_or_else(&mut given_up) {
+                std::thread::sleep(BROKEN_PAUSE);
+            }
+        }
+        let jobs = self.jobs.drain();
+        jobs.for_each(|(_, job)| self.shared.refuse(job));
+    }
+
+    /// Tries what the GPU had no memory for, when it is time to and nothing is with the GPU. That takes as long as some
+    /// hundred pieces, once there is memory.
+    fn try_staged(&mut self) {
+        let is_time = self.retry_at.is_some_and(|at| Instant::now() >= at);
+        let wanted = is_time && self.shared.broken.lock().is_none();
+        self.held = wanted && self.lines.iter().any(|line| !line.pieces.is_empty());
+        if !wanted || self.held {
+            return;
+        }
+        self.retry_at = None;
+        let known = self.shared.profile.read().clone();
+        let [retrieve, store] = &mut self.lines;
+        let lanes = [&mut store.lane, &mut retrieve.lane];
+        match profile::try_staged(&self.tools, lanes, &known) {
+            Ok(Some(profile)) => *self.shared.profile.write() = profile,
+            Ok(None) => self.retry_at = later(self.shared.options.staging_pause),
+            Err(error) => self.shared.broke(&error),
+        }
+    }
+
     /// Takes what was handed over; says whether to stop.
     fn take(&mut self) -> bool {
         let mut inbox = self.mailbox().inbox.lock();
@@ -181,9 +229,22 @@ impl Feeder {
             self.next_job += 1;
             let line = self.line_of(job.transfer.direction);
             self.lines[line].waiting.push(job.pages.number, id);
+            self.unopened.push_back(id);
             self.jobs.insert(id, job);
         }
         stop
+    }
+
+    /// Opens the next event; says whether there was one.
+    fn open_event(&mut self) -> bool {
+        let Some(id) = self.unopened.pop_front() else {
+            return false;
+        };
+        let opened = self.jobs.get_mut(&id).map(Job::open_event);
+        if let Some(Err(error)) = opened {
+            self.failed(id, error);
+        }
+        true
     }
 
     fn mailbox(&self) -> &Mailbox {
@@ -202,7 +263,12 @@ impl Feeder {
             return;
         }
         if self.jobs.is_empty() {
-            mailbox.wake.wait(&mut inbox);
+            match self.retry_at {
+                Some(at) => {
+                    mailbox.wake.wait_until(&mut inbox, at);
+                }
+                None => mailbox.wake.wait(&mut inbox),
+            }
             return;
         }
         let pause = if self.lines.iter().any(|line| line.failing.is_some()) {
@@ -225,12 +291,7 @@ impl Feeder {
                 Ok(false) => break,
                 Err(error) => {
                     self.shared.broke(&error);
-                    let grace = match error.ends_context() {
-                        true => CONTEXT_GRACE,
-                        false => ERROR_GRACE,
-                    };
-                    let since = line.failing.get_or_insert_with(Instant::now);
-                    if since.elapsed() < grace {
+                    if !is_given_up(&mut line.failing, &error) {
                         break;
                     }
                     Some(error)
@@ -309,15 +370,18 @@ impl Feeder {
         let Some(job) = self.jobs.get_mut(&id) else {
             return Ok(Look::All);
         };
+        if job.has_failed() {
+            return Ok(Look::All);
+        }
         let line = &mut self.lines[line];
         let ready = job.is_ready(Instant::now())?;
-        let Some(&slot) = line.free.last().filter(|_| ready) else {
+        let Some(&slot) = line.free.last().filter(|_| ready && !self.held) else {
             return Ok(Look::NotYet);
         };
         let Some(facts) = job.next_piece(&mut self.piece, &mut self.chunk, &self.pinned)? else {
             return Ok(Look::All);
         };
-        let host = facts.host.min(self.shared.profile.registered);
+        let host = facts.host.min(self.shared.profile.read().registered);
         let lengths = self.piece.run_lengths();
         let (mean, shared) = (lengths.mean(), &self.shared);
         let since = Instant::now();
@@ -384,7 +448,7 @@ impl Feeder {
             none => {
                 let timeline = match &self.timeline {
                     Some(timeline) => Arc::clone(timeline),
-                    None => Arc::clone(self.timeline.insert(Timeline::new(&self.context)?)),
+                    None => Arc::clone(self.timeline.insert(Timeline::new(&self.tools.context)?)),
                 };
                 none.insert(timeline.lane()?)
             }
@@ -416,6 +480,21 @@ impl Feeder {
         }
         end_if_over(&mut self.jobs, &self.ends, id);
     }
+}
+
+/// Whether the driver has had nothing but errors to say, this one now, for as long as what is with the GPU is kept from
+/// others.
+fn is_given_up(failing: &mut Option<Instant>, error: &CudaError) -> bool {
+    let grace = match error.ends_context() {
+        true => CONTEXT_GRACE,
+        false => ERROR_GRACE,
+    };
+    failing.get_or_insert_with(Instant::now).elapsed() >= grace
+}
+
+/// Never, where that is too late to be told.
+fn later(pause: Duration) -> Option<Instant> {
+    Instant::now().checked_add(pause)
 }
 
 /// Hands on a job of which nothing is waiting or with the GPU any more: what is done with it takes longer than this

@@ -4,6 +4,10 @@
 //! unregisters keeps its mappings to the end. One that has left stays known by its id until its last copy has ended, so
 //! that whoever asks whether its pages are free is told the truth.
 
+mod rest;
+#[cfg(test)]
+mod tests;
+
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,9 +18,12 @@ use kvtier_device::EngineMemory;
 use kvtier_device::cuda::owner::Owner;
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::RwLock;
 
+use super::begin::Refusal;
 use super::layout::{EngineDrivenLayout, ModelLayout};
+pub use rest::Copying;
+use rest::Rest;
 
 /// Unknown instances whose pings we remember.
 const MAX_UNKNOWN: usize = 4096;
@@ -26,9 +33,6 @@ const MAX_INSTANCES: usize = 4096;
 
 /// How long a worker that leaves is kept waiting for the last copies of its pages. The longest copies take seconds.
 const LAST_COPIES: Duration = Duration::from_secs(60);
-
-/// Requests that may wait for the last copies of one instance: each keeps a thread that others need.
-const MAX_WAITING: usize = 2;
 
 /// How a worker's bytes travel.
 pub enum Mode {
@@ -72,53 +76,6 @@ pub struct Instance {
     rest: Arc<Rest>,
 }
 
-/// Whether an instance rests, to be waited for.
-struct Rest {
-    pages: Mutex<Pages>,
-    /// Told when the last copy has ended.
-    rests: Condvar,
-}
-
-/// Whether an instance's pages may be touched, and by how many transfers they are.
-struct Pages {
-    stay: bool,
-    copying: usize,
-    waiting: usize,
-}
-
-/// Held while an instance's pages are copied: [`Instance::leave`] waits for it.
-pub struct Copying {
-    memory: Arc<dyn EngineMemory>,
-    instance: Arc<Instance>,
-    // The last field: who waits for it is to be the last owner of the pages, which closes them.
-    _counted: Counted,
-}
-
-impl Copying {
-    /// Whose pages.
-    pub fn instance(&self) -> &Arc<Instance> {
-        &self.instance
-    }
-
-    /// The pages.
-    pub fn pages(&self) -> Arc<dyn EngineMemory> {
-        Arc::clone(&self.memory)
-    }
-}
-
-/// One of the transfers that are counted in [`Pages::copying`].
-struct Counted(Arc<Rest>);
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        let mut pages = self.0.pages.lock();
-        pages.copying -= 1;
-        if pages.copying == 0 {
-            self.0.rests.notify_all();
-        }
-    }
-}
-
 impl Instance {
     /// A worker that has just registered.
     pub fn new(
@@ -139,40 +96,30 @@ impl Instance {
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
             told_overdrawn: AtomicBool::new(false),
-            rest: Arc::new(Rest {
-                pages: Mutex::new(Pages {
-                    stay: true,
-                    copying: 0,
-                    waiting: 0,
-                }),
-                rests: Condvar::new(),
-            }),
+            rest: Rest::new(),
         }
     }
 
     /// To be held while its pages are copied.
     ///
     /// # Errors
-    /// One line: it copies by itself, or it has left, and its pages may be somebody else's.
-    pub fn copying(self: &Arc<Self>) -> Result<Copying, String> {
+    /// It copies by itself; or it has left, and its pages may be somebody else's; or it has too much under way.
+    pub fn copying(self: &Arc<Self>) -> Result<Copying, Refusal> {
         let Mode::LmcacheDriven { memory, .. } = &self.mode else {
-            return Err("the instance is registered for engine-driven transfers; allowed: prepare and commit".into());
+            return Err(Refusal::Failed(
+                "the instance is registered for engine-driven transfers; allowed: prepare and commit".into(),
+            ));
         };
-        let mut pages = self.rest.pages.lock();
-        if !pages.stay {
-            return Err("the instance has left meanwhile".into());
-        }
-        pages.copying += 1;
         Ok(Copying {
             memory: Arc::clone(memory),
             instance: Arc::clone(self),
-            _counted: Counted(Arc::clone(&self.rest)),
+            counted: self.rest.count()?,
         })
     }
 
     /// Has no copy of its pages begin any more, whatever connection asked for it; those that run end soon.
     pub fn stop(&self) {
-        self.rest.pages.lock().stay = false;
+        self.rest.stop();
         if let Mode::LmcacheDriven { memory, .. } = &self.mode {
             memory.stop();
         }
@@ -184,26 +131,13 @@ impl Instance {
     /// One line, when something is at `until`: a device that does not answer any more.
     fn leave(&self, until: Instant) -> Result<(), String> {
         self.stop();
-        let mut pages = self.rest.pages.lock();
-        if pages.copying > 0 && pages.waiting < MAX_WAITING {
-            pages.waiting += 1;
-            let running = |pages: &mut Pages| pages.copying > 0;
-            self.rest.rests.wait_while_until(&mut pages, running, until);
-            pages.waiting -= 1;
-        }
-        match pages.copying {
+        match self.rest.wait(until) {
             0 => Ok(()),
             copying => Err(format!(
                 "{copying} transfers of instance {} have not ended since it left; its pages are not free",
                 self.id
             )),
         }
-    }
-
-    /// It has left, and nothing of it is copied any more.
-    fn rests(&self) -> bool {
-        let pages = self.rest.pages.lock();
-        !pages.stay && pages.copying == 0
     }
 
     /// Whether the driver of a GPU is needed to let go of its pages.
@@ -365,7 +299,7 @@ impl Instances {
     fn forget(&self, which: impl Fn(&Instance) -> bool) -> Vec<Arc<Instance>> {
         let mut tables = self.tables.write();
         let leaving = &mut tables.leaving;
-        let rest = leaving.extract_if(.., |instance| which(instance) && instance.rests());
+        let rest = leaving.extract_if(.., |instance| which(instance) && instance.rest.is_at_rest());
         rest.collect()
     }
 
@@ -496,192 +430,5 @@ impl Instances {
     /// How many workers are registered.
     pub fn len(&self) -> usize {
         self.tables.read().by_id.len()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::Barrier;
-
-    use kvtier_device::{DeviceError, Done, KvLayout, Transfer};
-    use kvtier_memory::SegmentError;
-    use kvtier_proto::request::Request;
-
-    use super::super::{Answer, Caller, Engine, Handled};
-    use super::*;
-    use crate::config::ServerConfig;
-    use crate::metrics::Metrics;
-
-    /// Pages that nobody looks at. Says how many transfers are counted when they are closed.
-    #[derive(Default)]
-    struct NoPages {
-        counted: Arc<OnceLock<usize>>,
-        rest: OnceLock<Arc<Rest>>,
-    }
-
-    impl Drop for NoPages {
-        fn drop(&mut self) {
-            if let Some(rest) = self.rest.get() {
-                let _ = self.counted.set(rest.pages.lock().copying);
-            }
-        }
-    }
-
-    impl EngineMemory for NoPages {
-        fn layout(&self) -> &Arc<KvLayout> {
-            unreachable!()
-        }
-
-        fn is_current(&self) -> bool {
-            unreachable!()
-        }
-
-        fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
-            unreachable!()
-        }
-
-        fn device(&self) -> &'static str {
-            "cpu"
-        }
-
-        fn transfer(&self, _: Transfer, _: Done) {
-            unreachable!()
-        }
-
-        fn answer_event<'a>(&self, _: &'a [u8]) -> &'a [u8] {
-            unreachable!()
-        }
-
-        fn read_blocks(
-            &self,
-            _: usize,
-            _: &[i64],
-            _: &mut dyn FnMut(&[u8]),
-        ) -> Result<(), DeviceError> {
-            unreachable!()
-        }
-    }
-
-    fn instance() -> Instance {
-        instance_with(Arc::new(NoPages::default()))
-    }
-
-    fn instance_with(memory: Arc<dyn EngineMemory>) -> Instance {
-        let mode = Mode::LmcacheDriven {
-            memory,
-            tensors: Vec::new(),
-            hints: LayoutHints::default(),
-            groups: Vec::new(),
-        };
-        let layout = ModelLayout {
-            groups: Vec::new(),
-            fingerprint: 0,
-        };
-        Instance::new(ID, "model", 1, mode, layout, Duration::ZERO)
-    }
-
-    #[test]
-    fn pages_are_closed_before_the_transfer_that_kept_them_counts_as_ended() {
-        let pages = Arc::new(NoPages::default());
-        let counted = Arc::clone(&pages.counted);
-        let instance = Arc::new(instance_with(Arc::clone(&pages) as _));
-        assert!(pages.rest.set(Arc::clone(&instance.rest)).is_ok());
-        drop(pages);
-        let copying = instance.copying().unwrap();
-        drop(instance);
-        assert_eq!(counted.get(), None);
-        drop(copying);
-        assert_eq!(counted.get(), Some(&1));
-    }
-
-    /// Instances with one, and that one.
-    fn instances() -> (Instances, Arc<Instance>) {
-        let instances = Instances::default();
-        assert!(instances.insert(instance()).unwrap().is_none());
-        let instance = instances.get(ID).unwrap();
-        (instances, instance)
-    }
-
-    const ID: InstanceId = InstanceId(7);
-
-    #[test]
-    fn an_instance_has_left_when_its_last_copy_has_ended_and_no_other_begins() {
-        let (instances, instance) = instances();
-        let has_copied = AtomicBool::new(false);
-        let begun = Barrier::new(2);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                let copying = instance.copying().unwrap();
-                begun.wait();
-                while instance.rest.pages.lock().stay {
-                    std::thread::yield_now();
-                }
-                has_copied.store(true, Ordering::Relaxed);
-                drop(copying);
-            });
-            begun.wait();
-            instances.remove(ID).unwrap();
-            instances.wait_for_left(ID).unwrap();
-            assert!(has_copied.load(Ordering::Relaxed));
-            // Of a request that found the instance before.
-            assert!(instance.copying().is_err());
-        });
-        assert!(instances.tables.read().leaving.is_empty());
-    }
-
-    #[test]
-    fn who_asks_again_about_an_instance_that_has_left_is_not_told_that_it_rests_before_it_does() {
-        let gone: [fn(&Instances); 3] = [
-            |instances| drop(instances.remove(ID)),
-            |instances| drop(instances.insert(instance()).unwrap()),
-            |instances| {
-                let limit = Duration::from_secs(1);
-                let reaped = instances.reap(Duration::from_secs(9), limit, limit);
-                assert_eq!(reaped.len(), 1);
-            },
-        ];
-        for goes in gone {
-            let (instances, instance) = instances();
-            let copying = instance.copying().unwrap();
-            goes(&instances);
-            assert!(instances.forget_left().is_empty());
-            let at_once = Instant::now();
-            assert!(instances.wait_until_left(ID, at_once).is_err());
-            assert!(instances.wait_until_left(ID, at_once).is_err());
-            drop(copying);
-            assert_eq!(instances.wait_until_left(ID, at_once), Ok(()));
-            assert!(instances.tables.read().leaving.is_empty());
-        }
-    }
-
-    #[test]
-    fn an_unregistration_that_cannot_promise_free_pages_is_refused_with_a_text() {
-        let flags = ["--shm-name", "", "--l1-size-gb", "0.01"];
-        let config = Arc::new(ServerConfig::from_flags(&flags).unwrap());
-        let engine = Arc::new(Engine::new(config, Arc::new(Metrics::new())).unwrap());
-        assert!(engine.instances.insert(instance()).unwrap().is_none());
-        let instance = engine.instances.get(ID).unwrap();
-        let unregister = || {
-            let request = Request::UnregisterKvCache { instance: ID };
-            match engine.handle(Caller { connection: 1 }, &request) {
-                Handled::Now(answer) => answer,
-                Handled::Later(_) | Handled::InTurn(_) => panic!("it is in host memory"),
-            }
-        };
-        let copying = instance.copying().unwrap();
-        std::thread::scope(|scope| {
-            let wait: Vec<_> = (0..MAX_WAITING).map(|_| scope.spawn(unregister)).collect();
-            while instance.rest.pages.lock().waiting < MAX_WAITING {
-                std::thread::yield_now();
-            }
-            let refused = unregister();
-            let text = refused.error.unwrap();
-            assert!(text.contains("1 transfers of instance 7"), "{text}");
-            drop(copying);
-            for waits in wait {
-                assert_eq!(waits.join().unwrap(), Answer::nothing());
-            }
-        });
-        assert_eq!(unregister(), Answer::nothing());
     }
 }

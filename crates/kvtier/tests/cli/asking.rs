@@ -1,0 +1,161 @@
+//! `kvtier status` and `kvtier ping`.
+
+use std::net::TcpListener;
+
+use serde_json::Value;
+
+use super::{Server, complaint, free_port, kvtier, lines};
+
+#[test]
+fn status_and_ping_of_a_server_that_is_there() {
+    let server = Server::start();
+    let status = kvtier(&["status", "--url", &server.http]);
+    assert!(status.status.success() && status.stderr.is_empty());
+    let text = lines(&status.stdout).join("\n");
+    for part in [
+        "healthy",
+        "L1",
+        "0 objects",
+        "LRU",
+        "256 tokens, blake3",
+        "sessions  0",
+        "workers   0",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    let json = kvtier(&["status", "--json", "--url", &server.http]);
+    let json: Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(json["is_healthy"], true);
+    for url in [&server.requests, &server.http] {
+        for count in ["1", "3"] {
+            let ping = kvtier(&["ping", "--url", url, "--count", count]);
+            assert!(ping.status.success(), "{:?}", lines(&ping.stderr));
+            let text = lines(&ping.stdout);
+            assert!(
+                text.len() == 1 && text[0].contains(url.as_str()) && text[0].contains(" us"),
+                "{text:?}"
+            );
+        }
+    }
+    // By position too, and without a scheme each command means its own port.
+    let (requests, http) = (
+        &server.requests["tcp://".len()..],
+        &server.http["http://".len()..],
+    );
+    for args in [
+        &["status", http][..],
+        &["status", &server.http],
+        &["status", "--url", http],
+        &["quota", "list", http],
+        &["quota", "list", "--url", &server.http],
+        &["quota", "set", "a", "1GiB", http],
+        &["quota", "get", "a", http],
+        &["quota", "delete", "--url", http, "a"],
+        &["ping", requests],
+        &["ping", &server.http],
+        &["ping", "--url", requests],
+        &["bench", requests, "--scenario=ping", "--requests=1"],
+        &[
+            "bench",
+            "--url",
+            requests,
+            "--scenario=ping",
+            "--requests=1",
+        ],
+    ] {
+        let output = kvtier(args);
+        assert!(
+            output.status.success(),
+            "{args:?}: {:?}",
+            lines(&output.stderr)
+        );
+    }
+    // Each is asked at the other's door.
+    let http_of_requests = server.requests.replace("tcp://", "http://");
+    let requests_of_http = server.http.replace("http://", "tcp://");
+    for (command, url, hint) in [
+        ("status", &http_of_requests, "is that the request port?"),
+        ("ping", &http_of_requests, "is that the request port?"),
+        ("ping", &requests_of_http, "is that the HTTP port?"),
+    ] {
+        let line = complaint(&kvtier(&[command, "--timeout", "1", "--url", url]), 1);
+        assert!(line.contains(url) && line.contains(hint), "{line}");
+    }
+}
+
+#[test]
+fn status_shows_the_tiers_and_that_there_are_no_gpus() {
+    let directory = tempfile::tempdir().unwrap();
+    let adapter = format!(r#"{{"type":"fs","base_path":{:?}}}"#, directory.path());
+    let no_gpus = ["--cuda-driver", "off"];
+    let server =
+        Server::start_with(&[&no_gpus[..], &["--shm-name", "", "--l2-adapter", &adapter]].concat());
+    let status = kvtier(&["status", "--url", &server.http]);
+    let text = lines(&status.stdout).join("\n");
+    for part in [
+        "\nL2        1 tier, 0 objects to be stored (0 B), 0 being loaded\n",
+        "\n  fs-0: fs, healthy, 0 B in use, 0 objects",
+        "\nGPUs      none, this server runs with --cuda-driver off\n",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+}
+
+#[test]
+fn status_and_ping_of_a_closed_port() {
+    let port = free_port();
+    let (http, tcp) = (
+        format!("http://127.0.0.1:{port}"),
+        format!("tcp://127.0.0.1:{port}"),
+    );
+    for args in [
+        ["status", "--url", &http],
+        ["ping", "--url", &http],
+        ["ping", "--url", &tcp],
+    ] {
+        let line = complaint(&kvtier(&args), 1);
+        assert!(
+            line.contains(args[0]) && line.contains(&port.to_string()),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn a_server_that_does_not_answer_in_time_is_told_so() {
+    // Connections are made, and nobody reads from them.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let http = format!("http://{}", listener.local_addr().unwrap());
+    for args in [&["status"][..], &["ping"], &["quota", "list"]] {
+        let line = complaint(&kvtier(&[args, &[&http, "--timeout", "50ms"]].concat()), 1);
+        let told = format!("no answer from {http}/");
+        assert!(line.contains(&told) && line.contains("--timeout"), "{line}");
+    }
+}
+
+#[test]
+fn addresses_that_are_none_are_usage_errors() {
+    for (args, allowed) in [
+        (&["status", "tcp://a:1"][..], "http://host:port"),
+        (&["status", "--url", "tcp://a:1"], "http://host:port"),
+        (&["quota", "list", "tcp://a:1"], "http://host:port"),
+        (&["quota", "get", "a", "a:1", "--url", "a:1"], "--url"),
+        (&["ping", "a"], "tcp://host:port"),
+        (&["ping", "--url", "ftp://a:1"], "http://host:port"),
+        (&["bench", "http://a:1"], "tcp://host:port"),
+        (&["bench", "--url", "a"], "ipc://path"),
+        (
+            &["bench", "start", "http://a:1", "--", "x"],
+            "tcp://host:port",
+        ),
+        (&["bench"], "URL"),
+        (&["bench", "start", "--", "x"], "URL"),
+        (&["ping", "a:1", "--url", "a:1"], "--url"),
+        (&["ping", "--timeout", "0"], "from 1ms"),
+    ] {
+        let output = kvtier(args);
+        let said = lines(&output.stderr).join("\n");
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {said}");
+        assert!(said.contains(allowed), "{args:?}: {said}");
+    }
+}

@@ -1,0 +1,252 @@
+//! `kvtier server`: what it refuses, and what `--check-config` says.
+
+use super::{Server, complaint, free_port, kvtier, lines};
+
+#[test]
+fn bad_server_flags_are_refused_in_one_line() {
+    for (args, named) in [
+        (["--chunk-size", "0"], "--chunk-size"),
+        (
+            ["--eviction-trigger-watermark", "5"],
+            "--eviction-trigger-watermark",
+        ),
+        (["--hash-algorithm", "builtin"], "--hash-algorithm"),
+        (["--config", "/no/such/file"], "/no/such/file"),
+        (["--no-such-flag", "1"], "--no-such-flag"),
+    ] {
+        let output = kvtier(&[&["server"], &args[..]].concat());
+        let line = complaint(&output, 2);
+        assert!(line.contains(named), "{line}");
+    }
+}
+
+#[test]
+fn a_second_server_on_one_port_says_so_and_nothing_else() {
+    let first = Server::start_with(&[]);
+    let (port, http) = (first.port(), first.http.rsplit_once(':').unwrap().1);
+    let (other, another) = (free_port().to_string(), free_port().to_string());
+    let pool = format!("kvtier_{port}");
+    assert!(std::fs::exists(format!("/dev/shm/lmcache_l1_pool_{pool}")).unwrap());
+    for (ports, named) in [
+        ([port, http], "--port"),
+        ([port, &other], "--port"),
+        ([&another, http], "--http-port"),
+    ] {
+        let args = ["server", "--l1-size-gb", "0.05", "--port", ports[0]];
+        let line = complaint(
+            &kvtier(&[&args[..], &["--http-port", ports[1]]].concat()),
+            1,
+        );
+        assert!(
+            line.contains(named) && line.contains("cannot be bound"),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn a_host_that_is_not_found_is_told_so() {
+    let flags = [
+        "server",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "--shm-name",
+        "",
+    ];
+    let host = ["--l1-size-gb", "0.05", "--host", "nosuchhost.invalid"];
+    let line = complaint(&kvtier(&[&flags[..], &host].concat()), 1);
+    assert!(
+        line.contains("--host: \"nosuchhost.invalid\" is not found"),
+        "{line}"
+    );
+}
+
+#[test]
+fn check_config_checks_and_stops() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let path = file.path().to_str().unwrap();
+    std::fs::write(path, "chunk-size = 64\nl1-size-gb = 0.5\n").unwrap();
+    let output = kvtier(&["server", "--config", path, "--check-config"]);
+    let text = lines(&output.stdout).join("\n");
+    assert!(
+        output.status.success() && text.contains("64 tokens") && text.contains("0.50 GiB"),
+        "{text}"
+    );
+    std::fs::write(path, "chunk-size = 0\n").unwrap();
+    let line = complaint(&kvtier(&["server", "--config", path, "--check-config"]), 2);
+    assert!(line.contains(path) && line.contains("chunk-size"), "{line}");
+}
+
+#[test]
+fn check_config_warns_of_what_the_machine_does_not_have() {
+    let check = |flags: &[&str]| kvtier(&[&["server", "--check-config"], flags].concat());
+    let small = check(&["--l1-size-gb", "0.01"]);
+    assert!(small.status.success());
+    assert!(!lines(&small.stdout).join("\n").contains("warning"));
+    // With a pool that was asked for by name the server would not start.
+    let large = ["--l1-size-gb", "1048576", "--shm-name", "asked"];
+    let line = complaint(&check(&large), 1);
+    assert!(
+        line.contains("--shm-name asked: /dev/shm has room for"),
+        "{line}"
+    );
+    let output = check(&["--cuda-driver", "off", "--gpu-executor", "kernel"]);
+    let text = lines(&output.stdout).join("\n");
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("\nno GPUs: this server runs with --cuda-driver off\n"));
+    let told = "\nwarning: --gpu-executor: without effect, no GPU is used: this server runs with";
+    assert!(text.contains(told), "{text}");
+}
+
+#[test]
+fn what_memory_and_gpus_do_not_allow_is_refused_by_the_check_as_by_the_start() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "no library").unwrap();
+    let pool = format!("kvtier_cli_check_{}", std::process::id());
+    for (flags, told) in [
+        (
+            &["--cuda-driver", "/nowhere/libcuda.so.1"][..],
+            "--cuda-driver: the CUDA driver library /nowhere/libcuda.so.1 cannot be loaded",
+        ),
+        (
+            &["--cuda-driver", file.path().to_str().unwrap()],
+            "--cuda-driver: the CUDA driver library ",
+        ),
+        (&["--l1-numa-nodes", "1023"], "--l1-numa-nodes: "),
+        (
+            &["--l1-numa-nodes", "0,4096", "--shm-name", &pool],
+            "--l1-numa-nodes: NUMA node 4096",
+        ),
+        (
+            &["--l1-size-gb", "1048576"],
+            "L1 of 1125899906842624 bytes (--l1-size-gb): ",
+        ),
+    ] {
+        let start = [
+            "server",
+            "--log-level",
+            "off",
+            "--l1-size-gb",
+            "0.05",
+            "--shm-name",
+            "",
+            "--port",
+            "0",
+            "--http-port",
+            "0",
+        ];
+        let start = [&start[..], flags].concat();
+        let check = [&start[..], &["--check-config"]].concat();
+        let line = complaint(&kvtier(&check), 1);
+        assert!(
+            line.starts_with(&format!("kvtier server: {told}")),
+            "{line}"
+        );
+        assert_eq!(line, complaint(&kvtier(&start), 1));
+    }
+}
+
+#[test]
+fn flags_of_gpus_that_have_no_effect_are_named_at_the_start() {
+    // Ends once it has looked for GPUs.
+    let start = [
+        "server",
+        "--l1-size-gb",
+        "0.05",
+        "--shm-name",
+        "",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+    ];
+    let start = [
+        &start[..],
+        &["--cuda-driver", "off", "--l1-numa-nodes", "4096"],
+    ]
+    .concat();
+    let log = |flags: &[&str]| {
+        let output = kvtier(&[&start[..], flags].concat());
+        assert!(!output.status.success());
+        lines(&output.stderr)
+    };
+    let given = log(&["--gpu-reply", "done", "--gpu-executor", "plain"]);
+    let lines: Vec<_> = given
+        .iter()
+        .filter(|line| line.contains("without effect"))
+        .collect();
+    assert!(
+        lines.len() == 1
+            && lines[0].contains("WARN")
+            && lines[0].contains(
+                "--gpu-executor, --gpu-reply: without effect, no GPU is used: this server runs with"
+            ),
+        "{given:?}"
+    );
+    let none = log(&[]);
+    assert!(
+        !none.iter().any(|line| line.contains("without effect")),
+        "{none:?}"
+    );
+}
+
+#[test]
+fn check_config_looks_at_the_tiers_and_makes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let (tier, file) = (directory.path().join("a/b"), directory.path().join("file"));
+    std::fs::write(&file, "").unwrap();
+    let check = |adapter: &str| {
+        let flags = ["server", "--check-config", "--l1-size-gb", "0.05"];
+        kvtier(&[&flags[..], &["--l2-adapter", adapter]].concat())
+    };
+    let output = check(&format!(
+        r#"{{"type":"fs","base_path":{tier:?},"max_capacity_gb":2,"affinity_tag":"x"}}"#
+    ));
+    let text = lines(&output.stdout).join("\n");
+    assert!(output.status.success(), "{text}");
+    for part in [
+        format!("\nL2 tier fs-0: fs in {}, at most 2.00 GiB", tier.display()),
+        "\nwarning: --l2-adapter: type \"fs\": affinity_tag".to_owned(),
+    ] {
+        assert!(text.contains(&part), "{part:?} is not in {text}");
+    }
+    assert!(!directory.path().join("a").exists());
+    for path in [&file, &file.join("below")] {
+        let output = check(&format!(r#"{{"type":"fs_native","base_path":{path:?}}}"#));
+        let line = complaint(&output, 1);
+        let told = format!("{} is no directory", file.display());
+        assert!(line.contains("base_path") && line.contains(&told), "{line}");
+    }
+}
+
+#[test]
+fn a_quota_file_that_cannot_be_used_is_told_before_the_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("quotas");
+    let check = || {
+        let file = file.to_str().unwrap();
+        let flags = [
+            "--l1-size-gb",
+            "0.05",
+            "--shm-name",
+            "",
+            "--quota-file",
+            file,
+        ];
+        kvtier(&[&["server", "--check-config"][..], &flags].concat())
+    };
+    let good = check();
+    assert!(good.status.success());
+    let said = lines(&good.stdout);
+    let warning = |line: &String| line.starts_with("warning: --quota-file: quotas have no effect");
+    assert!(said.iter().any(warning), "{said:?}");
+    assert!(!file.exists(), "a check makes nothing");
+    std::fs::write(&file, "{}").unwrap();
+    let told = complaint(&check(), 1);
+    assert!(
+        told.contains("--quota-file") && told.contains("remove it"),
+        "{told}"
+    );
+}
