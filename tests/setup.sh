@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Make the Python environment and the model that the end-to-end tests use. Does nothing when both are there.
+# Make the Python environment and the models that the end-to-end tests use. Does nothing when all are there.
 #
 #   tests/setup.sh
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch) and
-# model/ (a tiny random Llama). First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
+# model/ (a tiny random Llama) and model-mla/ (a DeepSeek-V2). First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 home=${KVTIER_E2E_HOME:-$HOME/.cache/kvtier-e2e}
@@ -62,10 +62,12 @@ if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$(fingerprint "$here/requirements.l
   echo "tests/setup.sh: installing Python packages into $venv"
   install_packages
 fi
-if [ "$(cat "$model/.stamp" 2>/dev/null)" != "$(fingerprint "$here/vllm/make_model.py")" ]; then
-  echo "tests/setup.sh: making the model in $model"
-  rm -rf "$model"
-  "$venv/bin/python" "$here/vllm/make_model.py" --out "$model"
-  fingerprint "$here/vllm/make_model.py" >"$model/.stamp"
-fi
+for kind in "" -mla; do
+  if [ "$(cat "$model$kind/.stamp" 2>/dev/null)" != "$(fingerprint "$here/vllm/make_model.py")" ]; then
+    echo "tests/setup.sh: making the model in $model$kind"
+    rm -rf "$model$kind"
+    "$venv/bin/python" "$here/vllm/make_model.py" --out "$model$kind" ${kind:+-$kind}
+    fingerprint "$here/vllm/make_model.py" >"$model$kind/.stamp"
+  fi
+done
 echo "tests/setup.sh: ready in $((SECONDS - began)) s ($home)"

@@ -9,6 +9,7 @@ import threading
 import time
 
 from engine import Vllm
+from evidence import Events
 from kvrig import tiers
 from kvrig.waiting import wait_until
 
@@ -97,7 +98,9 @@ def baseline(options, prompts, report):
 def run_name(options, mode):
     """What the checks and the logs of a mode are called."""
     ours = "-ours" if options.connector == "kvtier" else ""
-    return f"{mode}{ours}{f'-tp{options.tensor_parallel}' if options.tensor_parallel > 1 else ''}"
+    tensor, stages = options.tensor_parallel, options.pipeline_parallel
+    workers = f"{f'-tp{tensor}' if tensor > 1 else ''}{f'-pp{stages}' if stages > 1 else ''}"
+    return f"{mode}{ours}{'-mla' if options.mla else ''}{workers}"
 
 
 class ModeCases:
@@ -111,7 +114,7 @@ class ModeCases:
     def run(self, quick):
         """`quick` leaves out concurrency and the run without vLLM's own prefix cache."""
         try:
-            self.vllm = Vllm(self.options, self.log_name(1), self.server)
+            self.first_engine()
             self.hits()
             self.salts()
             if not quick or self.options.connector == "kvtier":
@@ -139,7 +142,7 @@ class ModeCases:
     def run_brief(self):
         """One engine, and that in which the modes differ: how bytes travel, and what is under way when the server dies."""
         try:
-            self.vllm = Vllm(self.options, self.log_name(1), self.server)
+            self.first_engine()
             self.hits()
             self.server_restart(apc=True)
             self.connector_metrics()
@@ -153,10 +156,10 @@ class ModeCases:
                 self.vllm.stop()
 
     def run_with_workers(self):
-        """Tensor parallelism: each worker has objects of its own, and a hit needs those of all."""
-        workers, prompts = self.options.tensor_parallel, self.prompts
+        """Tensor or pipeline parallelism: each worker has objects of its own, and a hit needs those of all."""
+        workers, prompts = self.options.tensor_parallel * self.options.pipeline_parallel, self.prompts
         try:
-            self.vllm = vllm = Vllm(self.options, self.log_name(1), self.server)
+            vllm = self.first_engine()
             answer = self.stored(lambda: vllm.measured(prompts.main), workers * (WHOLE // CHUNK))
             # Several workers add in another order than one: what they say without a hit is what they must say with one.
             self.known = {**self.known, "main": [answer.ids, *self.known["main"]]}
@@ -167,6 +170,7 @@ class ModeCases:
             self.check("other-first-chunk", sensitive, f"{other}; wrong KV would show")
             self.overwrite()
             self.expect("hit", vllm.measured(prompts.main), "main", WHOLE, local=0)
+            self.events_told()
             self.connector_metrics()
             self.killed_while_loading()
         finally:
@@ -174,6 +178,12 @@ class ModeCases:
                 self.vllm.stop()
 
     # -- helpers -----------------------------------------------------------------------------
+
+    def first_engine(self):
+        """An engine; with our connector somebody listens to its KV events."""
+        events = Events() if self.options.connector == "kvtier" else None
+        self.vllm = Vllm(self.options, self.log_name(1), self.server, events=events)
+        return self.vllm
 
     def log_name(self, number):
         """What an engine's log is called."""
@@ -241,6 +251,17 @@ class ModeCases:
         answer = vllm.measured(prompts.exact)
         # vLLM computes at least one token itself.
         self.expect("exact-hit", answer, "exact", answer.external if answer.external in (WHOLE - 1, WHOLE) else WHOLE)
+        if vllm.events:
+            self.events_told()
+
+    def events_told(self):
+        """Each chunk was told once, by vLLM's names of its blocks, and not again when it was loaded; none got lost."""
+        events, wanted = self.vllm.events, (self.prompts.main, CHUNK, self.options.block_size)
+        wait_until(lambda: all(events.told(*wanted)), 20, "events of what was stored")
+        numbers, counts = events.sequence, events.told(*wanted)
+        whole = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        once = counts == [1] * (WHOLE // CHUNK)
+        self.check("events", once and whole, f"chunks were told {counts} times, in {len(numbers)} batches")
 
     def salts(self):
         """OpenAI's cache_salt separates tenants."""

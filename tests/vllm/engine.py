@@ -44,10 +44,11 @@ class Answer:
 class Vllm:
     """One vLLM process group; ready to answer when constructed."""
 
-    def __init__(self, options, name, server=None, flags=()):
-        """`server`: the cache server to connect to, or None for vLLM alone."""
-        self.name = name
-        workers = 1 if server is None else options.tensor_parallel
+    def __init__(self, options, name, server=None, flags=(), events=None):
+        """`server`: the cache server to connect to, or None for vLLM alone; `events`: who is told of KV events."""
+        self.name, self.events = name, events
+        tensor, stages = (1, 1) if server is None else (options.tensor_parallel, options.pipeline_parallel)
+        workers = tensor * stages
         self.base = f"http://127.0.0.1:{(port := free_port())}"
         argv = [
             # `vllm serve` asks for a distribution called "vllm"; the CPU build has another name.
@@ -56,18 +57,27 @@ class Vllm:
             "--enforce-eager", "--max-model-len", "4096", "--block-size", str(options.block_size),
             "--dtype", options.dtype, "--max-num-seqs", "8", "--enable-prompt-tokens-details",
             "--num-gpu-blocks-override", str(options.kv_blocks),
-            "--tensor-parallel-size", str(workers), *flags,
+            "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(stages), *flags,
         ]  # fmt: skip
         if server is not None:
             argv += ["--kv-transfer-config", json.dumps(transfer_config(options, server))]
         environment = dict(ENVIRONMENT)
-        modules = []
+        modules, patches = [], []
         if workers > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_each(workers)
-            modules.append(HERE / "few_cores")
+            patches.append("few_cores")
+        if stages > 1:
+            patches.append("stages")
+        if options.mla:
+            patches.append("own_prefixes")
+        if patches:
+            environment["RIG_PATCHES"] = ",".join(patches)
+            modules.append(HERE / "patches")
+        if events:
+            argv += events.flags()
         if options.connector == "kvtier":
-            # The package under test, and a module that makes sure that nothing of LMCache is imported.
-            modules += [options.package, HERE / "without_lmcache"]
+            # The package under test, a subclass of its connector, and a module that has nothing of LMCache imported.
+            modules += [options.package, HERE / "witness", HERE / "without_lmcache"]
         if modules:
             environment["PYTHONPATH"] = os.pathsep.join(map(str, modules))
         self.child = Child(name, argv, os.path.join(options.logs, f"{name}.log"), environment)
@@ -79,6 +89,9 @@ class Vllm:
             raise
         print(f"# vllm[{name}] up after {time.monotonic() - self.child.began:.1f} s", flush=True)
         self.ask([5] * 40, count=4)  # warm up; shorter than a chunk, so nothing is cached
+        if events:
+            # A whole block of vLLM's, and less than a chunk.
+            events.connected(lambda number: self.ask([6 + number] * 160, count=1))
 
     def ready(self):
         """Whether the API answers."""
@@ -156,6 +169,8 @@ class Vllm:
     def stop(self):
         """End all its processes."""
         began, removed = time.monotonic(), self.child.stop()
+        if self.events:
+            self.events.close()
         left = f", {removed >> 20} MiB of /dev/shm left by it removed" if removed else ""
         print(f"# vllm[{self.name}] stopped in {time.monotonic() - began:.1f} s{left}", flush=True)
 
@@ -176,10 +191,11 @@ def transfer_config(options, server):
     """vLLM's --kv-transfer-config for the chosen connector and this server."""
     if options.connector == "kvtier":
         return {
-            "kv_connector": "KvTierConnector",
+            "kv_connector": "WitnessConnector",
             "kv_role": "kv_both",
-            "kv_connector_module_path": "kvtier.vllm",
+            "kv_connector_module_path": "kv_witness",
             "kv_connector_extra_config": {
+                "witness.directory": str(server.witness),
                 "kvtier.url": getattr(server, "engine_url", server.url),
                 "kvtier.transfer_mode": client_mode(server.mode),
                 "kvtier.timeout": options.mq_timeout,

@@ -10,10 +10,14 @@
   run.py ... --brief           one engine, and of the checks those in which the modes differ; in lmcache_driven another
                                engine with few blocks, whose requests are preempted and cancelled
   run.py ... --tensor-parallel 2
-                               an engine of two workers: stores, hits, a server that dies while they load
+                               an engine of two workers: stores, hits, a server that dies while they load; the same
+                               with --pipeline-parallel 2
+  run.py ... --mla             a model with multi-head latent attention: hits behind which the model says the same as
+                               behind vLLM's own prefix cache
 
 Every prompt is a list of random token ids, decoding is greedy. Hits are taken after vLLM's own prefix cache is
-emptied AND its KV blocks are overwritten, then in a new vLLM process; output must equal that of vLLM alone.
+emptied AND its KV blocks are overwritten, then in a new vLLM process; output must equal that of vLLM alone. With our
+connector each loaded block must hold, byte for byte, what was stored under its prefix, and KV events are listened to.
 Exit status: 0 when every check passed.
 """
 
@@ -29,9 +33,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "harness"))
 
 from cases import ModeCases, Prompts, Report, baseline, run_name
+from evidence import pages_as_stored
 from kvrig import tiers
 from kvrig.proxy import Proxy
 from kvrig.server import Server, free_port, our_command, peer_command
+from mla import MlaCases
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
 # In these the server has a second tier; in the others a restart forgets everything.
@@ -46,13 +52,15 @@ def options():
     parser.add_argument("--full", action="store_true", help="all checks in every mode")
     parser.add_argument("--quick", action="store_true", help="no mode in full")
     parser.add_argument("--brief", action="store_true", help="one engine, with hits and a server that dies")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="workers of an engine")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="workers of a stage")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="stages of an engine")
+    parser.add_argument("--mla", action="store_true", help="a model with latent attention, made by make_model.py --mla")
     parser.add_argument("--peer", action="store_true", help="test LMCache's own server")
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
-    parser.add_argument("--model", default=os.path.join(home, "model"), help="made by make_model.py")
+    parser.add_argument("--model", help="made by make_model.py; default: setup.sh's")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=128, help="16 with --mla, where vLLM's kernel has no other")
     parser.add_argument("--kv-blocks", type=int, default=96, help="paged blocks of vLLM; they are shared memory")
     parser.add_argument("--l1-gb", type=float, default=1.0)
     parser.add_argument("--mq-timeout", type=float, default=15)
@@ -62,8 +70,12 @@ def options():
     parser.add_argument("--reuse-baseline", action="store_true", help="keep what vLLM alone answered last time")
     parser.add_argument("--logs", default=os.path.join(home, "logs"))
     chosen = parser.parse_args()
-    if chosen.connector == "lmcache" and (chosen.brief or chosen.tensor_parallel > 1):
-        parser.error("--brief and --tensor-parallel need --connector kvtier")
+    workers = chosen.tensor_parallel * chosen.pipeline_parallel
+    if chosen.connector == "lmcache" and (chosen.brief or chosen.mla or workers > 1):
+        parser.error("--brief, --mla, --tensor-parallel and --pipeline-parallel need --connector kvtier")
+    if chosen.mla:
+        chosen.block_size = 16
+    chosen.model = chosen.model or os.path.join(home, "model-mla" if chosen.mla else "model")
     return chosen
 
 
@@ -73,7 +85,8 @@ def main():
     os.makedirs(chosen.logs, exist_ok=True)
     report, prompts, began = Report(), Prompts(chosen.seed), time.monotonic()
     command = peer_command() if chosen.peer else our_command()
-    known = baseline(chosen, prompts, report)
+    # With latent attention the same engine's own prefix cache is what is compared with.
+    known = None if chosen.mla else baseline(chosen, prompts, report)
     for mode in chosen.mode or MODES:
         started = time.monotonic()
         ours = chosen.connector == "kvtier"
@@ -86,13 +99,19 @@ def main():
             flags = tiers.adapter("fs", base_path=directory) if chosen.peer else tiers.fs(directory)
         kind = ProxiedServer if ours else Server
         server = kind(command, log, mode, chunk=256, l1_gb=chosen.l1_gb, flags=flags, peer=chosen.peer)
+        if ours:
+            server.witness = Path(chosen.logs) / f"witness-{run_name(chosen, mode)}"
+            shutil.rmtree(server.witness, ignore_errors=True)
+            server.witness.mkdir()
         # After the kill the new process meets an instance it does not know, and files that were damaged meanwhile.
         server.expect_trouble(r"instance")
         server.expect_trouble(r"not what was stored")
         try:
             print(f"# server[{mode}] up after {server.start():.2f} s", flush=True)
             cases = ModeCases(chosen, prompts, known, server, report, directory)
-            if chosen.tensor_parallel > 1:
+            if chosen.mla:
+                MlaCases(chosen, prompts, known, server, report).run_mla()
+            elif chosen.tensor_parallel * chosen.pipeline_parallel > 1:
                 cases.run_with_workers()
             elif chosen.brief:
                 cases.run_brief()
@@ -103,9 +122,13 @@ def main():
             print(server.tail(), flush=True)
         finally:
             finish(server, report, run_name(chosen, mode))
+        if ours:
+            blocks, wrong = pages_as_stored(server.witness)
+            detail = f"{blocks} blocks were loaded, {len(wrong)} wrong {wrong[:3]}"
+            report.check(f"{run_name(chosen, mode)}/bytes", blocks and not wrong, detail)
         print(f"# {run_name(chosen, mode)}: {time.monotonic() - started:.0f} s", flush=True)
     seconds = time.monotonic() - began
-    kind = f"{chosen.connector}{'-brief' if chosen.brief else ''}-tp{chosen.tensor_parallel}"
+    kind = run_name(chosen, "brief" if chosen.brief else "all")
     with open(os.path.join(chosen.logs, f"summary-{kind}.json"), "w") as file:
         json.dump({"seconds": seconds, "options": vars(chosen), "checks": report.rows}, file, indent=1)
     failed = report.failed()
