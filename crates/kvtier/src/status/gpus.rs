@@ -45,7 +45,11 @@ fn gpu(gpu: &Value) -> String {
     let mut parts = vec![format!("{}: {}", gpu["ordinal"], text(&gpu["name"]))];
     let state = &gpu["state"];
     if state.is_null() {
-        parts.push("no worker so far".to_owned());
+        // One that its first worker could not have, as long as its driver hangs.
+        parts.push(match gpu["error"].as_str() {
+            Some(error) => format!("NOT HEALTHY: {error}"),
+            None => "no worker so far".to_owned(),
+        });
         return parts.join(", ");
     }
     parts.push(match state["healthy"].as_bool() {
@@ -99,7 +103,8 @@ mod tests {
                     "healthy": false, "error": "CUDA_ERROR_ILLEGAL_ADDRESS", "open_allocations": 0, "event_timeouts": 4,
                     "transfers_under_way": { "store": 0, "retrieve": 1 }, "moved": [],
                 } },
-                { "ordinal": 2, "name": "C", "in_use": false, "state": null },
+                { "ordinal": 2, "name": "C", "in_use": false, "error": null, "state": null },
+                { "ordinal": 3, "name": "D", "in_use": false, "error": "its trial has not ended in 60s", "state": null },
             ],
         });
         let gpus = "
@@ -107,8 +112,9 @@ mod tests {
   1: B, NOT HEALTHY: CUDA_ERROR_ILLEGAL_ADDRESS, 0 allocations open, 0 B stored (0 under way), \
 0 B retrieved (1 under way), 4 events timed out
   2: C, no worker so far
+  3: D, NOT HEALTHY: its trial has not ended in 60s
 ";
-        let first = "GPUs      3, CUDA 12.8";
+        let first = "GPUs      4, CUDA 12.8";
         let pinned = "1.00 GiB of 4.00 GiB of L1 pinned";
         assert_eq!(told(&cuda), format!("{first}, {pinned}, going on{gpus}"));
         cuda["pinning"]["under_way"] = json!(false);
