@@ -367,14 +367,14 @@ impl Engine {
     ) -> Result<Answer, &'static str> {
         let transfer = self
             .transfer("prepare_retrieve", key, id)
-            .inspect_err(|_| self.settle_refused(key))?;
+            .inspect_err(|_| self.settle_refused(id, key))?;
         self.metrics.retrieve(DEVICE, false);
         let range = &transfer.range;
         let held = self
             .hold(&transfer.instance, key, range)
             .filter(|held| held.iter().any(|held| !held.chunks.is_empty()));
         // From here on the transfer has leases of its own, or will not happen.
-        self.settle(key, range);
+        self.settle(id, key, range);
         let chunks = range.chunks.len() as u64;
         let transfer_id = Self::id(Kind::Retrieve, id, key, range);
         let missed = |reason| {

@@ -30,7 +30,7 @@ impl Engine {
     pub(super) fn retrieve(self: &Arc<Self>, retrieve: &Retrieve<'_, Prompt>) -> Handled {
         let key = &retrieve.key;
         let Some(instance) = self.instances.get(retrieve.instance) else {
-            self.settle_refused(key);
+            self.settle_refused(retrieve.instance, key);
             let answer = Answer::from(Response::transfer(&[][..], false));
             return answer.because("unknown_instance").into();
         };
@@ -45,7 +45,7 @@ impl Engine {
                 })
             }
             Err(refusal) => {
-                self.settle_refused(key);
+                self.settle_refused(retrieve.instance, key);
                 let event = instance.answer_event(retrieve.event_handle);
                 self.retrieve_failed(&instance, key.request_id, event, &refusal)
                     .into()
@@ -98,7 +98,7 @@ impl Engine {
             })?,
         };
         // From here on the transfer has leases of its own, and is not refused.
-        self.settle(key, &range);
+        self.settle(instance.id, key, &range);
         let chunks = held.iter().flat_map(|held| {
             let extents = held.lease.extents().iter().zip(held.chunks.clone());
             extents.map(|(extent, chunk)| ChunkCopy {

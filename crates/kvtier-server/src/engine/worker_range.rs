@@ -10,6 +10,7 @@ use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
 use kvtier_proto::key::CacheKey;
+use kvtier_proto::request::InstanceId;
 
 use super::Engine;
 use super::begin::Refusal;
@@ -85,8 +86,14 @@ impl Engine {
     }
 
     /// The worker of a range is done with what its request's lookup holds of it.
-    pub(super) fn settle(&self, key: &CacheKey<'_, Prompt>, range: &WorkerRange) {
+    pub(super) fn settle(
+        &self,
+        instance: InstanceId,
+        key: &CacheKey<'_, Prompt>,
+        range: &WorkerRange,
+    ) {
         self.lookups.settle(
+            instance,
             key.request_id,
             &range.scope,
             range.kv_rank,
@@ -98,9 +105,9 @@ impl Engine {
     /// A retrieve is refused, so its worker will not read what the lookup holds for it: an engine computes what it could
     /// not retrieve, and LMCache's server lets go of it too. One that asks again has what is still there, since the
     /// lookup goes on saying that it may.
-    pub(super) fn settle_refused(&self, key: &CacheKey<'_, Prompt>) {
+    pub(super) fn settle_refused(&self, instance: InstanceId, key: &CacheKey<'_, Prompt>) {
         if let Ok(range) = self.key_range(key) {
-            self.settle(key, &range);
+            self.settle(instance, key, &range);
         }
     }
 

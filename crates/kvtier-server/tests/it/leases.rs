@@ -218,6 +218,56 @@ fn a_retrieve_that_is_refused_lets_go_at_once() {
     }
 }
 
+/// Of two workers that read the same objects, one is refused and asks again, however often: the other has still to read.
+#[test]
+fn a_worker_that_was_refused_and_asks_again_is_one_reader() {
+    let server = TestServer::start(&[]);
+    let mut scope = Scope::new("leases/readers");
+    scope.num_kv_readers = 2;
+    let mut workers = [1, 2].map(|instance| server.lmcache_driven(instance, &scope));
+    let (prompt, chunks) = (prompt(1, 2), range(0..2));
+    let blocks: Vec<i64> = (1..9).collect();
+    let stored = workers[0].store(&prompt, chunks.clone(), "stored", &blocks);
+    assert!(stored.unwrap());
+    for request in ["refused", "read twice"] {
+        assert_eq!(workers[0].lookup(&prompt, request).unwrap(), 2);
+        let key = scope.worker_key(0, &prompt, chunks.clone(), request);
+        if request == "refused" {
+            let too_few = [blocks[..4].to_vec()];
+            let connection = workers[0].connection();
+            let instance = InstanceId(1);
+            assert!(!connection.retrieve(&key, instance, &too_few, 0).unwrap());
+            assert!(!connection.prepare_retrieve(&key, instance).unwrap().success);
+        }
+        for (reader, left) in [(0, 2), (0, 2), (1, 0)] {
+            let read = workers[reader].retrieve(&prompt, chunks.clone(), request, &blocks, 0);
+            assert!(read.unwrap());
+            assert_eq!(server.readings().leased_objects, left, "{request} {reader}");
+        }
+    }
+    server.assert_sound();
+}
+
+/// What was found can be read in parts, by each of its readers.
+#[test]
+fn each_part_that_a_worker_reads_counts() {
+    let server = TestServer::start(&[]);
+    let mut scope = Scope::new("leases/parts");
+    scope.num_kv_readers = 2;
+    let mut workers = [1, 2].map(|instance| server.lmcache_driven(instance, &scope));
+    let prompt = prompt(1, 2);
+    let blocks: Vec<i64> = (1..9).collect();
+    let stored = workers[0].store(&prompt, range(0..2), "stored", &blocks);
+    assert!(stored.unwrap());
+    assert_eq!(workers[0].lookup(&prompt, "parts").unwrap(), 2);
+    for (reader, chunk, left) in [(0, 0, 2), (0, 1, 2), (1, 1, 1), (1, 0, 0)] {
+        let part = range(chunk..chunk + 1);
+        let read = workers[reader].retrieve(&prompt, part, "parts", &blocks[..4], 0);
+        assert!(read.unwrap());
+        assert_eq!(server.readings().leased_objects, left, "{reader} {chunk}");
+    }
+}
+
 #[test]
 fn the_last_worker_of_a_model_lets_go_when_it_is_dead() {
     let server = TestServer::start(&[

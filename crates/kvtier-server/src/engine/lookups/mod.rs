@@ -20,6 +20,7 @@ use kvtier_core::ChunkHash;
 use kvtier_core::cache::PrefixLease;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
+use kvtier_proto::request::InstanceId;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -31,6 +32,9 @@ const MAX_LOOKUPS: usize = 65_536;
 
 /// Objects that all lookups together may hold; each costs some 50 bytes here. Beyond it the oldest lookups go first.
 const MAX_HELD: usize = 16 << 20;
+
+/// Reads of one lookup that are told apart by who asked; a worker reads what was found at once, or in a few parts.
+const MAX_READERS: usize = 64;
 
 /// One row of a lookup: an object group on a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,7 +151,7 @@ impl Lookups {
         entry.lookup.loaded = loaded;
         let earlier = std::mem::replace(&mut entry.lookup.lease, lease);
         // A retrieve that did not wait for the result has been counted against the earlier lease.
-        entry.reads = Vec::new();
+        (entry.reads, entry.readers) = (Vec::new(), Vec::new());
         let after = entry.objects();
         table.held = table.held - before + after;
         drop(table);
@@ -180,6 +184,7 @@ impl Lookups {
                 unread: true,
                 pending,
                 reads: Vec::new(),
+                readers: Vec::new(),
                 freed: Vec::new(),
             };
             table
@@ -252,9 +257,11 @@ impl Lookups {
     }
 
     /// One worker of `kv_rank` is done with these chunks, whether it read them or not; what had its last reader is
-    /// released.
+    /// released. A worker that is done with the same chunks again, as one that was refused and asked once more, is still
+    /// one reader.
     pub fn settle(
         &self,
+        worker: InstanceId,
         request_id: &str,
         scope: &KeyScope,
         kv_rank: u64,
@@ -271,8 +278,21 @@ impl Lookups {
         let width = entry.lookup.hit_chunks;
         // What lies behind the hit was never held.
         let chunks = covered(&chunks, width);
-        if entry.lookup.readers > 1 && entry.reads.is_empty() {
-            entry.reads = vec![0; entry.lookup.rows.len() * width];
+        if chunks.is_empty() {
+            return;
+        }
+        if entry.lookup.readers > 1 {
+            if entry.reads.is_empty() {
+                entry.reads = vec![0; entry.lookup.rows.len() * width];
+            }
+            let reader = (worker, kv_rank, chunks.clone());
+            if entry.readers.contains(&reader) {
+                return;
+            }
+            // Beyond that the same one may count twice: it lets go too early, which costs a miss.
+            if entry.readers.len() < MAX_READERS {
+                entry.readers.push(reader);
+            }
         }
         let mine: Vec<_> = (0..entry.lookup.rows.len())
             .filter(|row| entry.lookup.rows[*row].kv_rank == kv_rank)

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use kvtier_core::ChunkHash;
 use kvtier_core::object_key::KeyScope;
+use kvtier_proto::request::InstanceId;
 use tokio::sync::watch;
 
 use super::HeldLookup;
@@ -22,6 +23,8 @@ pub(super) struct Entry {
     pub(super) pending: Option<watch::Receiver<()>>,
     /// Reads so far, by row and chunk; made at the first read of an object that has several readers.
     pub(super) reads: Vec<u16>,
+    /// Who has been counted there, of which ranks and chunks.
+    pub(super) readers: Vec<(InstanceId, u64, Range<usize>)>,
     /// Chunks of the hit that the scheduler has freed: no retrieve may have them any more. Made at the first free.
     pub(super) freed: Vec<bool>,
 }

@@ -37,10 +37,9 @@ fn scope() -> KeyScope {
     KeyScope::new("m", "", 1, None).expect("good names")
 }
 
-/// A lookup that has found one chunk so far, and what ends its wait.
-fn pending(lookups: &Lookups, cache: &Cache<L1Allocator>) -> (u64, watch::Sender<()>) {
-    let (done, pending) = watch::channel(());
-    let lookup = HeldLookup {
+/// A lookup that has found one chunk.
+fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
+    HeldLookup {
         scope: scope(),
         connection: 7,
         hashes: HASHES[..1].into(),
@@ -51,10 +50,16 @@ fn pending(lookups: &Lookups, cache: &Cache<L1Allocator>) -> (u64, watch::Sender
         }],
         hit_chunks: 1,
         lease: lease(cache, 1),
-        readers: 1,
+        readers,
         loaded: Vec::new(),
         created: Duration::ZERO,
-    };
+    }
+}
+
+/// A lookup that has found one chunk so far, and what ends its wait.
+fn pending(lookups: &Lookups, cache: &Cache<L1Allocator>) -> (u64, watch::Sender<()>) {
+    let (done, pending) = watch::channel(());
+    let lookup = found(cache, 1);
     (lookups.insert_pending("r", lookup, pending), done)
 }
 
@@ -113,4 +118,24 @@ fn a_lookup_that_is_freed_or_ended_before_its_result_is_given_up() {
         assert_eq!(cache.stats().leased_objects, 0);
         assert_eq!(lookups.counts(), (0, 0));
     }
+}
+
+/// More of them than are told apart.
+#[test]
+fn every_one_of_many_readers_counts() {
+    let (cache, lookups) = (cache(), Lookups::default());
+    let readers = 2 * MAX_READERS as u16;
+    lookups.insert("r", found(&cache, readers));
+    for reader in 0..readers {
+        assert_eq!(cache.stats().leased_objects, 1, "{reader}");
+        lookups.settle(
+            InstanceId(reader.into()),
+            "r",
+            &scope(),
+            1,
+            &HASHES[..1],
+            0..1,
+        );
+    }
+    assert_eq!(cache.stats().leased_objects, 0);
 }
