@@ -214,6 +214,33 @@ fn what_is_no_event_is_refused() {
     server.ends_clean();
 }
 
+/// What is no event is answered while the event before it is waited for, which may never complete.
+#[test]
+fn what_is_no_event_is_refused_at_once() {
+    let options = GpuOptions {
+        event_timeout: Duration::MAX,
+        ..GpuOptions::default()
+    };
+    let server = Server::with("", options, 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let mut transfer = pages.store(&server, 8);
+    transfer.event = pending(&mut engine, "event", &pages);
+    let stuck = pages.begin(transfer.clone());
+    was_asked(&server, "event");
+    transfer.event = vec![1; 63];
+    let error = pages.run(transfer).unwrap_err();
+    assert!(matches!(error, DeviceError::Event(_)), "{error}");
+    assert!(!stuck.has_ended());
+    // Whoever comes after both has its turn.
+    let behind = pages.begin(pages.store(&server, 8));
+    engine.ask("script release");
+    stuck.end().unwrap();
+    behind.end().unwrap();
+    drop(pages);
+    server.ends_clean();
+}
+
 /// The number of an event is fetched while the engine that copies from the GPU is busy: nobody else waits for that.
 #[test]
 fn a_number_is_fetched_in_the_background() {

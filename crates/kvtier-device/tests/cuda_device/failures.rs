@@ -1,7 +1,9 @@
 //! What the driver refuses: nobody hears of the end of a transfer before nothing of it moves any more.
 
+use std::time::{Duration, Instant};
+
 use kvtier_device::DeviceError;
-use kvtier_device::cuda::Executor;
+use kvtier_device::cuda::{Executor, GpuOptions};
 
 use crate::lender::Lender;
 use crate::log;
@@ -208,6 +210,41 @@ fn a_context_that_was_given_up_is_found_out_by_the_next_call() {
         drop(pages);
         server.ends_clean();
     }
+}
+
+/// What was to be tried once there is memory for it is not tried any more, and nothing keeps the thread awake.
+#[test]
+fn a_gpu_that_is_of_no_use_rests() {
+    let pause = Duration::from_millis(1);
+    let options = GpuOptions {
+        staging_pause: pause,
+        ..GpuOptions::default()
+    };
+    let server = Server::with("memory=20971520", options, 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::pieces(&server, &mut engine, 1);
+    wait(|| server.count("cuMemAlloc_v2") >= 1);
+    server.script(DEAD);
+    pages.run(pages.store(&server, 1)).unwrap_err();
+    // That time has come.
+    let broken = Instant::now();
+    wait(|| broken.elapsed() > 2 * pause);
+    wait(|| is_asleep("kvtier-gpu-0"));
+    server.script("reset");
+    drop(pages);
+    server.ends_clean();
+    drop(Server::with("memory=8589934592", batches(), 1 << 20));
+}
+
+/// Whether the thread of this process with such a name waits for something.
+fn is_asleep(name: &str) -> bool {
+    let threads = std::fs::read_dir("/proc/self/task").unwrap();
+    let mut stats = threads.filter_map(|thread| {
+        let stat = thread.ok()?.path().join("stat");
+        std::fs::read_to_string(stat).ok()
+    });
+    let named = stats.find(|stat| stat.contains(&format!("({name})")));
+    named.is_some_and(|stat| stat.contains(") S "))
 }
 
 /// What cannot be planned fails alone, whatever was begun of it.

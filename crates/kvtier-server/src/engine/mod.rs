@@ -25,6 +25,7 @@ mod rehearsal;
 mod retrieve;
 mod salts;
 mod scrape;
+mod set_aside;
 mod status;
 mod store;
 mod tensors;
@@ -68,6 +69,7 @@ use instances::Instances;
 pub(crate) use lookups::Lookups;
 use memory::{L1, create_arena};
 pub(crate) use memory::{L1Allocator, to_memory};
+use set_aside::SetAside;
 use transfers::Transfers;
 use warm::WarmUps;
 
@@ -106,6 +108,7 @@ pub struct Engine {
     l1: L1,
     prompts: PromptMemory,
     instances: Instances,
+    set_aside: Arc<SetAside>,
     devices: Devices,
     apart: Apart,
     /// Everybody was answered and everything stored; what is left is to give memory back.
@@ -165,6 +168,7 @@ impl Engine {
             salts,
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
             instances: Instances::default(),
+            set_aside: Arc::default(),
             devices,
             apart: Apart::default(),
             settled: AtomicBool::new(false),

@@ -18,6 +18,7 @@ use super::begin::Refusal;
 use super::instances::{Copying, Instance};
 use super::lookup::space;
 use super::memory::{L1Allocator, to_memory};
+use super::set_aside::Charge;
 use super::worker_range::WorkerRange;
 use super::{Answer, Engine, Handled};
 
@@ -66,6 +67,8 @@ struct UnderWay {
     chunks: usize,
     brought: Brought,
     reservation: Reservation<L1Allocator>,
+    /// Counts it.
+    _set_aside: Option<Charge>,
     copying: Copying,
 }
 
@@ -113,14 +116,13 @@ impl Engine {
         store: &Store<'_, Prompt>,
         started: Duration,
     ) -> Result<(Transfer, UnderWay), Refusal> {
-        let (mut copying, deadline, range) = self.copying(instance, &store.key)?;
+        let (copying, deadline, range) = self.copying(instance, &store.key)?;
         let pages = copying.pages();
         let blocks = BlockTable::check(pages.layout(), &store.block_ids, range.chunks.len())
             .map_err(|error| error.to_string())?;
         let brought = self.brought(instance, store, &range, &blocks, pages.layout());
         let requests = brought.requests();
-        // Nothing makes room for a store that is refused.
-        copying.may_reserve(self.share())?;
+        self.may_set_aside(instance, &requests)?;
         let reserved = self
             .l1
             .cache
@@ -134,7 +136,8 @@ impl Engine {
         );
         drop(requests);
         let extents = reserved.reservation.extents();
-        copying.reserves(extents.map(|extent| extent.len).sum());
+        let set_aside = extents.map(|extent| extent.len).sum();
+        let set_aside = self.set_aside.take(&instance.set_aside, set_aside);
         let copies = reserved
             .reservation
             .staged()
@@ -162,15 +165,32 @@ impl Engine {
             chunks: range.chunks.len(),
             brought,
             reservation: reserved.reservation,
+            _set_aside: set_aside,
             copying,
         };
         Ok((transfer, under_way))
     }
 
-    /// Bytes of L1 that stores of one worker may have set aside, which is an equal part for each: nothing is readable
-    /// there before its GPU has copied it, and it took the place of something that was.
-    fn share(&self) -> u64 {
-        self.l1.most_uncommitted() / self.instances.len().max(1) as u64
+    /// Whether memory may be set aside for a store of this worker, before any room is made for it.
+    ///
+    /// # Errors
+    /// [`SetAside::allows`](super::set_aside::SetAside::allows) none, and it needs some.
+    fn may_set_aside(
+        &self,
+        instance: &Instance,
+        requests: &[ReserveRequest<'_>],
+    ) -> Result<(), Refusal> {
+        let limit = self.l1.most_uncommitted();
+        let allowed = self.set_aside.allows(&instance.set_aside, limit);
+        // Looked up twice only where it is about to be refused.
+        let is_here = |request: &ReserveRequest<'_>| {
+            let resident = self.l1.cache.contains(&request.space, request.hashes);
+            !resident.contains(&false)
+        };
+        allowed.or_else(|refusal| match requests.iter().all(is_here) {
+            true => Ok(()),
+            false => Err(refusal),
+        })
     }
 
     /// Which chunks of the range each object group has data for, and their hashes.

@@ -2,18 +2,20 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
 
 use kvtier_core::ChunkHash;
 use kvtier_core::prompt::Prompt;
 use kvtier_device::{Begun, DeviceError, Done, EngineMemory, KvLayout, Transfer};
 use kvtier_memory::SegmentError;
+use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Store};
 use parking_lot::Mutex;
 
 use super::instances::{Instance, Mode};
-use super::layout::ModelLayout;
+use super::layout::{EngineDrivenLayout, ModelLayout};
 use super::{Answer, Engine, Handled, Responder};
 use crate::config::ServerConfig;
 use crate::metrics::Metrics;
@@ -130,6 +132,26 @@ impl EngineMemory for TestPages {
     ) -> Result<(), DeviceError> {
         Ok(())
     }
+}
+
+/// Registers a worker that copies by itself.
+pub fn copies_itself(engine: &Engine, id: i64) {
+    let mode = Mode::EngineDriven {
+        layout: EngineDrivenLayout {
+            dtype: Dtype::from_name("uint8").unwrap(),
+            shape: vec![1, 1, 1],
+            object_bytes: 1,
+            block_size: 1,
+            use_mla: true,
+        },
+        pickles: AtomicBool::new(false),
+    };
+    let layout = ModelLayout {
+        groups: Vec::new(),
+        fingerprint: 0,
+    };
+    let instance = Instance::new(InstanceId(id), "other", 1, mode, layout, engine.now());
+    assert!(engine.instances.insert(instance).unwrap().is_none());
 }
 
 /// The key of a prompt of these chunks, of which no two are alike.

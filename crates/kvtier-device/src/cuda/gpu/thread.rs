@@ -201,7 +201,12 @@ impl Feeder {
     /// hundred pieces, once there is memory.
     fn try_staged(&mut self) {
         let is_time = self.retry_at.is_some_and(|at| Instant::now() >= at);
-        let wanted = is_time && self.shared.broken.lock().is_none();
+        let broken = is_time && self.shared.broken.lock().is_some();
+        if broken {
+            // Never again. A time that stays in the past would be no rest.
+            self.retry_at = None;
+        }
+        let wanted = is_time && !broken;
         self.held = wanted && self.lines.iter().any(|line| !line.pieces.is_empty());
         if !wanted || self.held {
             return;
@@ -235,7 +240,7 @@ impl Feeder {
         stop
     }
 
-    /// Opens the next event; says whether there was one.
+    /// Opens the next event; says whether there was one. Whose event is none has no turn to wait for.
     fn open_event(&mut self) -> bool {
         let Some(id) = self.unopened.pop_front() else {
             return false;
@@ -243,6 +248,7 @@ impl Feeder {
         let opened = self.jobs.get_mut(&id).map(Job::open_event);
         if let Some(Err(error)) = opened {
             self.failed(id, error);
+            self.drop_out(id);
         }
         true
     }
@@ -470,6 +476,17 @@ impl Feeder {
         if let Some(job) = self.jobs.get_mut(&id) {
             job.fail(error);
         }
+    }
+
+    /// A job leaves its queue, whoever is before it.
+    fn drop_out(&mut self, id: u64) {
+        if let Some(job) = self.jobs.get_mut(&id) {
+            let (worker, direction) = (job.pages.number, job.transfer.direction);
+            job.leave_queue();
+            let line = self.line_of(direction);
+            self.lines[line].waiting.remove(worker, &id);
+        }
+        end_if_over(&mut self.jobs, &self.ends, id);
     }
 
     /// The job whose turn it is leaves its queue.

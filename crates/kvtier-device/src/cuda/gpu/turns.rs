@@ -20,7 +20,7 @@ impl<K, T> Default for Turns<K, T> {
     }
 }
 
-impl<K: Copy + Eq + Hash, T> Turns<K, T> {
+impl<K: Copy + Eq + Hash, T: PartialEq> Turns<K, T> {
     /// Appends to the queue of a key.
     pub fn push(&mut self, key: K, item: T) {
         let queue = self.queues.entry(key).or_default();
@@ -59,6 +59,18 @@ impl<K: Copy + Eq + Hash, T> Turns<K, T> {
         }
         item
     }
+
+    /// Takes something out of the queue of a key, wherever it is there; turns stay as they are.
+    pub fn remove(&mut self, key: K, item: &T) {
+        let Some(queue) = self.queues.get_mut(&key) else {
+            return;
+        };
+        queue.retain(|other| other != item);
+        if queue.is_empty() {
+            self.queues.remove(&key);
+            self.order.retain(|other| *other != key);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -75,6 +87,20 @@ mod tests {
         let all: Vec<_> = std::iter::from_fn(|| turns.pop()).collect();
         assert_eq!(all, ["a1", "b1", "c1", "a2", "b2", "a3"]);
         assert_eq!((turns.keys(), turns.head()), (0, None));
+    }
+
+    #[test]
+    fn what_is_removed_has_no_turn() {
+        let mut turns = Turns::default();
+        for item in ["a1", "a2", "a3", "b1", "c1"] {
+            turns.push(item.as_bytes()[0], item);
+        }
+        for gone in ["a2", "b1", "b2", "d1"] {
+            turns.remove(gone.as_bytes()[0], &gone);
+        }
+        assert_eq!(turns.keys(), 2);
+        let all: Vec<_> = std::iter::from_fn(|| turns.pop()).collect();
+        assert_eq!(all, ["a1", "c1", "a3"]);
     }
 
     #[test]

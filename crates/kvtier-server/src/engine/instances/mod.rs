@@ -22,6 +22,7 @@ use parking_lot::RwLock;
 
 use super::begin::Refusal;
 use super::layout::{EngineDrivenLayout, ModelLayout};
+use super::set_aside::OfWorker;
 pub use rest::Copying;
 use rest::Rest;
 
@@ -73,6 +74,8 @@ pub struct Instance {
     last_seen: AtomicU64,
     pinged: AtomicBool,
     told_overdrawn: AtomicBool,
+    /// What its stores have set aside of L1 where we copy them.
+    pub set_aside: Arc<OfWorker>,
     rest: Arc<Rest>,
 }
 
@@ -96,6 +99,7 @@ impl Instance {
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
             told_overdrawn: AtomicBool::new(false),
+            set_aside: Arc::default(),
             rest: Rest::new(),
         }
     }
@@ -113,7 +117,7 @@ impl Instance {
         Ok(Copying {
             memory: Arc::clone(memory),
             instance: Arc::clone(self),
-            counted: self.rest.count()?,
+            _counted: self.rest.count()?,
         })
     }
 

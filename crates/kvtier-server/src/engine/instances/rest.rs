@@ -1,5 +1,4 @@
-//! The transfers that touch a worker's pages, and what they have set aside of L1: of both a worker may have only so much.
-//! One that leaves rests when the last of them has ended, and can be waited for.
+//! The transfers that touch a worker's pages, of which it may have only so many. One that leaves rests when the last of them has ended, and can be waited for.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -29,8 +28,6 @@ pub(super) struct Pages {
     pub(super) stay: bool,
     pub(super) copying: usize,
     pub(super) waiting: usize,
-    /// Bytes of L1 that the stores among those transfers have set aside.
-    reserved: u64,
 }
 
 impl Rest {
@@ -41,7 +38,6 @@ impl Rest {
                 stay: true,
                 copying: 0,
                 waiting: 0,
-                reserved: 0,
             }),
             rests: Condvar::new(),
         })
@@ -64,7 +60,6 @@ impl Rest {
         pages.copying += 1;
         Ok(Counted {
             rest: Arc::clone(self),
-            reserved: 0,
         })
     }
 
@@ -95,15 +90,12 @@ impl Rest {
 /// One of the transfers that are counted in [`Pages::copying`].
 pub(super) struct Counted {
     rest: Arc<Rest>,
-    /// What it has of [`Pages::reserved`].
-    reserved: u64,
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
         let mut pages = self.rest.pages.lock();
         pages.copying -= 1;
-        pages.reserved -= self.reserved;
         if pages.copying == 0 {
             self.rest.rests.notify_all();
         }
@@ -115,7 +107,7 @@ pub struct Copying {
     pub(super) memory: Arc<dyn EngineMemory>,
     pub(super) instance: Arc<Instance>,
     // The last field: who waits for it is to be the last owner of the pages, which closes them.
-    pub(super) counted: Counted,
+    pub(super) _counted: Counted,
 }
 
 impl Copying {
@@ -127,26 +119,5 @@ impl Copying {
     /// The pages.
     pub fn pages(&self) -> Arc<dyn EngineMemory> {
         Arc::clone(&self.memory)
-    }
-
-    /// Whether this store may have memory of L1 set aside, when all of its worker may have `share` bytes: the last one
-    /// may go beyond.
-    ///
-    /// # Errors
-    /// Those that are under way have more already.
-    pub fn may_reserve(&self, share: u64) -> Result<(), Refusal> {
-        match self.counted.rest.pages.lock().reserved {
-            reserved if reserved > share => Err(Refusal::Busy(format!(
-                "stores of this worker that are under way have {reserved} bytes of L1 set aside; allowed before the \
-                 next: {share}"
-            ))),
-            _ => Ok(()),
-        }
-    }
-
-    /// This store has had so many bytes set aside, until it ends.
-    pub fn reserves(&mut self, bytes: u64) {
-        self.counted.rest.pages.lock().reserved += bytes;
-        self.counted.reserved += bytes;
     }
 }
