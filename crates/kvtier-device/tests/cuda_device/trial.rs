@@ -346,6 +346,60 @@ fn staging_is_tried_when_there_is_memory_for_it() {
     ));
 }
 
+/// A GPU that serves is tried again for one executor that it does without.
+#[test]
+fn what_fails_when_staging_is_tried_again_costs_nobody_the_gpu() {
+    let options = GpuOptions {
+        staging_pause: Duration::from_millis(1),
+        ..GpuOptions::default()
+    };
+    for (function, how) in [
+        ("cuMemcpyHtoDAsync_v2", "999"),
+        // The memory was there for a moment.
+        ("cuLaunchKernel", "2"),
+        ("cuStreamSynchronize", "999@1"),
+    ] {
+        let server = Server::with("memory=20971520", options, 1 << 20);
+        let mut engine = Lender::start();
+        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        server.script(&format!("fail {function}={how}; memory=8589934592"));
+        wait(|| {
+            let readings = server.readings();
+            assert_eq!(readings.broken, None, "{function}");
+            let mut others = readings.profile.obstacles.into_iter();
+            let others = others.find(|(_, why)| why != "the GPU has no memory for its buffers");
+            assert_eq!(others, None, "{function}");
+            server.count(function) >= 2
+        });
+        let bytes = pages.content.len() as u64;
+        let plain = pages.store(&server, 8);
+        server.script("reset");
+        assert_eq!(pages.run(plain).unwrap(), bytes);
+        wait(|| server.readings().profile.obstacles.is_empty());
+        // Nothing of the trials before is left.
+        drop(pages);
+        server.ends_clean();
+    }
+}
+
+/// Where nobody knows what a trial has left on the lanes, they are no place for a transfer.
+#[test]
+fn a_trial_of_staging_that_may_not_have_ended_is_the_last() {
+    let options = GpuOptions {
+        staging_pause: Duration::from_millis(1),
+        ..GpuOptions::default()
+    };
+    let server = Server::with("memory=20971520", options, 1 << 20);
+    let mut engine = Lender::start();
+    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    server.script("fail cuStreamSynchronize=999; memory=8589934592");
+    wait(|| server.readings().broken.is_some());
+    let error = pages.run(pages.store(&server, 1)).unwrap_err();
+    assert!(error.to_string().contains("(999)"), "{error}");
+    assert_eq!(server.violations(), "");
+    assert!(server.count("live.memory") > 0 && server.count("live.host") > 0);
+}
+
 /// A driver that does not come back from making a context, or from a trial, costs those who register on that GPU their
 /// patience once, and nobody else anything.
 #[test]

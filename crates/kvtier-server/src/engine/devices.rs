@@ -136,14 +136,12 @@ impl Devices {
         }
     }
 
-    /// Each GPU that is in use or was to be and cannot, for metrics.
+    /// Each GPU, for metrics: what was said of one is said anew, also when it came to nothing.
     pub fn figures(&self) -> Vec<GpuFigures> {
         let Ok(cuda) = &self.cuda else {
             return Vec::new();
         };
-        let known = cuda.status().into_iter();
-        let known = known.filter(|gpu| gpu.readings.is_some() || gpu.error.is_some());
-        let figures = known.map(|gpu| GpuFigures {
+        let figures = cuda.status().into_iter().map(|gpu| GpuFigures {
             gpu: gpu.ordinal.to_string().into(),
             healthy: gpu.error.is_none(),
             readings: gpu.readings,

@@ -13,7 +13,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use super::Prefix;
 use crate::engine::direction_name;
 
-/// One GPU that is in use, or was to be.
+/// One GPU that there is, in use or not.
 #[derive(Debug, Clone)]
 pub struct GpuFigures {
     /// Its ordinal.
@@ -90,7 +90,7 @@ impl GpuMetrics {
             ),
             healthy: own.add(
                 "gpu_healthy",
-                "0 when a GPU is of no use: after an error until the next start, or as long as its driver hangs in its trial",
+                "0 when a GPU is of no use: after an error until the next start, or as long as its driver hangs while it is taken into use",
             ),
             open_allocations: own.add(
                 "gpu_open_allocations",

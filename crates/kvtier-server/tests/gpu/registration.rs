@@ -1,9 +1,11 @@
 //! Registrations that the driver takes long for.
 
+use std::time::Duration;
+
 use kvtier_client::Scope;
 
 use crate::lender::Lender;
-use crate::setup::{Bed, Worker};
+use crate::setup::{Bed, Worker, wait};
 use crate::support::{prompt, range};
 
 /// While the driver opens or closes one worker's memory, a worker in host memory comes, stores and goes on the one thread
@@ -137,4 +139,27 @@ fn a_server_ends_amid_a_trial() {
     bed.called("cuLaunchKernel", 1);
     bed.ends_with_a_hang();
     worker.done(registered);
+}
+
+/// The metric of a GPU that cannot be taken into use says so as long as that is so, and no longer.
+#[test]
+fn a_gpu_is_healthy_again_when_its_driver_comes_back() {
+    let bed = Bed::with(|gpu| gpu.trial_timeout = Duration::from_millis(20));
+    let healthy = |value: u8| {
+        let line = format!("kvtier_gpu_healthy{{gpu=\"0\"}} {value}\n");
+        bed.engine().scrape().contains(&line)
+    };
+    assert!(healthy(1));
+    let mut engine = Lender::start();
+    let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/back");
+    bed.standin.script("hold cuDevicePrimaryCtxRetain@1");
+    let refused = worker.send_registration();
+    worker.done(refused);
+    assert!(healthy(0));
+    bed.standin.script("release");
+    wait(|| healthy(1));
+    // Nobody has it in use.
+    assert_eq!(bed.open_allocations(), None);
+    wait(|| bed.standin.count("live.contexts") == 0);
+    bed.ends_clean();
 }

@@ -2,7 +2,6 @@
 
 use std::ops::Deref;
 use std::sync::MutexGuard;
-use std::time::Duration;
 
 use kvtier_client::proto::descriptor::{Cuda, CudaHandle, Dtype, TensorDescriptor, TensorMetadata};
 use kvtier_client::proto::request::{EngineType, LayoutHints, Registration, Request, Store};
@@ -28,11 +27,11 @@ pub struct Bed {
 
 impl Bed {
     pub fn start() -> Self {
-        Self::with(GpuOptions::default().leave_timeout)
+        Self::with(|_| {})
     }
 
-    /// GPUs are waited for so long at the end.
-    pub fn with(leave_timeout: Duration) -> Self {
+    /// With what no flag says of how GPUs are used.
+    pub fn with(options: impl FnOnce(&mut GpuOptions)) -> Self {
         let (standin, alone) = StandIn::alone();
         standin.script("reset; clear; devices=2");
         let driver = standin_path().unwrap();
@@ -46,7 +45,7 @@ impl Bed {
         ];
         Self {
             server: TestServer::start_with(&flags, |config| {
-                config.cuda.as_mut().unwrap().gpu.leave_timeout = leave_timeout;
+                options(&mut config.cuda.as_mut().unwrap().gpu);
             }),
             standin,
             _alone: alone,

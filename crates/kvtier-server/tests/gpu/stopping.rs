@@ -25,7 +25,7 @@ impl Write for Log {
 #[test]
 fn a_gpu_that_hangs_is_in_the_log_once() {
     tracing_subscriber::fmt().with_writer(|| Log).init();
-    let bed = Bed::with(Duration::from_millis(50));
+    let bed = Bed::with(|gpu| gpu.leave_timeout = Duration::from_millis(50));
     let mut engine = Lender::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/stopping");
     let registered = worker.send_registration();

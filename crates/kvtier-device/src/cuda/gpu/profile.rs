@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use kvtier_memory::{Arena, ArenaKind, CopyLoop};
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
+use super::super::driver::code::OUT_OF_MEMORY;
 use super::super::driver::{Context, DeviceBuffer, RegisteredHost, Stream};
 use super::super::error::CudaError;
 use super::super::kernel::Unit;
@@ -99,21 +100,25 @@ impl Profile {
 /// # Errors
 /// What the driver says where it is about more than an executor.
 pub(super) fn try_out(tools: &Tools, mut lanes: [&mut Lane; 2]) -> Result<Profile, CudaError> {
-    let mut bench = Bench::new(&tools.context)?;
+    let bench = Bench::new(&tools.context)?;
     let mut profile = Profile {
         registered: bench.memory,
         ..Profile::default()
     };
     for executor in Executor::ALL {
-        bench = bench.try_one(tools, &mut lanes, executor, &mut profile)?;
+        if let Err(error) = bench.try_one(tools, &mut lanes, executor, &mut profile) {
+            return Err(bench.lost(error));
+        }
     }
     Ok(profile)
 }
 
-/// Tries [`Executor::Staged`] where the GPU [had no memory for that](Profile::lacks_room); nothing when it has none yet.
+/// Tries [`Executor::Staged`] where the GPU [had no memory for that](Profile::lacks_room); nothing when it has none yet,
+/// or when the driver refuses what a trial needs: the GPU serves without.
 ///
 /// # Errors
-/// As for [`try_out`].
+/// What the driver says where the GPU is of no use any more: when it ended the context, or when nobody knows what still
+/// moves on the lanes.
 pub(super) fn try_staged(
     tools: &Tools,
     mut lanes: [&mut Lane; 2],
@@ -134,8 +139,21 @@ pub(super) fn try_staged(
     let mut profile = known.clone();
     let others = |(executor, _): &(Executor, String)| *executor != Executor::Staged;
     profile.obstacles.retain(others);
-    bench.try_one(tools, &mut lanes, Executor::Staged, &mut profile)?;
-    Ok(Some(profile).filter(|profile| !profile.lacks_room()))
+    match bench.try_one(tools, &mut lanes, Executor::Staged, &mut profile) {
+        Ok(()) => Ok(Some(profile).filter(|profile| !profile.lacks_room())),
+        Err(error) if error.ends_context() || bench.settle(&lanes).is_err() => {
+            Err(bench.lost(error))
+        }
+        Err(error) => {
+            tracing::warn!(
+                gpu = tools.context.device().ordinal(),
+                %error,
+                "whether copies can be staged could not be tried; it is tried again"
+            );
+            lanes.into_iter().for_each(Lane::drop_staging);
+            Ok(None)
+        }
+    }
 }
 
 /// Memory on both sides for trials, the host's as the arena's is: the system's, and registered.
@@ -195,36 +213,41 @@ impl Bench {
         })
     }
 
-    /// Tries one executor, and enters what comes of it. What a trial that failed may still use is not given back.
+    /// Waits for what a trial that failed has begun.
+    fn settle(&self, lanes: &[&mut Lane; 2]) -> Result<(), CudaError> {
+        self.stream.synchronize()?;
+        lanes.iter().try_for_each(|lane| lane.finish())
+    }
+
+    /// Is not given back after this error, if something may still use it.
+    fn lost(self, error: CudaError) -> CudaError {
+        if !error.ends_context() {
+            // Nobody knows whether anything still moves.
+            std::mem::forget(self);
+        }
+        error
+    }
+
+    /// Tries one executor, and enters what comes of it. After an error, nobody knows whether anything still moves.
     fn try_one(
-        self,
+        &self,
         tools: &Tools,
         lanes: &mut [&mut Lane; 2],
         executor: Executor,
         profile: &mut Profile,
-    ) -> Result<Self, CudaError> {
+    ) -> Result<(), CudaError> {
         let obstacle = tools.obstacle(executor).or_else(|| self.obstacle(executor));
         let tried = match obstacle {
             Some(obstacle) => Ok(Some(obstacle)),
             None => self.executor(lanes, executor, &mut profile.rates),
         };
-        match tried {
-            Ok(None) => {}
-            Ok(Some(obstacle)) => {
-                for rates in &mut profile.rates {
-                    rates[executor as usize] = Default::default();
-                }
-                profile.obstacles.push((executor, obstacle));
+        if let Some(obstacle) = tried? {
+            for rates in &mut profile.rates {
+                rates[executor as usize] = Default::default();
             }
-            Err(error) => {
-                if !error.ends_context() {
-                    // Nobody knows whether anything still moves.
-                    std::mem::forget(self);
-                }
-                return Err(error);
-            }
+            profile.obstacles.push((executor, obstacle));
         }
-        Ok(self)
+        Ok(())
     }
 
     /// Tries one executor; gives what is wrong with it.
@@ -305,6 +328,11 @@ impl Bench {
                     }
                 }
                 Err(error) if error.ends_context() => return Err(error),
+                Err(error)
+                    if executor == Executor::Staged && error.code() == Some(OUT_OF_MEMORY) =>
+                {
+                    return Ok(Err(NO_ROOM.to_owned()));
+                }
                 Err(error) => return Ok(Err(error.to_string())),
             }
         }
