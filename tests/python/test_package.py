@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import kvtier
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -167,6 +168,7 @@ class CudaTensor:
     def untyped_storage(self):
         """One for all layers."""
         return SimpleNamespace(
+            _cdata=0x1234,
             data_ptr=lambda: 0x7000_0000,
             nbytes=lambda: 4096,
             _share_cuda_=lambda: (0, b"\x01c" + bytes(64), 4096, 512, b"/torch_1", 3, bytes(64), True),
@@ -269,12 +271,37 @@ def test_memory_that_others_use_does_not_move():
     gc.freeze()  # Hides them, as objects would be that Python does not know.
     try:
         storages = tensors.Storages(shared=True)
-        with pytest.raises(ValueError, match="^kv_caches: 2 other users .* use engine_driven$"):
+        with pytest.raises(ValueError, match="^kv_caches: a layer's memory is also used by 2 others, .* use engine_driven$"):
             storages.views([layer])
     finally:
         gc.unfreeze()
     storages.release()
     assert layer.data_ptr() == view.data_ptr() == address
+
+
+@pytest.mark.parametrize("lent", [lambda: torch.from_numpy(np.zeros(64, np.float32)), lambda: torch.zeros(64)])
+def test_memory_that_numpy_has_does_not_move(lent):
+    """Its array would be of memory that is gone."""
+    layer = lent()
+    array, address = layer.numpy(), layer.data_ptr()
+    storages = tensors.Storages(shared=True)
+    with pytest.raises(ValueError, match="^kv_caches: a layer's memory is also used by another library, .* use engine_driven$"):
+        storages.views([layer])
+    storages.release()
+    assert layer.data_ptr() == address == array.ctypes.data
+
+
+def test_memory_moves_again():
+    """For an engine that registers the tensors of one before it; what is made lazily elsewhere is nobody's."""
+    lazy = torch.nn.LazyLinear(4)
+    layer = torch.arange(64)
+    for _ in range(2):
+        storages = tensors.Storages(shared=True)
+        storages.views([layer])
+        shared = torch.frombuffer(storages.segments[0].map, dtype=torch.int64)
+        assert torch.equal(shared, torch.arange(64)) and shared.data_ptr() == layer.data_ptr()
+        storages.release()
+    assert lazy.has_uninitialized_params()
 
 
 def test_a_scheduler_of_another_model_finds_nothing(place):

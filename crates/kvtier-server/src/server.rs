@@ -22,9 +22,6 @@ use crate::metrics::Metrics;
 /// Threads of the HTTP runtime; a scrape or a health probe is all they serve.
 const HTTP_THREADS: usize = 1;
 
-/// Between two looks at the files of tokens and certificates: who was revoked is let in no longer than this.
-const ACCESS_INTERVAL: Duration = Duration::from_secs(1);
-
 /// How long open HTTP connections may hold up a shutdown.
 const HTTP_GRACE: Duration = Duration::from_secs(2);
 
@@ -183,20 +180,9 @@ fn start_http(
         stopped(),
     );
     runtime.spawn(async move {
-        let looking = async {
-            loop {
-                tokio::time::sleep(ACCESS_INTERVAL).await;
-                let access = Arc::clone(&access);
-                // Not here: a file system that does not answer must keep no request waiting.
-                let looked = tokio::task::spawn_blocking(move || access.look()).await;
-                if looked.is_err_and(|error| error.is_panic()) {
-                    health.poison("access");
-                }
-            }
-        };
         tokio::select! {
             () = stop => {}
-            () = looking => {}
+            () = access.watch(&health) => {}
         }
     });
     if let Some((listener, _)) = metrics {

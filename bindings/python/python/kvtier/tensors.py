@@ -7,6 +7,7 @@ import itertools
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -61,6 +62,10 @@ def _no_room(size: int, error: OSError) -> str:
     )
 
 
+# The segments that tensors were moved to, by address: they may be moved from there.
+_segments: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+
+
 class Storages:
     """The storages of an engine's KV tensors, each once, however many tensors share it."""
 
@@ -82,11 +87,11 @@ class Storages:
         """
         tensors = list(tensors)
         self._kept += tensors
-        # Held until all have been described, so that no address is used again for another storage.
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        # Held until all have been described, so that no number is used again for another storage.
+        storages = {_number(tensor): tensor.untyped_storage() for tensor in tensors}
         described = [self._view(tensor) for tensor in tensors]
         if self._moved:
-            _move({address: (storages[address], moved) for address, moved in self._moved.items()})
+            _move({number: (storages[number], moved) for number, moved in self._moved.items()})
             self._moved.clear()
         return described
 
@@ -100,11 +105,10 @@ class Storages:
         }
 
     def _storage(self, tensor: Any) -> int:
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._known:
-            self._known[address] = self._describe(tensor, storage)
-        return self._known[address]
+        number = _number(tensor)
+        if number not in self._known:
+            self._known[number] = self._describe(tensor, tensor.untyped_storage())
+        return self._known[number]
 
     def _describe(self, tensor: Any, storage: Any) -> int:
         index = len(self.described)
@@ -117,7 +121,7 @@ class Storages:
         if self.shared:
             segment = Segment(storage.nbytes())
             self.segments.append(segment)
-            self._moved[address] = moved = _into(segment, storage)
+            self._moved[_number(tensor)] = moved = _into(segment, storage)
             address, name = moved.data_ptr(), segment.name
         self.described.append(
             {
@@ -140,14 +144,21 @@ def _into(segment: Segment, storage: Any) -> Any:
     import torch
 
     target = torch.frombuffer(segment.map, dtype=torch.uint8)
+    _segments[target.data_ptr()] = segment.map
     source = torch.empty(0, dtype=torch.uint8)
     source.set_(storage)
     target.copy_(source)
     return target.untyped_storage()
 
 
+def _number(tensor: Any) -> int:
+    """Of the tensor's storage; addresses do not tell them apart, and asking for one can give a lazy copy its own memory."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
 def _move(storages: Mapping[int, tuple[Any, Any]]) -> None:
-    """Have all tensors in the storages, by address, use others: also the views of them that an engine computes with.
+    """Have all tensors in the storages, by number, use others: also the views of them that an engine computes with.
 
     One that stayed behind would be computed with, and never be stored or loaded. So nothing moves unless those that can
     be found are all that there are.
@@ -155,26 +166,29 @@ def _move(storages: Mapping[int, tuple[Any, Any]]) -> None:
     import torch
 
     users = _users(storages)
-    for address, (storage, _) in storages.items():
+    for number, (storage, _) in storages.items():
         # One of them is the storage's own object.
-        unknown = torch._C._storage_Use_Count(storage._cdata) - 1 - len(users[address])
-        if unknown:
+        unknown = torch._C._storage_Use_Count(number) - 1 - len(users[number])
+        # PyTorch's sign that NumPy or another library has the memory.
+        lent = not storage.resizable() and storage.data_ptr() not in _segments
+        if unknown or lent:
+            who = "another library" if lent else f"{unknown} others"
             raise ValueError(
-                f"kv_caches: {unknown} other users of a layer's memory cannot be found, so it cannot be moved to shared memory "
+                f"kv_caches: a layer's memory is also used by {who}, not to be found, so it cannot be moved to shared memory "
                 "for lmcache_driven; use engine_driven"
             )
-    for address, (_, moved) in storages.items():
-        for tensor in users[address].values():
+    for number, (_, moved) in storages.items():
+        for tensor in users[number].values():
             # What was made in inference mode can be changed in it alone.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.set_(moved, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def _users(addresses: Iterable[int]) -> dict[int, dict[int, Any]]:
-    """The process's tensors in the storages at these addresses: by address, then by their ids."""
+def _users(numbers: Iterable[int]) -> dict[int, dict[int, Any]]:
+    """The process's tensors in the storages of these numbers: by number, then by their ids."""
     import torch
 
-    found: dict[int, dict[int, Any]] = {address: {} for address in addresses}
+    found: dict[int, dict[int, Any]] = {number: {} for number in numbers}
     for thing in gc.get_objects():
         # Its type's word: that of proxies and lazy modules has effects.
         if not issubclass(type(thing), torch.Tensor) or thing.device.type != "cpu":
@@ -182,8 +196,8 @@ def _users(addresses: Iterable[int]) -> dict[int, dict[int, Any]]:
         # A view keeps what it is of, of which nobody else may have an object.
         for tensor in (thing, thing._base):
             try:
-                users = None if tensor is None else found.get(tensor.untyped_storage().data_ptr())
-            except (NotImplementedError, RuntimeError):  # It has no memory.
+                users = None if tensor is None else found.get(_number(tensor))
+            except (NotImplementedError, RuntimeError, ValueError):  # It has no memory, or none yet.
                 continue
             if users is not None:
                 users[id(tensor)] = tensor

@@ -3,6 +3,7 @@
 mod tls;
 mod tokens;
 mod watched;
+mod watching;
 
 use std::ffi::OsString;
 use std::fmt;
@@ -80,16 +81,6 @@ impl Access {
     /// How to answer a handshake, as of the last look; `None` without TLS.
     pub(crate) fn tls(&self) -> Option<Arc<rustls::ServerConfig>> {
         self.tls.as_ref().map(Watched::get)
-    }
-
-    /// Reads the files that have changed. May wait for a disk.
-    pub(crate) fn look(&self) {
-        if let Some(tokens) = &self.tokens {
-            tokens.look();
-        }
-        if let Some(tls) = &self.tls {
-            tls.look();
-        }
     }
 
     /// `http` or `https`.
