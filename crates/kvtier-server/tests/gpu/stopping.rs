@@ -30,7 +30,8 @@ fn a_gpu_that_hangs_is_in_the_log_once() {
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/stopping");
     let registered = worker.send_registration();
     worker.done(registered);
-    bed.standin.script("clear; hold d2h");
+    // The trial may have chosen copies or the kernel.
+    bed.standin.script("clear; hold d2h; hold kernel");
     let _stored = worker.send_store(1, b"");
     bed.called("cuEventRecord", 1);
     wait(|| bed.stores_under_way() == 1);
