@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::arena::Arena;
+use crate::arena::{Arena, ArenaKind};
 
 /// `MPOL_PREFERRED`: from this node while it has memory, else from the nearest.
 const PREFERRED: libc::c_ulong = 1;
@@ -35,6 +35,14 @@ impl Arena {
     /// # Errors
     /// [`NumaError`]; the arena is as good as before.
     pub fn prefer_nodes(&self, nodes: &[u32]) -> Result<(), NumaError> {
+        // Of several the system leaves out those that are not there; one by one, and elsewhere, it refuses them.
+        if let [_, _, ..] = nodes
+            && let Ok(other) = Arena::create(ArenaKind::Anonymous, 1)
+        {
+            let each = nodes.iter();
+            each.copied()
+                .try_for_each(|node| other.prefer_node_in(0, 1, node))?;
+        }
         self.bind(0, self.len(), nodes)
     }
 
@@ -86,7 +94,6 @@ impl Arena {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arena::ArenaKind;
 
     /// Policy and nodes of the first page, from `get_mempolicy`.
     fn policy(arena: &Arena) -> (i32, libc::c_ulong) {
@@ -120,10 +127,8 @@ mod tests {
         assert_eq!(policy(&arena), (0, 0));
         arena.prefer_nodes(&[0]).unwrap();
         assert_eq!(policy(&arena), (PREFERRED as i32, 1));
-        // Node 1 is left out where there is none, as here or there.
-        arena.prefer_nodes(&[0, 1]).unwrap();
-        let (mode, nodes) = policy(&arena);
-        assert_eq!((mode, nodes & 1), (INTERLEAVE as i32, 1));
+        arena.prefer_nodes(&[0, 0]).unwrap();
+        assert_eq!(policy(&arena), (INTERLEAVE as i32, 1));
     }
 
     #[test]
@@ -147,6 +152,8 @@ mod tests {
     fn nodes_that_are_not_there_are_refused() {
         let arena = Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap();
         let error = arena.prefer_nodes(&[1023]).unwrap_err().to_string();
+        assert!(error.contains("[1023]"), "{error}");
+        let error = arena.prefer_nodes(&[0, 1023]).unwrap_err().to_string();
         assert!(error.contains("[1023]"), "{error}");
         let error = arena.prefer_nodes(&[0, 1024]).unwrap_err().to_string();
         assert!(error.contains("NUMA node 1024"), "{error}");
