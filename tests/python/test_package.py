@@ -168,7 +168,6 @@ class CudaTensor:
     def untyped_storage(self):
         """One for all layers."""
         return SimpleNamespace(
-            _cdata=0x1234,
             data_ptr=lambda: 0x7000_0000,
             nbytes=lambda: 4096,
             _share_cuda_=lambda: (0, b"\x01c" + bytes(64), 4096, 512, b"/torch_1", 3, bytes(64), True),

@@ -152,8 +152,10 @@ def _into(segment: Segment, storage: Any) -> Any:
 
 
 def _number(tensor: Any) -> int:
-    """Of the tensor's storage; addresses do not tell them apart, and asking for one can give a lazy copy its own memory."""
-    number: int = tensor.untyped_storage()._cdata
+    """What tells the tensor's storage from others."""
+    storage = tensor.untyped_storage()
+    # On CPUs two may be at one address, and asking for it can give a lazy copy memory of its own.
+    number: int = storage.data_ptr() if tensor.is_cuda else storage._cdata
     return number
 
 
