@@ -298,9 +298,8 @@ fn a_buffer_that_there_is_no_room_for_is_not_needed() {
     }
 }
 
-/// Memory that was short when the GPU was tried out, and is there again later.
-#[test]
-fn staging_is_tried_when_there_is_memory_for_it() {
+/// A GPU that had no memory for staging when it was tried out, and that is tried again at once.
+fn without_room() -> (Server, Lender, Pages) {
     let options = GpuOptions {
         staging_pause: Duration::from_millis(1),
         ..GpuOptions::default()
@@ -308,6 +307,13 @@ fn staging_is_tried_when_there_is_memory_for_it() {
     let server = Server::with("memory=20971520", options, 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    (server, engine, pages)
+}
+
+/// Memory that was short when the GPU was tried out, and is there again later.
+#[test]
+fn staging_is_tried_when_there_is_memory_for_it() {
+    let (server, _engine, pages) = without_room();
     let staged = |direction: Direction| {
         let rates = server.readings().profile.rates;
         rates[direction as usize][Executor::Staged as usize]
@@ -349,19 +355,13 @@ fn staging_is_tried_when_there_is_memory_for_it() {
 /// A GPU that serves is tried again for one executor that it does without.
 #[test]
 fn what_fails_when_staging_is_tried_again_costs_nobody_the_gpu() {
-    let options = GpuOptions {
-        staging_pause: Duration::from_millis(1),
-        ..GpuOptions::default()
-    };
     for (function, how) in [
         ("cuMemcpyHtoDAsync_v2", "999"),
         // The memory was there for a moment.
         ("cuLaunchKernel", "2"),
         ("cuStreamSynchronize", "999@1"),
     ] {
-        let server = Server::with("memory=20971520", options, 1 << 20);
-        let mut engine = Lender::start();
-        let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+        let (server, _engine, pages) = without_room();
         server.script(&format!("fail {function}={how}; memory=8589934592"));
         wait(|| {
             let readings = server.readings();
@@ -385,13 +385,7 @@ fn what_fails_when_staging_is_tried_again_costs_nobody_the_gpu() {
 /// Where nobody knows what a trial has left on the lanes, they are no place for a transfer.
 #[test]
 fn a_trial_of_staging_that_may_not_have_ended_is_the_last() {
-    let options = GpuOptions {
-        staging_pause: Duration::from_millis(1),
-        ..GpuOptions::default()
-    };
-    let server = Server::with("memory=20971520", options, 1 << 20);
-    let mut engine = Lender::start();
-    let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
+    let (server, _engine, pages) = without_room();
     server.script("fail cuStreamSynchronize=999; memory=8589934592");
     wait(|| server.readings().broken.is_some());
     let error = pages.run(pages.store(&server, 1)).unwrap_err();

@@ -100,17 +100,7 @@ fn metrics_have_the_names_of_lmcaches_and_count() {
             ),
         }
     }
-    let value = |name: &str, label: &str| -> f64 {
-        let mut found = metrics
-            .iter()
-            .filter(|metric| metric.name == name && metric.labels.contains(label));
-        let value = found
-            .next()
-            .unwrap_or_else(|| panic!("no {name} with {label}"))
-            .value;
-        assert!(found.next().is_none(), "{name} with {label} is there twice");
-        value
-    };
+    let value = |name: &str, label: &str| value_of(&metrics, name, label);
     let tenant = r#"cache_salt="tenant \"one\"\n""#;
     for (name, expected) in [
         ("lmcache_mp_lookup_requested_tokens_total", 32.0),
@@ -179,6 +169,19 @@ pub struct Metric {
     pub kind: String,
     pub labels: String,
     pub value: f64,
+}
+
+/// The only sample of this name whose labels have this in them.
+pub fn value_of(metrics: &[Metric], name: &str, label: &str) -> f64 {
+    let mut found = metrics
+        .iter()
+        .filter(|metric| metric.name == name && metric.labels.contains(label));
+    let value = found
+        .next()
+        .unwrap_or_else(|| panic!("no {name} with {label}"))
+        .value;
+    assert!(found.next().is_none(), "{name} with {label} is there twice");
+    value
 }
 
 /// Every sample, with the kind of its family. Fails for text that Prometheus would refuse.

@@ -2,6 +2,19 @@
 
 use super::{Server, complaint, free_port, kvtier, lines};
 
+/// A start that is in nobody's way.
+const START: [&str; 9] = [
+    "server",
+    "--l1-size-gb",
+    "0.05",
+    "--shm-name",
+    "",
+    "--port",
+    "0",
+    "--http-port",
+    "0",
+];
+
 #[test]
 fn bad_server_flags_are_refused_in_one_line() {
     for (args, named) in [
@@ -124,20 +137,7 @@ fn what_memory_and_gpus_do_not_allow_is_refused_by_the_check_as_by_the_start() {
             "L1 of 1125899906842624 bytes (--l1-size-gb): ",
         ),
     ] {
-        let start = [
-            "server",
-            "--log-level",
-            "off",
-            "--l1-size-gb",
-            "0.05",
-            "--shm-name",
-            "",
-            "--port",
-            "0",
-            "--http-port",
-            "0",
-        ];
-        let start = [&start[..], flags].concat();
+        let start = [&START[..], &["--log-level", "off"], flags].concat();
         let check = [&start[..], &["--check-config"]].concat();
         let line = complaint(&kvtier(&check), 1);
         assert!(
@@ -152,18 +152,7 @@ fn what_memory_and_gpus_do_not_allow_is_refused_by_the_check_as_by_the_start() {
 fn flags_of_gpus_that_have_no_effect_are_named_at_the_start() {
     // Ends once it has looked for GPUs.
     let start = [
-        "server",
-        "--l1-size-gb",
-        "0.05",
-        "--shm-name",
-        "",
-        "--port",
-        "0",
-        "--http-port",
-        "0",
-    ];
-    let start = [
-        &start[..],
+        &START[..],
         &["--cuda-driver", "off", "--l1-numa-nodes", "4096"],
     ]
     .concat();

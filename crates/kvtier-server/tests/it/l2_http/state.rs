@@ -8,7 +8,7 @@ use serde_json::json;
 use super::MOCK;
 use crate::http::{json_of, request};
 use crate::l2::{fs, hits, settle, store, with_tiers};
-use crate::metrics::parse_metrics;
+use crate::metrics::{parse_metrics, value_of};
 use crate::support::{CHUNK, PATIENCE, TestServer, prompt};
 
 #[test]
@@ -107,17 +107,7 @@ fn what_the_tiers_do_is_counted() {
     assert_eq!(hits(worker.connection(), &scope, &known, "s"), 4);
     let (_, _, text) = request(&server, "GET", "/metrics", "");
     let metrics = parse_metrics(&text);
-    let value = |name: &str, label: &str| {
-        let mut found = metrics
-            .iter()
-            .filter(|metric| metric.name == name && metric.labels.contains(label));
-        let value = found
-            .next()
-            .unwrap_or_else(|| panic!("no {name} with {label}"))
-            .value;
-        assert!(found.next().is_none(), "{name} with {label} is there twice");
-        value
-    };
+    let value = |name: &str, label: &str| value_of(&metrics, name, label);
     let names = include_str!("../../vectors/metrics_names.txt").lines();
     for line in names.filter(|line| line.contains("_l2_")) {
         let (name, kind) = line.split_once(' ').unwrap();
