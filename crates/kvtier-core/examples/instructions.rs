@@ -29,7 +29,7 @@ const TENANTS: usize = 10_000;
 struct Pieces(Vec<u64>);
 
 impl ExtentAllocator for Pieces {
-    fn allocate(&mut self, bytes: u64) -> Option<Extent> {
+    fn allocate(&mut self, bytes: u64, _: u32) -> Option<Extent> {
         self.0.pop().map(|offset| Extent { offset, len: bytes })
     }
 

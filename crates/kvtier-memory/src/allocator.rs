@@ -75,6 +75,15 @@ pub struct AllocatorStats {
     pub free_extents: usize,
 }
 
+/// A piece of the arena, taken or free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// Where it is, in whole units.
+    pub extent: Extent,
+    /// The owner that [`ExtentAllocator::allocate_for`] was given; `None` while the piece is free.
+    pub owner: Option<u32>,
+}
+
 /// Hands out extents of an arena: the smallest free one that fits, the lowest of those.
 ///
 /// All operations take O(log n) in the number of extents and never rebuild a table, so none is
@@ -95,25 +104,34 @@ pub struct ExtentAllocator {
     free: BTreeSet<(u32, u32)>,
 }
 
-/// Size of an extent in units, and whether it is taken, in 32 bits.
+/// An extent: its size in units and whether it is taken, in 32 bits, and its owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Block(u32);
+struct Block {
+    bits: u32,
+    owner: u32,
+}
 
 impl Block {
     fn free(size: u32) -> Self {
-        Self(size << 1)
+        Self {
+            bits: size << 1,
+            owner: 0,
+        }
     }
 
-    fn taken(size: u32) -> Self {
-        Self(size << 1 | 1)
+    fn taken(size: u32, owner: u32) -> Self {
+        Self {
+            bits: size << 1 | 1,
+            owner,
+        }
     }
 
     fn size(self) -> u32 {
-        self.0 >> 1
+        self.bits >> 1
     }
 
     fn is_taken(self) -> bool {
-        self.0 & 1 == 1
+        self.bits & 1 == 1
     }
 }
 
@@ -157,6 +175,14 @@ impl ExtentAllocator {
     /// # Errors
     /// See [`AllocateError`].
     pub fn allocate(&mut self, bytes: u64) -> Result<Extent, AllocateError> {
+        self.allocate_for(bytes, 0)
+    }
+
+    /// [`allocate`](Self::allocate) for an owner that [`pieces_up`](Self::pieces_up) names. The number is the caller's own.
+    ///
+    /// # Errors
+    /// See [`AllocateError`].
+    pub fn allocate_for(&mut self, bytes: u64, owner: u32) -> Result<Extent, AllocateError> {
         if bytes == 0 {
             return Err(AllocateError::ZeroBytes);
         }
@@ -171,7 +197,7 @@ impl ExtentAllocator {
             });
         };
         self.free.remove(&(size, offset));
-        self.blocks.insert(offset, Block::taken(units));
+        self.blocks.insert(offset, Block::taken(units, owner));
         if size > units {
             let (rest, rest_size) = (offset + units, size - units);
             self.blocks.insert(rest, Block::free(rest_size));
@@ -189,9 +215,8 @@ impl ExtentAllocator {
         let error = FreeError { extent };
         let offset = self.unit_of(extent.offset).ok_or(error)?;
         let units = self.units(extent.len).ok_or(error)?;
-        if self.blocks.get(&offset) != Some(&Block::taken(units)) {
-            return Err(error);
-        }
+        let is_it = |block: &&Block| block.is_taken() && block.size() == units;
+        self.blocks.get(&offset).filter(is_it).ok_or(error)?;
         self.used -= units;
         let mut size = units;
         let after = offset + units;
@@ -213,6 +238,27 @@ impl ExtentAllocator {
             self.free.insert((size, offset));
         }
         Ok(())
+    }
+
+    /// The pieces from the first that begins at `offset` or later, upwards.
+    pub fn pieces_up(&self, offset: u64) -> impl Iterator<Item = Piece> {
+        let first = u32::try_from(offset.div_ceil(self.alignment())).unwrap_or(u32::MAX);
+        let blocks = self.blocks.range(first..);
+        blocks.map(|(&offset, block)| self.piece(offset, *block))
+    }
+
+    /// The pieces that begin before `offset`, downwards.
+    pub fn pieces_down(&self, offset: u64) -> impl Iterator<Item = Piece> {
+        let end = u32::try_from(offset.div_ceil(self.alignment())).unwrap_or(u32::MAX);
+        let blocks = self.blocks.range(..end).rev();
+        blocks.map(|(&offset, block)| self.piece(offset, *block))
+    }
+
+    fn piece(&self, offset: u32, block: Block) -> Piece {
+        Piece {
+            extent: Extent::new(self.bytes(offset), self.bytes(block.size())),
+            owner: block.is_taken().then_some(block.owner),
+        }
     }
 
     /// Bytes there are.

@@ -39,7 +39,9 @@ mod shm_file;
 pub mod uring;
 
 pub use access::{AccessError, within};
-pub use allocator::{AllocateError, AllocatorStats, ExtentAllocator, FreeError, GeometryError};
+pub use allocator::{
+    AllocateError, AllocatorStats, ExtentAllocator, FreeError, GeometryError, Piece,
+};
 pub use arena::{Arena, ArenaError, ArenaKind, ArenaOptions};
 pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, copy_runs};
 pub use extent::Extent;

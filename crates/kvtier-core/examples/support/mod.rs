@@ -22,7 +22,7 @@ impl Pieces {
 }
 
 impl ExtentAllocator for Pieces {
-    fn allocate(&mut self, bytes: u64) -> Option<Extent> {
+    fn allocate(&mut self, bytes: u64, _: u32) -> Option<Extent> {
         let offset = self.free.pop()?;
         Some(Extent { offset, len: bytes })
     }

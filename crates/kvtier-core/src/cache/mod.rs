@@ -19,13 +19,14 @@ mod removal;
 mod reservation;
 mod reserve;
 mod room;
+mod run;
 mod slab;
 mod space;
 mod state;
 mod stats;
 mod tenant;
 
-pub use extent::{Extent, ExtentAllocator};
+pub use extent::{Extent, ExtentAllocator, FreeSpace, Piece};
 pub use lease::{Counted, Lookup, LookupRow, PrefixLease, ReadLease};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
@@ -165,8 +166,8 @@ impl<A: ExtentAllocator> Cache<A> {
     /// Sets memory aside for those of these keys that are not resident, evicting what must leave for it.
     ///
     /// Resident keys count as used, and are never evicted to make room for other keys of the same call. A key is
-    /// refused only when nothing evictable is left; keys set aside before it stay. An object larger than the
-    /// capacity, or than what is neither leased nor reserved of it, is refused without evicting anything.
+    /// refused only when no eviction makes a free range as large that the search finds (see `run.rs` for its bounds);
+    /// nothing is evicted for it then, and keys set aside before it stay.
     ///
     /// # Errors
     /// [`ReserveError::EmptyObject`]: a request has `len` 0; nothing is set aside.
@@ -188,13 +189,38 @@ impl<A: ExtentAllocator> Cache<A> {
         requests: &[ReserveRequest<'_>],
         near: Option<u32>,
     ) -> Result<Reserved<A>, ReserveError> {
+        self.reserve_bounded(now, requests, near, None)
+    }
+
+    /// [`Cache::reserve_near`] for a writer that may never commit: reserves at most `max_bytes`, and of a tenant with a
+    /// limit, soft ones too, no more than that limit staged at once. The keys beyond are refused, and evict nothing.
+    ///
+    /// # Errors
+    /// As [`Cache::reserve`].
+    pub fn reserve_staged(
+        &self,
+        now: Duration,
+        requests: &[ReserveRequest<'_>],
+        near: Option<u32>,
+        max_bytes: u64,
+    ) -> Result<Reserved<A>, ReserveError> {
+        self.reserve_bounded(now, requests, near, Some(max_bytes))
+    }
+
+    fn reserve_bounded(
+        &self,
+        now: Duration,
+        requests: &[ReserveRequest<'_>],
+        near: Option<u32>,
+        staging: Option<u64>,
+    ) -> Result<Reserved<A>, ReserveError> {
         if let Some(request) = requests.iter().position(|request| request.len == 0) {
             return Err(ReserveError::EmptyObject { request });
         }
         let mut batch = ReserveBatch::new(requests);
         self.locked(|state| {
             state.tell_time(now);
-            state.reserve(requests, near, &mut batch);
+            state.reserve(requests, near, staging, &mut batch);
         });
         Ok(Reserved {
             reservation: Reservation::new(self.clone(), batch.staged),
@@ -375,6 +401,11 @@ impl<A: ExtentAllocator> Cache<A> {
             used_bytes: state.allocator.used(),
             capacity_bytes: state.allocator.capacity(),
         })
+    }
+
+    /// Free space of each part of the memory.
+    pub fn free_space(&self) -> Vec<FreeSpace> {
+        self.locked(|state| state.allocator.free_space())
     }
 
     /// All counters.

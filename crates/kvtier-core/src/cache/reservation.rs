@@ -26,10 +26,12 @@ pub enum KeyOutcome {
     AlreadyResident,
     /// Memory is set aside.
     Reserved(Extent),
-    /// No memory, and nothing left that could be evicted.
+    /// No memory, and no eviction that would make a free range as large.
     NoMemory,
     /// The tenant's limit leaves no room, and it has nothing left that could be evicted.
     OverQuota,
+    /// The call may not reserve more: [`Cache::reserve_staged`].
+    OverStaging,
 }
 
 /// A `reserve` that was refused as a whole; nothing was set aside.

@@ -37,9 +37,11 @@ impl<A: ExtentAllocator> State<A> {
         &mut self,
         requests: &[ReserveRequest<'_>],
         near: Option<u32>,
+        staging: Option<u64>,
         batch: &mut ReserveBatch,
     ) {
         self.warm = 0;
+        let mut staging_left = staging.unwrap_or(u64::MAX);
         for request in requests {
             let space = self.spaces.find(&request.space);
             for hash in request.hashes {
@@ -52,25 +54,31 @@ impl<A: ExtentAllocator> State<A> {
         let mut held = batch.held.iter();
         for (request, which) in requests.iter().zip(0..) {
             let space = self.spaces.open(&request.space);
+            // Of two equal objects the second is not searched for when the first was not placed.
+            let mut refused = None;
             for ((hash, held), position) in request.hashes.iter().zip(&mut held).zip(0..) {
                 if *held != MISSING {
                     batch.outcomes.push(KeyOutcome::AlreadyResident);
                     continue;
                 }
                 let more = request.hashes.len() - 1 - position;
-                let staged = self
-                    .allocate(space, request.len, near, more)
-                    .and_then(|extent| {
-                        let slot = self.stage(space, *hash, extent);
-                        Ok((extent, slot.ok_or(NoRoom::Memory)?))
-                    });
+                let staged = match refused {
+                    Some(no_room) => Err(no_room),
+                    None if request.len > staging_left => Err(NoRoom::Staging),
+                    None if staging.is_some() && !self.may_stage(space, request.len) => {
+                        Err(NoRoom::Quota)
+                    }
+                    None => self.stage(space, *hash, request.len, near, more),
+                };
                 let (extent, slot) = match staged {
                     Ok(staged) => staged,
                     Err(no_room) => {
+                        refused = Some(no_room);
                         batch.outcomes.push(self.refuse(space, no_room));
                         continue;
                     }
                 };
+                staging_left -= request.len;
                 batch.outcomes.push(KeyOutcome::Reserved(extent));
                 batch.staged.push(Staged {
                     request: which,
@@ -92,6 +100,12 @@ impl<A: ExtentAllocator> State<A> {
                 start += request.hashes.len();
             }
         }
+    }
+
+    /// Whether the limit of a space's tenant, soft ones too, leaves it another staged object. It may always have one.
+    fn may_stage(&self, space: u32, bytes: u64) -> bool {
+        let tenant = self.spaces.tenants.get(self.spaces.salt_of(space));
+        !self.policy.isolates() || tenant.is_none_or(|tenant| tenant.may_stage(bytes))
     }
 
     /// Admits the staged objects that `keep` marks and gives up the others, in this order.

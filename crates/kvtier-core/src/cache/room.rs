@@ -24,17 +24,23 @@ pub(super) enum NoRoom {
     Memory,
     /// The tenant's limit.
     Quota,
+    /// What its writer may have uncommitted.
+    Staging,
 }
 
 impl<A: ExtentAllocator> State<A> {
-    /// Memory for one object, evicting until there is some, in the part `near` if there is one. `more` tells how many more
-    /// the caller is likely to want.
+    /// Memory for one object, which is to be `owner`'s, evicting what must leave for it: in the part `near` if there is
+    /// one. `more` is how many more the caller is likely to want.
+    ///
+    /// # Errors
+    /// Nothing was evicted then.
     pub(super) fn allocate(
         &mut self,
         space: u32,
         bytes: u64,
         near: Option<u32>,
         more: usize,
+        owner: u32,
     ) -> Result<Extent, NoRoom> {
         let salt = self.spaces.salt_of(space);
         let capacity = self.allocator.capacity();
@@ -43,53 +49,89 @@ impl<A: ExtentAllocator> State<A> {
         if bytes > capacity.saturating_sub(fixed) || bytes > self.allocator.largest() {
             return Err(NoRoom::Memory);
         }
-        if let Some(limit) = self.spaces.tenants.strict_limit(salt) {
-            self.make_own_room(salt, bytes, limit, more)?;
+        let kept = self.strictly_kept(salt, bytes)?;
+        let extent = self.make_hole(salt, kept, bytes, near, more, owner)?;
+        while self.bytes_of(salt) > kept
+            && let Some(own) = self.policy.victim_of(salt)
+        {
+            self.warm_up(Some(salt), more + 1);
+            self.evict_slot(own);
         }
+        Ok(extent)
+    }
+
+    /// Bytes that a tenant may keep beside an object of `bytes`, which a strict limit says.
+    fn strictly_kept(&self, salt: u32, bytes: u64) -> Result<u64, NoRoom> {
+        let Some(limit) = self.spaces.tenants.strict_limit(salt) else {
+            return Ok(u64::MAX);
+        };
+        let kept = limit.checked_sub(bytes).ok_or(NoRoom::Quota)?;
+        let Some(tenant) = self.spaces.tenants.get(salt) else {
+            return Ok(kept);
+        };
+        let fixed = tenant.bytes() - tenant.evictable();
+        let is_over = tenant.bytes() > kept;
+        if fixed > kept || is_over && self.policy.victim_of(salt).is_none() {
+            return Err(NoRoom::Quota);
+        }
+        Ok(kept)
+    }
+
+    /// Allocates, evicting only what makes a hole that is large enough: the next victim if it is as large, or else the
+    /// members of one run.
+    fn make_hole(
+        &mut self,
+        salt: u32,
+        kept: u64,
+        bytes: u64,
+        near: Option<u32>,
+        more: usize,
+        owner: u32,
+    ) -> Result<Extent, NoRoom> {
+        let capacity = self.allocator.capacity();
         loop {
             if bytes <= capacity.saturating_sub(self.allocator.used())
                 && let Some(extent) = match near {
-                    Some(part) => self.allocator.allocate_near(bytes, part),
-                    None => self.allocator.allocate(bytes),
+                    Some(part) => self.allocator.allocate_near(bytes, part, owner),
+                    None => self.allocator.allocate(bytes, owner),
                 }
             {
                 return Ok(extent);
             }
-            self.warm_up(None, more + 1);
-            let victim = match self.victim_for(salt) {
-                Some(victim) => victim,
-                None => {
-                    // Room elsewhere goes before what the tenant has itself.
-                    if let Some(extent) = near.and_then(|_| self.allocator.allocate(bytes)) {
-                        return Ok(extent);
-                    }
-                    self.policy.victim_of(salt).ok_or(NoRoom::Memory)?
-                }
+            let over = (self.bytes_of(salt) > kept).then_some(salt);
+            self.warm_up(over, more + 1);
+            let victim = match over {
+                Some(own) => self.policy.victim_of(own),
+                None => self.victim_for(salt),
             };
-            self.evict_slot(victim);
+            if let Some(victim) = victim.filter(|victim| self.is_enough(*victim, bytes)) {
+                self.evict_slot(victim);
+                continue;
+            }
+            // Free space elsewhere goes before what the tenant has itself, and before what is smaller.
+            if let Some(extent) = near.and_then(|_| self.allocator.allocate(bytes, owner)) {
+                return Ok(extent);
+            }
+            match self.policy.victim_of(salt) {
+                None if victim.is_none() => return Err(NoRoom::Memory),
+                Some(own) if victim.is_none() && self.is_enough(own, bytes) => {
+                    self.evict_slot(own);
+                }
+                _ => {
+                    for member in self.cheapest_run(salt, bytes, over)? {
+                        self.evict_slot(member);
+                    }
+                    let extent = self.allocator.allocate(bytes, owner);
+                    return extent.ok_or(NoRoom::Memory);
+                }
+            }
         }
     }
 
-    /// Evicts from a tenant until its limit leaves this much room.
-    fn make_own_room(
-        &mut self,
-        salt: u32,
-        bytes: u64,
-        limit: u64,
-        more: usize,
-    ) -> Result<(), NoRoom> {
-        let most = limit.checked_sub(bytes).ok_or(NoRoom::Quota)?;
-        // Before anything is evicted in vain.
-        let fixed = |tenant: &Tenant| tenant.bytes() - tenant.evictable();
-        if self.spaces.tenants.get(salt).map_or(0, fixed) > most {
-            return Err(NoRoom::Quota);
-        }
-        while self.bytes_of(salt) > most {
-            self.warm_up(Some(salt), more + 1);
-            let own = self.policy.victim_of(salt).ok_or(NoRoom::Quota)?;
-            self.evict_slot(own);
-        }
-        Ok(())
+    /// Whether the eviction of this object alone makes a hole of `bytes` bytes, or brings one nearer where bytes are only
+    /// counted.
+    fn is_enough(&self, victim: u32, bytes: u64) -> bool {
+        self.slab.at(victim).extent.len >= bytes || !self.allocator.is_addressed()
     }
 
     fn bytes_of(&self, salt: u32) -> u64 {
@@ -115,22 +157,29 @@ impl<A: ExtentAllocator> State<A> {
                 }
                 KeyOutcome::OverQuota
             }
+            NoRoom::Staging => KeyOutcome::OverStaging,
         }
     }
 
     /// Who leaves next for a store of this tenant, before what others' shares leave it.
     fn victim_for(&mut self, salt: u32) -> Option<u32> {
-        let tenants = &self.spaces.tenants;
-        if !tenants.over().is_empty() {
-            let own = tenants.get(salt).is_some_and(|tenant| tenant.is_over());
-            let own = own.then_some(salt);
-            let others = tenants.over().iter().rev().take(OVER_LOOKED_AT).copied();
-            let mut over = own.into_iter().chain(others);
-            if let Some(victim) = over.find_map(|salt| self.policy.victim_of(salt)) {
-                return Some(victim);
-            }
+        match self.over_quota_for(salt) {
+            Some(over) => self.policy.victim_of(over),
+            None => self.policy.victim(),
         }
-        self.policy.victim()
+    }
+
+    /// The tenant over its quota that loses objects first for a store of this tenant: itself before all.
+    pub(super) fn over_quota_for(&self, salt: u32) -> Option<u32> {
+        let tenants = &self.spaces.tenants;
+        if tenants.over().is_empty() {
+            return None;
+        }
+        let own = tenants.get(salt).is_some_and(|tenant| tenant.is_over());
+        let own = own.then_some(salt);
+        let others = tenants.over().iter().rev().take(OVER_LOOKED_AT).copied();
+        let mut over = own.into_iter().chain(others);
+        over.find(|salt| self.policy.victim_of(*salt).is_some())
     }
 
     /// See [`super::Cache::set_grant`].

@@ -2,7 +2,7 @@
 
 use super::counters::{Counters, Tally, Totals};
 use super::index::Index;
-use super::room::WARM;
+use super::room::{NoRoom, WARM};
 use super::slab::{Slab, Slot, SlotRef, SlotState};
 use super::space::Spaces;
 use super::{CacheConfig, Extent, ExtentAllocator, ResidentObject};
@@ -31,6 +31,8 @@ pub(super) struct State<A> {
     /// How many of the next victims have been fetched from memory already.
     pub(super) warm: usize,
     pub(super) upcoming: Vec<u32>,
+    /// Where the next search for a run begins, in bytes from the arena's start.
+    pub(super) hand: u64,
     /// Evicted and not asked for yet; `None` where nobody asks.
     pub(super) evicted: Option<Vec<ResidentObject>>,
 }
@@ -50,6 +52,7 @@ impl<A: ExtentAllocator> State<A> {
             clock: 0,
             warm: 0,
             upcoming: Vec::with_capacity(WARM),
+            hand: 0,
             evicted: config.report_evicted.then(Vec::new),
         }
     }
@@ -178,15 +181,25 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// A private object in this memory. Gives the memory back if there can be no more objects.
-    pub(super) fn stage(&mut self, space: u32, hash: ChunkHash, extent: Extent) -> Option<SlotRef> {
-        let Some(reference) = self.slab.take(hash, space, extent) else {
-            self.allocator.free(extent);
-            return None;
-        };
+    /// A private object with memory of its own, evicting what must leave for it; see [`allocate`](Self::allocate).
+    pub(super) fn stage(
+        &mut self,
+        space: u32,
+        hash: ChunkHash,
+        bytes: u64,
+        near: Option<u32>,
+        more: usize,
+    ) -> Result<(Extent, SlotRef), NoRoom> {
+        let nowhere = Extent { offset: 0, len: 0 };
+        let reference = self.slab.take(hash, space, nowhere).ok_or(NoRoom::Memory)?;
+        let number = reference.slot;
+        let extent = self
+            .allocate(space, bytes, near, more, number)
+            .inspect_err(|_| self.slab.give_back(number))?;
+        self.slab.at_mut(number).extent = extent;
         self.spaces.add_user(space);
-        self.account(space, extent.len, SlotState::Free, SlotState::Staged);
-        Some(reference)
+        self.account(space, bytes, SlotState::Free, SlotState::Staged);
+        Ok((extent, reference))
     }
 
     /// Ends the life of an object that is in no index and no order, and frees its memory.

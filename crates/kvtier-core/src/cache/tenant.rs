@@ -58,6 +58,19 @@ impl Tenant {
         self.counters.resident.bytes.saturating_sub(self.leased)
     }
 
+    /// Whether its limit leaves it this many staged bytes more. It may always have one staged object.
+    pub(super) fn may_stage(&self, bytes: u64) -> bool {
+        let staged = self.counters.staged.bytes;
+        self.limit
+            .is_none_or(|limit| staged == 0 || staged.saturating_add(bytes) <= limit)
+    }
+
+    /// Bytes of its resident objects beyond its reserved share; `None` without one.
+    pub(super) fn unreserved(&self) -> Option<u64> {
+        let reserved = self.grant.map_or(0, |grant| grant.reserved);
+        (reserved > 0).then(|| self.counters.resident.bytes.saturating_sub(reserved))
+    }
+
     /// Whether others may evict an object, whichever it is.
     fn spares(&self) -> bool {
         let reserved = self.grant.map_or(0, |grant| grant.reserved);

@@ -6,7 +6,7 @@
 )]
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, ReserveRequest, Space};
+use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, Piece, ReserveRequest, Space};
 use kvtier_core::eviction::EvictionKind;
 use std::time::Duration;
 
@@ -15,8 +15,8 @@ use std::time::Duration;
 pub struct FirstFit {
     capacity: u64,
     align: u64,
-    /// Handed-out extents, by offset.
-    taken: Vec<Extent>,
+    /// Handed-out extents and their owners, by offset.
+    taken: Vec<(Extent, u32)>,
     used: u64,
 }
 
@@ -32,12 +32,12 @@ impl FirstFit {
 }
 
 impl ExtentAllocator for FirstFit {
-    fn allocate(&mut self, bytes: u64) -> Option<Extent> {
+    fn allocate(&mut self, bytes: u64, owner: u32) -> Option<Extent> {
         assert!(bytes > 0, "asked for an empty extent");
         let room = bytes.next_multiple_of(self.align);
         let mut offset = 0;
         let mut at = 0;
-        for taken in &self.taken {
+        for (taken, _) in &self.taken {
             if taken.offset - offset >= room {
                 break;
             }
@@ -48,13 +48,13 @@ impl ExtentAllocator for FirstFit {
             return None;
         }
         let extent = Extent { offset, len: bytes };
-        self.taken.insert(at, extent);
+        self.taken.insert(at, (extent, owner));
         self.used += room;
         Some(extent)
     }
 
     fn free(&mut self, extent: Extent) {
-        let at = self.taken.binary_search(&extent);
+        let at = self.taken.binary_search_by_key(&extent, |taken| taken.0);
         self.taken.remove(at.expect("freed what was not taken"));
         self.used -= extent.len.next_multiple_of(self.align);
     }
@@ -65,6 +65,45 @@ impl ExtentAllocator for FirstFit {
 
     fn used(&self) -> u64 {
         self.used
+    }
+
+    fn is_addressed(&self) -> bool {
+        true
+    }
+
+    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+        let mut pieces = self.pieces().into_iter();
+        pieces.all(|piece| piece.extent.offset < from || visit(piece));
+    }
+
+    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+        let mut pieces = self.pieces().into_iter().rev();
+        pieces.all(|piece| piece.extent.offset >= from || visit(piece));
+    }
+}
+
+impl FirstFit {
+    /// All pieces, taken and free, by offset.
+    pub fn pieces(&self) -> Vec<Piece> {
+        let (mut pieces, mut end) = (Vec::new(), 0);
+        let mut push = |offset, len, owner| {
+            let extent = Extent { offset, len };
+            pieces.push(Piece { extent, owner });
+        };
+        for (taken, owner) in &self.taken {
+            if taken.offset > end {
+                push(end, taken.offset - end, None);
+            }
+            let len = taken.len.next_multiple_of(self.align);
+            push(taken.offset, len, Some(*owner));
+            end = taken.offset + len;
+        }
+        // What is less than a unit is nothing.
+        let units = self.capacity / self.align * self.align;
+        if units > end {
+            push(end, units - end, None);
+        }
+        pieces
     }
 }
 

@@ -23,7 +23,7 @@ impl Budget {
 }
 
 impl ExtentAllocator for Budget {
-    fn allocate(&mut self, bytes: u64) -> Option<Extent> {
+    fn allocate(&mut self, bytes: u64, _: u32) -> Option<Extent> {
         let used = self.used.checked_add(bytes)?;
         if used > self.capacity {
             return None;

@@ -41,12 +41,24 @@ impl Part {
         self.extents.capacity() - self.extents.used()
     }
 
-    fn allocate(&mut self, bytes: u64) -> Option<cache::Extent> {
-        let extent = self.extents.allocate(bytes).ok()?;
+    fn allocate(&mut self, bytes: u64, owner: u32) -> Option<cache::Extent> {
+        let extent = self.extents.allocate_for(bytes, owner).ok()?;
         Some(cache::Extent {
             offset: self.start + extent.offset,
             len: extent.len,
         })
+    }
+}
+
+impl Part {
+    fn piece(&self, piece: kvtier_memory::Piece) -> cache::Piece {
+        cache::Piece {
+            extent: cache::Extent {
+                offset: self.start + piece.extent.offset,
+                len: piece.extent.len,
+            },
+            owner: piece.owner,
+        }
     }
 }
 
@@ -79,35 +91,43 @@ impl L1Allocator {
         Self::over(divide(bytes, 1, 1), 1).expect("a size that can be")
     }
 
+    /// The number of the part in which this address is. The first part starts at 0.
+    fn part_at(&self, offset: u64) -> usize {
+        let after = self.parts.partition_point(|part| part.start <= offset);
+        after.saturating_sub(1)
+    }
+
     /// In the part with the most room that leaves as much as `spare` says of it, or in one with less.
-    fn allocate_in(&mut self, bytes: u64, spare: impl Fn(&Part) -> u64) -> Option<cache::Extent> {
+    fn allocate_in(
+        &mut self,
+        bytes: u64,
+        owner: u32,
+        spare: impl Fn(&Part) -> u64,
+    ) -> Option<cache::Extent> {
         let has_room = |part: &&mut Part| part.free() >= bytes.saturating_add(spare(part));
         let mut roomy: Vec<_> = self.parts.iter_mut().filter(has_room).collect();
         roomy.sort_by_key(|part| std::cmp::Reverse(part.free()));
-        roomy.into_iter().find_map(|part| part.allocate(bytes))
+        roomy.into_iter().find_map(|part| part.allocate(bytes, owner))
     }
 }
 
 impl cache::ExtentAllocator for L1Allocator {
-    fn allocate(&mut self, bytes: u64) -> Option<cache::Extent> {
+    fn allocate(&mut self, bytes: u64, owner: u32) -> Option<cache::Extent> {
         match &mut *self.parts {
-            [part] => part.allocate(bytes),
-            _ => self.allocate_in(bytes, |_| 0),
+            [part] => part.allocate(bytes, owner),
+            _ => self.allocate_in(bytes, owner, |_| 0),
         }
     }
 
-    fn allocate_near(&mut self, bytes: u64, part: u32) -> Option<cache::Extent> {
+    fn allocate_near(&mut self, bytes: u64, part: u32, owner: u32) -> Option<cache::Extent> {
         let own = self.parts.get_mut(part as usize);
-        own.and_then(|own| own.allocate(bytes))
-            .or_else(|| self.allocate_in(bytes, |part| part.extents.capacity() / SPARE))
+        own.and_then(|own| own.allocate(bytes, owner))
+            .or_else(|| self.allocate_in(bytes, owner, |part| part.extents.capacity() / SPARE))
     }
 
     fn free(&mut self, extent: cache::Extent) {
-        let after = self
-            .parts
-            .partition_point(|part| part.start <= extent.offset);
-        // The first part starts at 0.
-        let part = &mut self.parts[after.saturating_sub(1)];
+        let part = self.part_at(extent.offset);
+        let part = &mut self.parts[part];
         let inner = cache::Extent {
             offset: extent.offset - part.start,
             ..extent
@@ -130,6 +150,33 @@ impl cache::ExtentAllocator for L1Allocator {
 
     fn used(&self) -> u64 {
         self.parts.iter().map(|part| part.extents.used()).sum()
+    }
+
+    fn is_addressed(&self) -> bool {
+        true
+    }
+
+    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(cache::Piece) -> bool) {
+        let part = &self.parts[self.part_at(from)];
+        let mut pieces = part.extents.pieces_up(from - part.start);
+        pieces.all(|piece| visit(part.piece(piece)));
+    }
+
+    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(cache::Piece) -> bool) {
+        let part = &self.parts[self.part_at(from)];
+        let mut pieces = part.extents.pieces_down(from - part.start);
+        pieces.all(|piece| visit(part.piece(piece)));
+    }
+
+    fn free_space(&self) -> Vec<cache::FreeSpace> {
+        let parts = self.parts.iter().map(|part| part.extents.stats());
+        let free = parts.map(|stats| cache::FreeSpace {
+            capacity_bytes: stats.capacity,
+            free_bytes: stats.free,
+            largest_free_bytes: stats.largest_free,
+            free_extents: stats.free_extents as u64,
+        });
+        free.collect()
     }
 }
 
