@@ -282,7 +282,16 @@ impl Both {
             })
             .collect();
         let before = TENANTS.map(|tenant| self.tenant_bytes(tenant));
+        let evicted = || self.cache.stats().evicted_objects_total;
+        let evicted_before = evicted();
         let reserved = self.cache.reserve(NOW, &real).unwrap();
+        if reserved.reservation.is_empty() {
+            assert_eq!(
+                evicted(),
+                evicted_before,
+                "a refused reserve evicts nothing"
+            );
+        }
         let (outcomes, staged) = self.model.reserve(requests);
         assert_eq!(reserved.outcomes, outcomes);
         self.strict_limits_hold(before);

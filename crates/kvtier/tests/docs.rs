@@ -29,7 +29,11 @@ fn all_counted() -> Metrics {
     metrics.lookup(&model, "s", 1, 1, 1);
     metrics.early_exit(&model, "s", "empty_chunk_hashes");
     metrics.admitted("s", 1);
-    let refused = [KeyOutcome::NoMemory, KeyOutcome::OverQuota];
+    let refused = [
+        KeyOutcome::NoMemory,
+        KeyOutcome::OverQuota,
+        KeyOutcome::OverStaging,
+    ];
     metrics.reserved("l1_store", "m", "s", &refused);
     metrics.not_found("l1_retrieve", "m", 1);
     metrics.prefetched("m", "s", 1, 1);

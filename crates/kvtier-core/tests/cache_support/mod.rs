@@ -6,7 +6,9 @@
 )]
 
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, Piece, ReserveRequest, Space};
+use kvtier_core::cache::{
+    Cache, CacheConfig, Extent, ExtentAllocator, Piece, ReserveRequest, Space,
+};
 use kvtier_core::eviction::EvictionKind;
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! The cache as one would write it without thinking of speed: lists searched from end to end.
 
 use super::FirstFit;
-use kvtier_core::cache::{Extent, ExtentAllocator, KeyOutcome};
+use kvtier_core::cache::{Extent, ExtentAllocator, KeyOutcome, Piece};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use std::collections::BTreeMap;
 
@@ -185,14 +185,126 @@ impl Model {
         })
     }
 
-    /// The place in the order of who leaves for a store of this tenant.
-    fn victim_for(&self, tenant: usize) -> Option<usize> {
+    /// The tenant over its quota that loses objects first for a store of this tenant.
+    fn over_quota_for(&self, tenant: usize) -> Option<usize> {
         let over = self.quotas.iter().flat_map(|quotas| &quotas.over);
         let own = over.clone().copied().filter(|&other| other == tenant);
         let mut over = own.chain(over.rev().copied());
-        over.find_map(|tenant| self.oldest_of(tenant))
-            .or_else(|| self.oldest_unprotected())
-            .or_else(|| self.oldest_of(tenant))
+        over.find(|&tenant| self.oldest_of(tenant).is_some())
+    }
+
+    /// The place in the order of the next victim for a store of this tenant, but for what only it may evict.
+    fn victim_for(&self, tenant: usize) -> Option<usize> {
+        match self.over_quota_for(tenant) {
+            Some(over) => self.oldest_of(over),
+            None => self.oldest_unprotected(),
+        }
+    }
+
+    fn reserved(&self, tenant: usize) -> u64 {
+        let quotas = self.quotas.as_ref();
+        let grant = quotas.and_then(|quotas| quotas.grants.get(&tenant));
+        grant.map_or(0, |grant| grant.reserved)
+    }
+
+    /// Whether a piece is free or its object may leave for a store of this tenant. `left` has what may leave of tenants
+    /// with a reserved share.
+    fn is_movable(&self, piece: &Piece, tenant: usize, left: &mut BTreeMap<usize, u64>) -> bool {
+        let Some(id) = piece.owner.map(|owner| owner as Id) else {
+            return true;
+        };
+        if !self.order.contains(&id) {
+            return false;
+        }
+        let of = (self.tenant_of)(self.objects[&id].key.0);
+        let is_over = self.quotas.iter().any(|quotas| quotas.over.contains(&of));
+        if of == tenant || is_over || self.reserved(of) == 0 {
+            return true;
+        }
+        let own = |id: &&Id| (self.tenant_of)(self.objects[*id].key.0) == of;
+        let resident = self.bytes(self.resident.values().filter(own));
+        let left = left
+            .entry(of)
+            .or_insert(resident.saturating_sub(self.reserved(of)));
+        match left.checked_sub(self.objects[&id].extent.len) {
+            Some(less) => *left = less,
+            None => return false,
+        }
+        true
+    }
+
+    /// The cheapest of the shortest runs in a stretch, with its cost, if it is cheaper than `than`. As all objects are
+    /// equally idle, the cost is their bytes.
+    fn compare(&self, stretch: &[Piece], len: u64, cheapest: &mut Option<(u64, Vec<Id>)>) {
+        let bytes = |pieces: &[Piece]| pieces.iter().map(|piece| piece.extent.len).sum::<u64>();
+        for end in 1..=stretch.len() {
+            let start = (0..end).rev().find(|&at| bytes(&stretch[at..end]) >= len);
+            let Some(start) = start else { continue };
+            let members = stretch[start..end].iter().filter_map(|piece| piece.owner);
+            let members: Vec<_> = members.map(|owner| owner as Id).collect();
+            let cost = self.bytes(&members);
+            if cheapest.as_ref().is_none_or(|(least, _)| cost < *least) {
+                *cheapest = Some((cost, members));
+            }
+        }
+    }
+
+    /// The objects of the cheapest run for an object of this length: around the next victims, or else anywhere.
+    fn cheapest_run(&self, tenant: usize, len: u64, is_over: bool) -> Option<Vec<Id>> {
+        let source = match is_over {
+            true => Some(tenant),
+            false => self.over_quota_for(tenant),
+        };
+        let next = self.oldest_unprotected().map(|at| self.order[at]);
+        let of = |id: Id| (self.tenant_of)(self.objects[&id].key.0);
+        let source = source.or(match (&self.quotas, next) {
+            (Some(_), Some(next)) => Some(of(next)),
+            (_, None) => Some(tenant),
+            (None, Some(_)) => None,
+        });
+        let seeds = self.order.iter();
+        let seeds = seeds.filter(|id| source.is_none_or(|source| of(**id) == source));
+        let pieces = self.memory.pieces();
+        let mut cheapest = None;
+        for seed in seeds.take(8) {
+            let at = pieces
+                .iter()
+                .position(|piece| piece.owner == Some(*seed as u32));
+            let (before, after) = pieces.split_at(at.unwrap());
+            let mut left = BTreeMap::new();
+            let mut side = |pieces: &mut dyn Iterator<Item = &Piece>| {
+                let (mut stretch, mut bytes) = (Vec::new(), 0);
+                for piece in pieces {
+                    if !self.is_movable(piece, tenant, &mut left) {
+                        break;
+                    }
+                    stretch.push(*piece);
+                    bytes += piece.extent.len;
+                    if bytes >= len {
+                        break;
+                    }
+                }
+                stretch
+            };
+            let right = side(&mut after.iter());
+            let mut stretch = side(&mut before.iter().rev());
+            stretch.reverse();
+            stretch.extend(right);
+            self.compare(&stretch, len, &mut cheapest);
+        }
+        if cheapest.is_none() {
+            let (mut stretch, mut left) = (Vec::new(), BTreeMap::new());
+            for piece in &pieces {
+                if self.is_movable(piece, tenant, &mut left) {
+                    stretch.push(*piece);
+                } else {
+                    self.compare(&stretch, len, &mut cheapest);
+                    (stretch, left) = Default::default();
+                }
+            }
+            self.compare(&stretch, len, &mut cheapest);
+        }
+        cheapest.map(|(_, members)| members)
     }
 
     pub fn evict_over_quota(&mut self, objects: usize) -> (usize, u64) {
@@ -239,6 +351,7 @@ impl Model {
         if self.evicts && len > self.memory.capacity().saturating_sub(movable) {
             return Err(KeyOutcome::NoMemory);
         }
+        let mut kept = u64::MAX;
         let strict = |quotas: &Quotas| quotas.config.mode == QuotaMode::Strict;
         if self.quotas.as_ref().is_some_and(strict)
             && let Some(limit) = self.limit(tenant)
@@ -251,17 +364,41 @@ impl Model {
             if self.tenant_bytes(tenant) - movable + len > limit {
                 return Err(KeyOutcome::OverQuota);
             }
-            while self.tenant_bytes(tenant) + len > limit {
-                let at = self.oldest_of(tenant).ok_or(KeyOutcome::OverQuota)?;
-                self.evict_at(at);
+            kept = limit - len;
+            if self.tenant_bytes(tenant) > kept && self.oldest_of(tenant).is_none() {
+                return Err(KeyOutcome::OverQuota);
             }
         }
+        let extent = self.make_hole(tenant, kept, len)?;
+        while self.tenant_bytes(tenant) > kept {
+            let own = self.oldest_of(tenant).unwrap();
+            self.evict_at(own);
+        }
+        Ok(extent)
+    }
+
+    fn make_hole(&mut self, tenant: usize, kept: u64, len: u64) -> Result<Extent, KeyOutcome> {
         loop {
-            if let Some(extent) = self.memory.allocate(len) {
+            if let Some(extent) = self.memory.allocate(len, self.next as u32) {
                 return Ok(extent);
             }
-            let victim = self.victim_for(tenant).filter(|_| self.evicts);
-            self.evict_at(victim.ok_or(KeyOutcome::NoMemory)?);
+            let is_over = self.tenant_bytes(tenant) > kept;
+            let own = self.oldest_of(tenant);
+            let victim = match is_over {
+                true => own,
+                false => self.victim_for(tenant),
+            };
+            let victim = victim.or(own).filter(|_| self.evicts);
+            let victim = victim.ok_or(KeyOutcome::NoMemory)?;
+            if self.objects[&self.order[victim]].extent.len >= len {
+                self.evict_at(victim);
+                continue;
+            }
+            let run = self.cheapest_run(tenant, len, is_over);
+            for member in run.ok_or(KeyOutcome::NoMemory)? {
+                let at = self.order.iter().position(|id| *id == member);
+                self.evict_at(at.unwrap());
+            }
         }
     }
 

@@ -293,7 +293,7 @@ impl Tier {
                 ErrorKind::OverQuota,
                 format!("the tenant's limit in {} leaves no room", self.name()),
             )),
-            Some(KeyOutcome::NoMemory) | None => Err(L2Error::new(
+            Some(KeyOutcome::NoMemory | KeyOutcome::OverStaging) | None => Err(L2Error::new(
                 ErrorKind::Full,
                 format!(
                     "{} is at its capacity of {} bytes and nothing can be evicted",

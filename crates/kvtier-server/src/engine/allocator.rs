@@ -107,7 +107,9 @@ impl L1Allocator {
         let has_room = |part: &&mut Part| part.free() >= bytes.saturating_add(spare(part));
         let mut roomy: Vec<_> = self.parts.iter_mut().filter(has_room).collect();
         roomy.sort_by_key(|part| std::cmp::Reverse(part.free()));
-        roomy.into_iter().find_map(|part| part.allocate(bytes, owner))
+        roomy
+            .into_iter()
+            .find_map(|part| part.allocate(bytes, owner))
     }
 }
 

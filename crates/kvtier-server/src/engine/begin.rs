@@ -23,6 +23,9 @@ pub(super) enum Refusal {
     /// Its worker has as much under way as it may have.
     #[error("{0}")]
     Busy(String),
+    /// Staged bytes are at their limit.
+    #[error("staged and not committed bytes are at the limit")]
+    Staging,
     /// It is a retrieve.
     #[error("no lookup of its request has found these chunks, or they are gone")]
     NotHeld,
@@ -42,6 +45,7 @@ impl Refusal {
     pub fn reason(&self, failed: &'static str) -> &'static str {
         match self {
             Self::Busy(_) => "lane_full",
+            Self::Staging => "staging_full",
             Self::NotHeld => "not_held",
             Self::Failed(_) => failed,
         }

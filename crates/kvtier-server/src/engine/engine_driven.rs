@@ -12,10 +12,12 @@ use kvtier_proto::response::{
     PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget, prepare_retrieve_hit,
 };
 
+use super::begin::Refusal;
 use super::instances::{Instance, Mode};
 use super::layout::EngineDrivenLayout;
 use super::lookup::space;
 use super::memory::{L1Allocator, to_memory};
+use super::staging::{Charge, WorkerShare};
 use super::transfers::{Finish, Kind, Lent, TransferId};
 use super::worker_range::{Held, WorkerRange};
 use super::{Answer, Engine};
@@ -112,24 +114,25 @@ impl Engine {
         }
     }
 
-    /// Memory for those chunks of a range that are not here.
-    fn reserve_range(
+    /// Memory for those chunks of a range that are not resident.
+    ///
+    /// # Errors
+    /// The reason for the metrics.
+    fn stage_range(
         &self,
+        operation: &'static str,
         key: &CacheKey<'_, Prompt>,
         transfer: &Transfer,
-    ) -> Result<Reservation<L1Allocator>, String> {
-        let reserved = self
-            .l1
-            .cache
-            .reserve(self.now(), &[Self::objects(key, transfer)])
-            .map_err(|error| error.to_string())?;
-        self.metrics.reserved(
-            "l1_store",
-            key.model_name,
-            transfer.range.scope.cache_salt(),
-            &reserved.outcomes,
-        );
-        Ok(reserved.reservation)
+    ) -> Result<(Reservation<L1Allocator>, Charge), &'static str> {
+        let (instance, range) = (&transfer.instance, &transfer.range);
+        let staged = self.stage(instance, key, range, &[Self::objects(key, transfer)], None);
+        staged.map_err(|refusal| {
+            if let Refusal::Failed(error) = &refusal {
+                let (request, instance) = (key.request_id, instance.id.0);
+                tracing::warn!(request, instance, error, "{operation} failed");
+            }
+            refusal.reason("store_failed")
+        })
     }
 
     /// Begins a transfer, unless it is under way, or its instance has left on another connection just now: nobody would
@@ -152,23 +155,6 @@ impl Engine {
         Ok(())
     }
 
-    /// Refuses a worker that keeps memory of transfers it never ended while too much is kept so.
-    fn check_withheld(&self, instance: &Instance, id: &TransferId) -> Result<(), &'static str> {
-        let limit = self.l1.most_uncommitted();
-        if !self.transfers.is_overdrawn(id, limit) {
-            return Ok(());
-        }
-        if instance.told_overdrawn() {
-            tracing::warn!(
-                instance = instance.id.0,
-                limit,
-                "a worker keeps preparing transfers and never commits them; it is lent nothing more until less \
-                 of that memory is kept"
-            );
-        }
-        Err("never_commits")
-    }
-
     pub(super) fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
         self.try_prepare_store(key, id)
@@ -189,16 +175,7 @@ impl Engine {
         if self.transfers.is_lent(&transfer_id) {
             return Err("under_way");
         }
-        self.check_withheld(&transfer.instance, &transfer_id)?;
-        let reservation = self.reserve_range(key, &transfer).map_err(|error| {
-            tracing::warn!(
-                request = key.request_id,
-                instance = id.0,
-                error,
-                "prepare_store failed"
-            );
-            "store_failed"
-        })?;
+        let (reservation, charge) = self.stage_range("prepare_store", key, &transfer)?;
         if reservation.is_empty() {
             return Ok(store_target(Some(StoreTarget::default())));
         }
@@ -214,7 +191,8 @@ impl Engine {
             slots: slots.collect(),
             chunk_indices: positions.collect(),
         }));
-        self.lend(&transfer.instance, transfer_id, Lent::Store(reservation))?;
+        let lent = Lent::Store(reservation, charge);
+        self.lend(&transfer.instance, transfer_id, lent)?;
         Ok(answer)
     }
 
@@ -250,7 +228,8 @@ impl Engine {
         transfer: &Transfer,
     ) -> Result<(), &'static str> {
         let transfer_id = Self::id(Kind::Store, transfer.instance.id, key, &transfer.range);
-        let Finish::Last(Lent::Store(reservation)) = self.transfers.finish(&transfer_id) else {
+        let finished = self.transfers.finish(&transfer_id);
+        let Finish::Last(Lent::Store(reservation, _charge)) = finished else {
             return Err("not_prepared");
         };
         let staged = self.to_write_behind(&reservation);
@@ -291,9 +270,7 @@ impl Engine {
             );
         }
         self.metrics.store(DEVICE, false);
-        let reservation = self
-            .reserve_range(key, transfer)
-            .map_err(|_| "store_failed")?;
+        let (reservation, _charge) = self.stage_range("commit_store", key, transfer)?;
         // The chunks whose bytes are in place; a position of the range has at most one staged object.
         let mut written = vec![false; transfer.range.chunks.len()];
         for staged in reservation.staged() {
@@ -386,8 +363,9 @@ impl Engine {
                 .not_found("l1_retrieve", key.model_name, chunks);
             missed("not_held")
         })?;
-        self.check_withheld(&transfer.instance, &transfer_id)
-            .map_err(missed)?;
+        let charge = self
+            .lease_staged(&transfer, &held)
+            .ok_or_else(|| missed("staging_full"))?;
         self.metrics.loaded(
             key.model_name,
             range.scope.cache_salt(),
@@ -405,12 +383,9 @@ impl Engine {
                 slots: Some(slots),
             }));
             let leases = held.into_iter().map(|held| held.lease).collect();
-            self.lend(
-                &transfer.instance,
-                transfer_id.clone(),
-                Lent::Retrieve(leases),
-            )
-            .map_err(missed)?;
+            let lent = Lent::Retrieve(leases, vec![charge]);
+            self.lend(&transfer.instance, transfer_id.clone(), lent)
+                .map_err(missed)?;
             return Ok(answer);
         }
         match self.pickled(transfer.layout(), &held) {
@@ -433,6 +408,15 @@ impl Engine {
                 Err("retrieve_failed")
             }
         }
+    }
+
+    /// What a retrieve takes of the staging budget.
+    fn lease_staged(&self, transfer: &Transfer, held: &[Held]) -> Option<Charge> {
+        let extents = held.iter().flat_map(|held| held.lease.extents());
+        let bytes = extents.map(|extent| extent.len).sum();
+        let worker = WorkerShare::of(&transfer.instance, &transfer.range);
+        let leased_bytes = || self.l1.cache.stats().leased_bytes;
+        self.staging.lease(&worker, bytes, leased_bytes)
     }
 
     /// The answer with the chunks pickled, copied once from the arena into the frame.

@@ -15,8 +15,8 @@ use crate::quota::Opened;
 /// Bytes of a part, at least: an object lies in one, and none is a tenth as large.
 const LEAST_PART: u64 = 4 << 30;
 
-/// Part of L1 (a quarter) that may be set aside for what nobody has committed, before those who cause it get no more.
-const UNCOMMITTED_PART: u64 = 4;
+/// Part of L1 (a quarter) that may be staged at once.
+const STAGING_PART: u64 = 4;
 
 /// Bytes that stand for a pool that is not made.
 const STAND_IN: u64 = 2 << 20;
@@ -83,9 +83,21 @@ impl L1 {
         }
     }
 
-    /// Bytes that may be set aside for what nobody has committed, before those who cause it get no more.
-    pub fn most_uncommitted(&self) -> u64 {
-        self.arena.len() / UNCOMMITTED_PART
+    /// Bytes that may be staged at once.
+    pub fn staging_limit(&self) -> u64 {
+        self.arena.len() / STAGING_PART
+    }
+
+    /// Bytes of the largest free extent.
+    pub fn largest_free(&self) -> u64 {
+        let parts = self.cache.free_space().into_iter();
+        let largest = parts.map(|part| part.largest_free_bytes).max();
+        largest.unwrap_or_default()
+    }
+
+    /// The NUMA node of each part of the arena; none when it has no parts.
+    pub fn nodes(&self) -> &[u32] {
+        &self.nodes
     }
 
     /// The part of the arena for a device on this node, if it has parts and one of that node.

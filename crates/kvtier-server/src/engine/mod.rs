@@ -25,7 +25,7 @@ mod rehearsal;
 mod retrieve;
 mod salts;
 mod scrape;
-mod set_aside;
+mod staging;
 mod status;
 mod store;
 mod tensors;
@@ -69,7 +69,7 @@ use instances::Instances;
 pub(crate) use lookups::Lookups;
 use memory::{L1, create_arena};
 pub(crate) use memory::{L1Allocator, to_memory};
-use set_aside::SetAside;
+use staging::StagingBudget;
 use transfers::Transfers;
 use warm::WarmUps;
 
@@ -108,7 +108,7 @@ pub struct Engine {
     l1: L1,
     prompts: PromptMemory,
     instances: Instances,
-    set_aside: Arc<SetAside>,
+    staging: Arc<StagingBudget>,
     devices: Devices,
     apart: Apart,
     /// Everybody was answered and everything stored; what is left is to give memory back.
@@ -162,13 +162,13 @@ impl Engine {
         let quotas = Quotas::new(quotas, l1.cache.clone(), l2.clone(), Arc::clone(&clock));
         Ok(Self {
             chunk_size,
+            staging: Arc::new(StagingBudget::new(l1.staging_limit())),
             l1,
             l2,
             quotas: Arc::new(quotas),
             salts,
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
             instances: Instances::default(),
-            set_aside: Arc::default(),
             devices,
             apart: Apart::default(),
             settled: AtomicBool::new(false),
@@ -308,6 +308,8 @@ impl Engine {
             capacity_bytes: stats.capacity_bytes,
             used_bytes: stats.used_bytes,
             staged_bytes: stats.staged_bytes,
+            staging_limit_bytes: self.staging.limit(),
+            largest_free_bytes: self.l1.largest_free(),
             objects: stats.objects,
             leased_objects: stats.leased_objects,
             prefaulted_bytes: self.prefaulted.load(Ordering::Relaxed),

@@ -1,5 +1,6 @@
 //! `/status` in the shape of LMCache 0.5.6, with its keys as far as they apply.
 
+use kvtier_core::cache::FreeSpace;
 use serde_json::{Map, Value, json};
 
 use super::Engine;
@@ -9,6 +10,22 @@ use super::instances::Mode;
 const TAG: &str = "_default";
 
 impl Engine {
+    /// Free space of each part of L1; with one part, none is named.
+    fn free_space(&self) -> Vec<Value> {
+        let parts = self.l1.cache.free_space();
+        let nodes = self.l1.nodes().iter();
+        let part = |(part, node): (FreeSpace, &u32)| {
+            json!({
+                "numa_node": node,
+                "total_bytes": part.capacity_bytes,
+                "free_bytes": part.free_bytes,
+                "largest_free_bytes": part.largest_free_bytes,
+                "free_extents": part.free_extents,
+            })
+        };
+        parts.into_iter().zip(nodes).map(part).collect()
+    }
+
     /// The whole state.
     pub fn status(&self, healthy: bool) -> Value {
         let stats = self.l1.cache.stats();
@@ -25,8 +42,13 @@ impl Engine {
             "temporary_count": 0,
             "staging_object_count": stats.staged_objects,
             "staging_bytes": stats.staged_bytes,
+            "staging_uncommitted_bytes": self.staging.staged_bytes(),
+            "staging_limit_bytes": self.staging.limit(),
             "memory_used_bytes": stats.used_bytes,
             "memory_total_bytes": stats.capacity_bytes,
+            "memory_free_bytes": stats.capacity_bytes - stats.used_bytes,
+            "memory_largest_free_bytes": self.l1.largest_free(),
+            "memory_parts": self.free_space(),
             "memory_configured_bytes": config.l1_bytes,
             "capacity_bytes_by_backend": by_backend,
             "memory_usage_ratio": stats.used_bytes as f64 / stats.capacity_bytes.max(1) as f64,

@@ -18,7 +18,7 @@ use super::begin::Refusal;
 use super::instances::{Copying, Instance};
 use super::lookup::space;
 use super::memory::{L1Allocator, to_memory};
-use super::set_aside::Charge;
+use super::staging::Charge;
 use super::worker_range::WorkerRange;
 use super::{Answer, Engine, Handled};
 
@@ -67,8 +67,7 @@ struct UnderWay {
     chunks: usize,
     brought: Brought,
     reservation: Reservation<L1Allocator>,
-    /// Counts it.
-    _set_aside: Option<Charge>,
+    _charge: Charge,
     copying: Copying,
 }
 
@@ -104,12 +103,15 @@ impl Engine {
         event: &[u8],
         error: &Refusal,
     ) -> Answer {
-        tracing::warn!(request = request_id, instance = instance.id.0, %error, "store failed");
+        // A budget that is full has a line of its own.
+        if *error != Refusal::Staging {
+            tracing::warn!(request = request_id, instance = instance.id.0, %error, "store failed");
+        }
         self.metrics.store(instance.device(), true);
         Answer::from(Response::transfer(event, false)).because(error.reason("store_failed"))
     }
 
-    /// Sets aside memory for the chunks that are not here yet, and says what is to be copied into it.
+    /// Reserves memory for the chunks that are not resident, and plans what is to be copied into it.
     fn plan_store(
         &self,
         instance: &Arc<Instance>,
@@ -122,34 +124,17 @@ impl Engine {
             .map_err(|error| error.to_string())?;
         let brought = self.brought(instance, store, &range, &blocks, pages.layout());
         let requests = brought.requests();
-        self.may_set_aside(instance, &requests)?;
-        let reserved = self
-            .l1
-            .cache
-            .reserve_near(self.now(), &requests, self.l1.part_near(pages.numa_node()))
-            .map_err(|error| error.to_string())?;
-        self.metrics.reserved(
-            "l1_store",
-            store.key.model_name,
-            brought.scope.cache_salt(),
-            &reserved.outcomes,
-        );
+        let near = self.l1.part_near(pages.numa_node());
+        let (reservation, charge) = self.stage(instance, &store.key, &range, &requests, near)?;
         drop(requests);
-        let extents = reserved.reservation.extents();
-        let set_aside = extents.map(|extent| extent.len).sum();
-        let set_aside = self.set_aside.take(&instance.set_aside, set_aside);
-        let copies = reserved
-            .reservation
-            .staged()
-            .iter()
-            .map(|staged| ChunkCopy {
-                request: ChunkRequest {
-                    object_group: staged.request as usize,
-                    chunk: brought.chunk(staged),
-                    skip_tokens: 0,
-                },
-                extent: to_memory(staged.extent),
-            });
+        let copies = reservation.staged().iter().map(|staged| ChunkCopy {
+            request: ChunkRequest {
+                object_group: staged.request as usize,
+                chunk: brought.chunk(staged),
+                skip_tokens: 0,
+            },
+            extent: to_memory(staged.extent),
+        });
         let transfer = Transfer {
             arena: Arc::clone(&self.l1.arena),
             blocks,
@@ -164,33 +149,11 @@ impl Engine {
             event: store.event_handle.to_vec(),
             chunks: range.chunks.len(),
             brought,
-            reservation: reserved.reservation,
-            _set_aside: set_aside,
+            reservation,
+            _charge: charge,
             copying,
         };
         Ok((transfer, under_way))
-    }
-
-    /// Whether memory may be set aside for a store of this worker, before any room is made for it.
-    ///
-    /// # Errors
-    /// [`SetAside::allows`](super::set_aside::SetAside::allows) none, and it needs some.
-    fn may_set_aside(
-        &self,
-        instance: &Instance,
-        requests: &[ReserveRequest<'_>],
-    ) -> Result<(), Refusal> {
-        let limit = self.l1.most_uncommitted();
-        let allowed = self.set_aside.allows(&instance.set_aside, limit);
-        // Looked up twice only where it is about to be refused.
-        let is_here = |request: &ReserveRequest<'_>| {
-            let resident = self.l1.cache.contains(&request.space, request.hashes);
-            !resident.contains(&false)
-        };
-        allowed.or_else(|refusal| match requests.iter().all(is_here) {
-            true => Ok(()),
-            false => Err(refusal),
-        })
     }
 
     /// Which chunks of the range each object group has data for, and their hashes.

@@ -10,11 +10,10 @@
 //! TTL ([`Transfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a
 //! stopped process may wake up.
 //!
-//! Memory withheld this way is lost to everybody else, so a worker that has some is lent nothing more while there is too
-//! much of it; nor is one that has registered under another instance id meanwhile. By its earlier id nobody can tell it
-//! from a replica, another worker of the same model, world size and number: that one waits for a write TTL with it.
+//! Memory lent or withheld stays charged to its worker's share of the [staging budget](super::staging), which bounds it.
 //!
-//! The mutex guards the two tables. Reservations and leases are dropped only after it is released.
+//! The mutex guards the two tables. Reservations and leases are dropped only after it is released; the budget's lock is
+//! taken inside it.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -27,6 +26,7 @@ use kvtier_proto::request::InstanceId;
 use parking_lot::Mutex;
 
 use super::memory::L1Allocator;
+use super::staging::Charge;
 
 /// Direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -78,20 +78,12 @@ impl TransferId {
     }
 }
 
-impl TransferId {
-    fn is_of_worker(&self, other: &Self) -> bool {
-        self.model_name == other.model_name
-            && self.world_size == other.world_size
-            && self.worker_id == other.worker_id
-    }
-}
-
 /// Memory lent to a client.
 pub enum Lent {
     /// To write.
-    Store(Reservation<L1Allocator>),
-    /// To read; one lease an object group, of every PREPARE.
-    Retrieve(Vec<ReadLease<L1Allocator>>),
+    Store(Reservation<L1Allocator>, Charge),
+    /// To read; one lease per object group, of every PREPARE, and one charge per PREPARE.
+    Retrieve(Vec<ReadLease<L1Allocator>>, Vec<Charge>),
 }
 
 /// PREPAREs of one retrieve that may wait for their COMMIT. A worker has one under way; it may have lost some answers.
@@ -101,10 +93,18 @@ const MAX_PREPARED: usize = 8;
 const MAX_TRANSFERS: usize = 65_536;
 
 impl Lent {
+    /// Its instance has left.
+    fn depart(&mut self) {
+        match self {
+            Self::Store(_, charge) => charge.depart(),
+            Self::Retrieve(_, charges) => charges.iter_mut().for_each(Charge::depart),
+        }
+    }
+
     fn bytes(&self) -> u64 {
         match self {
-            Self::Store(reservation) => reservation.extents().map(|extent| extent.len).sum(),
-            Self::Retrieve(leases) => leases
+            Self::Store(reservation, _) => reservation.extents().map(|extent| extent.len).sum(),
+            Self::Retrieve(leases, _) => leases
                 .iter()
                 .flat_map(|lease| lease.extents())
                 .map(|extent| extent.len)
@@ -126,8 +126,7 @@ struct Withheld {
     /// When it may go, once its instance is gone. Before that only a COMMIT ends it.
     until: Option<Duration>,
     bytes: u64,
-    /// Held only to be dropped.
-    _lent: Lent,
+    lent: Lent,
 }
 
 #[derive(Default)]
@@ -148,11 +147,14 @@ impl Tables {
         let taken = self.pending.extract_if(|id, pending| gone(id, pending));
         let before = self.withheld.len();
         let sum = &mut self.withheld_bytes;
-        self.withheld.extend(taken.map(|(id, pending)| {
+        self.withheld.extend(taken.map(|(id, mut pending)| {
+            if until.is_some() {
+                pending.lent.depart();
+            }
             let withheld = Withheld {
                 until,
                 bytes: pending.lent.bytes(),
-                _lent: pending.lent,
+                lent: pending.lent,
             };
             *sum += withheld.bytes;
             (id, withheld)
@@ -186,16 +188,6 @@ impl Transfers {
         tables.pending.contains_key(id) || tables.withheld.contains_key(id)
     }
 
-    /// Whether the worker of a transfer keeps memory withheld, or may have under an instance id that is gone, while more
-    /// than `limit` bytes are in all.
-    pub fn is_overdrawn(&self, asked: &TransferId, limit: u64) -> bool {
-        let tables = self.tables.lock();
-        let is_kept_by = |(id, held): (&TransferId, &Withheld)| {
-            id.instance == asked.instance || (held.until.is_some() && id.is_of_worker(asked))
-        };
-        tables.withheld_bytes > limit && tables.withheld.iter().any(is_kept_by)
-    }
-
     /// Notes what a PREPARE has lent; false, and nothing is lent, when this id has a store under way, too many
     /// retrieves, or memory of a transfer that was given up: a COMMIT could mean that one. So when there are too many.
     pub fn begin(&self, id: TransferId, lent: Lent, now: Duration) -> bool {
@@ -218,10 +210,11 @@ impl Transfers {
             (Entry::Occupied(mut earlier), lent) => {
                 let earlier = earlier.get_mut();
                 match (&mut earlier.lent, lent) {
-                    (Lent::Retrieve(leases), Lent::Retrieve(more))
+                    (Lent::Retrieve(leases, charges), Lent::Retrieve(more, charge))
                         if earlier.prepared < MAX_PREPARED =>
                     {
                         leases.extend(more);
+                        charges.extend(charge);
                         earlier.prepared += 1;
                         None
                     }
@@ -237,7 +230,7 @@ impl Transfers {
     /// another PREPARE of the id has lent.
     pub fn missed(&self, id: &TransferId) {
         if let Some(pending) = self.tables.lock().pending.get_mut(id)
-            && matches!(pending.lent, Lent::Retrieve(_))
+            && matches!(pending.lent, Lent::Retrieve(..))
         {
             pending.prepared = pending.prepared.saturating_add(1);
         }
@@ -274,6 +267,7 @@ impl Transfers {
         for (id, held) in &mut tables.withheld {
             if id.instance == instance {
                 held.until.get_or_insert(until);
+                held.lent.depart();
             }
         }
         tables.withhold(Some(until), |id, _| id.instance == instance)

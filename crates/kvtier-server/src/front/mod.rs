@@ -9,7 +9,7 @@ pub mod lanes;
 mod limits;
 mod outbox;
 mod request;
-mod seldom;
+pub(crate) mod seldom;
 #[cfg(test)]
 mod tests;
 

@@ -63,6 +63,7 @@ pub struct Metrics {
     l1_read_chunks: Family<L1Labels, Counter>,
     allocation_failures: Family<FailureLabels, Counter>,
     over_quota: Family<OverQuotaLabels, Counter>,
+    over_staging: Family<OverQuotaLabels, Counter>,
     read_failures: Family<ReadFailureLabels, Counter>,
     lookup_requested_tokens: Family<LookupLabels, Counter>,
     lookup_hit_tokens: Family<LookupLabels, Counter>,
@@ -101,6 +102,8 @@ pub struct Metrics {
     l1_usage_bytes: Family<L1GaugeLabels, Gauge>,
     l1_usage_ratio: Family<L1GaugeLabels, Gauge<f64, AtomicU64>>,
     l1_staging_bytes: Family<L1GaugeLabels, Gauge>,
+    l1_staging_limit_bytes: Gauge,
+    l1_largest_free_bytes: Gauge,
     l1_capacity_bytes: Gauge,
     l1_objects: Gauge,
     l1_leased_objects: Gauge,
@@ -124,6 +127,10 @@ pub struct Readings {
     pub used_bytes: u64,
     /// Bytes reserved and not committed.
     pub staged_bytes: u64,
+    /// Bytes that stores may have reserved and not committed.
+    pub staging_limit_bytes: u64,
+    /// Bytes of the largest free extent.
+    pub largest_free_bytes: u64,
     /// Readable objects.
     pub objects: u64,
     /// Objects with at least one lease.
@@ -223,6 +230,10 @@ impl Metrics {
                 "l1_over_quota_chunks",
                 "Chunks L1 refused because of their tenant's limit",
             ),
+            over_staging: own.add(
+                "l1_over_staging_chunks",
+                "Chunks refused because uncommitted stores were at their limit",
+            ),
             read_failures: lmcache.add("l1_read_failure_chunks", "Chunks that could not be read"),
             lookup_requested_tokens: lmcache
                 .add("lookup_requested_tokens", "Tokens of full chunks asked for"),
@@ -275,6 +286,14 @@ impl Metrics {
             l1_usage_ratio: lmcache.add("l1_usage_ratio", "Share of L1 in use"),
             l1_staging_bytes: lmcache
                 .add("l1_staging_bytes", "Bytes reserved and not yet committed"),
+            l1_staging_limit_bytes: own.add(
+                "l1_staging_limit_bytes",
+                "Bytes that stores may have staged and not committed",
+            ),
+            l1_largest_free_bytes: own.add(
+                "l1_largest_free_bytes",
+                "Bytes of the largest free extent of L1",
+            ),
             l1_capacity_bytes: own.add("l1_capacity_bytes", "Size of L1"),
             l1_objects: own.add("l1_objects", "Readable objects in L1"),
             l1_leased_objects: own.add("l1_leased_objects", "Objects in L1 with a lease"),
@@ -380,6 +399,7 @@ impl Metrics {
     ) -> [usize; 2] {
         let count = |kind| outcomes.iter().filter(|outcome| **outcome == kind).count();
         let [no_room, over_quota] = [KeyOutcome::NoMemory, KeyOutcome::OverQuota].map(count);
+        let over_staging = count(KeyOutcome::OverStaging);
         if no_room > 0 {
             let labels = FailureLabels {
                 during,
@@ -388,13 +408,16 @@ impl Metrics {
             let family = &self.allocation_failures;
             family.get_or_create(&labels).inc_by(no_room as u64);
         }
-        if over_quota > 0 {
+        let refused = [
+            (&self.over_quota, over_quota),
+            (&self.over_staging, over_staging),
+        ];
+        for (family, count) in refused.into_iter().filter(|(_, count)| *count > 0) {
             let labels = OverQuotaLabels {
                 cache_salt: self.salts.label(salt),
                 during,
             };
-            let family = &self.over_quota;
-            family.get_or_create(&labels).inc_by(over_quota as u64);
+            family.get_or_create(&labels).inc_by(count as u64);
         }
         [no_room, over_quota]
     }
@@ -468,6 +491,8 @@ impl Metrics {
         );
         let ratio = readings.used_bytes as f64 / readings.capacity_bytes.max(1) as f64;
         self.l1_usage_ratio.get_or_create(&L1).set(ratio);
+        set(&self.l1_staging_limit_bytes, readings.staging_limit_bytes);
+        set(&self.l1_largest_free_bytes, readings.largest_free_bytes);
         set(&self.l1_capacity_bytes, readings.capacity_bytes);
         set(&self.l1_objects, readings.objects);
         set(&self.l1_leased_objects, readings.leased_objects);

@@ -22,7 +22,6 @@ use parking_lot::RwLock;
 
 use super::begin::Refusal;
 use super::layout::{EngineDrivenLayout, ModelLayout};
-use super::set_aside::OfWorker;
 pub use rest::Copying;
 use rest::Rest;
 
@@ -73,9 +72,6 @@ pub struct Instance {
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
     pinged: AtomicBool,
-    told_overdrawn: AtomicBool,
-    /// What its stores have set aside of L1 where we copy them.
-    pub set_aside: Arc<OfWorker>,
     rest: Arc<Rest>,
 }
 
@@ -98,8 +94,6 @@ impl Instance {
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
-            told_overdrawn: AtomicBool::new(false),
-            set_aside: Arc::default(),
             rest: Rest::new(),
         }
     }
@@ -176,11 +170,6 @@ impl Instance {
     /// It gave a sign of life.
     pub fn seen(&self, now: Duration) {
         self.last_seen.fetch_max(millis(now), Ordering::Relaxed);
-    }
-
-    /// True once: whoever asks first says in the log that it is lent nothing more.
-    pub fn told_overdrawn(&self) -> bool {
-        !self.told_overdrawn.swap(true, Ordering::Relaxed)
     }
 
     fn may_be(&self, worker: u32) -> bool {

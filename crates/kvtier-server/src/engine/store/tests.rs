@@ -31,7 +31,7 @@ fn what_a_worker_stores_goes_to_the_part_beside_its_device() {
     }
 }
 
-/// An engine with an L1 of 12 chunks that is full, of which stores under way may have 3; and the pages of two workers.
+/// An engine with an L1 of 12 chunks that is full, of which 3 may be staged; and the pages of two workers.
 fn full() -> (Arc<Engine>, [Arc<TestPages>; 2]) {
     let engine = Arc::new(engine(&[]));
     let pages = [0, 1].map(|id| TestPages::new(MIB).register(&engine, id));
@@ -68,7 +68,7 @@ fn refused(engine: &Arc<Engine>, id: i64, chunks: Range<u8>) -> Vec<u8> {
     let mut refused = Vec::new();
     for chunk in chunks {
         if let Ok(answer) = store(engine, id, chunk..chunk + 1).try_recv() {
-            assert_eq!(answer.refused, Some("lane_full"));
+            assert_eq!(answer.refused, Some("staging_full"));
             refused.push(chunk);
         }
     }
@@ -84,61 +84,71 @@ fn idle(engine: &Engine) {
 }
 
 #[test]
-fn a_worker_on_a_slow_device_has_all_that_is_for_stores_while_no_other_needs_it_and_no_more() {
+fn worker_on_a_slow_device_stages_most_of_the_limit_and_no_more() {
     let (engine, slow) = full();
     idle(&engine);
     hold(&slow);
-    assert_eq!(refused(&engine, 0, 0..6), [4, 5]);
-    assert_eq!(evicted(&engine), 4, "nothing made room for what is refused");
-    assert_eq!(end(&slow), 4);
+    assert_eq!(refused(&engine, 0, 0..6), [2, 3, 4, 5]);
+    assert_eq!(
+        evicted(&engine),
+        2,
+        "nothing is evicted for what is refused"
+    );
+    assert_eq!(end(&slow), 2);
 
     // Nothing is left of what has ended, well or not.
     hold(&slow);
-    assert_eq!(refused(&engine, 0, 10..15), [14]);
+    assert_eq!(refused(&engine, 0, 10..13), [12]);
     let held = slow[0].held.lock().take().unwrap();
     let failed = |done: kvtier_device::Done| done(Err(DeviceError::Stopped));
     held.into_iter().for_each(failed);
+    assert_eq!(engine.staging.staged_bytes(), 0);
     hold(&slow);
-    assert_eq!(refused(&engine, 0, 20..25), [24]);
-    assert_eq!(end(&slow), 4);
+    assert_eq!(refused(&engine, 0, 20..23), [22]);
+    assert_eq!(end(&slow), 2);
 }
 
-/// With two that store, a part is 1.5 chunks.
 #[test]
-fn a_worker_is_served_beside_one_that_has_set_all_aside() {
+fn worker_is_served_beside_one_at_its_share() {
     for others in [false, true] {
         let (engine, slow) = full();
         if others {
             idle(&engine);
         }
         hold(&slow);
-        assert_eq!(refused(&engine, 0, 0..5), [4]);
-        assert_eq!(refused(&engine, 1, 10..13), [12]);
+        assert_eq!(refused(&engine, 0, 0..3), [2]);
+        assert_eq!(refused(&engine, 1, 10..12), [11]);
         assert_eq!(refused(&engine, 0, 5..6), [5]);
-        assert_eq!(end(&slow[..1]), 4);
+        assert_eq!(engine.staging.staged_bytes(), engine.staging.limit());
+        assert_eq!(end(&slow[..1]), 2);
         // Now there is enough for it.
-        assert_eq!(refused(&engine, 1, 13..16), [15]);
-        assert_eq!(end(&slow[1..]), 4);
+        assert_eq!(refused(&engine, 1, 13..15), [14]);
+        assert_eq!(end(&slow[1..]), 2);
     }
 }
 
-/// A store that is larger than all that may be set aside is one store.
 #[test]
-fn what_is_here_already_is_stored_whatever_is_set_aside() {
+fn resident_chunks_are_stored_whatever_is_staged() {
     let (engine, slow) = full();
     hold(&slow);
     let resident = [0, 1, 2].map(|_| store(&engine, 0, 109..112));
-    let stores = [store(&engine, 0, 0..3), store(&engine, 0, 3..6)];
+    // The first two chunks of it.
+    let stored = store(&engine, 0, 0..3);
     let evicted_so_far = evicted(&engine);
-    assert_eq!(evicted_so_far, 6);
+    assert_eq!(evicted_so_far, 2);
     let again = store(&engine, 0, 109..112);
     let more = store(&engine, 0, 111..113);
-    assert_eq!(more.try_recv().unwrap().refused, Some("lane_full"));
+    assert_eq!(more.try_recv().unwrap().refused, Some("staging_full"));
     assert_eq!(evicted(&engine), evicted_so_far);
-    assert_eq!(end(&slow), 6);
-    for stored in resident.into_iter().chain(stores).chain([again]) {
+    assert_eq!(end(&slow), 5);
+    for stored in resident.into_iter().chain([stored, again]) {
         assert_eq!(stored.try_recv().unwrap().refused, None);
     }
+    let told = engine.status(true);
+    let l1 = &told["storage_manager"]["l1_manager"];
+    assert_eq!(l1["staging_limit_bytes"], 3 * MIB);
+    assert_eq!(l1["staging_uncommitted_bytes"], 0);
+    assert_eq!(l1["memory_largest_free_bytes"], 0);
 }
 
 #[test]
