@@ -131,6 +131,13 @@ impl Engine {
         if grant.layout != instance.layout.fingerprint {
             return None;
         }
+        if let Some(unproven) = grant.unproven {
+            // All of what the lookup's client was told it has: then its chunks are as long as ours.
+            if key.end != (unproven.told * self.chunk_size.get()) as u64 {
+                return None;
+            }
+            self.chunk_sizes.prove(unproven.connection);
+        }
         let groups = grant.object_groups.iter().map(|id| {
             let window = instance
                 .layout

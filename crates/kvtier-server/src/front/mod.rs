@@ -356,7 +356,7 @@ impl Front {
             bytes,
             charge: None,
             resolved,
-            takes_text: resolved.takes_text_op,
+            takes_text: resolved.release.takes_text_op(),
             received,
         };
         let operation = resolved.spec.operation;
@@ -422,7 +422,7 @@ impl Front {
         let candidates = connection.candidates;
         let id = OperationId::decode(message.op).ok();
         // Who calls by name is of a release that takes a text, unless its connection has proved otherwise.
-        let takes_text = candidates.takes_text_op()
+        let takes_text = candidates.release().takes_text_op()
             || matches!(id, Some(OperationId::Name(_))) && candidates.contains(Generation::G6);
         // A known operation with the wrong payloads still has its own "no", in the newest form its client may know.
         let known = id.and_then(|id| {

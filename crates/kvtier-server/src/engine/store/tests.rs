@@ -155,7 +155,7 @@ fn a_worker_may_have_so_many_transfers_under_way() {
         event_handle: b"",
         skip_first_n_tokens: 0,
     };
-    for refused in [refused, answers(engine.retrieve(&retrieve))] {
+    for refused in [refused, answers(engine.retrieve(CALLER, &retrieve))] {
         assert_eq!(refused.try_recv().unwrap().refused, Some("lane_full"));
     }
     assert_eq!(evicted(&engine), 0);
