@@ -30,6 +30,8 @@ struct Seen {
     /// Of all ends, in tokens; 0 before the first.
     divisor: u64,
     lookups: u32,
+    /// A retrieve showed chunks of another size.
+    is_disproved: bool,
     is_logged: bool,
 }
 
@@ -54,7 +56,8 @@ impl ChunkSizes {
             return Some(NonZeroUsize::MIN);
         }
         let seen = self.see(caller.connection, end);
-        if seen.divisor == 0 || !seen.divisor.is_multiple_of(self.own) {
+        let is_other = seen.is_disproved && seen.divisor != self.own;
+        if is_other || seen.divisor == 0 || !seen.divisor.is_multiple_of(self.own) {
             return None;
         }
         NonZeroUsize::new(usize::try_from(seen.divisor / self.own).ok()?)
@@ -75,9 +78,12 @@ impl ChunkSizes {
                 "a client reconnected without asking for the chunk size; its first hits are cut until its lookups prove it"
             );
         }
-        let is_other = !seen.divisor.is_multiple_of(self.own);
-        let is_unproven = seen.lookups >= EXPECTED_LOOKUPS && seen.divisor != self.own;
-        if (is_other || is_unproven) && !std::mem::replace(&mut seen.is_logged, true) {
+        let is_other = seen.is_disproved || !seen.divisor.is_multiple_of(self.own);
+        let is_unproven = seen.lookups >= EXPECTED_LOOKUPS;
+        if seen.divisor != self.own
+            && (is_other || is_unproven)
+            && !std::mem::replace(&mut seen.is_logged, true)
+        {
             tracing::warn!(
                 connection,
                 chunk_size = self.own,
@@ -89,11 +95,20 @@ impl ChunkSizes {
         *seen
     }
 
-    /// The client of a connection was found to have our chunk size.
-    pub fn prove(&self, connection: u64) {
+    /// A retrieve up to `end` came of a lookup of a connection that was told of so many chunks. Returns whether they are
+    /// as long as ours.
+    ///
+    /// A client that retrieves less than it was told of is taken for one of another chunk size, until its lookups prove
+    /// it is none.
+    pub fn is_same(&self, connection: u64, told: usize, end: u64) -> bool {
+        let is_same = end == told as u64 * self.own;
         if let Some(seen) = self.by_connection.lock().get_mut(&connection) {
-            seen.divisor = gcd(seen.divisor, self.own);
+            match is_same {
+                true => seen.divisor = gcd(seen.divisor, self.own),
+                false => seen.is_disproved = true,
+            }
         }
+        is_same
     }
 }
 
@@ -143,7 +158,7 @@ mod tests {
         assert_eq!(counted(&sizes, 2, 64), Some(4));
         assert_eq!(counted(&sizes, 1, 80), Some(1));
         assert_eq!(counted(&sizes, 1, 1600), Some(1));
-        sizes.prove(2);
+        assert!(sizes.is_same(2, 1, 16));
         assert_eq!(counted(&sizes, 2, 64), Some(1));
     }
 
@@ -159,6 +174,15 @@ mod tests {
                 assert!(told * theirs <= found * 16, "{theirs} {len}");
             }
         }
+    }
+
+    #[test]
+    fn retrieve_of_longer_chunks_ends_the_hits() {
+        let sizes = ChunkSizes::new(CHUNK);
+        assert_eq!(counted(&sizes, 1, 64), Some(4));
+        assert!(!sizes.is_same(1, 1, 32));
+        assert_eq!(counted(&sizes, 1, 96), None);
+        assert_eq!(counted(&sizes, 1, 80), Some(1));
     }
 
     #[test]

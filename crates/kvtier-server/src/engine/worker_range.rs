@@ -17,6 +17,7 @@ use super::begin::Refusal;
 use super::deadline;
 use super::instances::{Copying, Instance};
 use super::lookup::{check_names, space};
+use super::lookups::Unproven;
 use super::memory::L1Allocator;
 
 /// What a worker's key names: whose objects, and which chunks.
@@ -131,12 +132,10 @@ impl Engine {
         if grant.layout != instance.layout.fingerprint {
             return None;
         }
-        if let Some(unproven) = grant.unproven {
-            // All of what the lookup's client was told it has: then its chunks are as long as ours.
-            if key.end != (unproven.told * self.chunk_size.get()) as u64 {
-                return None;
-            }
-            self.chunk_sizes.prove(unproven.connection);
+        if let Some(Unproven { connection, told }) = grant.unproven
+            && !self.chunk_sizes.is_same(connection, told, key.end)
+        {
+            return None;
         }
         let groups = grant.object_groups.iter().map(|id| {
             let window = instance
