@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kvtier_proto::request::{InstanceId, Retrieve};
 
-use super::super::testing::{TestPages, answers, copies_itself, engine, key, store};
+use super::super::testing::{CALLER, TestPages, answers, copies_itself, engine, key, store};
 use super::*;
 
 const MIB: u64 = 1 << 20;
