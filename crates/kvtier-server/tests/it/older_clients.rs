@@ -230,6 +230,42 @@ fn refused_retrieve_of_an_engine_driven_worker_follows_a_refused_ping() {
     }
 }
 
+/// 16 with a key and a worker prepares a store in the newest generation and commits a retrieve in 0.5.0 to 0.5.2. The former
+/// dies of an answer without a payload, the latter stops receiving at one of another type.
+#[test]
+fn ambiguous_request_waits_for_the_ping() {
+    let server = TestServer::start(&[]);
+    let reconnected = |generation: Generation, operation| {
+        let client = server.raw();
+        let mut key = frames(8, Generation::G5.spec(Operation::CommitRetrieve).unwrap());
+        key[0] = vec![8];
+        client.send(&key);
+        let ping = frames(9, generation.spec(Operation::Ping).unwrap());
+        client.send(&ping);
+        let (first, second) = (client.receive(), client.receive());
+        assert_eq!(
+            (&first[0], &second[0]),
+            (&key[0], &ping[0]),
+            "{generation:?}"
+        );
+        let kind = generation.spec(operation).unwrap().response;
+        Response::decode(kind, first.get(2).map(Vec::as_slice))
+            .unwrap()
+            .encode()
+    };
+    let target = PrepareStore {
+        target: Some(StoreTarget::default()),
+    };
+    assert_eq!(
+        reconnected(Generation::G6, Operation::PrepareStore),
+        Response::PrepareStore(target).encode()
+    );
+    assert_eq!(
+        reconnected(Generation::G5, Operation::CommitRetrieve),
+        Response::Bool(true).encode()
+    );
+}
+
 #[test]
 fn nonsense_gets_no_text_either() {
     let server = TestServer::start(&[]);
