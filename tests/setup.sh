@@ -3,8 +3,9 @@
 #
 #   tests/setup.sh
 #
-# They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch) and
-# model/ (a tiny random Llama) and model-mla/ (a DeepSeek-V2). First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
+# They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch),
+# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2) and clients/ (earlier LMCache releases, 0.2 GiB). First run: about
+# 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 home=${KVTIER_E2E_HOME:-$HOME/.cache/kvtier-e2e}
@@ -57,10 +58,35 @@ PY
   fingerprint "$here/requirements.lock" >"$venv/.stamp"
 }
 
+# Each line of clients.lock into a folder of its release.
+unpack_clients() {
+  local line release part
+  grep '^lmcache==' "$here/clients.lock" | while read -r line; do
+    release=${line#lmcache==} release=${release%% *}
+    part=$home/clients/.part-$release
+    [ -d "$home/clients/$release" ] && continue
+    rm -rf "$part"
+    mkdir -p "$part"
+    echo "$line" >"$part/requirement"
+    "$venv/bin/python" -m pip download --disable-pip-version-check --quiet --no-deps --require-hashes --only-binary :all: \
+      --retries 10 --timeout 60 --dest "$part" -r "$part/requirement" </dev/null
+    "$venv/bin/python" -m zipfile -e "$part"/lmcache-*.whl "$part/wheel"
+    mv "$part/wheel" "$home/clients/$release"
+    rm -rf "$part"
+  done
+  fingerprint "$here/clients.lock" >"$home/clients/.stamp"
+}
+
 began=$SECONDS
 if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$(fingerprint "$here/requirements.lock")" ]; then
   echo "tests/setup.sh: installing Python packages into $venv"
   install_packages
+fi
+if [ "$(cat "$home/clients/.stamp" 2>/dev/null)" != "$(fingerprint "$here/clients.lock")" ]; then
+  echo "tests/setup.sh: unpacking earlier releases of LMCache into $home/clients"
+  rm -rf "$home/clients"
+  mkdir -p "$home/clients"
+  unpack_clients
 fi
 for kind in "" -mla; do
   if [ "$(cat "$model$kind/.stamp" 2>/dev/null)" != "$(fingerprint "$here/vllm/make_model.py")" ]; then

@@ -15,6 +15,8 @@ HEARTBEAT = 1.0
 def round_trip(engine):
     """Store a new prompt, find it, load it elsewhere, compare."""
     prompt = tokens(32)
+    # Prompts of unlike lengths show a restarted server which chunk size the client has.
+    engine.hits(tokens(48))
     engine.store_prompt(prompt)
     engine.wait_hit(prompt, 32)
     stored = engine.worker.read(engine.blocks_for(32))
@@ -100,3 +102,50 @@ def test_two_engines_both_return(serve, engines):
     # Two more pings each: they are known now, so nothing may change.
     time.sleep(2.2 * HEARTBEAT)
     assert [engine.worker.adapter.transfer_ctx for engine in crew] == after
+
+
+@pytest.mark.ours("its clients count its chunks as their own: more tokens than they asked for")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_restart_with_another_chunk_size(serve, engines, mode, chunk):
+    """A client that was told 16 never hears of more tokens than it asked for, whoever else stores; an engine that is
+    started anew is served as ever."""
+    server = serve(mode)
+    server.expect_trouble(r"instance|chunk size|failed|registration refused|store|retrieve")
+    engine = engines(server, heartbeat=HEARTBEAT, mq_timeout=4)
+    round_trip(engine)
+    before = engine.worker.adapter.transfer_ctx
+    server.kill()
+    server.chunk = chunk
+    server.start()
+    wait_until(lambda: engine.worker.adapter.transfer_ctx is not before, 6 * HEARTBEAT + 6, "registration tried again")
+    other = engines(server, seed=1)
+    lengths = (64, 32, 96)
+    prompts = [tokens(length) for length in lengths]
+    for prompt in prompts:
+        other.store_prompt(prompt)
+        other.wait_hit(prompt, len(prompt))
+    for prompt in prompts + prompts:
+        request, hit = engine.lookup(prompt)
+        assert hit <= len(prompt)
+        if hit and engine.worker.adapter.is_healthy:
+            target = engine.blocks_for(hit, 30)
+            loaded = engine.worker.retrieve(request, prompt, 0, hit, target)
+            stored = other.worker.read(other.blocks_for(hit))
+            assert loaded.error_blocks or all(
+                torch.equal(a, b) for a, b in zip(engine.worker.read(target), stored, strict=True)
+            )
+        engine.end(request)
+    # Its own stores are refused or right: others never load what it has stored as something else.
+    mine = tokens(64)
+    if engine.worker.adapter.is_healthy:
+        engine.worker.store(engine.new_request(), mine, 0, 64, engine.blocks_for(64))
+        written = engine.worker.read(engine.blocks_for(64))
+        request, hit = other.lookup(mine)
+        if hit:
+            target = other.blocks_for(hit, 30)
+            assert other.worker.retrieve(request, mine, 0, hit, target).ok
+            read = other.worker.read(target)
+            rows = len(target)
+            assert all(torch.equal(a, b[:rows]) for a, b in zip(read, written, strict=True))
+        other.end(request)

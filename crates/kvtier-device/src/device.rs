@@ -129,6 +129,11 @@ pub trait EngineMemory: Send + Sync {
     /// The event that a finished transfer is answered with, given the one it was asked with.
     fn answer_event<'a>(&self, asked: &'a [u8]) -> &'a [u8];
 
+    /// An event that is complete, for engines that open one with every answer; none where no engine does.
+    fn complete_event(&self) -> &[u8] {
+        &[]
+    }
+
     /// Gives `sink` the bytes of a layer's blocks, in the tensor's own order of dimensions: what
     /// selecting those blocks from the tensor and making it contiguous gives. For checksums.
     ///

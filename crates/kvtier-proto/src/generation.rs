@@ -7,9 +7,11 @@
 
 mod candidates;
 mod field;
+mod release;
 mod tables;
 
 pub use candidates::{Candidates, Resolved, Unresolved};
+pub use release::Release;
 
 use crate::frames::OperationId;
 use crate::key::KeyForm;
@@ -76,8 +78,8 @@ pub enum Field {
     Force,
     /// Bytes: pickled chunks.
     Data,
-    /// An array of extension values of type 1: tensors.
-    Tensors(TensorForm),
+    /// An array of extension values of type 1: tensors, pickled up to 0.5.5, described in 0.5.6.
+    Tensors,
     /// A text: the model.
     ModelName,
     /// An int: workers that share the model's KV.
@@ -138,15 +140,6 @@ pub enum BlockForm {
     Grouped,
 }
 
-/// How tensors are sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum TensorForm {
-    /// Pickled objects, kept undecoded, or descriptors: up to 0.5.2.
-    PickledOrDescribed,
-    /// Descriptors only: from 0.5.3.
-    Described,
-}
-
 impl Generation {
     /// Every generation, oldest first.
     pub const ALL: [Self; 6] = [Self::G1, Self::G2, Self::G3, Self::G4, Self::G5, Self::G6];
@@ -184,14 +177,6 @@ impl Generation {
     #[must_use]
     pub fn spec(self, operation: Operation) -> Option<&'static OperationSpec> {
         self.specs().iter().find(|spec| spec.operation == operation)
-    }
-
-    /// Whether some release of this generation survives a reply whose op frame is a text.
-    ///
-    /// Not enough to send one: 0.5.3 and 0.5.4 do not. See [`Resolved::takes_text_op`].
-    #[must_use]
-    pub fn takes_text_op(self) -> bool {
-        self == Self::G6
     }
 }
 

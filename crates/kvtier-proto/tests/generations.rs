@@ -1,7 +1,7 @@
 //! Which generation a connection speaks, told from its requests.
 
 use kvtier_proto::frames::{OperationId, RequestFrames};
-use kvtier_proto::generation::{Candidates, Field, Generation, Resolved, Unresolved};
+use kvtier_proto::generation::{Candidates, Field, Generation, Release, Resolved, Unresolved};
 use kvtier_proto::key::{CacheKey, KeyForm};
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::ResponseKind;
@@ -58,37 +58,50 @@ fn the_first_request_of_a_fresh_adapter_decides() {
     }
 }
 
+/// get_chunk_size is an adapter's request 0 and no other: an int in answer to a ping ends the receiving of 0.4.2 and 0.4.6.
 #[test]
-fn numbers_without_payload_stay_ambiguous_on_a_connection_that_came_back() {
-    use Operation::{Clear, GetChunkSize, Noop, Ping};
-    let cases: [(i64, &[(Generation, Operation)]); 6] = [
-        (10, &[(G1, GetChunkSize), (G2, Clear)]),
-        (11, &[(G1, Ping), (G2, GetChunkSize)]),
-        (16, &[(G3, GetChunkSize), (G4, Clear)]),
-        (17, &[(G3, Ping), (G4, GetChunkSize), (G5, Clear)]),
-        (18, &[(G4, Ping), (G5, GetChunkSize)]),
-        (21, &[(G5, Noop), (G6, GetChunkSize)]),
-    ];
-    for (number, readings) in cases {
-        let generations: Vec<_> = readings.iter().map(|(generation, _)| *generation).collect();
-
-        // Without a word from the server the reading as get_chunk_size wins: a wrong answer to that one
-        // would be the worst.
+fn pings_after_a_reconnect_are_no_chunk_size() {
+    for (number, generation) in [(11, G1), (12, G2), (17, G3), (18, G4)] {
         let mut candidates = Candidates::all();
-        let resolved = ask(&mut candidates, 9, number, &[], &[]).unwrap();
-        assert_eq!(resolved.spec.operation, GetChunkSize, "{number}");
+        let resolved = ask(&mut candidates, 9, number, &[], &[G6]).unwrap();
+        assert_eq!(resolved.spec.operation, Operation::Ping, "{number}");
+        assert!(resolved.certain, "{number}");
+        assert_eq!(candidates.decided(), Some(generation));
+        assert!(!candidates.knows_chunk_size());
+    }
+    // No adapter sends these: what they are stays open, unless a client of our own asks once more.
+    for (number, generations) in [(10, [G1, G2]), (16, [G3, G4])] {
+        let mut candidates = Candidates::all();
+        let resolved = ask(&mut candidates, 9, number, &[], &[G6]).unwrap();
         assert!(!resolved.certain, "{number}");
         assert_eq!(left(candidates), generations, "{number}");
+        assert!(!candidates.knows_chunk_size());
+    }
+    let mut candidates = Candidates::all();
+    let resolved = ask(&mut candidates, 9, 21, &[], &[]).unwrap();
+    assert_eq!(resolved.spec.operation, Operation::GetChunkSize);
+    assert!(candidates.knows_chunk_size() && resolved.certain);
+}
 
-        // What the server spoke before it went comes first.
-        for (generation, operation) in readings {
+#[test]
+fn repeated_text_is_a_query() {
+    // 9 with a text ends a session in G2 to G4 and queries in the newest.
+    let mut candidates = Candidates::all();
+    for (request, decided) in [(b"\xa1r", None), (b"\xa1s", None), (b"\xa1s", Some(G6))] {
+        ask(&mut candidates, 9, 9, &[request], &[G6]).unwrap();
+        assert_eq!(candidates.decided(), decided);
+    }
+}
+
+#[test]
+fn connections_that_began_here_know_the_chunk_size() {
+    // The first request of every adapter; then of another client, which begins with a lookup.
+    for (number, payloads) in [(21, vec![]), (8, vec![key(KeyForm::Full), vec![1]])] {
+        let payloads: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
+        for (uid, knows) in [(0, true), (9, number == 21)] {
             let mut candidates = Candidates::all();
-            let resolved = ask(&mut candidates, 9, number, &[], &[*generation]).unwrap();
-            assert_eq!(
-                (resolved.generation, resolved.spec.operation),
-                (*generation, *operation)
-            );
-            assert_eq!(left(candidates), generations, "{number}");
+            let resolved = ask(&mut candidates, uid, number, &payloads, &[]).unwrap();
+            assert_eq!(resolved.knows_chunk_size, knows, "{number} {uid}");
         }
     }
 }
@@ -263,32 +276,59 @@ fn tables_are_sound() {
 }
 
 #[test]
-fn only_releases_that_survive_a_text_op_are_said_to() {
+fn requests_prove_the_release() {
+    use Release::{Before0_5_5, Since0_5_5, Unproven};
     // A worker's start: 0.5.3 asks get_experimental as 40, 0.5.5 and later as 32.
-    for (number, survives) in [(40, false), (32, true)] {
+    for (number, release) in [(40, Before0_5_5), (32, Since0_5_5)] {
         let mut worker = Candidates::all();
         ask(&mut worker, 0, 21, &[], &[]).unwrap();
-        assert!(!worker.takes_text_op());
+        assert_eq!(worker.release(), Unproven);
         let resolved = ask(&mut worker, 1, number, &[], &[]).unwrap();
-        assert_eq!(resolved.takes_text_op, survives);
-        assert_eq!(worker.takes_text_op(), survives);
+        assert_eq!((resolved.release, worker.release()), (release, release));
     }
     // A scheduler shows it with its first key.
-    for (form, survives) in [(KeyForm::Salted, false), (KeyForm::Full, true)] {
+    for (form, release) in [(KeyForm::Salted, Before0_5_5), (KeyForm::Full, Since0_5_5)] {
         let mut scheduler = Candidates::only(G6);
         ask(&mut scheduler, 1, 8, &[&key(form), &[1]], &[]).unwrap();
-        assert_eq!(scheduler.takes_text_op(), survives);
+        assert_eq!(scheduler.release(), release);
         // Once shown, it stays.
         ask(&mut scheduler, 2, 22, &[&[0xc0]], &[]).unwrap();
-        assert_eq!(scheduler.takes_text_op(), survives);
+        assert_eq!(scheduler.release(), release);
     }
     let mut clears = Candidates::only(G6);
     ask(&mut clears, 1, 20, &[], &[]).unwrap();
-    assert!(!clears.takes_text_op());
+    assert_eq!(clears.release(), Unproven);
     ask(&mut clears, 2, 20, &[&[0xc2]], &[]).unwrap();
-    assert!(clears.takes_text_op());
-    // Older generations never do.
+    assert_eq!(clears.release(), Since0_5_5);
+    // A worker that reconnected shows it with its registration: by its groups, or by what its tensors are.
+    let group = |fields: u8| {
+        [
+            &[0x91, 0x80 | fields][..],
+            &[0xa1, b'f', 0].repeat(fields.into()),
+        ]
+        .concat()
+    };
+    let pickled = [0x91, 0xc7, 2, 1, 0x80, 4].as_slice();
+    let described = [0x91, 0xc7, 2, 1, 0x81, 4].as_slice();
+    for (tensors, groups, release) in [
+        (pickled, vec![0x90], Unproven),
+        (pickled, group(4), Before0_5_5),
+        (pickled, group(6), Since0_5_5),
+        (described, vec![0x90], Since0_5_5),
+    ] {
+        let mut worker = Candidates::only(G6);
+        let payloads: [&[u8]; 7] = [&[1], tensors, b"\xa1m", &[1], b"\xa4vllm", &[0x80], &groups];
+        ask(&mut worker, 9, 1, &payloads, &[]).unwrap();
+        assert_eq!(worker.release(), release, "{groups:02x?}");
+    }
+    // Older generations are older.
     let mut old = Candidates::only(G2);
     ask(&mut old, 1, 5, &[&key(KeyForm::Full), &[1]], &[]).unwrap();
-    assert!(!old.takes_text_op());
+    assert_eq!(old.release(), Before0_5_5);
+    for release in [Unproven, Before0_5_5, Since0_5_5] {
+        let is_new = release == Since0_5_5;
+        assert_eq!(release.takes_text_op(), is_new);
+        assert_eq!(release.takes_empty_event(), is_new);
+        assert_eq!(release.notices_failed_retrieves(), is_new);
+    }
 }

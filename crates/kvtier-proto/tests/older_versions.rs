@@ -4,7 +4,7 @@
 mod support;
 
 use kvtier_proto::frames::{ClientMessage, OperationId};
-use kvtier_proto::generation::{BlockForm, Candidates, Field, Generation, TensorForm};
+use kvtier_proto::generation::{BlockForm, Candidates, Field, Generation};
 use kvtier_proto::key::{CacheKey, KeyForm, VecTokens};
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
@@ -108,7 +108,7 @@ fn field((class, name): (&str, &str)) -> Vec<Field> {
         "<class 'bytes" => vec![Field::EventHandle],
         "list[int]" => vec![Field::BlockIds(BlockForm::Flat)],
         "IPCCacheEngineKey" => vec![Field::Key(KeyForm::Salted)],
-        "CudaIPCWrapper]" => vec![Field::Tensors(TensorForm::PickledOrDescribed)],
+        "CudaIPCWrapper]" => vec![Field::Tensors],
         "LayoutHints" => vec![Field::LayoutHints],
         "BlockAllocationRecord]" => vec![Field::AllocationRecords],
         other => panic!("{name}: unknown type {other}"),

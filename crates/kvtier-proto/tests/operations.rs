@@ -4,7 +4,7 @@
 mod support;
 
 use kvtier_proto::frames::OperationId;
-use kvtier_proto::generation::{BlockForm, Field, Generation, TensorForm};
+use kvtier_proto::generation::{BlockForm, Field, Generation};
 use kvtier_proto::key::KeyForm;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::ResponseKind;
@@ -151,7 +151,7 @@ fn fields_of(kind: &str) -> &'static [Field] {
         "list[list[int]]" => &[Field::BlockIds(BlockForm::Grouped), Field::GroupRot],
         other => match class_name(other) {
             "IPCCacheServerKey" => &[Field::Key(KeyForm::Full)],
-            "DeviceIPCWrapper]" => &[Field::Tensors(TensorForm::Described)],
+            "DeviceIPCWrapper]" => &[Field::Tensors],
             "LayoutHints" => &[Field::LayoutHints],
             "EngineGroupInfo]" => &[Field::GroupInfos],
             "RegisterEngineDrivenContextPayload" => &[Field::EngineDrivenContext { slots: true }],

@@ -201,7 +201,7 @@ fn decode_registration(class: &str, payload: &[u8]) -> Result<Value, String> {
         Operation::RegisterKvCache,
         &[
             Field::InstanceId,
-            Field::Tensors(kvtier_proto::generation::TensorForm::Described),
+            Field::Tensors,
             Field::ModelName,
             Field::WorldSize,
             Field::EngineType,

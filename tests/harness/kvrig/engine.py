@@ -4,12 +4,14 @@ Nothing of the client is replaced (but one lock, see below): the adapters, their
 wire code are LMCache's. Only the model is missing: paged KV tensors hold random bytes.
 """
 
+import inspect
 import random
 import threading
 from dataclasses import dataclass, field
 
 import torch
 import zmq
+from lmcache.integration.vllm import vllm_multi_process_adapter
 from lmcache.integration.vllm.vllm_multi_process_adapter import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -17,7 +19,11 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import (
     ParallelStrategy,
 )
 from lmcache.v1.multiprocess.group_view import EngineGroupInfo
-from lmcache.v1.platform.devices.cpu import shm
+
+try:
+    from lmcache.v1.platform.devices.cpu import shm
+except ImportError:  # up to 0.5.5
+    from lmcache.v1.platform.cpu import shm
 
 from . import layouts
 from .waiting import wait_until
@@ -78,7 +84,23 @@ class Worker:
         """Register all layers; `infos` replaces the honest group description."""
         named = {f"layer.{i}": tensor for i, (tensor, _) in enumerate(self.layers)}
         infos = self.engine.group_infos() if infos is None else infos
-        self.adapter.register_kv_caches(named, infos, layout_hints=self.engine.groups[0].layout.hints)
+        hints, register = self.engine.groups[0].layout.hints, self.adapter.register_kv_caches
+        if "layout_hints" in inspect.signature(register).parameters:
+            register(named, infos, layout_hints=hints)
+        else:  # up to 0.5.4, which asks vLLM
+            vllm_multi_process_adapter.vllm_layout_hints = lambda: hints
+            register(named, infos)
+
+    def recorded_event(self):
+        """The event that a transfer waits for, as the connector of the release makes it."""
+        if hasattr(self.adapter, "create_recorded_event"):
+            return self.adapter.create_recorded_event()
+        backend = getattr(self.adapter.transfer_ctx, "_event_backend", None)
+        if backend is None:  # engine-driven: none is sent
+            return None
+        event = backend.create_event(None)
+        backend.record_event(event, None)
+        return event
 
     def read(self, blocks, group=None):
         """Bytes of these blocks in every layer (of one engine group)."""
@@ -102,7 +124,7 @@ class Worker:
     def submit_store(self, request, prompt, start, end, blocks, salt=""):
         """Send a store without waiting for its end."""
         op = LoadStoreOp(token_ids=prompt, block_ids=_per_group(blocks), start=start, end=end)
-        self.adapter.submit_store_request(request, op, self.adapter.create_recorded_event(), cache_salt=salt)
+        self.adapter.submit_store_request(request, op, self.recorded_event(), cache_salt=salt)
         self.stores[request] = self.adapter.store_futures.get(request)
 
     def finish_store(self, request):
@@ -120,7 +142,7 @@ class Worker:
         op = LoadStoreOp(
             token_ids=prompt, block_ids=_per_group(blocks), start=start, end=end, skip_first_n_tokens=skip
         )
-        self.adapter.submit_retrieve_request(request, op, self.adapter.create_recorded_event(), cache_salt=salt)
+        self.adapter.submit_retrieve_request(request, op, self.recorded_event(), cache_salt=salt)
         finished = set()
 
         def done():

@@ -19,10 +19,15 @@ from unittest import mock
 import pytest
 import torch
 from lmcache.integration.vllm.vllm_multi_process_adapter import LMCacheMPWorkerAdapter
+from lmcache.v1.multiprocess import futures
 from lmcache.v1.multiprocess.transfer_context import worker_transfer
-from lmcache.v1.platform.base.ipc_wire import RawCudaIPCData, TensorMetadata
 from lmcache.v1.platform.base.ipc_wrapper import DeviceIPCWrapper
-from lmcache.v1.platform.devices.cuda.ipc_wrapper import CudaIPCWrapper, RawCudaIPCWrapper
+
+try:
+    from lmcache.v1.platform.base.ipc_wire import RawCudaIPCData, TensorMetadata
+    from lmcache.v1.platform.devices.cuda.ipc_wrapper import CudaIPCWrapper, RawCudaIPCWrapper
+except ImportError:  # up to 0.5.5, which pickles the wrapper itself
+    from lmcache.v1.platform.cuda.ipc_wrapper import CudaIPCWrapper
 
 from .engine import Engine, Worker
 from .server import standin_library
@@ -203,6 +208,19 @@ class GpuAdapter(LMCacheMPWorkerAdapter):
         }
         with _PATCHING, mock.patch.multiple(worker_transfer, **instead):
             super()._send_register_kv_caches_request(kv_caches)
+
+    def with_events(self, submit):
+        """Submits a transfer whose future opens the events of a GPU; up to 0.5.5 it looks the backend up by itself."""
+        with _PATCHING, mock.patch.object(futures, "get_event_ipc_backend", lambda _device: self.worker.events):
+            return submit()
+
+    def submit_store_request(self, *args, **options):
+        """As the adapter's."""
+        return self.with_events(lambda: super(GpuAdapter, self).submit_store_request(*args, **options))
+
+    def submit_retrieve_request(self, *args, **options):
+        """As the adapter's."""
+        return self.with_events(lambda: super(GpuAdapter, self).submit_retrieve_request(*args, **options))
 
 
 class GpuWorker(Worker):

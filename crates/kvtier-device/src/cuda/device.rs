@@ -278,6 +278,10 @@ impl EngineMemory for CudaMemory {
         &[]
     }
 
+    fn complete_event(&self) -> &[u8] {
+        self.gpu.complete_event()
+    }
+
     fn read_blocks(
         &self,
         layer: usize,

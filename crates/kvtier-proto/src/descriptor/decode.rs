@@ -2,7 +2,7 @@
 
 use super::{
     CpuShm, Cuda, CudaHandle, CudaRaw, CudaVmm, Dtype, MAX_BODY_BYTES, MAX_RANK, OpaqueVendor,
-    TensorDescriptor, TensorMetadata, VmmHandle, check_span,
+    TensorDescriptor, TensorMetadata, VmmHandle, check_allocation, check_span,
 };
 use crate::wire::{DecodeError, InField, Reader, name_shown};
 
@@ -118,17 +118,7 @@ fn cuda_vmm(mut fields: Fields<'_>) -> Result<CudaVmm, DecodeError> {
         metadata: version_and_metadata(&mut fields)?,
     };
     fields.finish()?;
-    check_span("nbytes", &descriptor.metadata, descriptor.nbytes)?;
-    let end = descriptor.alloc_offset.checked_add(descriptor.nbytes);
-    if end.is_none_or(|end| end > descriptor.alloc_size) {
-        return Err(DecodeError::at(
-            "alloc_size",
-            format!(
-                "{} bytes, but {} from {} on are used",
-                descriptor.alloc_size, descriptor.nbytes, descriptor.alloc_offset
-            ),
-        ));
-    }
+    check_allocation(&descriptor)?;
     Ok(descriptor)
 }
 

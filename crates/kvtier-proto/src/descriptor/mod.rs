@@ -1,7 +1,7 @@
 //! Descriptors of the tensors an engine registers: where its cache pages are and how they are laid out.
 //!
 //! One descriptor is the body of a msgpack extension of type 1 ([`EXT_CODE`]) in the list of a `register_kv_cache`
-//! request (LMCache 0.5.1 to 0.5.6). Releases up to 0.5.0 put a pickled object there; it is kept unread as
+//! request (LMCache 0.5.6). Releases up to 0.5.5 put a pickled object there; it is kept unread as
 //! [`TensorDescriptor::Legacy`] and [`crate::pickle::read_registration`] reads it.
 //!
 //! Decoding looks at bytes only: nothing is opened or mapped. It is strict, because a wrong number here becomes a wrong
@@ -162,7 +162,7 @@ pub enum TensorDescriptor {
         /// The body as received.
         body: Vec<u8>,
     },
-    /// A pickled wrapper of releases up to 0.5.0, unread.
+    /// A pickled wrapper of releases up to 0.5.5, unread.
     Legacy {
         /// The body as received; its first byte is 0x80.
         pickle: Vec<u8>,
@@ -281,6 +281,22 @@ pub(crate) fn check_span(
         return Err(DecodeError::at(
             field,
             format!("the view needs {span} bytes, its memory has {available}"),
+        ));
+    }
+    Ok(())
+}
+
+/// The view must end inside its memory, and that inside its allocation.
+pub(crate) fn check_allocation(vmm: &CudaVmm) -> Result<(), DecodeError> {
+    check_span("nbytes", &vmm.metadata, vmm.nbytes)?;
+    let end = vmm.alloc_offset.checked_add(vmm.nbytes);
+    if end.is_none_or(|end| end > vmm.alloc_size) {
+        return Err(DecodeError::at(
+            "alloc_size",
+            format!(
+                "{} bytes, but {} from {} on are used",
+                vmm.alloc_size, vmm.nbytes, vmm.alloc_offset
+            ),
         ));
     }
     Ok(())

@@ -1,22 +1,33 @@
 //! Which generation does a connection speak?
 //!
-//! An adapter's first request is always get_chunk_size, whose number differs in each generation, so a
+//! An adapter's first request, with uid 0, is always get_chunk_size, whose number differs in each generation, so a
 //! fresh connection is decided at once. A connection that came back after a restart of the server starts
-//! with whatever was due; then each request narrows the set of generations that could have sent it.
+//! with whatever was due, and its uids go on; then each request narrows the set of generations that could have sent it.
 
-use super::{Field, Generation, OperationSpec};
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use super::{Generation, OperationSpec, Release};
 use crate::frames::{OperationId, RequestFrames};
-use crate::key::{FULL_KEY_FIELDS, KeyForm};
 use crate::operation::Operation;
-use crate::wire::{DecodeError, Reader};
+use crate::wire::DecodeError;
+
+/// The uid frame of a client's first request.
+const FIRST_UID: &[u8] = &[0];
+
+/// How each of some generations reads a request.
+type Readings = Vec<(Generation, &'static OperationSpec)>;
 
 /// The generations a connection may still speak. Starts with all of them; keep one for each connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Candidates {
     /// One bit a generation.
     possible: u8,
-    /// Whether a request proved a release whose clients survive a text as op frame.
-    takes_text_op: bool,
+    /// What was proved of the release, for the newest generation.
+    release: Release,
+    /// Whether this server's process has told the client its chunk size.
+    knows_chunk_size: bool,
+    /// Hash of the last request that is a query or the end of a session, depending on the generation.
+    last_query: Option<u64>,
 }
 
 /// What a request turned out to be.
@@ -26,10 +37,13 @@ pub struct Resolved {
     pub generation: Generation,
     /// The row of its table.
     pub spec: &'static OperationSpec,
-    /// Whether every generation still possible reads it as the same operation.
+    /// Whether every generation still possible reads it as the same operation. If not, only an answer without a payload
+    /// is safe: a client up to 0.5.4 stops receiving at a payload of another type than it expects.
     pub certain: bool,
-    /// [`Candidates::takes_text_op`] of the connection, this request included.
-    pub takes_text_op: bool,
+    /// What is known of the client's release, this request included.
+    pub release: Release,
+    /// [`Candidates::knows_chunk_size`] of the connection, this request included.
+    pub knows_chunk_size: bool,
 }
 
 /// Why a request fits none of the generations still possible. It gets no reply.
@@ -70,7 +84,9 @@ impl Candidates {
     pub fn all() -> Self {
         Self {
             possible: (1 << Generation::ALL.len()) - 1,
-            takes_text_op: false,
+            release: Release::Unproven,
+            knows_chunk_size: false,
+            last_query: None,
         }
     }
 
@@ -79,7 +95,7 @@ impl Candidates {
     pub fn only(generation: Generation) -> Self {
         Self {
             possible: bit(generation),
-            takes_text_op: false,
+            ..Self::all()
         }
     }
 
@@ -104,23 +120,26 @@ impl Candidates {
         left.next().is_none().then_some(generation)
     }
 
-    /// Whether the client survives a reply whose op frame is a text instead of the request's.
-    ///
-    /// Clients before 0.5.5 stop receiving for good when they cannot decode an op frame; 0.5.5 logs it,
-    /// 0.5.6 raises the text where the request was made. True once a request proved 0.5.5 or later:
-    /// get_experimental, which a worker sends before it registers, is enough.
+    /// What the requests so far have proved of the client's release. get_experimental, which a worker sends before it
+    /// registers, is enough.
     #[must_use]
-    pub fn takes_text_op(self) -> bool {
-        self.takes_text_op
+    pub fn release(self) -> Release {
+        self.release
+    }
+
+    /// Whether the client has the chunk size from this process: it has asked here, or its connection began here, as its
+    /// request 0 shows. Else it may have it from a server that was here before.
+    #[must_use]
+    pub fn knows_chunk_size(self) -> bool {
+        self.knows_chunk_size
     }
 
     /// Finds the row for a request and drops the generations that cannot have sent it.
     ///
     /// Where several generations read the request differently, the choice is, in this order: the first of
-    /// `preferred` (what the server spoke before it went) that is possible; the reading as get_chunk_size,
-    /// because a wrong answer to that is the worst; the newest generation. [`Resolved::certain`] is false
-    /// then, and every reading stays possible, except that request 0 of a client can only be its
-    /// get_chunk_size. A request that fits nothing changes nothing.
+    /// `preferred` (what the server spoke before it went) that is possible; the newest generation. [`Resolved::certain`]
+    /// is false then, and every reading stays possible, but for what no adapter sends: another request 0 than
+    /// get_chunk_size, and later on get_chunk_size, clear and noop. A request that fits nothing changes nothing.
     pub fn resolve(
         &mut self,
         request: &RequestFrames<'_>,
@@ -129,52 +148,79 @@ impl Candidates {
         let id = OperationId::decode(request.op)?;
         if let Some(generation) = self.decided() {
             let spec = decided(generation, id, &request.payloads)?;
-            self.takes_text_op |= proves_text_op(spec, id, &request.payloads);
-            return Ok(Resolved {
-                generation,
-                spec,
-                certain: true,
-                takes_text_op: self.takes_text_op,
-            });
+            return Ok(self.resolved(request, id, (generation, spec), true));
         }
         let mut readings = self.readings(id, &request.payloads)?;
-        let is_chunk_size =
-            |reading: &(Generation, &OperationSpec)| reading.1.operation == Operation::GetChunkSize;
-        // Clients number their requests from 0 and start with get_chunk_size.
-        if request.uid == [0] && readings.iter().any(is_chunk_size) {
-            readings.retain(is_chunk_size);
-        }
+        self.drop_unsent(request, &mut readings);
         let (generation, spec) = preferred
             .iter()
             .find_map(|wanted| readings.iter().find(|(own, _)| own == wanted))
-            .or_else(|| readings.iter().find(|reading| is_chunk_size(reading)))
             .or(readings.last())
             .copied()
             .ok_or_else(|| self.unknown(id))?;
         self.possible = readings
             .iter()
             .fold(0, |set, (generation, _)| set | bit(*generation));
-        if self.decided().is_some() {
-            self.takes_text_op |= proves_text_op(spec, id, &request.payloads);
-        }
-        Ok(Resolved {
+        let mut others = readings.iter().map(|(_, other)| other.operation);
+        let certain = others.all(|other| other == spec.operation);
+        Ok(self.resolved(request, id, (generation, spec), certain))
+    }
+
+    fn resolved(
+        &mut self,
+        request: &RequestFrames<'_>,
+        id: OperationId<'_>,
+        (generation, spec): (Generation, &'static OperationSpec),
+        certain: bool,
+    ) -> Resolved {
+        let proved = match self.decided() {
+            None => None,
+            Some(Generation::G6) => Release::proved(spec, id, &request.payloads),
+            Some(_) => Some(Release::Before0_5_5),
+        };
+        self.release = proved.unwrap_or(self.release);
+        self.knows_chunk_size |=
+            request.uid == FIRST_UID || (certain && spec.operation == Operation::GetChunkSize);
+        Resolved {
             generation,
             spec,
-            certain: readings
-                .iter()
-                .all(|(_, other)| other.operation == spec.operation),
-            takes_text_op: self.takes_text_op,
-        })
+            certain,
+            release: self.release,
+            knows_chunk_size: self.knows_chunk_size,
+        }
+    }
+
+    /// Drops readings of which no adapter sends the request, unless none is left then.
+    ///
+    /// get_chunk_size is the first request of every adapter and never repeated; no adapter sends clear or noop. So what
+    /// looks like one of them on a connection that came back is the ping of another generation. The newest number of
+    /// get_chunk_size is no other generation's ping, and is what other clients send again.
+    fn drop_unsent(&mut self, request: &RequestFrames<'_>, readings: &mut Readings) {
+        use Operation::{Clear, EndSession, GetChunkSize, Noop, QueryPrefetchStatus};
+        if request.uid == FIRST_UID {
+            keep_any(readings, |_, operation| operation == GetChunkSize);
+            return;
+        }
+        keep_any(readings, |generation, operation| match operation {
+            Clear | Noop => false,
+            GetChunkSize => generation == Generation::G6,
+            _ => true,
+        });
+        let has = |wanted| readings.iter().any(|(_, spec)| spec.operation == wanted);
+        if has(QueryPrefetchStatus) && has(EndSession) {
+            // A session ends once; a query that was answered with nothing is repeated.
+            let mut hasher = DefaultHasher::new();
+            (request.op, &request.payloads).hash(&mut hasher);
+            if self.last_query.replace(hasher.finish()) == Some(hasher.finish()) {
+                keep_any(readings, |_, operation| operation == QueryPrefetchStatus);
+            }
+        }
     }
 
     /// How each possible generation reads the request, oldest first, at least one.
     ///
     /// Readings whose payloads look right push out those whose payloads do not.
-    fn readings(
-        self,
-        id: OperationId<'_>,
-        payloads: &[&[u8]],
-    ) -> Result<Vec<(Generation, &'static OperationSpec)>, Unresolved> {
+    fn readings(self, id: OperationId<'_>, payloads: &[&[u8]]) -> Result<Readings, Unresolved> {
         let mut known = false;
         let mut by_count = Vec::new();
         let mut by_shape = Vec::new();
@@ -218,18 +264,12 @@ fn bit(generation: Generation) -> u8 {
     1 << generation as u8
 }
 
-/// Whether a request can only come from 0.5.5 or later: what came with those is a
-/// name for an op, get_experimental as 32, a clear that says whether to force, and the full key.
-fn proves_text_op(spec: &OperationSpec, id: OperationId<'_>, payloads: &[&[u8]]) -> bool {
-    if matches!(id, OperationId::Name(_) | OperationId::Number(32)) {
-        return true;
+/// Keeps the readings that `wanted` says yes to; all of them if there is no such reading.
+fn keep_any(readings: &mut Readings, wanted: impl Fn(Generation, Operation) -> bool) {
+    let wanted = |reading: &(Generation, &OperationSpec)| wanted(reading.0, reading.1.operation);
+    if readings.iter().any(wanted) {
+        readings.retain(wanted);
     }
-    let fields = spec.payloads.iter().zip(payloads);
-    fields.into_iter().any(|(field, payload)| match field {
-        Field::Force => true,
-        Field::Key(KeyForm::Full) => Reader::new(payload).map_len() == Ok(FULL_KEY_FIELDS),
-        _ => false,
-    })
 }
 
 /// The row of a connection whose generation is known: no collecting, the common case.

@@ -20,7 +20,7 @@ impl Field {
             Self::Timeout => "timeout",
             Self::Force => "force",
             Self::Data => "data",
-            Self::Tensors(_) => "kv_cache",
+            Self::Tensors => "kv_cache",
             Self::ModelName => "model_name",
             Self::WorldSize => "world_size",
             Self::EngineType => "engine_type",
@@ -84,7 +84,7 @@ impl Field {
             | Self::EngineDrivenContext { .. }
             | Self::LayoutDescriptors
             | Self::ModuleCall => matches!(marker, 0x80..=0x8f | 0xde | 0xdf),
-            Self::Tensors(_)
+            Self::Tensors
             | Self::GroupInfos
             | Self::AllocationRecords
             | Self::GroupToCache

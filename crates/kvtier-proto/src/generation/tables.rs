@@ -4,7 +4,7 @@
 //! row of an operation is the one its newest release sends. Blending and server-to-server operations stand
 //! only in the newest table, with the numbers of 0.5.5 and 0.5.6.
 
-use super::{BlockForm, Field, Generation, OperationSpec, TensorForm};
+use super::{BlockForm, Field, Generation, OperationSpec};
 use crate::key::KeyForm;
 use crate::operation::Operation::{self, *};
 use crate::response::ResponseKind as Kind;
@@ -51,8 +51,6 @@ const REQUEST: &[Field] = &[Field::RequestId];
 const JOB: &[Field] = &[Field::JobId];
 const WAIT: &[Field] = &[Field::RequestId, Field::Timeout];
 const MAYBE_INSTANCE: &[Field] = &[Field::OptionalInstanceId];
-const PICKLED: Field = Field::Tensors(TensorForm::PickledOrDescribed);
-const DESCRIBED: Field = Field::Tensors(TensorForm::Described);
 const FLAT: Field = Field::BlockIds(BlockForm::Flat);
 const GROUPED: Field = Field::BlockIds(BlockForm::Grouped);
 
@@ -65,14 +63,14 @@ const REPORT: &[Field] = &[
 /// 0.4.2.
 const REGISTER_BARE: &[Field] = &[
     Field::InstanceId,
-    PICKLED,
+    Field::Tensors,
     Field::ModelName,
     Field::WorldSize,
 ];
 /// 0.4.3 and 0.4.4.
 const REGISTER_HINTS: &[Field] = &[
     Field::InstanceId,
-    PICKLED,
+    Field::Tensors,
     Field::ModelName,
     Field::WorldSize,
     Field::LayoutHints,
@@ -80,26 +78,22 @@ const REGISTER_HINTS: &[Field] = &[
 /// 0.4.5 and 0.4.6.
 const REGISTER_ENGINE: &[Field] = &[
     Field::InstanceId,
-    PICKLED,
+    Field::Tensors,
     Field::ModelName,
     Field::WorldSize,
     Field::EngineType,
     Field::LayoutHints,
 ];
 /// From 0.4.7.
-const fn register(tensors: Field) -> [Field; 7] {
-    [
-        Field::InstanceId,
-        tensors,
-        Field::ModelName,
-        Field::WorldSize,
-        Field::EngineType,
-        Field::LayoutHints,
-        Field::GroupInfos,
-    ]
-}
-const REGISTER_PICKLED: &[Field] = &register(PICKLED);
-const REGISTER: &[Field] = &register(DESCRIBED);
+const REGISTER: &[Field] = &[
+    Field::InstanceId,
+    Field::Tensors,
+    Field::ModelName,
+    Field::WorldSize,
+    Field::EngineType,
+    Field::LayoutHints,
+    Field::GroupInfos,
+];
 
 const CONTEXT: &[Field] = &[Field::EngineDrivenContext { slots: false }];
 const CONTEXT_SLOTS: &[Field] = &[Field::EngineDrivenContext { slots: true }];
@@ -218,7 +212,7 @@ const G3: &[OperationSpec] = &[
 
 /// 0.4.7. Block ids and registrations have groups.
 const G4: &[OperationSpec] = &[
-    row(1, RegisterKvCache, REGISTER_PICKLED, Kind::Nothing),
+    row(1, RegisterKvCache, REGISTER, Kind::Nothing),
     row(2, UnregisterKvCache, INSTANCE, Kind::Nothing),
     row(3, Store, STORE_SALTED, Kind::Transfer),
     row(4, Retrieve, RETRIEVE_SALTED, Kind::Transfer),
@@ -245,9 +239,9 @@ const G4: &[OperationSpec] = &[
     row(20, Noop, &[], Kind::Text),
 ];
 
-/// 0.5.0 to 0.5.2. Pings name the worker; tensors are described instead of pickled from 0.5.1.
+/// 0.5.0 to 0.5.2. Pings name the worker.
 const G5: &[OperationSpec] = &[
-    row(1, RegisterKvCache, REGISTER_PICKLED, Kind::Nothing),
+    row(1, RegisterKvCache, REGISTER, Kind::Nothing),
     row(2, UnregisterKvCache, INSTANCE, Kind::Nothing),
     row(3, Store, STORE_SALTED, Kind::Transfer),
     row(4, Retrieve, RETRIEVE_SALTED, Kind::Transfer),
@@ -275,7 +269,8 @@ const G5: &[OperationSpec] = &[
     row(21, Noop, &[], Kind::Text),
 ];
 
-/// 0.5.3 to 0.5.6. The key became full with 0.5.5; 0.5.6 also takes names and has no number 11.
+/// 0.5.3 to 0.5.6. The key became full with 0.5.5; 0.5.6 describes tensors instead of pickling them, also takes names and
+/// has no number 11.
 const G6: &[OperationSpec] = &[
     row(1, RegisterKvCache, REGISTER, Kind::Nothing),
     row(2, UnregisterKvCache, INSTANCE, Kind::Nothing),
@@ -308,7 +303,7 @@ const G6: &[OperationSpec] = &[
         CbRegisterRope,
         &[
             Field::InstanceId,
-            DESCRIBED,
+            Field::Tensors,
             Field::HeadSize,
             Field::IsNeoxStyle,
             Field::GroupToCache,

@@ -20,20 +20,38 @@ pub(super) enum Global {
     TypedStorage(Dtype),
     /// `torch.storage.UntypedStorage`: a storage counted in bytes.
     UntypedStorage,
-    /// A wrapper that clients up to 0.5.0 register for their pages.
+    /// A wrapper that clients up to 0.5.5 register for their pages.
     Wrapper(WrapperClass),
 }
 
-/// The wrapper classes of releases 0.4.2 to 0.5.0.
+/// The wrapper classes of releases 0.4.2 to 0.5.5. Those for CUDA moved from `lmcache.v1.multiprocess.custom_types` to
+/// `lmcache.v1.platform.cuda.ipc_wrapper` with 0.5.1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WrapperClass {
-    /// `lmcache.v1.multiprocess.custom_types.CudaIPCWrapper`.
+    /// `CudaIPCWrapper`.
     Cuda,
-    /// `lmcache.v1.multiprocess.custom_types.RawCudaIPCWrapper`.
+    /// `RawCudaIPCWrapper`.
     RawCuda,
+    /// `VmmCudaIPCWrapper`, of 0.5.5 alone.
+    VmmCuda,
     /// `lmcache.v1.platform.cpu.shm.CpuShmTensorWrapper`.
     CpuShm,
 }
+
+impl WrapperClass {
+    fn resolve(module: &str, name: &str) -> Option<Self> {
+        Some(match (module, name) {
+            (CUDA_TO_0_5_0 | CUDA_FROM_0_5_1, "CudaIPCWrapper") => Self::Cuda,
+            (CUDA_TO_0_5_0 | CUDA_FROM_0_5_1, "RawCudaIPCWrapper") => Self::RawCuda,
+            (CUDA_FROM_0_5_1, "VmmCudaIPCWrapper") => Self::VmmCuda,
+            ("lmcache.v1.platform.cpu.shm", "CpuShmTensorWrapper") => Self::CpuShm,
+            _ => return None,
+        })
+    }
+}
+
+const CUDA_TO_0_5_0: &str = "lmcache.v1.multiprocess.custom_types";
+const CUDA_FROM_0_5_1: &str = "lmcache.v1.platform.cuda.ipc_wrapper";
 
 impl Global {
     pub(super) fn resolve(module: &str, name: &str) -> Result<Global, DecodeError> {
@@ -46,16 +64,7 @@ impl Global {
             ("torch", name) => typed_storage(name)
                 .map(Global::TypedStorage)
                 .or_else(|| Dtype::from_name(name).map(Global::Dtype)),
-            ("lmcache.v1.multiprocess.custom_types", "CudaIPCWrapper") => {
-                Some(Global::Wrapper(WrapperClass::Cuda))
-            }
-            ("lmcache.v1.multiprocess.custom_types", "RawCudaIPCWrapper") => {
-                Some(Global::Wrapper(WrapperClass::RawCuda))
-            }
-            ("lmcache.v1.platform.cpu.shm", "CpuShmTensorWrapper") => {
-                Some(Global::Wrapper(WrapperClass::CpuShm))
-            }
-            _ => None,
+            _ => WrapperClass::resolve(module, name).map(Global::Wrapper),
         };
         found.ok_or_else(|| {
             DecodeError::at(

@@ -1,7 +1,7 @@
 //! Pickles without Python: a reader that calls nothing and a writer for one shape of pickle.
 //!
 //! Two places of the protocol carry pickles. Engines without shared memory send and expect a pickled list of tensors
-//! (`commit_store`, `prepare_retrieve`), and clients up to 0.5.0 register pickled wrappers. A pickle is a program for a
+//! (`commit_store`, `prepare_retrieve`), and clients up to 0.5.5 register pickled wrappers. A pickle is a program for a
 //! stack machine that may call any function of the receiver; ours builds plain values, knows a handful of global
 //! names, and *recognises* calls instead of making them. Everything else is refused by name.
 //!

@@ -1,14 +1,16 @@
-//! The pickled wrappers that clients up to 0.5.0 register instead of descriptors.
+//! The pickled wrappers that clients up to 0.5.5 register instead of descriptors.
 //!
-//! Three classes exist: `CudaIPCWrapper` (all releases since 0.4.2), `RawCudaIPCWrapper` and `CpuShmTensorWrapper` (0.4.7 and
-//! 0.5.0). Each is an object without arguments whose members follow as a dict.
+//! Four classes exist: `CudaIPCWrapper` (0.4.2 to 0.5.5), `RawCudaIPCWrapper` (from 0.4.5; with 0.5.5 it has an offset),
+//! `CpuShmTensorWrapper` (from 0.4.7) and `VmmCudaIPCWrapper` (0.5.5). Each is an object without arguments whose members
+//! follow as a dict.
 
 use super::Limits;
 use super::globals::{Global, WrapperClass};
 use super::machine::{Budget, Machine, Value, run};
 use super::tensors::read_axes;
 use crate::descriptor::{
-    CpuShm, Cuda, CudaHandle, CudaRaw, TensorDescriptor, TensorMetadata, check_span,
+    CpuShm, Cuda, CudaHandle, CudaRaw, CudaVmm, TensorDescriptor, TensorMetadata, VmmHandle,
+    check_allocation, check_span,
 };
 use crate::wire::{DecodeError, name_shown};
 
@@ -18,8 +20,8 @@ fn error(message: impl Into<String>) -> DecodeError {
 
 /// Reads a pickled wrapper into the descriptor that later releases send for the same tensor.
 ///
-/// The result is [`TensorDescriptor::Cuda`], [`TensorDescriptor::CudaRaw`] or [`TensorDescriptor::CpuShm`]. The same rules
-/// hold as for descriptors: no unknown member, equal ranks, the view inside its memory.
+/// The result is never [`TensorDescriptor::Legacy`] or [`TensorDescriptor::Opaque`]. The same rules hold as for
+/// descriptors: no unknown member, equal ranks, the view inside its memory.
 pub fn read_registration(pickle: &[u8], limits: &Limits) -> Result<TensorDescriptor, DecodeError> {
     let (machine, object, used) = run(pickle, &mut Budget::new(limits.max_opcodes))?;
     if used != pickle.len() {
@@ -43,6 +45,7 @@ pub fn read_registration(pickle: &[u8], limits: &Limits) -> Result<TensorDescrip
     let descriptor = match class {
         WrapperClass::Cuda => TensorDescriptor::Cuda(cuda(&machine, &mut members)?),
         WrapperClass::RawCuda => TensorDescriptor::CudaRaw(raw_cuda(&machine, &mut members)?),
+        WrapperClass::VmmCuda => TensorDescriptor::CudaVmm(vmm_cuda(&machine, &mut members)?),
         WrapperClass::CpuShm => TensorDescriptor::CpuShm(cpu_shm(&machine, &mut members)?),
     };
     members.finish()?;
@@ -60,29 +63,68 @@ fn raw_cuda<'a>(
     machine: &Machine<'a>,
     members: &mut Members<'_, 'a>,
 ) -> Result<CudaRaw, DecodeError> {
-    const HANDLE: &str = "_ipc_handle_reserved";
-    let ipc_handle = match members.take(HANDLE)? {
-        Value::Bytes(bytes) => bytes.try_into().ok(),
-        _ => None,
-    };
-    let ipc_handle = ipc_handle.ok_or_else(|| DecodeError::at(HANDLE, "not 64 bytes"))?;
+    let ipc_handle = exactly("_ipc_handle_reserved", members)?;
     let nbytes = unsigned("_nbytes", members.take("_nbytes")?)?;
+    // Absent up to 0.5.4, whose server used the allocation from its first byte on.
+    let alloc_offset = match members.take_if_any("_alloc_offset")? {
+        Some(offset) => {
+            members.take_zero("_opens")?;
+            unsigned("_alloc_offset", offset)?
+        }
+        None => 0,
+    };
     members.take_none("handle")?;
-    let metadata = read_metadata(machine, members)?;
-    // The server of that time mapped the allocation and used it from its first byte on.
-    if metadata.storage_offset != 0 {
-        return Err(DecodeError::at(
-            "storage_offset",
-            format!("{}; allowed is 0", metadata.storage_offset),
-        ));
-    }
+    let metadata = metadata_at_start(machine, members)?;
     check_span("_nbytes", &metadata, nbytes)?;
     Ok(CudaRaw {
         ipc_handle,
-        alloc_offset: 0,
+        alloc_offset,
         nbytes,
         metadata,
     })
+}
+
+fn vmm_cuda<'a>(
+    machine: &Machine<'a>,
+    members: &mut Members<'_, 'a>,
+) -> Result<CudaVmm, DecodeError> {
+    let export_id = exactly("_export_id", members)?;
+    let kind = text("_kind", members.take("_kind")?)?;
+    let blob = optional_bytes("_fabric_blob", members.take("_fabric_blob")?)?;
+    let handle = match (&*kind, blob) {
+        ("posix_fd", None) => VmmHandle::PosixFd,
+        ("fabric", Some(blob)) => VmmHandle::Fabric(blob),
+        (kind, blob) => {
+            return Err(DecodeError::at(
+                "_kind",
+                format!(
+                    "{:?} {} a blob; allowed are posix_fd without and fabric with one",
+                    name_shown(kind),
+                    if blob.is_some() { "with" } else { "without" },
+                ),
+            ));
+        }
+    };
+    members.take_none("_fd")?;
+    members.take_zero("_opens")?;
+    // The same bytes again, for comparing wrappers.
+    if members.take("handle")? != Value::Bytes(&export_id) {
+        return Err(DecodeError::at("handle", "not the export id"));
+    }
+    let alloc_size = unsigned("_alloc_size", members.take("_alloc_size")?)?;
+    let alloc_offset = unsigned("_alloc_offset", members.take("_alloc_offset")?)?;
+    let nbytes = unsigned("_nbytes", members.take("_nbytes")?)?;
+    let metadata = metadata_at_start(machine, members)?;
+    let descriptor = CudaVmm {
+        export_id,
+        handle,
+        alloc_size,
+        alloc_offset,
+        nbytes,
+        metadata,
+    };
+    check_allocation(&descriptor)?;
+    Ok(descriptor)
 }
 
 fn cpu_shm<'a>(
@@ -99,6 +141,21 @@ fn cpu_shm<'a>(
         nbytes,
         metadata,
     })
+}
+
+/// The view of a tensor that begins with its memory.
+fn metadata_at_start<'a>(
+    machine: &Machine<'a>,
+    members: &mut Members<'_, 'a>,
+) -> Result<TensorMetadata, DecodeError> {
+    let metadata = read_metadata(machine, members)?;
+    match metadata.storage_offset {
+        0 => Ok(metadata),
+        offset => Err(DecodeError::at(
+            "storage_offset",
+            format!("{offset}; allowed is 0"),
+        )),
+    }
 }
 
 fn read_metadata<'a>(
@@ -147,6 +204,22 @@ impl<'m, 'a> Members<'m, 'a> {
             }
             (None, _) => Err(DecodeError::at(name, "missing")),
             (Some(_), Some(_)) => Err(DecodeError::at(name, "given twice")),
+        }
+    }
+
+    /// A member that only some releases have.
+    fn take_if_any(&mut self, name: &'static str) -> Result<Option<Value<'a>>, DecodeError> {
+        match self.all.iter().any(|(key, _)| *key == Value::Text(name)) {
+            true => self.take(name).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// A count that is 0 on the wire: the sender never opens its own memory.
+    fn take_zero(&mut self, name: &'static str) -> Result<(), DecodeError> {
+        match self.take(name)? {
+            Value::Int(0) => Ok(()),
+            _ => Err(DecodeError::at(name, "not 0")),
         }
     }
 
@@ -208,6 +281,17 @@ fn read_handle<'a>(machine: &Machine<'a>, handle: Value<'a>) -> Result<CudaHandl
             _ => return Err(DecodeError::at("handle[7]", "not a bool")),
         },
     })
+}
+
+fn exactly<const N: usize>(
+    name: &'static str,
+    members: &mut Members<'_, '_>,
+) -> Result<[u8; N], DecodeError> {
+    let bytes = match members.take(name)? {
+        Value::Bytes(bytes) => bytes.try_into().ok(),
+        _ => None,
+    };
+    bytes.ok_or_else(|| DecodeError::at(name, format!("not {N} bytes")))
 }
 
 fn unsigned(field: &'static str, value: Value<'_>) -> Result<u64, DecodeError> {

@@ -8,8 +8,8 @@ use super::{
     BlockAllocation, Registration, Request, Retrieve, RetrieveMatched, RopeRegistration, Store,
     Subscription,
 };
-use crate::descriptor::{self, TensorDescriptor};
-use crate::generation::{BlockForm, Field, OperationSpec, TensorForm};
+use crate::descriptor::TensorDescriptor;
+use crate::generation::{BlockForm, Field, OperationSpec};
 use crate::key::{CacheKey, TokenReader};
 use crate::lenient;
 use crate::operation::Operation;
@@ -290,11 +290,10 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
 
     fn tensors(&mut self) -> Result<Vec<TensorDescriptor>, DecodeError> {
         let (field, frame) = self
-            .next_if(|field| matches!(field, Field::Tensors(_)))
+            .next_if(|field| field == Field::Tensors)
             .ok_or_else(|| absent("kv_cache"))?;
-        let pickles = field == Field::Tensors(TensorForm::PickledOrDescribed);
         wire::whole(frame, |reader| {
-            reader.short_array_of(MAX_TENSORS, |reader| read_tensor(reader, pickles))
+            reader.short_array_of(MAX_TENSORS, TensorDescriptor::read)
         })
         .in_field(field.name())
     }
@@ -358,23 +357,6 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
 /// A row lacks a field that its operation cannot do without. Tests decode every row, so this stays unseen.
 fn absent(name: &str) -> DecodeError {
     DecodeError::at(name, "the operation's row has no such payload")
-}
-
-fn read_tensor(reader: &mut Reader<'_>, pickles: bool) -> Result<TensorDescriptor, DecodeError> {
-    let (code, body) = reader.ext()?;
-    if code != descriptor::EXT_CODE {
-        return Err(DecodeError::new(format!(
-            "expected an extension value of type {}, found type {code}",
-            descriptor::EXT_CODE
-        )));
-    }
-    let tensor = TensorDescriptor::decode(body)?;
-    if !pickles && matches!(tensor, TensorDescriptor::Legacy { .. }) {
-        return Err(DecodeError::new(
-            "pickled tensors are refused; clients from 0.5.3 send descriptors",
-        ));
-    }
-    Ok(tensor)
 }
 
 fn read_layouts<'a>(

@@ -127,7 +127,7 @@ impl<T: TokenWriter> Request<'_, T> {
             (Self::ReportBlockAllocation(report), Field::AllocationRecords) => {
                 write_all(out, &report.records, |record, out| record.write(out));
             }
-            (Self::CbRegisterRope(rope), Field::Tensors(_)) => write_tensors(&rope.caches, out),
+            (Self::CbRegisterRope(rope), Field::Tensors) => write_tensors(&rope.caches, out),
             (Self::CbRegisterRope(rope), Field::HeadSize) => wire::write_int(out, rope.head_size),
             (Self::CbRegisterRope(rope), Field::IsNeoxStyle) => {
                 wire::write_bool(out, rope.is_neox_style);
@@ -252,7 +252,7 @@ fn write_registration(
     out: &mut Vec<u8>,
 ) -> Option<()> {
     match field {
-        Field::Tensors(_) => write_tensors(&registration.tensors, out),
+        Field::Tensors => write_tensors(&registration.tensors, out),
         Field::ModelName => wire::write_str(out, registration.model_name),
         Field::WorldSize => wire::write_uint(out, u64::from(registration.world_size)),
         Field::EngineType => wire::write_str(out, registration.engine.name()),

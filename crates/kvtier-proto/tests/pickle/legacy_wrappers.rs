@@ -1,19 +1,40 @@
-//! Every row of `legacy_wrappers.json`: wrappers as LMCache 0.4.7 and 0.5.0 pickle them.
+//! Every row of `legacy_wrappers.json`: wrappers as LMCache up to 0.5.5 pickles them.
 
 use crate::support::hex_field;
-use kvtier_proto::descriptor::TensorDescriptor;
+use kvtier_proto::descriptor::{TensorDescriptor, VmmHandle};
 use kvtier_proto::pickle::{Limits, read_registration};
 use serde_json::{Value, json};
 
 /// The members the Python object has, from what we read.
-fn members(descriptor: &TensorDescriptor) -> Value {
+fn members(release: &Value, descriptor: &TensorDescriptor) -> Value {
     let mut members = match descriptor {
         TensorDescriptor::CpuShm(of) => {
             json!({"shm_name": of.shm_name, "nbytes": of.nbytes, "handle": null})
         }
         TensorDescriptor::CudaRaw(of) => {
-            assert_eq!(of.alloc_offset, 0);
-            json!({"_ipc_handle_reserved": hex::encode(of.ipc_handle), "_nbytes": of.nbytes, "handle": null})
+            let mut members = json!({"_ipc_handle_reserved": hex::encode(of.ipc_handle), "_nbytes": of.nbytes, "handle": null});
+            if release == "0.5.5" {
+                members["_alloc_offset"] = json!(of.alloc_offset);
+                members["_opens"] = json!(0);
+            }
+            members
+        }
+        TensorDescriptor::CudaVmm(of) => {
+            let (kind, blob) = match &of.handle {
+                VmmHandle::PosixFd => ("posix_fd", None),
+                VmmHandle::Fabric(blob) => ("fabric", Some(hex::encode(blob))),
+            };
+            json!({
+                "_export_id": hex::encode(of.export_id),
+                "_kind": kind,
+                "_fabric_blob": blob,
+                "_fd": null,
+                "_alloc_size": of.alloc_size,
+                "_alloc_offset": of.alloc_offset,
+                "_nbytes": of.nbytes,
+                "handle": hex::encode(of.export_id),
+                "_opens": 0,
+            })
         }
         TensorDescriptor::Cuda(of) => {
             let handle = &of.handle;
@@ -28,7 +49,7 @@ fn members(descriptor: &TensorDescriptor) -> Value {
                 handle.event_sync_required,
             ]})
         }
-        other => panic!("no wrapper of 0.5.0 is a {}", other.kind()),
+        other => panic!("no wrapper is a {}", other.kind()),
     };
     let metadata = descriptor.metadata().unwrap();
     members["dtype"] = json!(metadata.dtype.name());
@@ -50,7 +71,7 @@ fn every_wrapper_reads_as_its_members() {
         };
         let descriptor = read_registration(&pickle, &Limits::default()).unwrap();
         assert_eq!(
-            members(&descriptor),
+            members(&row["release"], &descriptor),
             row["members"],
             "{} {}",
             row["release"],

@@ -20,7 +20,7 @@ use super::memory::{L1Allocator, to_memory};
 use super::staging::{Charge, WorkerShare};
 use super::transfers::{Finish, Kind, Lent, TransferId};
 use super::worker_range::{Held, WorkerRange};
-use super::{Answer, Engine};
+use super::{Answer, Caller, Engine};
 
 const DEVICE: &str = "cpu";
 
@@ -331,8 +331,17 @@ impl Engine {
         result
     }
 
-    pub(super) fn prepare_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
-        self.try_prepare_retrieve(key, id).unwrap_or_else(|reason| {
+    pub(super) fn prepare_retrieve(
+        &self,
+        caller: Caller,
+        key: &CacheKey<'_, Prompt>,
+        id: InstanceId,
+    ) -> Answer {
+        let prepared = match self.refusals.is_refusing(caller.connection) {
+            true => Err("not_held"),
+            false => self.try_prepare_retrieve(key, id),
+        };
+        prepared.unwrap_or_else(|reason| {
             Answer::from(Response::PrepareRetrieve(PrepareRetrieve::miss())).because(reason)
         })
     }

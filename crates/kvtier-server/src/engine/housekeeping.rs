@@ -97,6 +97,8 @@ impl Engine {
     }
 
     fn expire(&self, now: Duration) {
+        // Dropped, each is answered.
+        drop(self.refusals.due(now));
         if let Some(limit) = now.checked_sub(self.config.read_ttl) {
             let released = self.lookups.release_older(limit);
             if released > 0 {

@@ -1,5 +1,6 @@
 //! Lookups: what of a prompt is here, held until its workers have read it.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -152,8 +153,10 @@ impl Engine {
             rows,
             hit_chunks: found.hit_chunks,
             lease: found.lease,
+            counted_as_one: self.counted_as_one(caller, key.end),
             // At most 128.
             readers: u16::try_from(readers).unwrap_or(u16::MAX),
+            until_end: !caller.release.notices_failed_retrieves(),
             created: now,
             scope,
         };
@@ -162,6 +165,15 @@ impl Engine {
             Some((l2, request)) => self.prefetch(l2, key.request_id, lookup, request),
         }
         Answer::nothing()
+    }
+
+    /// Our chunks that the client of a lookup counts as one.
+    fn counted_as_one(&self, caller: Caller, end: u64) -> Option<NonZeroUsize> {
+        let counted = self.chunk_sizes.counted_as_one(caller, end);
+        if counted != Some(NonZeroUsize::MIN) {
+            self.metrics.unproven_lookups.inc();
+        }
+        counted
     }
 
     /// Asks the tiers for what L1 lacks; the result of the lookup waits for it.
@@ -221,7 +233,9 @@ impl Engine {
             hit_chunks: 0,
             lease: self.l1.cache.lookup(now, &[], &[]).lease,
             loaded: Vec::new(),
+            counted_as_one: Some(NonZeroUsize::MIN),
             readers: 1,
+            until_end: false,
             created: now,
         };
         self.lookups.insert(request_id, lookup);

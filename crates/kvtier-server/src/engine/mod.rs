@@ -9,6 +9,7 @@ mod answer;
 mod apart;
 mod begin;
 mod checksums;
+mod chunk_sizes;
 mod clock;
 mod deadline;
 mod devices;
@@ -20,6 +21,7 @@ mod lookup;
 mod lookups;
 mod memory;
 mod objects;
+mod refusals;
 mod registration;
 mod rehearsal;
 mod retrieve;
@@ -54,6 +56,7 @@ pub use warm::{WarmError, WarmUp, Warmed};
 
 use kvtier_core::hashing::ChunkHasher;
 use kvtier_core::prompt::{Prompt, PromptMemory, PromptReader};
+use kvtier_proto::generation::Release;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
 use kvtier_proto::response::Response;
@@ -64,11 +67,13 @@ use crate::l2::L2;
 use crate::metrics::{Metrics, Readings};
 use crate::quota::{Opened, Quotas};
 use apart::Apart;
+use chunk_sizes::ChunkSizes;
 use devices::Devices;
 use instances::Instances;
 pub(crate) use lookups::Lookups;
 use memory::{L1, create_arena};
 pub(crate) use memory::{L1Allocator, to_memory};
+use refusals::Refusals;
 use staging::StagingBudget;
 use transfers::Transfers;
 use warm::WarmUps;
@@ -83,11 +88,15 @@ const HASH_SEED: &str = "vllm-none-hash";
 /// Longest wait for the result of a lookup, whatever its client asks for.
 const MAX_WAIT: Duration = Duration::from_secs(600);
 
-/// Who asks.
+/// The client of a request, as its connection shows it.
 #[derive(Debug, Clone, Copy)]
 pub struct Caller {
     /// Number of the connection since start.
     pub connection: u64,
+    /// What is known of the client's release.
+    pub release: Release,
+    /// Whether the client has the chunk size from this process.
+    pub knows_chunk_size: bool,
 }
 
 /// What a clear took out.
@@ -114,6 +123,8 @@ pub struct Engine {
     /// Everybody was answered and everything stored; what is left is to give memory back.
     settled: AtomicBool,
     lookups: Arc<Lookups>,
+    chunk_sizes: ChunkSizes,
+    refusals: Refusals,
     transfers: Transfers,
     warm_ups: Arc<WarmUps>,
     metrics: Arc<Metrics>,
@@ -173,6 +184,8 @@ impl Engine {
             apart: Apart::default(),
             settled: AtomicBool::new(false),
             lookups: Arc::default(),
+            chunk_sizes: ChunkSizes::new(chunk_size),
+            refusals: Refusals::default(),
             transfers: Transfers::default(),
             warm_ups: Arc::default(),
             metrics,
@@ -212,9 +225,9 @@ impl Engine {
     /// Serves one request.
     pub fn handle(self: &Arc<Self>, caller: Caller, request: &Request<'_, Prompt>) -> Handled {
         match request {
-            Request::Store(store) => self.store(store),
-            Request::Retrieve(retrieve) => self.retrieve(retrieve),
-            Request::RegisterKvCache(registration) => self.register_pages(registration),
+            Request::Store(store) => self.store(caller, store),
+            Request::Retrieve(retrieve) => self.retrieve(caller, retrieve),
+            Request::RegisterKvCache(registration) => self.register_pages(caller, registration),
             Request::UnregisterKvCache { instance }
             | Request::UnregisterEngineDriven { instance } => {
                 self.unregister(request.operation(), *instance)
@@ -239,7 +252,7 @@ impl Engine {
                 Answer::nothing()
             }
 
-            Request::RegisterEngineDriven(context) => self.register_engine_driven(context),
+            Request::RegisterEngineDriven(context) => self.register_engine_driven(caller, context),
 
             Request::Lookup { key, tp_size } => self.lookup(caller, key, *tp_size),
             Request::QueryPrefetchStatus { job } | Request::QueryPrefetchLookupHits { job } => {
@@ -254,7 +267,9 @@ impl Engine {
                 instance,
                 data,
             } => self.commit_store(key, *instance, data),
-            Request::PrepareRetrieve { key, instance } => self.prepare_retrieve(key, *instance),
+            Request::PrepareRetrieve { key, instance } => {
+                self.prepare_retrieve(caller, key, *instance)
+            }
             Request::CommitRetrieve { key, instance } => self.commit_retrieve(key, *instance),
 
             // Between servers: there is nothing here for another server, and it learns so at once.

@@ -5,8 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_device::{
     Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout, LayoutHints,
+    MemorySpec, TensorSpec,
 };
 use kvtier_proto::descriptor::TensorDescriptor;
+use kvtier_proto::generation::Release;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, EngineGroupInfo, InstanceId, Registration};
 use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
@@ -16,7 +18,7 @@ use super::instances::{Instance, Mode};
 use super::layout::{EngineDrivenLayout, ModelLayout};
 use super::lookup::check_name;
 use super::tensors::tensor_spec;
-use super::{Answer, Caller, Engine, Handled};
+use super::{Answer, Caller, Engine, Handled, Responder};
 
 /// World sizes that fit a rank's place in an object key.
 const WORLD_SIZES: std::ops::RangeInclusive<u32> = 1..=256;
@@ -34,6 +36,17 @@ impl Engine {
     /// A ping; schedulers and probes have no instance.
     pub(super) fn ping(&self, caller: Caller, instance: Option<InstanceId>) -> Answer {
         let now = self.now();
+        let known = instance.and_then(|id| self.instances.get(id));
+        let is_copying = || known.as_ref().is_some_and(|worker| worker.is_retrieving());
+        if self
+            .refusals
+            .refuses_ping(caller.connection, is_copying, now)
+        {
+            if let Some(worker) = &known {
+                worker.seen(now);
+            }
+            return Answer::from(Response::Bool(false)).because("refused_retrieve");
+        }
         let known = match instance {
             None => {
                 self.lookups.heard(caller.connection);
@@ -54,9 +67,27 @@ impl Engine {
         Answer::from(Response::Bool(known))
     }
 
+    /// A ping of a client that is not served. It is answered "no": the client sends no store and no lookup while it is
+    /// unhealthy, and drops a transfer that is not answered.
+    pub fn ping_of_unserved(&self, caller: Caller) -> Answer {
+        self.refusals
+            .refuses_ping(caller.connection, || false, self.now());
+        Answer::from(Response::Bool(false)).because("older_generation")
+    }
+
+    /// Refuses a retrieve, or another transfer, of a client that does not notice or not survive a "no": by its next
+    /// ping. `held` is answered when it has taken note.
+    pub fn refuse_by_ping(&self, caller: Caller, held: Option<Responder>) {
+        self.refusals.add(caller.connection, held, self.now());
+    }
+
     /// A worker shows its pages.
-    pub(super) fn register_pages(self: &Arc<Self>, registration: &Registration<'_>) -> Handled {
-        let newcomer = match self.newcomer(registration) {
+    pub(super) fn register_pages(
+        self: &Arc<Self>,
+        caller: Caller,
+        registration: &Registration<'_>,
+    ) -> Handled {
+        let newcomer = match self.newcomer(caller.release, registration) {
             Ok(Some(newcomer)) => newcomer,
             Ok(None) => return Answer::nothing().into(),
             Err(text) => {
@@ -76,7 +107,11 @@ impl Engine {
 
     /// What a registration says, checked as far as that goes without touching the worker's memory; nothing if the worker
     /// is registered like this already.
-    fn newcomer(&self, registration: &Registration<'_>) -> Result<Option<Newcomer>, String> {
+    fn newcomer(
+        &self,
+        release: Release,
+        registration: &Registration<'_>,
+    ) -> Result<Option<Newcomer>, String> {
         if !self.config.transfer_mode.allows_lmcache_driven() {
             return Err("this server runs with --supported-transfer-mode engine_driven; lmcache_driven workers cannot register".into());
         }
@@ -98,10 +133,14 @@ impl Engine {
         let engine = DeviceEngine::from_name(registration.engine.name())
             .ok_or_else(|| format!("engine type {:?} is unknown", registration.engine.name()))?;
         let groups: Vec<_> = registration.groups.iter().map(group_spec).collect();
+        let mut layout_hints = hints(&registration.hints);
+        if registration.tensors.iter().any(is_pickled) && tensors.iter().any(is_in_host_memory) {
+            layout_hints.kv_layout = cpu_layout_hint(release, layout_hints.kv_layout)?;
+        }
         let layout = KvLayout::detect(
             &tensors,
             engine,
-            &hints(&registration.hints),
+            &layout_hints,
             &groups,
             u64::from(self.config.chunk_size),
             self.config.separate_object_groups,
@@ -157,8 +196,12 @@ impl Engine {
     }
 
     /// A worker that copies by itself.
-    pub(super) fn register_engine_driven(&self, context: &EngineDrivenContext<'_>) -> Answer {
-        match self.try_register_engine_driven(context) {
+    pub(super) fn register_engine_driven(
+        &self,
+        caller: Caller,
+        context: &EngineDrivenContext<'_>,
+    ) -> Answer {
+        match self.try_register_engine_driven(caller, context) {
             Ok(pool) => Answer::from(Response::EngineDriven(pool)),
             Err(text) => {
                 tracing::warn!(
@@ -179,6 +222,7 @@ impl Engine {
 
     fn try_register_engine_driven(
         &self,
+        caller: Caller,
         context: &EngineDrivenContext<'_>,
     ) -> Result<EngineDriven<'static>, String> {
         if !self.config.transfer_mode.allows_engine_driven() {
@@ -186,6 +230,7 @@ impl Engine {
         }
         check_model(context.model_name, context.world_size)?;
         let layout = EngineDrivenLayout::new(context, u64::from(self.config.chunk_size))?;
+        let may_map = self.may_map_pool(caller, context)?;
         let now = self.now();
         let same = self.instances.get(context.instance).filter(|instance| {
             *instance.model_name == *context.model_name
@@ -197,14 +242,14 @@ impl Engine {
                 instance.seen(now);
                 if let Mode::EngineDriven { pickles, .. } = &instance.mode {
                     // It may be able to map the pool now.
-                    pickles.store(false, Ordering::Relaxed);
+                    pickles.store(!may_map, Ordering::Relaxed);
                 }
             }
             None => {
                 let model = layout.model();
                 let mode = Mode::EngineDriven {
                     layout,
-                    pickles: AtomicBool::new(false),
+                    pickles: AtomicBool::new(!may_map),
                 };
                 self.admit(Instance::new(
                     context.instance,
@@ -223,7 +268,7 @@ impl Engine {
             }
         }
         let arena = &self.l1.arena;
-        Ok(match arena.shm_name() {
+        Ok(match arena.shm_name().filter(|_| may_map) {
             Some(name) => EngineDriven {
                 shm_name: name.trim_start_matches('/').to_string().into(),
                 pool_size: arena.len(),
@@ -233,6 +278,27 @@ impl Engine {
                 pool_size: 0,
             },
         })
+    }
+
+    /// Whether a worker may write into slots of the pool: one of another chunk size would write past their ends.
+    ///
+    /// A client that has the chunk size from this process has the right one, whatever its pages are like. Of another one,
+    /// `num_physical_slots` tells; where a release does not send that, the shapes of pickled data do at each store.
+    fn may_map_pool(
+        &self,
+        caller: Caller,
+        context: &EngineDrivenContext<'_>,
+    ) -> Result<bool, String> {
+        let chunk_size = i64::from(self.config.chunk_size);
+        match context.num_physical_slots {
+            _ if caller.knows_chunk_size => Ok(true),
+            None => Ok(false),
+            Some(slots) if slots == chunk_size => Ok(true),
+            Some(slots) => Err(format!(
+                "num_physical_slots is {slots}; allowed of a client that reconnected: {chunk_size}, the chunk size of this \
+                 server. Restart the engine, or the server with the former --chunk-size"
+            )),
+        }
     }
 
     fn admit(&self, instance: Instance) -> Result<(), String> {
@@ -317,6 +383,31 @@ struct Newcomer {
     tensors: Vec<TensorDescriptor>,
     hints: kvtier_proto::request::LayoutHints,
     groups: Vec<EngineGroupInfo>,
+}
+
+fn is_pickled(tensor: &TensorDescriptor) -> bool {
+    matches!(tensor, TensorDescriptor::Legacy { .. })
+}
+
+fn is_in_host_memory(tensor: &TensorSpec) -> bool {
+    matches!(tensor.memory, MemorySpec::CpuShm { .. })
+}
+
+/// The order of axes of pickled tensors in CPU memory, given the hint: heads first up to 0.5.4, whatever it says.
+fn cpu_layout_hint(
+    release: Release,
+    hint: Option<KvAxisOrder>,
+) -> Result<Option<KvAxisOrder>, String> {
+    let heads_first = KvAxisOrder::from_name("HND");
+    match release.hints_cpu_layout() {
+        Some(true) => Ok(hint),
+        Some(false) => Ok(heads_first),
+        None if hint.is_none() || hint == heads_first => Ok(heads_first),
+        None => Err(
+            "kv_layout is not HND; allowed of a reconnected client whose release is not known: HND. Restart the engine"
+                .into(),
+        ),
+    }
 }
 
 fn refuse_pages(id: InstanceId, model: &str, text: &str) -> Answer {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use kvtier_core::prompt::Prompt;
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, DeviceError, Direction, Transfer};
+use kvtier_proto::generation::Release;
 use kvtier_proto::request::Retrieve;
 use kvtier_proto::response::Response;
 
@@ -12,7 +13,7 @@ use super::begin::Refusal;
 use super::instances::{Copying, Instance};
 use super::memory::to_memory;
 use super::worker_range::{Held, WorkerRange};
-use super::{Answer, Engine, Handled};
+use super::{Answer, Caller, Engine, Handled};
 
 /// A retrieve whose bytes are on their way.
 struct UnderWay {
@@ -20,14 +21,21 @@ struct UnderWay {
     model_name: Box<str>,
     started: Duration,
     event: Vec<u8>,
+    release: Release,
     range: WorkerRange,
     copying: Copying,
     /// Nobody takes the bytes away before they are copied.
     _held: Vec<Held>,
+    /// Counts it.
+    _retrieving: Arc<()>,
 }
 
 impl Engine {
-    pub(super) fn retrieve(self: &Arc<Self>, retrieve: &Retrieve<'_, Prompt>) -> Handled {
+    pub(super) fn retrieve(
+        self: &Arc<Self>,
+        caller: Caller,
+        retrieve: &Retrieve<'_, Prompt>,
+    ) -> Handled {
         let key = &retrieve.key;
         let Some(instance) = self.instances.get(retrieve.instance) else {
             self.settle_refused(retrieve.instance, key);
@@ -37,7 +45,7 @@ impl Engine {
         let started = self.now();
         instance.seen(started);
         self.metrics.retrieve(instance.device(), false);
-        match self.plan_retrieve(&instance, retrieve, started) {
+        match self.plan_retrieve(caller, &instance, retrieve, started) {
             Ok((transfer, under_way)) => {
                 let pages = under_way.copying.pages();
                 self.begin_later(pages, transfer, |engine, moved| {
@@ -46,7 +54,7 @@ impl Engine {
             }
             Err(refusal) => {
                 self.settle_refused(retrieve.instance, key);
-                let event = instance.answer_event(retrieve.event_handle);
+                let event = instance.answer_event(retrieve.event_handle, caller.release);
                 self.retrieve_failed(&instance, key.request_id, event, &refusal)
                     .into()
             }
@@ -71,11 +79,17 @@ impl Engine {
     /// Takes leases on what the range needs, and says what is to be copied.
     fn plan_retrieve(
         &self,
+        caller: Caller,
         instance: &Arc<Instance>,
         retrieve: &Retrieve<'_, Prompt>,
         started: Duration,
     ) -> Result<(Transfer, UnderWay), Refusal> {
         let key = &retrieve.key;
+        // Counted first: a ping is only refused while none is counted.
+        let retrieving = instance.retrieving();
+        if self.refusals.is_refusing(caller.connection) {
+            return Err(Refusal::NotHeld);
+        }
         let (copying, deadline, range) = self.copying(instance, key)?;
         let blocks = BlockTable::check(
             copying.pages().layout(),
@@ -123,9 +137,11 @@ impl Engine {
             model_name: key.model_name.into(),
             started,
             event: retrieve.event_handle.to_vec(),
+            release: caller.release,
             range,
             copying,
             _held: held,
+            _retrieving: retrieving,
         };
         Ok((transfer, under_way))
     }
@@ -133,7 +149,7 @@ impl Engine {
     /// The bytes of a retrieve are in place, or will never be.
     fn retrieved(&self, retrieve: UnderWay, moved: Result<u64, DeviceError>) -> Answer {
         let instance = retrieve.copying.instance();
-        let event = instance.answer_event(&retrieve.event);
+        let event = instance.answer_event(&retrieve.event, retrieve.release);
         if let Err(error) = moved {
             let error = Refusal::from(error.to_string());
             return self.retrieve_failed(instance, &retrieve.request_id, event, &error);

@@ -11,6 +11,7 @@ use kvtier_core::cache::{Reservation, ReserveRequest, Staged};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, DeviceError, Direction, Transfer};
+use kvtier_proto::generation::Release;
 use kvtier_proto::request::Store;
 use kvtier_proto::response::Response;
 
@@ -20,7 +21,7 @@ use super::lookup::space;
 use super::memory::{L1Allocator, to_memory};
 use super::staging::Charge;
 use super::worker_range::WorkerRange;
-use super::{Answer, Engine, Handled};
+use super::{Answer, Caller, Engine, Handled};
 
 /// The chunks of a range that one object group has data for.
 struct GroupChunks {
@@ -63,6 +64,7 @@ struct UnderWay {
     request_id: Box<str>,
     started: Duration,
     event: Vec<u8>,
+    release: Release,
     /// Chunks of the range.
     chunks: usize,
     brought: Brought,
@@ -72,7 +74,7 @@ struct UnderWay {
 }
 
 impl Engine {
-    pub(super) fn store(self: &Arc<Self>, store: &Store<'_, Prompt>) -> Handled {
+    pub(super) fn store(self: &Arc<Self>, caller: Caller, store: &Store<'_, Prompt>) -> Handled {
         let Some(instance) = self.instances.get(store.instance) else {
             let answer = Answer::from(Response::transfer(&[][..], false));
             return answer.because("unknown_instance").into();
@@ -80,7 +82,7 @@ impl Engine {
         let started = self.now();
         instance.seen(started);
         self.metrics.store(instance.device(), false);
-        match self.plan_store(&instance, store, started) {
+        match self.plan_store(caller.release, &instance, store, started) {
             Ok((transfer, under_way)) => {
                 let pages = under_way.copying.pages();
                 self.begin_later(pages, transfer, |engine, moved| {
@@ -88,7 +90,7 @@ impl Engine {
                 })
             }
             Err(refusal) => {
-                let event = instance.answer_event(store.event_handle);
+                let event = instance.answer_event(store.event_handle, caller.release);
                 let request_id = store.key.request_id;
                 self.store_failed(&instance, request_id, event, &refusal)
                     .into()
@@ -114,6 +116,7 @@ impl Engine {
     /// Reserves memory for the chunks that are not resident, and plans what is to be copied into it.
     fn plan_store(
         &self,
+        release: Release,
         instance: &Arc<Instance>,
         store: &Store<'_, Prompt>,
         started: Duration,
@@ -147,6 +150,7 @@ impl Engine {
             request_id: store.key.request_id.into(),
             started,
             event: store.event_handle.to_vec(),
+            release,
             chunks: range.chunks.len(),
             brought,
             reservation,
@@ -189,7 +193,7 @@ impl Engine {
     /// The bytes of a store are in place, or will never be: a reservation that is dropped becomes readable for nobody.
     fn stored(&self, store: UnderWay, moved: Result<u64, DeviceError>) -> Answer {
         let instance = store.copying.instance();
-        let event = instance.answer_event(&store.event);
+        let event = instance.answer_event(&store.event, store.release);
         if let Err(error) = moved {
             let error = Refusal::from(error.to_string());
             return self.store_failed(instance, &store.request_id, event, &error);

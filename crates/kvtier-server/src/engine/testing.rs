@@ -10,15 +10,23 @@ use kvtier_core::prompt::Prompt;
 use kvtier_device::{Begun, DeviceError, Done, EngineMemory, KvLayout, Transfer};
 use kvtier_memory::SegmentError;
 use kvtier_proto::descriptor::Dtype;
+use kvtier_proto::generation::Release;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Store};
 use parking_lot::Mutex;
 
 use super::instances::{Instance, Mode};
 use super::layout::{EngineDrivenLayout, ModelLayout};
-use super::{Answer, Engine, Handled, Responder};
+use super::{Answer, Caller, Engine, Handled, Responder};
 use crate::config::ServerConfig;
 use crate::metrics::Metrics;
+
+/// A client of 0.5.5 or later that has the chunk size.
+pub const CALLER: Caller = Caller {
+    connection: 1,
+    release: Release::Since0_5_5,
+    knows_chunk_size: true,
+};
 
 /// With 12 MiB of L1, chunks of one token, and these flags.
 pub fn engine(flags: &[&str]) -> Engine {
@@ -181,7 +189,7 @@ pub fn store(engine: &Arc<Engine>, id: i64, chunks: Range<u8>) -> Receiver<Answe
         instance: InstanceId(id),
         event_handle: b"",
     };
-    answers(engine.store(&store))
+    answers(engine.store(CALLER, &store))
 }
 
 /// What a request is answered.

@@ -17,6 +17,7 @@ use super::begin::Refusal;
 use super::deadline;
 use super::instances::{Copying, Instance};
 use super::lookup::{check_names, space};
+use super::lookups::Unproven;
 use super::memory::L1Allocator;
 
 /// What a worker's key names: whose objects, and which chunks.
@@ -129,6 +130,11 @@ impl Engine {
             range.chunks.clone(),
         )?;
         if grant.layout != instance.layout.fingerprint {
+            return None;
+        }
+        if let Some(Unproven { connection, told }) = grant.unproven
+            && !self.chunk_sizes.is_same(connection, told, key.end)
+        {
             return None;
         }
         let groups = grant.object_groups.iter().map(|id| {

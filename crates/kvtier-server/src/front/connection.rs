@@ -13,7 +13,7 @@ use kvtier_proto::generation::Candidates;
 use super::lanes::Lane;
 use super::limits::REPLY_SHARE;
 use super::request::Job;
-use crate::budget::Budget;
+use crate::budget::{Budget, Charge};
 
 /// Connections kept at most. A vLLM engine has one for its scheduler and one for each worker.
 const MAX_CONNECTIONS: usize = 65_536;
@@ -39,6 +39,8 @@ pub struct Connection {
     pub peer: Arc<Peer>,
     /// Generations of the protocol its client can still be of.
     pub candidates: Candidates,
+    /// Messages whose operation is not certain and whose answer depends on it, until a later one decides.
+    pub undecided: Vec<Undecided>,
     /// Requests whose order among themselves matters: transfers and registrations.
     pub transfers: Arc<Lane<Job>>,
     /// Everything else.
@@ -46,6 +48,14 @@ pub struct Connection {
     /// Whether the log has said that this client is too old.
     pub told_off: bool,
     last_seen: Instant,
+}
+
+/// A message that waits for the generation of its client, routing id first.
+pub struct Undecided {
+    /// Its frames.
+    pub frames: Vec<zmq::Message>,
+    /// Its bytes in the budget of its connection.
+    pub _charge: Charge,
 }
 
 /// All connections, by routing id.
@@ -83,6 +93,7 @@ impl Connections {
             let connection = Connection {
                 peer,
                 candidates: Candidates::default(),
+                undecided: Vec::new(),
                 transfers: Arc::default(),
                 control: Arc::default(),
                 told_off: false,

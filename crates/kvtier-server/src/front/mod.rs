@@ -20,20 +20,25 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
-use kvtier_proto::generation::{Generation, Unresolved};
+use kvtier_proto::generation::{Generation, Resolved, Unresolved};
 use kvtier_proto::operation::Lane as LaneKind;
+use kvtier_proto::response::ResponseKind;
 use kvtier_proto::wire::DecodeError;
 
 use crate::config::ServerConfig;
 use crate::engine::{Answer, Engine};
 use crate::health::Health;
-use connection::Connections;
+use connection::{Connections, Undecided};
 use ipc::SocketFile;
 use lanes::Pool;
 use limits::{JOB_BYTES, MAX_FRAMES, MAX_HEAD, SEND_HWM};
 use outbox::{Inbox, Outbox, Reply};
 use request::{Job, Server, error_frame};
 use seldom::Seldom;
+
+/// Messages of a connection that may wait for its client's generation. A worker that reconnected waits for the answer to
+/// one, and the next ping decides.
+const MAX_UNDECIDED: usize = 16;
 
 /// Messages taken from the socket before replies get their turn.
 const BURST: usize = 64;
@@ -332,6 +337,18 @@ impl Front {
                 return;
             }
         };
+        let decided = resolved.certain && !connection.undecided.is_empty();
+        let earlier = decided.then(|| std::mem::take(&mut connection.undecided));
+        if needs_decision(&resolved) && connection.undecided.len() < MAX_UNDECIDED {
+            let bytes: u64 = frames.iter().map(|frame| frame.len() as u64).sum();
+            if let Some(charge) = connection.peer.requests.take(bytes + JOB_BYTES) {
+                connection.undecided.push(Undecided {
+                    frames: std::iter::once(routing_id).chain(frames).collect(),
+                    _charge: charge,
+                });
+                return;
+            }
+        }
         if resolved.generation != Generation::G6
             && resolved.certain
             && !std::mem::replace(&mut connection.told_off, true)
@@ -356,9 +373,13 @@ impl Front {
             bytes,
             charge: None,
             resolved,
-            takes_text: resolved.takes_text_op,
+            takes_text: resolved.release.takes_text_op(),
             received,
         };
+        for waiting in earlier.into_iter().flatten() {
+            self.take(waiting.frames);
+        }
+        let connection = self.connections.get(&routing_id, received);
         let operation = resolved.spec.operation;
         if bytes > limits::max_payload(operation) {
             return self.refuse(job, "request_too_large");
@@ -422,7 +443,7 @@ impl Front {
         let candidates = connection.candidates;
         let id = OperationId::decode(message.op).ok();
         // Who calls by name is of a release that takes a text, unless its connection has proved otherwise.
-        let takes_text = candidates.takes_text_op()
+        let takes_text = candidates.release().takes_text_op()
             || matches!(id, Some(OperationId::Name(_))) && candidates.contains(Generation::G6);
         // A known operation with the wrong payloads still has its own "no", in the newest form its client may know.
         let known = id.and_then(|id| {
@@ -462,6 +483,16 @@ impl Front {
     fn send(&mut self, reply: Reply) {
         deliver(&mut self.socket, &self.server, reply);
     }
+}
+
+/// Whether any answer now may be of a type that the client does not expect, or one that its worker does not survive. A
+/// query that is answered with nothing is repeated.
+fn needs_decision(resolved: &Resolved) -> bool {
+    let harmless = matches!(
+        resolved.spec.response,
+        ResponseKind::Nothing | ResponseKind::OptionalInt
+    );
+    !resolved.certain && !harmless
 }
 
 /// One message, if one is there: routing id first, and no more than [`MAX_FRAMES`] of its frames.

@@ -4,9 +4,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvtier_proto::generation::{Generation, OperationSpec, Resolved};
+use kvtier_proto::generation::{Generation, OperationSpec, Release, Resolved};
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
+use kvtier_proto::response::{Response, ResponseKind};
 
 use super::connection::Peer;
 use super::lanes::Turn;
@@ -72,6 +73,14 @@ impl Job {
     /// The operation's table row.
     fn spec(&self) -> &'static OperationSpec {
         self.resolved.spec
+    }
+
+    fn caller(&self) -> Caller {
+        Caller {
+            connection: self.peer.id,
+            release: self.resolved.release,
+            knows_chunk_size: self.resolved.knows_chunk_size,
+        }
     }
 }
 
@@ -152,13 +161,21 @@ impl Server {
     }
 
     /// Answers with the operation's "no", without serving.
-    pub fn refuse(&self, job: Job, reason: &'static str) -> impl Iterator<Item = Reply> + use<> {
+    pub fn refuse(
+        self: &Arc<Self>,
+        job: Job,
+        reason: &'static str,
+    ) -> impl Iterator<Item = Reply> + use<> {
         let answer = Answer::refusal(job.spec().operation, job.spec().response, reason);
         self.replies(job, answer)
     }
 
     fn serve(&self, job: &Job) -> Handled {
         let spec = job.spec();
+        // The readings of generations differ, and so may the answers they take: but for those without a payload.
+        if !job.resolved.certain && spec.response != ResponseKind::Nothing {
+            return Answer::nothing().because("uncertain_generation").into();
+        }
         if job.resolved.generation != Generation::G6 {
             return self.serve_older(job);
         }
@@ -167,12 +184,7 @@ impl Server {
         }
         let payloads: Vec<&[u8]> = job.payloads.iter().map(|payload| &**payload).collect();
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
-            Ok(request) => self.engine.handle(
-                Caller {
-                    connection: job.peer.id,
-                },
-                &request,
-            ),
+            Ok(request) => self.engine.handle(job.caller(), &request),
             Err(error) => {
                 static SAID: Seldom = Seldom::new();
                 if let Some(left_out) = SAID.due(Instant::now()) {
@@ -189,17 +201,54 @@ impl Server {
     fn serve_older(&self, job: &Job) -> Handled {
         let spec = job.spec();
         match spec.operation {
-            Operation::GetChunkSize => self.engine.handle(
-                Caller {
-                    connection: job.peer.id,
-                },
-                &Request::GetChunkSize,
-            ),
+            Operation::GetChunkSize => self.engine.handle(job.caller(), &Request::GetChunkSize),
+            Operation::Ping => self.engine.ping_of_unserved(job.caller()).into(),
             operation => Answer::refusal(operation, spec.response, "older_generation").into(),
         }
     }
 
-    fn replies(&self, job: Job, answer: Answer) -> impl Iterator<Item = Reply> + use<> {
+    fn replies(self: &Arc<Self>, job: Job, answer: Answer) -> impl Iterator<Item = Reply> + use<> {
+        let reported = match answer.refused {
+            Some(_) => self.report(job, answer),
+            None => Some((job, answer)),
+        };
+        reported
+            .map(|(job, answer)| self.frames(job, answer))
+            .into_iter()
+            .flatten()
+    }
+
+    /// Gives back a "no", unless the client would not notice or not survive it: then its next ping says so.
+    fn report(self: &Arc<Self>, job: Job, answer: Answer) -> Option<(Job, Answer)> {
+        let caller = job.caller();
+        if caller.release != Release::Before0_5_5 {
+            return Some((job, answer));
+        }
+        let held = match job.spec().operation {
+            Operation::PrepareRetrieve => {
+                let server = Arc::clone(self);
+                Some(Responder::new(move |_| {
+                    for reply in server.frames(job, answer) {
+                        server.outbox.send(reply);
+                    }
+                }))
+            }
+            Operation::Store if !lacks_event(&answer) => return Some((job, answer)),
+            Operation::Store | Operation::Retrieve => {
+                let reason = answer.refused.unwrap_or_default();
+                self.engine
+                    .metrics()
+                    .refused(job.spec().operation.name(), reason);
+                None
+            }
+            _ => return Some((job, answer)),
+        };
+        self.engine.refuse_by_ping(caller, held);
+        None
+    }
+
+    /// The messages of an answer.
+    fn frames(&self, job: Job, answer: Answer) -> impl Iterator<Item = Reply> + use<> {
         let operation = job.spec().operation.name();
         let metrics = self.engine.metrics();
         if let Some(reason) = answer.refused {
@@ -231,6 +280,11 @@ impl Server {
         })
         .chain(end)
     }
+}
+
+/// Whether it is the "no" of a transfer without an event, which clients up to 0.5.4 on a GPU do not survive.
+fn lacks_event(answer: &Answer) -> bool {
+    answer.payload == Response::transfer(&[][..], false).encode()
 }
 
 /// An error text as an operation frame. Texts repeat what clients sent, so they are cut.

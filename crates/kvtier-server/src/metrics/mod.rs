@@ -94,6 +94,8 @@ pub struct Metrics {
     pub expired_transfers: Counter,
     /// Lookup leases given up because nobody consumed them.
     pub expired_lookups: Counter,
+    /// Lookups of clients that have not proved their chunk size.
+    pub unproven_lookups: Counter,
     /// Background eviction passes, and those that evicted.
     pub eviction_ticks: Counter,
     /// Background eviction passes that evicted.
@@ -277,6 +279,10 @@ impl Metrics {
             reaped_instances: own.add("reaped_instances", "Workers taken for dead"),
             expired_transfers: own.add("expired_transfers", "Transfers given up without a commit"),
             expired_lookups: own.add("expired_lookups", "Lookup leases given up unused"),
+            unproven_lookups: own.add(
+                "unproven_lookups",
+                "Lookups of clients whose chunk size is not proven",
+            ),
             eviction_ticks: lmcache.add("l1_eviction_loop_ticks", "Background eviction passes"),
             eviction_triggered: lmcache.add(
                 "l1_eviction_loop_triggered",

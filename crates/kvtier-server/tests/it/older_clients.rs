@@ -131,12 +131,12 @@ fn request(spec: &OperationSpec) -> Request<'static, Vec<u32>> {
 fn refusal(spec: &OperationSpec) -> Response<'static> {
     match (spec.operation, spec.response) {
         (Operation::GetChunkSize, _) => Response::Int(CHUNK as i64),
-        (Operation::Ping | Operation::CommitRetrieve, _) => Response::Bool(true),
-        (Operation::CommitStore, _) => Response::Bool(false),
+        (Operation::CommitRetrieve, _) => Response::Bool(true),
+        // Unhealthy, they send nothing and wait for nothing.
+        (Operation::Ping | Operation::CommitStore, _) => Response::Bool(false),
         (_, ResponseKind::Nothing) => Response::Nothing,
         (_, ResponseKind::Int | ResponseKind::OptionalInt) => Response::Int(0),
         (_, ResponseKind::Text) => Response::Text("OK".into()),
-        (_, ResponseKind::Transfer) => Response::transfer(&[][..], false),
         (_, ResponseKind::EngineDriven) => Response::EngineDriven(EngineDriven {
             shm_name: "".into(),
             pool_size: 0,
@@ -144,9 +144,17 @@ fn refusal(spec: &OperationSpec) -> Response<'static> {
         (_, ResponseKind::PrepareStore) => Response::PrepareStore(PrepareStore {
             target: Some(StoreTarget::default()),
         }),
-        (_, ResponseKind::PrepareRetrieve) => Response::PrepareRetrieve(PrepareRetrieve::miss()),
         (operation, kind) => panic!("{} answers with {kind:?}", operation.name()),
     }
+}
+
+/// Whether a "no" to this would harm its client: a worker on a GPU dies of an answer without an event, and a refused
+/// retrieve is not noticed. Such a request has no answer until a ping was answered "no".
+fn is_kept_back(spec: &OperationSpec) -> bool {
+    matches!(
+        spec.operation,
+        Operation::Store | Operation::Retrieve | Operation::PrepareRetrieve
+    )
 }
 
 fn frames(uid: u8, spec: &OperationSpec) -> Frames {
@@ -177,6 +185,9 @@ fn every_request_is_answered_in_the_form_of_its_release() {
         for (uid, spec) in (1..).zip(generation.specs()) {
             let request = frames(uid, spec);
             client.send(&request);
+            if is_kept_back(spec) {
+                continue;
+            }
             let answer = client.receive();
             let context = format!("{generation:?} {}: {answer:02x?}", spec.operation.name());
             assert_eq!(answer[..2], request[..2], "{context}");
@@ -187,6 +198,72 @@ fn every_request_is_answered_in_the_form_of_its_release() {
     assert_eq!(server.readings().instances, 0);
     assert_eq!(server.readings().used_bytes, 0);
     server.assert_sound();
+}
+
+#[test]
+fn refused_retrieve_of_an_engine_driven_worker_follows_a_refused_ping() {
+    let server = TestServer::start(&[]);
+    for generation in [Generation::G3, Generation::G4, Generation::G5] {
+        let client = server.raw();
+        hello(&client, generation);
+        let asked = frames(1, generation.spec(Operation::PrepareRetrieve).unwrap());
+        client.send(&asked);
+        client.send(&frames(2, generation.spec(Operation::Ping).unwrap()));
+        let ping = client.receive();
+        assert_eq!(
+            (&ping[0], &ping[2]),
+            (&vec![2], &vec![0xc2]),
+            "{generation:?}"
+        );
+        server.pass(std::time::Duration::from_secs(1));
+        let answer = client.receive();
+        assert_eq!(answer[..2], asked[..2], "{generation:?}");
+        let miss = Response::PrepareRetrieve(PrepareRetrieve::miss());
+        assert_eq!(
+            Response::decode(
+                ResponseKind::PrepareRetrieve,
+                answer.get(2).map(Vec::as_slice)
+            )
+            .unwrap(),
+            miss
+        );
+    }
+}
+
+/// 16 with a key and a worker prepares a store in the newest generation and commits a retrieve in 0.5.0 to 0.5.2. The former
+/// dies of an answer without a payload, the latter stops receiving at one of another type.
+#[test]
+fn ambiguous_request_waits_for_the_ping() {
+    let server = TestServer::start(&[]);
+    let reconnected = |generation: Generation, operation| {
+        let client = server.raw();
+        let mut key = frames(8, Generation::G5.spec(Operation::CommitRetrieve).unwrap());
+        key[0] = vec![8];
+        client.send(&key);
+        let ping = frames(9, generation.spec(Operation::Ping).unwrap());
+        client.send(&ping);
+        let (first, second) = (client.receive(), client.receive());
+        assert_eq!(
+            (&first[0], &second[0]),
+            (&key[0], &ping[0]),
+            "{generation:?}"
+        );
+        let kind = generation.spec(operation).unwrap().response;
+        Response::decode(kind, first.get(2).map(Vec::as_slice))
+            .unwrap()
+            .encode()
+    };
+    let target = PrepareStore {
+        target: Some(StoreTarget::default()),
+    };
+    assert_eq!(
+        reconnected(Generation::G6, Operation::PrepareStore),
+        Response::PrepareStore(target).encode()
+    );
+    assert_eq!(
+        reconnected(Generation::G5, Operation::CommitRetrieve),
+        Response::Bool(true).encode()
+    );
 }
 
 #[test]
@@ -299,7 +376,9 @@ fn a_newer_client_beside_them_is_served() {
         hello(&client, generation);
         for (uid, spec) in (1..).zip(generation.specs()) {
             client.send(&frames(uid, spec));
-            client.receive();
+            if !is_kept_back(spec) {
+                client.receive();
+            }
         }
     }
     // Not even the same instance, request and prompt in all of their requests did it harm.

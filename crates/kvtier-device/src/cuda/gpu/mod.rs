@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::allocations::Allocations;
-use super::driver::{Context, PhysicalDevice};
+use super::driver::{Context, Event, EventFlags, IpcHandle, PhysicalDevice, Stream};
 use super::error::CudaError;
 use crate::device::DeviceError;
 use crate::plan::Direction;
@@ -193,7 +193,30 @@ pub(super) struct Gpu {
     shared: Arc<Shared>,
     pinned: Arc<Pinned>,
     thread: Option<JoinHandle<()>>,
+    complete: CompleteEvent,
     pub allocations: Arc<Allocations>,
+}
+
+/// An event that was recorded once, while the GPU had nothing to do, and is kept: its handle stays good, however many
+/// engines open it and however often.
+#[derive(Debug)]
+struct CompleteEvent {
+    handle: IpcHandle,
+    _event: Event,
+}
+
+impl CompleteEvent {
+    /// The context must be current.
+    fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+        let event = Event::new(context, EventFlags::Shared)?;
+        let stream = Stream::new(context, i32::MIN)?;
+        event.record(&stream)?;
+        stream.synchronize()?;
+        Ok(Self {
+            handle: event.ipc_handle()?,
+            _event: event,
+        })
+    }
 }
 
 /// What a GPU does, for metrics and `/status`.
@@ -219,6 +242,7 @@ pub struct GpuReadings {
 pub(super) struct NewGpu {
     ordinal: i32,
     context: Arc<Context>,
+    complete: CompleteEvent,
     allocations: Arc<Allocations>,
     tools: Arc<executor::Tools>,
     lanes: [executor::Lane; 2],
@@ -245,6 +269,7 @@ impl NewGpu {
         let lanes = (lanes(executor::SLOTS)?, lanes(PAGEABLE_SLOTS)?);
         Ok(Self {
             ordinal: device.ordinal(),
+            complete: CompleteEvent::new(&context)?,
             context: Arc::clone(&context),
             allocations,
             tools,
@@ -336,12 +361,18 @@ impl NewGpu {
             shared,
             pinned,
             thread: Some(thread),
+            complete: self.complete,
             allocations: self.allocations,
         })
     }
 }
 
 impl Gpu {
+    /// Handle of an event that is complete.
+    pub fn complete_event(&self) -> &[u8] {
+        &self.complete.handle.0
+    }
+
     /// The executor settings it runs with.
     pub fn options(&self) -> GpuOptions {
         self.shared.options

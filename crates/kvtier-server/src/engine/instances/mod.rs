@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use kvtier_device::EngineMemory;
 use kvtier_device::cuda::owner::Owner;
 use kvtier_proto::descriptor::TensorDescriptor;
+use kvtier_proto::generation::Release;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
 use parking_lot::RwLock;
 
@@ -72,6 +73,8 @@ pub struct Instance {
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
     pinged: AtomicBool,
+    /// One reference for each retrieve whose bytes are on their way into its pages, and ours.
+    retrieves: Arc<()>,
     rest: Arc<Rest>,
 }
 
@@ -94,6 +97,7 @@ impl Instance {
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
+            retrieves: Arc::default(),
             rest: Rest::new(),
         }
     }
@@ -160,11 +164,24 @@ impl Instance {
     }
 
     /// The event that a transfer is answered with, given the one it was asked with.
-    pub fn answer_event<'a>(&self, asked: &'a [u8]) -> &'a [u8] {
+    pub fn answer_event<'a>(&'a self, asked: &'a [u8], release: Release) -> &'a [u8] {
         match &self.mode {
-            Mode::LmcacheDriven { memory, .. } => memory.answer_event(asked),
+            Mode::LmcacheDriven { memory, .. } => match memory.answer_event(asked) {
+                [] if !release.takes_empty_event() => memory.complete_event(),
+                event => event,
+            },
             Mode::EngineDriven { .. } => asked,
         }
+    }
+
+    /// To be held while the bytes of a retrieve are on their way.
+    pub fn retrieving(&self) -> Arc<()> {
+        Arc::clone(&self.retrieves)
+    }
+
+    /// Whether bytes of retrieves are on their way into its pages.
+    pub fn is_retrieving(&self) -> bool {
+        Arc::strong_count(&self.retrieves) > 1
     }
 
     /// It gave a sign of life.

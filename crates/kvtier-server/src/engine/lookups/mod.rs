@@ -12,6 +12,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -61,12 +62,24 @@ pub struct HeldLookup {
     pub hit_chunks: usize,
     /// The hold itself.
     pub lease: PrefixLease<L1Allocator>,
+    /// Chunks of it that count as one in the result; none are counted without. See [`super::chunk_sizes`].
+    pub counted_as_one: Option<NonZeroUsize>,
     /// Workers that will read each object.
     pub readers: u16,
+    /// Whether the lease stays until the session ends: the client does not notice that a retrieve was refused.
+    pub until_end: bool,
     /// Objects that were loaded into L1 for it.
     pub loaded: Vec<Cell>,
     /// When it was made, since start.
     pub created: Duration,
+}
+
+impl HeldLookup {
+    /// Chunks that its client is told.
+    fn told(&self) -> usize {
+        self.counted_as_one
+            .map_or(0, |count| self.hit_chunks / count)
+    }
 }
 
 /// What became of a lookup once the tiers were asked.
@@ -103,6 +116,16 @@ pub struct Grant {
     pub layout: u64,
     /// The object groups of this rank.
     pub object_groups: Vec<u32>,
+    /// The lookup's client has not proved its chunk size.
+    pub unproven: Option<Unproven>,
+}
+
+/// What a client of unproven chunk size was told.
+pub struct Unproven {
+    /// The connection of its lookup.
+    pub connection: u64,
+    /// Chunks.
+    pub told: usize,
 }
 
 impl Lookups {
@@ -223,7 +246,7 @@ impl Lookups {
             }
             None => {
                 (entry.unread, entry.pending) = (false, None);
-                LookupResult::Hit(entry.lookup.hit_chunks)
+                LookupResult::Hit(entry.lookup.told())
             }
         }
     }
@@ -253,6 +276,10 @@ impl Lookups {
         Some(Grant {
             layout: mine().next()?.layout,
             object_groups: mine().map(|row| row.object_group_id).collect(),
+            unproven: (lookup.counted_as_one != Some(NonZeroUsize::MIN)).then(|| Unproven {
+                connection: lookup.connection,
+                told: lookup.told(),
+            }),
         })
     }
 
@@ -382,13 +409,15 @@ impl Lookups {
         dropped.len()
     }
 
-    /// Releases the leases of lookups made before `limit` and never read; the lookups stay known until they end.
+    /// Releases the leases of lookups made before `limit` and never read, but for those that last until the end; the
+    /// lookups stay known.
     /// Gives the number of objects released.
     pub fn release_older(&self, limit: Duration) -> usize {
         let mut table = self.table.lock();
         let mut released = 0;
         for entry in table.by_request.values_mut().flatten() {
-            if entry.lookup.created < limit && !entry.lookup.lease.is_empty() {
+            let lookup = &entry.lookup;
+            if lookup.created < limit && !lookup.until_end && !lookup.lease.is_empty() {
                 let (rows, hit) = (entry.lookup.rows.len(), entry.lookup.hit_chunks);
                 released += entry.lookup.lease.release_range(0..rows, 0..hit);
             }

@@ -50,7 +50,9 @@ fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
         }],
         hit_chunks: 1,
         lease: lease(cache, 1),
+        counted_as_one: Some(NonZeroUsize::MIN),
         readers,
+        until_end: false,
         loaded: Vec::new(),
         created: Duration::ZERO,
     }
