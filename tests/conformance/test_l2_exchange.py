@@ -106,7 +106,7 @@ def test_lmcache_reads_what_we_wrote(lmcache, serve, engines, kind, mode):
 @pytest.mark.parametrize("writes", ["lmcache", "ours"])
 def test_object_groups_are_exchanged(lmcache, serve, engines, writes):
     """A hybrid model: full attention and a sliding window are objects of two groups, with numbers in their names."""
-    ours = serve(flags=tiers.fs(lmcache.fs))
+    ours = serve(flags=[*tiers.fs(lmcache.fs), "--windowed-clients", "allow"])
     servers = [lmcache.server, ours] if writes == "lmcache" else [ours, lmcache.server]
     writer, reader = (engines(server, "lmcache_driven", groups=hybrid()) for server in servers)
     prompt = tiers.tokens(64, 3)

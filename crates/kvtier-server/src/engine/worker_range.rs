@@ -128,7 +128,7 @@ impl Engine {
             hashes,
             range.chunks.clone(),
         )?;
-        if grant.layout != instance.layout.fingerprint {
+        if grant.layout != instance.layout.fingerprint || instance.unserved.is_some() {
             return None;
         }
         let groups = grant.object_groups.iter().map(|id| {
