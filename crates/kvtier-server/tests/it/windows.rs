@@ -40,7 +40,7 @@ fn windowed_worker_registers_without_a_cache() {
         );
         assert_eq!(server.readings().objects, 0);
     }
-    let (_, metrics) = request(&server, "GET", "/metrics", "");
+    let (_, _, metrics) = request(&server, "GET", "/metrics", "");
     for line in [
         r#"lmcache_mp_lookup_early_exit_requests_total{cache_salt="",model_name="windows",reason="windowed_client"} 2"#,
         r#"kvtier_refused_requests_total{operation="STORE",reason="windowed_client"} 2"#,

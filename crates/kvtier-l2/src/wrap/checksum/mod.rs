@@ -279,6 +279,10 @@ impl Adapter for Checksums {
         self.inner.free_bytes()
     }
 
+    fn check(&self) -> BoxFuture<'_, ()> {
+        self.inner.check()
+    }
+
     fn status(&self) -> Value {
         let mut status = self.inner.status();
         if let Some(status) = status.as_object_mut() {

@@ -112,7 +112,7 @@ impl Instance {
             model_name: model_name.into(),
             world_size,
             mode,
-            layout,
+            layout: layout.with_page_bound_bit(),
             unserved: None,
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
