@@ -7,6 +7,7 @@ from kvrig.engine import Group, tokens
 from kvrig.layouts import layout
 
 MODES = ["lmcache_driven", gpu.MODE]
+WINDOWS = ("--windowed-clients", "allow")
 
 
 def same(ours, theirs):
@@ -73,7 +74,7 @@ def test_sliding_window_needs_only_its_tail(serve, engines, mode):
     The blocks that slid out are the null block, 0, and are not stored. The whole prompt still hits, because its
     last window is there; a shorter prompt misses, because its window is not.
     """
-    engine = engines(serve(mode), groups=groups(window=32))
+    engine = engines(serve(mode, flags=WINDOWS), groups=groups(window=32))
     prompt = tokens(80)
     full, windowed = engine.blocks_for(80, 1), engine.blocks_for(80, 30)
     kept = [0] * 12 + windowed[12:]  # chunks 3 and 4 of 0..4
@@ -104,7 +105,7 @@ def test_layers_of_one_object_are_stored_together_or_not_at_all(serve, engines):
 
     Stored all the same, it would give a later and shorter prompt what happened to be in the null block.
     """
-    engine = engines(serve(flags=("--no-separate-object-groups",)), groups=groups(window=32))
+    engine = engines(serve(flags=("--no-separate-object-groups", *WINDOWS)), groups=groups(window=32))
     prompt = tokens(80)
     full, windowed = engine.blocks_for(80, 1), engine.blocks_for(80, 30)
     request = engine.new_request()
@@ -127,5 +128,18 @@ def test_group_that_lacks_blocks_is_refused(serve, engines, stored):
     request = engine.new_request()
     short = [engine.blocks_for(64, 1), engine.blocks_for(stored, 20)]
     assert engine.worker.store(request, prompt, 0, 64, short) is False
+    engine.end(request)
+    assert engine.hits(prompt) == 0
+
+
+@pytest.mark.ours("LMCache's server serves windows")
+def test_windows_are_not_served_unless_allowed(serve, engines):
+    """The worker registers and goes on without a cache: its stores get a "no", its lookups 0, and the log says why."""
+    server = serve()
+    server.expect_trouble(r"registered without a cache: some of its layers have sliding windows")
+    engine = engines(server, groups=groups(window=32))
+    prompt = tokens(64)
+    request = engine.new_request()
+    assert engine.worker.store(request, prompt, 0, 64, [engine.blocks_for(64, 1), engine.blocks_for(64, 20)]) is False
     engine.end(request)
     assert engine.hits(prompt) == 0

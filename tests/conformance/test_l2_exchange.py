@@ -25,6 +25,10 @@ PEER_TIERS = {
 }
 
 
+# LMCache's files do not say their layout, and the pages of CPU workers depend on it.
+TRUST = {"trust_missing_layout": True}
+
+
 def failing_loads(directory):
     """Flags for a tier of which three loads in ten fail, always the same ones."""
     return tiers.adapter("fault_inject", inner={"type": "fs", "base_path": directory}, rate=0.3, seed=7)
@@ -76,7 +80,7 @@ def test_we_read_what_lmcache_wrote(lmcache, serve, engines, kind, mode):
     tiers.store(writer, 2, salt="alice")
     wait_of_model(directory, writer, 16)
 
-    server = serve("both", flags=tiers.fs(directory, **PEER_TIERS[kind]))
+    server = serve("both", flags=tiers.fs(directory, **PEER_TIERS[kind], **TRUST))
     reader = engines(server, mode, ranks=2)
     assert tiers.recall(reader, 1) == 64
     assert tiers.recall(reader, 2, salt="alice") == 64
@@ -84,6 +88,23 @@ def test_we_read_what_lmcache_wrote(lmcache, serve, engines, kind, mode):
     assert tiers.recall(reader, 1, salt="alice") == 0
     assert tiers.tier(server)["unverified_loads"] == 16
     assert len(of_model(directory, writer)) == 16
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_files_of_lmcache_are_not_loaded_for_cpu_pages_unless_trusted(lmcache, serve, engines, mode):
+    """They say neither block size nor processor. One line in the log says so; a store of ours replaces them."""
+    writer = engines(lmcache.server, mode)
+    tiers.store(writer, 1)
+    wait_of_model(lmcache.fs, writer, 4)
+    server = serve("both", flags=tiers.fs(lmcache.fs))
+    server.expect_trouble(r"files without a layout are not loaded")
+    reader = engines(server, mode)
+    assert tiers.recall(reader, 1) == 0
+    tiers.store(reader, 1)
+    tiers.settled(server)
+    tiers.forget(reader)
+    assert tiers.recall(reader, 1) == 64
+    assert tiers.tier(server)["unverified_loads"] == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -106,7 +127,7 @@ def test_lmcache_reads_what_we_wrote(lmcache, serve, engines, kind, mode):
 @pytest.mark.parametrize("writes", ["lmcache", "ours"])
 def test_object_groups_are_exchanged(lmcache, serve, engines, writes):
     """A hybrid model: full attention and a sliding window are objects of two groups, with numbers in their names."""
-    ours = serve(flags=tiers.fs(lmcache.fs))
+    ours = serve(flags=[*tiers.fs(lmcache.fs, **TRUST), "--windowed-clients", "allow"])
     servers = [lmcache.server, ours] if writes == "lmcache" else [ours, lmcache.server]
     writer, reader = (engines(server, "lmcache_driven", groups=hybrid()) for server in servers)
     prompt = tiers.tokens(64, 3)
@@ -168,7 +189,7 @@ def test_names_of_both_generations_are_read(lmcache, serve, engines, tmp_path, s
         (directory / re.sub("@0@", "@", path.name, count=1)).write_bytes(path.read_bytes())
     old_names = {path.name for path in tiers.files(directory)}
 
-    reader = engines(serve(flags=tiers.fs(directory)))
+    reader = engines(serve(flags=tiers.fs(directory, **TRUST)))
     assert tiers.recall(reader, 1, salt=salt) == 64
     # What is there under an old name is not stored again under a new one.
     tiers.store(reader, 1, salt=salt)
@@ -196,7 +217,7 @@ def test_the_same_loads_are_made_to_fail(lmcache, serve, engines):
 
 def test_both_servers_write_at_once(lmcache, serve, engines):
     """The same prompts stored by both in one moment, read by a third server meanwhile: never a part of a file."""
-    ours, third = serve(flags=tiers.fs(lmcache.fs)), serve(flags=tiers.fs(lmcache.fs))
+    ours, third = (serve(flags=tiers.fs(lmcache.fs, **TRUST)) for _ in range(2))
     big = [Group(layout("kv_first_nhd", heads=8, size=64))]
     writers = [engines(server, "lmcache_driven", groups=big) for server in (lmcache.server, ours)]
     reader = engines(third, groups=big)

@@ -839,7 +839,7 @@ def test_models_that_cannot_be_served_are_refused(place):
         hybrid = cache_config(["layer.0"])
         hybrid.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=spec))
         for role in KVConnectorRole:
-            with pytest.raises(ValueError, match="sliding windows, and layer.1 has .*SlidingWindowSpec.* LMCache's"):
+            with pytest.raises(ValueError, match="sliding windows, and layer.1 has .*SlidingWindowSpec.* without a KV connector"):
                 KvTierConnector(vllm_config(server), role, hybrid)
     for more, said in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
         strange = cache_config(["layer.0"])

@@ -35,6 +35,10 @@ pub struct LmcacheDrivenSpec {
     pub head_size: u64,
     /// Type of the values.
     pub dtype: Dtype,
+    /// Tokens of the layers' sliding window; `None` is full attention.
+    pub window_tokens: Option<i64>,
+    /// Whether the layers keep a state instead of the KV of every token.
+    pub recurrent_state: bool,
 }
 
 impl LmcacheDrivenSpec {
@@ -58,6 +62,8 @@ impl LmcacheDrivenSpec {
             heads,
             head_size,
             dtype: Dtype::BFloat16,
+            window_tokens: None,
+            recurrent_state: false,
         }
     }
 
@@ -368,9 +374,9 @@ fn registration<'a>(
             engine_group_id: 0,
             layer_indices: (0..spec.layers as i64).collect(),
             tokens_per_block: spec.block_tokens as i64,
-            sw_size_tokens: -1,
+            sw_size_tokens: spec.window_tokens.unwrap_or(-1),
             extra_object_group_tag: 0,
-            recurrent_state: false,
+            recurrent_state: spec.recurrent_state,
         }],
     }
 }

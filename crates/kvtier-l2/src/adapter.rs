@@ -157,6 +157,12 @@ pub trait Adapter: Send + Sync + 'static {
         Box::pin(async { Ok(None) })
     }
 
+    /// Checks whether the backend is still the one that was opened. Called about once a second; [`status`](Self::status)
+    /// reports the outcome.
+    fn check(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {})
+    }
+
     /// For `/status`: an object with at least `is_healthy` and `type`.
     fn status(&self) -> Value;
 

@@ -20,5 +20,5 @@ pub mod wrap;
 pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
 pub use config::{AdapterConfig, ConfigError};
 pub use error::{ErrorKind, L2Error};
-pub use object::{Buffer, LoadItem, ObjectSpec, StoreItem};
+pub use object::{Buffer, LoadItem, ObjectSpec, PAGE_BOUND, StoreItem};
 pub use registry::{AdapterType, Registry};

@@ -13,6 +13,11 @@ pub(crate) fn key_digest(key: &ObjectKey) -> u128 {
     checksum128(key.text().name(KeyShape::Grouped).as_bytes())
 }
 
+/// The bit of [`ObjectSpec::layout`] that is set for objects whose bytes fit only pages like those they were stored
+/// from: of the same block size, on the same kind of processor, of an engine with the same page format. Bytes that do not
+/// say their layout are never taken for such an object by their length alone.
+pub const PAGE_BOUND: u64 = 1 << 63;
+
 /// One object, as those who ask know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObjectSpec {
@@ -21,8 +26,16 @@ pub struct ObjectSpec {
     /// Bytes it must have.
     pub len: u64,
     /// Stands for shape and type of its arrays. Not part of a key, so equal keys can be of different layouts: what was
-    /// stored under another one must not be loaded.
+    /// stored under another one must not be loaded. Has [`PAGE_BOUND`].
     pub layout: u64,
+}
+
+impl ObjectSpec {
+    /// Whether its bytes fit only pages like those they were stored from.
+    #[must_use]
+    pub fn is_page_bound(&self) -> bool {
+        self.layout & PAGE_BOUND != 0
+    }
 }
 
 /// The bytes of one object in L1.

@@ -6,6 +6,7 @@
 
 mod common;
 mod error;
+pub(crate) mod json;
 mod key;
 mod options;
 
@@ -48,7 +49,7 @@ pub struct AdapterConfig {
 
 impl AdapterConfig {
     /// Bytes its objects may take, as `max_capacity_gb` or `max_size_gb` says, or that of the adapter inside, which holds
-    /// them; `None` is no bound.
+    /// them; `None` is no bound, as of what is only read.
     #[must_use]
     pub fn capacity_bytes(&self) -> Option<u64> {
         let own = ["max_capacity_gb", "max_size_gb"]
@@ -57,7 +58,8 @@ impl AdapterConfig {
         let Some(key) = own else {
             return self.options.find::<&Self>("inner")?.capacity_bytes();
         };
-        Some(self.options.gib(key)).filter(|bytes| *bytes > 0)
+        let is_read_only = self.options.find("read_only").unwrap_or(false);
+        Some(self.options.gib(key)).filter(|bytes| *bytes > 0 && !is_read_only)
     }
 
     /// Whether what is to be emptied from a share of the capacity on has no capacity. Quotas need none.

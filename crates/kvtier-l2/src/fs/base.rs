@@ -29,6 +29,8 @@ pub(super) struct Base {
     temporary: String,
     /// Replaced when the directory was removed.
     dir: RwLock<Arc<OwnedFd>>,
+    /// Why `path` does not lead to `dir`, as last checked.
+    lost: Mutex<Option<&'static str>>,
     /// Of our files that are being written.
     writer: String,
     /// Our lock on that name. Without one, leftovers are told by their age.
@@ -72,6 +74,7 @@ impl Base {
             path,
             temporary,
             dir: RwLock::new(Arc::new(dir)),
+            lost: Mutex::new(None),
             writer,
             written: AtomicU64::new(0),
             kept: AtomicUsize::new(kept),
@@ -89,6 +92,7 @@ impl Base {
             path,
             temporary: String::new(),
             dir: RwLock::new(Arc::new(dir)),
+            lost: Mutex::new(None),
             writer: String::new(),
             written: AtomicU64::new(0),
             kept: AtomicUsize::new(0),
@@ -138,6 +142,41 @@ impl Base {
                 Ok(self.replace(new))
             }
             Err(error) => Err(Errno::from_io_error(&error).unwrap_or(Errno::IO)),
+        }
+    }
+
+    /// Why the path does not lead to the directory any more; `None` if it does.
+    pub(super) fn lost(&self) -> Option<&'static str> {
+        *self.lost.lock()
+    }
+
+    /// Checks whether the path still leads to the directory. One that was removed is none that is lost: it is made again
+    /// by the next store.
+    pub(super) fn check(&self) {
+        let dir = self.current();
+        let (Ok(seen), there) = (rustix::fs::fstat(&*dir), rustix::fs::stat(&self.path)) else {
+            return;
+        };
+        let lost = match there {
+            _ if seen.st_nlink == 0 => None,
+            Ok(there) if (there.st_dev, there.st_ino) == (seen.st_dev, seen.st_ino) => None,
+            Ok(_) => Some("another directory was put or mounted in its place"),
+            Err(Errno::NOENT | Errno::NOTDIR) => Some("it was renamed or moved"),
+            // Perhaps the same one, out of reach.
+            Err(_) => return,
+        };
+        let before = std::mem::replace(&mut *self.lost.lock(), lost);
+        let base_path = self.path.display();
+        match (before, lost) {
+            (before, Some(why)) if before != lost => tracing::warn!(
+                %base_path,
+                why,
+                "base_path is not the directory that was opened; the tier is not used until it is back or the server is restarted"
+            ),
+            (Some(_), None) => {
+                tracing::info!(%base_path, "base_path is back; the tier is used again")
+            }
+            _ => {}
         }
     }
 

@@ -37,6 +37,12 @@ pub(super) struct Counters {
     pub discarded: AtomicU64,
     /// Files that a store replaced, because they were damaged or of another layout.
     pub replaced: AtomicU64,
+    /// Loads of whole objects of another layout than the one that was wanted.
+    pub other_layout: AtomicU64,
+    /// Loads of files that an earlier or later release wrote, whose layout cannot be compared.
+    pub other_version: AtomicU64,
+    /// Files without a layout that were not taken for a page-bound object.
+    pub no_layout: AtomicU64,
     /// Loads that the disk failed.
     pub unreadable: AtomicU64,
     /// Objects loaded from files without a checksum.
@@ -63,6 +69,7 @@ pub(super) struct Files {
     pub direct: bool,
     pub fsync: Fsync,
     pub require_checksum: bool,
+    pub trust_missing_layout: bool,
     pub read_ahead: Option<u64>,
     pub others: Others,
     pub counters: Counters,
@@ -167,9 +174,21 @@ impl Files {
         )
     }
 
-    /// Whether a file of this form can be an object.
-    pub(super) fn accepts(&self, form: Form) -> bool {
-        form == Form::Trailed || !self.require_checksum
+    /// Whether a file of this form can be this object. One without a trailer does not say which layout it has, which
+    /// is enough only where its length decides.
+    pub(super) fn accepts(&self, form: Form, object: &ObjectSpec) -> bool {
+        if form == Form::Trailed {
+            return true;
+        }
+        let needs_layout = object.is_page_bound() && !self.trust_missing_layout;
+        if needs_layout && self.counters.no_layout.fetch_add(1, Ordering::Relaxed) == 0 {
+            tracing::warn!(
+                base_path = %self.base.path().display(),
+                "files without a layout are not loaded for models whose pages depend on block size and processor; stores \
+                 replace them. trust_missing_layout loads them"
+            );
+        }
+        !needs_layout && !self.require_checksum
     }
 
     /// Remembers that objects are found there.
@@ -193,7 +212,7 @@ impl Files {
                 };
                 let size = size(&stat);
                 let form = form_of(size, object.len, place.text_len());
-                if is_file(&stat) && form.is_some_and(|form| self.accepts(form)) {
+                if is_file(&stat) && form.is_some_and(|form| self.accepts(form, object)) {
                     self.found_at(&place);
                     return Ok(Some(size));
                 }

@@ -12,7 +12,7 @@ use super::files::{Files, Look, READ_FLAGS, count, read_end, size};
 use super::io::{self, Move, Moved, Work};
 use super::names::Place;
 use super::store::key_digest;
-use super::trailer::{BLOCK, Form, LEN, Trailer, form_of};
+use super::trailer::{self, BLOCK, Form, LEN, Trailer, form_of};
 use crate::adapter::Loaded;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::LoadItem;
@@ -22,6 +22,8 @@ enum Verdict {
     Object(Loaded),
     /// An object of the same key, intact, but of another layout.
     OtherLayout,
+    /// An intact file whose layout cannot be compared, as another release wrote it.
+    OtherVersion(u16),
     Damaged(&'static str),
     /// The disk failed.
     Unreadable,
@@ -136,7 +138,10 @@ fn not_found() -> L2Error {
 
 /// Whether the object may be whole in another place.
 fn is_miss(error: &L2Error) -> bool {
-    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Unreadable)
+    matches!(
+        error.kind(),
+        ErrorKind::NotFound | ErrorKind::Corrupt | ErrorKind::Unreadable
+    )
 }
 
 impl Files {
@@ -215,7 +220,7 @@ impl Files {
             return Ok(None);
         }
         let form = match form_of(size(&seen), item.object.len, place.text_len()) {
-            Some(form) if !self.accepts(form) => return Ok(None),
+            Some(form) if !self.accepts(form, &item.object) => return Ok(None),
             Some(form) => form,
             None => {
                 let verdict = self.judge_misfit(&file, &seen, &place, item)?;
@@ -276,8 +281,20 @@ impl Files {
         match verdict {
             Verdict::Object(loaded) => Ok(loaded),
             Verdict::OtherLayout => {
+                count(&self.counters.other_layout);
                 let message = format!("{:?} is of another layout", shown_path(&place.path));
-                Err(L2Error::new(ErrorKind::Corrupt, message))
+                Err(L2Error::new(ErrorKind::NotFound, message))
+            }
+            Verdict::OtherVersion(version) => {
+                if self.counters.other_version.fetch_add(1, Ordering::Relaxed) == 0 {
+                    tracing::info!(
+                        base_path = %self.base.path().display(),
+                        version,
+                        "files of another release found; they are misses until stores replace them"
+                    );
+                }
+                let message = format!("{:?} has version {version}", shown_path(&place.path));
+                Err(L2Error::new(ErrorKind::NotFound, message))
             }
             Verdict::Unreadable => {
                 count(&self.counters.unreadable);
@@ -319,6 +336,9 @@ impl Files {
         let Some(trailer) = Trailer::decode(tail) else {
             return Ok(Verdict::Damaged("has a damaged trailer"));
         };
+        if trailer.version != trailer::VERSION {
+            return Ok(Verdict::OtherVersion(trailer.version));
+        }
         let text = place.text.as_deref().unwrap_or_default();
         let before = &tail[rest..tail.len() - LEN];
         if trailer.key != key_digest(place, &item.object) || !before.ends_with(text.as_bytes()) {
@@ -352,6 +372,9 @@ impl Files {
                 count(&self.counters.unverified);
                 Verdict::Object(Loaded { verified: false })
             }
+            Ok(Some(trailer)) if trailer.version != trailer::VERSION => {
+                Verdict::OtherVersion(trailer.version)
+            }
             Ok(Some(trailer)) if trailer.key == key_digest(place, &item.object) => {
                 Verdict::OtherLayout
             }
@@ -372,6 +395,9 @@ impl Files {
         Ok(match self.trailer_at_end(file, size(seen)) {
             Err(Errno::IO) => Verdict::Unreadable,
             Err(error) => return Err(io::refused("read", &place.path, error)),
+            Ok(Some(trailer)) if trailer.version != trailer::VERSION => {
+                Verdict::OtherVersion(trailer.version)
+            }
             Ok(Some(trailer)) if is_other(trailer) => Verdict::OtherLayout,
             Ok(_) => Verdict::Damaged("has a wrong length"),
         })

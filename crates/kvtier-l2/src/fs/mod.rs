@@ -70,6 +70,8 @@ pub struct FsAdapter {
     why_engine: String,
     /// Whether the last store could not reach the directory.
     is_failing: Arc<AtomicBool>,
+    /// Whether a check is queued or running: one that hangs is not repeated.
+    is_checking: Arc<AtomicBool>,
 }
 
 impl FsAdapter {
@@ -118,6 +120,7 @@ impl FsAdapter {
             direct: options.use_odirect,
             fsync: options.fsync,
             require_checksum: options.require_checksum,
+            trust_missing_layout: options.trust_missing_layout,
             read_ahead: options.read_ahead_size,
             others: Others::default(),
             counters: Counters::default(),
@@ -131,6 +134,7 @@ impl FsAdapter {
             files: Arc::new(files),
             pool: Pool::start("kvtier-fs", workers).map_err(failed)?,
             is_failing: Arc::default(),
+            is_checking: Arc::default(),
         })
     }
 
@@ -146,6 +150,9 @@ impl FsAdapter {
         T: Send + 'static,
         R: Send + 'static,
     {
+        if let Some(why) = self.files.base.lost() {
+            return items.iter().map(|_| Err(self.lost(why))).collect();
+        }
         let files = Arc::clone(&self.files);
         let done = self
             .pool
@@ -154,6 +161,13 @@ impl FsAdapter {
         done.into_iter()
             .map(|result| result.unwrap_or_else(|NotDone| Err(not_done())))
             .collect()
+    }
+
+    /// The error while the path does not lead to the directory.
+    fn lost(&self, why: &str) -> L2Error {
+        let path = self.files.base.path().display();
+        let message = format!("base_path {path} is not the directory that was opened: {why}");
+        L2Error::new(ErrorKind::Unavailable, message)
     }
 
     /// Runs the walk on a thread of its own, so that nothing waits for it; it ends when nobody takes its pages.
@@ -178,6 +192,15 @@ impl FsAdapter {
                 L2Error::new(ErrorKind::Unavailable, message)
             })?;
         Ok(taken)
+    }
+}
+
+/// A check that is queued or running.
+struct Checking(Arc<AtomicBool>);
+
+impl Drop for Checking {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
     }
 }
 
@@ -262,6 +285,9 @@ impl Adapter for FsAdapter {
 
     fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
         Box::pin(async move {
+            if let Some(why) = self.files.base.lost() {
+                return Err(self.lost(why));
+            }
             let at = match &from {
                 None => Position::START,
                 Some(text) => Position::parse(text).ok_or_else(|| no_position(text))?,
@@ -284,6 +310,9 @@ impl Adapter for FsAdapter {
         found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
         Box::pin(async move {
+            if let Some(why) = self.files.base.lost() {
+                return Err(self.lost(why));
+            }
             let mut recovered = Recovered::default();
             let (mut other_shape, mut other_layout) = (false, false);
             let mut pages = self.walk()?;
@@ -334,12 +363,32 @@ impl Adapter for FsAdapter {
         })
     }
 
+    fn check(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            if self.is_checking.swap(true, Ordering::Relaxed) {
+                return;
+            }
+            // Dropped with the work, run or not.
+            let checking = Checking(Arc::clone(&self.is_checking));
+            let files = Arc::clone(&self.files);
+            let check = self.pool.run(Lane::Read, move || {
+                let _checking = checking;
+                files.base.check();
+            });
+            // A closed adapter checks nothing.
+            let _ = check.await.await;
+        })
+    }
+
     fn status(&self) -> Value {
         let files = &self.files;
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &files.counters;
         json!({
-            "is_healthy": !self.pool.is_closed() && !self.is_failing.load(Ordering::Relaxed),
+            "is_healthy": !self.pool.is_closed()
+                && !self.is_failing.load(Ordering::Relaxed)
+                && files.base.lost().is_none(),
+            "base_path_lost": files.base.lost(),
             "type": self.kind,
             "base_path": files.base.path().to_string_lossy(),
             "read_only": files.base.is_read_only(),
@@ -351,6 +400,9 @@ impl Adapter for FsAdapter {
             "quarantined_files": count(&counters.quarantined),
             "discarded_files": count(&counters.discarded),
             "replaced_files": count(&counters.replaced),
+            "other_layout_loads": count(&counters.other_layout),
+            "other_version_loads": count(&counters.other_version),
+            "missing_layout_lookups": count(&counters.no_layout),
             "unreadable_files": count(&counters.unreadable),
             "unverified_loads": count(&counters.unverified),
             "not_direct_files": count(&counters.not_direct),

@@ -59,6 +59,8 @@ pub struct FsOptions {
     pub io_engine: IoEngine,
     /// Files without a checksum are taken for none.
     pub require_checksum: bool,
+    /// Files that do not say their layout are loaded for page-bound objects too.
+    pub trust_missing_layout: bool,
     /// Nothing is written there.
     pub read_only: bool,
 }
@@ -77,6 +79,7 @@ impl FsOptions {
             fsync: Fsync::Never,
             io_engine: IoEngine::Auto,
             require_checksum: false,
+            trust_missing_layout: false,
             read_only: false,
         }
     }
@@ -108,6 +111,7 @@ impl FsOptions {
                 _ => IoEngine::Auto,
             },
             require_checksum: config.guards.require_checksum,
+            trust_missing_layout: options.get("trust_missing_layout"),
             read_only: options.get("read_only"),
         }
     }
@@ -161,6 +165,11 @@ const KEYS: &[Key] = &[
     )
     .or(Fallback::Text("never")),
     Key::switch(
+        "trust_missing_layout",
+        "Load files that do not say their layout, as LMCache's do not, also for models whose pages depend on block size, \
+         processor or release of the engine (all of CPU engines); only where all engines that write there agree in these",
+    ),
+    Key::switch(
         "read_only",
         "Only load: the directory has to be there, and nothing is stored, deleted, put aside or evicted",
     ),
@@ -179,12 +188,42 @@ fn check(options: &Options) -> Result<(), ConfigError> {
         let allowed = "the directory written out: ~ does not stand for a home directory here";
         return Err(options.refuse("base_path", allowed));
     }
+    for key in ["base_path", "relative_tmp_dir"] {
+        if options.get::<&str>(key).contains('\0') {
+            return Err(options.refuse(key, "a path without the character NUL"));
+        }
+    }
+    if options.get::<f64>("max_capacity_gb") > 0.0 && options.gib("max_capacity_gb") < 4096 {
+        let allowed = "0 for no bound, or at least 0.000004 (4 KiB)";
+        return Err(options.refuse("max_capacity_gb", allowed));
+    }
     let inside = Path::new(options.get::<&str>("relative_tmp_dir"));
     let is_inside = |part: Component<'_>| matches!(part, Component::Normal(_) | Component::CurDir);
     match inside.components().all(is_inside) {
         true => Ok(()),
         false => Err(options.refuse("relative_tmp_dir", "a relative path without ..")),
     }
+}
+
+fn ineffective(config: &AdapterConfig, given: &dyn Fn(&str) -> bool) -> Vec<&'static str> {
+    let options = &config.options;
+    let is_bounded = options.get::<f64>("max_capacity_gb") > 0.0;
+    let lines = [
+        (
+            !config.persist_enabled,
+            "persist_enabled changes nothing: files stay when the server stops",
+        ),
+        (
+            given("checksums"),
+            "checksums changes nothing: each file has a checksum of its own",
+        ),
+        (
+            is_bounded && options.get("read_only"),
+            "max_capacity_gb changes nothing with read_only: nothing is stored or evicted there",
+        ),
+    ];
+    let ineffective = lines.into_iter().filter(|(applies, _)| *applies);
+    ineffective.map(|(_, line)| line).collect()
 }
 
 fn open(
@@ -202,11 +241,13 @@ pub(crate) const FS: AdapterType = AdapterType::new(
     KEYS,
     |config, registry| open("fs", config, registry),
 )
-.check(check);
+.check(check)
+.ineffective(ineffective);
 
 /// LMCache's `fs_native`.
 pub(crate) const FS_NATIVE: AdapterType =
     AdapterType::new("fs_native", "The same as fs", KEYS, |config, registry| {
         open("fs_native", config, registry)
     })
-    .check(check);
+    .check(check)
+    .ineffective(ineffective);

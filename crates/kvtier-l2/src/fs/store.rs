@@ -15,7 +15,7 @@ use super::files::{Files, Look, READ_FLAGS, count, read_end, size, stat};
 use super::io::{self, Move, Moved, Work};
 use super::names::Place;
 use super::options::Fsync;
-use super::trailer::{BLOCK, Form, LEN, Trailer, file_len, form_of};
+use super::trailer::{self, BLOCK, Form, LEN, Trailer, file_len, form_of};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{ObjectSpec, StoreItem};
@@ -350,6 +350,7 @@ impl Files {
         let memory =
             |error: kvtier_memory::AccessError| L2Error::new(ErrorKind::Memory, error.to_string());
         let trailer = Trailer {
+            version: trailer::VERSION,
             text_len,
             len: object.len,
             layout: object.layout,
@@ -493,7 +494,7 @@ impl Files {
             end => end.map_err(refused)?,
         };
         let is_object = match (form, end) {
-            (Form::Bare, end) => self.accepts(form) && end.is_none(),
+            (Form::Bare, end) => self.accepts(form, object) && end.is_none(),
             (Form::Trailed, None) => false,
             (Form::Trailed, Some((trailer, text))) => {
                 trailer.is_of(object, key_digest(place, object))
@@ -510,6 +511,7 @@ impl Files {
 impl Trailer {
     /// Whether it is of this object, if of these bytes or not.
     pub(super) fn is_of(&self, object: &ObjectSpec, key: u128) -> bool {
-        (self.len, self.layout, self.key) == (object.len, object.layout, key)
+        self.version == trailer::VERSION
+            && (self.len, self.layout, self.key) == (object.len, object.layout, key)
     }
 }

@@ -4,6 +4,13 @@
 //! from the end: the trailer of [`LEN`] bytes, before it the key in text where the name is not the key, and zeroes.
 //! The lengths of our files differ from all that files without a trailer have for the same object, so a trailer that is
 //! lost or damaged is never taken for none.
+//!
+//! | version | layout |
+//! | --- | --- |
+//! | 1 | a hash by an algorithm that changes with the compiler: compares with nothing, so the file is a miss |
+//! | 2 | the fingerprint of `docs/identity.md`, with its own version in it, and [`PAGE_BOUND`](crate::PAGE_BOUND) |
+//!
+//! A file of another version is a miss, and the next store of its object replaces it.
 
 /// Bytes of a trailer.
 pub(super) const LEN: usize = 64;
@@ -11,12 +18,16 @@ pub(super) const LEN: usize = 64;
 /// Unit of lengths and addresses for I/O past the page cache, here and in LMCache.
 pub(super) const BLOCK: u64 = 4096;
 
-/// The last byte but one is the version.
-const MAGIC: [u8; 6] = *b"kvtr\x01\x00";
+const MAGIC: [u8; 4] = *b"kvtr";
+
+/// What is written. In the file it follows the magic bytes, as a number of 16 bits.
+pub(super) const VERSION: u16 = 2;
 
 /// The trailer of an object's file; all numbers are little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Trailer {
+    /// Of the trailer. In others than [`VERSION`] the layout means something else, and in later ones perhaps all of it.
+    pub version: u16,
     /// Bytes of the key's text before the trailer.
     pub text_len: u16,
     /// Bytes of the object.
@@ -32,7 +43,8 @@ pub(super) struct Trailer {
 impl Trailer {
     pub(super) fn encode(&self) -> [u8; LEN] {
         let mut out = [0; LEN];
-        out[..6].copy_from_slice(&MAGIC);
+        out[..4].copy_from_slice(&MAGIC);
+        out[4..6].copy_from_slice(&self.version.to_le_bytes());
         out[6..8].copy_from_slice(&self.text_len.to_le_bytes());
         out[8..16].copy_from_slice(&self.len.to_le_bytes());
         out[16..24].copy_from_slice(&self.layout.to_le_bytes());
@@ -47,10 +59,11 @@ impl Trailer {
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; LEN] = bytes.last_chunk()?;
         let sum = kvtier_memory::checksum::checksum64(&bytes[..56]);
-        if bytes[..6] != MAGIC || bytes[56..] != sum.to_le_bytes() {
+        if bytes[..4] != MAGIC || bytes[56..] != sum.to_le_bytes() {
             return None;
         }
         Some(Self {
+            version: u16::from_le_bytes(part(bytes, 4)),
             text_len: u16::from_le_bytes(part(bytes, 6)),
             len: u64::from_le_bytes(part(bytes, 8)),
             layout: u64::from_le_bytes(part(bytes, 16)),
@@ -109,6 +122,7 @@ mod tests {
     #[test]
     fn a_trailer_reads_back_and_no_flipped_bit_passes() {
         let trailer = Trailer {
+            version: VERSION,
             text_len: 300,
             len: 1 << 40,
             layout: 0x1234_5678_9abc_def0,

@@ -11,10 +11,12 @@ mod tests;
 use std::fmt;
 use std::sync::Arc;
 
+use serde_json::error::Category;
 use serde_json::{Map, Value};
 
 use crate::config::{
-    AdapterConfig, COMMON, Common, ConfigError, Fallback, Key, Options, Shape, clip, refuse_rest,
+    AdapterConfig, COMMON, Common, ConfigError, Fallback, Key, Options, Shape, clip, json,
+    refuse_rest,
 };
 use crate::error::L2Error;
 use crate::{Adapter, fs, mock, redact, wrap};
@@ -32,8 +34,13 @@ pub struct AdapterType {
     summary: &'static str,
     keys: &'static [Key],
     check: fn(&Options) -> Result<(), ConfigError>,
+    ineffective: Ineffective,
     open: Open,
 }
+
+/// The given keys of a configuration that have no effect, each with the reason: "persist_enabled changes nothing: ...".
+/// The function says whether a key was given.
+pub type Ineffective = fn(&AdapterConfig, &dyn Fn(&str) -> bool) -> Vec<&'static str>;
 
 impl AdapterType {
     /// A type of this name, with one line about it, the keys it takes beyond [`COMMON`], and its constructor.
@@ -52,6 +59,7 @@ impl AdapterType {
             summary,
             keys,
             check: |_| Ok(()),
+            ineffective: |_, _| Vec::new(),
             open,
         }
     }
@@ -60,6 +68,15 @@ impl AdapterType {
     #[must_use]
     pub const fn check(self, check: fn(&Options) -> Result<(), ConfigError>) -> Self {
         Self { check, ..self }
+    }
+
+    /// The same with warnings about keys that have no effect.
+    #[must_use]
+    pub const fn ineffective(self, ineffective: Ineffective) -> Self {
+        Self {
+            ineffective,
+            ..self
+        }
     }
 
     /// Its name, the `type` in a configuration.
@@ -146,11 +163,12 @@ impl Registry {
     /// # Errors
     /// As [`Self::parse`].
     pub fn parse_json(&self, text: &str) -> Result<AdapterConfig, ConfigError> {
-        let value = serde_json::from_str(text).map_err(|error| {
-            ConfigError::new(format!(
+        let value = json::parse(text).map_err(|error| match error.classify() {
+            Category::Data => ConfigError::new(format!("{error}; give each key once")),
+            _ => ConfigError::new(format!(
                 "{:?} is not JSON ({error}); give an object with a \"type\"",
                 clip(text)
-            ))
+            )),
         })?;
         self.parse(&value)
     }
@@ -166,6 +184,7 @@ impl Registry {
                 clip(&redact::value(value).to_string())
             )));
         };
+        let given = |key: &str| map.get(key).is_some_and(|value| !value.is_null());
         let mut map = map.clone();
         let kind = self.kind(&map)?;
         let owner = format!("type {:?}", kind.name);
@@ -190,6 +209,9 @@ impl Registry {
                 "{owner}: eviction changes nothing without a capacity to take a share of; give one, such as max_capacity_gb"
             ));
         }
+        let ineffective = (kind.ineffective)(&config, &given).into_iter();
+        let ineffective = ineffective.map(|line| format!("{owner}: {line}"));
+        config.warnings.extend(ineffective);
         Ok(config)
     }
 

@@ -425,3 +425,79 @@ fn the_reference_has_every_key() {
         );
     }
 }
+
+#[test]
+fn key_given_twice_is_refused_by_name() {
+    for text in [
+        r#"{"type":"fs","base_path":"/x","base_path":"/y"}"#,
+        r#"{"type":"fault_inject","inner":{"type":"fs","base_path":"/x","base_path":"/y"}}"#,
+        r#"{"type":"fault_inject","faults":[{"base_path":1,"base_path":2}]}"#,
+    ] {
+        let line = Registry::built_in()
+            .parse_json(text)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            line.starts_with(r#"key "base_path" is given twice"#),
+            "{line}"
+        );
+        assert!(line.ends_with("give each key once"), "{line}");
+    }
+    let text = r#"{"a":[null,true,-1,18446744073709551615,0.5,"b",{}]}"#;
+    let plain: Value = serde_json::from_str(text).unwrap();
+    assert_eq!(json::parse(text).unwrap(), plain);
+    assert!(json::parse("{} x").is_err());
+}
+
+/// The error or the warnings of an `fs` with this key.
+fn fs(key: &str, value: Value) -> Result<Vec<String>, String> {
+    let mut spec = json!({"type": "fs", "base_path": "/x", "num_workers": 2});
+    spec[key] = value;
+    let parsed = Registry::built_in().parse(&spec);
+    parsed
+        .map(|config| config.warnings)
+        .map_err(|error| error.to_string())
+}
+
+#[test]
+fn fs_capacity_of_less_than_a_block_is_refused() {
+    assert_eq!(
+        fs("max_capacity_gb", json!(1e-12)).unwrap_err(),
+        r#"type "fs": key "max_capacity_gb": 1e-12 is not allowed; give 0 for no bound, or at least 0.000004 (4 KiB)"#
+    );
+    assert_eq!(fs("max_capacity_gb", json!(0.000_004)), Ok(vec![]));
+}
+
+#[test]
+fn fs_path_with_nul_is_refused() {
+    for key in ["base_path", "relative_tmp_dir"] {
+        let line = fs(key, json!("a\0b")).unwrap_err();
+        assert!(line.contains(key), "{line}");
+        assert!(
+            line.ends_with("give a path without the character NUL"),
+            "{line}"
+        );
+    }
+}
+
+#[test]
+fn fs_keys_without_effect_are_named() {
+    assert_eq!(
+        fs("persist_enabled", json!(false)).unwrap(),
+        [r#"type "fs": persist_enabled changes nothing: files stay when the server stops"#]
+    );
+    assert_eq!(
+        fs("checksums", json!(1_000_000)).unwrap(),
+        [r#"type "fs": checksums changes nothing: each file has a checksum of its own"#]
+    );
+    assert_eq!(fs("read_only", json!(true)), Ok(vec![]));
+    let spec = json!({"type": "fs", "base_path": "/x", "read_only": true, "max_capacity_gb": 1});
+    let config = Registry::built_in().parse(&spec).unwrap();
+    assert_eq!(
+        config.warnings,
+        [
+            r#"type "fs": max_capacity_gb changes nothing with read_only: nothing is stored or evicted there"#
+        ]
+    );
+    assert_eq!(config.capacity_bytes(), None);
+}

@@ -196,8 +196,12 @@ impl Condemned {
         }
     }
 
-    pub(super) fn bytes(&self) -> u64 {
-        self.lists.lock().bytes
+    /// What `index` tells, and the bytes that are here at that moment, of all or of one tenant. No object is counted by
+    /// both.
+    pub(super) fn beside<T>(&self, salt: Option<&str>, index: impl FnOnce() -> T) -> (T, u64) {
+        let lists = self.lists.lock();
+        let bytes = salt.map_or(lists.bytes, |salt| lists.bytes_of(salt));
+        (index(), bytes)
     }
 
     /// What may be in the backend, of all or of one tenant: what `index` tells, what is here, and what `evicted` gives,

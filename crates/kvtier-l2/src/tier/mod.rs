@@ -11,6 +11,7 @@ mod eviction;
 mod recovery;
 mod store;
 mod tenants;
+mod unsent;
 mod unsure;
 mod usage;
 mod warned;
@@ -35,6 +36,7 @@ use crate::object::{LoadItem, ObjectSpec};
 use budget::Budget;
 use condemned::Condemned;
 pub use recovery::Recovery;
+use unsent::Unsent;
 use unsure::Unsure;
 use warned::Warned;
 use writing::Writing;
@@ -113,6 +115,7 @@ pub struct Tier {
     index: Cache<Budget>,
     condemned: Arc<Condemned>,
     unsure: Unsure,
+    unsent: Unsent,
     writing: Writing,
     config: TierConfig,
     counters: TierCounters,
@@ -182,6 +185,7 @@ impl Tier {
             index,
             condemned: Arc::default(),
             unsure: Unsure::default(),
+            unsent: Unsent::default(),
             writing: Writing::default(),
             config,
             counters: TierCounters::default(),
@@ -228,6 +232,11 @@ impl Tier {
     pub fn is_full(&self) -> bool {
         self.last_store_error()
             .is_some_and(|error| error.kind() == ErrorKind::Full)
+    }
+
+    /// Checks whether the backend is still the one that was opened: [`Adapter::check`].
+    pub async fn check(&self) {
+        self.adapter.check().await;
     }
 
     fn now(&self) -> Duration {
@@ -416,6 +425,7 @@ impl Tier {
             let page = self.index.salts(from, 1024);
             for salt in page.entries {
                 let bytes = salt.bytes + salt.staged_bytes;
+                let bytes = bytes.saturating_sub(self.unsent.bytes(Some(&salt.salt)));
                 if bytes > 0 {
                     *bytes_by_cache_salt.entry(salt.salt).or_default() += bytes;
                 }
@@ -433,11 +443,12 @@ impl Tier {
         }
     }
 
-    /// What its index counts, without looking at each tenant. Used are also the bytes of what it gave up and the backend
-    /// has not deleted yet.
+    /// What its index counts, without looking at each tenant. Used are the bytes that the backend may hold: also those of
+    /// what the index gave up and the backend has not deleted yet, and not those of stores that wait for that.
     pub fn stats(&self) -> Stats {
-        let mut stats = self.index.stats();
-        stats.used_bytes += self.condemned.bytes();
+        let (mut stats, leaving) = self.condemned.beside(None, || self.index.stats());
+        let used = stats.used_bytes + leaving;
+        stats.used_bytes = used.saturating_sub(self.unsent.bytes(None));
         stats
     }
 }

@@ -7,6 +7,7 @@ use kvtier_core::object_key::ObjectKey;
 
 use super::budget::Budget;
 use super::condemned::Claim;
+use super::unsent::Waiting;
 use super::writing::Begun;
 use super::{Adopted, Tier, space};
 use crate::adapter::Stored;
@@ -44,6 +45,7 @@ struct Staged<'a> {
     /// It was to be deleted before; bytes that are there then.
     spared: Option<u64>,
     sent: Sent,
+    unsent: Option<Waiting<'a>>,
     _writing: Begun<'a>,
 }
 
@@ -161,6 +163,7 @@ impl Tier {
         }
         for object in &mut staged {
             object.sent = Sent::Unanswered;
+            object.unsent = None;
         }
         let stored = self.adapter.store(items).await;
         for (object, result) in staged.into_iter().zip(stored) {
@@ -225,6 +228,7 @@ impl Tier {
         let key = &item.object.key;
         let bytes = self.adapter.size_of(item.object.len);
         let is_unsure = self.unsure.has(key);
+        let mut unsent = Some(self.unsent.add(key.cache_salt(), bytes));
         if !is_unsure && self.index.contains(&space(key), &[key.chunk_hash()])[0] {
             // Counts as used; unless it was evicted just now, it is there.
             if self.reserve(key, bytes)?.is_none() {
@@ -254,6 +258,8 @@ impl Tier {
                 .index
                 .hold(self.now(), &space(key), &[key.chunk_hash()]);
             if held.is_some() {
+                // It may be there already.
+                unsent = None;
                 break (None, held);
             }
         };
@@ -266,6 +272,7 @@ impl Tier {
             _held: held,
             spared: None,
             sent: Sent::No,
+            unsent,
             _writing: writing,
         }))
     }

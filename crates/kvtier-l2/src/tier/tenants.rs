@@ -8,9 +8,15 @@ use kvtier_core::cache::{Page, SaltUsage, Stats};
 use super::Tier;
 
 impl Tier {
-    /// What the index counts of one tenant; `None` for one it does not know.
-    pub fn tenant(&self, salt: &str) -> Option<SaltUsage> {
-        self.index.salt_usage(salt)
+    /// What the index counts of one tenant, `None` for one it does not know; and the bytes that the backend may hold of
+    /// it, as in [`Tier::stats`].
+    pub fn tenant(&self, salt: &str) -> (Option<SaltUsage>, u64) {
+        let (usage, leaving) = self
+            .condemned
+            .beside(Some(salt), || self.index.salt_usage(salt));
+        let counted = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
+        let bytes = (counted + leaving).saturating_sub(self.unsent.bytes(Some(salt)));
+        (usage, bytes)
     }
 
     /// What the index counts of all and of some tenants: [`Cache::stats_with`].

@@ -87,6 +87,10 @@ impl<G: Guard> Adapter for Guarded<G> {
         Box::pin(self.guard.run(&self.inner, FreeCall))
     }
 
+    fn check(&self) -> BoxFuture<'_, ()> {
+        self.inner.check()
+    }
+
     fn status(&self) -> Value {
         let mut status = self.inner.status();
         if let Some(status) = status.as_object_mut() {

@@ -399,3 +399,35 @@ async fn whatever_happens_no_tenant_has_more_than_its_strict_limit() {
     }
     assert!(written > 1000 && refused > 100, "{written}, {refused}");
 }
+
+#[tokio::test]
+async fn strict_limit_reports_never_exceed_it_while_a_store_waits() {
+    let memory = Arc::new(Memory {
+        delete_gate: Some(Semaphore::new(0)),
+        store_gate: Some(Semaphore::new(3)),
+        ..Memory::default()
+    });
+    let bytes = Bytes::new();
+    let tier = tier_of(&memory, QuotaMode::Strict, Some(3), Some(3));
+    store_of(&tier, &bytes, "a", 0..3).await;
+    let used = || {
+        let all = (tier.stats().used_bytes, tier.usage().total_bytes_used);
+        let of_tenant = (
+            tier.tenant("a").1,
+            tier.usage().bytes_by_cache_salt.get("a").copied(),
+        );
+        assert_eq!(all, (3 * SIZE, 3 * SIZE));
+        assert_eq!(of_tenant, (3 * SIZE, Some(3 * SIZE)));
+    };
+    used();
+    // Waits for the delete of an older one, then for its own write.
+    let mut storing = std::pin::pin!(store_of(&tier, &bytes, "a", [3]));
+    begin(storing.as_mut()).await;
+    used();
+    memory.delete_gate.as_ref().unwrap().add_permits(1);
+    begin(storing.as_mut()).await;
+    used();
+    memory.store_gate.as_ref().unwrap().add_permits(1);
+    assert!(storing.await[0].is_ok());
+    used();
+}

@@ -75,6 +75,15 @@ impl EvictionPolicyName {
     }
 }
 
+/// Whether workers with sliding windows or recurrent states have a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum WindowedClients {
+    /// They register, and nothing of them is stored or served.
+    Refuse,
+    /// They are served like others.
+    Allow,
+}
+
 /// Shape of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
@@ -182,6 +191,16 @@ pub struct ServerArgs {
     pub no_separate_object_groups: bool,
     #[arg(long, hide = true)]
     separate_object_groups: bool,
+    /// Workers that register layers with sliding windows or recurrent states: refuse stores and serves nothing of them,
+    /// as LMCache's connector stores blocks of such layers that vLLM may have given to another request by then, and a
+    /// later hit would be wrong; allow serves them like others (docs/vllm.md)
+    #[arg(
+        long,
+        value_enum,
+        default_value = "refuse",
+        help_heading = "Request server"
+    )]
+    pub windowed_clients: WindowedClients,
     /// Silence in seconds after which a worker that has pinged is taken for dead; 0 (never) or at least 30
     #[arg(long, default_value_t = 120.0, help_heading = "Request server")]
     pub worker_reap_timeout_seconds: f64,
@@ -497,6 +516,7 @@ impl ServerArgs {
             shm_name,
             shm_required,
             separate_object_groups: !self.no_separate_object_groups,
+            windowed_clients: self.windowed_clients,
             worker_reap_timeout,
             registration_grace,
             stop_timeout: seconds("stop-timeout-seconds", self.stop_timeout_seconds, 1.0)?,

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use docs::reference_markdown;
-pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode};
+pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode, WindowedClients};
 pub use gpu::NumaNodes;
 pub use l2::{L2Config, PrefetchPolicy, StorePolicy};
 pub use memory::{HostMemory, L1Origin};
@@ -87,6 +87,8 @@ pub struct ServerConfig {
     pub shm_required: bool,
     /// One object group per sliding-window size.
     pub separate_object_groups: bool,
+    /// Whether workers with sliding windows or recurrent states have a cache.
+    pub windowed_clients: WindowedClients,
     /// Silence after which a worker that has pinged is taken for dead; `None` never.
     pub worker_reap_timeout: Option<Duration>,
     /// Silence granted to a worker that registered but has not pinged yet.

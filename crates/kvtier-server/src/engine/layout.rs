@@ -2,7 +2,8 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use kvtier_device::KvLayout;
+use kvtier_device::{KvLayout, MemorySpec};
+use kvtier_l2::PAGE_BOUND;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::request::EngineDrivenContext;
 
@@ -25,6 +26,9 @@ pub struct ModelLayout {
     /// Stands for shape and type of every array in an object. Two workers whose objects differ in layout never see each
     /// other's, even under one model name.
     pub fingerprint: u64,
+    /// Whether objects fit only pages like those they were stored from. One without a fingerprint, as LMCache's files
+    /// are, must then not be loaded: nothing says which pages it is from.
+    pub page_bound: bool,
 }
 
 /// One array of an object: `[planes, layers, slots, hidden]` of a dtype, and its layers' positions in the registration
@@ -41,6 +45,16 @@ fn fingerprint<'a>(arrays: impl Iterator<Item = (usize, ArrayShape<'a>)>) -> u64
 }
 
 impl ModelLayout {
+    /// With [`PAGE_BOUND`] in the fingerprint as `page_bound` says, so that tiers know it wherever the fingerprint is.
+    #[must_use]
+    pub fn with_page_bound_bit(mut self) -> Self {
+        self.fingerprint &= !PAGE_BOUND;
+        if self.page_bound {
+            self.fingerprint |= PAGE_BOUND;
+        }
+        self
+    }
+
     /// Of a worker whose pages we copy.
     pub fn of_pages(layout: &KvLayout) -> Self {
         let groups = layout.object_groups();
@@ -74,9 +88,11 @@ impl ModelLayout {
                 object_bytes: group.object_bytes,
             })
             .collect();
+        let in_cpu_memory = |memory: &MemorySpec| !matches!(memory, MemorySpec::Cuda(_));
         Self {
             groups,
             fingerprint,
+            page_bound: layout.memories().iter().any(in_cpu_memory),
         }
     }
 }
@@ -158,6 +174,7 @@ impl EngineDrivenLayout {
                 0,
                 ([planes, layers, slots, hidden], self.dtype.name(), None),
             ))),
+            page_bound: true,
         }
     }
 }
@@ -165,7 +182,7 @@ impl EngineDrivenLayout {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvtier_device::{Engine, GroupSpec, KvAxisOrder, LayoutHints, MemorySpec, TensorSpec};
+    use kvtier_device::{Engine, GroupSpec, KvAxisOrder, LayoutHints, TensorSpec};
 
     fn fingerprint_of(groups: [&[i64]; 2]) -> u64 {
         let tensor = TensorSpec {

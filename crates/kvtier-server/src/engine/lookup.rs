@@ -95,6 +95,12 @@ impl Engine {
             self.found_nothing(caller, key.request_id, scope);
             return Answer::nothing();
         };
+        if let Some(unserved) = instances.iter().find_map(|instance| instance.unserved) {
+            self.metrics
+                .early_exit(model, scope.cache_salt(), unserved.name());
+            self.found_nothing(caller, key.request_id, scope);
+            return Answer::nothing();
+        }
         let chunks = lookup_chunks(self.chunk_size, key.tokens.token_count, 0, key.end);
         let hashes = &key.tokens.hashes[chunks.clone()];
         if hashes.is_empty() {

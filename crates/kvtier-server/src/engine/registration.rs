@@ -14,11 +14,12 @@ use kvtier_proto::request::{EngineDrivenContext, EngineGroupInfo, InstanceId, Re
 use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
 
 use super::devices::Devices;
-use super::instances::{Instance, Mode};
+use super::instances::{Instance, Mode, Unserved};
 use super::layout::{EngineDrivenLayout, ModelLayout};
 use super::lookup::check_name;
 use super::tensors::tensor_spec;
 use super::{Answer, Caller, Engine, Handled, Responder};
+use crate::config::WindowedClients;
 
 /// World sizes that fit a rank's place in an object key.
 const WORLD_SIZES: std::ops::RangeInclusive<u32> = 1..=256;
@@ -170,6 +171,10 @@ impl Engine {
         } = newcomer;
         let model = ModelLayout::of_pages(&layout);
         let layers = layout.num_layers();
+        let unserved = match self.config.windowed_clients {
+            WindowedClients::Refuse => has_windows(&layout).then_some(Unserved::Windowed),
+            WindowedClients::Allow => None,
+        };
         let mode = Mode::LmcacheDriven {
             memory: self.devices.open(layout)?,
             tensors,
@@ -178,7 +183,8 @@ impl Engine {
         };
         // From here on it may fall silent: opening may have taken long.
         let now = self.now();
-        let instance = Instance::new(id, &model_name, world_size, mode, model, now);
+        let mut instance = Instance::new(id, &model_name, world_size, mode, model, now);
+        instance.unserved = unserved;
         let device = instance.device();
         self.admit(instance)?;
         tracing::info!(
@@ -192,6 +198,15 @@ impl Engine {
                 "GPU ID"
             },
         );
+        if unserved == Some(Unserved::Windowed) {
+            tracing::warn!(
+                instance = id.0,
+                model = model_name,
+                "registered without a cache: some of its layers have sliding windows or recurrent states, and its \
+                 connector has blocks of such layers stored that the engine may have reused by then, so hits could be \
+                 wrong; nothing of it is stored or served unless --windowed-clients allow is given"
+            );
+        }
         Ok(())
     }
 
@@ -408,6 +423,12 @@ fn cpu_layout_hint(
                 .into(),
         ),
     }
+}
+
+/// Whether some layers keep only the end of a prompt.
+fn has_windows(layout: &KvLayout) -> bool {
+    let mut groups = layout.kernel_groups().iter();
+    groups.any(|group| group.window_tokens.is_some() || group.recurrent_state)
 }
 
 fn refuse_pages(id: InstanceId, model: &str, text: &str) -> Answer {

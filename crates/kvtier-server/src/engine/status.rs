@@ -4,7 +4,7 @@ use kvtier_core::cache::FreeSpace;
 use serde_json::{Map, Value, json};
 
 use super::Engine;
-use super::instances::Mode;
+use super::instances::{Mode, Unserved};
 
 /// Tag of the only L1.
 const TAG: &str = "_default";
@@ -126,6 +126,7 @@ impl Engine {
                         json!({
                             "model_name": &*instance.model_name,
                             "world_size": instance.world_size,
+                            "not_served_because": instance.unserved.map(Unserved::name),
                             "kv_cache_layout": {
                                 "num_layers": layout.num_layers,
                                 "num_blocks": layout.num_blocks,

@@ -82,6 +82,12 @@ impl Engine {
         let started = self.now();
         instance.seen(started);
         self.metrics.store(instance.device(), false);
+        if let Some(unserved) = instance.unserved {
+            self.metrics.store(instance.device(), true);
+            let event = instance.answer_event(store.event_handle, caller.release);
+            let answer = Answer::from(Response::transfer(event, false));
+            return answer.because(unserved.name()).into();
+        }
         match self.plan_store(caller.release, &instance, store, started) {
             Ok((transfer, under_way)) => {
                 let pages = under_way.copying.pages();

@@ -157,6 +157,7 @@ pub fn copies_itself(engine: &Engine, id: i64) {
     let layout = ModelLayout {
         groups: Vec::new(),
         fingerprint: 0,
+        page_bound: false,
     };
     let instance = Instance::new(InstanceId(id), "other", 1, mode, layout, engine.now());
     assert!(engine.instances.insert(instance).unwrap().is_none());

@@ -12,6 +12,7 @@ use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_sa
 use parking_lot::Mutex;
 
 use super::Engine;
+use super::instances::Unserved;
 use super::lookup::prefetch_request;
 use crate::l2::{L2, PrefetchRequest};
 
@@ -30,6 +31,14 @@ const KEPT_FOR: Duration = Duration::from_secs(600);
 /// Why none was begun.
 #[derive(Debug, thiserror::Error)]
 pub enum WarmError {
+    /// Nothing of the model's workers is served.
+    #[error("nothing of model_name='{model_name}' is served: {}", unserved.name())]
+    NotServed {
+        /// As asked for.
+        model_name: String,
+        /// Why.
+        unserved: Unserved,
+    },
     /// No worker told how the model's objects are laid out.
     #[error(
         "no layout registered for model_name='{model_name}' world_size={world_size}; the model has not allocated KV \
@@ -178,6 +187,12 @@ impl Engine {
                 world_size,
             });
         };
+        if let Some(unserved) = instances.iter().find_map(|instance| instance.unserved) {
+            return Err(WarmError::NotServed {
+                model_name: model_name.into(),
+                unserved,
+            });
+        }
         let l2 = self.l2().ok_or(WarmError::NoTiers)?;
         check_cache_salt(cache_salt)?;
         let salt = self.salts.of_operator(cache_salt);

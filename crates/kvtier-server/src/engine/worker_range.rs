@@ -129,7 +129,7 @@ impl Engine {
             hashes,
             range.chunks.clone(),
         )?;
-        if grant.layout != instance.layout.fingerprint {
+        if grant.layout != instance.layout.fingerprint || instance.unserved.is_some() {
             return None;
         }
         if let Some(Unproven { connection, told }) = grant.unproven

@@ -61,7 +61,9 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
     let begun = engine.warm_up(model_name, world_size, cache_salt, &token_ids);
     begun.map(|begun| (begun, what)).map_err(|error| {
         let status = match error {
-            WarmError::NoLayout { .. } | WarmError::NoTiers => StatusCode::SERVICE_UNAVAILABLE,
+            WarmError::NoLayout { .. } | WarmError::NotServed { .. } | WarmError::NoTiers => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             WarmError::Key(_) | WarmError::TooManyTokens(_) => StatusCode::BAD_REQUEST,
             WarmError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
         };

@@ -137,6 +137,8 @@ impl L2 {
             let (metrics, changed) = (Arc::clone(&metrics), Arc::clone(&l2.quotas_changed[number]));
             l2.handle.spawn(async move {
                 while !stop.load(Ordering::Relaxed) {
+                    // A backend that hangs delays no eviction.
+                    let _ = tokio::time::timeout(EVICTION_INTERVAL, tier.check()).await;
                     tokio::select! {
                         () = tokio::time::sleep(EVICTION_INTERVAL) => tier.evict().await,
                         () = changed.notified() => {}

@@ -16,7 +16,7 @@ const PAGE: usize = 1024;
 pub struct Look<'a> {
     quotas: &'a Quotas,
     table: Arc<Table>,
-    /// Bytes by salt that each tier gave up and has not deleted yet.
+    /// The tenants of which each tier gave up something that it has not deleted yet.
     leaving: Vec<BTreeMap<Arc<str>, u64>>,
 }
 
@@ -27,7 +27,7 @@ pub struct InTier<'a> {
     pub place: &'a Place,
     /// What holds there: its entry, or the default.
     pub grant: Grant,
-    /// Its bytes, those being written and those being deleted included.
+    /// Its bytes, those being written and those being deleted included; not those that wait until others are deleted.
     pub bytes: u64,
     /// What the tier counts of it, as long as it knows the tenant.
     pub usage: Option<SaltUsage>,
@@ -58,16 +58,18 @@ impl Look<'_> {
             reserved: 0,
         };
         let in_tier = |(number, place): (usize, &Place)| {
-            let usage = match self.quotas.tier(number) {
-                None => self.quotas.cache.salt_usage(salt),
+            let (usage, bytes) = match self.quotas.tier(number) {
+                None => {
+                    let usage = self.quotas.cache.salt_usage(salt);
+                    let bytes = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
+                    (usage, bytes)
+                }
                 Some(tier) => tier.tenant(salt),
             };
-            let leaving = self.leaving[number].get(salt).copied().unwrap_or(0);
-            let counted = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
             InTier {
                 place: &self.quotas.places[number],
                 grant: entry.map_or(default, |entry| entry.of_tier(&place.name)),
-                bytes: counted + leaving,
+                bytes,
                 usage,
             }
         };

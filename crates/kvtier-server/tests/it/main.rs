@@ -19,3 +19,4 @@ mod sessions;
 mod support;
 mod transfers;
 mod vectors;
+mod windows;

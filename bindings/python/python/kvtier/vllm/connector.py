@@ -49,8 +49,8 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
             # Stores run behind the step, and nothing tells vLLM to keep single blocks of a running request for them.
             raise ValueError(
                 f"KvTierConnector does not serve sliding windows, and {group.layer_names[0]} has {', '.join(sorted(kinds))}: "
-                "vLLM gives the blocks that leave a window to others while they are still being stored. For such models "
-                "LMCache's connector (LMCacheMPConnector) can be used with the same server"
+                "vLLM gives the blocks that leave a window to other requests while they are still being stored. Run such "
+                "models without a KV connector; LMCache's (LMCacheMPConnector) has the same fault, and its hits can be wrong"
             )
         if not kinds.issubset(_SERVED):
             raise ValueError(

@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::{Seek, SeekFrom, Write};
 
+use super::super::trailer::Trailer;
 use super::*;
 
 /// Stores an object, does this to its file, and expects a miss, a file put aside, and that it can be stored again.
@@ -114,12 +115,13 @@ fn a_file_of_another_layout_stays_until_it_is_replaced() {
                 object(1),
             );
             fixture.store(&stored).unwrap();
-            assert_eq!(fixture.load(&wanted), Err(ErrorKind::Corrupt));
+            assert_eq!(fixture.load(&wanted), Err(ErrorKind::NotFound));
+            assert_eq!(fixture.status("other_layout_loads"), 1);
             assert_eq!(fixture.load(&stored), Ok(true));
             assert!(matches!(fixture.store(&wanted), Ok(Stored::Written(_))));
             assert_eq!(fixture.status("replaced_files"), 1);
             assert_eq!(fixture.load(&wanted), Ok(true));
-            assert_eq!(fixture.load(&stored), Err(ErrorKind::Corrupt));
+            assert_eq!(fixture.load(&stored), Err(ErrorKind::NotFound));
         }
     }
 }
@@ -236,4 +238,41 @@ fn links_directories_and_pipes_are_foreign() {
     assert_eq!((listed.len(), recovered.foreign), (0, 3));
     assert_eq!(fs::read(&secret).unwrap(), bytes(&object(1)));
     assert!(fixture.path(&object(1)).is_symlink());
+}
+
+/// Gives a file the trailer of another release.
+fn set_version(path: &Path, version: u16) {
+    let bytes = fs::read(path).unwrap();
+    let trailer = Trailer::decode(&bytes).unwrap();
+    let at = bytes.len() - super::super::trailer::LEN;
+    let changed = Trailer { version, ..trailer }.encode();
+    fs::write(path, [&bytes[..at], &changed].concat()).unwrap();
+}
+
+#[test]
+fn file_of_another_release_is_a_miss_until_replaced() {
+    for direct in [false, true] {
+        for version in [1, 3] {
+            let fixture = Fixture::with(|options| options.use_odirect = direct);
+            let (wanted, shorter) = (
+                object(1),
+                ObjectSpec {
+                    len: LEN - 64,
+                    ..object(1)
+                },
+            );
+            fixture.store(&wanted).unwrap();
+            set_version(&fixture.path(&wanted), version);
+            // As the object itself, and where its length would be that of another layout.
+            for object in [&wanted, &shorter] {
+                assert_eq!(fixture.load(object), Err(ErrorKind::NotFound));
+            }
+            assert!(fixture.path(&wanted).exists());
+            assert_eq!(fixture.status("other_version_loads"), 2);
+            assert_eq!(fixture.status("quarantined_files"), 0);
+            assert!(matches!(fixture.store(&wanted), Ok(Stored::Written(_))));
+            assert_eq!(fixture.status("replaced_files"), 1);
+            assert_eq!(fixture.load(&wanted), Ok(true));
+        }
+    }
 }

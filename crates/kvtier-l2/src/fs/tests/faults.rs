@@ -1,5 +1,6 @@
 //! Disks that are full, broken or gone, and threads that fail.
 
+use std::fs;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU32;
 
@@ -297,4 +298,60 @@ fn a_dropped_wait_frees_no_memory_that_is_used() {
     block_on(fixture.adapter.close());
     assert_eq!(Arc::strong_count(&hold), 1);
     assert!(fixture.names().len() <= 1);
+}
+
+/// Expects that nothing reaches the directory, and that the status says why.
+fn is_unused(fixture: &Fixture, why: &str) {
+    block_on(fixture.adapter.check());
+    let status = fixture.adapter.status();
+    assert_eq!(status["is_healthy"], false);
+    assert_eq!(status["base_path_lost"], why);
+    let (stored, new) = (object(1), object(2));
+    assert_eq!(fixture.store(&new), Err(ErrorKind::Unavailable));
+    assert_eq!(fixture.load(&stored), Err(ErrorKind::Unavailable));
+    let lookup = block_on(fixture.adapter.lookup(vec![stored.clone()]));
+    assert_eq!(lookup.unwrap_err().kind(), ErrorKind::Unavailable);
+    let deleted = block_on(fixture.adapter.delete(vec![stored.key]));
+    assert_eq!(
+        deleted[0].as_ref().unwrap_err().kind(),
+        ErrorKind::Unavailable
+    );
+    let listed = block_on(fixture.adapter.list(None, 10));
+    assert_eq!(listed.unwrap_err().kind(), ErrorKind::Unavailable);
+}
+
+#[test]
+fn base_renamed_or_replaced_is_unused_until_back() {
+    let fixture = Fixture::new();
+    fixture.store(&object(1)).unwrap();
+    let elsewhere = fixture.dir.path().join("elsewhere");
+    fs::rename(fixture.base(), &elsewhere).unwrap();
+    let before = names_in(&elsewhere);
+    is_unused(&fixture, "it was renamed or moved");
+    fs::create_dir(fixture.base()).unwrap();
+    is_unused(
+        &fixture,
+        "another directory was put or mounted in its place",
+    );
+    assert_eq!(names_in(fixture.base()), [""; 0]);
+    assert_eq!(names_in(&elsewhere), before);
+
+    fs::remove_dir(fixture.base()).unwrap();
+    fs::rename(&elsewhere, fixture.base()).unwrap();
+    block_on(fixture.adapter.check());
+    assert_eq!(fixture.adapter.status()["is_healthy"], true);
+    assert_eq!(fixture.load(&object(1)), Ok(true));
+    fixture.store(&object(2)).unwrap();
+}
+
+#[test]
+fn base_removed_is_made_again_after_a_check() {
+    let fixture = Fixture::new();
+    fixture.store(&object(1)).unwrap();
+    fs::remove_dir_all(fixture.base()).unwrap();
+    block_on(fixture.adapter.check());
+    assert_eq!(fixture.adapter.status()["is_healthy"], true);
+    fixture.store(&object(1)).unwrap();
+    block_on(fixture.adapter.check());
+    assert_eq!(fixture.load(&object(1)), Ok(true));
 }

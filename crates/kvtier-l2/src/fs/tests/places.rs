@@ -352,3 +352,40 @@ fn a_directory_that_is_only_read_stays_as_it_is() {
     assert!(FsAdapter::open("fs", &options).is_err());
     assert!(!options.base_path.exists());
 }
+
+/// An object whose bytes fit only pages like those they were stored from.
+fn page_bound(number: u8) -> ObjectSpec {
+    ObjectSpec {
+        layout: LAYOUT | crate::PAGE_BOUND,
+        ..object(number)
+    }
+}
+
+#[test]
+fn page_bound_object_without_layout_is_a_miss_until_replaced() {
+    let fixture = Fixture::new();
+    for object in [page_bound(1), object(2)] {
+        fixture.write_bare(&object, KeyShape::Grouped, 0);
+    }
+    assert!(!fixture.has(&page_bound(1)));
+    assert_eq!(fixture.load(&page_bound(1)), Err(ErrorKind::NotFound));
+    assert!(matches!(
+        fixture.store(&page_bound(1)),
+        Ok(Stored::Written(_))
+    ));
+    assert_eq!(fixture.load(&page_bound(1)), Ok(true));
+    // Of others the length says enough.
+    assert_eq!(fixture.load(&object(2)), Ok(false));
+}
+
+#[test]
+fn page_bound_object_without_layout_is_loaded_where_trusted() {
+    let fixture = Fixture::with(|options| options.trust_missing_layout = true);
+    fixture.write_bare(&page_bound(1), KeyShape::Grouped, 0);
+    assert!(fixture.has(&page_bound(1)));
+    assert_eq!(fixture.load(&page_bound(1)), Ok(false));
+    assert!(matches!(
+        fixture.store(&page_bound(1)),
+        Ok(Stored::AlreadyThere(_))
+    ));
+}

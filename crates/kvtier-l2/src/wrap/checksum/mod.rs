@@ -20,7 +20,7 @@ use crate::adapter::{
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
-use sums::Known;
+use sums::{Expected, Known, Outcome};
 
 /// Remembers the checksum of every object that is stored through it, and compares what is loaded.
 ///
@@ -65,30 +65,32 @@ impl Checksums {
         L2Error::new(kind, format!("{}: {name} {what}", self.inner.kind()))
     }
 
-    /// Stores the items. While this is under way nothing is known of them: the bytes there may be the old or the new ones.
+    /// Stores the items. Their checksums are known before the adapter has the bytes, so no load passes uncompared while
+    /// the store has no answer.
     async fn store_some(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-        let keys: Vec<_> = batch
-            .iter()
-            .map(|item| key_digest(&item.object.key))
-            .collect();
-        let mut sums = Vec::with_capacity(batch.len());
-        for (item, key) in batch.iter().zip(&keys) {
-            // What cannot be read is the adapter's to tell.
-            sums.push(checksum(&item.object, *key, &item.from).ok());
+        let mut stores = Vec::with_capacity(batch.len());
+        for item in &batch {
+            let key = key_digest(&item.object.key);
+            // Bytes that cannot be read are the adapter's to report; nothing that it may have stored equals this.
+            let sum = checksum(&item.object, key, &item.from).unwrap_or_default();
+            stores.push((key, sum));
             tokio::task::yield_now().await;
         }
-        let before = self.sums.take(&keys);
+        let keys: Vec<_> = stores.iter().map(|(key, _)| *key).collect();
+        let before = self.sums.get(&keys);
+        let in_flight = self.sums.begin(stores);
         let results = self.inner.store(batch).await;
-        let known = keys.into_iter().zip(sums).zip(before).zip(&results);
-        self.sums
-            .put(known.filter_map(|(((key, sum), before), result)| {
-                let sum = match result.as_ref().ok()? {
-                    Stored::Written(_) => sum,
-                    // Those bytes may differ from these: what an engine computes twice is not equal bit by bit.
-                    Stored::AlreadyThere(_) => before,
-                };
-                Some((key, sum?))
-            }));
+        let outcome = |(result, before): (&Result<Stored, L2Error>, Expected)| match result {
+            Ok(Stored::Written(_)) => Outcome::Stored,
+            // Those bytes may differ from these: what an engine computes twice is not equal bit by bit.
+            Ok(Stored::AlreadyThere(_)) => Outcome::Unchanged,
+            Err(error) => match error.kind() {
+                ErrorKind::Deadline => Outcome::Stored,
+                ErrorKind::Unavailable if before.known.is_none() => Outcome::Stored,
+                _ => Outcome::Unchanged,
+            },
+        };
+        in_flight.finish(results.iter().zip(before).map(outcome));
         results
     }
 
@@ -100,9 +102,9 @@ impl Checksums {
             .collect();
         let mut asked = HashSet::new();
         let mut unknown = Vec::new();
-        for (at, sum) in self.sums.get(&keys).into_iter().enumerate() {
+        for (at, expected) in self.sums.get(&keys).into_iter().enumerate() {
             let is_there = matches!(results.get(at), Some(Ok(Stored::AlreadyThere(_))));
-            if is_there && sum.is_none() && asked.insert(keys[at]) {
+            if is_there && expected.is_empty() && asked.insert(keys[at]) {
                 unknown.push(at);
             }
         }
@@ -118,19 +120,20 @@ impl Checksums {
         }
     }
 
-    /// What the bytes of a load say.
+    /// Compares the bytes of a load with what they may be, as it was known `before` the load and is after it.
     async fn compare(
         &self,
         items: &[(ObjectSpec, Buffer)],
         results: &mut [Result<Loaded, L2Error>],
         keys: &[u128],
-        expected: &[Option<u128>],
+        before: &[Expected],
     ) {
-        // Position, key digest, and the checksum that it should have and that it has.
+        let after = self.sums.get(keys);
+        // Position, key digest, and checksum of what was loaded.
         let mut wrong = Vec::new();
         for (at, ((object, to), result)) in items.iter().zip(results.iter_mut()).enumerate() {
             let Ok(loaded) = result else { continue };
-            let Some(right) = expected[at] else {
+            if before[at].is_empty() && after[at].is_empty() {
                 let count = if loaded.verified {
                     &self.verified
                 } else {
@@ -138,13 +141,13 @@ impl Checksums {
                 };
                 count.fetch_add(1, Ordering::Relaxed);
                 continue;
-            };
+            }
             match checksum(object, keys[at], to) {
-                Ok(sum) if sum == right => {
+                Ok(sum) if before[at].allows(sum) || after[at].allows(sum) => {
                     loaded.verified = true;
                     self.verified.fetch_add(1, Ordering::Relaxed);
                 }
-                Ok(sum) => wrong.push((at, right, sum)),
+                Ok(sum) => wrong.push((at, sum)),
                 Err(error) => {
                     *result = Err(self.error(ErrorKind::Memory, &object.key, &error.to_string()));
                 }
@@ -154,22 +157,25 @@ impl Checksums {
         if wrong.is_empty() {
             return;
         }
-        // What was stored anew meanwhile is not damaged.
-        let wrong_keys: Vec<_> = wrong.iter().map(|(at, ..)| keys[*at]).collect();
+        // What was stored again meanwhile is not damaged.
+        let wrong_keys: Vec<_> = wrong.iter().map(|(at, _)| keys[*at]).collect();
         let now = self.sums.get(&wrong_keys);
         let mut damaged = Vec::new();
-        for ((at, right, sum), now) in wrong.into_iter().zip(now) {
+        for ((at, sum), now) in wrong.into_iter().zip(now) {
             let key = &items[at].0.key;
-            if now == Some(sum) {
+            if now.allows(sum) {
                 results[at] = Ok(Loaded { verified: true });
                 self.verified.fetch_add(1, Ordering::Relaxed);
-            } else if now == Some(right) {
+            } else if let Some(right) = now.known
+                && now == before[at]
+                && now.in_flight.is_empty()
+            {
                 let what = "has other bytes than were stored";
                 results[at] = Err(self.error(ErrorKind::Corrupt, key, what));
                 self.corrupt.fetch_add(1, Ordering::Relaxed);
                 damaged.push((key.clone(), (keys[at], right)));
             } else {
-                let what = "was replaced while it was loaded";
+                let what = "was stored while it was loaded, and has other bytes";
                 results[at] = Err(self.error(ErrorKind::NotFound, key, what));
             }
         }
@@ -212,8 +218,8 @@ impl Adapter for Checksums {
         let keys: Vec<_> = batch.iter().map(|object| key_digest(&object.key)).collect();
         Box::pin(async move {
             let mut found = self.inner.lookup(batch).await?;
-            for (found, sum) in found.iter_mut().zip(self.sums.get(&keys)) {
-                *found = found.filter(|_| sum.is_some());
+            for (found, expected) in found.iter_mut().zip(self.sums.get(&keys)) {
+                *found = found.filter(|_| !expected.is_empty());
             }
             Ok(found)
         })
@@ -227,15 +233,11 @@ impl Adapter for Checksums {
                 .iter()
                 .map(|(object, _)| key_digest(&object.key))
                 .collect();
-            // As it is before the load: what is stored during it is looked at again.
-            let expected = self.sums.get(&keys);
+            let before = self.sums.get(&keys);
             let mut results = self.inner.load(batch).await;
-            self.compare(&items, &mut results, &keys, &expected).await;
-            for (((object, _), result), expected) in items.iter().zip(&mut results).zip(expected) {
-                if self.required
-                    && expected.is_none()
-                    && matches!(result, Ok(loaded) if !loaded.verified)
-                {
+            self.compare(&items, &mut results, &keys, &before).await;
+            for ((object, _), result) in items.iter().zip(&mut results) {
+                if self.required && matches!(result, Ok(loaded) if !loaded.verified) {
                     let what = "has no checksum that is known";
                     *result = Err(self.error(ErrorKind::NotFound, &object.key, what));
                 }
@@ -250,9 +252,10 @@ impl Adapter for Checksums {
             let before = self.sums.get(&digests);
             let deleted = self.inner.delete(keys).await;
             let known = digests.into_iter().zip(before).zip(&deleted);
-            self.sums.forget(
-                known.filter_map(|((key, sum), result)| result.is_ok().then_some((key, sum?))),
-            );
+            self.sums
+                .forget(known.filter_map(|((key, was), result)| {
+                    result.is_ok().then_some((key, was.known?))
+                }));
             deleted
         })
     }
@@ -274,6 +277,10 @@ impl Adapter for Checksums {
 
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
         self.inner.free_bytes()
+    }
+
+    fn check(&self) -> BoxFuture<'_, ()> {
+        self.inner.check()
     }
 
     fn status(&self) -> Value {

@@ -1,7 +1,8 @@
-//! The checksums that are remembered.
+//! The checksums that are remembered, and those of stores in flight.
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
@@ -13,10 +14,75 @@ pub(super) type Known = (u128, u128);
 /// Two halves: the new one takes what is put or asked for, and once it is full becomes the old one, whose rest is
 /// forgotten. So an entry costs what it costs in one hash table, and nothing is kept in order: 32 bytes and one of
 /// control, in a table that is between 7/16 and 7/8 full, hence 38 to 76 bytes.
+///
+/// Checksums of stores in flight are kept beside them without a bound of their own: there are as many as items in
+/// unanswered calls. While a store is in flight the backend may have the earlier bytes or the new ones.
 pub struct Sums {
     bound: usize,
-    /// The new half, the old half. Locked once for each batch.
-    halves: Mutex<[HashMap<u128, u128>; 2]>,
+    /// Locked once per batch.
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The new half, the old half.
+    halves: [HashMap<u128, u128>; 2],
+    /// Per key one checksum per store in flight.
+    in_flight: HashMap<u128, Vec<u128>>,
+}
+
+/// What the bytes of one key may be.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Expected {
+    /// Checksum of what was stored or compared last.
+    pub known: Option<u128>,
+    /// Checksums of stores that are not answered yet.
+    pub in_flight: Vec<u128>,
+}
+
+impl Expected {
+    /// Whether nothing is known of the key.
+    pub(super) fn is_empty(&self) -> bool {
+        self.known.is_none() && self.in_flight.is_empty()
+    }
+
+    /// Whether bytes with this checksum were stored, or are being stored.
+    pub(super) fn allows(&self, sum: u128) -> bool {
+        self.known == Some(sum) || self.in_flight.contains(&sum)
+    }
+}
+
+/// How a store ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// The backend has the new bytes, or may have them and nothing else is known of the key.
+    Stored,
+    /// The backend has what it had before.
+    Unchanged,
+}
+
+/// Stores in flight. Those without an outcome when it is dropped may have been carried out: their checksums are kept.
+pub(super) struct InFlight {
+    sums: Arc<Sums>,
+    stores: Vec<Known>,
+}
+
+impl InFlight {
+    /// Ends all stores, with their outcomes in order.
+    pub(super) fn finish(mut self, outcomes: impl IntoIterator<Item = Outcome>) {
+        let stores = std::mem::take(&mut self.stores);
+        self.sums.end(stores.into_iter().zip(outcomes));
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let stores = std::mem::take(&mut self.stores);
+        if !stores.is_empty() {
+            self.sums
+                .end(stores.into_iter().map(|store| (store, Outcome::Stored)));
+        }
+    }
 }
 
 impl Sums {
@@ -25,14 +91,14 @@ impl Sums {
     pub fn new(bound: usize) -> Self {
         Self {
             bound,
-            halves: Mutex::default(),
+            state: Mutex::default(),
         }
     }
 
     /// How many are remembered.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.halves.lock().iter().map(HashMap::len).sum()
+        self.state.lock().halves.iter().map(HashMap::len).sum()
     }
 
     /// Whether none is.
@@ -45,46 +111,69 @@ impl Sums {
         self.bound
     }
 
-    /// What is remembered of each, which now is among those asked for last.
-    pub(super) fn get(&self, keys: &[u128]) -> Vec<Option<u128>> {
-        let mut halves = self.halves.lock();
-        let mut one = |key: &u128| {
-            if let Some(sum) = halves[0].get(key) {
-                return Some(*sum);
-            }
-            let sum = halves[1].remove(key)?;
-            self.put_in(&mut halves, (*key, sum));
-            Some(sum)
+    /// What the bytes of each may be. Those that are remembered become the last to be forgotten.
+    pub(super) fn get(&self, keys: &[u128]) -> Vec<Expected> {
+        let mut state = self.state.lock();
+        let mut one = |key: &u128| Expected {
+            known: self.touch(&mut state.halves, *key),
+            in_flight: state.in_flight.get(key).cloned().unwrap_or_default(),
         };
         keys.iter().map(&mut one).collect()
     }
 
-    /// What was remembered of each, and is not any more.
-    pub(super) fn take(&self, keys: &[u128]) -> Vec<Option<u128>> {
-        let mut halves = self.halves.lock();
-        let mut one = |key| halves[0].remove(key).or_else(|| halves[1].remove(key));
-        keys.iter().map(&mut one).collect()
+    /// Registers stores that are about to begin, if anything is remembered at all.
+    pub(super) fn begin(self: &Arc<Self>, stores: Vec<Known>) -> InFlight {
+        if self.bound > 0 {
+            let mut state = self.state.lock();
+            for (key, sum) in &stores {
+                state.in_flight.entry(*key).or_default().push(*sum);
+            }
+        }
+        InFlight {
+            sums: Arc::clone(self),
+            stores,
+        }
     }
 
-    /// Remembers these.
-    pub(super) fn put(&self, all: impl IntoIterator<Item = Known>) {
-        let mut halves = self.halves.lock();
-        for known in all {
-            halves[1].remove(&known.0);
-            self.put_in(&mut halves, known);
+    fn end(&self, stores: impl IntoIterator<Item = (Known, Outcome)>) {
+        let mut state = self.state.lock();
+        let State { halves, in_flight } = &mut *state;
+        for ((key, sum), outcome) in stores {
+            if let Some(sums) = in_flight.get_mut(&key) {
+                if let Some(at) = sums.iter().position(|other| *other == sum) {
+                    sums.swap_remove(at);
+                }
+                if sums.is_empty() {
+                    in_flight.remove(&key);
+                }
+            }
+            if outcome == Outcome::Stored {
+                halves[1].remove(&key);
+                self.put_in(halves, (key, sum));
+            }
         }
     }
 
     /// Forgets these, unless they became others.
     pub(super) fn forget(&self, all: impl IntoIterator<Item = Known>) {
-        let mut halves = self.halves.lock();
+        let mut state = self.state.lock();
         for (key, sum) in all {
-            for half in halves.iter_mut() {
+            for half in &mut state.halves {
                 if half.get(&key) == Some(&sum) {
                     half.remove(&key);
                 }
             }
         }
+    }
+
+    /// The checksum of a key, moved to the new half.
+    fn touch(&self, halves: &mut [HashMap<u128, u128>; 2], key: u128) -> Option<u128> {
+        if let Some(sum) = halves[0].get(&key) {
+            return Some(*sum);
+        }
+        let sum = halves[1].remove(&key)?;
+        self.put_in(halves, (key, sum));
+        Some(sum)
     }
 
     fn put_in(&self, halves: &mut [HashMap<u128, u128>; 2], (key, sum): Known) {

@@ -6,7 +6,7 @@ use super::*;
 use crate::conformance::{Damage, Memory, content, object};
 use crate::mock::{Mock, Shelf};
 use crate::registry::Registry;
-use crate::wrap::fault::{Faulty, Operation, Pattern, Rule, Wrong};
+use crate::wrap::fault::{Faulty, Harm, Operation, Pattern, Rule, Wait, Wrong};
 
 const CORRUPT: Option<ErrorKind> = Some(ErrorKind::Corrupt);
 const NOT_FOUND: Option<ErrorKind> = Some(ErrorKind::NotFound);
@@ -157,25 +157,86 @@ async fn what_is_damaged_and_cannot_be_deleted_never_passes() {
     }
 }
 
+/// A mock with these rules between it and its checksums.
+fn with_rules(bed: &Bed, rules: Vec<Rule>) -> Checksums {
+    let faulty = Faulty::new(bed.mock(), Pattern::default(), rules);
+    Checksums::new(Arc::new(faulty), Arc::new(Sums::new(100)), false)
+}
+
+/// Polls `store` for 100 ms of the paused clock, in which it gets no answer.
+async fn run_unanswered<T>(store: std::pin::Pin<&mut impl Future<Output = T>>) {
+    let time = std::time::Duration::from_millis(100);
+    assert!(tokio::time::timeout(time, store).await.is_err());
+}
+
+const LATE: Wrong = Wrong::Late(Wait {
+    call: std::time::Duration::from_secs(1),
+    object: std::time::Duration::ZERO,
+});
+
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_given_up_leaves_nothing_known() {
+async fn unanswered_store_corrupt_load_is_a_miss() {
+    let bed = Bed::new();
+    let late = Rule::new(Some(Operation::Store), LATE);
+    let corrupt = Rule::new(Some(Operation::Load), Wrong::Harm(Harm::Corrupt));
+    let adapter = with_rules(&bed, vec![late, corrupt]);
+    let mut store = std::pin::pin!(bed.store(&adapter, 0..1));
+    run_unanswered(store.as_mut()).await;
+    assert_eq!(
+        bed.shelf.used(),
+        (1, 100),
+        "the backend has it, unconfirmed"
+    );
+    assert_eq!(
+        kinds(&bed.load(&adapter, &objects(0..1)).await),
+        [NOT_FOUND]
+    );
+    assert_eq!(store.await, [Stored::Written(100)]);
+    assert_eq!(kinds(&bed.load(&adapter, &objects(0..1)).await), [CORRUPT]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn unanswered_store_right_load_is_verified() {
+    let bed = Bed::new();
+    let late = Rule::new(Some(Operation::Store), LATE);
+    let adapter = with_rules(&bed, vec![late]);
+    let mut store = std::pin::pin!(bed.store(&adapter, 0..1));
+    run_unanswered(store.as_mut()).await;
+    assert_eq!(verified(&bed.load(&adapter, &objects(0..1)).await), [true]);
+    store.await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn abandoned_store_keeps_its_checksum() {
     let bed = Bed::new();
     let stall = Rule::new(Some(Operation::Store), Wrong::Stall);
-    let rules = vec![Rule { after: 1, ..stall }];
-    let faulty = Faulty::new(bed.mock(), Pattern::default(), rules);
-    let sums = Arc::new(Sums::new(100));
-    let adapter = Checksums::new(Arc::new(faulty), sums.clone(), false);
+    let adapter = with_rules(&bed, vec![stall]);
+    run_unanswered(std::pin::pin!(bed.store(&adapter, 0..1))).await;
+    // It may be carried out later, and wrongly.
+    bed.store(&*bed.mock(), 0..1).await;
+    assert_eq!(verified(&bed.load(&adapter, &objects(0..1)).await), [true]);
+    bed.shelf.damage(&object(0, 100).key, Damage::Flip);
+    assert_eq!(kinds(&bed.load(&adapter, &objects(0..1)).await), [CORRUPT]);
+}
+
+#[tokio::test]
+async fn refused_store_keeps_the_earlier_checksum() {
+    let bed = Bed::new();
+    let full = Rule::new(Some(Operation::Store), Wrong::Fail(ErrorKind::Full));
+    let adapter = with_rules(&bed, vec![Rule { after: 1, ..full }]);
     bed.store(&adapter, 0..1).await;
-    assert_eq!(sums.len(), 1);
-    let store = bed.store(&adapter, 0..1);
-    let time = std::time::Duration::from_secs(1);
-    assert!(tokio::time::timeout(time, store).await.is_err());
-    assert!(
-        sums.is_empty(),
-        "the bytes there may be the old or the new ones"
-    );
-    let loaded = bed.load(&adapter, &objects(0..1)).await;
-    assert_eq!(verified(&loaded), [false]);
+    for number in [0, 1] {
+        let other = StoreItem {
+            object: object(number, 100),
+            from: bed.memory.filled(&[7; 100]),
+        };
+        let stored = adapter.store(vec![other]).await;
+        assert_eq!(kinds(&stored), [Some(ErrorKind::Full)]);
+    }
+    assert_eq!(verified(&bed.load(&adapter, &objects(0..1)).await), [true]);
+    // Of the second one nothing is known, as before.
+    bed.store(&*bed.mock(), 1..2).await;
+    assert_eq!(verified(&bed.load(&adapter, &objects(1..2)).await), [false]);
 }
 
 #[tokio::test]
@@ -190,21 +251,42 @@ async fn deleted_objects_are_forgotten() {
 
 #[test]
 fn the_longest_unused_are_forgotten_within_the_bound() {
-    let sums = Sums::new(10);
+    let sums = Arc::new(Sums::new(10));
+    let store = |sums: &Arc<Sums>, all: &[Known]| {
+        sums.begin(all.to_vec())
+            .finish(all.iter().map(|_| Outcome::Stored));
+    };
+    let known = |keys: &[u128]| -> Vec<_> {
+        let expected = sums.get(keys).into_iter();
+        expected.map(|expected| expected.known).collect()
+    };
     for key in 0..1000 {
-        sums.put([(key, key + 1)]);
-        assert_eq!(sums.get(&[0]), [Some(1)], "is asked for all the time");
+        store(&sums, &[(key, key + 1)]);
+        assert_eq!(known(&[0]), [Some(1)], "is asked for all the time");
         assert!(sums.len() <= 10);
     }
-    assert_eq!(sums.get(&[999, 998, 1]), [Some(1000), Some(999), None]);
-    let none = Sums::new(0);
-    none.put([(1, 1)]);
-    assert!(none.is_empty());
+    assert_eq!(known(&[999, 998, 1]), [Some(1000), Some(999), None]);
     // One that became another is not forgotten with its old value.
-    sums.put([(998, 5)]);
+    store(&sums, &[(998, 5)]);
     sums.forget([(999, 1000), (998, 999)]);
-    assert_eq!(sums.get(&[999, 998]), [None, Some(5)]);
-    assert_eq!(sums.take(&[998, 998]), [Some(5), None]);
+    assert_eq!(known(&[999, 998]), [None, Some(5)]);
+
+    let none = Arc::new(Sums::new(0));
+    let begun = none.begin(vec![(1, 1)]);
+    assert_eq!(none.get(&[1]), [Expected::default()]);
+    begun.finish([Outcome::Stored]);
+    assert!(none.is_empty());
+}
+
+#[test]
+fn stores_of_one_key_in_flight_are_all_allowed() {
+    let sums = Arc::new(Sums::new(10));
+    let (one, two) = (sums.begin(vec![(1, 7), (1, 8)]), sums.begin(vec![(1, 8)]));
+    one.finish([Outcome::Unchanged, Outcome::Unchanged]);
+    let expected = &sums.get(&[1])[0];
+    assert!(expected.allows(8) && !expected.allows(7));
+    two.finish([Outcome::Unchanged]);
+    assert!(sums.get(&[1])[0].is_empty());
 }
 
 /// With `faults` between it and a mock: how the loads end, of which none hands out wrong bytes.

@@ -301,6 +301,10 @@ impl Adapter for Faulty {
         ))
     }
 
+    fn check(&self) -> BoxFuture<'_, ()> {
+        self.inner.check()
+    }
+
     fn status(&self) -> Value {
         let mut status = self.inner.status();
         status["type"] = self.kind().into();

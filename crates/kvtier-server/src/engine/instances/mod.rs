@@ -57,6 +57,22 @@ pub enum Mode {
     },
 }
 
+/// Why a registered worker has no cache. Nothing of it is stored or served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unserved {
+    /// It keeps only windows or states of some layers, and does not hold the blocks that it has stores read.
+    Windowed,
+}
+
+impl Unserved {
+    /// For metric labels and `/status`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Windowed => "windowed_client",
+        }
+    }
+}
+
 /// A registered worker.
 pub struct Instance {
     /// Chosen by the worker.
@@ -69,6 +85,8 @@ pub struct Instance {
     pub mode: Mode,
     /// Its objects.
     pub layout: ModelLayout,
+    /// Why it has no cache; `None` for a worker that is served.
+    pub unserved: Option<Unserved>,
     /// Its number in the world, known from its first transfer: a registration does not tell.
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
@@ -93,7 +111,8 @@ impl Instance {
             model_name: model_name.into(),
             world_size,
             mode,
-            layout,
+            layout: layout.with_page_bound_bit(),
+            unserved: None,
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
