@@ -141,6 +141,7 @@ pub fn copies_itself(engine: &Engine, id: i64) {
             dtype: Dtype::from_name("uint8").unwrap(),
             shape: vec![1, 1, 1],
             object_bytes: 1,
+            chunk_tokens: 1,
             block_size: 1,
             use_mla: true,
         },
@@ -149,6 +150,7 @@ pub fn copies_itself(engine: &Engine, id: i64) {
     let layout = ModelLayout {
         groups: Vec::new(),
         fingerprint: 0,
+        page_bound: false,
     };
     let instance = Instance::new(InstanceId(id), "other", 1, mode, layout, engine.now());
     assert!(engine.instances.insert(instance).unwrap().is_none());

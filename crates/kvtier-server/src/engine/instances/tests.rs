@@ -76,6 +76,7 @@ fn instance_with(memory: Arc<dyn EngineMemory>) -> Instance {
     let layout = ModelLayout {
         groups: Vec::new(),
         fingerprint: 0,
+        page_bound: false,
     };
     Instance::new(ID, "model", 1, mode, layout, Duration::ZERO)
 }
