@@ -83,6 +83,8 @@ class Contents:
             state = state_of(directory)
         except OSError as error:
             return self._unknown(name, str(error))
+        if state is None:
+            return self._unknown(name, f"{path} has no files")
         is_3d = getattr(lora, "is_3d_lora_weight", False)
         return repr(("lora", name, path, state, sorted(self._lora.items()), is_3d)).encode()
 

@@ -12,7 +12,7 @@ _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
 
 
-def state_of(path: str, suffixes: tuple[str, ...] = (), with_times: bool = True) -> Any:
+def state_of(path: str, suffixes: tuple[str, ...] = ("",), with_times: bool = True) -> Any:
     """Names, sizes and times of the files at a path, or the commit where it is a snapshot of the Hugging Face hub; None if
     nothing is there.
 
