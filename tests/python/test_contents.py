@@ -18,11 +18,10 @@ from test_connector import Vllm, request, vllm_config  # noqa: E402
 HASH = hashlib.sha256(b"a picture").hexdigest()
 
 
-def contents(cache_gb=4.0, prefix_caching=True, lora=None, is_multimodal=True):
+def contents(cache_gb=4.0, prefix_caching=True, lora=None, **pictures):
     """Of an engine with these options."""
     config = vllm_config(SimpleNamespace(url="x"))
-    if is_multimodal:
-        config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=cache_gb, **pictures)
     config.cache_config = SimpleNamespace(enable_prefix_caching=prefix_caching)
     config.lora_config = lora and SimpleNamespace(**lora)
     return Contents(config)
@@ -57,6 +56,16 @@ def test_counted_pictures_are_not_cached(caplog):
     # From a renderer of another configuration.
     assert not contents().are_known(pictured("renderer0-mm-1-image-0", salt="alice"))
     assert not contents().are_known(pictured("renderer-1-mm-12-video-3", salt="alice"))
+
+
+def test_embeddings_that_may_be_missing_are_not_cached(caplog):
+    """The hash is of what is left: sizes, which pictures share."""
+    caplog.set_level(logging.WARNING)
+    assert contents(enable_mm_embeds=True).are_known(pictured(HASH))
+    assert contents(allow_missing_mm_embeddings=True).are_known(pictured(HASH))
+    unknown = contents(enable_mm_embeds=True, allow_missing_mm_embeddings=True)
+    assert not unknown.are_known(pictured(HASH)) and unknown.are_known(pictured())
+    assert "--enable-mm-embeds" in caplog.text
 
 
 def test_a_clients_name_of_a_picture_reaches_no_further_than_its_salt(caplog):

@@ -19,7 +19,13 @@ _HASH = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
 _COUNTER = re.compile(r"renderer-?\d+-mm-\d+-")
 
 # What decides how an adapter's weights are used.
-_LORA = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
+_LORA = (
+    "lora_dtype",
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
 
 # A file that changed so long before the engine's start, in nanoseconds, did so before it: clocks of files are coarse.
 _COARSE = 1_000_000_000
@@ -31,14 +37,14 @@ class Contents:
     def __init__(self, vllm_config: Any) -> None:
         pictures = getattr(vllm_config.model_config, "multimodal_config", None)
         cache = getattr(vllm_config, "cache_config", None)
-        self._has_hashes = pictures is not None and bool(
-            getattr(pictures, "mm_processor_cache_gb", 0) or getattr(cache, "enable_prefix_caching", False)
-        )
-        if pictures is not None and not self._has_hashes:
-            logger.warning(
-                "requests with pictures are not cached: without prefix caching and with --mm-processor-cache-gb 0 vLLM only "
-                "numbers pictures; enable either"
-            )
+        unhashed = ""
+        if not (getattr(pictures, "mm_processor_cache_gb", 0) or getattr(cache, "enable_prefix_caching", False)):
+            unhashed = "without prefix caching and with --mm-processor-cache-gb 0 vLLM only numbers pictures; enable either"
+        elif getattr(pictures, "enable_mm_embeds", False) and getattr(pictures, "allow_missing_mm_embeddings", False):
+            unhashed = "with --enable-mm-embeds a request may leave its embeddings out, and has the hash of what is left"
+        self._has_hashes = pictures is not None and not unhashed
+        if pictures is not None and unhashed:
+            logger.warning("requests with pictures are not cached: %s", unhashed)
         self._lora = fields(getattr(vllm_config, "lora_config", None), _LORA)
         self._started = time.time_ns() - _COARSE
         self._said: set[str] = set()

@@ -18,14 +18,17 @@ _MODEL = (
     "hf_overrides",
     "model_class_overrides",
     "model_impl",
+    "config_format",
+    "convert",
     "dtype",
     "disable_sliding_window",
 )
-_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers")
+_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill")
 _MULTIMODAL = (
     "mm_processor_kwargs",
     "media_io_kwargs",
     "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
     "video_pruning_rate",
     "video_pruning_method",
 )

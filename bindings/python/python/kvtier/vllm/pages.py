@@ -24,7 +24,7 @@ _TOKEN_MAJOR = (
     "TRITON_MLA",
 )
 
-_ATTENTION = ("backend", "backend_per_kind", "indexer_kv_dtype")
+_ATTENTION = ("backend", "backend_per_kind", "minimax_m3_msa_decode_backend", "indexer_kv_dtype", "hisparse_config")
 
 
 def page_format(vllm_config: Any, block_tokens: list[int]) -> dict[str, Any]:
