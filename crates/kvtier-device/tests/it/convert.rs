@@ -153,7 +153,7 @@ fn geometry_of(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40))]
+    #![proptest_config(ProptestConfig::with_cases(12))]
 
     /// For all pairs of formats of one content, and block sizes on both sides that differ.
     #[test]
