@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 from kvtier import Prompt  # noqa: E402
 from kvtier.vllm import KvTierConnector  # noqa: E402
 from kvtier.vllm.options import Identity, Options  # noqa: E402
-from kvtier.vllm.requests import with_extras  # noqa: E402
+from kvtier.vllm.requests import with_pictures  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash  # noqa: E402
@@ -473,10 +473,12 @@ def test_block_hashes_as_keys(place, engines):
     assert engine.match(other) == (0, False)
 
 
-def test_events(place, engines):
+def test_events(place, engines, tmp_path):
     """A chunk's is told once every rank has stored it, in vLLM's own hashes; what was there already is told by nobody."""
     engine = engines(place.server(), ranks=2, events=True)
-    lora = SimpleNamespace(lora_name="l", adapter_id=3)
+    # As if the engine had started after the adapter was written.
+    engine.scheduler._scheduling.keys._contents._started += 10**12
+    lora = SimpleNamespace(lora_name="l", lora_path=str(tmp_path), adapter_id=3)
     prompt = tokens(3 * CHUNK + 1, "ev")
     req = request("a", prompt[: 2 * CHUNK + 1], lora_request=lora)
     # Looked up before the first has stored anything: it stores all of it, too.
@@ -741,21 +743,19 @@ def test_groups_of_layers(place, engines):
         scheduler.shutdown()
 
 
-def test_what_tokens_do_not_say(place):
-    """Pictures, sounds and adapters are part of the key; equal ones are equal."""
+def test_what_tokens_do_not_say():
+    """Pictures and sounds are part of the key; equal ones are equal."""
     prompt = Prompt(tokens(64, "mm"))
 
-    def key(pictures=(), lora=None, of=prompt):
+    def key(pictures=(), of=prompt):
         features = [
             SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=20)) for name, offset in pictures
         ]
-        adapter = lora and SimpleNamespace(lora_name=lora, lora_path=f"/adapters/{lora}")
-        return with_extras(of, SimpleNamespace(mm_features=features, lora_request=adapter), CHUNK)
+        return with_pictures(of, SimpleNamespace(mm_features=features), CHUNK)
 
-    keys = [key(), key([("cat", 20)]), key([("dog", 20)]), key([("cat", 21)]), key([("cat", 20), ("dog", 50)]),
-            key(lora="x"), key(lora="y"), key([("cat", 20)], lora="x")]  # fmt: skip
+    keys = [key(), key([("cat", 20)]), key([("dog", 20)]), key([("cat", 21)]), key([("cat", 20), ("dog", 50)])]
     assert len(set(keys)) == len(keys) and all(len(each) == 64 for each in keys)
-    assert key([("cat", 20)], "x") == keys[-1]
+    assert key([("cat", 20)]) == keys[1]
     # Chunks before the picture are shared, and those of equal pictures whatever follows in the last one's chunk.
     assert key([("cat", 20)]).prefix(CHUNK) == prompt.prefix(CHUNK)
     pictured = key([("cat", 4)], of=Prompt(tokens(24, "mm") + tokens(40, "other")))
@@ -778,7 +778,7 @@ def test_a_single_placeholder_tells_pictures_apart():
     def ranges(offset, length):
         replaced.clear()
         feature = SimpleNamespace(identifier="x", mm_position=SimpleNamespace(offset=offset, length=length))
-        with_extras(Recorded(), SimpleNamespace(mm_features=[feature], lora_request=None), CHUNK)
+        with_pictures(Recorded(), SimpleNamespace(mm_features=[feature]), CHUNK)
         return list(replaced)
 
     assert ranges(5, 1) == [(0, CHUNK)]

@@ -1,6 +1,7 @@
 """The model's name in keys: engines whose KV differs have different ones, processes of one engine the same."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,21 +12,23 @@ from rig import tokens
 pytest.importorskip("vllm")
 
 from conftest import CHUNK  # noqa: E402
-from kvtier.vllm import fingerprint  # noqa: E402
+from kvtier.vllm import pages, plain  # noqa: E402
 from kvtier.vllm.options import Identity, Options  # noqa: E402
 from test_connector import Vllm, request, vllm_config  # noqa: E402
 
 
-def described(model=None, cache=None, load=None, draft=None, pictures=None, **options):
+def described(model=None, cache=None, load=None, draft=None, pictures=None, parallel=None, more=None, **options):
     """A configuration with these fields."""
     made = vllm_config(SimpleNamespace(url="x"), **options)
     vars(made.model_config).update(model or {})
+    vars(made.parallel_config).update(parallel or {})
     if pictures:
         made.model_config.multimodal_config = SimpleNamespace(**pictures)
     made.cache_config = SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[])
     vars(made.cache_config).update(cache or {})
     made.load_config = SimpleNamespace(**(load or {"load_format": "auto"}))
     made.speculative_config = draft and SimpleNamespace(draft_model_config=SimpleNamespace(**draft))
+    vars(made).update(more or {})
     return made
 
 
@@ -56,6 +59,19 @@ def test_what_kv_depends_on_is_in_the_name(tmp_path):
         name(load={"load_format": "dummy"}),
         name(draft={"model": "draft/one"}),
         name(draft={"model": "draft/two"}),
+        name({"model_impl": "transformers"}),
+        name({"config_format": "mistral"}),
+        name({"convert": "embed"}),
+        name(cache={"kv_sharing_fast_prefill": True}),
+        name(pictures={"mm_encoder_fp8_scale_path": "/scales"}),
+        name(pictures={"media_io_kwargs": {"video": {"num_frames": 4}}}),
+        name(pictures={"mm_encoder_attn_dtype": "fp8"}),
+        name(load={"load_format": "tensorizer", "model_loader_extra_config": {"tensorizer_uri": "s3://a"}}),
+        name(more={"attention_config": SimpleNamespace(indexer_kv_dtype="fp4")}),
+        name(more={"attention_config": SimpleNamespace(use_non_causal=True)}),
+        name(more={"additional_config": {"plugin": 1}}),
+        name(more={"engram_config": SimpleNamespace(rows=1)}),
+        name(more={"diffusion_config": SimpleNamespace(steps=1)}),
     ]
     assert len(set(names)) == len(names)
     assert all(each.startswith("test/vllm#") and len(each) == len("test/vllm#") + 16 for each in names)
@@ -83,22 +99,160 @@ def test_what_differs_between_processes_is_not_in_the_name():
     # In another process hashes of texts are others, and so are addresses.
     program = (
         "import runpy, sys; from types import SimpleNamespace as N\n"
-        "f = runpy.run_path(sys.argv[1])['fingerprint']\n"
+        "m = runpy.run_path(sys.argv[1])\n"
         "class Odd: __slots__ = ()\n"
-        "print(f(N(model_config=N(model='m', hf_overrides={'a': {*'xyz'}, 'b': Odd(), 'c': N(d=Odd), 'e': lambda: 1}))))"
+        "f = m['fields'](N(hf_overrides={'a': {*'xyz'}, 'b': Odd(), 'c': N(d=Odd), 'e': lambda: 1}), ('hf_overrides',))\n"
+        "print(m['digest'](f))"
     )
-    command = [sys.executable, "-c", program, fingerprint.__file__]
+    command = [sys.executable, "-c", program, plain.__file__]
     found = {subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(3)}
     assert len(found) == 1
 
 
 def test_the_name_can_be_given():
-    """By operators who know better: for new weights at an old path, or to share with others."""
+    """By operators who know better: for new weights at an old path, or to share with others. Pages are what they are."""
     given = Identity.of(described({"revision": "v2"}), False, 0, "mine")
     assert given.model_name == "mine"
     assert Identity.of(described(stages=2), False, 0, "mine").model_name == "mine#pp2"
+    paged = [Identity.of(described(), False, 0, "mine", {"block_tokens": [size]}).model_name for size in (16, 32, 32)]
+    assert paged[0] != paged[1] == paged[2] and all(len(each) == len("mine#") + 16 for each in paged)
     with pytest.raises(ValueError, match="kvtier.model_name: 'a@b'; allowed is a text without @"):
         Options.read({"kvtier.model_name": "a@b"})
+
+
+def test_the_split_of_layers_is_in_the_name(monkeypatch):
+    """Stages of as many layers may have other ones."""
+    even = name(stages=2)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
+    assert name(stages=2) == even + ":3,1" and "3,1" not in name()
+
+
+def test_models_of_another_hub_are_others(monkeypatch):
+    """A name says where it is looked up by nothing else."""
+    plain_name = name()
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
+    assert name() != plain_name
+
+
+def test_scales_of_each_engine_are_refused():
+    """They are in no page."""
+    with pytest.raises(ValueError, match="calculate_kv_scales: KvTierConnector serves False only"):
+        name(cache={"calculate_kv_scales": True})
+
+
+def test_replaced_weights_are_others(tmp_path):
+    """Files of the same size at the same path, as training writes them."""
+    weights, model = tmp_path / "model.safetensors", {"model": str(tmp_path)}
+    weights.write_bytes(b"old")
+    os.utime(weights, ns=(1, 1))
+    names = [name(model), name(model)]
+    weights.write_bytes(b"new")
+    names += [name(model), name(model, parallel={"nnodes": 2})]
+    weights.write_bytes(b"newer")
+    names += [name(model, parallel={"nnodes": 2}), name(model, load={"load_format": "dummy"})]
+    assert names[0] == names[1] and len(set(names)) == 5
+    # Files elsewhere in the directory are none of the model's.
+    (tmp_path / "README.md").write_text("x")
+    assert name(model) == name(model)
+    # Workers on other hosts have copies of their own.
+    before = name(model, parallel={"distributed_executor_backend": "ray"})
+    os.utime(weights, ns=(2, 2))
+    assert name(model, parallel={"distributed_executor_backend": "ray"}) == before != name(model)
+
+
+def test_a_snapshot_of_the_hub_is_its_commit(tmp_path):
+    """Wherever and whenever it was downloaded."""
+    found = []
+    for host, commit in (("one", "a"), ("two", "a"), ("one", "b")):
+        snapshot = tmp_path / host / "snapshots" / (commit * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "model.safetensors").write_text(host)
+        found.append(name({"model": str(snapshot)}).rpartition("#")[2])
+    assert found[0] == found[1] != found[2]
+
+
+class Platform(SimpleNamespace):
+    """A device as vLLM describes it."""
+
+    def is_cuda(self):
+        """NVIDIA's."""
+        return self.device_type == "cuda" and not self.amd
+
+    def is_cpu(self):
+        """No device."""
+        return self.device_type == "cpu"
+
+    def get_device_capability(self):
+        """Of NVIDIA's and AMD's."""
+        return self.capability
+
+
+def pages_of(monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16,), cache="auto", **attention):
+    """What names say of pages."""
+    platform = Platform(device_type=device, amd=amd, capability=capability)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    made = described(cache={"cache_dtype": cache}, more={"attention_config": SimpleNamespace(**attention)})
+    return pages.page_format(made, list(blocks))
+
+
+def test_cpu_pages_are_those_of_their_blocks_kernel_and_release(monkeypatch):
+    """Attention kernels pack them."""
+    found = [pages_of(monkeypatch), pages_of(monkeypatch, blocks=(32,)), pages_of(monkeypatch, blocks=(16, 32))]
+    found.append(pages_of(monkeypatch, backend="CPU_ATTN"))
+    for ask in ("_is_amx_tile_supported", "_is_avx512_supported"):
+        with monkeypatch.context() as other:
+            supported = getattr(pages_torch().cpu, ask)()
+            other.setattr(f"torch.cpu.{ask}", lambda supported=supported: not supported)
+            found.append(pages_of(other))
+    with monkeypatch.context() as other:
+        other.setattr("vllm.__version__", "0.99")
+        found.append(pages_of(other))
+    with monkeypatch.context() as other:
+        other.setattr("platform.machine", lambda: "aarch64")
+        found.append(pages_of(other))
+    assert len({json.dumps(each, sort_keys=True) for each in found}) == len(found)
+    assert all(found), "there is always something to say"
+
+
+def pages_torch():
+    """PyTorch, as late as the package imports it."""
+    import torch
+
+    return torch
+
+
+@pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("backend", [None, "FLASH_ATTN", "FLASHINFER"])
+def test_numbers_on_nvidia_gpus_are_the_servers_to_convert(monkeypatch, cache, backend):
+    """By token and head, as registered: engines of other block sizes share."""
+    attention = {"backend": backend} if backend else {}
+    assert pages_of(monkeypatch, "cuda", cache=cache, **attention) == {}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache": "nvfp4"},
+        {"cache": "fp8_ds_mla"},
+        {"cache": "int8_per_token_head"},
+        {"cache": "turboquant_4bit_nc"},
+        {"backend": "CUSTOM"},
+        {"backend_per_kind": {"mla": "FLASHMLA"}},
+        {"indexer_kv_dtype": "fp4"},
+        {"amd": True},
+        {"device": "xpu"},
+    ],
+    ids=lambda fields: "=".join(map(str, next(iter(fields.items())))),
+)
+def test_other_pages_on_gpus_are_those_of_their_blocks(monkeypatch, fields):
+    """Scales of a page, codes, shuffled values, kernels that are not known: only equal pages are shared."""
+    fields = {"device": "cuda", **fields}
+    found = [pages_of(monkeypatch, **fields), pages_of(monkeypatch, **{**fields, "blocks": (32,)})]
+    if fields["device"] == "cuda":
+        found.append(pages_of(monkeypatch, **{**fields, "capability": (10, 0)}))
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    found.append(pages_of(monkeypatch, **fields))
+    assert all(found) and len({json.dumps(each, sort_keys=True) for each in found}) == len(found)
 
 
 def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):

@@ -28,9 +28,21 @@ class Counted(list):
         return part
 
 
+class Known:
+    """Contents that are all known, adapters by their names."""
+
+    def are_known(self, request):
+        """Whether keys can be made."""
+        return True
+
+    def adapter(self, lora):
+        """The adapter's identity."""
+        return lora.lora_name.encode() or None
+
+
 def make(mode="token_ids"):
     """Keys of an engine with two hashes in a chunk."""
-    return Keys(SimpleNamespace(chunk_tokens=CHUNK), mode, CHUNK // HASHES)
+    return Keys(SimpleNamespace(chunk_tokens=CHUNK), mode, CHUNK // HASHES, Known())
 
 
 def request(length, features=(), lora=None):
@@ -60,7 +72,7 @@ def test_growing_takes_each_token_about_once(mode):
 def test_growing_keeps_what_tokens_do_not_say():
     """Pictures and adapters."""
     cat = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=CHUNK + 3, length=2 * CHUNK))
-    lora = SimpleNamespace(lora_name="x", lora_path="/x")
+    lora = SimpleNamespace(lora_name="x")
     keys = make()
     for chunks in range(1, 8):
         prompt = keys.prompt(request(8, [cat], lora), chunks * CHUNK)
@@ -72,3 +84,16 @@ def test_an_extended_prompt_is_one_made_whole():
     whole = tokens(100, "whole")
     extended = Prompt(whole[:40]).extended(Prompt(whole[40:]))
     assert extended == Prompt(whole) and hash(extended) == hash(Prompt(whole)) and len(extended) == 100
+
+
+@pytest.mark.parametrize("mode", ["token_ids", "block_hashes"])
+def test_adapters_are_in_keys(mode):
+    """By their identity; of unknown content, by one that nothing else has."""
+
+    def key(name=None):
+        lora = None if name is None else SimpleNamespace(lora_name=name)
+        return make(mode).prompt(request(2, lora=lora), 2 * CHUNK)
+
+    keys = [key(), key("x"), key("y"), key(""), key("")]
+    assert len(set(keys)) == len(keys)
+    assert key("x") == keys[1] and key() == keys[0]

@@ -201,6 +201,8 @@ def transfer_config(options, server):
                 "kvtier.timeout": options.mq_timeout,
                 "kvtier.store_timeout": options.mq_timeout,
                 "kvtier.heartbeat": options.heartbeat,
+                # Resets are there to see hits of this cache.
+                "kvtier.follow_resets": False,
             },
         }
     return {

@@ -73,6 +73,21 @@ pub enum KvFormat {
     NL_X_NB_BS_NH_HS = 18,
 }
 
+/// What one token has in an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TokenContent {
+    /// A row of all heads in the K plane and one in the V plane.
+    KeyAndValue,
+    /// One latent vector.
+    Latent,
+    /// One row of all heads, each its K followed by its V.
+    PackedHeads,
+    /// One row of all heads, of one component.
+    OneComponent,
+    /// Values followed by their scale.
+    ScaledIndex,
+}
+
 /// Value bytes of one token in format 14.
 pub(crate) const INDEXER_VALUE_BYTES: u64 = 128;
 /// Scale bytes of one token in format 14.
@@ -143,6 +158,23 @@ impl KvFormat {
             self,
             Self::TWO_X_NL_X_NBBS_NH_HS | Self::TWO_X_NL_X_NB_BS_NH_HS
         )
+    }
+
+    /// What one token has in an object. Formats of equal content write the same object for the same tokens, whatever
+    /// the order of heads and slots in their pages and however many slots a page has.
+    pub fn token_content(self) -> TokenContent {
+        match self {
+            Self::NL_X_NB_BS_HS | Self::NL_X_NBBS_ONE_HS | Self::NL_X_NP_X_NB_BS_ONE_HS => {
+                TokenContent::Latent
+            }
+            Self::NL_X_NB_BSV_BSS => TokenContent::ScaledIndex,
+            Self::NL_X_NB_NH_BS_TWO_HS
+            | Self::NL_X_NB_BS_NH_TWO_HS
+            | Self::NL_X_NB_NH_BS_CS
+            | Self::NL_X_NB_BS_NH_CS => TokenContent::PackedHeads,
+            Self::NL_X_NB_BS_NH_HS => TokenContent::OneComponent,
+            _ => TokenContent::KeyAndValue,
+        }
     }
 
     /// Whether a token is one latent vector shared by K and V.

@@ -19,6 +19,7 @@ use crate::spec::{Engine, GroupSpec, LayoutHints, MemorySpec, TensorSpec};
 #[derive(Debug, Clone)]
 pub struct KvLayout {
     pub(crate) id: u64,
+    engine: Engine,
     chunk_tokens: u64,
     num_layers: usize,
     memories: Vec<MemorySpec>,
@@ -72,6 +73,7 @@ impl KvLayout {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         Ok(Self {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            engine,
             chunk_tokens,
             num_layers: kernel_groups
                 .iter()
@@ -82,6 +84,11 @@ impl KvLayout {
             object_groups,
             layers,
         })
+    }
+
+    /// The engine that registered.
+    pub fn engine(&self) -> Engine {
+        self.engine
     }
 
     /// Tokens of a chunk.
@@ -121,6 +128,37 @@ impl KvLayout {
     /// Object groups, by number.
     pub fn object_groups(&self) -> &[ObjectGroup] {
         &self.object_groups
+    }
+
+    /// Whether the pages of a group are in the memory of the CPU. Attention kernels for CPUs pack a page as suits the
+    /// processor's instructions, whatever the registered shape says.
+    pub fn is_in_cpu_memory(&self, group: &KernelGroup) -> bool {
+        let in_cpu = |plane: &Plane| !matches!(self.memories[plane.memory], MemorySpec::Cuda(_));
+        group.planes.iter().any(in_cpu)
+    }
+
+    /// Whether an object of this group fits only pages like those it was stored from: of as many slots, in the same
+    /// format. Otherwise its rows are tokens, and pages of any block size and of any format with the same
+    /// [`TokenContent`](crate::TokenContent) can be filled from it.
+    ///
+    /// A registered shape is believed only for pages on a GPU whose elements are floating-point numbers: bytes without
+    /// a type may hold scales of a whole page, and pages that hold states or several tokens per slot are the engine's
+    /// own.
+    pub fn is_page_bound(&self, group: &KernelGroup) -> bool {
+        const TOKEN_MAJOR: [&str; 8] = [
+            "bfloat16",
+            "float16",
+            "float32",
+            "float64",
+            "float8_e4m3fn",
+            "float8_e4m3fnuz",
+            "float8_e5m2",
+            "float8_e5m2fnuz",
+        ];
+        self.is_in_cpu_memory(group)
+            || group.recurrent_state
+            || group.slots_per_block != group.tokens_per_block
+            || !TOKEN_MAJOR.contains(&group.dtype_name.as_str())
     }
 
     /// Bytes one token takes in all groups together, in the objects.

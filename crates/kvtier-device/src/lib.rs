@@ -31,7 +31,7 @@ pub use cpu::CpuDevice;
 pub use describe::{KernelGroupDescription, LayoutDescription};
 pub use device::{Begun, ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer};
 pub use error::{LayoutError, PlanError};
-pub use format::{Axis, KvFormat};
+pub use format::{Axis, KvFormat, TokenContent};
 pub use geometry::{Part, Plane};
 pub use groups::{KernelGroup, ObjectGroup};
 pub use layout::{KvLayout, engine_driven_shape};

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod convert;
 mod cpu;
 mod device_copies;
 mod executors;

@@ -424,7 +424,7 @@ fn spec(random: &mut Random, at: usize, group: &Group, case: &Case) -> GroupSpec
 }
 
 /// Chooses shapes, strides and places for all tensors, and fills their memory.
-fn place(case: &mut Case, layers: usize, random: &mut Random, unique: &str) {
+pub fn place(case: &mut Case, layers: usize, random: &mut Random, unique: &str) {
     use KvFormat as F;
     let one = &case.groups[0];
     let most = |group: &Group| 1 + *group.ids.iter().max().unwrap() as u64;

@@ -1,11 +1,11 @@
-//! The objects of a model as the cache sees them: object groups, windows, sizes, and a fingerprint of the bytes' shape.
+//! The objects of a model as the cache sees them: object groups, windows, sizes, and the fingerprint of their bytes.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
-
-use kvtier_device::{KvLayout, MemorySpec};
+use kvtier_device::KvLayout;
 use kvtier_l2::PAGE_BOUND;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::request::EngineDrivenContext;
+
+use super::fingerprint::{self, Processor};
 
 /// One object group.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,25 +23,12 @@ pub struct GroupLayout {
 pub struct ModelLayout {
     /// The object groups.
     pub groups: Vec<GroupLayout>,
-    /// Stands for shape and type of every array in an object. Two workers whose objects differ in layout never see each
-    /// other's, even under one model name.
+    /// Stands for everything that changes the bytes of an object or their order; see [`super::fingerprint`]. Two workers
+    /// of unlike fingerprints never see each other's objects, even under one model name.
     pub fingerprint: u64,
     /// Whether objects fit only pages like those they were stored from. One without a fingerprint, as LMCache's files
     /// are, must then not be loaded: nothing says which pages it is from.
     pub page_bound: bool,
-}
-
-/// One array of an object: `[planes, layers, slots, hidden]` of a dtype, and its layers' positions in the registration
-/// unless they are the first ones in order.
-type ArrayShape<'a> = ([u64; 4], &'a str, Option<&'a [usize]>);
-
-/// Fixed keys: equal layouts have equal fingerprints in every process.
-fn fingerprint<'a>(arrays: impl Iterator<Item = (usize, ArrayShape<'a>)>) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    for array in arrays {
-        array.hash(&mut hasher);
-    }
-    hasher.finish()
 }
 
 impl ModelLayout {
@@ -57,42 +44,19 @@ impl ModelLayout {
 
     /// Of a worker whose pages we copy.
     pub fn of_pages(layout: &KvLayout) -> Self {
-        let groups = layout.object_groups();
-        let arrays = groups.iter().flat_map(|group| {
-            let kernel_groups = group
-                .kernel_groups
-                .iter()
-                .map(|index| &layout.kernel_groups()[*index]);
-            kernel_groups.map(|kernel| {
-                let layers = &kernel.layer_indices;
-                let in_order = layers.iter().copied().eq(0..layers.len());
-                (
-                    group.index,
-                    (
-                        kernel.object_shape(),
-                        kernel.dtype_name.as_str(),
-                        (!in_order).then_some(layers.as_slice()),
-                    ),
-                )
-            })
+        let groups = layout.object_groups().iter().map(|group| GroupLayout {
+            // Both are bounded by the number of layers of a registration.
+            id: u32::try_from(group.index).unwrap_or(u32::MAX),
+            window: group
+                .window_chunks
+                .map(|window| u32::try_from(window).unwrap_or(u32::MAX)),
+            object_bytes: group.object_bytes,
         });
-        let fingerprint = fingerprint(arrays);
-        let groups = groups
-            .iter()
-            .map(|group| GroupLayout {
-                // Both are bounded by the number of layers of a registration.
-                id: u32::try_from(group.index).unwrap_or(u32::MAX),
-                window: group
-                    .window_chunks
-                    .map(|window| u32::try_from(window).unwrap_or(u32::MAX)),
-                object_bytes: group.object_bytes,
-            })
-            .collect();
-        let in_cpu_memory = |memory: &MemorySpec| !matches!(memory, MemorySpec::Cuda(_));
+        let mut kernels = layout.kernel_groups().iter();
         Self {
-            groups,
-            fingerprint,
-            page_bound: layout.memories().iter().any(in_cpu_memory),
+            groups: groups.collect(),
+            fingerprint: fingerprint::of_pages(layout, Processor::of_host()),
+            page_bound: kernels.any(|group| layout.is_page_bound(group)),
         }
     }
 }
@@ -106,7 +70,9 @@ pub struct EngineDrivenLayout {
     pub shape: Vec<u64>,
     /// Bytes of one object.
     pub object_bytes: u64,
-    /// As registered, for `/status`.
+    /// Tokens of a chunk.
+    pub chunk_tokens: u64,
+    /// Tokens of a block, as registered.
     pub block_size: i64,
     /// As registered; "one plane" rather than MLA.
     pub use_mla: bool,
@@ -153,6 +119,7 @@ impl EngineDrivenLayout {
             dtype,
             shape,
             object_bytes,
+            chunk_tokens: chunk_size,
             block_size: context.block_size,
             use_mla: context.use_mla,
         })
@@ -160,63 +127,14 @@ impl EngineDrivenLayout {
 
     /// What lookups must know.
     pub fn model(&self) -> ModelLayout {
-        let [.., layers, slots, hidden] = self.shape[..] else {
-            unreachable!("the shape has three or four extents")
-        };
-        let planes = if self.use_mla { 1 } else { 2 };
         ModelLayout {
             groups: vec![GroupLayout {
                 id: 0,
                 window: None,
                 object_bytes: self.object_bytes,
             }],
-            fingerprint: fingerprint(std::iter::once((
-                0,
-                ([planes, layers, slots, hidden], self.dtype.name(), None),
-            ))),
+            fingerprint: fingerprint::of_engine_driven(self, Processor::of_host()),
             page_bound: true,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use kvtier_device::{Engine, GroupSpec, KvAxisOrder, LayoutHints, TensorSpec};
-
-    fn fingerprint_of(groups: [&[i64]; 2]) -> u64 {
-        let tensor = TensorSpec {
-            memory: MemorySpec::CpuShm {
-                name: "/lmcache_kv_1_1".into(),
-                nbytes: 1 << 20,
-            },
-            dtype_size: 2,
-            dtype_name: "bfloat16".into(),
-            shape: vec![2, 8, 16, 2, 4],
-            stride: vec![1024, 128, 8, 4, 1],
-            storage_offset: 0,
-        };
-        let hints = LayoutHints {
-            kv_layout: Some(KvAxisOrder::Nhd),
-            ..LayoutHints::default()
-        };
-        let groups = (0..).zip(groups);
-        let groups: Vec<_> = groups
-            .map(|(id, layers)| GroupSpec {
-                engine_group_id: id,
-                ..GroupSpec::full_attention(layers.to_vec(), 0)
-            })
-            .collect();
-        let tensors = vec![tensor; 4];
-        let layout = KvLayout::detect(&tensors, Engine::Vllm, &hints, &groups, 32, true).unwrap();
-        ModelLayout::of_pages(&layout).fingerprint
-    }
-
-    #[test]
-    fn equal_arrays_of_other_layers_are_another_layout() {
-        assert_ne!(
-            fingerprint_of([&[0, 1], &[2, 3]]),
-            fingerprint_of([&[0, 2], &[1, 3]])
-        );
     }
 }

@@ -16,6 +16,7 @@ use kvtier_proto::response::Response;
 use tokio::sync::watch;
 
 use super::instances::Instance;
+use super::layout::{GroupLayout, ModelLayout};
 use super::lookups::{HeldLookup, LookupResult, PrefetchedLookup, Row};
 use super::{Answer, Caller, Engine, Handled};
 use crate::config::PrefetchPolicy;
@@ -110,19 +111,16 @@ impl Engine {
             return Answer::nothing();
         }
         let (mut rows, mut asked) = (Vec::new(), Vec::new());
-        for (kv_rank, instance) in scope.kv_ranks().zip(&instances) {
-            let layout = instance.layout.fingerprint;
-            for group in &instance.layout.groups {
-                rows.push(Row {
-                    kv_rank,
-                    object_group_id: group.id,
-                    layout,
-                });
-                asked.push(LookupRow {
-                    space: space(&scope, kv_rank, group.id, layout),
-                    window: group.window,
-                });
-            }
+        for (kv_rank, layout, group) in objects(&scope, &instances) {
+            rows.push(Row {
+                kv_rank,
+                object_group_id: group.id,
+                layout,
+            });
+            asked.push(LookupRow {
+                space: space(&scope, kv_rank, group.id, layout),
+                window: group.window,
+            });
         }
         let now = self.now();
         let found = self.l1.cache.lookup(now, &asked, hashes);
@@ -357,28 +355,45 @@ impl Engine {
     }
 }
 
+/// The objects of one chunk that a prompt needs: rank, layout and group of each.
+fn objects<'a>(
+    scope: &KeyScope,
+    instances: &'a [Vec<Arc<Instance>>],
+) -> impl Iterator<Item = (u64, u64, &'a GroupLayout)> {
+    scope
+        .kv_ranks()
+        .zip(instances)
+        .flat_map(|(kv_rank, layouts)| {
+            layouts.iter().flat_map(move |instance| {
+                let ModelLayout {
+                    groups,
+                    fingerprint,
+                    ..
+                } = &instance.layout;
+                groups
+                    .iter()
+                    .map(move |group| (kv_rank, *fingerprint, group))
+            })
+        })
+}
+
 /// What the tiers are asked for: all that the prompt has, of every row.
 pub(super) fn prefetch_request(
     scope: &KeyScope,
-    instances: &[Arc<Instance>],
+    instances: &[Vec<Arc<Instance>>],
     hashes: &[ChunkHash],
     counted: Counted,
 ) -> PrefetchRequest {
-    let mut rows = Vec::new();
-    for (kv_rank, instance) in scope.kv_ranks().zip(instances) {
-        for group in &instance.layout.groups {
-            rows.push(PrefetchRow {
-                kv_rank,
-                object_group_id: group.id,
-                layout: instance.layout.fingerprint,
-                window: group.window,
-                len: group.object_bytes,
-            });
-        }
-    }
+    let rows = objects(scope, instances).map(|(kv_rank, layout, group)| PrefetchRow {
+        kv_rank,
+        object_group_id: group.id,
+        layout,
+        window: group.window,
+        len: group.object_bytes,
+    });
     PrefetchRequest {
         scope: scope.clone(),
-        rows,
+        rows: rows.collect(),
         hashes: hashes.into(),
         counted,
     }

@@ -14,6 +14,7 @@ mod clock;
 mod deadline;
 mod devices;
 mod engine_driven;
+mod fingerprint;
 mod housekeeping;
 mod instances;
 mod layout;

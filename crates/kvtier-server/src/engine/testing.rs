@@ -149,6 +149,7 @@ pub fn copies_itself(engine: &Engine, id: i64) {
             dtype: Dtype::from_name("uint8").unwrap(),
             shape: vec![1, 1, 1],
             object_bytes: 1,
+            chunk_tokens: 1,
             block_size: 1,
             use_mla: true,
         },

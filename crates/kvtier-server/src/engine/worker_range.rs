@@ -61,8 +61,8 @@ impl Engine {
                 other = other.id.0,
                 model = %instance.model_name,
                 worker = range.worker,
-                "two workers of this number have different KV layouts; they do not share a cache, and lookups see that of \
-                 the newer one"
+                "two workers of this number have different KV layouts (such as block sizes): they share no cache, and a \
+                 lookup finds only what both have stored; give their engines different model names"
             );
         }
         Ok(range)
@@ -122,14 +122,16 @@ impl Engine {
         range: &WorkerRange,
     ) -> Option<Vec<Held>> {
         let hashes = &key.tokens.hashes;
+        let layout = instance.layout.fingerprint;
         let grant = self.lookups.grant(
             key.request_id,
             &range.scope,
             range.kv_rank,
+            layout,
             hashes,
             range.chunks.clone(),
         )?;
-        if grant.layout != instance.layout.fingerprint || instance.unserved.is_some() {
+        if instance.unserved.is_some() {
             return None;
         }
         if let Some(Unproven { connection, told }) = grant.unproven
@@ -146,7 +148,7 @@ impl Engine {
                 .window;
             let chunks = needed(window, range.chunks.end);
             let chunks = chunks.start.max(range.chunks.start)..range.chunks.end;
-            let space = space(&range.scope, range.kv_rank, *id, grant.layout);
+            let space = space(&range.scope, range.kv_rank, *id, layout);
             let lease = self
                 .l1
                 .cache

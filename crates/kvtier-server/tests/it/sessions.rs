@@ -1,6 +1,6 @@
 //! Requests and their lookups: reused ids, tenants, layouts, readers, and what a lookup lets a worker read.
 
-use kvtier_client::{EngineDrivenWorker, InstanceId, Scope};
+use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, Scope};
 
 use crate::support::{TestServer, bytes, engine_driven, prompt, range};
 
@@ -320,6 +320,17 @@ fn the_result_of_a_replaced_lookup_is_gone_even_if_the_new_one_asks_for_nothing(
 
 #[test]
 fn layouts_of_one_model_name_never_serve_each_other() {
+    // As many bytes in another shape: a chunk of one would pass for one of the other.
+    never_serve_each_other(|spec| (spec.layers, spec.hidden) = (4, 32));
+}
+
+/// Attention kernels for CPUs pack a page: its rows are not tokens.
+#[test]
+fn block_sizes_of_one_model_name_never_serve_each_other() {
+    never_serve_each_other(|spec| spec.block_tokens /= 2);
+}
+
+fn never_serve_each_other(change: fn(&mut EngineDrivenSpec)) {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/layouts");
     let prompt = prompt(1, 2);
@@ -330,9 +341,8 @@ fn layouts_of_one_model_name_never_serve_each_other() {
         .unwrap();
     assert_eq!(small.lookup(&prompt, "b").unwrap(), 2);
 
-    // As many bytes in another shape: a chunk of one would pass for one of the other.
     let mut spec = engine_driven(2, &scope);
-    (spec.layers, spec.hidden) = (4, 32);
+    change(&mut spec);
     let mut other = EngineDrivenWorker::register(server.connect(), spec).unwrap();
     assert_eq!(other.chunk_bytes(), len);
     assert_eq!(
@@ -340,7 +350,9 @@ fn layouts_of_one_model_name_never_serve_each_other() {
         None,
         "a lookup made for the other layout"
     );
+    // Whose scheduler asks is unknown, so nobody is promised what one of them cannot read.
     assert_eq!(other.lookup(&prompt, "c").unwrap(), 0);
+    assert_eq!(small.lookup(&prompt, "c2").unwrap(), 0);
     assert_eq!(
         other
             .store(&prompt, range(0..2), "c", |chunk| bytes(2, chunk, len))
@@ -351,6 +363,11 @@ fn layouts_of_one_model_name_never_serve_each_other() {
     assert_eq!(other.lookup(&prompt, "d").unwrap(), 2);
     let expected: Vec<_> = (0..2).map(|chunk| bytes(2, chunk, len)).collect();
     assert_eq!(retrieve(&mut other, &prompt, 0..2, "d"), Some(expected));
+
+    // Either reads its own.
+    assert_eq!(small.lookup(&prompt, "d2").unwrap(), 2);
+    let own: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
+    assert_eq!(retrieve(&mut small, &prompt, 0..2, "d2"), Some(own));
 
     // The first one is back: what it stored is still what it stored.
     drop(other);

@@ -19,6 +19,7 @@ from ..worker import Group, WorkerAdapter
 from .metadata import StepMetadata, WorkerReport
 from .metrics import KvTierPromMetrics, KvTierStats
 from .options import Identity, Options
+from .pages import page_format
 from .scheduling import Scheduling
 
 if TYPE_CHECKING:
@@ -85,16 +86,17 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_multi_group = len(self._groups) > 1
         self._scheduling: Scheduling | None = None
         self._adapter: WorkerAdapter | None = None
+        sizes = [group.block_tokens for group in self._groups]
+        pages = page_format(vllm_config, sizes)
         if role == KVConnectorRole.SCHEDULER:
             if self._options.recompute_failed_loads:
                 transfer.kv_load_failure_policy = "recompute"
-            sizes = [group.block_tokens for group in self._groups]
-            identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name)
+            identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name, pages=pages)
             logger.info("kvtier server %s: the model's name in keys is %s", self._options.url, identity.model_name)
             self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, sizes)
         else:
             rank = vllm_config.parallel_config.rank
-            self._adapter = self._connect_worker(Identity.of(vllm_config, is_mla, rank, self._options.model_name))
+            self._adapter = self._connect_worker(Identity.of(vllm_config, is_mla, rank, self._options.model_name, pages))
 
     def _connect_worker(self, identity: Identity) -> WorkerAdapter:
         adapter = WorkerAdapter(
@@ -226,6 +228,10 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling.adapter.shutdown()
 
     # -- scheduler ---------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's prefix cache, whose resets are followed; see the option ``kvtier.follow_resets``."""
+        self._scheduler.follow_resets(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Cached tokens beyond vLLM's own; None while that is being found out."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import hashlib
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
-# Fields of vLLM's configuration. One that a version of vLLM does not have is as one that was left out.
+from .files import weights_of
+from .plain import digest, fields, plain
+
+# Fields of vLLM's configuration; docs/identity.md has all others, and why they are not here.
 _MODEL = (
     "revision",
     "code_revision",
@@ -18,12 +17,25 @@ _MODEL = (
     "quantization_config",
     "hf_overrides",
     "model_class_overrides",
+    "model_impl",
+    "config_format",
+    "convert",
     "dtype",
     "disable_sliding_window",
 )
-_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers")
-_MULTIMODAL = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method")
+_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill")
+_MULTIMODAL = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+_ATTENTION = ("indexer_kv_dtype", "use_non_causal")
 _DRAFT = ("model", "revision", "quantization", "dtype")
+_LOAD = ("model_loader_extra_config",)
+_WHOLE = ("additional_config", "diffusion_config", "engram_config")
 
 # The model's own description, where it is a directory, and what of it says nothing about the model.
 _DESCRIPTIONS = ("config.json", "params.json")
@@ -37,28 +49,43 @@ def fingerprint(vllm_config: Any) -> str:
     are loaded, so a worker's is not the scheduler's.
     """
     model = vllm_config.model_config
+    cache, load = getattr(vllm_config, "cache_config", None), getattr(vllm_config, "load_config", None)
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ValueError(
+            "calculate_kv_scales: KvTierConnector serves False only: scales that each engine computes for itself are in no page"
+        )
     parts = {
-        "model": _fields(model, _MODEL),
+        "model": fields(model, _MODEL),
         "commit": getattr(getattr(model, "hf_config", None), "_commit_hash", None),
         "described": _described(getattr(model, "hf_config_path", None) or model.model),
-        "cache": _fields(getattr(vllm_config, "cache_config", None), _CACHE),
-        "multimodal": _fields(getattr(model, "multimodal_config", None), _MULTIMODAL),
+        "cache": fields(cache, _CACHE),
+        "multimodal": fields(getattr(model, "multimodal_config", None), _MULTIMODAL),
+        "attention": fields(getattr(vllm_config, "attention_config", None), _ATTENTION),
+        "load": fields(load, _LOAD),
+        "whole": fields(vllm_config, _WHOLE),
+        # Where a name that is no directory is looked up.
+        "hub": "modelscope" if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true") else "",
     }
-    if "longrope" in json.dumps([parts["described"], _plain(_rope(model))]):
+    if "longrope" in json.dumps([parts["described"], plain(_rope(model))]):
         # Which of its factors are used depends on the longest request that is allowed.
         parts["max_model_len"] = model.max_model_len
-    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    with_times = not _has_nodes(getattr(vllm_config, "parallel_config", None))
     if draft is not None and draft.model != model.model:
-        parts["draft"] = _fields(draft, _DRAFT)
-    if _plain(getattr(getattr(vllm_config, "load_config", None), "load_format", None)) == "dummy":
+        parts["draft"] = fields(draft, _DRAFT) | fields(speculative, ("method", "kv_cache_dtype"))
+        parts["draft weights"] = weights_of(draft.model, with_times)
+    if plain(getattr(load, "load_format", None)) == "dummy":
         parts["random weights"] = getattr(model, "seed", None)
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    else:
+        parts["weights"] = weights_of(getattr(model, "model_weights", None) or model.model, with_times)
+    return digest(parts)
 
 
-def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those that say something."""
-    values = {name: _plain(getattr(config, name, None)) for name in names}
-    return {name: value for name, value in values.items() if value not in (None, {}, [], False)}
+def _has_nodes(parallel: Any) -> bool:
+    """Whether workers may be on other hosts, where equal files have other times."""
+    backend = plain(getattr(parallel, "distributed_executor_backend", None))
+    return getattr(parallel, "nnodes", 1) > 1 or backend == "ray"
 
 
 def _rope(model: Any) -> list[Any]:
@@ -79,24 +106,3 @@ def _described(directory: str) -> list[Any]:
             described = {key: value for key, value in described.items() if key not in _IDLE}
         found.append(described)
     return found
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it. Nothing that is another in each process, such as an address, is in it."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value.value if isinstance(value, enum.Enum) else value
-    if isinstance(value, enum.Enum):
-        return _plain(value.value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(_plain(each), sort_keys=True) for each in value)
-    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
-        return [type(value).__qualname__, _plain(vars(value))]
-    # torch.dtype, bytes: their text is what they are. Of anything else the type is.
-    text = repr(value)
-    return type(value).__qualname__ if " at 0x" in text else text

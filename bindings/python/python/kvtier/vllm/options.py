@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ..connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_STORE_TIMEOUT, DEFAULT_TIMEOUT
 from ..worker import TRANSFER_MODES
 from .fingerprint import fingerprint
+from .plain import digest
 
 PREFIX = "kvtier."
 KEY_MODES = ("tokens", "block_hashes")
@@ -55,6 +57,10 @@ class Options:
     reset_server: bool = True
     """Whether resetting vLLM's prefix cache with its connector also empties the server's memory, which makes room. Keys
     are others behind a reset in any case."""
+
+    follow_resets: bool = True
+    """Whether a reset of vLLM's own prefix cache alone, as after an update of the weights, makes keys others, too. False
+    where such resets are only to see this cache's hits."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Options:
@@ -114,8 +120,11 @@ class Identity:
     is_writer: bool
 
     @classmethod
-    def of(cls, vllm_config: Any, is_mla: bool, rank: int = 0, model_name: str = "") -> Identity:
-        """Of one rank; a scheduler's is that of rank 0. ``model_name`` takes the place of vLLM's and the digest.
+    def of(
+        cls, vllm_config: Any, is_mla: bool, rank: int = 0, model_name: str = "", pages: Mapping[str, Any] | None = None
+    ) -> Identity:
+        """Of one rank; a scheduler's is that of rank 0. ``model_name`` takes the place of vLLM's and of the digest of what
+        KV depends on, but not of the order of bytes in ``pages``: see :func:`kvtier.vllm.pages.page_format`.
 
         Where all layers are MLA's, all tensor-parallel ranks have the same KV: there is one piece for each stage of the
         pipeline, and the first of its ranks stores it. Otherwise each rank has a piece of its own.
@@ -131,9 +140,13 @@ class Identity:
         tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         # vLLM may have fetched the weights to a directory of this host's.
         name = model_name or f"{getattr(model, 'model_weights', None) or model.model}#{fingerprint(vllm_config)}"
+        if pages:
+            name += f"#{digest(pages)}"
         if stages > 1:
             # The same number of pieces, cut another way.
             name += f"#pp{stages}"
+            if partition := os.environ.get("VLLM_PP_LAYER_PARTITION"):
+                name += f":{partition}"
         if model.use_mla and is_mla:
             return cls(name, stages, rank // tensor, tensor, rank % tensor == 0)
         return cls(name, tensor * stages, rank, 1, True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from .._native import Prompt
 from ..scheduler import SchedulerAdapter
+from .contents import Contents
 
 
 @dataclass
@@ -52,7 +53,8 @@ class Tracked:
 class Keys:
     """Makes prompts of requests: everything that KV depends on is in them, or in the salt."""
 
-    def __init__(self, adapter: SchedulerAdapter, key_mode: str, hash_block_tokens: int) -> None:
+    def __init__(self, adapter: SchedulerAdapter, key_mode: str, hash_block_tokens: int, contents: Contents) -> None:
+        self._contents = contents
         self._adapter, self._by_hashes = adapter, key_mode == "block_hashes"
         self._hashes_per_chunk = adapter.chunk_tokens // hash_block_tokens
         self._made: dict[str, tuple[int, Prompt]] = {}
@@ -61,8 +63,8 @@ class Keys:
         self._generations: dict[str, bytes] = {}
 
     def can(self, request: Any) -> bool:
-        """Whether the request has a prompt of tokens; embeddings are known by vLLM's hashes alone."""
-        return self._by_hashes or request.prompt_embeds is None
+        """Whether keys say all that the request's KV depends on. Embeddings are known by vLLM's hashes alone."""
+        return (self._by_hashes or request.prompt_embeds is None) and self._contents.are_known(request)
 
     def prompt(self, request: Any, tokens: int) -> Prompt:
         """The first ``tokens`` tokens, a multiple of the chunk."""
@@ -108,16 +110,21 @@ class Keys:
             )
         else:
             # Whole, so that what replaces tokens does not depend on where the prompt is cut.
-            prompt = with_extras(Prompt(list(request.all_token_ids)), request, chunk).prefix(tokens)
+            prompt = with_pictures(Prompt(list(request.all_token_ids)), request, chunk).prefix(tokens)
         generation = self._generations.get(request.request_id, self._generation)
-        if generation and tokens:
-            # Every hash covers the first chunk.
-            prompt = prompt.with_identity(0, chunk, generation)
+        adapter = b""
+        if request.lora_request is not None:
+            # Of unknown content: a key that nothing else has.
+            adapter = self._contents.adapter(request.lora_request) or os.urandom(16)
+        for identity in (adapter, generation):
+            if identity and tokens:
+                # Every hash covers the first chunk.
+                prompt = prompt.with_identity(0, chunk, identity)
         return prompt
 
 
-def with_extras(prompt: Prompt, request: Any, chunk: int) -> Prompt:
-    """The prompt with what its tokens do not say: adapters, and pictures and sounds behind placeholders."""
+def with_pictures(prompt: Prompt, request: Any, chunk: int) -> Prompt:
+    """The prompt with the identities of pictures and sounds in place of their placeholders."""
     for feature in request.mm_features or ():
         place = feature.mm_position
         identity = repr(("mm", feature.identifier, place.offset, place.length)).encode()
@@ -125,11 +132,6 @@ def with_extras(prompt: Prompt, request: Any, chunk: int) -> Prompt:
             # The end of a prompt that is no whole chunk is in no key.
             if last <= len(prompt):
                 prompt = prompt.with_identity(first, last - first, identity)
-    lora = request.lora_request
-    if lora is not None and len(prompt) >= chunk:
-        # Every hash covers the first chunk.
-        identity = repr(("lora", lora.lora_name, getattr(lora, "lora_path", ""))).encode()
-        prompt = prompt.with_identity(0, chunk, identity)
     return prompt
 
 

@@ -13,10 +13,12 @@ from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ..scheduler import SchedulerAdapter
+from .contents import Contents
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
 from .options import Identity, Options
 from .requests import Keys, Tracked, blocks_of_range
+from .resets import PoolResets
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class Scheduling:
         )
         self.adapter.on_health(lambda state: logger.warning("kvtier server %s: %s", options.url, state))
         self.options, self.block_tokens = options, block_tokens
-        self.keys = Keys(self.adapter, options.key_mode, hash_block)
+        self.keys = Keys(self.adapter, options.key_mode, hash_block, Contents(vllm_config))
         self.hash_block_tokens = hash_block
         self.chunk = self.adapter.chunk_tokens
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
@@ -65,6 +67,7 @@ class Scheduling:
         self.next_number = 0
         self.under_way: dict[int, UnderWay] = {}
         self.was_reset = False
+        self.pool_resets: PoolResets | None = None
         self.events: list[KVCacheEvent] = []
 
     # -- a request arrives -------------------------------------------------------------------
@@ -77,6 +80,8 @@ class Scheduling:
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond ``computed``; None while the lookup is under way."""
+        if self.pool_resets is not None and self.pool_resets.take():
+            self.reset_cache()
         tracked = self._track(request)
         if not self.adapter.has_lookup(request.request_id):
             # It begins, or was preempted: what was stored before that may have failed, be gone, or be from before a reset.
@@ -285,6 +290,11 @@ class Scheduling:
         return False
 
     # -- vLLM's prefix cache is reset --------------------------------------------------------
+
+    def follow_resets(self, pool: Any) -> None:
+        """Takes a reset of vLLM's own prefix cache, which says that the weights may be others, for one of this cache too."""
+        if self.options.follow_resets:
+            self.pool_resets = PoolResets(pool)
 
     def reset_cache(self) -> bool:
         """Have keys that nothing from before is under; whether nothing from before can be loaded any more. Never waits.

@@ -332,26 +332,37 @@ impl Instances {
         rest.collect()
     }
 
-    /// For each of these workers the registration whose layout lookups use; `None` when there is none for the model.
+    /// For each of these workers the registrations whose layouts a lookup is for, one per layout, newest first; `None` when
+    /// there is none for the model.
     ///
-    /// Workers of one model may differ in layout (pipeline stages of unequal length), so it is the newest registration
-    /// that has this number. One whose number is not known yet may have it.
+    /// Which engine a scheduler belongs to is unknown, so what is found must be there in the layout of every engine that
+    /// may have asked: workers of one number differ in layout when engines of unlike block sizes share a model name. An
+    /// instance whose number is not known yet may be any worker; pipeline stages of unequal length are, until each has
+    /// named its number in its first transfer.
     pub fn of_workers(
         &self,
         model_name: &Arc<str>,
         world_size: u32,
         workers: Range<u32>,
-    ) -> Option<Vec<Arc<Instance>>> {
+    ) -> Option<Vec<Vec<Arc<Instance>>>> {
         let tables = self.tables.read();
         // The key is built only to look it up; a reference count is all it costs.
         let same = tables.by_model.get(&(Arc::clone(model_name), world_size))?;
-        let newest = |worker| {
-            let mut newer = same.iter().rev();
-            newer.find(|instance| instance.may_be(worker))
+        let one_per_layout = |worker| {
+            let mut layouts: Vec<Arc<Instance>> = Vec::new();
+            for instance in same.iter().rev().filter(|instance| instance.may_be(worker)) {
+                let known =
+                    |other: &Arc<Instance>| other.layout.fingerprint == instance.layout.fingerprint;
+                if !layouts.iter().any(known) {
+                    layouts.push(Arc::clone(instance));
+                }
+            }
+            if layouts.is_empty() {
+                layouts.extend(same.last().cloned());
+            }
+            layouts
         };
-        workers
-            .map(|worker| newest(worker).or(same.last()).cloned())
-            .collect()
+        Some(workers.map(one_per_layout).collect())
     }
 
     /// Whether any worker of a model is registered.

@@ -112,8 +112,6 @@ pub enum LookupResult {
 
 /// What a worker may read, as far as its request's lookup goes.
 pub struct Grant {
-    /// Which layout the objects have.
-    pub layout: u64,
     /// The object groups of this rank.
     pub object_groups: Vec<u32>,
     /// The lookup's client has not proved its chunk size.
@@ -251,7 +249,7 @@ impl Lookups {
         }
     }
 
-    /// Whether a request's lookup lets a worker of `kv_rank` read these chunks, and of which object groups.
+    /// The object groups that a request's lookup lets a worker of `kv_rank` and this layout read these chunks of.
     ///
     /// It must have found them, for the same tokens, and nobody may have freed them. A worker that reads twice is let:
     /// the second time it gets what is still there.
@@ -260,6 +258,7 @@ impl Lookups {
         request_id: &str,
         scope: &KeyScope,
         kv_rank: u64,
+        layout: u64,
         hashes: &[ChunkHash],
         chunks: Range<usize>,
     ) -> Option<Grant> {
@@ -272,10 +271,13 @@ impl Lookups {
             .readable(request_id, scope, hashes, &chunks)
             .find(|entry| chunks.end <= entry.lookup.hit_chunks && !freed(entry))
             .map(|entry| &entry.lookup)?;
-        let mine = || lookup.rows.iter().filter(|row| row.kv_rank == kv_rank);
-        Some(Grant {
-            layout: mine().next()?.layout,
-            object_groups: mine().map(|row| row.object_group_id).collect(),
+        let mine = lookup
+            .rows
+            .iter()
+            .filter(|row| (row.kv_rank, row.layout) == (kv_rank, layout));
+        let object_groups: Vec<u32> = mine.map(|row| row.object_group_id).collect();
+        (!object_groups.is_empty()).then(|| Grant {
+            object_groups,
             unproven: (lookup.counted_as_one != Some(NonZeroUsize::MIN)).then(|| Unproven {
                 connection: lookup.connection,
                 told: lookup.told(),

@@ -1,0 +1,121 @@
+"""Pictures and adapters by their content, as far as the scheduler can know it. What it cannot know is not cached."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from typing import Any
+
+from .files import newest_change, state_of
+from .plain import fields
+
+logger = logging.getLogger(__name__)
+
+# vLLM's hashes of pictures: BLAKE3 or SHA-256, or SHA-512, in hexadecimal digits.
+_HASH = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
+# What vLLM numbers pictures by where nothing needs their hash.
+_COUNTER = re.compile(r"renderer-?\d+-mm-\d+-")
+
+# What decides how an adapter's weights are used.
+_LORA = (
+    "lora_dtype",
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+
+# A file that changed so long before the engine's start, in nanoseconds, did so before it: clocks of files are coarse.
+_COARSE = 1_000_000_000
+
+
+class Contents:
+    """What requests hold besides tokens."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        pictures = getattr(vllm_config.model_config, "multimodal_config", None)
+        cache = getattr(vllm_config, "cache_config", None)
+        unhashed = ""
+        if not (getattr(pictures, "mm_processor_cache_gb", 0) or getattr(cache, "enable_prefix_caching", False)):
+            unhashed = "without prefix caching and with --mm-processor-cache-gb 0 vLLM only numbers pictures; enable either"
+        elif getattr(pictures, "enable_mm_embeds", False) and getattr(pictures, "allow_missing_mm_embeddings", False):
+            unhashed = "with --enable-mm-embeds a request may leave its embeddings out, and has the hash of what is left"
+        self._has_hashes = pictures is not None and not unhashed
+        if pictures is not None and unhashed:
+            logger.warning("requests with pictures are not cached: %s", unhashed)
+        self._lora = fields(getattr(vllm_config, "lora_config", None), _LORA)
+        self._started = time.time_ns() - _COARSE
+        self._said: set[str] = set()
+
+    def are_known(self, request: Any) -> bool:
+        """Whether keys can be made that only equal contents have."""
+        salt = request.cache_salt or ""
+        if not all(self._is_known_picture(feature, salt) for feature in request.mm_features or ()):
+            return False
+        return request.lora_request is None or self.adapter(request.lora_request) is not None
+
+    def _is_known_picture(self, feature: Any, salt: str) -> bool:
+        """A hash; or a client's own name, which is the client's word and reaches no further than its salt."""
+        name = getattr(feature, "mm_hash", None) or feature.identifier
+        if not self._has_hashes:
+            return False
+        if _HASH.fullmatch(name):
+            return True
+        if salt and not _COUNTER.match(name):
+            return True
+        self._say(
+            "picture",
+            "a picture's identifier %r is no hash of its content: such requests are cached only if the client gives a "
+            "cache_salt",
+            name,
+        )
+        return False
+
+    def adapter(self, lora: Any) -> bytes | None:
+        """The adapter by name and content; None if its content is unknown.
+
+        vLLM does not report when it reads an adapter's files: at its first use, again after others took its place, and at
+        every step where it is loaded in place. Files that have not changed since before the engine's start are what was read.
+        """
+        name, path = lora.lora_name, getattr(lora, "lora_path", "")
+        if getattr(lora, "load_inplace", False):
+            return self._unknown(name, "it is loaded in place")
+        try:
+            directory = _directory(path)
+            if newest_change(directory) >= self._started:
+                return self._unknown(name, f"{path} has changed since this engine started")
+            state = state_of(directory)
+        except OSError as error:
+            return self._unknown(name, str(error))
+        if state is None:
+            return self._unknown(name, f"{path} has no files")
+        is_3d = getattr(lora, "is_3d_lora_weight", False)
+        return repr(("lora", name, path, state, sorted(self._lora.items()), is_3d)).encode()
+
+    def _unknown(self, name: str, why: str) -> None:
+        self._say(name, "requests of the LoRA adapter %s are not cached: which weights they use is unknown (%s)", name, why)
+
+    def _say(self, about: str, text: str, *values: Any) -> None:
+        """Once per subject; the first hundred subjects."""
+        if about not in self._said and len(self._said) < 100:
+            self._said.add(about)
+            logger.warning(text, *values)
+
+
+def _directory(path: str) -> str:
+    """Where an adapter's files are: at its path, or in the cache of the Hugging Face hub."""
+    local = os.path.expanduser(path)
+    if os.path.exists(local):
+        return local
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path, "adapter_config.json")
+    except HFValidationError:
+        found = None
+    if not isinstance(found, str):
+        raise FileNotFoundError(f"{path}: not found")
+    return os.path.dirname(found)

@@ -1,0 +1,43 @@
+"""Values of vLLM's configuration as JSON has them, the same in every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def digest(parts: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits that stand for the parts."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Those that say something. One that a release of vLLM does not have is as one that was left out."""
+    values = {name: plain(getattr(config, name, None)) for name in names}
+    return {name: value for name, value in values.items() if value not in (None, {}, [], "", False, "auto")}
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it. Nothing that is another in each process, such as an address, is in it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        # Names of attention backends; values are paths of classes there.
+        return plain(value.value) if isinstance(value.value, (int, float)) else value.name
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(plain(each), sort_keys=True) for each in value)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
+        return [type(value).__qualname__, plain(vars(value))]
+    # torch.dtype, bytes: their text is what they are. Of anything else the type is.
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text

@@ -1,0 +1,234 @@
+"""Pictures, adapters and weights that are replaced: never a hit across the change, nothing cached where it cannot be known."""
+
+import hashlib
+import logging
+from types import SimpleNamespace
+
+import pytest
+from rig import tokens
+
+pytest.importorskip("vllm")
+
+from conftest import CHUNK  # noqa: E402
+from kvtier.vllm import files  # noqa: E402
+from kvtier.vllm.contents import Contents  # noqa: E402
+from kvtier.vllm.resets import PoolResets  # noqa: E402
+from test_connector import Vllm, request, vllm_config  # noqa: E402
+
+HASH = hashlib.sha256(b"a picture").hexdigest()
+
+
+def contents(cache_gb=4.0, prefix_caching=True, lora=None, **pictures):
+    """Of an engine with these options."""
+    config = vllm_config(SimpleNamespace(url="x"))
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=cache_gb, **pictures)
+    config.cache_config = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    config.lora_config = lora and SimpleNamespace(**lora)
+    return Contents(config)
+
+
+def pictured(*names, salt=None, **more):
+    """A request with these pictures."""
+    features = [SimpleNamespace(identifier=name, **more) for name in names]
+    return SimpleNamespace(cache_salt=salt, mm_features=features, lora_request=None)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_gb": 0}, {"prefix_caching": False}], ids=["both", "prefix", "processor"])
+def test_hashed_pictures_are_known(options):
+    """One of vLLM's two caches has it hash them; for towers with adapters the adapter's name comes first."""
+    known = contents(**options)
+    assert known.are_known(pictured(HASH, HASH[::-1]))
+    assert known.are_known(pictured(hashlib.sha512(b"x").hexdigest()))
+    assert known.are_known(pictured("adapter:" + HASH, mm_hash=HASH))
+    assert known.are_known(pictured())
+
+
+def test_counted_pictures_are_not_cached(caplog):
+    """Without either cache nothing is a hash, whatever it looks like: options of the processor are hashed with the number."""
+    caplog.set_level(logging.WARNING)
+    unknown = contents(cache_gb=0, prefix_caching=False)
+    for name in ("renderer0-mm-1-image-0", HASH, "mine"):
+        for salt in (None, "alice"):
+            assert not unknown.are_known(pictured(name, salt=salt))
+    assert unknown.are_known(pictured()), "text is"
+    (said,) = caplog.records
+    assert "requests with pictures are not cached" in said.message
+    # From a renderer of another configuration.
+    assert not contents().are_known(pictured("renderer0-mm-1-image-0", salt="alice"))
+    assert not contents().are_known(pictured("renderer-1-mm-12-video-3", salt="alice"))
+
+
+def test_embeddings_that_may_be_missing_are_not_cached(caplog):
+    """The hash is of what is left: sizes, which pictures share."""
+    caplog.set_level(logging.WARNING)
+    assert contents(enable_mm_embeds=True).are_known(pictured(HASH))
+    assert contents(allow_missing_mm_embeddings=True).are_known(pictured(HASH))
+    unknown = contents(enable_mm_embeds=True, allow_missing_mm_embeddings=True)
+    assert not unknown.are_known(pictured(HASH)) and unknown.are_known(pictured())
+    assert "--enable-mm-embeds" in caplog.text
+
+
+def test_a_clients_name_of_a_picture_reaches_no_further_than_its_salt(caplog):
+    """Requests without a salt are everybody's."""
+    caplog.set_level(logging.WARNING)
+    known = contents()
+    assert known.are_known(pictured("cat", salt="alice"))
+    for name in ("cat", "", HASH[:-1], HASH.upper(), HASH + "\n"):
+        assert not known.are_known(pictured(HASH, name))
+    assert len(caplog.records) == 1 and "cache_salt" in caplog.text
+
+
+def adapter(path, name="a", **more):
+    """A request's adapter."""
+    return SimpleNamespace(lora_name=name, lora_path=str(path), **more)
+
+
+@pytest.fixture
+def lora(tmp_path):
+    """An adapter's directory."""
+    directory = tmp_path / "lora"
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+def started_after(made, directory):
+    """As if the engine had started once the adapter was there; clocks of files are coarse."""
+    made._started = files.newest_change(str(directory)) + 1
+    return made
+
+
+def change(directory, how):
+    """Do it until the clock of files has gone on."""
+    before = files.newest_change(str(directory))
+    while files.newest_change(str(directory)) <= before:
+        how()
+
+
+def test_adapters_are_known_by_their_files(lora):
+    """Name, path, files, and the options that decide what they do."""
+    one = started_after(contents(), lora)
+    identity = one.adapter(adapter(lora))
+    assert identity == one.adapter(adapter(lora)) and one.are_known(
+        SimpleNamespace(cache_salt=None, mm_features=[], lora_request=adapter(lora))
+    )
+    moved = lora.rename(lora.parent / "moved")
+    later = started_after(contents(), moved)
+    others = [later.adapter(adapter(moved)), later.adapter(adapter(moved, "b"))]
+    others.append(later.adapter(adapter(moved, is_3d_lora_weight=True)))
+    for options in ({"lora_dtype": "float16"}, {"target_modules": ["q_proj"]}, {"enable_tower_connector_lora": True}):
+        others.append(started_after(contents(lora=options), moved).adapter(adapter(moved)))
+    change(moved, lambda: (moved / "adapter_model.safetensors").write_bytes(b"WEIGHTS"))
+    others.append(started_after(contents(), moved).adapter(adapter(moved)))
+    assert None not in others and len({identity, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda lora: (lora / "adapter_model.safetensors").write_bytes(b"WEIGHTS"),
+        lambda lora: (lora / "new").write_bytes(b"") or (lora / "new").rename(lora / "adapter_model.safetensors"),
+        lambda lora: (lora / "adapter_model.safetensors").touch(),
+    ],
+    ids=["written", "moved in place", "touched"],
+)
+def test_adapters_that_change_are_not_cached(lora, how, caplog):
+    """vLLM may have read either: it does not say when it reads them."""
+    caplog.set_level(logging.WARNING)
+    made = started_after(contents(), lora)
+    assert made.adapter(adapter(lora)) is not None
+    change(lora, lambda: how(lora))
+    for _ in range(2):
+        assert made.adapter(adapter(lora)) is None
+    (said,) = caplog.records
+    assert "LoRA adapter a are not cached" in said.message and "has changed since this engine started" in said.message
+
+
+def test_adapters_behind_a_link_that_is_pointed_elsewhere_are_not_cached(lora):
+    """The link's files are both old."""
+    link, other = lora.parent / "current", lora.parent / "other"
+    other.mkdir()
+    link.symlink_to(lora)
+
+    def point_elsewhere():
+        link.unlink()
+        link.symlink_to(other)
+
+    made = started_after(contents(), link)
+    started_after(made, link)
+    assert made.adapter(adapter(link)) is not None
+    change(link, point_elsewhere)
+    assert made.adapter(adapter(link)) is None
+
+
+def test_adapters_loaded_in_place_or_not_to_be_found_are_not_cached(lora, caplog):
+    """vLLM reads the former again at every step."""
+    caplog.set_level(logging.WARNING)
+    made = started_after(contents(), lora)
+    assert made.adapter(adapter(lora, load_inplace=True)) is None
+    (lora.parent / "empty").mkdir()
+    assert started_after(contents(), lora.parent / "empty").adapter(adapter(lora.parent / "empty", "e")) is None
+    assert made.adapter(adapter(lora / "missing", "b")) is None
+    assert made.adapter(adapter("nobody/has-this-adapter", "c")) is None
+    assert not made.are_known(SimpleNamespace(cache_salt="s", mm_features=[], lora_request=adapter(lora, load_inplace=True)))
+    assert len(caplog.records) == 4
+
+
+def test_requests_of_unknown_contents_are_neither_stored_nor_looked_up(place):
+    """Of one engine's step to the server."""
+    engine = Vllm(place.server())
+    prompt = tokens(CHUNK + 1, "unknown")
+    feature = SimpleNamespace(
+        identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=1, length=4), modality="image"
+    )
+    req = request("a", prompt, mm_features=[feature])
+    assert engine.match(req) == (0, False)
+    engine.allocate(req, range(1, 6), 0)
+    assert engine.step(new=[(req, range(1, 6), 0, req.num_tokens)]).metadata.stores == []
+    assert engine.match(request("b", prompt, mm_features=[feature])) == (0, False)
+    engine.close()
+
+
+def vllm_pool():
+    """vLLM's own, of this release."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    return BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16)
+
+
+def test_resets_of_vllms_pool_are_noticed():
+    """Each once; a reset that failed is none."""
+    pool = vllm_pool()
+    resets = PoolResets(pool)
+    assert not resets.take()
+    assert pool.reset_prefix_cache()
+    assert resets.take() and not resets.take()
+    held = pool.get_new_blocks(1)
+    assert not pool.reset_prefix_cache() and not resets.take()
+    pool.free_blocks(held)
+    assert pool.reset_prefix_cache() and pool.reset_prefix_cache()
+    assert resets.take() and not resets.take()
+
+
+def test_a_pool_that_shows_no_resets_is_said(caplog):
+    """Of a release to come."""
+    caplog.set_level(logging.WARNING)
+    assert not PoolResets(SimpleNamespace()).take()
+    assert "does not show resets" in caplog.text
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_reset_without_the_connector_is_one_of_its_keys(place, follows):
+    """As after an update of the weights; unless the operator says that resets mean nothing."""
+    engine = Vllm(place.server(), **{"kvtier.follow_resets": follows, "kvtier.reset_server": False})
+    pool, prompt = vllm_pool(), tokens(CHUNK + 1, "plain reset")
+    engine.scheduler.bind_gpu_block_pool(pool)
+    engine.prefill(request("a", prompt), range(1, 6))
+    assert engine.match(request("b", prompt)) == (CHUNK, True)
+    assert pool.reset_prefix_cache()
+    assert engine.match(request("c", prompt)) == ((0, False) if follows else (CHUNK, True))
+    if follows:
+        engine.prefill(request("d", prompt), range(1, 6))
+        assert engine.match(request("e", prompt)) == (CHUNK, True)
+    engine.close()
