@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use clap::Args;
+use kvtier_server::escape::escape;
 use serde_json::Value;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
@@ -160,7 +161,7 @@ pub(crate) fn refusal(status: u16, body: &str) -> String {
     let said = [&told["error"], &told["detail"]];
     let said = said.iter().find_map(|said| said.as_str());
     let hint = if status == 401 { "; --token-file" } else { "" };
-    format!("{status}, {}{hint}", said.unwrap_or(body.trim()))
+    format!("{status}, {}{hint}", escape(said.unwrap_or(body.trim())))
 }
 
 /// Whether somebody is there and TLS with him failed.

@@ -92,6 +92,12 @@ impl<T> Watched<T> {
         *self.last.lock() = Look { seen, content };
     }
 
+    /// Looks, and says at what.
+    pub(crate) fn reload(&self) -> &'static str {
+        self.look();
+        self.what
+    }
+
     fn take(&self, contents: Result<Vec<Vec<u8>>, String>) {
         let (what, files) = (self.what, self.names());
         match contents.and_then(|contents| (self.make)(&contents)) {

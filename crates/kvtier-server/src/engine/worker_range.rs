@@ -58,7 +58,7 @@ impl Engine {
             tracing::warn!(
                 instance = instance.id.0,
                 other = other.id.0,
-                model = %instance.model_name,
+                model = ?instance.model_name,
                 worker = range.worker,
                 "two workers of this number have different KV layouts; they do not share a cache, and lookups see that of \
                  the newer one"

@@ -17,6 +17,7 @@ mod prefetches;
 mod query;
 mod quota;
 mod quota_body;
+mod waiting;
 
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -8,7 +8,7 @@ use super::body::too_many_values;
 use super::json::{self, JsonError};
 
 use crate::config::{GIB, Place};
-use crate::quota::{Entry, Limit, MAX_BYTES, TierEntry, only_set};
+use crate::quota::{Entry, Limit, MAX_BYTES, TierEntry, only_set, parse_size};
 
 /// What a body asks for.
 #[derive(Debug)]
@@ -167,7 +167,10 @@ fn reserved(body: &Map<String, Value>, name: &str) -> Result<Option<u64>, String
 fn number(name: &str, value: &Value, may_be_unlimited: bool) -> Result<Option<f64>, String> {
     let number = match value {
         Value::String(text) if may_be_unlimited && text == "unlimited" => return Ok(None),
-        Value::String(text) => float(text),
+        // Beyond LMCache: a size with its unit.
+        Value::String(text) => {
+            float(text).or_else(|| Some(gib(parse_size(text).ok()?)))
+        }
         Value::Bool(value) => Some(f64::from(u8::from(*value))),
         value => value.as_f64(),
     };
@@ -280,6 +283,8 @@ mod tests {
             (r#"" 2 ""#, 2 * GIB),
             (r#""1_0""#, 10 * GIB),
             (r#""1e1""#, 10 * GIB),
+            (r#""512MiB""#, GIB / 2),
+            (r#""10g""#, 10 * GIB),
             ("1073741824", MAX_BYTES),
         ] {
             assert_eq!(limit(value), Ok(Some(bytes)), "{value}");
