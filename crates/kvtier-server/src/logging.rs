@@ -233,7 +233,10 @@ mod tests {
         for format in [LogFormat::Text, LogFormat::Json] {
             let text = logged(format, false, name);
             let line = text.strip_suffix('\n').unwrap();
-            assert!(!line.contains(|c: char| c.is_control() || c == '\u{2028}'), "{line}");
+            assert!(
+                !line.contains(|c: char| c.is_control() || c == '\u{2028}'),
+                "{line}"
+            );
             match format {
                 LogFormat::Json => {
                     let event: serde_json::Value = serde_json::from_str(line).unwrap();
@@ -251,7 +254,11 @@ mod tests {
     #[test]
     fn colours_are_the_logs_own() {
         let line = logged(LogFormat::Text, true, "m\u{1b}[31m");
-        let codes: Vec<_> = line.split('\u{1b}').skip(1).map(|code| &code[..3]).collect();
+        let codes: Vec<_> = line
+            .split('\u{1b}')
+            .skip(1)
+            .map(|code| &code[..3])
+            .collect();
         assert_eq!(codes, ["[2m", "[0m", "[33", "[0m"], "{line}");
         assert!(line.contains("[33m WARN\u{1b}[0m "), "{line}");
     }

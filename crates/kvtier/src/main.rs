@@ -94,12 +94,21 @@ fn refuse(error: &clap::Error) -> ExitCode {
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     // What comes behind is the usage, which --help has.
     let said = text.split("\nUsage:").next().unwrap_or_default();
-    let said = said.split("\nFor more information").next().unwrap_or_default();
+    let said = said
+        .split("\nFor more information")
+        .next()
+        .unwrap_or_default();
     let said: Vec<_> = said.split_whitespace().collect();
     let command = Cli::command();
     let name = std::env::args().nth(1).unwrap_or_default();
-    let known = command.get_subcommands().any(|known| known.get_name() == name);
-    let prefix = if known { format!("kvtier {name}") } else { "kvtier".to_owned() };
-    eprintln!("{prefix}: {}; {prefix} --help lists what is", escape(&said.join(" ")));
+    let known = command
+        .get_subcommands()
+        .any(|known| known.get_name() == name);
+    let prefix = if known {
+        format!("kvtier {name}")
+    } else {
+        "kvtier".to_owned()
+    };
+    eprintln!("{prefix}: {}; see {prefix} --help", escape(&said.join(" ")));
     ExitCode::from(USAGE)
 }

@@ -69,7 +69,10 @@ mod tests {
         let name = "m\n\u{1b}[2J\u{2028}\u{9b}2J";
         let told = json!({ "workers": { name: [{ "model_name": name }] } });
         assert!(!shown(&told).to_string().contains(char::is_control));
-        assert_eq!(shown(&told)["workers"]["m\\n\\u001b[2J\\u2028\\u009b2J"][0]["model_name"], "m\\n\\u001b[2J\\u2028\\u009b2J");
+        assert_eq!(
+            shown(&told)["workers"]["m\\n\\u001b[2J\\u2028\\u009b2J"][0]["model_name"],
+            "m\\n\\u001b[2J\\u2028\\u009b2J"
+        );
         let text = json(&told);
         assert!(!text.contains(|c: char| c != '\n' && c.is_control()));
         assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), told);

@@ -163,7 +163,11 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
         Err(why) => writeln!(out, "no GPUs: {why}")?,
     }
     if !config.ignored.is_empty() {
-        writeln!(out, "warning: without effect: {}", config.ignored.join(", "))?;
+        writeln!(
+            out,
+            "warning: without effect: {}",
+            config.ignored.join(", ")
+        )?;
     }
     let warnings = config.warnings().chain(shortage).chain(found.warning);
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {

@@ -79,7 +79,8 @@ impl ServerSignals {
             too_large,
         ];
         let [term, int, hup, usr1, usr2, too_large] = signals.map(signal);
-        let (term, int, hup, usr1, usr2, _too_large) = (term?, int?, hup?, usr1?, usr2?, too_large?);
+        let (term, int, hup, usr1, usr2, _too_large) =
+            (term?, int?, hup?, usr1?, usr2?, too_large?);
         drop(guard);
         Ok(Self {
             runtime,

@@ -49,20 +49,47 @@ mod tests {
     #[test]
     fn flags_without_effect_are_named_with_what_they_need() {
         let ignored = |flags: &[&str]| ServerConfig::from_flags(flags).unwrap().ignored;
-        assert!(ignored(&["--l1-size-gb", "1", "--host", "ipc:///run/k", "--ipc-mode", "0660"]).is_empty());
-        let tier = ["--l2-adapter", r#"{"type": "memory"}"#, "--l2-store-policy", "skip_l1"];
+        assert!(
+            ignored(&[
+                "--l1-size-gb",
+                "1",
+                "--host",
+                "ipc:///run/k",
+                "--ipc-mode",
+                "0660"
+            ])
+            .is_empty()
+        );
+        let tier = [
+            "--l2-adapter",
+            r#"{"type": "memory"}"#,
+            "--l2-store-policy",
+            "skip_l1",
+        ];
         if let Ok(config) = ServerConfig::from_flags(&tier) {
             assert!(config.ignored.is_empty());
         }
         assert_eq!(
-            ignored(&["--l1-size-gb", "1", "--l2-store-policy", "skip_l1", "--l2-store-queue-gb", "0.1", "--l2-min-free-gb", "1"]),
+            ignored(&[
+                "--l1-size-gb",
+                "1",
+                "--l2-store-policy",
+                "skip_l1",
+                "--l2-store-queue-gb",
+                "0.1",
+                "--l2-min-free-gb",
+                "1"
+            ]),
             [
                 "--l2-store-policy (needs --l2-adapter)",
                 "--l2-store-queue-gb (needs --l2-adapter)",
                 "--l2-min-free-gb (needs --l2-adapter)",
             ]
         );
-        assert_eq!(ignored(&["--ipc-mode", "0660"]), ["--ipc-mode (needs --host ipc://PATH)"]);
+        assert_eq!(
+            ignored(&["--ipc-mode", "0660"]),
+            ["--ipc-mode (needs --host ipc://PATH)"]
+        );
         assert_eq!(
             ignored(&["--eviction-policy", "NOOP", "--eviction-ratio", "0.5"]),
             ["--eviction-ratio (needs an --eviction-policy that evicts)"]
@@ -89,9 +116,15 @@ mod tests {
 
     #[test]
     fn a_store_queue_above_half_of_l1_is_refused() {
-        let queue = |gib: &str| ServerConfig::from_flags(&["--l1-size-gb", "1", "--l2-store-queue-gb", gib]);
+        let queue = |gib: &str| {
+            ServerConfig::from_flags(&["--l1-size-gb", "1", "--l2-store-queue-gb", gib])
+        };
         assert!(queue("0.5").is_ok());
         let error = queue("0.6").unwrap_err().0;
-        assert!(error.contains("--l2-store-queue-gb: 0.6 is not allowed; give at most half of L1, 0.50"), "{error}");
+        assert!(
+            error
+                .contains("--l2-store-queue-gb: 0.6 is not allowed; give at most half of L1, 0.50"),
+            "{error}"
+        );
     }
 }

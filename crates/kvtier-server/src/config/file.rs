@@ -79,7 +79,9 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError
     let args = ServerArgs::from_arg_matches(&merged).map_err(|error| one_line(&error))?;
     if args.strict_flags && !ignored.is_empty() {
         let flags = ignored.join(", ");
-        return Err(ConfigError(format!("--strict-flags: without effect: {flags}")));
+        return Err(ConfigError(format!(
+            "--strict-flags: without effect: {flags}"
+        )));
     }
     let check_only = args.check_config;
     Ok(Parsed::Run {

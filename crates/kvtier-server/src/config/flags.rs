@@ -414,7 +414,8 @@ impl ServerArgs {
         let l1_size_gb = match l1_manager::size_gb(&self.l1_manager)? {
             Some(_) if self.l1_size_gb.is_some() => {
                 return Err(ConfigError(
-                    "--l1-manager and --l1-size-gb both say how large L1 is; give one of them".into(),
+                    "--l1-manager and --l1-size-gb both say how large L1 is; give one of them"
+                        .into(),
                 ));
             }
             size => size.or(self.l1_size_gb),

@@ -28,8 +28,7 @@ pub(super) fn size_gb(managers: &[String]) -> Result<Option<f64>, ConfigError> {
         [_, second, ..] => return Err(refuse(second, "there is one L1; give the flag once")),
     };
     let form = r#"give {"type": "DRAM", "size_gb": GIB}"#;
-    let manager: Map<String, Value> =
-        serde_json::from_str(text).map_err(|_| refuse(text, form))?;
+    let manager: Map<String, Value> = serde_json::from_str(text).map_err(|_| refuse(text, form))?;
     for (field, value) in &manager {
         let field = field.as_str();
         match field {
@@ -65,7 +64,10 @@ mod tests {
             r#"{"type": "DRAM", "size_gb": 2.0, "tag": "x", "use_lazy": false, "init_size_gb": 1}"#,
         ] {
             let config = ServerConfig::from_flags(&["--l1-manager", manager]).unwrap();
-            assert_eq!((config.l1_bytes, config.l1_origin), (2 * GIB, L1Origin::Given));
+            assert_eq!(
+                (config.l1_bytes, config.l1_origin),
+                (2 * GIB, L1Origin::Given)
+            );
             assert!(config.ignored.is_empty());
         }
     }
@@ -74,19 +76,37 @@ mod tests {
     fn other_managers_and_fields_are_refused() {
         let dram = r#"{"type": "DRAM", "size_gb": 2}"#;
         for (flags, told) in [
-            (vec![r#"{"type": "GDS", "size_gb": 2}"#], r#"type "GDS" is not allowed; L1 is host memory: DRAM"#),
-            (vec![r#"{"type": "DRAM"}"#], r#"give {"type": "DRAM", "size_gb": GIB}"#),
+            (
+                vec![r#"{"type": "GDS", "size_gb": 2}"#],
+                r#"type "GDS" is not allowed; L1 is host memory: DRAM"#,
+            ),
+            (
+                vec![r#"{"type": "DRAM"}"#],
+                r#"give {"type": "DRAM", "size_gb": GIB}"#,
+            ),
             (vec![r#"{"size_gb": 2}"#], "give {"),
-            (vec![r#"{"type": "DRAM", "size_gb": 0}"#], "--l1-manager: 0 is not allowed; give a size in GiB above 0"),
-            (vec![r#"{"type": "DRAM", "size_gb": 2, "align_bytes": 64}"#], "give --l1-align-bytes in its place"),
-            (vec![r#"{"type": "DRAM", "size_gb": 2, "colour": 1}"#], r#"field "colour" is not allowed; give {"#),
+            (
+                vec![r#"{"type": "DRAM", "size_gb": 0}"#],
+                "--l1-manager: 0 is not allowed; give a size in GiB above 0",
+            ),
+            (
+                vec![r#"{"type": "DRAM", "size_gb": 2, "align_bytes": 64}"#],
+                "give --l1-align-bytes in its place",
+            ),
+            (
+                vec![r#"{"type": "DRAM", "size_gb": 2, "colour": 1}"#],
+                r#"field "colour" is not allowed; give {"#,
+            ),
             (vec!["x"], "give {"),
             (vec![dram, "--l1-manager", dram], "give the flag once"),
             (vec![dram, "--l1-size-gb", "2"], "give one of them"),
         ] {
             let flags = [vec!["--l1-manager"], flags].concat();
             let error = ServerConfig::from_flags(&flags).unwrap_err().0;
-            assert!(error.starts_with("--l1-manager") && error.contains(told), "{error}");
+            assert!(
+                error.starts_with("--l1-manager") && error.contains(told),
+                "{error}"
+            );
         }
     }
 }

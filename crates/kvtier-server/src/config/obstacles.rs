@@ -36,13 +36,20 @@ impl ServerConfig {
         let requests = self.ipc_path().is_none();
         let _requests = requests.then(|| RequestSocket::bind(self)).transpose()?;
         let host = self.access.host();
-        let http = [("http-port", Some(self.http_port)), ("prometheus-port", self.prometheus_port)];
+        let http = [
+            ("http-port", Some(self.http_port)),
+            ("prometheus-port", self.prometheus_port),
+        ];
         let bind = |(flag, port): (&str, Option<u16>)| {
             let port = port?;
-            let failed = |error| format!("--http-host, --{flag}: {host}:{port} cannot be bound: {error}");
+            let failed =
+                |error| format!("--http-host, --{flag}: {host}:{port} cannot be bound: {error}");
             Some(TcpListener::bind((host, port)).map_err(failed))
         };
-        let _http: Vec<_> = http.into_iter().filter_map(bind).collect::<Result<_, _>>()?;
+        let _http: Vec<_> = http
+            .into_iter()
+            .filter_map(bind)
+            .collect::<Result<_, _>>()?;
         Ok(())
     }
 

@@ -28,7 +28,10 @@ static CHECKSUMS: Semaphore = Semaphore::const_new(1);
 pub(super) async fn clear(api: State, body: Payload) -> Result<Told, ApiError> {
     let read = body.read(|bytes| {
         let body = Body::parse(bytes)?;
-        Ok((body.one_of("tier", &TIERS, "l1")?, body.bool("force", false)?))
+        Ok((
+            body.one_of("tier", &TIERS, "l1")?,
+            body.bool("force", false)?,
+        ))
     });
     let (tier, force) = read.await??;
     if tier != "l1" {

@@ -7,7 +7,6 @@ use serde_json::{Value, json};
 
 use super::{ApiError, State, apart};
 
-
 /// The release of LMCache whose HTTP API this one answers like; clients compare it.
 const LMCACHE_RELEASE: &str = "0.5.6";
 

@@ -145,7 +145,10 @@ mod tests {
             assert_eq!(error.to_string(), expected.to_string());
         }
         let deep = "[".repeat(100_000);
-        assert!(matches!(parse(deep.as_bytes(), MUCH), Err(JsonError::Syntax(_))));
+        assert!(matches!(
+            parse(deep.as_bytes(), MUCH),
+            Err(JsonError::Syntax(_))
+        ));
     }
 
     #[test]
@@ -154,12 +157,14 @@ mod tests {
             let parts = vec![part; MUCH / VALUE];
             format!("[{}]", parts.join(","))
         };
-        let keys: Vec<_> = (0..MUCH / VALUE).map(|key| format!("\"{key}\":1")).collect();
+        let keys: Vec<_> = (0..MUCH / VALUE)
+            .map(|key| format!("\"{key}\":1"))
+            .collect();
         for text in [
             many("1"),
             many("{}"),
             many("[]"),
-            format!("\"{}\"", "x".repeat(MUCH)),
+            format!("[\"{}\"]", "x".repeat(MUCH)),
             format!("{{{}}}", keys.join(",")),
         ] {
             // Cut off, so that it would be refused otherwise if it were read to its end.

@@ -223,7 +223,10 @@ mod tests {
         assert_eq!(status(receive(&api, small).await), StatusCode::OK);
         drop(sender);
         assert_eq!(holder.await.unwrap().unwrap(), 600 << 10);
-        assert_eq!(status(receive(&api, Body::from(half())).await), StatusCode::OK);
+        assert_eq!(
+            status(receive(&api, Body::from(half())).await),
+            StatusCode::OK
+        );
     }
 
     #[tokio::test]

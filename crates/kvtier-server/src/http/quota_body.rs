@@ -168,9 +168,7 @@ fn number(name: &str, value: &Value, may_be_unlimited: bool) -> Result<Option<f6
     let number = match value {
         Value::String(text) if may_be_unlimited && text == "unlimited" => return Ok(None),
         // Beyond LMCache: a size with its unit.
-        Value::String(text) => {
-            float(text).or_else(|| Some(gib(parse_size(text).ok()?)))
-        }
+        Value::String(text) => float(text).or_else(|| Some(gib(parse_size(text).ok()?))),
         Value::Bool(value) => Some(f64::from(u8::from(*value))),
         value => value.as_f64(),
     };

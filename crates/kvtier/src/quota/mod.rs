@@ -115,7 +115,9 @@ fn salt(text: &str) -> Result<String, String> {
         return Err("give _default for requests without a salt".into());
     }
     if text.contains("://") {
-        return Err("that is an address; the tenant comes first, the server last or as --url".into());
+        return Err(
+            "that is an address; the tenant comes first, the server last or as --url".into(),
+        );
     }
     // The tenant whose salt is really _default.
     if text != "@_default" {
@@ -234,7 +236,10 @@ fn changed(
     allow_ineffective: bool,
 ) -> ExitCode {
     if told["persisted"] == json!(false) {
-        out::complain("quota", "the server has no --quota-file; a restart forgets this");
+        out::complain(
+            "quota",
+            "the server has no --quota-file; a restart forgets this",
+        );
     }
     let has_effect = told["enforced"] != json!(false);
     if !has_effect {

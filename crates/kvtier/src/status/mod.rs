@@ -398,7 +398,9 @@ mod tests {
             "{text}"
         );
         assert!(
-            text.contains("\n  7: m, world of 2, engine-driven, 16 tokens a block, K and V fused or MLA\n"),
+            text.contains(
+                "\n  7: m, world of 2, engine-driven, 16 tokens a block, K and V fused or MLA\n"
+            ),
             "{text}"
         );
     }

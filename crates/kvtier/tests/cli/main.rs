@@ -124,7 +124,9 @@ fn who_stops_reading_ends_no_command_with_a_panic() {
 fn help_names_every_command() {
     let output = kvtier(&["--help"]);
     let text = lines(&output.stdout).join("\n");
-    for command in ["server", "bench", "demo", "status", "quota", "ping", "version"] {
+    for command in [
+        "server", "bench", "demo", "status", "quota", "ping", "version",
+    ] {
         assert!(
             output.status.success() && text.contains(&format!("\n  {command} ")),
             "{text}"
@@ -141,7 +143,10 @@ fn the_version_names_release_and_target() {
     });
     assert_eq!(flag[0], command[0]);
     let release = format!("kvtier {} (", env!("CARGO_PKG_VERSION"));
-    assert!(flag[0].starts_with(&release) && flag[0].contains("linux"), "{flag:?}");
+    assert!(
+        flag[0].starts_with(&release) && flag[0].contains("linux"),
+        "{flag:?}"
+    );
     assert!(command[1].contains("LMCache 0.5.3 to 0.5.6"));
 }
 
@@ -152,7 +157,18 @@ fn complaints_have_one_form_and_bad_usage_exit_code_2() {
     for (args, code) in [
         (&["server", "--chunk-size", "0"][..], 2),
         (&["server", "--no-such-flag"], 2),
-        (&["server", "--host", "nosuchhost.invalid", "--port", "0", "--http-port", "0"], 2),
+        (
+            &[
+                "server",
+                "--host",
+                "nosuchhost.invalid",
+                "--port",
+                "0",
+                "--http-port",
+                "0",
+            ],
+            2,
+        ),
         (&["status", "tcp://a:1"], 2),
         (&["status", "--no-such-flag"], 2),
         (&["ping", "--count"], 2),

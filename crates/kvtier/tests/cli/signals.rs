@@ -76,8 +76,12 @@ fn hangup_reloads_tokens_and_ends_nothing() {
         let line = server.expect("reloaded what can be");
         assert!(line.contains("looked_at=\"the tokens of HTTP\""), "{line}");
     }
-    let read = server.seen.iter().filter(|line| line.contains("read again"));
-    assert_eq!(read.count(), 1);
+    assert!(
+        server
+            .seen
+            .iter()
+            .any(|line| line.contains("the tokens of HTTP read again"))
+    );
     server.stop();
 }
 
@@ -87,7 +91,10 @@ fn user_signals_log_the_state_and_end_nothing() {
     for signal in ["USR1", "USR2", "USR1"] {
         server.signal(signal);
         let line = server.expect(&format!("state signal=\"SIG{signal}\""));
-        assert!(line.contains("objects=0") && line.contains("workers=0"), "{line}");
+        assert!(
+            line.contains("objects=0") && line.contains("workers=0"),
+            "{line}"
+        );
     }
     server.signal("HUP");
     server.expect("reloaded what can be");
@@ -97,12 +104,21 @@ fn user_signals_log_the_state_and_end_nothing() {
 #[test]
 fn flags_without_effect_are_named_once() {
     let flags = [
-        "--l2-store-policy", "skip_l1", "--ipc-mode", "0660", "--p2p-listen-url", "x", "--disable-metrics",
+        "--l2-store-policy",
+        "skip_l1",
+        "--ipc-mode",
+        "0660",
+        "--p2p-listen-url",
+        "x",
+        "--disable-metrics",
     ];
     let mut server = Logged::start(&flags);
     server.signal("USR1");
     server.expect("state");
-    let named = server.seen.iter().filter(|line| line.contains("flags without effect"));
+    let named = server
+        .seen
+        .iter()
+        .filter(|line| line.contains("flags without effect"));
     let named: Vec<_> = named.cloned().collect();
     assert_eq!(named.len(), 1, "{:?}", server.seen);
     for flag in [flags[0], flags[2], flags[4], flags[6]] {

@@ -96,17 +96,15 @@ fn check_config_checks_and_stops() {
 #[test]
 fn check_config_warns_of_what_the_machine_does_not_have() {
     let ports = ["--port", "0", "--http-port", "0"];
-    let check = |flags: &[&str]| kvtier(&[&["server", "--check-config"], &ports[..], flags].concat());
+    let check =
+        |flags: &[&str]| kvtier(&[&["server", "--check-config"], &ports[..], flags].concat());
     let small = check(&["--l1-size-gb", "0.01"]);
     assert!(small.status.success());
     assert!(!lines(&small.stdout).join("\n").contains("warning"));
     // With a pool that was asked for by name the server would not start.
     let large = ["--l1-size-gb", "1048576", "--shm-name", "asked"];
     let line = complaint(&check(&large), 1);
-    assert!(
-        line.contains("--shm-name asked: /dev/shm has "),
-        "{line}"
-    );
+    assert!(line.contains("--shm-name asked: /dev/shm has "), "{line}");
     let output = check(&["--cuda-driver", "off", "--gpu-executor", "kernel"]);
     let text = lines(&output.stdout).join("\n");
     assert!(output.status.success(), "{text}");
@@ -189,7 +187,16 @@ fn check_config_looks_at_the_tiers_and_makes_nothing() {
     let (tier, file) = (directory.path().join("a/b"), directory.path().join("file"));
     std::fs::write(&file, "").unwrap();
     let check = |adapter: &str| {
-        let flags = ["server", "--check-config", "--l1-size-gb", "0.05", "--port", "0", "--http-port", "0"];
+        let flags = [
+            "server",
+            "--check-config",
+            "--l1-size-gb",
+            "0.05",
+            "--port",
+            "0",
+            "--http-port",
+            "0",
+        ];
         kvtier(&[&flags[..], &["--l2-adapter", adapter]].concat())
     };
     let output = check(&format!(
@@ -254,11 +261,17 @@ fn check_config_binds_the_ports_of_a_start() {
     let check = |flags: &[&str]| kvtier(&[&START[..], flags, &["--check-config"]].concat());
     for flag in ["--port", "--http-port", "--prometheus-port"] {
         let line = complaint(&check(&[flag, &taken]), 1);
-        assert!(line.contains(flag) && line.contains(&taken) && line.contains("cannot be bound"), "{line}");
+        assert!(
+            line.contains(flag) && line.contains(&taken) && line.contains("cannot be bound"),
+            "{line}"
+        );
     }
     drop(listener);
     let free = check(&["--port", &taken]);
     let said = lines(&free.stdout);
-    assert!(free.status.success() && said[0].starts_with("configuration OK: "), "{said:?}");
+    assert!(
+        free.status.success() && said[0].starts_with("configuration OK: "),
+        "{said:?}"
+    );
     assert_eq!(said[1], format!("ports bound and released: {taken}, 0"));
 }
