@@ -3,11 +3,12 @@
 
     benches/http_attack.py [--hold 30] [--json FILE]      # KVTIER_BIN or target/release/kvtier
 
-Each attack runs against a server of its own on loopback. Memory is RssAnon above what it was when idle; a probe is one
+Each attack runs from a process of its own against a server of its own on loopback. Memory is RssAnon above what it was when idle; a probe is one
 `GET /healthcheck` on a connection of its own, one after the other as long as the attack lasts.
 
 | attack | what is sent |
 | --- | --- |
+| none | nothing, for 5 s: what the machine does meanwhile |
 | checksums | 40 bodies of 8 MiB of block ids to /cache/checksums at once |
 | clear | 40 bodies of 8 MiB of one list to /cache/clear at once |
 | mixed | 20 of each |
@@ -19,6 +20,7 @@ Each attack runs against a server of its own on loopback. Memory is RssAnon abov
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import socket
@@ -107,10 +109,14 @@ def watch(name, attack):
                 probes.append(took)
             time.sleep(0.005)
 
+    answers = multiprocessing.SimpleQueue()
+    attacker = multiprocessing.Process(target=lambda: answers.put(attack(server.port)))
     watchers = [threading.Thread(target=work) for work in (sample, ask)]
     for thread in watchers:
         thread.start()
-    answers = attack(server.port)
+    attacker.start()
+    answers = answers.get()
+    attacker.join()
     done.set()
     for thread in watchers:
         thread.join()
@@ -119,11 +125,12 @@ def watch(name, attack):
     probes.sort()
     figures = {
         "attack": name,
-        "answers": {str(status): count for status, count in sorted(answers.items())},
+        "answers": {str(status): count for status, count in sorted(answers.items(), key=str)},
         "peak_above_idle_mib": round((peak[0] - server.idle) / MIB, 1),
         "probes": len(probes),
         "probes_refused": refused[0],
         "probe_p50_ms": round(probes[len(probes) // 2] * 1e3, 2),
+        "probe_p99_ms": round(probes[len(probes) * 99 // 100] * 1e3, 2),
         "probe_max_ms": round(probes[-1] * 1e3, 2),
         "alive": alive,
     }
@@ -191,6 +198,7 @@ def main():
     quota = padded(b'{"users": {', b" ", b"}}", 32 * MIB)
     held = [head("PUT", "/quota", len(quota)), quota[:-1]]
     attacks = {
+        "none": holding([], 0, 5),
         "checksums": at_once([checksums] * 40),
         "clear": at_once([clear] * 40),
         "mixed": at_once([checksums, clear] * 20),

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::Write as _;
+use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,8 +55,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
         }
     };
     if let Some(obstacle) = config.obstacle() {
-        complain("server", obstacle);
-        return Ok(ExitCode::from(USAGE));
+        return Ok(refuse(&config, &obstacle));
     }
     let log = kvtier_server::logging::init(&config).context("no thread for the log")?;
     if !config.ignored.is_empty() {
@@ -126,14 +126,23 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
     thread.spawn(end).map(drop)
 }
 
+/// Says why there is no start; bad usage, unless another server has the socket.
+fn refuse(config: &ServerConfig, obstacle: &str) -> ExitCode {
+    complain("server", obstacle);
+    let path = config.ipc_path();
+    match path.is_some_and(|path| UnixStream::connect(path).is_ok()) {
+        true => ExitCode::FAILURE,
+        false => ExitCode::from(USAGE),
+    }
+}
+
 /// `--check-config`: says what a server would do, and what is against it.
 fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     let mut out = out::stdout();
     let shortage = config.shm_shortage();
     let l2 = config.l2.as_ref();
     if let Some(obstacle) = config.obstacle() {
-        complain("server", obstacle);
-        return Ok(ExitCode::from(USAGE));
+        return Ok(refuse(config, &obstacle));
     }
     let rehearsed = config.rehearse_ports().and_then(|()| config.rehearse());
     let found = match rehearsed {

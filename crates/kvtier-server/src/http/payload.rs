@@ -10,11 +10,14 @@
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
+use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
-use hyper::body::Body as _;
+use hyper::body::{Body as _, Frame};
 use tokio::sync::Semaphore;
+use tokio::time::timeout;
 
 use super::{Api, ApiError, BODY_LIMIT, apart};
 use crate::budget::{Budget, Charge};
@@ -24,6 +27,9 @@ const RECEIVED: u64 = 48 << 20;
 
 /// Largest body that is always received, bytes.
 const SMALL: usize = 16 << 10;
+
+/// How long the rest of a refused body is awaited.
+const LINGER: Duration = Duration::from_secs(1);
 
 /// What all requests of a server share.
 pub struct Bodies {
@@ -74,6 +80,22 @@ impl<const LIMIT: usize> Payload<LIMIT> {
         .await
     }
 
+    async fn receive(&mut self, body: &mut Body) -> Result<(), ApiError> {
+        check_len::<LIMIT>(body.size_hint().lower())?;
+        while let Some(frame) = next(body).await {
+            let frame = frame.map_err(|error| {
+                ApiError::Detail(
+                    StatusCode::BAD_REQUEST,
+                    format!("the body was not received: {error}"),
+                )
+            })?;
+            if let Some(data) = frame.data_ref() {
+                self.push(data)?;
+            }
+        }
+        Ok(())
+    }
+
     fn push(&mut self, data: &[u8]) -> Result<(), ApiError> {
         let len = self.bytes.len() + data.len();
         check_len::<LIMIT>(len as u64)?;
@@ -103,25 +125,36 @@ impl<const LIMIT: usize> FromRequest<Arc<Api>> for Payload<LIMIT> {
 
     async fn from_request(request: Request, api: &Arc<Api>) -> Result<Self, ApiError> {
         let mut body = request.into_body();
-        check_len::<LIMIT>(body.size_hint().lower())?;
         let mut payload = Self {
             bytes: Vec::new(),
             bodies: Arc::clone(&api.bodies),
             charges: Vec::new(),
         };
-        while let Some(frame) = poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
-            let frame = frame.map_err(|error| {
-                ApiError::Detail(
-                    StatusCode::BAD_REQUEST,
-                    format!("the body was not received: {error}"),
-                )
-            })?;
-            if let Some(data) = frame.data_ref() {
-                payload.push(data)?;
+        match payload.receive(&mut body).await {
+            Ok(()) => Ok(payload),
+            Err(refused) => {
+                drop(payload);
+                // Else the client might see its connection end before the answer.
+                let _ = timeout(LINGER, discard(&mut body, LIMIT)).await;
+                Err(refused)
             }
         }
-        Ok(payload)
     }
+}
+
+/// Receives some bytes and forgets them.
+async fn discard(body: &mut Body, most: usize) {
+    let mut left = most;
+    while let Some(Ok(frame)) = next(body).await {
+        left = left.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
+        if left == 0 {
+            return;
+        }
+    }
+}
+
+async fn next(body: &mut Body) -> Option<Result<Frame<Bytes>, axum::Error>> {
+    poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await
 }
 
 fn check_len<const LIMIT: usize>(len: u64) -> Result<(), ApiError> {
@@ -142,7 +175,6 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{OnceLock, mpsc};
 
-    use axum::body::{Body, Bytes};
     use tokio_stream_of::stream_of;
 
     use super::*;
@@ -229,7 +261,7 @@ mod tests {
         );
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_body_above_the_limit_is_refused_before_it_is_received() {
         let api = api(RECEIVED);
         let large = Body::from(vec![b' '; BODY_LIMIT + 1]);

@@ -110,7 +110,7 @@ fn quotas_are_set_told_listed_and_taken_away() {
     assert!(lost.contains("/no/such/file cannot be read"), "{lost}");
     let told = complaint(&quota(&["set", "c", "1GiB", "--reserved", "2GiB"]), 1);
     assert!(
-        told.contains("refuses: 400, l1: 2147483648 reserved bytes"),
+        told.contains("refuses: 400, l1: 2GiB reserved is more than the limit of 1GiB"),
         "{told}"
     );
     for (args, part) in [
