@@ -50,7 +50,7 @@ struct Asking {
 
 #[derive(Debug, Subcommand)]
 enum QuotaCommand {
-    /// Set what a tenant may have, in place of what was set before.
+    /// Set a tenant's quota, in place of the one before.
     Set {
         /// The tenant's cache salt; _default for requests without
         #[arg(value_parser = salt)]
@@ -72,7 +72,7 @@ enum QuotaCommand {
         #[command(flatten)]
         asking: Asking,
     },
-    /// Tell what a tenant has and may have.
+    /// Show what a tenant uses, and its limits.
     Get {
         /// The tenant's cache salt; _default for requests without
         #[arg(value_parser = salt)]
@@ -80,7 +80,7 @@ enum QuotaCommand {
         #[command(flatten)]
         asking: Asking,
     },
-    /// Take away what was set, so that --quota-default of the server holds.
+    /// Remove a tenant's quota, so that --quota-default of the server holds.
     Delete {
         /// The tenant's cache salt; _default for requests without
         #[arg(value_parser = salt)]
@@ -88,7 +88,7 @@ enum QuotaCommand {
         #[command(flatten)]
         asking: Asking,
     },
-    /// Set what many tenants may have, all of them or none. Tenants that are not named keep what they have.
+    /// Set the quotas of many tenants, all of them or none. Tenants that are not named keep theirs.
     Import {
         /// JSON as `kvtier quota list --json` prints it; - is the standard input
         #[arg(value_name = "FILE")]

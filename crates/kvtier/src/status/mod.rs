@@ -60,7 +60,7 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
         .filter(Value::is_object)
         .with_context(|| format!("{url} answers /status with {code} and no JSON object"))?;
     if code != 200 {
-        anyhow::bail!("{url} tells no status: {}", refusal(code, &body));
+        anyhow::bail!("{url}/status returned {}", refusal(code, &body));
     }
     if json {
         writeln!(out::stdout(), "{}", out::json(&status))?;
