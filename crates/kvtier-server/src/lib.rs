@@ -10,6 +10,7 @@ mod access;
 mod budget;
 pub mod config;
 pub mod engine;
+pub mod escape;
 pub mod front;
 pub mod health;
 pub mod http;

@@ -1,4 +1,6 @@
-//! Log lines: text for people, JSON for machines, colours on a terminal only.
+//! Log lines: text for people, JSON for machines, colours on a terminal only, and there unless `NO_COLOR` is set.
+//!
+//! An event is one line whatever its fields hold: what clients choose, such as names of models, is escaped in every line.
 //!
 //! A thread of its own writes them to stderr, so that no other thread ever waits for whoever reads stderr. What a slow
 //! reader leaves waiting is bounded; lines beyond are lost, and the log says how many.
@@ -9,10 +11,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use tracing::Subscriber;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::budget::{Budget, Charge};
 use crate::config::{LogFormat, ServerConfig};
+use crate::escape::escape;
 
 /// Bytes of lines that may wait: some 20,000 of them.
 const WAITING: u64 = 4 << 20;
@@ -26,20 +31,31 @@ const FLUSH: Duration = Duration::from_secs(1);
 /// The system's, when it gives no thread.
 pub fn init(config: &ServerConfig) -> std::io::Result<Log> {
     let filter = EnvFilter::try_new(&config.log_level).unwrap_or_else(|_| EnvFilter::new("info"));
-    let (lines, log) = start(std::io::stderr(), WAITING, |lost| {
+    let (mut lines, log) = start(std::io::stderr(), WAITING, |lost| {
         tracing::warn!(lost, "log lines were lost: stderr is read too slowly");
     })?;
+    lines.colored = config.log_format == LogFormat::Text
+        && std::io::stderr().is_terminal()
+        && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    // Fails only when a logger is set already, which is what the caller wanted.
+    let _ = subscriber(config.log_format, filter, lines).try_init();
+    Ok(log)
+}
+
+fn subscriber(
+    format: LogFormat,
+    filter: EnvFilter,
+    lines: Lines,
+) -> Box<dyn Subscriber + Send + Sync> {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        // Of a line as a whole, once it is escaped.
+        .with_ansi(false)
         .with_writer(Arc::new(lines));
-    // Fails only when a logger is set already, which is what the caller wanted.
-    let _ = match config.log_format {
-        LogFormat::Json => builder.json().try_init(),
-        LogFormat::Text => builder
-            .with_ansi(std::io::stderr().is_terminal())
-            .try_init(),
-    };
-    Ok(log)
+    match format {
+        LogFormat::Json => Box::new(builder.json().finish()),
+        LogFormat::Text => Box::new(builder.finish()),
+    }
 }
 
 /// The log's thread. Dropping this waits, a second at most, until the lines so far are written.
@@ -60,6 +76,23 @@ struct Lines {
     entries: Sender<Entry>,
     waiting: Arc<Budget>,
     lost: Arc<AtomicU64>,
+    colored: bool,
+}
+
+/// With the time dimmed and the level in its colour.
+fn colored(line: &str) -> Option<String> {
+    let (time, rest) = line.split_once(' ')?;
+    let (level, rest) = rest.trim_start().split_once(' ')?;
+    let color = match level {
+        "ERROR" => 31,
+        "WARN" => 33,
+        "INFO" => 32,
+        "DEBUG" => 34,
+        _ => 35,
+    };
+    Some(format!(
+        "\x1b[2m{time}\x1b[0m \x1b[{color}m{level:>5}\x1b[0m {rest}"
+    ))
 }
 
 /// Starts the thread. `say_lost` is told how many lines were lost, once there is room for saying it.
@@ -80,6 +113,7 @@ fn start(
         entries,
         waiting: Budget::new(waiting),
         lost,
+        colored: false,
     };
     Ok((lines, log))
 }
@@ -101,13 +135,18 @@ fn write(entries: &Receiver<Entry>, mut out: impl Write, lost: &AtomicU64, say_l
 }
 
 impl Write for &Lines {
-    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+    fn write(&mut self, event: &[u8]) -> std::io::Result<usize> {
+        let text = String::from_utf8_lossy(event);
+        let text = escape(text.strip_suffix('\n').unwrap_or(&text));
+        let colored = self.colored.then(|| colored(&text)).flatten();
+        let mut line = colored.unwrap_or_else(|| text.into_owned()).into_bytes();
+        line.push(b'\n');
         match self.waiting.take(line.len() as u64) {
             // Cannot fail: the thread takes entries as long as anybody can send some.
-            Some(charge) => drop(self.entries.send(Entry::Line(line.to_vec(), charge))),
+            Some(charge) => drop(self.entries.send(Entry::Line(line, charge))),
             None => drop(self.lost.fetch_add(1, Ordering::Relaxed)),
         }
-        Ok(line.len())
+        Ok(event.len())
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
@@ -155,17 +194,72 @@ mod tests {
             let _ = said.send(lost);
         })
         .unwrap();
+        let line = |number: u32| format!("{number:029}\n").into_bytes();
         // Nobody reads, and yet this ends.
-        for number in 0..10_u8 {
-            (&lines).write_all(&[number; 30]).unwrap();
+        for number in 0..10 {
+            (&lines).write_all(&line(number)).unwrap();
         }
         drop(reads);
         for kept in 0..3 {
-            assert_eq!(lines_read.recv().unwrap(), [kept; 30]);
+            assert_eq!(lines_read.recv().unwrap(), line(kept));
         }
         assert_eq!(say.recv().unwrap(), 7);
         // There is room again.
-        (&lines).write_all(&[11; 100]).unwrap();
-        assert_eq!(lines_read.recv().unwrap(), [11; 100]);
+        let last = format!("{:099}\n", 11);
+        (&lines).write_all(last.as_bytes()).unwrap();
+        assert_eq!(lines_read.recv().unwrap(), last.as_bytes());
+    }
+
+    /// What is written for an event with a name that a client chose.
+    fn logged(format: LogFormat, colored: bool, name: &str) -> String {
+        let (reads, reader) = bounded::<()>(0);
+        let (read, lines_read) = unbounded();
+        let (mut lines, log) = start(Slow { reader, read }, WAITING, |_| {}).unwrap();
+        lines.colored = colored;
+        drop(reads);
+        let subscriber = subscriber(format, EnvFilter::new("info"), lines);
+        tracing::subscriber::with_default(subscriber, || {
+            let _span = tracing::info_span!("request", id = %name).entered();
+            tracing::warn!(model = %name, salt = name, "refused: {name}");
+        });
+        drop(log);
+        let written: Vec<_> = lines_read.try_iter().collect();
+        String::from_utf8(written.concat()).unwrap()
+    }
+
+    #[test]
+    fn names_of_clients_end_no_line_and_drive_no_terminal() {
+        let name = "m\n2026-11-22T13:03:37.842231Z  INFO audit: done who=\"ops\"\r\u{1b}[2J\u{7}\u{2028}\u{9b}2J\u{7f}";
+        for format in [LogFormat::Text, LogFormat::Json] {
+            let text = logged(format, false, name);
+            let line = text.strip_suffix('\n').unwrap();
+            assert!(
+                !line.contains(|c: char| c.is_control() || c == '\u{2028}'),
+                "{line}"
+            );
+            match format {
+                LogFormat::Json => {
+                    let event: serde_json::Value = serde_json::from_str(line).unwrap();
+                    assert_eq!(event["fields"]["model"], name);
+                    assert_eq!(event["level"], "WARN");
+                }
+                LogFormat::Text => {
+                    let (head, _) = line.split_once(": ").unwrap();
+                    assert!(head.contains(" WARN request{id=m\\n2026"), "{head}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn colours_are_the_logs_own() {
+        let line = logged(LogFormat::Text, true, "m\u{1b}[31m");
+        let codes: Vec<_> = line
+            .split('\u{1b}')
+            .skip(1)
+            .map(|code| &code[..3])
+            .collect();
+        assert_eq!(codes, ["[2m", "[0m", "[33", "[0m"], "{line}");
+        assert!(line.contains("[33m WARN\u{1b}[0m "), "{line}");
     }
 }

@@ -61,6 +61,7 @@ impl Server {
             engine: std::sync::OnceLock::new(),
             health: Arc::clone(&health),
             access: Arc::clone(&config.access),
+            bodies: Arc::default(),
         });
         let (stop_http, _) = watch::channel(false);
         let (http, http_address) = start_http(&config, &api, &stop_http)?;

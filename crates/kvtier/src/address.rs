@@ -96,9 +96,12 @@ pub(crate) fn listens(url: &str, patience: Duration) -> anyhow::Result<bool> {
     Ok(addresses.any(|address| TcpStream::connect_timeout(&address, patience).is_ok()))
 }
 
-/// Fails at once where nobody listens.
+/// Fails at once where there is no listener.
 pub(crate) fn expect_listener(url: &str, patience: Duration) -> anyhow::Result<()> {
-    anyhow::ensure!(listens(url, patience)?, "nobody listens at {url}");
+    anyhow::ensure!(
+        listens(url, patience)?,
+        "connection refused: no server at {url}"
+    );
     Ok(())
 }
 

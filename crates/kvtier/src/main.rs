@@ -11,15 +11,17 @@ mod server;
 mod signals;
 mod status;
 mod units;
+mod version;
 mod web;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
+use kvtier_server::escape::escape;
 
 /// A KV-cache server for LLM inference that speaks the LMCache MP protocol, with quotas for tenants.
 #[derive(Debug, Parser)]
-#[command(name = "kvtier", version)]
+#[command(name = "kvtier", version = version::TEXT)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -33,25 +35,80 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     /// Start a server here, talk to it as many engines of several tenants do, and check every byte.
     Demo(demo::DemoArgs),
-    /// Tell how a server is: health, memory, tiers, GPUs, workers, sessions.
+    /// Show server status: health, memory, tiers, GPUs, workers, sessions.
     Status(status::StatusArgs),
-    /// Set, take away, tell and list what tenants may have.
+    /// Manage tenant quotas.
     Quota(quota::QuotaArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),
+    /// Print the version, what it was built from, and the clients it serves.
+    Version,
 }
 
+impl Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Server(_) => "server",
+            Self::Bench(_) => "bench",
+            Self::Demo(_) => "demo",
+            Self::Status(_) => "status",
+            Self::Quota(_) => "quota",
+            Self::Ping(_) => "ping",
+            Self::Version => "version",
+        }
+    }
+}
+
+/// Exit code for arguments that are not allowed.
+const USAGE: u8 = 2;
+
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let command = match Cli::try_parse() {
+        Ok(cli) => cli.command,
+        Err(error) => return refuse(&error),
+    };
+    let name = command.name();
+    let outcome = match command {
         Command::Server(command) => server::run(command),
         Command::Bench(args) => bench::run(*args),
         Command::Demo(args) => demo::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Quota(args) => quota::run(&args),
         Command::Ping(args) => ping::run(&args),
+        Command::Version => version::print(),
     };
     outcome.unwrap_or_else(|error| {
-        eprintln!("error: {error:#}");
+        out::complain(name, format!("{error:#}"));
         ExitCode::FAILURE
     })
+}
+
+/// Says in one line what is wrong with the arguments; or prints the help that was asked for.
+fn refuse(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        // Whoever stopped reading it has seen enough.
+        let _ = error.print();
+        return ExitCode::SUCCESS;
+    }
+    let text = error.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    // What comes behind is the usage, which --help has.
+    let said = text.split("\nUsage:").next().unwrap_or_default();
+    let said = said
+        .split("\nFor more information")
+        .next()
+        .unwrap_or_default();
+    let said: Vec<_> = said.split_whitespace().collect();
+    let command = Cli::command();
+    let name = std::env::args().nth(1).unwrap_or_default();
+    let known = command
+        .get_subcommands()
+        .any(|known| known.get_name() == name);
+    let prefix = if known {
+        format!("kvtier {name}")
+    } else {
+        "kvtier".to_owned()
+    };
+    eprintln!("{prefix}: {}; see {prefix} --help", escape(&said.join(" ")));
+    ExitCode::from(USAGE)
 }

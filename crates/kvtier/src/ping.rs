@@ -45,7 +45,7 @@ pub fn run(args: &PingArgs) -> anyhow::Result<ExitCode> {
     match trips {
         Ok(trips) => writeln!(out::stdout(), "{url} {}", summary(&trips))?,
         Err(error) => {
-            eprintln!("kvtier ping: {error:#}");
+            out::complain("ping", format!("{error:#}"));
             return Ok(ExitCode::FAILURE);
         }
     }

@@ -2,18 +2,19 @@
 
 use std::ffi::OsString;
 use std::io::Write as _;
+use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
+use kvtier_server::config::in_gib;
 use kvtier_server::{Parsed, Server, ServerConfig};
 
-use crate::out;
-
-/// Exit code for a configuration that was refused.
-const USAGE: u8 = 2;
+use crate::USAGE;
+use crate::out::{self, complain};
+use crate::signals::ServerSignals;
 
 /// Arguments of `kvtier server`; the library parses them, together with the file behind `--config`.
 #[derive(Debug, Args)]
@@ -31,7 +32,7 @@ pub struct ServerCommand {
 /// How long the last line of a log may take.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
-/// Runs the server. Ends with SIGTERM, SIGINT or SIGHUP, exit code 0, or 1 when that took too long.
+/// Runs the server. Ends with SIGTERM or SIGINT, exit code 0, or 1 when that took too long.
 pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     let config = match ServerConfig::parse(command.flags) {
         Ok(Parsed::Run {
@@ -49,25 +50,28 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
         Err(error) => {
-            eprintln!("kvtier server: {error}");
+            complain("server", error);
             return Ok(ExitCode::from(USAGE));
         }
     };
+    if let Some(obstacle) = config.obstacle() {
+        return Ok(refuse(&config, &obstacle));
+    }
     let log = kvtier_server::logging::init(&config).context("no thread for the log")?;
     if !config.ignored.is_empty() {
         tracing::warn!(
-            flags = config.ignored.join(" "),
-            "known flags of LMCache's server that have no effect here"
+            flags = config.ignored.join(", "),
+            "flags without effect (--strict-flags refuses them)"
         );
     }
     // Before anything is created that a signal would have to clean up.
-    let signals = Signals::listen().context("cannot listen for signals")?;
+    let mut signals = ServerSignals::listen().context("cannot listen for signals")?;
     let server = match Server::start(config) {
         Ok(server) => server,
         Err(error) => {
             // What the log has to say comes first.
             drop(log);
-            eprintln!("kvtier server: {error}");
+            complain("server", error);
             return Ok(ExitCode::FAILURE);
         }
     };
@@ -84,7 +88,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
         version = env!("CARGO_PKG_VERSION"),
         "serving"
     );
-    let signal = signals.wait();
+    let signal = signals.wait(&server);
     tracing::info!(signal, "stopping");
     end_in_time(&server).context("no thread to watch the stop")?;
     server.stop();
@@ -122,28 +126,43 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
     thread.spawn(end).map(drop)
 }
 
+/// Says why there is no start; bad usage, unless another server has the socket.
+fn refuse(config: &ServerConfig, obstacle: &str) -> ExitCode {
+    complain("server", obstacle);
+    let path = config.ipc_path();
+    match path.is_some_and(|path| UnixStream::connect(path).is_ok()) {
+        true => ExitCode::FAILURE,
+        false => ExitCode::from(USAGE),
+    }
+}
+
 /// `--check-config`: says what a server would do, and what is against it.
 fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     let mut out = out::stdout();
     let shortage = config.shm_shortage();
     let l2 = config.l2.as_ref();
-    let rehearsed = match config.obstacle() {
-        Some(obstacle) => Err(obstacle),
-        None => config.rehearse(),
-    };
+    if let Some(obstacle) = config.obstacle() {
+        return Ok(refuse(config, &obstacle));
+    }
+    let rehearsed = config.rehearse_ports().and_then(|()| config.rehearse());
     let found = match rehearsed {
         Ok(found) => found,
         Err(obstacle) => {
-            eprintln!("kvtier server: {obstacle}");
+            complain("server", obstacle);
             return Ok(ExitCode::FAILURE);
         }
     };
     writeln!(
         out,
-        "the configuration is good: L1 of {:.2} GiB ({}), chunks of {} tokens",
-        config.l1_bytes as f64 / kvtier_server::config::GIB as f64,
+        "configuration OK: L1 of {:.2} GiB ({}), chunks of {} tokens",
+        in_gib(config.l1_bytes),
         config.l1_origin(),
         config.chunk_size
+    )?;
+    writeln!(
+        out,
+        "ports bound and released: {}",
+        ports(config).join(", ")
     )?;
     for tier in l2.into_iter().flat_map(|l2| l2.tiers()) {
         writeln!(out, "{tier}")?;
@@ -153,7 +172,11 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
         Err(why) => writeln!(out, "no GPUs: {why}")?,
     }
     if !config.ignored.is_empty() {
-        writeln!(out, "without effect here: {}", config.ignored.join(" "))?;
+        writeln!(
+            out,
+            "warning: without effect: {}",
+            config.ignored.join(", ")
+        )?;
     }
     let warnings = config.warnings().chain(shortage).chain(found.warning);
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
@@ -162,46 +185,13 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The signals that end the server, and one that would: of a write above a file size limit the write itself tells.
-struct Signals {
-    runtime: tokio::runtime::Runtime,
-    term: tokio::signal::unix::Signal,
-    int: tokio::signal::unix::Signal,
-    hup: tokio::signal::unix::Signal,
-    _too_large: tokio::signal::unix::Signal,
-}
-
-impl Signals {
-    fn listen() -> std::io::Result<Self> {
-        use tokio::signal::unix::{SignalKind, signal};
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()?;
-        let guard = runtime.enter();
-        let too_large = SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw());
-        let (term, int, hup, _too_large) = (
-            signal(SignalKind::terminate())?,
-            signal(SignalKind::interrupt())?,
-            signal(SignalKind::hangup())?,
-            signal(too_large)?,
-        );
-        drop(guard);
-        Ok(Self {
-            runtime,
-            term,
-            int,
-            hup,
-            _too_large,
-        })
-    }
-
-    fn wait(mut self) -> &'static str {
-        self.runtime.block_on(async {
-            tokio::select! {
-                _ = self.term.recv() => "SIGTERM",
-                _ = self.int.recv() => "SIGINT",
-                _ = self.hup.recv() => "SIGHUP",
-            }
-        })
-    }
+/// What `--check-config` has bound.
+fn ports(config: &ServerConfig) -> Vec<String> {
+    let requests = match config.ipc_path() {
+        None => config.port.to_string(),
+        Some(_) => "none for requests".to_owned(),
+    };
+    let http = [Some(config.http_port), config.prometheus_port];
+    let http = http.into_iter().flatten().map(|port| port.to_string());
+    std::iter::once(requests).chain(http).collect()
 }

@@ -1,10 +1,12 @@
-//! A flag that Ctrl-C and SIGTERM set.
+//! Signals: a flag for commands that Ctrl-C and SIGTERM set, and what a server does with the others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context as _;
-use tokio::signal::unix::{SignalKind, signal};
+use kvtier_server::Server;
+use tokio::runtime::Runtime;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Exit code of a command that a signal ended, as shells have it for SIGINT.
 pub(crate) const INTERRUPTED: u8 = 130;
@@ -41,4 +43,105 @@ pub(crate) fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
             });
         })?;
     Ok(stop)
+}
+
+/// The signals of a server.
+///
+/// | signal | effect |
+/// | --- | --- |
+/// | SIGTERM, SIGINT | stop |
+/// | SIGHUP | read tokens and certificate again |
+/// | SIGUSR1, SIGUSR2 | log the state |
+/// | SIGXFSZ | none: the write above a file size limit fails |
+pub(crate) struct ServerSignals {
+    runtime: Runtime,
+    term: Signal,
+    int: Signal,
+    hup: Signal,
+    usr1: Signal,
+    usr2: Signal,
+    _too_large: Signal,
+}
+
+impl ServerSignals {
+    pub(crate) fn listen() -> std::io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let guard = runtime.enter();
+        let too_large = SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw());
+        let signals = [
+            SignalKind::terminate(),
+            SignalKind::interrupt(),
+            SignalKind::hangup(),
+            SignalKind::user_defined1(),
+            SignalKind::user_defined2(),
+            too_large,
+        ];
+        let [term, int, hup, usr1, usr2, too_large] = signals.map(signal);
+        let (term, int, hup, usr1, usr2, _too_large) =
+            (term?, int?, hup?, usr1?, usr2?, too_large?);
+        drop(guard);
+        Ok(Self {
+            runtime,
+            term,
+            int,
+            hup,
+            usr1,
+            usr2,
+            _too_large,
+        })
+    }
+
+    /// Waits for the signal that ends the server; does meanwhile what others ask for.
+    pub(crate) fn wait(&mut self, server: &Server) -> &'static str {
+        loop {
+            let signal = self.runtime.block_on(async {
+                tokio::select! {
+                    _ = self.term.recv() => "SIGTERM",
+                    _ = self.int.recv() => "SIGINT",
+                    _ = self.hup.recv() => "SIGHUP",
+                    _ = self.usr1.recv() => "SIGUSR1",
+                    _ = self.usr2.recv() => "SIGUSR2",
+                }
+            });
+            match signal {
+                "SIGHUP" => reload(server),
+                "SIGUSR1" | "SIGUSR2" => log_state(server, signal),
+                signal => return signal,
+            }
+        }
+    }
+}
+
+/// On a thread of its own: a file system that hangs must not keep a stop waiting.
+fn reload(server: &Server) {
+    let access = Arc::clone(&server.engine().config().access);
+    let reload = move || {
+        let looked_at = access.reload().join(", ");
+        tracing::info!(
+            signal = "SIGHUP",
+            looked_at,
+            "reloaded what can be; other settings need a restart"
+        );
+    };
+    let thread = std::thread::Builder::new().name("kvtier-reload".into());
+    if let Err(error) = thread.spawn(reload) {
+        tracing::error!(%error, "reload failed: no thread for it; tokens and certificate are looked at every second anyway");
+    }
+}
+
+fn log_state(server: &Server, signal: &str) {
+    let readings = server.engine().readings();
+    tracing::info!(
+        signal,
+        unhealthy = server.health().reason(),
+        objects = readings.objects,
+        used_bytes = readings.used_bytes,
+        capacity_bytes = readings.capacity_bytes,
+        leased_objects = readings.leased_objects,
+        sessions = readings.sessions,
+        workers = readings.instances,
+        "state"
+    );
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use clap::Args;
+use kvtier_server::escape::escape;
 use serde_json::Value;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
@@ -135,12 +136,12 @@ impl Client {
             }
             error if url.starts_with("https") && error.to_string().contains("CaUsedAsEndEntity") => {
                 anyhow!(
-                    "there is no trust in {url}: its certificate is one of an authority (CA:TRUE), which is none of a \
-                     server; make it with `openssl req -x509 -addext basicConstraints=critical,CA:FALSE`"
+                    "the certificate of {url} is not trusted: it is an authority's (CA:TRUE), not a \
+                     server's; make it with `openssl req -x509 -addext basicConstraints=critical,CA:FALSE`"
                 )
             }
             error if url.starts_with("https") && is_tls(&error) => {
-                anyhow!("there is no trust in {url}: {error}; --ca-cert says whom to trust")
+                anyhow!("the certificate of {url} is not trusted: {error}; pass --ca-cert FILE to trust a private CA")
             }
             error => anyhow!(error).context(format!("nothing answers at {url}")),
         })?;
@@ -159,8 +160,12 @@ pub(crate) fn refusal(status: u16, body: &str) -> String {
     let told: Value = serde_json::from_str(body).unwrap_or_default();
     let said = [&told["error"], &told["detail"]];
     let said = said.iter().find_map(|said| said.as_str());
-    let hint = if status == 401 { "; --token-file" } else { "" };
-    format!("{status}, {}{hint}", said.unwrap_or(body.trim()))
+    let hint = if status == 401 {
+        "; pass --token-file FILE or set KVTIER_TOKEN"
+    } else {
+        ""
+    };
+    format!("{status}, {}{hint}", escape(said.unwrap_or(body.trim())))
 }
 
 /// Whether somebody is there and TLS with him failed.

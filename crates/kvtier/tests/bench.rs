@@ -216,7 +216,7 @@ fn a_server_that_is_not_there_is_named_at_once() {
     let port = free_port();
     let text = complaint(port, "3600");
     assert!(
-        text.contains(&format!("nobody listens at tcp://127.0.0.1:{port}")),
+        text.contains(&format!("no server at tcp://127.0.0.1:{port}")),
         "{text}"
     );
 }

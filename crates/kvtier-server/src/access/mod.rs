@@ -83,6 +83,13 @@ impl Access {
         self.tls.as_ref().map(Watched::get)
     }
 
+    /// Looks at the files now. What has changed is used from here on, and logged; the answer names what was looked at.
+    pub fn reload(&self) -> Vec<&'static str> {
+        let tokens = self.tokens.as_ref().map(Watched::reload);
+        let tls = self.tls.as_ref().map(Watched::reload);
+        tokens.into_iter().chain(tls).collect()
+    }
+
     /// `http` or `https`.
     pub fn scheme(&self) -> &'static str {
         if self.tls.is_some() { "https" } else { "http" }

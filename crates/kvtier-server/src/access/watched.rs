@@ -92,6 +92,12 @@ impl<T> Watched<T> {
         *self.last.lock() = Look { seen, content };
     }
 
+    /// Looks, and says at what.
+    pub(crate) fn reload(&self) -> &'static str {
+        self.look();
+        self.what
+    }
+
     fn take(&self, contents: Result<Vec<Vec<u8>>, String>) {
         let (what, files) = (self.what, self.names());
         match contents.and_then(|contents| (self.make)(&contents)) {
@@ -167,7 +173,7 @@ fn read_file(path: &Path) -> Result<Vec<u8>, String> {
         .read_to_end(&mut bytes)
         .map_err(failed)?;
     match bytes.len() as u64 > SIZE {
-        true => Err(format!("{name} has more than {SIZE} bytes")),
+        true => Err(format!("{name} has more than {} MiB", SIZE >> 20)),
         false => Ok(bytes),
     }
 }
@@ -280,7 +286,7 @@ mod tests {
         let path = directory.path().join("words");
         assert!(text(&path).unwrap_err().contains("cannot be read"));
         std::fs::write(&path, vec![b'a'; SIZE as usize + 1]).unwrap();
-        assert!(text(&path).unwrap_err().contains("more than 1048576 bytes"));
+        assert!(text(&path).unwrap_err().contains("more than 1 MiB"));
     }
 
     #[test]

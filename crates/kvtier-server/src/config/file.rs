@@ -8,7 +8,7 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 
 use super::flags::ServerArgs;
-use super::{ConfigError, Parsed, ServerConfig, gpu, peer, show};
+use super::{ConfigError, Parsed, ServerConfig, effect, gpu, peer, show};
 
 /// Keys that are named for one that is unknown.
 const SUGGESTIONS: usize = 3;
@@ -75,8 +75,14 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError
             })?
         }
     };
-    let ignored = peer::ignored(&merged);
+    let ignored = [peer::ignored(&merged), effect::without_effect(&merged)].concat();
     let args = ServerArgs::from_arg_matches(&merged).map_err(|error| one_line(&error))?;
+    if args.strict_flags && !ignored.is_empty() {
+        let flags = ignored.join(", ");
+        return Err(ConfigError(format!(
+            "--strict-flags: without effect: {flags}"
+        )));
+    }
     let check_only = args.check_config;
     Ok(Parsed::Run {
         config: Box::new(ServerConfig {

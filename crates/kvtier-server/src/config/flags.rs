@@ -17,7 +17,7 @@ use super::quota::QuotaModeName;
 use super::request::{check_host, parse_mode};
 use super::{
     ConfigError, GIB, HostMemory, L1Origin, L2Config, PrefetchPolicy, QuotaSettings, ServerConfig,
-    StorePolicy, TenantSettings, gpu::GpuSettings,
+    StorePolicy, TenantSettings, gpu::GpuSettings, l1_manager,
 };
 use crate::access::{Access, TOKENS_VARIABLE, Wanted};
 use crate::quota::Limit;
@@ -117,10 +117,13 @@ pub struct ServerArgs {
     /// TOML file with the same keys as these flags, without the dashes in front; the command line wins
     #[arg(long, value_name = "FILE", help_heading = "Configuration")]
     pub config: Option<PathBuf>,
-    /// Check the configuration and what it asks of the machine (memory, /dev/shm, NUMA nodes, the CUDA driver, the tiers'
-    /// directories), say so, and stop; nothing is made
+    /// Check the configuration and what it asks of the machine (ports, memory, /dev/shm, NUMA nodes, the CUDA driver, the
+    /// tiers' directories), say so, and stop; nothing is made
     #[arg(long, help_heading = "Configuration")]
     pub check_config: bool,
+    /// Refuse flags that have no effect; without this, one warning at the start names them
+    #[arg(long, help_heading = "Configuration")]
+    pub strict_flags: bool,
 
     /// Identity of this server in logs and metrics [default: kvtier-<port>]
     #[arg(long, help_heading = "Request server")]
@@ -223,6 +226,9 @@ pub struct ServerArgs {
     /// have registered with the next one]
     #[arg(long, value_name = "GB", help_heading = "L1")]
     pub l1_size_gb: Option<f64>,
+    /// LMCache's form of --l1-size-gb: {"type": "DRAM", "size_gb": 20}; other fields are refused, with the flag for them
+    #[arg(long, value_name = "JSON", help_heading = "L1")]
+    pub l1_manager: Vec<String>,
     /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
     #[arg(long, default_value_t = 4096, help_heading = "L1")]
     pub l1_align_bytes: u64,
@@ -282,8 +288,8 @@ pub struct ServerArgs {
     /// Seconds that a lookup waits for what is being loaded; its answer is what is in L1 by then
     #[arg(long, default_value_t = 15.0, help_heading = "L2")]
     pub l2_load_timeout_seconds: f64,
-    /// GiB of L1 that may wait for a tier to store them; more is not stored there [default: a quarter of L1,
-    /// shared by all tiers]
+    /// GiB of L1 that may wait for a tier to store them, at most half of L1; more is not stored there [default: a quarter of
+    /// L1, shared by all tiers]
     #[arg(long, help_heading = "L2")]
     pub l2_store_queue_gb: Option<f64>,
     /// Seconds that a stop waits for what is not stored in the tiers yet
@@ -424,7 +430,16 @@ impl ServerArgs {
         let (shm_name, shm_required) = self.shm_name()?;
         let memory = HostMemory::of_this_process();
         let shm = shm_name.as_deref().and_then(PoolRoom::of);
-        let (l1_bytes, l1_origin) = match self.l1_size_gb {
+        let l1_size_gb = match l1_manager::size_gb(&self.l1_manager)? {
+            Some(_) if self.l1_size_gb.is_some() => {
+                return Err(ConfigError(
+                    "--l1-manager and --l1-size-gb both say how large L1 is; give one of them"
+                        .into(),
+                ));
+            }
+            size => size.or(self.l1_size_gb),
+        };
+        let (l1_bytes, l1_origin) = match l1_size_gb {
             Some(size) => (gib("l1-size-gb", size)?, L1Origin::Given),
             None => default_l1(&memory, shm.map(|room| room.size)),
         };

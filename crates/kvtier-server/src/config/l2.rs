@@ -154,7 +154,7 @@ impl L2Config {
                 0.0,
             )?,
             store_queue_bytes: match args.l2_store_queue_gb {
-                Some(size) => gib("l2-store-queue-gb", size)?,
+                Some(size) => store_queue(size, l1_bytes)?,
                 None => l1_bytes / 4 / tiers.max(1),
             },
             load_bytes: l1_bytes / 4,
@@ -163,6 +163,20 @@ impl L2Config {
         refuse_shared_names(&config.adapters)?;
         refuse_shared_places(&config.adapters)?;
         Ok((tiers > 0).then_some(config))
+    }
+}
+
+/// What waits is leased, so that a slow tier could fill L1 with it.
+fn store_queue(size: f64, l1_bytes: u64) -> Result<u64, ConfigError> {
+    let bytes = gib("l2-store-queue-gb", size)?;
+    let most = l1_bytes / 2;
+    match bytes > most {
+        false => Ok(bytes),
+        true => Err(refuse(
+            "l2-store-queue-gb",
+            size,
+            &format!("give at most half of L1, {:.2}", most as f64 / GIB as f64),
+        )),
     }
 }
 

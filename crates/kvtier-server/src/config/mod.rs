@@ -4,9 +4,11 @@
 //! those of the command line. One parser, one set of names, ranges and error texts; the command line wins.
 
 mod docs;
+mod effect;
 mod file;
 mod flags;
 mod gpu;
+mod l1_manager;
 mod l2;
 mod memory;
 mod obstacles;
@@ -38,6 +40,11 @@ use crate::engine::GpuReply;
 
 /// Bytes of one "GB" of the flags. LMCache's sizes are GiB under that name.
 pub const GIB: u64 = 1 << 30;
+
+/// Bytes in GiB, for people.
+pub fn in_gib(bytes: u64) -> f64 {
+    bytes as f64 / GIB as f64
+}
 
 /// Why a configuration was refused: one line, naming the flag, its value and what is allowed.
 #[derive(Debug, thiserror::Error)]
@@ -145,7 +152,7 @@ pub struct ServerConfig {
     pub log_level: String,
     /// Shape of log lines.
     pub log_format: LogFormat,
-    /// Flags of LMCache's server that were given and have no effect here.
+    /// Flags that were given and have no effect: LMCache's that are only known, and ours with what they need.
     pub ignored: Vec<String>,
     /// All flags as given, by section, for `GET /config`; without secrets.
     pub shown: serde_json::Value,
@@ -200,14 +207,13 @@ impl ServerConfig {
 
     /// What is wrong with an L1 that this process cannot keep in memory.
     pub fn memory_warning(&self) -> Option<String> {
-        let gib = |bytes| bytes as f64 / GIB as f64;
         (self.l1_bytes > self.memory.bytes).then(|| {
             format!(
                 "--l1-size-gb: L1 of {:.2} GiB is more than {}, {:.2} GiB; as it fills, the system will swap or kill \
                  the server",
-                gib(self.l1_bytes),
+                in_gib(self.l1_bytes),
                 self.memory,
-                gib(self.memory.bytes)
+                in_gib(self.memory.bytes)
             )
         })
     }
@@ -222,10 +228,11 @@ impl ServerConfig {
     /// be made, and would kill whoever touches the part that does not fit.
     pub(crate) fn describe_shortage(&self, room: u64) -> String {
         format!(
-            "/dev/shm has room for {room} bytes, L1 needs {}; enlarge it, lower --l1-size-gb, or give --shm-name \"\" to do \
+            "/dev/shm has {:.2} GiB free, L1 needs {:.2} GiB; enlarge it, lower --l1-size-gb, or give --shm-name \"\" to do \
              without the pool (an earlier server's pool takes its room until each worker that maps it has registered \
              again or ended; after that, a restart gets the pool)",
-            self.l1_bytes
+            in_gib(room),
+            in_gib(self.l1_bytes)
         )
     }
 }

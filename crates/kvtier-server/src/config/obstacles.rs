@@ -2,7 +2,7 @@
 
 use std::net::{TcpListener, ToSocketAddrs as _};
 
-use super::{GIB, ServerConfig};
+use super::{ServerConfig, in_gib};
 use crate::engine;
 use crate::front::RequestSocket;
 use crate::quota;
@@ -25,6 +25,32 @@ impl ServerConfig {
     /// The line with which the start would end.
     pub fn rehearse(&self) -> Result<engine::Rehearsal, String> {
         engine::rehearse(self)
+    }
+
+    /// Binds the ports that a start would, and releases them.
+    ///
+    /// # Errors
+    /// The line with which the start would end.
+    pub fn rehearse_ports(&self) -> Result<(), String> {
+        // A path is taken over from a server that has ended, so binding it would change something.
+        let requests = self.ipc_path().is_none();
+        let _requests = requests.then(|| RequestSocket::bind(self)).transpose()?;
+        let host = self.access.host();
+        let http = [
+            ("http-port", Some(self.http_port)),
+            ("prometheus-port", self.prometheus_port),
+        ];
+        let bind = |(flag, port): (&str, Option<u16>)| {
+            let port = port?;
+            let failed =
+                |error| format!("--http-host, --{flag}: {host}:{port} cannot be bound: {error}");
+            Some(TcpListener::bind((host, port)).map_err(failed))
+        };
+        let _http: Vec<_> = http
+            .into_iter()
+            .filter_map(bind)
+            .collect::<Result<_, _>>()?;
+        Ok(())
     }
 
     fn equal_ports(&self) -> Option<String> {
@@ -73,8 +99,8 @@ impl ServerConfig {
                     format!(
                         "--l2-min-free-gb: {:.2} GiB are to stay free where tier {name} is, and the file system has {:.2} \
                          GiB in all; nothing will be stored there",
-                        l2.min_free_bytes as f64 / GIB as f64,
-                        size as f64 / GIB as f64
+                        in_gib(l2.min_free_bytes),
+                        in_gib(size)
                     )
                 })
             })

@@ -40,7 +40,6 @@ const FLAGS: &[(&str, Values)] = &[
     ("p2p-lookup-timeout", One),
     ("p2p-load-timeout", One),
     ("p2p-transfer-engine", One),
-    ("l1-manager", Repeated),
     ("l1-use-lazy", OnOff),
     ("l1-init-size-gb", One),
     ("l1-devdax-path", One),

@@ -72,8 +72,10 @@ impl Place {
     pub fn check_reserved(&self, bytes: u128) -> Result<(), String> {
         match self.capacity {
             Some(capacity) if self.isolates && bytes > u128::from(capacity) => Err(format!(
-                "{}: {bytes} reserved bytes of all tenants together are more than the {capacity} bytes it has",
-                self.name
+                "{}: {} reserved for all tenants together is more than the {} it has",
+                self.name,
+                Limit(Some(u64::try_from(bytes).unwrap_or(u64::MAX))),
+                Limit(Some(capacity))
             )),
             _ => Ok(()),
         }

@@ -71,8 +71,8 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
             vec!["--quota-mode", "'hard'", "soft, strict"],
         ),
         (
-            vec!["--quota-default", "10"],
-            vec!["--quota-default", "'10'", "10GiB", "unlimited"],
+            vec!["--quota-default", "10PB"],
+            vec!["--quota-default", "'10PB'", "10GiB", "unlimited"],
         ),
         (
             vec!["--quota-mode", "strict"],

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvtier_device::cuda::driver::LIBRARY;
 use kvtier_device::cuda::{CudaDevice, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS};
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
 use kvtier_memory::Arena;
@@ -18,6 +19,15 @@ pub struct Devices {
     cuda: Result<CudaDevice, String>,
     /// It is in the log that some do not answer.
     told_left: AtomicBool,
+}
+
+/// Why there are no GPUs; in short where there is no driver, of which the dynamic linker has more to say.
+fn absence(error: &str) -> String {
+    let missing = format!("{LIBRARY}: cannot open shared object file: No such file or directory");
+    match error.contains(&missing) {
+        true => format!("no CUDA driver ({LIBRARY} not found)"),
+        false => error.to_owned(),
+    }
 }
 
 impl Devices {
@@ -49,10 +59,13 @@ impl Devices {
             Err(error) if options.library.is_some() => {
                 return Err(format!("--cuda-driver: {error}"));
             }
-            Err(error) => tracing::info!(%error, "no GPUs: workers on GPUs cannot register"),
+            Err(error) => {
+                let reason = absence(&error.to_string());
+                tracing::info!(reason, "no GPUs: workers on GPUs cannot register");
+            }
         }
         Ok(Self {
-            cuda: cuda.map_err(|error| error.to_string()),
+            cuda: cuda.map_err(|error| absence(&error.to_string())),
             told_left: AtomicBool::new(false),
         })
     }
@@ -260,4 +273,18 @@ fn readings(readings: &GpuReadings) -> Value {
         "trial_gb_per_second": trial,
         "unusable_executors": obstacles,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_driver_is_named_in_short() {
+        let missing = "the CUDA driver library libcuda.so.1 cannot be loaded: libcuda.so.1: cannot open shared object file: \
+                       No such file or directory";
+        assert_eq!(absence(missing), "no CUDA driver (libcuda.so.1 not found)");
+        let other = "no CUDA-capable device is detected";
+        assert_eq!(absence(other), other);
+    }
 }

@@ -75,7 +75,7 @@ impl Engine {
             self.metrics.reaped_instances.inc();
             tracing::warn!(
                 instance = instance.id.0,
-                model = %instance.model_name,
+                model = ?instance.model_name,
                 transfers,
                 "{why}"
             );

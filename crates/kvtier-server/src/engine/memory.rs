@@ -9,7 +9,7 @@ use kvtier_memory::{Arena, ArenaError, ArenaKind, Extent};
 
 pub use super::allocator::L1Allocator;
 use super::allocator::parts;
-use crate::config::{NumaNodes, ServerConfig};
+use crate::config::{NumaNodes, ServerConfig, in_gib};
 use crate::quota::Opened;
 
 /// Bytes of a part, at least: an object lies in one, and none is a tenth as large.
@@ -122,7 +122,8 @@ pub fn divide(
         parts.push(0..arena.len());
     }
     let allocator = L1Allocator::over(parts, config.l1_align_bytes);
-    let allocator = allocator.map_err(|error| format!("L1 of {} bytes: {error}", arena.len()));
+    let allocator =
+        allocator.map_err(|error| format!("L1 of {:.2} GiB: {error}", in_gib(arena.len() as u64)));
     allocator.map(|allocator| (nodes, allocator))
 }
 
@@ -186,7 +187,8 @@ pub fn rehearse_arena(config: &ServerConfig) -> Result<Arena, String> {
 /// One line that names what cannot be had. A pool that nobody asked for by name is done without instead.
 pub fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
     let bytes = config.l1_bytes;
-    let describe = |error: ArenaError| format!("L1 of {bytes} bytes (--l1-size-gb): {error}");
+    let describe =
+        |error: ArenaError| format!("L1 of {:.2} GiB (--l1-size-gb): {error}", in_gib(bytes));
     if config.l1_hugepages {
         return Arena::create(ArenaKind::Hugepages, bytes).map_err(describe);
     }

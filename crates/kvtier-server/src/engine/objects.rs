@@ -10,7 +10,7 @@ use super::Engine;
 /// Spaces or objects that are looked at under one hold of the cache's lock.
 const SLICE: usize = 1024;
 
-/// Objects that one call looks at, where most are of other models.
+/// Slots that one call looks at, once it has an object.
 const MAX_LOOKED_AT: usize = 100_000;
 
 impl Engine {
@@ -21,12 +21,14 @@ impl Engine {
         model: Option<&str>,
         most: usize,
     ) -> (Vec<ResidentObject>, Option<u32>) {
-        let (mut objects, mut next) = (Vec::new(), Some(from));
-        for _ in 0..MAX_LOOKED_AT / SLICE {
-            let Some(from) = next.filter(|_| objects.len() < most) else {
-                break;
-            };
-            let page = self.l1.cache.objects(from, SLICE.min(most - objects.len()));
+        let (mut objects, mut next, mut left) = (Vec::new(), Some(from), MAX_LOOKED_AT);
+        // A page is empty only at the end.
+        while let Some(from) =
+            next.filter(|_| objects.len() < most && (left > 0 || objects.is_empty()))
+        {
+            let slots = SLICE.min(most - objects.len());
+            left = left.saturating_sub(slots);
+            let page = self.l1.cache.objects(from, slots);
             let of_model = |object: &ResidentObject| {
                 model.is_none_or(|model| *object.space.model_name == *model)
             };

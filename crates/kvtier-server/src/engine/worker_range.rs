@@ -59,7 +59,7 @@ impl Engine {
             tracing::warn!(
                 instance = instance.id.0,
                 other = other.id.0,
-                model = %instance.model_name,
+                model = ?instance.model_name,
                 worker = range.worker,
                 "two workers of this number have different KV layouts (such as block sizes): they share no cache, and a \
                  lookup finds only what both have stored; give their engines different model names"

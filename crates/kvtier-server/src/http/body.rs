@@ -1,8 +1,17 @@
 //! JSON bodies, refused in the shape LMCache's API refuses them.
 
+use axum::http::StatusCode;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::ApiError;
+use super::json::{self, JsonError};
+
+/// Bytes that a parsed body may take.
+const PARSED: usize = 24 << 20;
+
+/// Longest input that an error repeats, bytes of its JSON.
+const ECHO: usize = 1024;
 
 /// A request body, or an object in it: fields are read by name; unknown ones are ignored.
 pub(super) struct Body {
@@ -12,8 +21,27 @@ pub(super) struct Body {
 }
 
 /// What is wrong with a value, and where in the request it is.
-pub(super) fn schema(kind: &str, location: &[Value], message: &str, input: &Value) -> ApiError {
-    ApiError::Schema(json!([{ "type": kind, "loc": location, "msg": message, "input": input }]))
+pub(super) fn schema(
+    kind: &str,
+    location: &[Value],
+    message: &str,
+    input: &impl Serialize,
+) -> ApiError {
+    ApiError::Schema(
+        json!([{ "type": kind, "loc": location, "msg": message, "input": echo(input) }]),
+    )
+}
+
+/// An input for its error; the beginning of its JSON as a text where that is long.
+fn echo(input: &impl Serialize) -> Value {
+    let mut text = [0; ECHO];
+    let mut left = &mut text[..];
+    let whole = serde_json::to_writer(&mut left, input).is_ok();
+    let len = ECHO - left.len();
+    let value = whole.then(|| serde_json::from_slice(&text[..len]).ok());
+    value
+        .flatten()
+        .unwrap_or_else(|| format!("{}...", String::from_utf8_lossy(&text[..len])).into())
 }
 
 /// The same for a number beyond a bound.
@@ -31,7 +59,7 @@ pub(super) fn out_of_range(
         "type": kind,
         "loc": location,
         "msg": format!("Input should be {word} than or equal to {bound}"),
-        "input": input,
+        "input": echo(input),
         "ctx": { key: bound },
     }]))
 }
@@ -47,14 +75,31 @@ pub(super) fn not_one_of(location: &[Value], allowed: &[&str], input: &Value) ->
         "type": "enum",
         "loc": location,
         "msg": format!("Input should be {expected}"),
-        "input": input,
+        "input": echo(input),
         "ctx": { "expected": expected },
     }]))
+}
+
+/// The answer to a body of so many values that they would take more than `most` bytes.
+fn too_large(most: usize) -> ApiError {
+    ApiError::Detail(StatusCode::PAYLOAD_TOO_LARGE, too_many_values(most))
+}
+
+/// Says so.
+pub(super) fn too_many_values(most: usize) -> String {
+    format!(
+        "the body has too many values: they would take more than {} MiB",
+        most >> 20
+    )
 }
 
 impl Body {
     /// Parses the bytes of a body. Nothing at all is an empty object.
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
+        Self::parse_within(bytes, PARSED)
+    }
+
+    fn parse_within(bytes: &[u8], most: usize) -> Result<Self, ApiError> {
         let body = |fields| Self {
             fields,
             location: vec!["body".into()],
@@ -62,7 +107,7 @@ impl Body {
         if bytes.is_empty() {
             return Ok(body(Map::new()));
         }
-        match serde_json::from_slice(bytes) {
+        match json::parse(bytes, most) {
             Ok(Value::Object(fields)) => Ok(body(fields)),
             Ok(Value::Null) => Ok(body(Map::new())),
             Ok(other) => Err(schema(
@@ -71,7 +116,8 @@ impl Body {
                 "Input should be a JSON object",
                 &other,
             )),
-            Err(error) => {
+            Err(JsonError::TooLarge) => Err(too_large(most)),
+            Err(JsonError::Syntax(error)) => {
                 let text = format!("JSON decode error: {error}");
                 Err(schema(
                     "json_invalid",
@@ -85,6 +131,11 @@ impl Body {
 
     /// The same for a route that cannot do without a body.
     pub(super) fn required(bytes: &[u8]) -> Result<Self, ApiError> {
+        Self::required_within(bytes, PARSED)
+    }
+
+    /// The same with another bound of what it may take parsed, bytes.
+    pub(super) fn required_within(bytes: &[u8], most: usize) -> Result<Self, ApiError> {
         match bytes.trim_ascii() {
             b"" | b"null" => Err(schema(
                 "missing",
@@ -92,7 +143,7 @@ impl Body {
                 "Field required",
                 &Value::Null,
             )),
-            bytes => Self::parse(bytes),
+            bytes => Self::parse_within(bytes, most),
         }
     }
 
@@ -107,10 +158,9 @@ impl Body {
     }
 
     fn get(&self, name: &str) -> Result<&Value, ApiError> {
-        self.fields.get(name).ok_or_else(|| {
-            let all = Value::Object(self.fields.clone());
-            self.refuse(name, "missing", "Field required", &all)
-        })
+        self.fields
+            .get(name)
+            .ok_or_else(|| schema("missing", &self.at(name), "Field required", &self.fields))
     }
 
     /// Whether a field is there, and not null.
@@ -263,5 +313,30 @@ fn not_an_integer(location: &[Value], value: &Value) -> ApiError {
             "Input should be a valid integer",
             value,
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_inputs_are_not_repeated_whole() {
+        let short = json!({ "a": [1, "b"] });
+        assert_eq!(echo(&short), short);
+        let long = echo(&json!(vec!["é"; 1 << 20]));
+        let text = long.as_str().unwrap();
+        assert!(text.starts_with("[\"é\",") && text.ends_with("...") && text.len() < 2 * ECHO);
+    }
+
+    #[test]
+    fn bodies_of_too_many_values_are_refused() {
+        let body = format!("{{\"block_ids\": [{}1]}}", "1,".repeat((8 << 20) / 2 - 32));
+        match Body::parse(body.as_bytes()) {
+            Err(ApiError::Detail(StatusCode::PAYLOAD_TOO_LARGE, text)) => {
+                assert!(text.contains("24 MiB"), "{text}");
+            }
+            _ => panic!("parsed"),
+        }
     }
 }

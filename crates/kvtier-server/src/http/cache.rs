@@ -1,14 +1,16 @@
 //! Routes that act on the cache: clear it, and checksum an engine's pages.
 
+use std::sync::Arc;
+
 use axum::Json;
-use axum::body::Bytes;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
 use super::audit::{Told, told};
 use super::body::Body;
-use super::{ApiError, State, TIERS, engine};
+use super::payload::Payload;
+use super::{ApiError, State, TIERS, apart, engine};
 use crate::engine::ChecksumError;
 
 /// Checksums read every byte they are asked about, so one request at a time does.
@@ -23,17 +25,23 @@ static CHECKSUMS: Semaphore = Semaphore::const_new(1);
     (status = 400, description = "That tier cannot be cleared", body = Value),
     (status = 422, description = "Body of the wrong shape", body = Value),
 ))]
-pub(super) async fn clear(api: State, bytes: Bytes) -> Result<Told, ApiError> {
-    let body = Body::parse(&bytes)?;
-    let tier = body.one_of("tier", &TIERS, "l1")?;
-    let force = body.bool("force", false)?;
+pub(super) async fn clear(api: State, body: Payload) -> Result<Told, ApiError> {
+    let read = body.read(|bytes| {
+        let body = Body::parse(bytes)?;
+        Ok((
+            body.one_of("tier", &TIERS, "l1")?,
+            body.bool("force", false)?,
+        ))
+    });
+    let (tier, force) = read.await??;
     if tier != "l1" {
         return Err(ApiError::Detail(
             StatusCode::BAD_REQUEST,
             format!("tier '{tier}' not supported; only 'l1'"),
         ));
     }
-    let cleared = engine(&api)?.clear(force);
+    let engine = Arc::clone(engine(&api)?);
+    let cleared = apart(move || engine.clear(force)).await?;
     let counts = json!({ "tier": "l1", "objects": cleared.objects, "bytes": cleared.bytes, "kept": cleared.kept });
     let did = format!("force {force}: {counts}");
     Ok(told(did, json!({ "status": "ok", "cleared": counts })))
@@ -49,31 +57,25 @@ pub(super) async fn clear(api: State, bytes: Bytes) -> Result<Told, ApiError> {
     (status = 404, description = "That instance is not registered", body = Value),
     (status = 422, description = "Body of the wrong shape", body = Value),
 ))]
-pub(super) async fn checksums(api: State, bytes: Bytes) -> Result<Json<Value>, ApiError> {
-    let body = Body::parse(&bytes)?;
-    let block_ids = body.ints("block_ids")?;
-    let chunk_size = body.int("chunk_size", 0)?;
-    let instance_id = body.int("instance_id", 0)?;
-    let layerwise = body.bool("layerwise", false)?;
-    if !body.has("block_ids") {
-        // Rather than that instance 0, which nobody named, is not registered.
-        let text = "block_ids is required".to_owned();
-        return Err(ApiError::Detail(StatusCode::BAD_REQUEST, text));
-    }
-    let engine = std::sync::Arc::clone(engine(&api)?);
-    let blocks = block_ids.clone();
-    // Never closed.
-    let _turn = CHECKSUMS.acquire().await;
-    let result = tokio::task::spawn_blocking(move || {
-        engine.checksums(instance_id, &blocks, chunk_size, layerwise)
+pub(super) async fn checksums(api: State, body: Payload) -> Result<Json<Value>, ApiError> {
+    let engine = Arc::clone(engine(&api)?);
+    // First of all: what waits is a body, which counts, and not what was parsed of it. Never closed.
+    let turn = CHECKSUMS.acquire().await;
+    let asked = body.read(Asked::parse).await??;
+    let (asked, result) = apart(move || {
+        // Goes on when its client is gone.
+        let _turn = turn;
+        let ids = &asked.block_ids;
+        let result = engine.checksums(asked.instance_id, ids, asked.chunk_size, asked.layerwise);
+        (asked, result)
     })
-    .await
-    .map_err(|_| {
-        ApiError::Detail(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            "the checksum task failed".into(),
-        )
-    })?;
+    .await?;
+    let Asked {
+        block_ids,
+        chunk_size,
+        layerwise,
+        ..
+    } = asked;
     let layers = result.map_err(|error| {
         let status = match &error {
             ChecksumError::UnknownInstance(_) => StatusCode::NOT_FOUND,
@@ -99,6 +101,34 @@ pub(super) async fn checksums(api: State, bytes: Bytes) -> Result<Json<Value>, A
         "layerwise": layerwise,
         "block_id_ranges": ranges(&block_ids),
     })))
+}
+
+/// A request for checksums.
+struct Asked {
+    instance_id: i64,
+    block_ids: Vec<i64>,
+    chunk_size: i64,
+    layerwise: bool,
+}
+
+impl Asked {
+    fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
+        let body = Body::parse(bytes)?;
+        let asked = Self {
+            block_ids: body.ints("block_ids")?,
+            chunk_size: body.int("chunk_size", 0)?,
+            instance_id: body.int("instance_id", 0)?,
+            layerwise: body.bool("layerwise", false)?,
+        };
+        match body.has("block_ids") {
+            true => Ok(asked),
+            // Rather than that instance 0, which nobody named, is not registered.
+            false => Err(ApiError::Detail(
+                StatusCode::BAD_REQUEST,
+                "block_ids is required".to_owned(),
+            )),
+        }
+    }
 }
 
 /// Runs of consecutive ids as `[first, last]`, single ids as they are.

@@ -16,8 +16,8 @@ use parking_lot::Mutex;
 use super::{ApiError, audit, origin};
 use crate::access::{Access, Role};
 
-/// The path that takes no token.
-const OPEN: &str = "/healthcheck";
+/// The path that takes no token, and no turn.
+pub(super) const OPEN: &str = "/healthcheck";
 
 /// Between two lines about requests without a token: who tries many should not fill the log.
 const QUIET: Duration = Duration::from_secs(1);

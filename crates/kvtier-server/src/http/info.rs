@@ -5,7 +5,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use super::{ApiError, State};
+use super::{ApiError, State, apart};
 
 /// The release of LMCache whose HTTP API this one answers like; clients compare it.
 const LMCACHE_RELEASE: &str = "0.5.6";
@@ -38,8 +38,9 @@ pub(super) async fn healthcheck(api: State) -> Response {
     (status = 503, description = "The engine is not there yet", body = Value),
 ))]
 pub(super) async fn status(api: State) -> Result<Json<Value>, ApiError> {
-    match api.engine.get() {
-        Some(engine) => Ok(Json(engine.status(api.health.reason().is_none()))),
+    let is_healthy = api.health.reason().is_none();
+    match api.engine.get().cloned() {
+        Some(engine) => apart(move || engine.status(is_healthy)).await.map(Json),
         None => Err(ApiError::Error(
             StatusCode::SERVICE_UNAVAILABLE,
             "engine not initialized".into(),
@@ -81,10 +82,12 @@ pub(super) async fn release() -> Json<&'static str> {
 /// Metrics in Prometheus' text format.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, description = "Prometheus text", body = String)))]
 pub(super) async fn metrics(api: State) -> Response {
-    let Some(engine) = api.engine.get() else {
+    let Some(engine) = api.engine.get().cloned() else {
         return (StatusCode::SERVICE_UNAVAILABLE, "engine not initialized\n").into_response();
     };
-    let text = engine.scrape();
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, kind)], text).into_response()
+    match apart(move || engine.scrape()).await {
+        Ok(text) => ([(header::CONTENT_TYPE, kind)], text).into_response(),
+        Err(error) => error.into_response(),
+    }
 }

@@ -6,6 +6,9 @@
 //! | in the head of a request, or between two requests | [`HEAD`] |
 //! | in the body of a request | [`super::REQUEST_TIMEOUT`], with the rest of the request |
 //! | in reading an answer | [`ANSWER`] |
+//!
+//! At the bound a new connection takes the place of the one that has waited longest for a request. A share of the
+//! connections is kept from requests that take long: all but `/healthcheck` are refused beyond [`requests`].
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,6 +18,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse as _, Response};
 use hyper::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -28,11 +33,18 @@ use tokio::time::{Sleep, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tower_service::Service as _;
 
-use super::gate::Peer;
+use super::ApiError;
+use super::gate::{OPEN, Peer};
+use super::waiting::{Seat, Waiting};
 use crate::access::Access;
 
-/// Connections at once; the next one waits in the system's queue until one of them ends.
+/// Connections at once.
 pub(super) const CONNECTIONS: usize = 256;
+
+/// Requests at once, of so many connections, beside those for [`OPEN`]; the next one is answered with 503.
+fn requests(connections: usize) -> usize {
+    connections - connections / 8
+}
 
 /// For the TLS handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -58,27 +70,28 @@ pub(super) async fn serve(
     stop: impl Future<Output = ()>,
 ) {
     let slots = Arc::new(Semaphore::new(connections));
+    let requests = Arc::new(Semaphore::new(requests(connections)));
+    let waiting = Arc::new(Waiting::default());
     let open = GracefulShutdown::new();
     let mut stop = pin!(stop);
     loop {
         let (stream, peer, slot) = tokio::select! {
             () = &mut stop => break,
-            accepted = accept(&listener, &slots) => accepted,
+            accepted = accept(&listener, &slots, &waiting) => accepted,
         };
-        let (access, router, watcher) = (Arc::clone(&access), router.clone(), open.watcher());
+        let (access, watcher) = (Arc::clone(&access), open.watcher());
+        let served = Served {
+            peer,
+            router: router.clone(),
+            requests: Arc::clone(&requests),
+            seat: waiting.add(),
+        };
         tokio::spawn(async move {
-            // Answers are short and complete; an option that is refused costs some milliseconds.
-            let _ = stream.set_nodelay(true);
-            match access.tls() {
-                None => talk(stream, peer, router, watcher).await,
-                Some(settings) => {
-                    let handshake = TlsAcceptor::from(settings).accept(stream);
-                    match timeout(HANDSHAKE, handshake).await {
-                        Ok(Ok(stream)) => talk(stream, peer, router, watcher).await,
-                        Ok(Err(error)) => tracing::debug!(%peer, %error, "no TLS with this client"),
-                        Err(_) => tracing::debug!(%peer, "the TLS handshake took too long"),
-                    }
-                }
+            let seat = Arc::clone(&served.seat);
+            tokio::select! {
+                biased;
+                () = seat.closed() => tracing::debug!(%peer, "an idle connection to the HTTP API was closed for a new one"),
+                () = connect(stream, access, served, watcher) => {}
             }
             drop(slot);
         });
@@ -90,30 +103,77 @@ pub(super) async fn serve(
 async fn accept(
     listener: &TcpListener,
     slots: &Arc<Semaphore>,
+    waiting: &Waiting,
 ) -> (TcpStream, SocketAddr, OwnedSemaphorePermit) {
-    loop {
-        let Ok(slot) = Arc::clone(slots).acquire_owned().await else {
-            // Never closed.
-            return std::future::pending().await;
-        };
+    let (stream, peer) = loop {
         match listener.accept().await {
-            Ok((stream, peer)) => return (stream, peer, slot),
+            Ok(accepted) => break accepted,
             Err(error) => {
                 tracing::debug!(%error, "a connection to the HTTP API could not be taken");
                 sleep(PAUSE).await;
             }
         }
+    };
+    let slot = match Arc::clone(slots).try_acquire_owned() {
+        Ok(slot) => Ok(slot),
+        Err(_) => tokio::select! {
+            slot = Arc::clone(slots).acquire_owned() => slot,
+            () = waiting.close_oldest() => Arc::clone(slots).acquire_owned().await,
+        },
+    };
+    match slot {
+        Ok(slot) => (stream, peer, slot),
+        // Never closed.
+        Err(_) => std::future::pending().await,
+    }
+}
+
+/// What a connection is served with.
+struct Served {
+    peer: SocketAddr,
+    router: Router,
+    /// Requests that may be handled.
+    requests: Arc<Semaphore>,
+    seat: Arc<Seat>,
+}
+
+/// Serves one connection, after a handshake where there is TLS.
+async fn connect(stream: TcpStream, access: Arc<Access>, served: Served, watcher: Watcher) {
+    // Answers are short and complete; an option that is refused costs some milliseconds.
+    let _ = stream.set_nodelay(true);
+    let peer = served.peer;
+    let Some(settings) = access.tls() else {
+        return talk(stream, served, watcher).await;
+    };
+    match timeout(HANDSHAKE, TlsAcceptor::from(settings).accept(stream)).await {
+        Ok(Ok(stream)) => talk(stream, served, watcher).await,
+        Ok(Err(error)) => tracing::debug!(%peer, %error, "no TLS with this client"),
+        Err(_) => tracing::debug!(%peer, "the TLS handshake took too long"),
     }
 }
 
 /// Serves one connection.
-async fn talk<S>(stream: S, peer: SocketAddr, router: Router, watcher: Watcher)
+async fn talk<S>(stream: S, served: Served, watcher: Watcher)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
+    let peer = served.peer;
     let service = service_fn(move |mut request: Request<Incoming>| {
+        let handling = served.seat.begin();
+        let turn = match request.uri().path() {
+            OPEN => Ok(None),
+            _ => Arc::clone(&served.requests).try_acquire_owned().map(Some),
+        };
         request.extensions_mut().insert(Peer(peer));
-        router.clone().call(request)
+        let mut router = served.router.clone();
+        async move {
+            let answer = match &turn {
+                Ok(_) => router.call(request).await,
+                Err(_) => Ok(crowded()),
+            };
+            drop((turn, handling));
+            answer
+        }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -123,6 +183,11 @@ where
     if let Err(error) = watcher.watch(connection).await {
         tracing::debug!(%peer, %error, "a connection to the HTTP API ended");
     }
+}
+
+fn crowded() -> Response {
+    let text = "too many requests are being handled; try again";
+    ApiError::Detail(StatusCode::SERVICE_UNAVAILABLE, text.into()).into_response()
 }
 
 /// A stream that is given up when what was written is not taken in time.
@@ -223,12 +288,13 @@ mod tests {
         let (ours, theirs) = tokio::io::duplex(4096);
         let running = GracefulShutdown::new();
         let watcher = running.watcher();
-        tokio::spawn(talk(
-            theirs,
-            SocketAddr::from(([127, 0, 0, 1], 1)),
+        let served = Served {
+            peer: SocketAddr::from(([127, 0, 0, 1], 1)),
             router,
-            watcher,
-        ));
+            requests: Arc::new(Semaphore::new(1)),
+            seat: Arc::new(Waiting::default()).add(),
+        };
+        tokio::spawn(talk(theirs, served, watcher));
         (ours, running)
     }
 
@@ -320,38 +386,85 @@ mod tests {
         assert!(text.starts_with("HTTP/1.1 431 "), "{text}");
     }
 
-    #[tokio::test]
-    async fn the_next_connection_waits_for_one_to_end() {
+    /// A server of so many connections, where `POST /body` waits for its body.
+    async fn start(connections: usize) -> (SocketAddr, impl Future<Output = ()>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let access = crate::config::ServerConfig::from_flags(&["--l1-size-gb", "0.01"])
             .unwrap()
             .access;
-        let router = Router::new().route("/", get(async || "here"));
+        let router = Router::new()
+            .route(OPEN, get(async || "well"))
+            .route("/", get(async || "here"))
+            .route("/body", post(async |body: Bytes| body.len().to_string()));
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-        let served = tokio::spawn(serve(listener, access, router, 1, async {
+        let served = tokio::spawn(serve(listener, access, router, connections, async {
             let _ = stopped.await;
         }));
-        let ask = async |stream: &mut TcpStream| {
-            stream
-                .write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
-                .await
-                .unwrap();
+        let end = async move {
+            drop(stop);
+            served.await.unwrap();
         };
+        (address, end)
+    }
+
+    async fn ask(stream: &mut TcpStream, path: &str) -> String {
+        let head = format!("GET {path} HTTP/1.1\r\nhost: a\r\n\r\n");
+        stream.write_all(head.as_bytes()).await.unwrap();
         let mut answer = [0; 12];
+        stream.read_exact(&mut answer).await.unwrap();
+        String::from_utf8(answer.to_vec()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_new_connection_takes_the_place_of_the_idlest() {
+        let (address, end) = start(2).await;
         let mut first = TcpStream::connect(address).await.unwrap();
-        ask(&mut first).await;
-        first.read_exact(&mut answer).await.unwrap();
         let mut second = TcpStream::connect(address).await.unwrap();
-        ask(&mut second).await;
-        // The first still has the only slot: its next request is answered, and nothing has come for the second.
-        ask(&mut first).await;
-        first.read_exact(&mut answer).await.unwrap();
-        assert!(second.try_read(&mut answer).is_err());
-        drop(first);
-        second.read_exact(&mut answer).await.unwrap();
-        assert_eq!(&answer, b"HTTP/1.1 200");
-        drop((second, stop));
-        served.await.unwrap();
+        assert_eq!(ask(&mut second, "/").await, "HTTP/1.1 200");
+        assert_eq!(ask(&mut first, "/").await, "HTTP/1.1 200");
+        let mut third = TcpStream::connect(address).await.unwrap();
+        assert_eq!(ask(&mut third, "/").await, "HTTP/1.1 200");
+        // The rest of its answer, then its end.
+        let mut rest = Vec::new();
+        let _ = second.read_to_end(&mut rest).await;
+        assert!(rest.ends_with(b"here"));
+        drop((first, third));
+        end.await;
+    }
+
+    #[tokio::test]
+    async fn health_is_answered_beside_requests_that_take_every_turn() {
+        let (address, end) = start(8).await;
+        // Answered once the body is being received.
+        let head =
+            b"POST /body HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n";
+        let next = "HTTP/1.1 100 Continue\r\n\r\n";
+        let mut slow = Vec::new();
+        for _ in 0..requests(8) {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            stream.write_all(head).await.unwrap();
+            let mut answer = vec![0; next.len()];
+            stream.read_exact(&mut answer).await.unwrap();
+            assert_eq!(answer, next.as_bytes());
+            slow.push(stream);
+        }
+        // More than there is, and none of them says anything.
+        let mut idle = Vec::new();
+        for _ in 0..32 {
+            idle.push(TcpStream::connect(address).await.unwrap());
+        }
+        let mut probe = TcpStream::connect(address).await.unwrap();
+        assert_eq!(ask(&mut probe, OPEN).await, "HTTP/1.1 200");
+        let mut other = TcpStream::connect(address).await.unwrap();
+        assert_eq!(ask(&mut other, "/").await, "HTTP/1.1 503");
+        for mut stream in slow {
+            stream.write_all(b"12345").await.unwrap();
+            let mut answer = [0; 12];
+            stream.read_exact(&mut answer).await.unwrap();
+            assert_eq!(&answer, b"HTTP/1.1 200");
+        }
+        drop((idle, probe, other));
+        end.await;
     }
 }

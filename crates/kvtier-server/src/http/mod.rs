@@ -8,25 +8,26 @@ mod body;
 mod cache;
 mod gate;
 mod info;
+mod json;
 mod listen;
 mod objects;
 mod origin;
+mod payload;
 mod prefetches;
 mod query;
 mod quota;
 mod quota_body;
+mod waiting;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::DefaultBodyLimit;
 use axum::http::StatusCode;
 use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use tokio::sync::Semaphore;
 use tower_http::timeout::TimeoutLayer;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
@@ -36,7 +37,9 @@ use crate::access::Access;
 use crate::engine::Engine;
 use crate::health::Health;
 
-/// Largest request body, bytes. The largest real one is a list of block ids.
+pub use payload::Bodies;
+
+/// Largest request body, bytes, where a route has no other limit. The largest real one is a list of block ids.
 const BODY_LIMIT: usize = 8 << 20;
 
 /// Longest time one request may take.
@@ -50,6 +53,8 @@ pub struct Api {
     pub health: Arc<Health>,
     /// Who may ask.
     pub access: Arc<Access>,
+    /// What request bodies may hold.
+    pub bodies: Arc<Bodies>,
 }
 
 /// Words that requests have for tiers.
@@ -90,21 +95,6 @@ async fn apart<T: Send + 'static>(
     })
 }
 
-/// The same for reading large bodies, which take many times their size meanwhile: one at a time, also those whose client
-/// is gone.
-async fn apart_in_turn<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, ApiError> {
-    static TURN: Semaphore = Semaphore::const_new(1);
-    // Never closed.
-    let turn = TURN.acquire().await;
-    apart(move || {
-        let _turn = turn;
-        work()
-    })
-    .await
-}
-
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let (status, body) = match self {
@@ -140,12 +130,8 @@ fn api() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(objects::adapters))
         .routes(routes!(objects::list, objects::delete))
         .routes(routes!(prefetches::result))
+        .routes(routes!(prefetches::submit))
         .merge(quota::quota_routes())
-        .merge(
-            OpenApiRouter::new()
-                .routes(routes!(prefetches::submit))
-                .layer(DefaultBodyLimit::max(prefetches::BODY_LIMIT)),
-        )
 }
 
 /// The OpenAPI description of the routes, as served at `/openapi.json`.
@@ -166,7 +152,6 @@ fn router(api_state: Arc<Api>) -> Router {
         .method_not_allowed_fallback(async || {
             ApiError::Detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed".into())
         })
-        .layer(DefaultBodyLimit::max(BODY_LIMIT))
         .layer(deadline());
     gated(router, api_state)
 }

@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use axum::Json;
-use axum::body::Bytes;
 use axum::extract;
 use axum::http::StatusCode;
 use kvtier_core::ObjectKey;
@@ -15,8 +14,10 @@ use serde_json::{Map, Value, json};
 
 use super::audit::{Told, told};
 use super::body::Body;
+use super::payload::Payload;
 use super::query::Query;
-use super::{ApiError, State, TIERS, apart, apart_in_turn, engine};
+use super::quota_body::clip;
+use super::{ApiError, State, TIERS, apart, engine};
 use crate::engine::Engine;
 use crate::l2::{Cursor, L2};
 
@@ -46,7 +47,7 @@ fn named(l2: &L2, name: &str) -> Result<usize, ApiError> {
     by_name
         .or_else(|| tiers.iter().position(|tier| tier.adapter().kind() == name))
         .ok_or_else(|| {
-            let text = format!("no L2 adapter with type_name='{name}'");
+            let text = format!("no L2 adapter with type_name='{}'", clip(name));
             detail(StatusCode::NOT_FOUND, text)
         })
 }
@@ -215,9 +216,9 @@ fn bad_token(what: &str) -> ApiError {
     (status = 422, description = "Body of the wrong shape", body = Value),
     (status = 503, description = "There are no adapters; nothing was deleted", body = Value),
 ))]
-pub(super) async fn delete(api: State, bytes: Bytes) -> Result<Told, ApiError> {
+pub(super) async fn delete(api: State, body: Payload) -> Result<Told, ApiError> {
     let engine = Arc::clone(engine(&api)?);
-    let request = apart_in_turn(move || Deletion::parse(&bytes)).await??;
+    let request = body.read(Deletion::parse).await??;
     // Before anything is deleted.
     let in_tiers: Vec<_> = match &request.adapter {
         _ if request.tier == "l1" => Vec::new(),

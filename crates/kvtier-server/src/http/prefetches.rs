@@ -1,18 +1,21 @@
 //! Routes that bring a prompt from the tiers into L1 before anybody asks for it.
 
 use axum::Json;
-use axum::body::Bytes;
 use axum::extract::Path;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
 
 use super::audit::{Told, hidden, told};
 use super::body::Body;
-use super::{ApiError, State, TIERS, apart_in_turn, engine};
+use super::payload::Payload;
+use super::{ApiError, State, TIERS, engine};
 use crate::engine::{Engine, WarmError, WarmUp};
 
 /// Largest body: as many tokens as are allowed, of ten digits each, with room for commas and blanks.
-pub(super) const BODY_LIMIT: usize = 16 << 20;
+const BODY_LIMIT: usize = 16 << 20;
+
+/// Bytes that they may take parsed.
+const PARSED: usize = 48 << 20;
 
 /// Begins to load what the tiers have of a prompt into L1, for all ranks and object groups of a model.
 ///
@@ -25,9 +28,12 @@ pub(super) const BODY_LIMIT: usize = 16 << 20;
     (status = 429, description = "Too many are under way", body = Value),
     (status = 503, description = "No worker is registered for the model, or there are no adapters", body = Value),
 ))]
-pub(super) async fn submit(api: State, bytes: Bytes) -> Result<(StatusCode, Told), ApiError> {
+pub(super) async fn submit(
+    api: State,
+    body: Payload<BODY_LIMIT>,
+) -> Result<(StatusCode, Told), ApiError> {
     let engine = std::sync::Arc::clone(engine(&api)?);
-    let (begun, what) = apart_in_turn(move || begin(&engine, &bytes)).await??;
+    let (begun, what) = body.read(move |bytes| begin(&engine, bytes)).await??;
     let answer = match begun {
         None => json!({ "chunks": 0, "status": "noop" }),
         Some((request_id, chunks)) => {
@@ -40,7 +46,7 @@ pub(super) async fn submit(api: State, bytes: Bytes) -> Result<(StatusCode, Told
 
 /// The request, unless there is nothing to do, and what it is about.
 fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, String), ApiError> {
-    let body = Body::required(bytes)?;
+    let body = Body::required_within(bytes, PARSED)?;
     let model_name = body.text("model_name")?;
     let world_size = body.required_int("world_size")?;
     let token_ids = body.token_ids("token_ids")?;

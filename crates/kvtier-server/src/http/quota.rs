@@ -4,9 +4,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use axum::Json;
-use axum::body::Bytes;
 use axum::extract::rejection::PathRejection;
-use axum::extract::{self, DefaultBodyLimit, OriginalUri, Path};
+use axum::extract::{self, OriginalUri, Path};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::any;
@@ -17,9 +16,10 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::audit::{Told, told};
+use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::{Wanted, clip, gib, parse_many};
-use super::{Api, ApiError, State, apart, apart_in_turn};
+use super::{Api, ApiError, State, apart};
 use crate::engine::Engine;
 use crate::quota::{ChangeError, Changes, Entry, InTier, Limit, Look};
 
@@ -35,11 +35,8 @@ const BODY_LIMIT: usize = 32 << 20;
 /// The routes; the older design has the same below `/api`.
 pub(super) fn quota_routes() -> OpenApiRouter<Arc<Api>> {
     let routes = || {
-        let all = OpenApiRouter::new()
-            .routes(routes!(list, put_all))
-            .layer(DefaultBodyLimit::max(BODY_LIMIT));
         OpenApiRouter::new()
-            .merge(all)
+            .routes(routes!(list, put_all))
             .routes(routes!(get, put, delete))
             .route("/quota/", any(without_slash))
             .route("/quota/{salt}/", any(without_slash))
@@ -144,9 +141,9 @@ fn answer(api: &State, did: String, mut answer: Value) -> Result<Told, ApiError>
     (status = 500, description = "The file could not be written; nothing was changed", body = Value),
     (status = 503, description = "The engine is not there yet", body = Value),
 ))]
-async fn put_all(api: State, bytes: Bytes) -> Result<Told, ApiError> {
+async fn put_all(api: State, body: Payload<BODY_LIMIT>) -> Result<Told, ApiError> {
     let engine = Arc::clone(engine(&api)?);
-    let changes = apart_in_turn(move || changes(&engine, &bytes));
+    let changes = body.read(move |bytes| changes(&engine, bytes));
     let changes = changes.await?.map_err(bad)?;
     let set = changes.len();
     change(&api, changes, "tenants' quotas were set").await?;
@@ -185,11 +182,12 @@ fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, String> {
 async fn put(
     api: State,
     path: Result<Path<String>, PathRejection>,
-    bytes: Bytes,
+    body: Payload,
 ) -> Result<Told, ApiError> {
     let salt = salt(&api, path)?;
-    let wanted = Wanted::parse(&bytes, engine(&api)?.quotas().places()).map_err(bad)?;
-    let Wanted { entry, limit_gb } = wanted;
+    let engine = Arc::clone(engine(&api)?);
+    let wanted = body.read(move |bytes| Wanted::parse(bytes, engine.quotas().places()));
+    let Wanted { entry, limit_gb } = wanted.await?.map_err(bad)?;
     let did =
         serde_json::to_string(&entry).map_or_else(|_| "set".into(), |set| format!("set to {set}"));
     let changes = vec![(salt.as_str().into(), Some(entry))];

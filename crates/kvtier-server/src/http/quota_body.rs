@@ -4,8 +4,11 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
+use super::body::too_many_values;
+use super::json::{self, JsonError};
+
 use crate::config::{GIB, Place};
-use crate::quota::{Entry, Limit, MAX_BYTES, TierEntry, only_set};
+use crate::quota::{Entry, Limit, MAX_BYTES, TierEntry, only_set, parse_size};
 
 /// What a body asks for.
 #[derive(Debug)]
@@ -24,6 +27,12 @@ const SHAPE_OF_MANY: &str = "body must be {'users': {<cache salt>: {'limit_gb': 
 /// What a tenant's object may have.
 const KEYS: [&str; 3] = ["limit_gb", "reserved_gb", "tiers"];
 
+/// Bytes that a body may take parsed.
+const PARSED: usize = 1 << 20;
+
+/// The same for many tenants: more than a kilobyte for each of 200,000.
+const PARSED_OF_MANY: usize = 256 << 20;
+
 /// Longest name of somebody else's that an error repeats, characters.
 const CLIP: usize = 128;
 
@@ -35,7 +44,7 @@ pub(super) fn gib(bytes: u64) -> f64 {
 impl Wanted {
     /// Reads a body. The errors that LMCache has too are in its words.
     pub(super) fn parse(bytes: &[u8], places: &[Place]) -> Result<Self, String> {
-        let Value::Object(body) = json(bytes)? else {
+        let Value::Object(body) = read(bytes, PARSED)? else {
             return Err(SHAPE.into());
         };
         Self::of(&body, places)?.ok_or_else(|| SHAPE.into())
@@ -74,7 +83,7 @@ impl Wanted {
 
 /// Reads what a listing has, or the same without what it only tells: the names of tenants, and what each may have.
 pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, Entry)>, String> {
-    let Value::Object(mut body) = json(bytes)? else {
+    let Value::Object(mut body) = read(bytes, PARSED_OF_MANY)? else {
         return Err(SHAPE_OF_MANY.into());
     };
     // Of a page.
@@ -105,9 +114,12 @@ pub(super) fn clip(name: &str) -> String {
     format!("{}{more}", shown.escape_debug())
 }
 
-fn json(bytes: &[u8]) -> Result<Value, String> {
+fn read(bytes: &[u8], most: usize) -> Result<Value, String> {
     let text = std::str::from_utf8(bytes).map_err(|_| "invalid JSON body")?;
-    serde_json::from_str(&quote_numbers(text)).map_err(|_| "invalid JSON body".into())
+    json::parse(quote_numbers(text).as_bytes(), most).map_err(|error| match error {
+        JsonError::Syntax(_) => "invalid JSON body".into(),
+        JsonError::TooLarge => too_many_values(most),
+    })
 }
 
 fn tier(name: &str, own: &Value, places: &[Place]) -> Result<TierEntry, String> {
@@ -155,7 +167,8 @@ fn reserved(body: &Map<String, Value>, name: &str) -> Result<Option<u64>, String
 fn number(name: &str, value: &Value, may_be_unlimited: bool) -> Result<Option<f64>, String> {
     let number = match value {
         Value::String(text) if may_be_unlimited && text == "unlimited" => return Ok(None),
-        Value::String(text) => float(text),
+        // Beyond LMCache: a size with its unit.
+        Value::String(text) => float(text).or_else(|| Some(gib(parse_size(text).ok()?))),
         Value::Bool(value) => Some(f64::from(u8::from(*value))),
         value => value.as_f64(),
     };
@@ -268,6 +281,8 @@ mod tests {
             (r#"" 2 ""#, 2 * GIB),
             (r#""1_0""#, 10 * GIB),
             (r#""1e1""#, 10 * GIB),
+            (r#""512MiB""#, GIB / 2),
+            (r#""10g""#, 10 * GIB),
             ("1073741824", MAX_BYTES),
         ] {
             assert_eq!(limit(value), Ok(Some(bytes)), "{value}");

@@ -30,22 +30,24 @@ pub struct Limit(pub Option<u64>);
 /// # Errors
 /// What a size has to be.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    let bytes = match text.trim() {
-        "0" => Some(0.0),
-        text => UNITS.iter().find_map(|(unit, bytes)| {
-            let at = text.len().checked_sub(unit.len())?;
-            let (number, ending) = (text.get(..at)?, text.get(at..)?);
-            let number: f64 = number.trim().parse().ok()?;
-            ending
-                .eq_ignore_ascii_case(unit)
-                .then_some(number * *bytes as f64)
-        }),
+    let text = text.trim();
+    let letters = |c: char| c.is_ascii_alphabetic();
+    let number = text.trim_end_matches(letters);
+    let unit = match text[number.len()..].to_ascii_lowercase().as_str() {
+        "b" => Some(1),
+        "k" | "kb" | "kib" => Some(1_u64 << 10),
+        "m" | "mb" | "mib" => Some(1 << 20),
+        "" | "g" | "gb" | "gib" => Some(1 << 30),
+        "t" | "tb" | "tib" => Some(1 << 40),
+        _ => None,
     };
+    let bytes = unit.and_then(|unit| Some(number.trim().parse::<f64>().ok()? * unit as f64));
     bytes
         .filter(|bytes| (0.0..=MAX_BYTES as f64).contains(bytes))
         .map(|bytes| bytes as u64)
         .ok_or_else(|| {
-            "give 0 or a size such as 512MiB, 10GiB or 1.5TiB, at most 1048576TiB".into()
+            "give a size such as 512MiB, 10GiB or 1.5TiB, at most 1048576TiB; a number alone is GiB"
+                .into()
         })
 }
 
@@ -125,6 +127,12 @@ mod tests {
             (" 512 MiB ", 512 << 20),
             ("10gib", 10 << 30),
             ("1.5TiB", 3 << 39),
+            ("10", 10 << 30),
+            ("10GB", 10 << 30),
+            ("10g", 10 << 30),
+            ("0.5", 1 << 29),
+            ("2 M", 2 << 20),
+            ("1e1", 10 << 30),
         ] {
             assert_eq!(text.parse(), Ok(Limit(Some(bytes))), "{text}");
         }
@@ -132,7 +140,7 @@ mod tests {
             assert_eq!(text.parse(), Ok(Limit(None)));
         }
         for text in [
-            "", "1", "10GB", "GiB", "-1GiB", "nanGiB", "infGiB", "1e300GiB", "é", "1é",
+            "", "GiB", "-1GiB", "nanGiB", "infGiB", "inf", "1e300GiB", "é", "1é", "10 GiBs", "1PiB",
         ] {
             let told = text.parse::<Limit>().unwrap_err();
             assert!(

@@ -298,8 +298,9 @@ impl Quotas {
             if let Some(limit) = limit
                 && reserved > limit
             {
+                let (reserved, limit) = (Limit(Some(reserved)), Limit(Some(limit)));
                 return Err(format!(
-                    "{name}: {reserved} reserved bytes are more than the limit of {limit}"
+                    "{name}: {reserved} reserved is more than the limit of {limit}"
                 ));
             }
         }

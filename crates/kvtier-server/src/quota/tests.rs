@@ -75,7 +75,7 @@ fn shares_have_to_be_there() {
     let quotas = engine.quotas();
     assert_eq!(quotas.change("a", entry(8 * MIB, 5 * MIB)), Ok(false));
     let told = refused(quotas.change("b", entry(8 * MIB, 3 * MIB + 1)));
-    for part in ["l1", "8388609 reserved bytes", "the 8388608 bytes it has"] {
+    for part in ["l1", "8388609B reserved", "the 8MiB it has"] {
         assert!(told.contains(part), "{told}");
     }
     assert_eq!(quotas.change("b", entry(8 * MIB, 3 * MIB)), Ok(false));
@@ -83,7 +83,7 @@ fn shares_have_to_be_there() {
     assert_eq!(quotas.change("a", entry(8 * MIB, 4 * MIB)), Ok(true));
     assert_eq!(quotas.change("b", entry(8 * MIB, 4 * MIB)), Ok(true));
     let told = refused(quotas.change("c", entry(1, 2)));
-    assert_eq!(told, "l1: 2 reserved bytes are more than the limit of 1");
+    assert_eq!(told, "l1: 2B reserved is more than the limit of 1B");
     assert_eq!(quotas.table().len(), 2);
 }
 
@@ -103,7 +103,7 @@ fn a_file_with_shares_that_are_not_there_is_refused() {
     ];
     let told = engine(&flags).err().unwrap();
     assert!(
-        told.starts_with("--quota-file: l1: 8388608 reserved bytes"),
+        told.starts_with("--quota-file: l1: 8MiB reserved"),
         "{told}"
     );
     let config = [
@@ -334,10 +334,7 @@ fn many_changes_are_made_together_or_not_at_all() {
     let told = quotas
         .change_all(changes(&[("b", 1), ("a", 7), ("b", 2)]))
         .unwrap_err();
-    assert!(
-        told.to_string().contains("9437184 reserved bytes"),
-        "{told}"
-    );
+    assert!(told.to_string().contains("9MiB reserved"), "{told}");
     assert!(quotas.change_all(changes(&[("a", 4), ("b", 9)])).is_err());
     assert_eq!(quotas.table(), before);
     assert_eq!(quotas.look().tenant("a")[0].grant.reserved, 8 * MIB);

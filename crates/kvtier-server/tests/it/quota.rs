@@ -255,7 +255,7 @@ fn a_tenant_is_told_of_tier_by_tier() {
         "alice",
         &json!({ "limit_gb": 2, "reserved_gb": 1 }),
     );
-    let error = "l1: 1073741824 reserved bytes of all tenants together are more than the 67108864 bytes it has";
+    let error = "l1: 1GiB reserved for all tenants together is more than the 64MiB it has";
     assert_eq!((status, told), (400, json!({ "error": error })));
     let (_, told) = json_of(&server, "GET", "/status", "");
     let quotas = json!({ "mode": "soft", "default_limit_bytes": GIB, "enforced_by": ["l1", "mock-0"],
@@ -524,7 +524,7 @@ fn all_quotas_of_a_body_are_set_or_none() {
         ),
         (
             json!({ "a": good, "b": { "limit_gb": 1, "tiers": { "l1": { "reserved_gb": 2 } } } }),
-            "users.b: l1: 2147483648 reserved bytes are more than the limit of 1073741824",
+            "users.b: l1: 2GiB reserved is more than the limit of 1GiB",
         ),
         (
             json!({ "a": good, "b@c": good }),
@@ -536,7 +536,7 @@ fn all_quotas_of_a_body_are_set_or_none() {
         ),
         (
             json!({ "a": good, "b": { "limit_gb": 2, "reserved_gb": 2 } }),
-            "l1: 2147483648 reserved bytes of all tenants together are more than the 67108864 bytes it has",
+            "l1: 2GiB reserved for all tenants together is more than the 64MiB it has",
         ),
     ] {
         assert_eq!(put_all(users), (400, json!({ "error": error })));

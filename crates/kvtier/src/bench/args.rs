@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use crate::address::requests;
+use crate::address::{REQUESTS, requests};
 use crate::units::{duration, split_unit};
 
 /// Arguments of `kvtier bench`.
@@ -58,8 +58,8 @@ pub(crate) const NEEDS_PID: &str = "the memory scenario needs the server's proce
 /// Which load, and where.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct LoadArgs {
-    /// Request socket of the server: host:port, tcp://host:port or ipc://path.
-    #[arg(value_name = "URL", required_unless_present = "url", value_parser = requests)]
+    /// Request socket of the server: host:port, tcp://host:port or ipc://path [default: tcp://127.0.0.1:5555].
+    #[arg(value_name = "URL", value_parser = requests)]
     server: Option<String>,
     /// The same.
     #[arg(long, value_parser = requests, conflicts_with = "server")]
@@ -147,8 +147,9 @@ pub(crate) struct LoadArgs {
 
 impl LoadArgs {
     /// Where the server is.
-    pub(crate) fn url(&self) -> Option<&str> {
-        self.server.as_deref().or(self.url.as_deref())
+    pub(crate) fn url(&self) -> &str {
+        let given = self.server.as_deref().or(self.url.as_deref());
+        given.unwrap_or(REQUESTS)
     }
 
     /// The same load for another server.

@@ -32,8 +32,7 @@ pub(crate) struct Context {
 impl Context {
     /// Asks the server for its chunk size: a server that is not there or does not answer ends the run here.
     pub(crate) fn new(args: LoadArgs) -> anyhow::Result<Self> {
-        let url = args.url().context("the server's address is missing")?;
-        let url = url.to_owned();
+        let url = args.url().to_owned();
         expect_listener(&url, args.timeout)?;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let nanos = since.map_or(0, |span| span.as_nanos() as u64);

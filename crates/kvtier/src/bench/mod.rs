@@ -33,8 +33,8 @@ use args::{BenchCommand, LoadArgs, Scenario};
 use context::Context;
 use report::Report;
 
-/// Exit code for arguments that do not go together, as for those that are none.
-const USAGE: u8 = 2;
+use crate::USAGE;
+use crate::out::complain;
 
 /// Runs the command; the exit code says whether all requests succeeded and all bytes were right.
 pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
@@ -48,7 +48,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
 
 fn load(args: LoadArgs) -> anyhow::Result<ExitCode> {
     if let Some(lacks) = args.lacks() {
-        eprintln!("kvtier bench: {lacks}");
+        complain("bench", lacks);
         return Ok(ExitCode::from(USAGE));
     }
     let json = args.json.clone();

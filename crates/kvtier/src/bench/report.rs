@@ -166,6 +166,9 @@ impl Report {
     }
 }
 
+/// Columns of the narrowest terminal that tables are fitted to.
+const LEAST_WIDTH: u16 = 40;
+
 /// An empty table; all columns but the first hold numbers, a last one without a name holds remarks.
 pub(crate) fn new_table(header: &[&str]) -> Table {
     let mut table = Table::new();
@@ -173,6 +176,10 @@ pub(crate) fn new_table(header: &[&str]) -> Table {
         .load_style(presets::UTF8_HORIZONTAL_ONLY)
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_header(header.iter().copied());
+    // A terminal that tells no width, or none of use, would have a letter in a line.
+    if table.width().is_some_and(|width| width < LEAST_WIDTH) {
+        table.set_content_arrangement(ContentArrangement::Disabled);
+    }
     for (column, name) in table.column_iter_mut().zip(header).skip(1) {
         if !name.is_empty() {
             column.set_cell_alignment(CellAlignment::Right);

@@ -46,6 +46,15 @@ fn job(context: &Context, base: u64, number: u64) -> Job {
     }
 }
 
+/// Page faults of this thread that took no I/O: 256 a MiB are pages that it touches for the first time.
+fn page_faults() -> u64 {
+    let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap_or_default();
+    // The name before the bracket may hold anything.
+    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+    let minor = fields.split_whitespace().nth(7);
+    minor.and_then(|minor| minor.parse().ok()).unwrap_or(0)
+}
+
 /// The worker writes and reads the server's pool itself, or sends and gets pickles.
 pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let scope = context.scope("engine-driven");
@@ -61,6 +70,7 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
     let mut chunks = Vec::new();
     let mut done = Vec::new();
     let mut store_wall = Duration::ZERO;
+    let (mut faults, mut stored_bytes) = (0, 0);
     // The worker reads into one buffer, again and again.
     let warm = [size * context.args.chunks_per_request as usize, size];
     let before = copies(warm, size);
@@ -77,16 +87,20 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
             pattern::fill(*seed, chunk);
         }
         let range = job.prompt.whole_chunks(context.chunk_tokens);
+        let faults_before = page_faults();
         let start = Instant::now();
         let stored = worker.store(&job.prompt, range, &job.store_request, |index| {
             &chunks[index as usize]
         })?;
         let latency = start.elapsed();
+        let faults_after = page_faults();
         worker.connection().end_session(&job.store_request)?;
         if stored.chunks.len() != job.seeds.len() {
             stores.failure(|| took(stored.chunks.len(), job.seeds.len()));
         } else if number >= warm_up {
             stores.success(latency, stored.bytes);
+            faults += faults_after - faults_before;
+            stored_bytes += stored.bytes;
             store_wall += start.elapsed();
         }
         done.push(job);
@@ -138,10 +152,13 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
         ("store", stores, store_wall, memcpy[0]),
         ("retrieve", retrieves, retrieve_wall, memcpy[1]),
     ] {
-        report.add(with_copy(
-            recorder.row(format!("engine-driven {name} ({way})"), wall),
-            memcpy,
-        ));
+        let row = recorder.row(format!("engine-driven {name} ({way})"), wall);
+        let mut row = with_copy(row, memcpy);
+        if name == "store" && stored_bytes > 0 {
+            let mib = stored_bytes as f64 / 1_048_576.0;
+            row = row.fact("page faults a MiB", faults as f64 / mib);
+        }
+        report.add(row);
     }
     worker.close()?;
     Ok(())

@@ -16,8 +16,12 @@ use kvtier_server::quota::{Limit, only_set, parse_size};
 use serde_json::{Map, Value, json};
 
 use crate::address::HttpArgs;
+use crate::out;
 use crate::units::duration;
 use crate::web::{AccessArgs, Client, refusal};
+
+/// Exit code of a change that was made and has no effect.
+const NO_EFFECT: u8 = 3;
 
 /// Tenants asked for at once.
 const PAGE: usize = 1000;
@@ -46,12 +50,12 @@ struct Asking {
 
 #[derive(Debug, Subcommand)]
 enum QuotaCommand {
-    /// Set what a tenant may have, in place of what was set before.
+    /// Set a tenant's quota, in place of the one before.
     Set {
         /// The tenant's cache salt; _default for requests without
         #[arg(value_parser = salt)]
         salt: String,
-        /// Most it may have in each tier: unlimited, 0 or a size such as 10GiB
+        /// Most it may have in each tier: unlimited, or a size such as 10GiB; a number alone is GiB
         limit: Limit,
         /// What others cannot evict of it in each tier, such as 1GiB
         #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
@@ -62,10 +66,13 @@ enum QuotaCommand {
         /// Another reserved share in one tier: l1=1GiB; may be given several times
         #[arg(long, value_name = "TIER=SIZE", value_parser = of_tier_reserved)]
         tier_reserved: Vec<(String, u64)>,
+        /// Exit with 0 in place of 3 where no tier of the server limits tenants
+        #[arg(long)]
+        allow_ineffective: bool,
         #[command(flatten)]
         asking: Asking,
     },
-    /// Tell what a tenant has and may have.
+    /// Show what a tenant uses, and its limits.
     Get {
         /// The tenant's cache salt; _default for requests without
         #[arg(value_parser = salt)]
@@ -73,7 +80,7 @@ enum QuotaCommand {
         #[command(flatten)]
         asking: Asking,
     },
-    /// Take away what was set, so that --quota-default of the server holds.
+    /// Remove a tenant's quota, so that --quota-default of the server holds.
     Delete {
         /// The tenant's cache salt; _default for requests without
         #[arg(value_parser = salt)]
@@ -81,11 +88,14 @@ enum QuotaCommand {
         #[command(flatten)]
         asking: Asking,
     },
-    /// Set what many tenants may have, all of them or none. Tenants that are not named keep what they have.
+    /// Set the quotas of many tenants, all of them or none. Tenants that are not named keep theirs.
     Import {
         /// JSON as `kvtier quota list --json` prints it; - is the standard input
         #[arg(value_name = "FILE")]
         file: PathBuf,
+        /// Exit with 0 in place of 3 where no tier of the server limits tenants
+        #[arg(long)]
+        allow_ineffective: bool,
         #[command(flatten)]
         asking: Asking,
     },
@@ -103,6 +113,11 @@ enum QuotaCommand {
 fn salt(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err("give _default for requests without a salt".into());
+    }
+    if text.contains("://") {
+        return Err(
+            "that is an address; the tenant comes first, the server last or as --url".into(),
+        );
     }
     // The tenant whose salt is really _default.
     if text != "@_default" {
@@ -140,7 +155,8 @@ fn limit_gb(limit: Limit) -> Value {
     limit.0.map_or_else(|| json!("unlimited"), gib)
 }
 
-/// Does what is asked for. Exit code 1, with one line on stderr, when the server refuses or is not there.
+/// Does what is asked for. Exit code 1, with one line on stderr, when the server refuses or is not there; 3 for a change
+/// without effect.
 pub fn run(args: &QuotaArgs) -> anyhow::Result<ExitCode> {
     let outcome = match &args.command {
         QuotaCommand::Set {
@@ -149,22 +165,31 @@ pub fn run(args: &QuotaArgs) -> anyhow::Result<ExitCode> {
             reserved,
             tier_limit,
             tier_reserved,
+            allow_ineffective,
             asking,
         } => {
             let body = body(*limit, *reserved, tier_limit, tier_reserved);
-            change(asking, "PUT", salt, Some(body))
+            asking
+                .ask("PUT", &format!("/quota/{salt}"), Some(body))
+                .map(|told| changed(asking, &told, report::change, *allow_ineffective))
         }
         QuotaCommand::Get { salt, asking } => asking
             .ask("GET", &format!("/quota/{salt}"), None)
             .map(|told| asking.print(&told, report::tenant)),
-        QuotaCommand::Delete { salt, asking } => change(asking, "DELETE", salt, None),
-        QuotaCommand::Import { file, asking } => import(asking, file),
+        QuotaCommand::Delete { salt, asking } => asking
+            .ask("DELETE", &format!("/quota/{salt}"), None)
+            .map(|told| changed(asking, &told, report::change, true)),
+        QuotaCommand::Import {
+            file,
+            allow_ineffective,
+            asking,
+        } => import(asking, file, *allow_ineffective),
         QuotaCommand::List { all, asking } => list(asking, *all),
     };
     match outcome {
-        Ok(()) => Ok(ExitCode::SUCCESS),
+        Ok(code) => Ok(code),
         Err(error) => {
-            eprintln!("kvtier quota: {error:#}");
+            out::complain("quota", format!("{error:#}"));
             Ok(ExitCode::FAILURE)
         }
     }
@@ -188,13 +213,7 @@ fn body(
     json!({ "limit_gb": limit_gb(limit), "reserved_gb": gib(reserved), "tiers": tiers })
 }
 
-fn change(asking: &Asking, method: &str, salt: &str, body: Option<Value>) -> anyhow::Result<()> {
-    let told = asking.ask(method, &format!("/quota/{salt}"), body)?;
-    changed(asking, &told, report::change);
-    Ok(())
-}
-
-fn import(asking: &Asking, file: &Path) -> anyhow::Result<()> {
+fn import(asking: &Asking, file: &Path, allow_ineffective: bool) -> anyhow::Result<ExitCode> {
     let text = match file.as_os_str() == "-" {
         true => std::io::read_to_string(std::io::stdin()),
         false => std::fs::read_to_string(file),
@@ -207,23 +226,34 @@ fn import(asking: &Asking, file: &Path) -> anyhow::Result<()> {
         only_set(users);
     }
     let told = asking.ask("PUT", "/quota", Some(body))?;
-    changed(asking, &told, report::import);
-    Ok(())
+    Ok(changed(asking, &told, report::import, allow_ineffective))
 }
 
-fn changed(asking: &Asking, told: &Value, report: fn(&Value) -> String) {
+fn changed(
+    asking: &Asking,
+    told: &Value,
+    report: fn(&Value) -> String,
+    allow_ineffective: bool,
+) -> ExitCode {
     if told["persisted"] == json!(false) {
-        eprintln!("kvtier quota: the server has no --quota-file; a restart forgets this");
-    }
-    if told["enforced"] == json!(false) {
-        eprintln!(
-            "kvtier quota: no tier of the server has the eviction policy IsolatedLRU; this has no effect"
+        out::complain(
+            "quota",
+            "the server has no --quota-file; a restart forgets this",
         );
     }
-    asking.print(told, report);
+    let has_effect = told["enforced"] != json!(false);
+    if !has_effect {
+        let text = "no tier of the server has the eviction policy IsolatedLRU; this has no effect";
+        out::complain("quota", text);
+    }
+    let printed = asking.print(told, report);
+    match has_effect || allow_ineffective {
+        true => printed,
+        false => ExitCode::from(NO_EFFECT),
+    }
 }
 
-fn list(asking: &Asking, all: bool) -> anyhow::Result<()> {
+fn list(asking: &Asking, all: bool) -> anyhow::Result<ExitCode> {
     let (mut users, mut token) = (Map::new(), String::new());
     loop {
         let path = format!("/quota?page_size={PAGE}&all={all}{token}");
@@ -237,8 +267,7 @@ fn list(asking: &Asking, all: bool) -> anyhow::Result<()> {
             None => break,
         }
     }
-    asking.print(&json!({ "users": users }), report::list);
-    Ok(())
+    Ok(asking.print(&json!({ "users": users }), report::list))
 }
 
 impl Asking {
@@ -255,14 +284,18 @@ impl Asking {
             .with_context(|| format!("{} answers with no JSON object", self.server.url()))
     }
 
-    fn print(&self, told: &Value, report: fn(&Value) -> String) {
-        let mut out = crate::out::stdout();
+    fn print(&self, told: &Value, report: fn(&Value) -> String) -> ExitCode {
+        let mut out = out::stdout();
         let printed = match self.json {
-            true => writeln!(out, "{told:#}"),
-            false => writeln!(out, "{}", report(told)),
+            true => writeln!(out, "{}", out::json(told)),
+            false => writeln!(out, "{}", report(&out::shown(told))),
         };
-        if let Err(error) = printed {
-            eprintln!("kvtier quota: stdout: {error}");
+        match printed {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                out::complain("quota", format!("stdout: {error}"));
+                ExitCode::FAILURE
+            }
         }
     }
 }
@@ -301,7 +334,7 @@ mod tests {
             "tiers": { "l1": { "limit_gb": 0.5, "reserved_gb": 0.25 }, "fs-0": { "limit_gb": "unlimited" } },
         });
         assert_eq!(body(Limit(Some(10 * GIB)), 0, &limits, &shares), expected);
-        for text in ["", "l1", "=1GiB", "l1=", "l1=1"] {
+        for text in ["", "l1", "=1GiB", "l1=", "l1=x"] {
             assert!(of_tier::<Limit>(text).is_err(), "{text}");
         }
     }

@@ -46,11 +46,6 @@ fn rate(value: &Value) -> String {
         .map_or("-".into(), |rate| format!("{:.1} %", 100.0 * rate))
 }
 
-/// A salt may hold what a terminal would obey.
-fn name(salt: &str) -> String {
-    salt.escape_debug().to_string()
-}
-
 fn yes(value: &Value) -> &'static str {
     match value.as_bool() {
         Some(true) => "yes",
@@ -60,10 +55,10 @@ fn yes(value: &Value) -> &'static str {
 
 /// What became of a change.
 pub(super) fn change(told: &Value) -> String {
-    let salt = name(told["cache_salt"].as_str().unwrap_or_default());
+    let salt = told["cache_salt"].as_str().unwrap_or_default();
     match told["status"].as_str() {
         Some("ok") => format!("{salt}: at most {}", size(&told["limit_gb"])),
-        Some("removed") => format!("{salt}: no quota any more"),
+        Some("removed") => format!("{salt}: quota removed"),
         Some("not_found") => format!("{salt}: there was no quota"),
         _ => told.to_string(),
     }
@@ -76,7 +71,7 @@ pub(super) fn import(told: &Value) -> String {
 
 /// One tenant, tier by tier.
 pub(super) fn tenant(told: &Value) -> String {
-    let salt = name(told["cache_salt"].as_str().unwrap_or_default());
+    let salt = told["cache_salt"].as_str().unwrap_or_default();
     let quota = match told["exists"].as_bool() {
         Some(true) => format!(
             "at most {} in each tier, or as below",
@@ -131,7 +126,7 @@ pub(super) fn list(told: &Value) -> String {
             Some(false) => "-".into(),
             _ => size(&user["limit_gb"]),
         };
-        let mut row = vec![name(salt), quota];
+        let mut row = vec![salt.clone(), quota];
         row.extend(of_tiers().map(|here| {
             let (used, limit) = (bytes(&here["usage_bytes"]), limit(&here["limit_bytes"]));
             match here["enforced"].as_bool() {
@@ -164,9 +159,9 @@ mod tests {
             "a\n\u{1b}[2J": { "exists": true, "limit_gb": 1.0, "hit_rate": 0.25,
                 "tiers": { "l1": here(1 << 31, json!(1 << 30)), "fs-0": here(0, Value::Null) } },
         } });
-        let text = list(&told);
+        let text = list(&crate::out::shown(&told));
         for part in [
-            "a\\n\\u{1b}[2J",
+            "a\\n\\u001b[2J",
             "2.00 GiB / 1.00 GiB",
             "0 B / unlimited",
             "yes",

@@ -42,11 +42,11 @@ pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     match told {
         Ok(None) => Ok(ExitCode::SUCCESS),
         Ok(Some(reason)) => {
-            eprintln!("kvtier status: {url} is not healthy: {reason}");
+            out::complain("status", format!("{url} is not healthy: {reason}"));
             Ok(ExitCode::FAILURE)
         }
         Err(error) => {
-            eprintln!("kvtier status: {error:#}");
+            out::complain("status", format!("{error:#}"));
             Ok(ExitCode::FAILURE)
         }
     }
@@ -60,12 +60,12 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
         .filter(Value::is_object)
         .with_context(|| format!("{url} answers /status with {code} and no JSON object"))?;
     if code != 200 {
-        anyhow::bail!("{url} tells no status: {}", refusal(code, &body));
+        anyhow::bail!("{url}/status returned {}", refusal(code, &body));
     }
     if json {
-        writeln!(out::stdout(), "{}", serde_json::to_string_pretty(&status)?)?;
+        writeln!(out::stdout(), "{}", out::json(&status))?;
     } else {
-        write!(out::stdout(), "{}", summary(url, &status))?;
+        write!(out::stdout(), "{}", summary(url, &out::shown(&status)))?;
     }
     Ok(status["is_healthy"].as_bool().unwrap_or(false))
 }
@@ -351,7 +351,7 @@ fn workers(status: &Value) -> Vec<String> {
             who(id, worker),
             worker["block_size"],
             if worker["use_mla"] == Value::Bool(true) {
-                ", one plane"
+                ", K and V fused or MLA"
             } else {
                 ""
             }
@@ -398,7 +398,9 @@ mod tests {
             "{text}"
         );
         assert!(
-            text.contains("\n  7: m, world of 2, engine-driven, 16 tokens a block, one plane\n"),
+            text.contains(
+                "\n  7: m, world of 2, engine-driven, 16 tokens a block, K and V fused or MLA\n"
+            ),
             "{text}"
         );
     }

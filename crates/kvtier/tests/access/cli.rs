@@ -103,7 +103,7 @@ fn commands_trust_the_certificate_they_are_told_to() {
     let variables = [("KVTIER_TOKEN", READER)];
     let told = complaint(&kvtier(&server, &["status", url], &variables));
     assert!(
-        told.contains("there is no trust in") && told.contains("--ca-cert"),
+        told.contains("is not trusted") && told.contains("--ca-cert"),
         "{told}"
     );
     let output = kvtier(

@@ -4,6 +4,7 @@
 mod asking;
 mod demo;
 mod quotas;
+mod signals;
 mod starting;
 
 use std::net::TcpListener;
@@ -123,10 +124,67 @@ fn who_stops_reading_ends_no_command_with_a_panic() {
 fn help_names_every_command() {
     let output = kvtier(&["--help"]);
     let text = lines(&output.stdout).join("\n");
-    for command in ["server", "bench", "demo", "status", "ping"] {
+    for command in [
+        "server", "bench", "demo", "status", "quota", "ping", "version",
+    ] {
         assert!(
             output.status.success() && text.contains(&format!("\n  {command} ")),
             "{text}"
         );
     }
+}
+
+#[test]
+fn the_version_names_release_and_target() {
+    let [flag, command] = [["--version"], ["version"]].map(|args| {
+        let output = kvtier(&args);
+        assert!(output.status.success() && output.stderr.is_empty());
+        lines(&output.stdout)
+    });
+    assert_eq!(flag[0], command[0]);
+    let release = format!("kvtier {} (", env!("CARGO_PKG_VERSION"));
+    assert!(
+        flag[0].starts_with(&release) && flag[0].contains("linux"),
+        "{flag:?}"
+    );
+    assert!(command[1].contains("LMCache 0.5.3 to 0.5.6"));
+}
+
+#[test]
+fn complaints_have_one_form_and_bad_usage_exit_code_2() {
+    let closed = format!("127.0.0.1:{}", free_port());
+    let web = format!("http://{closed}");
+    for (args, code) in [
+        (&["server", "--chunk-size", "0"][..], 2),
+        (&["server", "--no-such-flag"], 2),
+        (
+            &[
+                "server",
+                "--host",
+                "nosuchhost.invalid",
+                "--port",
+                "0",
+                "--http-port",
+                "0",
+            ],
+            2,
+        ),
+        (&["status", "tcp://a:1"], 2),
+        (&["status", "--no-such-flag"], 2),
+        (&["ping", "--count"], 2),
+        (&["quota", "set", "alice"], 2),
+        (&["quota", "nonsense"], 2),
+        (&["bench", "--scenario", "nonsense"], 2),
+        (&["demo", "--no-such-flag"], 2),
+        (&["status", &web], 1),
+        (&["ping", &closed], 1),
+        (&["quota", "list", &web], 1),
+        (&["bench", &closed, "--timeout", "1"], 1),
+    ] {
+        let line = complaint(&kvtier(args), code);
+        assert!(line.starts_with(&format!("kvtier {}: ", args[0])), "{line}");
+    }
+    assert!(complaint(&kvtier(&["nonsense"]), 2).starts_with("kvtier: "));
+    let name = complaint(&kvtier(&["status", "\u{1b}[2J\n\u{9b}a:1"]), 2);
+    assert!(!name.contains(char::is_control), "{name}");
 }

@@ -7,8 +7,12 @@ use super::{Server, complaint, kvtier, lines};
 #[test]
 fn a_quota_that_has_no_effect_says_so() {
     let server = Server::start_with(&["--shm-name", ""]);
-    let set = kvtier(&["quota", "set", "alice", "1GiB", "--url", &server.http]);
-    assert!(set.status.success());
+    let args = ["quota", "set", "alice", "1", "--url", &server.http];
+    let set = kvtier(&args);
+    assert_eq!(set.status.code(), Some(3));
+    assert_eq!(lines(&set.stdout), ["alice: at most 1.00 GiB"]);
+    let allowed = kvtier(&[&args[..], &["--allow-ineffective"]].concat());
+    assert!(allowed.status.success());
     assert_eq!(
         lines(&set.stderr)[1..],
         [
@@ -87,7 +91,7 @@ fn quotas_are_set_told_listed_and_taken_away() {
     let file = directory.path().join("listed");
     let (listed, file) = (told(&["list", "--all", "--json"]), file.to_str().unwrap());
     std::fs::write(file, &listed).unwrap();
-    assert_eq!(told(&["delete", "a b"]), "a b: no quota any more\n");
+    assert_eq!(told(&["delete", "a b"]), "a b: quota removed\n");
     assert_eq!(told(&["delete", "a b"]), "a b: there was no quota\n");
     assert_eq!(told(&["import", file]), "2 quotas set\n");
     assert_eq!(told(&["list", "--all", "--json"]), listed);
@@ -106,12 +110,13 @@ fn quotas_are_set_told_listed_and_taken_away() {
     assert!(lost.contains("/no/such/file cannot be read"), "{lost}");
     let told = complaint(&quota(&["set", "c", "1GiB", "--reserved", "2GiB"]), 1);
     assert!(
-        told.contains("refuses: 400, l1: 2147483648 reserved bytes"),
+        told.contains("refuses: 400, l1: 2GiB reserved is more than the limit of 1GiB"),
         "{told}"
     );
     for (args, part) in [
         (["set", "a@b", "1GiB"], "must not contain '@'"),
-        (["set", "a", "10"], "such as 512MiB, 10GiB"),
+        (["set", "a", "10PB"], "such as 512MiB, 10GiB"),
+        (["set", "http://h:1", "a"], "the server last or as --url"),
     ] {
         let output = quota(&args);
         assert_eq!(output.status.code(), Some(2));

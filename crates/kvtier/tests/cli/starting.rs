@@ -69,7 +69,7 @@ fn a_host_that_is_not_found_is_told_so() {
         "",
     ];
     let host = ["--l1-size-gb", "0.05", "--host", "nosuchhost.invalid"];
-    let line = complaint(&kvtier(&[&flags[..], &host].concat()), 1);
+    let line = complaint(&kvtier(&[&flags[..], &host].concat()), 2);
     assert!(
         line.contains("--host: \"nosuchhost.invalid\" is not found"),
         "{line}"
@@ -81,7 +81,8 @@ fn check_config_checks_and_stops() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let path = file.path().to_str().unwrap();
     std::fs::write(path, "chunk-size = 64\nl1-size-gb = 0.5\n").unwrap();
-    let output = kvtier(&["server", "--config", path, "--check-config"]);
+    let ports = ["--port", "0", "--http-port", "0"];
+    let output = kvtier(&[&["server", "--config", path, "--check-config"], &ports[..]].concat());
     let text = lines(&output.stdout).join("\n");
     assert!(
         output.status.success() && text.contains("64 tokens") && text.contains("0.50 GiB"),
@@ -94,17 +95,16 @@ fn check_config_checks_and_stops() {
 
 #[test]
 fn check_config_warns_of_what_the_machine_does_not_have() {
-    let check = |flags: &[&str]| kvtier(&[&["server", "--check-config"], flags].concat());
+    let ports = ["--port", "0", "--http-port", "0"];
+    let check =
+        |flags: &[&str]| kvtier(&[&["server", "--check-config"], &ports[..], flags].concat());
     let small = check(&["--l1-size-gb", "0.01"]);
     assert!(small.status.success());
     assert!(!lines(&small.stdout).join("\n").contains("warning"));
     // With a pool that was asked for by name the server would not start.
     let large = ["--l1-size-gb", "1048576", "--shm-name", "asked"];
     let line = complaint(&check(&large), 1);
-    assert!(
-        line.contains("--shm-name asked: /dev/shm has room for"),
-        "{line}"
-    );
+    assert!(line.contains("--shm-name asked: /dev/shm has "), "{line}");
     let output = check(&["--cuda-driver", "off", "--gpu-executor", "kernel"]);
     let text = lines(&output.stdout).join("\n");
     assert!(output.status.success(), "{text}");
@@ -134,7 +134,7 @@ fn what_memory_and_gpus_do_not_allow_is_refused_by_the_check_as_by_the_start() {
         ),
         (
             &["--l1-size-gb", "1048576"],
-            "L1 of 1125899906842624 bytes (--l1-size-gb): ",
+            "L1 of 1048576.00 GiB (--l1-size-gb): ",
         ),
     ] {
         let start = [&START[..], &["--log-level", "off"], flags].concat();
@@ -187,7 +187,16 @@ fn check_config_looks_at_the_tiers_and_makes_nothing() {
     let (tier, file) = (directory.path().join("a/b"), directory.path().join("file"));
     std::fs::write(&file, "").unwrap();
     let check = |adapter: &str| {
-        let flags = ["server", "--check-config", "--l1-size-gb", "0.05"];
+        let flags = [
+            "server",
+            "--check-config",
+            "--l1-size-gb",
+            "0.05",
+            "--port",
+            "0",
+            "--http-port",
+            "0",
+        ];
         kvtier(&[&flags[..], &["--l2-adapter", adapter]].concat())
     };
     let output = check(&format!(
@@ -204,7 +213,7 @@ fn check_config_looks_at_the_tiers_and_makes_nothing() {
     assert!(!directory.path().join("a").exists());
     for path in [&file, &file.join("below")] {
         let output = check(&format!(r#"{{"type":"fs_native","base_path":{path:?}}}"#));
-        let line = complaint(&output, 1);
+        let line = complaint(&output, 2);
         let told = format!("{} is no directory", file.display());
         assert!(line.contains("base_path") && line.contains(&told), "{line}");
     }
@@ -223,6 +232,10 @@ fn a_quota_file_that_cannot_be_used_is_told_before_the_start() {
             "",
             "--quota-file",
             file,
+            "--port",
+            "0",
+            "--http-port",
+            "0",
         ];
         kvtier(&[&["server", "--check-config"][..], &flags].concat())
     };
@@ -233,9 +246,32 @@ fn a_quota_file_that_cannot_be_used_is_told_before_the_start() {
     assert!(said.iter().any(warning), "{said:?}");
     assert!(!file.exists(), "a check makes nothing");
     std::fs::write(&file, "{}").unwrap();
-    let told = complaint(&check(), 1);
+    let told = complaint(&check(), 2);
     assert!(
         told.contains("--quota-file") && told.contains("remove it"),
         "{told}"
     );
+}
+
+#[test]
+fn check_config_binds_the_ports_of_a_start() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = listener.local_addr().unwrap().port().to_string();
+    // Later ones win.
+    let check = |flags: &[&str]| kvtier(&[&START[..], flags, &["--check-config"]].concat());
+    for flag in ["--port", "--http-port", "--prometheus-port"] {
+        let line = complaint(&check(&[flag, &taken]), 1);
+        assert!(
+            line.contains(flag) && line.contains(&taken) && line.contains("cannot be bound"),
+            "{line}"
+        );
+    }
+    drop(listener);
+    let free = check(&["--port", &taken]);
+    let said = lines(&free.stdout);
+    assert!(
+        free.status.success() && said[0].starts_with("configuration OK: "),
+        "{said:?}"
+    );
+    assert_eq!(said[1], format!("ports bound and released: {taken}, 0"));
 }

@@ -198,3 +198,25 @@ fn a_listing_that_cannot_be_says_why() {
         "{text}"
     );
 }
+
+#[test]
+fn a_page_is_empty_only_at_the_end() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("list/sparse");
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt(1, 400), 1);
+    let all = list(&server, "tier=l1&page_size=5000");
+    assert_eq!(all.len(), 400);
+    // Those that are listed first.
+    let keys: Vec<_> = all[..390].iter().map(|entry| &entry["key"]).collect();
+    let body = json!({ "keys": keys, "tier": "l1" }).to_string();
+    let (status, answer) = json_of(&server, "DELETE", OBJECTS, &body);
+    assert_eq!((status, &answer["deleted"]), (200, &json!(390)));
+    let (_, page) = json_of(
+        &server,
+        "GET",
+        &format!("{OBJECTS}?tier=l1&page_size=2"),
+        "",
+    );
+    assert_eq!(page["entries"].as_array().unwrap().len(), 2);
+}
