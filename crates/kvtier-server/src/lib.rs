@@ -9,6 +9,7 @@
 mod access;
 mod budget;
 pub mod config;
+mod descriptors;
 pub mod engine;
 pub mod front;
 pub mod health;
