@@ -69,8 +69,15 @@ mod tests {
             (1 << 20, MAX_CONNECTIONS),
             (u64::MAX, MAX_CONNECTIONS),
         ] {
-            assert_eq!(Descriptors::share(limit), Ok(Descriptors { limit, connections }));
+            assert_eq!(
+                Descriptors::share(limit),
+                Ok(Descriptors { limit, connections })
+            );
         }
-        assert!(Descriptors::share(63).unwrap_err().contains("open 63 files"));
+        assert!(
+            Descriptors::share(63)
+                .unwrap_err()
+                .contains("open 63 files")
+        );
     }
 }

@@ -107,7 +107,11 @@ mod tests {
     fn ready_of_peers_of_a_router_is_accepted() {
         for kind in PEERS {
             let identity = [0; MAX_IDENTITY_BYTES];
-            let good = ready(&[(b"socket-type", kind), (b"Identity", &identity), (b"X", b"")]);
+            let good = ready(&[
+                (b"socket-type", kind),
+                (b"Identity", &identity),
+                (b"X", b""),
+            ]);
             assert_eq!(check_ready(&good), Ok(()));
             for cut in 1..good.len() {
                 // Between two properties it is a shorter READY.

@@ -246,7 +246,10 @@ mod tests {
             arrived += 1000.min((1 << 20) - arrived);
             match frame.unwrap() {
                 None => assert!(decoder.held_bytes() <= (2 * arrived).min(1 << 20)),
-                Some(frame) => assert_eq!((frame.body.len(), frame.body.capacity()), (1 << 20, 1 << 20)),
+                Some(frame) => assert_eq!(
+                    (frame.body.len(), frame.body.capacity()),
+                    (1 << 20, 1 << 20)
+                ),
             }
         }
         assert!(!decoder.is_amid_frame());
@@ -275,7 +278,10 @@ mod tests {
         assert_eq!(decoder.held_bytes(), 0);
         assert!(decoder.body(1).is_none());
         let frame = decoder.receive(&mut &b"c"[..], keep).unwrap().unwrap();
-        assert_eq!((frame.kind, frame.body.len()), (Kind::Message { more: true }, 0));
+        assert_eq!(
+            (frame.kind, frame.body.len()),
+            (Kind::Message { more: true }, 0)
+        );
     }
 
     #[test]
@@ -283,7 +289,11 @@ mod tests {
         for flags in 0..=255_u8 {
             let mut decoder = Decoder::default();
             let result = decoder.receive(&mut &[flags][..], keep);
-            assert_eq!(result.is_ok(), [0, 1, 2, 3, 4, 6].contains(&flags), "{flags}");
+            assert_eq!(
+                result.is_ok(),
+                [0, 1, 2, 3, 4, 6].contains(&flags),
+                "{flags}"
+            );
         }
     }
 }

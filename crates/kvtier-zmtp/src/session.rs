@@ -94,7 +94,13 @@ impl Session {
         }
         while !input.is_empty() {
             let admit = |header| {
-                admit(header, &self.stage, &self.limits, &self.message, self.message_bytes)
+                admit(
+                    header,
+                    &self.stage,
+                    &self.limits,
+                    &self.message,
+                    self.message_bytes,
+                )
             };
             if let Some(frame) = self.decoder.receive(input, admit)?
                 && let Some(event) = self.frame(frame)?
@@ -281,10 +287,17 @@ mod tests {
             (&b"\x00\x01x"[..], Error::Handshake("a message")),
             (b"\x04\x05\x04PING", Error::Handshake("another command")),
             (b"\x04\x09\x05ERROR\x02no", Error::Refused("no".into())),
-            (b"\x04\x01\x05", Error::Command("its name is longer than the command")),
+            (
+                b"\x04\x01\x05",
+                Error::Command("its name is longer than the command"),
+            ),
             (
                 b"\x06\x00\x00\x00\x00\x00\x00\x02\x01",
-                Error::TooLarge { what: "a command", bytes: 513, limit: 512 },
+                Error::TooLarge {
+                    what: "a command",
+                    bytes: 513,
+                    limit: 512,
+                },
             ),
         ] {
             let mut session = Session::router(LIMITS);
@@ -298,16 +311,27 @@ mod tests {
         let mut session = ready();
         let sent = b"\x01\x01a\x01\x00\x01\x01b\x01\x01c\x00\x01d\x00\x01e";
         let events = receive(&mut session, sent).unwrap();
-        assert_eq!(events, [message(&[b"a", b"", b"b"], 2), message(&[b"e"], 0)]);
+        assert_eq!(
+            events,
+            [message(&[b"a", b"", b"b"], 2), message(&[b"e"], 0)]
+        );
         assert!(!session.is_amid_message());
 
         let large = receive(&mut session, b"\x00\x65");
-        let error = Error::TooLarge { what: "a frame", bytes: 101, limit: 100 };
+        let error = Error::TooLarge {
+            what: "a frame",
+            bytes: 101,
+            limit: 100,
+        };
         assert_eq!(large, Err(error));
 
         let mut session = ready();
         let two = [&b"\x01\x64"[..], &[0; 100], b"\x00\x33"].concat();
-        let error = Error::TooLarge { what: "a message", bytes: 151, limit: 150 };
+        let error = Error::TooLarge {
+            what: "a message",
+            bytes: 151,
+            limit: 150,
+        };
         assert_eq!(receive(&mut session, &two), Err(error));
         assert_eq!(session.held_bytes(), 100);
     }
@@ -315,11 +339,17 @@ mod tests {
     #[test]
     fn ping_is_answered_and_its_ttl_lasts_until_the_next_frame() {
         let mut session = ready();
-        assert_eq!(receive(&mut session, b"\x04\x09\x04PING\x00\x05hi"), Ok(vec![]));
+        assert_eq!(
+            receive(&mut session, b"\x04\x09\x04PING\x00\x05hi"),
+            Ok(vec![])
+        );
         assert_eq!(*session.output(), b"\x04\x07\x04PONGhi");
         assert_eq!(session.ttl(), Some(Duration::from_millis(500)));
         // An unknown command is skipped, also within a message.
-        assert_eq!(receive(&mut session, b"\x01\x01a\x04\x04\x03FOO\x00\x01b"), Ok(vec![message(&[b"a", b"b"], 0)]));
+        assert_eq!(
+            receive(&mut session, b"\x01\x01a\x04\x04\x03FOO\x00\x01b"),
+            Ok(vec![message(&[b"a", b"b"], 0)])
+        );
         assert_eq!(session.ttl(), None);
         session.output().clear();
         assert!(session.ping());

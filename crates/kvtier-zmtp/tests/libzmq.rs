@@ -76,8 +76,15 @@ fn echo(mut stream: TcpStream, count: usize, pieces: &[usize]) {
 }
 
 fn frame() -> impl Strategy<Value = Vec<u8>> {
-    let len = prop_oneof![Just(0), 1..10_usize, 250..260_usize, 8000..9000_usize, Just(60_000)];
-    (len, any::<u8>()).prop_map(|(len, first)| (0..len).map(|at| first.wrapping_add(at as u8)).collect())
+    let len = prop_oneof![
+        Just(0),
+        1..10_usize,
+        250..260_usize,
+        8000..9000_usize,
+        Just(60_000)
+    ];
+    (len, any::<u8>())
+        .prop_map(|(len, first)| (0..len).map(|at| first.wrapping_add(at as u8)).collect())
 }
 
 proptest! {

@@ -58,7 +58,9 @@ pub enum Closed {
     #[error("it has sent no request, and another client needs its place")]
     Displaced,
     /// All connections together hold too much.
-    #[error("incomplete messages and unread replies of all clients need too much memory, and its own wait longest")]
+    #[error(
+        "incomplete messages and unread replies of all clients need too much memory, and its own wait longest"
+    )]
     Memory,
 }
 
@@ -233,7 +235,10 @@ impl Connection {
     /// Since when it holds bytes that do not move on.
     pub fn stuck_since(&self) -> Option<Instant> {
         // The earlier one of those that are.
-        self.partial_since.into_iter().chain(self.unread_since).min()
+        self.partial_since
+            .into_iter()
+            .chain(self.unread_since)
+            .min()
     }
 
     /// Ends it in order: the client reads all that was written, then the end. Bytes that it has sent are discarded, since

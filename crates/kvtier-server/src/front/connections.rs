@@ -123,7 +123,12 @@ impl Connections {
     pub fn wait(&mut self, timeout: Duration, happened: &mut Vec<Happened>) -> std::io::Result<()> {
         let mut ready = std::mem::take(&mut self.ready);
         self.poller.wait(timeout, &mut ready)?;
-        for Ready { token, readable, writable } in ready.drain(..) {
+        for Ready {
+            token,
+            readable,
+            writable,
+        } in ready.drain(..)
+        {
             match token {
                 LISTENER => self.accept(),
                 WAKE => happened.push(Happened::Wake),
@@ -328,7 +333,10 @@ impl Connections {
         self.held_bytes -= std::mem::replace(&mut connection.counted_bytes, bytes);
         self.held_bytes += bytes;
         if self.held_bytes > self.bounds.held_bytes {
-            let stuck = self.open.iter().filter_map(|(id, of)| Some((of.stuck_since()?, *id)));
+            let stuck = self
+                .open
+                .iter()
+                .filter_map(|(id, of)| Some((of.stuck_since()?, *id)));
             if let Some((_, stuck)) = stuck.min() {
                 self.close(stuck, Closed::Memory);
             }

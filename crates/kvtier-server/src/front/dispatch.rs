@@ -156,9 +156,7 @@ fn unresolved(
         rows.last()
     });
     let answer = match known {
-        Some(spec) => {
-            Answer::refusal_with(spec.operation, spec.response, "payload_count", error)
-        }
+        Some(spec) => Answer::refusal_with(spec.operation, spec.response, "payload_count", error),
         None => Answer::error(error.to_string(), "unknown_operation"),
     };
     let (op, payload) = match answer.error {

@@ -65,7 +65,11 @@ fn message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
     let len = u32::from_ne_bytes(*bytes.first_chunk()?) as usize;
     let kind = u16::from_ne_bytes(*bytes.get(4..)?.first_chunk()?);
     let body = bytes.get(HEADER_BYTES..len)?;
-    Some((kind, body, bytes.get(len.next_multiple_of(4)..).unwrap_or_default()))
+    Some((
+        kind,
+        body,
+        bytes.get(len.next_multiple_of(4)..).unwrap_or_default(),
+    ))
 }
 
 /// The address in a message's body, if it is one of the interface `name`.
@@ -81,7 +85,9 @@ fn address_of(name: &str, body: &[u8]) -> Option<Ipv4Addr> {
             LABEL => is_named = value.strip_suffix(&[0]) == Some(name.as_bytes()),
             _ => {}
         }
-        attributes = attributes.get(len.next_multiple_of(4)..).unwrap_or_default();
+        attributes = attributes
+            .get(len.next_multiple_of(4)..)
+            .unwrap_or_default();
     }
     address.filter(|_| is_named)
 }

@@ -71,8 +71,15 @@ impl FrontEnd {
         let bounds = serve::bounds(connections, config.max_message_bytes);
         let request_bytes = limits::request_bytes(config.max_message_bytes);
         let accepted = Arc::clone(&socket);
-        let front = Front::new(accepted, Arc::clone(&server), inbox, pools, bounds, request_bytes)
-            .map_err(|error| format!("no epoll: {error}"))?;
+        let front = Front::new(
+            accepted,
+            Arc::clone(&server),
+            inbox,
+            pools,
+            bounds,
+            request_bytes,
+        )
+        .map_err(|error| format!("no epoll: {error}"))?;
         let stop = Arc::clone(&front.stop);
         let thread = std::thread::Builder::new()
             .name("kvtier-front".into())

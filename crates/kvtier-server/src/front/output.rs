@@ -62,7 +62,13 @@ impl Output {
 
     /// Appends a message.
     pub fn push_reply(&mut self, reply: Reply) {
-        let Reply { uid, op, payload, charge, .. } = reply;
+        let Reply {
+            uid,
+            op,
+            payload,
+            charge,
+            ..
+        } = reply;
         self.small(|buffer| {
             write_frame(buffer, &uid, true);
             write_frame(buffer, &op, payload.is_some());
@@ -110,9 +116,8 @@ impl Output {
     }
 
     fn small(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
-        let fits = |segment: &Segment| {
-            segment.charge.is_none() && segment.bytes.len() < MAX_BUFFER_BYTES
-        };
+        let fits =
+            |segment: &Segment| segment.charge.is_none() && segment.bytes.len() < MAX_BUFFER_BYTES;
         if !self.segments.back().is_some_and(fits) {
             self.segments.push_back(Segment {
                 bytes: std::mem::take(&mut self.spare),

@@ -74,7 +74,12 @@ impl Poller {
     ///
     /// # Errors
     /// The system's.
-    pub fn modify(&self, socket: impl AsFd, token: u64, interest: Interest) -> rustix::io::Result<()> {
+    pub fn modify(
+        &self,
+        socket: impl AsFd,
+        token: u64,
+        interest: Interest,
+    ) -> rustix::io::Result<()> {
         let data = EventData::new_u64(token);
         epoll::modify(&self.epoll, socket, data, interest.flags())
     }

@@ -159,7 +159,11 @@ impl Front {
             self.server.engine.metrics().undeliverable.inc();
             static SAID: Seldom = Seldom::new();
             if let Some(left_out) = SAID.due(Instant::now()) {
-                tracing::debug!(connection, left_out, "a reply could not be delivered: its client has gone");
+                tracing::debug!(
+                    connection,
+                    left_out,
+                    "a reply could not be delivered: its client has gone"
+                );
             }
         }
     }

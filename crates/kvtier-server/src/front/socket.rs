@@ -72,7 +72,9 @@ impl RequestSocket {
             let error = std::io::Error::from(error);
             format!("--host, --port: {address} cannot be bound: {error}")
         })?;
-        let bound = getsockname(&socket).ok().and_then(|bound| SocketAddr::try_from(bound).ok());
+        let bound = getsockname(&socket)
+            .ok()
+            .and_then(|bound| SocketAddr::try_from(bound).ok());
         let endpoint = bound.map_or(address, |bound| format!("tcp://{bound}"));
         Ok(Self {
             socket,
@@ -100,7 +102,9 @@ impl AsFd for RequestSocket {
 
 /// The address of a host as `--host` has it: an IP address, `*`, `localhost`, or an interface.
 fn resolve(host: &str, port: u16) -> Option<SocketAddr> {
-    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let bare = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'));
     let bare = bare.unwrap_or(host);
     if let Ok(ip) = bare.parse::<IpAddr>() {
         return Some(SocketAddr::new(ip, port));

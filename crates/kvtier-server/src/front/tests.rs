@@ -59,8 +59,15 @@ impl ByHand {
         let pools = [pool("transfer"), pool("control")];
         let bounds = serve::bounds(connections, 1 << 30);
         let server = Arc::clone(&server);
-        let front =
-            Front::new(Arc::new(socket), server, inbox, pools, bounds, request_bytes).unwrap();
+        let front = Front::new(
+            Arc::new(socket),
+            server,
+            inbox,
+            pools,
+            bounds,
+            request_bytes,
+        )
+        .unwrap();
         let mut by_hand = Self {
             gate: Some(gate),
             client,
@@ -338,8 +345,14 @@ fn port_full_of_clients_pauses_accepting_until_one_ends() {
     server.send(&[&[1], &[24]]);
     assert_eq!(server.answers().len(), 1);
     let mut bytes = [0];
-    assert_eq!(waiting.read(&mut bytes).unwrap_err().kind(), ErrorKind::WouldBlock);
-    server.client.disconnect(&server.client.get_last_endpoint().unwrap().unwrap()).unwrap();
+    assert_eq!(
+        waiting.read(&mut bytes).unwrap_err().kind(),
+        ErrorKind::WouldBlock
+    );
+    server
+        .client
+        .disconnect(&server.client.get_last_endpoint().unwrap().unwrap())
+        .unwrap();
     assert_eq!(server.read(&mut waiting)[0], 0xff);
     assert!(server.front.connections.is_accepting());
 }
@@ -424,13 +437,17 @@ fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
     let small = [&handshake()[..], &b"\x00\x02xx".repeat(10_000)].concat();
     peer.write_all(&small).unwrap();
-    busy.read(&mut scratch, &mut messages, Instant::now()).unwrap();
+    busy.read(&mut scratch, &mut messages, Instant::now())
+        .unwrap();
     assert!((1..=SCRATCH_BYTES / 4).contains(&messages.len()));
     while messages.len() < 10_000 {
-        busy.read(&mut scratch, &mut messages, Instant::now()).unwrap();
+        busy.read(&mut scratch, &mut messages, Instant::now())
+            .unwrap();
     }
     // A large frame arrives as it was sent, whatever part of it is there at a time.
-    let body: Vec<u8> = (0..1_000_000_u32).map(|index| (index % 251) as u8).collect();
+    let body: Vec<u8> = (0..1_000_000_u32)
+        .map(|index| (index % 251) as u8)
+        .collect();
     let mut sent = vec![2];
     sent.extend_from_slice(&(body.len() as u64).to_be_bytes());
     sent.extend_from_slice(&body);
@@ -443,7 +460,8 @@ fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
             Err(_) => 0,
         };
         steps += 1;
-        busy.read(&mut scratch, &mut messages, Instant::now()).unwrap();
+        busy.read(&mut scratch, &mut messages, Instant::now())
+            .unwrap();
     }
     assert_eq!(messages[10_001].frames, [b"z"]);
     assert!(messages[10_000].frames == [body]);

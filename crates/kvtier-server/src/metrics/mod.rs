@@ -318,7 +318,8 @@ impl Metrics {
     pub(crate) fn has_descriptors(&self, descriptors: Descriptors) {
         let gauge = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
         self.open_files_max.set(gauge(descriptors.limit));
-        self.request_connections_max.set(gauge(descriptors.connections));
+        self.request_connections_max
+            .set(gauge(descriptors.connections));
     }
 
     /// What `/status` says of the request port.

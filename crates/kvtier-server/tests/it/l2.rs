@@ -391,7 +391,12 @@ fn request_that_waits_for_a_tier_is_answered_at_a_stop() {
         r#"{{"type":"fault_inject","load_timeout_ms":86400000,"faults":[{{"kind":"stall","operation":"load"}}],"inner":{}}}"#,
         fs(directory.path())
     );
-    let flags = ["--l2-load-timeout-seconds", "3600", "--l2-drain-timeout-seconds", "0"];
+    let flags = [
+        "--l2-load-timeout-seconds",
+        "3600",
+        "--l2-drain-timeout-seconds",
+        "0",
+    ];
     let server = with_tiers(&[&stalling], &flags);
     let mut worker = server.engine_driven(1, &scope);
     store(&mut worker, &prompt, 1);
@@ -400,7 +405,7 @@ fn request_that_waits_for_a_tier_is_answered_at_a_stop() {
     let mut connection = server.connect();
     let key = scope.scheduler_key(&prompt, 0..prompt.len() as u64, "r");
     connection.lookup(&key).unwrap();
-    let wait = Request::<Vec<u32>>::WaitPrefetchStatus {
+    let wait: Request<'_, Vec<u32>> = Request::WaitPrefetchStatus {
         job: JobRef::Request("r"),
         timeout: Seconds::Whole(500),
     };
@@ -432,7 +437,10 @@ fn port_is_free_no_earlier_than_the_name_of_the_pool() {
     while std::net::TcpListener::bind(&address).is_err() {
         std::thread::yield_now();
     }
-    assert!(!std::fs::exists(&pool).unwrap(), "the pool outlives the port");
+    assert!(
+        !std::fs::exists(&pool).unwrap(),
+        "the pool outlives the port"
+    );
     stopped.join().unwrap();
 }
 
