@@ -9,6 +9,7 @@
 mod access;
 mod budget;
 pub mod config;
+mod descriptors;
 pub mod engine;
 pub mod escape;
 pub mod front;

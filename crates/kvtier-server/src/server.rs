@@ -1,7 +1,8 @@
-//! A whole server: both ports first, then the engine, then those who serve requests, then the work behind.
+//! A whole server: both ports first, then the engine, then what serves requests, then background work.
 //!
 //! The ports come first because they tell servers apart: a second one on the same port ends there, before it asks for the
-//! pool that has the port in its name.
+//! pool that has the port in its name. For the same reason the request port is given back last: a server that can bind it
+//! can also create the pool.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
 use crate::config::ServerConfig;
+use crate::descriptors::Descriptors;
 use crate::engine::Engine;
 use crate::front::{FrontEnd, RequestSocket};
 use crate::health::Health;
@@ -33,6 +35,7 @@ pub struct StartError(String);
 /// A running server. Dropping it stops it.
 pub struct Server {
     engine: Arc<Engine>,
+    /// After the engine: dropping it closes the request port.
     front: FrontEnd,
     health: Arc<Health>,
     http: Option<Runtime>,
@@ -55,6 +58,7 @@ impl Server {
         for warning in config.warnings() {
             tracing::warn!("{warning}");
         }
+        let descriptors = Descriptors::raise().map_err(StartError)?;
         let socket = RequestSocket::bind(&config).map_err(StartError)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {
@@ -66,11 +70,24 @@ impl Server {
         let (stop_http, _) = watch::channel(false);
         let (http, http_address) = start_http(&config, &api, &stop_http)?;
 
-        let engine =
-            Engine::new(Arc::clone(&config), Arc::new(Metrics::new())).map_err(StartError)?;
+        let metrics = Arc::new(Metrics::new());
+        metrics.has_descriptors(descriptors);
+        tracing::info!(
+            limit = descriptors.limit,
+            request_connections = descriptors.connections,
+            "file descriptors shared out: what the request port does not use is for files and HTTP"
+        );
+        let engine = Engine::new(Arc::clone(&config), metrics).map_err(StartError)?;
         let engine = Arc::new(engine);
-        let front = FrontEnd::start(&config, socket, Arc::clone(&engine), Arc::clone(&health))
-            .map_err(StartError)?;
+        let connections = usize::try_from(descriptors.connections).unwrap_or(usize::MAX);
+        let front = FrontEnd::start(
+            &config,
+            socket,
+            Arc::clone(&engine),
+            Arc::clone(&health),
+            connections,
+        )
+        .map_err(StartError)?;
         let stop_background = Arc::new(AtomicBool::new(false));
         let mut background = vec![spawn_housekeeping(&engine, &health, &stop_background)?];
         if config.l1_prefault {
@@ -140,6 +157,7 @@ impl Drop for Server {
             http.shutdown_timeout(HTTP_GRACE);
         }
         self.engine.close();
+        // The front end goes with the fields, and only then the request port.
     }
 }
 

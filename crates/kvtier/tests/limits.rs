@@ -26,3 +26,19 @@ fn a_file_that_may_not_grow_ends_nothing_but_its_write() {
     assert!(lines.any(|line| line.unwrap().contains("stopped")));
     assert!(server.wait().unwrap().success());
 }
+
+#[test]
+fn too_few_descriptors_are_refused_in_one_line() {
+    let program = assert_cmd::cargo::cargo_bin("kvtier");
+    let command = format!(
+        "ulimit -n 32; exec {} server --port 0 --http-port 0 --l1-size-gb 0.01 --shm-name '' --log-level warn",
+        program.display()
+    );
+    let output = Command::new("sh").args(["-c", &command]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(
+        said.trim_end(),
+        "kvtier server: this process may open 32 files (ulimit -n); a server needs at least 64"
+    );
+}

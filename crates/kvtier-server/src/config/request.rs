@@ -19,8 +19,8 @@ impl ServerConfig {
         self.host.strip_prefix(IPC).map(Path::new)
     }
 
-    /// The address to give libzmq; a name is one of an interface for libzmq, except `localhost`, which is IPv4 loopback here as it
-    /// is for every client of this protocol.
+    /// The address of the request socket, for messages. `localhost` is IPv4 loopback, as it is for every client of this
+    /// protocol; any other name is one of an interface.
     pub fn bind_address(&self) -> String {
         let host = match self.host.as_str() {
             ipc if ipc.starts_with(IPC) => return ipc.to_owned(),
@@ -57,7 +57,7 @@ pub(super) fn check_host(host: &str) -> Result<(), ConfigError> {
     let Some(path) = host.strip_prefix(IPC) else {
         return Ok(());
     };
-    // libzmq takes the first two for what has no file, and so no permissions.
+    // Clients take the first two for what has no file, and so no permissions.
     match path.is_empty()
         || path.starts_with(['@', '*'])
         || path.contains('\0')

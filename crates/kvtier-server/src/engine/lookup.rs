@@ -285,10 +285,14 @@ impl Engine {
             (result, _) => return result_answer(result).into(),
         };
         let (lookups, request_id) = (Arc::clone(&self.lookups), Box::<str>::from(request_id));
+        let mut stopped = self.waits_ended.subscribe();
         Handled::Later(Box::new(move |responder| {
             runtime.spawn(async move {
-                // Nothing is ever sent: the other end is dropped when the result is there.
-                let _ = tokio::time::timeout(timeout, pending.changed()).await;
+                tokio::select! {
+                    // Nothing is ever sent: the other end is dropped when the result is there.
+                    _ = tokio::time::timeout(timeout, pending.changed()) => {}
+                    _ = stopped.wait_for(|stopped| *stopped) => {}
+                }
                 drop(pending);
                 responder.answer(result_answer(
                     lookups.take_result(&request_id, caller.connection),

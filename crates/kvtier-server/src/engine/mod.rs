@@ -123,6 +123,8 @@ pub struct Engine {
     apart: Apart,
     /// Everybody was answered and everything stored; what is left is to give memory back.
     settled: AtomicBool,
+    /// Whether requests that wait for a tier are answered with what is known.
+    waits_ended: tokio::sync::watch::Sender<bool>,
     lookups: Arc<Lookups>,
     chunk_sizes: ChunkSizes,
     refusals: Refusals,
@@ -184,6 +186,7 @@ impl Engine {
             devices,
             apart: Apart::default(),
             settled: AtomicBool::new(false),
+            waits_ended: tokio::sync::watch::Sender::new(false),
             lookups: Arc::default(),
             chunk_sizes: ChunkSizes::new(chunk_size),
             refusals: Refusals::default(),
@@ -355,6 +358,11 @@ impl Engine {
     /// What tenants may have.
     pub fn quotas(&self) -> &Arc<Quotas> {
         &self.quotas
+    }
+
+    /// Answers the requests that wait for a tier, now and from now on, with what is known by then.
+    pub(crate) fn end_waits(&self) {
+        self.waits_ended.send_replace(true);
     }
 
     /// Ends the transfers that go on by themselves; whoever waits for one is answered when this returns, unless a GPU

@@ -224,6 +224,7 @@ impl Engine {
                 // Their end is noticed at once, without waiting for them to be silent.
                 "instances_of_known_processes": known_processes,
             },
+            "request_port": self.metrics.request_port(),
             "kv_events": { "enabled": false },
             "registered_gpu_ids": ids(&pages),
             "cache_context_meta": pages,

@@ -1,180 +1,263 @@
-//! What the front end remembers of each connection.
-//!
-//! A ROUTER socket never says that a peer has gone, and a client that reconnects comes back under a new routing id. So
-//! connections are forgotten by idleness, oldest first, and nothing that matters hangs on one: leases belong to
-//! requests and instances.
+//! One connection: its socket, its ZMTP session, and what is on the way to its client.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use kvtier_proto::generation::Candidates;
+use kvtier_zmtp::{Error, Event, Limits, Message, Session};
+use rustix::buffer::spare_capacity;
+use rustix::io::{Errno, read};
+use rustix::net::{Shutdown, shutdown};
 
-use super::lanes::Lane;
-use super::limits::REPLY_SHARE;
-use super::request::Job;
-use crate::budget::{Budget, Charge};
+use super::client::Client;
+use super::limits::MAX_SMALL_OUTPUT;
+use super::outbox::Reply;
+use super::output::Output;
+use super::poll::Interest;
 
-/// Connections kept at most. A vLLM engine has one for its scheduler and one for each worker.
-const MAX_CONNECTIONS: usize = 65_536;
+/// How long a new connection has for the handshake.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Idle time after which a connection is forgotten when its turn comes. Clients ping every few seconds.
-const IDLE: Duration = Duration::from_secs(3600);
+/// After how long a silence a client is asked whether it is there, and after how long it is considered gone.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The part of a connection that jobs and replies carry around.
-pub struct Peer {
-    /// Number of the connection since start; never used twice.
-    pub id: u64,
-    /// Routing id of the socket, the first frame of every message to it.
-    pub routing_id: Box<[u8]>,
-    /// Bytes of its requests that wait.
-    pub requests: Arc<Budget>,
-    /// Bytes of large replies to it that the system has not taken yet.
-    pub replies: Arc<Budget>,
+/// How long a client may take none of the bytes that wait for it.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Bytes of a frame still to come from which on they are read into the frame itself, not through the shared buffer.
+const MIN_IN_PLACE_BYTES: usize = 4 << 10;
+
+/// Bytes read from one connection before others get their turn.
+const TURN_BYTES: usize = 256 << 10;
+
+/// Bytes of the buffer that all connections read small messages through.
+pub const SCRATCH_BYTES: usize = 8 << 10;
+
+/// Why a connection ends.
+#[derive(Debug, thiserror::Error)]
+pub enum Closed {
+    /// The client closed it, or the system did.
+    #[error("the client closed it")]
+    ByClient,
+    /// The system's error.
+    #[error("{0}")]
+    Failed(#[from] Errno),
+    /// The client broke the protocol or a bound.
+    #[error(transparent)]
+    Protocol(#[from] Error),
+    /// No handshake in time.
+    #[error("no handshake within {} s", HANDSHAKE_TIMEOUT.as_secs())]
+    Handshake,
+    /// No sign of life.
+    #[error("the client is silent")]
+    Silent,
+    /// Replies wait and the client does not read.
+    #[error("the client does not read its replies")]
+    Unread,
+    /// Another connection needs its place.
+    #[error("it has sent no request, and another client needs its place")]
+    Displaced,
+    /// All connections together hold too much.
+    #[error(
+        "incomplete messages and unread replies of all clients need too much memory, and its own wait longest"
+    )]
+    Memory,
 }
 
-/// One client socket.
+/// A connection.
 pub struct Connection {
-    /// What jobs and replies know of it.
-    pub peer: Arc<Peer>,
-    /// Generations of the protocol its client can still be of.
-    pub candidates: Candidates,
-    /// Messages whose operation is not certain and whose answer depends on it, until a later one decides.
-    pub undecided: Vec<Undecided>,
-    /// Requests whose order among themselves matters: transfers and registrations.
-    pub transfers: Arc<Lane<Job>>,
-    /// Everything else.
-    pub control: Arc<Lane<Job>>,
-    /// Whether the log has said that this client is too old.
-    pub told_off: bool,
-    last_seen: Instant,
+    socket: OwnedFd,
+    session: Session,
+    output: Output,
+    /// From its first request on.
+    pub client: Option<Client>,
+    /// What its socket is watched for.
+    pub interest: Interest,
+    /// Whether its output is about to be written.
+    pub is_queued: bool,
+    /// Its part of what all connections hold, when that was last counted.
+    pub counted_bytes: usize,
+    opened: Instant,
+    /// When something last arrived.
+    heard: Instant,
+    /// When it was last asked whether it is there.
+    pinged: Instant,
+    /// Since when a message is incomplete.
+    partial_since: Option<Instant>,
+    /// Since when the client has read nothing of what waits.
+    unread_since: Option<Instant>,
 }
 
-/// A message that waits for the generation of its client, routing id first.
-pub struct Undecided {
-    /// Its frames.
-    pub frames: Vec<zmq::Message>,
-    /// Its bytes in the budget of its connection.
-    pub _charge: Charge,
-}
-
-/// All connections, by routing id.
-pub struct Connections {
-    by_routing_id: HashMap<Box<[u8]>, Connection>,
-    requests: Arc<Budget>,
-    replies: Arc<Budget>,
-    next_id: u64,
-    next_sweep: Option<Instant>,
-}
-
-impl Connections {
-    /// None yet. Each gets a share of these budgets: half of the one for requests, [`REPLY_SHARE`] of the one for replies.
-    pub fn new(requests: Arc<Budget>, replies: Arc<Budget>) -> Self {
+impl Connection {
+    /// A connection that has just been accepted; our greeting waits to be written.
+    pub fn new(socket: OwnedFd, limits: Limits, now: Instant) -> Self {
         Self {
-            by_routing_id: HashMap::new(),
-            requests,
-            replies,
-            next_id: 0,
-            next_sweep: None,
+            socket,
+            session: Session::router(limits),
+            output: Output::default(),
+            client: None,
+            interest: Interest::READ,
+            is_queued: false,
+            counted_bytes: 0,
+            opened: now,
+            heard: now,
+            pinged: now,
+            partial_since: None,
+            unread_since: None,
         }
     }
 
-    /// The connection of this routing id; a new one if it is unknown.
-    pub fn get(&mut self, routing_id: &[u8], now: Instant) -> &mut Connection {
-        self.sweep(now);
-        if !self.by_routing_id.contains_key(routing_id) {
-            let peer = Arc::new(Peer {
-                id: self.next_id,
-                routing_id: routing_id.into(),
-                requests: self.requests.share(self.requests.limit() / 2),
-                replies: self.replies.share(REPLY_SHARE),
-            });
-            self.next_id += 1;
-            let connection = Connection {
-                peer,
-                candidates: Candidates::default(),
-                undecided: Vec::new(),
-                transfers: Arc::default(),
-                control: Arc::default(),
-                told_off: false,
-                last_seen: now,
+    /// Reads a turn's worth of what has arrived and appends the messages that are complete.
+    ///
+    /// # Errors
+    /// The connection has to be closed. The messages before its end are appended all the same.
+    pub fn read(
+        &mut self,
+        scratch: &mut [u8],
+        messages: &mut Vec<Message>,
+        now: Instant,
+    ) -> Result<(), Closed> {
+        let before = messages.len();
+        let mut taken = 0;
+        loop {
+            let (result, wanted, at) = match self.session.body(MIN_IN_PLACE_BYTES) {
+                Some(body) => {
+                    let (at, wanted) = (body.len(), body.capacity() - body.len());
+                    (read(&self.socket, spare_capacity(body)), wanted, Some(at))
+                }
+                None if taken == 0 => (read(&self.socket, &mut *scratch), scratch.len(), None),
+                None => break,
             };
-            self.by_routing_id.insert(routing_id.into(), connection);
+            let got = match result {
+                Ok(0) => return Err(Closed::ByClient),
+                Ok(got) => got,
+                Err(Errno::AGAIN) => break,
+                Err(Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            match at {
+                None => self.receive(&scratch[..got], messages)?,
+                Some(at) => {
+                    let (event, rest) = self.session.body_received(at)?;
+                    note(event, messages);
+                    self.receive(&rest, messages)?;
+                }
+            }
+            taken += got;
+            if got < wanted || taken >= TURN_BYTES {
+                break;
+            }
         }
-        let connection = self
-            .by_routing_id
-            .get_mut(routing_id)
-            .expect("inserted above");
-        connection.last_seen = now;
-        connection
+        if taken > 0 {
+            self.heard = now;
+        }
+        self.partial_since = match self.session.is_amid_message() {
+            false => None,
+            true if messages.len() > before => Some(now),
+            true => self.partial_since.or(Some(now)),
+        };
+        Ok(())
     }
 
-    /// Forgets idle connections, at most once a minute, and the longest idle ones when there are too many.
-    fn sweep(&mut self, now: Instant) {
-        let full = self.by_routing_id.len() >= MAX_CONNECTIONS;
-        if !full && self.next_sweep.is_some_and(|next| now < next) {
-            return;
+    fn receive(&mut self, mut bytes: &[u8], messages: &mut Vec<Message>) -> Result<(), Closed> {
+        while !bytes.is_empty() {
+            note(self.session.receive(&mut bytes)?, messages);
         }
-        self.next_sweep = Some(now + Duration::from_secs(60));
-        let mut keep_since = now.checked_sub(IDLE);
-        if full {
-            // Half of them at once, so that a flood of short connections does not sweep for each one.
-            let mut seen: Vec<_> = self
-                .by_routing_id
-                .values()
-                .map(|connection| connection.last_seen)
-                .collect();
-            let middle = seen.len() / 2;
-            keep_since = Some(*seen.select_nth_unstable(middle).1);
-        }
-        let Some(keep_since) = keep_since else { return };
-        self.by_routing_id.retain(|_, connection| {
-            connection.last_seen > keep_since
-                || !connection.transfers.is_idle()
-                || !connection.control.is_idle()
-        });
+        Ok(())
     }
 
-    #[cfg(test)]
-    fn len(&self) -> usize {
-        self.by_routing_id.len()
+    /// Queues a reply.
+    pub fn push(&mut self, reply: Reply) {
+        self.output.push_reply(reply);
+    }
+
+    /// Writes a turn's worth of what waits.
+    ///
+    /// # Errors
+    /// The connection has to be closed.
+    pub fn write(&mut self, now: Instant) -> Result<(), Closed> {
+        if !self.session.output().is_empty() {
+            self.output.push_bytes(self.session.output());
+        }
+        let written = self.output.write_to(&self.socket)?;
+        self.unread_since = match self.output.is_empty() {
+            true => None,
+            false if written > 0 => Some(now),
+            false => self.unread_since.or(Some(now)),
+        };
+        match self.output.small_bytes() > MAX_SMALL_OUTPUT {
+            true => Err(Closed::Unread),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether bytes wait to be written.
+    pub fn has_output(&mut self) -> bool {
+        !self.output.is_empty() || !self.session.output().is_empty()
+    }
+
+    /// Does what time demands.
+    ///
+    /// # Errors
+    /// The connection has to be closed.
+    pub fn tick(&mut self, now: Instant) -> Result<(), Closed> {
+        let silent = now.duration_since(self.heard);
+        if !self.session.is_ready() {
+            return match now.duration_since(self.opened) < HANDSHAKE_TIMEOUT {
+                true => Ok(()),
+                false => Err(Closed::Handshake),
+            };
+        }
+        if self.session.ttl().is_some_and(|ttl| silent >= ttl) {
+            return Err(Closed::Silent);
+        }
+        let unread = self.unread_since.map(|since| now.duration_since(since));
+        if unread.is_some_and(|unread| unread >= WRITE_TIMEOUT) {
+            return Err(Closed::Unread);
+        }
+        let is_asked = silent >= HEARTBEAT_INTERVAL
+            && now.duration_since(self.pinged) >= HEARTBEAT_INTERVAL
+            && self.session.ping();
+        if is_asked {
+            if silent >= HEARTBEAT_TIMEOUT {
+                return Err(Closed::Silent);
+            }
+            self.pinged = now;
+        }
+        Ok(())
+    }
+
+    /// Bytes it holds without being charged for them.
+    pub fn held_bytes(&self) -> usize {
+        self.session.held_bytes() + self.output.small_bytes()
+    }
+
+    /// Since when it holds bytes that do not move on.
+    pub fn stuck_since(&self) -> Option<Instant> {
+        // The earlier one of those that are.
+        self.partial_since
+            .into_iter()
+            .chain(self.unread_since)
+            .min()
+    }
+
+    /// Ends it in order: the client reads all that was written, then the end. Bytes that it has sent are discarded, since
+    /// they would turn the end into a reset.
+    pub fn finish(self, scratch: &mut [u8]) {
+        // A connection that has ended already needs neither.
+        let _ = shutdown(&self.socket, Shutdown::Write);
+        let _ = read(&self.socket, scratch);
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn connections() -> Connections {
-        Connections::new(Budget::new(0), Budget::new(0))
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
+}
 
-    #[test]
-    fn idle_connections_are_forgotten_and_ids_never_reused() {
-        let mut connections = connections();
-        let start = Instant::now();
-        let first = connections.get(b"one", start).peer.id;
-        let second = connections.get(b"two", start + IDLE).peer.id;
-        assert_ne!(first, second);
-        connections.get(b"two", start + IDLE + Duration::from_secs(61));
-        assert_eq!(connections.len(), 1);
-        assert!(
-            connections
-                .get(b"one", start + IDLE + Duration::from_secs(62))
-                .peer
-                .id
-                > second
-        );
-    }
-
-    #[test]
-    fn a_flood_of_connections_is_bounded() {
-        let mut connections = connections();
-        let start = Instant::now();
-        for index in 0..MAX_CONNECTIONS as u64 + 10 {
-            connections.get(&index.to_le_bytes(), start + Duration::from_nanos(index));
-        }
-        assert!(connections.len() <= MAX_CONNECTIONS);
-        assert!(connections.len() >= MAX_CONNECTIONS / 2 - 1);
+fn note(event: Option<Event>, messages: &mut Vec<Message>) {
+    if let Some(Event::Message(message)) = event {
+        messages.push(message);
     }
 }

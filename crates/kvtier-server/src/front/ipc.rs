@@ -1,7 +1,7 @@
 //! A request socket that is a file: its permissions say who may connect.
 //!
-//! libzmq would remove whatever is at the path, and make the socket with whatever mode the umask leaves. Here only a
-//! socket that nobody listens on any more is removed, and nobody can connect before the mode is as it was asked for.
+//! Only a socket on which no process listens any more is removed from the path, and no client can connect before the mode
+//! is the configured one.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -15,8 +15,7 @@ use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
 };
 
-/// Connections that may wait to be taken, as libzmq has it.
-const BACKLOG: i32 = 100;
+use super::socket::BACKLOG;
 
 /// How long a server waits for its turn to look and bind, which takes microseconds; the directory may be anybody's, who
 /// may lock it for ever.

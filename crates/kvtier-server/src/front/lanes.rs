@@ -135,9 +135,19 @@ impl<J: Send + 'static> Pool<J> {
 }
 
 impl<J> Pool<J> {
+    /// Takes no further jobs: the threads end when all that are queued have run and all turns have ended.
+    pub fn close(&mut self) {
+        self.queue = None;
+    }
+
+    /// Whether all threads have ended.
+    pub fn has_ended(&self) -> bool {
+        self.threads.iter().all(JoinHandle::is_finished)
+    }
+
     /// Ends the threads; all jobs that are queued have run then, and all turns have ended.
     pub fn finish(&mut self) {
-        self.queue = None;
+        self.close();
         for thread in self.threads.drain(..) {
             // A panic of a job is caught where it runs, so a thread that ended badly has nothing left to say.
             let _ = thread.join();

@@ -4,22 +4,17 @@
 //! | --- | --- |
 //! | requests that wait for a thread, or for what they ask for | [`request_budget`], a connection half of it; a lane's number of jobs |
 //! | large replies until the system has taken their bytes | [`reply_budget`], a connection [`REPLY_SHARE`]; beyond it by one reply for each thread that makes them |
-//! | small replies until then | [`SEND_HWM`] times about [`SMALL_REPLY`] a connection |
-//! | frames of a message | as many as an operation has; the rest is dropped as it is read |
-//!
-//! What is out of reach is inside libzmq: a frame that is just arriving, up to the message limit for each connection,
-//! and the frames of a message whose last frame has not come, of which libzmq has no bound.
+//! | small replies until then | [`MAX_SMALL_OUTPUT`] per connection, which is closed then |
+//! | frames of a message | as many as an operation has; the rest is discarded as it arrives |
+//! | a message that is arriving | the message limit and a prompt |
+//! | incomplete messages and small replies of all connections | [`request_bytes`]; the connection whose bytes wait longest is closed then |
 
 use std::sync::Arc;
 
-use kvtier_proto::frames::MAX_PAYLOADS;
 use kvtier_proto::operation::Operation;
 
 use super::lanes::LANE_LIMIT;
 use crate::budget::Budget;
-
-/// Frames of a message that are looked at: the routing id, uid and op, the payloads, and one that shows that there are too many.
-pub const MAX_FRAMES: usize = 3 + MAX_PAYLOADS + 1;
 
 /// Most bytes of uid and op together. A client's uid is a number, its op a number or a name.
 pub const MAX_HEAD: usize = 1024;
@@ -30,14 +25,17 @@ pub const PLAIN_REQUEST: u64 = 64 << 20;
 /// Longest frame of any request: the longest value that MessagePack has, with its head.
 const LONGEST_FRAME: u64 = u32::MAX as u64 + 5;
 
-/// What a request that waits holds besides its frames: at worst all of the buffer libzmq received it into, 8 KiB.
-pub const JOB_BYTES: u64 = 8192;
+/// What a request that waits holds besides its payloads: uid and op, and what describes it.
+pub const JOB_BYTES: u64 = 2048;
+
+/// Most bytes of a command of the wire protocol. A READY has about 50, with an identity 300.
+pub const MAX_COMMAND: u64 = 4096;
 
 /// Largest reply that is not counted by its bytes.
 pub const SMALL_REPLY: usize = 1024;
 
-/// Small replies that may wait for a client which does not read: as many as its two lanes hold requests.
-pub const SEND_HWM: i32 = 2 * LANE_LIMIT as i32;
+/// Bytes of small replies that may wait for a client which does not read: as many replies as its two lanes hold requests.
+pub const MAX_SMALL_OUTPUT: usize = 2 * LANE_LIMIT * (MAX_HEAD + SMALL_REPLY);
 
 /// Bytes of replies to one connection after which it gets no more large ones until it reads. A client of LMCache has one
 /// retrieve under way, which is never refused: what came before has left when it asks.
@@ -52,9 +50,9 @@ pub fn max_frame(max_message_bytes: u64) -> u64 {
 }
 
 /// Bytes of requests that may wait. Half of it, which one connection may have, holds the largest message there is, and
-/// leaves as much for the others.
-pub fn request_budget(max_message_bytes: u64) -> Arc<Budget> {
-    Budget::new(2 * (max_frame(max_message_bytes) + PLAIN_REQUEST).max(256 << 20))
+/// leaves as much for the others. As many bytes may be in messages that are still arriving.
+pub fn request_bytes(max_message_bytes: u64) -> u64 {
+    2 * (max_frame(max_message_bytes) + PLAIN_REQUEST).max(256 << 20)
 }
 
 /// Bytes of large replies that may wait.

@@ -2,14 +2,14 @@
 //!
 //! A channel carries them; an eventfd wakes the socket's thread, once for any number of replies that wait.
 
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::connection::Peer;
+use super::client::Peer;
 use crate::budget::Charge;
 
 /// One message to a client.
@@ -88,8 +88,8 @@ impl Outbox {
 
 impl Inbox {
     /// The descriptor that becomes readable when replies wait.
-    pub fn fd(&self) -> RawFd {
-        self.wake.fd.as_raw_fd()
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.wake.fd.as_fd()
     }
 
     /// Takes the replies that wait. Costs next to nothing when there are none.

@@ -9,7 +9,7 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
 use kvtier_proto::response::{Response, ResponseKind};
 
-use super::connection::Peer;
+use super::client::Peer;
 use super::lanes::Turn;
 use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
@@ -27,7 +27,7 @@ pub struct Job {
     /// The request's operation frame.
     pub op: Vec<u8>,
     /// The payload frames; token ids and pickled data stay in them to the end.
-    pub payloads: Vec<zmq::Message>,
+    pub payloads: Vec<Vec<u8>>,
     /// Bytes of the payload frames.
     pub bytes: u64,
     /// Those bytes in the budget of its connection, if it, or its answer, has to wait.
@@ -52,6 +52,8 @@ pub struct Server {
     pub health: Arc<Health>,
     /// Where answers go.
     pub outbox: Outbox,
+    /// Shared by every request whose answer is to come.
+    unanswered: Arc<()>,
 }
 
 impl Job {
@@ -85,6 +87,21 @@ impl Job {
 }
 
 impl Server {
+    /// Not serving anything yet.
+    pub fn new(engine: Arc<Engine>, health: Arc<Health>, outbox: Outbox) -> Self {
+        Self {
+            engine,
+            health,
+            outbox,
+            unanswered: Arc::default(),
+        }
+    }
+
+    /// Whether there are requests whose answer is to come and that no pool holds.
+    pub fn has_unanswered(&self) -> bool {
+        Arc::strong_count(&self.unanswered) > 1
+    }
+
     /// Serves a request and sends its answer through the outbox. Its lane goes on then, or when what the request needs
     /// is done.
     pub fn run(self: &Arc<Self>, job: Job, turn: Turn<Job>) {
@@ -137,7 +154,7 @@ impl Server {
 
     /// Sends the answer to a job when it is there, and ends the turn.
     fn responder(self: &Arc<Self>, job: Job, turn: Option<Turn<Job>>) -> Responder {
-        let server = Arc::clone(self);
+        let (server, unanswered) = (Arc::clone(self), Arc::clone(&self.unanswered));
         Responder::new(move |answer| {
             let answer = answer.unwrap_or_else(|| match std::thread::panicking() {
                 true => server.panicked(&job),
@@ -147,7 +164,7 @@ impl Server {
             for reply in server.replies(job, answer) {
                 server.outbox.send(reply);
             }
-            drop(turn);
+            drop((unanswered, turn));
         })
     }
 
@@ -182,7 +199,7 @@ impl Server {
         if answers_much(spec.operation) && job.peer.replies.is_full() {
             return Answer::refusal(spec.operation, spec.response, "replies_unread").into();
         }
-        let payloads: Vec<&[u8]> = job.payloads.iter().map(|payload| &**payload).collect();
+        let payloads: Vec<&[u8]> = job.payloads.iter().map(Vec::as_slice).collect();
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
             Ok(request) => self.engine.handle(job.caller(), &request),
             Err(error) => {

@@ -4,11 +4,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// How often such a line is written.
-const EVERY: Duration = Duration::from_secs(1);
+/// How often such a line is written, where nothing else is said.
+const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Lets a line of the log through once a second. One for each place in the code, so that no kind hides another.
-pub struct Seldom(Mutex<Said>);
+/// Lets a line of the log through once per interval. One for each place in the code, so that no kind hides another.
+pub struct Seldom {
+    interval: Duration,
+    said: Mutex<Said>,
+}
 
 struct Said {
     next: Option<Instant>,
@@ -16,22 +19,30 @@ struct Said {
 }
 
 impl Seldom {
-    /// Lets the first one through.
+    /// Once a second.
     pub const fn new() -> Self {
-        Self(Mutex::new(Said {
-            next: None,
-            left_out: 0,
-        }))
+        Self::every(INTERVAL)
+    }
+
+    /// Once per `interval`.
+    pub const fn every(interval: Duration) -> Self {
+        Self {
+            interval,
+            said: Mutex::new(Said {
+                next: None,
+                left_out: 0,
+            }),
+        }
     }
 
     /// Whether the line is to be written: how many were left out since the last one.
     pub fn due(&self, now: Instant) -> Option<u64> {
-        let mut said = self.0.lock();
+        let mut said = self.said.lock();
         if said.next.is_some_and(|next| now < next) {
             said.left_out += 1;
             return None;
         }
-        said.next = Some(now + EVERY);
+        said.next = Some(now + self.interval);
         Some(std::mem::take(&mut said.left_out))
     }
 }
@@ -46,9 +57,9 @@ mod tests {
         let start = Instant::now();
         assert_eq!(seldom.due(start), Some(0));
         for _ in 0..3 {
-            assert_eq!(seldom.due(start + EVERY / 2), None);
+            assert_eq!(seldom.due(start + INTERVAL / 2), None);
         }
-        assert_eq!(seldom.due(start + EVERY), Some(3));
-        assert_eq!(seldom.due(start + 3 * EVERY), Some(0));
+        assert_eq!(seldom.due(start + INTERVAL), Some(3));
+        assert_eq!(seldom.due(start + 3 * INTERVAL), Some(0));
     }
 }

@@ -1,32 +1,49 @@
 //! The front end without its thread: each step is taken by hand, and its pools run jobs when they are told to.
 
-use crossbeam_channel::{Sender, bounded};
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
+use crossbeam_channel::{Sender, bounded};
+use kvtier_proto::frames::ClientMessage;
+use kvtier_proto::generation::Generation;
+
+use super::client::Client;
+use super::connection::{Closed, Connection, SCRATCH_BYTES};
+use super::limits::{JOB_BYTES, MAX_HEAD};
+use super::request::{Job, error_frame};
 use super::*;
-use crate::budget::Budget;
 use crate::metrics::Metrics;
 
 struct ByHand {
     /// Lets one job run for each message, and all once it is dropped. First, so that nothing waits for it at the end.
     gate: Option<Sender<()>>,
     client: zmq::Socket,
+    /// Of the client, and not yet asked for.
+    answered: Vec<Vec<Vec<u8>>>,
+    another: Client,
     front: Front,
 }
+
+/// Uid of the request that follows each message, answered at once: the message has been taken by then.
+const BARRIER: &[u8] = b"barrier";
 
 impl ByHand {
     /// With one client, which has said hello, and so many bytes for requests that wait.
     fn new(request_bytes: u64) -> Self {
+        Self::bounded(10, request_bytes)
+    }
+
+    /// Likewise, for at most `connections` clients.
+    fn bounded(connections: usize, request_bytes: u64) -> Self {
         let flags = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.0625"];
         let pickled = ["--no-l1-prefault", "--shm-name", ""];
         let config = ServerConfig::from_flags(&[&flags[..], &pickled[..]].concat()).unwrap();
+        let socket = RequestSocket::bind(&config).unwrap();
         let engine = Engine::new(Arc::new(config), Arc::new(Metrics::new())).unwrap();
         let (outbox, inbox) = outbox::outbox().unwrap();
-        let server = Arc::new(Server {
-            engine: Arc::new(engine),
-            health: Arc::default(),
-            outbox,
-        });
-        let context = zmq::Context::new();
+        let server = Arc::new(Server::new(Arc::new(engine), Arc::default(), outbox));
         let (gate, told) = bounded::<()>(0);
         let pool = |name| {
             let (server, told) = (Arc::clone(&server), told.clone());
@@ -37,20 +54,25 @@ impl ByHand {
             })
             .unwrap()
         };
-        let front = Front {
-            socket: bind(&context, "inproc://front", None, 1 << 30).unwrap(),
+        let client = zmq::Context::new().socket(zmq::DEALER).unwrap();
+        client.connect(socket.endpoint()).unwrap();
+        let pools = [pool("transfer"), pool("control")];
+        let bounds = serve::bounds(connections, 1 << 30);
+        let server = Arc::clone(&server);
+        let front = Front::new(
+            Arc::new(socket),
+            server,
             inbox,
-            transfers: pool("transfer"),
-            control: pool("control"),
-            connections: Connections::new(Budget::new(request_bytes), limits::reply_budget()),
-            server: Arc::clone(&server),
-            stop: Arc::default(),
-        };
-        let client = context.socket(zmq::DEALER).unwrap();
-        client.connect("inproc://front").unwrap();
+            pools,
+            bounds,
+            request_bytes,
+        )
+        .unwrap();
         let mut by_hand = Self {
             gate: Some(gate),
             client,
+            answered: Vec::new(),
+            another: front.budgets.client(u64::MAX),
             front,
         };
         by_hand.send(&[&[0], &[21]]);
@@ -58,31 +80,57 @@ impl ByHand {
         by_hand
     }
 
-    /// Sends a message and has it taken.
+    /// Sends a message and waits until it has been taken.
     fn send(&mut self, frames: &[&[u8]]) {
         self.client.send_multipart(frames, 0).unwrap();
-        assert!(self.front.take_requests());
+        self.client.send_multipart([BARRIER, &[24]], 0).unwrap();
+        self.turn_until(|answered| answered.iter().any(|answer| answer[0] == BARRIER));
+        self.answered.retain(|answer| answer[0] != BARRIER);
+    }
+
+    fn turn_until(&mut self, done: impl Fn(&[Vec<Vec<u8>>]) -> bool) {
+        while !done(&self.answered) {
+            self.front.turn(Duration::from_millis(1)).unwrap();
+            while let Ok(answer) = self.client.recv_multipart(zmq::DONTWAIT) {
+                self.answered.push(answer);
+            }
+        }
+    }
+
+    /// A connection that says nothing.
+    fn connect(&self) -> TcpStream {
+        let endpoint = self.client.get_last_endpoint().unwrap().unwrap();
+        let stream = TcpStream::connect(endpoint.strip_prefix("tcp://").unwrap()).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        stream
+    }
+
+    /// Turns until `stream` has something to read, or has ended, and returns what it has.
+    fn read(&mut self, stream: &mut TcpStream) -> Vec<u8> {
+        let mut bytes = vec![0; 4096];
+        loop {
+            self.front.turn(Duration::from_millis(1)).unwrap();
+            match stream.read(&mut bytes) {
+                Ok(len) => return bytes[..len].to_vec(),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock),
+            }
+        }
     }
 
     /// A request as it is when it has been taken and was not queued.
     fn job(&mut self, frames: &[&[u8]]) -> Job {
-        let now = Instant::now();
-        let connection = self.front.connections.get(b"another", now);
         let Ok(ClientMessage::Request(message)) = ClientMessage::parse(frames.iter().copied())
         else {
             panic!("no request");
         };
-        let resolved = connection
+        let resolved = self
+            .another
             .candidates
             .resolve(&message, &[Generation::G6])
             .unwrap();
-        let payloads: Vec<_> = frames[2..]
-            .iter()
-            .copied()
-            .map(zmq::Message::from)
-            .collect();
+        let payloads: Vec<_> = frames[2..].iter().map(|payload| payload.to_vec()).collect();
         Job {
-            peer: Arc::clone(&connection.peer),
+            peer: Arc::clone(&self.another.peer),
             uid: frames[0].to_vec(),
             op: frames[1].to_vec(),
             bytes: payloads.iter().map(|payload| payload.len() as u64).sum(),
@@ -90,25 +138,20 @@ impl ByHand {
             charge: None,
             resolved,
             takes_text: false,
-            received: now,
+            received: Instant::now(),
         }
     }
 
-    /// What has been answered by now.
-    fn answers(&self) -> Vec<Vec<Vec<u8>>> {
-        std::iter::from_fn(|| self.client.recv_multipart(zmq::DONTWAIT).ok()).collect()
+    /// What has been answered since the last look.
+    fn answers(&mut self) -> Vec<Vec<Vec<u8>>> {
+        std::mem::take(&mut self.answered)
     }
 
     /// Lets the jobs that wait run, and gives their answers.
     fn run(&mut self, jobs: usize) -> Vec<Vec<Vec<u8>>> {
         self.gate = None;
-        let mut answers = Vec::new();
-        while answers.len() < jobs {
-            self.front.send_replies();
-            answers.extend(self.answers());
-            std::thread::yield_now();
-        }
-        answers
+        self.turn_until(|answered| answered.len() >= jobs);
+        self.answers()
     }
 
     /// How often an operation was refused for this reason.
@@ -198,19 +241,10 @@ fn only_a_commit_may_be_large() {
 }
 
 #[test]
-fn of_a_message_with_too_many_frames_only_the_first_are_kept() {
+fn message_with_too_many_frames_is_malformed_and_the_next_is_served() {
     let mut server = ByHand::new(1 << 20);
-    let frames = [&[7_u8][..]; 1000];
-    server.client.send_multipart(frames, 0).unwrap();
-    server
-        .client
-        .send_multipart([&[8_u8][..], &[22]], 0)
-        .unwrap();
-    assert_eq!(receive(&server.front.socket).unwrap().len(), MAX_FRAMES);
-    // The next message begins where it does.
-    let next = receive(&server.front.socket).unwrap();
-    assert_eq!((&*next[1], &*next[2], next.len()), (&[8][..], &[22][..], 3));
-    server.send(&frames);
+    server.send(&[&[7_u8][..]; 1000]);
+    assert_eq!(server.answers(), Vec::<Vec<Vec<u8>>>::new());
     assert_eq!(server.metrics().malformed_messages.get(), 1);
 }
 
@@ -283,4 +317,152 @@ fn the_limit_of_a_frame_is_told() {
     let mut lines = reference.lines();
     let flag = lines.find(|line| line.contains("`--max-message-gb`"));
     assert!(flag.unwrap().contains("no frame above 4 GiB"));
+}
+
+#[test]
+fn full_port_closes_the_oldest_connection_without_a_request() {
+    let mut server = ByHand::bounded(3, 1 << 20);
+    let mut silent: Vec<_> = (0..2).map(|_| server.connect()).collect();
+    for stream in &mut silent {
+        assert_eq!(server.read(stream)[0], 0xff);
+    }
+    let mut third = server.connect();
+    assert_eq!(server.read(&mut third)[0], 0xff);
+    assert_eq!(server.read(&mut silent[0]), b"", "the oldest one has ended");
+    assert_eq!(server.metrics().request_connections.get(), 3);
+    // The client has sent a request before any of them, and stays.
+    server.send(&[&[1], &[24]]);
+    assert_eq!(server.answers().len(), 1);
+}
+
+#[test]
+fn port_full_of_clients_pauses_accepting_until_one_ends() {
+    let mut server = ByHand::bounded(1, 1 << 20);
+    let mut waiting = server.connect();
+    while server.front.connections.is_accepting() {
+        server.front.turn(Duration::from_millis(1)).unwrap();
+    }
+    server.send(&[&[1], &[24]]);
+    assert_eq!(server.answers().len(), 1);
+    let mut bytes = [0];
+    assert_eq!(
+        waiting.read(&mut bytes).unwrap_err().kind(),
+        ErrorKind::WouldBlock
+    );
+    server
+        .client
+        .disconnect(&server.client.get_last_endpoint().unwrap().unwrap())
+        .unwrap();
+    assert_eq!(server.read(&mut waiting)[0], 0xff);
+    assert!(server.front.connections.is_accepting());
+}
+
+/// Greeting and READY of a DEALER.
+fn handshake() -> Vec<u8> {
+    let mut bytes = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL".to_vec();
+    bytes.resize(64, 0);
+    bytes.extend_from_slice(b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER");
+    bytes
+}
+
+fn connection(now: Instant) -> (Connection, UnixStream) {
+    let (socket, peer) = UnixStream::pair().unwrap();
+    for stream in [&socket, &peer] {
+        stream.set_nonblocking(true).unwrap();
+    }
+    let limits = serve::bounds(1, 1 << 30).session;
+    (Connection::new(socket.into(), limits, now), peer)
+}
+
+#[test]
+fn connection_ends_without_a_handshake_and_without_a_sign_of_life() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (mut mute, _peer) = connection(start);
+    mute.tick(after(9)).unwrap();
+    assert!(matches!(mute.tick(after(10)), Err(Closed::Handshake)));
+
+    let (mut silent, mut peer) = connection(start);
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    peer.write_all(&handshake()).unwrap();
+    silent.read(&mut scratch, &mut messages, after(5)).unwrap();
+    silent.write(after(5)).unwrap();
+    for (seconds, is_asked) in [(14, false), (15, true), (24, false), (25, true), (64, true)] {
+        silent.tick(after(seconds)).unwrap();
+        assert_eq!(silent.has_output(), is_asked, "after {seconds} s");
+        silent.write(after(seconds)).unwrap();
+    }
+    assert!(matches!(silent.tick(after(74)), Err(Closed::Silent)));
+
+    // A PING may say that silence is to be taken for the end earlier.
+    peer.write_all(b"\x04\x07\x04PING\x00\x0a").unwrap();
+    silent.read(&mut scratch, &mut messages, after(80)).unwrap();
+    silent.tick(after(80)).unwrap();
+    assert!(matches!(silent.tick(after(81)), Err(Closed::Silent)));
+}
+
+#[test]
+fn client_that_takes_nothing_for_a_minute_is_closed() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (mut deaf, mut peer) = connection(start);
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    peer.write_all(&handshake()).unwrap();
+    deaf.read(&mut scratch, &mut messages, start).unwrap();
+    let reply = || outbox::Reply {
+        peer: client::Budgets::new(0).client(0).peer,
+        uid: vec![1],
+        op: vec![1],
+        payload: Some(vec![0; 1000]),
+        charge: None,
+    };
+    while deaf.held_bytes() < 1 << 20 {
+        deaf.push(reply());
+        deaf.write(start).unwrap();
+    }
+    // It goes on sending.
+    peer.write_all(b"\x00\x01x").unwrap();
+    deaf.read(&mut scratch, &mut messages, after(59)).unwrap();
+    deaf.tick(after(59)).unwrap();
+    assert!(matches!(deaf.tick(after(60)), Err(Closed::Unread)));
+    while deaf.write(start).is_ok() {
+        deaf.push(reply());
+    }
+    assert!(deaf.held_bytes() < 20 << 20, "what is not read is bounded");
+}
+
+#[test]
+fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
+    let (mut busy, mut peer) = connection(Instant::now());
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    let small = [&handshake()[..], &b"\x00\x02xx".repeat(10_000)].concat();
+    peer.write_all(&small).unwrap();
+    busy.read(&mut scratch, &mut messages, Instant::now())
+        .unwrap();
+    assert!((1..=SCRATCH_BYTES / 4).contains(&messages.len()));
+    while messages.len() < 10_000 {
+        busy.read(&mut scratch, &mut messages, Instant::now())
+            .unwrap();
+    }
+    // A large frame arrives as it was sent, whatever part of it is there at a time.
+    let body: Vec<u8> = (0..1_000_000_u32)
+        .map(|index| (index % 251) as u8)
+        .collect();
+    let mut sent = vec![2];
+    sent.extend_from_slice(&(body.len() as u64).to_be_bytes());
+    sent.extend_from_slice(&body);
+    sent.extend_from_slice(b"\x00\x01z");
+    let (mut at, mut steps) = (0, 0);
+    while messages.len() < 10_002 {
+        let end = (at + 30_000 + 7 * steps).min(sent.len());
+        at += match peer.write(&sent[at..end]) {
+            Ok(written) => written,
+            Err(_) => 0,
+        };
+        steps += 1;
+        busy.read(&mut scratch, &mut messages, Instant::now())
+            .unwrap();
+    }
+    assert_eq!(messages[10_001].frames, [b"z"]);
+    assert!(messages[10_000].frames == [body]);
 }

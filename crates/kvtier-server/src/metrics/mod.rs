@@ -32,6 +32,8 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry};
 pub use tenants::{TenantMetrics, TenantSource};
 
+use crate::descriptors::Descriptors;
+
 /// Tenants with a label value of their own.
 pub const MAX_SALTS: usize = 1000;
 
@@ -100,6 +102,11 @@ pub struct Metrics {
     pub eviction_ticks: Counter,
     /// Background eviction passes that evicted.
     pub eviction_triggered: Counter,
+
+    /// Connections to the request port.
+    pub request_connections: Gauge,
+    request_connections_max: Gauge,
+    open_files_max: Gauge,
 
     l1_usage_bytes: Family<L1GaugeLabels, Gauge>,
     l1_usage_ratio: Family<L1GaugeLabels, Gauge<f64, AtomicU64>>,
@@ -283,6 +290,12 @@ impl Metrics {
                 "unproven_lookups",
                 "Lookups of clients whose chunk size is not proven",
             ),
+            request_connections: own.add("request_connections", "Connections to the request port"),
+            request_connections_max: own.add(
+                "request_connections_max",
+                "Connections to the request port that are accepted at most",
+            ),
+            open_files_max: own.add("open_files_max", "File descriptors the process may have"),
             eviction_ticks: lmcache.add("l1_eviction_loop_ticks", "Background eviction passes"),
             eviction_triggered: lmcache.add(
                 "l1_eviction_loop_triggered",
@@ -324,6 +337,23 @@ impl Metrics {
                 .add("prompt_chunks_hashed", "Prompt chunks decoded and hashed"),
             registries: [lmcache.0, own.0],
         }
+    }
+
+    /// How many file descriptors there are.
+    pub(crate) fn has_descriptors(&self, descriptors: Descriptors) {
+        let gauge = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+        self.open_files_max.set(gauge(descriptors.limit));
+        self.request_connections_max
+            .set(gauge(descriptors.connections));
+    }
+
+    /// What `/status` says of the request port.
+    pub(crate) fn request_port(&self) -> serde_json::Value {
+        serde_json::json!({
+            "connections": self.request_connections.get(),
+            "connections_max": self.request_connections_max.get(),
+            "open_files_max": self.open_files_max.get(),
+        })
     }
 
     /// A lookup that asked for keys.

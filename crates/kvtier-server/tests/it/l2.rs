@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use kvtier_client::proto::request::{JobRef, Request, Seconds};
 use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Prompt, Scope};
 
 use crate::http::request;
@@ -379,6 +380,68 @@ fn a_load_that_does_not_end_costs_its_deadline_and_leaves_what_l1_has() {
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 4);
     assert_reads(&mut worker, &prompt, 1, "r");
     assert!(server.readings().l2_queued_bytes > 0);
+}
+
+#[test]
+fn request_that_waits_for_a_tier_is_answered_at_a_stop() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/stop");
+    let prompt = prompt(1, 4);
+    let stalling = format!(
+        r#"{{"type":"fault_inject","load_timeout_ms":86400000,"faults":[{{"kind":"stall","operation":"load"}}],"inner":{}}}"#,
+        fs(directory.path())
+    );
+    let flags = [
+        "--l2-load-timeout-seconds",
+        "3600",
+        "--l2-drain-timeout-seconds",
+        "0",
+    ];
+    let server = with_tiers(&[&stalling], &flags);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt, 1);
+    settle(&server);
+    server.engine().clear(true);
+    let mut connection = server.connect();
+    let key = scope.scheduler_key(&prompt, 0..prompt.len() as u64, "r");
+    connection.lookup(&key).unwrap();
+    let wait: Request<'_, Vec<u32>> = Request::WaitPrefetchStatus {
+        job: JobRef::Request("r"),
+        timeout: Seconds::Whole(500),
+    };
+    let tickets: Vec<_> = (0..3).map(|_| connection.send(&wait).unwrap()).collect();
+    // Answered after the server has read them.
+    assert!(connection.ping(None).unwrap());
+    assert_eq!(connection.query_prefetch_status("r").unwrap(), None);
+    drop(server);
+    for ticket in tickets {
+        let reply = connection.receive(ticket).unwrap();
+        assert_eq!(reply.payload(), None, "the result is not there yet");
+    }
+}
+
+#[test]
+fn port_is_free_no_earlier_than_the_name_of_the_pool() {
+    let scope = Scope::new("l2/successor");
+    // As STALLED, but the stop waits for it a while.
+    let slow = STALLED.replace("1e-9", "1e-8");
+    let server = with_tiers(&[&slow], &["--l2-drain-timeout-seconds", "1"]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt(1, 4), 1);
+    let address = server.endpoint().strip_prefix("tcp://").unwrap().to_owned();
+    let pool = server.engine().config().shm_name.clone().unwrap();
+    let pool = format!("/dev/shm/lmcache_l1_pool_{pool}");
+    assert!(std::fs::exists(&pool).unwrap());
+    let stopped = std::thread::spawn(move || drop(server));
+    // A successor, trying again and again.
+    while std::net::TcpListener::bind(&address).is_err() {
+        std::thread::yield_now();
+    }
+    assert!(
+        !std::fs::exists(&pool).unwrap(),
+        "the pool outlives the port"
+    );
+    stopped.join().unwrap();
 }
 
 #[test]

@@ -1,0 +1,204 @@
+//! What becomes of a message: it is served at once, queued in a lane, or refused.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
+use kvtier_proto::generation::{Generation, Resolved, Unresolved};
+use kvtier_proto::operation::Lane as LaneKind;
+use kvtier_proto::response::ResponseKind;
+use kvtier_proto::wire::DecodeError;
+
+use super::client::{Client, Undecided};
+use super::limits::{self, JOB_BYTES, MAX_HEAD};
+use super::outbox::Reply;
+use super::request::{Job, Server, error_frame};
+use super::seldom::Seldom;
+use super::serve::Front;
+use crate::engine::Answer;
+
+/// Messages of a connection that may wait for its client's generation. A worker that reconnected waits for the answer to
+/// one, and the next ping decides.
+const MAX_UNDECIDED: usize = 16;
+
+impl Front {
+    /// Serves a message of connection `id`, or queues it.
+    pub(super) fn take(&mut self, id: u64, frames: Vec<Vec<u8>>) {
+        let received = Instant::now();
+        let head: usize = frames.iter().take(2).map(Vec::len).sum();
+        let parsed = match head {
+            0..=MAX_HEAD => ClientMessage::parse(frames.iter().map(Vec::as_slice)),
+            _ => Err(DecodeError::new(format!(
+                "uid and op have at most {MAX_HEAD} bytes"
+            ))),
+        };
+        let message = match parsed {
+            Ok(ClientMessage::Request(request)) => request,
+            // No stream stays open here: the only one ends with its first batch.
+            Ok(ClientMessage::Stream { .. }) => return,
+            Err(error) => {
+                self.server.engine.metrics().malformed_messages.inc();
+                static SAID: Seldom = Seldom::new();
+                if let Some(left_out) = SAID.due(received) {
+                    tracing::debug!(%error, left_out, "a message that is no request was dropped");
+                }
+                return;
+            }
+        };
+        static TOLD_OFF: Seldom = Seldom::new();
+        let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
+            // It sent a message and ended.
+            return;
+        };
+        let resolved = match client.candidates.resolve(&message, &[Generation::G6]) {
+            Ok(resolved) => resolved,
+            Err(error) => {
+                let reply = unresolved(&self.server, client, &message, &error, received);
+                if let Some(reply) = reply {
+                    self.send(reply);
+                }
+                return;
+            }
+        };
+        let decided = resolved.certain && !client.undecided.is_empty();
+        let earlier = decided.then(|| std::mem::take(&mut client.undecided));
+        if needs_decision(&resolved) && client.undecided.len() < MAX_UNDECIDED {
+            let bytes: u64 = frames.iter().map(|frame| frame.len() as u64).sum();
+            if let Some(_charge) = client.peer.requests.take(bytes + JOB_BYTES) {
+                client.undecided.push(Undecided { frames, _charge });
+                return;
+            }
+        }
+        if resolved.generation != Generation::G6
+            && resolved.certain
+            && !std::mem::replace(&mut client.told_off, true)
+            && let Some(left_out) = TOLD_OFF.due(received)
+        {
+            tracing::warn!(
+                left_out,
+                releases = resolved.generation.releases(),
+                "a client of LMCache {} connected; this server serves {}: it runs without a cache",
+                resolved.generation.releases(),
+                Generation::G6.releases(),
+            );
+        }
+        let mut frames = frames.into_iter();
+        let (Some(uid), Some(op)) = (frames.next(), frames.next()) else {
+            return;
+        };
+        let payloads: Vec<_> = frames.collect();
+        let bytes = payloads.iter().map(|payload| payload.len() as u64).sum();
+        let mut job = Job {
+            peer: Arc::clone(&client.peer),
+            uid,
+            op,
+            payloads,
+            bytes,
+            charge: None,
+            resolved,
+            takes_text: resolved.release.takes_text_op(),
+            received,
+        };
+        for waiting in earlier.into_iter().flatten() {
+            self.take(id, waiting.frames);
+        }
+        let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
+            return;
+        };
+        let operation = resolved.spec.operation;
+        if bytes > limits::max_payload(operation) {
+            return self.refuse(job, "request_too_large");
+        }
+        let (pool, lane) = match operation.lane() {
+            LaneKind::Inline => return self.serve_now(job),
+            LaneKind::Transfer => (&self.transfers, &client.transfers),
+            LaneKind::Control => (&self.control, &client.control),
+        };
+        // Only this thread puts jobs into lanes, so an idle one stays idle and no order is broken.
+        if job.is_quick() && lane.is_idle() {
+            return self.serve_now(job);
+        }
+        job.charge = job.peer.requests.take(bytes + JOB_BYTES);
+        if job.charge.is_none() {
+            return self.refuse(job, "queue_full");
+        }
+        if let Err(job) = pool.push(lane, job) {
+            self.refuse(job, "lane_full");
+        }
+    }
+
+    fn serve_now(&mut self, job: Job) {
+        for reply in self.server.answer(job, &mut None) {
+            self.send(reply);
+        }
+    }
+
+    /// Answers with the operation's "no" a request that would take too much memory.
+    fn refuse(&mut self, job: Job, reason: &'static str) {
+        static SAID: Seldom = Seldom::new();
+        if let Some(left_out) = SAID.due(job.received) {
+            tracing::warn!(
+                operation = job.resolved.spec.operation.name(),
+                bytes = job.bytes,
+                reason,
+                left_out,
+                "a client's request was refused"
+            );
+        }
+        for reply in self.server.refuse(job, reason) {
+            self.send(reply);
+        }
+    }
+}
+
+/// Whether any answer now may be of a type that the client does not expect, or one that its worker does not survive. A
+/// query that is answered with nothing is repeated.
+fn needs_decision(resolved: &Resolved) -> bool {
+    let harmless = matches!(
+        resolved.spec.response,
+        ResponseKind::Nothing | ResponseKind::OptionalInt
+    );
+    !resolved.certain && !harmless
+}
+
+/// A request that no table knows is answered too, so that nobody waits for ever: a client that takes a text learns
+/// why, others get the operation's "no", or their own frames back. Nothing answers a frame that names no operation.
+fn unresolved(
+    server: &Server,
+    client: &Client,
+    message: &RequestFrames<'_>,
+    error: &Unresolved,
+    received: Instant,
+) -> Option<Reply> {
+    server.engine.metrics().malformed_messages.inc();
+    static SAID: Seldom = Seldom::new();
+    if let Some(left_out) = SAID.due(received) {
+        tracing::debug!(%error, left_out, "a request that no table knows");
+    }
+    let candidates = client.candidates;
+    let id = OperationId::decode(message.op).ok();
+    // Who calls by name is of a release that takes a text, unless its connection has proved otherwise.
+    let takes_text = candidates.release().takes_text_op()
+        || matches!(id, Some(OperationId::Name(_))) && candidates.contains(Generation::G6);
+    // A known operation with the wrong payloads still has its own "no", in the newest form its client may know.
+    let known = id.and_then(|id| {
+        let rows = candidates.iter().filter_map(|own| own.rows(id).next());
+        rows.last()
+    });
+    let answer = match known {
+        Some(spec) => Answer::refusal_with(spec.operation, spec.response, "payload_count", error),
+        None => Answer::error(error.to_string(), "unknown_operation"),
+    };
+    let (op, payload) = match answer.error {
+        Some(text) if takes_text => (error_frame(&text), None),
+        _ if id.is_none() => return None,
+        _ => (message.op.to_vec(), answer.payload),
+    };
+    Some(Reply {
+        peer: Arc::clone(&client.peer),
+        uid: message.uid.to_vec(),
+        op,
+        payload,
+        charge: None,
+    })
+}

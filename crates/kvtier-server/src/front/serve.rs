@@ -1,0 +1,215 @@
+//! The front end's loop: sockets, replies, and the end.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use kvtier_proto::frames::MAX_PAYLOADS;
+use kvtier_zmtp::{Limits, Message};
+
+use super::client::Budgets;
+use super::connections::{Bounds, Connections, Happened};
+use super::lanes::Pool;
+use super::limits;
+use super::outbox::{Inbox, Reply};
+use super::request::{Job, Server};
+use super::seldom::Seldom;
+use super::socket::RequestSocket;
+
+/// How long to look for more work before sleeping. A request that follows a reply, and a reply that a pool is about to
+/// give, come sooner than this; being woken for them costs more, most of all on virtual machines.
+const LINGER: Duration = Duration::from_micros(50);
+
+/// Longest sleep. Stopping wakes the thread; time passes for the connections once a second.
+const IDLE: Duration = Duration::from_secs(1);
+
+/// Between two looks at the pools while they end.
+const ENDING: Duration = Duration::from_millis(10);
+
+/// How long the stop waits for answers that no pool holds any more, and for the system to take the last bytes.
+const LAST_ANSWERS: Duration = Duration::from_secs(2);
+const LAST_BYTES: Duration = Duration::from_secs(1);
+
+/// What the thread works on.
+pub struct Front {
+    pub(super) connections: Connections,
+    pub(super) budgets: Budgets,
+    pub(super) inbox: Inbox,
+    pub(super) transfers: Pool<Job>,
+    pub(super) control: Pool<Job>,
+    pub(super) server: Arc<Server>,
+    pub(super) stop: Arc<AtomicBool>,
+    pub(super) happened: Vec<Happened>,
+    pub(super) messages: Vec<Message>,
+}
+
+/// Bounds of the connections, for messages of at most `max_message_bytes`.
+pub(super) fn bounds(connections: usize, max_message_bytes: u64) -> Bounds {
+    let frame_bytes = limits::max_frame(max_message_bytes);
+    Bounds {
+        connections,
+        held_bytes: usize::try_from(limits::request_bytes(max_message_bytes)).unwrap_or(usize::MAX),
+        session: Limits {
+            frame_bytes,
+            // One that shows that there are too many.
+            message_frames: 2 + MAX_PAYLOADS + 1,
+            message_bytes: frame_bytes + limits::PLAIN_REQUEST,
+            command_bytes: limits::MAX_COMMAND,
+        },
+    }
+}
+
+impl Front {
+    /// Not serving yet.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn new(
+        socket: Arc<RequestSocket>,
+        server: Arc<Server>,
+        inbox: Inbox,
+        [transfers, control]: [Pool<Job>; 2],
+        bounds: Bounds,
+        request_bytes: u64,
+    ) -> std::io::Result<Self> {
+        let metrics = Arc::clone(server.engine.metrics());
+        Ok(Self {
+            connections: Connections::new(socket, inbox.fd(), bounds, metrics)?,
+            budgets: Budgets::new(request_bytes),
+            inbox,
+            transfers,
+            control,
+            server,
+            stop: Arc::default(),
+            happened: Vec::new(),
+            messages: Vec::new(),
+        })
+    }
+
+    /// Serves until the stop flag is set.
+    pub fn run(mut self) {
+        let health = Arc::clone(&self.server.health);
+        let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.serve()));
+        match served {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                tracing::error!(%error, "polling the request socket failed");
+                health.poison("front end");
+            }
+            Err(_) => health.poison("front end"),
+        }
+    }
+
+    fn serve(&mut self) -> std::io::Result<()> {
+        let mut last_work = Instant::now();
+        while !self.stop.load(Ordering::Acquire) {
+            let lingers = last_work.elapsed() < LINGER;
+            if self.turn(if lingers { Duration::ZERO } else { IDLE })? {
+                last_work = Instant::now();
+            } else if lingers {
+                std::thread::yield_now();
+            }
+        }
+        self.end()
+    }
+
+    /// Sends the replies that wait, then serves or queues what arrives within `timeout`. Returns whether there was
+    /// anything.
+    pub(super) fn turn(&mut self, timeout: Duration) -> std::io::Result<bool> {
+        let mut worked = self.send_replies();
+        let mut happened = std::mem::take(&mut self.happened);
+        self.connections.wait(timeout, &mut happened)?;
+        for what in happened.drain(..) {
+            worked = true;
+            match what {
+                Happened::Wake => self.inbox.clear(),
+                Happened::Readable(id) => self.read(id),
+            }
+        }
+        self.happened = happened;
+        self.connections.write_queued();
+        Ok(worked)
+    }
+
+    fn read(&mut self, id: u64) {
+        let mut messages = std::mem::take(&mut self.messages);
+        let ended = self.connections.read(id, &mut messages);
+        for message in messages.drain(..) {
+            self.take(id, message.frames);
+        }
+        self.messages = messages;
+        if let Some(why) = ended {
+            self.connections.close(id, why);
+        }
+    }
+
+    /// Sends the replies that wait. Returns whether there were any.
+    fn send_replies(&mut self) -> bool {
+        let replies: Vec<_> = self.inbox.drain().collect();
+        let any = !replies.is_empty();
+        replies.into_iter().for_each(|reply| self.send(reply));
+        self.connections.write_queued();
+        any
+    }
+
+    /// Queues a reply for its connection.
+    pub(super) fn send(&mut self, reply: Reply) {
+        let connection = reply.peer.id;
+        if !self.connections.push(reply) {
+            self.server.engine.metrics().undeliverable.inc();
+            static SAID: Seldom = Seldom::new();
+            if let Some(left_out) = SAID.due(Instant::now()) {
+                tracing::debug!(
+                    connection,
+                    left_out,
+                    "a reply could not be delivered: its client has gone"
+                );
+            }
+        }
+    }
+
+    /// Answers every request that has been read, hands the answers to the system, and ends the connections.
+    fn end(&mut self) -> std::io::Result<()> {
+        self.connections.end_accepting();
+        // What has arrived by now.
+        self.turn(Duration::ZERO)?;
+        // What waits for a tier, and then for a GPU: requests that the lanes still hold may wait for its driver.
+        self.server.engine.end_waits();
+        self.server.engine.end_transfers();
+        self.transfers.close();
+        self.control.close();
+        while !(self.transfers.has_ended() && self.control.has_ended()) {
+            self.send_within(ENDING)?;
+        }
+        // What the last requests have begun.
+        self.server.engine.end_transfers();
+        let until = Instant::now() + LAST_ANSWERS;
+        while self.server.has_unanswered() && Instant::now() < until {
+            self.send_within(ENDING)?;
+        }
+        self.send_replies();
+        let until = Instant::now() + LAST_BYTES;
+        while self.connections.have_output() && Instant::now() < until {
+            self.send_within(ENDING)?;
+        }
+        self.connections.finish();
+        Ok(())
+    }
+
+    /// Sends replies for at most `timeout`; requests stay unread.
+    fn send_within(&mut self, timeout: Duration) -> std::io::Result<()> {
+        self.send_replies();
+        let mut happened = std::mem::take(&mut self.happened);
+        self.connections.wait(timeout, &mut happened)?;
+        for what in happened.drain(..) {
+            match what {
+                Happened::Wake => self.inbox.clear(),
+                // The client may have ended, or goes on asking: neither keeps the others waiting.
+                Happened::Readable(id) => self.connections.ignore_requests(id),
+            }
+        }
+        self.happened = happened;
+        self.connections.write_queued();
+        Ok(())
+    }
+}

@@ -1,0 +1,181 @@
+//! The request socket: where clients connect.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV6};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SocketFlags, SocketType, accept_with, bind, getsockname, listen, netdevice,
+    socket_with, sockopt,
+};
+
+use super::interface::ipv4_address;
+use super::ipc::{self, SocketFile};
+use crate::config::ServerConfig;
+
+/// Connections that may wait to be accepted, if the system allows as many.
+pub(super) const BACKLOG: i32 = 1024;
+
+/// After how long a silence the system asks whether a TCP peer is there, and how often until it gives up. Peers of
+/// ZMTP 3.1 are asked by heartbeats as well.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const KEEPALIVE_COUNT: u32 = 6;
+
+/// The request socket, bound. Connections wait until a front end accepts them.
+pub struct RequestSocket {
+    socket: OwnedFd,
+    endpoint: String,
+    /// Of a socket that is a path.
+    _file: Option<SocketFile>,
+}
+
+impl RequestSocket {
+    /// Why no such socket is possible whatever its port; nothing is left behind.
+    pub(crate) fn obstacle(config: &ServerConfig) -> Option<String> {
+        if config.ipc_path().is_none() {
+            let any_port = ServerConfig {
+                port: 0,
+                ..config.clone()
+            };
+            return Self::bind(&any_port).err();
+        }
+        let found = ipc::obstacle(config.ipc_path()?)?;
+        let address = config.bind_address();
+        Some(format!("--host: {address} cannot be bound: {found}"))
+    }
+
+    /// Binds the socket.
+    ///
+    /// # Errors
+    /// One line that names the address.
+    pub fn bind(config: &ServerConfig) -> Result<Self, String> {
+        let address = config.bind_address();
+        if let Some(path) = config.ipc_path() {
+            let (socket, file) = ipc::listen_at(path, config.ipc_mode)
+                .map_err(|error| format!("--host: {address} cannot be bound: {error}"))?;
+            return Ok(Self {
+                socket,
+                endpoint: address,
+                _file: Some(file),
+            });
+        }
+        let Some(host) = resolve(&config.host, config.port) else {
+            return Err(format!(
+                "--host: {:?} is not found: give an IP address or a network interface of this machine; names of \
+                 hosts are not looked up",
+                config.host
+            ));
+        };
+        let socket = listen_tcp(host).map_err(|error| {
+            let error = std::io::Error::from(error);
+            format!("--host, --port: {address} cannot be bound: {error}")
+        })?;
+        let bound = getsockname(&socket)
+            .ok()
+            .and_then(|bound| SocketAddr::try_from(bound).ok());
+        let endpoint = bound.map_or(address, |bound| format!("tcp://{bound}"));
+        Ok(Self {
+            socket,
+            endpoint,
+            _file: None,
+        })
+    }
+
+    /// Its address, such as `tcp://127.0.0.1:5555`.
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// The next connection that waits.
+    pub(super) fn accept(&self) -> Result<OwnedFd, Errno> {
+        accept_with(&self.socket, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC)
+    }
+}
+
+impl AsFd for RequestSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// The address of a host as `--host` has it: an IP address, `*`, `localhost`, or an interface.
+fn resolve(host: &str, port: u16) -> Option<SocketAddr> {
+    let bare = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'));
+    let bare = bare.unwrap_or(host);
+    if let Ok(ip) = bare.parse::<IpAddr>() {
+        return Some(SocketAddr::new(ip, port));
+    }
+    if let Some((ip, zone)) = bare.split_once('%') {
+        let ip = ip.parse().ok()?;
+        let zone = zone.parse().ok().or_else(|| interface_index(zone))?;
+        return Some(SocketAddrV6::new(ip, port, 0, zone).into());
+    }
+    let ip = match bare {
+        "*" => Ipv4Addr::UNSPECIFIED,
+        // As it is for every client of this protocol.
+        "localhost" => Ipv4Addr::LOCALHOST,
+        interface => ipv4_address(interface).ok()??,
+    };
+    Some(SocketAddr::new(ip.into(), port))
+}
+
+fn interface_index(name: &str) -> Option<u32> {
+    let socket = socket_with(
+        AddressFamily::INET6,
+        SocketType::DGRAM,
+        SocketFlags::CLOEXEC,
+        None,
+    );
+    netdevice::name_to_index(socket.ok()?, name).ok()
+}
+
+fn listen_tcp(address: SocketAddr) -> Result<OwnedFd, Errno> {
+    let family = match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    if address.is_ipv6() {
+        // `::` is every address, of IPv4 too.
+        sockopt::set_ipv6_v6only(&socket, false)?;
+    }
+    // Connections inherit these.
+    sockopt::set_tcp_nodelay(&socket, true)?;
+    sockopt::set_socket_keepalive(&socket, true)?;
+    sockopt::set_tcp_keepidle(&socket, KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(&socket, KEEPALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepcnt(&socket, KEEPALIVE_COUNT)?;
+    bind(&socket, &address)?;
+    listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_is_an_address_or_an_interface() {
+        for (host, address) in [
+            ("127.0.0.1", Some("127.0.0.1:7")),
+            ("localhost", Some("127.0.0.1:7")),
+            ("lo", Some("127.0.0.1:7")),
+            ("*", Some("0.0.0.0:7")),
+            ("::", Some("[::]:7")),
+            ("[::1]", Some("[::1]:7")),
+            ("fe80::1%lo", Some("[fe80::1%1]:7")),
+            ("fe80::1%nosuch", None),
+            ("example.invalid", None),
+            ("", None),
+        ] {
+            let found = resolve(host, 7).map(|address| address.to_string());
+            assert_eq!(found.as_deref(), address, "{host}");
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! Why a session ends.
+
+/// A violation of the protocol or of a bound. The session is over: the connection has to be closed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The first bytes are not those of a versioned ZMTP greeting.
+    #[error("the peer does not speak ZMTP 3")]
+    Signature,
+    /// An older protocol.
+    #[error("the peer speaks ZMTP {0}; allowed: 3 and later")]
+    Version(u8),
+    /// A mechanism other than NULL.
+    #[error("the peer's mechanism is {0:?}; allowed: \"NULL\"")]
+    Mechanism(String),
+    /// A socket type that cannot talk to a ROUTER.
+    #[error("the peer's socket type is {0:?}; allowed: DEALER, REQ, ROUTER")]
+    SocketType(String),
+    /// Reserved bits of a frame's flags are set, or a command has more parts.
+    #[error("a frame has the flags {0:#04x}; allowed: MORE or COMMAND, with or without LONG")]
+    Flags(u8),
+    /// A message before READY, or a second READY's place taken by something else.
+    #[error("the peer sent {0} in the place of READY")]
+    Handshake(&'static str),
+    /// A command that cannot be read.
+    #[error("malformed command: {0}")]
+    Command(&'static str),
+    /// The peer refused the handshake.
+    #[error("the peer refused the connection: {0:?}")]
+    Refused(String),
+    /// More bytes than the caller allows.
+    #[error("{what} has {bytes} bytes; allowed: at most {limit}")]
+    TooLarge {
+        /// Frame, message, command or handshake.
+        what: &'static str,
+        /// Its size, as claimed or as far as it came.
+        bytes: u64,
+        /// The bound.
+        limit: u64,
+    },
+}

@@ -1,0 +1,367 @@
+//! One connection, from the greeting to its last message.
+
+use std::time::Duration;
+
+use crate::Error;
+use crate::command;
+use crate::frame::{Body, Decoder, Frame, Header, Kind};
+use crate::greeting::{self, GREETING, GREETING_BYTES};
+
+/// Bounds of a session.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Bytes of the largest frame of a message.
+    pub frame_bytes: u64,
+    /// Frames of a message that are kept. Further ones are discarded as they arrive, and counted.
+    pub message_frames: usize,
+    /// Bytes of a message's kept frames together.
+    pub message_bytes: u64,
+    /// Bytes of a command, READY included.
+    pub command_bytes: u64,
+}
+
+/// What a session has received.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The handshake is complete: messages may be sent.
+    Ready,
+    /// A message.
+    Message(Message),
+}
+
+/// A message of one or more frames.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Message {
+    /// The frames, at most [`Limits::message_frames`].
+    pub frames: Vec<Vec<u8>>,
+    /// Frames that followed those.
+    pub discarded_frames: u64,
+}
+
+/// A connection's state.
+#[derive(Debug)]
+pub struct Session {
+    limits: Limits,
+    stage: Stage,
+    decoder: Decoder,
+    message: Message,
+    /// Bytes of the frames in `message`.
+    message_bytes: u64,
+    output: Vec<u8>,
+    knows_ping: bool,
+    ttl: Option<Duration>,
+}
+
+#[derive(Debug)]
+enum Stage {
+    Greeting([u8; GREETING_BYTES], usize),
+    Handshake,
+    Traffic,
+}
+
+impl Session {
+    /// A ROUTER's session with a peer that has just connected.
+    pub fn router(limits: Limits) -> Self {
+        Self {
+            limits,
+            stage: Stage::Greeting([0; GREETING_BYTES], 0),
+            decoder: Decoder::default(),
+            message: Message::default(),
+            message_bytes: 0,
+            output: GREETING.to_vec(),
+            knows_ping: false,
+            ttl: None,
+        }
+    }
+
+    /// Takes bytes off `input` up to the next event, or all of them.
+    ///
+    /// # Errors
+    /// What the peer did wrong. The session is over.
+    pub fn receive(&mut self, input: &mut &[u8]) -> Result<Option<Event>, Error> {
+        if let Stage::Greeting(greeting, len) = &mut self.stage {
+            let (here, rest) = input.split_at((GREETING_BYTES - *len).min(input.len()));
+            *input = rest;
+            greeting[*len..][..here.len()].copy_from_slice(here);
+            *len += here.len();
+            greeting::check(&greeting[..*len])?;
+            if *len < GREETING_BYTES {
+                return Ok(None);
+            }
+            self.knows_ping = greeting::knows_ping(greeting);
+            self.stage = Stage::Handshake;
+            command::write_ready(&mut self.output);
+        }
+        while !input.is_empty() {
+            let admit = |header| {
+                admit(
+                    header,
+                    &self.stage,
+                    &self.limits,
+                    &self.message,
+                    self.message_bytes,
+                )
+            };
+            if let Some(frame) = self.decoder.receive(input, admit)?
+                && let Some(event) = self.frame(frame)?
+            {
+                return Ok(Some(event));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The body of a frame that is arriving and misses at least `min_missing` bytes. Whatever the caller reads into its
+    /// spare capacity needs no copy; [`Session::body_received`] has to follow.
+    pub fn body(&mut self, min_missing: usize) -> Option<&mut Vec<u8>> {
+        self.decoder.body(min_missing)
+    }
+
+    /// Notes that the vector of [`Session::body`], `len` bytes long before, has been appended to. Returns also the bytes
+    /// that lie beyond the frame's end, for [`Session::receive`]; usually there are none.
+    ///
+    /// # Errors
+    /// As [`Session::receive`].
+    pub fn body_received(&mut self, len: usize) -> Result<(Option<Event>, Vec<u8>), Error> {
+        let (frame, rest) = self.decoder.body_received(len);
+        let event = frame.map(|frame| self.frame(frame)).transpose()?;
+        Ok((event.flatten(), rest))
+    }
+
+    /// What the protocol itself has to say, for the caller to take and send.
+    pub fn output(&mut self) -> &mut Vec<u8> {
+        &mut self.output
+    }
+
+    /// Appends a PING to the output, if the handshake is complete and the peer's version knows PING. Returns whether it
+    /// does: a peer that does answers with a PONG.
+    pub fn ping(&mut self) -> bool {
+        let pings = self.knows_ping && self.is_ready();
+        if pings {
+            command::write_ping(&mut self.output);
+        }
+        pings
+    }
+
+    /// Whether the handshake is complete.
+    pub fn is_ready(&self) -> bool {
+        matches!(self.stage, Stage::Traffic)
+    }
+
+    /// How long the peer may be silent from now on, as the last thing it sent, a PING, says.
+    pub fn ttl(&self) -> Option<Duration> {
+        self.ttl
+    }
+
+    /// Whether a message or a frame has begun and is not complete.
+    pub fn is_amid_message(&self) -> bool {
+        !self.message.frames.is_empty() || self.decoder.is_amid_frame()
+    }
+
+    /// Bytes that an incomplete message holds.
+    pub fn held_bytes(&self) -> usize {
+        // No more than the bytes that have arrived, but for a frame that grows.
+        usize::try_from(self.message_bytes).unwrap_or(usize::MAX) + self.decoder.held_bytes()
+    }
+
+    fn frame(&mut self, frame: Frame) -> Result<Option<Event>, Error> {
+        self.ttl = None;
+        let more = match frame.kind {
+            Kind::Command => return self.command(&frame.body),
+            Kind::Message { more } => more,
+        };
+        match frame.disposition {
+            Body::Discard => self.message.discarded_frames += 1,
+            Body::Keep => {
+                self.message_bytes += frame.body.len() as u64;
+                self.message.frames.push(frame.body);
+            }
+        }
+        if more {
+            return Ok(None);
+        }
+        self.message_bytes = 0;
+        Ok(Some(Event::Message(std::mem::take(&mut self.message))))
+    }
+
+    fn command(&mut self, body: &[u8]) -> Result<Option<Event>, Error> {
+        let (name, data) = command::split(body)?;
+        match (&self.stage, name) {
+            (Stage::Traffic, b"PING") => {
+                let ttl = command::answer_ping(&mut self.output, data)?;
+                self.ttl = (ttl > 0).then(|| Duration::from_millis(100 * u64::from(ttl)));
+                Ok(None)
+            }
+            (Stage::Traffic, _) => Ok(None),
+            (_, b"READY") => {
+                command::check_ready(data)?;
+                self.stage = Stage::Traffic;
+                Ok(Some(Event::Ready))
+            }
+            (_, b"ERROR") => Err(Error::Refused(command::error_reason(data))),
+            _ => Err(Error::Handshake("another command")),
+        }
+    }
+}
+
+/// Checks a frame's header against the session's stage and bounds.
+fn admit(
+    header: Header,
+    stage: &Stage,
+    limits: &Limits,
+    message: &Message,
+    message_bytes: u64,
+) -> Result<Body, Error> {
+    let bounded = |what, bytes, limit| match bytes <= limit {
+        true => Ok(()),
+        false => Err(Error::TooLarge { what, bytes, limit }),
+    };
+    if header.kind == Kind::Command {
+        bounded("a command", header.len, limits.command_bytes)?;
+        return Ok(Body::Keep);
+    }
+    if !matches!(stage, Stage::Traffic) {
+        return Err(Error::Handshake("a message"));
+    }
+    bounded("a frame", header.len, limits.frame_bytes)?;
+    if message.frames.len() >= limits.message_frames {
+        return Ok(Body::Discard);
+    }
+    let bytes = message_bytes.saturating_add(header.len);
+    bounded("a message", bytes, limits.message_bytes)?;
+    Ok(Body::Keep)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits {
+        frame_bytes: 100,
+        message_frames: 3,
+        message_bytes: 150,
+        command_bytes: 512,
+    };
+
+    const READY: &[u8] = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER";
+
+    fn receive(session: &mut Session, mut input: &[u8]) -> Result<Vec<Event>, Error> {
+        let mut events = Vec::new();
+        while !input.is_empty() {
+            events.extend(session.receive(&mut input)?);
+        }
+        Ok(events)
+    }
+
+    fn ready() -> Session {
+        let mut session = Session::router(LIMITS);
+        let hello = [&GREETING[..], READY].concat();
+        assert_eq!(receive(&mut session, &hello), Ok(vec![Event::Ready]));
+        session.output().clear();
+        session
+    }
+
+    fn message(frames: &[&[u8]], discarded_frames: u64) -> Event {
+        let frames = frames.iter().map(|frame| frame.to_vec()).collect();
+        Event::Message(Message {
+            frames,
+            discarded_frames,
+        })
+    }
+
+    #[test]
+    fn handshake_answers_greeting_and_ready() {
+        let mut session = Session::router(LIMITS);
+        assert_eq!(*session.output(), GREETING);
+        session.output().clear();
+        assert_eq!(receive(&mut session, &GREETING), Ok(vec![]));
+        assert!(session.output().starts_with(b"\x04\x29\x05READY") && !session.is_ready());
+        assert!(!session.ping());
+        assert_eq!(receive(&mut session, READY), Ok(vec![Event::Ready]));
+        assert!(session.is_ready());
+    }
+
+    #[test]
+    fn nothing_but_ready_ends_the_handshake() {
+        for (sent, error) in [
+            (&b"\x00\x01x"[..], Error::Handshake("a message")),
+            (b"\x04\x05\x04PING", Error::Handshake("another command")),
+            (b"\x04\x09\x05ERROR\x02no", Error::Refused("no".into())),
+            (
+                b"\x04\x01\x05",
+                Error::Command("its name is longer than the command"),
+            ),
+            (
+                b"\x06\x00\x00\x00\x00\x00\x00\x02\x01",
+                Error::TooLarge {
+                    what: "a command",
+                    bytes: 513,
+                    limit: 512,
+                },
+            ),
+        ] {
+            let mut session = Session::router(LIMITS);
+            receive(&mut session, &GREETING).unwrap();
+            assert_eq!(receive(&mut session, sent), Err(error));
+        }
+    }
+
+    #[test]
+    fn messages_are_bounded_by_frame_message_and_number() {
+        let mut session = ready();
+        let sent = b"\x01\x01a\x01\x00\x01\x01b\x01\x01c\x00\x01d\x00\x01e";
+        let events = receive(&mut session, sent).unwrap();
+        assert_eq!(
+            events,
+            [message(&[b"a", b"", b"b"], 2), message(&[b"e"], 0)]
+        );
+        assert!(!session.is_amid_message());
+
+        let large = receive(&mut session, b"\x00\x65");
+        let error = Error::TooLarge {
+            what: "a frame",
+            bytes: 101,
+            limit: 100,
+        };
+        assert_eq!(large, Err(error));
+
+        let mut session = ready();
+        let two = [&b"\x01\x64"[..], &[0; 100], b"\x00\x33"].concat();
+        let error = Error::TooLarge {
+            what: "a message",
+            bytes: 151,
+            limit: 150,
+        };
+        assert_eq!(receive(&mut session, &two), Err(error));
+        assert_eq!(session.held_bytes(), 100);
+    }
+
+    #[test]
+    fn ping_is_answered_and_its_ttl_lasts_until_the_next_frame() {
+        let mut session = ready();
+        assert_eq!(
+            receive(&mut session, b"\x04\x09\x04PING\x00\x05hi"),
+            Ok(vec![])
+        );
+        assert_eq!(*session.output(), b"\x04\x07\x04PONGhi");
+        assert_eq!(session.ttl(), Some(Duration::from_millis(500)));
+        // An unknown command is skipped, also within a message.
+        assert_eq!(
+            receive(&mut session, b"\x01\x01a\x04\x04\x03FOO\x00\x01b"),
+            Ok(vec![message(&[b"a", b"b"], 0)])
+        );
+        assert_eq!(session.ttl(), None);
+        session.output().clear();
+        assert!(session.ping());
+        assert_eq!(*session.output(), b"\x04\x07\x04PING\x00\x00");
+    }
+
+    #[test]
+    fn peer_of_version_3_0_is_not_pinged() {
+        let mut session = Session::router(LIMITS);
+        let mut greeting = GREETING;
+        greeting[11] = 0;
+        receive(&mut session, &[&greeting[..], READY].concat()).unwrap();
+        assert!(session.is_ready() && !session.ping());
+    }
+}
