@@ -51,7 +51,7 @@ impl<A: ExtentAllocator> State<A> {
         }
         let kept = self.strictly_kept(salt, bytes)?;
         let extent = self.make_hole(salt, kept, bytes, near, more, owner)?;
-        while self.bytes_of(salt) > kept
+        while self.is_over(salt, kept)
             && let Some(own) = self.policy.victim_of(salt)
         {
             self.warm_up(Some(salt), more + 1);
@@ -60,7 +60,7 @@ impl<A: ExtentAllocator> State<A> {
         Ok(extent)
     }
 
-    /// Bytes that a tenant may keep beside an object of `bytes`, which a strict limit says.
+    /// Bytes that a strict limit leaves a tenant beside an object of `bytes` bytes; `u64::MAX` without one.
     fn strictly_kept(&self, salt: u32, bytes: u64) -> Result<u64, NoRoom> {
         let Some(limit) = self.spaces.tenants.strict_limit(salt) else {
             return Ok(u64::MAX);
@@ -98,7 +98,7 @@ impl<A: ExtentAllocator> State<A> {
             {
                 return Ok(extent);
             }
-            let over = (self.bytes_of(salt) > kept).then_some(salt);
+            let over = self.is_over(salt, kept).then_some(salt);
             self.warm_up(over, more + 1);
             let victim = match over {
                 Some(own) => self.policy.victim_of(own),
@@ -134,8 +134,9 @@ impl<A: ExtentAllocator> State<A> {
         self.slab.at(victim).extent.len >= bytes || !self.allocator.is_addressed()
     }
 
-    fn bytes_of(&self, salt: u32) -> u64 {
-        self.spaces.tenants.get(salt).map_or(0, Tenant::bytes)
+    /// Whether a tenant has more than these bytes, which a strict limit leaves it.
+    fn is_over(&self, salt: u32, kept: u64) -> bool {
+        kept < u64::MAX && self.spaces.tenants.get(salt).map_or(0, Tenant::bytes) > kept
     }
 
     /// Counts a refusal.
