@@ -41,12 +41,13 @@ fn large_store_between_leases_evicts_nothing_in_vain() {
     assert!(!store_one(&cache, 0, 250));
     assert_eq!((evicted(&cache), cache.stats().objects), (0, 2000));
     assert_eq!(cache.stats().refused_total, 1);
+    // Up to 64 in policy order, and then a run.
     assert!(store_one(&cache, 0, 249));
-    assert_eq!((evicted(&cache), cache.stats().objects), (249, 1752));
-    // With one wall less there are 500 between two.
+    assert!((249..=249 + 64).contains(&evicted(&cache)));
+    // With one wall less there are 499 between two.
     drop(leases.into_iter().nth(4));
     assert!(store_one(&cache, 1, 400));
-    assert!(evicted(&cache) <= 249 + 400);
+    assert!(evicted(&cache) <= 249 + 64 + 400 + 64);
 }
 
 #[test]
@@ -70,22 +71,22 @@ fn scattered_leases_leave_no_hole_and_nothing_is_evicted() {
         .collect();
     assert!(!store_one(&cache, 0, 8));
     assert_eq!(evicted(&cache), 0);
+    // Victims in policy order until a sixteenth is free, and then the run.
     drop(leases.pop());
     assert!(store_one(&cache, 0, 8));
-    assert_eq!(evicted(&cache), 4);
+    assert!((4..=16).contains(&evicted(&cache)));
 }
 
 #[test]
 fn run_is_chosen_among_idle_objects() {
     let cache = filled(16, 1);
     let later = NOW + Duration::from_secs(100);
-    // All but the last four were used again; those lie furthest from the oldest.
-    cache.touch(later, &space(0, ""), &hashes(0..12));
+    let _walls: Vec<_> = (0..16).step_by(5).map(|wall| lease(&cache, wall)).collect();
+    // Of the three runs of four, the first two were used again.
+    cache.touch(later, &space(0, ""), &hashes(0..11));
     assert!(store_one(&cache, 0, 4));
-    assert_eq!(
-        resident(&cache, space(0, ""), 16),
-        (0..12).collect::<Vec<_>>()
-    );
+    let left = resident(&cache, space(0, ""), 16);
+    assert_eq!(left, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15]);
 }
 
 #[test]

@@ -23,6 +23,37 @@ fn geometry_is_checked() {
 }
 
 #[test]
+fn pieces_tile_the_arena_and_name_their_owners() {
+    let mut allocator = ExtentAllocator::new(10 * 4096).unwrap();
+    let taken = [7, 8, 9].map(|owner| allocator.allocate_for(2 * 4096 - 1, owner).unwrap());
+    allocator.free(taken[1]).unwrap();
+    let unit = |offset: u64, owner| (offset * 4096, owner);
+    let owners = |pieces: Vec<kvtier_memory::Piece>| -> Vec<_> {
+        let owners = pieces.into_iter();
+        owners
+            .map(|piece| (piece.extent.offset, piece.owner))
+            .collect()
+    };
+    let all = [
+        unit(0, Some(7)),
+        unit(2, None),
+        unit(4, Some(9)),
+        unit(6, None),
+    ];
+    assert_eq!(owners(allocator.pieces_up(0).collect()), all);
+    assert_eq!(owners(allocator.pieces_up(2 * 4096).collect()), all[1..]);
+    assert_eq!(owners(allocator.pieces_up(1).collect()), all[1..]);
+    let mut down = owners(allocator.pieces_down(4 * 4096).collect());
+    down.reverse();
+    assert_eq!(down, all[..2]);
+    let bytes = allocator
+        .pieces_up(0)
+        .map(|piece| piece.extent.len)
+        .sum::<u64>();
+    assert_eq!(bytes, allocator.capacity());
+}
+
+#[test]
 fn takes_the_smallest_that_fits_and_joins_neighbours() {
     let mut allocator = ExtentAllocator::new(100 * 4096).unwrap();
     let all: Vec<Extent> = [10, 1, 5, 1, 7, 1]

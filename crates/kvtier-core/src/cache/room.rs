@@ -4,7 +4,7 @@
 //! shares allow it; at last what the storing tenant has itself.
 
 use super::reservation::KeyOutcome;
-use super::slab::Slot;
+use super::slab::{Slot, SlotState};
 use super::state::State;
 use super::tenant::Tenant;
 use super::{Evicted, Extent, ExtentAllocator, ResidentObject};
@@ -16,6 +16,13 @@ pub(super) const WARM: usize = 32;
 
 /// Tenants with too much that one store looks at; with all of them leased, it goes on to others.
 const OVER_LOOKED_AT: usize = 4;
+
+/// Part of the memory (1/16) that may stay free for objects of unlike sizes: while less is free, victims that are smaller
+/// than the object leave in policy order, and the holes between them are of use to smaller objects.
+const SPARE_PART: u64 = 16;
+
+/// Such victims of one object at most, before a run is evicted.
+const MAX_SMALL_VICTIMS: usize = 64;
 
 /// Why an object gets no memory.
 #[derive(Clone, Copy, Debug)]
@@ -51,7 +58,7 @@ impl<A: ExtentAllocator> State<A> {
         }
         let kept = self.strictly_kept(salt, bytes)?;
         let extent = self.make_hole(salt, kept, bytes, near, more, owner)?;
-        while self.bytes_of(salt) > kept
+        while self.is_over(salt, kept)
             && let Some(own) = self.policy.victim_of(salt)
         {
             self.warm_up(Some(salt), more + 1);
@@ -60,7 +67,7 @@ impl<A: ExtentAllocator> State<A> {
         Ok(extent)
     }
 
-    /// Bytes that a tenant may keep beside an object of `bytes`, which a strict limit says.
+    /// Bytes that a strict limit leaves a tenant beside an object of `bytes` bytes; `u64::MAX` without one.
     fn strictly_kept(&self, salt: u32, bytes: u64) -> Result<u64, NoRoom> {
         let Some(limit) = self.spaces.tenants.strict_limit(salt) else {
             return Ok(u64::MAX);
@@ -77,8 +84,9 @@ impl<A: ExtentAllocator> State<A> {
         Ok(kept)
     }
 
-    /// Allocates, evicting only what makes a hole that is large enough: the next victim if it is as large, or else the
-    /// members of one run.
+    /// Allocates, evicting in policy order. Where the next victim is smaller than the object, this goes on only if there
+    /// is a run to fall back on, and only while little is free: then fragmentation is the obstacle, and the run is
+    /// evicted. So nothing is evicted for an object that is refused.
     fn make_hole(
         &mut self,
         salt: u32,
@@ -89,16 +97,18 @@ impl<A: ExtentAllocator> State<A> {
         owner: u32,
     ) -> Result<Extent, NoRoom> {
         let capacity = self.allocator.capacity();
+        let (mut run, mut small_victims) = (None, 0);
         loop {
-            if bytes <= capacity.saturating_sub(self.allocator.used())
+            let free = capacity.saturating_sub(self.allocator.used());
+            if bytes <= free
                 && let Some(extent) = match near {
-                    Some(part) => self.allocator.allocate_near(bytes, part, owner),
-                    None => self.allocator.allocate(bytes, owner),
+                    Some(part) if run.is_none() => self.allocator.allocate_near(bytes, part, owner),
+                    _ => self.allocator.allocate(bytes, owner),
                 }
             {
                 return Ok(extent);
             }
-            let over = (self.bytes_of(salt) > kept).then_some(salt);
+            let over = self.is_over(salt, kept).then_some(salt);
             self.warm_up(over, more + 1);
             let victim = match over {
                 Some(own) => self.policy.victim_of(own),
@@ -112,19 +122,31 @@ impl<A: ExtentAllocator> State<A> {
             if let Some(extent) = near.and_then(|_| self.allocator.allocate(bytes, owner)) {
                 return Ok(extent);
             }
-            match self.policy.victim_of(salt) {
-                None if victim.is_none() => return Err(NoRoom::Memory),
-                Some(own) if victim.is_none() && self.is_enough(own, bytes) => {
-                    self.evict_slot(own);
-                }
-                _ => {
-                    for member in self.cheapest_run(salt, bytes, over)? {
-                        self.evict_slot(member);
-                    }
-                    let extent = self.allocator.allocate(bytes, owner);
-                    return extent.ok_or(NoRoom::Memory);
+            let own = self.policy.victim_of(salt);
+            let victim = victim.or(own).ok_or(NoRoom::Memory)?;
+            if self.is_enough(victim, bytes) {
+                self.evict_slot(victim);
+                continue;
+            }
+            if run.is_none() {
+                run = Some(self.cheapest_run(salt, bytes, over)?);
+            }
+            let spare = bytes.saturating_add(capacity / SPARE_PART);
+            // The run may count on all that may leave of a reserved share.
+            let is_shared = self.has_share(victim);
+            if free < spare && small_victims < MAX_SMALL_VICTIMS && !is_shared {
+                small_victims += 1;
+                self.evict_slot(victim);
+                continue;
+            }
+            for member in run.take().unwrap_or_default() {
+                // Some of them may have been victims already.
+                if self.slab.at(member).state() == SlotState::Resident {
+                    self.evict_slot(member);
                 }
             }
+            let extent = self.allocator.allocate(bytes, owner);
+            return extent.ok_or(NoRoom::Memory);
         }
     }
 
@@ -134,8 +156,16 @@ impl<A: ExtentAllocator> State<A> {
         self.slab.at(victim).extent.len >= bytes || !self.allocator.is_addressed()
     }
 
-    fn bytes_of(&self, salt: u32) -> u64 {
-        self.spaces.tenants.get(salt).map_or(0, Tenant::bytes)
+    /// Whether an object's tenant has a reserved share.
+    fn has_share(&self, victim: u32) -> bool {
+        let salt = self.spaces.salt_of(self.slab.at(victim).space);
+        let tenant = self.spaces.tenants.get(salt);
+        tenant.is_some_and(|tenant| tenant.unreserved().is_some())
+    }
+
+    /// Whether a tenant has more than these bytes, which a strict limit leaves it.
+    fn is_over(&self, salt: u32, kept: u64) -> bool {
+        kept < u64::MAX && self.spaces.tenants.get(salt).map_or(0, Tenant::bytes) > kept
     }
 
     /// Counts a refusal.

@@ -378,6 +378,7 @@ impl Model {
     }
 
     fn make_hole(&mut self, tenant: usize, kept: u64, len: u64) -> Result<Extent, KeyOutcome> {
+        let (mut run, mut small_victims) = (None, 0);
         loop {
             if let Some(extent) = self.memory.allocate(len, self.next as u32) {
                 return Ok(extent);
@@ -394,10 +395,22 @@ impl Model {
                 self.evict_at(victim);
                 continue;
             }
-            let run = self.cheapest_run(tenant, len, is_over);
-            for member in run.ok_or(KeyOutcome::NoMemory)? {
-                let at = self.order.iter().position(|id| *id == member);
-                self.evict_at(at.unwrap());
+            if run.is_none() {
+                let found = self.cheapest_run(tenant, len, is_over);
+                run = Some(found.ok_or(KeyOutcome::NoMemory)?);
+            }
+            let (used, capacity) = (self.memory.used(), self.memory.capacity());
+            let of = (self.tenant_of)(self.objects[&self.order[victim]].key.0);
+            let is_shared = self.reserved(of) > 0;
+            if capacity - used < len + capacity / 16 && small_victims < 64 && !is_shared {
+                small_victims += 1;
+                self.evict_at(victim);
+                continue;
+            }
+            for member in run.take().unwrap() {
+                if let Some(at) = self.order.iter().position(|id| *id == member) {
+                    self.evict_at(at);
+                }
             }
         }
     }

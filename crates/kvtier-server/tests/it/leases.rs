@@ -19,20 +19,31 @@ fn worker(server: &TestServer, instance: i64, scope: &Scope) -> EngineDrivenWork
     worker
 }
 
-/// Stores a whole prompt; which of its chunks found room.
+/// Chunks that one store brings here: less than may be uncommitted.
+const STEP: usize = 8;
+
+/// Stores a whole prompt in steps, as engines do, and holds what is there until the last one; which chunks found room.
 fn store(worker: &mut EngineDrivenWorker, seed: u32, chunks: usize) -> Vec<u64> {
     let len = worker.chunk_bytes();
-    let prompt = prompt(seed, chunks);
+    let whole = prompt(seed, chunks);
     let filler = bytes(u64::from(seed), 0, len);
-    worker
-        .store(
-            &prompt,
-            range(0..chunks as u64),
-            &format!("store {seed}"),
-            |_| &filler,
-        )
-        .unwrap()
-        .chunks
+    let mut stored = Vec::new();
+    for first in (0..chunks).step_by(STEP) {
+        let end = chunks.min(first + STEP);
+        let request = format!("store {seed}");
+        let step = worker.store(&whole, range(first as u64..end as u64), &request, |_| {
+            &filler
+        });
+        let step = step.unwrap().chunks.into_iter();
+        stored.extend(step.map(|chunk| first as u64 + chunk));
+        if chunks > STEP {
+            worker.lookup(&prompt(seed, end), "storing").unwrap();
+        }
+    }
+    if chunks > STEP {
+        worker.connection().end_session("storing").unwrap();
+    }
+    stored
 }
 
 /// Chunks of a prompt that are there, without holding them.
