@@ -64,7 +64,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        flags = ["--l1-size-gb", "0.05", "--shm-name", "", "--port", "0", "--http-port", str(self.port), "--log-level", "warn"]
+        flags = ["--l1-size-gb", "0.05", "--no-l1-prefault", "--shm-name", "", "--port", "0", "--http-port", str(self.port), "--log-level", "warn"]
         self.process = subprocess.Popen([binary, "server", *flags])
         while self.probe() is None:
             time.sleep(0.05)

@@ -32,9 +32,15 @@ fn unless_closed<T>(outcome: Result<T>, otherwise: T) -> Result<T> {
     }
 }
 
-/// One line on stderr, in the form that all commands have.
+/// What is wrong, on stderr, in the form that all commands have. Only what others write, such as the last words of a server,
+/// has more than a line.
 pub(crate) fn complain(command: &str, text: impl Display) {
-    eprintln!("kvtier {command}: {}", escape(&text.to_string()));
+    eprintln!("kvtier {command}: {}", escape_lines(&text.to_string()));
+}
+
+fn escape_lines(text: &str) -> String {
+    let lines: Vec<_> = text.lines().map(escape).collect();
+    lines.join("\n")
 }
 
 /// What a server says, for tables and sentences: names in it were chosen by others, and may hold what a terminal obeys.
@@ -53,9 +59,7 @@ pub(crate) fn shown(value: &Value) -> Value {
 
 /// The same as JSON, which has escapes of its own: the value is what the server said.
 pub(crate) fn json(value: &Value) -> String {
-    let text = format!("{value:#}");
-    let lines: Vec<_> = text.lines().map(escape).collect();
-    lines.join("\n")
+    escape_lines(&format!("{value:#}"))
 }
 
 #[cfg(test)]

@@ -123,7 +123,7 @@ pub fn divide(
     }
     let allocator = L1Allocator::over(parts, config.l1_align_bytes);
     let allocator =
-        allocator.map_err(|error| format!("L1 of {:.2} GiB: {error}", in_gib(arena.len() as u64)));
+        allocator.map_err(|error| format!("L1 of {:.2} GiB: {error}", in_gib(arena.len())));
     allocator.map(|allocator| (nodes, allocator))
 }
 

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::fmt;
 
-use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
 /// Bytes of a value in its list.
@@ -24,6 +24,19 @@ pub(super) enum JsonError {
     TooLarge,
 }
 
+/// Why entries were not read to the end.
+#[derive(Debug)]
+pub(super) enum EntriesError {
+    /// As for one value.
+    Json(JsonError),
+    /// It is no object with that member, which has to be an object too.
+    Shape,
+    /// It has a member of another name.
+    Unknown(String),
+    /// An entry was refused.
+    Refused(String),
+}
+
 /// Parses one JSON value that takes about `most` bytes at most.
 pub(super) fn parse(bytes: &[u8], most: usize) -> Result<Value, JsonError> {
     let left = Cell::new(most);
@@ -34,6 +47,108 @@ pub(super) fn parse(bytes: &[u8], most: usize) -> Result<Value, JsonError> {
         0 => JsonError::TooLarge,
         _ => JsonError::Syntax(error),
     })
+}
+
+/// Parses an object whose `member` is an object, and gives the entries of that one to `take` as they are read, each of about
+/// `most` bytes at most. Members that are `passed` over may be there as well.
+pub(super) fn parse_entries(
+    bytes: &[u8],
+    member: &str,
+    passed: &[&str],
+    most: usize,
+    mut take: impl FnMut(String, Value) -> Result<(), String>,
+) -> Result<(), EntriesError> {
+    let mut failed = None;
+    let outer = Outer {
+        member,
+        passed,
+        inner: Inner {
+            most,
+            take: &mut take,
+            failed: &mut failed,
+        },
+    };
+    let mut reader = serde_json::Deserializer::from_slice(bytes);
+    let outcome = reader.deserialize_map(outer);
+    let outcome = outcome.and_then(|()| reader.end());
+    outcome.map_err(|error| match failed {
+        Some(failed) => failed,
+        None if error.is_data() => EntriesError::Shape,
+        None => EntriesError::Json(JsonError::Syntax(error)),
+    })
+}
+
+struct Outer<'a> {
+    member: &'a str,
+    passed: &'a [&'a str],
+    inner: Inner<'a>,
+}
+
+struct Inner<'a> {
+    most: usize,
+    take: &'a mut dyn FnMut(String, Value) -> Result<(), String>,
+    failed: &'a mut Option<EntriesError>,
+}
+
+impl<'de> Visitor<'de> for Outer<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(mut self, mut members: A) -> Result<(), A::Error> {
+        let (mut is_there, mut unknown) = (false, None);
+        while let Some(name) = members.next_key::<String>()? {
+            if name == self.member {
+                is_there = true;
+                members.next_value_seed(&mut self.inner)?;
+                continue;
+            }
+            members.next_value::<IgnoredAny>()?;
+            if !self.passed.contains(&name.as_str()) {
+                unknown.get_or_insert(name);
+            }
+        }
+        let failure = match (is_there, unknown) {
+            (true, None) => return Ok(()),
+            (false, _) => EntriesError::Shape,
+            (true, Some(name)) => EntriesError::Unknown(name),
+        };
+        *self.inner.failed = Some(failure);
+        Err(A::Error::custom("not the members that are wanted"))
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for &mut Inner<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, reader: D) -> Result<(), D::Error> {
+        reader.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for &mut Inner<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<(), A::Error> {
+        while let Some(name) = entries.next_key::<String>()? {
+            let left = Cell::new(self.most);
+            let value = entries.next_value_seed(Bounded(&left));
+            if left.get() == 0 {
+                *self.failed = Some(EntriesError::Json(JsonError::TooLarge));
+            }
+            if let Err(refused) = (self.take)(name, value?) {
+                *self.failed = Some(EntriesError::Refused(refused));
+                return Err(A::Error::custom("refused"));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Makes values while there are bytes left; 0 is that there were too few.

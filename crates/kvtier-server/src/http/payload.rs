@@ -24,7 +24,7 @@ use super::{Api, ApiError, BODY_LIMIT, apart};
 use crate::budget::{Budget, Charge};
 
 /// Bytes of all large bodies together.
-const RECEIVED: u64 = 48 << 20;
+const RECEIVED: u64 = 40 << 20;
 
 /// Largest body that is always received, bytes.
 const SMALL: usize = 16 << 10;

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use super::body::too_many_values;
-use super::json::{self, JsonError};
+use super::json::{self, EntriesError, JsonError};
 
 use crate::config::{GIB, Place};
-use crate::quota::{Entry, Limit, MAX_BYTES, TierEntry, only_set, parse_size};
+use crate::quota::{Entry, Limit, MAX_BYTES, MAX_TENANTS, TierEntry, only_set, parse_size};
 
 /// What a body asks for.
 #[derive(Debug)]
@@ -27,11 +27,8 @@ const SHAPE_OF_MANY: &str = "body must be {'users': {<cache salt>: {'limit_gb': 
 /// What a tenant's object may have.
 const KEYS: [&str; 3] = ["limit_gb", "reserved_gb", "tiers"];
 
-/// Bytes that a body may take parsed.
+/// Bytes that what is said of one tenant may take parsed.
 const PARSED: usize = 1 << 20;
-
-/// The same for many tenants: more than a kilobyte for each of 200,000.
-const PARSED_OF_MANY: usize = 256 << 20;
 
 /// Longest name of somebody else's that an error repeats, characters.
 const CLIP: usize = 128;
@@ -83,28 +80,38 @@ impl Wanted {
 
 /// Reads what a listing has, or the same without what it only tells: the names of tenants, and what each may have.
 pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, Entry)>, String> {
-    let Value::Object(mut body) = read(bytes, PARSED_OF_MANY)? else {
-        return Err(SHAPE_OF_MANY.into());
-    };
-    // Of a page.
-    body.remove("next_page_token");
-    let Some(Value::Object(mut users)) = body.remove("users") else {
-        return Err(SHAPE_OF_MANY.into());
-    };
-    if let Some(key) = body.keys().next() {
-        return Err(format!("key '{}' is unknown; known is users", clip(key)));
-    }
-    only_set(&mut users);
-    let entry = |(name, user): (String, Value)| {
+    let text = std::str::from_utf8(bytes).map_err(|_| "invalid JSON body")?;
+    let mut entries = Vec::new();
+    let take = |name: String, user: Value| {
+        if entries.len() == MAX_TENANTS {
+            return Err(format!("users has more than {MAX_TENANTS} tenants"));
+        }
         let told = |what: &str| format!("users.{}: {what}", clip(&name));
+        let mut one = Map::from_iter([(name.clone(), user)]);
+        only_set(&mut one);
+        let Some(user) = one.remove(&name) else {
+            return Ok(());
+        };
         let Value::Object(user) = user else {
             return Err(told("must be {'limit_gb': <float>}"));
         };
         let wanted = Wanted::of(&user, places).map_err(|what| told(&what))?;
         let wanted = wanted.ok_or_else(|| told("limit_gb is missing"))?;
-        Ok((name, wanted.entry))
+        entries.push((name, wanted.entry));
+        Ok(())
     };
-    users.into_iter().map(entry).collect()
+    // That is a page's.
+    let passed = ["next_page_token"];
+    let read = json::parse_entries(quote_numbers(text).as_bytes(), "users", &passed, PARSED, take);
+    read.map_err(|error| match error {
+        EntriesError::Json(error) => told_of(&error, PARSED),
+        EntriesError::Shape => SHAPE_OF_MANY.into(),
+        EntriesError::Unknown(key) => {
+            format!("key '{}' is unknown; known is users", clip(&key))
+        }
+        EntriesError::Refused(text) => text,
+    })?;
+    Ok(entries)
 }
 
 /// A name of somebody else's in an error.
@@ -116,10 +123,15 @@ pub(super) fn clip(name: &str) -> String {
 
 fn read(bytes: &[u8], most: usize) -> Result<Value, String> {
     let text = std::str::from_utf8(bytes).map_err(|_| "invalid JSON body")?;
-    json::parse(quote_numbers(text).as_bytes(), most).map_err(|error| match error {
-        JsonError::Syntax(_) => "invalid JSON body".into(),
+    let value = json::parse(quote_numbers(text).as_bytes(), most);
+    value.map_err(|error| told_of(&error, most))
+}
+
+fn told_of(error: &JsonError, most: usize) -> String {
+    match error {
         JsonError::TooLarge => too_many_values(most),
-    })
+        JsonError::Syntax(_) => "invalid JSON body".into(),
+    }
 }
 
 fn tier(name: &str, own: &Value, places: &[Place]) -> Result<TierEntry, String> {
@@ -395,6 +407,9 @@ mod tests {
         ] {
             assert_eq!(parse(body), Err(error.into()), "{body}");
         }
+        let values = "1,".repeat(1 << 17);
+        let told = parse(&format!(r#"{{"users": {{"a": {{"x": [{values}1]}}}}}}"#)).unwrap_err();
+        assert!(told.contains("too many values"), "{told}");
         let long = "x".repeat(5000);
         let told = parse(&format!(r#"{{"users": {{"{long}": 1}}}}"#)).unwrap_err();
         assert!(told.len() < 300, "{told}");
