@@ -1,6 +1,7 @@
 //! Reading an object's file, and telling whether it is the object.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
 
 use kvtier_core::object_key::shown_path;
 use kvtier_memory::uring::Tail;

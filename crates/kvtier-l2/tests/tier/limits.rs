@@ -404,7 +404,7 @@ async fn whatever_happens_no_tenant_has_more_than_its_strict_limit() {
 async fn strict_limit_reports_never_exceed_it_while_a_store_waits() {
     let memory = Arc::new(Memory {
         delete_gate: Some(Semaphore::new(0)),
-        store_gate: Some(Semaphore::new(3)),
+        store_gate: Some(Semaphore::new(1)),
         ..Memory::default()
     });
     let bytes = Bytes::new();

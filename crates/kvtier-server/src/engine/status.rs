@@ -4,7 +4,7 @@ use kvtier_core::cache::FreeSpace;
 use serde_json::{Map, Value, json};
 
 use super::Engine;
-use super::instances::{Mode, Unserved};
+use super::instances::Mode;
 
 /// Tag of the only L1.
 const TAG: &str = "_default";
@@ -92,9 +92,13 @@ impl Engine {
         let mut on_device = Map::new();
         let mut known_processes = Vec::new();
         let mut engine_driven = Map::new();
+        let mut unserved = Map::new();
         let instances = self.instances.all();
         for instance in &instances {
             let id = instance.id.to_string();
+            if let Some(reason) = instance.unserved {
+                unserved.insert(id.clone(), reason.name().into());
+            }
             match &instance.mode {
                 Mode::LmcacheDriven { memory, .. } => {
                     on_device.insert(id.clone(), memory.device().into());
@@ -126,7 +130,6 @@ impl Engine {
                         json!({
                             "model_name": &*instance.model_name,
                             "world_size": instance.world_size,
-                            "not_served_because": instance.unserved.map(Unserved::name),
                             "kv_cache_layout": {
                                 "num_layers": layout.num_layers,
                                 "num_blocks": layout.num_blocks,
@@ -225,6 +228,7 @@ impl Engine {
                 "instances_of_known_processes": known_processes,
             },
             "request_port": self.metrics.request_port(),
+            "unserved_instances": unserved,
             "kv_events": { "enabled": false },
             "registered_gpu_ids": ids(&pages),
             "cache_context_meta": pages,

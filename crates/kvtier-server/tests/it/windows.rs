@@ -18,10 +18,10 @@ fn windowed(server: &TestServer, instance: i64, recurrent_state: bool) -> Lmcach
     LmcacheDrivenWorker::register(server.connect(), spec).unwrap()
 }
 
-fn not_served_because(server: &TestServer, instance: i64) -> Value {
+fn unserved_because(server: &TestServer, instance: i64) -> Value {
     let (status, answer) = json_of(server, "GET", "/status", "");
     assert_eq!(status, 200);
-    answer["cache_context_meta"][instance.to_string()]["not_served_because"].clone()
+    answer["unserved_instances"][instance.to_string()].clone()
 }
 
 #[test]
@@ -29,7 +29,7 @@ fn windowed_worker_registers_without_a_cache() {
     let server = TestServer::start(&[]);
     for recurrent_state in [false, true] {
         let mut worker = windowed(&server, 1, recurrent_state);
-        assert_eq!(not_served_because(&server, 1), json!("windowed_client"));
+        assert_eq!(unserved_because(&server, 1), json!("windowed_client"));
         let prompt = prompt(1, 2);
         assert!(!worker.store(&prompt, range(0..2), "s", &BLOCKS).unwrap());
         assert_eq!(worker.lookup(&prompt, "r").unwrap(), 0);
@@ -43,7 +43,7 @@ fn windowed_worker_registers_without_a_cache() {
     let (_, _, metrics) = request(&server, "GET", "/metrics", "");
     for line in [
         r#"lmcache_mp_lookup_early_exit_requests_total{cache_salt="",model_name="windows",reason="windowed_client"} 2"#,
-        r#"kvtier_refused_requests_total{operation="STORE",reason="windowed_client"} 2"#,
+        r#"kvtier_refused_requests_total{operation="store",reason="windowed_client"} 2"#,
     ] {
         assert!(metrics.contains(line), "{line} is not in\n{metrics}");
     }
@@ -55,7 +55,7 @@ fn windowed_worker_leaves_others_their_cache() {
     let server = TestServer::start(&[]);
     let _windowed = windowed(&server, 1, false);
     let mut full = server.lmcache_driven(2, &Scope::new("full"));
-    assert_eq!(not_served_because(&server, 2), Value::Null);
+    assert_eq!(unserved_because(&server, 2), Value::Null);
     let prompt = prompt(1, 2);
     assert!(full.store(&prompt, range(0..2), "s", &BLOCKS).unwrap());
     assert_eq!(full.lookup(&prompt, "r").unwrap(), 2);
@@ -65,7 +65,7 @@ fn windowed_worker_leaves_others_their_cache() {
 fn windowed_worker_is_served_with_allow() {
     let server = TestServer::start(&["--windowed-clients", "allow"]);
     let mut worker = windowed(&server, 1, false);
-    assert_eq!(not_served_because(&server, 1), Value::Null);
+    assert_eq!(unserved_because(&server, 1), Value::Null);
     let prompt = prompt(1, 2);
     assert!(worker.store(&prompt, range(0..2), "s", &BLOCKS).unwrap());
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);

@@ -294,7 +294,8 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
     };
     for kind in ["fs", "fs_native"] {
         let more = r#","layout":"sharded","names":"0.4","fsync":"file+dir","io_engine":"posix","relative_tmp_dir":"a/b",
-            "use_odirect":true,"num_workers":3,"read_ahead_size":4096,"require_checksum":true,"max_capacity_gb":1.5"#;
+            "use_odirect":true,"num_workers":3,"read_ahead_size":4096,"require_checksum":true,
+            "trust_missing_layout":true,"max_capacity_gb":1.5"#;
         let config = given(kind, more).unwrap();
         let expected = FsOptions {
             base_path: dir.path().join(kind),
@@ -307,6 +308,7 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
             fsync: Fsync::FileAndDir,
             io_engine: IoEngine::Posix,
             require_checksum: true,
+            trust_missing_layout: true,
             read_only: false,
         };
         assert_eq!(FsOptions::of(&config), expected);
