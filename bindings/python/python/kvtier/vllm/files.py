@@ -1,4 +1,4 @@
-"""What files hold, told by their state on disk: nothing is read."""
+"""Identifies files by their names, sizes and times; contents are not read."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ def fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def cache_dtype(cache: Any) -> str:
-    """The KV cache's type as the engine was told: a worker's attention layers replace it by their own name of it."""
-    told = str(plain(getattr(cache, "cache_dtype", None)) or "auto").removesuffix("_ds_mla")
-    return "fp8" if told == "fp8_e4m3" else told
+    """Returns the KV cache's configured type. A worker's attention layers replace it by their own name of it."""
+    name = str(plain(getattr(cache, "cache_dtype", None)) or "auto").removesuffix("_ds_mla")
+    return "fp8" if name == "fp8_e4m3" else name
 
 
 def plain(value: Any) -> Any:
