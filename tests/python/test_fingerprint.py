@@ -187,12 +187,13 @@ class Platform(SimpleNamespace):
         return self.capability
 
 
-def pages_of(monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16,), cache="auto", **attention):
+def pages_of(monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16,), cache="auto", spec=None, **attention):
     """What names say of pages."""
     platform = Platform(device_type=device, amd=amd, capability=capability)
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
     made = described(cache={"cache_dtype": cache}, more={"attention_config": SimpleNamespace(**attention)})
-    return pages.page_format(made, list(blocks))
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size, **(spec or {}))) for size in blocks]
+    return pages.page_format(made, SimpleNamespace(kv_cache_groups=groups))
 
 
 def test_cpu_pages_are_those_of_their_blocks_kernel_and_release(monkeypatch):
@@ -233,7 +234,9 @@ def test_numbers_on_nvidia_gpus_are_the_servers_to_convert(monkeypatch, cache, b
     "fields",
     [
         {"cache": "nvfp4"},
-        {"cache": "fp8_ds_mla"},
+        {"cache": "fp8", "spec": {"cache_dtype_str": "fp8_ds_mla"}},
+        {"spec": {"kv_quant_mode": SimpleNamespace(name="NVFP4")}},
+        {"spec": {"kv_cache_specs": {"layer": SimpleNamespace(cache_dtype_str="nvfp4_ds_mla")}}},
         {"cache": "int8_per_token_head"},
         {"cache": "turboquant_4bit_nc"},
         {"backend": "CUSTOM"},
@@ -276,3 +279,9 @@ def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
     assert engine(2, **{"kvtier.model_name": "m"}).match(request("e", prompt)) == (CHUNK, True)
     for each in engines:
         each.close()
+
+
+def test_a_workers_name_of_the_cache_dtype_is_the_schedulers():
+    """Attention layers of sparse MLA replace it where they run."""
+    assert len({name(cache={"cache_dtype": told}) for told in ("fp8", "fp8_e4m3", "fp8_ds_mla")}) == 1
+    assert name(cache={"cache_dtype": "nvfp4"}) == name(cache={"cache_dtype": "nvfp4_ds_mla"}) != name()

@@ -350,7 +350,7 @@ fn never_serve_each_other(change: fn(&mut EngineDrivenSpec)) {
         None,
         "a lookup made for the other layout"
     );
-    // Whose scheduler asks is unknown, so nobody is promised what one of them cannot read.
+    // The scheduler's engine is unknown, so a lookup promises only what both layouts have.
     assert_eq!(other.lookup(&prompt, "c").unwrap(), 0);
     assert_eq!(small.lookup(&prompt, "c2").unwrap(), 0);
     assert_eq!(

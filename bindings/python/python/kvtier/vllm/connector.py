@@ -86,11 +86,11 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_multi_group = len(self._groups) > 1
         self._scheduling: Scheduling | None = None
         self._adapter: WorkerAdapter | None = None
-        sizes = [group.block_tokens for group in self._groups]
-        pages = page_format(vllm_config, sizes)
+        pages = page_format(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             if self._options.recompute_failed_loads:
                 transfer.kv_load_failure_policy = "recompute"
+            sizes = [group.block_tokens for group in self._groups]
             identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name, pages=pages)
             logger.info("kvtier server %s: the model's name in keys is %s", self._options.url, identity.model_name)
             self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, sizes)

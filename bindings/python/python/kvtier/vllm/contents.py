@@ -28,7 +28,7 @@ _LORA = (
 )
 
 # A file that changed so long before the engine's start, in nanoseconds, did so before it: clocks of files are coarse.
-_COARSE = 1_000_000_000
+_COARSE = 100_000_000
 
 
 class Contents:

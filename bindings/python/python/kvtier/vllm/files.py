@@ -1,4 +1,4 @@
-"""What files hold, told by their state on disk: nothing is read."""
+"""Identifies files by their names, sizes and times; contents are not read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def weights_of(path: str, with_times: bool) -> Any:
 
 
 def newest_change(path: str) -> int:
-    """When the files at a path, or what the path means, changed last, in nanoseconds of the clock.
+    """When the files at a path, or what the path means, changed last, in nanoseconds of the file system's clock. Times that
+    were set by hand do not count.
 
     Raises:
         OSError: nothing is there, or a file cannot be looked at.
@@ -46,8 +47,7 @@ def newest_change(path: str) -> int:
     times = []
     for each in (path, *_files(path)):
         # A link that was pointed elsewhere has changed, and so has a file that was moved here.
-        for stat in (os.stat(each), os.lstat(each)):
-            times += [stat.st_mtime_ns, stat.st_ctime_ns]
+        times += [os.stat(each).st_ctime_ns, os.lstat(each).st_ctime_ns]
     above = os.path.dirname(os.path.abspath(path))
     while above != os.path.dirname(above):
         if os.path.islink(above):

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from .files import weights_of
-from .plain import digest, fields, plain
+from .plain import cache_dtype, digest, fields, plain
 
 # Fields of vLLM's configuration; docs/identity.md has all others, and why they are not here.
 _MODEL = (
@@ -23,7 +23,7 @@ _MODEL = (
     "dtype",
     "disable_sliding_window",
 )
-_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill")
+_CACHE = ("kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill")
 _MULTIMODAL = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -59,6 +59,7 @@ def fingerprint(vllm_config: Any) -> str:
         "commit": getattr(getattr(model, "hf_config", None), "_commit_hash", None),
         "described": _described(getattr(model, "hf_config_path", None) or model.model),
         "cache": fields(cache, _CACHE),
+        "cache dtype": cache_dtype(cache),
         "multimodal": fields(getattr(model, "multimodal_config", None), _MULTIMODAL),
         "attention": fields(getattr(vllm_config, "attention_config", None), _ATTENTION),
         "load": fields(load, _LOAD),

@@ -6,10 +6,10 @@ import os
 import platform
 from typing import Any
 
-from .plain import fields, plain
+from .plain import cache_dtype, fields
 
 # Elements of pages that say all there is: one number per token, head and position, scaled for a whole tensor if at all.
-_NUMBERS = ("auto", "bfloat16", "half", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+_NUMBERS = {"auto", "bfloat16", "half", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "NONE", "FP8_PER_TENSOR"}
 
 # vLLM's attention backends that keep such numbers on NVIDIA GPUs by token and head, as the registered shape says.
 _TOKEN_MAJOR = (
@@ -27,7 +27,7 @@ _TOKEN_MAJOR = (
 _ATTENTION = ("backend", "backend_per_kind", "minimax_m3_msa_decode_backend", "indexer_kv_dtype", "hisparse_config")
 
 
-def page_format(vllm_config: Any, block_tokens: list[int]) -> dict[str, Any]:
+def page_format(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     """What the order of bytes in a page depends on; nothing for pages that the server can convert.
 
     Attention kernels for CPUs pack a page for the processor's instructions, by columns; AMD's may shuffle it; caches with
@@ -42,7 +42,9 @@ def page_format(vllm_config: Any, block_tokens: list[int]) -> dict[str, Any]:
     if backend := os.environ.get("VLLM_ATTENTION_BACKEND"):
         # Releases before there was an option.
         attention.setdefault("backend", backend)
-    is_numbers = plain(getattr(cache, "cache_dtype", None)) in (None, *_NUMBERS)
+    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    formats = sorted({each for spec in groups for each in _formats(spec)} | {cache_dtype(cache)})
+    is_numbers = _NUMBERS.issuperset(formats)
     is_known = attention.keys() <= {"backend"} and attention.get("backend", _TOKEN_MAJOR[0]) in _TOKEN_MAJOR
     if current_platform.is_cuda() and is_numbers and is_known:
         return {}
@@ -51,10 +53,19 @@ def page_format(vllm_config: Any, block_tokens: list[int]) -> dict[str, Any]:
         "device": current_platform.device_type,
         "machine": platform.machine(),
         "instructions": _instructions() if current_platform.is_cpu() else _capability(current_platform),
-        "block_tokens": block_tokens,
+        "block_tokens": [spec.block_size for spec in groups],
+        "formats": formats,
         "attention": attention,
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_ROCM_")},
     }
+
+
+def _formats(spec: Any) -> list[str]:
+    """A group's, by its first layer: vLLM's scheduler knows no other of unlike layers in one group."""
+    several = getattr(spec, "kv_cache_specs", None)
+    first = next(iter(several.values())) if several else spec
+    named = (getattr(getattr(first, "kv_quant_mode", None), "name", None), getattr(first, "cache_dtype_str", None))
+    return [name for name in named if name]
 
 
 def _instructions() -> list[str]:

@@ -21,6 +21,12 @@ def fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, {}, [], "", False, "auto")}
 
 
+def cache_dtype(cache: Any) -> str:
+    """Returns the KV cache's configured type. A worker's attention layers replace it by their own name of it."""
+    name = str(plain(getattr(cache, "cache_dtype", None)) or "auto").removesuffix("_ds_mla")
+    return "fp8" if name == "fp8_e4m3" else name
+
+
 def plain(value: Any) -> Any:
     """As JSON has it. Nothing that is another in each process, such as an address, is in it."""
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -332,8 +332,8 @@ fn engine_driven_differs_by_every_field_that_moves_bytes() {
     assert_eq!(spelled, all[0]);
 }
 
-/// Objects in tiers have these values in their trailers: whoever changes one changes [`VERSION`] as well. They were
-/// computed from the table in the module's documentation, by another implementation.
+/// Objects in tiers have these values in their trailers: a change of one needs another [`VERSION`]. They were computed
+/// from the table in the module's documentation, by another implementation.
 #[test]
 fn values_of_version_2_are_pinned() {
     assert_eq!(VERSION, 2);
