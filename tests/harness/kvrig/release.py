@@ -92,7 +92,7 @@ def conversation(folder, mode):
     made = GpuEngine if mode == "cuda" else Engine
     # On CPU earlier releases take every tensor as heads-first.
     layout = layouts.layout("kv_first_nhd" if mode == "cuda" else "kv_first_hnd")
-    engine = made(server, client_mode(mode), [Group(layout)], heartbeat=HEARTBEAT, mq_timeout=4)
+    engine = made(server, client_mode(mode), [Group(layout)], heartbeat=HEARTBEAT, mq_timeout=10)
     try:
         prompt, stored = store(engine, 2)
         load(engine, prompt, stored)
