@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 import zmq
+from lmcache import torch_dev
 from lmcache.integration.vllm import vllm_multi_process_adapter
 from lmcache.integration.vllm.vllm_multi_process_adapter import (
     LMCacheMPSchedulerAdapter,
@@ -95,11 +96,8 @@ class Worker:
         """The event that a transfer waits for, as the connector of the release makes it."""
         if hasattr(self.adapter, "create_recorded_event"):
             return self.adapter.create_recorded_event()
-        backend = getattr(self.adapter.transfer_ctx, "_event_backend", None)
-        if backend is None:  # engine-driven: none is sent
-            return None
-        event = backend.create_event(None)
-        backend.record_event(event, None)
+        event = torch_dev.Event(interprocess=True)
+        event.record(None)
         return event
 
     def read(self, blocks, group=None):

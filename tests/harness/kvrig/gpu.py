@@ -280,6 +280,14 @@ class GpuWorker(Worker):
             wrapper = CudaIPCWrapper.wrap(tensor)
         return as_raw(wrapper) if self.isolated else wrapper
 
+    def recorded_event(self):
+        """Of the device."""
+        if hasattr(self.adapter, "create_recorded_event"):
+            return super().recorded_event()
+        event = self.events.create_event(None)
+        self.events.record_event(event, None)
+        return event
+
     def read(self, blocks, group=None):
         """As in host memory, from the device."""
         self.pull()

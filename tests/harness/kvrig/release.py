@@ -72,15 +72,16 @@ def restart(engine, server, chunk=CHUNK):
     server.kill()
     server.chunk = chunk
     server.start()
-    # Sent to a server that does not know the worker: nothing may break, whatever is answered.
-    engine.worker.submit_store("lost", tokens(CHUNK), 0, CHUNK, engine.blocks_for(CHUNK))
+    if adapter.is_healthy:
+        # Sent to a server that does not know the worker: nothing may break, whatever is answered.
+        engine.worker.submit_store("lost", tokens(CHUNK), 0, CHUNK, engine.blocks_for(CHUNK))
 
     def registered():
         adapter.get_finished(set())
         return adapter.transfer_ctx is not before and (adapter.is_healthy or chunk != CHUNK)
 
     wait_until(registered, 12 * HEARTBEAT + 4, "registered again")
-    engine.worker.stores.pop("lost")
+    engine.worker.stores.pop("lost", None)
     # A prompt of another length shows the new server in what the client counts.
     engine.hits(tokens(3 * CHUNK))
 
@@ -92,7 +93,7 @@ def conversation(folder, mode):
     made = GpuEngine if mode == "cuda" else Engine
     # On CPU earlier releases take every tensor as heads-first.
     layout = layouts.layout("kv_first_nhd" if mode == "cuda" else "kv_first_hnd")
-    engine = made(server, client_mode(mode), [Group(layout)], heartbeat=HEARTBEAT, mq_timeout=4)
+    engine = made(server, client_mode(mode), [Group(layout)], heartbeat=HEARTBEAT, mq_timeout=10)
     try:
         prompt, stored = store(engine, 2)
         load(engine, prompt, stored)
