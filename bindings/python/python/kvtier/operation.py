@@ -43,7 +43,7 @@ class LoadStoreOp:
         """``block_ids`` as one list for each group."""
         ids = list(self.block_ids)
         if ids and not isinstance(ids[0], int):
-            return [list(group) for group in ids]  # type: ignore[arg-type]
+            return [list(group) for group in ids]  # type: ignore[call-overload]
         return [ids]  # type: ignore[list-item]
 
 

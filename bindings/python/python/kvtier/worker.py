@@ -257,7 +257,7 @@ class WorkerAdapter:
         """Keep what the worker is made of, if it can be served."""
         self._storages = storages = Storages(shared=mode == "lmcache_driven")
         try:
-            layout = {"tensors": storages.views(tensors), "groups": groups, "kv_layout": kv_layout, "mode": mode}
+            layout: dict[str, Any] = {"tensors": storages.views(tensors), "groups": groups, "kv_layout": kv_layout, "mode": mode}
             layout["storages"] = storages.described
             Worker.check(**layout, chunk_tokens=self.chunk_tokens or self.block_tokens)
         except BaseException:
