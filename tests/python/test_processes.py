@@ -42,7 +42,7 @@ def register():
     rig.Engine(url, timeout=600)
 calls = {
     "wait_healthy": lambda: kvtier.Client(url).wait_healthy(600),
-    "result": lambda: kvtier.Client(url, timeout=600).noop().result(),
+    "result": lambda: [client := kvtier.Client(url, timeout=600), client.noop().result()],
     "scheduler": lambda: kvtier.SchedulerAdapter(url, **adapter),
     "worker": lambda: kvtier.WorkerAdapter(url, **adapter),
     "register": register,
