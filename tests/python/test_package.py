@@ -94,14 +94,12 @@ def is_same(function, real, name):
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
 def test_a_refused_registration_is_an_error(place, mode):
-    """With the server's words, in either mode and as a connection's first request."""
+    """With the server's words, in either mode."""
     server = place.server("lmcache_driven" if mode == "engine_driven" else "engine_shm")
     server.expect_trouble("registration refused")
     engine = place.engine(server, mode=mode, register=False)
-    engine.worker.client, first = Client(server.url), engine.worker.client
     with pytest.raises(KvTierError, match="--supported-transfer-mode"):
         engine.worker.register_kv_caches({"layer.0": engine.tensors[0]}, kv_layout="HND")
-    first.close()
 
 
 class StandIn:

@@ -6,14 +6,12 @@ import itertools
 import logging
 import os
 import random
-import threading
 import time
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ._native import Disconnected, KvTierError, TimedOut, Worker
+from ._native import Worker
 from .connecting import (
     DEFAULT_HEARTBEAT,
     DEFAULT_PATIENCE,
@@ -26,7 +24,7 @@ from .connecting import (
 )
 from .limited import RateLimited
 from .operation import LoadStoreOp, one_prompt
-from .tensors import Storages
+from .registration import Registration
 from .transfer import Counters, Group, Transfer
 
 logger = logging.getLogger(__name__)
@@ -38,9 +36,6 @@ _NO_EVENT = b"stub_ipc_handle"
 
 # How long wait_for_stores sleeps before it looks again whether pages are still read, in seconds.
 _GLANCE = 0.005
-
-# How long a registration waits for a server that may come later, in seconds: one that is there answers within milliseconds.
-_GRACE = 0.5
 
 # For how many calls of get_finished an id that was reported is remembered: with asynchronous scheduling the engine
 # repeats ids for a few steps.
@@ -126,19 +121,13 @@ class WorkerAdapter:
         )
         self.model_name, self.block_tokens = model_name, block_tokens
         self.world_size, self.worker_id, self.num_kv_readers = world_size, worker_id, num_kv_readers
-        self.is_writer, self.mode, self.force_pickle = is_writer, mode, force_pickle
+        self.is_writer, self._mode, self.force_pickle = is_writer, mode, force_pickle
         # Process ids repeat across containers.
         self.instance_id = random.SystemRandom().getrandbits(62) if instance_id is None else instance_id
-        self._store_timeout, self._waits = store_timeout, wait_for_server is not None
+        self._store_timeout = store_timeout
+        self._registration = Registration(self.client, block_tokens, self._described, waits=wait_for_server is not None)
         self._warnings = RateLimited(logger)
         self.counters = Counters()
-        self._worker: Worker | None = None
-        # What the worker is made of; None before register_kv_caches.
-        self._layout: dict[str, Any] | None = None
-        # Held while the worker is made, here or on the client's thread.
-        self._making = threading.Lock()
-        self._has_stopped = False
-        self._storages: Storages | None = None
         self.on_cuda = False
         self._owner = os.getpid()
         self._next = 0
@@ -166,8 +155,28 @@ class WorkerAdapter:
     def is_healthy(self) -> bool:
         """Whether the server answers heartbeats and knows this worker."""
         if self._worker is None:
-            return self._layout is None and self.client.is_healthy
+            return not self._registration.is_described and self.client.is_healthy
         return self.client.is_healthy and self._worker.is_registered
+
+    @property
+    def mode(self) -> str:
+        """The transfer mode; that of the registration once there is one."""
+        return self._registration.mode or self._mode
+
+    @property
+    def _worker(self) -> Worker | None:
+        return self._registration.worker
+
+    def _described(self) -> dict[str, Any]:
+        """What the server is told of this worker, beside its tensors."""
+        return {
+            "instance": self.instance_id,
+            "model_name": self.model_name,
+            "world_size": self.world_size,
+            "worker_id": self.worker_id,
+            "num_kv_readers": self.num_kv_readers,
+            "force_pickle": self.force_pickle,
+        }
 
     @property
     def chunk_tokens(self) -> int | None:
@@ -206,7 +215,7 @@ class WorkerAdapter:
             KvTierError: the server refused, or did not answer within the timeout; never with ``wait_for_server=None``.
             ValueError: the tensors have a layout, or groups, that cannot be served.
         """
-        if self._layout is not None:
+        if self._registration.is_described:
             raise RuntimeError("register_kv_caches was called before")
         if not kv_caches:
             raise ValueError("kv_caches: there is no layer")
@@ -225,99 +234,12 @@ class WorkerAdapter:
         self.on_cuda = any(tensor.is_cuda for tensor in kv_caches.values())
         self._block_tokens_of_groups = [group.block_tokens for group in groups]
         tensors = list(kv_caches.values())
-        if self.mode == "auto":
+        if self._mode == "auto":
             simple = len(described) == 1 and groups[0].sliding_window < 0 and not self.on_cuda
             modes = ["engine_driven", "lmcache_driven"] if simple else ["lmcache_driven"]
         else:
-            modes = [self.mode]
-        for mode in modes:
-            is_last = mode == modes[-1]
-            try:
-                self._describe(mode, tensors, described, kv_layout)
-            except ValueError as error:
-                if is_last:
-                    raise
-                logger.warning("%s is not possible (%s); trying %s", mode, error, modes[-1])
-                continue
-            refusal = self._register_now()
-            if refusal is None:
-                return
-            if not is_last and not isinstance(refusal, Disconnected):
-                self._release_storages()
-                logger.warning("%s does not work with %s (%s); trying %s", mode, self.client.url, refusal, modes[-1])
-                continue
-            if self._waits:
-                self._release_storages()
-                raise refusal
-            logger.warning("%s: starting without the kvtier server at %s, registering when it can", refusal, self.client.url)
-            self._register_later()
-            return
-
-    def _describe(self, mode: str, tensors: list[Any], groups: list[dict[str, Any]], kv_layout: str | None) -> None:
-        """Keep what the worker is made of, if it can be served."""
-        self._storages = storages = Storages(shared=mode == "lmcache_driven")
-        try:
-            layout: dict[str, Any] = {"tensors": storages.views(tensors), "groups": groups, "kv_layout": kv_layout, "mode": mode}
-            layout["storages"] = storages.described
-            Worker.check(**layout, chunk_tokens=self.chunk_tokens or self.block_tokens)
-        except BaseException:
-            self._release_storages()
-            raise
-        self.mode, self._layout = mode, layout
-
-    def _release_storages(self) -> None:
-        storages, self._storages, self._layout = self._storages, None, None
-        if storages is not None:
-            storages.release()
-
-    def _register_now(self) -> KvTierError | None:
-        """Why the worker is not registered; None when it is."""
-        if not self._waits and not self.client.wait_healthy(_GRACE):
-            return Disconnected("no server answers")
-        try:
-            self._make_worker()
-        except KvTierError as error:
-            return error
-        return None
-
-    def _register_later(self) -> None:
-        """Have the client's thread register with the next server, and again at each heartbeat until that succeeds."""
-        adapter = weakref.ref(self)
-
-        def register() -> None:
-            if (mine := adapter()) is not None:
-                mine._make_worker()
-
-        self.client.on_recover(register)
-
-    def _make_worker(self) -> None:
-        """Register with the server that is connected now."""
-        with self._making:
-            layout = self._layout
-            if self._has_stopped or self._worker is not None or layout is None:
-                return
-            chunk_tokens = self.chunk_tokens
-            if chunk_tokens is None:
-                raise KvTierError("no server has told its chunk size")
-            self._worker = Worker(
-                self.client,
-                **layout,
-                chunk_tokens=chunk_tokens,
-                instance=self.instance_id,
-                model_name=self.model_name,
-                world_size=self.world_size,
-                worker_id=self.worker_id,
-                num_kv_readers=self.num_kv_readers,
-                force_pickle=self.force_pickle,
-                keep=self._storages,
-            )
-        logger.info(
-            "registered %d layers with %s: %s through %s",
-            len(layout["tensors"]),
-            self.client.url,
-            self.mode,
-            self._worker.transport,
-        )
+            modes = [self._mode]
+        self._registration.start(modes, tensors, described, kv_layout)
 
     # -- submitting --------------------------------------------------------------------------
 
@@ -399,7 +321,7 @@ class WorkerAdapter:
         return [block for ids, size in groups for block in ids[op.skip_first_n_tokens // size :]]
 
     def _ready(self) -> bool:
-        if self._layout is None:
+        if not self._registration.is_described:
             raise RuntimeError("register_kv_caches was not called")
         return self.is_healthy
 
@@ -617,16 +539,12 @@ class WorkerAdapter:
 
     def disable(self) -> None:
         """Let transfers end and unregister, for good: every later store and retrieve fails. Waits as :meth:`shutdown`."""
-        with self._making:
-            self._has_stopped = True
-        if self._worker is not None:
-            self._worker.shutdown()
+        self._registration.stop()
 
     def shutdown(self) -> None:
         """Let transfers end, unregister and disconnect. A second call does nothing."""
         if os.getpid() != self._owner:
             return
-        self.disable()
-        self._worker = None
-        self._release_storages()
+        self._registration.stop()
+        self._registration.release()
         self.client.close()
