@@ -14,7 +14,7 @@ from .tensors import Storages
 logger = logging.getLogger(__name__)
 
 # How long a registration waits for a server that may come later, in seconds: one that is there answers within milliseconds.
-_GRACE = 0.5
+_GRACE = 1.0
 
 
 class Registration:

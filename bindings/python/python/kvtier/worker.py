@@ -49,7 +49,7 @@ class WorkerAdapter:
 
     * the constructor: ``wait_for_server``;
     * :meth:`register_kv_caches`: twice ``timeout``, in the mode ``auto`` for each of the two modes that it tries; without a
-      server half a second;
+      server a second;
     * :meth:`wait_for_stores`: see there;
     * :meth:`shutdown`: ``timeout`` for what is under way, as long again for each registration that the server has to be
       told the end of, and where the server copies a second for one that does not answer.

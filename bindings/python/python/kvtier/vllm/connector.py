@@ -242,9 +242,10 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
     @falls_back(by="_turn_off")
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Blocks of preempted requests are overwritten after this: no store may read them then."""
-        assert isinstance(kv_connector_metadata, StepMetadata)
-        if kv_connector_metadata.preempted and not self._is_off:
-            self._worker.wait_for_stores(kv_connector_metadata.preempted, self._options.preemption_patience)
+        # vLLM 0.18 gives the requests' ids.
+        preempted = getattr(kv_connector_metadata, "preempted", kv_connector_metadata)
+        if preempted and not self._is_off:
+            self._worker.wait_for_stores(preempted, self._options.preemption_patience)
 
     @falls_back(lambda: (None, None), by="_give_up")
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
