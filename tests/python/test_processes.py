@@ -170,14 +170,15 @@ def test_segments_that_no_server_removes_go_with_the_next_start(place):
         code = ENDING.replace("kind = sys", "os.kill(int(sys.argv[3]), 9)\nkind = sys")
         done = python(code, server.url, "_exit", str(server.process.pid))
         assert segments_of(done) != []
-        server.process.wait()
+        server.kill()
         Segment(4096).unlink()
         assert segments_of(done) == []
         assert others.exists() and os.path.exists(f"/dev/shm{living.name}")
     finally:
         others.unlink()
         living.unlink()
-        server.process = None
+    # It replaces the pool that the killed one has left.
+    server.start()
 
 
 def test_a_worker_registers_again_with_the_same_segments(place, fresh):

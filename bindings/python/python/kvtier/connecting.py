@@ -50,15 +50,21 @@ class _Report:
     def __init__(self, client: Client) -> None:
         # The client keeps its callbacks.
         self._client, self._url = weakref.ref(client), client.url
+        self._logged: str | None = None
 
     def __call__(self, state: str) -> None:
         client = self._client()
         obstacle = None if client is None else client.obstacle
         if state == "healthy":
+            self._logged = None
             logger.info("connected to the kvtier server at %s", self._url)
         elif state == "degraded" and obstacle is not None:
+            # It is found again at each heartbeat.
+            if obstacle == self._logged:
+                return
+            self._logged = obstacle
             logger.error("the kvtier server at %s cannot be used: %s; computing without it until it can", self._url, obstacle)
-        elif state == "degraded":
+        elif state == "degraded" and self._logged is None:
             logger.warning("the kvtier server at %s does not answer; computing without it until it does", self._url)
 
 
