@@ -9,6 +9,9 @@ from rig import Engine
 
 CHUNK = 16
 
+# Lines of the package reach pytest, not vLLM's handlers.
+os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+
 
 class Place:
     """Makes servers and engines of one test, and ends them with it."""
@@ -17,13 +20,14 @@ class Place:
         self.directory, self.servers, self.engines = directory, [], []
         self.mode = "both"
 
-    def server(self, mode=None, **options):
-        """A running server."""
+    def server(self, mode=None, start=True, **options):
+        """A server, running unless ``start`` is false."""
         mode = mode or self.mode
         log = self.directory / f"server-{len(self.servers)}.log"
         server = Server(our_command(), log, mode, chunk=CHUNK, **options)
         self.servers.append(server)
-        server.start()
+        if start:
+            server.start()
         return server
 
     def engine(self, server, **options):

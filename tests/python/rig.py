@@ -28,15 +28,14 @@ class Engine:
         patience = max(timeout, TIMEOUT)
         self.layout = layouts.layout(layout)
         self.scheduler = SchedulerAdapter(
-            url, model, block_tokens=BLOCK, timeout=patience, heartbeat=heartbeat,
-            **{k: v for k, v in options.items() if k in ("world_size", "num_kv_readers")},
+            url, model, block_tokens=BLOCK, timeout=patience, lookup_timeout=patience, heartbeat=heartbeat,
+            **{k: v for k, v in options.items() if k in ("world_size", "num_kv_readers", "wait_for_server", "chunk_tokens")},
         )  # fmt: skip
         self.worker = WorkerAdapter(
             url, model, block_tokens=BLOCK, timeout=patience, heartbeat=heartbeat,
             mode="engine_driven" if mode == "pickle" else mode, force_pickle=mode == "pickle",
             store_timeout=store_timeout or patience, **options,
         )  # fmt: skip
-        self.chunk = self.scheduler.chunk_tokens
         self.tensors = layouts.allocate(self.layout, layers, torch.Generator().manual_seed(seed))
         if register:
             named = {f"layer.{i}": tensor for i, tensor in enumerate(self.tensors)}

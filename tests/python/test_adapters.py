@@ -475,8 +475,8 @@ def test_a_server_without_heartbeats_is_none(place):
 
     again()
     try:
-        with pytest.raises(ConnectionError, match="no heartbeat"):
-            SchedulerAdapter(proxy.url, "m", block_tokens=BLOCK, timeout=1.0, heartbeat=0.2)
+        with pytest.raises(ConnectionError, match="no KV-cache server answers"):
+            SchedulerAdapter(proxy.url, "m", block_tokens=BLOCK, wait_for_server=1.0, heartbeat=0.2)
     finally:
         proxy.close()
 

@@ -53,7 +53,10 @@ def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, rol
     """The parts of vLLM's configuration that are read."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config={"kvtier.url": server.url, "kvtier.heartbeat": 3, "kvtier.store_timeout": 10, **extra},
+            kv_connector_extra_config={
+                "kvtier.url": server.url, "kvtier.heartbeat": 3, "kvtier.store_timeout": 10, "kvtier.lookup_timeout": 10,
+                "kvtier.start": "wait 10", **extra,
+            },  # fmt: skip
             kv_load_failure_policy="fail",
             is_kv_producer=role != "kv_consumer",
             is_kv_consumer=role != "kv_producer",
@@ -508,7 +511,7 @@ def test_events(place, engines, tmp_path):
 def test_reset_and_stats(place, engines, caplog):
     """Behind a reset nothing from before is found, whatever the server keeps; numbers add up."""
     server, prompt = place.server(), tokens(CHUNK + 1, "reset")
-    engine, careful = engines(server), engines(server, **{"kvtier.reset_server": "false"})
+    engine, careful = engines(server, **{"kvtier.reset_server": "true"}), engines(server)
     engine.prefill(request("a", prompt), range(1, 6))
     req = request("b", prompt)
     assert engine.match(req) == (CHUNK, True)
@@ -656,16 +659,35 @@ def test_blocks_of_one_token(place, monkeypatch):
     scheduler.shutdown()
 
 
-def test_a_reset_says_no_while_a_load_goes_on(place, engines):
-    """Its tokens come from before."""
+def test_a_reset_while_a_load_goes_on_says_yes(place, engines):
+    """vLLM's own reset says no then; a pause or a sleep does not fail because of the connector."""
     engine, prompt = engines(place.server()), tokens(CHUNK + 1, "load on")
     engine.prefill(request("a", prompt), range(1, 6))
     req = request("b", prompt)
     assert engine.match(req) == (CHUNK, True)
     engine.allocate(req, range(11, 16), CHUNK)
-    assert engine.scheduler.reset_cache() is False
-    wait_until(lambda: engine.step().ended, 30, "the load")
     assert engine.scheduler.reset_cache() is True
+    assert engine.match(request("c", prompt)) == (0, False), "it finds nothing from before"
+    wait_until(lambda: engine.step().ended, 30, "the load")
+
+
+def test_a_load_ends_where_vllm_says(place, engines):
+    """It may decide for less than was found; with too few blocks for that the load fails and nothing raises."""
+    engine, prompt = engines(place.server()), tokens(3 * CHUNK + 1, "less")
+    engine.prefill(request("a", prompt), range(1, 14))
+    less = request("b", prompt)
+    assert engine.match(less) == (3 * CHUNK, True)
+    engine.allocate(less, range(21, 29), CHUNK + BLOCK)
+    metadata = engine.step().metadata
+    assert [(move.start, move.end, move.block_ids) for move in metadata.loads] == [(0, 2 * CHUNK, [list(range(21, 29))])]
+    wait_until(lambda: engine.step().ended, 30, "the load")
+    assert same(engine.read(list(range(21, 29))), engine.read(list(range(1, 9))))
+    engine.finish(less)
+    few = request("c", prompt)
+    assert engine.match(few) == (3 * CHUNK, True)
+    engine.allocate(few, range(31, 36), CHUNK + BLOCK)
+    step = engine.step()
+    assert step.metadata.loads == [] and step.ended == {"c"} and step.failed == set(range(31, 36))
 
 
 def test_groups_of_layers(place, engines):
@@ -790,12 +812,28 @@ def test_a_single_placeholder_tells_pictures_apart():
 
 def test_options():
     """Defaults; types; and errors that say what is allowed."""
-    assert Options.read({"lmcache.mp.port": 1}) == Options()
     assert Options.read({"kvtier.timeout": "3", "kvtier.save_decode": "true"}).timeout == 3.0
+    assert Options.read({}).wait_for_server is None and Options.read({"kvtier.start": "without"}).wait_for_server is None
+    for seconds in (30, "30", "wait 30"):
+        assert Options.read({"kvtier.start": seconds}).wait_for_server == 30
+    assert Options.read({"kvtier.chunk_tokens": 512}).chunk_tokens == 512
+    assert Options.read({}).reset_server is False and Options.read({}).lookup_timeout == 1.0
     for wrong, said in [
-        ({"kvtier.tiemout": 1}, "kvtier.tiemout: no such option; there are kvtier.url"),
+        ({"kvtier.tiemout": 1}, "kvtier.tiemout: no such option; kvtier.timeout is meant"),
+        ({"url": "x"}, "^url: no such option; kvtier.url is meant"),
+        ({"kvtier_url": "x"}, "^kvtier_url: no such option; kvtier.url is meant"),
+        ({"lmcache.mp.host": "x"}, "^lmcache.mp.host: .*one of LMCache's connector; .*kvtier.url"),
+        ({"zzz": 1}, "^zzz: no such option; there are kvtier.url"),
         ({"kvtier.timeout": "soon"}, "a number is needed"),
         ({"kvtier.timeout": 0}, "a positive number"),
+        ({"kvtier.timeout": "inf"}, "kvtier.timeout: inf; a positive number"),
+        ({"kvtier.heartbeat": 1e300}, "kvtier.heartbeat: 1e.300; a positive number"),
+        ({"kvtier.lookup_timeout": "nan"}, "kvtier.lookup_timeout: nan; a positive number"),
+        ({"kvtier.start": "later"}, "kvtier.start: 'later'; allowed are without, and seconds"),
+        ({"kvtier.start": -1}, "kvtier.start: -1.0; a positive number"),
+        ({"kvtier.chunk_tokens": "big"}, "a whole number is needed"),
+        ({"kvtier.chunk_tokens": -1}, "allowed are whole numbers from 0"),
+        ({"kvtier.model_name": "a@b"}, "kvtier.model_name: 'a@b'; allowed is a printable text without @"),
         ({"kvtier.preemption_patience": -1}, "preemption_patience: -1.0; a positive number"),
         ({"kvtier.save_decode": 2}, "allowed are true and false"),
         ({"kvtier.transfer_mode": "x"}, "allowed are auto, engine_driven, lmcache_driven"),

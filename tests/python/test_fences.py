@@ -206,7 +206,7 @@ def test_a_worker_that_is_dropped_touches_no_page(bed, fresh):
 
 
 def _drop(adapter):
-    adapter._worker = None
+    adapter._registration.worker = None
     gc.collect()
 
 
@@ -271,8 +271,9 @@ def test_a_worker_that_only_loads_and_cannot_reach_the_pool_is_sent_its_chunks(b
 def test_pages_stay_as_long_as_the_native_worker(bed):
     """Of a cycle, the collector may take the pages apart before the worker whose threads copy them."""
     adapter = bed.engine().worker
-    pages, native = weakref.ref(adapter._storages), adapter._worker
-    adapter._storages = adapter._worker = None
+    registration = adapter._registration
+    pages, native = weakref.ref(registration._storages), registration.worker
+    registration._storages = registration.worker = None
     gc.collect()
     assert pages() is not None
     del native

@@ -1,4 +1,4 @@
-"""The package as a whole: what it imports, its stubs, the names of old, CUDA descriptors."""
+"""The package as a whole: what it imports, its stubs, CUDA descriptors."""
 
 import ast
 import gc
@@ -19,7 +19,7 @@ import zmq
 from conftest import CHUNK
 from kvrig import layouts
 from kvrig.waiting import wait_until
-from kvtier import Client, KvTierError, SchedulerAdapter, WorkerAdapter, compat, tensors
+from kvtier import Client, KvTierError, LoadStoreOp, SchedulerAdapter, WorkerAdapter, tensors
 from rig import BLOCK, tokens
 
 
@@ -54,7 +54,7 @@ def _own_paths():
 
 
 def test_the_stubs_are_true():
-    """Each class, method and parameter that _native.pyi tells of is there, and no other."""
+    """Each class, method, parameter and default that _native.pyi tells of is there, and no other."""
     stub = ast.parse((Path(kvtier.__file__).parent / "_native.pyi").read_text())
     told = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
     native = kvtier._native
@@ -68,61 +68,38 @@ def test_the_stubs_are_true():
         public = {each for each in vars(real) if not each.startswith("_")}
         assert public == {each for each in members if not each.startswith("_")}, name
         for member, function in members.items():
-            if member.startswith("_") or not isinstance(function, ast.FunctionDef) or function.decorator_list:
+            if not isinstance(function, ast.FunctionDef) or any(ast.unparse(d) == "property" for d in function.decorator_list):
                 continue
-            parameters = inspect.signature(getattr(real, member)).parameters
-            arguments = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
-            assert arguments == list(parameters), (name, member)
+            if member == "__new__":
+                is_same(function, inspect.signature(real), name)
+            elif not member.startswith("_"):
+                is_same(function, inspect.signature(getattr(real, member)), f"{name}.{member}")
+
+
+def is_same(function, real, name):
+    """Whether a stub has the parameters of the real function, in order, with their kinds and defaults."""
+    arguments = [each for each in function.args.args if each.arg not in ("self", "cls")]
+    defaults = [None] * (len(arguments) - len(function.args.defaults)) + function.args.defaults
+    told = list(zip(arguments, defaults, strict=True))
+    told += list(zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True))
+    found = [each for each in real.parameters.values() if each.name != "self"]
+    assert [argument.arg for argument, _ in told] == [each.name for each in found], name
+    for (argument, default), each in zip(told, found, strict=True):
+        assert (argument in function.args.kwonlyargs) == (each.kind is each.KEYWORD_ONLY), (name, each)
+        assert (default is None) == (each.default is each.empty), (name, each)
+        # PyO3 tells of defaults that are no literals that there are some.
+        if default is not None and each.default is not ...:
+            assert ast.literal_eval(default) == each.default, (name, each)
 
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
 def test_a_refused_registration_is_an_error(place, mode):
-    """With the server's words, in either mode and as a connection's first request."""
+    """With the server's words, in either mode."""
     server = place.server("lmcache_driven" if mode == "engine_driven" else "engine_shm")
     server.expect_trouble("registration refused")
     engine = place.engine(server, mode=mode, register=False)
-    engine.worker.client, first = Client(server.url), engine.worker.client
     with pytest.raises(KvTierError, match="--supported-transfer-mode"):
         engine.worker.register_kv_caches({"layer.0": engine.tensors[0]}, kv_layout="HND")
-    first.close()
-
-
-class StubEvent:
-    """What a CPU engine has in place of a CUDA event."""
-
-    def ipc_handle(self):
-        """Nothing to wait for."""
-        return b"stub_ipc_handle"
-
-
-def test_the_names_of_old(place):
-    """Code written for LMCache's adapters in vLLM runs as it is."""
-    server = place.server()
-    context = zmq.Context()
-    scheduler = compat.LMCacheMPSchedulerAdapter(server.url, context, "old/model", 1, 0, BLOCK)
-    worker = compat.LMCacheMPWorkerAdapter(server.url, context, "old/model", 1, 0, BLOCK)
-    layout = layouts.layout("kv_first_hnd")
-    named = {f"layer.{i}": t for i, t in enumerate(layouts.allocate(layout, 2, torch.Generator().manual_seed(3)))}
-    worker.register_kv_caches(named)
-    assert scheduler.num_blocks_per_chunk() == worker.num_blocks_per_chunk() == CHUNK // BLOCK
-    prompt, event = tokens(CHUNK, "old"), StubEvent()
-    op = compat.LoadStoreOp(block_ids=[1, 2, 3, 4], token_ids=prompt, start=0, end=CHUNK)
-    assert len(op) == 4
-    worker.submit_store_request("r1", op, event)
-    ended = set()
-    wait_until(lambda: ended.update(worker.get_finished({"r1"})[0]) or ended, 30, "store")
-    scheduler.maybe_submit_lookup_request("r2", token_ids=prompt)
-    wait_until(lambda: scheduler.check_lookup_result("r2") is not None, 30, "lookup")
-    assert scheduler.check_lookup_result("r2") == CHUNK
-    scheduler.cleanup_lookup_result("r2")
-    worker.batched_submit_retrieve_requests(["r2"], [op], event)
-    retrieved = set()
-    wait_until(lambda: retrieved.update(worker.get_finished(set())[1]) or retrieved, 30, "retrieve")
-    assert retrieved == {"r2"} and worker.get_block_ids_with_load_errors() == set()
-    scheduler.end_session("r2")
-    worker.shutdown()
-    scheduler.shutdown()
-    context.destroy()
 
 
 class StandIn:
@@ -197,7 +174,7 @@ def test_cuda_tensors_are_described_as_lmcache_does(monkeypatch):
     thread = threading.Thread(target=lambda: seen.append(stand_in.serve(6)))
     thread.start()
     event = SimpleNamespace(ipc_handle=lambda: bytes(range(64)))
-    worker.submit_store_request("r", compat.LoadStoreOp([1, 2, 3, 4], tokens(CHUNK), None, 0, CHUNK), event)
+    worker.submit_store_request("r", LoadStoreOp([1, 2, 3, 4], tokens(CHUNK), None, 0, CHUNK), event)
     thread.join()
     assert msgspec.msgpack.decode(seen[1][3]) == bytes(range(64))
     thread = threading.Thread(target=stand_in.serve, args=(2,))

@@ -2,15 +2,17 @@
 
 use std::time::Duration;
 
-use kvtier_client::{Client as Native, Health, InstanceId, Scope, Settings};
+use kvtier_client::{ChunkTerms, Client as Native, Health, InstanceId, Scope, Settings};
+use kvtier_proto::key::check_salt;
 use kvtier_proto::request::AllocationRecord;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::errors::exception;
-use crate::future::{Future, seconds};
+use crate::errors::{Disconnected, TimedOut, exception};
+use crate::future::{Future, LONGEST_WAIT, seconds, wait_in_slices};
 use crate::prompt::Prompt;
 
-#[pyclass(frozen, module = "kvtier")]
+#[pyclass(frozen, weakref, module = "kvtier")]
 pub struct Client {
     native: Native,
 }
@@ -31,14 +33,53 @@ fn scope(model_name: String, world_size: u32, num_kv_readers: i64, cache_salt: S
     }
 }
 
+/// A span of an argument in seconds.
+fn positive(name: &str, span: f64) -> PyResult<Duration> {
+    let most = LONGEST_WAIT.as_secs_f64();
+    if span > 0.0 && span <= most {
+        return Ok(seconds(span));
+    }
+    Err(PyValueError::new_err(format!(
+        "{name}: {span}; allowed are seconds above 0, at most {most}"
+    )))
+}
+
+/// What a callback of [`Client::on_recover`] says.
+fn recovered(py: Python<'_>, callback: &Py<PyAny>) -> Result<(), Option<String>> {
+    let said = callback
+        .call0(py)
+        .and_then(|said| said.extract::<Option<String>>(py));
+    match said {
+        Ok(None) => Ok(()),
+        Ok(obstacle) => Err(obstacle),
+        Err(error)
+            if error.is_instance_of::<TimedOut>(py) || error.is_instance_of::<Disconnected>(py) =>
+        {
+            Err(None)
+        }
+        Err(error) => Err(Some(error.value(py).to_string())),
+    }
+}
+
 #[pymethods]
 impl Client {
     #[new]
-    #[pyo3(signature = (url, *, timeout=10.0, heartbeat=5.0))]
-    fn new(py: Python<'_>, url: &str, timeout: f64, heartbeat: f64) -> PyResult<Self> {
+    #[pyo3(signature = (url, *, timeout=10.0, heartbeat=5.0, block_tokens=None, chunk_tokens=None))]
+    fn new(
+        py: Python<'_>,
+        url: &str,
+        timeout: f64,
+        heartbeat: f64,
+        block_tokens: Option<u64>,
+        chunk_tokens: Option<u64>,
+    ) -> PyResult<Self> {
         let settings = Settings {
-            timeout: seconds(timeout),
-            heartbeat: seconds(heartbeat).max(Duration::from_millis(1)),
+            timeout: positive("timeout", timeout)?,
+            heartbeat: positive("heartbeat", heartbeat)?.max(Duration::from_millis(1)),
+            chunk: block_tokens.map(|block_tokens| ChunkTerms {
+                block_tokens,
+                chunk_tokens,
+            }),
             ..Settings::default()
         };
         let native = py
@@ -58,8 +99,9 @@ impl Client {
     }
 
     #[setter]
-    fn set_timeout(&self, span: f64) {
-        self.native.set_timeout(seconds(span));
+    fn set_timeout(&self, timeout: f64) -> PyResult<()> {
+        self.native.set_timeout(positive("timeout", timeout)?);
+        Ok(())
     }
 
     #[getter]
@@ -82,8 +124,31 @@ impl Client {
         self.native.in_flight()
     }
 
-    fn wait_healthy(&self, py: Python<'_>, patience: f64) -> bool {
-        py.detach(|| self.native.wait_healthy(seconds(patience)))
+    #[getter]
+    fn chunk_tokens(&self) -> Option<u64> {
+        self.native.chunk_tokens()
+    }
+
+    #[getter]
+    fn obstacle(&self) -> Option<String> {
+        self.native.obstacle()
+    }
+
+    fn wait_healthy(&self, py: Python<'_>, patience: f64) -> PyResult<bool> {
+        if self.native.is_forked() {
+            return Ok(false);
+        }
+        let healthy = |slice| self.native.wait_healthy(slice).then_some(());
+        Ok(wait_in_slices(py, seconds(patience), healthy)?.is_some())
+    }
+
+    /// The callback is called on a thread of the client's. It returns why the server cannot be used, or None.
+    fn on_recover(&self, callback: Py<PyAny>) {
+        let hook = move |_: &Native| {
+            Python::try_attach(|py| recovered(py, &callback)).unwrap_or(Err(None))
+        };
+        // No connection has this number: the hook is called on the one that stands, too.
+        self.native.on_recover(0, Box::new(hook));
     }
 
     /// The callback gets the new state's name, on a thread of the client's.
@@ -150,7 +215,8 @@ impl Client {
     }
 
     /// Chunks of the longest cached prefix of `prompt[..end]`.
-    #[pyo3(signature = (prompt, end, request_id, model_name, world_size=1, num_kv_readers=1, cache_salt=String::new()))]
+    #[pyo3(signature = (prompt, end, request_id, model_name, world_size=1, num_kv_readers=1, cache_salt=String::new(),
+        timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn lookup(
         &self,
@@ -161,10 +227,14 @@ impl Client {
         world_size: u32,
         num_kv_readers: i64,
         cache_salt: String,
-    ) -> Future {
+        timeout: Option<f64>,
+    ) -> PyResult<Future> {
+        check_salt(&cache_salt)
+            .map_err(|error| PyValueError::new_err(format!("cache_salt: {error}")))?;
+        let timeout = timeout.map_or_else(|| self.native.timeout(), seconds);
         let scope = scope(model_name, world_size, num_kv_readers, cache_salt);
         let key = scope.scheduler_key(prompt.encoded(), 0..end, request_id);
-        Future::new(self.native.lookup_hits(&key))
+        Ok(Future::new(self.native.lookup_hits_within(&key, timeout)))
     }
 
     #[pyo3(signature = (prompt, start, end, request_id, model_name, world_size=1, num_kv_readers=1, cache_salt=String::new()))]

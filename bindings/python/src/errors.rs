@@ -15,7 +15,7 @@ create_exception!(
     kvtier,
     TimedOut,
     KvTierError,
-    "There was no reply within the deadline."
+    "There was no reply within the deadline, or the server has stopped answering heartbeats."
 );
 create_exception!(
     kvtier,
@@ -42,7 +42,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 pub fn exception(error: &ClientError) -> PyErr {
     let text = error.to_string();
     match error {
-        ClientError::Timeout { .. } => TimedOut::new_err(text),
+        ClientError::Timeout { .. } | ClientError::Degraded { .. } => TimedOut::new_err(text),
         ClientError::Disconnected { .. } | ClientError::Closed { .. } => {
             Disconnected::new_err(text)
         }

@@ -1,18 +1,46 @@
 //! Results that are still to come, as Python sees them.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_client::ClientError;
 use parking_lot::Mutex;
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyType};
 
-use crate::errors::exception;
+use crate::errors::{KvTierError, exception};
 
 /// Longest wait that is given to the system at once.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(24 * 3600);
+
+/// Longest wait between two looks at Python's signals.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Runs `step` without the GIL and with a slice of the time each, until it returns something or `patience` is over.
+///
+/// # Errors
+/// What a signal's handler raised, such as KeyboardInterrupt.
+pub fn wait_in_slices<T: Send>(
+    py: Python<'_>,
+    patience: Duration,
+    mut step: impl FnMut(Duration) -> Option<T> + Send,
+) -> PyResult<Option<T>> {
+    let until = Instant::now() + patience;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let done = py.detach(|| step(left.min(SLICE)));
+        if done.is_some() || left.is_zero() {
+            return Ok(done);
+        }
+        py.check_signals()?;
+    }
+}
+
+/// The error of whatever would wait for threads that a fork of their process does not have.
+pub fn used_after_fork() -> PyErr {
+    KvTierError::new_err("used after fork; make another client in this process")
+}
 
 /// What an operation answers.
 #[derive(Clone)]
@@ -111,6 +139,8 @@ enum State {
 pub struct Future {
     awaited: Box<dyn Awaited>,
     state: Mutex<State>,
+    /// The process in which the result arrives.
+    owner: u32,
 }
 
 impl Future {
@@ -118,6 +148,15 @@ impl Future {
         Self {
             awaited: Box::new(future),
             state: Mutex::new(State::Waiting),
+            owner: std::process::id(),
+        }
+    }
+
+    fn check_owner(&self) -> PyResult<()> {
+        if std::process::id() == self.owner {
+            Ok(())
+        } else {
+            Err(used_after_fork())
         }
     }
 
@@ -126,7 +165,7 @@ impl Future {
             State::Waiting => None,
             State::Done(Ok(value)) => Some(value.to_python(py)),
             State::Done(Err(error)) => Some(Err(exception(error))),
-            State::Cancelled => Some(Err(crate::errors::KvTierError::new_err("cancelled"))),
+            State::Cancelled => Some(Err(KvTierError::new_err("cancelled"))),
         }
     }
 }
@@ -134,20 +173,35 @@ impl Future {
 #[pymethods]
 impl Future {
     /// Whether the result is there. Never waits.
-    fn done(&self) -> bool {
-        match *self.state.lock() {
+    fn done(&self) -> PyResult<bool> {
+        self.check_owner()?;
+        Ok(match *self.state.lock() {
             State::Waiting => self.awaited.is_ready(),
             State::Done(_) | State::Cancelled => true,
-        }
+        })
+    }
+
+    /// `Future[int]` is a type for type checkers.
+    #[classmethod]
+    fn __class_getitem__<'py>(
+        cls: &Bound<'py, PyType>,
+        item: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let types = cls.py().import("types")?;
+        types.getattr("GenericAlias")?.call1((cls, item))
     }
 
     #[pyo3(signature = (timeout=None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<PyAny>> {
+        self.check_owner()?;
         if let Some(given) = Self::given(&self.state.lock(), py) {
             return given;
         }
         let patience = timeout.map_or(LONGEST_WAIT, seconds);
-        py.detach(|| self.awaited.wait_ready(patience));
+        wait_in_slices(py, patience, |slice| {
+            self.awaited.wait_ready(slice);
+            self.awaited.is_ready().then_some(())
+        })?;
         // Several threads may have waited; it is taken once.
         let mut state = self.state.lock();
         if matches!(*state, State::Waiting)
@@ -164,11 +218,13 @@ impl Future {
     }
 
     /// Gives the result up; the server may still do what it was asked.
-    fn cancel(&self) {
+    fn cancel(&self) -> PyResult<()> {
+        self.check_owner()?;
         let mut state = self.state.lock();
         if matches!(*state, State::Waiting) {
             *state = State::Cancelled;
         }
+        Ok(())
     }
 }
 

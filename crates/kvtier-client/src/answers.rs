@@ -76,6 +76,17 @@ pub(crate) fn optional_count(reply: &Reply) -> Result<Option<u64>, ClientError> 
     }
 }
 
+/// The result of a lookup of `asked` chunks.
+pub(crate) fn found(reply: &Reply, asked: u64) -> Result<Option<u64>, ClientError> {
+    match optional_count(reply)? {
+        Some(chunks) if chunks > asked => Err(unexpected(
+            reply,
+            format!("the server found {chunks} chunks, {asked} were asked for"),
+        )),
+        result => Ok(result),
+    }
+}
+
 /// The verdict on a transfer, and the device event behind which it is complete (empty: now).
 pub(crate) fn transfer(reply: &Reply) -> Result<(bool, Vec<u8>), ClientError> {
     match reply.response()? {

@@ -131,11 +131,23 @@ impl Connection {
         &mut self,
         key: &CacheKey<'_, T>,
     ) -> Result<u64, ClientError> {
+        self.lookup_chunks(key, key.end)
+    }
+
+    /// As [`Connection::lookup_hits`], for a lookup of at most `asked` chunks: a server that claims more has failed it.
+    pub(crate) fn lookup_chunks<T: TokenWriter + Clone>(
+        &mut self,
+        key: &CacheKey<'_, T>,
+        asked: u64,
+    ) -> Result<u64, ClientError> {
         self.lookup(key)?;
         let started = Instant::now();
         let mut pause = FIRST_PAUSE;
         loop {
-            if let Some(chunks) = self.query_prefetch_status(key.request_id)? {
+            let reply = self.call(&Keyless::QueryPrefetchStatus {
+                job: JobRef::Request(key.request_id),
+            })?;
+            if let Some(chunks) = answers::found(&reply, asked)? {
                 return Ok(chunks);
             }
             if started.elapsed() >= self.timeout() {

@@ -227,8 +227,9 @@ impl EngineDrivenWorker {
     pub fn lookup(&mut self, prompt: &Prompt, request_id: &str) -> Result<u64, ClientError> {
         let scope = self.spec.scope.clone();
         let range = prompt.whole_chunks(self.chunk_tokens);
+        let asked = range.end / self.chunk_tokens as u64;
         self.connection()
-            .lookup_hits(&scope.scheduler_key(prompt, range, request_id))
+            .lookup_chunks(&scope.scheduler_key(prompt, range, request_id), asked)
     }
 
     /// Stores the chunks of `range`, which must consist of whole chunks. `source` is called for each chunk the server

@@ -48,6 +48,20 @@ pub enum ClientError {
         /// The server's address.
         endpoint: String,
     },
+    /// The server stopped answering heartbeats before the reply.
+    #[error("{operation}: {endpoint} has stopped answering")]
+    Degraded {
+        /// What was asked.
+        operation: Operation,
+        /// The server's address.
+        endpoint: String,
+    },
+    /// The process is a fork of the one that made the client, which has its threads.
+    #[error("{operation}: used after fork; make another client in this process")]
+    Forked {
+        /// What was to be asked.
+        operation: Operation,
+    },
     /// The client was closed before the reply.
     #[error("{operation}: the client was closed")]
     Closed {
@@ -153,4 +167,18 @@ pub enum ClientError {
         #[from]
         source: WriteError,
     },
+}
+
+impl ClientError {
+    /// What prevents the use of a server that answers; none where it did not answer.
+    #[must_use]
+    pub fn obstacle(&self) -> Option<String> {
+        match self {
+            Self::Timeout { .. }
+            | Self::Disconnected { .. }
+            | Self::Degraded { .. }
+            | Self::Closed { .. } => None,
+            _ => Some(self.to_string()),
+        }
+    }
 }

@@ -20,7 +20,9 @@ mod key;
 mod lmcache_driven;
 mod outgoing;
 
-pub use client::{Client, Future, Health, HealthCallback, MAX_IN_FLIGHT, RecoverHook, Settings};
+pub use client::{
+    ChunkTerms, Client, Future, Health, HealthCallback, MAX_IN_FLIGHT, RecoverHook, Settings,
+};
 pub use connection::{Connection, Options, Reply, Ticket};
 pub use engine_driven::{EngineDrivenSpec, EngineDrivenWorker, Retrieved, Stored, Transport};
 pub use error::ClientError;

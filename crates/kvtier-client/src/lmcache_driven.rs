@@ -187,8 +187,9 @@ impl LmcacheDrivenWorker {
     pub fn lookup(&mut self, prompt: &Prompt, request_id: &str) -> Result<u64, ClientError> {
         let scope = self.spec.scope.clone();
         let range = prompt.whole_chunks(self.chunk_tokens);
+        let asked = range.end / self.chunk_tokens as u64;
         self.connection()
-            .lookup_hits(&scope.scheduler_key(prompt, range, request_id))
+            .lookup_chunks(&scope.scheduler_key(prompt, range, request_id), asked)
     }
 
     /// Writes a chunk into blocks. `bytes` is `[2, layers, chunk tokens, heads * head_size]`, row-major, as the

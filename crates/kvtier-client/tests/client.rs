@@ -12,7 +12,7 @@ use std::time::Duration;
 use kvtier_client::proto::key::EncodedTokens;
 use kvtier_client::proto::request::Request;
 use kvtier_client::proto::response::Response;
-use kvtier_client::{Client, ClientError, Health, InstanceId, Prompt, Scope, Settings};
+use kvtier_client::{ChunkTerms, Client, ClientError, Health, InstanceId, Prompt, Scope, Settings};
 use support::Server;
 
 /// Longer than any test may take.
@@ -172,7 +172,7 @@ fn the_recover_hook_runs_on_a_new_connection_before_the_client_is_healthy() {
         Box::new(move |client| {
             let size = client.get_chunk_size().join().unwrap();
             told.send((client.health(), size)).unwrap();
-            true
+            Ok(())
         }),
     );
     drop(server);
@@ -200,12 +200,89 @@ fn a_server_that_does_not_know_the_worker_makes_it_register_again() {
     let (told, heard) = mpsc::channel();
     let hook = move |_: &Client| {
         knows.store(true, Ordering::Relaxed);
-        told.send(()).is_ok()
+        told.send(()).map_err(|_| None)
     };
     client.on_recover(1, Box::new(hook));
     client.set_instance(Some(InstanceId(7)));
     heard.recv().unwrap();
     assert!(client.wait_healthy(FOR_EVER));
+}
+
+/// Answers pings, and the chunk size with `tokens`.
+fn with_chunk(
+    tokens: i64,
+) -> impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static {
+    move |request| match request {
+        Request::GetChunkSize => Some(Response::Int(tokens)),
+        request => obliging(request),
+    }
+}
+
+#[test]
+fn server_with_another_chunk_size_is_not_used_until_it_matches() {
+    let terms = ChunkTerms {
+        block_tokens: 4,
+        chunk_tokens: None,
+    };
+    let settings = Settings {
+        chunk: Some(terms),
+        ..settings()
+    };
+    let server = Server::typed(with_chunk(16));
+    let endpoint = server.endpoint().to_owned();
+    let client = connect(&server, settings);
+    assert!(client.wait_healthy(FOR_EVER));
+    assert_eq!(client.chunk_tokens(), Some(16));
+    let (hooked, hooks) = mpsc::channel();
+    client.on_recover(1, Box::new(move |_| hooked.send(()).map_err(|_| None)));
+    let (told, states) = mpsc::channel();
+    client.on_health(Box::new(move |health| told.send(health).unwrap()));
+    drop(server);
+    let server = Server::typed_at(&endpoint, with_chunk(8));
+    // Once for the lost connection, once for the chunk size; the hook that registers is not called.
+    assert_eq!(states.recv().unwrap(), Health::Degraded);
+    assert_eq!(states.recv().unwrap(), Health::Degraded);
+    let obstacle = client.obstacle().unwrap();
+    assert!(obstacle.contains("chunks of 8 tokens and this engine works with chunks of 16"));
+    assert!(hooks.try_recv().is_err());
+    drop(server);
+    let _server = Server::typed_at(&endpoint, with_chunk(16));
+    assert!(client.wait_healthy(FOR_EVER));
+    assert_eq!(client.obstacle(), None);
+    hooks.recv().unwrap();
+}
+
+#[test]
+fn lookup_that_claims_more_than_asked_fails_and_ends_its_session() {
+    let (told, ended) = mpsc::channel();
+    let server = Server::typed(move |request| match request {
+        Request::Lookup { .. } => Some(Response::Nothing),
+        Request::WaitPrefetchStatus { .. } => Some(Response::Int(4)),
+        Request::EndSession { request_id } => {
+            told.send((*request_id).to_owned()).unwrap();
+            Some(Response::Nothing)
+        }
+        request => obliging(request),
+    });
+    let terms = ChunkTerms {
+        block_tokens: 16,
+        chunk_tokens: Some(16),
+    };
+    let client = connect(
+        &server,
+        Settings {
+            chunk: Some(terms),
+            ..settings()
+        },
+    );
+    let (scope, prompt) = (Scope::new("model"), Prompt::new(&[1; 48]));
+    let key = scope.scheduler_key(&prompt, 0..48, "request");
+    let error = client.lookup_hits(&key).join().unwrap_err();
+    assert!(
+        error.to_string().contains("4 chunks, 3 were asked"),
+        "{error}"
+    );
+    assert_eq!(ended.recv().unwrap(), "request");
 }
 
 #[test]
@@ -214,7 +291,7 @@ fn what_was_taken_back_is_told_again_on_the_same_connection() {
     let client = connect(&server, settings());
     assert!(client.wait_healthy(FOR_EVER));
     let (told, heard) = mpsc::channel();
-    client.on_recover(1, Box::new(move |_| told.send(()).is_ok()));
+    client.on_recover(1, Box::new(move |_| told.send(()).map_err(|_| None)));
     client.recover_again();
     heard.recv().unwrap();
     assert!(client.wait_healthy(FOR_EVER));
@@ -227,7 +304,7 @@ fn a_hook_that_is_set_behind_a_connection_it_has_not_told_is_called() {
     let client = connect(&server, settings());
     assert!(client.wait_healthy(FOR_EVER));
     let (told, heard) = mpsc::channel();
-    client.on_recover(0, Box::new(move |_| told.send(()).is_ok()));
+    client.on_recover(0, Box::new(move |_| told.send(()).map_err(|_| None)));
     heard.recv().unwrap();
 }
 
@@ -249,9 +326,9 @@ fn a_hook_that_fails_or_panics_is_tried_again_with_the_next_heartbeat() {
     client.on_recover(
         1,
         Box::new(move |_| match counted.fetch_add(1, Ordering::Relaxed) {
-            0 => false,
+            0 => Err(None),
             1 => panic!("a bug of the caller's"),
-            _ => true,
+            _ => Ok(()),
         }),
     );
     client.recover_again();

@@ -74,6 +74,12 @@ impl EngineMemory for CpuMemory {
         self.segments.iter().all(ForeignSegment::is_current)
     }
 
+    /// One segment says it for all: they have one creator.
+    fn has_ended(&self) -> bool {
+        let first = self.segments.first();
+        first.is_some_and(ForeignSegment::creator_has_ended)
+    }
+
     fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
         let mut removed = Vec::new();
         for segment in &self.segments {

@@ -91,6 +91,11 @@ pub trait EngineMemory: Send + Sync {
         None
     }
 
+    /// Whether the engine's process is known to have ended, where the memory itself tells.
+    fn has_ended(&self) -> bool {
+        false
+    }
+
     /// Removes from the system what an engine that is taken for dead left behind; nothing whose
     /// maker may live. Gives what it removed, by name, and what it should have removed and could
     /// not.

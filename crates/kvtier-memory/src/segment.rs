@@ -155,6 +155,13 @@ impl ForeignSegment {
         !self.is_poisoned() && FileId::named(&self.name) == Some(self.file)
     }
 
+    /// Whether the process that created it has ended; no where that process was not seen to have it mapped at the time of our
+    /// mapping.
+    #[must_use]
+    pub fn creator_has_ended(&self) -> bool {
+        self.creator.as_ref().is_some_and(SeenProcess::is_gone)
+    }
+
     /// Unlinks it if the process that created it is gone; says whether it did.
     ///
     /// It stays when that process was not seen to have it mapped at the time of our mapping, as one
@@ -163,8 +170,7 @@ impl ForeignSegment {
     /// # Errors
     /// [`SegmentError::System`].
     pub fn unlink_if_orphan(&self) -> Result<bool, SegmentError> {
-        let is_orphan = self.creator.as_ref().is_some_and(SeenProcess::is_gone)
-            && FileId::named(&self.name) == Some(self.file);
+        let is_orphan = self.creator_has_ended() && FileId::named(&self.name) == Some(self.file);
         if !is_orphan {
             return Ok(false);
         }

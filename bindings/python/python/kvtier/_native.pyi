@@ -1,7 +1,22 @@
 """The native part: kvtier's Rust client. Nothing here holds the GIL while it waits."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from types import GenericAlias
+from typing import Any, Generic, TypeVar, final
+
+from typing_extensions import Self
+
+__all__ = [
+    "Client",
+    "Disconnected",
+    "Future",
+    "KvTierError",
+    "Prompt",
+    "Refused",
+    "TimedOut",
+    "Worker",
+    "__version__",
+]
 
 __version__: str
 
@@ -11,7 +26,7 @@ class KvTierError(Exception):
     """A request failed; subclasses say how."""
 
 class TimedOut(KvTierError):
-    """There was no reply within the deadline."""
+    """There was no reply within the deadline, or the server has stopped answering heartbeats."""
 
 class Disconnected(KvTierError):
     """The connection was lost before the reply, or the client was closed."""
@@ -19,8 +34,14 @@ class Disconnected(KvTierError):
 class Refused(KvTierError):
     """The server answered with an error, or with no."""
 
+@final
 class Future(Generic[_T]):
-    """The result of one request. It is there at the request's deadline at the latest, as a value or as an error."""
+    """The result of one request. It is there at the request's deadline at the latest, as a value or as an error.
+
+    After a fork, in the child, each method raises KvTierError at once.
+    """
+
+    def __class_getitem__(cls, item: Any) -> GenericAlias: ...
 
     def done(self) -> bool:
         """Whether the result is there. Never waits."""
@@ -36,10 +57,11 @@ class Future(Generic[_T]):
     def cancel(self) -> None:
         """Give the result up; the server may still do what it was asked."""
 
+@final
 class Prompt:
     """Token ids, encoded once for many requests. Immutable, hashable, can be pickled."""
 
-    def __init__(self, token_ids: list[int]) -> None:
+    def __new__(cls, token_ids: list[int]) -> Self:
         """Token ids from 0 to 2**32 - 1; OverflowError for others."""
 
     @staticmethod
@@ -68,21 +90,36 @@ class Prompt:
         """The first ``length`` tokens."""
 
     def __len__(self) -> int: ...
-    def __eq__(self, other: object) -> bool: ...
+    def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
+@final
 class Client:
-    """A connection to a server, for any number of threads. It connects, and reconnects, by itself."""
+    """A connection to a server, for any number of threads. It connects, and reconnects, by itself.
 
-    def __init__(self, url: str, *, timeout: float = 10.0, heartbeat: float = 5.0) -> None:
+    After a fork, in the child, it is never healthy and each request fails at once.
+    """
+
+    def __new__(
+        cls,
+        url: str,
+        *,
+        timeout: float = 10.0,
+        heartbeat: float = 5.0,
+        block_tokens: int | None = None,
+        chunk_tokens: int | None = None,
+    ) -> Self:
         """Connect to ``tcp://host:port``, ``ipc://path`` or ``host:port``; does not wait for the server.
 
         Args:
             timeout: seconds from the submission of a request to its result.
             heartbeat: seconds between two heartbeats, and for the answer to one.
+            block_tokens: tokens in a block of the engine. With it each new server is asked for its chunk size first, and one
+                whose chunk is no multiple of the block, or another than before, is not used.
+            chunk_tokens: the chunk size that a server must have; by default that of the first one.
 
         Raises:
-            ValueError: the address is none.
+            ValueError: the address is invalid, or a span is not above 0 and at most a day.
         """
 
     timeout: float
@@ -108,11 +145,28 @@ class Client:
     def in_flight(self) -> int:
         """Requests under way, heartbeats included."""
 
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens in a chunk, as agreed with the server; None until then, and without ``block_tokens``."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the server that answers cannot be used, and what to do; None while it can, or none answers."""
+
     def wait_healthy(self, patience: float) -> bool:
         """Wait up to ``patience`` seconds for the server; whether it is healthy."""
 
     def on_health(self, callback: Callable[[str], object]) -> None:
-        """Have ``callback`` called with each later state, on another thread."""
+        """Have ``callback`` called with each later state, and with ``degraded`` again when :attr:`obstacle` changes.
+
+        It is called on another thread.
+        """
+
+    def on_recover(self, callback: Callable[[], str | None]) -> None:
+        """Have ``callback`` called, on another thread, before the server of a connection is used, the present one included.
+
+        It returns None, or why the server cannot be used; it is called again at each heartbeat until it returns None.
+        """
 
     def close(self) -> None:
         """End it: what is under way fails with :class:`Disconnected`."""
@@ -148,9 +202,16 @@ class Client:
         model_name: str,
         world_size: int = 1,
         num_kv_readers: int = 1,
-        cache_salt: str = "",
+        cache_salt: str = ...,
+        timeout: float | None = None,
     ) -> Future[int]:
-        """Chunks of the longest cached prefix of the first ``end`` tokens, leased to the request."""
+        """Chunks of the longest cached prefix of the first ``end`` tokens, leased to the request.
+
+        It may take ``timeout`` seconds, as long as other requests by default.
+
+        Raises:
+            ValueError: a ``cache_salt`` that no key can have.
+        """
 
     def free_lookup_locks(
         self,
@@ -161,15 +222,16 @@ class Client:
         model_name: str,
         world_size: int = 1,
         num_kv_readers: int = 1,
-        cache_salt: str = "",
+        cache_salt: str = ...,
     ) -> Future[None]:
         """End the leases of the request's lookup on ``[start, end)``."""
 
+@final
 class Worker:
     """A registered worker; :class:`kvtier.WorkerAdapter` is what to use."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         client: Client,
         *,
         storages: list[dict[str, Any]],
@@ -185,11 +247,27 @@ class Worker:
         num_kv_readers: int = 1,
         force_pickle: bool = False,
         keep: object = None,
-    ) -> None:
+    ) -> Self:
         """Register; the memory behind ``storages`` must stay until :meth:`shutdown` has returned; ``keep`` is held as long.
 
         Raises:
             KvTierError: the server refused, or did not answer.
+            ValueError: the tensors or groups cannot be served.
+        """
+
+    @staticmethod
+    def check(
+        *,
+        storages: list[dict[str, Any]],
+        tensors: list[dict[str, Any]],
+        groups: list[dict[str, Any]],
+        kv_layout: str | None,
+        mode: str,
+        chunk_tokens: int,
+    ) -> None:
+        """Check what a worker would be made of, without a server.
+
+        Raises:
             ValueError: the tensors or groups cannot be served.
         """
 
@@ -220,8 +298,8 @@ class Worker:
         block_ids: list[list[int]],
         *,
         is_store: bool,
-        skip: int = 0,
-        event: bytes = b"",
+        skip: int | None = None,
+        event: bytes = ...,
         timeout: float | None = None,
     ) -> None:
         """Start a store or a retrieve. Never waits, never fails: :meth:`take_finished` tells how it ended.

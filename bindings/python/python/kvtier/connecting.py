@@ -1,31 +1,112 @@
-"""How both adapters reach the server."""
+"""How both adapters reach the server, and checks of their arguments."""
 
 from __future__ import annotations
 
-from ._native import Client, KvTierError, TimedOut
+import logging
+import time
+import weakref
+
+from ._native import Client
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 10.0
+# A request waits for its lookup before it is computed.
+DEFAULT_LOOKUP_TIMEOUT = 1.0
 # A store on a GPU waits for the engine's step, which takes seconds for the longest prompts.
 DEFAULT_STORE_TIMEOUT = 5.0
 DEFAULT_HEARTBEAT = 5.0
 DEFAULT_PATIENCE = 1.0
 
+LONGEST_SECONDS = 24 * 3600.0
 
-def connect(url: str, timeout: float, heartbeat: float) -> tuple[Client, int]:
-    """A client and the server's chunk size in tokens; ConnectionError when nobody answers.
+# Time between two looks for a reason not to wait any longer.
+_GLANCE = 0.05
 
-    Waits up to ``timeout`` seconds for the chunk size, and up to as long again for the answer to the first heartbeat.
+
+def check_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
+    """ValueError unless ``seconds`` is a span that can be waited for; ``zero`` is one where it says so."""
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not (0 < seconds <= LONGEST_SECONDS or (zero and seconds == 0)):
+        least = "from 0" if zero else "above 0"
+        raise ValueError(f"{name}: {seconds!r}; a positive number of seconds is needed: {least}, at most {LONGEST_SECONDS:.0f}")
+
+
+def check_count(name: str, value: int, least: int, most: int = 2**31 - 1) -> None:
+    """ValueError unless ``value`` is a whole number within these bounds."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name}: {value!r}; allowed are whole numbers from {least} to {most}")
+
+
+def check_model_name(name: str) -> None:
+    """ValueError for a name that no key can have."""
+    if not isinstance(name, str) or not name or "@" in name or not name.isprintable():
+        raise ValueError(f"model_name: {name!r}; allowed is a printable text without @")
+
+
+class _Report:
+    """Logs the states of a client."""
+
+    def __init__(self, client: Client) -> None:
+        # The client keeps its callbacks.
+        self._client, self._url = weakref.ref(client), client.url
+        self._logged: str | None = None
+
+    def __call__(self, state: str) -> None:
+        client = self._client()
+        obstacle = None if client is None else client.obstacle
+        if state == "healthy":
+            self._logged = None
+            logger.info("connected to the kvtier server at %s", self._url)
+        elif state == "degraded" and obstacle is not None:
+            # It is found again at each heartbeat.
+            if obstacle == self._logged:
+                return
+            self._logged = obstacle
+            logger.error("the kvtier server at %s cannot be used: %s; computing without it until it can", self._url, obstacle)
+        elif state == "degraded" and self._logged is None:
+            logger.warning("the kvtier server at %s does not answer; computing without it until it does", self._url)
+
+
+def connect(
+    url: str,
+    *,
+    timeout: float,
+    heartbeat: float,
+    block_tokens: int,
+    chunk_tokens: int | None,
+    wait_for_server: float | None,
+) -> Client:
+    """A client that uses servers with chunks of ``chunk_tokens`` tokens, or of the first server's size.
+
+    Raises:
+        ConnectionError: no server has answered within ``wait_for_server`` seconds.
+        ValueError: the server that answers has another chunk size, or an argument is not allowed.
     """
-    client = Client(url, timeout=timeout, heartbeat=heartbeat)
+    check_seconds("timeout", timeout)
+    check_seconds("heartbeat", heartbeat)
+    check_count("block_tokens", block_tokens, 1)
+    if chunk_tokens is not None:
+        check_count("chunk_tokens", chunk_tokens, 1)
+        if chunk_tokens % block_tokens:
+            raise ValueError(f"chunk_tokens: {chunk_tokens}; allowed are multiples of the engine's block of {block_tokens} tokens")
+    if wait_for_server is not None:
+        check_seconds("wait_for_server", wait_for_server, zero=True)
+    client = Client(url, timeout=timeout, heartbeat=heartbeat, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
+    client.on_health(_Report(client))
+    if wait_for_server is None:
+        return client
+    until = time.monotonic() + wait_for_server
     try:
-        chunk_tokens = client.get_chunk_size().result()
-        # A heartbeat later: adapters are healthy when they are there.
-        if not client.wait_healthy(timeout):
-            raise TimedOut("it tells its chunk size and answers no heartbeat")
-    except KvTierError as error:
+        while not client.wait_healthy(min(_GLANCE, max(0.0, until - time.monotonic()))):
+            if client.obstacle is not None:
+                raise ValueError(client.obstacle)
+            if time.monotonic() >= until:
+                raise ConnectionError(
+                    f"no KV-cache server answers at {client.url} within {wait_for_server} s; start one with `kvtier server`, or "
+                    "correct the address"
+                )
+    except BaseException:
         client.close()
-        raise ConnectionError(
-            f"no KV-cache server answers at {url} within {timeout} s ({error}); start one with `kvtier server`, "
-            "or correct the address"
-        ) from error
-    return client, chunk_tokens
+        raise
+    return client

@@ -43,7 +43,7 @@ class LoadStoreOp:
         """``block_ids`` as one list for each group."""
         ids = list(self.block_ids)
         if ids and not isinstance(ids[0], int):
-            return [list(group) for group in ids]  # type: ignore[arg-type]
+            return [list(group) for group in ids]  # type: ignore[call-overload]
         return [ids]  # type: ignore[list-item]
 
 
@@ -55,13 +55,7 @@ def one_prompt(
     chunk_tokens: int,
 ) -> Prompt:
     """The prompt in whichever form it was given; ValueError unless in exactly one."""
-    given = [
-        name
-        for name, value in (("token_ids", token_ids), ("block_hashes", block_hashes), ("prompt", prompt))
-        if value is not None
-    ]
-    if len(given) != 1:
-        raise ValueError(f"exactly one of token_ids, block_hashes and prompt is needed, got {given or 'none'}")
+    check_one_form(token_ids, block_hashes, prompt)
     if prompt is not None:
         return prompt
     if block_hashes is not None:
@@ -70,12 +64,11 @@ def one_prompt(
     return Prompt(token_ids if isinstance(token_ids, list) else list(token_ids))
 
 
-def blocks_per_chunk(chunk_tokens: int, block_tokens: int) -> int:
-    """Blocks of one chunk; ValueError when the sizes do not fit."""
-    if block_tokens <= 0 or chunk_tokens % block_tokens:
-        raise ValueError(
-            f"the engine's block of {block_tokens} tokens does not divide the server's chunk of {chunk_tokens} tokens: "
-            "start the server with --chunk-size set to a multiple of the block size, or the engine with another "
-            "--block-size"
-        )
-    return chunk_tokens // block_tokens
+def check_one_form(
+    token_ids: Sequence[int] | None, block_hashes: Sequence[bytes] | None, prompt: Prompt | None
+) -> None:
+    """ValueError unless the prompt is given in exactly one form."""
+    forms = (("token_ids", token_ids), ("block_hashes", block_hashes), ("prompt", prompt))
+    given = [name for name, value in forms if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"exactly one of token_ids, block_hashes and prompt is needed, got {given or 'none'}")

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
 from ._native import Client, Future, KvTierError, Prompt
-from .connecting import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, connect
-from .operation import blocks_per_chunk, one_prompt
+from .connecting import (
+    DEFAULT_HEARTBEAT,
+    DEFAULT_LOOKUP_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    check_count,
+    check_model_name,
+    check_seconds,
+    connect,
+)
+from .limited import RateLimited
+from .operation import check_one_form, one_prompt
 
 logger = logging.getLogger(__name__)
 
+# What arguments that no request can have end with.
+_BAD_ARGUMENTS = (ValueError, OverflowError, TypeError)
+
 
 class _Lookup:
-    """One request's lookup: on its way, or with its result in tokens."""
+    """One request's lookup: in flight, or with its result in tokens."""
 
-    __slots__ = ("future", "tokens")
+    __slots__ = ("asked", "future", "tokens")
 
-    def __init__(self, future: Future | None, tokens: int | None) -> None:
-        self.future, self.tokens = future, tokens
+    def __init__(self, future: Future[int] | None, tokens: int | None, asked: int) -> None:
+        self.future, self.tokens, self.asked = future, tokens, asked
 
 
 class SchedulerAdapter:
     """Looks prompts up, without ever making the scheduler wait.
 
-    Used by one thread. Only the constructor and :meth:`reset_cache` wait for the server: the latter up to ``timeout``, the
-    former up to ``timeout`` for the chunk size and as long again for the first heartbeat.
-    A lookup that fails, or that the server does not answer within ``timeout``, found nothing.
+    Used by one thread. Only the constructor (``wait_for_server``) and :meth:`reset_cache` (``timeout``) wait for the server.
+    A lookup that fails, or that the server does not answer within ``lookup_timeout``, found nothing; those in flight fail
+    when the server stops answering.
     """
 
     def __init__(
@@ -38,9 +51,12 @@ class SchedulerAdapter:
         world_size: int = 1,
         num_kv_readers: int = 1,
         timeout: float = DEFAULT_TIMEOUT,
+        lookup_timeout: float = DEFAULT_LOOKUP_TIMEOUT,
         heartbeat: float = DEFAULT_HEARTBEAT,
+        wait_for_server: float | None = DEFAULT_TIMEOUT,
+        chunk_tokens: int | None = None,
     ) -> None:
-        """Connect and ask for the chunk size.
+        """Connect.
 
         Args:
             server_url: ``tcp://host:port``, ``ipc://path``, or ``host:port``.
@@ -49,22 +65,38 @@ class SchedulerAdapter:
             world_size: how many pieces the KV of a token is split into (ranks; for MLA without tensor parallelism).
             num_kv_readers: workers that read each piece: 1, or for MLA the tensor-parallel size.
             timeout: seconds each request may take.
+            lookup_timeout: seconds a lookup may take, if that is less.
             heartbeat: seconds between two heartbeats.
+            wait_for_server: seconds to wait for a server; None: it may come later, and until then nothing is found.
+            chunk_tokens: the server's chunk size, a multiple of ``block_tokens``. None: that of the first server. A server
+                with another chunk size is not used.
 
         Raises:
-            ConnectionError: no server answers.
-            ValueError: the chunk is no multiple of the block, or the address is none.
+            ConnectionError: no server answered within ``wait_for_server``.
+            ValueError: the chunk is no multiple of the block, the address is invalid, or an argument is not allowed.
         """
-        self.client: Client
-        self.client, self.chunk_tokens = connect(server_url, timeout, heartbeat)
-        try:
-            self._blocks_per_chunk = blocks_per_chunk(self.chunk_tokens, block_tokens)
-        except ValueError:
-            self.client.close()
-            raise
+        check_model_name(model_name)
+        check_count("world_size", world_size, 1)
+        check_count("num_kv_readers", num_kv_readers, 1)
+        check_seconds("lookup_timeout", lookup_timeout)
+        self.client = connect(
+            server_url,
+            timeout=timeout,
+            heartbeat=heartbeat,
+            block_tokens=block_tokens,
+            chunk_tokens=chunk_tokens,
+            wait_for_server=wait_for_server,
+        )
         self.model_name, self.world_size, self.num_kv_readers = model_name, world_size, num_kv_readers
+        self._block_tokens, self._lookup_timeout = block_tokens, lookup_timeout
         self._lookups: dict[str, _Lookup] = {}
+        self._warnings = RateLimited(logger)
         self.failed_lookups = 0
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens in a chunk; None until the first server has answered."""
+        return self.client.chunk_tokens
 
     @property
     def is_healthy(self) -> bool:
@@ -76,14 +108,23 @@ class SchedulerAdapter:
         self.client.on_health(callback)
 
     def num_blocks_per_chunk(self) -> int:
-        """Blocks of the engine in one chunk."""
-        return self._blocks_per_chunk
+        """Blocks of the engine in one chunk; 0 until the chunk size is known."""
+        return (self.chunk_tokens or 0) // self._block_tokens
 
     def prompt(
         self, token_ids: Sequence[int] | None = None, block_hashes: Sequence[bytes] | None = None
     ) -> Prompt:
-        """A prompt encoded once, for several calls; from exactly one of the two."""
-        return one_prompt(token_ids, block_hashes, None, self._blocks_per_chunk, self.chunk_tokens)
+        """A prompt encoded once, for several calls; from exactly one of the two.
+
+        Raises:
+            ValueError: not exactly one, or ``block_hashes`` while the chunk size is not known.
+        """
+        return self._prompt(token_ids, block_hashes, None)
+
+    def _prompt(
+        self, token_ids: Sequence[int] | None, block_hashes: Sequence[bytes] | None, prompt: Prompt | None
+    ) -> Prompt:
+        return one_prompt(token_ids, block_hashes, prompt, self.num_blocks_per_chunk(), self.chunk_tokens or 0)
 
     def maybe_submit_lookup_request(
         self,
@@ -97,28 +138,41 @@ class SchedulerAdapter:
         """Start a lookup unless the request has one; its result is kept until :meth:`cleanup_lookup_result`.
 
         What it finds is leased to the request until it is retrieved, freed, or the session ends. A prompt shorter than
-        a chunk, and any prompt while the server is unhealthy, is not sent and has the result 0.
+        a chunk, and any prompt while the server is unhealthy, is not sent and has the result 0. One that no request can
+        carry (negative ids, a ``cache_salt`` that no key can have) has failed, with the result 0.
 
         Raises:
             ValueError: not exactly one of ``token_ids``, ``block_hashes`` and ``prompt``.
         """
         if request_id in self._lookups:
             return
-        whole = one_prompt(token_ids, block_hashes, prompt, self._blocks_per_chunk, self.chunk_tokens)
-        end = len(whole) // self.chunk_tokens * self.chunk_tokens
-        if end == 0 or not self.client.is_healthy:
-            self._lookups[request_id] = _Lookup(None, 0)
+        check_one_form(token_ids, block_hashes, prompt)
+        self._lookups[request_id] = lookup = _Lookup(None, 0, 0)
+        chunk = self.chunk_tokens
+        if chunk is None or not self.client.is_healthy:
             return
-        future = self.client.lookup(
-            whole,
-            end,
-            request_id,
-            self.model_name,
-            self.world_size,
-            self.num_kv_readers,
-            cache_salt,
-        )
-        self._lookups[request_id] = _Lookup(future, None)
+        try:
+            whole = self._prompt(token_ids, block_hashes, prompt)
+            end = len(whole) // chunk * chunk
+            if end == 0:
+                return
+            lookup.future = self.client.lookup(
+                whole,
+                end,
+                request_id,
+                self.model_name,
+                self.world_size,
+                self.num_kv_readers,
+                cache_salt,
+                min(self._lookup_timeout, self.client.timeout),
+            )
+            lookup.tokens, lookup.asked = None, end
+        except (KvTierError, *_BAD_ARGUMENTS) as error:
+            self._failed(request_id, error)
+
+    def _failed(self, request_id: str, why: object) -> None:
+        self.failed_lookups += 1
+        self._warnings.warning("lookup", "lookup of request %r failed: %s; it is computed instead", request_id, why)
 
     def check_lookup_result(self, request_id: str) -> int | None:
         """Tokens of the longest cached prefix, a multiple of the chunk; None while it is not known. Never waits.
@@ -127,18 +181,19 @@ class SchedulerAdapter:
             KeyError: the request has no lookup.
         """
         lookup = self._lookups[request_id]
-        if lookup.tokens is None:
-            assert lookup.future is not None
+        if lookup.future is None:
+            return lookup.tokens
+        try:
             if not lookup.future.done():
                 return None
-            try:
-                lookup.tokens = lookup.future.result() * self.chunk_tokens
-            except KvTierError as error:
-                self.failed_lookups += 1
-                lookup.tokens = 0
-                logger.warning("lookup of request %s: %s; it is computed instead", request_id, error)
-            lookup.future = None
-        return lookup.tokens
+            found = lookup.future.result() * (self.chunk_tokens or 0)
+            if not 0 <= found <= lookup.asked:
+                raise KvTierError(f"the server found {found} tokens, {lookup.asked} were asked for")
+        except (KvTierError, *_BAD_ARGUMENTS) as error:
+            self._failed(request_id, error)
+            found = 0
+        lookup.tokens, lookup.future = found, None
+        return found
 
     def has_lookup(self, request_id: str) -> bool:
         """Whether the request has a lookup, with or without a result."""
@@ -164,10 +219,13 @@ class SchedulerAdapter:
         Raises:
             ValueError: not exactly one of ``token_ids``, ``block_hashes`` and ``prompt``.
         """
-        whole = one_prompt(token_ids, block_hashes, prompt, self._blocks_per_chunk, self.chunk_tokens)
-        if start < end:
+        check_one_form(token_ids, block_hashes, prompt)
+        if start >= end:
+            return
+        # What no request can carry has no leases.
+        with contextlib.suppress(*_BAD_ARGUMENTS):
             self.client.free_lookup_locks(
-                whole,
+                self._prompt(token_ids, block_hashes, prompt),
                 start,
                 end,
                 request_id,
@@ -184,7 +242,9 @@ class SchedulerAdapter:
         when it has not heard a heartbeat on that connection for its ``--worker-reap-timeout-seconds``.
         """
         self.cleanup_lookup_result(request_id)
-        self.client.end_session(request_id)
+        # An id that no request can carry has no session.
+        with contextlib.suppress(*_BAD_ARGUMENTS):
+            self.client.end_session(request_id)
 
     def reset_cache(self) -> bool:
         """Drop what the server keeps in memory and nobody holds; whether it did. At once false while it is not healthy.

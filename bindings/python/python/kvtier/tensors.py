@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
-import itertools
+import glob
 import logging
 import mmap
 import os
+import random
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,38 +18,76 @@ from ._native import KvTierError
 
 logger = logging.getLogger(__name__)
 
-_numbers = itertools.count()
+# A segment's number begins with it: names of other programs, which have small numbers, are left alone.
+_MARK = "58"
+_DIGITS = 18
 
 
 class Segment:
-    """A POSIX shared-memory segment of this process; what engines' memory is called on the wire."""
+    """A POSIX shared-memory segment of this process; what engines' memory is called on the wire.
+
+    Its name goes with the object, at the latest with the interpreter. The lock on the file ends with the last process that
+    has it mapped, however that ends: :func:`remove_orphans` removes names whose file nobody has locked.
+    """
 
     def __init__(self, size: int) -> None:
-        while True:
-            self.name = f"/lmcache_kv_{os.getpid()}_{next(_numbers)}"
-            path = f"/dev/shm{self.name}"
-            try:
-                file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-                break
-            except FileExistsError:
-                continue
+        remove_orphans()
+        file, self.name = _new_file()
+        self.size = size
+        self._finalizer = weakref.finalize(self, _unlink, self.name, os.getpid())
         try:
             # Room is taken now: a full /dev/shm must be an error here and no fault later.
             os.posix_fallocate(file, 0, size)
+            # The mapping keeps the lock.
             self.map = mmap.mmap(file, size)
         except OSError as error:
-            os.unlink(path)
+            self.unlink()
             raise KvTierError(_no_room(size, error)) from error
         finally:
             os.close(file)
-        self.size = size
 
     def unlink(self) -> None:
         """Remove the name; the memory lives as long as its users."""
+        self._finalizer()
+
+
+def _new_file() -> tuple[int, str]:
+    """A locked file in ``/dev/shm``, and its name."""
+    while True:
+        name = f"/lmcache_kv_{os.getpid()}_{_MARK}{random.SystemRandom().randrange(10**_DIGITS):0{_DIGITS}}"
         try:
-            os.unlink(f"/dev/shm{self.name}")
-        except FileNotFoundError:
+            file = os.open(f"/dev/shm{name}", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        except FileExistsError:
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # Another process may have taken it for an orphan before it was locked.
+            if os.path.samestat(os.stat(f"/dev/shm{name}"), os.fstat(file)):
+                return file, name
+        except (BlockingIOError, FileNotFoundError):
             pass
+        os.close(file)
+
+
+def _unlink(name: str, owner: int) -> None:
+    """Remove a segment's name, unless this is a fork of the process that made it."""
+    if os.getpid() == owner:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm{name}")
+
+
+def remove_orphans() -> None:
+    """Remove segments of this package that no process has mapped any more."""
+    for path in glob.glob(f"/dev/shm/lmcache_kv_*_{_MARK}{'[0-9]' * _DIGITS}"):
+        # Another user's, in use, or gone.
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+                logger.info("removed %s, which no process uses any more", path)
+            finally:
+                os.close(file)
 
 
 def _no_room(size: int, error: OSError) -> str:

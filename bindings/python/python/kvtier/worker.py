@@ -11,10 +11,20 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ._native import Client, Disconnected, KvTierError, Worker
-from .connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_STORE_TIMEOUT, DEFAULT_TIMEOUT, connect
-from .operation import LoadStoreOp, blocks_per_chunk, one_prompt
-from .tensors import Storages
+from ._native import Worker
+from .connecting import (
+    DEFAULT_HEARTBEAT,
+    DEFAULT_PATIENCE,
+    DEFAULT_STORE_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    check_count,
+    check_model_name,
+    check_seconds,
+    connect,
+)
+from .limited import RateLimited
+from .operation import LoadStoreOp, one_prompt
+from .registration import Registration
 from .transfer import Counters, Group, Transfer
 
 logger = logging.getLogger(__name__)
@@ -37,8 +47,9 @@ class WorkerAdapter:
 
     Used by one thread. Submitting and :meth:`get_finished` never wait. These do, at most so long:
 
-    * the constructor: ``timeout`` for the chunk size and as long again for the first heartbeat;
-    * :meth:`register_kv_caches`: twice ``timeout``, in the mode ``auto`` for each of the two modes that it tries;
+    * the constructor: ``wait_for_server``;
+    * :meth:`register_kv_caches`: twice ``timeout``, in the mode ``auto`` for each of the two modes that it tries; without a
+      server a second;
     * :meth:`wait_for_stores`: see there;
     * :meth:`shutdown`: ``timeout`` for what is under way, as long again for each registration that the server has to be
       told the end of, and where the server copies a second for one that does not answer.
@@ -63,8 +74,10 @@ class WorkerAdapter:
         heartbeat: float = DEFAULT_HEARTBEAT,
         instance_id: int | None = None,
         force_pickle: bool = False,
+        wait_for_server: float | None = DEFAULT_TIMEOUT,
+        chunk_tokens: int | None = None,
     ) -> None:
-        """Connect and ask for the chunk size.
+        """Connect.
 
         Args:
             server_url: ``tcp://host:port``, ``ipc://path``, or ``host:port``.
@@ -83,29 +96,38 @@ class WorkerAdapter:
             heartbeat: seconds between two heartbeats.
             instance_id: this worker's number; no other worker of the server may have it. Default: a random one.
             force_pickle: send chunks in messages even where the server has a shared pool.
+            wait_for_server: seconds to wait for a server; None: it may come later, and the worker registers then.
+            chunk_tokens: the server's chunk size, a multiple of ``block_tokens``. None: that of the first server. A server
+                with another chunk size is not used.
 
         Raises:
-            ConnectionError: no server answers.
+            ConnectionError: no server answered within ``wait_for_server``.
             ValueError: the chunk is no multiple of the block, or an argument is not allowed.
         """
         if mode not in TRANSFER_MODES:
             raise ValueError(f"mode: {mode!r}; allowed are {', '.join(TRANSFER_MODES)}")
-        self.client: Client
-        self.client, self.chunk_tokens = connect(server_url, timeout, heartbeat)
-        try:
-            self._blocks_per_chunk = blocks_per_chunk(self.chunk_tokens, block_tokens)
-        except ValueError:
-            self.client.close()
-            raise
+        check_model_name(model_name)
+        check_count("world_size", world_size, 1)
+        check_count("worker_id", worker_id, 0, world_size - 1)
+        check_count("num_kv_readers", num_kv_readers, 1)
+        check_seconds("store_timeout", store_timeout)
+        self.client = connect(
+            server_url,
+            timeout=timeout,
+            heartbeat=heartbeat,
+            block_tokens=block_tokens,
+            chunk_tokens=chunk_tokens,
+            wait_for_server=wait_for_server,
+        )
         self.model_name, self.block_tokens = model_name, block_tokens
         self.world_size, self.worker_id, self.num_kv_readers = world_size, worker_id, num_kv_readers
-        self.is_writer, self.mode, self.force_pickle = is_writer, mode, force_pickle
+        self.is_writer, self._mode, self.force_pickle = is_writer, mode, force_pickle
         # Process ids repeat across containers.
         self.instance_id = random.SystemRandom().getrandbits(62) if instance_id is None else instance_id
         self._store_timeout = store_timeout
+        self._registration = Registration(self.client, block_tokens, self._described, waits=wait_for_server is not None)
+        self._warnings = RateLimited(logger)
         self.counters = Counters()
-        self._worker: Worker | None = None
-        self._storages: Storages | None = None
         self.on_cuda = False
         self._owner = os.getpid()
         self._next = 0
@@ -132,7 +154,34 @@ class WorkerAdapter:
     @property
     def is_healthy(self) -> bool:
         """Whether the server answers heartbeats and knows this worker."""
-        return self.client.is_healthy and (self._worker is None or self._worker.is_registered)
+        if self._worker is None:
+            return not self._registration.is_described and self.client.is_healthy
+        return self.client.is_healthy and self._worker.is_registered
+
+    @property
+    def mode(self) -> str:
+        """The transfer mode; that of the registration once there is one."""
+        return self._registration.mode or self._mode
+
+    @property
+    def _worker(self) -> Worker | None:
+        return self._registration.worker
+
+    def _described(self) -> dict[str, Any]:
+        """What the server is told of this worker, beside its tensors."""
+        return {
+            "instance": self.instance_id,
+            "model_name": self.model_name,
+            "world_size": self.world_size,
+            "worker_id": self.worker_id,
+            "num_kv_readers": self.num_kv_readers,
+            "force_pickle": self.force_pickle,
+        }
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens in a chunk; None until the first server has answered."""
+        return self.client.chunk_tokens
 
     @property
     def transport(self) -> str | None:
@@ -144,8 +193,8 @@ class WorkerAdapter:
         self.client.on_health(callback)
 
     def num_blocks_per_chunk(self) -> int:
-        """Blocks of the engine in one chunk."""
-        return self._blocks_per_chunk
+        """Blocks of the engine in one chunk; 0 until the chunk size is known."""
+        return (self.chunk_tokens or 0) // self.block_tokens
 
     def register_kv_caches(
         self,
@@ -153,7 +202,7 @@ class WorkerAdapter:
         groups: Sequence[Group] | None = None,
         kv_layout: str | None = None,
     ) -> None:
-        """Tell the server about the KV tensors; after a restart it is told again by itself.
+        """Tell the server about the KV tensors; one that comes later, or again, is told by itself.
 
         Args:
             kv_caches: layer name -> tensor, ``[2, blocks, block_tokens, heads, head_size]`` or another layout that
@@ -163,10 +212,10 @@ class WorkerAdapter:
             kv_layout: the order of the dimensions inside a block: ``NHD``, ``HND``, ``BLHNC`` or ``BLNHC``.
 
         Raises:
-            KvTierError: the server refused, or did not answer within the timeout.
+            KvTierError: the server refused, or did not answer within the timeout; never with ``wait_for_server=None``.
             ValueError: the tensors have a layout, or groups, that cannot be served.
         """
-        if self._worker is not None:
+        if self._registration.is_described:
             raise RuntimeError("register_kv_caches was called before")
         if not kv_caches:
             raise ValueError("kv_caches: there is no layer")
@@ -184,49 +233,13 @@ class WorkerAdapter:
         ]
         self.on_cuda = any(tensor.is_cuda for tensor in kv_caches.values())
         self._block_tokens_of_groups = [group.block_tokens for group in groups]
-        mode, other = self.mode, None
-        if mode == "auto":
+        tensors = list(kv_caches.values())
+        if self._mode == "auto":
             simple = len(described) == 1 and groups[0].sliding_window < 0 and not self.on_cuda
-            mode, other = ("engine_driven", "lmcache_driven") if simple else ("lmcache_driven", None)
-        try:
-            self._register(mode, list(kv_caches.values()), described, kv_layout)
-        except (KvTierError, ValueError) as error:
-            if other is None or isinstance(error, Disconnected):
-                raise
-            logger.warning("%s does not work with %s (%s); trying %s", mode, self.client.url, error, other)
-            self._register(other, list(kv_caches.values()), described, kv_layout)
-
-    def _register(self, mode: str, tensors: list[Any], groups: list[dict[str, Any]], kv_layout: str | None) -> None:
-        storages = Storages(shared=mode == "lmcache_driven")
-        try:
-            views = storages.views(tensors)
-            self._worker = Worker(
-                self.client,
-                storages=storages.described,
-                tensors=views,
-                groups=groups,
-                kv_layout=kv_layout,
-                mode=mode,
-                chunk_tokens=self.chunk_tokens,
-                instance=self.instance_id,
-                model_name=self.model_name,
-                world_size=self.world_size,
-                worker_id=self.worker_id,
-                num_kv_readers=self.num_kv_readers,
-                force_pickle=self.force_pickle,
-                keep=storages,
-            )
-        except BaseException:
-            storages.release()
-            raise
-        self.mode, self._storages = mode, storages
-        logger.info(
-            "registered %d layers with %s: %s through %s",
-            len(tensors),
-            self.client.url,
-            mode,
-            self._worker.transport,
-        )
+            modes = ["engine_driven", "lmcache_driven"] if simple else ["lmcache_driven"]
+        else:
+            modes = [self._mode]
+        self._registration.start(modes, tensors, described, kv_layout)
 
     # -- submitting --------------------------------------------------------------------------
 
@@ -308,7 +321,7 @@ class WorkerAdapter:
         return [block for ids, size in groups for block in ids[op.skip_first_n_tokens // size :]]
 
     def _ready(self) -> bool:
-        if self._worker is None:
+        if not self._registration.is_described:
             raise RuntimeError("register_kv_caches was not called")
         return self.is_healthy
 
@@ -323,7 +336,7 @@ class WorkerAdapter:
                 f"{len(request_ids)} request ids, {len(ops)} ops and {len(salts)} salts; as many of each are needed"
             )
         prompts = [
-            one_prompt(op.token_ids, op.block_hashes, op.prompt, self._blocks_per_chunk, self.chunk_tokens)
+            one_prompt(op.token_ids, op.block_hashes, op.prompt, self.num_blocks_per_chunk(), self.chunk_tokens or 0)
             for op in ops
         ]
         handle = _NO_EVENT if event is None else bytes(event.ipc_handle())
@@ -452,8 +465,9 @@ class WorkerAdapter:
             if error is not None:
                 transfer.errors.append(error)
             else:
-                transfer.chunks = list(range(tokens // self.chunk_tokens)) if chunks is None else chunks
-                transfer.tokens += len(transfer.chunks) * self.chunk_tokens
+                chunk_tokens = self.chunk_tokens or 1
+                transfer.chunks = list(range(tokens // chunk_tokens)) if chunks is None else chunks
+                transfer.tokens += len(transfer.chunks) * chunk_tokens
                 if self.on_cuda and event and event != _NO_EVENT:
                     transfer.event = event
             if transfer.parts == 0:
@@ -496,13 +510,13 @@ class WorkerAdapter:
     def _complete(self, transfer: Transfer) -> None:
         counters, count = self.counters, len(transfer.request_ids)
         seconds = time.monotonic() - transfer.began
-        names = ", ".join(transfer.request_ids)
+        names = ", ".join(map(repr, transfer.request_ids))
         if transfer.is_store:
             self._release(transfer)
             if transfer.errors:
                 transfer.chunks = []
                 counters.failed_stores += count
-                logger.warning("store of %s: %s; it is not cached", names, transfer.errors[0])
+                self._warnings.warning("store", "store of %s failed: %s; it is not cached", names, transfer.errors[0])
             elif not transfer.tokens:
                 counters.skipped_stores += count
             else:
@@ -517,20 +531,20 @@ class WorkerAdapter:
             counters.failed_retrieves += count
             self._error_blocks.update(transfer.blocks)
             self._failed_requests.update(transfer.request_ids)
-            logger.warning("retrieve of %s: %s; it is computed instead", names, transfer.errors[0])
+            self._warnings.warning("retrieve", "retrieve of %s failed: %s; it is computed instead", names, transfer.errors[0])
         else:
             counters.retrieves += count
             counters.retrieved_tokens += transfer.tokens
             counters.retrieve_seconds += seconds
 
+    def disable(self) -> None:
+        """Let transfers end and unregister, for good: every later store and retrieve fails. Waits as :meth:`shutdown`."""
+        self._registration.stop()
+
     def shutdown(self) -> None:
         """Let transfers end, unregister and disconnect. A second call does nothing."""
         if os.getpid() != self._owner:
             return
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.shutdown()
-        storages, self._storages = self._storages, None
-        if storages is not None:
-            storages.release()
+        self._registration.stop()
+        self._registration.release()
         self.client.close()

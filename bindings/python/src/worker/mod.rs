@@ -6,6 +6,7 @@ mod handed;
 mod numbers;
 mod pages;
 mod server_driven;
+mod start;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,18 +16,19 @@ use std::time::{Duration, Instant};
 
 use kvtier_client::{Client as Native, ClientError, InstanceId, Prompt as Encoded, Scope};
 use kvtier_memory::ForeignSegment;
+use kvtier_proto::key::check_salt;
 use parking_lot::{Condvar, Mutex};
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::client::Client;
-use crate::errors::exception;
-use crate::future::seconds;
+use crate::future::{seconds, used_after_fork};
 use crate::prompt::Prompt;
 use geometry::{Geometry, Group, Storage, Tensor};
 use handed::Handed;
 use numbers::Numbers;
+use start::{described, register_in_slices};
 
 /// Who copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -234,25 +236,14 @@ impl Worker {
         force_pickle: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
-        let mode = match mode {
-            "engine_driven" => Mode::Engine,
-            "lmcache_driven" => Mode::Server,
-            other => {
-                return Err(PyValueError::new_err(format!(
-                    "mode: {other:?}; allowed are engine_driven and lmcache_driven"
-                )));
-            }
-        };
-        let geometry = Geometry::new(
+        let (mode, geometry) = described(
+            mode,
             &storages,
             &tensors,
             groups,
             kv_layout.as_deref(),
             chunk_tokens,
         )?;
-        if mode == Mode::Engine {
-            engine_driven::check(&geometry)?;
-        }
         let native = client.native().clone();
         let core = Arc::new(Core {
             client: native.clone(),
@@ -274,8 +265,7 @@ impl Worker {
             arrived: Condvar::new(),
             unread: Mutex::default(),
         });
-        py.detach(|| core.register(&native))
-            .map_err(|error| exception(&error))?;
+        register_in_slices(py, &core)?;
         let told = core
             .registered
             .lock()
@@ -284,9 +274,8 @@ impl Worker {
         let known = Arc::downgrade(&core);
         let again = move |client: &Native| {
             // A worker that is gone has nothing to register.
-            known
-                .upgrade()
-                .is_none_or(|core| core.register(client).is_ok())
+            let registered = known.upgrade().map_or(Ok(()), |core| core.register(client));
+            registered.map_err(|error| error.obstacle())
         };
         native.on_recover(told.unwrap_or_default(), Box::new(again));
         let mut threads = Threads::default();
@@ -312,9 +301,25 @@ impl Worker {
         })
     }
 
+    /// Checks what a worker would be made of, without a server.
+    #[staticmethod]
+    #[pyo3(signature = (*, storages, tensors, groups, kv_layout, mode, chunk_tokens))]
+    fn check(
+        storages: Vec<Storage>,
+        tensors: Vec<Tensor>,
+        groups: Vec<Group>,
+        kv_layout: Option<String>,
+        mode: &str,
+        chunk_tokens: u64,
+    ) -> PyResult<()> {
+        let layout = kv_layout.as_deref();
+        described(mode, &storages, &tensors, groups, layout, chunk_tokens).map(drop)
+    }
+
     /// How bytes travel: `pool`, `pickle`, or `server` where the server copies; none while not registered.
     #[getter]
     fn transport(&self) -> Option<&'static str> {
+        self.check_owner().ok()?;
         let registered = self.core.registered.lock().clone()?;
         Some(match (self.core.mode, &registered.pool.segment) {
             (Mode::Server, _) => "server",
@@ -326,6 +331,7 @@ impl Worker {
     /// Why the server's pool cannot be opened here; none where it can, or where there is none.
     #[getter]
     fn pool_obstacle(&self) -> Option<String> {
+        self.check_owner().ok()?;
         let registered = self.core.registered.lock().clone()?;
         registered.pool.obstacle.clone()
     }
@@ -333,7 +339,7 @@ impl Worker {
     /// Whether the server that is connected now knows this worker.
     #[getter]
     fn is_registered(&self) -> bool {
-        self.core.current().is_some()
+        self.check_owner().is_ok() && self.core.current().is_some()
     }
 
     /// Bytes of one chunk of this worker; none where only the server can tell.
@@ -362,20 +368,27 @@ impl Worker {
         skip: Option<&Bound<'_, PyAny>>,
         event: Vec<u8>,
         timeout: Option<f64>,
-    ) {
+    ) -> PyResult<()> {
+        self.check_owner()?;
         // What cannot be meant ends this transfer; an exception would leave the caller with half a batch under way.
         let described = || -> Result<_, String> {
             Ok((
                 argument::<u64>("start", start)?..argument("end", end)?,
                 argument("request_id", request_id)?,
-                argument("cache_salt", cache_salt)?,
+                argument("cache_salt", cache_salt).and_then(|salt: String| {
+                    check_salt(&salt).map_err(|error| format!("cache_salt: {error}"))?;
+                    Ok(salt)
+                })?,
                 argument("block_ids", block_ids)?,
                 skip.map_or(Ok(0), |skip| argument("skip_first_n_tokens", skip))?,
             ))
         };
         let (range, request_id, cache_salt, block_ids, skip) = match described() {
             Ok(described) => described,
-            Err(error) => return self.core.finish(id, Err(error)),
+            Err(error) => {
+                self.core.finish(id, Err(error));
+                return Ok(());
+            }
         };
         let transfer = Transfer {
             id,
@@ -408,10 +421,12 @@ impl Worker {
                 }
             }
         }
+        Ok(())
     }
 
     /// Those of these stores whose pages may still be read; none of the others begins to read its pages any more.
-    fn release_pages(&self, mut ids: Vec<u64>) -> Vec<u64> {
+    fn release_pages(&self, mut ids: Vec<u64>) -> PyResult<Vec<u64>> {
+        self.check_owner()?;
         // Where the server reads them, nobody here knows how far it is.
         if self.core.mode == Mode::Engine {
             let mut unread = self.core.unread.lock();
@@ -424,13 +439,14 @@ impl Worker {
                 None => false,
             });
         }
-        ids
+        Ok(ids)
     }
 
     /// What has finished since the last call: (id, device event, error, positions of the chunks that a store's server
     /// took where it says so). Waits up to `patience` seconds for something.
     #[pyo3(signature = (patience=0.0))]
-    fn take_finished<'py>(&self, py: Python<'py>, patience: f64) -> Vec<Ended<'py>> {
+    fn take_finished<'py>(&self, py: Python<'py>, patience: f64) -> PyResult<Vec<Ended<'py>>> {
+        self.check_owner()?;
         let until = Instant::now() + seconds(patience);
         if patience > 0.0 {
             py.detach(|| self.core.wait_for_finished(until));
@@ -438,13 +454,13 @@ impl Worker {
             self.core.finish_free();
         }
         let finished = std::mem::take(&mut *self.core.finished.lock());
-        finished
+        let ended = finished
             .into_iter()
             .map(|Finished { id, outcome }| match outcome {
                 Ok(done) => (id, PyBytes::new(py, &done.event), None, done.chunks),
                 Err(error) => (id, PyBytes::new(py, &[]), Some(error), None),
-            })
-            .collect()
+            });
+        Ok(ended.collect())
     }
 
     /// Finishes what is under way, ends the threads and unregisters.
@@ -453,11 +469,21 @@ impl Worker {
     /// under way; for the server's answer to each unregistration, mostly one, up to the client's timeout, and for none
     /// behind the first that has no answer; and for pages that the server may be at up to a second behind their deadline.
     fn shutdown(&self, py: Python<'_>) {
-        py.detach(|| self.stop());
+        if self.check_owner().is_ok() {
+            py.detach(|| self.stop());
+        }
     }
 }
 
 impl Worker {
+    fn check_owner(&self) -> PyResult<()> {
+        if std::process::id() == self.owner {
+            Ok(())
+        } else {
+            Err(used_after_fork())
+        }
+    }
+
     fn stop(&self) {
         let handles = {
             let mut threads = self.threads.lock();

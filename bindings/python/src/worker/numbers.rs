@@ -122,7 +122,7 @@ impl Core {
         *self.registered.lock() = None;
         let client = &self.client;
         client.set_instance(None);
-        client.on_recover(client.connections(), Box::new(|_| true));
+        client.on_recover(client.connections(), Box::new(|_| Ok(())));
         // Whatever comes of it: the server also notices by itself.
         let _ = self.leave(client, &mut numbers, None);
         numbers.known.clear();

@@ -110,14 +110,25 @@ impl Client {
 
     /// Looks up and asks until the result is known: chunks of the longest cached prefix, which are leased until they
     /// are retrieved or freed. A lookup that is given up at its deadline has its session ended, so that it holds nothing.
+    ///
+    /// A server that claims more than was asked for has failed it.
     pub fn lookup_hits<T: TokenWriter + Clone>(&self, key: &CacheKey<'_, T>) -> Future<u64> {
-        let timeout = self.timeout();
+        self.lookup_hits_within(key, self.timeout())
+    }
+
+    /// As [`Client::lookup_hits`], with a deadline of its own.
+    pub fn lookup_hits_within<T: TokenWriter + Clone>(
+        &self,
+        key: &CacheKey<'_, T>,
+        timeout: Duration,
+    ) -> Future<u64> {
         let (promise, future) = channel(Operation::Lookup);
         let question = Question {
             client: Self::internal(Arc::clone(&self.shared)),
             request_id: key.request_id.to_owned(),
             deadline: Instant::now() + timeout,
             timeout,
+            asked: key.end / self.chunk_tokens().unwrap_or(1),
             promise,
         };
         self.submit_then(&lookup_request(key), timeout, move |ack| {
@@ -289,6 +300,8 @@ struct Question {
     request_id: String,
     deadline: Instant,
     timeout: Duration,
+    /// Chunks; tokens where the chunk size is unknown.
+    asked: u64,
     promise: Promise<u64>,
 }
 
@@ -310,7 +323,7 @@ impl Question {
         client.submit_then(
             &wait_request(&request_id, patience),
             left,
-            move |reply| match reply.and_then(|reply| answers::optional_count(&reply)) {
+            move |reply| match reply.and_then(|reply| answers::found(&reply, self.asked)) {
                 Ok(Some(chunks)) => self.promise.keep(Ok(chunks)),
                 Ok(None) => self.ask(),
                 Err(error) => self.give_up(error),
@@ -320,7 +333,12 @@ impl Question {
 
     fn give_up(self, error: ClientError) {
         // Not for a connection that is gone, nor a client that is closed: their sessions end by themselves.
-        if matches!(error, ClientError::Timeout { .. }) {
+        if matches!(
+            error,
+            ClientError::Timeout { .. }
+                | ClientError::Degraded { .. }
+                | ClientError::Unexpected { .. }
+        ) {
             self.client.end_session(&self.request_id).forget();
         }
         self.promise.keep(Err(error));

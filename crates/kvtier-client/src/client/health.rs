@@ -46,8 +46,9 @@ impl std::fmt::Display for Health {
 /// Called with each new state, on the client's heartbeat thread; must not wait for long.
 pub type HealthCallback = Box<dyn Fn(Health) + Send + Sync>;
 
-/// Tells the server anew what it has to know, on the client's heartbeat thread; false when that failed.
-pub type RecoverHook = Box<dyn Fn(&Client) -> bool + Send + Sync>;
+/// Tells the server again what it has to know, on the client's heartbeat thread. Its error is why the server cannot be
+/// used ([`Client::obstacle`]); none where it did not answer ([`ClientError::obstacle`]).
+pub type RecoverHook = Box<dyn Fn(&Client) -> Result<(), Option<String>> + Send + Sync>;
 
 /// The connection, as the I/O thread sees it.
 #[derive(Debug, Default)]
@@ -112,16 +113,26 @@ impl Link {
 
 /// The state and who wants to know of it.
 pub(super) struct Watch {
-    state: Mutex<Health>,
+    state: Mutex<WatchState>,
     changed: Condvar,
     callbacks: Mutex<Vec<Arc<HealthCallback>>>,
     recover: Mutex<Option<Arc<RecoverHook>>>,
 }
 
+#[derive(PartialEq, Eq)]
+struct WatchState {
+    health: Health,
+    /// Why a server that answers cannot be used.
+    obstacle: Option<String>,
+}
+
 impl Default for Watch {
     fn default() -> Self {
         Self {
-            state: Mutex::new(Health::Degraded),
+            state: Mutex::new(WatchState {
+                health: Health::Degraded,
+                obstacle: None,
+            }),
             changed: Condvar::new(),
             callbacks: Mutex::default(),
             recover: Mutex::default(),
@@ -131,18 +142,22 @@ impl Default for Watch {
 
 impl Watch {
     pub(super) fn state(&self) -> Health {
-        *self.state.lock()
+        self.state.lock().health
+    }
+
+    pub(super) fn obstacle(&self) -> Option<String> {
+        self.state.lock().obstacle.clone()
     }
 
     pub(super) fn wait_healthy(&self, patience: Duration) -> bool {
         let until = Instant::now() + patience;
         let mut state = self.state.lock();
-        while *state != Health::Healthy {
+        while state.health != Health::Healthy {
             if self.changed.wait_until(&mut state, until).timed_out() {
                 break;
             }
         }
-        *state == Health::Healthy
+        state.health == Health::Healthy
     }
 
     pub(super) fn add_callback(&self, callback: HealthCallback) {
@@ -160,11 +175,18 @@ impl Watch {
     }
 
     pub(super) fn set(&self, health: Health) {
+        self.change(health, None);
+    }
+
+    /// The state before.
+    fn change(&self, health: Health, obstacle: Option<String>) -> Health {
         let mut state = self.state.lock();
-        if *state == health {
-            return;
+        let before = state.health;
+        let next = WatchState { health, obstacle };
+        if *state == next {
+            return before;
         }
-        *state = health;
+        *state = next;
         // Taken with the state: who asks to be told later is told what comes later.
         let callbacks = self.callbacks.lock().clone();
         drop(state);
@@ -173,7 +195,29 @@ impl Watch {
             // A panic is its owner's, and printed; the heartbeats go on.
             let _ = catch_unwind(AssertUnwindSafe(|| callback(health)));
         }
+        before
     }
+}
+
+/// The server does not answer, or cannot be used.
+fn degrade(shared: &Shared, obstacle: Option<String>) {
+    if shared.watch.change(Health::Degraded, obstacle) != Health::Degraded {
+        shared.fail_in_flight();
+    }
+}
+
+/// Prepares the server of a new connection for use; the error is why it cannot be used, if it has answered.
+fn recover(shared: &Shared, client: &Client) -> Result<(), Option<String>> {
+    if shared.agreement.is_wanted() {
+        let told = client.get_chunk_size().join();
+        let told = told.map_err(|error| error.obstacle())? as u64;
+        shared.agreement.accept(client.endpoint(), told)?;
+    }
+    shared.watch.set(Health::Recovering);
+    let hook = shared.watch.recover.lock().clone();
+    let Some(hook) = hook else { return Ok(()) };
+    // A panic is its owner's, and printed.
+    catch_unwind(AssertUnwindSafe(|| hook(client))).unwrap_or(Err(None))
 }
 
 /// Runs until the client is closed: a heartbeat at once on each new connection and then every `interval`.
@@ -188,7 +232,7 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
     loop {
         let link = shared.link.wait(seen, next);
         if link.closing {
-            shared.watch.set(Health::Degraded);
+            degrade(shared, None);
             return;
         }
         let is_new = link.connections != seen.connections || link.again;
@@ -200,7 +244,7 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
         }
         seen = link;
         if !link.up {
-            shared.watch.set(Health::Degraded);
+            degrade(shared, None);
             next = Instant::now() + interval;
             continue;
         }
@@ -217,21 +261,17 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
         match beat {
             Ok(true) if known_to == Some(link.connections) => shared.watch.set(Health::Healthy),
             // A server on a new connection may be another one. One that says no does not know the worker, or no more.
-            Ok(_) => {
-                shared.watch.set(Health::Recovering);
-                let hook = shared.watch.recover.lock().clone();
-                let told = |hook: Arc<RecoverHook>| {
-                    catch_unwind(AssertUnwindSafe(|| hook(&client))).unwrap_or(false)
-                };
-                if hook.is_none_or(told) {
+            Ok(_) => match recover(shared, &client) {
+                Ok(()) => {
                     known_to = Some(link.connections);
                     shared.watch.set(Health::Healthy);
-                } else {
-                    known_to = None;
-                    shared.watch.set(Health::Degraded);
                 }
-            }
-            Err(_) => shared.watch.set(Health::Degraded),
+                Err(obstacle) => {
+                    known_to = None;
+                    degrade(shared, obstacle);
+                }
+            },
+            Err(_) => degrade(shared, None),
         }
         if silent >= SILENT_HEARTBEATS {
             silent = 0;

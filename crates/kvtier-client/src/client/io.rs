@@ -111,6 +111,9 @@ impl Io {
     fn serve(&mut self) {
         while !self.take_submitted() {
             self.expire(Instant::now());
+            if self.shared.degraded.swap(false, Ordering::Relaxed) {
+                self.fail_dependent();
+            }
             let backlog = self.send_waiting();
             self.wait(backlog);
             self.read_monitor();
@@ -327,6 +330,30 @@ impl Io {
             }));
             self.shared.one_less();
         }
+        // What has not left must not reach a later server, which may mean other lengths.
+        self.fail_dependent();
+    }
+
+    /// Fails what is of no use without a server that answers: an engine waits for it, and the server keeps nothing that has
+    /// to be heard of.
+    fn fail_dependent(&mut self) {
+        let sent = self
+            .sent
+            .extract_if(|_, pending| is_dependent(pending.operation))
+            .map(|(_, pending)| pending.sink);
+        let (dependent, rest) = std::mem::take(&mut self.waiting)
+            .into_iter()
+            .partition(|each: &Submitted| is_dependent(each.outgoing.operation));
+        self.waiting = rest;
+        let waiting = VecDeque::into_iter(dependent).map(|each| each.sink);
+        for sink in sent.chain(waiting).collect::<Vec<_>>() {
+            let operation = sink.1;
+            self.shared.one_less();
+            sink.tell(Err(ClientError::Degraded {
+                operation,
+                endpoint: self.shared.endpoint.clone(),
+            }));
+        }
     }
 
     fn read_replies(&mut self) {
@@ -395,6 +422,17 @@ impl Io {
     }
 }
 
+fn is_dependent(operation: Operation) -> bool {
+    matches!(
+        operation,
+        Operation::Lookup
+            | Operation::QueryPrefetchStatus
+            | Operation::WaitPrefetchStatus
+            | Operation::PrepareStore
+            | Operation::PrepareRetrieve
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
@@ -450,6 +488,29 @@ mod tests {
         io.shared.give_up_connection(first);
         io.read_monitor();
         assert!(io.up && io.wire.is_some());
+    }
+
+    #[test]
+    fn degraded_client_fails_lookups_and_keeps_the_rest() {
+        let mut io = io();
+        let client = Client::internal(Arc::clone(&io.shared));
+        let prompt = crate::Prompt::new(&[1, 2]);
+        let scope = crate::Scope::new("m");
+        let lookup = client.lookup_hits(&scope.scheduler_key(&prompt, 0..2, "r"));
+        let other = client.noop();
+        io.take_submitted();
+        io.fail_dependent();
+        let error = lookup.join().unwrap_err();
+        assert!(matches!(error, ClientError::Degraded { .. }), "{error}");
+        assert!(!other.is_ready());
+        // The session that the server may have opened ends.
+        io.take_submitted();
+        let waiting: Vec<_> = io
+            .waiting
+            .iter()
+            .map(|each| each.outgoing.operation)
+            .collect();
+        assert_eq!(waiting, [Operation::Noop, Operation::EndSession]);
     }
 
     #[test]

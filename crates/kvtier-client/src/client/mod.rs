@@ -4,6 +4,7 @@
 
 mod backoff;
 mod calls;
+mod chunk;
 mod future;
 mod health;
 mod io;
@@ -12,7 +13,7 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_proto::key::TokenWriter;
@@ -21,6 +22,7 @@ use kvtier_proto::request::{InstanceId, Request};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
+pub use chunk::ChunkTerms;
 pub use future::Future;
 pub use health::{Health, HealthCallback, RecoverHook};
 
@@ -52,6 +54,9 @@ pub struct Settings {
     pub reconnect: Duration,
     /// How long closing may wait for the last requests to leave. Default 500 ms.
     pub linger: Duration,
+    /// Chunk sizes that can be used. With them each new server is asked for its own before anything else depends on it, and
+    /// one that differs leaves the client degraded. Default: none, nothing is asked.
+    pub chunk: Option<ChunkTerms>,
 }
 
 impl Default for Settings {
@@ -61,6 +66,7 @@ impl Default for Settings {
             heartbeat: Duration::from_secs(5),
             reconnect: Duration::from_millis(100),
             linger: Duration::from_millis(500),
+            chunk: None,
         }
     }
 }
@@ -133,7 +139,11 @@ struct Inbox {
 /// What the handles and the two threads share.
 struct Shared {
     endpoint: String,
-    timeout: Mutex<Duration>,
+    /// The process that has the threads.
+    owner: u32,
+    /// Nanoseconds.
+    timeout: AtomicU64,
+    agreement: chunk::Agreement,
     inbox: Mutex<Inbox>,
     wake: OwnedFd,
     next_uid: AtomicU64,
@@ -144,8 +154,15 @@ struct Shared {
     heard: AtomicU64,
     /// Number of a connection that is to be given up as lost.
     silent: AtomicU64,
+    /// The state has turned degraded: lookups and prepares in flight fail.
+    degraded: AtomicBool,
     link: health::Link,
     watch: health::Watch,
+}
+
+/// At most 584 years.
+fn nanos(span: Duration) -> u64 {
+    u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// An end of a session that nobody waits for: without it the server would keep the session's leases.
@@ -160,7 +177,9 @@ impl Shared {
         let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
         Ok(Self {
             endpoint,
-            timeout: Mutex::new(settings.timeout),
+            owner: std::process::id(),
+            timeout: AtomicU64::new(nanos(settings.timeout)),
+            agreement: chunk::Agreement::new(settings.chunk),
             inbox: Mutex::default(),
             wake: wake.map_err(|errno| ClientError::System {
                 source: errno.into(),
@@ -170,13 +189,19 @@ impl Shared {
             instance: AtomicI64::new(NO_INSTANCE),
             heard: AtomicU64::new(0),
             silent: AtomicU64::new(0),
+            degraded: AtomicBool::new(false),
             link: health::Link::default(),
             watch: health::Watch::default(),
         })
     }
 
     fn timeout(&self) -> Duration {
-        *self.timeout.lock()
+        Duration::from_nanos(self.timeout.load(Ordering::Relaxed))
+    }
+
+    /// Whether this is a fork of the process that has the threads. No lock may be taken there: its holder may not exist.
+    fn is_forked(&self) -> bool {
+        std::process::id() != self.owner
     }
 
     fn wake(&self) {
@@ -198,6 +223,12 @@ impl Shared {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 
+    /// Fails lookups and prepares in flight: the server has stopped answering.
+    fn fail_in_flight(&self) {
+        self.degraded.store(true, Ordering::Relaxed);
+        self.wake();
+    }
+
     /// Nobody serves requests any more; gives those that nobody has taken.
     fn break_down(&self) -> VecDeque<Submitted> {
         let mut inbox = self.inbox.lock();
@@ -210,6 +241,9 @@ impl Shared {
     }
 
     fn close(&self) {
+        if self.is_forked() {
+            return;
+        }
         self.inbox.lock().closing = true;
         self.watch.clear();
         self.link.close();
@@ -278,7 +312,7 @@ impl Client {
 
     /// Changes how long each later request may take.
     pub fn set_timeout(&self, timeout: Duration) {
-        *self.shared.timeout.lock() = timeout;
+        self.shared.timeout.store(nanos(timeout), Ordering::Relaxed);
     }
 
     /// Requests under way.
@@ -291,23 +325,53 @@ impl Client {
     /// earlier registrations and lookups.
     #[must_use]
     pub fn connections(&self) -> u64 {
+        if self.shared.is_forked() {
+            return 0;
+        }
         self.shared.link.connections()
     }
 
-    /// How it stands with the server. Degraded until the first heartbeat was answered.
+    /// Tokens per chunk, as agreed with the server by [`Settings::chunk`]; none until then.
+    #[must_use]
+    pub fn chunk_tokens(&self) -> Option<u64> {
+        self.shared.agreement.chunk_tokens()
+    }
+
+    /// Why the server that answers cannot be used, and what to do; none while it can, or while none answers.
+    #[must_use]
+    pub fn obstacle(&self) -> Option<String> {
+        if self.shared.is_forked() {
+            return None;
+        }
+        self.shared.watch.obstacle()
+    }
+
+    /// Whether this process is a fork of the one that made the client, where it does not work.
+    #[must_use]
+    pub fn is_forked(&self) -> bool {
+        self.shared.is_forked()
+    }
+
+    /// How it stands with the server. Degraded until the first heartbeat was answered, and after a fork.
     #[must_use]
     pub fn health(&self) -> Health {
+        if self.shared.is_forked() {
+            return Health::Degraded;
+        }
         self.shared.watch.state()
     }
 
     /// Waits up to `patience` for the server to be healthy; whether it is.
     #[must_use]
     pub fn wait_healthy(&self, patience: Duration) -> bool {
-        self.shared.watch.wait_healthy(patience)
+        !self.shared.is_forked() && self.shared.watch.wait_healthy(patience)
     }
 
-    /// Has `callback` called with each later state.
+    /// Has `callback` called with each later state, and with [`Health::Degraded`] again when [`Client::obstacle`] changes.
     pub fn on_health(&self, callback: HealthCallback) {
+        if self.shared.is_forked() {
+            return;
+        }
         self.shared.watch.add_callback(callback);
     }
 
@@ -315,6 +379,9 @@ impl Client {
     /// and when the server does not know this client's worker any more, before the client is healthy again. It replaces
     /// an earlier one. It must not hold a [`Client`]: it is given one.
     pub fn on_recover(&self, told: u64, hook: RecoverHook) {
+        if self.shared.is_forked() {
+            return;
+        }
         self.shared.watch.set_recover(hook);
         // One that came meanwhile, before there was the hook, has been greeted without it.
         if told != self.connections() {
@@ -348,6 +415,9 @@ impl Client {
     ) {
         let operation = request.operation();
         let sink = Sink(Some(Box::new(sink)), operation);
+        if self.shared.is_forked() {
+            return sink.tell(Err(ClientError::Forked { operation }));
+        }
         let outgoing = match Outgoing::encode(request) {
             Ok(outgoing) => outgoing,
             Err(error) => return sink.tell(Err(error)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -16,7 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ..operation import LoadStoreOp
 from ..worker import Group, WorkerAdapter
-from .metadata import StepMetadata, WorkerReport
+from .guard import Errors, falls_back
+from .logs import use_vllm_log
+from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierPromMetrics, KvTierStats
 from .options import Identity, Options
 from .pages import page_format
@@ -70,20 +74,48 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
     return groups, all_kinds == {_MLA}
 
 
+class _No:
+    """False, as a value and as a method's result."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+
 class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV of prompts in a kvtier server, and takes it from there instead of computing it.
 
     Loads are asynchronous: a request that waits for one delays no other. The server may be slow, hang, end or return
     as another one at any time: then requests are computed, within ``kvtier.timeout``.
+
+    After the start no method raises: each ends as a miss, a failed load, or a store that is left out.
     """
+
+    supports_sleep_mode = _No()
+    """Sleep takes the KV tensors away, which the server may have open (vLLM 0.33 asks)."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        use_vllm_log()
+        self.errors = Errors(logger)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._options = Options.read(transfer.kv_connector_extra_config or {})
         self._groups, is_mla = _groups(kv_cache_config)
         self._is_multi_group = len(self._groups) > 1
+        if self._is_multi_group and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+            raise ValueError(
+                "KvTierConnector serves models with several groups of layers from vLLM 0.30 on: this release cannot be told "
+                "which request's load has failed"
+            )
+        # Of a worker: blocks of loads that the adapter has, of loads that it could not take, and of failed ones to report.
+        self._loads: dict[str, list[int]] = {}
+        self._lost: dict[str, list[int]] = {}
+        self._failed: dict[str, list[int]] = {}
+        self._held: set[str] = set()
+        self._is_off = False
         self._scheduling: Scheduling | None = None
         self._adapter: WorkerAdapter | None = None
         pages = page_format(vllm_config, kv_cache_config)
@@ -99,7 +131,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._adapter = self._connect_worker(Identity.of(vllm_config, is_mla, rank, self._options.model_name, pages))
 
     def _connect_worker(self, identity: Identity) -> WorkerAdapter:
-        adapter = WorkerAdapter(
+        return WorkerAdapter(
             self._options.url,
             identity.model_name,
             block_tokens=math.lcm(*(group.block_tokens for group in self._groups)),
@@ -111,9 +143,9 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             timeout=self._options.timeout,
             store_timeout=self._options.store_timeout,
             heartbeat=self._options.heartbeat,
+            wait_for_server=self._options.wait_for_server,
+            chunk_tokens=self._options.chunk_tokens or None,
         )
-        adapter.on_health(lambda state: logger.warning("kvtier server %s: %s", self._options.url, state))
-        return adapter
 
     @property
     def _worker(self) -> WorkerAdapter:
@@ -158,52 +190,118 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         event.record()
         return event
 
+    @falls_back(by="_lose_loads")
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads, which the step does not wait for."""
-        loads = self._step().loads
-        event = self._event() if loads else None
-        for move in loads:
-            op = LoadStoreOp(
-                move.block_ids, prompt=move.prompt, start=move.start, end=move.end, skip_first_n_tokens=move.skip
-            )
-            self._worker.submit_retrieve_request(move.request_id, op, event, move.salt)
+        step = self._step()
+        for request_id, groups in step.failed.items():
+            self._lost[request_id] = [block for group in groups for block in group]
+        event = self._event() if step.loads else None
+        for move in step.loads:
+            self._start_load(move, event)
+
+    def _lose_loads(self, forward_context: Any, **kwargs: Any) -> None:
+        for move in self._step().loads:
+            self._lose(move)
+
+    @falls_back(by="_lose")
+    def _start_load(self, move: Move, event: Any) -> None:
+        if self._is_off:
+            return self._lose(move)
+        op = LoadStoreOp(
+            move.block_ids, prompt=move.prompt, start=move.start, end=move.end, skip_first_n_tokens=move.skip
+        )
+        self._worker.submit_retrieve_request(move.request_id, op, event, move.salt)
+        self._loads[move.request_id] = self._written(move)
+
+    def _lose(self, move: Move, event: Any = None) -> None:
+        self._lost[move.request_id] = self._written(move)
+
+    def _written(self, move: Move) -> list[int]:
+        """Blocks that a load writes: not those that vLLM has itself, which others may share."""
+        groups = zip(move.block_ids, self._groups, strict=True)
+        return [block for ids, group in groups for block in ids[move.skip // group.block_tokens :]]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no step reads what is being loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole chunks of all layers are stored behind the step."""
+        """Nothing: whole chunks of all layers are stored after the step."""
 
+    @falls_back()
     def wait_for_save(self) -> None:
         """Start this step's stores. Their blocks stay with their requests until they have ended."""
-        stores = self._step().stores
+        stores = [] if self._is_off else self._step().stores
         event = self._event() if stores else None
         for move in stores:
-            op = LoadStoreOp(move.block_ids, prompt=move.prompt, start=move.start, end=move.end)
-            self._worker.submit_store_request(move.request_id, op, event, move.salt, tag=move.number)
+            self._start_store(move, event)
 
+    @falls_back()
+    def _start_store(self, move: Move, event: Any) -> None:
+        op = LoadStoreOp(move.block_ids, prompt=move.prompt, start=move.start, end=move.end)
+        self._worker.submit_store_request(move.request_id, op, event, move.salt, tag=move.number)
+
+    @falls_back(by="_turn_off")
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Blocks of preempted requests are overwritten behind this: no store may read them then."""
-        assert isinstance(kv_connector_metadata, StepMetadata)
-        if kv_connector_metadata.preempted:
-            self._worker.wait_for_stores(kv_connector_metadata.preempted, self._options.preemption_patience)
+        """Blocks of preempted requests are overwritten after this: no store may read them then."""
+        # vLLM 0.18 gives the requests' ids.
+        preempted = getattr(kv_connector_metadata, "preempted", kv_connector_metadata)
+        if preempted and not self._is_off:
+            self._worker.wait_for_stores(preempted, self._options.preemption_patience)
 
+    @falls_back(lambda: (None, None), by="_give_up")
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(requests whose blocks no store reads any more, requests whose load has ended)."""
-        return self._worker.get_finished(self._step().held)
+        self._held |= self._step().held
+        if self._is_off:
+            return self._give_up(finished_req_ids)
+        stored, loaded = self._worker.get_finished(self._held)
+        failed = self._worker.get_failed_request_ids()
+        self._held = set()
+        for request_id in loaded:
+            blocks = self._loads.pop(request_id, [])
+            if request_id in failed:
+                self._failed[request_id] = blocks
+        return stored, loaded | self._take_lost()
 
+    def _take_lost(self) -> set[str]:
+        lost, self._lost = self._lost, {}
+        self._failed.update(lost)
+        return set(lost)
+
+    def _turn_off(self, *args: Any) -> None:
+        """The adapter raised, so what it is doing is unknown: from here on no copy touches a page, and all loads have failed."""
+        self._is_off = True
+        with contextlib.suppress(Exception):
+            self._worker.disable()
+        self._lost.update(self._loads)
+        self._loads.clear()
+        logger.error("this worker goes on without the kvtier server: restart the engine to use it again")
+
+    def _give_up(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        if not self._is_off:
+            self._turn_off()
+        held, self._held = self._held, set()
+        return held, self._take_lost()
+
+    @falls_back(lambda: base.KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """The same with failed loads by request, for models with several groups of layers."""
         results = super().get_transfer_results(finished_req_ids)
         if self._is_multi_group:
-            results.failed_recving = self._worker.get_failed_request_ids()
+            results.failed_recving = set(self._failed)
+            self._failed.clear()
         return results
 
+    @falls_back(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load has failed; vLLM computes them."""
-        blocks = self._worker.get_block_ids_with_load_errors()
-        return set() if self._is_multi_group else blocks
+        if self._is_multi_group:
+            return set()
+        failed, self._failed = self._failed, {}
+        return {block for blocks in failed.values() for block in blocks}
 
+    @falls_back()
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Which stores have ended, and what they brought."""
         report = WorkerReport()
@@ -212,14 +310,17 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             report.stored.update((number, chunk) for chunk in chunks)
         return report if report.ended else None
 
+    @falls_back()
     def get_kv_connector_stats(self) -> KvTierStats | None:
         """Numbers since the last step."""
         if self._scheduling is not None:
+            self._scheduling.errors.count += self.errors.take()
             return self._scheduling.take_stats()
         stats = KvTierStats()
-        stats.add(**vars(self._worker.take_counters()))
+        stats.add(errors=self.errors.take(), **vars(self._worker.take_counters()))
         return None if stats.is_empty() else stats
 
+    @falls_back()
     def shutdown(self) -> None:
         """Let transfers end, and disconnect."""
         if self._adapter is not None:
@@ -229,40 +330,61 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler ---------------------------------------------------------------------------
 
+    @falls_back(lambda: None)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM's prefix cache, whose resets are followed; see the option ``kvtier.follow_resets``."""
         self._scheduler.follow_resets(gpu_block_pool)
 
+    @falls_back(lambda: (0, False), by="_compute")
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Cached tokens beyond vLLM's own; None while that is being found out."""
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
+    def _compute(self, request: Any, num_computed_tokens: int) -> None:
+        self._scheduler.compute(request)
+
+    @falls_back(by="_lose_load")
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has got blocks."""
         self._scheduler.allocated(request, blocks.get_block_ids() or (), num_external_tokens)
 
+    def _lose_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.lose_load(request, blocks.get_block_ids() or (), num_external_tokens)
+
+    @falls_back(StepMetadata, by="_part_of_step")
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The workers' part of a step."""
         return self._scheduler.step(scheduler_output)
 
+    def _part_of_step(self, scheduler_output: Any) -> StepMetadata:
+        return self._scheduler.part_of_step(scheduler_output)
+
+    @falls_back()
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported."""
         self._scheduler.answered(connector_output)
 
+    @falls_back(lambda: (False, None), by="_is_held")
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether its blocks must wait for stores."""
         return self._scheduler.finished(request), None
 
+    @falls_back(lambda: (False, None), by="_is_held")
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether its blocks must wait for stores."""
         return self._scheduler.finished(request), None
 
+    def _is_held(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return request.request_id in self._scheduler.held, None
+
+    @falls_back(tuple)
     def take_events(self) -> Iterable[Any]:
         """What was stored since the last call, if vLLM publishes such events."""
         return self._scheduler.take_events()
 
+    @falls_back(lambda: True)
     def reset_cache(self) -> bool | None:
         """Find nothing from before any more; see also the option ``kvtier.reset_server``."""
         return self._scheduler.reset_cache()

@@ -37,6 +37,9 @@ class StepMetadata(KVConnectorMetadata):
     preempted: set[str] = field(default_factory=set)
     """Their blocks are about to be given to others."""
 
+    failed: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Requests whose load could not be made, with their blocks: every worker reports it as failed."""
+
     held: set[str] = field(default_factory=set)
     """Finished requests whose blocks wait for the workers' word that no store reads them."""
 

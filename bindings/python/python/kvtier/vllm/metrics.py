@@ -14,6 +14,7 @@ COUNTERS = {
     "lookups": "Lookups whose result was used",
     "hit_tokens": "Tokens that lookups found cached",
     "failed_lookups": "Lookups that failed or were not answered in time",
+    "errors": "Calls of vLLM's that ended in an exception of the connector's, and as a miss",
     "stores": "Stores that succeeded, counted by every worker",
     "failed_stores": "Stores that failed, or were left out while the server was away",
     "skipped_stores": "Stores of which the server took nothing, since it has all of it or no room",

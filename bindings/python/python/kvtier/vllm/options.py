@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..connecting import DEFAULT_HEARTBEAT, DEFAULT_PATIENCE, DEFAULT_STORE_TIMEOUT, DEFAULT_TIMEOUT
+from ..connecting import (
+    DEFAULT_HEARTBEAT,
+    DEFAULT_LOOKUP_TIMEOUT,
+    DEFAULT_PATIENCE,
+    DEFAULT_STORE_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    check_count,
+    check_model_name,
+    check_seconds,
+)
 from ..worker import TRANSFER_MODES
 from .fingerprint import fingerprint
 from .plain import digest
 
 PREFIX = "kvtier."
 KEY_MODES = ("tokens", "block_hashes")
+WITHOUT = "without"
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,18 @@ class Options:
     :mod:`kvtier.vllm.fingerprint`; new weights at an old path are what that cannot see."""
 
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds a lookup, a store or a retrieve may take; behind that the engine computes."""
+    """Seconds a store or a retrieve may take; after that the engine computes."""
+
+    lookup_timeout: float = DEFAULT_LOOKUP_TIMEOUT
+    """Seconds a lookup may take, if that is less than ``timeout``: a request waits for it before it is computed."""
+
+    start: str = WITHOUT
+    """``without``: the engine starts without a server and uses it when it comes. ``wait SECONDS``, or the number alone: the
+    start waits so long for the server, and fails without it."""
+
+    chunk_tokens: int = 0
+    """The server's chunk size, a multiple of the block size. 0: that of the first server. A server with another chunk size is
+    not used."""
 
     store_timeout: float = DEFAULT_STORE_TIMEOUT
     """Seconds a store may take that the server copies, if that is less than ``timeout``: a preemption waits for it."""
@@ -54,9 +76,14 @@ class Options:
     """Whether vLLM computes what could not be loaded. False leaves vLLM's kv_load_failure_policy as it is, whose
     default fails the request."""
 
-    reset_server: bool = True
-    """Whether resetting vLLM's prefix cache with its connector also empties the server's memory, which makes room. Keys
-    are others behind a reset in any case."""
+    reset_server: bool = False
+    """Whether resetting vLLM's prefix cache with its connector also empties the server's memory, of all models, engines and
+    tenants that use it. Keys are others after a reset in any case."""
+
+    @property
+    def wait_for_server(self) -> float | None:
+        """Seconds that the start waits for the server; None: it does not."""
+        return None if self.start == WITHOUT else float(self.start)
 
     follow_resets: bool = True
     """Whether a reset of vLLM's own prefix cache alone, as after an update of the weights, makes keys others, too. False
@@ -64,7 +91,7 @@ class Options:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Options:
-        """From the extra configuration; keys of other connectors are left alone.
+        """From the extra configuration.
 
         Raises:
             ValueError: an unknown option, or a value that is not allowed; the message says what is.
@@ -72,23 +99,50 @@ class Options:
         given: dict[str, Any] = {}
         known = {field.name: field for field in fields(cls)}
         for key, value in extra.items():
-            if not key.startswith(PREFIX):
-                continue
             name = key.removeprefix(PREFIX)
-            if name not in known:
-                raise ValueError(f"{key}: no such option; there are {', '.join(PREFIX + each for each in known)}")
-            given[name] = _checked(key, value, getattr(cls, name))
+            if not key.startswith(PREFIX) or name not in known:
+                raise ValueError(f"{key}: no such option; {_meant(key, list(known))}")
+            if name == "start":
+                given[name] = _start(key, value)
+            else:
+                given[name] = _checked(key, value, getattr(cls, name))
         options = cls(**given)
-        if "@" in options.model_name:
-            raise ValueError(f"{PREFIX}model_name: {options.model_name!r}; allowed is a text without @")
+        if options.model_name:
+            try:
+                check_model_name(options.model_name)
+            except ValueError as error:
+                raise ValueError(f"{PREFIX}{error}") from None
         for name, allowed in (("transfer_mode", TRANSFER_MODES), ("key_mode", KEY_MODES)):
             if getattr(options, name) not in allowed:
                 raise ValueError(f"{PREFIX}{name}: {getattr(options, name)!r}; allowed are {', '.join(allowed)}")
-        for name in ("timeout", "store_timeout", "heartbeat", "preemption_patience"):
-            seconds = getattr(options, name)
-            if not (seconds > 0 or seconds == 0 and name == "preemption_patience"):
-                raise ValueError(f"{PREFIX}{name}: {seconds}; a positive number of seconds is needed")
+        for name in ("timeout", "lookup_timeout", "store_timeout", "heartbeat", "preemption_patience"):
+            check_seconds(PREFIX + name, getattr(options, name), zero=name == "preemption_patience")
+        check_count(f"{PREFIX}chunk_tokens", options.chunk_tokens, 0)
         return options
+
+
+def _meant(key: str, known: list[str]) -> str:
+    """What somebody may have meant who wrote an option that does not exist."""
+    if key.startswith("lmcache."):
+        return f"it is one of LMCache's connector; KvTierConnector is told the server with {PREFIX}url (tcp://HOST:PORT)"
+    name = key.lower().replace("-", "_").removeprefix(PREFIX).removeprefix("kvtier_")
+    close = difflib.get_close_matches(name, known, 1)
+    if close:
+        return f"{PREFIX}{close[0]} is meant? There are {', '.join(PREFIX + each for each in known)}"
+    return f"there are {', '.join(PREFIX + each for each in known)}"
+
+
+def _start(key: str, value: Any) -> str:
+    """``without``, or seconds as a text."""
+    text = str(value).strip()
+    if text == WITHOUT:
+        return text
+    try:
+        seconds = float(text.removeprefix("wait"))
+    except ValueError:
+        raise ValueError(f"{key}: {value!r}; allowed are {WITHOUT}, and seconds to wait for the server") from None
+    check_seconds(key, seconds)
+    return str(seconds)
 
 
 def _checked(key: str, value: Any, default: Any) -> Any:
@@ -99,6 +153,11 @@ def _checked(key: str, value: Any, default: Any) -> Any:
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
         raise ValueError(f"{key}: {value!r}; allowed are true and false")
+    if isinstance(default, int):
+        try:
+            return int(str(value))
+        except ValueError:
+            raise ValueError(f"{key}: {value!r}; a whole number is needed") from None
     if isinstance(default, float):
         try:
             return float(value)

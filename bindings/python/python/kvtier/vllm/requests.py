@@ -56,11 +56,16 @@ class Keys:
     def __init__(self, adapter: SchedulerAdapter, key_mode: str, hash_block_tokens: int, contents: Contents) -> None:
         self._contents = contents
         self._adapter, self._by_hashes = adapter, key_mode == "block_hashes"
-        self._hashes_per_chunk = adapter.chunk_tokens // hash_block_tokens
+        self._hash_block_tokens = hash_block_tokens
         self._made: dict[str, tuple[int, Prompt]] = {}
         # What is in all keys since the last reset, and what is in those of each request.
         self._generation = b""
         self._generations: dict[str, bytes] = {}
+
+    @property
+    def _hashes_per_chunk(self) -> int:
+        # The chunk size may be known later than the first request.
+        return self._adapter.chunk_tokens // self._hash_block_tokens
 
     def can(self, request: Any) -> bool:
         """Whether keys say all that the request's KV depends on. Embeddings are known by vLLM's hashes alone."""

@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ..scheduler import SchedulerAdapter
 from .contents import Contents
+from .guard import Errors, falls_back
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
 from .options import Identity, Options
@@ -49,13 +50,15 @@ class Scheduling:
             world_size=identity.world_size,
             num_kv_readers=identity.num_kv_readers,
             timeout=options.timeout,
+            lookup_timeout=options.lookup_timeout,
             heartbeat=options.heartbeat,
+            wait_for_server=options.wait_for_server,
+            chunk_tokens=options.chunk_tokens or None,
         )
-        self.adapter.on_health(lambda state: logger.warning("kvtier server %s: %s", options.url, state))
+        self.errors = Errors(logger)
         self.options, self.block_tokens = options, block_tokens
         self.keys = Keys(self.adapter, options.key_mode, hash_block, Contents(vllm_config))
         self.hash_block_tokens = hash_block
-        self.chunk = self.adapter.chunk_tokens
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
         self.can_load, self.can_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self.wants_events = events is not None and events.enable_kv_cache_events
@@ -69,6 +72,14 @@ class Scheduling:
         self.was_reset = False
         self.pool_resets: PoolResets | None = None
         self.events: list[KVCacheEvent] = []
+        # Loads that vLLM waits for and that could not be made, with their blocks.
+        self.lost_loads: dict[str, list[list[int]]] = {}
+        self.metadata = StepMetadata()
+
+    @property
+    def chunk(self) -> int:
+        """Tokens in a chunk; 0 until the first server has answered."""
+        return self.adapter.chunk_tokens or 0
 
     # -- a request arrives -------------------------------------------------------------------
 
@@ -89,7 +100,8 @@ class Scheduling:
             tracked.stored_tokens = 0
         # The last token is computed, for its successor. Blocks of one token would leave its block out of the load.
         loadable = request.num_tokens - 1 if 1 in self.block_tokens else request.num_tokens
-        end = loadable // self.chunk * self.chunk
+        chunk = self.chunk
+        end = loadable // chunk * chunk if chunk else 0
         skips = getattr(request, "skip_reading_prefix_cache", False)
         if not self.can_load or tracked.bypass or skips or not end or not self.keys.can(request):
             return 0, False
@@ -107,35 +119,61 @@ class Scheduling:
             more -= 1
         return (more, True) if more > 0 else (0, False)
 
+    def compute(self, request: Any) -> None:
+        """Load nothing for this request."""
+        request_id = request.request_id
+        if (tracked := self.tracked.get(request_id)) is not None:
+            tracked.bypass, tracked.matched = True, False
+        if self.adapter.has_lookup(request_id):
+            self.adapter.end_session(request_id)
+
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external_tokens: int) -> None:
-        """vLLM has decided, and given the request blocks."""
+        """vLLM has decided to load so many tokens beyond its own, and given the request blocks."""
         tracked = self._track(request)
         tracked.block_ids = [list(ids) for ids in block_ids]
         if not tracked.matched:
             return
         tracked.matched = False
         self.adapter.cleanup_lookup_result(request.request_id)
-        self.stats.add(lookups=1, hit_tokens=tracked.cached_tokens)
-        tracked.stored_tokens = tracked.cached_tokens
+        found = tracked.cached_tokens
+        self.stats.add(lookups=1, hit_tokens=found)
+        tracked.stored_tokens = found
         tracked.wants_load = external_tokens > 0
-        # What vLLM has itself is not read.
-        unread = tracked.local_tokens // self.chunk * self.chunk if tracked.wants_load else tracked.cached_tokens
-        if unread:
-            self.adapter.free_lookup_locks(
-                request.request_id,
-                start=0,
-                end=unread,
-                cache_salt=tracked.salt,
-                prompt=self.keys.prompt(request, tracked.cached_tokens),
-            )
+        # What vLLM has itself is not read, nor what it has decided to compute.
+        start = tracked.local_tokens // self.chunk * self.chunk if tracked.wants_load else found
+        end = min(found, -(-(tracked.local_tokens + external_tokens) // self.chunk) * self.chunk)
+        if tracked.wants_load:
+            tracked.cached_tokens = end
+        for first, last in ((0, start), (max(start, end), found)):
+            if first < last:
+                self.adapter.free_lookup_locks(
+                    request.request_id,
+                    start=first,
+                    end=last,
+                    cache_salt=tracked.salt,
+                    prompt=self.keys.prompt(request, found),
+                )
+
+    def lose_load(self, request: Any, block_ids: Iterable[Iterable[int]], external_tokens: int) -> None:
+        """vLLM waits for a load that cannot be made: the workers report that it has failed."""
+        if external_tokens > 0:
+            tracked = self._track(request)
+            tracked.wants_load, tracked.loading, tracked.matched = False, True, False
+            self.lost_loads[request.request_id] = self._external(tracked, [list(ids) for ids in block_ids])
+
+    def _external(self, tracked: Tracked, block_ids: list[list[int]]) -> list[list[int]]:
+        """Blocks behind those that vLLM has itself, which others may share."""
+        return [ids[tracked.local_tokens // size :] for ids, size in zip(block_ids, self.block_tokens, strict=False)]
 
     # -- a step is scheduled -----------------------------------------------------------------
 
     def step(self, scheduled: Any) -> StepMetadata:
         """The workers' part of a step."""
-        metadata = StepMetadata(preempted=set(scheduled.preempted_req_ids or ()))
+        self.metadata = metadata = StepMetadata()
+        metadata.preempted = set(scheduled.preempted_req_ids or ())
         metadata.held = self.held & set(scheduled.finished_req_ids)
         self.held -= metadata.held
+        metadata.failed, self.lost_loads = self.lost_loads, {}
         for request_id in metadata.preempted:
             if tracked := self.tracked.get(request_id):
                 # Its blocks may be its new ones already: a reset preempts and resumes in one step.
@@ -143,48 +181,72 @@ class Scheduling:
         for tracked in self.tracked.values():
             if tracked.wants_load:
                 tracked.wants_load, tracked.loading = False, True
-                metadata.loads.append(self._load(tracked))
+                self._load(metadata, tracked)
         for new in scheduled.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
-                tracked.block_ids = [list(ids) for ids in new.block_ids]
-                self._store(metadata, tracked, new.num_computed_tokens + scheduled.num_scheduled_tokens[new.req_id])
+                computed = new.num_computed_tokens + scheduled.num_scheduled_tokens[new.req_id]
+                self._advance(metadata, tracked, new.block_ids, True, computed)
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             tracked = self.tracked.get(request_id)
-            if tracked is None:
-                continue
-            new_ids = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                tracked.block_ids = [list(ids) for ids in new_ids or ()]
-            elif new_ids:
-                for ids, more in zip(tracked.block_ids, new_ids, strict=True):
-                    ids.extend(more)
-            computed = cached.num_computed_tokens[index] + scheduled.num_scheduled_tokens[request_id]
-            self._store(metadata, tracked, computed)
+            if tracked is not None:
+                computed = cached.num_computed_tokens[index] + scheduled.num_scheduled_tokens[request_id]
+                is_whole = request_id in cached.resumed_req_ids
+                self._advance(metadata, tracked, cached.new_block_ids[index], is_whole, computed)
         return metadata
 
-    def _load(self, tracked: Tracked) -> Move:
+    def part_of_step(self, scheduled: Any) -> StepMetadata:
+        """What is known of a step that could not be read. Blocks that it gave to requests may be missing: none is stored."""
+        for tracked in self.tracked.values():
+            tracked.block_ids = []
+        return self.metadata
+
+    @falls_back(by="_forget_blocks")
+    def _advance(
+        self, metadata: StepMetadata, tracked: Tracked, block_ids: Any, is_whole: bool, computed: int
+    ) -> None:
+        """The request has got these blocks: all it has, or more."""
+        if is_whole:
+            tracked.block_ids = [list(ids) for ids in block_ids or ()]
+        elif block_ids and tracked.block_ids:
+            for ids, more in zip(tracked.block_ids, block_ids, strict=True):
+                ids.extend(more)
+        if tracked.block_ids:
+            self._store(metadata, tracked, computed)
+
+    def _forget_blocks(self, metadata: StepMetadata, tracked: Tracked, *step: Any) -> None:
+        tracked.block_ids = []
+
+    @falls_back(by="_lose_load")
+    def _load(self, metadata: StepMetadata, tracked: Tracked) -> None:
         request, end = tracked.request, tracked.cached_tokens
         start = tracked.local_tokens // self.chunk * self.chunk
-        return Move(
-            request.request_id,
-            self.keys.prompt(request, end),
-            start,
-            end,
-            blocks_of_range(tracked.block_ids, self.block_tokens, start, end),
-            tracked.salt,
-            skip=tracked.local_tokens - start,
+        metadata.loads.append(
+            Move(
+                request.request_id,
+                self.keys.prompt(request, end),
+                start,
+                end,
+                blocks_of_range(tracked.block_ids, self.block_tokens, start, end),
+                tracked.salt,
+                skip=tracked.local_tokens - start,
+            )
         )
+
+    def _lose_load(self, metadata: StepMetadata, tracked: Tracked) -> None:
+        metadata.failed[tracked.request.request_id] = self._external(tracked, tracked.block_ids)
 
     def _store(self, metadata: StepMetadata, tracked: Tracked, computed: int) -> None:
         """Stores what this step completes."""
-        request = tracked.request
+        request, chunk = tracked.request, self.chunk
+        if not chunk or not self.can_store or not self.adapter.is_healthy:
+            return
         # Tokens that are being guessed, or not sampled yet, are no part of the request.
         known = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
-        end = min(computed, known, request.num_tokens) // self.chunk * self.chunk
+        end = min(computed, known, request.num_tokens) // chunk * chunk
         start = tracked.stored_tokens
-        if not self.can_store or end <= start or not self.keys.can(request) or not self.adapter.is_healthy:
+        if end <= start or not self.keys.can(request):
             return
         move = Move(
             request.request_id,
@@ -194,8 +256,9 @@ class Scheduling:
             blocks_of_range(tracked.block_ids, self.block_tokens, start, end),
             tracked.salt,
         )
+        events = self._events(request, start, end) if self.wants_events else []
         move.number, self.next_number = self.next_number, self.next_number + 1
-        self.under_way[move.number] = UnderWay(events=self._events(request, start, end) if self.wants_events else [])
+        self.under_way[move.number] = UnderWay(events=events)
         tracked.stored_tokens = end
         tracked.stores += 1
         metadata.stores.append(move)
@@ -204,11 +267,13 @@ class Scheduling:
 
     def answered(self, output: Any) -> None:
         """What the workers reported of a step."""
-        if output.invalid_block_ids or output.failed_recving:
+        # Releases before 0.30 have no failures by request.
+        failed = getattr(output, "failed_recving", None) or ()
+        if output.invalid_block_ids or failed:
             # One worker's failure may come steps before the last worker's end, and is told only once.
             for request_id, tracked in self.tracked.items():
                 if tracked.loading and (
-                    request_id in output.failed_recving
+                    request_id in failed
                     or any(not output.invalid_block_ids.isdisjoint(ids) for ids in tracked.block_ids)
                 ):
                     tracked.load_failed = True
@@ -220,7 +285,7 @@ class Scheduling:
             if tracked.load_failed:
                 # Whatever is missing there is stored again when it was computed.
                 tracked.load_failed, tracked.bypass = False, True
-                tracked.stored_tokens = tracked.local_tokens // self.chunk * self.chunk
+                tracked.stored_tokens = tracked.local_tokens // self.chunk * self.chunk if self.chunk else 0
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._reported(report)
@@ -267,7 +332,7 @@ class Scheduling:
     def take_stats(self) -> KvTierStats | None:
         """Numbers since the last call."""
         failed, self.adapter.failed_lookups = self.adapter.failed_lookups, 0
-        self.stats.add(failed_lookups=failed)
+        self.stats.add(failed_lookups=failed, errors=self.errors.take())
         if self.stats.is_empty():
             return None
         stats, self.stats = self.stats, KvTierStats()
@@ -279,15 +344,13 @@ class Scheduling:
         """Whether the workers must say that the request's blocks may be given to others."""
         request_id = request.request_id
         tracked = self.tracked.pop(request_id, None)
-        self.keys.forget(request_id)
-        if tracked is None:
-            return False
-        self.adapter.end_session(request_id)
         # The end of a load says so by itself, and vLLM waits for it.
-        if tracked.stores and not tracked.loading:
+        if tracked is not None and tracked.stores and not tracked.loading:
             self.held.add(request_id)
-            return True
-        return False
+        self.keys.forget(request_id)
+        if tracked is not None:
+            self.adapter.end_session(request_id)
+        return request_id in self.held
 
     # -- vLLM's prefix cache is reset --------------------------------------------------------
 
@@ -297,17 +360,18 @@ class Scheduling:
             self.pool_resets = PoolResets(pool)
 
     def reset_cache(self) -> bool:
-        """Have keys that nothing from before is under; whether nothing from before can be loaded any more. Never waits.
+        """Have keys that nothing from before is under; true: nothing from before is found any more. Never waits.
 
-        False when a load is under way, which goes on. The server cannot be made to forget: its tiers keep what they have,
-        others hold or store the old, and it may be away.
+        A load in flight goes on: its request has blocks, so vLLM's own reset has failed by then and says so. The server cannot
+        be made to forget: its tiers keep what they have, others hold or store the old, and it may be away.
         """
-        for request_id, tracked in self.tracked.items():
+        self.keys.renew()
+        for tracked in self.tracked.values():
+            tracked.matched = False
+        for request_id in self.tracked:
             # What was found and not loaded yet is looked up again.
             if self.adapter.has_lookup(request_id):
                 self.adapter.end_session(request_id)
-            tracked.matched = False
-        self.keys.renew()
         if not self.was_reset:
             self.was_reset = True
             logger.warning(
@@ -316,4 +380,4 @@ class Scheduling:
             )
         if self.options.reset_server and self.adapter.is_healthy:
             self.adapter.client.clear(False)
-        return not any(tracked.loading or tracked.wants_load for tracked in self.tracked.values())
+        return True

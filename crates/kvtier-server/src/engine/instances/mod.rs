@@ -174,6 +174,14 @@ impl Instance {
         }
     }
 
+    /// Whether its process is known to have ended, where its memory itself tells.
+    fn has_ended(&self) -> bool {
+        match &self.mode {
+            Mode::LmcacheDriven { memory, .. } => memory.has_ended(),
+            Mode::EngineDriven { .. } => false,
+        }
+    }
+
     /// Name of the device that its pages are on, for the metrics.
     pub fn device(&self) -> &'static str {
         match &self.mode {
@@ -437,25 +445,25 @@ impl Instances {
 
     /// Takes out the workers whose process has ended, of those of which that can be told.
     pub fn take_ended(&self) -> Vec<Arc<Instance>> {
-        let tables = self.tables.read();
-        let known = tables.by_id.values();
-        let owned = known.filter_map(|instance| Some((instance.id, instance.owner()?)));
-        let (ids, owners): (Vec<_>, Vec<_>) = owned.unzip();
-        drop(tables);
+        let all = self.all();
+        let owned = all.iter().filter_map(|each| Some((each, each.owner()?)));
+        let (owned, owners): (Vec<_>, Vec<_>) = owned.unzip();
         let ended = Owner::ended(&owners).unwrap_or_default();
-        let ended = ended.into_iter().zip(ids.into_iter().zip(owners));
-        let ended = ended.filter_map(|(ended, of)| ended.then_some(of));
-        let ended: Vec<_> = ended.collect();
+        let ended = owned.into_iter().zip(ended).filter(|(_, ended)| *ended);
+        let ended: Vec<_> = ended
+            .map(|(instance, _)| instance)
+            .chain(all.iter().filter(|instance| instance.has_ended()))
+            .collect();
         if ended.is_empty() {
             return Vec::new();
         }
         let mut tables = self.tables.write();
         ended
             .into_iter()
-            .filter_map(|(id, owner)| {
+            .filter_map(|instance| {
                 // Another one may have taken its place since.
-                let same = tables.by_id.get(&id)?.owner() == Some(owner);
-                same.then(|| tables.take(id))?
+                let same = Arc::ptr_eq(tables.by_id.get(&instance.id)?, instance);
+                same.then(|| tables.take(instance.id))?
             })
             .collect()
     }

@@ -1,0 +1,70 @@
+//! How a worker starts: what it is made of, and its first registration.
+
+use std::sync::{Arc, mpsc};
+
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use super::geometry::{Geometry, Group, Storage, Tensor};
+use super::{Core, Mode, engine_driven};
+use crate::errors::exception;
+use crate::future::{LONGEST_WAIT, wait_in_slices};
+
+/// The mode of this name, and the pages of a worker in it.
+pub fn described(
+    mode: &str,
+    storages: &[Storage],
+    tensors: &[Tensor],
+    groups: Vec<Group>,
+    kv_layout: Option<&str>,
+    chunk_tokens: u64,
+) -> PyResult<(Mode, Geometry)> {
+    let mode = match mode {
+        "engine_driven" => Mode::Engine,
+        "lmcache_driven" => Mode::Server,
+        other => {
+            return Err(PyValueError::new_err(format!(
+                "mode: {other:?}; allowed are engine_driven and lmcache_driven"
+            )));
+        }
+    };
+    let geometry = Geometry::new(storages, tensors, groups, kv_layout, chunk_tokens)?;
+    if mode == Mode::Engine {
+        engine_driven::check(&geometry)?;
+    }
+    Ok((mode, geometry))
+}
+
+/// Registers on a thread of its own, so that Ctrl-C is heard meanwhile.
+pub fn register_in_slices(py: Python<'_>, core: &Arc<Core>) -> PyResult<()> {
+    let thread = |name: &str, work: Box<dyn FnOnce() + Send>| {
+        let started = std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(work);
+        started.map_err(|error| PyRuntimeError::new_err(format!("no thread: {error}")))
+    };
+    let (sender, receiver) = mpsc::channel();
+    let registering = Arc::clone(core);
+    thread(
+        "kvtier-register",
+        Box::new(move || {
+            // Nobody waits any more after a signal.
+            let _ = sender.send(registering.register(&registering.client));
+        }),
+    )?;
+    let arrived = move |slice| match receiver.recv_timeout(slice) {
+        Err(mpsc::RecvTimeoutError::Timeout) => None,
+        outcome => Some(outcome),
+    };
+    let outcome = wait_in_slices(py, LONGEST_WAIT, arrived);
+    if outcome.is_err() {
+        let core = Arc::clone(core);
+        thread("kvtier-stop", Box::new(move || core.stop()))?;
+    }
+    match outcome? {
+        Some(Ok(registered)) => registered.map_err(|error| exception(&error)),
+        _ => Err(PyRuntimeError::new_err(
+            "the registration has panicked, which is a bug",
+        )),
+    }
+}

@@ -1,0 +1,238 @@
+"""vLLM's connector under requests and failures that nobody meant: each call ends as a miss, and the engine goes on."""
+
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import CHUNK
+from kvrig.waiting import wait_until
+from rig import tokens
+
+pytest.importorskip("vllm")
+
+from kvtier.vllm import KvTierConnector, scheduling  # noqa: E402
+from kvtier.vllm.guard import Errors, falls_back  # noqa: E402
+from test_connector import Vllm, cache_config, request, vllm_config  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole  # noqa: E402
+
+
+@pytest.fixture
+def engine(place):
+    """One engine of one worker."""
+    server = place.server()
+    server.expect_trouble("store|retrieve|lookup|worker|register")
+    made = Vllm(server)
+    yield made
+    made.close()
+
+
+class Raising:
+    """An adapter whose every call raises."""
+
+    chunk_tokens, is_healthy, on_cuda = CHUNK, True, False
+
+    def __getattr__(self, name):
+        def raises(*arguments, **named):
+            raise RuntimeError(f"{name} is broken")
+
+        return raises
+
+
+HOSTILE = {
+    "surrogate salt": lambda: request("a", tokens(2 * CHUNK), salt="\ud800"),
+    "surrogate id": lambda: request("\udfff", tokens(2 * CHUNK)),
+    "salt of no key": lambda: request("a", tokens(2 * CHUNK), salt="a@b"),
+    "salt of another type": lambda: request("a", tokens(2 * CHUNK), salt=7),
+    "negative tokens": lambda: request("a", [-1] * 2 * CHUNK),
+    "huge tokens": lambda: request("a", [2**70] * 2 * CHUNK),
+    "tokens of another type": lambda: request("a", ["x"] * 2 * CHUNK),
+    "fewer tokens than said": lambda: request("a", tokens(CHUNK), num_tokens=4 * CHUNK, num_prompt_tokens=4 * CHUNK),
+    "a picture of another type": lambda: request("a", tokens(2 * CHUNK), mm_features=[object()]),
+    "an adapter of another type": lambda: request("a", tokens(2 * CHUNK), lora_request=object()),
+    "a count of another type": lambda: request("a", tokens(2 * CHUNK), num_tokens="many"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_requests_are_computed(engine, kind):
+    """And the next one is served."""
+    odd = HOSTILE[kind]()
+    assert engine.match(odd) == (0, False)
+    engine.allocate(odd, range(1, 9), 0)
+    step = engine.step(new=[(odd, range(1, 9), 0, 2 * CHUNK)])
+    assert step.metadata.loads == []
+    engine.finish(odd)
+    # Nothing of it is left, and others get what is theirs.
+    assert engine.scheduler._scheduling.tracked == {}
+    good = request("good", tokens(CHUNK + 1, kind))
+    engine.prefill(good, range(11, 16))
+    assert engine.match(request("again", tokens(CHUNK + 1, kind))) == (CHUNK, True)
+
+
+def test_a_scheduler_whose_adapter_raises_computes_all(engine):
+    """Every method of vLLM's has an answer, and what went wrong is counted."""
+    engine.prefill(request("before", tokens(CHUNK + 1, "x")), range(1, 6))
+    scheduler = engine.scheduler
+    real, scheduler._scheduling.adapter = scheduler._scheduling.adapter, Raising()
+    req = request("a", tokens(CHUNK + 1, "x"))
+    assert scheduler.get_num_new_matched_tokens(req, 0) == (0, False)
+    engine.allocate(req, range(11, 16), 0)
+    assert scheduler.update_connector_output(None) is None
+    step = engine.step(new=[(req, range(11, 16), 0, CHUNK + 1)])
+    assert step.metadata.loads == [] and not step.failed
+    assert engine.finish(req) in (True, False)
+    assert list(scheduler.take_events()) == []
+    assert scheduler.reset_cache() is True
+    assert scheduler.build_connector_meta(None).loads == []
+    scheduler._scheduling.adapter = real
+    assert scheduler.get_kv_connector_stats().data["errors"] >= 3
+    # The reset has happened all the same.
+    assert engine.match(request("after", tokens(CHUNK + 1, "x"))) == (0, False)
+
+
+def test_a_load_that_cannot_be_made_has_failed(engine, monkeypatch):
+    """vLLM waits for its end: every worker tells it."""
+    prompt = tokens(CHUNK + 1, "lost")
+    engine.prefill(request("a", prompt), range(1, 6))
+
+    def raises(*arguments):
+        raise RuntimeError("as a bug has it")
+
+    # When blocks come, and when the step is made.
+    for number, name in enumerate(["cleanup_lookup_result", "blocks_of_range"]):
+        req = request(f"b{number}", prompt)
+        assert engine.match(req) == (CHUNK, True)
+        with monkeypatch.context() as patch:
+            owner = engine.scheduler._scheduling.adapter if number == 0 else scheduling
+            patch.setattr(owner, name, raises)
+            engine.allocate(req, range(11, 16), CHUNK)
+            step = engine.step()
+        assert step.ended == {req.request_id} and step.failed == set(range(11, 16))
+        assert engine.finish(req) is False
+
+
+def test_a_worker_whose_adapter_raises_ends_its_loads(engine):
+    """No copy may touch their blocks any more, then they have failed; requests that wait for stores go on."""
+    prompt, worker = tokens(CHUNK + 1, "raise"), engine.workers[0]
+    engine.prefill(request("a", prompt), range(1, 6))
+    stores = request("s", tokens(CHUNK + 1, "stores"))
+    engine.match(stores)
+    engine.allocate(stores, range(31, 36), 0)
+    engine.step(new=[(stores, range(31, 36), 0, CHUNK + 1)])
+    req = request("b", prompt)
+    assert engine.match(req) == (CHUNK, True)
+    engine.allocate(req, range(11, 16), CHUNK)
+    adapter, stopped = worker._adapter, []
+
+    class Broken(Raising):
+        def submit_retrieve_request(self, *arguments):
+            return adapter.submit_retrieve_request(*arguments)
+
+        def disable(self):
+            stopped.append(adapter.disable())
+
+    worker._adapter = Broken()
+    held, _ = engine.scheduler.request_finished_all_groups(stores, ([],))
+    assert held
+    step = engine.step(finished=["s"])
+    assert step.ended == {"b"} and step.failed == {11, 12, 13, 14}
+    assert step.sent == [{"s"}] and len(stopped) == 1
+    assert not adapter.is_healthy
+    # So it stays.
+    later = request("c", prompt)
+    assert engine.match(later) == (CHUNK, True)
+    engine.allocate(later, range(21, 26), CHUNK)
+    step = engine.step(new=[(request("d", prompt), range(41, 46), 0, CHUNK + 1)])
+    assert step.ended == {"c"} and step.failed == {21, 22, 23, 24}
+    assert worker.handle_preemptions(SimpleNamespace(preempted={"x"})) is None
+    worker._adapter = adapter
+
+
+def test_every_method_that_vllm_calls_is_guarded():
+    """Those of the base class that the connector has, but for the ones of the start."""
+    free = {"__init__", "register_kv_caches", "build_kv_connector_stats", "build_prom_metrics"}
+    # They do nothing.
+    free |= {"wait_for_layer_load", "save_kv_layer", "requires_kv_delivery"}
+    own = {name for name, value in vars(KvTierConnector).items() if inspect.isfunction(value)}
+    called = {name for name in own if hasattr(KVConnectorBase_V1, name) or name == "request_finished_all_groups"} - free
+    assert len(called) > 12
+    assert {name for name in called if not hasattr(getattr(KvTierConnector, name), "__wrapped__")} == set()
+
+
+def test_signals_and_panics(caplog):
+    """Ctrl-C ends the engine; a panic of native code, which is no Exception, does not."""
+
+    class Panic(BaseException):
+        pass
+
+    class Owner:
+        errors = Errors(scheduling.logger)
+
+        @falls_back(lambda: 7, by="also")
+        def call(self, error):
+            raise error
+
+        def also(self, error):
+            raise error
+
+    assert Owner().call(Panic("bug")) == 7 and Owner.errors.take() == 2
+    for error in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(error):
+            Owner().call(error())
+    caplog.clear()
+    for _ in range(100):
+        Owner().call(ValueError("often"))
+    assert len(caplog.records) == 2, "one line for each place"
+
+
+def test_older_vllm(place, monkeypatch):
+    """What it cannot be told is refused at the start, and what it does not say is not asked for."""
+    server = place.server()
+    several = cache_config(["layer.0"])
+    several.kv_cache_groups.append(cache_config(["layer.1"]).kv_cache_groups[0])
+    monkeypatch.delattr(KVConnectorBase_V1, "get_transfer_results")
+    with pytest.raises(ValueError, match="several groups of layers from vLLM 0.30 on"):
+        KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, several)
+    scheduler = KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, cache_config(["layer.0"]))
+    output = SimpleNamespace(invalid_block_ids={1}, finished_recving=None, kv_connector_worker_meta=None)
+    scheduler.update_connector_output(output)
+    assert scheduler.errors.take() == 0
+    scheduler.shutdown()
+
+
+def test_sleep_mode_is_not_supported():
+    """However vLLM asks for it."""
+    assert not KvTierConnector.supports_sleep_mode
+    assert KvTierConnector.supports_sleep_mode() is False
+
+
+def test_an_engine_starts_without_a_server(place):
+    """And finds hits once there is one, with what it had computed before."""
+    server = place.server(start=False)
+    engine = Vllm(server, **{"kvtier.start": "without", "kvtier.heartbeat": 0.5})
+    prompt = tokens(CHUNK + 1, "first")
+    engine.prefill(request("a", prompt), range(1, 6))
+    server.start()
+    wait_until(lambda: engine.scheduler._scheduling.adapter.is_healthy and engine.workers[0]._adapter.is_healthy, 30, "healthy")
+    engine.prefill(request("b", prompt), range(1, 6))
+    assert engine.match(request("c", prompt)) == (CHUNK, True)
+    engine.close()
+
+
+def test_log_lines_are_vllms():
+    """vLLM configures its own logger alone; lines of this package look like its."""
+    code = (
+        "import logging, kvtier.vllm.logs\n"
+        "import vllm.logger\n"
+        "kvtier.vllm.logs.use_vllm_log()\n"
+        "logging.getLogger('kvtier.worker').info('registered it')\n"
+        "logging.getLogger('kvtier.worker').debug('not this')\n"
+    )
+    import os
+
+    environment = {**os.environ, "VLLM_CONFIGURE_LOGGING": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "registered it" in line or "not this" in line]
+    assert len(lines) == 1 and lines[0].startswith("INFO "), done.stdout + done.stderr

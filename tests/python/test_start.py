@@ -1,0 +1,176 @@
+"""Engines and servers that start, end and return in any order: nothing waits, nothing is believed that may not be so."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from conftest import CHUNK
+from kvrig.waiting import wait_until
+from kvtier import SchedulerAdapter, WorkerAdapter
+from rig import BLOCK, tokens
+from test_failures import is_stopped, works
+
+
+def test_an_engine_starts_without_a_server(place, mode, fresh):
+    """It computes meanwhile, and uses the server when it comes."""
+    server = place.server(start=False)
+    engine = place.engine(server, mode=mode, heartbeat=0.5, wait_for_server=None)
+    prompt, request = tokens(CHUNK, "early"), fresh()
+    assert engine.scheduler.chunk_tokens is None and engine.scheduler.num_blocks_per_chunk() == 0
+    assert engine.lookup(request, prompt) == 0
+    assert not engine.store(request, prompt, 0, CHUNK, [1, 2, 3, 4])
+    assert engine.retrieve(request, prompt, 0, CHUNK, [1, 2, 3, 4]) == {1, 2, 3, 4}
+    assert engine.worker.get_finished({request})[0] == {request}
+    engine.scheduler.end_session(request)
+    server.start()
+    engine.healthy()
+    assert engine.scheduler.chunk_tokens == engine.worker.chunk_tokens == CHUNK
+    works(engine, fresh)
+
+
+def test_a_start_that_waits_for_a_server_fails_without_one(place):
+    """At the end of its patience."""
+    url = place.server(start=False).url
+    for adapter in (SchedulerAdapter, WorkerAdapter):
+        with pytest.raises(ConnectionError, match="no KV-cache server answers at .* within 0.2 s"):
+            adapter(url, "m", block_tokens=BLOCK, wait_for_server=0.2)
+
+
+def test_a_worker_that_is_refused_later_says_so(place, caplog):
+    """Without a server the mode was chosen by the model alone."""
+    server = place.server("lmcache_driven", start=False)
+    server.expect_trouble("registration refused")
+    engine = place.engine(server, mode="auto", heartbeat=0.2, wait_for_server=None)
+    server.start()
+    wait_until(lambda: engine.worker.client.obstacle, 30, "a reason")
+    assert "--supported-transfer-mode" in engine.worker.client.obstacle
+    assert not engine.worker.is_healthy and engine.scheduler.client.wait_healthy(30)
+    lines = [each for each in caplog.records if "--supported-transfer-mode" in each.getMessage()]
+    assert [each.levelname for each in lines] == ["ERROR"]
+
+
+def test_a_server_with_another_chunk_size_is_not_used(place, mode, fresh, caplog):
+    """A smaller chunk made an engine believe in twice the tokens; each length is another one there."""
+    server = place.server()
+    server.expect_trouble("instance|worker|register")
+    engine = place.engine(server, mode=mode, heartbeat=0.5)
+    works(engine, fresh)
+    server.kill()
+    server.chunk = CHUNK // 2
+    server.start()
+    sides = (engine.scheduler.client, engine.worker.client)
+    wait_until(lambda: all(side.obstacle for side in sides), 30, "a reason on both sides")
+    text = f"chunks of {CHUNK // 2} tokens and this engine works with chunks of {CHUNK}: start the server with --chunk-size {CHUNK}"
+    assert all(text in side.obstacle for side in sides)
+    prompt, request = tokens(2 * CHUNK, "other"), fresh()
+    assert not engine.scheduler.is_healthy and not engine.worker.is_healthy
+    assert not engine.store(request, prompt, 0, 2 * CHUNK, list(range(1, 9)))
+    assert engine.lookup(request, prompt) == 0
+    assert server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"] == 0
+    lines = [each for each in caplog.records if text in each.getMessage()]
+    assert [each.levelname for each in lines] == ["ERROR", "ERROR"], "once for each side"
+    server.kill()
+    server.chunk = CHUNK
+    server.start()
+    engine.healthy()
+    works(engine, fresh)
+
+
+def test_a_chunk_size_that_is_asked_for(place):
+    """A server with another one is refused at the start that waits, and not used by one that does not."""
+    server = place.server()
+    with pytest.raises(ValueError, match=f"chunks of {CHUNK} tokens and this engine works with chunks of {4 * CHUNK}"):
+        SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=4 * CHUNK)
+    scheduler = SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=4 * CHUNK, wait_for_server=None)
+    wait_until(lambda: scheduler.client.obstacle, 30, "a reason")
+    assert not scheduler.is_healthy
+    scheduler.shutdown()
+    with pytest.raises(ValueError, match="chunk_tokens: 10; allowed are multiples of the engine's block of 4 tokens"):
+        SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=10)
+
+
+def test_more_than_was_asked_for_is_a_failed_lookup(place):
+    """Whatever a server says."""
+    scheduler = SchedulerAdapter(place.server().url, "m", block_tokens=BLOCK)
+    real, future = scheduler.client, SimpleNamespace(done=lambda: True, result=lambda: 3)
+    scheduler.client = SimpleNamespace(is_healthy=True, chunk_tokens=CHUNK, timeout=1.0, lookup=lambda *_: future)
+    for number, (count, found) in enumerate([(2 * CHUNK, 0), (3 * CHUNK, 3 * CHUNK)]):
+        scheduler.maybe_submit_lookup_request(str(number), token_ids=tokens(count))
+        assert scheduler.check_lookup_result(str(number)) == found
+    assert scheduler.failed_lookups == 1
+    real.close()
+
+
+@pytest.mark.parametrize("bound", ["deadline", "heartbeat"])
+def test_a_lookup_does_not_wait_for_a_frozen_server(place, fresh, bound):
+    """It has a deadline of its own, and fails with the heartbeat that is not answered."""
+    server = place.server()
+    server.expect_trouble("instance|worker|register")
+    spans = {"deadline": {"lookup_timeout": 0.3, "heartbeat": 600}, "heartbeat": {"lookup_timeout": 600, "heartbeat": 0.3}}
+    scheduler = SchedulerAdapter(server.url, "m", block_tokens=BLOCK, timeout=600, **spans[bound])
+    pid = server.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: is_stopped(pid), 30, "all threads to stop")
+        request = fresh()
+        scheduler.maybe_submit_lookup_request(request, token_ids=tokens(CHUNK))
+        wait_until(lambda: scheduler.check_lookup_result(request) == 0, 30, "a failed lookup")
+        assert scheduler.failed_lookups <= 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert scheduler.client.wait_healthy(30)
+    scheduler.shutdown()
+
+
+def test_a_salt_that_no_key_can_have_fails(place, mode, fresh):
+    """Its store has not been skipped, nor has its lookup found nothing."""
+    engine, prompt = place.engine(place.server(), mode=mode), tokens(CHUNK, "salt")
+    for salt in ("a@b", "x" * 129, "\ud800"):
+        assert not engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4], salt=salt)
+        assert engine.lookup(fresh(), prompt, salt=salt) == 0
+    counters = engine.worker.take_counters()
+    assert (counters.failed_stores, counters.skipped_stores) == (3, 0)
+    assert engine.scheduler.failed_lookups == 3
+
+
+def test_prompts_that_no_request_can_carry_fail(place, fresh):
+    """They find nothing, and the next one is served."""
+    engine = place.engine(place.server())
+    for prompt in ([-1] * CHUNK, [2**40] * CHUNK, ["a"] * CHUNK, [None] * CHUNK):
+        assert engine.lookup(fresh(), prompt) == 0
+    for name in ("\ud800", "a" * 100):
+        engine.scheduler.maybe_submit_lookup_request(name, token_ids=tokens(CHUNK))
+        engine.scheduler.free_lookup_locks(name, tokens(CHUNK), start=0, end=CHUNK)
+        engine.scheduler.end_session(name)
+    assert engine.scheduler.failed_lookups == 5
+    works(engine, fresh)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"world_size": 0}, "world_size: 0; allowed are whole numbers from 1"),
+        ({"worker_id": 5}, "worker_id: 5; allowed are whole numbers from 0 to 0"),
+        ({"num_kv_readers": -3}, "num_kv_readers: -3; allowed are whole numbers from 1"),
+        ({"block_tokens": 0}, "block_tokens: 0; allowed are whole numbers from 1"),
+        ({"timeout": float("inf")}, "timeout: inf; a positive number"),
+        ({"store_timeout": 1e300}, r"store_timeout: 1e\+300; a positive number"),
+        ({"heartbeat": float("nan")}, "heartbeat: nan; a positive number"),
+        ({"wait_for_server": -1}, "wait_for_server: -1; a positive number"),
+        ({"model_name": "a@b"}, "model_name: 'a@b'; allowed is a printable text without @"),
+        ({"mode": "x"}, "mode: 'x'; allowed are auto"),
+    ],
+)
+def test_arguments_are_checked(arguments, said):
+    """Before anything is done with them."""
+    given = {"server_url": "tcp://127.0.0.1:9", "model_name": "m", "block_tokens": BLOCK, "wait_for_server": None, **arguments}
+    with pytest.raises(ValueError, match=said):
+        WorkerAdapter(**given)
+    of_scheduler = {name: value for name, value in given.items() if name not in ("worker_id", "store_timeout", "mode")}
+    if of_scheduler.keys() >= arguments.keys():
+        with pytest.raises(ValueError, match=said):
+            SchedulerAdapter(**of_scheduler)
+    if "store_timeout" in arguments:
+        with pytest.raises(ValueError, match="lookup_timeout"):
+            SchedulerAdapter(**of_scheduler, lookup_timeout=arguments["store_timeout"])
