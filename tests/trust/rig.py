@@ -32,10 +32,10 @@ class Case:
         """A result that is documented, not required."""
         print(f"NOTE {self.name}/{name}: {detail}", flush=True)
 
-    def server(self, chunk=CHUNK, flags=(), start=True):
+    def server(self, flags=(), start=True, l1_gb=0.25):
         """A server of this mode."""
         log = self.logs / f"server-{len(self.servers)}.log"
-        made = Server(our_command(), log, self.mode, chunk=chunk, l1_gb=0.25, flags=flags)
+        made = Server(our_command(), log, self.mode, chunk=CHUNK, l1_gb=l1_gb, flags=flags)
         self.servers.append(made)
         if start:
             made.start()

@@ -3,7 +3,6 @@
 Engines have no prefix cache of their own unless it is part of the scenario, so each request asks the server.
 """
 
-import os
 import shutil
 import signal
 
@@ -185,7 +184,7 @@ def silent_server(case):
 @scenario(("lmcache", "lmcache_driven"))
 def window_blocks(case):
     """Layers with windows and prompts that are prefilled in steps: prefixes of them, asked later."""
-    server = case.server()
+    server = case.server(l1_gb=1)
     try:
         engine = windowed_engine(case, server)
     except Died as problem:
@@ -198,7 +197,7 @@ def window_blocks(case):
 @scenario(("lmcache", "lmcache_driven"))
 def window_blocks_allowed(case):
     """The same where the operator allows it: what is documented as wrong."""
-    engine = windowed_engine(case, case.server(flags=["--windowed-clients", "allow"]))
+    engine = windowed_engine(case, case.server(flags=["--windowed-clients", "allow"], l1_gb=1))
     asked = prefixes(engine)
     wrong = sum(engine.ask(prompt).ids != engine.alone(prompt).ids for prompt in asked)
     case.note("prefixes", f"{wrong} of {len(asked)} answers wrong")
