@@ -4,6 +4,7 @@ Each engine runs in one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) that serves
 makes its steps only inside them. What the engine prints is in its log.
 """
 
+import ctypes
 import glob
 import os
 import random
@@ -28,6 +29,7 @@ ENVIRONMENT = {
 # One call: a few prompts of a model with four layers.
 CALL_TIMEOUT = 120
 TOKENS = 8  # of each answer
+PR_SET_PDEATHSIG = 1
 
 
 def prepare(package):
@@ -152,6 +154,7 @@ def _serve(log, pipe, other, model, connection, options):
     status = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         other.close()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):

@@ -9,6 +9,8 @@ No answer may differ from what the same engine computes without a hit. Exit stat
 """
 
 import argparse
+import functools
+import multiprocessing
 import os
 import sys
 import time
@@ -20,6 +22,7 @@ sys.path.insert(0, str(HERE.parent / "harness"))
 import forked
 import scenarios
 from kvrig.report import Report
+from rig import Case
 
 # What is known to be wrong where the operator allows it: run by name.
 DOCUMENTED = ["window_blocks_allowed"]
@@ -32,6 +35,7 @@ def arguments():
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(scenarios.SCENARIOS))
     parser.add_argument("--connector", action="append", choices=["kvtier", "lmcache"])
     parser.add_argument("--mode", action="append", choices=scenarios.BOTH)
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count()), help="scenarios at the same time")
     parser.add_argument("--package", required=True, type=Path, help="directory with the Python package kvtier")
     parser.add_argument("--models", type=Path, default=home / "models-trust", help="made by models.py")
     parser.add_argument("--logs", type=Path, default=home / "logs" / "trust")
@@ -45,18 +49,33 @@ def arguments():
     return chosen
 
 
+def run(options, chosen):
+    """One scenario with one connector in one mode; its results."""
+    name, connector, mode = chosen
+    began, report = time.monotonic(), Report()
+    function, _ = scenarios.SCENARIOS[name]
+    with Case(name, options, report, connector, mode).running() as case:
+        function(case)
+    print(f"# {case.name}: {time.monotonic() - began:.0f} s", flush=True)
+    return report.rows
+
+
 def main():
-    """Run the scenarios one after the other."""
-    options, report, began = arguments(), Report(), time.monotonic()
+    """Run the scenarios."""
+    options, began = arguments(), time.monotonic()
     package, release = forked.prepare(options.package)
     print(f"# vLLM {release}, {package}, imported in {time.monotonic() - began:.0f} s", flush=True)
-    for name in options.names:
-        started = time.monotonic()
-        scenarios.run(name, options, report)
-        print(f"# {name}: {time.monotonic() - started:.0f} s", flush=True)
-    failed = report.failed()
-    print(f"trust: {len(report.rows) - failed} passed, {failed} failed ({time.monotonic() - began:.0f} s)")
-    return 1 if failed else 0
+    chosen = [
+        (name, connector, mode)
+        for name in options.names
+        for connector, mode in scenarios.SCENARIOS[name][1]
+        if connector in options.connector and mode in options.mode
+    ]
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        rows = [row for found in pool.imap_unordered(functools.partial(run, options), chosen) for row in found]
+    failed = sum(not row["ok"] for row in rows)
+    print(f"trust: {len(rows) - failed} passed, {failed} failed ({time.monotonic() - began:.0f} s)")
+    return 1 if failed or not rows else 0
 
 
 if __name__ == "__main__":

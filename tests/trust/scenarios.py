@@ -233,14 +233,3 @@ def resets(case):
     case.compare("after-a-pause-carol", other, [prompts["carol"]], salt="carol", hit=WHOLE)
     newer = case.engine("llama", server)
     case.compare("a-new-engine", newer, [prompts["alice"]], salt="alice", hit=WHOLE)
-
-
-def run(name, options, report):
-    """One scenario with each of its pairs that was chosen."""
-    from rig import Case
-
-    function, pairs = SCENARIOS[name]
-    for connector, mode in pairs:
-        if connector in options.connector and mode in options.mode:
-            with Case(name, options, report, connector, mode).running() as case:
-                function(case)
