@@ -157,7 +157,8 @@ def server_comes_later(case):
 def silent_server(case):
     """The server hangs, then dies, while a lookup waits: the engine answers long before `kvtier.timeout`."""
     server = case.server()
-    engine = case.engine("llama", server, extra={"kvtier.timeout": 90})
+    # Nothing but the lookup's own bound can end it in time.
+    engine = case.engine("llama", server, extra={"kvtier.timeout": 90, "kvtier.heartbeat": 60})
     known = prompt_of("known", PROMPT)
     alone = engine.alone(known).ids
     for name, end in (("frozen", signal.SIGCONT), ("killed", signal.SIGKILL)):
