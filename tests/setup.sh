@@ -4,7 +4,7 @@
 #   tests/setup.sh
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch) and
-# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2) and models-trust/ (tinier ones). First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
+# model/ (a tiny random Llama) and model-mla/ (a DeepSeek-V2). First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 home=${KVTIER_E2E_HOME:-$HOME/.cache/kvtier-e2e}
@@ -70,6 +70,7 @@ for kind in "" -mla; do
     fingerprint "$here/vllm/make_model.py" >"$model$kind/.stamp"
   fi
 done
+# Tinier ones, of every kind that tests/trust compares.
 models=$home/models-trust
 if [ "$(cat "$models/.stamp" 2>/dev/null)" != "$(fingerprint "$here/trust/models.py")" ]; then
   echo "tests/setup.sh: making the models in $models"
