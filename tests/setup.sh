@@ -96,4 +96,12 @@ for kind in "" -mla; do
     fingerprint "$here/vllm/make_model.py" >"$model$kind/.stamp"
   fi
 done
+# Tinier ones, of every kind that tests/trust compares.
+models=$home/models-trust
+if [ "$(cat "$models/.stamp" 2>/dev/null)" != "$(fingerprint "$here/trust/models.py")" ]; then
+  echo "tests/setup.sh: making the models in $models"
+  rm -rf "$models"
+  "$venv/bin/python" "$here/trust/models.py" --out "$models"
+  fingerprint "$here/trust/models.py" >"$models/.stamp"
+fi
 echo "tests/setup.sh: ready in $((SECONDS - began)) s ($home)"

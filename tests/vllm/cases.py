@@ -20,22 +20,6 @@ SHARED = 3 * CHUNK  # what the "partial" prompt has in common with the first
 FRESH = 5 * CHUNK + 20
 
 
-class Report:
-    """PASS and FAIL lines, counted."""
-
-    def __init__(self):
-        self.rows = []
-
-    def check(self, name, ok, detail):
-        """Note one result."""
-        self.rows.append({"name": name, "ok": bool(ok), "detail": str(detail)})
-        print(f"{'PASS' if ok else 'FAIL'} {name}: {detail}", flush=True)
-
-    def failed(self):
-        """How many checks failed."""
-        return sum(not row["ok"] for row in self.rows)
-
-
 def random_tokens(seed, count):
     """Token ids that depend on the seed only."""
     source = random.Random(seed)

@@ -32,10 +32,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "harness"))
 
-from cases import ModeCases, Prompts, Report, baseline, run_name
+from cases import ModeCases, Prompts, baseline, run_name
 from evidence import pages_as_stored
 from kvrig import tiers
 from kvrig.proxy import Proxy
+from kvrig.report import Report
 from kvrig.server import Server, free_port, our_command, peer_command
 from mla import MlaCases
 

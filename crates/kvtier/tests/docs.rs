@@ -22,6 +22,23 @@ fn page(name: &str) -> String {
     std::fs::read_to_string(root().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
+/// Every page for users and developers.
+fn pages() -> Vec<String> {
+    let mut pages = vec![
+        "README.md".to_owned(),
+        "ARCHITECTURE.md".into(),
+        "CONTRIBUTING.md".into(),
+        "CHANGELOG.md".into(),
+    ];
+    for entry in std::fs::read_dir(root().join("docs")).unwrap() {
+        pages.push(format!(
+            "docs/{}",
+            entry.unwrap().file_name().to_string_lossy()
+        ));
+    }
+    pages
+}
+
 /// Metrics in which every counter has counted something: a family appears with its first series.
 fn all_counted() -> Metrics {
     let metrics = Metrics::new();
@@ -219,17 +236,15 @@ fn the_http_page_has_every_route() {
 #[test]
 fn every_test_that_a_page_names_exists() {
     let (mut named, mut missing) = (0, Vec::new());
-    for name in [
-        "docs/failures.md",
-        "docs/vllm.md",
-        "README.md",
-        "CONTRIBUTING.md",
-    ] {
-        let page = page(name);
+    for name in pages() {
+        let page = page(&name);
         for reference in page.split('`').skip(1).step_by(2) {
             let Some((path, test)) = reference.split_once("::") else {
                 continue;
             };
+            if !path.contains('/') {
+                continue;
+            }
             let source = std::fs::read_to_string(root().join(path)).unwrap_or_default();
             let there = ["fn", "def"]
                 .iter()
@@ -244,21 +259,35 @@ fn every_test_that_a_page_names_exists() {
     assert!(named > 20, "only {named} tests are named");
 }
 
+/// First cells of the tables below a heading.
+fn first_cells(page: &str, heading: &str) -> Vec<String> {
+    let section = page.split_once(heading).unwrap().1;
+    let section = section.split("\n## ").next().unwrap();
+    let rows = section.lines().filter_map(|line| line.strip_prefix("| "));
+    rows.map(|row| row.split(" | ").next().unwrap().trim().to_owned())
+        .filter(|cell| !cell.is_empty() && !cell.starts_with(['|', '-']))
+        .collect()
+}
+
+#[test]
+fn claims_of_the_readme_have_tests() {
+    let claims = page("docs/claims.md");
+    let known = first_cells(&claims, "## What the table claims");
+    for row in first_cells(&page("README.md"), "## What works today") {
+        assert!(
+            known.iter().any(|claim| row.starts_with(claim.as_str())),
+            "docs/claims.md has no row for README's {row:?}"
+        );
+    }
+    for row in claims.lines().filter(|line| line.starts_with("| ")).skip(1) {
+        let header = row.starts_with("| Row") || row.starts_with("| ---");
+        assert!(header || row.contains("::"), "no test is named: {row}");
+    }
+}
+
 #[test]
 fn links_between_pages_lead_somewhere() {
-    let mut pages = vec![
-        "README.md".to_owned(),
-        "ARCHITECTURE.md".into(),
-        "CONTRIBUTING.md".into(),
-        "CHANGELOG.md".into(),
-    ];
-    for entry in std::fs::read_dir(root().join("docs")).unwrap() {
-        pages.push(format!(
-            "docs/{}",
-            entry.unwrap().file_name().to_string_lossy()
-        ));
-    }
-    for name in pages {
+    for name in pages() {
         let folder = Path::new(&name).parent().unwrap().to_owned();
         for link in page(&name).split("](").skip(1) {
             let target = link.split([')', '#']).next().unwrap();

@@ -1,0 +1,268 @@
+"""vLLM engines in forked processes: vLLM is imported once, an engine is up in a few seconds.
+
+Each engine runs in one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) that serves calls from a pipe, one at a time, and
+makes its steps only inside them. What the engine prints is in its log.
+"""
+
+import ctypes
+import glob
+import os
+import random
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing import Pipe
+
+from kvrig.waiting import TimedOut, wait_until
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false",
+    # Settings of earlier runs are no part of a test.
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
+}  # fmt: skip
+
+# One call: a few prompts of a model with four layers.
+CALL_TIMEOUT = 120
+TOKENS = 8  # of each answer
+PR_SET_PDEATHSIG = 1
+
+
+def prepare(package):
+    """Import vLLM and both connectors, before the first fork. `package`: directory of the Python package kvtier."""
+    os.environ |= ENVIRONMENT
+    sys.path.insert(0, str(package))
+    import kvtier.vllm
+    import lmcache.integration.vllm.lmcache_mp_connector  # noqa: F401
+    import vllm.entrypoints.llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    # vLLM searches all modules for its kernels and fails at this one, whose `lib` claims to have every attribute.
+    sys.modules.pop("llvmlite.binding.ffi", None)
+    return kvtier.vllm.__file__, vllm.__version__
+
+
+@dataclass
+class Answer:
+    """One completion."""
+
+    ids: list
+    external: int
+    """Prompt tokens that the connector loaded; exact for prompts that are asked one by one."""
+
+
+class Died(RuntimeError):
+    """The engine's process has ended, or its core raised."""
+
+
+def prompt_of(name, count):
+    """Token ids that depend on the name only."""
+    source = random.Random(name)
+    return [source.randrange(300, 4000) for _ in range(count)]
+
+
+class Engine:
+    """One engine; its methods run in its process."""
+
+    def __init__(self, name, logs, model, connection=None, **options):
+        """`connection`: vLLM's `kv_transfer_config`; `options` are the LLM class's."""
+        self.name, self.log = name, logs / f"{name}.log"
+        self.pipe, theirs = Pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _serve(self.log, theirs, self.pipe, model, connection, options)
+        theirs.close()
+        try:
+            self._answer("start", CALL_TIMEOUT)
+        except BaseException:
+            self.stop()
+            raise
+
+    def call(self, method, *args, timeout=CALL_TIMEOUT, **options):
+        """The result of a method of `Inside`."""
+        self.submit(method, *args, **options)
+        return self._answer(method, timeout)
+
+    def submit(self, method, *args, **options):
+        """Begin a call; `collect` has its result."""
+        self.pipe.send((method, args, options))
+
+    def collect(self, timeout):
+        """The result of the call that was begun; `TimedOut` when there is none yet."""
+        return self._answer("call", timeout)
+
+    def ask(self, prompt, **options):
+        """One completion."""
+        [answer] = self.call("ask", [prompt], **options)
+        return answer
+
+    def alone(self, prompt, **options):
+        """What this engine says without a hit: under a salt of its own."""
+        return self.ask(prompt, salt=f"alone-{os.urandom(8).hex()}", **options)
+
+    def alive(self):
+        """Whether the process lives."""
+        return self.pid is not None and os.waitpid(self.pid, os.WNOHANG) == (0, 0)
+
+    def tail(self, count=30):
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+
+    def stop(self):
+        """Shut down in order, then by force; segments that vLLM left are removed."""
+        if self.pid is None:
+            return
+        try:
+            self.pipe.send(("shutdown", (), {}))
+        except OSError:
+            pass
+        try:
+            wait_until(self._reaped, 20, f"end of engine {self.name}")
+        except TimedOut:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        for path in glob.glob(f"/dev/shm/lmcache_kv_{self.pid}_*"):
+            os.unlink(path)
+        self.pid = None
+        self.pipe.close()
+
+    def _reaped(self):
+        try:
+            return os.waitpid(self.pid, os.WNOHANG) != (0, 0)
+        except ChildProcessError:
+            return True
+
+    def _answer(self, method, timeout):
+        if not self.pipe.poll(timeout):
+            raise TimedOut(f"engine {self.name}: {method} has no answer after {timeout} s")
+        try:
+            ok, result = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise Died(f"engine {self.name} ended in {method}:\n{self.tail()}") from None
+        if not ok:
+            raise Died(f"engine {self.name}: {method} raised {result}")
+        return result
+
+
+def _serve(log, pipe, other, model, connection, options):
+    """The child's life."""
+    status = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        other.close()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        inside = Inside(model, connection, options)
+        pipe.send((True, None))
+        while True:
+            method, args, named = pipe.recv()
+            if method == "shutdown":
+                inside.shutdown()
+                break
+            try:
+                pipe.send((True, getattr(inside, method)(*args, **named)))
+            except Exception as problem:
+                traceback.print_exc()
+                pipe.send((False, repr(problem)))
+        status = 0
+    except EOFError:
+        pass
+    except BaseException as problem:
+        traceback.print_exc()
+        pipe.send((False, repr(problem)))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class Inside:
+    """The engine's side of the calls."""
+
+    def __init__(self, model, connection, options):
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        if connection is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**connection)
+        defaults = {
+            "max_model_len": 2048, "block_size": 128, "num_gpu_blocks_override": 64, "enforce_eager": True,
+            "dtype": "float32", "max_num_seqs": 8, "disable_log_stats": False, "enable_prefix_caching": False,
+        }  # fmt: skip
+        self.llm = LLM(model=str(model), **defaults | options)
+        self.engine, self.number = self.llm.llm_engine, 0
+
+    def ask(self, prompts, salt=None, lora=None, pictures=None, uuids=None, count=TOKENS):
+        """Greedy completions of prompts that arrive together: lists of ids, or texts with pictures."""
+        before, answers = self.external(), {}
+        for prompt in prompts:
+            self.number += 1
+            self._add(str(self.number), prompt, salt, lora, pictures, uuids, count)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    answers[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+        self.settle()
+        external = self.external() - before
+        return [Answer(answers[number], external) for number in sorted(answers)]
+
+    def _add(self, request_id, prompt, salt, lora, pictures, uuids, count):
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        text = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        if salt is not None:
+            text["cache_salt"] = salt
+        if pictures is not None:
+            text["multi_modal_data"] = {"image": [picture(name) for name in pictures]}
+        if uuids is not None:
+            text["multi_modal_uuids"] = {"image": list(uuids)}
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        request = LoRARequest(**lora) if lora else None
+        self.engine.add_request(request_id, text, params, lora_request=request)
+
+    def settle(self):
+        """Step until nothing of finished requests is held."""
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        wait_until(lambda: not scheduler.has_requests() or self.engine.step() and False, 60, "end of stores", 0.005)
+
+    def external(self):
+        """Prompt tokens that the connector loaded since the start."""
+        found = (each for each in self.llm.get_metrics() if each.name == "vllm:external_prefix_cache_hits")
+        return int(sum(each.value for each in found))
+
+    def metric(self, name):
+        """One of vLLM's numbers."""
+        return sum(each.value for each in self.llm.get_metrics() if each.name == name)
+
+    def reset(self, connector=False):
+        """vLLM's reset of its prefix cache, with or without the connector."""
+        return self.llm.reset_prefix_cache(reset_connector=connector)
+
+    def load_weights(self, directory):
+        """Other weights in place, as reinforcement learning does."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+
+    def pause(self):
+        """Stop scheduling and empty the caches, as before an update of weights, then go on."""
+        core = self.engine.engine_core.engine_core
+        core.pause_scheduler(clear_cache=True)
+        core.resume_scheduler()
+
+    def shutdown(self):
+        """Leave the server in order."""
+        self.engine.engine_core.shutdown()
+
+
+def picture(name):
+    """A picture of noise that depends on the name only."""
+    from PIL import Image
+
+    return Image.frombytes("RGB", (224, 224), random.Random(name).randbytes(224 * 224 * 3))

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Tiny models with random weights, one for each way in which KV may differ. Nothing is downloaded.
+
+  models.py --out DIR     all of them, from fixed seeds: DIR/llama, llama-other-weights, windows, pictures, adapter-a, adapter-b
+
+Weights of queries and keys are large on purpose: with the usual scale a random model hardly attends to its context, and
+an answer could not show wrong KV.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+VOCABULARY = 4096
+PICTURE_TOKEN = "<picture>"
+PICTURE_SIDE, PATCH = 224, 14
+TEXT = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 4, "max_position_embeddings": 4096,
+    "tie_word_embeddings": False, "initializer_range": 0.05, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+ADAPTED = ("q_proj", "k_proj", "v_proj")
+RANK = 8
+
+
+def llama():
+    """Full attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**TEXT))
+
+
+def windows():
+    """Four layers of six attend to the last 128 tokens only."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    own = {"num_hidden_layers": 6, "sliding_window": 128, "layer_types": kinds, "query_pre_attn_scalar": 64}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**TEXT | own))
+
+
+def pictures(token):
+    """A language model that sees; `token` stands for each patch of a picture."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    eye = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        image_size=PICTURE_SIDE, patch_size=PATCH,
+    )  # fmt: skip
+    config = LlavaConfig(
+        vision_config=eye, text_config=LlamaConfig(**TEXT), image_token_index=token, vision_feature_layer=-1,
+        vision_feature_select_strategy="default", image_seq_length=(PICTURE_SIDE // PATCH) ** 2,
+    )  # fmt: skip
+    model = LlavaForConditionalGeneration(config)
+    # The picture must weigh as much as the words beside it.
+    for name, weight in model.named_parameters():
+        if "multi_modal_projector" in name:
+            weight.data.normal_(0.0, 0.3)
+    return model
+
+
+def tokenizer():
+    """Words of one byte; the rest of the vocabulary are numbers that tests use as ids."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<s>", "</s>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<{number}>" for number in range(len(names), VOCABULARY - 1)] + [PICTURE_TOKEN]
+    made = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(PICTURE_TOKEN, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def write(model, directory, seed):
+    """One model as vLLM reads it."""
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight.mul_(2.0)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(directory, safe_serialization=True)
+    tokenizer().save_pretrained(directory)
+    print(json.dumps({"model": directory.name, "seed": seed, "parameters": sum(p.numel() for p in model.parameters())}))
+
+
+def write_processor(directory):
+    """What cuts pictures into patches; and the names of weights that vLLM knows, which transformers has since changed."""
+    from safetensors.torch import load_file, save_file
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    side = {"height": PICTURE_SIDE, "width": PICTURE_SIDE}
+    LlavaProcessor(
+        image_processor=CLIPImageProcessor(size={"shortest_edge": PICTURE_SIDE}, crop_size=side),
+        tokenizer=tokenizer(), patch_size=PATCH, vision_feature_select_strategy="default", image_token=PICTURE_TOKEN,
+        num_additional_image_tokens=1,
+    ).save_pretrained(directory)  # fmt: skip
+    path = directory / "model.safetensors"
+    named = {key.replace("vision_tower.", "vision_tower.vision_model."): value for key, value in load_file(path).items()}
+    save_file(named, path, metadata={"format": "pt"})
+
+
+def write_adapter(directory, seed):
+    """A LoRA adapter of `llama`, large enough to change what the model says."""
+    import torch
+    from safetensors.torch import save_file
+
+    source, hidden = torch.Generator().manual_seed(seed), TEXT["hidden_size"]
+    width = {"q_proj": hidden, "k_proj": 128, "v_proj": 128}
+    weights = {}
+    for layer in range(TEXT["num_hidden_layers"]):
+        for name in ADAPTED:
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(RANK, hidden, generator=source) * 0.2
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(width[name], RANK, generator=source) * 0.2
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(ADAPTED), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def main():
+    """Write all."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    import torch
+
+    kinds = {
+        "llama": (llama, 1), "llama-other-weights": (llama, 2), "windows": (windows, 3),
+        "pictures": (lambda: pictures(VOCABULARY - 1), 4),
+    }  # fmt: skip
+    for name, (make, seed) in kinds.items():
+        torch.manual_seed(seed)
+        write(make(), out / name, seed)
+    write_processor(out / "pictures")
+    for seed, name in enumerate(("adapter-a", "adapter-b"), 10):
+        write_adapter(out / name, seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What a scenario has: servers and engines that are stopped with it, and named checks."""
+
+import contextlib
+import shutil
+
+import forked
+from kvrig import tiers
+from kvrig.server import Server, client_mode, our_command
+from kvrig.waiting import wait_until
+
+CHUNK = 256
+LMCACHE = "lmcache.integration.vllm.lmcache_mp_connector"
+
+
+class Case:
+    """One scenario with one connector in one transfer mode."""
+
+    def __init__(self, name, options, report, connector, mode):
+        self.name = f"{name}/{connector}/{mode}"
+        self.report, self.connector, self.mode = report, connector, mode
+        self.models = options.models
+        self.logs = options.logs / self.name.replace("/", "-")
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.logs.mkdir(parents=True)
+        self.engines, self.servers = [], []
+
+    def check(self, name, ok, detail):
+        """Note one result."""
+        self.report.check(f"{self.name}/{name}", ok, detail)
+
+    def note(self, name, detail):
+        """A result that is documented, not required."""
+        print(f"NOTE {self.name}/{name}: {detail}", flush=True)
+
+    def server(self, flags=(), start=True, l1_gb=0.25):
+        """A server of this mode."""
+        log = self.logs / f"server-{len(self.servers)}.log"
+        made = Server(our_command(), log, self.mode, chunk=CHUNK, l1_gb=l1_gb, flags=flags)
+        self.servers.append(made)
+        if start:
+            made.start()
+        return made
+
+    def tier(self):
+        """Flags for a second tier in a directory of its own."""
+        self.directory = self.logs / "tier"
+        return tiers.fs(self.directory)
+
+    def engine(self, model, server, extra=None, **options):
+        """An engine with this case's connector; `extra` is added to the connector's own configuration."""
+        name = f"engine-{len(self.engines)}"
+        made = forked.Engine(name, self.logs, self.models / model, self.connection(server, extra or {}), **options)
+        self.engines.append(made)
+        return made
+
+    def connection(self, server, extra):
+        """vLLM's `kv_transfer_config`."""
+        if self.connector == "kvtier":
+            own = {"kvtier.url": server.url, "kvtier.transfer_mode": client_mode(self.mode)}
+            return {
+                "kv_connector": "KvTierConnector", "kv_role": "kv_both", "kv_connector_module_path": "kvtier.vllm",
+                "kv_connector_extra_config": own | extra,
+            }  # fmt: skip
+        own = {
+            "lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port, "lmcache.mp.mq_timeout": 10,
+            "lmcache.mp.heartbeat_interval": 1, "lmcache.mp.mp_transfer_mode": client_mode(self.mode),
+        }  # fmt: skip
+        return {
+            "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_module_path": LMCACHE,
+            "kv_connector_extra_config": own | extra,
+        }  # fmt: skip
+
+    def stored(self, server, count):
+        """Wait until that many chunks are in L1; engines store after their answers."""
+        manager = ("storage_manager", "l1_manager")
+        wait_until(
+            lambda: server.get("/status")[1][manager[0]][manager[1]]["total_object_count"] >= count,
+            60, f"{count} chunks in L1", interval=0.05,
+        )  # fmt: skip
+
+    def compare(self, name, engine, prompts, hit=None, **options):
+        """No answer may differ from what the engine computes alone; `hit`: tokens that each must load, if that is given."""
+        answers = [(engine.ask(prompt, **options), self.alone(engine, prompt, options)) for prompt in prompts]
+        wrong = sum(answer.ids != alone.ids for answer, alone in answers)
+        hits = [answer.external for answer, _ in answers]
+        enough = hit is None or all(each == hit for each in hits)
+        wanted = "" if hit is None else f", expected {hit} each"
+        self.check(name, not wrong and enough, f"{wrong} of {len(prompts)} answers wrong; tokens loaded {hits}{wanted}")
+        return wrong
+
+    @staticmethod
+    def alone(engine, prompt, options):
+        """The same request without a hit. A picture's uuid is the client's word, so it is left out."""
+        return engine.alone(prompt, **{key: value for key, value in options.items() if key not in ("salt", "uuids")})
+
+    def recovered(self, engine, timeout=60):
+        """Wait until the engine stores and loads again; each try is a prompt of its own."""
+        tries = iter(range(1000))
+
+        def again():
+            prompt = forked.prompt_of(f"probe-{next(tries)}", CHUNK * 2 + 8)
+            engine.ask(prompt)
+            return engine.ask(prompt).external
+
+        wait_until(again, timeout, "a hit", interval=0.2)
+
+    @contextlib.contextmanager
+    def running(self):
+        """The case's body: an exception is a failed check, and everything is stopped after it."""
+        try:
+            yield self
+        except Exception as problem:
+            self.check("runs-to-the-end", False, " ".join(str(problem).split())[:600])
+        finally:
+            for engine in self.engines:
+                engine.stop()
+            for server in self.servers:
+                if server.process is None:
+                    continue
+                if not server.running():
+                    self.check("server-alive", False, server.tail(5))
+                    server.kill()
+                else:
+                    server.stop()
+                panics = [line for line in server.lines() if "panicked at" in line]
+                if panics:
+                    self.check("server-without-panic", False, panics[:2])

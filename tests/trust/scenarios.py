@@ -1,0 +1,233 @@
+"""The scenarios: two engines that differ in one thing, or a server that changes beside a running engine.
+
+Engines have no prefix cache of their own unless it is part of the scenario, so each request asks the server.
+"""
+
+import shutil
+import signal
+
+from forked import Died, prompt_of
+from kvrig import tiers
+from kvrig.waiting import TimedOut
+from rig import CHUNK
+
+PROMPT = 1100
+WHOLE = PROMPT // CHUNK * CHUNK
+BOTH = ("lmcache_driven", "engine_shm")
+SCENARIOS = {}
+
+
+def scenario(*pairs):
+    """Register a scenario with the pairs of connector and mode that it runs with."""
+
+    def register(function):
+        SCENARIOS[function.__name__] = (function, pairs)
+        return function
+
+    return register
+
+
+def each(connectors=("kvtier", "lmcache"), modes=BOTH):
+    """All pairs of both."""
+    return [(connector, mode) for connector in connectors for mode in modes]
+
+
+@scenario(*each())
+def block_sizes(case):
+    """Engines with 128 and with 32 tokens per block share a server, then its directory after a restart."""
+    server = case.server(flags=case.tier())
+    prompts = [prompt_of(f"blocks-{number}", PROMPT) for number in range(6)]
+    later = [prompt_of(f"later-{number}", PROMPT) for number in range(3)]
+    large = case.engine("llama", server, block_size=128)
+    for prompt in prompts + later:
+        large.ask(prompt)
+    case.stored(server, len(prompts + later) * WHOLE // CHUNK)
+    small = case.engine("llama", server, block_size=32, num_gpu_blocks_override=256)
+    case.compare("smaller-blocks", small, prompts)
+    case.compare("same-blocks-hit", large, prompts[:2], hit=WHOLE)
+    tiers.settled(server)
+    server.stop()
+    server.start()
+    tiers.adopted(server)
+    case.recovered(small)
+    case.compare("smaller-blocks-from-disk", small, later)
+    case.recovered(large)
+    case.compare("same-blocks-from-disk", large, later[:2], hit=WHOLE)
+
+
+@scenario(*each(connectors=["kvtier"]))
+def pictures(case):
+    """Another picture before the same text, in another engine; with and without the caches that make vLLM hash it."""
+    server, text = case.server(), "<picture>" + "x" * 300
+    try:
+        for name in ("red", "blue"):
+            engine = case.engine("pictures", server, mm_processor_cache_gb=0)
+            case.compare(f"uncached-{name}", engine, [text], pictures=[name])
+    except Died as problem:
+        clear = "mm_processor_cache_gb" in str(problem) or "prefix caching" in str(problem)
+        case.check("uncached-is-refused-clearly", clear, str(problem)[:300])
+    first = case.engine("pictures", server)
+    case.compare("hashed-red", first, [text], pictures=["red"], hit=0)
+    second = case.engine("pictures", server)
+    case.compare("hashed-red-hits", second, [text], pictures=["red"], hit=2 * CHUNK)
+    case.compare("hashed-blue", second, [text], pictures=["blue"], hit=0)
+    case.compare("uuid-of-alice", first, [text], pictures=["red"], uuids=["mine"], salt="alice", hit=0)
+    case.compare("uuid-of-bob", second, [text], pictures=["blue"], uuids=["mine"], salt="bob", hit=0)
+
+
+@scenario(*each())
+def chunk_sizes(case):
+    """The server returns with another chunk size, twice, then with the first; a newer engine has stored the prompt each time."""
+    server, prompt = case.server(), prompt_of("chunks", PROMPT)
+    engine = case.engine("llama", server, extra={"kvtier.heartbeat": 1})
+    alone = engine.alone(prompt).ids
+    engine.ask(prompt)
+    case.stored(server, 2 * WHOLE // CHUNK)
+    for chunk in (128, 512):
+        server.stop()
+        server.chunk = chunk
+        server.start()
+        newer = case.engine("llama", server)
+        newer.ask(prompt)
+        case.stored(server, PROMPT // chunk)
+        # Through its reconnection, and with stores of its own.
+        answers = [engine.ask(prompt) for _ in range(8)]
+        wrong = sum(answer.ids != alone for answer in answers)
+        loaded = [answer.external for answer in answers]
+        case.check(f"chunks-of-{chunk}", not wrong, f"{wrong} of 8 answers wrong; tokens loaded {loaded}")
+        newer.stop()
+    server.stop()
+    server.chunk = CHUNK
+    server.start()
+    if case.connector == "kvtier":
+        case.recovered(engine)
+    case.compare("first-size-again", engine, [prompt])
+
+
+@scenario(("kvtier", "engine_shm"))
+def adapters(case):
+    """A LoRA adapter is replaced at its path: reloaded in one engine, not in another, and loaded by a third."""
+    server, prompt, path = case.server(), prompt_of("adapter", PROMPT), case.logs / "adapter"
+    shutil.copytree(case.models / "adapter-a", path)
+    options = {"enable_lora": True, "max_lora_rank": 8}
+    lora = {"lora_name": "tuned", "lora_int_id": 1, "lora_path": str(path)}
+    first = case.engine("llama", server, **options)
+    case.compare("first", first, [prompt], lora=lora, hit=0)
+    case.compare("base-model", first, [prompt], hit=0)
+    second = case.engine("llama", server, **options)
+    case.compare("same-adapter-hits", second, [prompt], lora=lora, hit=WHOLE)
+    shutil.copytree(case.models / "adapter-b", path, dirs_exist_ok=True)
+    case.compare("reloaded-in-place", first, [prompt], lora=lora | {"load_inplace": True})
+    case.compare("not-reloaded", second, [prompt], lora=lora)
+    third = case.engine("llama", server, **options)
+    case.compare("loaded-anew", third, [prompt], lora=lora)
+
+
+@scenario(("kvtier", "engine_shm"))
+def weights(case):
+    """Weights are changed in place and vLLM's prefix cache is reset without its connector."""
+    server = case.server()
+    before, after = prompt_of("before", PROMPT), prompt_of("after", PROMPT)
+    engine = case.engine("llama", server, enable_prefix_caching=True)
+    engine.ask(before)
+    case.stored(server, WHOLE // CHUNK)
+    engine.call("load_weights", case.models / "llama-other-weights")
+    case.check("reset", engine.call("reset"), "without the connector")
+    case.compare("changed-weights", engine, [before], hit=0)
+    engine.ask(after)
+    other = case.engine("llama", server)
+    case.compare("unchanged-engine", other, [before, after])
+
+
+@scenario(*each(connectors=["kvtier"]))
+def server_comes_later(case):
+    """An engine with default options starts without a server, which comes later."""
+    server = case.server(start=False)
+    engine = case.engine("llama", server)
+    case.compare("without-a-server", engine, [prompt_of("early", PROMPT)], hit=0)
+    server.start()
+    # Two heartbeats of 5 s, and the requests that find out.
+    case.recovered(engine, timeout=20)
+    prompt = prompt_of("late", PROMPT)
+    engine.ask(prompt)
+    case.compare("with-it", engine, [prompt], hit=WHOLE)
+
+
+@scenario(*each(connectors=["kvtier"]))
+def silent_server(case):
+    """The server hangs, then dies, while a lookup waits: the engine answers long before `kvtier.timeout`."""
+    server = case.server()
+    # Nothing but the lookup's own bound can end it in time.
+    engine = case.engine("llama", server, extra={"kvtier.timeout": 90, "kvtier.heartbeat": 60})
+    known = prompt_of("known", PROMPT)
+    alone = engine.alone(known).ids
+    for name, end in (("frozen", signal.SIGCONT), ("killed", signal.SIGKILL)):
+        server.process.send_signal(signal.SIGSTOP)
+        engine.submit("ask", [known])
+        if name == "killed":
+            server.kill()
+        try:
+            [answer] = engine.collect(30)
+            case.check(name, answer.ids == alone, f"{answer}")
+        except TimedOut as problem:
+            case.check(name, False, problem)
+            return
+        finally:
+            if server.process is not None:
+                server.process.send_signal(end)
+        if name == "frozen":
+            case.recovered(engine)
+    server.start()
+    case.recovered(engine)
+    case.compare("after-its-return", engine, [known])
+
+
+@scenario(("lmcache", "lmcache_driven"))
+def window_blocks(case):
+    """Layers with windows and prompts that are prefilled in steps: prefixes of them, asked later."""
+    server = case.server(l1_gb=1)
+    engine = windowed_engine(case, server)
+    said = [line for line in server.lines() if "window" in line]
+    case.check("is-named", said, (said or ["nothing about windows in the log"])[0][-200:])
+    case.compare("prefixes", engine, prefixes(engine))
+
+
+@scenario(("lmcache", "lmcache_driven"))
+def window_blocks_allowed(case):
+    """The same where the operator allows it: what is documented as wrong."""
+    engine = windowed_engine(case, case.server(flags=["--windowed-clients", "allow"], l1_gb=1))
+    asked = prefixes(engine)
+    wrong = sum(engine.ask(prompt).ids != engine.alone(prompt).ids for prompt in asked)
+    case.note("prefixes", f"{wrong} of {len(asked)} answers wrong")
+
+
+def windowed_engine(case, server):
+    """Steps of 512 tokens."""
+    return case.engine("windows", server, max_num_batched_tokens=512, num_gpu_blocks_override=100)
+
+
+def prefixes(engine):
+    """Ask six prompts; seven prefixes of each, none of which was asked."""
+    prompts = [prompt_of(f"window-{number}", 1900) for number in range(6)]
+    for prompt in prompts:
+        engine.ask(prompt)
+    return [prompt[: CHUNK * chunks + 60] for prompt in prompts for chunks in range(1, 8)]
+
+
+@scenario(("kvtier", "engine_shm"))
+def resets(case):
+    """One engine resets its caches with its connector, and pauses: nobody else loses anything."""
+    server = case.server()
+    one, other = case.engine("llama", server), case.engine("llama", server)
+    prompts = {salt: prompt_of(f"reset-{salt}", PROMPT) for salt in ("alice", "bob", "carol")}
+    one.ask(prompts["alice"], salt="alice")
+    for salt in ("bob", "carol"):
+        other.ask(prompts[salt], salt=salt)
+    case.stored(server, 3 * WHOLE // CHUNK)
+    case.check("reset", one.call("reset", connector=True), "with the connector")
+    case.compare("of-its-own-nothing", one, [prompts["alice"]], salt="alice", hit=0)
+    case.compare("other-engines-bob", other, [prompts["bob"]], salt="bob", hit=WHOLE)
+    one.call("pause")
+    case.compare("after-a-pause-carol", other, [prompts["carol"]], salt="carol", hit=WHOLE)
+    newer = case.engine("llama", server)
+    case.compare("a-new-engine", newer, [prompts["alice"]], salt="alice", hit=WHOLE)
