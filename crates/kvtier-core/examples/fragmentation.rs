@@ -1,7 +1,7 @@
 //! Two models with objects of unlike sizes on one L1: hit rates, refused objects and evicted bytes, simulated.
 //!
 //! `fragmentation [REQUESTS]`. Prompts of each model are drawn by a Zipf law; a request looks its prompt up, holds what it
-//! found for the next 16 requests, and stores the rest. `policy order` evicts in policy order until the allocator finds a
+//! found for the next 16 or 400 requests, and stores the rest. `policy order` evicts in policy order until the allocator finds a
 //! hole, however many that takes; `runs` is what the cache does. `split` places large objects from the top of the arena
 //! and small ones from the bottom.
 
@@ -19,7 +19,6 @@ const CAPACITY: u64 = 131_072;
 /// Objects of this many units and more are large: 4 MiB.
 const LARGE: u64 = 64;
 const PROMPTS: usize = 2000;
-const IN_FLIGHT: usize = 16;
 
 #[derive(Clone, Copy, PartialEq)]
 struct Variant {
@@ -154,7 +153,7 @@ fn hash(prompt: usize, chunk: usize) -> ChunkHash {
     ChunkHash(bytes)
 }
 
-fn run(variant: Variant, sizes: [u64; 2], requests: u64) {
+fn run(variant: Variant, sizes: [u64; 2], in_flight: usize, requests: u64) {
     let cache = Cache::new(BestFit::new(variant), CacheConfig::default());
     let mut random = Random(7);
     // Cumulated weights of a Zipf law with exponent 0.8.
@@ -212,14 +211,14 @@ fn run(variant: Variant, sizes: [u64; 2], requests: u64) {
         }
         reserved.reservation.commit(now);
         held.push_back(found.lease);
-        if held.len() > IN_FLIGHT {
+        if held.len() > in_flight {
             held.pop_front();
         }
     }
     let stats = cache.stats();
     let rate = |part: u64, all: u64| 100.0 * part as f64 / all.max(1) as f64;
     println!(
-        "{}\t{}:{}\t{:.1}\t{:.1}\t{:.2}\t{:.2}\t{:.1}\t{:.1}",
+        "{}\t{}:{}\t{in_flight}\t{:.1}\t{:.1}\t{:.2}\t{:.2}\t{:.1}\t{:.1}",
         variant.name,
         sizes[0],
         sizes[1],
@@ -236,16 +235,19 @@ fn main() {
     let requests = std::env::args().nth(1);
     let requests = requests.map_or(20_000, |number| number.parse().expect("a number"));
     println!(
-        "eviction\tunits of 64 KiB\thits small %\thits large %\trefused small %\trefused large %\tevicted GiB\tin use at the end %"
+        "eviction\tunits of 64 KiB\theld\thits small %\thits large %\trefused small %\trefused large %\tevicted GiB\tin use at the end %"
     );
-    for sizes in [[128, 128], [32, 128], [37, 128], [16, 512], [30, 100]] {
-        for (name, runs, split) in [
-            ("policy order", false, false),
-            ("runs", true, false),
-            ("policy order, split", false, true),
-            ("runs, split", true, true),
-        ] {
-            run(Variant { name, runs, split }, sizes, requests);
+    for in_flight in [16, 400] {
+        for sizes in [[128, 128], [32, 128], [37, 128], [16, 512], [30, 100]] {
+            for (name, runs, split) in [
+                ("policy order", false, false),
+                ("runs", true, false),
+                ("policy order, split", false, true),
+                ("runs, split", true, true),
+            ] {
+                let variant = Variant { name, runs, split };
+                run(variant, sizes, in_flight, requests);
+            }
         }
     }
 }

@@ -84,9 +84,8 @@ impl<A: ExtentAllocator> State<A> {
         Ok(kept)
     }
 
-    /// Allocates, evicting in policy order. Where the next victim is smaller than the object, this goes on only if there
-    /// is a run to fall back on, and only while little is free: then fragmentation is the obstacle, and the run is
-    /// evicted. So nothing is evicted for an object that is refused.
+    /// Allocates, evicting in policy order while the next victim is as large as the object.
+    #[inline]
     fn make_hole(
         &mut self,
         salt: u32,
@@ -97,56 +96,84 @@ impl<A: ExtentAllocator> State<A> {
         owner: u32,
     ) -> Result<Extent, NoRoom> {
         let capacity = self.allocator.capacity();
-        let (mut run, mut small_victims) = (None, 0);
         loop {
-            let free = capacity.saturating_sub(self.allocator.used());
-            if bytes <= free
+            if bytes <= capacity.saturating_sub(self.allocator.used())
                 && let Some(extent) = match near {
-                    Some(part) if run.is_none() => self.allocator.allocate_near(bytes, part, owner),
-                    _ => self.allocator.allocate(bytes, owner),
+                    Some(part) => self.allocator.allocate_near(bytes, part, owner),
+                    None => self.allocator.allocate(bytes, owner),
                 }
             {
                 return Ok(extent);
             }
-            let over = self.is_over(salt, kept).then_some(salt);
-            self.warm_up(over, more + 1);
-            let victim = match over {
-                Some(own) => self.policy.victim_of(own),
-                None => self.victim_for(salt),
+            match self.next_victim(salt, kept, more) {
+                Some(victim) if self.is_enough(victim, bytes) => self.evict_slot(victim),
+                // Free space elsewhere goes before what the tenant has itself, and before what is smaller.
+                victim => {
+                    let extent = near.and_then(|_| self.allocator.allocate(bytes, owner));
+                    return match extent {
+                        Some(extent) => Ok(extent),
+                        None => self.make_hole_of_many(salt, kept, bytes, more, owner, victim),
+                    };
+                }
             };
-            if let Some(victim) = victim.filter(|victim| self.is_enough(*victim, bytes)) {
-                self.evict_slot(victim);
-                continue;
+        }
+    }
+
+    /// Allocates where the next victim is smaller than the object, or the tenant's own. Small victims leave in policy
+    /// order only if there is a run to fall back on, and only while little is free: then fragmentation is the obstacle,
+    /// and the run is evicted. So nothing is evicted for an object that is refused.
+    #[cold]
+    fn make_hole_of_many(
+        &mut self,
+        salt: u32,
+        kept: u64,
+        bytes: u64,
+        more: usize,
+        owner: u32,
+        mut victim: Option<u32>,
+    ) -> Result<Extent, NoRoom> {
+        let capacity = self.allocator.capacity();
+        let (mut run, mut small_victims) = (None, 0);
+        loop {
+            let next = victim.or_else(|| self.policy.victim_of(salt));
+            let next = next.ok_or(NoRoom::Memory)?;
+            if self.is_enough(next, bytes) {
+                self.evict_slot(next);
+            } else {
+                if run.is_none() {
+                    let over = self.is_over(salt, kept).then_some(salt);
+                    run = Some(self.cheapest_run(salt, bytes, over)?);
+                }
+                let free = capacity.saturating_sub(self.allocator.used());
+                let is_roomy = free >= bytes.saturating_add(capacity / SPARE_PART);
+                // The run may count on all that may leave of a reserved share.
+                if is_roomy || small_victims == MAX_SMALL_VICTIMS || self.has_share(next) {
+                    for member in run.unwrap_or_default() {
+                        // Some of them may have been victims already.
+                        if self.slab.at(member).state() == SlotState::Resident {
+                            self.evict_slot(member);
+                        }
+                    }
+                    let extent = self.allocator.allocate(bytes, owner);
+                    return extent.ok_or(NoRoom::Memory);
+                }
+                small_victims += 1;
+                self.evict_slot(next);
             }
-            // Free space elsewhere goes before what the tenant has itself, and before what is smaller.
-            if let Some(extent) = near.and_then(|_| self.allocator.allocate(bytes, owner)) {
+            if let Some(extent) = self.allocator.allocate(bytes, owner) {
                 return Ok(extent);
             }
-            let own = self.policy.victim_of(salt);
-            let victim = victim.or(own).ok_or(NoRoom::Memory)?;
-            if self.is_enough(victim, bytes) {
-                self.evict_slot(victim);
-                continue;
-            }
-            if run.is_none() {
-                run = Some(self.cheapest_run(salt, bytes, over)?);
-            }
-            let spare = bytes.saturating_add(capacity / SPARE_PART);
-            // The run may count on all that may leave of a reserved share.
-            let is_shared = self.has_share(victim);
-            if free < spare && small_victims < MAX_SMALL_VICTIMS && !is_shared {
-                small_victims += 1;
-                self.evict_slot(victim);
-                continue;
-            }
-            for member in run.take().unwrap_or_default() {
-                // Some of them may have been victims already.
-                if self.slab.at(member).state() == SlotState::Resident {
-                    self.evict_slot(member);
-                }
-            }
-            let extent = self.allocator.allocate(bytes, owner);
-            return extent.ok_or(NoRoom::Memory);
+            victim = self.next_victim(salt, kept, more);
+        }
+    }
+
+    /// The next object to leave for a store of this tenant, but for what only it may evict.
+    fn next_victim(&mut self, salt: u32, kept: u64, more: usize) -> Option<u32> {
+        let is_over = self.is_over(salt, kept);
+        self.warm_up(is_over.then_some(salt), more + 1);
+        match is_over {
+            true => self.policy.victim_of(salt),
+            false => self.victim_for(salt),
         }
     }
 

@@ -87,7 +87,7 @@ fn add<K: Eq + Hash>(map: &mut HashMap<K, u64>, key: K, bytes: u64) {
     *map.entry(key).or_default() += bytes;
 }
 
-fn subtract<K: Eq + Hash + Clone>(map: &mut HashMap<K, u64>, key: &K, bytes: u64) {
+fn subtract<K: Eq + Hash>(map: &mut HashMap<K, u64>, key: &K, bytes: u64) {
     if let Some(held) = map.get_mut(key) {
         *held -= bytes;
         if *held == 0 {
