@@ -102,7 +102,13 @@ pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, 
     };
     // That is a page's.
     let passed = ["next_page_token"];
-    let read = json::parse_entries(quote_numbers(text).as_bytes(), "users", &passed, PARSED, take);
+    let read = json::parse_entries(
+        quote_numbers(text).as_bytes(),
+        "users",
+        &passed,
+        PARSED,
+        take,
+    );
     read.map_err(|error| match error {
         EntriesError::Json(error) => told_of(&error, PARSED),
         EntriesError::Shape => SHAPE_OF_MANY.into(),
