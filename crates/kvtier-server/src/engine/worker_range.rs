@@ -120,6 +120,9 @@ impl Engine {
         key: &CacheKey<'_, Prompt>,
         range: &WorkerRange,
     ) -> Option<Vec<Held>> {
+        if instance.unserved.is_some() {
+            return None;
+        }
         let hashes = &key.tokens.hashes;
         let grant = self.lookups.grant(
             key.request_id,
@@ -128,7 +131,7 @@ impl Engine {
             hashes,
             range.chunks.clone(),
         )?;
-        if grant.layout != instance.layout.fingerprint || instance.unserved.is_some() {
+        if grant.layout != instance.layout.fingerprint {
             return None;
         }
         let groups = grant.object_groups.iter().map(|id| {
