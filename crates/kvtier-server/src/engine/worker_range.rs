@@ -121,6 +121,9 @@ impl Engine {
         key: &CacheKey<'_, Prompt>,
         range: &WorkerRange,
     ) -> Option<Vec<Held>> {
+        if instance.unserved.is_some() {
+            return None;
+        }
         let hashes = &key.tokens.hashes;
         let layout = instance.layout.fingerprint;
         let grant = self.lookups.grant(
@@ -131,9 +134,6 @@ impl Engine {
             hashes,
             range.chunks.clone(),
         )?;
-        if instance.unserved.is_some() {
-            return None;
-        }
         if let Some(Unproven { connection, told }) = grant.unproven
             && !self.chunk_sizes.is_same(connection, told, key.end)
         {

@@ -68,9 +68,11 @@ pub(super) struct InFlight {
 }
 
 impl InFlight {
-    /// Ends all stores, with their outcomes in order.
+    /// Ends all stores, with their outcomes in order; those without one may have been carried out.
     pub(super) fn finish(mut self, outcomes: impl IntoIterator<Item = Outcome>) {
         let stores = std::mem::take(&mut self.stores);
+        let unknown = std::iter::repeat(Outcome::Stored);
+        let outcomes = outcomes.into_iter().chain(unknown);
         self.sums.end(stores.into_iter().zip(outcomes));
     }
 }
