@@ -32,6 +32,9 @@ const MAX_UNKNOWN: usize = 4096;
 /// Workers registered at most. Each maps segments of its own, and a fleet has some dozens on a host.
 const MAX_INSTANCES: usize = 4096;
 
+/// Layouts of one worker that a lookup is for at most. Each costs a lookup of its own; a fleet has one or two.
+const MAX_LAYOUTS: usize = 8;
+
 /// How long a worker that leaves is kept waiting for the last copies of its pages. The longest copies take seconds.
 const LAST_COPIES: Duration = Duration::from_secs(60);
 
@@ -341,7 +344,7 @@ impl Instances {
     }
 
     /// For each of these workers the registrations whose layouts a lookup is for, one per layout, newest first; `None` when
-    /// there is none for the model.
+    /// there is none for the model, or one has more than [`MAX_LAYOUTS`].
     ///
     /// Which engine a scheduler belongs to is unknown, so what is found must be there in the layout of every engine that
     /// may have asked: workers of one number differ in layout when engines of unlike block sizes share a model name. An
@@ -364,13 +367,16 @@ impl Instances {
                 if !layouts.iter().any(known) {
                     layouts.push(Arc::clone(instance));
                 }
+                if layouts.len() > MAX_LAYOUTS {
+                    return None;
+                }
             }
             if layouts.is_empty() {
                 layouts.extend(same.last().cloned());
             }
-            layouts
+            Some(layouts)
         };
-        Some(workers.map(one_per_layout).collect())
+        workers.map(one_per_layout).collect()
     }
 
     /// Whether any worker of a model is registered.

@@ -185,3 +185,33 @@ fn an_unregistration_that_cannot_promise_free_pages_is_refused_with_a_text() {
     });
     assert_eq!(unregister(), Answer::nothing());
 }
+
+#[test]
+fn lookups_are_for_one_registration_per_layout() {
+    let instances = Instances::default();
+    let register = |id, fingerprint| {
+        let mut instance = instance();
+        (instance.id, instance.layout.fingerprint) = (InstanceId(id), fingerprint);
+        assert!(instances.insert(instance).unwrap().is_none());
+    };
+    let found = |worker| {
+        let found = instances.of_workers(&"model".into(), 1, worker..worker + 1)?;
+        let ids = found[0].iter().map(|instance| instance.id.0);
+        Some(ids.collect::<Vec<_>>())
+    };
+    assert_eq!(found(0), None);
+    register(1, 10);
+    register(2, 20);
+    register(3, 10);
+    // Replicas have one layout; of each the newest.
+    assert_eq!(found(0), Some(vec![3, 2]));
+    // One that has named its number is no other worker's.
+    instances.learn(&instances.get(InstanceId(2)).unwrap(), 0);
+    assert_eq!((found(0), found(1)), (Some(vec![3, 2]), Some(vec![3])));
+    for id in 4..4 + MAX_LAYOUTS as i64 - 2 {
+        register(id, 100 + id as u64);
+    }
+    assert_eq!(found(0).map(|found| found.len()), Some(MAX_LAYOUTS));
+    register(99, 99);
+    assert_eq!(found(0), None);
+}
