@@ -132,8 +132,11 @@ impl Engine {
         if grant.layout != instance.layout.fingerprint {
             return None;
         }
-        if let Some(Unproven { connection, told }) = grant.unproven
-            && !self.chunk_sizes.is_same(connection, told, key.end)
+        if let Some(Unproven {
+            connection,
+            reported,
+        }) = grant.unproven
+            && !self.chunk_sizes.is_same(connection, reported, key.end)
         {
             return None;
         }
