@@ -107,8 +107,8 @@ def test_two_engines_both_return(serve, engines):
 @pytest.mark.ours("its clients count its chunks as their own: more tokens than they asked for")
 @pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle"])
 def test_restart_with_another_chunk_size(serve, engines, mode):
-    """A client that was told 16 never hears of more tokens than it asked for, whoever else stores; an engine that is
-    started anew is served as ever."""
+    """A client with chunks of 16 never hears of more tokens than it asked for, also of what other engines store; an
+    engine that starts later is served."""
     server = serve(mode)
     server.expect_trouble(r"instance|chunk size|failed|registration refused|store|retrieve")
     engine = engines(server, heartbeat=HEARTBEAT, mq_timeout=4)

@@ -95,13 +95,12 @@ impl ChunkSizes {
         *seen
     }
 
-    /// A retrieve up to `end` came of a lookup of a connection that was told of so many chunks. Returns whether they are
-    /// as long as ours.
+    /// Whether the `reported` chunks of a lookup are as long as ours, shown by the end of the retrieve that follows.
     ///
-    /// A client that retrieves less than it was told of is taken for one of another chunk size, until its lookups prove
-    /// it is none.
-    pub fn is_same(&self, connection: u64, told: usize, end: u64) -> bool {
-        let is_same = end == told as u64 * self.own;
+    /// A client that retrieves less than was reported is taken for one of another chunk size, until the ends of its
+    /// lookups prove ours.
+    pub fn is_same(&self, connection: u64, reported: usize, end: u64) -> bool {
+        let is_same = end == reported as u64 * self.own;
         if let Some(seen) = self.by_connection.lock().get_mut(&connection) {
             match is_same {
                 true => seen.divisor = gcd(seen.divisor, self.own),
@@ -170,8 +169,8 @@ mod tests {
             for len in [5u64, 100, 70, 333, 1024, 512, 97, 640] {
                 let end = len / theirs * theirs;
                 let found = end / 16;
-                let told = counted(&sizes, theirs, end).map_or(0, |each| found / each as u64);
-                assert!(told * theirs <= found * 16, "{theirs} {len}");
+                let reported = counted(&sizes, theirs, end).map_or(0, |each| found / each as u64);
+                assert!(reported * theirs <= found * 16, "{theirs} {len}");
             }
         }
     }

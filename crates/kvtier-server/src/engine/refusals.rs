@@ -6,8 +6,8 @@
 //! 1. the retrieve is not answered; where the worker waits for the answer (engine-driven), it is held;
 //! 2. until the client is healthy again no other retrieve of its connection begins, since it drops those too and may
 //!    give their blocks to other requests;
-//! 3. as soon as no copy into the worker's pages runs, its pings are answered "no", [`PINGS`] times;
-//! 4. what is held is answered [`NOTICED`] after the first of them, by when the client has taken note.
+//! 3. as soon as no copy into the worker's pages runs, its pings are answered "no", [`REFUSED_PINGS`] times;
+//! 4. what is held is answered [`NOTICE_DELAY`] after the first of them, by when the client has taken note.
 //!
 //! A client's pings travel on the connection of its requests, so a connection stands for a worker here, whether it is
 //! registered or not. The mutex guards the table; answers are sent after it is released.
@@ -21,13 +21,13 @@ use super::Responder;
 
 /// Pings answered "no". The client asks again one heartbeat after each, so that it is unhealthy for two heartbeats: the
 /// engine's step in which a held request was answered ends within them.
-const PINGS: u8 = 2;
+const REFUSED_PINGS: u8 = 2;
 
 /// Time from the first "no" to the answer of what is held. The client needs microseconds to take note of a ping.
-const NOTICED: Duration = Duration::from_millis(500);
+const NOTICE_DELAY: Duration = Duration::from_millis(500);
 
 /// Age of a refusal that no ping came for: its client is gone, or has another connection and pings there.
-const GIVEN_UP: Duration = Duration::from_secs(600);
+const ABANDONED_AFTER: Duration = Duration::from_secs(600);
 
 /// Connections known at most; beyond it the client's own deadline is what ends a refused retrieve.
 const MAX_CONNECTIONS: usize = 16_384;
@@ -48,7 +48,7 @@ pub struct Refusals {
 
 impl Refusals {
     /// Refuses a retrieve, and every other one of its connection until the client is healthy again. Answers `held` once
-    /// the client has been told.
+    /// the client has noticed.
     pub fn add(&self, connection: u64, held: Option<Responder>, now: Duration) {
         let mut by_connection = self.by_connection.lock();
         if by_connection.len() >= MAX_CONNECTIONS && !by_connection.contains_key(&connection) {
@@ -61,7 +61,7 @@ impl Refusals {
             pings: 0,
             held: Vec::new(),
         });
-        // The client sent it while it was healthy: it has to be told again.
+        // The client sent it while it was healthy: it needs another "no".
         (refusal.since, refusal.noticed, refusal.pings) = (now, None, 0);
         refusal.held.extend(held);
     }
@@ -86,12 +86,12 @@ impl Refusals {
         if refusal.noticed.is_none() && is_copying() {
             return false;
         }
-        if refusal.pings == PINGS && refusal.held.is_empty() {
+        if refusal.pings == REFUSED_PINGS && refusal.held.is_empty() {
             by_connection.remove(&connection);
             return false;
         }
         refusal.noticed.get_or_insert(now);
-        refusal.pings = (refusal.pings + 1).min(PINGS);
+        refusal.pings = (refusal.pings + 1).min(REFUSED_PINGS);
         true
     }
 
@@ -99,12 +99,12 @@ impl Refusals {
     pub fn due(&self, now: Duration) -> Vec<Responder> {
         let mut due = Vec::new();
         self.by_connection.lock().retain(|_, refusal| {
-            let given_up = now.saturating_sub(refusal.since) > GIVEN_UP;
-            let noticed = refusal.noticed.is_some_and(|at| now >= at + NOTICED);
-            if given_up || noticed {
+            let abandoned = now.saturating_sub(refusal.since) > ABANDONED_AFTER;
+            let noticed = refusal.noticed.is_some_and(|at| now >= at + NOTICE_DELAY);
+            if abandoned || noticed {
                 due.append(&mut refusal.held);
             }
-            !given_up
+            !abandoned
         });
         due
     }
@@ -164,7 +164,7 @@ mod tests {
         assert!(!refusals.refuses_ping(7, || false, 10 * SECOND));
         // The client of another never pings again.
         refusals.add(8, held(), 10 * SECOND);
-        drop(refusals.due(10 * SECOND + GIVEN_UP + SECOND));
+        drop(refusals.due(10 * SECOND + ABANDONED_AFTER + SECOND));
         assert_eq!(answered.load(Ordering::Relaxed), 2);
         assert!(!refusals.is_refusing(8));
     }

@@ -134,8 +134,11 @@ impl Engine {
             hashes,
             range.chunks.clone(),
         )?;
-        if let Some(Unproven { connection, told }) = grant.unproven
-            && !self.chunk_sizes.is_same(connection, told, key.end)
+        if let Some(Unproven {
+            connection,
+            reported,
+        }) = grant.unproven
+            && !self.chunk_sizes.is_same(connection, reported, key.end)
         {
             return None;
         }

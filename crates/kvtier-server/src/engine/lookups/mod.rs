@@ -75,8 +75,8 @@ pub struct HeldLookup {
 }
 
 impl HeldLookup {
-    /// Chunks that its client is told.
-    fn told(&self) -> usize {
+    /// Chunks that its client learns of.
+    fn reported(&self) -> usize {
         self.counted_as_one
             .map_or(0, |count| self.hit_chunks / count)
     }
@@ -118,12 +118,12 @@ pub struct Grant {
     pub unproven: Option<Unproven>,
 }
 
-/// What a client of unproven chunk size was told.
+/// The result of a lookup whose client may have another chunk size.
 pub struct Unproven {
     /// The connection of its lookup.
     pub connection: u64,
-    /// Chunks.
-    pub told: usize,
+    /// Chunks reported to it.
+    pub reported: usize,
 }
 
 impl Lookups {
@@ -244,7 +244,7 @@ impl Lookups {
             }
             None => {
                 (entry.unread, entry.pending) = (false, None);
-                LookupResult::Hit(entry.lookup.told())
+                LookupResult::Hit(entry.lookup.reported())
             }
         }
     }
@@ -280,7 +280,7 @@ impl Lookups {
             object_groups,
             unproven: (lookup.counted_as_one != Some(NonZeroUsize::MIN)).then(|| Unproven {
                 connection: lookup.connection,
-                told: lookup.told(),
+                reported: lookup.reported(),
             }),
         })
     }
