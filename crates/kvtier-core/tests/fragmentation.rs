@@ -118,6 +118,23 @@ fn run_leaves_a_reserved_share_whole() {
     assert_eq!(resident(&cache, space(0, "kept"), 10).len(), 8);
 }
 
+/// Found by the model: without a victim left, the run was forgotten.
+#[test]
+fn run_is_evicted_when_no_victim_is_left_in_order() {
+    let cache = cache_with(28, EvictionKind::IsolatedLru);
+    assert_eq!(store(&cache, space(0, ""), &hashes(0..1), 1), 1);
+    assert_eq!(store(&cache, space(0, "a"), &hashes(0..6), 1), 6);
+    assert_eq!(store(&cache, space(1, ""), &hashes(0..3), 7), 3);
+    let grant = Grant {
+        limit: None,
+        reserved: 17,
+    };
+    cache.set_grant("", Some(grant));
+    // Those of "a" alone are room enough, and so is the small one of the other with them, but no victim in order.
+    assert_eq!(store(&cache, space(1, "a"), &hashes(0..1), 7), 1);
+    assert!(evicted(&cache) <= 7);
+}
+
 #[test]
 fn strict_tenant_refused_for_memory_keeps_its_objects() {
     let config = CacheConfig {

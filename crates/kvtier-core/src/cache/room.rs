@@ -136,18 +136,19 @@ impl<A: ExtentAllocator> State<A> {
         let (mut run, mut small_victims) = (None, 0);
         loop {
             let next = victim.or_else(|| self.policy.victim_of(salt));
-            let next = next.ok_or(NoRoom::Memory)?;
-            if self.is_enough(next, bytes) {
+            if let Some(next) = next.filter(|next| self.is_enough(*next, bytes)) {
                 self.evict_slot(next);
             } else {
                 if run.is_none() {
+                    next.ok_or(NoRoom::Memory)?;
                     let over = self.is_over(salt, kept).then_some(salt);
                     run = Some(self.cheapest_run(salt, bytes, over)?);
                 }
                 let free = capacity.saturating_sub(self.allocator.used());
                 let is_roomy = free >= bytes.saturating_add(capacity / SPARE_PART);
+                let is_next = !is_roomy && small_victims < MAX_SMALL_VICTIMS;
                 // The run may count on all that may leave of a reserved share.
-                if is_roomy || small_victims == MAX_SMALL_VICTIMS || self.has_share(next) {
+                let Some(next) = next.filter(|next| is_next && !self.has_share(*next)) else {
                     for member in run.unwrap_or_default() {
                         // Some of them may have been victims already.
                         if self.slab.at(member).state() == SlotState::Resident {
@@ -156,7 +157,7 @@ impl<A: ExtentAllocator> State<A> {
                     }
                     let extent = self.allocator.allocate(bytes, owner);
                     return extent.ok_or(NoRoom::Memory);
-                }
+                };
                 small_victims += 1;
                 self.evict_slot(next);
             }

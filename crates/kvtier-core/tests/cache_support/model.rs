@@ -390,19 +390,23 @@ impl Model {
                 false => self.victim_for(tenant),
             };
             let victim = victim.or(own).filter(|_| self.evicts);
-            let victim = victim.ok_or(KeyOutcome::NoMemory)?;
-            if self.objects[&self.order[victim]].extent.len >= len {
+            let len_of = |at: usize| self.objects[&self.order[at]].extent.len;
+            if let Some(victim) = victim.filter(|victim| len_of(*victim) >= len) {
                 self.evict_at(victim);
                 continue;
             }
             if run.is_none() {
+                victim.ok_or(KeyOutcome::NoMemory)?;
                 let found = self.cheapest_run(tenant, len, is_over);
                 run = Some(found.ok_or(KeyOutcome::NoMemory)?);
             }
             let (used, capacity) = (self.memory.used(), self.memory.capacity());
-            let of = (self.tenant_of)(self.objects[&self.order[victim]].key.0);
-            let is_shared = self.reserved(of) > 0;
-            if capacity - used < len + capacity / 16 && small_victims < 64 && !is_shared {
+            let is_next = capacity - used < len + capacity / 16 && small_victims < 64;
+            let has_share = |at: usize| {
+                let of = (self.tenant_of)(self.objects[&self.order[at]].key.0);
+                self.reserved(of) > 0
+            };
+            if let Some(victim) = victim.filter(|victim| is_next && !has_share(*victim)) {
                 small_victims += 1;
                 self.evict_at(victim);
                 continue;
