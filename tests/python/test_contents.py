@@ -18,9 +18,10 @@ from test_connector import Vllm, request, vllm_config  # noqa: E402
 HASH = hashlib.sha256(b"a picture").hexdigest()
 
 
-def contents(cache_gb=4.0, prefix_caching=True, lora=None, **pictures):
+def contents(cache_gb=4.0, prefix_caching=True, lora=None, has_encoders=False, **pictures):
     """Of an engine with these options."""
     config = vllm_config(SimpleNamespace(url="x"))
+    config.ec_transfer_config = SimpleNamespace() if has_encoders else None
     config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=cache_gb, **pictures)
     config.cache_config = SimpleNamespace(enable_prefix_caching=prefix_caching)
     config.lora_config = lora and SimpleNamespace(**lora)
@@ -62,8 +63,8 @@ def test_embeddings_that_may_be_missing_are_not_cached(caplog):
     """The hash is of what is left: sizes, which pictures share."""
     caplog.set_level(logging.WARNING)
     assert contents(enable_mm_embeds=True).are_known(pictured(HASH))
-    assert contents(allow_missing_mm_embeddings=True).are_known(pictured(HASH))
-    unknown = contents(enable_mm_embeds=True, allow_missing_mm_embeddings=True)
+    assert contents(has_encoders=True).are_known(pictured(HASH))
+    unknown = contents(enable_mm_embeds=True, has_encoders=True)
     assert not unknown.are_known(pictured(HASH)) and unknown.are_known(pictured())
     assert "--enable-mm-embeds" in caplog.text
 

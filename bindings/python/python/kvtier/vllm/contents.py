@@ -40,8 +40,11 @@ class Contents:
         unhashed = ""
         if not (getattr(pictures, "mm_processor_cache_gb", 0) or getattr(cache, "enable_prefix_caching", False)):
             unhashed = "without prefix caching and with --mm-processor-cache-gb 0 vLLM only numbers pictures; enable either"
-        elif getattr(pictures, "enable_mm_embeds", False) and getattr(pictures, "allow_missing_mm_embeddings", False):
-            unhashed = "with --enable-mm-embeds a request may leave its embeddings out, and has the hash of what is left"
+        elif getattr(pictures, "enable_mm_embeds", False) and getattr(vllm_config, "ec_transfer_config", None) is not None:
+            unhashed = (
+                "with --enable-mm-embeds and an EC connector a request may leave its embeddings out, and has the hash of "
+                "what is left"
+            )
         self._has_hashes = pictures is not None and not unhashed
         if pictures is not None and unhashed:
             logger.warning("requests with pictures are not cached: %s", unhashed)
