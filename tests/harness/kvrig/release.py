@@ -78,7 +78,8 @@ def restart(engine, server, chunk=CHUNK):
 
     def registered():
         adapter.get_finished(set())
-        return adapter.transfer_ctx is not before and (adapter.is_healthy or chunk != CHUNK)
+        may_be_refused = chunk != CHUNK and engine.mode == "engine_driven"
+        return adapter.transfer_ctx is not before and (adapter.is_healthy or may_be_refused)
 
     wait_until(registered, 12 * HEARTBEAT + 4, "registered again")
     engine.worker.stores.pop("lost", None)
