@@ -23,7 +23,7 @@ GREETING = (b"\xff" + bytes(7) + b"\x01\x7f\x03\x01NULL").ljust(64, b"\0")
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 PONG = b"\x04\x05\x04PONG"
 PER_PROCESS = 10_000
-IDLE_SECONDS = 30
+IDLE_SECONDS = 10
 
 
 def hold(address, count):
@@ -97,7 +97,7 @@ def measure(kvtier, endpoint, http, pid):
     idle = (cpu_seconds(pid) - before) / (time.monotonic() - started)
     state = json.loads(get(http, "/status"))
     stored = state["storage_manager"]["l2_adapters"][0]
-    bench = [kvtier, "bench", endpoint, "--scenario", "ping,engine-driven-store", "--duration", "5s"]
+    bench = [kvtier, "bench", endpoint, "--scenario", "ping,engine-driven", "--duration", "5s"]
     run = subprocess.run(bench, capture_output=True, text=True)
     time.sleep(2)
     after = json.loads(get(http, "/status"))["storage_manager"]["l2_adapters"][0]
