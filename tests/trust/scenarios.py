@@ -77,7 +77,7 @@ def pictures(case):
 
 @scenario(*each())
 def chunk_sizes(case):
-    """The server returns with another chunk size, twice, then with the first; a newer engine has stored the prompt each time."""
+    """The server returns with two other chunk sizes, then with the first; a newer engine stores the prompt each time."""
     server, prompt = case.server(), prompt_of("chunks", PROMPT)
     engine = case.engine("llama", server, extra={"kvtier.heartbeat": 1})
     alone = engine.alone(prompt).ids
