@@ -96,7 +96,11 @@ impl Engine {
             self.found_nothing(caller, key.request_id, scope);
             return Answer::nothing();
         };
-        if let Some(unserved) = instances.iter().flatten().find_map(|instance| instance.unserved) {
+        if let Some(unserved) = instances
+            .iter()
+            .flatten()
+            .find_map(|instance| instance.unserved)
+        {
             self.metrics
                 .early_exit(model, scope.cache_salt(), unserved.name());
             self.found_nothing(caller, key.request_id, scope);

@@ -187,7 +187,11 @@ impl Engine {
                 world_size,
             });
         };
-        if let Some(unserved) = instances.iter().flatten().find_map(|instance| instance.unserved) {
+        if let Some(unserved) = instances
+            .iter()
+            .flatten()
+            .find_map(|instance| instance.unserved)
+        {
             return Err(WarmError::NotServed {
                 model_name: model_name.into(),
                 unserved,
