@@ -568,7 +568,8 @@ fn a_client_that_does_not_read_its_chunks_gets_no_more_of_them_until_it_does() {
     let _turn = TURN
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
-    let server = TestServer::start(&[]);
+    // A quarter of L1 may be uncommitted.
+    let server = TestServer::start(&["--l1-size-gb", "0.25"]);
     // 8 x 2 x 16 x 2048 values are 1 MiB a chunk, 48 of them 48 MiB a reply.
     let scope = Scope::new("hostile/unread");
     let (instance, chunks) = (InstanceId(3), 48);

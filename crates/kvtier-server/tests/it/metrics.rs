@@ -39,7 +39,8 @@ fn metrics_have_the_names_of_lmcaches_and_count() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("http/metrics").with_salt("tenant \"one\"\n");
     let mut worker = server.engine_driven(1, &scope);
-    let mut pages = server.lmcache_driven(2, &scope.clone().with_salt("pages"));
+    // Workers of one model name whose objects differ in layout would find only what both have.
+    let mut pages = server.lmcache_driven(2, &Scope::new("http/metrics/pages").with_salt("pages"));
     let len = worker.chunk_bytes();
     let prompt = prompt(1, 2);
     worker
@@ -56,7 +57,6 @@ fn metrics_have_the_names_of_lmcaches_and_count() {
             .retrieve(&prompt, range(0..2), "p", &[1, 2, 3, 4, 5, 6, 7, 8], 0)
             .unwrap()
     );
-    // The newest registration decides which objects a lookup means.
     drop(pages);
     worker
         .connection()

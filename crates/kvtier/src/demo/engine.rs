@@ -9,8 +9,12 @@ use kvtier_client::{
 
 use crate::pattern;
 
-/// Name of the model that all engines of the demo say they run.
+/// Model name of the engines that copy by themselves.
 pub(super) const MODEL: &str = "kvtier/demo";
+
+/// Model name of the engines whose pages the server copies: their objects are bound to the format of their pages, so
+/// they share none with the others.
+const PAGES_MODEL: &str = "kvtier/demo-pages";
 
 /// Its KV: layers, heads, values in a head. In bfloat16 a chunk of 256 tokens has 512 KiB.
 const LAYERS: u64 = 4;
@@ -69,7 +73,12 @@ impl Engine {
         longest: usize,
     ) -> Result<Self, ClientError> {
         let connection = Connection::connect(endpoint)?;
-        let (instance, scope) = (InstanceId(instance), Scope::new(MODEL).with_salt(tenant));
+        let model = if kind == Kind::Pages {
+            PAGES_MODEL
+        } else {
+            MODEL
+        };
+        let (instance, scope) = (InstanceId(instance), Scope::new(model).with_salt(tenant));
         let worker = match kind {
             Kind::Pool | Kind::Pickle => {
                 let spec = EngineDrivenSpec {

@@ -139,7 +139,8 @@ fn play(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> anyhow::Resu
     let stage = stage(args, server, stop);
     let capacity = (config.l1_bytes / (chunk_tokens as u64 * engine::TOKEN_BYTES)) as usize;
     let shared = conversation::shared(chunk_tokens);
-    let needed = TENANTS.len() * (Kind::ALL.len() * (longest - shared) + shared);
+    // Engines whose pages the server copies have the shared part for themselves.
+    let needed = TENANTS.len() * (Kind::ALL.len() * (longest - shared) + 2 * shared);
     anyhow::ensure!(
         needed as f64 <= capacity as f64 * ROOMY,
         "--turns {}: the first phase may need {needed} chunks, and L1 has {capacity}; give fewer turns or a larger \
@@ -222,7 +223,7 @@ fn stage(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> Stage {
         turns: args.turns,
         chunk_tokens: server.engine().config().chunk_size as usize,
         system: conversation::system_prompt(args.seed),
-        ledger: ledger::Ledger::default(),
+        ledgers: Default::default(),
         stop,
         progress: workload::Progress::default(),
     }
@@ -276,7 +277,7 @@ fn clear(stage: &Stage, server: &Server, faults: &mut Faults) {
         faults.note(format!("the cache could not be cleared: {error}"));
         return;
     }
-    stage.ledger.clear();
+    stage.ledgers.iter().for_each(ledger::Ledger::clear);
     let left = server.engine().readings();
     if left.objects + left.used_bytes > 0 {
         faults.note(format!(

@@ -28,7 +28,8 @@ pub(super) struct Stage {
     pub(super) turns: u32,
     pub(super) chunk_tokens: usize,
     pub(super) system: Vec<u32>,
-    pub(super) ledger: Ledger,
+    /// Of the engines that copy by themselves, and of those whose pages the server copies: these share nothing.
+    pub(super) ledgers: [Ledger; 2],
     /// Set by a signal.
     pub(super) stop: std::sync::Arc<AtomicBool>,
     /// For the progress display.
@@ -46,6 +47,10 @@ pub(super) struct Progress {
 }
 
 impl Stage {
+    fn ledger(&self, kind: Kind) -> &Ledger {
+        &self.ledgers[usize::from(kind == Kind::Pages)]
+    }
+
     pub(super) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
@@ -192,11 +197,12 @@ impl Party {
         let chunks = conversation.chunks();
         let engine = &mut self.engines[tenant];
 
-        let least = stage.ledger.least(chunks);
+        let ledger = stage.ledger(self.latencies.kind);
+        let least = ledger.least(chunks);
         let began = Instant::now();
         let hit = engine.lookup(&prompt, &request)?;
         record(&mut self.latencies.lookup, began.elapsed());
-        let most = stage.ledger.most(chunks);
+        let most = ledger.most(chunks);
         if hit > most {
             self.faults.note(format!(
                 "{request}: {hit} chunks hit, only {most} were ever stored"
@@ -232,9 +238,9 @@ impl Party {
         let missed = &chunks[hit..];
         let mut sent = 0;
         if !missed.is_empty() {
-            stage.ledger.begin(missed);
+            ledger.begin(missed);
             let (took, bytes) = engine.save(&prompt, &request, hit, missed)?;
-            stage.ledger.stored(missed);
+            ledger.stored(missed);
             record(&mut self.latencies.store, took);
             sent = bytes;
         }
@@ -273,7 +279,7 @@ impl Party {
         let request = self.request();
         let engine = &mut self.engines[tenant];
         let hit = engine.lookup(&prompt, &request)?;
-        let most = stage.ledger.most(own.as_slice());
+        let most = stage.ledger(self.latencies.kind).most(own.as_slice());
         self.counts.foreign_lookups += 1;
         if hit > most {
             self.faults.note(format!(
