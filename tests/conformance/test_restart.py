@@ -16,7 +16,7 @@ def round_trip(engine):
     """Store a new prompt, find it, load it elsewhere, compare."""
     prompt = tokens(32)
     # Prompts of unlike lengths show a restarted server which chunk size the client has.
-    engine.hits(tokens(48))
+    engine.hits(tokens(63))
     engine.store_prompt(prompt)
     engine.wait_hit(prompt, 32)
     stored = engine.worker.read(engine.blocks_for(32))

@@ -5,9 +5,10 @@
 //! would take one chunk of ours for one of theirs: more tokens than they asked for, and the engine dies.
 //!
 //! A client cuts the end of every lookup down to a multiple of its own chunk size. So that size divides the greatest
-//! common divisor of all ends: once that is our chunk size, the client's is no larger, and no answer claims too much.
-//! Until then an answer counts in chunks of the divisor, which is never too much either. An end that is no multiple of our
-//! chunk size shows another size, to which nothing is served.
+//! common divisor of all ends, and it is no smaller than the longest rest that was cut off. A client is served once that
+//! leaves our chunk size alone: the divisor is ours, and a rest is longer than half of it. Until then, and again if its
+//! ends stop to fit, it finds nothing: a hit in chunks of another size could not be loaded, which some engines do not
+//! survive.
 //!
 //! The mutex guards the table.
 
@@ -21,21 +22,29 @@ use super::Caller;
 /// Connections known at most. Forgetting them all costs each some lookups.
 const MAX_CONNECTIONS: usize = 16_384;
 
-/// Lookups after which a divisor that is not our chunk size is taken for the client's. Of random ends, half of these
-/// have the chunk size as divisor after two, and all but one in 2^31 after 32.
+/// Lookups after which an unproven chunk size is logged as another one. Of random prompts, all but one client in a
+/// million have proved theirs after 32.
 const EXPECTED_LOOKUPS: u32 = 32;
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Seen {
     /// Of all ends, in tokens; 0 before the first.
     divisor: u64,
+    /// Tokens between an end and its prompt's, the most of all lookups.
+    longest_rest: u64,
     lookups: u32,
-    /// A retrieve showed chunks of another size.
-    is_disproved: bool,
     is_logged: bool,
 }
 
-/// What the ends of lookups show of their clients' chunk sizes.
+impl Seen {
+    /// Whether the chunk size can only be `own`. It divides the divisor, and of the divisors of `own` only `own` itself is
+    /// longer than half of it. (A client may leave out a prompt's last token: its chunk size is at least the rest.)
+    fn proves(&self, own: u64) -> bool {
+        self.divisor == own && 2 * self.longest_rest > own
+    }
+}
+
+/// What the lookups of reconnected clients show of their chunk sizes.
 pub struct ChunkSizes {
     own: u64,
     by_connection: Mutex<HashMap<u64, Seen>>,
@@ -50,64 +59,42 @@ impl ChunkSizes {
         }
     }
 
-    /// Our chunks that the client of a lookup counts as one, at most; nothing if none may be counted.
-    pub fn counted_as_one(&self, caller: Caller, end: u64) -> Option<NonZeroUsize> {
+    /// Whether the client of a lookup, of a prompt of `tokens` tokens up to `end`, certainly counts in our chunks.
+    pub fn is_proven(&self, caller: Caller, tokens: u64, end: u64) -> bool {
         if caller.knows_chunk_size {
-            return Some(NonZeroUsize::MIN);
+            return true;
         }
-        let seen = self.see(caller.connection, end);
-        let is_other = seen.is_disproved && seen.divisor != self.own;
-        if is_other || seen.divisor == 0 || !seen.divisor.is_multiple_of(self.own) {
-            return None;
-        }
-        NonZeroUsize::new(usize::try_from(seen.divisor / self.own).ok()?)
-    }
-
-    fn see(&self, connection: u64, end: u64) -> Seen {
+        let connection = caller.connection;
         let mut by_connection = self.by_connection.lock();
         if by_connection.len() >= MAX_CONNECTIONS && !by_connection.contains_key(&connection) {
             by_connection.clear();
         }
         let seen = by_connection.entry(connection).or_default();
         seen.divisor = gcd(seen.divisor, end);
+        seen.longest_rest = seen.longest_rest.max(tokens.saturating_sub(end));
         seen.lookups = seen.lookups.saturating_add(1);
-        if seen.lookups == 1 {
+        let is_proven = seen.proves(self.own);
+        if seen.lookups == 1 && !is_proven {
             tracing::info!(
                 connection,
                 chunk_size = self.own,
-                "a client reconnected without asking for the chunk size; its first hits are cut until its lookups prove it"
+                "client reconnected without asking for the chunk size; it has no hits until its lookups prove it"
             );
         }
-        let is_other = seen.is_disproved || !seen.divisor.is_multiple_of(self.own);
-        let is_unproven = seen.lookups >= EXPECTED_LOOKUPS;
-        if seen.divisor != self.own
-            && (is_other || is_unproven)
+        // An end that is no multiple of ours, or a rest that is longer, shows another size at once.
+        let is_other = !seen.divisor.is_multiple_of(self.own) || seen.longest_rest > self.own;
+        if !is_proven
+            && (is_other || seen.lookups >= EXPECTED_LOOKUPS)
             && !std::mem::replace(&mut seen.is_logged, true)
         {
             tracing::warn!(
                 connection,
                 chunk_size = self.own,
                 ends_are_multiples_of = seen.divisor,
-                "a client seems to use the chunk size of an earlier server; it has few hits or none until its engine \
-                 is restarted"
+                "client seems to use the chunk size of an earlier server; it has no hits until its engine is restarted"
             );
         }
-        *seen
-    }
-
-    /// Whether the `reported` chunks of a lookup are as long as ours, shown by the end of the retrieve that follows.
-    ///
-    /// A client that retrieves less than was reported is taken for one of another chunk size, until the ends of its
-    /// lookups prove ours.
-    pub fn is_same(&self, connection: u64, reported: usize, end: u64) -> bool {
-        let is_same = end == reported as u64 * self.own;
-        if let Some(seen) = self.by_connection.lock().get_mut(&connection) {
-            match is_same {
-                true => seen.divisor = gcd(seen.divisor, self.own),
-                false => seen.is_disproved = true,
-            }
-        }
-        is_same
+        is_proven
     }
 }
 
@@ -134,61 +121,47 @@ mod tests {
         }
     }
 
-    fn counted(sizes: &ChunkSizes, connection: u64, end: u64) -> Option<usize> {
-        let counted = sizes.counted_as_one(client(connection, false), end);
-        counted.map(NonZeroUsize::get)
+    fn is_proven(sizes: &ChunkSizes, tokens: u64, chunk: u64) -> bool {
+        sizes.is_proven(client(1, false), tokens, tokens / chunk * chunk)
     }
 
     #[test]
-    fn client_that_asked_counts_every_chunk() {
+    fn client_that_asked_is_proven() {
         let sizes = ChunkSizes::new(CHUNK);
         for end in [7, 0, 64] {
-            let counted = sizes.counted_as_one(client(1, true), end);
-            assert_eq!(counted, Some(NonZeroUsize::MIN));
+            assert!(sizes.is_proven(client(1, true), 64, end));
         }
     }
 
     #[test]
-    fn ends_with_our_divisor_prove_the_chunk_size() {
+    fn unlike_prompts_prove_our_chunk_size() {
         let sizes = ChunkSizes::new(CHUNK);
-        assert_eq!(counted(&sizes, 1, 0), None);
-        assert_eq!(counted(&sizes, 1, 64), Some(4));
-        assert_eq!(counted(&sizes, 1, 96), Some(2));
-        assert_eq!(counted(&sizes, 2, 64), Some(4));
-        assert_eq!(counted(&sizes, 1, 80), Some(1));
-        assert_eq!(counted(&sizes, 1, 1600), Some(1));
-        assert!(sizes.is_same(2, 1, 16));
-        assert_eq!(counted(&sizes, 2, 64), Some(1));
+        assert!(!is_proven(&sizes, 0, 16));
+        assert!(!is_proven(&sizes, 64, 16));
+        assert!(!is_proven(&sizes, 64 + 9, 16));
+        assert!(is_proven(&sizes, 48, 16));
+        assert!(is_proven(&sizes, 1600, 16));
+        assert!(
+            !sizes.is_proven(client(2, false), 48, 48),
+            "another connection"
+        );
     }
 
-    /// Whatever the client's chunk size and prompts, what it makes of an answer is no more than what was found.
     #[test]
-    fn no_answer_claims_more_than_found() {
-        for theirs in [1u64, 4, 8, 16, 24, 32, 48, 64, 256] {
+    fn other_chunk_sizes_are_never_proven() {
+        for theirs in [1, 2, 4, 8, 12, 15, 17, 24, 32, 48, 64, 256] {
             let sizes = ChunkSizes::new(CHUNK);
-            for len in [5u64, 100, 70, 333, 1024, 512, 97, 640] {
-                let end = len / theirs * theirs;
-                let found = end / 16;
-                let reported = counted(&sizes, theirs, end).map_or(0, |each| found / each as u64);
-                assert!(reported * theirs <= found * 16, "{theirs} {len}");
+            for tokens in (0..2000).chain([2048, 16, 32, 31]) {
+                assert!(!is_proven(&sizes, tokens, theirs), "{theirs} {tokens}");
             }
         }
     }
 
     #[test]
-    fn retrieve_of_longer_chunks_ends_the_hits() {
+    fn end_that_does_not_fit_ends_the_proof() {
         let sizes = ChunkSizes::new(CHUNK);
-        assert_eq!(counted(&sizes, 1, 64), Some(4));
-        assert!(!sizes.is_same(1, 1, 32));
-        assert_eq!(counted(&sizes, 1, 96), None);
-        assert_eq!(counted(&sizes, 1, 80), Some(1));
-    }
-
-    #[test]
-    fn ends_of_another_chunk_size_are_served_nothing() {
-        let sizes = ChunkSizes::new(CHUNK);
-        assert_eq!(counted(&sizes, 1, 64), Some(4));
-        assert_eq!(counted(&sizes, 1, 72), None);
-        assert_eq!(counted(&sizes, 1, 64), None);
+        assert!(is_proven(&sizes, 16 + 15, 16));
+        assert!(!sizes.is_proven(client(1, false), 24, 24));
+        assert!(!is_proven(&sizes, 16 + 15, 16));
     }
 }

@@ -1,6 +1,5 @@
 //! Lookups: what of a prompt is here, held until its workers have read it.
 
-use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -106,7 +105,13 @@ impl Engine {
             self.found_nothing(caller, key.request_id, scope);
             return Answer::nothing();
         }
-        let chunks = lookup_chunks(self.chunk_size, key.tokens.token_count, 0, key.end);
+        let tokens = key.tokens.token_count;
+        if !self.chunk_sizes.is_proven(caller, tokens as u64, key.end) {
+            self.metrics.unproven_lookups.inc();
+            self.found_nothing(caller, key.request_id, scope);
+            return Answer::nothing();
+        }
+        let chunks = lookup_chunks(self.chunk_size, tokens, 0, key.end);
         let hashes = &key.tokens.hashes[chunks.clone()];
         if hashes.is_empty() {
             self.metrics
@@ -161,7 +166,6 @@ impl Engine {
             rows,
             hit_chunks: found.hit_chunks,
             lease: found.lease,
-            counted_as_one: self.counted_as_one(caller, key.end),
             // At most 128.
             readers: u16::try_from(readers).unwrap_or(u16::MAX),
             until_end: !caller.release.notices_failed_retrieves(),
@@ -173,15 +177,6 @@ impl Engine {
             Some((l2, request)) => self.prefetch(l2, key.request_id, lookup, request),
         }
         Answer::nothing()
-    }
-
-    /// Our chunks that the client of a lookup counts as one.
-    fn counted_as_one(&self, caller: Caller, end: u64) -> Option<NonZeroUsize> {
-        let counted = self.chunk_sizes.counted_as_one(caller, end);
-        if counted != Some(NonZeroUsize::MIN) {
-            self.metrics.unproven_lookups.inc();
-        }
-        counted
     }
 
     /// Asks the tiers for what L1 lacks; the result of the lookup waits for it.
@@ -241,7 +236,6 @@ impl Engine {
             hit_chunks: 0,
             lease: self.l1.cache.lookup(now, &[], &[]).lease,
             loaded: Vec::new(),
-            counted_as_one: Some(NonZeroUsize::MIN),
             readers: 1,
             until_end: false,
             created: now,

@@ -17,7 +17,6 @@ use super::begin::Refusal;
 use super::deadline;
 use super::instances::{Copying, Instance};
 use super::lookup::{check_names, space};
-use super::lookups::Unproven;
 use super::memory::L1Allocator;
 
 /// What a worker's key names: whose objects, and which chunks.
@@ -126,7 +125,7 @@ impl Engine {
         }
         let hashes = &key.tokens.hashes;
         let layout = instance.layout.fingerprint;
-        let grant = self.lookups.grant(
+        let object_groups = self.lookups.grant(
             key.request_id,
             &range.scope,
             range.kv_rank,
@@ -134,15 +133,7 @@ impl Engine {
             hashes,
             range.chunks.clone(),
         )?;
-        if let Some(Unproven {
-            connection,
-            reported,
-        }) = grant.unproven
-            && !self.chunk_sizes.is_same(connection, reported, key.end)
-        {
-            return None;
-        }
-        let groups = grant.object_groups.iter().map(|id| {
+        let groups = object_groups.iter().map(|id| {
             let window = instance
                 .layout
                 .groups

@@ -12,7 +12,6 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -62,8 +61,6 @@ pub struct HeldLookup {
     pub hit_chunks: usize,
     /// The hold itself.
     pub lease: PrefixLease<L1Allocator>,
-    /// Chunks of it that count as one in the result; none are counted without. See [`super::chunk_sizes`].
-    pub counted_as_one: Option<NonZeroUsize>,
     /// Workers that will read each object.
     pub readers: u16,
     /// Whether the lease stays until the session ends: the client does not notice that a retrieve was refused.
@@ -72,14 +69,6 @@ pub struct HeldLookup {
     pub loaded: Vec<Cell>,
     /// When it was made, since start.
     pub created: Duration,
-}
-
-impl HeldLookup {
-    /// Chunks that its client learns of.
-    fn reported(&self) -> usize {
-        self.counted_as_one
-            .map_or(0, |count| self.hit_chunks / count)
-    }
 }
 
 /// What became of a lookup once the tiers were asked.
@@ -108,22 +97,6 @@ pub enum LookupResult {
     Pending(watch::Receiver<()>),
     /// Chunks in the prefix that was found.
     Hit(usize),
-}
-
-/// What a worker may read, as far as its request's lookup goes.
-pub struct Grant {
-    /// The object groups of this rank.
-    pub object_groups: Vec<u32>,
-    /// The lookup's client has not proved its chunk size.
-    pub unproven: Option<Unproven>,
-}
-
-/// The result of a lookup whose client may have another chunk size.
-pub struct Unproven {
-    /// The connection of its lookup.
-    pub connection: u64,
-    /// Chunks reported to it.
-    pub reported: usize,
 }
 
 impl Lookups {
@@ -244,7 +217,7 @@ impl Lookups {
             }
             None => {
                 (entry.unread, entry.pending) = (false, None);
-                LookupResult::Hit(entry.lookup.reported())
+                LookupResult::Hit(entry.lookup.hit_chunks)
             }
         }
     }
@@ -261,7 +234,7 @@ impl Lookups {
         layout: u64,
         hashes: &[ChunkHash],
         chunks: Range<usize>,
-    ) -> Option<Grant> {
+    ) -> Option<Vec<u32>> {
         let mut table = self.table.lock();
         let freed = |entry: &Entry| {
             let freed = entry.freed.get(chunks.clone());
@@ -276,13 +249,7 @@ impl Lookups {
             .iter()
             .filter(|row| (row.kv_rank, row.layout) == (kv_rank, layout));
         let object_groups: Vec<u32> = mine.map(|row| row.object_group_id).collect();
-        (!object_groups.is_empty()).then(|| Grant {
-            object_groups,
-            unproven: (lookup.counted_as_one != Some(NonZeroUsize::MIN)).then(|| Unproven {
-                connection: lookup.connection,
-                reported: lookup.reported(),
-            }),
-        })
+        (!object_groups.is_empty()).then_some(object_groups)
     }
 
     /// One worker of `kv_rank` is done with these chunks, whether it read them or not; what had its last reader is
