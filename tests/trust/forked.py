@@ -199,7 +199,7 @@ class Inside:
         self.llm = LLM(model=str(model), **defaults | options)
         self.engine, self.number = self.llm.llm_engine, 0
 
-    def ask(self, prompts, salt=None, lora=None, pictures=None, uuids=None, count=TOKENS):
+    def ask(self, prompts, salt=None, lora=None, pictures=None, uuids=None, count=TOKENS, settles=True):
         """Greedy completions of prompts that arrive together: lists of ids, or texts with pictures."""
         before, answers = self.external(), {}
         for prompt in prompts:
@@ -209,7 +209,8 @@ class Inside:
             for output in self.engine.step():
                 if output.finished:
                     answers[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
-        self.settle()
+        if settles:
+            self.settle()
         external = self.external() - before
         return [Answer(answers[number], external) for number in sorted(answers)]
 
