@@ -193,7 +193,7 @@ def test_a_damaged_file_is_refused_at_the_start(serve, tmp_path):
     """Nothing is served with quotas that cannot be read; one line says which file, why, and what to do."""
     path = tmp_path / "quotas"
     path.write_text('{"version":1,"checksum":"","quotas":{}}')
-    with pytest.raises(RuntimeError, match="exited with 1") as refused:
+    with pytest.raises(RuntimeError, match="exited with 2") as refused:
         serve(flags=["--quota-file", str(path)])
     for part in ("--quota-file", str(path), "changed by hand", "or remove it"):
         assert part in str(refused.value)
