@@ -200,7 +200,9 @@ impl Future {
         let patience = timeout.map_or(LONGEST_WAIT, seconds);
         wait_in_slices(py, patience, |slice| {
             self.awaited.wait_ready(slice);
-            self.awaited.is_ready().then_some(())
+            // Another thread may have taken the result, or cancelled.
+            let is_over = || !matches!(*self.state.lock(), State::Waiting);
+            (self.awaited.is_ready() || is_over()).then_some(())
         })?;
         // Several threads may have waited; it is taken once.
         let mut state = self.state.lock();
