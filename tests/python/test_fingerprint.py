@@ -116,7 +116,7 @@ def test_the_name_can_be_given():
     assert Identity.of(described(stages=2), False, 0, "mine").model_name == "mine#pp2"
     paged = [Identity.of(described(), False, 0, "mine", {"block_tokens": [size]}).model_name for size in (16, 32, 32)]
     assert paged[0] != paged[1] == paged[2] and all(len(each) == len("mine#") + 16 for each in paged)
-    with pytest.raises(ValueError, match="kvtier.model_name: 'a@b'; allowed is a text without @"):
+    with pytest.raises(ValueError, match="kvtier.model_name: 'a@b'; allowed is a printable text without @"):
         Options.read({"kvtier.model_name": "a@b"})
 
 

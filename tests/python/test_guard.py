@@ -222,6 +222,8 @@ def test_log_lines_are_vllms():
     code = (
         "import logging, kvtier.vllm.logs\n"
         "import vllm.logger\n"
+        "from vllm.config.logging import LoggingConfig\n"
+        "vllm.logger.configure_logging(LoggingConfig())\n"
         "kvtier.vllm.logs.use_vllm_log()\n"
         "logging.getLogger('kvtier.worker').info('registered it')\n"
         "logging.getLogger('kvtier.worker').debug('not this')\n"
@@ -231,4 +233,4 @@ def test_log_lines_are_vllms():
     environment = {**os.environ, "VLLM_CONFIGURE_LOGGING": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "registered it" in line or "not this" in line]
-    assert len(lines) == 1 and lines[0].startswith("INFO "), done.stdout + done.stderr
+    assert len(lines) == 1 and " INFO " in f" {lines[0]}", done.stdout + done.stderr

@@ -25,7 +25,7 @@ from rig import BLOCK, tokens
 
 def test_it_needs_neither_torch_nor_vllm_nor_lmcache():
     """What engines load beside their own packages is this one alone."""
-    code = "import sys, kvtier, kvtier.compat, kvtier.doctor; print({'torch', 'vllm', 'lmcache', 'zmq'} & set(sys.modules))"
+    code = "import sys, kvtier, kvtier.doctor; print({'torch', 'vllm', 'lmcache', 'zmq'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
