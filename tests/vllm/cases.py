@@ -404,13 +404,13 @@ class ModeCases:
         server.start()
         began, tries = time.monotonic(), 0
         # With a tier another prompt tells when the worker has registered again: the first tries miss, and store.
-        # A prompt of another length shows the server that the client's chunk size is its own.
+        # A prompt of another length, with a rest of most of a chunk, shows the server that the client's chunk size is its own.
         prompt, wanted = (prompts.exact, 1) if self.directory else (prompts.main, WHOLE)
         while True:
             tries += 1
             if apc:
                 vllm.forget()
-            vllm.ask([9] * 300, count=1)
+            vllm.ask([9] * 500, count=1)
             answer = vllm.measured(prompt)
             if answer.external >= wanted or time.monotonic() - began > 60:
                 break

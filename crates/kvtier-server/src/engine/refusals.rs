@@ -32,6 +32,9 @@ const ABANDONED_AFTER: Duration = Duration::from_secs(600);
 /// Connections known at most; beyond it the client's own deadline is what ends a refused retrieve.
 const MAX_CONNECTIONS: usize = 16_384;
 
+/// Held answers of one connection at most. A worker waits for each before it asks for the next.
+const MAX_HELD: usize = 64;
+
 struct Refusal {
     since: Duration,
     /// When the first ping was answered "no", and how many were.
@@ -63,7 +66,14 @@ impl Refusals {
         });
         // The client sent it while it was healthy: it needs another "no".
         (refusal.since, refusal.noticed, refusal.pings) = (now, None, 0);
-        refusal.held.extend(held);
+        match refusal.held.len() < MAX_HELD {
+            true => refusal.held.extend(held),
+            // Its answer is sent at once, outside of the lock.
+            false => {
+                drop(by_connection);
+                drop(held);
+            }
+        }
     }
 
     /// Whether no retrieve of this connection may begin.

@@ -219,7 +219,8 @@ impl Connection {
             && now.duration_since(self.pinged) >= HEARTBEAT_INTERVAL
             && self.session.ping();
         if is_asked {
-            if silent >= HEARTBEAT_TIMEOUT {
+            // Not for want of a question: the process itself may have been stopped.
+            if silent >= HEARTBEAT_TIMEOUT && self.pinged > self.heard {
                 return Err(Closed::Silent);
             }
             self.pinged = now;

@@ -21,6 +21,9 @@ use crate::engine::Answer;
 /// one, and the next ping decides.
 const MAX_UNDECIDED: usize = 16;
 
+/// Bytes of the largest message that may wait so. What is larger is answered without a payload.
+const MAX_UNDECIDED_BYTES: u64 = 256 << 10;
+
 impl Front {
     /// Serves a message of connection `id`, or queues it.
     pub(super) fn take(&mut self, id: u64, frames: Vec<Vec<u8>>) {
@@ -64,7 +67,9 @@ impl Front {
         let earlier = decided.then(|| std::mem::take(&mut client.undecided));
         if needs_decision(&resolved) && client.undecided.len() < MAX_UNDECIDED {
             let bytes: u64 = frames.iter().map(|frame| frame.len() as u64).sum();
-            if let Some(_charge) = client.peer.requests.take(bytes + JOB_BYTES) {
+            if bytes <= MAX_UNDECIDED_BYTES
+                && let Some(_charge) = client.peer.requests.take(bytes + JOB_BYTES)
+            {
                 client.undecided.push(Undecided { frames, _charge });
                 return;
             }

@@ -236,13 +236,15 @@ impl Server {
     }
 
     /// Gives back a "no", unless the client would not notice or not survive it: then its next ping says so.
-    fn report(self: &Arc<Self>, job: Job, answer: Answer) -> Option<(Job, Answer)> {
+    fn report(self: &Arc<Self>, mut job: Job, answer: Answer) -> Option<(Job, Answer)> {
         let caller = job.caller();
         if caller.release != Release::Before0_5_5 {
             return Some((job, answer));
         }
         let held = match job.spec().operation {
             Operation::PrepareRetrieve => {
+                // What is held needs no memory of the request.
+                (job.payloads, job.charge) = (Vec::new(), None);
                 let server = Arc::clone(self);
                 Some(Responder::new(move |_| {
                     for reply in server.frames(job, answer) {

@@ -67,9 +67,12 @@ def fingerprint(vllm_config: Any) -> str:
         # Where a name that is no directory is looked up.
         "hub": "modelscope" if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true") else "",
     }
-    if "longrope" in json.dumps([parts["described"], plain(_rope(model))]):
-        # Which of its factors are used depends on the longest request that is allowed.
+    described = json.dumps([parts["described"], plain(_rope(model))])
+    if any(name in described for name in ("longrope", "dynamic", "llama4")):
+        # Factors of positions depend on the longest request that is allowed, and in Llama 4 a scale of queries.
         parts["max_model_len"] = model.max_model_len
+    if "llama4" in described:
+        parts["generation"] = [plain(getattr(model, name, None)) for name in ("generation_config", "override_generation_config")]
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     with_times = not _has_nodes(getattr(vllm_config, "parallel_config", None))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +42,12 @@ def plain(value: Any) -> Any:
         return [plain(each) for each in value]
     if isinstance(value, (set, frozenset)):
         return sorted(json.dumps(plain(each), sort_keys=True) for each in value)
+    if isinstance(value, functools.partial):
+        return [plain(value.func), plain(value.args), plain(value.keywords)]
+    if isinstance(value, types.FunctionType):
+        # Many functions are called <lambda>: what they do tells them apart.
+        bound = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [f"{value.__module__}.{value.__qualname__}", _code(value.__code__), plain(value.__defaults__), plain(bound)]
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
@@ -47,3 +55,9 @@ def plain(value: Any) -> Any:
     # torch.dtype, bytes: their text is what they are. Of anything else the type is.
     text = repr(value)
     return type(value).__qualname__ if " at 0x" in text else text
+
+
+def _code(code: types.CodeType) -> list[Any]:
+    """What a function does: its instructions, names and constants."""
+    constants = [_code(each) if isinstance(each, types.CodeType) else plain(each) for each in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), constants]

@@ -17,6 +17,9 @@ from .contents import Contents
 class Tracked:
     """A request under way."""
 
+    is_stale: bool = field(default=False, kw_only=True)
+    """It ran when keys were renewed: what it computes follows a prefix from before, and is not stored."""
+
     request: Any
     salt: str
     block_ids: list[list[int]] = field(default_factory=list)

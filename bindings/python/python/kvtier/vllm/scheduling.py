@@ -97,7 +97,7 @@ class Scheduling:
         if not self.adapter.has_lookup(request.request_id):
             # It begins, or was preempted: what was stored before that may have failed, be gone, or be from before a reset.
             self.keys.begin(request.request_id)
-            tracked.stored_tokens = 0
+            tracked.stored_tokens, tracked.is_stale = 0, False
         # The last token is computed, for its successor. Blocks of one token would leave its block out of the load.
         loadable = request.num_tokens - 1 if 1 in self.block_tokens else request.num_tokens
         chunk = self.chunk
@@ -240,7 +240,7 @@ class Scheduling:
     def _store(self, metadata: StepMetadata, tracked: Tracked, computed: int) -> None:
         """Stores what this step completes."""
         request, chunk = tracked.request, self.chunk
-        if not chunk or not self.can_store or not self.adapter.is_healthy:
+        if not chunk or not self.can_store or not self.adapter.is_healthy or tracked.is_stale:
             return
         # Tokens that are being guessed, or not sampled yet, are no part of the request.
         known = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
@@ -367,7 +367,7 @@ class Scheduling:
         """
         self.keys.renew()
         for tracked in self.tracked.values():
-            tracked.matched = False
+            tracked.matched, tracked.is_stale = False, True
         for request_id in self.tracked:
             # What was found and not loaded yet is looked up again.
             if self.adapter.has_lookup(request_id):
