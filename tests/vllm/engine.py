@@ -76,6 +76,8 @@ class Vllm:
         if events:
             argv += events.flags()
         if options.connector == "kvtier":
+            if server is not None:
+                environment["WITNESS_DIRECTORY"] = str(server.witness)
             # The package under test, a subclass of its connector, and a module that has nothing of LMCache imported.
             modules += [options.package, HERE / "witness", HERE / "without_lmcache"]
         if modules:
@@ -195,7 +197,6 @@ def transfer_config(options, server):
             "kv_role": "kv_both",
             "kv_connector_module_path": "kv_witness",
             "kv_connector_extra_config": {
-                "witness.directory": str(server.witness),
                 "kvtier.url": getattr(server, "engine_url", server.url),
                 "kvtier.transfer_mode": client_mode(server.mode),
                 "kvtier.timeout": options.mq_timeout,

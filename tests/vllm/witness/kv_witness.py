@@ -14,7 +14,7 @@ from kvtier.vllm import KvTierConnector
 
 
 class WitnessConnector(KvTierConnector):
-    """Same behaviour; a file for each worker in the directory that `witness.directory` names."""
+    """Same behaviour; a file for each worker in the directory that $WITNESS_DIRECTORY names."""
 
     def register_kv_caches(self, kv_caches):
         """Remember the tensors; they may move to other memory behind this, in place."""
@@ -23,7 +23,7 @@ class WitnessConnector(KvTierConnector):
         self._block_tokens, self._tensors = group.block_tokens, list(kv_caches.values())
         blocks = self._kv_cache_config.num_blocks
         self._axes = [tensor.shape.index(blocks) for tensor in self._tensors]
-        directory = self._kv_transfer_config.kv_connector_extra_config["witness.directory"]
+        directory = os.environ["WITNESS_DIRECTORY"]
         self._piece = f"{self._worker.world_size}-{self._worker.worker_id}"
         self._file = open(os.path.join(directory, f"{os.getpid()}.log"), "a", buffering=1)  # noqa: SIM115
         self._loading, self._loaded = {}, []
