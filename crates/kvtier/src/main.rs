@@ -86,7 +86,7 @@ fn main() -> ExitCode {
 /// Says in one line what is wrong with the arguments; or prints the help that was asked for.
 fn refuse(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() {
-        // Whoever stopped reading it has seen enough.
+        // A closed pipe is no error: the reader has seen enough.
         let _ = error.print();
         return ExitCode::SUCCESS;
     }

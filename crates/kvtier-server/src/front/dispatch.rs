@@ -166,7 +166,7 @@ fn needs_decision(resolved: &Resolved) -> bool {
     !resolved.certain && !harmless
 }
 
-/// A request that no table knows is answered too, so that nobody waits for ever: a client that takes a text learns
+/// A request that no table knows is answered too, so that no caller waits for ever: a client that takes a text learns
 /// why, others get the operation's "no", or their own frames back. Nothing answers a frame that names no operation.
 fn unresolved(
     server: &Server,

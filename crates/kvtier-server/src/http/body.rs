@@ -80,7 +80,7 @@ pub(super) fn not_one_of(location: &[Value], allowed: &[&str], input: &Value) ->
     }]))
 }
 
-/// The answer to a body of so many values that they would take more than `most` bytes.
+/// The answer to a body whose values would take more than `most` bytes.
 fn too_large(most: usize) -> ApiError {
     ApiError::Detail(StatusCode::PAYLOAD_TOO_LARGE, too_many_values(most))
 }

@@ -122,7 +122,7 @@ impl Asked {
         };
         match body.has("block_ids") {
             true => Ok(asked),
-            // Rather than that instance 0, which nobody named, is not registered.
+            // Rather than that instance 0, which the request did not name, is not registered.
             false => Err(ApiError::Detail(
                 StatusCode::BAD_REQUEST,
                 "block_ids is required".to_owned(),

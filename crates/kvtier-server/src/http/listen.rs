@@ -41,7 +41,7 @@ use crate::access::Access;
 /// Connections at once.
 pub(super) const CONNECTIONS: usize = 256;
 
-/// Requests at once, of so many connections, beside those for [`OPEN`]; the next one is answered with 503.
+/// Requests served at once with this many connections, beside those for [`OPEN`]; the next one is answered with 503.
 fn requests(connections: usize) -> usize {
     connections - connections / 8
 }
@@ -386,7 +386,7 @@ mod tests {
         assert!(text.starts_with("HTTP/1.1 431 "), "{text}");
     }
 
-    /// A server of so many connections, where `POST /body` waits for its body.
+    /// A server that takes at most this many connections, where `POST /body` waits for its body.
     async fn start(connections: usize) -> (SocketAddr, impl Future<Output = ()>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
