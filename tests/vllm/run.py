@@ -65,7 +65,8 @@ def options():
     parser.add_argument("--kv-blocks", type=int, default=96, help="paged blocks of vLLM; they are shared memory")
     parser.add_argument("--l1-gb", type=float, default=1.0)
     parser.add_argument("--mq-timeout", type=float, default=15)
-    parser.add_argument("--heartbeat", type=float, default=2)
+    # It is also how long LMCache's client waits for a ping; one missed ends its engine if a load runs.
+    parser.add_argument("--heartbeat", type=float, default=4)
     parser.add_argument("--start-timeout", type=float, default=240)
     parser.add_argument("--seed", type=int, default=20260101)
     parser.add_argument("--reuse-baseline", action="store_true", help="keep what vLLM alone answered last time")
