@@ -63,7 +63,7 @@ class Case:
             }  # fmt: skip
         own = {
             "lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port, "lmcache.mp.mq_timeout": 10,
-            "lmcache.mp.heartbeat_interval": 3, "lmcache.mp.mp_transfer_mode": client_mode(self.mode),
+            "lmcache.mp.heartbeat_interval": 2, "lmcache.mp.mp_transfer_mode": client_mode(self.mode),
         }  # fmt: skip
         return {
             "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_module_path": LMCACHE,
