@@ -3,7 +3,7 @@
 //!
 //! Nothing of a staged store is readable, and it took the place of something that was. So all workers together have at
 //! most the limit, a quarter of L1, staged at once, for as long as they do not commit, and the budget is asked before
-//! anything is evicted.
+//! anything is evicted. Bytes are those that the allocator takes, rounded up to `--l1-align-bytes`.
 //!
 //! | who | share |
 //! | --- | --- |
@@ -246,6 +246,11 @@ impl Charge {
         }
     }
 
+    /// Bytes that the transfer's memory takes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Its instance has left; the worker keeps it in its share.
     pub fn depart(&mut self) {
         if std::mem::replace(&mut self.has_departed, true) {
@@ -289,16 +294,12 @@ impl Engine {
     ) -> Result<(Reservation<L1Allocator>, Charge), Refusal> {
         let worker = WorkerShare::of(instance, range);
         let salt = range.scope.cache_salt();
-        let object_bytes = requests.iter().map(|request| request.len).sum();
+        let cache = &self.l1.cache;
+        let object_bytes = cache.footprint(requests.iter().map(|request| request.len));
         let reserve = |max_bytes| {
-            let cache = &self.l1.cache;
             let reserved = cache.reserve_staged(self.now(), requests, near, max_bytes);
             let reserved = reserved.map_err(|error| Refusal::from(error.to_string()))?;
-            let bytes = reserved
-                .reservation
-                .extents()
-                .map(|extent| extent.len)
-                .sum();
+            let bytes = cache.footprint(reserved.reservation.extents().map(|extent| extent.len));
             Ok::<_, Refusal>((reserved, bytes))
         };
         let (reserved, charge) = self.staging.stage(&worker, salt, object_bytes, reserve)?;

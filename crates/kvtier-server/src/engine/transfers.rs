@@ -103,12 +103,8 @@ impl Lent {
 
     fn bytes(&self) -> u64 {
         match self {
-            Self::Store(reservation, _) => reservation.extents().map(|extent| extent.len).sum(),
-            Self::Retrieve(leases, _) => leases
-                .iter()
-                .flat_map(|lease| lease.extents())
-                .map(|extent| extent.len)
-                .sum(),
+            Self::Store(_, charge) => charge.bytes(),
+            Self::Retrieve(_, charges) => charges.iter().map(Charge::bytes).sum(),
         }
     }
 }

@@ -165,32 +165,46 @@ fn tenant_with_a_soft_limit_stages_no_more_than_that() {
 }
 
 #[test]
+fn small_objects_with_a_large_alignment_hold_at_most_a_quarter() {
+    // 32 units of 2 MiB, of which an object of 8 KiB takes one.
+    let server = TestServer::start(&["--l1-align-bytes", "2097152"]);
+    let scope = Scope::new("staging/small");
+    let mut leaky = server.engine_driven(1, &scope);
+    let mut other = server.engine_driven(2, &scope);
+    assert_eq!(hog(leaky.connection(), 1, &scope, 0..64), 7);
+    assert_eq!(server.readings().used_bytes, 14 << 20);
+    // The share of a pickled store is in the same bytes.
+    assert!(!commit_pickled(&mut leaky, &scope));
+    assert!(commit_pickled(&mut other, &scope));
+}
+
+/// Stores two chunks pickled.
+fn commit_pickled(worker: &mut EngineDrivenWorker, scope: &Scope) -> bool {
+    let (prompt, len) = (prompt(1000, 2), worker.chunk_bytes());
+    let key = scope.worker_key(0, &prompt, range(0..2), "p");
+    let chunks: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
+    let tensors = [0, 1].map(|_| pickle::TensorToWrite {
+        dtype: kvtier_client::proto::descriptor::Dtype::BFloat16,
+        shape: &[2, 2, 16, 64],
+    });
+    let data = pickle::write_tensors(&tensors, |index, out| {
+        out.extend_from_slice(&chunks[index]);
+        Ok::<(), pickle::WriteError>(())
+    });
+    let (instance, data) = (worker.spec().instance, data.unwrap());
+    let stored = worker.connection().commit_store(&key, instance, &data);
+    stored.unwrap()
+}
+
+#[test]
 fn pickled_store_counts_in_the_share_of_its_worker() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("staging/pickled");
     let mut leaky = server.engine_driven(1, &scope);
     let mut other = server.engine_driven(2, &scope);
     assert_eq!(hog(leaky.connection(), 1, &scope, 0..64), 14 * 128);
-    let (prompt, len) = (prompt(1000, 2), leaky.chunk_bytes());
-    let send = |worker: &mut EngineDrivenWorker, request: &str| {
-        let key = scope.worker_key(0, &prompt, range(0..2), request);
-        let chunks: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
-        let tensors = [0, 1].map(|_| pickle::TensorToWrite {
-            dtype: kvtier_client::proto::descriptor::Dtype::BFloat16,
-            shape: &[2, 2, 16, 64],
-        });
-        let data = pickle::write_tensors(&tensors, |index, out| {
-            out.extend_from_slice(&chunks[index]);
-            Ok::<(), pickle::WriteError>(())
-        });
-        let instance = worker.spec().instance;
-        let stored = worker
-            .connection()
-            .commit_store(&key, instance, &data.unwrap());
-        stored.unwrap()
-    };
-    assert!(!send(&mut leaky, "p"));
-    assert!(send(&mut other, "p"));
+    assert!(!commit_pickled(&mut leaky, &scope));
+    assert!(commit_pickled(&mut other, &scope));
 }
 
 #[test]
