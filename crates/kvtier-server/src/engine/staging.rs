@@ -9,11 +9,12 @@
 //! | --- | --- |
 //! | one worker | [`WORKER_RATIO`] times what stays free: alone seven eighths of the limit |
 //! | one tenant | [`TENANT_RATIO`] times what stays free, and no more than its quota |
-//! | a worker with nothing staged | at least one object, while the limit allows it |
+//! | an instance with nothing staged | at least one object, while the limit leaves it |
 //!
 //! A share that depends on what stays free leaves some of it for newcomers, however many workers never commit. A worker
-//! that has registered under another id keeps what its earlier registrations have not committed in its share. By its
-//! earlier id it is not to be told from a replica, another worker of the same model, world size and number.
+//! that has registered under another id keeps what its earlier registrations have not committed in its share. Such a
+//! departed registration is indistinguishable from a replica, another worker of the same model, world size and number,
+//! so it does not keep a live instance from its first object.
 //!
 //! Retrieves have a ledger of their own, without tenants: they evict nothing. Several may lease the same object, so one
 //! is refused only while more than the limit is leased in all.
@@ -108,6 +109,11 @@ impl Ledger {
         own.unwrap_or(0) + departed.unwrap_or(0)
     }
 
+    /// Whether this instance holds bytes of its own.
+    fn has_some(&self, worker: &WorkerShare) -> bool {
+        self.instances.contains_key(&worker.instance)
+    }
+
     /// Bytes that a worker may take for a tenant, in objects of `object_bytes` bytes.
     fn allowance(
         &self,
@@ -123,7 +129,7 @@ impl Ledger {
             share(TENANT_RATIO, free, own.unwrap_or(0))
         });
         let allowance = share(WORKER_RATIO, free, own).min(of_tenant);
-        let has_first = own == 0 && (object_bytes <= free || self.bytes == 0);
+        let has_first = !self.has_some(worker) && (object_bytes <= free || self.bytes == 0);
         match has_first {
             true => allowance.max(object_bytes),
             false => allowance,
@@ -131,6 +137,9 @@ impl Ledger {
     }
 
     fn add(&mut self, worker: &WorkerShare, tenant: Option<&str>, bytes: u64) {
+        if bytes == 0 {
+            return;
+        }
         self.bytes += bytes;
         add(&mut self.instances, worker.instance, bytes);
         if let Some(tenant) = tenant {
@@ -195,8 +204,8 @@ impl StagingBudget {
         Ok((reserved, charge))
     }
 
-    /// Takes the bytes that a retrieve of this worker leases; `None` when it may not, as it has others and more than the
-    /// limit is leased in all.
+    /// Takes the bytes that a retrieve of this worker leases; `None` when it may not, as its instance has others and more
+    /// than the limit is leased in all.
     pub fn lease(
         self: &Arc<Self>,
         worker: &WorkerShare,
@@ -206,7 +215,7 @@ impl StagingBudget {
         let mut ledgers = self.ledgers.lock();
         let retrieves = &mut ledgers.retrieves;
         let allowance = retrieves.allowance(self.limit, worker, None, bytes);
-        if bytes > allowance && retrieves.own(worker) > 0 && leased_bytes() > self.limit {
+        if bytes > allowance && retrieves.has_some(worker) && leased_bytes() > self.limit {
             return None;
         }
         retrieves.add(worker, None, bytes);
@@ -386,9 +395,13 @@ mod tests {
         let mut hog = stage(&budget, &worker(1), "a", u64::MAX);
         hog.depart();
         hog.depart();
-        // Another registration of the same worker.
+        // Another registration of the same worker: its first object.
+        let first = stage(&budget, &worker(1001), "b", u64::MAX);
+        assert_eq!(first.bytes, 1);
         assert_eq!(stage(&budget, &worker(1001), "b", u64::MAX).bytes, 0);
-        assert_eq!(stage(&budget, &worker(2), "b", u64::MAX).bytes, 175);
+        assert_eq!(stage(&budget, &worker(2), "b", u64::MAX).bytes, 174);
+        drop(first);
+        assert_eq!(stage(&budget, &worker(1001), "b", u64::MAX).bytes, 1);
         drop(hog);
         assert_eq!(stage(&budget, &worker(1001), "b", u64::MAX).bytes, 1400);
         assert!(budget.ledgers.lock().stores.departed.is_empty());
@@ -413,6 +426,10 @@ mod tests {
         assert!(budget.lease(&worker(1), 500, || 100).is_some());
         assert!(budget.lease(&worker(2), 1, || 101).is_some());
         drop(first);
+        let mut gone = budget.lease(&worker(1), 500, || 500).unwrap();
+        gone.depart();
+        let replica = budget.lease(&worker(1001), 500, || 1000);
+        assert!(replica.is_some(), "the departed one is another process");
         assert_eq!(budget.staged_bytes(), 0);
     }
 }

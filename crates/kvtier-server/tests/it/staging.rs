@@ -85,15 +85,47 @@ fn a_worker_that_never_commits_does_not_get_out_of_it_by_new_instance_ids() {
         lent.push(lend(&mut leaky, &key).len());
         leaky.close().unwrap();
     }
-    // Seven eighths of a quarter are its share.
-    assert_eq!(lent.iter().filter(|slots| **slots > 0).count(), 14);
+    // Seven eighths of a quarter are its share; then each registration has its first object.
+    assert_eq!(lent[..14], [128; 14]);
+    assert_eq!(lent[14..], [1; 25]);
     // Other workers of the model get on, and so does this one when the memory has come back.
     let prompt = prompt(1000, 128);
     let mut again = server.engine_driven(100, &scope);
     let key = scope.worker_key(0, &prompt, range(0..128), "w");
-    assert_eq!(lend(&mut again, &key).len(), 0);
+    assert_eq!(lend(&mut again, &key).len(), 1);
     server.pass(Duration::from_secs(61));
+    let key = scope.worker_key(0, &prompt, range(0..128), "x");
     assert_eq!(lend(&mut again, &key).len(), 128);
+}
+
+#[test]
+fn replica_of_a_departed_impostor_stores_and_retrieves() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("staging/impostor");
+    let mut impostor = server.engine_driven(1, &scope);
+    let mut replica = server.engine_driven(2, &scope);
+    // 20 MiB of 64, all of it retrieved by an instance that leaves, and then its share of the stores.
+    stores_and_finds(&mut replica, 1000..1040);
+    for seed in 1000..1040 {
+        assert_eq!(impostor.lookup(&prompt(seed, 64), "r").unwrap(), 64);
+        let prompt = prompt(seed, 64);
+        let key = scope.worker_key(0, &prompt, range(0..64), "r");
+        let answer = impostor.connection().prepare_retrieve(&key, InstanceId(1));
+        assert_eq!(answer.unwrap().success, seed < 1032);
+        impostor.connection().end_session("r").unwrap();
+    }
+    assert_eq!(hog(impostor.connection(), 1, &scope, 0..64), 14 * 128);
+    impostor.close().unwrap();
+    let len = replica.chunk_bytes();
+    for seed in 0..4 {
+        let one = prompt(5000 + seed, 1);
+        let stored = replica.store(&one, range(0..1), "s", |chunk| bytes(1, chunk, len));
+        assert_eq!(stored.unwrap().chunks.len(), 1);
+    }
+    let all = prompt(1000, 64);
+    assert_eq!(replica.lookup(&all, "l").unwrap(), 64);
+    let read = replica.retrieve(&all, range(0..64), "l", |_, _| {});
+    assert_eq!(read.unwrap().unwrap().chunks, 64);
 }
 
 #[test]
