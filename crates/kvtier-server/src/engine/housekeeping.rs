@@ -109,8 +109,7 @@ impl Engine {
         if let Some(limit) = now.checked_sub(self.config.session_ttl) {
             self.lookups.sweep(|lookup| lookup.created < limit);
         }
-        let limit = now.checked_sub(self.config.write_ttl).unwrap_or_default();
-        let given_up = self.transfers.expire(limit, now);
+        let given_up = self.transfers.expire(self.config.write_ttl, now);
         if given_up > 0 {
             self.metrics.expired_transfers.inc_by(given_up as u64);
             tracing::warn!(

@@ -16,8 +16,10 @@
 //! departed registration is indistinguishable from a replica, another worker of the same model, world size and number,
 //! so it does not keep a live instance from its first object.
 //!
-//! Retrieves have a ledger of their own, without tenants: they evict nothing. Several may lease the same object, so one
-//! is refused only while more than the limit is leased in all.
+//! Retrieves have a ledger of their own, without tenants: they evict nothing, and what they lease stays readable. Several
+//! may lease the same object, so one is refused only if its instance has others and more than the limit is leased in all.
+//! The first one may be as large as L1, as a prompt may; if it is not committed, its leases end after two write TTLs
+//! ([`super::transfers`]).
 //!
 //! The mutex guards the ledgers. A store reserves its memory while it is held, so that no two stores take the same
 //! share; the cache's lock is taken inside it, never around it.
@@ -129,7 +131,7 @@ impl Ledger {
             share(TENANT_RATIO, free, own.unwrap_or(0))
         });
         let allowance = share(WORKER_RATIO, free, own).min(of_tenant);
-        let has_first = !self.has_some(worker) && (object_bytes <= free || self.bytes == 0);
+        let has_first = !self.has_some(worker) && object_bytes <= free;
         match has_first {
             true => allowance.max(object_bytes),
             false => allowance,
@@ -315,7 +317,7 @@ impl Engine {
         self.metrics
             .reserved("l1_store", key.model_name, salt, &reserved.outcomes);
         if reserved.outcomes.contains(&KeyOutcome::OverStaging) {
-            self.warn_of_staging(instance, &worker);
+            self.warn_of_staging(instance, &worker, object_bytes);
             if reserved.reservation.is_empty() {
                 return Err(Refusal::Staging);
             }
@@ -323,18 +325,28 @@ impl Engine {
         Ok((reserved.reservation, charge))
     }
 
-    fn warn_of_staging(&self, instance: &Instance, worker: &WorkerShare) {
+    fn warn_of_staging(&self, instance: &Instance, worker: &WorkerShare, object_bytes: u64) {
         let Some(left_out) = self.staging.warning.due(std::time::Instant::now()) else {
             return;
+        };
+        let limit_bytes = self.staging.limit();
+        let cause = match object_bytes > limit_bytes {
+            true => {
+                "objects are larger than a quarter of L1; refusing until --l1-size-gb is larger"
+            }
+            false => {
+                "staged and not committed bytes are at the limit; refusing until some are committed"
+            }
         };
         tracing::warn!(
             model = ?instance.model_name,
             instance = instance.id.0,
+            object_bytes,
             bytes = self.staging.own(worker),
             all_bytes = self.staging.staged_bytes(),
-            limit_bytes = self.staging.limit(),
+            limit_bytes,
             left_out,
-            "store refused: staged and not committed bytes are at the limit; refusing until some are committed"
+            "store refused: {cause}"
         );
     }
 }
@@ -408,13 +420,13 @@ mod tests {
     }
 
     #[test]
-    fn first_object_is_staged_even_if_larger_than_the_limit() {
-        let budget = budget(10);
+    fn first_object_is_staged_up_to_the_limit() {
         let take = |allowance: u64| Ok::<_, ()>(((), allowance));
-        let (_, large) = budget.stage(&worker(1), "a", 100, take).unwrap();
-        assert_eq!(large.bytes, 100);
-        let (_, next) = budget.stage(&worker(2), "a", 100, take).unwrap();
-        assert_eq!(next.bytes, 0);
+        for (object_bytes, allowed) in [(10, 10), (11, 8)] {
+            let budget = budget(10);
+            let (_, first) = budget.stage(&worker(1), "a", object_bytes, take).unwrap();
+            assert_eq!(first.bytes, allowed, "an object of {object_bytes}");
+        }
     }
 
     #[test]

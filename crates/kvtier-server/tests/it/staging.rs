@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use kvtier_client::proto::pickle;
+use kvtier_client::proto::request::EngineDrivenContext;
 use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Scope};
 
 use crate::support::{TestServer, bytes, context, engine_driven, lend, prompt, range, slots};
@@ -256,4 +257,58 @@ fn retrieves_that_are_never_committed_do_not_keep_all_from_eviction() {
     }
     // Half a MiB each.
     assert_eq!(read, 32);
+}
+
+#[test]
+fn uncommitted_retrieve_ends_after_two_write_ttls() {
+    let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
+    let scope = Scope::new("staging/overdue");
+    let mut leaky = server.engine_driven(1, &scope);
+    // 40 MiB of 64, in one prompt: the first retrieve of an instance may be as large as a prompt.
+    let (all, len) = (prompt(1, 5120), leaky.chunk_bytes());
+    for first in (0..5120).step_by(1024) {
+        let chunks = range(first..first + 1024);
+        let stored = leaky.store(&all, chunks, "s", |chunk| bytes(1, chunk, len));
+        assert_eq!(stored.unwrap().chunks.len(), 1024);
+    }
+    let key = scope.worker_key(0, &all, range(0..5120), "r");
+    let instance = InstanceId(1);
+    for commits_late in [true, false] {
+        assert_eq!(leaky.lookup(&all, "r").unwrap(), 5120);
+        let connection = leaky.connection();
+        assert!(connection.prepare_retrieve(&key, instance).unwrap().success);
+        connection.end_session("r").unwrap();
+        server.pass(Duration::from_secs(61));
+        assert!(connection.ping(Some(instance)).unwrap());
+        assert_eq!(server.readings().leased_objects, 5120);
+        if commits_late {
+            assert!(connection.commit_retrieve(&key, instance).unwrap());
+            assert_eq!(server.readings().leased_objects, 0);
+        }
+    }
+    server.pass(Duration::from_secs(61));
+    assert_eq!(server.readings().leased_objects, 0);
+    let connection = leaky.connection();
+    assert!(!connection.commit_retrieve(&key, instance).unwrap());
+    server.assert_sound();
+}
+
+#[test]
+fn object_larger_than_a_quarter_is_refused() {
+    let server = TestServer::start(&[]);
+    let mut other = server.engine_driven(2, &Scope::new("staging/ordinary"));
+    stores_and_finds(&mut other, 0..120);
+    // 2 x 2 x 16 tokens x 131,072 values x 2 bytes are 16 MiB, and half as much again is more than a quarter.
+    let scope = Scope::new("staging/huge");
+    let mut connection = server.connect();
+    for (instance, hidden_dim_size, lent) in [(3, 131_072 * 3 / 2, 0), (4, 131_072, 1)] {
+        let context = EngineDrivenContext {
+            hidden_dim_size,
+            ..context(instance, &scope)
+        };
+        connection.register_engine_driven(context).unwrap();
+        assert_eq!(hog(&mut connection, instance, &scope, 0..2), lent);
+        let evicted = server.readings().evicted_objects;
+        assert_eq!(evicted > 0, lent > 0, "{evicted}");
+    }
 }
