@@ -1,10 +1,11 @@
 //! L1 that a worker which never commits holds, and the hit rate of the others: a server in this process and its clients.
 //!
-//! `staging [REQUESTS [SEEDS]]`. Three workers take turns. A request looks a prompt up, drawn by a Zipf law, and stores
+//! `staging [REQUESTS [SEEDS [stores|background]]]`. Three workers take turns. A request looks a prompt up, drawn by a Zipf law, and stores
 //! it on a miss. In the runs with a hog, another worker prepares a store of 128 chunks after each request and commits
-//! none. Every 64 requests 20 seconds pass, so a run covers several write TTLs. The first quarter of a run warms up.
-//! `less` is a run without a hog on an L1 that is smaller by what the hog holds: no cache of that size does better.
-//! No bytes are copied, and nothing depends on the speed of the machine.
+//! none. Every 64 requests 20 seconds pass, so a run covers several write TTLs. To warm up, each prompt is asked for once, the
+//! most popular last, and then REQUESTS / 4 are drawn; the REQUESTS after them count.
+//! `less` is a run without a hog on an L1 that is smaller by what the hog may hold. `stores`: only stores evict, so nothing
+//! depends on the speed of the machine; `background`: the background pass does too, by its default flags. No bytes are copied.
 #![expect(clippy::unwrap_used, reason = "a measurement that fails is none")]
 
 use std::time::Duration;
@@ -122,15 +123,21 @@ fn run(setup: Setup, variant: Variant, seed: u64) -> (f64, f64) {
     let weights = zipf(prompts);
     let mut random = Random(seed);
     let (mut asked, mut hit, mut held) = (0, 0, 0);
-    for request in 0..setup.requests {
+    let warm_up = prompts + setup.requests / 4;
+    for request in 0..warm_up + setup.requests {
         let worker = &mut workers[request % WORKERS as usize];
-        let rank = random.fraction() * weights[prompts - 1];
-        let number = weights.partition_point(|weight| *weight < rank);
+        let number = match prompts.checked_sub(request + 1) {
+            Some(number) => number,
+            None => {
+                let rank = random.fraction() * weights[prompts - 1];
+                weights.partition_point(|weight| *weight < rank)
+            }
+        };
         let chunks = 4 + number % 13;
         let prompt_of = prompt(number, chunks);
         let found = worker.lookup(&prompt_of, "r").unwrap() as usize;
         worker.connection().end_session("r").unwrap();
-        if request >= setup.requests / 4 {
+        if request >= warm_up {
             asked += chunks;
             hit += found;
         }
@@ -172,10 +179,14 @@ fn main() {
         argument.map_or(default, |number| number.parse().expect("a number"))
     };
     let (requests, seeds) = (number(3000), number(3));
+    let only = arguments.next();
     println!(
         "eviction\tworking set, % of L1\tseed\thits alone %\thits with hog %\thits less %\theld by hog, % of L1"
     );
-    for (background, name) in [(false, "by stores"), (true, "background")] {
+    for (background, name) in [(false, "stores"), (true, "background")] {
+        if only.as_ref().is_some_and(|only| only != name) {
+            continue;
+        }
         for working_set in [50, 75, 100, 150, 300] {
             let setup = Setup {
                 background,

@@ -312,3 +312,24 @@ fn object_larger_than_a_quarter_is_refused() {
         assert_eq!(evicted > 0, lent > 0, "{evicted}");
     }
 }
+
+#[test]
+fn background_pass_evicts_nothing_for_staged_bytes() {
+    let server = TestServer::start(&[
+        "--eviction-trigger-watermark",
+        "0.8",
+        "--eviction-ratio",
+        "0.2",
+    ]);
+    let scope = Scope::new("staging/watermark");
+    let mut leaky = server.engine_driven(1, &scope);
+    let mut other = server.engine_driven(2, &scope);
+    // 39 MiB beside 14 MiB: more than 0.8 of the 64, less than 0.8 of the 50 that are left.
+    assert_eq!(hog(leaky.connection(), 1, &scope, 0..64), 14 * 128);
+    stores_and_finds(&mut other, 1000..1078);
+    server.pass(Duration::from_secs(1));
+    assert_eq!(server.readings().evicted_objects, 0);
+    stores_and_finds(&mut other, 2000..2004);
+    server.pass(Duration::from_secs(1));
+    assert!(server.readings().evicted_objects > 0);
+}
