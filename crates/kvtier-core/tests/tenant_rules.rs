@@ -11,6 +11,10 @@ use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 const CAPACITY: u64 = 100;
 
 fn tenants(mode: QuotaMode, default_limit: Option<u64>) -> Cache<FirstFit> {
+    aligned_tenants(mode, default_limit, 1)
+}
+
+fn aligned_tenants(mode: QuotaMode, default_limit: Option<u64>, align: u64) -> Cache<FirstFit> {
     let config = CacheConfig {
         eviction: EvictionKind::IsolatedLru,
         quotas: QuotaConfig {
@@ -21,7 +25,7 @@ fn tenants(mode: QuotaMode, default_limit: Option<u64>) -> Cache<FirstFit> {
         check_invariants_every: 1,
         ..CacheConfig::default()
     };
-    Cache::new(FirstFit::new(CAPACITY, 1), config)
+    Cache::new(FirstFit::new(CAPACITY, align), config)
 }
 
 fn limit(bytes: u64) -> Option<Grant> {
@@ -64,6 +68,23 @@ fn a_strict_limit_makes_room_among_the_tenant_s_own() {
     assert_eq!(has(&cache, "a"), [0, 1, 2, 3, 4, 5, 6, 50, 51, 52]);
     assert_eq!(has(&cache, "b").len(), 20);
     assert_eq!(cache.stats().over_quota_total, 0);
+}
+
+#[test]
+fn limit_counts_objects_rounded_to_the_alignment() {
+    let cache = aligned_tenants(QuotaMode::Strict, None, 4);
+    cache.set_grant("a", limit(10));
+    // One byte each, which takes four.
+    assert_eq!(put(&cache, "a", 0..5), 2);
+    assert_eq!((has(&cache, "a").len(), bytes(&cache, "a")), (2, 8));
+}
+
+#[test]
+fn background_pass_counts_objects_rounded_to_the_alignment() {
+    let cache = aligned_tenants(QuotaMode::Soft, None, 4);
+    put(&cache, "a", 0..20);
+    let evicted = cache.evict(NOW, 8, 100);
+    assert_eq!((evicted.objects, evicted.bytes), (2, 8));
 }
 
 #[test]

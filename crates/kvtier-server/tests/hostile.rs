@@ -7,6 +7,7 @@
 #[expect(dead_code, reason = "what only the other test program needs")]
 mod replay;
 #[path = "it/support.rs"]
+#[expect(dead_code, reason = "what only the other test programs need")]
 mod support;
 
 use std::io::{Read as _, Write};

@@ -1,6 +1,6 @@
 //! The accounting: one tally for every state an object's memory can be in.
 
-/// Objects and their bytes.
+/// Objects and the bytes that they take, rounding included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tally {
     pub(super) objects: u64,

@@ -5,7 +5,7 @@
 pub struct Extent {
     /// Bytes from the start of the arena.
     pub offset: u64,
-    /// Bytes of the object. Rounding up to an alignment is the allocator's own matter.
+    /// Bytes of the object, without rounding; [`ExtentAllocator::footprint`] has what it takes.
     pub len: u64,
 }
 
@@ -51,6 +51,11 @@ pub trait ExtentAllocator: Send {
 
     /// Takes back an extent.
     fn free(&mut self, extent: Extent);
+
+    /// Bytes that an extent of `bytes` bytes takes, rounding included: `used` grows by them.
+    fn footprint(&self, bytes: u64) -> u64 {
+        bytes
+    }
 
     /// All the bytes there are.
     fn capacity(&self) -> u64;
@@ -103,6 +108,10 @@ impl<A: ExtentAllocator + ?Sized> ExtentAllocator for Box<A> {
 
     fn free(&mut self, extent: Extent) {
         (**self).free(extent);
+    }
+
+    fn footprint(&self, bytes: u64) -> u64 {
+        (**self).footprint(bytes)
     }
 
     fn capacity(&self) -> u64 {

@@ -46,7 +46,7 @@ impl<A: ExtentAllocator> State<A> {
         } = self.counters;
         let objects = staged.bytes + resident.bytes + doomed.bytes;
         let (used, capacity) = (self.allocator.used(), self.allocator.capacity());
-        if objects <= used && used <= capacity {
+        if objects == used && used <= capacity {
             return Ok(());
         }
         Err(format!(
@@ -71,9 +71,9 @@ impl<A: ExtentAllocator> State<A> {
     }
 
     fn recount(&self, mut add: impl FnMut(u32, SlotState, u64)) {
-        for (_, slot) in self.slab.iter() {
+        for (number, slot) in self.slab.iter() {
             if slot.state() != SlotState::Free {
-                add(slot.space, slot.state(), slot.extent.len);
+                add(slot.space, slot.state(), self.footprint(number));
             }
         }
     }
@@ -84,9 +84,9 @@ impl<A: ExtentAllocator> State<A> {
         self.recount(|_, state, bytes| count(&mut counted, state, bytes));
         same("sums", counted, self.counters)?;
         let mut leased = Tally::default();
-        for (_, slot) in self.slab.iter() {
+        for (number, slot) in self.slab.iter() {
             if slot.state() == SlotState::Resident && slot.leases > 0 {
-                leased.add(slot.extent.len);
+                leased.add(self.footprint(number));
             }
         }
         same("leased", leased, self.leased)
@@ -110,9 +110,10 @@ impl<A: ExtentAllocator> State<A> {
     /// slots.
     fn tenants_over_quota_known(&self) -> Checked {
         let mut leased: HashMap<u32, u64> = HashMap::new();
-        for (_, slot) in self.slab.iter() {
+        for (number, slot) in self.slab.iter() {
             if slot.state() == SlotState::Resident && slot.leases > 0 {
-                *leased.entry(self.spaces.salt_of(slot.space)).or_default() += slot.extent.len;
+                let salt = self.spaces.salt_of(slot.space);
+                *leased.entry(salt).or_default() += self.footprint(number);
             }
         }
         let known = self.spaces.tenants.from(0);

@@ -192,8 +192,9 @@ impl<A: ExtentAllocator> Cache<A> {
         self.reserve_bounded(now, requests, near, None)
     }
 
-    /// [`Cache::reserve_near`] for a writer that may never commit: reserves at most `max_bytes`, and of a tenant with a
-    /// limit, soft ones too, no more than that limit staged at once. The keys beyond are refused, and evict nothing.
+    /// [`Cache::reserve_near`] for a writer that may never commit: reserves at most `max_bytes`, rounding included, and of
+    /// a tenant with a limit, soft ones too, no more than that limit staged at once. The keys beyond are refused, and
+    /// evict nothing.
     ///
     /// # Errors
     /// As [`Cache::reserve`].
@@ -400,6 +401,14 @@ impl<A: ExtentAllocator> Cache<A> {
         self.locked(|state| Usage {
             used_bytes: state.allocator.used(),
             capacity_bytes: state.allocator.capacity(),
+        })
+    }
+
+    /// Bytes that objects of these lengths take of the memory, rounding included.
+    pub fn footprint(&self, lens: impl IntoIterator<Item = u64>) -> u64 {
+        self.locked(|state| {
+            let taken = lens.into_iter().map(|len| state.allocator.footprint(len));
+            taken.sum()
         })
     }
 

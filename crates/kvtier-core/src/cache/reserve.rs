@@ -54,6 +54,7 @@ impl<A: ExtentAllocator> State<A> {
         let mut held = batch.held.iter();
         for (request, which) in requests.iter().zip(0..) {
             let space = self.spaces.open(&request.space);
+            let taken = self.allocator.footprint(request.len);
             // Of two equal objects the second is not searched for when the first was not placed.
             let mut refused = None;
             for ((hash, held), position) in request.hashes.iter().zip(&mut held).zip(0..) {
@@ -64,8 +65,8 @@ impl<A: ExtentAllocator> State<A> {
                 let more = request.hashes.len() - 1 - position;
                 let staged = match refused {
                     Some(no_room) => Err(no_room),
-                    None if request.len > staging_left => Err(NoRoom::Staging),
-                    None if staging.is_some() && !self.may_stage(space, request.len) => {
+                    None if taken > staging_left => Err(NoRoom::Staging),
+                    None if staging.is_some() && !self.may_stage(space, taken) => {
                         Err(NoRoom::Quota)
                     }
                     None => self.stage(space, *hash, request.len, near, more),
@@ -78,7 +79,7 @@ impl<A: ExtentAllocator> State<A> {
                         continue;
                     }
                 };
-                staging_left -= request.len;
+                staging_left -= taken;
                 batch.outcomes.push(KeyOutcome::Reserved(extent));
                 batch.staged.push(Staged {
                     request: which,
@@ -123,9 +124,9 @@ impl<A: ExtentAllocator> State<A> {
                 continue;
             }
             match self.admit(staged[at].slot) {
-                Some((_, true)) => {
+                Some((number, true)) => {
                     committed.inserted += 1;
-                    committed.inserted_bytes += staged[at].extent.len;
+                    committed.inserted_bytes += self.footprint(number);
                 }
                 _ => committed.duplicates += 1,
             }
@@ -148,7 +149,7 @@ impl<A: ExtentAllocator> State<A> {
                     hold.extents[at] = self.slab.at(number).extent;
                     if inserted {
                         committed.inserted += 1;
-                        committed.inserted_bytes += staged[at].extent.len;
+                        committed.inserted_bytes += self.footprint(number);
                     } else {
                         committed.duplicates += 1;
                     }

@@ -51,12 +51,13 @@ impl<A: ExtentAllocator> State<A> {
     ) -> Result<Extent, NoRoom> {
         let salt = self.spaces.salt_of(space);
         let capacity = self.allocator.capacity();
-        // What nothing could move, without the allocator's rounding: if this leaves no room, evicting is in vain.
+        let taken = self.allocator.footprint(bytes);
+        // What no eviction moves: if this leaves too little, evicting is in vain.
         let fixed = self.counters.staged.bytes + self.counters.doomed.bytes + self.leased.bytes;
-        if bytes > capacity.saturating_sub(fixed) || bytes > self.allocator.largest() {
+        if taken > capacity.saturating_sub(fixed) || bytes > self.allocator.largest() {
             return Err(NoRoom::Memory);
         }
-        let kept = self.strictly_kept(salt, bytes)?;
+        let kept = self.strictly_kept(salt, taken)?;
         let extent = self.make_hole(salt, kept, bytes, near, more, owner)?;
         while self.is_over(salt, kept)
             && let Some(own) = self.policy.victim_of(salt)
@@ -67,7 +68,7 @@ impl<A: ExtentAllocator> State<A> {
         Ok(extent)
     }
 
-    /// Bytes that a strict limit leaves a tenant beside an object of `bytes` bytes; `u64::MAX` without one.
+    /// Bytes that a strict limit leaves a tenant beside an object that takes `bytes` bytes; `u64::MAX` without one.
     fn strictly_kept(&self, salt: u32, bytes: u64) -> Result<u64, NoRoom> {
         let Some(limit) = self.spaces.tenants.strict_limit(salt) else {
             return Ok(u64::MAX);
@@ -181,7 +182,7 @@ impl<A: ExtentAllocator> State<A> {
     /// Whether the eviction of this object alone makes a hole of `bytes` bytes, or brings one nearer where bytes are only
     /// counted.
     fn is_enough(&self, victim: u32, bytes: u64) -> bool {
-        self.slab.at(victim).extent.len >= bytes || !self.allocator.is_addressed()
+        self.footprint(victim) >= self.allocator.footprint(bytes) || !self.allocator.is_addressed()
     }
 
     /// Whether an object's tenant has a reserved share.
@@ -312,11 +313,12 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// Evicts one object; gives its bytes.
+    /// Evicts one object; returns the bytes that it took.
     fn evict_slot(&mut self, number: u32) -> u64 {
+        let bytes = self.footprint(number);
         let slot = self.slab.at(number);
         let Slot { hash, space, .. } = *slot;
-        let bytes = slot.extent.len;
+        let object_bytes = slot.extent.len;
         self.totals.last_evicted_idle_ticks = self.clock - slot.used_at.min(self.clock);
         let candidate = self.candidate(number, slot);
         if let Some(evicted) = &mut self.evicted
@@ -325,7 +327,7 @@ impl<A: ExtentAllocator> State<A> {
             evicted.push(ResidentObject {
                 chunk_hash: hash,
                 space,
-                bytes,
+                bytes: object_bytes,
                 leases: 0,
             });
         }

@@ -66,12 +66,12 @@ impl<A: ExtentAllocator> Judge<'_, A> {
         if slot.state() != SlotState::Resident || slot.leases > 0 {
             return None;
         }
-        self.take_share(self.state.spaces.salt_of(slot.space), slot.extent.len)?;
+        self.take_share(self.state.spaces.salt_of(slot.space), bytes)?;
         let idle_ticks = self.state.clock.saturating_sub(slot.used_at);
         Some(Movable {
             bytes,
             owner: Some(owner),
-            cost: slot.extent.len.saturating_mul(COST_SCALE) / (u64::from(idle_ticks) + 1),
+            cost: bytes.saturating_mul(COST_SCALE) / (u64::from(idle_ticks) + 1),
         })
     }
 

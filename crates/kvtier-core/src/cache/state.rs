@@ -80,6 +80,11 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
+    /// Bytes that an object takes, rounding included.
+    pub(super) fn footprint(&self, number: u32) -> u64 {
+        self.allocator.footprint(self.slab.at(number).extent.len)
+    }
+
     /// A lease that counts as a use.
     pub(super) fn pin(&mut self, number: u32) -> SlotRef {
         self.slab.at_mut(number).note_use();
@@ -100,7 +105,7 @@ impl<A: ExtentAllocator> State<A> {
             None => self.accounting_errors += 1,
         }
         if slot.leases == 1 && slot.state() == SlotState::Resident {
-            let bytes = slot.extent.len;
+            let bytes = self.footprint(number);
             self.leased.add(bytes);
             let candidate = self.candidate(number, self.slab.at(number));
             self.count_leased(candidate.salt, |leased| leased.checked_add(bytes));
@@ -124,7 +129,7 @@ impl<A: ExtentAllocator> State<A> {
         }
         slot.used_at = self.clock;
         if slot.state() == SlotState::Resident {
-            let bytes = slot.extent.len;
+            let bytes = self.footprint(number);
             self.leased.sub(bytes, &mut self.accounting_errors);
             let was_used = self.slab.at_mut(number).take_use();
             let candidate = self.candidate(number, self.slab.at(number));
@@ -198,7 +203,8 @@ impl<A: ExtentAllocator> State<A> {
             .inspect_err(|_| self.slab.give_back(number))?;
         self.slab.at_mut(number).extent = extent;
         self.spaces.add_user(space);
-        self.account(space, bytes, SlotState::Free, SlotState::Staged);
+        let taken = self.allocator.footprint(bytes);
+        self.account(space, taken, SlotState::Free, SlotState::Staged);
         Ok((extent, reference))
     }
 
@@ -206,7 +212,7 @@ impl<A: ExtentAllocator> State<A> {
     pub(super) fn give_back(&mut self, number: u32) {
         let slot = self.slab.at(number);
         let (space, extent, state) = (slot.space, slot.extent, slot.state());
-        self.account(space, extent.len, state, SlotState::Free);
+        self.account(space, self.footprint(number), state, SlotState::Free);
         self.allocator.free(extent);
         self.slab.give_back(number);
         self.spaces.drop_user(space, &mut self.accounting_errors);
@@ -238,7 +244,7 @@ impl<A: ExtentAllocator> State<A> {
         }
         let number = reference.slot;
         let slot = self.slab.at(number);
-        let (space, hash, bytes) = (slot.space, slot.hash, slot.extent.len);
+        let (space, hash, bytes) = (slot.space, slot.hash, self.footprint(number));
         if let Some(first) = self.find(space, &hash) {
             self.totals.duplicates += 1;
             self.give_back(number);
@@ -265,7 +271,7 @@ impl<A: ExtentAllocator> State<A> {
     /// Takes a resident object out of the cache. Its memory goes now, or with its last lease. Gives its bytes.
     pub(super) fn take_out(&mut self, number: u32) -> u64 {
         let slot = self.slab.at(number);
-        let (space, bytes, leases) = (slot.space, slot.extent.len, slot.leases);
+        let (space, bytes, leases) = (slot.space, self.footprint(number), slot.leases);
         let key = self.index.fingerprint(space, &slot.hash);
         let candidate = self.candidate(number, slot);
         if !self.index.remove(key, number) {

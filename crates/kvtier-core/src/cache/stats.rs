@@ -8,13 +8,13 @@ use std::sync::Arc;
 
 /// A snapshot of the counters, all taken at one moment.
 ///
-/// Totals count from the cache's creation. "Bytes" are the objects' own; `used_bytes` is what the allocator holds
-/// for them, rounding included.
+/// Totals count from the cache's creation. "Bytes" are those that objects take of the memory, the allocator's rounding
+/// included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Bytes the allocator has in all.
     pub capacity_bytes: u64,
-    /// Bytes the allocator has handed out, rounding included.
+    /// Bytes the allocator has handed out.
     pub used_bytes: u64,
     /// Resident objects.
     pub objects: u64,

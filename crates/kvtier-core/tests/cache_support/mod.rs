@@ -61,6 +61,10 @@ impl ExtentAllocator for FirstFit {
         self.used -= extent.len.next_multiple_of(self.align);
     }
 
+    fn footprint(&self, bytes: u64) -> u64 {
+        bytes.next_multiple_of(self.align)
+    }
+
     fn capacity(&self) -> u64 {
         self.capacity
     }

@@ -68,8 +68,13 @@ impl Model {
         }
     }
 
+    /// Bytes that an object takes, rounding included.
+    fn footprint(&self, id: Id) -> u64 {
+        self.memory.footprint(self.objects[&id].extent.len)
+    }
+
     fn bytes<'a>(&self, ids: impl IntoIterator<Item = &'a Id>) -> u64 {
-        ids.into_iter().map(|id| self.objects[id].extent.len).sum()
+        ids.into_iter().map(|id| self.footprint(*id)).sum()
     }
 
     pub fn resident_bytes(&self) -> u64 {
@@ -114,9 +119,8 @@ impl Model {
 
     /// All bytes of a tenant that have memory.
     pub fn tenant_bytes(&self, tenant: usize) -> u64 {
-        let own = |object: &&Object| (self.tenant_of)(object.key.0) == tenant;
-        let objects = self.objects.values().filter(own);
-        objects.map(|object| object.extent.len).sum()
+        let own = |id: &&Id| (self.tenant_of)(self.objects[*id].key.0) == tenant;
+        self.bytes(self.objects.keys().filter(own))
     }
 
     pub fn limit(&self, tenant: usize) -> Option<u64> {
@@ -226,7 +230,7 @@ impl Model {
         let left = left
             .entry(of)
             .or_insert(resident.saturating_sub(self.reserved(of)));
-        match left.checked_sub(self.objects[&id].extent.len) {
+        match left.checked_sub(self.footprint(id)) {
             Some(less) => *left = less,
             None => return false,
         }
@@ -348,7 +352,8 @@ impl Model {
         let all = self.bytes(self.objects.keys());
         let movable = if self.evicts { all - evictable } else { all };
         // With nothing to evict, both ways of saying no are the same.
-        if self.evicts && len > self.memory.capacity().saturating_sub(movable) {
+        let taken = self.memory.footprint(len);
+        if self.evicts && taken > self.memory.capacity().saturating_sub(movable) {
             return Err(KeyOutcome::NoMemory);
         }
         let mut kept = u64::MAX;
@@ -356,15 +361,15 @@ impl Model {
         if self.quotas.as_ref().is_some_and(strict)
             && let Some(limit) = self.limit(tenant)
         {
-            if len > limit {
+            if taken > limit {
                 return Err(KeyOutcome::OverQuota);
             }
             let own = |id: &&Id| (self.tenant_of)(self.objects[*id].key.0) == tenant;
             let movable = self.bytes(self.order.iter().filter(own));
-            if self.tenant_bytes(tenant) - movable + len > limit {
+            if self.tenant_bytes(tenant) - movable + taken > limit {
                 return Err(KeyOutcome::OverQuota);
             }
-            kept = limit - len;
+            kept = limit - taken;
             if self.tenant_bytes(tenant) > kept && self.oldest_of(tenant).is_none() {
                 return Err(KeyOutcome::OverQuota);
             }
@@ -390,8 +395,9 @@ impl Model {
                 false => self.victim_for(tenant),
             };
             let victim = victim.or(own).filter(|_| self.evicts);
-            let len_of = |at: usize| self.objects[&self.order[at]].extent.len;
-            if let Some(victim) = victim.filter(|victim| len_of(*victim) >= len) {
+            let taken = self.memory.footprint(len);
+            let is_enough = |victim: &usize| self.footprint(self.order[*victim]) >= taken;
+            if let Some(victim) = victim.filter(is_enough) {
                 self.evict_at(victim);
                 continue;
             }
@@ -422,7 +428,7 @@ impl Model {
     fn evict_at(&mut self, at: usize) -> u64 {
         let id = self.order.remove(at);
         self.resident.remove(&self.objects[&id].key);
-        let bytes = self.objects[&id].extent.len;
+        let bytes = self.footprint(id);
         self.free(id);
         self.evicted += 1;
         bytes
@@ -472,7 +478,7 @@ impl Model {
                         };
                         self.objects.insert(self.next, object);
                         let largest = self.largest.entry(tenant).or_default();
-                        *largest = (*largest).max(*len);
+                        *largest = (*largest).max(self.memory.footprint(*len));
                         self.settle(tenant);
                         self.staged.push(self.next);
                         staged.push((request, position, self.next));

@@ -141,6 +141,11 @@ impl cache::ExtentAllocator for L1Allocator {
         }
     }
 
+    fn footprint(&self, bytes: u64) -> u64 {
+        let part = self.parts.first();
+        part.map_or(bytes, |part| part.extents.footprint(bytes))
+    }
+
     fn capacity(&self) -> u64 {
         self.parts.iter().map(|part| part.extents.capacity()).sum()
     }

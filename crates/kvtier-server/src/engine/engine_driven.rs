@@ -422,7 +422,7 @@ impl Engine {
     /// What a retrieve takes of the staging budget.
     fn lease_staged(&self, transfer: &Transfer, held: &[Held]) -> Option<Charge> {
         let extents = held.iter().flat_map(|held| held.lease.extents());
-        let bytes = extents.map(|extent| extent.len).sum();
+        let bytes = self.l1.cache.footprint(extents.map(|extent| extent.len));
         let worker = WorkerShare::of(&transfer.instance, &transfer.range);
         let leased_bytes = || self.l1.cache.stats().leased_bytes;
         self.staging.lease(&worker, bytes, leased_bytes)

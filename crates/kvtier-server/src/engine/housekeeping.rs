@@ -109,8 +109,7 @@ impl Engine {
         if let Some(limit) = now.checked_sub(self.config.session_ttl) {
             self.lookups.sweep(|lookup| lookup.created < limit);
         }
-        let limit = now.checked_sub(self.config.write_ttl).unwrap_or_default();
-        let given_up = self.transfers.expire(limit, now);
+        let given_up = self.transfers.expire(self.config.write_ttl, now);
         if given_up > 0 {
             self.metrics.expired_transfers.inc_by(given_up as u64);
             tracing::warn!(
@@ -123,12 +122,14 @@ impl Engine {
     fn evict(&self) {
         self.metrics.eviction_ticks.inc();
         let usage = self.l1.cache.usage();
-        if (usage.used_bytes as f64)
-            < usage.capacity_bytes as f64 * self.config.eviction_trigger_watermark
-        {
+        // No eviction frees what stores have staged, so the watermark and the ratio are of the rest.
+        let staged = self.staging.staged_bytes();
+        let used = usage.used_bytes.saturating_sub(staged) as f64;
+        let capacity = usage.capacity_bytes.saturating_sub(staged) as f64;
+        if used < capacity * self.config.eviction_trigger_watermark {
             return;
         }
-        let mut wanted = (usage.used_bytes as f64 * self.config.eviction_ratio) as u64;
+        let mut wanted = (used * self.config.eviction_ratio) as u64;
         let mut total = 0;
         while wanted > 0 {
             let evicted = self.l1.cache.evict(self.now(), wanted, EVICTION_SLICE);

@@ -3,20 +3,23 @@
 //!
 //! Nothing of a staged store is readable, and it took the place of something that was. So all workers together have at
 //! most the limit, a quarter of L1, staged at once, for as long as they do not commit, and the budget is asked before
-//! anything is evicted.
+//! anything is evicted. Bytes are those that the allocator takes, rounded up to `--l1-align-bytes`.
 //!
 //! | who | share |
 //! | --- | --- |
 //! | one worker | [`WORKER_RATIO`] times what stays free: alone seven eighths of the limit |
 //! | one tenant | [`TENANT_RATIO`] times what stays free, and no more than its quota |
-//! | a worker with nothing staged | at least one object, while the limit allows it |
+//! | an instance with nothing staged | at least one object, while the limit leaves it |
 //!
 //! A share that depends on what stays free leaves some of it for newcomers, however many workers never commit. A worker
-//! that has registered under another id keeps what its earlier registrations have not committed in its share. By its
-//! earlier id it is not to be told from a replica, another worker of the same model, world size and number.
+//! that has registered under another id keeps what its earlier registrations have not committed in its share. Such a
+//! departed registration is indistinguishable from a replica, another worker of the same model, world size and number,
+//! so it does not keep a live instance from its first object.
 //!
-//! Retrieves have a ledger of their own, without tenants: they evict nothing. Several may lease the same object, so one
-//! is refused only while more than the limit is leased in all.
+//! Retrieves have a ledger of their own, without tenants: they evict nothing, and what they lease stays readable. Several
+//! may lease the same object, so one is refused only if its instance has others and more than the limit is leased in all.
+//! The first one may be as large as L1, as a prompt may; if it is not committed, its leases end after two write TTLs
+//! ([`super::transfers`]).
 //!
 //! The mutex guards the ledgers. A store reserves its memory while it is held, so that no two stores take the same
 //! share; the cache's lock is taken inside it, never around it.
@@ -108,6 +111,11 @@ impl Ledger {
         own.unwrap_or(0) + departed.unwrap_or(0)
     }
 
+    /// Whether this instance holds bytes of its own.
+    fn has_some(&self, worker: &WorkerShare) -> bool {
+        self.instances.contains_key(&worker.instance)
+    }
+
     /// Bytes that a worker may take for a tenant, in objects of `object_bytes` bytes.
     fn allowance(
         &self,
@@ -123,7 +131,7 @@ impl Ledger {
             share(TENANT_RATIO, free, own.unwrap_or(0))
         });
         let allowance = share(WORKER_RATIO, free, own).min(of_tenant);
-        let has_first = own == 0 && (object_bytes <= free || self.bytes == 0);
+        let has_first = !self.has_some(worker) && object_bytes <= free;
         match has_first {
             true => allowance.max(object_bytes),
             false => allowance,
@@ -131,6 +139,9 @@ impl Ledger {
     }
 
     fn add(&mut self, worker: &WorkerShare, tenant: Option<&str>, bytes: u64) {
+        if bytes == 0 {
+            return;
+        }
         self.bytes += bytes;
         add(&mut self.instances, worker.instance, bytes);
         if let Some(tenant) = tenant {
@@ -195,8 +206,8 @@ impl StagingBudget {
         Ok((reserved, charge))
     }
 
-    /// Takes the bytes that a retrieve of this worker leases; `None` when it may not, as it has others and more than the
-    /// limit is leased in all.
+    /// Takes the bytes that a retrieve of this worker leases; `None` when it may not, as its instance has others and more
+    /// than the limit is leased in all.
     pub fn lease(
         self: &Arc<Self>,
         worker: &WorkerShare,
@@ -206,7 +217,7 @@ impl StagingBudget {
         let mut ledgers = self.ledgers.lock();
         let retrieves = &mut ledgers.retrieves;
         let allowance = retrieves.allowance(self.limit, worker, None, bytes);
-        if bytes > allowance && retrieves.own(worker) > 0 && leased_bytes() > self.limit {
+        if bytes > allowance && retrieves.has_some(worker) && leased_bytes() > self.limit {
             return None;
         }
         retrieves.add(worker, None, bytes);
@@ -244,6 +255,11 @@ impl Charge {
             Some(_) => &mut ledgers.stores,
             None => &mut ledgers.retrieves,
         }
+    }
+
+    /// Bytes that the transfer's memory takes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// Its instance has left; the worker keeps it in its share.
@@ -289,23 +305,19 @@ impl Engine {
     ) -> Result<(Reservation<L1Allocator>, Charge), Refusal> {
         let worker = WorkerShare::of(instance, range);
         let salt = range.scope.cache_salt();
-        let object_bytes = requests.iter().map(|request| request.len).sum();
+        let cache = &self.l1.cache;
+        let object_bytes = cache.footprint(requests.iter().map(|request| request.len));
         let reserve = |max_bytes| {
-            let cache = &self.l1.cache;
             let reserved = cache.reserve_staged(self.now(), requests, near, max_bytes);
             let reserved = reserved.map_err(|error| Refusal::from(error.to_string()))?;
-            let bytes = reserved
-                .reservation
-                .extents()
-                .map(|extent| extent.len)
-                .sum();
+            let bytes = cache.footprint(reserved.reservation.extents().map(|extent| extent.len));
             Ok::<_, Refusal>((reserved, bytes))
         };
         let (reserved, charge) = self.staging.stage(&worker, salt, object_bytes, reserve)?;
         self.metrics
             .reserved("l1_store", key.model_name, salt, &reserved.outcomes);
         if reserved.outcomes.contains(&KeyOutcome::OverStaging) {
-            self.warn_of_staging(instance, &worker);
+            self.warn_of_staging(instance, &worker, object_bytes);
             if reserved.reservation.is_empty() {
                 return Err(Refusal::Staging);
             }
@@ -313,18 +325,28 @@ impl Engine {
         Ok((reserved.reservation, charge))
     }
 
-    fn warn_of_staging(&self, instance: &Instance, worker: &WorkerShare) {
+    fn warn_of_staging(&self, instance: &Instance, worker: &WorkerShare, object_bytes: u64) {
         let Some(left_out) = self.staging.warning.due(std::time::Instant::now()) else {
             return;
+        };
+        let limit_bytes = self.staging.limit();
+        let cause = match object_bytes > limit_bytes {
+            true => {
+                "objects are larger than a quarter of L1; refusing until --l1-size-gb is larger"
+            }
+            false => {
+                "staged and not committed bytes are at the limit; refusing until some are committed"
+            }
         };
         tracing::warn!(
             model = ?instance.model_name,
             instance = instance.id.0,
+            object_bytes,
             bytes = self.staging.own(worker),
             all_bytes = self.staging.staged_bytes(),
-            limit_bytes = self.staging.limit(),
+            limit_bytes,
             left_out,
-            "store refused: staged and not committed bytes are at the limit; refusing until some are committed"
+            "store refused: {cause}"
         );
     }
 }
@@ -385,22 +407,26 @@ mod tests {
         let mut hog = stage(&budget, &worker(1), "a", u64::MAX);
         hog.depart();
         hog.depart();
-        // Another registration of the same worker.
+        // Another registration of the same worker: its first object.
+        let first = stage(&budget, &worker(1001), "b", u64::MAX);
+        assert_eq!(first.bytes, 1);
         assert_eq!(stage(&budget, &worker(1001), "b", u64::MAX).bytes, 0);
-        assert_eq!(stage(&budget, &worker(2), "b", u64::MAX).bytes, 175);
+        assert_eq!(stage(&budget, &worker(2), "b", u64::MAX).bytes, 174);
+        drop(first);
+        assert_eq!(stage(&budget, &worker(1001), "b", u64::MAX).bytes, 1);
         drop(hog);
         assert_eq!(stage(&budget, &worker(1001), "b", u64::MAX).bytes, 1400);
         assert!(budget.ledgers.lock().stores.departed.is_empty());
     }
 
     #[test]
-    fn first_object_is_staged_even_if_larger_than_the_limit() {
-        let budget = budget(10);
+    fn first_object_is_staged_up_to_the_limit() {
         let take = |allowance: u64| Ok::<_, ()>(((), allowance));
-        let (_, large) = budget.stage(&worker(1), "a", 100, take).unwrap();
-        assert_eq!(large.bytes, 100);
-        let (_, next) = budget.stage(&worker(2), "a", 100, take).unwrap();
-        assert_eq!(next.bytes, 0);
+        for (object_bytes, allowed) in [(10, 10), (11, 8)] {
+            let budget = budget(10);
+            let (_, first) = budget.stage(&worker(1), "a", object_bytes, take).unwrap();
+            assert_eq!(first.bytes, allowed, "an object of {object_bytes}");
+        }
     }
 
     #[test]
@@ -412,6 +438,10 @@ mod tests {
         assert!(budget.lease(&worker(1), 500, || 100).is_some());
         assert!(budget.lease(&worker(2), 1, || 101).is_some());
         drop(first);
+        let mut gone = budget.lease(&worker(1), 500, || 500).unwrap();
+        gone.depart();
+        let replica = budget.lease(&worker(1001), 500, || 1000);
+        assert!(replica.is_some(), "the departed one is another process");
         assert_eq!(budget.staged_bytes(), 0);
     }
 }

@@ -5,10 +5,17 @@
 //! a COMMIT never means other slots than those that were written. Retrieves of one id are counted, and the last COMMIT
 //! ends them all.
 //!
-//! What is not committed in time can no longer be, but its memory stays lent ([`Transfers::expire`]) as long as its
-//! instance is registered. An instance that has left, was replaced or fell silent keeps its memory for one more write
-//! TTL ([`Transfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a
-//! stopped process may wake up.
+//! What is not committed within the write TTL is abandoned ([`Transfers::expire`]): it can no longer be committed, but
+//! its memory stays lent, until a late COMMIT or until:
+//!
+//! | abandoned | memory comes back |
+//! | --- | --- |
+//! | store | one write TTL after its instance has left: a late writer would write into objects of others |
+//! | retrieve | one write TTL later: a later reader harms itself alone, and its COMMIT is answered "no" |
+//!
+//! An instance that has left, was replaced or fell silent keeps its memory for one more write TTL
+//! ([`Transfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a stopped
+//! process may wake up. A COMMIT under its id can be another process's, and ends nothing.
 //!
 //! Memory lent or withheld stays charged to its worker's share of the [staging budget](super::staging), which bounds it.
 //!
@@ -103,12 +110,8 @@ impl Lent {
 
     fn bytes(&self) -> u64 {
         match self {
-            Self::Store(reservation, _) => reservation.extents().map(|extent| extent.len).sum(),
-            Self::Retrieve(leases, _) => leases
-                .iter()
-                .flat_map(|lease| lease.extents())
-                .map(|extent| extent.len)
-                .sum(),
+            Self::Store(_, charge) => charge.bytes(),
+            Self::Retrieve(_, charges) => charges.iter().map(Charge::bytes).sum(),
         }
     }
 }
@@ -123,8 +126,10 @@ struct Pending {
 
 /// Memory that nobody can commit any more, and whose borrower may still use it.
 struct Withheld {
-    /// When it may go, once its instance is gone. Before that only a COMMIT ends it.
+    /// When its memory comes back by itself.
     until: Option<Duration>,
+    /// Its instance has left, so that no COMMIT ends it.
+    has_departed: bool,
     bytes: u64,
     lent: Lent,
 }
@@ -138,9 +143,11 @@ struct Tables {
 }
 
 impl Tables {
+    /// Withholds the transfers that `gone` names; returns how many.
     fn withhold(
         &mut self,
-        until: Option<Duration>,
+        until: Duration,
+        has_departed: bool,
         gone: impl Fn(&TransferId, &Pending) -> bool,
     ) -> usize {
         // No id is in both tables, so none is displaced here.
@@ -148,11 +155,13 @@ impl Tables {
         let before = self.withheld.len();
         let sum = &mut self.withheld_bytes;
         self.withheld.extend(taken.map(|(id, mut pending)| {
-            if until.is_some() {
+            if has_departed {
                 pending.lent.depart();
             }
+            let comes_back = has_departed || matches!(pending.lent, Lent::Retrieve(..));
             let withheld = Withheld {
-                until,
+                until: comes_back.then_some(until),
+                has_departed,
                 bytes: pending.lent.bytes(),
                 lent: pending.lent,
             };
@@ -250,7 +259,7 @@ impl Transfers {
             };
         }
         let late = match tables.withheld.get(id) {
-            Some(Withheld { until: None, .. }) => tables.withheld.remove(id),
+            Some(held) if !held.has_departed => tables.withheld.remove(id),
             Some(_) => return Finish::GivenUp,
             None => return Finish::Unknown,
         };
@@ -267,22 +276,25 @@ impl Transfers {
         for (id, held) in &mut tables.withheld {
             if id.instance == instance {
                 held.until.get_or_insert(until);
+                held.has_departed = true;
                 held.lent.depart();
             }
         }
-        tables.withhold(Some(until), |id, _| id.instance == instance)
+        tables.withhold(until, true, |id, _| id.instance == instance)
     }
 
-    /// Gives up transfers that began before `limit` and frees withheld memory whose time has come.
-    /// Gives the number of transfers given up.
-    pub fn expire(&self, limit: Duration, now: Duration) -> usize {
+    /// Abandons transfers that began more than a write TTL ago and frees withheld memory whose time has come.
+    /// Returns the number of transfers abandoned.
+    pub fn expire(&self, write_ttl: Duration, now: Duration) -> usize {
+        let limit = now.saturating_sub(write_ttl);
         let mut tables = self.tables.lock();
         let due: Vec<_> = tables
             .withheld
             .extract_if(|_, held| held.until.is_some_and(|until| until <= now))
             .collect();
         tables.withheld_bytes -= due.iter().map(|(_, held)| held.bytes).sum::<u64>();
-        let given_up = tables.withhold(None, |_, pending| pending.since < limit);
+        let until = now.saturating_add(write_ttl);
+        let given_up = tables.withhold(until, false, |_, pending| pending.since < limit);
         drop(tables);
         drop(due);
         given_up

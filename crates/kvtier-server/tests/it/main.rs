@@ -16,6 +16,7 @@ mod replay;
 mod restart;
 mod segments;
 mod sessions;
+mod staging;
 mod support;
 mod transfers;
 mod vectors;

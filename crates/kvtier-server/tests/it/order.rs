@@ -1,10 +1,10 @@
 //! What waits for what: transfers of one connection keep their order, everything else waits for no copy.
 
-use kvtier_client::proto::request::{EngineDrivenContext, JobRef, Request, Seconds, Store};
+use kvtier_client::proto::request::{JobRef, Request, Seconds, Store};
 use kvtier_client::proto::response::Response;
 use kvtier_client::{InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope, Ticket};
 
-use crate::support::{TestServer, bytes, prompt, range};
+use crate::support::{TestServer, bytes, context, prompt, range};
 
 /// Pipelines stores of 16 MiB each, of different prompts.
 fn send_stores(worker: &mut LmcacheDrivenWorker, scope: &Scope, count: u32) -> Vec<Ticket> {
@@ -120,20 +120,12 @@ fn transfers_of_one_connection_keep_their_order() {
             instance,
             data: b"",
         };
-        let context = EngineDrivenContext {
-            instance,
-            model_name: &scope.model_name,
-            world_size: 1,
-            block_size: 4,
-            num_layers: 2,
-            hidden_dim_size: 64,
-            dtype: "bfloat16",
-            use_mla: false,
-            num_physical_slots: None,
-        };
         // Each is answered like this only behind the one before it. None waits for an answer.
         let in_order = [
-            (Request::RegisterEngineDriven(context), None),
+            (
+                Request::RegisterEngineDriven(context(instance.0, &scope)),
+                None,
+            ),
             (
                 Request::PrepareStore {
                     key: key.clone(),

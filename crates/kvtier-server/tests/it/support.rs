@@ -3,8 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use kvtier_client::proto::request::EngineDrivenContext;
+use kvtier_client::proto::response::{PrepareStore, Slot};
 use kvtier_client::{
-    Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenSpec,
+    Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, Key, LmcacheDrivenSpec,
     LmcacheDrivenWorker, Options, Prompt, Scope,
 };
 use kvtier_server::metrics::Readings;
@@ -103,6 +105,33 @@ pub fn engine_driven(instance: i64, scope: &Scope) -> EngineDrivenSpec {
     let mut spec = EngineDrivenSpec::new(InstanceId(instance), scope.clone(), 2, 64);
     spec.block_tokens = 4;
     spec
+}
+
+/// The registration of such a worker, for a connection without one.
+pub fn context(instance: i64, scope: &Scope) -> EngineDrivenContext<'_> {
+    EngineDrivenContext {
+        instance: InstanceId(instance),
+        model_name: &scope.model_name,
+        world_size: 1,
+        block_size: 4,
+        num_layers: 2,
+        hidden_dim_size: 64,
+        dtype: "bfloat16",
+        use_mla: false,
+        num_physical_slots: None,
+    }
+}
+
+/// Slots of a prepared store, with the chunks they are for.
+pub fn slots(prepared: PrepareStore<'static>) -> Vec<(u64, Slot<'static>)> {
+    let target = prepared.target.expect("the server has a pool");
+    target.chunk_indices.into_iter().zip(target.slots).collect()
+}
+
+/// Slots that a worker is lent for a store.
+pub fn lend(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> Vec<(u64, Slot<'static>)> {
+    let instance = worker.spec().instance;
+    slots(worker.connection().prepare_store(key, instance).unwrap())
 }
 
 /// A DEALER socket that sends frames as they are.

@@ -6,32 +6,16 @@ use std::time::Duration;
 
 use kvtier_client::proto::pickle;
 use kvtier_client::proto::request::ABORT_STORE;
-use kvtier_client::proto::response::{PrepareStore, Slot};
 use kvtier_client::{EngineDrivenWorker, InstanceId, Key, Scope};
 
-use crate::support::{TestServer, bytes, engine_driven, prompt, range};
-
-/// Slots of a prepared store, with the chunks they are for.
-fn slots(prepared: PrepareStore<'static>) -> Vec<(u64, Slot<'static>)> {
-    let target = prepared.target.expect("the server has a pool");
-    target.chunk_indices.into_iter().zip(target.slots).collect()
-}
+use crate::support::{TestServer, bytes, context, engine_driven, lend, prompt, range, slots};
 
 /// The server's pool, as a worker of its own opens it.
 fn pool(server: &TestServer, scope: &Scope) -> File {
-    let context = kvtier_client::proto::request::EngineDrivenContext {
-        instance: InstanceId(99),
-        model_name: &scope.model_name,
-        world_size: 1,
-        block_size: 4,
-        num_layers: 2,
-        hidden_dim_size: 64,
-        dtype: "bfloat16",
-        use_mla: false,
-        num_physical_slots: None,
-    };
     let mut connection = server.connect();
-    let told = connection.register_engine_driven(context).unwrap();
+    let told = connection
+        .register_engine_driven(context(99, scope))
+        .unwrap();
     connection.unregister_engine_driven(InstanceId(99)).unwrap();
     let path = format!("/dev/shm/{}", told.shm_name);
     let pool = File::options().read(true).write(true).open(path).unwrap();
@@ -97,12 +81,6 @@ fn what_is_prepared_and_not_committed_is_not_readable() {
             .unwrap()
     );
     assert_eq!(server.readings().staged_bytes, 0);
-}
-
-/// Slots that a worker is lent for a store.
-fn lend(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> Vec<(u64, Slot<'static>)> {
-    let instance = worker.spec().instance;
-    slots(worker.connection().prepare_store(key, instance).unwrap())
 }
 
 fn commit(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> bool {
@@ -401,224 +379,6 @@ fn a_prepared_store_that_nobody_commits_is_given_up_and_its_memory_kept_from_oth
     assert_eq!(server.readings().staged_bytes, staged);
     server.pass(Duration::from_secs(61));
     assert_eq!(held(&server), (0, 0, staged));
-}
-
-#[test]
-fn a_worker_that_never_commits_does_not_fill_the_cache_for_others() {
-    let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
-    let scope = Scope::new("transfers/leaky");
-    let (mut leaky, mut other) = (
-        server.engine_driven(1, &scope),
-        server.engine_driven(2, &scope),
-    );
-    let mut lent = Vec::new();
-    for seed in 1.. {
-        // Of 64 MiB, 1 MiB at a time.
-        let prompt = prompt(seed, 128);
-        let key = scope.worker_key(0, &prompt, range(0..128), "w");
-        lent.push(lend(&mut leaky, &key).len());
-        server.pass(Duration::from_secs(61));
-        // As a worker does that lives.
-        assert!(leaky.connection().ping(Some(InstanceId(1))).unwrap());
-        assert!(other.connection().ping(Some(InstanceId(2))).unwrap());
-        if lent.last() == Some(&0) {
-            break;
-        }
-    }
-    // Seven eighths of a quarter are its share.
-    assert_eq!(lent.len(), 15);
-    let (prompt, len) = (prompt(1000, 128), other.chunk_bytes());
-    let stored = other.store(&prompt, range(0..128), "s", |chunk| bytes(1, chunk, len));
-    assert_eq!(stored.unwrap().chunks.len(), 128);
-    assert_eq!(other.lookup(&prompt, "r").unwrap(), 128);
-    // What it has kept comes back when it registers anew, as another worker.
-    let mut spec = engine_driven(1, &scope);
-    spec.hidden = 32;
-    let mut again = EngineDrivenWorker::register(server.connect(), spec).unwrap();
-    server.pass(Duration::from_secs(61));
-    assert_eq!(server.readings().staged_bytes, 0);
-    let key = scope.worker_key(0, &prompt, range(0..128), "x");
-    assert_eq!(lend(&mut again, &key).len(), 128);
-}
-
-#[test]
-fn a_worker_that_never_commits_does_not_get_out_of_it_by_new_instance_ids() {
-    let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
-    let scope = Scope::new("transfers/renewing");
-    let mut lent = Vec::new();
-    for seed in 1..40u32 {
-        // Of 64 MiB, 1 MiB at a time, each under an id of its own that leaves.
-        let mut leaky = server.engine_driven(i64::from(seed), &scope);
-        let prompt = prompt(seed, 128);
-        let key = scope.worker_key(0, &prompt, range(0..128), "w");
-        lent.push(lend(&mut leaky, &key).len());
-        leaky.close().unwrap();
-    }
-    // Seven eighths of a quarter are its share.
-    assert_eq!(lent.iter().filter(|slots| **slots > 0).count(), 14);
-    // Other workers of the model get on, and so does this one when the memory has come back.
-    let prompt = prompt(1000, 128);
-    let mut again = server.engine_driven(100, &scope);
-    let key = scope.worker_key(0, &prompt, range(0..128), "w");
-    assert_eq!(lend(&mut again, &key).len(), 0);
-    server.pass(Duration::from_secs(61));
-    assert_eq!(lend(&mut again, &key).len(), 128);
-}
-
-/// A quarter of the 64 MiB of a [`TestServer`].
-const STAGING_LIMIT: u64 = 16 << 20;
-
-/// Prepares 1 MiB for each of these seeds and commits none; gives the slots lent.
-fn hog(
-    connection: &mut kvtier_client::Connection,
-    instance: i64,
-    scope: &Scope,
-    seeds: std::ops::Range<u32>,
-) -> usize {
-    let lent = seeds.map(|seed| {
-        let prompt = prompt(seed, 128);
-        let key = scope.worker_key(0, &prompt, range(0..128), "hog");
-        let prepared = connection.prepare_store(&key, InstanceId(instance));
-        slots(prepared.unwrap()).len()
-    });
-    lent.sum()
-}
-
-/// Stores and finds again prompts of 8 KiB chunks.
-fn stores_and_finds(worker: &mut EngineDrivenWorker, seeds: std::ops::Range<u32>) {
-    let len = worker.chunk_bytes();
-    for seed in seeds {
-        let prompt = prompt(seed, 64);
-        let stored = worker.store(&prompt, range(0..64), "s", |chunk| bytes(1, chunk, len));
-        assert_eq!(stored.unwrap().chunks.len(), 64, "prompt {seed}");
-        assert_eq!(worker.lookup(&prompt, "l").unwrap(), 64);
-        worker.connection().end_session("l").unwrap();
-    }
-}
-
-#[test]
-fn worker_that_never_commits_holds_at_most_a_quarter() {
-    let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
-    let scope = Scope::new("staging/hog");
-    let mut leaky = server.engine_driven(1, &scope);
-    let mut other = server.engine_driven(2, &scope);
-    let mut tenant = server.engine_driven(3, &Scope::new("staging/tenant").with_salt("t"));
-    // 64 MiB of others' objects, of which the last 8 are the tenant's.
-    stores_and_finds(&mut other, 1000..1112);
-    stores_and_finds(&mut tenant, 2000..2016);
-    let lent = hog(leaky.connection(), 1, &scope, 0..256);
-    assert_eq!(lent, 14 * 128, "seven eighths of a quarter");
-    for passed in 0..4 {
-        assert!(server.readings().staged_bytes <= STAGING_LIMIT);
-        for seed in 2000..2016 {
-            assert_eq!(tenant.lookup(&prompt(seed, 64), "l").unwrap(), 64);
-            tenant.connection().end_session("l").unwrap();
-        }
-        stores_and_finds(&mut other, 3000 + passed * 40..3040 + passed * 40);
-        assert_eq!(hog(leaky.connection(), 1, &scope, 300..320), 0);
-        server.pass(Duration::from_secs(61));
-        for (worker, id) in [(&mut leaky, 1), (&mut other, 2), (&mut tenant, 3)] {
-            assert!(worker.connection().ping(Some(InstanceId(id))).unwrap());
-        }
-    }
-    assert_eq!(server.engine().status(true)["withheld_bytes"], 14 << 20);
-    server.assert_sound();
-}
-
-#[test]
-fn thousand_instances_stage_at_most_a_quarter() {
-    let server = TestServer::start(&[]);
-    let mut tenant = server.engine_driven(5000, &Scope::new("staging/tenant").with_salt("t"));
-    stores_and_finds(&mut tenant, 2000..2096);
-    let mut connection = server.connect();
-    for instance in 0..1000 {
-        let scope = Scope::new(format!("staging/{instance}"));
-        let context = kvtier_client::proto::request::EngineDrivenContext {
-            instance: InstanceId(instance),
-            model_name: &scope.model_name,
-            world_size: 1,
-            block_size: 4,
-            num_layers: 2,
-            hidden_dim_size: 64,
-            dtype: "bfloat16",
-            use_mla: false,
-            num_physical_slots: None,
-        };
-        connection.register_engine_driven(context).unwrap();
-        hog(&mut connection, instance, &scope, 1..2);
-    }
-    let staged = server.readings().staged_bytes;
-    assert!((14 << 20..=STAGING_LIMIT).contains(&staged), "{staged}");
-    assert_eq!(server.readings().evicted_objects, 0);
-    for seed in 2000..2096 {
-        assert_eq!(tenant.lookup(&prompt(seed, 64), "l").unwrap(), 64);
-    }
-}
-
-#[test]
-fn tenant_with_a_soft_limit_stages_no_more_than_that() {
-    let server = TestServer::start(&["--eviction-policy", "IsolatedLRU"]);
-    let limit = serde_json::json!({ "limit_gb": 4.0 / 1024.0 }).to_string();
-    let (status, told) = crate::http::json_of(&server, "PUT", "/quota/small", &limit);
-    assert_eq!(status, 200, "{told}");
-    let scope = Scope::new("staging/quota");
-    let mut neighbour = server.engine_driven(2, &scope.clone().with_salt("n"));
-    // 63 MiB.
-    stores_and_finds(&mut neighbour, 1000..1126);
-    let small = scope.with_salt("small");
-    let mut leaky = server.engine_driven(1, &small);
-    assert_eq!(hog(leaky.connection(), 1, &small, 0..64), 4 * 128);
-    assert_eq!(server.readings().staged_bytes, 4 << 20);
-    assert!(server.readings().evicted_bytes <= 3 << 20);
-    stores_and_finds(&mut neighbour, 2000..2010);
-}
-
-#[test]
-fn pickled_store_counts_in_the_share_of_its_worker() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("staging/pickled");
-    let mut leaky = server.engine_driven(1, &scope);
-    let mut other = server.engine_driven(2, &scope);
-    assert_eq!(hog(leaky.connection(), 1, &scope, 0..64), 14 * 128);
-    let (prompt, len) = (prompt(1000, 2), leaky.chunk_bytes());
-    let send = |worker: &mut EngineDrivenWorker, request: &str| {
-        let key = scope.worker_key(0, &prompt, range(0..2), request);
-        let chunks: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
-        let tensors = [0, 1].map(|_| pickle::TensorToWrite {
-            dtype: kvtier_client::proto::descriptor::Dtype::BFloat16,
-            shape: &[2, 2, 16, 64],
-        });
-        let data = pickle::write_tensors(&tensors, |index, out| {
-            out.extend_from_slice(&chunks[index]);
-            Ok::<(), pickle::WriteError>(())
-        });
-        let instance = worker.spec().instance;
-        let stored = worker
-            .connection()
-            .commit_store(&key, instance, &data.unwrap());
-        stored.unwrap()
-    };
-    assert!(!send(&mut leaky, "p"));
-    assert!(send(&mut other, "p"));
-}
-
-#[test]
-fn retrieves_that_are_never_committed_do_not_keep_all_from_eviction() {
-    let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
-    let scope = Scope::new("staging/reader");
-    let mut leaky = server.engine_driven(1, &scope);
-    stores_and_finds(&mut leaky, 0..100);
-    let mut read = 0;
-    for seed in 0..100 {
-        let prompt = prompt(seed, 64);
-        assert_eq!(leaky.lookup(&prompt, "r").unwrap(), 64);
-        let key = scope.worker_key(0, &prompt, range(0..64), "r");
-        let answer = leaky.connection().prepare_retrieve(&key, InstanceId(1));
-        read += usize::from(answer.unwrap().success);
-        leaky.connection().end_session("r").unwrap();
-    }
-    // Half a MiB each.
-    assert_eq!(read, 32);
 }
 
 #[test]

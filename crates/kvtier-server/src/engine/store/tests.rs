@@ -108,6 +108,19 @@ fn worker_on_a_slow_device_stages_most_of_the_limit_and_no_more() {
     assert_eq!(end(&slow), 2);
 }
 
+/// A store's memory is bounded by what the allocator takes: a whole MiB for an object of 16 bytes.
+#[test]
+fn small_objects_count_rounded_to_the_alignment() {
+    let engine = Arc::new(engine(&["--l1-align-bytes", "1048576"]));
+    let slow = [TestPages::new(16).register(&engine, 0)];
+    hold(&slow);
+    assert_eq!(refused(&engine, 0, 0..6), [2, 3, 4, 5]);
+    assert_eq!(engine.staging.staged_bytes(), 2 * MIB);
+    assert_eq!(engine.l1.cache.usage().used_bytes, 2 * MIB);
+    assert_eq!(end(&slow), 2);
+    assert_eq!(engine.staging.staged_bytes(), 0);
+}
+
 #[test]
 fn worker_is_served_beside_one_at_its_share() {
     for others in [false, true] {
