@@ -6,7 +6,9 @@ use std::time::Instant;
 use kvtier_proto::generation::Candidates;
 
 use super::lanes::Lane;
-use super::limits::{self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE};
+use super::limits::{
+    self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE, UNDECIDED_PART,
+};
 use super::request::Job;
 use crate::budget::Budget;
 use crate::engine::Engine;
@@ -36,6 +38,8 @@ pub struct Client {
     pub peer: Arc<Peer>,
     /// Generations of the protocol it can still be of.
     pub candidates: Candidates,
+    /// Bytes of the undecided requests of all clients.
+    undecided_bytes: Arc<Budget>,
     /// Requests whose operation is not certain and whose answer depends on it, until a later one decides.
     pub undecided: Option<Undecided>,
     /// Requests whose order among themselves matters: transfers and registrations.
@@ -62,7 +66,7 @@ impl Client {
             .as_ref()
             .map_or(0, |waiting| waiting.jobs.len());
         if waiting < MAX_UNDECIDED && job.bytes <= MAX_UNDECIDED_BYTES {
-            job.charge = self.peer.requests.take(job.bytes + JOB_BYTES);
+            job.charge = self.undecided_bytes.take(job.bytes + JOB_BYTES);
         }
         if job.charge.is_none() {
             return Some(job);
@@ -80,15 +84,19 @@ impl Client {
 pub struct Budgets {
     requests: Arc<Budget>,
     replies: Arc<Budget>,
+    /// A part of the requests', since these wait for long.
+    undecided: Arc<Budget>,
     engine: Weak<Engine>,
 }
 
 impl Budgets {
     /// For requests of `request_bytes` together, to this engine.
     pub fn new(request_bytes: u64, engine: Weak<Engine>) -> Self {
+        let requests = Budget::new(request_bytes);
         Self {
             engine,
-            requests: Budget::new(request_bytes),
+            undecided: requests.share(request_bytes / UNDECIDED_PART),
+            requests,
             replies: limits::reply_budget(),
         }
     }
@@ -103,6 +111,7 @@ impl Budgets {
                 engine: Weak::clone(&self.engine),
             }),
             candidates: Candidates::default(),
+            undecided_bytes: Arc::clone(&self.undecided),
             undecided: None,
             transfers: Arc::default(),
             control: Arc::default(),

@@ -8,7 +8,7 @@
 //! | frames of a message | as many as an operation has; the rest is discarded as it arrives |
 //! | a message that is arriving | the message limit and a prompt |
 //! | incomplete messages and small replies of all connections | [`request_bytes`]; the connection with the most bytes times their age is closed then |
-//! | requests that wait for the generation of their client | [`MAX_UNDECIDED`] and [`MAX_UNDECIDED_BYTES`] each, and a time |
+//! | requests that wait for the generation of their client | [`MAX_UNDECIDED`] per connection, a part of all requests' bytes, and a time |
 
 use std::sync::Arc;
 
@@ -38,6 +38,9 @@ pub const MAX_UNDECIDED: usize = 16;
 
 /// Bytes of the largest request that may wait so. What is larger is answered without a payload.
 pub const MAX_UNDECIDED_BYTES: u64 = 256 << 10;
+
+/// Part of all requests' bytes that such requests may have together.
+pub const UNDECIDED_PART: u64 = 8;
 
 /// Largest reply that is not counted by its bytes.
 pub const SMALL_REPLY: usize = 1024;

@@ -371,3 +371,25 @@ fn heartbeat_announces_no_further_work() {
     stream.write_all(&message(&[&[1], &[24]])[..3]).unwrap();
     assert!(server.front.turn(patient).unwrap());
 }
+
+#[test]
+fn undecided_requests_leave_most_memory_to_others() {
+    let mut server = ByHand::new(1 << 20);
+    let large = vec![0x80; 60_000];
+    let streams: Vec<_> = (0..4)
+        .map(|_| {
+            let mut stream = shaken(&mut server);
+            // The first ones wait, the others are answered at once.
+            for uid in 1..9 {
+                let request = message(&[&[uid], &[16], &large, &[1]]);
+                write_all(&mut server, &mut stream, &request);
+            }
+            write_all(&mut server, &mut stream, &message(&[&[9], &[24]]));
+            read_until(&mut server, &mut stream, &message(&[&[8], &[16]]));
+            stream
+        })
+        .collect();
+    let another = server.front.budgets.client(1000);
+    assert!(another.peer.requests.take(512 << 10).is_some());
+    drop(streams);
+}
