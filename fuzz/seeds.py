@@ -55,3 +55,14 @@ for row in load("pickles.json")["vectors"]:
     seed(target, bytes.fromhex(row["hex"]))
 for row in load("pickle.json")["cases"] + load("written.json")["rows"]:
     seed("pickle", bytes.fromhex(row["pickle"]))
+
+# A peer on the request port: greeting and READY, then traffic. A fuzzer alone does not find the 64 bytes of a greeting.
+greeting = (b"\xff" + bytes(7) + b"\x01\x7f\x03\x01NULL").ljust(64, b"\0")
+ready = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+identity = b"\x04\x2b\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\x02id"
+ping, unknown, error = b"\x04\x09\x04PING\0\x0ahi", b"\x04\x04\x03FOO", b"\x04\x09\x05ERROR\x02no"
+small, parts = b"\0\1x", b"\1\1a\1\0" + ping + b"\0\1b"
+large = b"\3" + (300).to_bytes(8, "big") + bytes(300) + b"\2" + (40_000).to_bytes(8, "big") + bytes(40_000)
+for first in (0, 1, 14, 15, 254, 255):
+    for traffic in (ready + ping + small, ready + unknown + parts, identity + large + small, ready + b"\1\0" * 40, error):
+        seed("zmtp", bytes([first]) + greeting + traffic)

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
@@ -26,6 +26,9 @@ const HTTP_THREADS: usize = 1;
 
 /// How long open HTTP connections may hold up a shutdown.
 const HTTP_GRACE: Duration = Duration::from_secs(2);
+
+/// Time between two rounds of housekeeping from which on the process itself was stopped.
+const MAX_PAUSE: Duration = Duration::from_secs(10);
 
 /// Why a server did not start: one line that names the flag.
 #[derive(Debug, thiserror::Error)]
@@ -235,7 +238,12 @@ fn spawn_housekeeping(
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
     let state = Arc::clone(health);
     spawn_background("housekeeping", health, move || {
+        let mut last_round = Instant::now();
         while !stop.load(Ordering::Acquire) {
+            if last_round.elapsed() > MAX_PAUSE {
+                engine.forgive_silence();
+            }
+            last_round = Instant::now();
             engine.housekeep();
             if engine.lost_memory() {
                 state.poison("L1 memory (pages were lost)");

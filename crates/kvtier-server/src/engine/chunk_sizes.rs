@@ -59,6 +59,17 @@ impl ChunkSizes {
         }
     }
 
+    /// Forgets a connection that has ended. A client that reconnects has another one, and proves its chunk size anew.
+    pub fn forget(&self, connection: u64) {
+        self.by_connection.lock().remove(&connection);
+    }
+
+    /// Connections that are known.
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.by_connection.lock().len()
+    }
+
     /// Whether the client of a lookup, of a prompt of `tokens` tokens up to `end`, certainly counts in our chunks.
     pub fn is_proven(&self, caller: Caller, tokens: u64, end: u64) -> bool {
         if caller.knows_chunk_size {

@@ -34,6 +34,14 @@ impl Engine {
         self.evict();
     }
 
+    /// Takes every worker and scheduler for alive: the process itself was stopped, and what they have sent is not read yet.
+    pub fn forgive_silence(&self) {
+        let now = self.now();
+        self.instances.all_seen(now);
+        let mut pings = self.scheduler_pings.lock();
+        pings.values_mut().for_each(|last| *last = now);
+    }
+
     fn reap(&self, now: Duration) {
         let ended = self.instances.take_ended();
         self.give_up(ended, now, "a worker's process has ended");

@@ -26,7 +26,7 @@ const REFUSED_PINGS: u8 = 2;
 /// Time from the first "no" to the answer of what is held. The client needs microseconds to take note of a ping.
 const NOTICE_DELAY: Duration = Duration::from_millis(500);
 
-/// Age of a refusal that no ping came for: its client is gone, or has another connection and pings there.
+/// Age of a refusal that no ping came for.
 const ABANDONED_AFTER: Duration = Duration::from_secs(600);
 
 /// Connections known at most; beyond it the client's own deadline is what ends a refused retrieve.
@@ -103,6 +103,27 @@ impl Refusals {
         refusal.noticed.get_or_insert(now);
         refusal.pings = (refusal.pings + 1).min(REFUSED_PINGS);
         true
+    }
+
+    /// Whether answers are held.
+    pub fn holds_answers(&self) -> bool {
+        let by_connection = self.by_connection.lock();
+        by_connection
+            .values()
+            .any(|refusal| !refusal.held.is_empty())
+    }
+
+    /// Forgets a connection that has ended, with its pings and what it would be answered.
+    pub fn forget(&self, connection: u64) {
+        let refusal = self.by_connection.lock().remove(&connection);
+        // Outside of the lock: what is held is sent.
+        drop(refusal);
+    }
+
+    /// Connections that are known.
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.by_connection.lock().len()
     }
 
     /// Takes the held answers whose clients have taken note, and forgets clients that never pinged.

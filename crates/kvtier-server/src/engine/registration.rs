@@ -82,6 +82,25 @@ impl Engine {
         self.refusals.add(caller.connection, held, self.now());
     }
 
+    /// Whether answers are held until their clients notice a refused ping. Sends those that are due.
+    pub fn holds_answers(&self) -> bool {
+        drop(self.refusals.due(self.now()));
+        self.refusals.holds_answers()
+    }
+
+    /// Forgets what is known of a connection that has ended, and of nothing else: a client that reconnects is another
+    /// connection.
+    pub fn forget_connection(&self, connection: u64) {
+        self.chunk_sizes.forget(connection);
+        self.refusals.forget(connection);
+    }
+
+    /// Entries of connections.
+    #[cfg(test)]
+    pub fn known_connections(&self) -> usize {
+        self.chunk_sizes.len() + self.refusals.len()
+    }
+
     /// A worker shows its pages.
     pub(super) fn register_pages(
         self: &Arc<Self>,

@@ -1,15 +1,19 @@
 //! What the requests of a connection have in common: the client's release, order, and memory.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use kvtier_proto::generation::Candidates;
 
 use super::lanes::Lane;
-use super::limits::{self, REPLY_SHARE};
+use super::limits::{
+    self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE, UNDECIDED_PART,
+};
 use super::request::Job;
-use crate::budget::{Budget, Charge};
+use crate::budget::Budget;
+use crate::engine::Engine;
 
-/// The part of a client that jobs and replies carry around.
+/// The part of a client that its jobs carry around. The engine forgets the connection with the last of them.
 pub struct Peer {
     /// Number of the connection since start; never used twice.
     pub id: u64,
@@ -17,6 +21,15 @@ pub struct Peer {
     pub requests: Arc<Budget>,
     /// Bytes of large replies to it that the system has not taken yet.
     pub replies: Arc<Budget>,
+    engine: Weak<Engine>,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        if let Some(engine) = self.engine.upgrade() {
+            engine.forget_connection(self.id);
+        }
+    }
 }
 
 /// The client of a connection, from its first request on.
@@ -25,8 +38,10 @@ pub struct Client {
     pub peer: Arc<Peer>,
     /// Generations of the protocol it can still be of.
     pub candidates: Candidates,
-    /// Messages whose operation is not certain and whose answer depends on it, until a later one decides.
-    pub undecided: Vec<Undecided>,
+    /// Bytes of the undecided requests of all clients.
+    undecided_bytes: Arc<Budget>,
+    /// Requests whose operation is not certain and whose answer depends on it, until a later one decides.
+    pub undecided: Option<Undecided>,
     /// Requests whose order among themselves matters: transfers and registrations.
     pub transfers: Arc<Lane<Job>>,
     /// Everything else.
@@ -35,25 +50,53 @@ pub struct Client {
     pub told_off: bool,
 }
 
-/// A message that waits for the generation of its client.
+/// Requests that wait for the generation of their client.
 pub struct Undecided {
-    /// Its frames.
-    pub frames: Vec<Vec<u8>>,
-    /// Its bytes in the budget of its connection.
-    pub _charge: Charge,
+    /// When the first of them came.
+    pub since: Instant,
+    /// In the order they came.
+    pub jobs: Vec<Job>,
+}
+
+impl Client {
+    /// Keeps a request until a later one shows the generation, and gives it back if too much waits.
+    pub fn defer(&mut self, mut job: Job, now: Instant) -> Option<Job> {
+        let waiting = self
+            .undecided
+            .as_ref()
+            .map_or(0, |waiting| waiting.jobs.len());
+        if waiting < MAX_UNDECIDED && job.bytes <= MAX_UNDECIDED_BYTES {
+            job.charge = self.undecided_bytes.take(job.bytes + JOB_BYTES);
+        }
+        if job.charge.is_none() {
+            return Some(job);
+        }
+        let undecided = self.undecided.get_or_insert_with(|| Undecided {
+            since: now,
+            jobs: Vec::new(),
+        });
+        undecided.jobs.push(job);
+        None
+    }
 }
 
 /// Memory that all clients share: half of the requests' and [`REPLY_SHARE`] of the replies' for each.
 pub struct Budgets {
     requests: Arc<Budget>,
     replies: Arc<Budget>,
+    /// A part of the requests', since these wait for long.
+    undecided: Arc<Budget>,
+    engine: Weak<Engine>,
 }
 
 impl Budgets {
-    /// For requests of `request_bytes` together.
-    pub fn new(request_bytes: u64) -> Self {
+    /// For requests of `request_bytes` together, to this engine.
+    pub fn new(request_bytes: u64, engine: Weak<Engine>) -> Self {
+        let requests = Budget::new(request_bytes);
         Self {
-            requests: Budget::new(request_bytes),
+            engine,
+            undecided: requests.share(request_bytes / UNDECIDED_PART),
+            requests,
             replies: limits::reply_budget(),
         }
     }
@@ -65,9 +108,11 @@ impl Budgets {
                 id,
                 requests: self.requests.share(self.requests.limit() / 2),
                 replies: self.replies.share(REPLY_SHARE),
+                engine: Weak::clone(&self.engine),
             }),
             candidates: Candidates::default(),
-            undecided: Vec::new(),
+            undecided_bytes: Arc::clone(&self.undecided),
+            undecided: None,
             transfers: Arc::default(),
             control: Arc::default(),
             told_off: false,

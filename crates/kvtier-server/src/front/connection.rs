@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_zmtp::{Error, Event, Limits, Message, Session};
 use rustix::buffer::spare_capacity;
-use rustix::io::{Errno, read};
+use rustix::io::{Errno, ioctl_fionread, read};
 use rustix::net::{Shutdown, shutdown};
 
 use super::client::Client;
@@ -18,11 +18,18 @@ use super::poll::Interest;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// After how long a silence a client is asked whether it is there, and after how long it is considered gone.
-const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long a client may take none of the bytes that wait for it.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long requests wait for one that shows the generation of their client: a worker pings every 10 s and gives up
+/// after 300 s.
+const UNDECIDED_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Added to the time for which bytes have been held, so that of new ones the most count.
+const LEAST_HELD: Duration = Duration::from_secs(1);
 
 /// Bytes of a frame still to come from which on they are read into the frame itself, not through the shared buffer.
 const MIN_IN_PLACE_BYTES: usize = 4 << 10;
@@ -59,7 +66,7 @@ pub enum Closed {
     Displaced,
     /// All connections together hold too much.
     #[error(
-        "incomplete messages and unread replies of all clients need too much memory, and its own wait longest"
+        "incomplete messages and unread replies of all clients need too much memory, and its own the most for its time"
     )]
     Memory,
 }
@@ -77,6 +84,8 @@ pub struct Connection {
     pub is_queued: bool,
     /// Its part of what all connections hold, when that was last counted.
     pub counted_bytes: usize,
+    /// When it is to be ticked next.
+    pub next_tick: Instant,
     opened: Instant,
     /// When something last arrived.
     heard: Instant,
@@ -84,7 +93,9 @@ pub struct Connection {
     pinged: Instant,
     /// Since when a message is incomplete.
     partial_since: Option<Instant>,
-    /// Since when the client has read nothing of what waits.
+    /// Since when bytes wait to be written.
+    output_since: Option<Instant>,
+    /// Since when the client has read nothing of them.
     unread_since: Option<Instant>,
 }
 
@@ -99,10 +110,12 @@ impl Connection {
             interest: Interest::READ,
             is_queued: false,
             counted_bytes: 0,
+            next_tick: now + HANDSHAKE_TIMEOUT,
             opened: now,
             heard: now,
             pinged: now,
             partial_since: None,
+            output_since: None,
             unread_since: None,
         }
     }
@@ -180,6 +193,10 @@ impl Connection {
             self.output.push_bytes(self.session.output());
         }
         let written = self.output.write_to(&self.socket)?;
+        self.output_since = match self.output.is_empty() {
+            true => None,
+            false => self.output_since.or(Some(now)),
+        };
         self.unread_since = match self.output.is_empty() {
             true => None,
             false if written > 0 => Some(now),
@@ -196,36 +213,80 @@ impl Connection {
         !self.output.is_empty() || !self.session.output().is_empty()
     }
 
-    /// Does what time demands.
+    /// Does what time demands. What has arrived and is not read yet counts as a sign of life, and what the client has
+    /// read while nothing was written for it as reading.
     ///
     /// # Errors
     /// The connection has to be closed.
     pub fn tick(&mut self, now: Instant) -> Result<(), Closed> {
-        let silent = now.duration_since(self.heard);
         if !self.session.is_ready() {
             return match now.duration_since(self.opened) < HANDSHAKE_TIMEOUT {
                 true => Ok(()),
                 false => Err(Closed::Handshake),
             };
         }
-        if self.session.ttl().is_some_and(|ttl| silent >= ttl) {
+        let silent = now.duration_since(self.heard);
+        let is_over = self.session.ttl().is_some_and(|ttl| silent >= ttl);
+        if is_over && !self.has_input() {
             return Err(Closed::Silent);
         }
-        let unread = self.unread_since.map(|since| now.duration_since(since));
-        if unread.is_some_and(|unread| unread >= WRITE_TIMEOUT) {
-            return Err(Closed::Unread);
-        }
-        let is_asked = silent >= HEARTBEAT_INTERVAL
-            && now.duration_since(self.pinged) >= HEARTBEAT_INTERVAL
-            && self.session.ping();
-        if is_asked {
-            // Not for want of a question: the process itself may have been stopped.
-            if silent >= HEARTBEAT_TIMEOUT && self.pinged > self.heard {
-                return Err(Closed::Silent);
+        if self.is_unread(now) {
+            self.write(now)?;
+            if self.is_unread(now) {
+                return Err(Closed::Unread);
             }
-            self.pinged = now;
+        }
+        if silent < HEARTBEAT_INTERVAL || now.duration_since(self.pinged) < HEARTBEAT_INTERVAL {
+            return Ok(());
+        }
+        let was_asked = self.pinged > self.heard;
+        self.pinged = now;
+        if self.session.ping() && silent >= HEARTBEAT_TIMEOUT && was_asked && !self.has_input() {
+            return Err(Closed::Silent);
         }
         Ok(())
+    }
+
+    /// When [`Connection::tick`] has something to do next, unless something happens before. It is never later than the
+    /// next heartbeat, so that of what happens only a TTL can bring it forward.
+    pub fn due(&self) -> Instant {
+        if !self.session.is_ready() {
+            return self.opened + HANDSHAKE_TIMEOUT;
+        }
+        let heartbeat = self.heard.max(self.pinged) + HEARTBEAT_INTERVAL;
+        let silent = self.session.ttl().map(|ttl| self.heard + ttl);
+        let unread = self.unread_since.map(|since| since + WRITE_TIMEOUT);
+        let undecided = self
+            .undecided_since()
+            .map(|since| since + UNDECIDED_TIMEOUT);
+        let others = [silent, unread, undecided].into_iter().flatten();
+        others.fold(heartbeat, Instant::min)
+    }
+
+    /// Whether requests have waited for the generation of their client for too long.
+    pub fn is_undecided(&self, now: Instant) -> bool {
+        self.undecided_since()
+            .is_some_and(|since| now.duration_since(since) >= UNDECIDED_TIMEOUT)
+    }
+
+    fn undecided_since(&self) -> Option<Instant> {
+        let undecided = self.client.as_ref()?.undecided.as_ref()?;
+        Some(undecided.since)
+    }
+
+    fn is_unread(&self, now: Instant) -> bool {
+        self.unread_since
+            .is_some_and(|since| now.duration_since(since) >= WRITE_TIMEOUT)
+    }
+
+    /// Whether something has arrived that is not read yet.
+    fn has_input(&self) -> bool {
+        ioctl_fionread(&self.socket).is_ok_and(|bytes| bytes > 0)
+    }
+
+    /// Whether a message has begun to arrive and is not complete.
+    pub fn is_amid_message(&self) -> bool {
+        self.session.is_amid_message()
     }
 
     /// Bytes it holds without being charged for them.
@@ -233,13 +294,15 @@ impl Connection {
         self.session.held_bytes() + self.output.small_bytes()
     }
 
-    /// Since when it holds bytes that do not move on.
-    pub fn stuck_since(&self) -> Option<Instant> {
-        // The earlier one of those that are.
-        self.partial_since
-            .into_iter()
-            .chain(self.unread_since)
-            .min()
+    /// What those bytes cost the other connections: bytes times the time for which they have been held, however slowly
+    /// they move on. A message counts from its beginning, replies from when the client fell behind.
+    pub fn held_cost(&self, now: Instant) -> u128 {
+        let cost = |bytes: usize, since: Option<Instant>| {
+            let held = since.map_or(Duration::ZERO, |since| now.duration_since(since));
+            bytes as u128 * (held + LEAST_HELD).as_millis()
+        };
+        cost(self.session.held_bytes(), self.partial_since)
+            + cost(self.output.small_bytes(), self.output_since)
     }
 
     /// Ends it in order: the client reads all that was written, then the end. Bytes that it has sent are discarded, since

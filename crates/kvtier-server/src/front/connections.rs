@@ -3,7 +3,7 @@
 //! When there are as many as allowed, the oldest one that has never sent a request gives way to a new one. If all have, no
 //! connection is accepted until one ends: new ones wait in the system's queue.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use kvtier_zmtp::{Limits, Message};
 use rustix::io::Errno;
 
 use super::client::Client;
+use super::clock::Clock;
 use super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::outbox::Reply;
 use super::poll::{Interest, Poller, Ready};
@@ -28,7 +29,7 @@ const MAX_ACCEPTS: usize = 64;
 /// How long no connection is accepted after the system had none to give.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
-/// Between two looks at the time of every connection.
+/// Between two looks at the connections whose time has come.
 const TICK: Duration = Duration::from_secs(1);
 
 /// What the front end is to look at.
@@ -37,6 +38,8 @@ pub enum Happened {
     Wake,
     /// A connection has something to read.
     Readable(u64),
+    /// Requests of a connection have waited too long for the generation of their client.
+    Undecided(u64),
 }
 
 /// The connections, by number.
@@ -45,14 +48,17 @@ pub struct Connections {
     poller: Poller,
     ready: Vec<Ready>,
     open: HashMap<u64, Connection>,
-    /// In the order they were accepted. Those that have ended or sent a request are passed over.
-    strangers: VecDeque<u64>,
+    /// Those that have never sent a request. Numbers are in the order of accepting.
+    strangers: BTreeSet<u64>,
+    /// When each is to be ticked next.
+    ticks: BTreeSet<(Instant, u64)>,
     /// Those whose output is about to be written.
     queued: Vec<u64>,
     next_id: u64,
     bounds: Bounds,
     held_bytes: usize,
     accept: Accept,
+    clock: Clock,
     next_tick: Instant,
     scratch: Box<[u8]>,
     metrics: Arc<Metrics>,
@@ -93,18 +99,21 @@ impl Connections {
         let poller = Poller::new()?;
         poller.add(&*listener, LISTENER)?;
         poller.add(wake, WAKE)?;
+        let clock = Clock::start();
         Ok(Self {
             listener,
             poller,
             ready: Vec::new(),
             open: HashMap::new(),
-            strangers: VecDeque::new(),
+            strangers: BTreeSet::new(),
+            ticks: BTreeSet::new(),
             queued: Vec::new(),
             next_id: 0,
             bounds,
             held_bytes: 0,
             accept: Accept::Now,
-            next_tick: Instant::now(),
+            next_tick: clock.now(),
+            clock,
             scratch: vec![0; SCRATCH_BYTES].into(),
             metrics,
         })
@@ -113,7 +122,23 @@ impl Connections {
     /// The client of a connection; `make` makes it at its first request.
     pub fn client(&mut self, id: u64, make: impl FnOnce() -> Client) -> Option<&mut Client> {
         let connection = self.open.get_mut(&id)?;
-        Some(connection.client.get_or_insert_with(make))
+        Some(connection.client.get_or_insert_with(|| {
+            self.strangers.remove(&id);
+            make()
+        }))
+    }
+
+    /// The time of deadlines.
+    pub fn now(&self) -> Instant {
+        self.clock.now()
+    }
+
+    /// Connections with requests that wait for the generation of their client.
+    pub fn undecided(&self) -> Vec<u64> {
+        let is_undecided =
+            |of: &Connection| of.client.as_ref().is_some_and(|of| of.undecided.is_some());
+        let undecided = self.open.iter().filter(|(_, of)| is_undecided(of));
+        undecided.map(|(id, _)| *id).collect()
     }
 
     /// Waits for something to happen, for `timeout` at most, and does what needs no request: accepting, writing, time.
@@ -123,6 +148,7 @@ impl Connections {
     pub fn wait(&mut self, timeout: Duration, happened: &mut Vec<Happened>) -> std::io::Result<()> {
         let mut ready = std::mem::take(&mut self.ready);
         self.poller.wait(timeout, &mut ready)?;
+        self.clock.advance();
         for Ready {
             token,
             readable,
@@ -143,24 +169,31 @@ impl Connections {
             }
         }
         self.ready = ready;
-        self.pass_time(Instant::now());
+        self.pass_time(happened);
         Ok(())
     }
 
     /// Reads from a connection, and appends its messages. Returns why it has to be closed after they were served, if so.
     pub fn read(&mut self, id: u64, messages: &mut Vec<Message>) -> Option<Closed> {
         let connection = self.open.get_mut(&id)?;
-        let read = connection.read(&mut self.scratch, messages, Instant::now());
-        if connection.has_output() {
-            self.queue(id);
+        let read = connection.read(&mut self.scratch, messages, self.clock.now());
+        let due = connection.due();
+        if due < connection.next_tick {
+            self.schedule(id, due);
         }
+        self.queue_output(id);
         self.count(id);
         read.err()
     }
 
+    /// Whether a message of a connection has begun to arrive and is not complete.
+    pub fn is_amid_message(&self, id: u64) -> bool {
+        self.open.get(&id).is_some_and(Connection::is_amid_message)
+    }
+
     /// Queues a reply. Returns whether its connection is open.
     pub fn push(&mut self, reply: Reply) -> bool {
-        let id = reply.peer.id;
+        let id = reply.connection;
         let Some(connection) = self.open.get_mut(&id) else {
             return false;
         };
@@ -176,7 +209,7 @@ impl Connections {
                 continue;
             };
             connection.is_queued = false;
-            if let Err(why) = connection.write(Instant::now()) {
+            if let Err(why) = connection.write(self.clock.now()) {
                 self.close(id, why);
                 continue;
             }
@@ -198,6 +231,18 @@ impl Connections {
     /// Whether a connection has bytes that are not written.
     pub fn have_output(&mut self) -> bool {
         self.open.values_mut().any(Connection::has_output)
+    }
+
+    /// The clock of the deadlines.
+    #[cfg(test)]
+    pub fn clock(&mut self) -> &mut Clock {
+        &mut self.clock
+    }
+
+    /// Connections, and how many entries there are of those that have sent no request and of ticks.
+    #[cfg(test)]
+    pub fn counts(&self) -> [usize; 3] {
+        [self.open.len(), self.strangers.len(), self.ticks.len()]
     }
 
     /// Accepts no connection any more.
@@ -231,7 +276,7 @@ impl Connections {
     fn accept(&mut self) {
         for _ in 0..MAX_ACCEPTS {
             let is_full = self.open.len() >= self.bounds.connections;
-            let displaced = is_full.then(|| self.oldest_stranger());
+            let displaced = is_full.then(|| self.strangers.first().copied());
             if displaced == Some(None) {
                 return self.pause_accepting("all of them have sent requests", Duration::ZERO);
             }
@@ -250,36 +295,25 @@ impl Connections {
             }
             let id = self.next_id;
             self.next_id += 1;
-            let connection = Connection::new(socket, self.bounds.session, Instant::now());
+            let connection = Connection::new(socket, self.bounds.session, self.clock.now());
             if let Err(error) = self.poller.add(&connection, id) {
                 let error = std::io::Error::from(error).to_string();
                 return self.pause_accepting(&error, ACCEPT_PAUSE);
             }
+            self.ticks.insert((connection.next_tick, id));
             self.open.insert(id, connection);
-            self.strangers.push_back(id);
+            self.strangers.insert(id);
             self.metrics.request_connections.set(self.open.len() as i64);
             self.queue(id);
         }
     }
 
-    /// The connection that was accepted first of those that have sent no request.
-    fn oldest_stranger(&mut self) -> Option<u64> {
-        while let Some(id) = self.strangers.front().copied() {
-            match self.open.get(&id) {
-                Some(connection) if connection.client.is_none() => return Some(id),
-                _ => self.strangers.pop_front(),
-            };
-        }
-        None
-    }
-
     fn pause_accepting(&mut self, cause: &str, pause: Duration) {
-        let now = Instant::now();
         if self.poller.remove(&*self.listener).is_ok() {
-            self.accept = Accept::Paused(now + pause);
+            self.accept = Accept::Paused(self.clock.now() + pause);
         }
         static SAID: Seldom = Seldom::every(Duration::from_secs(60));
-        if let Some(left_out) = SAID.due(now) {
+        if let Some(left_out) = SAID.due(Instant::now()) {
             tracing::warn!(
                 cause,
                 connections = self.open.len(),
@@ -290,7 +324,8 @@ impl Connections {
         }
     }
 
-    fn pass_time(&mut self, now: Instant) {
+    fn pass_time(&mut self, happened: &mut Vec<Happened>) {
+        let now = self.clock.now();
         if let Accept::Paused(until) = self.accept
             && now >= until
             && self.open.len() < self.bounds.connections
@@ -304,16 +339,40 @@ impl Connections {
             return;
         }
         self.next_tick = now + TICK;
-        let (mut asked, mut ended) = (Vec::new(), Vec::new());
-        for (&id, connection) in &mut self.open {
+        while let Some(&(at, id)) = self.ticks.first()
+            && at <= now
+        {
+            self.ticks.pop_first();
+            let Some(connection) = self.open.get_mut(&id) else {
+                continue;
+            };
             match connection.tick(now) {
-                Ok(()) if connection.has_output() => asked.push(id),
-                Ok(()) => {}
-                Err(why) => ended.push((id, why)),
+                Ok(()) => {
+                    if connection.is_undecided(now) {
+                        happened.push(Happened::Undecided(id));
+                    }
+                    // Later than now: what is overdue and stays open is about to be read.
+                    let next = connection.due().max(now + TICK);
+                    self.schedule(id, next);
+                    self.queue_output(id);
+                }
+                Err(why) => self.close(id, why),
             }
         }
-        asked.into_iter().for_each(|id| self.queue(id));
-        ended.into_iter().for_each(|(id, why)| self.close(id, why));
+    }
+
+    fn schedule(&mut self, id: u64, at: Instant) {
+        if let Some(connection) = self.open.get_mut(&id) {
+            let earlier = std::mem::replace(&mut connection.next_tick, at);
+            self.ticks.remove(&(earlier, id));
+            self.ticks.insert((at, id));
+        }
+    }
+
+    fn queue_output(&mut self, id: u64) {
+        if self.open.get_mut(&id).is_some_and(Connection::has_output) {
+            self.queue(id);
+        }
     }
 
     fn queue(&mut self, id: u64) {
@@ -324,7 +383,8 @@ impl Connections {
         }
     }
 
-    /// Counts what a connection holds. If all hold too much together, the one whose bytes wait longest is closed.
+    /// Counts what a connection holds. While all hold too much together, the one that costs most is closed: an attack
+    /// that keeps memory pays for its time, and one that is quick for its bytes.
     fn count(&mut self, id: u64) {
         let Some(connection) = self.open.get_mut(&id) else {
             return;
@@ -332,14 +392,14 @@ impl Connections {
         let bytes = connection.held_bytes();
         self.held_bytes -= std::mem::replace(&mut connection.counted_bytes, bytes);
         self.held_bytes += bytes;
-        if self.held_bytes > self.bounds.held_bytes {
-            let stuck = self
-                .open
-                .iter()
-                .filter_map(|(id, of)| Some((of.stuck_since()?, *id)));
-            if let Some((_, stuck)) = stuck.min() {
-                self.close(stuck, Closed::Memory);
-            }
+        while self.held_bytes > self.bounds.held_bytes {
+            let now = self.clock.now();
+            let holders = self.open.iter().filter(|(_, of)| of.counted_bytes > 0);
+            let Some((&dearest, _)) = holders.max_by_key(|(id, of)| (of.held_cost(now), **id))
+            else {
+                return;
+            };
+            self.close(dearest, Closed::Memory);
         }
     }
 
@@ -360,6 +420,8 @@ impl Connections {
         let Some(connection) = self.open.remove(&id) else {
             return;
         };
+        self.strangers.remove(&id);
+        self.ticks.remove(&(connection.next_tick, id));
         self.held_bytes -= connection.counted_bytes;
         self.metrics.request_connections.set(self.open.len() as i64);
         static SAID: Seldom = Seldom::new();

@@ -9,20 +9,13 @@ use kvtier_proto::operation::Lane as LaneKind;
 use kvtier_proto::response::ResponseKind;
 use kvtier_proto::wire::DecodeError;
 
-use super::client::{Client, Undecided};
+use super::client::Client;
 use super::limits::{self, JOB_BYTES, MAX_HEAD};
 use super::outbox::Reply;
 use super::request::{Job, Server, error_frame};
 use super::seldom::Seldom;
 use super::serve::Front;
 use crate::engine::Answer;
-
-/// Messages of a connection that may wait for its client's generation. A worker that reconnected waits for the answer to
-/// one, and the next ping decides.
-const MAX_UNDECIDED: usize = 16;
-
-/// Bytes of the largest message that may wait so. What is larger is answered without a payload.
-const MAX_UNDECIDED_BYTES: u64 = 256 << 10;
 
 impl Front {
     /// Serves a message of connection `id`, or queues it.
@@ -49,6 +42,7 @@ impl Front {
             }
         };
         static TOLD_OFF: Seldom = Seldom::new();
+        let now = self.connections.now();
         let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
             // It sent a message and ended.
             return;
@@ -63,17 +57,7 @@ impl Front {
                 return;
             }
         };
-        let decided = resolved.certain && !client.undecided.is_empty();
-        let earlier = decided.then(|| std::mem::take(&mut client.undecided));
-        if needs_decision(&resolved) && client.undecided.len() < MAX_UNDECIDED {
-            let bytes: u64 = frames.iter().map(|frame| frame.len() as u64).sum();
-            if bytes <= MAX_UNDECIDED_BYTES
-                && let Some(_charge) = client.peer.requests.take(bytes + JOB_BYTES)
-            {
-                client.undecided.push(Undecided { frames, _charge });
-                return;
-            }
-        }
+        let decided = resolved.certain.then(|| client.undecided.take()).flatten();
         if resolved.generation != Generation::G6
             && resolved.certain
             && !std::mem::replace(&mut client.told_off, true)
@@ -104,8 +88,14 @@ impl Front {
             takes_text: resolved.release.takes_text_op(),
             received,
         };
-        for waiting in earlier.into_iter().flatten() {
-            self.take(id, waiting.frames);
+        if needs_decision(&job.resolved) {
+            match client.defer(job, now) {
+                None => return,
+                Some(refused) => job = refused,
+            }
+        }
+        for earlier in decided.into_iter().flat_map(|waiting| waiting.jobs) {
+            self.take(id, earlier.into_frames());
         }
         let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
             return;
@@ -129,6 +119,15 @@ impl Front {
         }
         if let Err(job) = pool.push(lane, job) {
             self.refuse(job, "lane_full");
+        }
+    }
+
+    /// Answers the requests of a connection that wait for the generation of its client, as far as that goes without it.
+    pub(super) fn answer_undecided(&mut self, id: u64) {
+        let client = self.connections.client(id, || self.budgets.client(id));
+        let undecided = client.and_then(|client| client.undecided.take());
+        for job in undecided.into_iter().flat_map(|waiting| waiting.jobs) {
+            self.serve_now(job);
         }
     }
 
@@ -200,7 +199,7 @@ fn unresolved(
         _ => (message.op.to_vec(), answer.payload),
     };
     Some(Reply {
-        peer: Arc::clone(&client.peer),
+        connection: client.peer.id,
         uid: message.uid.to_vec(),
         op,
         payload,

@@ -7,7 +7,8 @@
 //! | small replies until then | [`MAX_SMALL_OUTPUT`] per connection, which is closed then |
 //! | frames of a message | as many as an operation has; the rest is discarded as it arrives |
 //! | a message that is arriving | the message limit and a prompt |
-//! | incomplete messages and small replies of all connections | [`request_bytes`]; the connection whose bytes wait longest is closed then |
+//! | incomplete messages and small replies of all connections | [`request_bytes`]; the connection with the most bytes times their age is closed then |
+//! | requests that wait for the generation of their client | [`MAX_UNDECIDED`] per connection, a part of all requests' bytes, and a time |
 
 use std::sync::Arc;
 
@@ -30,6 +31,16 @@ pub const JOB_BYTES: u64 = 2048;
 
 /// Most bytes of a command of the wire protocol. A READY has about 50, with an identity 300.
 pub const MAX_COMMAND: u64 = 4096;
+
+/// Requests of a connection that may wait for its client's generation. A worker that reconnected waits for the answer to
+/// one, and the next ping decides.
+pub const MAX_UNDECIDED: usize = 16;
+
+/// Bytes of the largest request that may wait so. What is larger is answered without a payload.
+pub const MAX_UNDECIDED_BYTES: u64 = 256 << 10;
+
+/// Part of all requests' bytes that such requests may have together.
+pub const UNDECIDED_PART: u64 = 8;
 
 /// Largest reply that is not counted by its bytes.
 pub const SMALL_REPLY: usize = 1024;

@@ -5,6 +5,7 @@
 //! thread.
 
 mod client;
+mod clock;
 mod connection;
 mod connections;
 mod dispatch;

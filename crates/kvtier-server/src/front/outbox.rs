@@ -9,13 +9,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::client::Peer;
 use crate::budget::Charge;
 
 /// One message to a client.
 pub struct Reply {
-    /// Whom it is for.
-    pub peer: Arc<Peer>,
+    /// Number of the client's connection.
+    pub connection: u64,
     /// The request's uid frame.
     pub uid: Vec<u8>,
     /// The request's operation frame, or an error text in its place.

@@ -163,12 +163,11 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
 
-    use super::super::client::Budgets;
     use super::*;
 
     fn reply(byte: u8, payload: usize, charge: Option<Charge>) -> Reply {
         Reply {
-            peer: Budgets::new(0).client(0).peer,
+            connection: 0,
             uid: vec![byte],
             op: vec![byte],
             payload: Some(vec![byte; payload]),

@@ -77,6 +77,14 @@ impl Job {
         self.resolved.spec
     }
 
+    /// The message it came as.
+    pub fn into_frames(self) -> Vec<Vec<u8>> {
+        [self.uid, self.op]
+            .into_iter()
+            .chain(self.payloads)
+            .collect()
+    }
+
     fn caller(&self) -> Caller {
         Caller {
             connection: self.peer.id,
@@ -236,20 +244,18 @@ impl Server {
     }
 
     /// Gives back a "no", unless the client would not notice or not survive it: then its next ping says so.
-    fn report(self: &Arc<Self>, mut job: Job, answer: Answer) -> Option<(Job, Answer)> {
+    fn report(&self, job: Job, answer: Answer) -> Option<(Job, Answer)> {
         let caller = job.caller();
         if caller.release != Release::Before0_5_5 {
             return Some((job, answer));
         }
         let held = match job.spec().operation {
             Operation::PrepareRetrieve => {
-                // What is held needs no memory of the request.
-                (job.payloads, job.charge) = (Vec::new(), None);
-                let server = Arc::clone(self);
+                // What is held needs no memory of the request, and keeps neither its connection nor the server.
+                let outbox = self.outbox.clone();
+                let replies: Vec<_> = self.frames(job, answer).collect();
                 Some(Responder::new(move |_| {
-                    for reply in server.frames(job, answer) {
-                        server.outbox.send(reply);
-                    }
+                    replies.into_iter().for_each(|reply| outbox.send(reply));
                 }))
             }
             Operation::Store if !lacks_event(&answer) => return Some((job, answer)),
@@ -280,7 +286,7 @@ impl Server {
             None => (op, answer.payload),
         };
         let end = answer.ends_stream.then(|| Reply {
-            peer: Arc::clone(&peer),
+            connection: peer.id,
             uid: uid.clone(),
             op: op.clone(),
             payload: None,
@@ -291,7 +297,7 @@ impl Server {
             .filter(|payload| payload.len() > SMALL_REPLY)
             .map(|payload| peer.replies.take_anyway(payload.len() as u64));
         std::iter::once(Reply {
-            peer,
+            connection: peer.id,
             uid,
             op,
             payload,

@@ -20,11 +20,15 @@ use super::socket::RequestSocket;
 /// give, come sooner than this; being woken for them costs more, most of all on virtual machines.
 const LINGER: Duration = Duration::from_micros(50);
 
-/// Longest sleep. Stopping wakes the thread; time passes for the connections once a second.
+/// Longest sleep. Stopping wakes the thread.
 const IDLE: Duration = Duration::from_secs(1);
 
 /// Between two looks at the pools while they end.
 const ENDING: Duration = Duration::from_millis(10);
+
+/// How long the stop waits for pings, at most half of what it may take: some clients notice a refusal only by one, and
+/// send one every 10 s.
+const LAST_PINGS: Duration = Duration::from_secs(11);
 
 /// How long the stop waits for answers that no pool holds any more, and for the system to take the last bytes.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
@@ -75,7 +79,7 @@ impl Front {
         let metrics = Arc::clone(server.engine.metrics());
         Ok(Self {
             connections: Connections::new(socket, inbox.fd(), bounds, metrics)?,
-            budgets: Budgets::new(request_bytes),
+            budgets: Budgets::new(request_bytes, Arc::downgrade(&server.engine)),
             inbox,
             transfers,
             control,
@@ -120,10 +124,13 @@ impl Front {
         let mut happened = std::mem::take(&mut self.happened);
         self.connections.wait(timeout, &mut happened)?;
         for what in happened.drain(..) {
-            worked = true;
             match what {
-                Happened::Wake => self.inbox.clear(),
-                Happened::Readable(id) => self.read(id),
+                Happened::Wake => {
+                    worked = true;
+                    self.inbox.clear();
+                }
+                Happened::Readable(id) => worked |= self.read(id),
+                Happened::Undecided(id) => self.answer_undecided(id),
             }
         }
         self.happened = happened;
@@ -131,9 +138,12 @@ impl Front {
         Ok(worked)
     }
 
-    fn read(&mut self, id: u64) {
+    /// Serves or queues what a connection has sent. Returns whether more is likely to follow at once: not after a
+    /// heartbeat.
+    fn read(&mut self, id: u64) -> bool {
         let mut messages = std::mem::take(&mut self.messages);
         let ended = self.connections.read(id, &mut messages);
+        let is_busy = !messages.is_empty() || self.connections.is_amid_message(id);
         for message in messages.drain(..) {
             self.take(id, message.frames);
         }
@@ -141,6 +151,7 @@ impl Front {
         if let Some(why) = ended {
             self.connections.close(id, why);
         }
+        is_busy
     }
 
     /// Sends the replies that wait. Returns whether there were any.
@@ -154,7 +165,7 @@ impl Front {
 
     /// Queues a reply for its connection.
     pub(super) fn send(&mut self, reply: Reply) {
-        let connection = reply.peer.id;
+        let connection = reply.connection;
         if !self.connections.push(reply) {
             self.server.engine.metrics().undeliverable.inc();
             static SAID: Seldom = Seldom::new();
@@ -173,6 +184,7 @@ impl Front {
         self.connections.end_accepting();
         // What has arrived by now.
         self.turn(Duration::ZERO)?;
+        self.serve_last_pings()?;
         // What waits for a tier, and then for a GPU: requests that the lanes still hold may wait for its driver.
         self.server.engine.end_waits();
         self.server.engine.end_transfers();
@@ -196,6 +208,22 @@ impl Front {
         Ok(())
     }
 
+    /// Serves on while requests wait for a ping of their client, within bounds. A retrieve whose client has not noticed
+    /// that it is refused stays without an answer, which it would take for data.
+    fn serve_last_pings(&mut self) -> std::io::Result<()> {
+        let engine = Arc::clone(&self.server.engine);
+        let until = Instant::now() + LAST_PINGS.min(engine.config().stop_timeout / 2);
+        let mut undecided = self.connections.undecided();
+        while (engine.holds_answers() || !undecided.is_empty()) && Instant::now() < until {
+            self.turn(ENDING)?;
+            undecided = self.connections.undecided();
+        }
+        undecided
+            .into_iter()
+            .for_each(|id| self.answer_undecided(id));
+        Ok(())
+    }
+
     /// Sends replies for at most `timeout`; requests stay unread.
     fn send_within(&mut self, timeout: Duration) -> std::io::Result<()> {
         self.send_replies();
@@ -206,6 +234,7 @@ impl Front {
                 Happened::Wake => self.inbox.clear(),
                 // The client may have ended, or goes on asking: neither keeps the others waiting.
                 Happened::Readable(id) => self.connections.ignore_requests(id),
+                Happened::Undecided(id) => self.answer_undecided(id),
             }
         }
         self.happened = happened;

@@ -1,8 +1,9 @@
 //! The front end without its thread: each step is taken by hand, and its pools run jobs when they are told to.
 
-use std::io::{ErrorKind, Read as _, Write as _};
+mod connections;
+
+use std::io::{ErrorKind, Read as _};
 use std::net::TcpStream;
-use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Sender, bounded};
@@ -10,7 +11,7 @@ use kvtier_proto::frames::ClientMessage;
 use kvtier_proto::generation::Generation;
 
 use super::client::Client;
-use super::connection::{Closed, Connection, SCRATCH_BYTES};
+use super::connections::Bounds;
 use super::limits::{JOB_BYTES, MAX_HEAD};
 use super::request::{Job, error_frame};
 use super::*;
@@ -37,6 +38,11 @@ impl ByHand {
 
     /// Likewise, for at most `connections` clients.
     fn bounded(connections: usize, request_bytes: u64) -> Self {
+        Self::with(serve::bounds(connections, 1 << 30), request_bytes)
+    }
+
+    /// Likewise, with these bounds.
+    fn with(bounds: Bounds, request_bytes: u64) -> Self {
         let flags = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.0625"];
         let pickled = ["--no-l1-prefault", "--shm-name", ""];
         let config = ServerConfig::from_flags(&[&flags[..], &pickled[..]].concat()).unwrap();
@@ -57,7 +63,6 @@ impl ByHand {
         let client = zmq::Context::new().socket(zmq::DEALER).unwrap();
         client.connect(socket.endpoint()).unwrap();
         let pools = [pool("transfer"), pool("control")];
-        let bounds = serve::bounds(connections, 1 << 30);
         let server = Arc::clone(&server);
         let front = Front::new(
             Arc::new(socket),
@@ -317,148 +322,4 @@ fn the_limit_of_a_frame_is_told() {
     let mut lines = reference.lines();
     let flag = lines.find(|line| line.contains("`--max-message-gb`"));
     assert!(flag.unwrap().contains("no frame above 4 GiB"));
-}
-
-#[test]
-fn full_port_closes_the_oldest_connection_without_a_request() {
-    let mut server = ByHand::bounded(3, 1 << 20);
-    let mut silent: Vec<_> = (0..2).map(|_| server.connect()).collect();
-    for stream in &mut silent {
-        assert_eq!(server.read(stream)[0], 0xff);
-    }
-    let mut third = server.connect();
-    assert_eq!(server.read(&mut third)[0], 0xff);
-    assert_eq!(server.read(&mut silent[0]), b"", "the oldest one has ended");
-    assert_eq!(server.metrics().request_connections.get(), 3);
-    // The client has sent a request before any of them, and stays.
-    server.send(&[&[1], &[24]]);
-    assert_eq!(server.answers().len(), 1);
-}
-
-#[test]
-fn port_full_of_clients_pauses_accepting_until_one_ends() {
-    let mut server = ByHand::bounded(1, 1 << 20);
-    let mut waiting = server.connect();
-    while server.front.connections.is_accepting() {
-        server.front.turn(Duration::from_millis(1)).unwrap();
-    }
-    server.send(&[&[1], &[24]]);
-    assert_eq!(server.answers().len(), 1);
-    let mut bytes = [0];
-    assert_eq!(
-        waiting.read(&mut bytes).unwrap_err().kind(),
-        ErrorKind::WouldBlock
-    );
-    // Closes the client's connection.
-    server.client = zmq::Context::new().socket(zmq::DEALER).unwrap();
-    assert_eq!(server.read(&mut waiting)[0], 0xff);
-    assert!(server.front.connections.is_accepting());
-}
-
-/// Greeting and READY of a DEALER.
-fn handshake() -> Vec<u8> {
-    let mut bytes = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL".to_vec();
-    bytes.resize(64, 0);
-    bytes.extend_from_slice(b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER");
-    bytes
-}
-
-fn connection(now: Instant) -> (Connection, UnixStream) {
-    let (socket, peer) = UnixStream::pair().unwrap();
-    for stream in [&socket, &peer] {
-        stream.set_nonblocking(true).unwrap();
-    }
-    let limits = serve::bounds(1, 1 << 30).session;
-    (Connection::new(socket.into(), limits, now), peer)
-}
-
-#[test]
-fn connection_ends_without_a_handshake_and_without_a_sign_of_life() {
-    let start = Instant::now();
-    let after = |seconds| start + Duration::from_secs(seconds);
-    let (mut mute, _peer) = connection(start);
-    mute.tick(after(9)).unwrap();
-    assert!(matches!(mute.tick(after(10)), Err(Closed::Handshake)));
-
-    let (mut silent, mut peer) = connection(start);
-    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
-    peer.write_all(&handshake()).unwrap();
-    silent.read(&mut scratch, &mut messages, after(5)).unwrap();
-    silent.write(after(5)).unwrap();
-    for (seconds, is_asked) in [(14, false), (15, true), (24, false), (25, true), (64, true)] {
-        silent.tick(after(seconds)).unwrap();
-        assert_eq!(silent.has_output(), is_asked, "after {seconds} s");
-        silent.write(after(seconds)).unwrap();
-    }
-    assert!(matches!(silent.tick(after(74)), Err(Closed::Silent)));
-
-    // A PING may say that silence is to be taken for the end earlier.
-    peer.write_all(b"\x04\x07\x04PING\x00\x0a").unwrap();
-    silent.read(&mut scratch, &mut messages, after(80)).unwrap();
-    silent.tick(after(80)).unwrap();
-    assert!(matches!(silent.tick(after(81)), Err(Closed::Silent)));
-}
-
-#[test]
-fn client_that_takes_nothing_for_a_minute_is_closed() {
-    let start = Instant::now();
-    let after = |seconds| start + Duration::from_secs(seconds);
-    let (mut deaf, mut peer) = connection(start);
-    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
-    peer.write_all(&handshake()).unwrap();
-    deaf.read(&mut scratch, &mut messages, start).unwrap();
-    let reply = || outbox::Reply {
-        peer: client::Budgets::new(0).client(0).peer,
-        uid: vec![1],
-        op: vec![1],
-        payload: Some(vec![0; 1000]),
-        charge: None,
-    };
-    while deaf.held_bytes() < 1 << 20 {
-        deaf.push(reply());
-        deaf.write(start).unwrap();
-    }
-    // It goes on sending.
-    peer.write_all(b"\x00\x01x").unwrap();
-    deaf.read(&mut scratch, &mut messages, after(59)).unwrap();
-    deaf.tick(after(59)).unwrap();
-    assert!(matches!(deaf.tick(after(60)), Err(Closed::Unread)));
-    while deaf.write(start).is_ok() {
-        deaf.push(reply());
-    }
-    assert!(deaf.held_bytes() < 20 << 20, "what is not read is bounded");
-}
-
-#[test]
-fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
-    let (mut busy, mut peer) = connection(Instant::now());
-    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
-    let small = [&handshake()[..], &b"\x00\x02xx".repeat(10_000)].concat();
-    peer.write_all(&small).unwrap();
-    busy.read(&mut scratch, &mut messages, Instant::now())
-        .unwrap();
-    assert!((1..=SCRATCH_BYTES / 4).contains(&messages.len()));
-    while messages.len() < 10_000 {
-        busy.read(&mut scratch, &mut messages, Instant::now())
-            .unwrap();
-    }
-    // A large frame arrives as it was sent, whatever part of it is there at a time.
-    let body: Vec<u8> = (0..1_000_000_u32)
-        .map(|index| (index % 251) as u8)
-        .collect();
-    let mut sent = vec![2];
-    sent.extend_from_slice(&(body.len() as u64).to_be_bytes());
-    sent.extend_from_slice(&body);
-    sent.extend_from_slice(b"\x00\x01z");
-    let (mut at, mut steps) = (0, 0);
-    while messages.len() < 10_002 {
-        let end = (at + 30_000 + 7 * steps).min(sent.len());
-        // Nothing while the socket is full.
-        at += peer.write(&sent[at..end]).unwrap_or_default();
-        steps += 1;
-        busy.read(&mut scratch, &mut messages, Instant::now())
-            .unwrap();
-    }
-    assert_eq!(messages[10_001].frames, [b"z"]);
-    assert!(messages[10_000].frames == [body]);
 }

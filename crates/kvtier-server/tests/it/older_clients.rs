@@ -390,3 +390,31 @@ fn a_newer_client_beside_them_is_served() {
     });
     assert!(read.unwrap().is_some());
 }
+
+#[test]
+fn held_answer_is_sent_before_the_server_stops() {
+    let server = TestServer::start(&[]);
+    let client = server.raw();
+    hello(&client, Generation::G5);
+    let asked = frames(1, Generation::G5.spec(Operation::PrepareRetrieve).unwrap());
+    client.send(&asked);
+    let ping = frames(2, Generation::G5.spec(Operation::Ping).unwrap());
+    while server
+        .engine()
+        .metrics()
+        .encode(&server.readings())
+        .lines()
+        .all(|line| {
+            !line.starts_with("kvtier_refused_requests_total{operation=\"prepare_retrieve\"")
+        })
+    {
+        client.send(&ping);
+        client.receive();
+    }
+    let engine = std::sync::Arc::downgrade(server.engine());
+    let stopped = std::thread::spawn(move || drop(server));
+    client.send(&ping);
+    while client.receive()[0] != asked[0] {}
+    stopped.join().unwrap();
+    assert!(engine.upgrade().is_none(), "nothing keeps the engine");
+}

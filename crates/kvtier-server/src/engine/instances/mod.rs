@@ -420,6 +420,12 @@ impl Instances {
         !*told
     }
 
+    /// All workers gave a sign of life.
+    pub fn all_seen(&self, now: Duration) {
+        let tables = self.tables.read();
+        tables.by_id.values().for_each(|each| each.seen(now));
+    }
+
     /// Takes out the workers that have been silent for too long.
     pub fn reap(
         &self,

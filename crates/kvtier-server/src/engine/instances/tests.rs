@@ -215,3 +215,18 @@ fn lookups_are_for_one_registration_per_layout() {
     register(99, 99);
     assert_eq!(found(0), None);
 }
+
+#[test]
+fn silence_during_a_stop_of_the_process_is_forgiven() {
+    let flags = ["--shm-name", "", "--l1-size-gb", "0.01"];
+    let config = Arc::new(ServerConfig::from_flags(&flags).unwrap());
+    let engine = Arc::new(Engine::new(config, Arc::new(Metrics::new())).unwrap());
+    assert!(engine.instances.insert(instance()).unwrap().is_none());
+    engine.clock().skip(Duration::from_secs(36_000));
+    engine.forgive_silence();
+    engine.housekeep();
+    assert!(engine.instances.get(ID).is_some());
+    engine.clock().skip(Duration::from_secs(36_000));
+    engine.housekeep();
+    assert!(engine.instances.get(ID).is_none());
+}

@@ -1,0 +1,395 @@
+//! Connections: how many there are, what they may hold, and what time does to them.
+
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use kvtier_proto::generation::Release;
+use kvtier_zmtp::write_frame_header;
+
+use super::super::connection::{Closed, Connection, SCRATCH_BYTES};
+use super::super::connections::Bounds;
+use super::super::{outbox, serve};
+use super::{Arc, ByHand};
+use crate::engine::{Caller, Responder};
+
+#[test]
+fn full_port_closes_the_oldest_connection_without_a_request() {
+    let mut server = ByHand::bounded(3, 1 << 20);
+    let mut silent: Vec<_> = (0..2).map(|_| server.connect()).collect();
+    for stream in &mut silent {
+        assert_eq!(server.read(stream)[0], 0xff);
+    }
+    let mut third = server.connect();
+    assert_eq!(server.read(&mut third)[0], 0xff);
+    assert_eq!(server.read(&mut silent[0]), b"", "the oldest one has ended");
+    assert_eq!(server.metrics().request_connections.get(), 3);
+    // The client has sent a request before any of them, and stays.
+    server.send(&[&[1], &[24]]);
+    assert_eq!(server.answers().len(), 1);
+}
+
+#[test]
+fn port_full_of_clients_pauses_accepting_until_one_ends() {
+    let mut server = ByHand::bounded(1, 1 << 20);
+    let mut waiting = server.connect();
+    while server.front.connections.is_accepting() {
+        server.front.turn(Duration::from_millis(1)).unwrap();
+    }
+    server.send(&[&[1], &[24]]);
+    assert_eq!(server.answers().len(), 1);
+    let mut bytes = [0];
+    assert_eq!(
+        waiting.read(&mut bytes).unwrap_err().kind(),
+        ErrorKind::WouldBlock
+    );
+    // Closes the client's connection.
+    server.client = zmq::Context::new().socket(zmq::DEALER).unwrap();
+    assert_eq!(server.read(&mut waiting)[0], 0xff);
+    assert!(server.front.connections.is_accepting());
+}
+
+/// Greeting and READY of a DEALER.
+fn handshake() -> Vec<u8> {
+    let mut bytes = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL".to_vec();
+    bytes.resize(64, 0);
+    bytes.extend_from_slice(b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER");
+    bytes
+}
+
+fn connection(now: Instant) -> (Connection, UnixStream) {
+    let (socket, peer) = UnixStream::pair().unwrap();
+    for stream in [&socket, &peer] {
+        stream.set_nonblocking(true).unwrap();
+    }
+    let limits = serve::bounds(1, 1 << 30).session;
+    (Connection::new(socket.into(), limits, now), peer)
+}
+
+#[test]
+fn connection_ends_without_a_handshake_and_without_a_sign_of_life() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (mut mute, _peer) = connection(start);
+    mute.tick(after(9)).unwrap();
+    assert!(matches!(mute.tick(after(10)), Err(Closed::Handshake)));
+
+    let (mut silent, mut peer) = connection(start);
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    peer.write_all(&handshake()).unwrap();
+    silent.read(&mut scratch, &mut messages, after(5)).unwrap();
+    silent.write(after(5)).unwrap();
+    for (seconds, is_asked) in [(34, false), (35, true), (36, false), (64, false)] {
+        silent.tick(after(seconds)).unwrap();
+        assert_eq!(silent.has_output(), is_asked, "after {seconds} s");
+        silent.write(after(seconds)).unwrap();
+    }
+    assert!(matches!(silent.tick(after(65)), Err(Closed::Silent)));
+
+    // A PING may say that silence is to be taken for the end earlier.
+    peer.write_all(b"\x04\x07\x04PING\x00\x0a").unwrap();
+    silent.read(&mut scratch, &mut messages, after(80)).unwrap();
+    silent.tick(after(80)).unwrap();
+    assert!(matches!(silent.tick(after(81)), Err(Closed::Silent)));
+}
+
+#[test]
+fn client_that_takes_nothing_for_a_minute_is_closed() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (mut deaf, mut peer) = connection(start);
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    peer.write_all(&handshake()).unwrap();
+    deaf.read(&mut scratch, &mut messages, start).unwrap();
+    let reply = || outbox::Reply {
+        connection: 0,
+        uid: vec![1],
+        op: vec![1],
+        payload: Some(vec![0; 1000]),
+        charge: None,
+    };
+    while deaf.held_bytes() < 1 << 20 {
+        deaf.push(reply());
+        deaf.write(start).unwrap();
+    }
+    // It goes on sending.
+    peer.write_all(b"\x00\x01x").unwrap();
+    deaf.read(&mut scratch, &mut messages, after(59)).unwrap();
+    deaf.tick(after(59)).unwrap();
+    assert!(matches!(deaf.tick(after(60)), Err(Closed::Unread)));
+    while deaf.write(start).is_ok() {
+        deaf.push(reply());
+    }
+    assert!(deaf.held_bytes() < 20 << 20, "what is not read is bounded");
+}
+
+#[test]
+fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
+    let (mut busy, mut peer) = connection(Instant::now());
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    let small = [&handshake()[..], &b"\x00\x02xx".repeat(10_000)].concat();
+    peer.write_all(&small).unwrap();
+    busy.read(&mut scratch, &mut messages, Instant::now())
+        .unwrap();
+    assert!((1..=SCRATCH_BYTES / 4).contains(&messages.len()));
+    while messages.len() < 10_000 {
+        busy.read(&mut scratch, &mut messages, Instant::now())
+            .unwrap();
+    }
+    // A large frame arrives as it was sent, whatever part of it is there at a time.
+    let body: Vec<u8> = (0..1_000_000_u32)
+        .map(|index| (index % 251) as u8)
+        .collect();
+    let mut sent = vec![2];
+    sent.extend_from_slice(&(body.len() as u64).to_be_bytes());
+    sent.extend_from_slice(&body);
+    sent.extend_from_slice(b"\x00\x01z");
+    let (mut at, mut steps) = (0, 0);
+    while messages.len() < 10_002 {
+        let end = (at + 30_000 + 7 * steps).min(sent.len());
+        // Nothing while the socket is full.
+        at += peer.write(&sent[at..end]).unwrap_or_default();
+        steps += 1;
+        busy.read(&mut scratch, &mut messages, Instant::now())
+            .unwrap();
+    }
+    assert_eq!(messages[10_001].frames, [b"z"]);
+    assert!(messages[10_000].frames == [body]);
+}
+
+/// A message of these frames.
+fn message(frames: &[&[u8]]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for (index, frame) in frames.iter().enumerate() {
+        write_frame_header(&mut bytes, frame.len(), index + 1 < frames.len());
+        bytes.extend_from_slice(frame);
+    }
+    bytes
+}
+
+/// A PING with a TTL of one second.
+const PING: &[u8] = b"\x04\x07\x04PING\x00\x0a";
+const PONG: &[u8] = b"\x04\x05\x04PONG";
+
+/// A connection after its handshake, to which the server has said all that it had to say.
+fn shaken(server: &mut ByHand) -> TcpStream {
+    let mut stream = server.connect();
+    stream
+        .write_all(&[&handshake()[..], PING].concat())
+        .unwrap();
+    read_until(server, &mut stream, PONG);
+    stream
+}
+
+fn read_until(server: &mut ByHand, stream: &mut TcpStream, wanted: &[u8]) {
+    let mut bytes = Vec::new();
+    while !bytes.windows(wanted.len()).any(|at| at == wanted) {
+        let read = server.read(stream);
+        assert_ne!(read, b"", "closed after {bytes:?}");
+        bytes.extend(read);
+    }
+}
+
+/// Sends all of it, unless the connection is closed before.
+fn write_all(server: &mut ByHand, stream: &mut TcpStream, mut bytes: &[u8]) {
+    while !bytes.is_empty() {
+        match stream.write(bytes) {
+            Ok(len) => bytes = &bytes[len..],
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(_) => return,
+        }
+        server.front.turn(Duration::ZERO).unwrap();
+    }
+}
+
+#[test]
+fn full_memory_closes_large_messages_not_the_oldest() {
+    let bounds = Bounds {
+        held_bytes: 1 << 20,
+        ..serve::bounds(100, 1 << 30)
+    };
+    let mut server = ByHand::with(bounds, 1 << 20);
+    let whole = message(&[&[7; 100_000]]);
+    let (first, rest) = whole.split_at(20_000);
+    let mut slow = shaken(&mut server);
+    write_all(&mut server, &mut slow, first);
+    let large = message(&[&[7; 10 << 20]]);
+    let attackers: Vec<_> = (0..20)
+        .map(|_| {
+            let mut stream = shaken(&mut server);
+            write_all(&mut server, &mut stream, &large[..200_000]);
+            stream
+        })
+        .collect();
+    while server.front.connections.counts()[0] > 2 + 10 {
+        server.front.turn(Duration::from_millis(1)).unwrap();
+    }
+    write_all(&mut server, &mut slow, rest);
+    while server.metrics().malformed_messages.get() == 0 {
+        server.front.turn(Duration::from_millis(1)).unwrap();
+    }
+    drop(attackers);
+}
+
+#[test]
+fn held_bytes_cost_by_their_age_however_they_move() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    let mut holding = |bytes: usize, now| {
+        let (mut held, mut peer) = connection(now);
+        let large = message(&[&[7; 1 << 20]]);
+        let sent = [&handshake()[..], &large[..bytes]].concat();
+        let mut at = 0;
+        while at < sent.len() {
+            at += peer.write(&sent[at..]).unwrap_or_default();
+            held.read(&mut scratch, &mut messages, now).unwrap();
+        }
+        (held, peer)
+    };
+    let (mut small, mut dribbles) = holding(50_000, start);
+    let (large, _peer) = holding(500_000, after(1));
+    assert!(small.held_cost(after(1)) < large.held_cost(after(1)));
+    dribbles.write_all(b"x").unwrap();
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    small
+        .read(&mut scratch, &mut Vec::new(), after(59))
+        .unwrap();
+    let (large, _peer) = holding(500_000, after(60));
+    assert!(small.held_cost(after(60)) > large.held_cost(after(60)));
+}
+
+#[test]
+fn ended_connections_leave_no_entry() {
+    let mut server = ByHand::new(1 << 20);
+    for _ in 0..50 {
+        let stream = shaken(&mut server);
+        assert_eq!(server.front.connections.counts(), [2, 1, 2]);
+        drop(stream);
+        while server.front.connections.counts()[0] > 1 {
+            server.front.turn(Duration::from_millis(1)).unwrap();
+        }
+    }
+    assert_eq!(server.front.connections.counts(), [1, 0, 1]);
+}
+
+#[test]
+fn engine_forgets_a_connection_that_ends() {
+    let mut server = ByHand::new(1 << 20);
+    let engine = Arc::clone(&server.front.server.engine);
+    let caller = Caller {
+        connection: 0,
+        release: Release::Before0_5_5,
+        knows_chunk_size: false,
+    };
+    let is_sent = Arc::new(AtomicBool::new(false));
+    let held = Arc::clone(&is_sent);
+    let held = Responder::new(move |_| held.store(true, Ordering::Relaxed));
+    engine.refuse_by_ping(caller, Some(held));
+    assert_eq!(engine.known_connections(), 1);
+    server.client = zmq::Context::new().socket(zmq::DEALER).unwrap();
+    while server.front.connections.counts()[0] > 0 {
+        server.front.turn(Duration::from_millis(1)).unwrap();
+    }
+    assert_eq!(engine.known_connections(), 0);
+    assert!(is_sent.load(Ordering::Relaxed), "what was held is freed");
+}
+
+#[test]
+fn stop_of_the_process_closes_nobody() {
+    let mut server = ByHand::new(1 << 20);
+    let mut stream = shaken(&mut server);
+    // It has arrived while the process was stopped.
+    stream.write_all(PING).unwrap();
+    let clock = server.front.connections.clock();
+    clock.stop_process_for(Duration::from_secs(3600));
+    read_until(&mut server, &mut stream, PONG);
+    server
+        .front
+        .connections
+        .clock()
+        .skip(Duration::from_secs(2));
+    assert_eq!(server.read(&mut stream), b"", "beyond its TTL");
+    server.send(&[&[1], &[24]]);
+    assert_eq!(server.answers().len(), 1, "the other client is there");
+}
+
+#[test]
+fn client_that_has_read_meanwhile_is_written_to() {
+    let start = Instant::now();
+    let (mut slow, mut peer) = connection(start);
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    peer.write_all(&handshake()).unwrap();
+    slow.read(&mut scratch, &mut messages, start).unwrap();
+    while slow.held_bytes() < 1 << 20 {
+        slow.push(outbox::Reply {
+            connection: 0,
+            uid: vec![1],
+            op: vec![1],
+            payload: Some(vec![0; 1000]),
+            charge: None,
+        });
+        slow.write(start).unwrap();
+    }
+    let before = slow.held_bytes();
+    let mut bytes = vec![0; 1 << 20];
+    while peer.read(&mut bytes).is_ok() {}
+    slow.tick(start + Duration::from_secs(3600)).unwrap();
+    assert!(slow.held_bytes() < before);
+}
+
+#[test]
+fn undecided_request_is_answered_after_a_minute() {
+    let mut server = ByHand::new(1 << 20);
+    let mut stream = shaken(&mut server);
+    // Prepares a store or commits a retrieve, depending on the release.
+    stream
+        .write_all(&message(&[&[8], &[16], b"\x80", &[1]]))
+        .unwrap();
+    while server.front.connections.undecided().is_empty() {
+        server.front.turn(Duration::from_millis(1)).unwrap();
+    }
+    server
+        .front
+        .connections
+        .clock()
+        .skip(Duration::from_secs(60));
+    read_until(&mut server, &mut stream, &message(&[&[8], &[16]]));
+    assert!(server.front.connections.undecided().is_empty());
+    assert_eq!(server.refused("prepare_store", "uncertain_generation"), 1);
+}
+
+#[test]
+fn heartbeat_announces_no_further_work() {
+    let mut server = ByHand::new(1 << 20);
+    let mut stream = shaken(&mut server);
+    let patient = Duration::from_secs(60);
+    stream.write_all(PONG).unwrap();
+    assert!(!server.front.turn(patient).unwrap());
+    stream.write_all(&message(&[&[1], &[24]])[..3]).unwrap();
+    assert!(server.front.turn(patient).unwrap());
+}
+
+#[test]
+fn undecided_requests_leave_most_memory_to_others() {
+    let mut server = ByHand::new(1 << 20);
+    let large = vec![0x80; 60_000];
+    let streams: Vec<_> = (0..4)
+        .map(|_| {
+            let mut stream = shaken(&mut server);
+            // The first ones wait, the others are answered at once.
+            for uid in 1..9 {
+                let request = message(&[&[uid], &[16], &large, &[1]]);
+                write_all(&mut server, &mut stream, &request);
+            }
+            write_all(&mut server, &mut stream, &message(&[&[9], &[24]]));
+            read_until(&mut server, &mut stream, &message(&[&[8], &[16]]));
+            stream
+        })
+        .collect();
+    let another = server.front.budgets.client(1000);
+    assert!(another.peer.requests.take(512 << 10).is_some());
+    drop(streams);
+}
