@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ..operation import LoadStoreOp
 from ..worker import Group, WorkerAdapter
+from .fingerprint import unknown_weights
 from .guard import Errors, falls_back
 from .logs import use_vllm_log
 from .metadata import Move, StepMetadata, WorkerReport
@@ -129,6 +130,8 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             sizes = [group.block_tokens for group in self._groups]
             identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name, pages=pages)
             logger.info("kvtier server %s: the model's name in keys is %s", self._options.url, identity.model_name)
+            if not self._options.model_name and (reason := unknown_weights(vllm_config)):
+                logger.warning("weights replaced under their name are not noticed (%s); change kvtier.model_name with them", reason)
             self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, sizes)
         else:
             rank = vllm_config.parallel_config.rank
