@@ -48,8 +48,8 @@ class WorkerAdapter:
     Used by one thread. Submitting and :meth:`get_finished` never wait. These do, at most so long:
 
     * the constructor: ``wait_for_server``;
-    * :meth:`register_kv_caches`: twice ``timeout``, in the mode ``auto`` for each of the two modes that it tries; without a
-      server a second;
+    * :meth:`register_kv_caches`: twice ``timeout``, in the mode ``auto`` for each of the two modes that it tries; a second
+      for a server that does not answer, and not at all where nothing listens;
     * :meth:`wait_for_stores`: see there;
     * :meth:`shutdown`: ``timeout`` for what is under way, as long again for each registration that the server has to be
       told the end of, and where the server copies a second for one that does not answer.
