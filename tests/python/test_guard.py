@@ -1,4 +1,4 @@
-"""vLLM's connector under requests and failures that nobody meant: each call ends as a miss, and the engine goes on."""
+"""vLLM's connector under odd requests and failures: each call ends as a miss, and the engine goes on."""
 
 import inspect
 import subprocess

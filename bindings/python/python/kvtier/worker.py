@@ -168,7 +168,7 @@ class WorkerAdapter:
         return self._registration.worker
 
     def _described(self) -> dict[str, Any]:
-        """What the server is told of this worker, beside its tensors."""
+        """What a registration says of this worker, beside its tensors."""
         return {
             "instance": self.instance_id,
             "model_name": self.model_name,
@@ -202,7 +202,7 @@ class WorkerAdapter:
         groups: Sequence[Group] | None = None,
         kv_layout: str | None = None,
     ) -> None:
-        """Tell the server about the KV tensors; one that comes later, or again, is told by itself.
+        """Register the KV tensors with the server; with one that comes later, or again, that happens by itself.
 
         Args:
             kv_caches: layer name -> tensor, ``[2, blocks, block_tokens, heads, head_size]`` or another layout that

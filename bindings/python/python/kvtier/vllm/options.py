@@ -122,9 +122,9 @@ class Options:
 
 
 def _meant(key: str, known: list[str]) -> str:
-    """What somebody may have meant who wrote an option that does not exist."""
+    """Which option may have been meant by one that does not exist."""
     if key.startswith("lmcache."):
-        return f"it is one of LMCache's connector; KvTierConnector is told the server with {PREFIX}url (tcp://HOST:PORT)"
+        return f"it is one of LMCache's connector; the server of KvTierConnector is {PREFIX}url (tcp://HOST:PORT)"
     name = key.lower().replace("-", "_").removeprefix(PREFIX).removeprefix("kvtier_")
     close = difflib.get_close_matches(name, known, 1)
     if close:

@@ -128,7 +128,7 @@ class Scheduling:
             self.adapter.end_session(request_id)
 
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external_tokens: int) -> None:
-        """vLLM has decided to load so many tokens beyond its own, and given the request blocks."""
+        """vLLM has decided to load ``external_tokens`` tokens beyond its own, and has allocated the request's blocks."""
         tracked = self._track(request)
         tracked.block_ids = [list(ids) for ids in block_ids]
         if not tracked.matched:
