@@ -481,7 +481,11 @@ def test_events(place, engines, tmp_path):
     engine = engines(place.server(), ranks=2, events=True)
     # As if the engine had started after the adapter was written.
     engine.scheduler._scheduling.keys._contents._started += 10**12
-    lora = SimpleNamespace(lora_name="l", lora_path=str(tmp_path), adapter_id=3)
+    # Not beside the server's log, whose growth would make it another adapter.
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_model.safetensors").write_bytes(b"weights")
+    lora = SimpleNamespace(lora_name="l", lora_path=str(path), adapter_id=3)
     prompt = tokens(3 * CHUNK + 1, "ev")
     req = request("a", prompt[: 2 * CHUNK + 1], lora_request=lora)
     # Looked up before the first has stored anything: it stores all of it, too.

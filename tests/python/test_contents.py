@@ -70,7 +70,7 @@ def test_embeddings_that_may_be_missing_are_not_cached(caplog):
 
 
 def test_a_clients_name_of_a_picture_reaches_no_further_than_its_salt(caplog):
-    """Requests without a salt are everybody's."""
+    """Requests without a salt share with all others of their kind."""
     caplog.set_level(logging.WARNING)
     known = contents()
     assert known.are_known(pictured("cat", salt="alice"))

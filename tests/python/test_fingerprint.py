@@ -1,5 +1,6 @@
 """The model's name in keys: engines whose KV differs have different ones, processes of one engine the same."""
 
+import io
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from rig import tokens
 pytest.importorskip("vllm")
 
 from conftest import CHUNK  # noqa: E402
-from kvtier.vllm import pages, plain  # noqa: E402
+from kvtier.vllm import files, fingerprint, pages, plain  # noqa: E402
 from kvtier.vllm.options import Identity, Options  # noqa: E402
 from test_connector import Vllm, request, vllm_config  # noqa: E402
 
@@ -140,24 +141,66 @@ def test_scales_of_each_engine_are_refused():
         name(cache={"calculate_kv_scales": True})
 
 
-def test_replaced_weights_are_others(tmp_path):
-    """Files of the same size at the same path, as training writes them."""
+NODES = [{}, {"nnodes": 2}, {"distributed_executor_backend": "ray"}]
+
+
+@pytest.mark.parametrize("parallel", NODES)
+@pytest.mark.parametrize("changed", [(0, 1), (1 << 19, 1 << 14), ((1 << 20) - 1, 1)])
+def test_replaced_weights_are_others(tmp_path, parallel, changed):
+    """Files of the same size and times at the same path, however many hosts the engine has."""
     weights, model = tmp_path / "model.safetensors", {"model": str(tmp_path)}
-    weights.write_bytes(b"old")
-    os.utime(weights, ns=(1, 1))
-    names = [name(model), name(model)]
-    weights.write_bytes(b"new")
-    names += [name(model), name(model, parallel={"nnodes": 2})]
-    weights.write_bytes(b"newer")
-    names += [name(model, parallel={"nnodes": 2}), name(model, load={"load_format": "dummy"})]
-    assert names[0] == names[1] and len(set(names)) == 5
+    names, (start, count) = [], changed
+    for content in (bytes(1 << 20), bytes(start) + b"x" * count + bytes((1 << 20) - start - count), bytes(7)):
+        weights.write_bytes(content)
+        os.utime(weights, ns=(1, 1))
+        names += [name(model, parallel=parallel)] * 2
+    names.append(name(model, load={"load_format": "dummy"}))
+    assert names[0] == names[1] and len(set(names)) == 4
     # Files elsewhere in the directory are none of the model's.
     (tmp_path / "README.md").write_text("x")
-    assert name(model) == name(model)
-    # Workers on other hosts have copies of their own.
-    before = name(model, parallel={"distributed_executor_backend": "ray"})
-    os.utime(weights, ns=(2, 2))
-    assert name(model, parallel={"distributed_executor_backend": "ray"}) == before != name(model)
+    assert name(model, parallel=parallel) == names[4]
+
+
+def test_copies_of_weights_are_the_same(tmp_path):
+    """Workers on other hosts, and engines there, have copies with times of their own."""
+    found = []
+    for host in ("one", "two"):
+        directory = tmp_path / host
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(b"weights")
+        os.utime(directory / "model.safetensors", ns=(len(found), len(found)))
+        found += [name({"model": str(directory)}, parallel=parallel).rpartition("#")[2] for parallel in NODES]
+    assert len(set(found)) == 1
+
+
+def test_samples_of_large_weights_are_bounded(tmp_path, monkeypatch):
+    """However large files are, and however many."""
+    read = []
+
+    class Counted(io.FileIO):
+        def read(self, count):
+            read.append(count)
+            return super().read(count)
+
+    monkeypatch.setattr(files, "open", lambda path, *mode, **options: Counted(path), raising=False)
+    for number in range(100):
+        with open(tmp_path / f"model-{number:05}.safetensors", "wb") as file:
+            file.truncate(1 << 40)
+    name({"model": str(tmp_path)})
+    assert sum(read) < 100 * (256 << 10) and len(read) < 2000
+
+
+def test_weights_that_cannot_be_read_are_named():
+    """The digest has their name alone."""
+    unknown = [
+        described({"model": "/cache/config", "model_weights": "s3://bucket/model"}, load={"load_format": "runai_streamer"}),
+        described(load={"load_format": "tensorizer"}),
+    ]
+    for made, reason in zip(unknown, ("weights at s3://bucket/model", "--load-format tensorizer"), strict=True):
+        assert reason in fingerprint.unknown_weights(made)
+    hub = described({"hf_config": SimpleNamespace(_commit_hash="abc")})
+    for made in (hub, described({"model": __file__.replace(".py", "")}, load={"load_format": "dummy"})):
+        assert fingerprint.unknown_weights(made) is None
 
 
 def test_a_snapshot_of_the_hub_is_its_commit(tmp_path):

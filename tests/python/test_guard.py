@@ -1,4 +1,4 @@
-"""vLLM's connector under requests and failures that nobody meant: each call ends as a miss, and the engine goes on."""
+"""vLLM's connector under odd requests and failures: each call ends as a miss, and the engine goes on."""
 
 import inspect
 import subprocess
@@ -144,6 +144,73 @@ def test_a_worker_whose_adapter_raises_ends_its_loads(engine):
     assert engine.match(request("c", prompt)) == (0, False)
     assert worker.handle_preemptions(SimpleNamespace(preempted={"x"})) is None
     worker._adapter = adapter
+
+
+def raises(*arguments, **named):
+    """As a bug has it."""
+    raise RuntimeError("as a bug has it")
+
+
+def test_a_worker_that_turned_off_reports_all_stores(engine, monkeypatch):
+    """Those that its adapter has, those of the step, and those of later steps: no request is held, no store is kept in mind."""
+    worker, scheduling = engine.workers[0], engine.scheduler._scheduling
+    adapter = worker._adapter
+    # Stores do not end: the adapter does not look for their answers.
+    monkeypatch.setattr(adapter, "_poll", lambda: None)
+
+    def starts(name, blocks):
+        req = request(name, tokens(CHUNK + 1, name))
+        assert engine.match(req) == (0, False)
+        engine.allocate(req, blocks, 0)
+        return req, (req, blocks, 0, CHUNK + 1)
+
+    handed, first = starts("handed", range(1, 6))
+    running, second = starts("running", range(11, 16))
+    engine.step(new=[first, second])
+    engine.scheduler.request_finished_all_groups(handed, ([],))
+    assert engine.step(finished=["handed"]).sent == [set()], "its store goes on"
+    monkeypatch.setattr(adapter, "get_finished", raises)
+    late, third = starts("late", range(21, 26))
+    assert engine.step(new=[third]).sent == [{"handed"}]
+    assert scheduling.under_way == {}
+    for req in (running, late):
+        engine.scheduler.request_finished_all_groups(req, ([],))
+    assert engine.step(finished=["running", "late"]).sent == [{"running", "late"}]
+    # The scheduler has not heard of it: its own server answers.
+    after, fourth = starts("after", range(31, 36))
+    assert len(engine.step(new=[fourth]).metadata.stores) == 1
+    assert scheduling.under_way == {}
+
+
+@pytest.mark.parametrize("broken", ["submit_store_request", "take_ended_stores", "_event"])
+def test_a_store_that_cannot_be_started_has_ended(engine, monkeypatch, broken):
+    """The scheduler keeps nothing of it."""
+    worker = engine.workers[0]
+    monkeypatch.setattr(worker if broken == "_event" else worker._adapter, broken, raises)
+    req = request("a", tokens(CHUNK + 1, broken))
+    assert engine.match(req) == (0, False)
+    engine.allocate(req, range(1, 6), 0)
+    assert len(engine.step(new=[(req, range(1, 6), 0, CHUNK + 1)]).metadata.stores) == 1
+    engine.step()
+    assert engine.scheduler._scheduling.under_way == {}
+    engine.finish(req)
+
+
+def test_a_load_of_a_step_that_cannot_be_read_has_failed(engine, monkeypatch):
+    """With its blocks: without them vLLM takes the load for a success."""
+    prompt = tokens(CHUNK + 1, "unread")
+    engine.prefill(request("a", prompt), range(1, 6))
+    req, build = request("b", prompt), engine.scheduler.build_connector_meta
+    assert engine.match(req) == (CHUNK, True)
+    engine.allocate(req, range(11, 16), CHUNK)
+    with monkeypatch.context() as patch:
+        unreadable = {"preempted_req_ids": 7}
+        patch.setattr(engine.scheduler, "build_connector_meta", lambda step: build(SimpleNamespace(**{**vars(step), **unreadable})))
+        steps = [engine.step()]
+    steps.append(engine.step())
+    assert [step.ended for step in steps] == [{"b"}, None] and steps[0].failed == set(range(11, 16))
+    assert engine.scheduler._scheduling.tracked["b"].bypass, "it is computed"
+    assert engine.finish(req) is False
 
 
 def test_every_method_that_vllm_calls_is_guarded():

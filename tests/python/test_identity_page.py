@@ -26,7 +26,7 @@ def test_the_page_has_the_classes():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_option_has_an_answer(name):
-    """A new one fails here until somebody has decided whether it changes bytes."""
+    """A new one fails here until the page says whether it changes bytes."""
     fields = {field.name for field in dataclasses.fields(getattr(config, name))}
     assert fields - section(name) == set()
 

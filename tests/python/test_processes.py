@@ -144,7 +144,7 @@ def segments_of(done):
 
 @pytest.mark.parametrize("kind", ["dropped", "exit", "exception"])
 def test_segments_go_with_an_adapter_that_is_not_shut_down(place, kind):
-    """Its memory is the server's no more, and nobody's."""
+    """Its memory is freed."""
     done = python(ENDING, place.server().url, kind)
     assert segments_of(done) == [], done.stderr
     assert kind == "exception" or done.returncode == 0, done.stderr

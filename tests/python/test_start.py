@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import CHUNK
 from kvrig.waiting import wait_until
-from kvtier import SchedulerAdapter, WorkerAdapter
+from kvtier import SchedulerAdapter, WorkerAdapter, registration
 from rig import BLOCK, tokens
 from test_failures import is_stopped, works
 
@@ -27,6 +27,13 @@ def test_an_engine_starts_without_a_server(place, mode, fresh):
     engine.healthy()
     assert engine.scheduler.chunk_tokens == engine.worker.chunk_tokens == CHUNK
     works(engine, fresh)
+
+
+def test_a_start_without_a_server_waits_for_nothing(place, monkeypatch):
+    """Where nothing listens: a registration that waited would take until the test's end."""
+    monkeypatch.setattr(registration, "_GRACE", 1e6)
+    engine = place.engine(place.server(start=False), wait_for_server=None)
+    assert engine.worker._registration.is_described and engine.worker.transport is None
 
 
 def test_a_start_that_waits_for_a_server_fails_without_one(place):

@@ -122,7 +122,7 @@ def adapters(case):
     case.compare("reloaded-in-place", first, [prompt], lora=lora | {"load_inplace": True})
     case.compare("not-reloaded", second, [prompt], lora=lora)
     third = case.engine("llama", server, **options)
-    case.compare("loaded-anew", third, [prompt], lora=lora)
+    case.compare("loaded-again", third, [prompt], lora=lora)
 
 
 @scenario(("kvtier", "engine_shm"))
@@ -143,13 +143,14 @@ def weights(case):
 
 @scenario(*each(connectors=["kvtier"]))
 def server_comes_later(case):
-    """An engine with default options starts without a server, which comes later."""
+    """An engine with default options starts without a server, which comes later: hits within two heartbeats."""
+    from kvtier.connecting import DEFAULT_HEARTBEAT
+
     server = case.server(start=False)
     engine = case.engine("llama", server)
     case.compare("without-a-server", engine, [prompt_of("early", PROMPT)], hit=0)
     server.start()
-    # Two heartbeats of 5 s, and the requests that find out.
-    case.recovered(engine, timeout=20)
+    case.recovered(engine, timeout=2 * DEFAULT_HEARTBEAT)
     prompt = prompt_of("late", PROMPT)
     engine.ask(prompt)
     case.compare("with-it", engine, [prompt], hit=WHOLE)
@@ -219,7 +220,7 @@ def prefixes(engine):
 
 @scenario(("kvtier", "engine_shm"))
 def resets(case):
-    """One engine resets its caches with its connector, and pauses: nobody else loses anything."""
+    """One engine resets its caches with its connector, and pauses: other engines lose nothing."""
     server = case.server()
     one, other = case.engine("llama", server), case.engine("llama", server)
     prompts = {salt: prompt_of(f"reset-{salt}", PROMPT) for salt in ("alice", "bob", "carol")}

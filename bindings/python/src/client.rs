@@ -115,6 +115,11 @@ impl Client {
     }
 
     #[getter]
+    fn is_unreachable(&self) -> bool {
+        self.native.is_unreachable()
+    }
+
+    #[getter]
     fn connections(&self) -> u64 {
         self.native.connections()
     }

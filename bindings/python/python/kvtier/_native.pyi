@@ -153,6 +153,10 @@ class Client:
     def obstacle(self) -> str | None:
         """Why the server that answers cannot be used, and what to do; None while it can, or none answers."""
 
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether the last try to connect has failed, as it does at once where nothing listens."""
+
     def wait_healthy(self, patience: float) -> bool:
         """Wait up to ``patience`` seconds for the server; whether it is healthy."""
 

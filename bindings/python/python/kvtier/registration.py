@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 # How long a registration waits for a server that may come later, in seconds: one that is there answers within milliseconds.
 _GRACE = 1.0
+# Time between two looks whether nothing listens there.
+_GLANCE = 0.01
 
 
 class Registration:
@@ -88,8 +91,10 @@ class Registration:
 
     def _register_now(self) -> KvTierError | None:
         """Why the worker is not registered; None when it is."""
-        if not self._waits and not self._client.wait_healthy(_GRACE):
-            return Disconnected("no server answers")
+        until = time.monotonic() + _GRACE
+        while not self._waits and not self._client.wait_healthy(_GLANCE):
+            if self._client.is_unreachable or time.monotonic() >= until:
+                return Disconnected("no server answers")
         try:
             self._make_worker()
         except KvTierError as error:

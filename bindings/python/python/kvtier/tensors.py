@@ -27,7 +27,7 @@ class Segment:
     """A POSIX shared-memory segment of this process; what engines' memory is called on the wire.
 
     Its name goes with the object, at the latest with the interpreter. The lock on the file ends with the last process that
-    has it mapped, however that ends: :func:`remove_orphans` removes names whose file nobody has locked.
+    has it mapped, however that ends: :func:`remove_orphans` removes names whose file has no lock.
     """
 
     def __init__(self, size: int) -> None:

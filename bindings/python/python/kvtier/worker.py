@@ -48,8 +48,8 @@ class WorkerAdapter:
     Used by one thread. Submitting and :meth:`get_finished` never wait. These do, at most so long:
 
     * the constructor: ``wait_for_server``;
-    * :meth:`register_kv_caches`: twice ``timeout``, in the mode ``auto`` for each of the two modes that it tries; without a
-      server a second;
+    * :meth:`register_kv_caches`: twice ``timeout``, in the mode ``auto`` for each of the two modes that it tries; a second
+      for a server that does not answer, and not at all where nothing listens;
     * :meth:`wait_for_stores`: see there;
     * :meth:`shutdown`: ``timeout`` for what is under way, as long again for each registration that the server has to be
       told the end of, and where the server copies a second for one that does not answer.
@@ -168,7 +168,7 @@ class WorkerAdapter:
         return self._registration.worker
 
     def _described(self) -> dict[str, Any]:
-        """What the server is told of this worker, beside its tensors."""
+        """What a registration says of this worker, beside its tensors."""
         return {
             "instance": self.instance_id,
             "model_name": self.model_name,
@@ -202,7 +202,7 @@ class WorkerAdapter:
         groups: Sequence[Group] | None = None,
         kv_layout: str | None = None,
     ) -> None:
-        """Tell the server about the KV tensors; one that comes later, or again, is told by itself.
+        """Register the KV tensors with the server; with one that comes later, or again, that happens by itself.
 
         Args:
             kv_caches: layer name -> tensor, ``[2, blocks, block_tokens, heads, head_size]`` or another layout that

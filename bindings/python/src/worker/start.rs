@@ -48,7 +48,7 @@ pub fn register_in_slices(py: Python<'_>, core: &Arc<Core>) -> PyResult<()> {
     thread(
         "kvtier-register",
         Box::new(move || {
-            // Nobody waits any more after a signal.
+            // The receiver is gone after a signal.
             let _ = sender.send(registering.register(&registering.client));
         }),
     )?;

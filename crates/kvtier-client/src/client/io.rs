@@ -142,6 +142,7 @@ impl Io {
         socket.set_heartbeat_ivl(idle * 1000)?;
         socket.set_heartbeat_timeout(interval * count * 1000)?;
         let events = zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()
+            | zmq::SocketEvent::CONNECT_RETRIED.to_raw()
             | zmq::SocketEvent::DISCONNECTED.to_raw();
         socket.monitor(&place, i32::from(events))?;
         let monitor = self.context.socket(zmq::PAIR)?;
@@ -289,7 +290,10 @@ impl Io {
             };
             if number == zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw() {
                 self.up = true;
+                self.shared.unreachable.store(false, Ordering::Relaxed);
                 self.shared.link.set(true);
+            } else if number == zmq::SocketEvent::CONNECT_RETRIED.to_raw() {
+                self.shared.unreachable.store(true, Ordering::Relaxed);
             } else if number == zmq::SocketEvent::DISCONNECTED.to_raw() && self.up {
                 lost = true;
                 break;

@@ -156,6 +156,8 @@ struct Shared {
     silent: AtomicU64,
     /// The state has turned degraded: lookups and prepares in flight fail.
     degraded: AtomicBool,
+    /// The last try to connect has failed.
+    unreachable: AtomicBool,
     link: health::Link,
     watch: health::Watch,
 }
@@ -190,6 +192,7 @@ impl Shared {
             heard: AtomicU64::new(0),
             silent: AtomicU64::new(0),
             degraded: AtomicBool::new(false),
+            unreachable: AtomicBool::new(false),
             link: health::Link::default(),
             watch: health::Watch::default(),
         })
@@ -359,6 +362,12 @@ impl Client {
             return Health::Degraded;
         }
         self.shared.watch.state()
+    }
+
+    /// Whether the last try to connect has failed, as it does at once where nothing listens.
+    #[must_use]
+    pub fn is_unreachable(&self) -> bool {
+        self.shared.unreachable.load(Ordering::Relaxed)
     }
 
     /// Waits up to `patience` for the server to be healthy; whether it is.

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ..operation import LoadStoreOp
 from ..worker import Group, WorkerAdapter
+from .fingerprint import unknown_weights
 from .guard import Errors, falls_back
 from .logs import use_vllm_log
 from .metadata import Move, StepMetadata, WorkerReport
@@ -114,6 +115,10 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._loads: dict[str, list[int]] = {}
         self._lost: dict[str, list[int]] = {}
         self._failed: dict[str, list[int]] = {}
+        # Numbers of stores that the adapter has, and of those to report that it could not take.
+        self._stores: set[int] = set()
+        self._lost_stores: set[int] = set()
+        # Finished requests whose blocks vLLM keeps until this worker reports that no store reads them.
         self._held: set[str] = set()
         self._is_off = False
         self._scheduling: Scheduling | None = None
@@ -125,10 +130,13 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             sizes = [group.block_tokens for group in self._groups]
             identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name, pages=pages)
             logger.info("kvtier server %s: the model's name in keys is %s", self._options.url, identity.model_name)
+            if not self._options.model_name and (reason := unknown_weights(vllm_config)):
+                logger.warning("weights replaced under their name are not noticed (%s); change kvtier.model_name with them", reason)
             self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, sizes)
         else:
             rank = vllm_config.parallel_config.rank
-            self._adapter = self._connect_worker(Identity.of(vllm_config, is_mla, rank, self._options.model_name, pages))
+            identity = Identity.of(vllm_config, is_mla, rank, self._options.model_name, pages)
+            self._adapter, self._is_writer = self._connect_worker(identity), identity.is_writer
 
     def _connect_worker(self, identity: Identity) -> WorkerAdapter:
         return WorkerAdapter(
@@ -228,18 +236,30 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: whole chunks of all layers are stored after the step."""
 
-    @falls_back()
+    @falls_back(by="_lose_stores")
     def wait_for_save(self) -> None:
         """Start this step's stores. Their blocks stay with their requests until they have ended."""
-        stores = [] if self._is_off else self._step().stores
-        event = self._event() if stores else None
+        stores = self._step().stores
+        event = self._event() if stores and not self._is_off else None
         for move in stores:
             self._start_store(move, event)
 
-    @falls_back()
+    def _lose_stores(self) -> None:
+        for move in self._step().stores:
+            self._lose_store(move)
+
+    @falls_back(by="_lose_store")
     def _start_store(self, move: Move, event: Any) -> None:
+        if self._is_off:
+            return self._lose_store(move)
         op = LoadStoreOp(move.block_ids, prompt=move.prompt, start=move.start, end=move.end)
         self._worker.submit_store_request(move.request_id, op, event, move.salt, tag=move.number)
+        if self._is_writer:
+            self._stores.add(move.number)
+
+    def _lose_store(self, move: Move, event: Any = None) -> None:
+        if self._is_writer:
+            self._lost_stores.add(move.number)
 
     @falls_back(by="_turn_off")
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -257,7 +277,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             return self._give_up(finished_req_ids)
         stored, loaded = self._worker.get_finished(self._held)
         failed = self._worker.get_failed_request_ids()
-        self._held = set()
+        self._held -= stored
         for request_id in loaded:
             blocks = self._loads.pop(request_id, [])
             if request_id in failed:
@@ -270,17 +290,20 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         return set(lost)
 
     def _turn_off(self, *args: Any) -> None:
-        """The adapter raised, so what it is doing is unknown: from here on no copy touches a page, and all loads have failed."""
+        """The adapter raised, so what it is doing is unknown: from here on no copy touches a page, and all transfers have failed."""
+        if self._is_off:
+            return
         self._is_off = True
-        with contextlib.suppress(Exception):
-            self._worker.disable()
         self._lost.update(self._loads)
         self._loads.clear()
+        self._lost_stores |= self._stores
+        self._stores.clear()
         logger.error("this worker goes on without the kvtier server: restart the engine to use it again")
+        with contextlib.suppress(Exception):
+            self._worker.disable()
 
     def _give_up(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        if not self._is_off:
-            self._turn_off()
+        self._turn_off()
         held, self._held = self._held, set()
         return held, self._take_lost()
 
@@ -301,11 +324,14 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         failed, self._failed = self._failed, {}
         return {block for blocks in failed.values() for block in blocks}
 
-    @falls_back()
+    @falls_back(by="_turn_off")
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Which stores have ended, and what they brought."""
         report = WorkerReport()
-        for number, chunks in self._worker.take_ended_stores():
+        ended = [] if self._is_off else self._worker.take_ended_stores()
+        lost, self._lost_stores = self._lost_stores, set()
+        for number, chunks in [*ended, *((number, []) for number in lost)]:
+            self._stores.discard(number)
             report.ended[number] += 1
             report.stored.update((number, chunk) for chunk in chunks)
         return report if report.ended else None

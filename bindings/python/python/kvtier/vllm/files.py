@@ -1,7 +1,9 @@
-"""Identifies files by their names, sizes and times; contents are not read."""
+"""Identifies files by their names, sizes and samples of their bytes."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -12,29 +14,51 @@ _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
 
 
+# Sampled of each file: its first and last bytes, and pieces of a page between them, up to this many in all files together.
+_END_BYTES = 64 << 10
+_PIECE_BYTES = 4 << 10
+_MAX_PIECES = 1024
+_MAX_PIECES_PER_FILE = 64
+
+
 def state_of(path: str, suffixes: tuple[str, ...] = ("",), with_times: bool = True) -> Any:
-    """Names, sizes and times of the files at a path, or the commit where it is a snapshot of the Hugging Face hub; None if
-    nothing is there.
+    """Names, sizes, samples and times of the files at a path, or the commit where it is a snapshot of the Hugging Face hub; None
+    if nothing is there.
 
     Raises:
-        OSError: a file cannot be looked at.
+        OSError: a file cannot be read.
     """
     if commit := _COMMIT.search(os.path.realpath(path)):
         return commit[1]
+    files = [file for file in sorted(_files(path)) if file.endswith(suffixes)]
+    pieces = min(_MAX_PIECES // max(1, len(files)), _MAX_PIECES_PER_FILE)
     found = []
-    for file in sorted(_files(path)):
-        if file.endswith(suffixes):
-            stat = os.stat(file)
-            found.append([os.path.basename(file), stat.st_size, stat.st_mtime_ns if with_times else 0])
+    for file in files:
+        stat = os.stat(file)
+        # What is the same since it was read is not read again.
+        sample = _sample(file, pieces, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+        found.append([os.path.basename(file), stat.st_size, sample, stat.st_mtime_ns if with_times else 0])
     return found or None
 
 
-def weights_of(path: str, with_times: bool) -> Any:
-    """The state of a model's weights; None for a model that is known by a name."""
+def weights_of(path: str) -> Any:
+    """The state of a model's weights, the same for copies on other hosts; None where no file of them can be read."""
     try:
-        return state_of(path, _WEIGHTS, with_times)
+        return state_of(path, _WEIGHTS, with_times=False)
     except OSError:
         return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _sample(path: str, pieces: int, size: int, *state: int) -> str:
+    """SHA-256 of a file's ends and of pieces at even distances between them."""
+    sample = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        places = [(size * piece // (pieces + 1), _PIECE_BYTES) for piece in range(1, pieces + 1)]
+        for offset, count in ((0, _END_BYTES), *places, (max(0, size - _END_BYTES), _END_BYTES)):
+            file.seek(offset)
+            sample.update(file.read(count))
+    return sample.hexdigest()
 
 
 def newest_change(path: str) -> int:

@@ -35,6 +35,8 @@ _MULTIMODAL = (
 _ATTENTION = ("indexer_kv_dtype", "use_non_causal")
 _DRAFT = ("model", "revision", "quantization", "dtype")
 _LOAD = ("model_loader_extra_config",)
+# Load formats whose weights are not the files at the model's path.
+_ELSEWHERE = ("ipc_cache", "modelexpress", "tensorizer")
 _WHOLE = ("additional_config", "diffusion_config", "engram_config")
 
 # The model's own description, where it is a directory, and what of it says nothing about the model.
@@ -75,21 +77,37 @@ def fingerprint(vllm_config: Any) -> str:
         parts["generation"] = [plain(getattr(model, name, None)) for name in ("generation_config", "override_generation_config")]
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
-    with_times = not _has_nodes(getattr(vllm_config, "parallel_config", None))
     if draft is not None and draft.model != model.model:
         parts["draft"] = fields(draft, _DRAFT) | fields(speculative, ("method", "kv_cache_dtype"))
-        parts["draft weights"] = weights_of(draft.model, with_times)
-    if plain(getattr(load, "load_format", None)) == "dummy":
+        parts["draft weights"] = weights_of(draft.model)
+    load_format = _load_format(vllm_config)
+    if load_format == "dummy":
         parts["random weights"] = getattr(model, "seed", None)
     else:
-        parts["weights"] = weights_of(getattr(model, "model_weights", None) or model.model, with_times)
+        parts["weights"] = weights_of(weights_path(model))
+        if load_format in _ELSEWHERE:
+            parts["weights from"] = load_format
     return digest(parts)
 
 
-def _has_nodes(parallel: Any) -> bool:
-    """Whether workers may be on other hosts, where equal files have other times."""
-    backend = plain(getattr(parallel, "distributed_executor_backend", None))
-    return getattr(parallel, "nnodes", 1) > 1 or backend == "ray"
+def unknown_weights(vllm_config: Any) -> str | None:
+    """Why replaced weights of the same name would not be noticed; None where they are."""
+    model, load_format = vllm_config.model_config, _load_format(vllm_config)
+    path = weights_path(model)
+    if load_format in _ELSEWHERE:
+        return f"--load-format {load_format} reads other files than those at {path}"
+    is_known = load_format == "dummy" or getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    return None if is_known or weights_of(path) else f"no file of the weights at {path} can be read here, and no commit is known"
+
+
+def weights_path(model: Any) -> str:
+    """Where the weights are: vLLM may have fetched the rest to a directory of this host's."""
+    path: str = getattr(model, "model_weights", None) or model.model
+    return path
+
+
+def _load_format(vllm_config: Any) -> Any:
+    return plain(getattr(getattr(vllm_config, "load_config", None), "load_format", None))
 
 
 def _rope(model: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from ..connecting import (
     check_seconds,
 )
 from ..worker import TRANSFER_MODES
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, weights_path
 from .plain import digest
 
 PREFIX = "kvtier."
@@ -36,7 +36,7 @@ class Options:
 
     model_name: str = ""
     """The model's name in keys. Left empty it is vLLM's and a digest of what else KV depends on, see
-    :mod:`kvtier.vllm.fingerprint`; new weights at an old path are what that cannot see."""
+    :mod:`kvtier.vllm.fingerprint`. That cannot see weights that are replaced in an object store."""
 
     timeout: float = DEFAULT_TIMEOUT
     """Seconds a store or a retrieve may take; after that the engine computes."""
@@ -122,9 +122,9 @@ class Options:
 
 
 def _meant(key: str, known: list[str]) -> str:
-    """What somebody may have meant who wrote an option that does not exist."""
+    """Which option may have been meant by one that does not exist."""
     if key.startswith("lmcache."):
-        return f"it is one of LMCache's connector; KvTierConnector is told the server with {PREFIX}url (tcp://HOST:PORT)"
+        return f"it is one of LMCache's connector; the server of KvTierConnector is {PREFIX}url (tcp://HOST:PORT)"
     name = key.lower().replace("-", "_").removeprefix(PREFIX).removeprefix("kvtier_")
     close = difflib.get_close_matches(name, known, 1)
     if close:
@@ -197,8 +197,7 @@ class Identity:
         if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
             raise ValueError("prefill_context_parallel_size: KvTierConnector serves 1 only")
         tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        # vLLM may have fetched the weights to a directory of this host's.
-        name = model_name or f"{getattr(model, 'model_weights', None) or model.model}#{fingerprint(vllm_config)}"
+        name = model_name or f"{weights_path(model)}#{fingerprint(vllm_config)}"
         if pages:
             name += f"#{digest(pages)}"
         if stages > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +128,7 @@ class Scheduling:
             self.adapter.end_session(request_id)
 
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external_tokens: int) -> None:
-        """vLLM has decided to load so many tokens beyond its own, and given the request blocks."""
+        """vLLM has decided to load ``external_tokens`` tokens beyond its own, and has allocated the request's blocks."""
         tracked = self._track(request)
         tracked.block_ids = [list(ids) for ids in block_ids]
         if not tracked.matched:
@@ -171,17 +171,14 @@ class Scheduling:
         """The workers' part of a step."""
         self.metadata = metadata = StepMetadata()
         metadata.preempted = set(scheduled.preempted_req_ids or ())
-        metadata.held = self.held & set(scheduled.finished_req_ids)
-        self.held -= metadata.held
+        metadata.held, self.held = self.held, set()
         metadata.failed, self.lost_loads = self.lost_loads, {}
         for request_id in metadata.preempted:
             if tracked := self.tracked.get(request_id):
                 # Its blocks may be its new ones already: a reset preempts and resumes in one step.
                 tracked.bypass = False
-        for tracked in self.tracked.values():
-            if tracked.wants_load:
-                tracked.wants_load, tracked.loading = False, True
-                self._load(metadata, tracked)
+        for tracked in self._take_wanted_loads():
+            self._load(metadata, tracked)
         for new in scheduled.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
@@ -198,9 +195,19 @@ class Scheduling:
 
     def part_of_step(self, scheduled: Any) -> StepMetadata:
         """What is known of a step that could not be read. Blocks that it gave to requests may be missing: none is stored."""
+        for tracked in self._take_wanted_loads():
+            self._lose_load(self.metadata, tracked)
         for tracked in self.tracked.values():
-            tracked.block_ids = []
+            # A request that waits for its load gets no blocks, and its failed ones are found among those it has.
+            if not tracked.loading:
+                tracked.block_ids = []
         return self.metadata
+
+    def _take_wanted_loads(self) -> Iterator[Tracked]:
+        for tracked in self.tracked.values():
+            if tracked.wants_load:
+                tracked.wants_load, tracked.loading = False, True
+                yield tracked
 
     @falls_back(by="_forget_blocks")
     def _advance(
