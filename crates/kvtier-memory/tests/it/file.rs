@@ -163,7 +163,7 @@ fn a_short_write_is_gone_on_with() {
     let child = std::process::Command::new(std::env::current_exe().unwrap())
         .args([
             "--exact",
-            "child_that_may_write_6000_bytes",
+            "file::child_that_may_write_6000_bytes",
             "--ignored",
             "--nocapture",
         ])

@@ -159,7 +159,7 @@ fn child_lends_a_segment() {
 /// A client as above, and the name of its segment.
 fn lender() -> (Child, String) {
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "--nocapture", "child_lends_a_segment"])
+        .args(["--exact", "--nocapture", "segment::child_lends_a_segment"])
         .env(LENDER, "1")
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
@@ -322,7 +322,7 @@ fn child_faults_outside() {
 #[test]
 fn faults_elsewhere_stay_fatal() {
     let status = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_faults_outside"])
+        .args(["--exact", "segment::child_faults_outside"])
         .env(CHILD, "1")
         .stdout(std::process::Stdio::null())
         .stderr(std::process::Stdio::null())
