@@ -8,7 +8,7 @@ fs        lookups of 4096 chunks, all in L1, beside a tier of files
 adopt     lookups that L1 answers whole, while the server adopts that many files that were there before it
 tenants   stores of 100 000 tenants: LRU without quotas, and IsolatedLRU with a quota for each
 
-Needs `cargo build --release -p kvtier`, or KVTIER_BIN. Servers listen on loopback and end with this program.
+Needs `cargo build --profile dist -p kvtier`, or KVTIER_BIN. Servers listen on loopback and end with this program.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
-KVTIER = os.environ.get("KVTIER_BIN") or str(TARGET / "release" / "kvtier")
+KVTIER = os.environ.get("KVTIER_BIN") or str(TARGET / "dist" / "kvtier")
 # The server without, and the one with.
 PORTS = [(17555, 17580), (17556, 17581)]
 

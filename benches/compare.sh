@@ -9,7 +9,7 @@ objects=${OBJECTS:-200000}
 here=$(cd "$(dirname "$0")/.." && pwd)
 home=${KVTIER_E2E_HOME:-$HOME/.cache/kvtier-e2e}
 peer_program=${LMCACHE:-$home/venv/bin/lmcache}
-kvtier=${KVTIER:-${CARGO_TARGET_DIR:-$here/target}/release/kvtier}
+kvtier=${KVTIER:-${CARGO_TARGET_DIR:-$here/target}/dist/kvtier}
 out=${OUT:-$here/benches/runs/$(date +%Y-%m-%d)}
 peer_port=${PEER_PORT:-25551}
 our_port=${OUR_PORT:-25552}
@@ -18,7 +18,7 @@ fail() {
   echo "compare.sh: $*" >&2
   exit 1
 }
-[ -x "$kvtier" ] || fail "$kvtier is missing: cargo build --release -p kvtier"
+[ -x "$kvtier" ] || fail "$kvtier is missing: cargo build --profile dist -p kvtier"
 [ -x "$peer_program" ] || fail "$peer_program is missing: see benches/README.md"
 mkdir -p "$out"
 

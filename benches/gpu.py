@@ -9,12 +9,12 @@ SKIP with the reason. The exit status is 0 when nothing failed. Everything is wr
 what needs PyTorch or a GPU is skipped.
 
 Needed: numpy, PyTorch (not with --standin), the kvtier package, the server ($KVTIER_BIN or target/release/kvtier) and,
-for speed, the example `gpu` ($KVTIER_GPU_EXAMPLE or target/release/examples/gpu). For a machine without a network and
+for speed, the example `gpu` ($KVTIER_GPU_EXAMPLE or target/dist/examples/gpu). For a machine without a network and
 without Rust, made before and carried along (some 30 MiB), in the repository's root:
 
-    cargo build --release -p kvtier && cargo build --release -p kvtier-device --example gpu
-    (cd bindings/python && maturin build --release --out ../../.gpu)
-    cp target/release/kvtier .gpu/kvtier && cp target/release/examples/gpu .gpu/speed && strip .gpu/kvtier .gpu/speed
+    cargo build --profile dist -p kvtier && cargo build --profile dist -p kvtier-device --example gpu
+    (cd bindings/python && maturin build --profile dist --out ../../.gpu)
+    cp target/dist/kvtier .gpu/kvtier && cp target/dist/examples/gpu .gpu/speed && strip .gpu/kvtier .gpu/speed
 
 (.gpu is to be ignored by git: a line in .git/info/exclude) and there, in the repository's root with .gpu (takes some 5 minutes):
 
@@ -492,9 +492,9 @@ def run_check(name, server, arguments):
 def speed(arguments, out):
     """(PASS, FAIL or SKIP; why; output): the example measures; figures not reached are told, no failure."""
     target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
-    program = os.environ.get("KVTIER_GPU_EXAMPLE") or target / "release" / "examples" / "gpu"
+    program = os.environ.get("KVTIER_GPU_EXAMPLE") or target / "dist" / "examples" / "gpu"
     if not os.access(program, os.X_OK):
-        return "SKIP", f"no program at {program}: cargo build --release -p kvtier-device --example gpu", ""
+        return "SKIP", f"no program at {program}: cargo build --profile dist -p kvtier-device --example gpu", ""
     command = [str(Path(program).resolve()), "--out", str(out / "speed.json")]
     if arguments.standin:
         command += ["--driver", arguments.standin, "--dry-run"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What large bodies and idle connections on the HTTP port do to the server's memory and to health probes.
 
-    benches/http_attack.py [--hold 30] [--json FILE]      # KVTIER_BIN or target/release/kvtier
+    benches/http_attack.py [--hold 30] [--json FILE]      # KVTIER_BIN or target/dist/kvtier
 
 Each attack runs from a process of its own against a server of its own on loopback. Memory is RssAnon above what it was when idle; a probe is one
 `GET /healthcheck` on a connection of its own, one after the other as long as the attack lasts.
@@ -60,7 +60,7 @@ class Server:
     """A server and what is known of it."""
 
     def __init__(self):
-        binary = os.environ.get("KVTIER_BIN", str(ROOT / "target/release/kvtier"))
+        binary = os.environ.get("KVTIER_BIN", str(ROOT / "target/dist/kvtier"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]

@@ -4,8 +4,8 @@
 # Counts do not depend on what else the machine does, so a limit can be close: a tenth above what was measured.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo build --release -q -p kvtier-core -p kvtier-device --example instructions --example plan_instructions
-binaries=${CARGO_TARGET_DIR:-target}/release/examples
+cargo build --profile dist -q -p kvtier-core -p kvtier-device --example instructions --example plan_instructions
+binaries=${CARGO_TARGET_DIR:-target}/dist/examples
 
 count() {
   valgrind --tool=callgrind --callgrind-out-file=/dev/null "$binaries/$1" "$2" "$3" 2>&1 |

@@ -4,6 +4,7 @@
 //! a socket, a file, a clock, a thread or a task.
 #![forbid(unsafe_code)]
 
+mod block_vec;
 pub mod cache;
 pub mod eviction;
 pub mod hashing;

@@ -69,7 +69,7 @@ def standin_library():
     for path in (beside / "libkvtier_cuda_standin.so", beside / "deps" / "libkvtier_cuda_standin.so"):
         if path.exists():
             return str(path)
-    raise FileNotFoundError(f"no stand-in for the CUDA driver in {beside}: run `cargo build --release`")
+    raise FileNotFoundError(f"no stand-in for the CUDA driver in {beside}: run `cargo build --release -p kvtier-cuda-standin`")
 
 
 def peer_command():

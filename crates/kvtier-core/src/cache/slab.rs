@@ -1,6 +1,7 @@
 //! The slots: one cache line of facts for every object that has memory.
 
 use super::Extent;
+use crate::block_vec::BlockVec;
 use crate::hashing::ChunkHash;
 
 /// What a slot stands for.
@@ -93,7 +94,7 @@ const BLOCK: usize = 1024;
 /// All slots, by number.
 #[derive(Debug)]
 pub(super) struct Slab {
-    blocks: Vec<Box<[Slot]>>,
+    slots: BlockVec<Slot, BLOCK>,
     /// Slots below this number have been handed out at least once.
     known: u32,
     first_free: u32,
@@ -103,7 +104,7 @@ pub(super) struct Slab {
 impl Default for Slab {
     fn default() -> Self {
         Self {
-            blocks: Vec::new(),
+            slots: BlockVec::default(),
             known: 0,
             first_free: NO_SLOT,
             live: 0,
@@ -150,36 +151,31 @@ impl Slab {
         if number as usize == MAX_SLOTS {
             return None;
         }
-        if number as usize == self.blocks.len() * BLOCK {
-            let never_used = || Slot {
-                hash: ChunkHash([0; 32]),
-                extent: Extent { offset: 0, len: 0 },
-                space: NO_SLOT,
-                life: 0,
-                leases: 0,
-                used_at: 0,
-            };
-            self.blocks
-                .push(std::iter::repeat_with(never_used).take(BLOCK).collect());
-        }
+        self.slots.grow_to(number, || Slot {
+            hash: ChunkHash([0; 32]),
+            extent: Extent { offset: 0, len: 0 },
+            space: NO_SLOT,
+            life: 0,
+            leases: 0,
+            used_at: 0,
+        });
         self.known += 1;
         Some(number)
     }
 
     /// The slot of this number, which must have been handed out once.
     pub(super) fn at(&self, number: u32) -> &Slot {
-        &self.blocks[number as usize / BLOCK][number as usize % BLOCK]
+        &self.slots[number]
     }
 
     /// See [`at`](Self::at).
     pub(super) fn at_mut(&mut self, number: u32) -> &mut Slot {
-        &mut self.blocks[number as usize / BLOCK][number as usize % BLOCK]
+        &mut self.slots[number]
     }
 
     /// The referred slot, unless its life has ended since.
     pub(super) fn get(&self, reference: SlotRef) -> Option<&Slot> {
-        let block = self.blocks.get(reference.slot as usize / BLOCK)?;
-        let slot = &block[reference.slot as usize % BLOCK];
+        let slot = self.slots.get(reference.slot)?;
         (slot.generation() == reference.generation && slot.state() != SlotState::Free)
             .then_some(slot)
     }
@@ -204,7 +200,7 @@ impl Slab {
 
     /// All slots with their numbers, free ones included.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
-        (0..self.known).zip(self.blocks.iter().flatten())
+        (0..self.known).zip(self.slots.iter())
     }
 
     /// How many slots are in the list of free ones; an error when the list has a loop or a used slot.
@@ -223,8 +219,7 @@ impl Slab {
     }
 
     pub(super) fn bookkeeping_bytes(&self) -> usize {
-        self.blocks.len() * BLOCK * size_of::<Slot>()
-            + self.blocks.capacity() * size_of::<Box<[Slot]>>()
+        self.slots.bookkeeping_bytes()
     }
 }
 

@@ -12,6 +12,7 @@ mod ghosts;
 mod tests;
 
 use super::{Candidate, EvictionPolicy, Lru};
+use crate::block_vec::BlockVec;
 use ghosts::Ghosts;
 
 /// What is remembered of a slot.
@@ -29,9 +30,6 @@ enum Use {
     Again,
 }
 
-/// Uses live in blocks of this many slots, so that growing never moves what is there.
-const BLOCK: usize = 4096;
-
 /// Four lists: 17 bytes a slot, and about 30 for each of the keys of objects that left, at most two a slot.
 #[derive(Debug, Default)]
 pub struct Adaptive {
@@ -43,23 +41,19 @@ pub struct Adaptive {
     again_gone: Ghosts,
     /// How long `once` should be: 0 to `capacity`. It changes by fractions.
     target: f64,
-    uses: Vec<Box<[Use; BLOCK]>>,
+    uses: BlockVec<Use, 4096>,
     /// Slots that ever had an object; as slots are reused, the most objects there ever were.
     capacity: usize,
 }
 
 impl Adaptive {
     fn used(&self, slot: u32) -> Use {
-        let block = self.uses.get(slot as usize / BLOCK);
-        block.map_or(Use::Never, |block| block[slot as usize % BLOCK])
+        self.uses.get(slot).copied().unwrap_or(Use::Never)
     }
 
     fn set(&mut self, slot: u32, used: Use) {
-        while slot as usize / BLOCK >= self.uses.len() {
-            self.uses.push(Box::new([Use::Never; BLOCK]));
-        }
-        let before = &mut self.uses[slot as usize / BLOCK][slot as usize % BLOCK];
-        if std::mem::replace(before, used) == Use::Never {
+        self.uses.grow_to(slot, || Use::Never);
+        if std::mem::replace(&mut self.uses[slot], used) == Use::Never {
             self.capacity += 1;
         }
     }
@@ -187,6 +181,6 @@ impl EvictionPolicy for Adaptive {
             + self.again.bookkeeping_bytes()
             + self.once_gone.bookkeeping_bytes()
             + self.again_gone.bookkeeping_bytes()
-            + self.uses.len() * BLOCK * size_of::<Use>()
+            + self.uses.bookkeeping_bytes()
     }
 }

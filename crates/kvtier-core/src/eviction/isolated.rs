@@ -1,51 +1,30 @@
 //! One order for each tenant; among tenants, the object that was used longest ago leaves first.
 
+use super::list::{Links, List, NONE};
 use super::{Candidate, EvictionPolicy};
-
-/// No slot, no place.
-const NONE: u32 = u32::MAX;
-/// `older` of a slot that is in no list.
-const OUT: u32 = u32::MAX - 1;
 
 /// Tenants compared at once. With up to so many to choose from, the order is exactly that of LRU; with more, the oldest
 /// of some is taken, in turn, so that the cost does not grow with the tenants.
 const COMPARED: usize = 8;
 
-/// Links live in blocks of this many slots, so that growing never moves what is there.
-const BLOCK: usize = 4096;
-
-#[derive(Clone, Copy, Debug)]
-struct Link {
-    older: u32,
-    newer: u32,
-    /// Number of the use, counted over all slots.
-    used: u64,
-}
-
-const OUTSIDE: Link = Link {
-    older: OUT,
-    newer: NONE,
-    used: 0,
-};
-
 /// A tenant's list.
 #[derive(Clone, Copy, Debug)]
 struct Tenant {
-    oldest: u32,
-    newest: u32,
-    len: u32,
+    list: List,
     /// Its place among those who may lose an object; `NONE` if it may not.
     open_at: u32,
     protected: bool,
 }
 
-const EMPTY: Tenant = Tenant {
-    oldest: NONE,
-    newest: NONE,
-    len: 0,
-    open_at: NONE,
-    protected: false,
-};
+impl Default for Tenant {
+    fn default() -> Self {
+        Self {
+            list: List::default(),
+            open_at: NONE,
+            protected: false,
+        }
+    }
+}
 
 /// A tenant that may lose an object, with what a comparison needs, so that one reads neighbours in memory only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,10 +47,11 @@ const NOBODY: Loser = Loser {
     until: 0,
 };
 
-/// A list for each tenant through one table of links: 16 bytes a slot, 36 a tenant.
+/// A list for each tenant. The fact of a slot is the number of its use, counted over all slots. 16 bytes a slot, 24 a
+/// tenant, 16 for each that may lose an object.
 #[derive(Debug)]
 pub struct IsolatedLru {
-    links: Vec<Box<[Link; BLOCK]>>,
+    links: Links<u64>,
     /// By the salt's number.
     tenants: Vec<Tenant>,
     /// Tenants that have something and are not protected.
@@ -86,7 +66,7 @@ pub struct IsolatedLru {
 impl Default for IsolatedLru {
     fn default() -> Self {
         Self {
-            links: Vec::new(),
+            links: Links::default(),
             tenants: Vec::new(),
             open: Vec::new(),
             turn: 0,
@@ -100,68 +80,34 @@ impl Default for IsolatedLru {
 impl IsolatedLru {
     fn know(&mut self, salt: u32) {
         if salt as usize >= self.tenants.len() {
-            self.tenants.resize(salt as usize + 1, EMPTY);
+            self.tenants.resize(salt as usize + 1, Tenant::default());
         }
-    }
-
-    fn link(&mut self, slot: u32) -> &mut Link {
-        &mut self.links[slot as usize / BLOCK][slot as usize % BLOCK]
-    }
-
-    fn get(&self, slot: u32) -> Option<Link> {
-        let block = self.links.get(slot as usize / BLOCK)?;
-        Some(block[slot as usize % BLOCK])
-    }
-
-    fn contains(&self, slot: u32) -> bool {
-        self.get(slot).is_some_and(|link| link.older != OUT)
     }
 
     fn unlink(&mut self, Candidate { slot, salt }: Candidate) {
-        let Link { older, newer, .. } = std::mem::replace(self.link(slot), OUTSIDE);
-        match older {
-            NONE => self.tenants[salt as usize].oldest = newer,
-            _ => self.link(older).newer = newer,
-        }
-        match newer {
-            NONE => self.tenants[salt as usize].newest = older,
-            _ => self.link(newer).older = older,
-        }
-        self.tenants[salt as usize].len -= 1;
+        let list = &mut self.tenants[salt as usize].list;
+        self.links.unlink(list, slot);
         self.len -= 1;
     }
 
     fn push(&mut self, Candidate { slot, salt }: Candidate) {
         self.uses += 1;
-        let used = self.uses;
-        let tenant = &mut self.tenants[salt as usize];
-        let older = std::mem::replace(&mut tenant.newest, slot);
-        tenant.len += 1;
-        if older == NONE {
-            tenant.oldest = slot;
-        } else {
-            self.link(older).newer = slot;
-        }
-        *self.link(slot) = Link {
-            older,
-            newer: NONE,
-            used,
-        };
+        let list = &mut self.tenants[salt as usize].list;
+        self.links.push(list, slot, self.uses);
         self.len += 1;
     }
 
     /// When a slot that is in a list was used.
     fn used(&self, slot: u32) -> u64 {
-        self.get(slot).map_or(0, |link| link.used)
+        self.links.get(slot).unwrap_or(0)
     }
 
     /// After a tenant's list or protection has changed: whether it may lose an object, and when that was used.
     fn settle(&mut self, salt: u32) {
         let Tenant {
-            oldest,
+            list: List { oldest, .. },
             open_at,
             protected,
-            ..
         } = self.tenants[salt as usize];
         let may_lose = oldest != NONE && !protected;
         match (may_lose, open_at) {
@@ -190,7 +136,7 @@ impl IsolatedLru {
         let Loser { salt, until } = self.loser;
         let tenant = self.tenants.get(salt as usize)?;
         let open = self.open.get(tenant.open_at as usize)?;
-        (open.oldest_used <= until).then_some(tenant.oldest)
+        (open.oldest_used <= until).then_some(tenant.list.oldest)
     }
 
     /// Compares some tenants.
@@ -221,7 +167,7 @@ impl IsolatedLru {
             salt,
             until: second,
         };
-        Some(self.tenants[salt as usize].oldest)
+        Some(self.tenants[salt as usize].list.oldest)
     }
 }
 
@@ -232,11 +178,9 @@ impl EvictionPolicy for IsolatedLru {
 
     fn insert(&mut self, candidate: Candidate, _: bool) {
         let Candidate { slot, salt } = candidate;
-        while slot as usize / BLOCK >= self.links.len() {
-            self.links.push(Box::new([OUTSIDE; BLOCK]));
-        }
+        self.links.grow_to(slot);
         self.know(salt);
-        if self.contains(slot) {
+        if self.links.contains(slot) {
             self.unlink(candidate);
         }
         self.push(candidate);
@@ -244,14 +188,14 @@ impl EvictionPolicy for IsolatedLru {
     }
 
     fn withdraw(&mut self, candidate: Candidate) {
-        if self.contains(candidate.slot) {
+        if self.links.contains(candidate.slot) {
             self.unlink(candidate);
             self.settle(candidate.salt);
         }
     }
 
     fn touch(&mut self, candidate: Candidate) {
-        if self.contains(candidate.slot) {
+        if self.links.contains(candidate.slot) {
             self.unlink(candidate);
             self.push(candidate);
             self.settle(candidate.salt);
@@ -267,8 +211,7 @@ impl EvictionPolicy for IsolatedLru {
     }
 
     fn victim_of(&self, salt: u32) -> Option<u32> {
-        let tenant = self.tenants.get(salt as usize)?;
-        (tenant.oldest != NONE).then_some(tenant.oldest)
+        self.tenants.get(salt as usize)?.list.oldest()
     }
 
     fn protect(&mut self, salt: u32, protected: bool) {
@@ -278,16 +221,11 @@ impl EvictionPolicy for IsolatedLru {
     }
 
     fn upcoming(&self, salt: Option<u32>, limit: usize, slots: &mut Vec<u32>) {
-        let mut next = match salt {
+        let first = match salt {
             Some(salt) => self.victim_of(salt),
             None => self.losing(),
         };
-        for _ in 0..limit {
-            let Some(slot) = next else { return };
-            slots.push(slot);
-            next = self.get(slot).map(|link| link.newer);
-            next = next.filter(|&newer| newer != NONE);
-        }
+        slots.extend(self.links.from(first).take(limit));
     }
 
     fn len(&self) -> usize {
@@ -297,31 +235,22 @@ impl EvictionPolicy for IsolatedLru {
     fn order(&self) -> Result<Vec<u32>, String> {
         let mut order = Vec::with_capacity(self.len);
         for (salt, tenant) in self.tenants.iter().enumerate() {
-            let (mut before, mut at, start) = (NONE, tenant.oldest, order.len());
-            let mut last_used = 0;
-            while at != NONE {
-                let link = self
-                    .get(at)
-                    .ok_or_else(|| format!("slot {at} of tenant {salt} has no link"))?;
-                if link.older != before || link.used <= last_used || order.len() == self.len {
-                    return Err(format!(
-                        "slot {at} of tenant {salt} after {before}, used {last_used}: {link:?}"
-                    ));
-                }
-                order.push((link.used, at));
-                (before, at, last_used) = (at, link.newer, link.used);
+            let slots = self.links.check(&tenant.list);
+            let slots = slots.map_err(|error| format!("tenant {salt}: {error}"))?;
+            if !slots.is_sorted_by(|(used, _), (later, _)| used < later) {
+                return Err(format!(
+                    "tenant {salt} was used in another order: {slots:?}"
+                ));
             }
-            let may_lose = tenant.len > 0 && !tenant.protected;
+            order.extend(slots);
+            let may_lose = tenant.list.len > 0 && !tenant.protected;
             let open = Open {
                 salt: salt as u32,
-                oldest_used: self.used(tenant.oldest),
+                oldest_used: self.used(tenant.list.oldest),
             };
             let is_open = self.open.get(tenant.open_at as usize) == Some(&open);
-            if order.len() - start != tenant.len as usize
-                || before != tenant.newest
-                || may_lose != is_open
-            {
-                return Err(format!("tenant {salt} ends at {before}: {tenant:?}"));
+            if may_lose != is_open {
+                return Err(format!("tenant {salt} may lose objects or not: {tenant:?}"));
             }
         }
         let open = self.tenants.iter().filter(|tenant| tenant.open_at != NONE);
@@ -337,7 +266,7 @@ impl EvictionPolicy for IsolatedLru {
     }
 
     fn bookkeeping_bytes(&self) -> usize {
-        self.links.len() * BLOCK * size_of::<Link>()
+        self.links.bookkeeping_bytes()
             + self.tenants.capacity() * size_of::<Tenant>()
             + self.open.capacity() * size_of::<Open>()
     }

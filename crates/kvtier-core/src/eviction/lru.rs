@@ -1,80 +1,13 @@
 //! The least recently used object leaves first.
 
+use super::list::{Links, List};
 use super::{Candidate, EvictionPolicy};
 
-/// End of the list.
-const NONE: u32 = u32::MAX;
-/// `older` of a slot that is not in the list.
-const OUT: u32 = u32::MAX - 1;
-
-#[derive(Clone, Copy, Debug)]
-struct Link {
-    older: u32,
-    newer: u32,
-}
-
-/// Links live in blocks of this many slots, so that growing never moves what is there.
-const BLOCK: usize = 4096;
-
-/// One list through a dense table of links, 8 bytes a slot.
-#[derive(Debug)]
+/// One list.
+#[derive(Debug, Default)]
 pub struct Lru {
-    blocks: Vec<Box<[Link; BLOCK]>>,
-    oldest: u32,
-    newest: u32,
-    len: usize,
-}
-
-impl Default for Lru {
-    fn default() -> Self {
-        Self {
-            blocks: Vec::new(),
-            oldest: NONE,
-            newest: NONE,
-            len: 0,
-        }
-    }
-}
-
-impl Lru {
-    fn link(&mut self, slot: u32) -> &mut Link {
-        &mut self.blocks[slot as usize / BLOCK][slot as usize % BLOCK]
-    }
-
-    fn get(&self, slot: u32) -> Option<Link> {
-        let block = self.blocks.get(slot as usize / BLOCK)?;
-        Some(block[slot as usize % BLOCK])
-    }
-
-    fn contains(&self, slot: u32) -> bool {
-        self.get(slot).is_some_and(|link| link.older != OUT)
-    }
-
-    fn unlink(&mut self, slot: u32) {
-        let link = self.link(slot);
-        let Link { older, newer } = *link;
-        link.older = OUT;
-        match older {
-            NONE => self.oldest = newer,
-            _ => self.link(older).newer = newer,
-        }
-        match newer {
-            NONE => self.newest = older,
-            _ => self.link(newer).older = older,
-        }
-        self.len -= 1;
-    }
-
-    fn push(&mut self, slot: u32) {
-        let older = self.newest;
-        *self.link(slot) = Link { older, newer: NONE };
-        match older {
-            NONE => self.oldest = slot,
-            _ => self.link(older).newer = slot,
-        }
-        self.newest = slot;
-        self.len += 1;
-    }
+    links: Links<()>,
+    list: List,
 }
 
 impl EvictionPolicy for Lru {
@@ -84,83 +17,46 @@ impl EvictionPolicy for Lru {
 
     fn insert(&mut self, candidate: Candidate, _: bool) {
         let slot = candidate.slot;
-        while slot as usize / BLOCK >= self.blocks.len() {
-            let out = Link {
-                older: OUT,
-                newer: NONE,
-            };
-            self.blocks.push(Box::new([out; BLOCK]));
+        self.links.grow_to(slot);
+        if self.links.contains(slot) {
+            self.links.unlink(&mut self.list, slot);
         }
-        if self.contains(slot) {
-            self.unlink(slot);
-        }
-        self.push(slot);
+        self.links.push(&mut self.list, slot, ());
     }
 
     fn withdraw(&mut self, candidate: Candidate) {
-        if self.contains(candidate.slot) {
-            self.unlink(candidate.slot);
+        if self.links.contains(candidate.slot) {
+            self.links.unlink(&mut self.list, candidate.slot);
         }
     }
 
     fn touch(&mut self, candidate: Candidate) {
-        if candidate.slot != self.newest && self.contains(candidate.slot) {
-            self.unlink(candidate.slot);
-            self.push(candidate.slot);
+        let slot = candidate.slot;
+        if slot != self.list.newest && self.links.contains(slot) {
+            self.links.unlink(&mut self.list, slot);
+            self.links.push(&mut self.list, slot, ());
         }
     }
 
     fn victim(&mut self) -> Option<u32> {
-        (self.oldest != NONE).then_some(self.oldest)
+        self.list.oldest()
     }
 
     fn upcoming(&self, _: Option<u32>, limit: usize, slots: &mut Vec<u32>) {
-        let mut next = (self.oldest != NONE).then_some(self.oldest);
-        for _ in 0..limit {
-            let Some(slot) = next else { return };
-            slots.push(slot);
-            next = self.get(slot).map(|link| link.newer);
-            next = next.filter(|&newer| newer != NONE);
-        }
+        slots.extend(self.links.from(self.list.oldest()).take(limit));
     }
 
     fn len(&self) -> usize {
-        self.len
+        self.list.len
     }
 
     fn order(&self) -> Result<Vec<u32>, String> {
-        let mut order = Vec::with_capacity(self.len);
-        let mut before = NONE;
-        let mut at = self.oldest;
-        while at != NONE {
-            let link = self
-                .get(at)
-                .ok_or_else(|| format!("slot {at} is in the list but has no link"))?;
-            if link.older != before {
-                return Err(format!(
-                    "slot {at} follows {before} but points back to {}",
-                    link.older
-                ));
-            }
-            if order.len() == self.len {
-                return Err(format!("the list holds more than its {} slots", self.len));
-            }
-            order.push(at);
-            (before, at) = (at, link.newer);
-        }
-        if order.len() != self.len || before != self.newest {
-            return Err(format!(
-                "the list ends at {before} after {} slots; expected {} after {}",
-                order.len(),
-                self.newest,
-                self.len
-            ));
-        }
-        Ok(order)
+        let slots = self.links.check(&self.list)?;
+        Ok(slots.into_iter().map(|(_, slot)| slot).collect())
     }
 
     fn bookkeeping_bytes(&self) -> usize {
-        self.blocks.len() * BLOCK * size_of::<Link>()
+        self.links.bookkeeping_bytes()
     }
 }
 

@@ -4,6 +4,7 @@
 
 mod arc;
 mod isolated;
+mod list;
 mod lru;
 mod noop;
 

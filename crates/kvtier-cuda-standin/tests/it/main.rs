@@ -1,4 +1,5 @@
 //! The stand-in, loaded as its users load it.
+
 #![expect(clippy::unwrap_used, reason = "a test's helpers")]
 
 mod copies;

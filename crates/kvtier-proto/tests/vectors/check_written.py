@@ -1,6 +1,6 @@
 """Loads every pickle of a vector file with PyTorch and compares the tensors with the row.
 
-Run by hand:  cargo test -p kvtier-proto --test pickle print_vectors -- --ignored --nocapture | grep '^{' \
+Run by hand:  cargo test -p kvtier-proto --test it print_vectors -- --ignored --nocapture | grep '^{' \
               | python check_written.py > written.json
 A row that PyTorch does not load as described ends the run.
 """

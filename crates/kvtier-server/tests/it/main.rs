@@ -1,5 +1,6 @@
 //! The server in one process with its clients: what it answers to bytes that were captured, what it does when clients
 //! misbehave or vanish, and its HTTP API.
+
 #![expect(clippy::unwrap_used, reason = "test")]
 
 mod captures;

@@ -1,20 +1,18 @@
 //! The keys of objects that left, as far as they are remembered.
 
 use super::super::{Candidate, EvictionPolicy, Lru};
+use crate::block_vec::BlockVec;
 use crate::parted::Parted;
 
 /// No number.
 const NONE: u32 = u32::MAX;
-
-/// Keys live in blocks of this many, so that growing never moves what is there.
-const BLOCK: usize = 4096;
 
 /// Keys, each with a number, in the order in which they came. A key is a hash already: two objects with the same one
 /// count as one object, which costs no more than a wrong guess.
 #[derive(Debug)]
 pub(super) struct Ghosts {
     /// By number; for a free number, the next free one.
-    keys: Vec<Box<[u64; BLOCK]>>,
+    keys: BlockVec<u64, 4096>,
     /// Numbers below this one have been handed out at least once.
     known: u32,
     first_free: u32,
@@ -26,7 +24,7 @@ pub(super) struct Ghosts {
 impl Default for Ghosts {
     fn default() -> Self {
         Self {
-            keys: Vec::new(),
+            keys: BlockVec::default(),
             known: 0,
             first_free: NONE,
             numbers: Parted::default(),
@@ -49,7 +47,7 @@ impl Ghosts {
         if self.len() >= most
             && let Some(oldest) = self.order.victim()
         {
-            self.forget(self.key(oldest));
+            self.forget(self.keys[oldest]);
         }
         let number = self.take(key);
         self.order.insert(candidate(number), false);
@@ -59,10 +57,10 @@ impl Ghosts {
     /// Says whether the key was remembered; it no longer is.
     pub(super) fn forget(&mut self, key: u64) -> bool {
         let keys = &self.keys;
-        let found = self.numbers.remove(key, |number| *at(keys, number) == key);
+        let found = self.numbers.remove(key, |number| keys[number] == key);
         let Some(number) = found else { return false };
         self.order.withdraw(candidate(number));
-        *self.key_mut(number) = u64::from(self.first_free);
+        self.keys[number] = u64::from(self.first_free);
         self.first_free = number;
         true
     }
@@ -75,24 +73,14 @@ impl Ghosts {
     fn take(&mut self, key: u64) -> u32 {
         let number = self.first_free;
         if number != NONE {
-            self.first_free = std::mem::replace(self.key_mut(number), key) as u32;
+            self.first_free = std::mem::replace(&mut self.keys[number], key) as u32;
             return number;
         }
         let number = self.known;
         self.known += 1;
-        if number as usize == self.keys.len() * BLOCK {
-            self.keys.push(Box::new([0; BLOCK]));
-        }
-        *self.key_mut(number) = key;
+        self.keys.grow_to(number, || 0);
+        self.keys[number] = key;
         number
-    }
-
-    fn key(&self, number: u32) -> u64 {
-        *at(&self.keys, number)
-    }
-
-    fn key_mut(&mut self, number: u32) -> &mut u64 {
-        &mut self.keys[number as usize / BLOCK][number as usize % BLOCK]
     }
 
     /// The keys, the next to be forgotten first; an error that says what is wrong when there are more than `most`, or
@@ -100,7 +88,7 @@ impl Ghosts {
     pub(super) fn check(&self, most: usize) -> Result<Vec<u64>, String> {
         let mut keys = Vec::with_capacity(self.len());
         for number in self.order.order()? {
-            let key = self.key(number);
+            let key = self.keys[number];
             if self.numbers.find(key, |found| found == number).is_none() {
                 return Err(format!("gone key {key:x} has no entry for {number}"));
             }
@@ -118,12 +106,7 @@ impl Ghosts {
 
     pub(super) fn bookkeeping_bytes(&self) -> usize {
         self.numbers.bookkeeping_bytes()
-            + self.keys.len() * BLOCK * size_of::<u64>()
+            + self.keys.bookkeeping_bytes()
             + self.order.bookkeeping_bytes()
     }
-}
-
-/// A free function, for while the table is borrowed.
-fn at(keys: &[Box<[u64; BLOCK]>], number: u32) -> &u64 {
-    &keys[number as usize / BLOCK][number as usize % BLOCK]
 }

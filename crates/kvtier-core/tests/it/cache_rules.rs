@@ -1,0 +1,490 @@
+//! The cache's rules, one test each.
+
+use crate::cache_support::*;
+use kvtier_core::cache::{Cache, CacheConfig, KeyOutcome, LookupRow, ReserveError, ReserveRequest};
+use kvtier_core::eviction::EvictionKind;
+use std::time::Duration;
+
+fn row(group: u32, window: Option<u32>) -> LookupRow<'static> {
+    LookupRow {
+        space: space(group, ""),
+        window,
+    }
+}
+
+fn reserved_count(outcomes: &[KeyOutcome]) -> usize {
+    let reserved = |outcome: &&KeyOutcome| matches!(outcome, KeyOutcome::Reserved(_));
+    outcomes.iter().filter(reserved).count()
+}
+
+#[test]
+fn an_object_is_found_only_once_committed() {
+    let cache = cache(100);
+    let keys = hashes(0..3);
+    let reserved = cache
+        .reserve(NOW, &request(space(0, ""), &keys, 10))
+        .unwrap();
+    assert_eq!(reserved_count(&reserved.outcomes), 3);
+    assert_eq!(reserved.reservation.extents().len(), 3);
+    assert!(resident(&cache, space(0, ""), 3).is_empty());
+    assert_eq!(cache.stats().staged_bytes, 30);
+
+    let committed = reserved.reservation.commit(NOW);
+    assert_eq!((committed.inserted, committed.inserted_bytes), (3, 30));
+    assert_eq!(resident(&cache, space(0, ""), 3), [0, 1, 2]);
+    let stats = cache.stats();
+    assert_eq!(
+        (stats.staged_objects, stats.objects, stats.bytes),
+        (0, 3, 30)
+    );
+}
+
+#[test]
+fn a_dropped_reservation_is_an_abort() {
+    let cache = cache(100);
+    drop(cache.reserve(NOW, &request(space(0, ""), &hashes(0..3), 10)));
+    let stats = cache.stats();
+    assert_eq!(
+        (stats.used_bytes, stats.aborted_total, stats.spaces),
+        (0, 3, 0)
+    );
+}
+
+#[test]
+fn a_dead_writer_blocks_nobody_and_the_first_commit_wins() {
+    let cache = cache(100);
+    let keys = hashes(0..1);
+    let first = cache
+        .reserve(NOW, &request(space(0, ""), &keys, 10))
+        .unwrap();
+    let second = cache
+        .reserve(NOW, &request(space(0, ""), &keys, 10))
+        .unwrap();
+    assert_eq!(reserved_count(&second.outcomes), 1);
+    let winner = second.reservation.staged()[0].extent;
+    assert_eq!(second.reservation.commit(NOW).inserted, 1);
+    assert_eq!(first.reservation.commit(NOW).duplicates, 1);
+    let lease = cache.pin(NOW, &space(0, ""), &keys).unwrap();
+    assert_eq!(lease.extents(), [winner]);
+    let stats = cache.stats();
+    assert_eq!((stats.used_bytes, stats.duplicates_total), (10, 1));
+}
+
+#[test]
+fn commit_subset_gives_up_the_rest() {
+    let cache = cache(100);
+    let keys = hashes(0..4);
+    let reserved = cache
+        .reserve(NOW, &request(space(0, ""), &keys, 10))
+        .unwrap();
+    let even = |staged: &kvtier_core::cache::Staged| staged.position.is_multiple_of(2);
+    let committed = reserved.reservation.commit_subset(NOW, even);
+    assert_eq!((committed.inserted, committed.aborted), (2, 2));
+    assert_eq!(resident(&cache, space(0, ""), 4), [0, 2]);
+    assert_eq!(cache.usage().used_bytes, 20);
+}
+
+#[test]
+fn commit_leased_holds_what_it_admits_even_when_another_was_first() {
+    let cache = cache(20);
+    let keys = hashes(0..2);
+    let late = cache
+        .reserve(NOW, &request(space(0, ""), &keys[..1], 10))
+        .unwrap();
+    let early = cache
+        .reserve(NOW, &request(space(0, ""), &keys[..1], 10))
+        .unwrap();
+    let first = early.reservation.staged()[0].extent;
+    assert_eq!(early.reservation.commit(NOW).inserted, 1);
+    let (committed, lease) = late.reservation.commit_leased(NOW);
+    assert_eq!((committed.inserted, committed.duplicates), (0, 1));
+    assert_eq!(lease.extents(), [first]);
+    assert_eq!(cache.evict(NOW, u64::MAX, 10).objects, 0);
+    drop(lease);
+    assert_eq!(cache.evict(NOW, u64::MAX, 10).objects, 1);
+}
+
+#[test]
+fn known_keys_drop_out_and_are_not_evicted_for_the_rest() {
+    let cache = cache(40);
+    store(&cache, space(0, ""), &hashes(0..2), 10);
+    store(&cache, space(0, ""), &hashes(8..10), 10);
+    // Chunks 0 and 1 are the oldest, but it is their own tail that needs room.
+    let reserved = cache
+        .reserve(NOW, &request(space(0, ""), &hashes(0..5), 10))
+        .unwrap();
+    assert_eq!(reserved.outcomes[..2], [KeyOutcome::AlreadyResident; 2]);
+    assert_eq!(reserved_count(&reserved.outcomes[2..4]), 2);
+    assert_eq!(reserved.outcomes[4], KeyOutcome::NoMemory);
+    assert_eq!(reserved.reservation.commit(NOW).inserted, 2);
+    assert_eq!(resident(&cache, space(0, ""), 10), [0, 1, 2, 3]);
+    let stats = cache.stats();
+    assert_eq!((stats.refused_total, stats.evicted_objects_total), (1, 2));
+}
+
+#[test]
+fn a_full_cache_evicts_by_bytes_within_the_call() {
+    let cache = cache(100);
+    store(&cache, space(0, ""), &hashes(0..10), 10);
+    assert_eq!(store(&cache, space(0, ""), &hashes(20..21), 35), 1);
+    // The last chunks of the prefix went, as many as 35 bytes take.
+    assert_eq!(resident(&cache, space(0, ""), 10), [0, 1, 2, 3, 4, 5]);
+    let stats = cache.stats();
+    assert_eq!(
+        (stats.evicted_objects_total, stats.evicted_bytes_total),
+        (4, 40)
+    );
+}
+
+#[test]
+fn fragmentation_evicts_a_run_and_refuses_nothing() {
+    let cache = cache(100);
+    store(&cache, space(0, ""), &hashes(0..10), 10);
+    // Every second one is younger, so the holes are between them.
+    let young: Vec<_> = (0..10).step_by(2).map(hash).collect();
+    cache.touch(NOW, &space(0, ""), &young);
+    assert_eq!(cache.evict(NOW, 50, 100).objects, 5);
+    assert_eq!(cache.usage().used_bytes, 50);
+    assert_eq!(store(&cache, space(0, ""), &hashes(20..21), 20), 1);
+    // One of those between two holes.
+    assert_eq!(resident(&cache, space(0, ""), 10).len(), 4);
+}
+
+#[test]
+fn what_can_never_fit_evicts_nothing() {
+    let cache = cache(100);
+    store(&cache, space(0, ""), &hashes(0..5), 10);
+    for len in [101, u64::MAX] {
+        let reserved = cache
+            .reserve(NOW, &request(space(0, ""), &hashes(20..21), len))
+            .unwrap();
+        assert_eq!(reserved.outcomes, [KeyOutcome::NoMemory]);
+    }
+    // 90 bytes would fit the capacity, but 20 of it are leased.
+    let lease = cache.pin(NOW, &space(0, ""), &hashes(0..2)).unwrap();
+    assert_eq!(store(&cache, space(0, ""), &hashes(20..21), 90), 0);
+    assert_eq!(cache.stats().objects, 5);
+    drop(lease);
+    assert_eq!(store(&cache, space(0, ""), &hashes(20..21), 90), 1);
+}
+
+#[test]
+fn an_empty_object_is_refused_and_nothing_else_happens() {
+    let cache = cache(100);
+    let keys = hashes(0..2);
+    let requests = [
+        request(space(0, ""), &keys, 10)[0],
+        request(space(1, ""), &keys, 0)[0],
+    ];
+    let error = cache.reserve(NOW, &requests).unwrap_err();
+    assert_eq!(error, ReserveError::EmptyObject { request: 1 });
+    assert!(error.to_string().contains("request 1"), "{error}");
+    assert_eq!(cache.stats().used_bytes, 0);
+}
+
+#[test]
+fn noop_never_evicts() {
+    let cache = cache_with(30, EvictionKind::Noop);
+    assert_eq!(store(&cache, space(0, ""), &hashes(0..5), 10), 3);
+    assert_eq!(store(&cache, space(0, ""), &hashes(5..6), 10), 0);
+    assert_eq!(cache.evict(NOW, u64::MAX, usize::MAX).objects, 0);
+    assert_eq!(resident(&cache, space(0, ""), 10), [0, 1, 2]);
+}
+
+#[test]
+fn lookup_holds_what_each_row_needs_and_nothing_else() {
+    let cache = cache(1000);
+    let keys = hashes(0..6);
+    store(&cache, space(0, ""), &keys[..5], 10);
+    store(&cache, space(1, ""), &keys[2..6], 10);
+    store(&cache, space(2, ""), &keys[3..4], 10);
+    let rows = [row(0, None), row(1, Some(2)), row(2, Some(1))];
+    let found = cache.lookup(NOW, &rows, &keys);
+    assert_eq!(found.hit_chunks, 4);
+    let pinned: Vec<_> = (0..3).map(|row| found.lease.pinned(row)).collect();
+    assert_eq!(pinned, [Some(0..4), Some(2..4), Some(3..4)]);
+    assert_eq!(found.lease.held(), 7);
+    assert_eq!(cache.stats().leased_objects, 7);
+    // What is not leased goes; what is leased stays.
+    assert_eq!(cache.evict(NOW, u64::MAX, 100).objects, 3);
+    drop(found);
+    let stats = cache.stats();
+    assert_eq!((stats.leased_objects, stats.objects), (0, 7));
+    assert_eq!((stats.lookups_total, stats.requested_chunks_total), (1, 6));
+    assert_eq!(stats.hit_chunks_total, 4);
+}
+
+#[test]
+fn a_miss_holds_nothing() {
+    let cache = cache(1000);
+    let keys = hashes(0..6);
+    store(&cache, space(0, ""), &keys, 10);
+    for rows in [
+        &[row(0, None), row(7, None)][..],
+        &[row(0, None), row(7, Some(1))],
+        &[],
+    ] {
+        let found = cache.lookup(NOW, rows, &keys);
+        assert_eq!((found.hit_chunks, found.lease.held()), (0, 0));
+        assert_eq!(cache.stats().leased_objects, 0);
+    }
+    assert_eq!(cache.lookup(NOW, &[row(0, None)], &[]).hit_chunks, 0);
+}
+
+#[test]
+fn tenants_models_ranks_and_groups_do_not_see_each_other() {
+    let cache = cache(1000);
+    let keys = hashes(0..1);
+    let own = space(0, "a");
+    store(&cache, own, &keys, 10);
+    for other in [
+        space(0, ""),
+        space(0, "b"),
+        space(1, "a"),
+        kvtier_core::cache::Space {
+            kv_rank: 0x0101_0001,
+            ..own
+        },
+        kvtier_core::cache::Space {
+            model_name: "some/mode",
+            ..own
+        },
+        kvtier_core::cache::Space { layout: 1, ..own },
+    ] {
+        assert!(cache.pin(NOW, &other, &keys).is_none(), "{other:?}");
+    }
+    assert!(cache.pin(NOW, &own, &keys).is_some());
+}
+
+#[test]
+fn a_claim_outlives_the_lookup_and_releases_are_counted() {
+    let cache = cache(100);
+    let keys = hashes(0..4);
+    store(&cache, space(0, ""), &keys, 10);
+    let mut lookup = cache.lookup(NOW, &[row(0, None)], &keys);
+    let claim = lookup.lease.claim(0, 1..3).unwrap();
+    assert_eq!(claim.len(), 2);
+    assert_eq!(
+        claim.extents(),
+        cache
+            .pin(NOW, &space(0, ""), &keys[1..3])
+            .unwrap()
+            .extents()
+    );
+    assert_eq!(lookup.lease.release_range(0..1, 0..2), 2);
+    assert_eq!(lookup.lease.release_range(0..9, 0..2), 0);
+    assert_eq!(lookup.lease.held(), 2);
+    assert!(lookup.lease.claim(0, 1..3).is_none(), "chunk 1 is released");
+    assert!(lookup.lease.claim(0, 2..5).is_none(), "there is no chunk 4");
+    assert!(lookup.lease.claim(1, 2..3).is_none(), "there is no row 1");
+    assert!(lookup.lease.claim(0, 2..2).unwrap().is_empty());
+    drop(lookup);
+    assert_eq!(cache.stats().leased_objects, 2);
+    drop(claim);
+    assert_eq!(cache.stats().leased_objects, 0);
+}
+
+#[test]
+fn released_prefixes_leave_from_their_end_over_all_rows() {
+    let cache = cache(100);
+    let keys = hashes(0..3);
+    store(&cache, space(0, ""), &keys, 10);
+    store(&cache, space(1, ""), &keys, 10);
+    drop(cache.lookup(NOW, &[row(0, None), row(1, None)], &keys));
+    for left in [2, 1, 0] {
+        assert_eq!(cache.evict(NOW, 20, 2).objects, 2);
+        for group in [0, 1] {
+            let expected: Vec<_> = (0..left).collect();
+            assert_eq!(resident(&cache, space(group, ""), 3), expected);
+        }
+    }
+}
+
+#[test]
+fn a_release_makes_young_and_so_does_a_touch() {
+    let cache = cache(100);
+    for n in 0..3 {
+        store(&cache, space(0, ""), &hashes(n..n + 1), 10);
+    }
+    drop(cache.pin(NOW, &space(0, ""), &hashes(0..1)));
+    assert_eq!(cache.touch(NOW, &space(0, ""), &hashes(1..2)), 1);
+    assert_eq!(cache.touch(NOW, &space(0, ""), &hashes(7..9)), 0);
+    cache.evict(NOW, 1, 1);
+    assert_eq!(resident(&cache, space(0, ""), 3), [0, 1]);
+    cache.evict(NOW, 1, 1);
+    assert_eq!(resident(&cache, space(0, ""), 3), [1]);
+}
+
+#[test]
+fn leased_objects_stay_unless_forced_and_their_memory_always() {
+    let cache = cache(100);
+    let keys = hashes(0..2);
+    store(&cache, space(0, ""), &keys, 10);
+    let one = cache.pin(NOW, &space(0, ""), &keys[..1]).unwrap();
+    let two = cache.pin(NOW, &space(0, ""), &keys[..1]).unwrap();
+    let removed = cache.remove(&space(0, ""), &hashes(0..3), false);
+    assert_eq!((removed.objects, removed.kept, removed.missing), (1, 1, 1));
+    let removed = cache.remove(&space(0, ""), &keys[..1], true);
+    assert_eq!((removed.objects, removed.bytes), (1, 10));
+    assert!(resident(&cache, space(0, ""), 2).is_empty());
+    let stats = cache.stats();
+    assert_eq!((stats.doomed_objects, stats.doomed_bytes), (1, 10));
+    assert_eq!((stats.leased_objects, stats.used_bytes), (0, 10));
+
+    // The key can be stored again meanwhile; the old bytes stay where they are.
+    store(&cache, space(0, ""), &keys[..1], 20);
+    let new = cache.pin(NOW, &space(0, ""), &keys[..1]).unwrap();
+    assert_ne!(new.extents(), one.extents());
+    drop(one);
+    assert_eq!(cache.usage().used_bytes, 30);
+    drop(two);
+    assert_eq!(cache.usage().used_bytes, 20);
+    assert_eq!(cache.stats().accounting_errors, 0);
+}
+
+#[test]
+fn clear_keeps_leased_objects_and_reservations() {
+    let cache = cache(100);
+    store(&cache, space(0, ""), &hashes(0..3), 10);
+    let lease = cache.pin(NOW, &space(0, ""), &hashes(1..2)).unwrap();
+    let reserved = cache
+        .reserve(NOW, &request(space(0, ""), &hashes(5..6), 10))
+        .unwrap();
+    let cleared = cache.clear(false);
+    assert_eq!((cleared.objects, cleared.bytes, cleared.kept), (2, 20, 1));
+    assert_eq!(cache.clear(true).objects, 1);
+    assert_eq!(reserved.reservation.commit(NOW).inserted, 1);
+    drop(lease);
+    assert_eq!(resident(&cache, space(0, ""), 6), [5]);
+    assert_eq!(cache.usage().used_bytes, 10);
+}
+
+#[test]
+fn names_and_tenants_are_forgotten_with_their_last_object() {
+    let cache = cache(100);
+    store(&cache, space(0, "a"), &hashes(0..2), 10);
+    store(&cache, space(1, "a"), &hashes(0..1), 10);
+    store(&cache, space(0, "b"), &hashes(0..1), 5);
+    let usage = cache.salt_usage("a").unwrap();
+    assert_eq!((&*usage.salt, usage.objects, usage.bytes), ("a", 3, 30));
+    let first = cache.salts(0, 1);
+    let second = cache.salts(first.next.unwrap(), 1);
+    assert_eq!(&*second.entries[0].salt, "b");
+    assert_eq!(second.next, None);
+    assert_eq!((cache.stats().spaces, cache.stats().salts), (3, 2));
+    let first = cache.spaces(0, 2);
+    let last = cache.spaces(first.next.unwrap(), 2);
+    let spaces = first.entries.iter().chain(&last.entries);
+    let spaces: Vec<_> = spaces.map(|known| known.as_space()).collect();
+    assert_eq!(spaces, [space(0, "a"), space(1, "a"), space(0, "b")]);
+    assert_eq!(last.next, None);
+
+    cache.remove(&space(0, "a"), &hashes(0..2), false);
+    cache.remove(&space(1, "a"), &hashes(0..2), false);
+    assert_eq!(cache.salt_usage("a"), None);
+    assert_eq!((cache.stats().spaces, cache.stats().salts), (1, 1));
+    cache.clear(false);
+    assert_eq!(cache.salts(0, 10).entries, []);
+}
+
+#[test]
+fn a_refused_store_leaves_no_trace_of_its_space() {
+    let cache = cache(10);
+    assert_eq!(store(&cache, space(0, "a"), &hashes(0..1), 11), 0);
+    assert_eq!((cache.stats().spaces, cache.stats().salts), (0, 0));
+}
+
+#[test]
+fn objects_lists_full_keys_in_pages() {
+    let cache = cache(100_000);
+    store(&cache, space(3, "tenant"), &hashes(0..1500), 7);
+    let lease = cache.pin(NOW, &space(3, "tenant"), &hashes(0..1)).unwrap();
+    let (mut from, mut listed) = (0, Vec::new());
+    loop {
+        let page = cache.objects(from, 400);
+        assert!(page.entries.len() <= 400);
+        listed.extend(page.entries);
+        match page.next {
+            Some(next) => from = next,
+            None => break,
+        }
+    }
+    drop(lease);
+    assert_eq!(listed.len(), 1500);
+    assert!(
+        listed
+            .iter()
+            .all(|o| o.space.as_space() == space(3, "tenant") && o.bytes == 7)
+    );
+    assert_eq!(listed.iter().map(|o| o.leases).sum::<u32>(), 1);
+    listed.sort_by_key(|object| object.chunk_hash);
+    listed.dedup_by_key(|object| object.chunk_hash);
+    assert_eq!(listed.len(), 1500);
+}
+
+#[test]
+fn one_key_asked_for_twice_in_a_call_is_stored_once() {
+    let cache = cache(100);
+    let keys = [hash(1), hash(1)];
+    let requests = [ReserveRequest {
+        space: space(0, ""),
+        hashes: &keys,
+        len: 10,
+    }; 2];
+    let reserved = cache.reserve(NOW, &requests).unwrap();
+    assert_eq!(reserved.reservation.len(), 4);
+    let committed = reserved.reservation.commit(NOW);
+    assert_eq!((committed.inserted, committed.duplicates), (1, 3));
+    assert_eq!(cache.usage().used_bytes, 10);
+}
+
+#[test]
+fn the_idle_time_of_a_victim_counts_from_its_last_use() {
+    let cache = cache(100);
+    store(&cache, space(0, ""), &hashes(0..1), 10);
+    let lease = cache.pin(Duration::from_secs(50), &space(0, ""), &hashes(0..1));
+    drop(lease);
+    cache.evict(Duration::from_secs(80), 1, 1);
+    assert_eq!(cache.stats().last_evicted_idle_seconds, 30);
+}
+
+#[test]
+fn eviction_names_are_those_of_the_configuration() {
+    assert_eq!("LRU".parse(), Ok(EvictionKind::Lru));
+    assert_eq!("noop".parse(), Ok(EvictionKind::Noop));
+    for name in ["IsolatedLRU", "isolatedlru", "UserLRU"] {
+        assert_eq!(name.parse(), Ok(EvictionKind::IsolatedLru));
+    }
+    assert_eq!("arc".parse(), Ok(EvictionKind::Arc));
+    let error = "FIFO".parse::<EvictionKind>().unwrap_err();
+    assert!(error.to_string().contains("FIFO"), "{error}");
+}
+
+#[test]
+fn what_was_evicted_is_told_once_where_somebody_asks() {
+    for report_evicted in [false, true] {
+        let cache = Cache::new(
+            FirstFit::new(100, 1),
+            CacheConfig {
+                report_evicted,
+                ..CacheConfig::default()
+            },
+        );
+        let keys = hashes(0..3);
+        for key in &keys {
+            let one = std::slice::from_ref(key);
+            let reserved = cache
+                .reserve(NOW, &request(space(0, "t"), one, 50))
+                .unwrap();
+            let _ = reserved.reservation.commit(NOW);
+        }
+        let evicted = cache.take_evicted();
+        if report_evicted {
+            assert_eq!(evicted.len(), 1);
+            assert_eq!((evicted[0].chunk_hash, evicted[0].bytes), (keys[0], 50));
+            assert_eq!(evicted[0].space.as_space(), space(0, "t"));
+        }
+        assert_eq!(evicted.is_empty(), !report_evicted);
+        assert_eq!(cache.take_evicted(), []);
+    }
+}

@@ -1,0 +1,162 @@
+//! Several threads at once, with real "bytes": whoever holds a lease reads exactly what its key's writer wrote.
+
+use crate::cache_support::{FirstFit, NOW, hash, space};
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::{Cache, CacheConfig, Extent, LookupRow, ReserveRequest};
+use kvtier_core::eviction::EvictionKind;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+const CAPACITY: u64 = 1500;
+const GROUPS: u32 = 2;
+const PROMPTS: u64 = 6;
+const CHUNKS: u64 = 24;
+
+/// xorshift64*: enough disorder for a test.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % sides
+    }
+}
+
+/// Prompts share their first 8 chunks.
+fn chunk_number(prompt: u64, chunk: u64) -> u64 {
+    if chunk < 8 {
+        chunk
+    } else {
+        prompt * 100 + chunk
+    }
+}
+
+fn prompt_hashes(prompt: u64, chunks: u64) -> Vec<ChunkHash> {
+    (0..chunks)
+        .map(|chunk| hash(chunk_number(prompt, chunk) as u32))
+        .collect()
+}
+
+/// What every unit of this object says once it is written.
+fn mark(group: u32, number: u64) -> u64 {
+    u64::from(group) << 32 | number | 1 << 63
+}
+
+fn units(arena: &[AtomicU64], extent: Extent) -> &[AtomicU64] {
+    &arena[extent.offset as usize..(extent.offset + extent.len) as usize]
+}
+
+fn write(arena: &[AtomicU64], extent: Extent, mark: u64) {
+    units(arena, extent)
+        .iter()
+        .for_each(|unit| unit.store(mark, Ordering::Relaxed));
+}
+
+fn assert_reads(arena: &[AtomicU64], extent: Extent, mark: u64) {
+    for unit in units(arena, extent) {
+        assert_eq!(unit.load(Ordering::Relaxed), mark, "someone else's bytes");
+    }
+}
+
+fn store(cache: &Cache<FirstFit>, arena: &[AtomicU64], dice: &mut Dice) {
+    let prompt = dice.roll(PROMPTS);
+    let hashes = prompt_hashes(prompt, dice.roll(CHUNKS) + 1);
+    let requests: Vec<_> = (0..GROUPS)
+        .map(|group| ReserveRequest {
+            space: space(group, ["", "a"][(prompt % 2) as usize]),
+            hashes: &hashes,
+            len: 7 + 6 * u64::from(group),
+        })
+        .collect();
+    let reservation = cache.reserve(NOW, &requests).unwrap().reservation;
+    for staged in reservation.staged() {
+        let number = chunk_number(prompt, u64::from(staged.position));
+        write(arena, staged.extent, mark(staged.request, number));
+    }
+    match dice.roll(4) {
+        0 => drop(reservation),
+        1 => drop(reservation.commit_leased(NOW)),
+        _ => drop(reservation.commit(NOW)),
+    }
+}
+
+fn read(cache: &Cache<FirstFit>, arena: &[AtomicU64], dice: &mut Dice) {
+    let prompt = dice.roll(PROMPTS);
+    let hashes = prompt_hashes(prompt, CHUNKS);
+    let salt = ["", "a"][(prompt % 2) as usize];
+    let rows = [
+        LookupRow {
+            space: space(0, salt),
+            window: None,
+        },
+        LookupRow {
+            space: space(1, salt),
+            window: Some(dice.roll(6) as u32 + 1),
+        },
+    ];
+    let mut found = cache.lookup(NOW, &rows, &hashes);
+    for row in 0..2 {
+        let chunks = found.lease.pinned(row).unwrap();
+        let claim = found.lease.claim(row, chunks.clone()).unwrap();
+        if dice.roll(2) == 0 {
+            found.lease.release_range(row..row + 1, chunks.clone());
+        }
+        for (chunk, &extent) in chunks.zip(claim.extents()) {
+            let number = chunk_number(prompt, chunk as u64);
+            assert_reads(arena, extent, mark(row as u32, number));
+        }
+    }
+}
+
+fn disturb(cache: &Cache<FirstFit>, dice: &mut Dice) {
+    let salt = ["", "a"][dice.roll(2) as usize];
+    let hashes = prompt_hashes(dice.roll(PROMPTS), CHUNKS);
+    match dice.roll(8) {
+        0 => drop(cache.clear(dice.roll(2) == 0)),
+        1 | 2 => drop(cache.remove(&space(0, salt), &hashes[4..10], dice.roll(2) == 0)),
+        3 | 4 => drop(cache.evict(NOW, dice.roll(300), 20)),
+        5 => drop(cache.touch(NOW, &space(1, salt), &hashes)),
+        6 => drop(cache.objects(0, 500)),
+        _ => drop(cache.stats()),
+    }
+}
+
+#[test]
+fn threads_never_read_what_others_wrote() {
+    let arena: Vec<AtomicU64> = (0..CAPACITY).map(|_| AtomicU64::new(0)).collect();
+    let config = CacheConfig {
+        eviction: EvictionKind::Lru,
+        check_invariants_every: 101,
+        ..CacheConfig::default()
+    };
+    let cache = Cache::new(FirstFit::new(CAPACITY, 1), config);
+    thread::scope(|scope| {
+        for seed in 1..=4u64 {
+            let (cache, arena) = (cache.clone(), &arena);
+            scope.spawn(move || {
+                let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                for _ in 0..4000 {
+                    match dice.roll(10) {
+                        0..4 => store(&cache, arena, &mut dice),
+                        4..9 => read(&cache, arena, &mut dice),
+                        _ => disturb(&cache, &mut dice),
+                    }
+                }
+            });
+        }
+    });
+    cache.check_invariants().unwrap();
+    let stats = cache.stats();
+    assert!(
+        stats.hit_chunks_total > 0 && stats.evicted_objects_total > 0,
+        "{stats:?}"
+    );
+    cache.clear(false);
+    let stats = cache.stats();
+    assert_eq!(
+        (stats.used_bytes, stats.spaces, stats.accounting_errors),
+        (0, 0, 0)
+    );
+}

@@ -1,0 +1,15 @@
+//! The cache, its keys and its eviction policies, from outside.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod cache_model;
+mod cache_rules;
+mod cache_stress;
+mod cache_support;
+mod eviction_arc;
+mod fragmentation;
+mod hash_vectors;
+mod key_parsing;
+mod key_vectors;
+mod tenant_rules;
+mod window;

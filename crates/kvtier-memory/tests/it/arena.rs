@@ -1,0 +1,300 @@
+//! Arenas of every kind: creation, names, access, prefaulting, and what is left behind (nothing).
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use kvtier_memory::arena::SHM_PREFIX;
+use kvtier_memory::checksum::{checksum64, checksum128};
+use kvtier_memory::{
+    AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, PrefaultEnd,
+    remove_stale_pools,
+};
+use proptest::prelude::*;
+
+fn unique_name() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    format!("kvtier_test_{}_{number}", std::process::id())
+}
+
+fn shm(name: &str) -> ArenaKind {
+    ArenaKind::Shm {
+        name: name.to_owned(),
+    }
+}
+
+fn shm_path(arena: &Arena) -> PathBuf {
+    PathBuf::from("/dev/shm").join(arena.shm_name().unwrap())
+}
+
+fn round_trip(arena: &Arena) {
+    let extent = Extent::new(arena.len() - 8192, 8192);
+    let bytes: Vec<u8> = (0..8192_u32).map(|i| (i % 253) as u8).collect();
+    arena.write(extent, 0, &bytes).unwrap();
+    arena.write(extent, 5, b"hello").unwrap();
+    let mut read = b"before".to_vec();
+    arena.read_into(extent, 3, 9, &mut read).unwrap();
+    assert_eq!(read, b"before\x03\x04hello\x0a\x0b");
+    let mut all = Vec::new();
+    arena.read_into(extent, 0, 8192, &mut all).unwrap();
+    assert_eq!(arena.checksum(extent).unwrap(), checksum128(&all));
+    assert_eq!(arena.checksum64(extent).unwrap(), checksum64(&all));
+    assert_eq!(arena.poisoned(), None);
+}
+
+#[test]
+fn every_kind_keeps_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    for kind in [
+        ArenaKind::Anonymous,
+        shm(&unique_name()),
+        ArenaKind::File {
+            path: folder.path().join("arena"),
+        },
+        ArenaKind::File {
+            path: folder.path().to_owned(),
+        },
+    ] {
+        let arena = Arena::create(kind.clone(), 100_001).unwrap();
+        assert_eq!(arena.len() % arena.page_bytes(), 0);
+        assert!(arena.len() >= 100_001 && arena.len() < 100_001 + arena.page_bytes());
+        assert_eq!(arena.kind(), &kind);
+        round_trip(&arena);
+        // Files have no name from the start.
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn huge_pages_or_a_reason() {
+    match Arena::create(ArenaKind::Hugepages, 3 << 20) {
+        Ok(arena) => {
+            assert_eq!((arena.len(), arena.page_bytes()), (4 << 20, 2 << 20));
+            round_trip(&arena);
+        }
+        Err(ArenaError::Hugepages { needed: 2, free }) => assert!(free < 2),
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn options_are_wishes() {
+    let options = ArenaOptions {
+        transparent_hugepages: true,
+        exclude_from_core_dumps: false,
+    };
+    let arena = Arena::create_with(ArenaKind::Anonymous, 8 << 20, options).unwrap();
+    round_trip(&arena);
+}
+
+#[test]
+fn large_arenas_are_not_touched_at_creation() {
+    // Anonymous, since /dev/shm may be small. Had the pages been touched, the machine would
+    // most likely not have them.
+    let arena = Arena::create(ArenaKind::Anonymous, 8 << 30).unwrap();
+    let resident = fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: u64 = resident.split(' ').nth(1).unwrap().parse().unwrap();
+    assert!(pages * arena.page_bytes() < 1 << 30);
+    round_trip(&arena);
+}
+
+#[test]
+fn sizes_are_checked() {
+    for bytes in [0, u64::MAX, i64::MAX as u64] {
+        let error = Arena::create(ArenaKind::Anonymous, bytes).unwrap_err();
+        assert!(matches!(error, ArenaError::Size { .. }), "{error}");
+    }
+    let error = Arena::create(shm(&unique_name()), 1 << 62).unwrap_err();
+    assert!(
+        matches!(error, ArenaError::NoRoom { .. } | ArenaError::System { .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn shm_names_are_prefixed_and_private() {
+    let name = unique_name();
+    for given in [
+        name.clone(),
+        format!("/{name}"),
+        format!("{SHM_PREFIX}{name}"),
+        format!("/{SHM_PREFIX}{name}"),
+    ] {
+        let arena = Arena::create(shm(&given), 4096).unwrap();
+        assert_eq!(
+            arena.shm_name(),
+            Some(format!("{SHM_PREFIX}{name}").as_str())
+        );
+        let path = shm_path(&arena);
+        let mode = fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(arena);
+        assert!(!path.exists());
+    }
+}
+
+#[test]
+fn impossible_names_are_refused() {
+    let long = "x".repeat(256 - SHM_PREFIX.len());
+    for name in ["", "/", "a/b", "//a", "a/", "../a", "a\0b", &long] {
+        let error = Arena::create(shm(name), 4096).unwrap_err();
+        assert!(matches!(error, ArenaError::Name { .. }), "{error}");
+    }
+    let longest = format!("{}{}", unique_name(), "x".repeat(300));
+    let longest = &longest[..255 - SHM_PREFIX.len()];
+    assert!(Arena::create(shm(longest), 4096).is_ok());
+}
+
+#[test]
+fn a_stale_segment_is_replaced_and_a_living_one_is_not() {
+    let name = unique_name();
+    let path = PathBuf::from(format!("/dev/shm/{SHM_PREFIX}{name}"));
+    fs::write(&path, b"left behind").unwrap();
+    let arena = Arena::create(shm(&name), 4096).unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().len(), 4096);
+    assert_eq!(fs::read(&path).unwrap(), vec![0; 4096]);
+    let error = Arena::create(shm(&name), 4096).unwrap_err();
+    assert!(matches!(error, ArenaError::NameInUse { .. }), "{error}");
+    assert!(path.exists());
+    drop(arena);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_stale_segment_goes_before_room_is_looked_for() {
+    let name = unique_name();
+    let path = PathBuf::from(format!("/dev/shm/{SHM_PREFIX}{name}"));
+    fs::write(&path, b"left behind").unwrap();
+    Arena::create(shm(&name), 1 << 62).unwrap_err();
+    assert!(!path.exists());
+}
+
+#[test]
+fn only_pools_of_the_dead_are_stale() {
+    let prefix = unique_name();
+    let living = Arena::create(shm(&format!("{prefix}_living")), 4096).unwrap();
+    let left = |name: &str| {
+        let path = shm_path(&living).with_file_name(format!("{SHM_PREFIX}{name}"));
+        fs::write(&path, b"left").unwrap();
+        path
+    };
+    let (dead, other) = (left(&format!("{prefix}_dead")), left(&format!("x{prefix}")));
+    assert_eq!(remove_stale_pools(&prefix), 1);
+    assert_eq!(remove_stale_pools(&prefix), 0);
+    assert!(shm_path(&living).exists() && !dead.exists() && other.exists());
+    fs::remove_file(&other).unwrap();
+    assert_eq!(remove_stale_pools(""), 0);
+}
+
+#[test]
+fn unlink_removes_only_our_own() {
+    let arena = Arena::create(shm(&unique_name()), 4096).unwrap();
+    let path = shm_path(&arena);
+    arena.unlink();
+    assert!(!path.exists());
+    fs::write(&path, b"another's").unwrap();
+    arena.unlink();
+    drop(arena);
+    assert!(path.exists());
+    fs::remove_file(&path).unwrap();
+
+    // Replaced behind our back.
+    let arena = Arena::create(shm(&unique_name()), 4096).unwrap();
+    let path = shm_path(&arena);
+    fs::remove_file(&path).unwrap();
+    fs::write(&path, b"another's").unwrap();
+    drop(arena);
+    assert_eq!(fs::read(&path).unwrap(), b"another's");
+    fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn an_existing_file_is_never_taken() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("precious");
+    fs::write(&path, b"data").unwrap();
+    let kind = ArenaKind::File { path: path.clone() };
+    let error = Arena::create(kind, 4096).unwrap_err();
+    assert!(matches!(error, ArenaError::System { .. }), "{error}");
+    assert_eq!(fs::read(&path).unwrap(), b"data");
+}
+
+#[test]
+fn other_mappings_see_the_same_bytes() {
+    let arena = Arena::create(shm(&unique_name()), 8192).unwrap();
+    arena.write(Extent::new(4096, 4096), 1, b"shared").unwrap();
+    let file = fs::read(shm_path(&arena)).unwrap();
+    assert_eq!(&file[4097..4103], b"shared");
+}
+
+#[test]
+fn prefault_reports_and_stops() {
+    let arena = Arena::create(ArenaKind::Anonymous, 130 << 20).unwrap();
+    let mut seen = Vec::new();
+    let stop = AtomicBool::new(false);
+    let end = arena
+        .prefault(&stop, |progress| {
+            seen.push(progress.done);
+            if progress.done == 64 << 20 {
+                stop.store(true, Ordering::Relaxed);
+            }
+        })
+        .unwrap();
+    assert_eq!(end, PrefaultEnd::Stopped { done: 64 << 20 });
+    stop.store(false, Ordering::Relaxed);
+    let end = arena.prefault(&stop, |p| seen.push(p.done)).unwrap();
+    assert_eq!(end, PrefaultEnd::Complete);
+    assert_eq!(seen, [64 << 20, 64 << 20, 128 << 20, 130 << 20]);
+}
+
+#[test]
+fn prefault_runs_beside_writers() {
+    let arena = Arena::create(shm(&unique_name()), 32 << 20).unwrap();
+    let stop = AtomicBool::new(false);
+    let extent = |index: u64| Extent::new(index << 16, 1 << 16);
+    std::thread::scope(|scope| {
+        let prefault = scope.spawn(|| arena.prefault(&stop, |_| {}));
+        for index in (0..512).rev() {
+            arena
+                .write(extent(index), 0, &[index as u8 | 1; 1 << 16])
+                .unwrap();
+        }
+        assert_eq!(prefault.join().unwrap().unwrap(), PrefaultEnd::Complete);
+    });
+    let mut bytes = Vec::new();
+    for index in 0..512 {
+        bytes.clear();
+        arena
+            .read_into(extent(index), 0, 1 << 16, &mut bytes)
+            .unwrap();
+        assert!(bytes.iter().all(|b| *b == index as u8 | 1));
+    }
+}
+
+proptest! {
+    #[test]
+    fn accesses_outside_are_refused(
+        offset in prop_oneof![0_u64..20_000, any::<u64>()],
+        len in prop_oneof![0_u64..20_000, any::<u64>()],
+        at in prop_oneof![0_u64..20_000, any::<u64>()],
+        count in 0_u64..20_000,
+    ) {
+        let arena = Arena::create(ArenaKind::Anonymous, 16384).unwrap();
+        let extent = Extent::new(offset, len);
+        let fits = |a: u64, b: u64, limit: u64| a.checked_add(b).is_some_and(|end| end <= limit);
+        let inside = fits(at, count, len)
+            && offset.checked_add(at).is_some_and(|start| fits(start, count, 16384));
+        let bytes = vec![7; count as usize];
+        prop_assert_eq!(arena.write(extent, at, &bytes).is_ok(), inside);
+        prop_assert_eq!(arena.address(extent, at, count).is_ok(), inside);
+        let mut read = Vec::new();
+        match arena.read_into(extent, at, count, &mut read) {
+            Ok(()) => prop_assert!(inside && read == bytes),
+            Err(AccessError::OutOfBounds { .. }) => prop_assert!(!inside && read.is_empty()),
+            Err(other) => panic!("{other}"),
+        }
+        prop_assert_eq!(arena.checksum(extent).is_ok(), fits(offset, len, 16384));
+    }
+}

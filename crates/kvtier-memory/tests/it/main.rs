@@ -1,0 +1,10 @@
+//! Arenas, segments and their allocator, from outside.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod allocator;
+mod arena;
+mod copy;
+mod file;
+mod guard_table;
+mod segment;

@@ -1,0 +1,332 @@
+//! Clients' segments: which are opened, and the faults they can cause.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Stdio};
+
+use kvtier_memory::segment::creator_of;
+use kvtier_memory::{
+    AccessError, AffineCopy, Arena, ArenaKind, Direction, Extent, ForeignSegment, OwnSegment, Run,
+    SegmentError, copy_affine, copy_runs,
+};
+
+fn truncate(name: &str, bytes: u64) {
+    let file = fs::File::options()
+        .write(true)
+        .open(format!("/dev/shm/{}", name.trim_start_matches('/')))
+        .unwrap();
+    file.set_len(bytes).unwrap();
+}
+
+#[test]
+fn both_sides_see_the_same_bytes() {
+    let own = OwnSegment::create(10_000).unwrap();
+    let foreign = ForeignSegment::open(own.name(), 10_000).unwrap();
+    assert_eq!(foreign.creator(), Some(std::process::id()));
+    assert_eq!((foreign.len(), foreign.name()), (10_000, own.name()));
+    own.as_segment().write(9_995, b"bytes").unwrap();
+    let mut read = Vec::new();
+    foreign.read_into(9_995, 5, &mut read).unwrap();
+    assert_eq!(read, b"bytes");
+    assert!(foreign.write(9_996, b"bytes").is_err());
+    assert!(foreign.read_into(u64::MAX, 5, &mut read).is_err());
+    let path = format!("/dev/shm{}", own.name());
+    assert!(fs::exists(&path).unwrap());
+    drop(own);
+    assert!(!fs::exists(&path).unwrap());
+    // A mapping outlives the name.
+    foreign.read_into(9_995, 5, &mut read).unwrap();
+}
+
+#[test]
+fn only_segments_of_the_stated_size_are_opened() {
+    let own = OwnSegment::create(8192).unwrap();
+    assert!(ForeignSegment::open(own.name(), 100).is_ok());
+    assert!(matches!(
+        ForeignSegment::open(own.name(), 8193),
+        Err(SegmentError::TooSmall {
+            expected: 8193,
+            actual: 8192,
+            ..
+        })
+    ));
+    for bytes in [0, u64::MAX, i64::MAX as u64] {
+        assert!(matches!(
+            ForeignSegment::open(own.name(), bytes),
+            Err(SegmentError::Size { .. })
+        ));
+    }
+}
+
+#[test]
+fn hostile_names_are_refused() {
+    let long = format!("/lmcache_kv_{}", "1".repeat(300));
+    for name in [
+        "",
+        "/",
+        "lmcache_kv_1_1",
+        "//lmcache_kv_1_1",
+        "/lmcache_kv_",
+        "/lmcache_kv_1/../../etc/passwd",
+        "/lmcache_kv_1_1\0",
+        "/lmcache_l1_pool_1",
+        "/../etc/passwd",
+        &long,
+    ] {
+        let error = ForeignSegment::open(name, 4096).unwrap_err();
+        assert!(matches!(error, SegmentError::Name { .. }), "{error}");
+    }
+    let error = ForeignSegment::open("/lmcache_kv_0_none", 4096).unwrap_err();
+    assert!(matches!(error, SegmentError::System { .. }), "{error}");
+}
+
+#[test]
+fn links_and_other_files_are_refused() {
+    let own = OwnSegment::create(4096).unwrap();
+    let process = std::process::id();
+    let link = format!("/lmcache_kv_{process}_link");
+    let path = format!("/dev/shm{link}");
+    std::os::unix::fs::symlink(format!("/dev/shm{}", own.name()), &path).unwrap();
+    let opened = ForeignSegment::open(&link, 4096);
+    fs::remove_file(&path).unwrap();
+    assert!(matches!(opened, Err(SegmentError::System { .. })));
+
+    fs::create_dir(&path).unwrap();
+    let opened = ForeignSegment::open(&link, 4096);
+    fs::remove_dir(&path).unwrap();
+    assert!(opened.is_err());
+}
+
+/// A process that lives until it is told, and a segment in its name.
+fn lent_by_a_child() -> (Child, String) {
+    let child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+    let name = format!("/lmcache_kv_{}_{}", child.id(), std::process::id());
+    fs::write(path_of(&name), [1; 4096]).unwrap();
+    (child, name)
+}
+
+fn path_of(name: &str) -> String {
+    format!("/dev/shm{name}")
+}
+
+#[test]
+fn a_segment_is_current_while_its_name_leads_to_it() {
+    let (mut child, name) = lent_by_a_child();
+    let segment = ForeignSegment::open(&name, 4096).unwrap();
+    assert!(segment.is_current());
+    fs::remove_file(path_of(&name)).unwrap();
+    assert!(!segment.is_current());
+    // Made again, as a restarted client with the same process id does.
+    fs::write(path_of(&name), [2; 4096]).unwrap();
+    assert!(!segment.is_current());
+    let again = ForeignSegment::open(&name, 4096).unwrap();
+    assert!(again.is_current());
+    truncate(&name, 0);
+    assert!(again.is_current());
+    // Once that has been noticed, the mapping is of no more use.
+    assert!(again.write(0, b"byte").is_err());
+    assert!(!again.is_current());
+    fs::remove_file(path_of(&name)).unwrap();
+    // Whatever else has the name, nobody waits for it.
+    assert!(
+        Command::new("mkfifo")
+            .arg(path_of(&name))
+            .status()
+            .unwrap()
+            .success()
+    );
+    assert!(!again.is_current());
+    fs::remove_file(path_of(&name)).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+const LENDER: &str = "KVTIER_TEST_LENDER";
+
+/// Not a test of its own: a client that says the name of its segment and lives until it is killed.
+#[test]
+fn child_lends_a_segment() {
+    if std::env::var_os(LENDER).is_none() {
+        return;
+    }
+    let own = OwnSegment::create(4096).unwrap();
+    eprintln!("{}", own.name());
+    // Ends with the process that started it, if not before.
+    let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+}
+
+/// A client as above, and the name of its segment.
+fn lender() -> (Child, String) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--nocapture", "segment::child_lends_a_segment"])
+        .env(LENDER, "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut name = String::new();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    stderr.read_line(&mut name).unwrap();
+    (child, name.trim_end().to_owned())
+}
+
+#[test]
+fn orphans_are_unlinked_and_others_are_not() {
+    let own = OwnSegment::create(4096).unwrap();
+    let foreign = ForeignSegment::open(own.name(), 4096).unwrap();
+    assert!(!foreign.unlink_if_orphan().unwrap());
+
+    let (mut child, name) = lender();
+    let (first, second) = (
+        ForeignSegment::open(&name, 4096).unwrap(),
+        ForeignSegment::open(&name, 4096).unwrap(),
+    );
+    assert!(!first.unlink_if_orphan().unwrap());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(first.unlink_if_orphan().unwrap());
+    assert!(!fs::exists(path_of(&name)).unwrap());
+    assert!(!first.unlink_if_orphan().unwrap());
+    // Another one's, of the same name.
+    fs::write(path_of(&name), [2; 4096]).unwrap();
+    assert!(!second.unlink_if_orphan().unwrap());
+    fs::remove_file(path_of(&name)).unwrap();
+}
+
+#[test]
+fn a_segment_of_another_pid_namespace_stays() {
+    // There its number is a living process that has nothing to do with the stranger who has it here.
+    let (mut stranger, name) = lent_by_a_child();
+    let segment = ForeignSegment::open(&name, 4096).unwrap();
+    stranger.kill().unwrap();
+    stranger.wait().unwrap();
+    assert!(!segment.unlink_if_orphan().unwrap());
+    // And here it is nobody's.
+    let segment = ForeignSegment::open(&name, 4096).unwrap();
+    assert!(!segment.unlink_if_orphan().unwrap());
+    assert!(segment.is_current());
+    fs::remove_file(path_of(&name)).unwrap();
+}
+
+#[test]
+fn names_tell_who_created_a_segment() {
+    assert_eq!(creator_of("/lmcache_kv_12_3"), Some(12));
+    for name in [
+        "/lmcache_kv_12",
+        "/lmcache_kv_x_1",
+        "/lmcache_kv_+1_2",
+        "/lmcache_kv_0_2",
+        "/x_1_2",
+    ] {
+        assert_eq!(creator_of(name), None);
+    }
+}
+
+#[test]
+fn a_truncated_segment_is_an_error_not_a_crash() {
+    let arena = Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap();
+    let extent = Extent::new(0, 1 << 20);
+    let copy = [AffineCopy::new(0, 0, 1 << 20, &[])];
+    for direction in [Direction::SegmentToArena, Direction::ArenaToSegment] {
+        let own = OwnSegment::create(1 << 20).unwrap();
+        let foreign = ForeignSegment::open(own.name(), 1 << 20).unwrap();
+        let copied = copy_affine(&foreign, &arena, extent, direction, &copy);
+        assert_eq!(copied, Ok(1 << 20));
+        truncate(own.name(), 4096);
+        let copied = copy_affine(&foreign, &arena, extent, direction, &copy);
+        assert_eq!(copied, Err(AccessError::Poisoned { what: "segment" }));
+        assert!(foreign.is_poisoned() && arena.poisoned().is_none());
+        // Also the part that is still there: the segment is not what was lent.
+        let run = Run {
+            segment_offset: 0,
+            arena_offset: 0,
+            len: 8,
+        };
+        assert!(copy_runs(&foreign, &arena, extent, direction, &[run]).is_err());
+        let mut read = Vec::new();
+        assert!(foreign.read_into(0, 8, &mut read).is_err() && read.is_empty());
+        // The other mapping of the same segment is its own.
+        assert!(!own.as_segment().is_poisoned());
+        assert!(own.as_segment().write(0, b"ok").is_ok());
+        assert!(own.as_segment().write(8192, b"gone").is_err());
+    }
+    // A new segment, most likely at the same address, starts clean.
+    let own = OwnSegment::create(1 << 20).unwrap();
+    assert!(!own.as_segment().is_poisoned());
+}
+
+#[test]
+fn several_threads_meet_the_same_lost_page() {
+    let arena = Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap();
+    let own = OwnSegment::create(1 << 20).unwrap();
+    let foreign = ForeignSegment::open(own.name(), 1 << 20).unwrap();
+    truncate(own.name(), 0);
+    std::thread::scope(|scope| {
+        for thread in 0..4_u64 {
+            let (arena, foreign) = (&arena, &foreign);
+            scope.spawn(move || {
+                let extent = Extent::new(thread << 18, 1 << 18);
+                let copy = [AffineCopy::new(0, 0, 1 << 18, &[])];
+                let copied = copy_affine(foreign, arena, extent, Direction::SegmentToArena, &copy);
+                assert_eq!(copied, Err(AccessError::Poisoned { what: "segment" }));
+            });
+        }
+    });
+}
+
+#[test]
+fn an_arena_loses_only_the_pages_it_lost() {
+    let name = format!("kvtier_test_fault_{}", std::process::id());
+    let arena = Arena::create(ArenaKind::Shm { name }, 64 << 10).unwrap();
+    truncate(arena.shm_name().unwrap(), 32 << 10);
+    let page = arena.page_bytes();
+    let lost = Extent::new(40 << 10, page);
+    assert_eq!(
+        arena.write(lost, 0, b"bytes"),
+        Err(AccessError::Poisoned { what: "arena" })
+    );
+    assert_eq!(arena.poisoned(), Some(lost));
+    assert!(arena.checksum(lost).is_err());
+    assert!(arena.write(Extent::new(0, page), 0, b"bytes").is_ok());
+}
+
+const CHILD: &str = "KVTIER_TEST_FAULT_CHILD";
+
+/// Not a test of its own: what the child process of the next one does.
+#[test]
+fn child_faults_outside() {
+    if std::env::var_os(CHILD).is_none() {
+        return;
+    }
+    let none = rustix::process::Rlimit {
+        current: Some(0),
+        maximum: Some(0),
+    };
+    rustix::process::setrlimit(rustix::process::Resource::Core, none).unwrap();
+    kvtier_memory::fault::install();
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(4096).unwrap();
+    let prot = rustix::mm::ProtFlags::READ;
+    let shared = rustix::mm::MapFlags::SHARED;
+    // SAFETY: a new mapping, which this process keeps until its end.
+    let page = unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4096, prot, shared, &file, 0) };
+    let page = page.unwrap().cast::<u8>();
+    file.set_len(0).unwrap();
+    // SAFETY: the fault is what this is about.
+    let byte = unsafe { page.read_volatile() };
+    unreachable!("read {byte} from a page that is not there");
+}
+
+#[test]
+fn faults_elsewhere_stay_fatal() {
+    let status = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "segment::child_faults_outside"])
+        .env(CHILD, "1")
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::null())
+        .status()
+        .unwrap();
+    assert_eq!(status.signal(), Some(libc::SIGBUS));
+}

@@ -1,0 +1,163 @@
+//! The newest table against the 0.5.6 registry of operations.
+
+use crate::support::{bytes, list, load, text};
+use kvtier_proto::frames::OperationId;
+use kvtier_proto::generation::{BlockForm, Field, Generation};
+use kvtier_proto::key::KeyForm;
+use kvtier_proto::operation::Operation;
+use kvtier_proto::response::ResponseKind;
+
+/// Operations of the newest generation that 0.5.6 has no more.
+const RETIRED: [Operation; 1] = [Operation::QueryPrefetchLookupHits];
+
+#[test]
+fn every_operation_has_its_row() {
+    let vectors = load("operations.json");
+    let mut seen = Vec::new();
+    for case in list(&vectors["operations"]) {
+        let name = text(&case["operation"]);
+        let operation = Operation::from_name(name).unwrap_or_else(|| panic!("{name} is unknown"));
+        let spec = Generation::G6.spec(operation).unwrap();
+        seen.push(operation);
+
+        assert_eq!(
+            case["legacy_id"].as_u64(),
+            spec.number.map(u64::from),
+            "{name}"
+        );
+        assert_eq!(
+            bytes(&case["operation_frame"]),
+            spec.id().encode(),
+            "{name}"
+        );
+        assert_eq!(
+            case["streaming"].as_bool().unwrap(),
+            operation.is_stream(),
+            "{name}"
+        );
+        assert_eq!(
+            response_of(text(&case["response_type"])),
+            spec.response,
+            "{name}"
+        );
+
+        let names = list(&case["payload_names"]);
+        let types = list(&case["payload_types"]);
+        assert_eq!(names.len(), spec.payloads.len(), "{name}");
+        for ((wire_name, kind), &field) in names.iter().zip(types).zip(spec.payloads) {
+            let wire_name = text(wire_name);
+            // Three names for the same kind of payload.
+            let wire_name = match wire_name {
+                "q_cache" | "cos_sin_caches_ipc" => "kv_cache",
+                other => other,
+            };
+            assert_eq!(wire_name, field.name(), "{name}");
+            assert!(
+                fields_of(text(kind)).contains(&field),
+                "{name}: {field:?} is no {kind}"
+            );
+        }
+    }
+    for operation in Operation::all() {
+        let expected = !RETIRED.contains(&operation);
+        assert_eq!(seen.contains(&operation), expected, "{operation}");
+    }
+}
+
+#[test]
+fn op_frames_are_read_as_the_peer_reads_them() {
+    for case in list(&load("operations.json")["decode_operation"]) {
+        let frame = bytes(&case["frame"]);
+        let decoded = OperationId::decode(&frame);
+        let row = decoded
+            .as_ref()
+            .ok()
+            .and_then(|id| Generation::G6.rows(*id).next());
+        match case["operation"].as_str() {
+            Some(name) => match (decoded.unwrap(), row) {
+                (_, Some(row)) => assert_eq!(row.operation.name(), name),
+                // The peer passes unknown names on and fails later.
+                (id, None) => {
+                    assert_eq!(id, OperationId::Name(name));
+                    assert_eq!(Operation::from_name(name), None);
+                }
+            },
+            // Number 11 was taken until 0.5.5, whose clients are served too.
+            None if frame == [11] => {
+                assert_eq!(row.unwrap().operation, Operation::QueryPrefetchLookupHits);
+            }
+            None => {
+                assert!(case["error"].is_string(), "{case}");
+                assert!(row.is_none(), "{case}");
+            }
+        }
+    }
+}
+
+fn response_of(kind: &str) -> ResponseKind {
+    match kind {
+        "<class 'NoneType'>" => ResponseKind::Nothing,
+        "<class 'int'>" => ResponseKind::Int,
+        "int | None" => ResponseKind::OptionalInt,
+        "<class 'bool'>" => ResponseKind::Bool,
+        "<class 'str'>" => ResponseKind::Text,
+        "list[str]" => ResponseKind::Texts,
+        "list[int]" => ResponseKind::Ints,
+        "tuple[bytes, bool]" => ResponseKind::Transfer,
+        "tuple[int, bool]" => ResponseKind::Handshake,
+        other => match class_name(other) {
+            "RegisterEngineDrivenContextResponse" => ResponseKind::EngineDriven,
+            "PrepareStoreResponse" => ResponseKind::PrepareStore,
+            "PrepareRetrieveResponse" => ResponseKind::PrepareRetrieve,
+            "CBUnifiedLookupResult | None" => ResponseKind::UnifiedLookup,
+            "TransferChannelAddress] | None" => ResponseKind::Addresses,
+            "KVEventBatch" => ResponseKind::EventBatch,
+            "ServerModuleCallResponse" => ResponseKind::ModuleCall,
+            _ => panic!("unknown response type {other}"),
+        },
+    }
+}
+
+/// The last part of a dotted class, without the decoration around it.
+fn class_name(kind: &str) -> &str {
+    kind.rsplit('.').next().unwrap().trim_end_matches("'>")
+}
+
+fn fields_of(kind: &str) -> &'static [Field] {
+    match kind {
+        "<class 'int'>" => &[
+            Field::InstanceId,
+            Field::WorldSize,
+            Field::SkipTokens,
+            Field::TpSize,
+            Field::HeadSize,
+            Field::KeepPrefix,
+            Field::BudgetMs,
+            Field::ClientVersion,
+            Field::TaskId,
+            Field::Cursor,
+            Field::MaxEvents,
+        ],
+        "int | None" => &[Field::OptionalInstanceId],
+        "<class 'bool'>" => &[Field::Force, Field::IsNeoxStyle],
+        "<class 'float'>" => &[Field::Timeout],
+        "<class 'str'>" => &[Field::RequestId, Field::ModelName, Field::KvQuant],
+        "<class 'bytes'>" => &[Field::EventHandle, Field::Data],
+        "<enum 'EngineType'>" => &[Field::EngineType],
+        "list[int]" => &[Field::GroupToCache, Field::GroupHeadSize],
+        "list[list[int]]" => &[Field::BlockIds(BlockForm::Grouped), Field::GroupRot],
+        other => match class_name(other) {
+            "IPCCacheServerKey" => &[Field::Key(KeyForm::Full)],
+            "DeviceIPCWrapper]" => &[Field::Tensors],
+            "LayoutHints" => &[Field::LayoutHints],
+            "EngineGroupInfo]" => &[Field::GroupInfos],
+            "RegisterEngineDrivenContextPayload" => &[Field::EngineDrivenContext { slots: true }],
+            "BlockAllocationRecord]" => &[Field::AllocationRecords],
+            "CBMatchResult]" => &[Field::MatchedSegments],
+            "ObjectKey]" => &[Field::ObjectKeys],
+            "MemoryLayoutDesc]" => &[Field::LayoutDescriptors],
+            "ServerModuleCallRequest" => &[Field::ModuleCall],
+            _ => panic!("unknown payload type {other}"),
+        },
+    }
+}

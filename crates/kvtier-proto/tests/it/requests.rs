@@ -1,0 +1,254 @@
+//! Every request of the real 0.5.6 client: decoded to what it meant, encoded to the same bytes.
+
+use crate::support::{
+    frames, hex_json, hints_json, key_json, list, load, segment_json, slices, text,
+};
+use kvtier_proto::descriptor::{EXT_CODE, TensorDescriptor};
+use kvtier_proto::frames::{ClientMessage, StreamControl};
+use kvtier_proto::generation::{Candidates, Generation};
+use kvtier_proto::key::VecTokens;
+use kvtier_proto::operation::Operation;
+use kvtier_proto::request::{
+    EngineDrivenContext, EngineGroupInfo, JobRef, ObjectKeyParts, Registration, Request, Seconds,
+};
+use serde_json::{Value, json};
+
+#[test]
+fn requests_decode_and_encode_like_the_client() {
+    let vectors = load("requests.json");
+    let mut seen = 0;
+    for (name, cases) in vectors.as_object().unwrap() {
+        let operation = Operation::from_name(name).unwrap_or_else(|| panic!("{name} is unknown"));
+        for case in list(cases) {
+            let context = format!("{name}/{}", text(&case["name"]));
+            let message = frames(&case["frames"]);
+            let ClientMessage::Request(request) = ClientMessage::parse(slices(&message)).unwrap()
+            else {
+                panic!("{context} is no request");
+            };
+            let mut candidates = Candidates::only(Generation::G6);
+            let spec = candidates.resolve(&request, &[]).unwrap().spec;
+            assert_eq!(spec.operation, operation, "{context}");
+
+            let decoded = Request::decode(spec, &request.payloads, &mut VecTokens)
+                .unwrap_or_else(|error| panic!("{context}: {error}"));
+            assert_eq!(decoded.operation(), operation, "{context}");
+            let mut meant = list(&case["args"]).clone();
+            if name == "clear" && meant.is_empty() {
+                // The client fills in its default.
+                meant.push(json!(false));
+            }
+            assert_eq!(args_json(&decoded), meant, "{context}");
+            assert_eq!(decoded.encode(spec).unwrap(), message[2..], "{context}");
+            assert_eq!(spec.id().encode(), message[1], "{context}");
+
+            for control in case["control_frames_after_close"]
+                .as_array()
+                .into_iter()
+                .flatten()
+            {
+                let message = frames(control);
+                let parsed = ClientMessage::parse(slices(&message)).unwrap();
+                let uid = &message[0];
+                assert_eq!(
+                    parsed,
+                    ClientMessage::Stream {
+                        uid,
+                        control: StreamControl::Cancel
+                    }
+                );
+            }
+            seen += 1;
+        }
+    }
+    assert!(seen >= 50);
+}
+
+fn args_json(request: &Request<'_, Vec<u32>>) -> Vec<Value> {
+    match request {
+        Request::RegisterKvCache(registration) | Request::RegisterQCache(registration) => {
+            registration_json(registration)
+        }
+        Request::UnregisterKvCache { instance }
+        | Request::UnregisterQCache { instance }
+        | Request::UnregisterEngineDriven { instance }
+        | Request::CbUnregisterRope { instance } => vec![json!(instance.0)],
+        Request::Store(store) | Request::StoreQ(store) => vec![
+            key_json(&store.key),
+            json!(store.instance.0),
+            json!(store.block_ids),
+            hex_json(store.event_handle),
+        ],
+        Request::Retrieve(retrieve) => vec![
+            key_json(&retrieve.key),
+            json!(retrieve.instance.0),
+            json!(retrieve.block_ids),
+            hex_json(retrieve.event_handle),
+            json!(retrieve.skip_first_n_tokens),
+        ],
+        Request::Lookup { key, tp_size }
+        | Request::FreeLookupLocks { key, tp_size }
+        | Request::CbUnifiedLookup { key, tp_size } => vec![key_json(key), json!(tp_size)],
+        Request::QueryPrefetchStatus { job } | Request::QueryPrefetchLookupHits { job } => {
+            vec![job_json(job)]
+        }
+        Request::WaitPrefetchStatus { job, timeout } => vec![
+            job_json(job),
+            match timeout {
+                Seconds::Whole(seconds) => json!(seconds),
+                Seconds::Fraction(seconds) => json!(seconds),
+            },
+        ],
+        Request::EndSession { request_id } => vec![json!(request_id)],
+        Request::RegisterEngineDriven(context) => vec![context_json(context)],
+        Request::PrepareStore { key, instance }
+        | Request::PrepareRetrieve { key, instance }
+        | Request::CommitRetrieve { key, instance } => vec![key_json(key), json!(instance.0)],
+        Request::CommitStore {
+            key,
+            instance,
+            data,
+        } => {
+            vec![key_json(key), json!(instance.0), hex_json(data)]
+        }
+        Request::Clear { force } => vec![json!(force)],
+        Request::GetChunkSize | Request::GetExperimental | Request::Noop => vec![],
+        Request::Ping { instance } => vec![json!(instance.map(|instance| instance.0))],
+        Request::ReportBlockAllocation(report) => vec![
+            json!(report.instance.unwrap().0),
+            json!(report.model_name),
+            report
+                .records
+                .iter()
+                .map(|record| {
+                    json!({
+                        "dataclass": "BlockAllocationRecord",
+                        "fields": {
+                            "req_id": record.request_id,
+                            "new_block_ids": record.new_block_ids,
+                            "new_token_ids": record.new_token_ids,
+                        }
+                    })
+                })
+                .collect(),
+        ],
+        Request::CbRegisterRope(rope) => vec![
+            json!(rope.instance.0),
+            rope.caches.iter().map(tensor_json).collect(),
+            json!(rope.head_size),
+            json!(rope.is_neox_style),
+            json!(rope.group_to_cache),
+            json!(rope.group_rot),
+            json!(rope.group_head_size),
+            json!(rope.kv_quant),
+        ],
+        Request::CbRetrievePreComputed(retrieve) => vec![
+            key_json(&retrieve.key),
+            retrieve.matches.iter().map(segment_json).collect(),
+            json!(retrieve.block_ids),
+            json!(retrieve.instance.0),
+            hex_json(retrieve.event_handle),
+        ],
+        Request::CbReorderPlan {
+            key,
+            keep_prefix,
+            budget_ms,
+        } => {
+            vec![key_json(key), json!(keep_prefix), json!(budget_ms)]
+        }
+        Request::CbProtocolHandshake { client_version } => vec![json!(client_version)],
+        Request::P2pLookupAndLock { keys, layouts } => {
+            let layouts: Vec<_> = layouts
+                .iter()
+                .map(|(group, layout)| {
+                    let dtypes: Vec<_> = layout
+                        .dtypes
+                        .iter()
+                        .map(|name| json!({"dtype": name}))
+                        .collect();
+                    json!([group, {
+                        "dataclass": "MemoryLayoutDesc",
+                        "fields": {"shapes": layout.shapes, "dtypes": dtypes},
+                    }])
+                })
+                .collect();
+            vec![
+                keys.iter().map(object_key_json).collect(),
+                json!({"map": layouts}),
+            ]
+        }
+        Request::P2pQueryLookupResults { task_id } => vec![json!(task_id)],
+        Request::P2pUnlockObjects { keys } => vec![keys.iter().map(object_key_json).collect()],
+        Request::SubscribeKvEvents(subscription) => vec![
+            json!(subscription.instance.0),
+            json!(subscription.model_name),
+            json!(subscription.cursor),
+            json!(subscription.max_events),
+        ],
+        Request::ServerModuleCall { method, payload } => vec![json!({
+            "struct": "ServerModuleCallRequest",
+            "fields": {"method": method, "payload": hex_json(payload)},
+        })],
+    }
+}
+
+fn job_json(job: &JobRef<'_>) -> Value {
+    match job {
+        JobRef::Request(request_id) => json!(request_id),
+        JobRef::Job(job) => json!(job),
+    }
+}
+
+fn registration_json(registration: &Registration<'_>) -> Vec<Value> {
+    vec![
+        json!(registration.instance.0),
+        registration.tensors.iter().map(tensor_json).collect(),
+        json!(registration.model_name),
+        json!(registration.world_size),
+        json!({"enum": registration.engine.name()}),
+        hints_json(&registration.hints),
+        registration.groups.iter().map(group_json).collect(),
+    ]
+}
+
+fn tensor_json(tensor: &TensorDescriptor) -> Value {
+    assert_eq!(EXT_CODE, 1);
+    let mut body = Vec::new();
+    tensor.encode(&mut body);
+    json!({"ext1": hex::encode(body)})
+}
+
+fn group_json(group: &EngineGroupInfo) -> Value {
+    json!({"struct": "EngineGroupInfo", "fields": {
+        "engine_group_id": group.engine_group_id,
+        "layer_indices": group.layer_indices,
+        "tokens_per_block": group.tokens_per_block,
+        "sw_size_tokens": group.sw_size_tokens,
+        "extra_object_group_tag": group.extra_object_group_tag,
+        "recurrent_state": group.recurrent_state,
+    }})
+}
+
+fn context_json(context: &EngineDrivenContext<'_>) -> Value {
+    json!({"struct": "RegisterEngineDrivenContextPayload", "fields": {
+        "instance_id": context.instance.0,
+        "model_name": context.model_name,
+        "world_size": context.world_size,
+        "block_size": context.block_size,
+        "num_layers": context.num_layers,
+        "hidden_dim_size": context.hidden_dim_size,
+        "dtype_str": context.dtype,
+        "use_mla": context.use_mla,
+        "num_physical_slots": context.num_physical_slots,
+    }})
+}
+
+fn object_key_json(key: &ObjectKeyParts<'_>) -> Value {
+    json!({"dataclass": "ObjectKey", "fields": {
+        "chunk_hash": hex_json(key.chunk_hash),
+        "model_name": key.model_name,
+        "kv_rank": key.kv_rank,
+        "object_group_id": key.object_group_id,
+        "cache_salt": key.cache_salt,
+    }})
+}

@@ -1,0 +1,175 @@
+//! Files that are replaced while the server runs, and files that cannot be used.
+
+use std::process::Command;
+
+use super::served::{ADMIN, Files, KVTIER, READER, Served, Setup};
+
+const NEW: &str = "another-0123456789abcdef";
+
+#[test]
+fn tokens_are_replaced_without_a_restart_and_bad_ones_change_nothing() {
+    let server = Served::start(Setup::Tokens, &[]);
+    let status = |token: &str| server.ask_as(token, "GET /version", "").status;
+    assert_eq!((status(ADMIN), status(NEW)), (200, 401));
+    server.files.put("tokens", &format!("read new {NEW}\n"));
+    server.wait_for_line("the tokens of HTTP read again");
+    assert_eq!((status(ADMIN), status(NEW)), (401, 200));
+    server
+        .files
+        .put("tokens", &format!("read new {READER}\nnonsense {ADMIN}\n"));
+    let line = server.wait_for_line("cannot be used; the former stay");
+    assert!(
+        line.contains("line 2: 2 words") && line.contains("\"ERROR\""),
+        "{line}"
+    );
+    assert_eq!((status(READER), status(NEW)), (401, 200));
+    std::fs::remove_file(server.files.path("tokens")).unwrap();
+    server.wait_for_line("tokens cannot be read: ");
+    assert_eq!(status(NEW), 200);
+    for token in [ADMIN, READER, NEW] {
+        assert!(!server.log().contains(token));
+    }
+}
+
+#[test]
+fn a_certificate_is_replaced_without_a_restart_and_never_without_its_key() {
+    let server = Served::start(Setup::Tls, &[]);
+    let key = std::fs::read_to_string(server.files.path("key.pem")).unwrap();
+    let version = || server.ask_as(READER, "GET /version", "").status;
+    assert_eq!(version(), 200);
+    // The client trusts what is in the file now.
+    server.files.certify();
+    server.wait_for_line("the certificate and key of HTTP read again");
+    assert_eq!(version(), 200);
+    server.files.put("key.pem", &key);
+    server.wait_for_line("key.pem is not the key of the certificate of");
+    assert_eq!(version(), 200);
+}
+
+/// The one line with which a server with these flags does not start.
+fn refused(files: &Files, flags: &[&str]) -> String {
+    let mut told = Vec::new();
+    for check in [&["--check-config"][..], &[]] {
+        let output = Command::new(KVTIER)
+            .args([
+                "server",
+                "--l1-size-gb",
+                "0.01",
+                "--shm-name",
+                "",
+                "--port",
+                "0",
+                "--http-port",
+                "0",
+            ])
+            .args(flags)
+            .args(check)
+            .env_remove("KVTIER_HTTP_TOKENS")
+            .current_dir(files.0.path())
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        assert!(output.stdout.is_empty());
+        told.push(String::from_utf8(output.stderr).unwrap());
+    }
+    assert_eq!(told[0], told[1]);
+    assert_eq!(told[0].lines().count(), 1, "{told:?}");
+    told.swap_remove(0)
+}
+
+#[test]
+fn what_cannot_be_used_is_told_before_anything_starts() {
+    let files = Files::new();
+    files.put("empty", "");
+    for (flags, expected) in [
+        (
+            vec!["--http-host", "0.0.0.0"],
+            "--http-host: 0.0.0.0 is reachable from other hosts",
+        ),
+        (
+            vec![
+                "--http-host",
+                "0.0.0.0",
+                "--http-tls-cert",
+                "cert.pem",
+                "--http-tls-key",
+                "key.pem",
+            ],
+            "--http-token-file FILE (or tokens in the environment variable KVTIER_HTTP_TOKENS)",
+        ),
+        (
+            vec!["--http-token-file", "empty"],
+            "--http-token-file empty: there is no token in it",
+        ),
+        (
+            vec!["--http-token-file", "no"],
+            "--http-token-file: no cannot be read",
+        ),
+        (
+            vec!["--http-token-file", "key.pem"],
+            "--http-token-file key.pem: line 1: ",
+        ),
+        (vec!["--http-tls-cert", "cert.pem"], "give both"),
+        (
+            vec!["--http-tls-cert", "cert.pem", "--http-tls-key", "cert.pem"],
+            "--http-tls-key cert.pem: there is no private key in it",
+        ),
+        (
+            vec!["--host", "ipc://@x"],
+            "--host: \"ipc://@x\" is not allowed",
+        ),
+    ] {
+        let told = refused(&files, &flags);
+        assert!(told.contains(expected), "{told}");
+    }
+}
+
+#[test]
+fn with_tokens_it_may_be_beyond_loopback_and_says_what_is_still_open() {
+    let files = Files::new();
+    let check = |more: &[&str]| {
+        let output = Command::new(KVTIER)
+            .args([
+                "server",
+                "--check-config",
+                "--l1-size-gb",
+                "0.01",
+                "--shm-name",
+                "",
+            ])
+            .args(["--http-host", "0.0.0.0", "--http-token-file", "tokens"])
+            .args(more)
+            .current_dir(files.0.path())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let told = check(&["--host", "0.0.0.0"]);
+    assert!(
+        told.contains("warning: --http-host 0.0.0.0: tokens travel in clear"),
+        "{told}"
+    );
+    assert!(
+        told.contains("warning: --host 0.0.0.0: the request port is reachable"),
+        "{told}"
+    );
+    let told = check(&["--http-tls-cert", "cert.pem", "--http-tls-key", "key.pem"]);
+    assert!(!told.contains("warning"), "{told}");
+}
+
+#[test]
+fn the_port_for_metrics_alone_asks_for_a_token_too() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    drop(listener);
+    let mut server = Served::start(Setup::Tls, &["--prometheus-port", &port]);
+    server.http = format!("https://127.0.0.1:{port}");
+    assert_eq!(server.ask("GET /metrics", &[], "").status, 401);
+    assert_eq!(server.ask_as(READER, "GET /status", "").status, 404);
+    let answer = server.ask_as(READER, "GET /metrics", "");
+    assert!(
+        answer.status == 200 && answer.body.contains("kvtier_"),
+        "{answer:?}"
+    );
+}

@@ -1,0 +1,302 @@
+//! The pages under `docs/` against the program they are about.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
+use kvtier_device::Direction;
+use kvtier_device::cuda::{Executor, GpuReadings, Moved, Profile};
+use kvtier_server::metrics::{
+    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, TenantSource, TierCall,
+    TierReadings,
+};
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+fn page(name: &str) -> String {
+    std::fs::read_to_string(root().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// Every page for users and developers.
+fn pages() -> Vec<String> {
+    let mut pages = vec![
+        "README.md".to_owned(),
+        "ARCHITECTURE.md".into(),
+        "CONTRIBUTING.md".into(),
+        "CHANGELOG.md".into(),
+    ];
+    for entry in std::fs::read_dir(root().join("docs")).unwrap() {
+        pages.push(format!(
+            "docs/{}",
+            entry.unwrap().file_name().to_string_lossy()
+        ));
+    }
+    pages
+}
+
+/// Metrics in which every counter has counted something: a family appears with its first series.
+fn all_counted() -> Metrics {
+    let metrics = Metrics::new();
+    let model: Arc<str> = "m".into();
+    metrics.lookup(&model, "s", 1, 1, 1);
+    metrics.early_exit(&model, "s", "empty_chunk_hashes");
+    metrics.admitted("s", 1);
+    let refused = [
+        KeyOutcome::NoMemory,
+        KeyOutcome::OverQuota,
+        KeyOutcome::OverStaging,
+    ];
+    metrics.reserved("l1_store", "m", "s", &refused);
+    metrics.not_found("l1_retrieve", "m", 1);
+    metrics.prefetched("m", "s", 1, 1);
+    metrics.loaded("m", "s", 0, 1);
+    for finished in [false, true] {
+        metrics.store("cpu", finished);
+        metrics.retrieve("cpu", finished);
+    }
+    metrics.answered("ping", Duration::from_micros(1));
+    metrics.refused("store", "bad_key");
+    let (tier, took) = (Arc::from("fs-0"), Duration::from_micros(1));
+    metrics.l2.asked("s", 1);
+    for call in TierCall::ALL {
+        metrics.l2.began(call, "s", 1);
+        metrics.l2.ended(call, &tier, "s", 1, 1, took);
+        metrics.l2.took(call, &tier, took);
+    }
+    metrics.l2.evicted("s", 1);
+    metrics.l2.not_loaded("m", "l1_oom", 1);
+    metrics.l2.gave_up(PrefetchPhase::Queue);
+    drop(metrics.tenants.read(1, &[&NoTenants]));
+    metrics
+}
+
+/// A tier without tenants, which still has series for all of them together.
+struct NoTenants;
+
+impl TenantSource for NoTenants {
+    fn name(&self) -> &str {
+        "l1"
+    }
+
+    fn tenants(&self, _: u32, _: usize) -> Page<SaltUsage> {
+        Page {
+            entries: Vec::new(),
+            next: None,
+        }
+    }
+
+    fn stats_with(&self, _: &[Arc<str>]) -> (Stats, Vec<Option<SaltUsage>>) {
+        (Stats::default(), Vec::new())
+    }
+}
+
+/// Of a server with a tier that has failed in some way.
+fn readings() -> Readings {
+    let tier = TierReadings {
+        name: "fs-0".into(),
+        store_failures: vec![("full", 1)],
+        load_failures: vec![("corrupt", 1)],
+        guards: vec![GuardReadings::default()],
+        ..TierReadings::default()
+    };
+    let moved = Moved {
+        pieces: 1,
+        ..Moved::default()
+    };
+    let gpu = GpuFigures {
+        gpu: "0".into(),
+        healthy: true,
+        readings: Some(GpuReadings {
+            moved: vec![(Direction::Store, Executor::Kernel, moved)],
+            runs: Default::default(),
+            under_way: [0; 2],
+            event_timeouts: 0,
+            profile: Profile::default(),
+            broken: None,
+            open_allocations: 0,
+        }),
+    };
+    Readings {
+        tiers: vec![tier],
+        gpus: vec![gpu],
+        ..Readings::default()
+    }
+}
+
+/// Names of series, without a histogram's endings, and their labels.
+fn series(text: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let mut found = BTreeMap::<String, BTreeSet<String>>::new();
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let name = line.split(['{', ' ']).next().unwrap();
+        let name = ["_bucket", "_sum", "_count"]
+            .iter()
+            .find_map(|end| {
+                name.strip_suffix(end)
+                    .filter(|name| name.ends_with("_seconds") || name.ends_with("_per_second"))
+            })
+            .unwrap_or(name);
+        let labels = line
+            .split_once('{')
+            .map_or("", |(_, rest)| rest.split_once('}').unwrap().0);
+        let labels = labels
+            .split("\",")
+            .filter_map(|label| label.split_once('='))
+            .map(|(name, _)| name.to_owned());
+        found
+            .entry(name.to_owned())
+            .or_default()
+            .extend(labels.filter(|label| label != "le"));
+    }
+    found
+}
+
+#[test]
+fn the_metrics_page_has_every_series_with_its_type_and_labels() {
+    let text = all_counted().encode(&readings());
+    let page = page("docs/metrics.md");
+    let rows: BTreeMap<_, _> = page
+        .lines()
+        .filter_map(|line| {
+            let cells: Vec<_> = line.strip_prefix("| `")?.split(" | ").collect();
+            Some((
+                cells[0].trim_end_matches('`').to_owned(),
+                (cells[1], cells[2]),
+            ))
+        })
+        .filter(|(name, _)| name.starts_with("lmcache_mp_") || name.starts_with("kvtier_"))
+        .collect();
+    let series = series(&text);
+    for (name, labels) in &series {
+        let (kind, documented) = rows
+            .get(name)
+            .unwrap_or_else(|| panic!("{name} is not in docs/metrics.md"));
+        let documented: BTreeSet<_> = documented
+            .split(", ")
+            .filter_map(|label| label.strip_prefix('`')?.strip_suffix('`'))
+            .map(str::to_owned)
+            .collect();
+        assert_eq!(&documented, labels, "labels of {name}");
+        let family = name.strip_suffix("_total").unwrap_or(name);
+        assert!(
+            text.contains(&format!("# TYPE {family} {kind}\n")),
+            "{name} is no {kind}"
+        );
+    }
+    let unknown: Vec<_> = rows
+        .keys()
+        .filter(|name| !series.contains_key(*name))
+        .collect();
+    assert!(
+        unknown.is_empty(),
+        "docs/metrics.md has what does not exist: {unknown:?}"
+    );
+    // A family that the list above forgets to count would not be missed; its registration is.
+    let source =
+        std::fs::read_to_string(root().join("crates/kvtier-server/src/metrics/mod.rs")).unwrap();
+    for registration in source.split(".register(").skip(1) {
+        let Some(name) = registration.trim_start().strip_prefix('"') else {
+            continue;
+        };
+        let name = name.split('"').next().unwrap();
+        assert!(
+            page.contains(&format!("_{name}")),
+            "{name} is registered and not in docs/metrics.md"
+        );
+    }
+}
+
+#[test]
+fn the_http_page_has_every_route() {
+    let page = page("docs/http.md");
+    let mut headings = BTreeSet::new();
+    for (path, item) in kvtier_server::http::openapi().paths.paths {
+        // The same routes under their older place.
+        let path = path.strip_prefix("/api").unwrap_or(&path);
+        for (method, operation) in [
+            ("GET", item.get),
+            ("POST", item.post),
+            ("PUT", item.put),
+            ("DELETE", item.delete),
+        ] {
+            if operation.is_some() {
+                headings.insert(format!("## {method} {path}"));
+            }
+        }
+    }
+    let documented = page.lines().filter(|line| line.starts_with("## "));
+    let documented: BTreeSet<_> = documented.map(str::to_owned).collect();
+    assert_eq!(documented, headings);
+}
+
+#[test]
+fn every_test_that_a_page_names_exists() {
+    let (mut named, mut missing) = (0, Vec::new());
+    for name in pages() {
+        let page = page(&name);
+        for reference in page.split('`').skip(1).step_by(2) {
+            let Some((path, test)) = reference.split_once("::") else {
+                continue;
+            };
+            if !path.contains('/') {
+                continue;
+            }
+            let source = std::fs::read_to_string(root().join(path)).unwrap_or_default();
+            let there = ["fn", "def"]
+                .iter()
+                .any(|word| source.contains(&format!("{word} {test}(")));
+            if !there {
+                missing.push(format!("{name} names {reference}"));
+            }
+            named += 1;
+        }
+    }
+    assert!(missing.is_empty(), "not there: {missing:#?}");
+    assert!(named > 20, "only {named} tests are named");
+}
+
+/// First cells of the tables below a heading.
+fn first_cells(page: &str, heading: &str) -> Vec<String> {
+    let section = page.split_once(heading).unwrap().1;
+    let section = section.split("\n## ").next().unwrap();
+    let rows = section.lines().filter_map(|line| line.strip_prefix("| "));
+    rows.map(|row| row.split(" | ").next().unwrap().trim().to_owned())
+        .filter(|cell| !cell.is_empty() && !cell.starts_with(['|', '-']))
+        .collect()
+}
+
+#[test]
+fn claims_of_the_readme_have_tests() {
+    let claims = page("docs/claims.md");
+    let known = first_cells(&claims, "## What the table claims");
+    for row in first_cells(&page("README.md"), "## What works today") {
+        assert!(
+            known.iter().any(|claim| row.starts_with(claim.as_str())),
+            "docs/claims.md has no row for README's {row:?}"
+        );
+    }
+    for row in claims.lines().filter(|line| line.starts_with("| ")).skip(1) {
+        let header = row.starts_with("| Row") || row.starts_with("| ---");
+        assert!(header || row.contains("::"), "no test is named: {row}");
+    }
+}
+
+#[test]
+fn links_between_pages_lead_somewhere() {
+    for name in pages() {
+        let folder = Path::new(&name).parent().unwrap().to_owned();
+        for link in page(&name).split("](").skip(1) {
+            let target = link.split([')', '#']).next().unwrap();
+            if target.is_empty() || target.starts_with("http") {
+                continue;
+            }
+            assert!(
+                root().join(&folder).join(target).exists(),
+                "{name} links to {target}, which is not there"
+            );
+        }
+    }
+}

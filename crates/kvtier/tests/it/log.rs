@@ -1,0 +1,87 @@
+//! The server's log, as whoever reads its stderr gets it, or does not.
+
+use std::io::Read;
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use kvtier_client::{Connection, Options};
+
+/// A server whose stderr is a pipe, killed on drop.
+struct Server {
+    child: Child,
+    client: Connection,
+}
+
+impl Server {
+    fn start(pool: &str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port().to_string();
+        drop(listener);
+        let pool = format!("kvtier_log_{pool}_{}", std::process::id());
+        let child = Command::new(env!("CARGO_BIN_EXE_kvtier"))
+            .args(["server", "--l1-size-gb", "0.05", "--http-port", "0"])
+            .args(["--port", &port, "--shm-name", &pool])
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let options = Options {
+            timeout: Duration::from_secs(60),
+            ..Options::default()
+        };
+        let endpoint = format!("tcp://127.0.0.1:{port}");
+        let mut client = Connection::connect_with(&endpoint, options).unwrap();
+        client.get_chunk_size().unwrap();
+        Self { child, client }
+    }
+
+    /// Has it write so many lines.
+    fn log(&mut self, lines: usize) {
+        for _ in 0..lines {
+            self.client.clear(false).unwrap();
+        }
+    }
+
+    fn terminate(&self) {
+        let pid = self.child.id().to_string();
+        let status = Command::new("kill").arg(pid).status();
+        assert!(status.unwrap().success());
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_server_whose_stderr_nobody_reads_goes_on_and_ends() {
+    let mut server = Server::start("unread");
+    // More than a pipe holds.
+    server.log(1000);
+    assert!(server.client.ping(None).unwrap());
+    server.terminate();
+    assert_eq!(server.child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn the_last_line_is_written_before_the_server_ends() {
+    let mut server = Server::start("read");
+    server.log(3);
+    server.terminate();
+    let mut text = String::new();
+    let mut stderr = server.child.stderr.take().unwrap();
+    stderr.read_to_string(&mut text).unwrap();
+    let lines: Vec<_> = text.lines().collect();
+    assert_eq!(
+        lines
+            .iter()
+            .filter(|line| line.contains("cleared L1"))
+            .count(),
+        3,
+        "{text}"
+    );
+    assert!(lines.last().unwrap().ends_with("stopped"), "{text}");
+}

@@ -1,0 +1,12 @@
+//! The program, as its users run it, and the pages about it.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod access;
+mod bench;
+mod bench_l2;
+mod cli;
+mod docs;
+mod limits;
+mod log;
+mod shm;
