@@ -85,6 +85,17 @@ def test_what_kv_depends_on_is_in_the_name(tmp_path):
     assert by_content[0] != by_content[1] == by_content[2]
 
 
+def test_a_model_whose_other_files_change_is_another(tmp_path):
+    """Its code, its quantization, and what makes tensors of pictures."""
+    model, names = {"model": str(tmp_path)}, []
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    for file in ("preprocessor_config.json", "processor_config.json", "hf_quant_config.json", "modeling_custom.py"):
+        for content in ('{"a": 1}', '{"a": 2}'):
+            (tmp_path / file).write_text(content)
+            names.append(name(model))
+    assert len(set(names)) == len(names)
+
+
 def test_what_differs_between_processes_is_not_in_the_name():
     """Else the scheduler would look up what no worker stores."""
     worker = described({"hf_config": SimpleNamespace(rope_parameters={"rope_type": "deepseek_yarn"})})

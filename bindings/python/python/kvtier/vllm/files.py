@@ -11,7 +11,8 @@ from typing import Any
 
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
+# Of a model: its weights, and the code that --trust-remote-code runs.
+_MODEL = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors", ".py")
 
 
 # Sampled of each file: its first and last bytes, and pieces of a page between them, up to this many in all files together.
@@ -42,9 +43,9 @@ def state_of(path: str, suffixes: tuple[str, ...] = ("",), with_times: bool = Tr
 
 
 def weights_of(path: str) -> Any:
-    """The state of a model's weights, the same for copies on other hosts; None where no file of them can be read."""
+    """The state of a model's weights and code, the same for copies on other hosts; None where no file of them can be read."""
     try:
-        return state_of(path, _WEIGHTS, with_times=False)
+        return state_of(path, _MODEL, with_times=False)
     except OSError:
         return None
 

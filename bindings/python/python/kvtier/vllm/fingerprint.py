@@ -39,8 +39,17 @@ _LOAD = ("model_loader_extra_config",)
 _ELSEWHERE = ("ipc_cache", "modelexpress", "tensorizer")
 _WHOLE = ("additional_config", "diffusion_config", "engram_config")
 
-# The model's own description, where it is a directory, and what of it says nothing about the model.
-_DESCRIPTIONS = ("config.json", "params.json")
+# The model's own description, where it is a directory: of its layers, of their quantization, and of how pictures become tensors.
+_DESCRIPTIONS = (
+    "config.json",
+    "params.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+# What of it says nothing about the model.
 _IDLE = ("_name_or_path", "transformers_version")
 
 
@@ -59,7 +68,7 @@ def fingerprint(vllm_config: Any) -> str:
     parts = {
         "model": fields(model, _MODEL),
         "commit": getattr(getattr(model, "hf_config", None), "_commit_hash", None),
-        "described": _described(getattr(model, "hf_config_path", None) or model.model),
+        "described": [_described(each) for each in (getattr(model, "hf_config_path", None), model.model) if each],
         "cache": fields(cache, _CACHE),
         "cache dtype": cache_dtype(cache),
         "multimodal": fields(getattr(model, "multimodal_config", None), _MULTIMODAL),
@@ -126,5 +135,5 @@ def _described(directory: str) -> list[Any]:
             continue
         if isinstance(described, dict):
             described = {key: value for key, value in described.items() if key not in _IDLE}
-        found.append(described)
+        found.append([name, described])
     return found
