@@ -298,7 +298,7 @@ fn engine_forgets_a_connection_that_ends() {
 }
 
 #[test]
-fn stop_of_the_process_closes_nobody() {
+fn stopped_process_closes_no_connection() {
     let mut server = ByHand::new(1 << 20);
     let mut stream = shaken(&mut server);
     // It has arrived while the process was stopped.
