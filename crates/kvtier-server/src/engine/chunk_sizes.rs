@@ -59,7 +59,7 @@ impl ChunkSizes {
         }
     }
 
-    /// Forgets a connection that has ended. A client that reconnects has another one, and proves its chunk size anew.
+    /// Forgets a connection that has ended. A client that reconnects has another one, and proves its chunk size again.
     pub fn forget(&self, connection: u64) {
         self.by_connection.lock().remove(&connection);
     }

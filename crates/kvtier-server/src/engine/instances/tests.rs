@@ -37,7 +37,7 @@ impl EngineMemory for NoPages {
     }
 
     fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
-        unreachable!()
+        Vec::new()
     }
 
     fn device(&self) -> &'static str {
