@@ -27,11 +27,21 @@ use crate::outgoing::{Outgoing, check_op};
 /// between two such questions, and how many may stay without an answer: a minute until it is taken for lost.
 const KEEPALIVE: (i32, i32, i32) = (30, 10, 3);
 
-/// A socket and the monitor that tells of its connections.
+/// A socket and the monitor that receives the events of its connections.
 struct Wire {
-    // The monitor first: its end must not outlive the socket's.
     monitor: zmq::Socket,
     socket: zmq::Socket,
+}
+
+/// Where no events are sent.
+const NO_MONITOR: &str = "inproc://kvtier-client-no-monitor";
+
+impl Drop for Wire {
+    /// Ends the events before the monitor: libzmq's thread waits for ever to send one that nothing receives, and then
+    /// makes no connection any more. Whether the other place can be bound does not matter.
+    fn drop(&mut self) {
+        let _ = self.socket.monitor(NO_MONITOR, 0);
+    }
 }
 
 /// A request that left.
@@ -148,8 +158,9 @@ impl Io {
         let monitor = self.context.socket(zmq::PAIR)?;
         monitor.set_linger(0)?;
         monitor.connect(&place)?;
-        socket.connect(&self.shared.endpoint)?;
-        Ok(Wire { monitor, socket })
+        let wire = Wire { monitor, socket };
+        wire.socket.connect(&self.shared.endpoint)?;
+        Ok(wire)
     }
 
     /// Takes what callers submitted; true when the client is closed.

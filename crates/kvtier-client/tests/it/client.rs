@@ -157,6 +157,23 @@ fn a_request_made_while_the_server_is_away_is_answered_by_the_next() {
     assert_eq!(client.connections(), 2);
 }
 
+/// A connection is lost and tried again in the moment in which its socket is closed: with this many clients in nearly
+/// every round.
+#[test]
+fn clients_reconnect_after_each_restart() {
+    let mut server = Server::typed(obliging);
+    let clients: Vec<_> = (0..32).map(|_| connect(&server, settings())).collect();
+    for round in 1..=8 {
+        for (number, client) in clients.iter().enumerate() {
+            let is_back = client.wait_healthy(Duration::from_secs(60));
+            assert!(is_back, "client {number} before restart {round}");
+        }
+        let address = server.endpoint().to_owned();
+        drop(server);
+        server = Server::typed_at(&address, obliging);
+    }
+}
+
 #[test]
 fn the_recover_hook_runs_on_a_new_connection_before_the_client_is_healthy() {
     let server = Server::typed(obliging);
