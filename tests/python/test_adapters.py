@@ -1,15 +1,12 @@
 """Every method of the two adapters against the built server."""
 
-import contextlib
 import errno
 import glob
 import hashlib
 import os
 import pickle
-import signal
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -252,19 +249,6 @@ def test_several_stores_of_a_request_are_all_waited_for(place, mode, fresh):
     assert engine.worker.counters.stores == 9
 
 
-@contextlib.contextmanager
-def frozen(server):
-    """The server does nothing inside, and goes on behind."""
-    pid = server.process.pid
-    tasks = Path(f"/proc/{pid}/task")
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: {(t / "stat").read_text().rsplit(")", 1)[1].split()[0] for t in tasks.iterdir()} == {"T"}, 30, "a stop")
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 @pytest.mark.parametrize("how", ["engine_driven", "pickle"])
 def test_stores_that_were_not_begun_are_given_up(place, how, fresh):
     """Preemption: nobody waits for a server to take what this process still has to copy; nor is it copied later."""
@@ -273,7 +257,7 @@ def test_stores_that_were_not_begun_are_given_up(place, how, fresh):
     server.expect_trouble("the data was refused")
     engine = place.engine(server, mode=how, heartbeat=600)
     worker, names, prompts = engine.worker, [fresh(), fresh()], [tokens(CHUNK, "one"), tokens(CHUNK, "two")]
-    with frozen(server):
+    with server.frozen():
         for name, prompt in zip(names, prompts, strict=True):
             worker.submit_store_request(name, engine.op(prompt, 0, CHUNK, [1, 2, 3, 4]))
         worker.wait_for_stores(names, patience=0)
@@ -290,7 +274,7 @@ def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place
     server.expect_trouble("deadline|instance|register")
     engine = place.engine(server, mode="lmcache_driven", timeout=1.0, heartbeat=0.5)
     worker, names, prompt = engine.worker, [fresh(), fresh()], tokens(CHUNK, "late")
-    with frozen(server):
+    with server.frozen():
         worker.submit_store_request(names[0], engine.op(prompt, 0, CHUNK, [1, 2, 3, 4]))
         worker.submit_store_request(names[1], engine.op(prompt, 0, CHUNK, [5, 6, 7, 8]))
         assert worker.get_finished({names[1]})[0] == set()
@@ -310,7 +294,7 @@ def test_stores_that_the_server_copies_have_a_deadline_of_their_own(place, fresh
     server.expect_trouble("deadline|instance|register")
     engine = place.engine(server, mode="lmcache_driven", timeout=30.0, store_timeout=0.3, heartbeat=600)
     worker, names, prompt = engine.worker, [fresh(), fresh()], tokens(CHUNK, "short")
-    with frozen(server):
+    with server.frozen():
         worker.submit_retrieve_request(names[0], engine.op(prompt, 0, CHUNK, [5, 6, 7, 8]))
         worker.submit_store_request(names[1], engine.op(prompt, 0, CHUNK, [1, 2, 3, 4]))
         began = time.monotonic()
@@ -364,7 +348,7 @@ def test_the_engines_event_lives_until_the_server_has_opened_it(place, fresh):
     server = place.server()
     engine, event = place.engine(server, mode="lmcache_driven"), DeviceEvent()
     known = weakref.ref(event)
-    with frozen(server):
+    with server.frozen():
         engine.worker.submit_store_request(fresh(), engine.op(tokens(CHUNK, "event"), 0, CHUNK, [1, 2, 3, 4]), event)
         del event
         assert known() is not None
@@ -440,7 +424,7 @@ def test_sessions_that_end_while_the_server_hangs_end_with_it(place, fresh):
     first, second = fresh(), fresh()
     for request in (first, second):
         assert engine.lookup(request, prompt, salt="alice") == 2 * CHUNK
-    with frozen(server):
+    with server.frozen():
         wait_until(lambda: not engine.scheduler.is_healthy, 30, "degraded")
         engine.scheduler.free_lookup_locks(first, prompt, start=0, end=2 * CHUNK, cache_salt="alice")
         engine.scheduler.end_session(second)

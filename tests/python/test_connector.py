@@ -3,8 +3,6 @@
 The scheduler's part follows vLLM 0.32: matched tokens, allocation, step, answers, end.
 """
 
-import os
-import signal
 import time
 from types import SimpleNamespace
 
@@ -563,8 +561,7 @@ def test_a_reset_waits_for_nobody(place, engines):
     engine.prefill(request("a", prompt), range(1, 6))
     client = engine.scheduler._scheduling.adapter.client
     assert client.timeout == 10
-    os.kill(server.process.pid, signal.SIGSTOP)
-    try:
+    with server.frozen():
         began = time.monotonic()
         assert engine.scheduler.reset_cache() is True
         assert time.monotonic() - began < client.timeout / 2
@@ -573,8 +570,6 @@ def test_a_reset_waits_for_nobody(place, engines):
         began = time.monotonic()
         assert engine.scheduler._scheduling.adapter.reset_cache() is False
         assert time.monotonic() - began < client.timeout / 2
-    finally:
-        os.kill(server.process.pid, signal.SIGCONT)
     wait_until(lambda: client.is_healthy, 30, "the server goes on")
     assert engine.match(request("b", prompt)) == (0, False)
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -181,11 +180,8 @@ def test_nobody_there(examine, tmp_path):
 def test_a_frozen_server(place, examine):
     """It accepts connections and answers nothing."""
     server = place.server()
-    os.kill(server.process.pid, signal.SIGSTOP)
-    try:
+    with server.frozen():
         result = examine(server.url)
-    finally:
-        os.kill(server.process.pid, signal.SIGCONT)
     fails(result, "server", "does not answer" if "does not answer" in result[1]["server"][1] else "says nothing", "hangs")
 
 

@@ -1,9 +1,6 @@
 """The server hangs, dies and comes back at each stage of a request: deadlines hold, bytes are right, work goes on."""
 
-import os
-import signal
 import time
-from pathlib import Path
 
 import pytest
 from conftest import CHUNK
@@ -200,12 +197,6 @@ def test_a_restart_faster_than_a_heartbeat(place, mode, fresh):
     works(engine, fresh)
 
 
-def is_stopped(pid):
-    """Whether all its threads are."""
-    states = [(task / "stat").read_text().rsplit(")", 1)[1].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
-    return set(states) == {"T"}
-
-
 def test_a_frozen_server(place, mode, fresh):
     """It accepts and does not answer: requests end at their deadlines, heartbeats tell, and it may go on later."""
     server = place.server()
@@ -215,10 +206,7 @@ def test_a_frozen_server(place, mode, fresh):
     prompt, request = tokens(CHUNK, "frozen"), fresh()
     assert engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
     assert engine.lookup(request, prompt) == CHUNK
-    pid = server.process.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: is_stopped(pid), 30, "all threads to stop")
+    with server.frozen():
         began = time.monotonic()
         assert engine.retrieve(request, prompt, 0, CHUNK, [1, 2, 3, 4]) == {1, 2, 3, 4}
         assert engine.lookup(fresh(), prompt) == 0
@@ -226,8 +214,6 @@ def test_a_frozen_server(place, mode, fresh):
         wait_until(lambda: not engine.worker.is_healthy, 30, "degraded")
         engine.worker.shutdown()
         within(4 * TIMEOUT, began)
-    finally:
-        os.kill(pid, signal.SIGCONT)
     place.engine(server, mode=mode, timeout=TIMEOUT)
     works(place.engines[-1], fresh)
 
@@ -240,17 +226,12 @@ def test_a_frozen_server_that_goes_on_touches_nothing(place, fresh):
     cached, stored, request = tokens(CHUNK, "cached"), tokens(CHUNK, "stored late"), fresh()
     assert engine.store(fresh(), cached, 0, CHUNK, [1, 2, 3, 4])
     assert engine.lookup(request, cached) == CHUNK
-    pid = server.process.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: is_stopped(pid), 30, "all threads to stop")
+    with server.frozen():
         engine.worker.submit_store_request(fresh(), engine.op(stored, 0, CHUNK, [9, 10, 11, 12]))
         assert engine.retrieve(request, cached, 0, CHUNK, [5, 6, 7, 8]) == {5, 6, 7, 8}
         # The engine goes on, and has other uses for these blocks.
         engine.fill([5, 6, 7, 8], 55)
         engine.fill([9, 10, 11, 12], 99)
-    finally:
-        os.kill(pid, signal.SIGCONT)
     engine.finish_stores()
     engine.healthy()
     works(engine, fresh)

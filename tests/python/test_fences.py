@@ -1,13 +1,10 @@
 """Who may touch memory when an answer does not come: the engine's pages, and what the server has lent."""
 
 import gc
-import os
-import signal
 import sys
 import threading
 import time
 import weakref
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,17 +36,6 @@ class Bed:
         engine.healthy()
         return engine
 
-    @contextmanager
-    def frozen(self):
-        """The server is, with all its threads."""
-        pid = self.server.process.pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            wait_until(lambda: _states(pid) == {"T"}, 30, "all threads to stop")
-            yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
-
     def unread(self):
         """Bytes that have reached the server's socket and were not read."""
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -70,10 +56,6 @@ class Bed:
         for engine in self.engines:
             engine.close()
         self.proxy.close()
-
-
-def _states(pid):
-    return {(task / "stat").read_text().rsplit(")", 1)[1].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()}
 
 
 @pytest.fixture
@@ -107,7 +89,7 @@ def test_a_lost_connection_is_not_the_end_of_its_transfers(bed, fresh):
     assert engine.store(fresh(), cached, 0, CHUNK, [1, 2, 3, 4])
     assert engine.lookup(request, cached) == CHUNK
     expected = engine.read([9, 10, 11, 12])
-    with bed.frozen():
+    with bed.server.frozen():
         engine.worker.submit_retrieve_request(request, engine.op(cached, 0, CHUNK, [5, 6, 7, 8]))
         engine.worker.submit_store_request(fresh(), engine.op(stored, 0, CHUNK, [9, 10, 11, 12]))
         wait_until(lambda: bed.proxy.seen[-1] == ("store", False) and bed.unread(), 30, "both to reach the server")
@@ -136,7 +118,7 @@ def test_without_the_servers_word_pages_are_free_behind_the_deadline(bed, fresh)
     cached, request = tokens(CHUNK, "cached"), fresh()
     assert engine.store(fresh(), cached, 0, CHUNK, [1, 2, 3, 4])
     assert engine.lookup(request, cached) == CHUNK
-    with bed.frozen():
+    with bed.server.frozen():
         began = time.monotonic()
         engine.worker.submit_retrieve_request(request, engine.op(cached, 0, CHUNK, [5, 6, 7, 8]))
         wait_until(bed.unread, 30, "it to reach the server")
@@ -192,7 +174,7 @@ def test_a_worker_that_is_dropped_touches_no_page(bed, fresh):
     assert engine.store(fresh(), cached, 0, CHUNK, [1, 2, 3, 4])
     assert engine.lookup(request, cached) == CHUNK
     engine.worker.client.timeout = 30.0
-    with bed.frozen():
+    with bed.server.frozen():
         engine.worker.submit_retrieve_request(request, engine.op(cached, 0, CHUNK, [5, 6, 7, 8]))
         wait_until(bed.unread, 30, "it to reach the server")
         dropped = threading.Thread(target=_drop, args=(engine.worker,))
@@ -233,7 +215,7 @@ def test_several_threads_wait_for_one_result(bed):
     assert client.wait_healthy(10)
     interval = sys.getswitchinterval()
     try:
-        with bed.frozen():
+        with bed.server.frozen():
             futures = [client.get_chunk_size() for _ in range(20)]
             started = []
 

@@ -1,8 +1,6 @@
 """What an engine's step calls never waits: with 1000 requests outstanding that no server answers."""
 
-import os
 import resource
-import signal
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -60,8 +58,7 @@ def test_no_call_of_an_engines_step_waits(place, mode):
     op = LoadStoreOp(list(range(1, 17)), None, None, 0, 4 * CHUNK, prompt)
     names = [f"path-{number}" for number in range(OUTSTANDING)]
     submit, check, finished = Meter(), Meter(), Meter()
-    os.kill(server.process.pid, signal.SIGSTOP)
-    try:
+    with server.frozen():
         for name in names:
             submit(lambda: scheduler.maybe_submit_lookup_request(name, prompt=prompt))
             submit(lambda: worker.submit_store_request(name, op))
@@ -70,8 +67,6 @@ def test_no_call_of_an_engines_step_waits(place, mode):
                 assert check(lambda: scheduler.check_lookup_result(name)) is None
                 assert finished(lambda: worker.get_finished({name})) == (set(), set())
         assert len(worker._storing) == OUTSTANDING
-    finally:
-        os.kill(server.process.pid, signal.SIGCONT)
     for what, meter in (("submit", submit), ("check_lookup_result", check), ("get_finished", finished)):
         p99 = statistics.quantiles(meter.cpu, n=100)[98]
         print(f"{what}: p50 {statistics.median(meter.cpu):.1f} us, p99 {p99:.1f} us, longest {max(meter.wall):.4f} s on the wall")

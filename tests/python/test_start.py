@@ -1,7 +1,5 @@
 """Engines and servers that start, end and return in any order: nothing waits, nothing is believed that may not be so."""
 
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +7,7 @@ from conftest import CHUNK
 from kvrig.waiting import wait_until
 from kvtier import SchedulerAdapter, WorkerAdapter, registration
 from rig import BLOCK, tokens
-from test_failures import is_stopped, works
+from test_failures import works
 
 
 def test_an_engine_starts_without_a_server(place, mode, fresh):
@@ -116,16 +114,11 @@ def test_a_lookup_does_not_wait_for_a_frozen_server(place, fresh, bound):
     server.expect_trouble("instance|worker|register")
     spans = {"deadline": {"lookup_timeout": 0.3, "heartbeat": 600}, "heartbeat": {"lookup_timeout": 600, "heartbeat": 0.3}}
     scheduler = SchedulerAdapter(server.url, "m", block_tokens=BLOCK, timeout=600, **spans[bound])
-    pid = server.process.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: is_stopped(pid), 30, "all threads to stop")
+    with server.frozen():
         request = fresh()
         scheduler.maybe_submit_lookup_request(request, token_ids=tokens(CHUNK))
         wait_until(lambda: scheduler.check_lookup_result(request) == 0, 30, "a failed lookup")
         assert scheduler.failed_lookups <= 1
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert scheduler.client.wait_healthy(30)
     scheduler.shutdown()
 

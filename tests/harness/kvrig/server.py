@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 from .waiting import wait_until
@@ -162,6 +163,21 @@ class Server:
             process, self.process = self.process, None
             process.kill()
             process.wait()
+
+    @contextmanager
+    def frozen(self):
+        """Stop all threads of the process; they go on afterwards. The signal alone returns before they stand still."""
+        process, tasks = self.process, Path(f"/proc/{self.process.pid}/task")
+
+        def stopped():
+            return all((task / "stat").read_text().rsplit(")", 1)[1].split()[0] == "T" for task in tasks.iterdir())
+
+        process.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(stopped, 30, "all threads to stop")
+            yield
+        finally:
+            process.send_signal(signal.SIGCONT)
 
     def running(self):
         """Whether the process lives."""
