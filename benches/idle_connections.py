@@ -23,7 +23,8 @@ GREETING = (b"\xff" + bytes(7) + b"\x01\x7f\x03\x01NULL").ljust(64, b"\0")
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 PONG = b"\x04\x05\x04PONG"
 PER_PROCESS = 10_000
-IDLE_SECONDS = 10
+# Two heartbeats of the server.
+IDLE_SECONDS = 60
 
 
 def hold(address, count):
