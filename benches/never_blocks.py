@@ -6,7 +6,7 @@
 
 The server is stopped (SIGSTOP); then that many lookups and as many stores are submitted, and each round asks for each of
 them once, with ``check_lookup_result`` and with ``get_finished``. `tests/run python` makes the package in
-``target/python``, `cargo build --profile dist -p kvtier` the server (or KVTIER_BIN).
+``target/python``, `cargo build --release -p kvtier` the server (or KVTIER_BIN).
 """
 
 import argparse

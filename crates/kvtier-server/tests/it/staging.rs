@@ -63,7 +63,7 @@ fn a_worker_that_never_commits_does_not_fill_the_cache_for_others() {
     let stored = other.store(&prompt, range(0..128), "s", |chunk| bytes(1, chunk, len));
     assert_eq!(stored.unwrap().chunks.len(), 128);
     assert_eq!(other.lookup(&prompt, "r").unwrap(), 128);
-    // What it has kept comes back when it registers anew, as another worker.
+    // What it has kept comes back when it registers again, as another worker.
     let mut spec = engine_driven(1, &scope);
     spec.hidden = 32;
     let mut again = EngineDrivenWorker::register(server.connect(), spec).unwrap();
