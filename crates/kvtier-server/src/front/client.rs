@@ -11,7 +11,7 @@ use super::limits::{
 };
 use super::request::Job;
 use crate::budget::Budget;
-use crate::engine::Engine;
+use kvtier_engine::Engine;
 
 /// The part of a client that its jobs carry around. The engine forgets the connection with the last of them.
 pub struct Peer {

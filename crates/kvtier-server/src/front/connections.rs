@@ -15,9 +15,9 @@ use super::clock::Clock;
 use super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::outbox::Reply;
 use super::poll::{Interest, Poller, Ready};
-use super::seldom::Seldom;
 use super::socket::RequestSocket;
-use crate::metrics::Metrics;
+use kvtier_engine::seldom::Seldom;
+use kvtier_metrics::Metrics;
 
 /// Tokens that are no connection's number.
 const LISTENER: u64 = u64::MAX;

@@ -13,9 +13,9 @@ use super::client::Client;
 use super::limits::{self, JOB_BYTES, MAX_HEAD};
 use super::outbox::Reply;
 use super::request::{Job, Server, error_frame};
-use super::seldom::Seldom;
 use super::serve::Front;
-use crate::engine::Answer;
+use kvtier_engine::Answer;
+use kvtier_engine::seldom::Seldom;
 
 impl Front {
     /// Serves a message of connection `id`, or queues it.

@@ -17,7 +17,6 @@ mod outbox;
 mod output;
 mod poll;
 mod request;
-pub(crate) mod seldom;
 mod serve;
 mod socket;
 #[cfg(test)]
@@ -27,9 +26,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use crate::config::ServerConfig;
-use crate::engine::Engine;
 use crate::health::Health;
+use kvtier_config::ServerConfig;
+use kvtier_engine::Engine;
 use lanes::Pool;
 use outbox::Outbox;
 use request::Server;

@@ -13,10 +13,10 @@ use super::client::Peer;
 use super::lanes::Turn;
 use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
-use super::seldom::Seldom;
 use crate::budget::Charge;
-use crate::engine::{Answer, Begin, Caller, Engine, Handled, Responder};
 use crate::health::Health;
+use kvtier_engine::seldom::Seldom;
+use kvtier_engine::{Answer, Begin, Caller, Engine, Handled, Responder};
 
 /// A request whose frames are still undecoded.
 pub struct Job {

@@ -13,8 +13,8 @@ use super::lanes::Pool;
 use super::limits;
 use super::outbox::{Inbox, Reply};
 use super::request::{Job, Server};
-use super::seldom::Seldom;
 use super::socket::RequestSocket;
+use kvtier_engine::seldom::Seldom;
 
 /// How long to look for more work before sleeping. A request that follows a reply, and a reply that a pool is about to
 /// give, come sooner than this; being woken for them costs more, most of all on virtual machines.

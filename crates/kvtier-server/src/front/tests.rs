@@ -15,7 +15,7 @@ use super::connections::Bounds;
 use super::limits::{JOB_BYTES, MAX_HEAD};
 use super::request::{Job, error_frame};
 use super::*;
-use crate::metrics::Metrics;
+use kvtier_metrics::Metrics;
 
 struct ByHand {
     /// Lets one job run for each message, and all once it is dropped. First, so that nothing waits for it at the end.
@@ -318,7 +318,7 @@ fn no_client_fills_the_log() {
 fn the_limit_of_a_frame_is_told() {
     // MessagePack's, whatever the flag says.
     assert_eq!(limits::max_frame(u64::MAX) >> 30, 4);
-    let reference = crate::config::reference_markdown();
+    let reference = kvtier_config::reference_markdown();
     let mut lines = reference.lines();
     let flag = lines.find(|line| line.contains("`--max-message-gb`"));
     assert!(flag.unwrap().contains("no frame above 4 GiB"));

@@ -9,9 +9,9 @@ use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
 use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuReadings, Moved, Profile};
 use kvtier_server::metrics::{
-    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, TenantSource, TierCall,
-    TierReadings,
+    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, TierCall, TierReadings,
 };
+use kvtier_server::quota::TenantSource;
 
 fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))

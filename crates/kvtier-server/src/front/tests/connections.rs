@@ -13,7 +13,7 @@ use super::super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::super::connections::Bounds;
 use super::super::{outbox, serve};
 use super::{Arc, ByHand};
-use crate::engine::{Caller, Responder};
+use kvtier_engine::{Caller, Responder};
 
 #[test]
 fn full_port_closes_the_oldest_connection_without_a_request() {
