@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::file::command;
+use super::command::command;
 
 /// `docs/flags.md`: every flag and key of the file, with default, allowed values and meaning.
 pub fn reference_markdown() -> String {

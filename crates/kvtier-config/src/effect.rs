@@ -3,7 +3,7 @@
 use clap::ArgMatches;
 use clap::parser::ValueSource;
 
-use super::file::command;
+use super::command::command;
 
 /// The flags, each with what it needs.
 pub(super) fn without_effect(given: &ArgMatches) -> Vec<String> {

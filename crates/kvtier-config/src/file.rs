@@ -5,8 +5,9 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use clap::error::ErrorKind;
-use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
+use clap::{ArgMatches, Command, FromArgMatches as _};
 
+use super::command::command;
 use super::flags::ServerArgs;
 use super::{ConfigError, Parsed, ServerConfig, effect, gpu, peer, show};
 
@@ -15,17 +16,6 @@ const SUGGESTIONS: usize = 3;
 
 /// How much they look like it at least, of 1.
 const LIKENESS: f64 = 0.7;
-
-/// The whole command: our flags and the ones of LMCache that are only known.
-pub(super) fn command() -> Command {
-    // A number below 0 is a value, of which its flag says what is allowed.
-    ServerArgs::command()
-        .mut_args(|arg| {
-            let takes_values = arg.get_action().takes_values();
-            arg.allow_negative_numbers(takes_values)
-        })
-        .args(peer::args())
-}
 
 /// The first line of a clap error, which names the flag, the value and what is allowed.
 fn one_line(error: &clap::Error) -> ConfigError {

@@ -8,7 +8,7 @@ use clap::{ArgMatches, Args, ValueEnum};
 use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
 
 use super::ConfigError;
-use super::flags::seconds;
+use super::checks::seconds;
 
 /// Where the CUDA driver's library is.
 #[derive(Debug, Clone, PartialEq, Eq)]

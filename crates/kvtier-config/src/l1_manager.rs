@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::ConfigError;
-use super::flags::{gib, refuse};
+use super::checks::{gib, refuse};
 
 /// Fields that ask for what is so anyway, or name what there is one of.
 const WITHOUT_CHOICE: [&str; 3] = ["tag", "use_lazy", "init_size_gb"];

@@ -8,27 +8,10 @@ use std::time::Duration;
 use kvtier_l2::{AdapterConfig, Registry, redact};
 use rustix::fs::{Access, access};
 
-use super::flags::{ServerArgs, gib, refuse, seconds};
+use super::checks::{gib, refuse, seconds};
+use super::flags::ServerArgs;
+use super::values::{PrefetchPolicy, StorePolicy};
 use super::{ConfigError, GIB};
-
-/// What becomes of an object of L1 once every tier has it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-#[value(rename_all = "snake_case")]
-pub enum StorePolicy {
-    /// It stays until it is evicted.
-    Default,
-    /// It leaves L1.
-    SkipL1,
-}
-
-/// What becomes of an object that was loaded into L1, once its request has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum PrefetchPolicy {
-    /// It leaves L1, as LMCache's policy of this name has it.
-    Default,
-    /// It stays until it is evicted.
-    Retain,
-}
 
 /// The tiers, the first one asked first, and how they are used.
 #[derive(Debug, Clone)]

@@ -8,6 +8,8 @@
 
 #![forbid(unsafe_code)]
 
+mod checks;
+mod command;
 mod docs;
 mod effect;
 mod file;
@@ -21,21 +23,26 @@ mod memory;
 mod peer;
 mod quota;
 mod request;
+mod resolve;
 mod show;
 mod tenants;
+mod values;
 
 use std::ffi::OsString;
 use std::time::Duration;
 
 pub use docs::reference_markdown;
-pub use flags::{EvictionPolicyName, LogFormat, ServerArgs, TransferMode, WindowedClients};
+pub use flags::ServerArgs;
 pub use gpu::{GpuReply, NumaNodes};
 pub use http::{HttpConfig, TOKENS_VARIABLE, is_loopback};
-pub use l2::{L2Config, PrefetchPolicy, StorePolicy};
+pub use l2::L2Config;
 pub use limit::{Limit, MAX_BYTES, parse_size};
 pub use memory::{HostMemory, L1Origin};
 pub use quota::{Place, QuotaSettings};
 pub use tenants::TenantSettings;
+pub use values::{
+    EvictionPolicyName, LogFormat, PrefetchPolicy, StorePolicy, TransferMode, WindowedClients,
+};
 
 use kvtier_core::hashing::HashAlgorithm;
 use kvtier_device::cuda::CudaOptions;

@@ -3,21 +3,14 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use clap::ValueEnum;
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::QuotaMode;
 
 use super::flags::ServerArgs;
 use super::l2::{is_read_only, location};
+use super::values::QuotaModeName;
 use super::{ConfigError, L2Config, ServerConfig};
 use crate::limit::Limit;
-
-/// What a limit means.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum QuotaModeName {
-    Soft,
-    Strict,
-}
 
 /// How limits are meant, and where they are kept.
 #[derive(Debug, Clone, PartialEq, Eq)]

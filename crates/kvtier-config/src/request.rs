@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::path::Path;
 
-use super::flags::refuse;
+use super::checks::refuse;
 use super::{ConfigError, ServerConfig};
 use crate::http::is_loopback;
 
@@ -74,19 +74,9 @@ pub(super) fn check_host(host: &str) -> Result<(), ConfigError> {
     }
 }
 
-/// An octal mode of a socket that its owner can use.
-pub(super) fn parse_mode(text: &str) -> Result<u32, String> {
-    let digits = text.strip_prefix("0o").unwrap_or(text);
-    u32::from_str_radix(digits, 8)
-        .ok()
-        .filter(|mode| mode & !0o777 == 0 && mode & 0o600 == 0o600)
-        .ok_or_else(|| {
-            "give an octal mode from 0600 to 0777 with which the owner reads and writes".into()
-        })
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::values::parse_mode;
     use super::*;
 
     fn config(host: &str) -> Result<ServerConfig, ConfigError> {

@@ -5,7 +5,7 @@ use clap::parser::ValueSource;
 use kvtier_l2::redact;
 use serde_json::{Map, Value};
 
-use super::file::command;
+use super::command::command;
 
 /// Where LMCache 0.5.6's `/config` has the flags of a heading.
 const SECTIONS: &[(&str, &str)] = &[

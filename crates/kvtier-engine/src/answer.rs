@@ -23,52 +23,6 @@ pub struct Answer {
     pub ends_stream: bool,
 }
 
-/// What a request gets: an answer, or one that is still to come.
-pub enum Handled {
-    /// Now.
-    Now(Answer),
-    /// When what this begins has ended.
-    Later(Begin),
-    /// Likewise, and nothing that its connection has sent behind it is served before.
-    InTurn(Begin),
-}
-
-/// Begins what an answer waits for.
-pub type Begin = Box<dyn FnOnce(Responder) + Send>;
-
-/// Whom the answer to one request is given, from any thread. One that is dropped tells that there is none.
-pub struct Responder(Option<Respond>);
-
-type Respond = Box<dyn FnOnce(Option<Answer>) + Send>;
-
-impl Responder {
-    /// `respond` is called once.
-    pub fn new(respond: impl FnOnce(Option<Answer>) + Send + 'static) -> Self {
-        Self(Some(Box::new(respond)))
-    }
-
-    /// The answer.
-    pub fn answer(mut self, answer: Answer) {
-        if let Some(respond) = self.0.take() {
-            respond(Some(answer));
-        }
-    }
-}
-
-impl Drop for Responder {
-    fn drop(&mut self) {
-        if let Some(respond) = self.0.take() {
-            respond(None);
-        }
-    }
-}
-
-impl From<Answer> for Handled {
-    fn from(answer: Answer) -> Self {
-        Self::Now(answer)
-    }
-}
-
 impl From<Response<'_>> for Answer {
     fn from(response: Response<'_>) -> Self {
         Self {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Answer, Engine, Handled};
+use super::{Answer, Engine, Reply};
 
 /// Threads at once: twice the GPUs of a host. What comes beyond waits; the lane of a connection holds one piece of work.
 const THREADS: usize = 16;
@@ -76,28 +76,29 @@ impl Shared {
                 return;
             };
             drop(state);
-            // What is caught has been printed, and a responder inside says it to the health.
+            // What is caught has been printed, and a reply inside notes it in the health.
             let _ = catch_unwind(AssertUnwindSafe(work));
         }
     }
 }
 
 impl Engine {
-    /// Has the answer to a request about a worker found out: apart if the driver of a GPU is needed for it. What its
-    /// connection asks for behind it finds it done.
+    /// Answers a request about a worker with the outcome of `work`, which runs apart if it needs the driver of a GPU. What
+    /// its connection asks for behind it finds it done.
     pub(super) fn about_worker(
         self: &Arc<Self>,
         on_gpu: bool,
+        reply: Reply,
         work: impl FnOnce(&Self) -> Answer + Send + 'static,
-    ) -> Handled {
+    ) {
         if !on_gpu {
-            return work(self).into();
+            return reply.answer(work(self));
         }
+        let Some(reply) = reply.later_in_turn() else {
+            return;
+        };
         let engine = Arc::clone(self);
-        Handled::InTurn(Box::new(move |responder| {
-            let worker = Arc::clone(&engine);
-            engine.apart.run(move || responder.answer(work(&worker)));
-        }))
+        self.apart.run(move || reply.answer(work(&engine)));
     }
 }
 

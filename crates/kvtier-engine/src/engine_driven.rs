@@ -12,10 +12,10 @@ use kvtier_proto::response::{
     PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget, prepare_retrieve_hit,
 };
 
-use super::begin::Refusal;
 use super::instances::{Instance, Mode};
 use super::layout::EngineDrivenLayout;
 use super::lookup::space;
+use super::refusal::Refusal;
 use super::staging::{Charge, WorkerShare};
 use super::transfers::{Finish, Kind, Lent, TransferId};
 use super::worker_range::{Held, WorkerRange};

@@ -8,7 +8,6 @@
 
 mod answer;
 mod apart;
-mod begin;
 mod checksums;
 mod chunk_sizes;
 mod deadline;
@@ -16,6 +15,7 @@ mod devices;
 mod engine_driven;
 mod fingerprint;
 mod housekeeping;
+mod in_flight;
 mod instances;
 mod layout;
 mod lookup;
@@ -23,9 +23,11 @@ mod lookups;
 mod objects;
 #[cfg(test)]
 mod quota_tests;
+mod refusal;
 mod refusals;
 mod registration;
 mod rehearsal;
+mod reply;
 mod retrieve;
 mod scrape;
 pub mod seldom;
@@ -45,12 +47,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use answer::{Answer, Begin, Handled, Responder};
+pub use answer::Answer;
 pub use checksums::ChecksumError;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_l1::Clock;
 pub use rehearsal::Rehearsal;
 pub use rehearsal::rehearse;
+pub use reply::{Reply, ReplyTarget};
 pub use warm::{WarmError, WarmUp, Warmed};
 
 use kvtier_core::hashing::ChunkHasher;
@@ -231,20 +234,22 @@ impl Engine {
         self.clock.now()
     }
 
-    /// Serves one request.
-    pub fn handle(self: &Arc<Self>, caller: Caller, request: &Request<'_, Prompt>) -> Handled {
+    /// Serves one request. The reply is used before this returns, or later.
+    pub fn handle(self: &Arc<Self>, caller: Caller, request: &Request<'_, Prompt>, reply: Reply) {
         match request {
-            Request::Store(store) => self.store(caller, store),
-            Request::Retrieve(retrieve) => self.retrieve(caller, retrieve),
-            Request::RegisterKvCache(registration) => self.register_pages(caller, registration),
+            Request::Store(store) => self.store(caller, store, reply),
+            Request::Retrieve(retrieve) => self.retrieve(caller, retrieve, reply),
+            Request::RegisterKvCache(registration) => {
+                self.register_pages(caller, registration, reply);
+            }
             Request::UnregisterKvCache { instance }
             | Request::UnregisterEngineDriven { instance } => {
-                self.unregister(request.operation(), *instance)
+                self.unregister(request.operation(), *instance, reply);
             }
             Request::WaitPrefetchStatus { job, timeout } => {
-                self.wait_lookup_result(caller, *job, timeout.clamped(MAX_WAIT))
+                self.wait_lookup_result(caller, *job, timeout.clamped(MAX_WAIT), reply);
             }
-            request => Handled::Now(self.answer(caller, request)),
+            request => reply.answer(self.answer(caller, request)),
         }
     }
 

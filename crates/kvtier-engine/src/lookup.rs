@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use super::instances::Instance;
 use super::layout::{GroupLayout, ModelLayout};
 use super::lookups::{HeldLookup, LookupResult, PrefetchedLookup, Row};
-use super::{Answer, Caller, Engine, Handled};
+use super::{Answer, Caller, Engine, Reply};
 use kvtier_config::PrefetchPolicy;
 use kvtier_tiers::{L2, PrefetchRequest, PrefetchRow, Prefetched};
 
@@ -272,31 +272,31 @@ impl Engine {
         caller: Caller,
         job: JobRef<'_>,
         timeout: Duration,
-    ) -> Handled {
+        reply: Reply,
+    ) {
         let JobRef::Request(request_id) = job else {
-            return Handled::Now(self.lookup_result(caller, job));
+            return reply.answer(self.lookup_result(caller, job));
         };
         let result = self.lookups.take_result(request_id, caller.connection);
         // Only what the tiers are asked for is ever pending.
         let (mut pending, runtime) = match (result, &self.l2) {
             (LookupResult::Pending(pending), Some(l2)) => (pending, l2.handle().clone()),
-            (result, _) => return result_answer(result).into(),
+            (result, _) => return reply.answer(result_answer(result)),
         };
+        let Some(reply) = reply.later() else { return };
         let (lookups, request_id) = (Arc::clone(&self.lookups), Box::<str>::from(request_id));
         let mut stopped = self.waits_ended.subscribe();
-        Handled::Later(Box::new(move |responder| {
-            runtime.spawn(async move {
-                tokio::select! {
-                    // Nothing is ever sent: the other end is dropped when the result is there.
-                    _ = tokio::time::timeout(timeout, pending.changed()) => {}
-                    _ = stopped.wait_for(|stopped| *stopped) => {}
-                }
-                drop(pending);
-                responder.answer(result_answer(
-                    lookups.take_result(&request_id, caller.connection),
-                ));
-            });
-        }))
+        runtime.spawn(async move {
+            tokio::select! {
+                // Nothing is ever sent: the other end is dropped when the result is there.
+                _ = tokio::time::timeout(timeout, pending.changed()) => {}
+                _ = stopped.wait_for(|stopped| *stopped) => {}
+            }
+            drop(pending);
+            reply.answer(result_answer(
+                lookups.take_result(&request_id, caller.connection),
+            ));
+        });
     }
 
     /// The scheduler does not need these chunks.

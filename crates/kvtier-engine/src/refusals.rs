@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::Responder;
+use super::Reply;
 
 /// Pings answered "no". The client asks again one heartbeat after each, so that it is unhealthy for two heartbeats: the
 /// engine's step in which a held request was answered ends within them.
@@ -40,7 +40,7 @@ struct Refusal {
     /// When the first ping was answered "no", and how many were.
     noticed: Option<Duration>,
     pings: u8,
-    held: Vec<Responder>,
+    held: Vec<Reply>,
 }
 
 /// The connections whose retrieves are refused.
@@ -52,7 +52,7 @@ pub struct Refusals {
 impl Refusals {
     /// Refuses a retrieve, and every other one of its connection until the client is healthy again. Answers `held` once
     /// the client has noticed.
-    pub fn add(&self, connection: u64, held: Option<Responder>, now: Duration) {
+    pub fn add(&self, connection: u64, held: Option<Reply>, now: Duration) {
         let mut by_connection = self.by_connection.lock();
         if by_connection.len() >= MAX_CONNECTIONS && !by_connection.contains_key(&connection) {
             drop(by_connection);
@@ -127,7 +127,7 @@ impl Refusals {
     }
 
     /// Takes the held answers whose clients have taken note, and forgets clients that never pinged.
-    pub fn due(&self, now: Duration) -> Vec<Responder> {
+    pub fn due(&self, now: Duration) -> Vec<Reply> {
         let mut due = Vec::new();
         self.by_connection.lock().retain(|_, refusal| {
             let abandoned = now.saturating_sub(refusal.since) > ABANDONED_AFTER;
@@ -177,7 +177,7 @@ mod tests {
         let answered = Arc::new(AtomicUsize::new(0));
         let held = || {
             let answered = Arc::clone(&answered);
-            Some(Responder::new(move |_| {
+            Some(Reply::new(move |_| {
                 answered.fetch_add(1, Ordering::Relaxed);
             }))
         };

@@ -18,7 +18,7 @@ use super::instances::{Instance, Mode, Unserved};
 use super::layout::{EngineDrivenLayout, ModelLayout};
 use super::lookup::check_name;
 use super::tensors::tensor_spec;
-use super::{Answer, Caller, Engine, Handled, Responder};
+use super::{Answer, Caller, Engine, Reply};
 use kvtier_config::WindowedClients;
 
 /// World sizes that fit a rank's place in an object key.
@@ -78,7 +78,7 @@ impl Engine {
 
     /// Refuses a retrieve, or another transfer, of a client that does not notice or not survive a "no": by its next
     /// ping. `held` is answered when it has taken note.
-    pub fn refuse_by_ping(&self, caller: Caller, held: Option<Responder>) {
+    pub fn refuse_by_ping(&self, caller: Caller, held: Option<Reply>) {
         self.refusals.add(caller.connection, held, self.now());
     }
 
@@ -106,23 +106,24 @@ impl Engine {
         self: &Arc<Self>,
         caller: Caller,
         registration: &Registration<'_>,
-    ) -> Handled {
+        reply: Reply,
+    ) {
         let newcomer = match self.newcomer(caller.release, registration) {
             Ok(Some(newcomer)) => newcomer,
-            Ok(None) => return Answer::nothing().into(),
+            Ok(None) => return reply.answer(Answer::nothing()),
             Err(text) => {
                 let (id, model_name) = (registration.instance, registration.model_name);
-                return refuse_pages(id, model_name, &text).into();
+                return reply.answer(refuse_pages(id, model_name, &text));
             }
         };
         let on_gpu = self.instances.is_on_gpu(newcomer.id) || Devices::is_on_gpu(&newcomer.layout);
-        self.about_worker(on_gpu, move |engine| {
+        self.about_worker(on_gpu, reply, move |engine| {
             let (id, model_name) = (newcomer.id, newcomer.model_name.clone());
             match engine.take_in(newcomer) {
                 Ok(()) => Answer::nothing(),
                 Err(text) => refuse_pages(id, &model_name, &text),
             }
-        })
+        });
     }
 
     /// What a registration says, checked as far as that goes without touching the worker's memory; nothing if the worker
@@ -362,9 +363,9 @@ impl Engine {
     /// A worker leaves; what it had borrowed is not committed, and comes back once its copies must have ended. The
     /// answer is that we copy none of its pages and never will, whichever connection has asked for it, also when
     /// another has unregistered it before or it had fallen silent; or that this cannot be said.
-    pub(super) fn unregister(self: &Arc<Self>, operation: Operation, id: InstanceId) -> Handled {
+    pub(super) fn unregister(self: &Arc<Self>, operation: Operation, id: InstanceId, reply: Reply) {
         let on_gpu = self.instances.is_on_gpu(id);
-        self.about_worker(on_gpu, move |engine| engine.take_out(operation, id))
+        self.about_worker(on_gpu, reply, move |engine| engine.take_out(operation, id));
     }
 
     fn take_out(&self, operation: Operation, id: InstanceId) -> Answer {

@@ -9,14 +9,15 @@ use kvtier_proto::generation::Release;
 use kvtier_proto::request::Retrieve;
 use kvtier_proto::response::Response;
 
-use super::begin::Refusal;
+use super::in_flight::InFlight;
 use super::instances::{Copying, Instance};
+use super::refusal::Refusal;
 use super::worker_range::{Held, WorkerRange};
-use super::{Answer, Caller, Engine, Handled};
+use super::{Answer, Caller, Engine, Reply};
 use kvtier_l1::to_memory;
 
-/// A retrieve whose bytes are on their way.
-struct UnderWay {
+/// A retrieve whose bytes are being copied.
+pub(super) struct InFlightRetrieve {
     request_id: Box<str>,
     model_name: Box<str>,
     started: Duration,
@@ -30,33 +31,37 @@ struct UnderWay {
     _retrieving: Arc<()>,
 }
 
+impl InFlight for InFlightRetrieve {
+    fn finish(self: Box<Self>, engine: &Engine, moved: Result<u64, DeviceError>) -> Answer {
+        engine.finish_retrieve(*self, moved)
+    }
+}
+
 impl Engine {
     pub(super) fn retrieve(
         self: &Arc<Self>,
         caller: Caller,
         retrieve: &Retrieve<'_, Prompt>,
-    ) -> Handled {
+        reply: Reply,
+    ) {
         let key = &retrieve.key;
         let Some(instance) = self.instances.get(retrieve.instance) else {
             self.settle_refused(retrieve.instance, key);
             let answer = Answer::from(Response::transfer(&[][..], false));
-            return answer.because("unknown_instance").into();
+            return reply.answer(answer.because("unknown_instance"));
         };
         let started = self.now();
         instance.seen(started);
         self.metrics.retrieve(instance.device(), false);
         match self.plan_retrieve(caller, &instance, retrieve, started) {
-            Ok((transfer, under_way)) => {
-                let pages = under_way.copying.pages();
-                self.begin_later(pages, transfer, |engine, moved| {
-                    engine.retrieved(under_way, moved)
-                })
+            Ok((transfer, in_flight)) => {
+                let pages = in_flight.copying.pages();
+                self.start_transfer(&*pages, transfer, Box::new(in_flight), reply);
             }
             Err(refusal) => {
                 self.settle_refused(retrieve.instance, key);
                 let event = instance.answer_event(retrieve.event_handle, caller.release);
-                self.retrieve_failed(&instance, key.request_id, event, &refusal)
-                    .into()
+                reply.answer(self.retrieve_failed(&instance, key.request_id, event, &refusal));
             }
         }
     }
@@ -83,7 +88,7 @@ impl Engine {
         instance: &Arc<Instance>,
         retrieve: &Retrieve<'_, Prompt>,
         started: Duration,
-    ) -> Result<(Transfer, UnderWay), Refusal> {
+    ) -> Result<(Transfer, InFlightRetrieve), Refusal> {
         let key = &retrieve.key;
         // Counted first: a ping is only refused while none is counted.
         let retrieving = instance.retrieving();
@@ -132,7 +137,7 @@ impl Engine {
             deadline,
             event: retrieve.event_handle.to_vec(),
         };
-        let under_way = UnderWay {
+        let in_flight = InFlightRetrieve {
             request_id: key.request_id.into(),
             model_name: key.model_name.into(),
             started,
@@ -143,11 +148,15 @@ impl Engine {
             _held: held,
             _retrieving: retrieving,
         };
-        Ok((transfer, under_way))
+        Ok((transfer, in_flight))
     }
 
     /// The bytes of a retrieve are in place, or will never be.
-    fn retrieved(&self, retrieve: UnderWay, moved: Result<u64, DeviceError>) -> Answer {
+    fn finish_retrieve(
+        &self,
+        retrieve: InFlightRetrieve,
+        moved: Result<u64, DeviceError>,
+    ) -> Answer {
         let instance = retrieve.copying.instance();
         let event = instance.answer_event(&retrieve.event, retrieve.release);
         if let Err(error) = moved {

@@ -35,8 +35,8 @@ use kvtier_proto::request::InstanceId;
 use parking_lot::Mutex;
 
 use super::Engine;
-use super::begin::Refusal;
 use super::instances::Instance;
+use super::refusal::Refusal;
 use super::worker_range::WorkerRange;
 use crate::seldom::Seldom;
 use kvtier_l1::L1Allocator;

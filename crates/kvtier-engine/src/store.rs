@@ -15,12 +15,13 @@ use kvtier_proto::generation::Release;
 use kvtier_proto::request::Store;
 use kvtier_proto::response::Response;
 
-use super::begin::Refusal;
+use super::in_flight::InFlight;
 use super::instances::{Copying, Instance};
 use super::lookup::space;
+use super::refusal::Refusal;
 use super::staging::Charge;
 use super::worker_range::WorkerRange;
-use super::{Answer, Caller, Engine, Handled};
+use super::{Answer, Caller, Engine, Reply};
 use kvtier_l1::{L1Allocator, to_memory};
 
 /// The chunks of a range that one object group has data for.
@@ -59,8 +60,8 @@ impl Brought {
     }
 }
 
-/// A store whose bytes are on their way.
-struct UnderWay {
+/// A store whose bytes are being copied.
+pub(super) struct InFlightStore {
     request_id: Box<str>,
     started: Duration,
     event: Vec<u8>,
@@ -73,11 +74,18 @@ struct UnderWay {
     copying: Copying,
 }
 
+impl InFlight for InFlightStore {
+    /// A reservation that is dropped becomes readable for nobody.
+    fn finish(self: Box<Self>, engine: &Engine, moved: Result<u64, DeviceError>) -> Answer {
+        engine.finish_store(*self, moved)
+    }
+}
+
 impl Engine {
-    pub(super) fn store(self: &Arc<Self>, caller: Caller, store: &Store<'_, Prompt>) -> Handled {
+    pub(super) fn store(self: &Arc<Self>, caller: Caller, store: &Store<'_, Prompt>, reply: Reply) {
         let Some(instance) = self.instances.get(store.instance) else {
             let answer = Answer::from(Response::transfer(&[][..], false));
-            return answer.because("unknown_instance").into();
+            return reply.answer(answer.because("unknown_instance"));
         };
         let started = self.now();
         instance.seen(started);
@@ -86,20 +94,17 @@ impl Engine {
             self.metrics.store(instance.device(), true);
             let event = instance.answer_event(store.event_handle, caller.release);
             let answer = Answer::from(Response::transfer(event, false));
-            return answer.because(unserved.name()).into();
+            return reply.answer(answer.because(unserved.name()));
         }
         match self.plan_store(caller.release, &instance, store, started) {
-            Ok((transfer, under_way)) => {
-                let pages = under_way.copying.pages();
-                self.begin_later(pages, transfer, |engine, moved| {
-                    engine.stored(under_way, moved)
-                })
+            Ok((transfer, in_flight)) => {
+                let pages = in_flight.copying.pages();
+                self.start_transfer(&*pages, transfer, Box::new(in_flight), reply);
             }
             Err(refusal) => {
                 let event = instance.answer_event(store.event_handle, caller.release);
                 let request_id = store.key.request_id;
-                self.store_failed(&instance, request_id, event, &refusal)
-                    .into()
+                reply.answer(self.store_failed(&instance, request_id, event, &refusal));
             }
         }
     }
@@ -120,13 +125,13 @@ impl Engine {
     }
 
     /// Reserves memory for the chunks that are not resident, and plans what is to be copied into it.
-    fn plan_store(
+    pub(super) fn plan_store(
         &self,
         release: Release,
         instance: &Arc<Instance>,
         store: &Store<'_, Prompt>,
         started: Duration,
-    ) -> Result<(Transfer, UnderWay), Refusal> {
+    ) -> Result<(Transfer, InFlightStore), Refusal> {
         let (copying, deadline, range) = self.copying(instance, &store.key)?;
         let pages = copying.pages();
         let blocks = BlockTable::check(pages.layout(), &store.block_ids, range.chunks.len())
@@ -152,7 +157,7 @@ impl Engine {
             deadline,
             event: store.event_handle.to_vec(),
         };
-        let under_way = UnderWay {
+        let in_flight = InFlightStore {
             request_id: store.key.request_id.into(),
             started,
             event: store.event_handle.to_vec(),
@@ -163,7 +168,7 @@ impl Engine {
             _charge: charge,
             copying,
         };
-        Ok((transfer, under_way))
+        Ok((transfer, in_flight))
     }
 
     /// Which chunks of the range each object group has data for, and their hashes.
@@ -197,7 +202,7 @@ impl Engine {
     }
 
     /// The bytes of a store are in place, or will never be: a reservation that is dropped becomes readable for nobody.
-    fn stored(&self, store: UnderWay, moved: Result<u64, DeviceError>) -> Answer {
+    fn finish_store(&self, store: InFlightStore, moved: Result<u64, DeviceError>) -> Answer {
         let instance = store.copying.instance();
         let event = instance.answer_event(&store.event, store.release);
         if let Err(error) = moved {

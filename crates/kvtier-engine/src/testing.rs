@@ -17,7 +17,8 @@ use parking_lot::Mutex;
 
 use super::instances::{Instance, Mode};
 use super::layout::{EngineDrivenLayout, ModelLayout};
-use super::{Answer, Caller, Engine, Handled, Responder};
+use super::store::InFlightStore;
+use super::{Answer, Caller, Engine, Reply};
 use kvtier_config::ServerConfig;
 use kvtier_metrics::Metrics;
 
@@ -191,16 +192,28 @@ pub fn store(engine: &Arc<Engine>, id: i64, chunks: Range<u8>) -> Receiver<Answe
         instance: InstanceId(id),
         event_handle: b"",
     };
-    answers(engine.store(CALLER, &store))
+    let (reply, answers) = reply();
+    engine.store(CALLER, &store, reply);
+    answers
 }
 
-/// What a request is answered.
-pub fn answers(handled: Handled) -> Receiver<Answer> {
-    let (say, hear) = channel();
-    let responder = Responder::new(move |answer| say.send(answer.unwrap()).unwrap_or_default());
-    match handled {
-        Handled::Now(answer) => responder.answer(answer),
-        Handled::Later(begin) | Handled::InTurn(begin) => begin(responder),
+impl Engine {
+    /// A store of no chunks by a registered worker.
+    pub(crate) fn plan_empty_store(&self, instance: &Arc<Instance>) -> (Transfer, InFlightStore) {
+        let store = Store {
+            block_ids: vec![Vec::new()],
+            key: key(0..0),
+            instance: instance.id,
+            event_handle: b"",
+        };
+        let planned = self.plan_store(CALLER.release, instance, &store, self.now());
+        planned.unwrap()
     }
-    hear
+}
+
+/// A reply, and what is answered with it.
+pub fn reply() -> (Reply, Receiver<Answer>) {
+    let (answers, receiver) = channel();
+    let target = move |answer: Option<Answer>| answers.send(answer.unwrap()).unwrap_or_default();
+    (Reply::new(target), receiver)
 }

@@ -13,10 +13,10 @@ use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 
 use super::Engine;
-use super::begin::Refusal;
 use super::deadline;
 use super::instances::{Copying, Instance};
 use super::lookup::{check_names, space};
+use super::refusal::Refusal;
 use kvtier_l1::L1Allocator;
 
 /// What a worker's key names: whose objects, and which chunks.

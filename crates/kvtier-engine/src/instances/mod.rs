@@ -21,8 +21,8 @@ use kvtier_proto::generation::Release;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
 use parking_lot::RwLock;
 
-use super::begin::Refusal;
 use super::layout::{EngineDrivenLayout, ModelLayout};
+use super::refusal::Refusal;
 pub use rest::Copying;
 use rest::Rest;
 

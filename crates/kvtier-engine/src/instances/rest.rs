@@ -6,7 +6,7 @@ use std::time::Instant;
 use kvtier_device::EngineMemory;
 use parking_lot::{Condvar, Mutex};
 
-use super::super::begin::Refusal;
+use super::super::refusal::Refusal;
 use super::Instance;
 
 /// Transfers of one worker that may be under way: as many as a lane lets wait for a worker whose bytes are copied in

@@ -6,7 +6,7 @@ use kvtier_device::{DeviceError, Done, KvLayout, Transfer};
 use kvtier_memory::SegmentError;
 use kvtier_proto::request::Request;
 
-use super::super::{Answer, Engine, Handled};
+use super::super::{Answer, Engine};
 use super::rest::MAX_WAITING;
 use super::*;
 use kvtier_config::ServerConfig;
@@ -164,10 +164,10 @@ fn an_unregistration_that_cannot_promise_free_pages_is_refused_with_a_text() {
     let instance = engine.instances.get(ID).unwrap();
     let unregister = || {
         let request = Request::UnregisterKvCache { instance: ID };
-        match engine.handle(super::super::testing::CALLER, &request) {
-            Handled::Now(answer) => answer,
-            Handled::Later(_) | Handled::InTurn(_) => panic!("it is in host memory"),
-        }
+        let (reply, answer) = super::super::testing::reply();
+        engine.handle(super::super::testing::CALLER, &request, reply);
+        // It is in host memory, so the answer is there.
+        answer.try_recv().unwrap()
     };
     let copying = instance.copying().unwrap();
     std::thread::scope(|scope| {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kvtier_proto::request::{InstanceId, Retrieve};
 
-use super::super::testing::{CALLER, TestPages, answers, copies_itself, engine, key, store};
+use super::super::testing::{CALLER, TestPages, copies_itself, engine, key, reply, store};
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -178,7 +178,9 @@ fn a_worker_may_have_so_many_transfers_under_way() {
         event_handle: b"",
         skip_first_n_tokens: 0,
     };
-    for refused in [refused, answers(engine.retrieve(CALLER, &retrieve))] {
+    let (reply, refused_retrieve) = reply();
+    engine.retrieve(CALLER, &retrieve, reply);
+    for refused in [refused, refused_retrieve] {
         assert_eq!(refused.try_recv().unwrap().refused, Some("lane_full"));
     }
     assert_eq!(evicted(&engine), 0);

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use super::client::Client;
 use super::clock::Clock;
 use super::connection::{Closed, Connection, SCRATCH_BYTES};
-use super::outbox::Reply;
+use super::outbox::Outgoing;
 use super::poll::{Interest, Poller, Ready};
 use super::socket::RequestSocket;
 use kvtier_engine::seldom::Seldom;
@@ -192,7 +192,7 @@ impl Connections {
     }
 
     /// Queues a reply. Returns whether its connection is open.
-    pub fn push(&mut self, reply: Reply) -> bool {
+    pub fn push(&mut self, reply: Outgoing) -> bool {
         let id = reply.connection;
         let Some(connection) = self.open.get_mut(&id) else {
             return false;

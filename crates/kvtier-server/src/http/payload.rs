@@ -181,6 +181,7 @@ mod tests {
     use tokio_stream_of::stream_of;
 
     use super::*;
+    use crate::access::Access;
     use crate::health::Health;
     use kvtier_config::ServerConfig;
 
