@@ -252,7 +252,7 @@ pub struct ServerArgs {
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
     pub http_tls_key: Option<PathBuf>,
 
-    /// Log filter: error, warn, info, debug, trace, off, or per target as in info,kvtier_server=debug
+    /// Log filter: error, warn, info, debug, trace, off, or per target as in info,kvtier=debug
     #[arg(
         long,
         env = "KVTIER_LOG_LEVEL",
