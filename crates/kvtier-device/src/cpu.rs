@@ -163,7 +163,7 @@ impl CpuMemory {
         clock: impl Fn() -> Instant,
     ) -> Result<u64, DeviceError> {
         let ChunkCopy { request, extent } = chunk;
-        self.layout.check_extent(request.object_group, extent)?;
+        self.layout.check_extent(request.object_group, extent.len)?;
         let direction = match transfer.direction {
             Direction::Store => kvtier_memory::Direction::SegmentToArena,
             Direction::Retrieve => kvtier_memory::Direction::ArenaToSegment,

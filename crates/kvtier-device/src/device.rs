@@ -198,14 +198,4 @@ pub enum DeviceError {
     /// An earlier error made the GPU unusable for this process.
     #[error("the GPU is of no use until the server is started anew: {0}")]
     Broken(String),
-    /// An extent smaller than the object.
-    #[error("extent of {len} bytes; allowed: at least {needed}, one object of group {group}")]
-    ExtentTooSmall {
-        /// Bytes of the extent.
-        len: u64,
-        /// Bytes of the object.
-        needed: u64,
-        /// Object group.
-        group: usize,
-    },
 }

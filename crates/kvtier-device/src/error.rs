@@ -97,6 +97,16 @@ pub enum PlanError {
         /// Object groups of the layout.
         groups: usize,
     },
+    /// An extent smaller than the object.
+    #[error("extent of {len} bytes; allowed: at least {needed}, one object of group {group}")]
+    ExtentTooSmall {
+        /// Bytes of the extent.
+        len: u64,
+        /// Bytes of the object.
+        needed: u64,
+        /// Object group.
+        group: usize,
+    },
     /// Block ids that were checked for another layout.
     #[error("block table was made for another layout; allowed: one made by the same layout")]
     ForeignBlockTable,

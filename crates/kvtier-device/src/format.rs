@@ -122,11 +122,6 @@ impl KvFormat {
         self as u8
     }
 
-    /// The format with this number.
-    pub fn from_number(number: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(number)).copied()
-    }
-
     /// The name used in logs and in `/status`.
     pub fn name(self) -> &'static str {
         self.row().0

@@ -6,7 +6,6 @@ use kvtier_memory::CopyLoop;
 
 use crate::error::LayoutError;
 use crate::format::{Axis, INDEXER_SCALE_BYTES, INDEXER_VALUE_BYTES, KvFormat};
-use crate::plan::adjoins;
 
 /// Most dimensions any known format has.
 const MAX_RANK: usize = 6;
@@ -362,6 +361,11 @@ impl Part {
     pub fn is_one_run(&self) -> bool {
         self.loops.iter().all(|step| step.count == 1)
     }
+}
+
+/// Whether repeating a run of `bytes` makes one longer run on both sides.
+pub(crate) fn adjoins(step: &CopyLoop, bytes: u64) -> bool {
+    step.count == 1 || (step.segment_stride == bytes && step.arena_stride == bytes)
 }
 
 /// At most a few values of a list that may be long and hostile.

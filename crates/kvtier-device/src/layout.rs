@@ -2,10 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvtier_memory::Extent;
-
 use crate::detect::detect;
-use crate::device::DeviceError;
 use crate::error::{LayoutError, PlanError};
 use crate::format::Axis;
 use crate::geometry::Plane;
@@ -99,11 +96,6 @@ impl KvLayout {
     /// Layers that are part of a group.
     pub fn num_layers(&self) -> usize {
         self.num_layers
-    }
-
-    /// Layers the engine registered, grouped or not.
-    pub fn registered_layers(&self) -> usize {
-        self.layers.len()
     }
 
     /// Blocks that every group has.
@@ -223,19 +215,14 @@ impl KvLayout {
         Ok(())
     }
 
-    /// Whether an object of a group fits an extent. A group that does not exist is the plan's to
-    /// refuse.
+    /// Checks that an object of a group fits an extent of `len` bytes. The plan refuses groups that do not exist.
     ///
     /// # Errors
-    /// [`DeviceError::ExtentTooSmall`].
-    pub(crate) fn check_extent(
-        &self,
-        object_group: usize,
-        extent: Extent,
-    ) -> Result<(), DeviceError> {
+    /// [`PlanError::ExtentTooSmall`].
+    pub(crate) fn check_extent(&self, object_group: usize, len: u64) -> Result<(), PlanError> {
         match self.object_groups().get(object_group) {
-            Some(object) if extent.len < object.object_bytes => Err(DeviceError::ExtentTooSmall {
-                len: extent.len,
+            Some(object) if len < object.object_bytes => Err(PlanError::ExtentTooSmall {
+                len,
                 needed: object.object_bytes,
                 group: object.index,
             }),
@@ -269,12 +256,4 @@ pub(crate) struct LayerPlanes<'a> {
     pub num_blocks: u64,
     pub planes: Vec<&'a Plane>,
     pub planes_outside_blocks: bool,
-}
-
-/// Shape of an object whose bytes the engine itself moves: `[2, layers, slots, hidden]`, or
-/// `[layers, slots, hidden]` when K and V are one plane. The same bytes as an object of a
-/// [`KvLayout`] with that many planes.
-pub fn engine_driven_shape(one_plane: bool, layers: u64, slots: u64, hidden: u64) -> Vec<u64> {
-    let shape = [2, layers, slots, hidden];
-    shape[usize::from(one_plane)..].to_vec()
 }

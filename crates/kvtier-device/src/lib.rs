@@ -34,7 +34,7 @@ pub use error::{LayoutError, PlanError};
 pub use format::{Axis, KvFormat, TokenContent};
 pub use geometry::{Part, Plane};
 pub use groups::{KernelGroup, ObjectGroup};
-pub use layout::{KvLayout, engine_driven_shape};
+pub use layout::KvLayout;
 pub use plan::{ChunkRequest, Direction, PlannedCopy};
 pub use spec::{
     CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder, KvListLayout, LayoutHints,

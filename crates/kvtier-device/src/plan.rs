@@ -7,7 +7,7 @@ use kvtier_memory::{AffineCopy, CopyLoop, MAX_LOOPS};
 
 use crate::blocks::BlockTable;
 use crate::error::PlanError;
-use crate::geometry::{Part, Plane};
+use crate::geometry::{Part, Plane, adjoins};
 use crate::groups::KernelGroup;
 use crate::layout::KvLayout;
 
@@ -55,11 +55,6 @@ impl PlannedCopy {
         self.copy.inner_bytes += next.copy.inner_bytes;
         true
     }
-}
-
-/// Whether repeating a run of `bytes` makes one longer run on both sides.
-pub(crate) fn adjoins(step: &CopyLoop, bytes: u64) -> bool {
-    step.count == 1 || (step.segment_stride == bytes && step.arena_stride == bytes)
 }
 
 /// One chunk of one object group of a request.

@@ -8,7 +8,7 @@
 //! link's own limit, plain copies between pinned memory and the GPU. Everything is a median. `--out` gets all of it as
 //! JSON; stdout a table and the figures that are to be reached.
 //!
-//! `--dry-run` does the same with few bytes, for a run over the stand-in for the driver; its speeds say nothing. The exit
+//! `--dry-run` does the same with few bytes, for a run over the fake driver; its speeds say nothing. The exit
 //! status is 0 when everything was measured and every byte was right, whatever the speeds.
 
 mod engine;
@@ -395,7 +395,7 @@ mod tests {
     #[test]
     fn a_dry_run_compares_every_byte_and_computes_every_figure() {
         let settings = Settings {
-            driver: Some(kvtier_cuda_standin::standin_path().unwrap()),
+            driver: Some(kvtier_cuda_fake::fake_driver_path().unwrap()),
             // Each needs a GPU anew, which tries all of them.
             executors: vec![Executor::Staged],
             ..Settings::dry()

@@ -371,15 +371,7 @@ impl DeviceCopies {
         memories: &[Place],
         extent: Place,
     ) -> Result<u64, DeviceError> {
-        if let Some(object) = layout.object_groups().get(request.object_group)
-            && extent.bytes < object.object_bytes
-        {
-            return Err(DeviceError::ExtentTooSmall {
-                len: extent.bytes,
-                needed: object.object_bytes,
-                group: object.index,
-            });
-        }
+        layout.check_extent(request.object_group, extent.bytes)?;
         let before = self.lengths.bytes;
         // Joined here, where they are smaller.
         layout.visit_spans(blocks, request, |span| {

@@ -369,7 +369,7 @@ impl Timeline {
         if written != 1 {
             return Err(CudaError::Call {
                 function: "cuStreamWriteValue64_v2",
-                code: super::driver::code::NOT_SUPPORTED,
+                code: super::error::code::NOT_SUPPORTED,
                 name: format!("the number 1 was written, {written} is there"),
             });
         }

@@ -24,7 +24,7 @@ pub use device::{CudaDevice, CudaOptions, DeviceStatus};
 pub use device_copy::{
     DeviceCopies, DeviceCopy, DeviceRun, PieceLimits, PinnedPieces, Place, RunLengths,
 };
-pub use error::CudaError;
+pub use error::{CudaError, code};
 pub use gpu::{
     Executor, GpuOptions, GpuReadings, Moved, PinningStatus, Profile, RUN_BUCKETS, Rates,
     TRIED_RUNS,

@@ -1,12 +1,12 @@
-//! The stand-in for the driver in this process, and a second process that lends memory and events as engines do.
+//! The fake driver in this process, and a second process that lends memory and events as engines do.
 
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvtier_cuda_standin::standin_path;
+use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::allocations::Allocations;
 use kvtier_device::cuda::driver::{
     Allocation, Context, DeviceBuffer, DevicePtr, Driver, Event, HandleKind, IpcHandle,
@@ -16,15 +16,17 @@ use kvtier_device::cuda::events::{ExportedEvents, ForeignEvents, Timeline};
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 use libloading::Library;
 
-/// What the stand-in's first GPU is called.
+/// What the fake driver's first GPU is called.
 pub const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000000";
 /// Bytes of the allocation the other process lends.
 pub const LENT: u64 = 1 << 16;
+/// Granularity of the fake driver's physical allocations.
+pub const GRANULE: u64 = 2 << 20;
 
-/// The stand-in's own functions.
-pub struct StandIn(Library);
+/// The fake driver's own functions.
+pub struct FakeDriver(Library);
 
-impl StandIn {
+impl FakeDriver {
     /// Only one test has it at a time.
     pub fn alone() -> (Self, MutexGuard<'static, ()>) {
         static ALONE: Mutex<()> = Mutex::new(());
@@ -33,8 +35,8 @@ impl StandIn {
     }
 
     pub fn load() -> Self {
-        // SAFETY: the stand-in has no conditions.
-        Self(unsafe { Library::new(standin_path().unwrap()) }.unwrap())
+        // SAFETY: the fake driver has no conditions.
+        Self(unsafe { Library::new(fake_driver_path().unwrap()) }.unwrap())
     }
 
     pub fn script(&self, text: &str) {
@@ -43,7 +45,7 @@ impl StandIn {
         let result = unsafe {
             let run = self
                 .0
-                .get::<unsafe extern "C" fn(*const c_char) -> c_int>("standin_script");
+                .get::<unsafe extern "C" fn(*const c_char) -> c_int>("fake_driver_script");
             run.unwrap()(text.as_ptr())
         };
         assert_eq!(result, 0, "{text:?}");
@@ -56,7 +58,7 @@ impl StandIn {
         unsafe {
             let count = self
                 .0
-                .get::<unsafe extern "C" fn(*const c_char) -> u64>("standin_count");
+                .get::<unsafe extern "C" fn(*const c_char) -> u64>("fake_driver_count");
             count.unwrap()(what.as_ptr())
         }
     }
@@ -66,13 +68,49 @@ impl StandIn {
         let mut text = vec![0u8; 4096];
         // SAFETY: that is its signature, and so many bytes are there.
         unsafe {
-            let violations = self.0.get::<Violations>("standin_violations").unwrap();
+            let violations = self.0.get::<Violations>("fake_driver_violations").unwrap();
             violations(text.as_mut_ptr().cast(), text.len());
         }
         CStr::from_bytes_until_nul(&text)
             .unwrap()
             .to_string_lossy()
             .into_owned()
+    }
+}
+
+/// Creates a physical allocation of one granule, writes its handle to `handle`, and leaves it allocated. A server only
+/// imports, so these two functions are called here by name.
+fn export(device: c_int, kind: HandleKind, handle: *mut c_void) {
+    /// `CUmemAllocationProp`: pinned memory of a device.
+    #[repr(C)]
+    struct Properties {
+        kind: c_uint,
+        handle_kinds: c_uint,
+        location_kind: c_uint,
+        device: c_int,
+        win32: *mut c_void,
+        flags: [u8; 8],
+    }
+    type Create = unsafe extern "C" fn(*mut u64, usize, *const Properties, u64) -> c_int;
+    type Export = unsafe extern "C" fn(*mut c_void, u64, c_uint, u64) -> c_int;
+    let properties = Properties {
+        kind: 1,
+        handle_kinds: kind as c_uint,
+        location_kind: 1,
+        device,
+        win32: std::ptr::null_mut(),
+        flags: [0; 8],
+    };
+    let FakeDriver(library) = FakeDriver::load();
+    let mut allocation = 0;
+    // SAFETY: these are the functions' signatures, and the caller's handle is as large as its kind.
+    unsafe {
+        let create = library.get::<Create>("cuMemCreate").unwrap();
+        assert_eq!(create(&mut allocation, GRANULE as usize, &properties, 0), 0);
+        let export = library
+            .get::<Export>("cuMemExportToShareableHandle")
+            .unwrap();
+        assert_eq!(export(handle, allocation, kind as c_uint, 0), 0);
     }
 }
 
@@ -88,7 +126,7 @@ impl Lender {
         Self::with_script("")
     }
 
-    /// With a script for its own stand-in.
+    /// With a script for its own fake driver.
     pub fn with_script(script: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args([
@@ -97,7 +135,7 @@ impl Lender {
                 "--nocapture",
                 "lender::other_process",
             ])
-            .env("KVTIER_CUDA_STANDIN", format!("devices=2; {script}"))
+            .env("KVTIER_CUDA_FAKE", format!("devices=2; {script}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -199,7 +237,7 @@ struct Lent {
     exported: ExportedEvents,
     lane: Option<kvtier_device::cuda::events::Lane>,
     opened: Option<Event>,
-    segments: Vec<(Allocation, OwnedFd)>,
+    segments: Vec<OwnedFd>,
     range: Option<Reservation>,
     /// More allocations, by number.
     more: Vec<DeviceBuffer>,
@@ -252,45 +290,45 @@ impl Lent {
     }
 
     /// Fills each piece of a range with its number, from 1 on, and keeps the range for others.
-    fn lend_range(&mut self, range: Reservation, granule: u64) {
+    fn lend_range(&mut self, range: Reservation) {
         range.allow_access().unwrap();
-        for at in 0..range.bytes() / granule {
-            let start = DevicePtr(range.base().0 + at * granule);
-            self.fill(start, at as u8 + 1, granule);
+        for at in 0..range.bytes() / GRANULE {
+            let start = DevicePtr(range.base().0 + at * GRANULE);
+            self.fill(start, at as u8 + 1, GRANULE);
         }
         self.stream.synchronize().unwrap();
         self.range = Some(range);
     }
 
     /// Expandable memory: each piece is filled with its number, from 1 on.
-    fn segments(&mut self, count: u64) -> u64 {
-        let granule = self.context.granularity(HandleKind::PosixFd).unwrap();
-        let mut range = Reservation::new(&self.context, granule * count).unwrap();
+    fn segments(&mut self, count: u64) {
+        let mut range = Reservation::new(&self.context, GRANULE * count).unwrap();
         for _ in 0..count {
-            let allocation =
-                Allocation::create(&self.context, granule, HandleKind::PosixFd).unwrap();
-            range.map(&allocation, granule).unwrap();
-            let fd = allocation.export_fd().unwrap();
-            self.segments.push((allocation, fd));
+            let mut fd: i32 = -1;
+            let device = self.context.device().ordinal();
+            export(device, HandleKind::PosixFd, (&raw mut fd).cast());
+            // SAFETY: the driver just opened it for this process.
+            let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+            let allocation = Allocation::import_fd(&self.context, fd.as_fd()).unwrap();
+            range.map(&allocation, GRANULE).unwrap();
+            self.segments.push(fd);
         }
-        self.lend_range(range, granule);
-        granule
+        self.lend_range(range);
     }
 
     /// Fabric handles of pieces, filled likewise.
     fn fabric(&mut self, count: u64) -> Vec<u8> {
-        let granule = self.context.granularity(HandleKind::Fabric).unwrap();
-        let mut range = Reservation::new(&self.context, granule * count).unwrap();
+        let mut range = Reservation::new(&self.context, GRANULE * count).unwrap();
         let mut handles = Vec::new();
         for _ in 0..count {
-            let allocation =
-                Allocation::create(&self.context, granule, HandleKind::Fabric).unwrap();
-            range.map(&allocation, granule).unwrap();
-            handles.extend(allocation.export_fabric().unwrap());
-            // Kept as long as the process lives.
-            std::mem::forget(allocation);
+            let mut handle = [0u8; 64];
+            let device = self.context.device().ordinal();
+            export(device, HandleKind::Fabric, (&raw mut handle).cast());
+            let allocation = Allocation::import_fabric(&self.context, &handle).unwrap();
+            range.map(&allocation, GRANULE).unwrap();
+            handles.extend(handle);
         }
-        self.lend_range(range, granule);
+        self.lend_range(range);
         handles
     }
 
@@ -302,7 +340,7 @@ impl Lent {
         let stream = Stream::new(buffer.context(), 0).unwrap();
         let host = buffer.context().allocate_host(bytes.len()).unwrap();
         let start = host.base().as_ptr();
-        // SAFETY: the buffer has so many bytes and nobody else knows it; the stand-in refuses what is not in an
+        // SAFETY: the buffer has so many bytes and nobody else knows it; the fake driver refuses what is not in an
         // allocation, and the copy ends here.
         unsafe {
             if to_device {
@@ -336,7 +374,7 @@ impl Lent {
                 String::new()
             }
             "script" => {
-                StandIn::load().script(rest);
+                FakeDriver::load().script(rest);
                 String::new()
             }
             "event" => hex(&self.exported.record(&self.stream).unwrap()),
@@ -369,12 +407,9 @@ impl Lent {
                 event.is_complete().unwrap().to_string()
             }
             "segments" => {
-                let granule = self.segments(rest.parse().unwrap());
-                let fds = self
-                    .segments
-                    .iter()
-                    .map(|(_, fd)| fd.as_raw_fd().to_string());
-                format!("{granule} {}", fds.collect::<Vec<_>>().join(" "))
+                self.segments(rest.parse().unwrap());
+                let fds = self.segments.iter().map(|fd| fd.as_raw_fd().to_string());
+                format!("{GRANULE} {}", fds.collect::<Vec<_>>().join(" "))
             }
             "fabric" => hex(&self.fabric(rest.parse().unwrap())),
             "alloc" => {
@@ -411,7 +446,7 @@ impl Lent {
                 map_counters(&format!("/dev/shm{file}"));
                 file
             }
-            "batches" => self.context.driver().copies_in_batches().to_string(),
+            "batches" => self.context.driver().has_batch_copy().to_string(),
             other => panic!("{other}"),
         }
     }
@@ -420,7 +455,7 @@ impl Lent {
 #[test]
 #[ignore = "the other process of the tests here"]
 fn other_process() {
-    let driver = Driver::load(Some(&standin_path().unwrap())).unwrap();
+    let driver = Driver::load(Some(&fake_driver_path().unwrap())).unwrap();
     let mut lent = Lent::new(&driver);
     for line in std::io::stdin().lines() {
         println!("=> {}", lent.answer(&line.unwrap()));

@@ -215,7 +215,7 @@ fn by_single_copies() {
 }
 
 #[test]
-fn by_copies_in_batches() {
+fn by_has_batch_copy() {
     let used = check_all("", forced(Executor::Batch), ARENA, 0..60);
     assert_eq!(used, ["batch"]);
 }

@@ -208,7 +208,7 @@ fn what_is_no_event_is_refused() {
         let error = pages.run(transfer).unwrap_err();
         assert!(matches!(error, DeviceError::Event(_)), "{event:?}: {error}");
     }
-    // The stand-in takes handles that it never gave for a mistake of ours.
+    // The fake driver takes handles that it never gave for a mistake of ours.
     server.script("clear");
     drop(pages);
     server.ends_clean();

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use kvtier_device::DeviceError;
 use kvtier_device::cuda::{Executor, GpuOptions};
+use kvtier_device::{DeviceError, PlanError};
 
 use crate::lender::Lender;
 use crate::log;
@@ -177,7 +177,7 @@ fn a_context_that_is_given_up_fails_everything() {
         server.cuda.status()[1].readings.as_ref().unwrap().broken,
         None
     );
-    // The stand-in only says so, and moves on.
+    // The fake driver only says so, and moves on.
     server.script("reset");
     server.wait_idle();
     other.run(other.store(&server, 1)).unwrap();
@@ -269,7 +269,7 @@ fn extents_that_cannot_be_are_refused() {
             let error = pages.run(transfer).unwrap_err();
             let expected = matches!(
                 error,
-                DeviceError::Access(_) | DeviceError::ExtentTooSmall { .. }
+                DeviceError::Access(_) | DeviceError::Plan(PlanError::ExtentTooSmall { .. })
             );
             assert!(expected, "{extent:?}: {error}");
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_device::DeviceError;
 
-use crate::lender::{Lender, StandIn};
+use crate::lender::{FakeDriver, Lender};
 use crate::setup::{PIECE, Pages, Server, past, wait};
 use crate::turns::batches;
 
@@ -71,7 +71,7 @@ fn pages_are_closed_after_their_last_copy_and_before_its_end_is_told() {
     hold(&server);
     let (say, hear) = mpsc::channel();
     let done = move |result: Result<u64, DeviceError>| {
-        let closed = StandIn::load().count("cuIpcCloseMemHandle");
+        let closed = FakeDriver::load().count("cuIpcCloseMemHandle");
         say.send((result, closed)).unwrap();
     };
     pages

@@ -1,4 +1,4 @@
-//! Pages of another process on GPUs, to and from the arena, over the stand-in for the driver.
+//! Pages of another process on GPUs, to and from the arena, over the fake driver.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

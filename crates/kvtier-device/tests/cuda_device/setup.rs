@@ -5,7 +5,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
-use kvtier_cuda_standin::standin_path;
+use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::driver::{Context, Driver};
 use kvtier_device::cuda::{CudaDevice, CudaOptions, GpuOptions, GpuReadings};
 use kvtier_device::{
@@ -14,13 +14,13 @@ use kvtier_device::{
 };
 use kvtier_memory::{Arena, ArenaKind, Extent};
 
-use crate::lender::{Lender, StandIn, UUID, unhex};
+use crate::lender::{FakeDriver, Lender, UUID, unhex};
 use crate::model::{Random, row_major};
 
 /// Longer than anything here takes, and than a test may.
 const FOR_EVER: Duration = Duration::from_secs(600);
 
-/// The device of a server, over the stand-in with two GPUs, and nobody else at it.
+/// The device of a server, over the fake driver with two GPUs, and nobody else at it.
 pub struct Server {
     pub cuda: CudaDevice,
     pub arena: Arc<Arena>,
@@ -29,24 +29,24 @@ pub struct Server {
 
 /// What is left of a [`Server`] without its device.
 pub struct Rest {
-    standin: StandIn,
+    fake_driver: FakeDriver,
     _alone: MutexGuard<'static, ()>,
 }
 
 impl Server {
     /// `script` is in force before anything is done with the driver.
     pub fn with(script: &str, gpu: GpuOptions, arena_bytes: u64) -> Self {
-        let (standin, alone) = StandIn::alone();
-        standin.script("reset; clear; devices=2");
-        standin.script(script);
+        let (fake_driver, alone) = FakeDriver::alone();
+        fake_driver.script("reset; clear; devices=2");
+        fake_driver.script(script);
         let arena = Arc::new(Arena::create(ArenaKind::Anonymous, arena_bytes).unwrap());
-        let library = Some(standin_path().unwrap());
+        let library = Some(fake_driver_path().unwrap());
         let options = CudaOptions { library, gpu };
         Self {
             cuda: CudaDevice::find(&options, Arc::clone(&arena)).unwrap(),
             arena,
             rest: Rest {
-                standin,
+                fake_driver,
                 _alone: alone,
             },
         }
@@ -63,7 +63,7 @@ impl Server {
 
     /// Waits until nothing is on any stream.
     pub fn wait_idle(&self) {
-        let driver = Driver::load(Some(&standin_path().unwrap())).unwrap();
+        let driver = Driver::load(Some(&fake_driver_path().unwrap())).unwrap();
         for device in driver.devices().unwrap() {
             Context::retain(&device).unwrap().synchronize().unwrap();
         }
@@ -97,18 +97,18 @@ impl Rest {
 }
 
 impl Deref for Server {
-    type Target = StandIn;
+    type Target = FakeDriver;
 
-    fn deref(&self) -> &StandIn {
-        &self.rest.standin
+    fn deref(&self) -> &FakeDriver {
+        &self.rest.fake_driver
     }
 }
 
 impl Deref for Rest {
-    type Target = StandIn;
+    type Target = FakeDriver;
 
-    fn deref(&self) -> &StandIn {
-        &self.standin
+    fn deref(&self) -> &FakeDriver {
+        &self.fake_driver
     }
 }
 

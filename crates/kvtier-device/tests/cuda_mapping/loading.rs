@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use kvtier_device::cuda::CudaError;
-use kvtier_device::cuda::driver::{Context, Driver, Module, Stream, code};
+use kvtier_device::cuda::driver::{Context, Driver, Module, Stream};
+use kvtier_device::cuda::{CudaError, code};
 
 use crate::lender::{Lender, UUID};
 use crate::setup::Bench;
@@ -13,14 +13,14 @@ fn every_function_is_found_and_the_gpus_described() {
     let bench = Bench::new();
     let driver = bench.context().driver();
     assert_eq!(driver.missing(), Vec::<&str>::new());
-    assert!(driver.copies_in_batches());
+    assert!(driver.has_batch_copy());
     let [gpu, other] = bench.gpus.all() else {
         panic!("not two GPUs")
     };
     assert_ne!(other.uuid, gpu.uuid);
     assert_eq!(other.device.ordinal(), 1);
     assert_eq!((gpu.uuid.as_str(), gpu.device.ordinal()), (UUID, 0));
-    assert_eq!((gpu.name.as_str(), gpu.numa_node), ("kvtier stand-in", -1));
+    assert_eq!((gpu.name.as_str(), gpu.numa_node), ("kvtier fake GPU", -1));
     assert_eq!(
         (gpu.pci_bus_id.as_str(), gpu.total_bytes),
         ("cafe:17:00.0", 8 << 30)
@@ -29,7 +29,7 @@ fn every_function_is_found_and_the_gpus_described() {
 }
 
 #[test]
-fn an_old_driver_has_no_copies_in_batches() {
+fn an_old_driver_has_no_has_batch_copy() {
     assert_eq!(Lender::with_script("driver=12070").ask("batches"), "false");
     assert_eq!(Lender::with_script("batch=absent").ask("batches"), "false");
     assert_eq!(Lender::with_script("driver=13000").ask("batches"), "true");

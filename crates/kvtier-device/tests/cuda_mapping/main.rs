@@ -1,4 +1,4 @@
-//! Memory and events of another process, over the stand-in for the driver: opened once, bounded, given back, and never
+//! Memory and events of another process, over the fake driver: opened once, bounded, given back, and never
 //! waited for.
 
 #![expect(clippy::unwrap_used, reason = "tests")]

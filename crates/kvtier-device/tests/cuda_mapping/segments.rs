@@ -6,7 +6,7 @@ use kvtier_device::cuda::driver::DevicePtr;
 use kvtier_device::cuda::storages::Storages;
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
-use crate::lender::{Lender, UUID, spec, torch};
+use crate::lender::{GRANULE, Lender, UUID, spec, torch};
 use crate::memory::refused;
 use crate::setup::Bench;
 
@@ -68,7 +68,7 @@ fn expandable_segments_are_fetched_from_the_other_process_and_mapped_in_order() 
     assert_eq!(bench.count("cuMemImportFromShareableHandle"), 3);
     assert_eq!(bench.count("cuMemMap"), 3);
     assert_eq!(bench.count("live.physical"), 0);
-    // The stand-in keeps a file for each piece while it is mapped; the fetched ones are closed.
+    // The fake driver keeps a file for each piece while it is mapped; the fetched ones are closed.
     assert_eq!(open_files(), before + 3);
     drop(storages);
     assert_eq!(bench.count("cuMemUnmap"), 3);
@@ -168,10 +168,7 @@ fn fabric_handles_are_mapped_without_asking_the_other_process() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handles = lender.bytes("fabric 2");
-    let size = bench
-        .context()
-        .granularity(kvtier_device::cuda::driver::HandleKind::Fabric)
-        .unwrap();
+    let size = GRANULE;
     // A process that nobody can find: its number means nothing for these.
     let segments = expandable(i32::MAX, size, 2, 2, &handles);
     let one = handles[64..].to_vec();

@@ -3,32 +3,32 @@
 use std::ops::Deref;
 use std::sync::{Arc, MutexGuard};
 
-use kvtier_cuda_standin::standin_path;
+use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::allocations::Allocations;
 use kvtier_device::cuda::driver::{Context, DevicePtr, Driver, Stream};
 use kvtier_device::cuda::uuid::Gpus;
 
-use crate::lender::StandIn;
+use crate::lender::FakeDriver;
 
 /// The driver, the first of two GPUs in use, and nobody else at it.
 pub struct Bench {
     pub allocations: Arc<Allocations>,
     pub gpus: Gpus,
-    standin: StandIn,
+    fake_driver: FakeDriver,
     _alone: MutexGuard<'static, ()>,
 }
 
 impl Bench {
     pub fn new() -> Self {
-        let (standin, alone) = StandIn::alone();
-        standin.script("devices=2");
-        let driver = Driver::load(Some(&standin_path().unwrap())).unwrap();
+        let (fake_driver, alone) = FakeDriver::alone();
+        fake_driver.script("devices=2");
+        let driver = Driver::load(Some(&fake_driver_path().unwrap())).unwrap();
         let gpus = Gpus::find(&driver).unwrap();
         let context = Context::retain(&gpus.all()[0].device).unwrap();
         let bench = Self {
             allocations: Allocations::new(context).unwrap(),
             gpus,
-            standin,
+            fake_driver,
             _alone: alone,
         };
         bench.script("reset; clear");
@@ -44,7 +44,7 @@ impl Bench {
         let _current = self.context().enter().unwrap();
         let stream = Stream::new(self.context(), 0).unwrap();
         let host = self.context().allocate_host(bytes).unwrap();
-        // SAFETY: the stand-in refuses what is not mapped; the buffer is as long.
+        // SAFETY: the fake driver refuses what is not mapped; the buffer is as long.
         unsafe { stream.copy_to_host(host.base().as_ptr(), at, bytes) }.unwrap();
         stream.synchronize().unwrap();
         // SAFETY: the copy is done, and nobody else knows the buffer.
@@ -66,9 +66,9 @@ impl Bench {
 }
 
 impl Deref for Bench {
-    type Target = StandIn;
+    type Target = FakeDriver;
 
-    fn deref(&self) -> &StandIn {
-        &self.standin
+    fn deref(&self) -> &FakeDriver {
+        &self.fake_driver
     }
 }

@@ -230,7 +230,7 @@ fn refuses_what_it_cannot_open_or_copy() {
     let small = Extent::new(0, needed - 1);
     let error = copy(&*memory, &blocks, request, &arena, small, Direction::Store).unwrap_err();
     assert!(
-        matches!(error, DeviceError::ExtentTooSmall { .. }),
+        matches!(error, DeviceError::Plan(PlanError::ExtentTooSmall { .. })),
         "{error}"
     );
     let outside = Extent::new(arena.len() - needed + 1, needed);

@@ -5,7 +5,7 @@ use kvtier_device::cuda::kernel::{KernelPlan, Unit};
 use kvtier_device::cuda::{DeviceCopies, DeviceCopy, PinnedPieces, Place};
 use kvtier_device::{
     BlockTable, ChunkRequest, DeviceError, Direction, Engine, KvAxisOrder, KvLayout, LayoutHints,
-    MemorySpec, TensorSpec,
+    MemorySpec, PlanError, TensorSpec,
 };
 use kvtier_memory::CopyLoop;
 use proptest::prelude::*;
@@ -356,7 +356,9 @@ fn what_does_not_fit_is_refused() {
     };
     assert_eq!(push(0, 0, &places, bytes).unwrap(), bytes);
     let error = push(0, 0, &places, bytes - 1).unwrap_err();
-    assert!(matches!(error, DeviceError::ExtentTooSmall { needed, .. } if needed == bytes));
+    assert!(
+        matches!(error, DeviceError::Plan(PlanError::ExtentTooSmall { needed, .. }) if needed == bytes)
+    );
     let error = push(0, 1, &places, bytes).unwrap_err();
     assert!(matches!(error, DeviceError::Plan(_)), "{error}");
     let error = push(1, 0, &places, bytes).unwrap_err();

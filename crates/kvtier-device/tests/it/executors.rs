@@ -4,7 +4,7 @@ use crate::model::apply;
 use kvtier_device::cuda::kernel::{KernelPlan, KernelWork, THREADS, Unit};
 use kvtier_device::cuda::{DeviceCopies, DeviceCopy, PinnedPieces, Place};
 // What has the kernel, compiled for this processor.
-use kvtier_cuda_standin as _;
+use kvtier_cuda_fake as _;
 use kvtier_device::{Direction, PlannedCopy};
 
 /// Runs copies between memories and an object, one way; a copy outside them panics.

@@ -3,7 +3,6 @@
 use kvtier_device::{
     BlockTable, ChunkRequest, CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder,
     KvFormat, KvLayout, LayoutError, LayoutHints, MemorySpec, PlanError, TensorSpec,
-    engine_driven_shape,
 };
 
 use crate::model::row_major;
@@ -248,7 +247,11 @@ fn refuses_groups_that_do_not_match_the_tensors() {
     }
     // Layers in no group are skipped.
     let layout = detect(&tensors, &[group(&[1, 2])], false).unwrap();
-    assert_eq!((layout.num_layers(), layout.registered_layers()), (2, 4));
+    assert_eq!(layout.num_layers(), 2);
+    assert_eq!(
+        layout.group_of_layer(4).unwrap_err().to_string(),
+        "layer is 4; allowed: 0 to below 4, and part of a group"
+    );
     assert_eq!(layout.grouped_layers().collect::<Vec<_>>(), [1, 2]);
     assert!(layout.group_of_layer(0).is_err());
     // One token of the tensors may stand for several of the model.
@@ -520,10 +523,4 @@ fn block_ids_are_checked_by_count_and_by_value() {
 
 fn layout_of_one() -> KvLayout {
     detect(&layers(1, &[2, 64, 16, 2, 4]), &[], false).unwrap()
-}
-
-#[test]
-fn engine_driven_objects_have_the_same_shape() {
-    assert_eq!(engine_driven_shape(false, 4, 256, 128), [2, 4, 256, 128]);
-    assert_eq!(engine_driven_shape(true, 4, 256, 128), [4, 256, 128]);
 }

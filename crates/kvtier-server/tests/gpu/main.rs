@@ -1,5 +1,4 @@
-//! The server in one process with its clients, and a second process whose pages are on a GPU, over the stand-in for the
-//! driver.
+//! The server in one process with its clients, and a second process whose pages are on a GPU, over the fake CUDA driver.
 
 #![expect(clippy::unwrap_used, reason = "test")]
 

@@ -120,7 +120,7 @@ impl Tools {
     pub fn obstacle(&self, executor: Executor) -> Option<String> {
         match (executor, &self.kernels) {
             (Executor::Plain, _) => None,
-            (Executor::Batch, _) => (!self.context.driver().copies_in_batches())
+            (Executor::Batch, _) => (!self.context.driver().has_batch_copy())
                 .then(|| "the driver is older than CUDA 12.8".to_owned()),
             (Executor::Kernel | Executor::Staged, kernels) => {
                 kernels.as_ref().err().map(ToString::to_string)

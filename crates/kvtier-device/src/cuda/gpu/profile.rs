@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use kvtier_memory::{Arena, ArenaKind, CopyLoop};
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
-use super::super::driver::code::OUT_OF_MEMORY;
 use super::super::driver::{Context, DeviceBuffer, RegisteredHost, Stream};
 use super::super::error::CudaError;
+use super::super::error::code::OUT_OF_MEMORY;
 use super::super::kernel::Unit;
 use super::executor::{Executor, HostMemory, Lane, SLOTS, Tools};
 use crate::plan::Direction;

@@ -31,8 +31,8 @@ impl Journal {
     }
 
     pub(crate) fn violation(&self, text: String) {
-        if std::env::var_os("KVTIER_CUDA_STANDIN_LOUD").is_some() {
-            eprintln!("cuda stand-in: {text}");
+        if std::env::var_os("KVTIER_CUDA_FAKE_LOUD").is_some() {
+            eprintln!("cuda fake driver: {text}");
         }
         self.0.lock().violations.push(text);
     }

@@ -82,7 +82,7 @@ fn host_memory_is_for_all_devices_if_it_is_portable() {
 fn copies_of_the_library_know_nothing_of_each_other() {
     let _alone = alone();
     let folder = std::env::temp_dir();
-    let path = kvtier_cuda_standin::standin_copy(&folder).unwrap();
+    let path = kvtier_cuda_fake::fake_driver_copy(&folder).unwrap();
     let name = CString::new(path.to_str().unwrap()).unwrap();
     // SAFETY: texts with a NUL, and the functions' types.
     let (init, devices, count_of) = unsafe {
@@ -91,7 +91,7 @@ fn copies_of_the_library_know_nothing_of_each_other() {
         let init: extern "C" fn(u32) -> c_int =
             std::mem::transmute(libc::dlsym(library, c"cuInit".as_ptr()));
         let count: extern "C" fn(*const c_char) -> u64 =
-            std::mem::transmute(libc::dlsym(library, c"standin_count".as_ptr()));
+            std::mem::transmute(libc::dlsym(library, c"fake_driver_count".as_ptr()));
         let devices: extern "C" fn(*mut c_int) -> c_int =
             std::mem::transmute(libc::dlsym(library, c"cuDeviceGetCount".as_ptr()));
         (init, devices, count)

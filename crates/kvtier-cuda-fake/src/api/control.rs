@@ -1,4 +1,4 @@
-//! What only the stand-in has: scripts, counts and violations.
+//! What only the fake driver has: scripts, counts and violations.
 
 use std::ffi::{CStr, c_char, c_int};
 
@@ -13,7 +13,7 @@ fn text<'a>(at: *const c_char) -> Option<&'a str> {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn standin_script(script: *const c_char) -> c_int {
+pub extern "C" fn fake_driver_script(script: *const c_char) -> c_int {
     let world = world();
     let Some(script) = text(script) else {
         return ERROR_INVALID_VALUE;
@@ -27,14 +27,16 @@ pub extern "C" fn standin_script(script: *const c_char) -> c_int {
     match world.script.lock().apply(&rest.join(";"), super::knows) {
         Ok(()) => SUCCESS,
         Err(why) => {
-            world.journal.violation(format!("standin_script: {why}"));
+            world
+                .journal
+                .violation(format!("fake_driver_script: {why}"));
             ERROR_INVALID_VALUE
         }
     }
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn standin_count(name: *const c_char) -> u64 {
+pub extern "C" fn fake_driver_count(name: *const c_char) -> u64 {
     let world = world();
     let Some(name) = text(name) else { return 0 };
     let Some(what) = name.strip_prefix("live.") else {
@@ -54,7 +56,7 @@ pub extern "C" fn standin_count(name: *const c_char) -> u64 {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn standin_violations(to: *mut c_char, room: usize) -> u64 {
+pub extern "C" fn fake_driver_violations(to: *mut c_char, room: usize) -> u64 {
     let all = world().journal.violations();
     if !to.is_null() && room > 0 {
         let text = all.join("\n");

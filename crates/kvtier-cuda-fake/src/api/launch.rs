@@ -112,7 +112,7 @@ exports! {
         }
         only(shared, 0)?;
         let Some(unit) = kernel::unit(&function.name) else {
-            return Err(wrong!(ERROR_NOT_FOUND, "the stand-in cannot run \"{}\"", function.name));
+            return Err(wrong!(ERROR_NOT_FOUND, "the fake driver cannot run \"{}\"", function.name));
         };
         if grid_y * grid_z * block_y * block_z != 1 || !extra.is_null() {
             return Err(wrong!(ERROR_INVALID_VALUE, "{}: more than one dimension, or `extra`", function.name));

@@ -1,4 +1,4 @@
-//! What the stand-in is told to pretend; the grammar is in the crate's documentation.
+//! What the fake driver is told to pretend; the grammar is in the crate's documentation.
 
 use std::collections::HashMap;
 
@@ -90,7 +90,7 @@ fn device(ordinal: usize) -> DeviceText {
     uuid[15] = ordinal as u8;
     DeviceText {
         uuid,
-        name: "kvtier stand-in".into(),
+        name: "kvtier fake GPU".into(),
         bus: format!("cafe:{:02x}:00.0", 0x17 + ordinal),
     }
 }

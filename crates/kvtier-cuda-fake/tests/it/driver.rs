@@ -2,7 +2,7 @@
 
 use std::ffi::{CString, c_char, c_int, c_void};
 
-use kvtier_cuda_standin::standin_path;
+use kvtier_cuda_fake::fake_driver_path;
 
 /// Calls an exported function with arguments that are all numbers or pointers.
 macro_rules! call {
@@ -17,7 +17,7 @@ macro_rules! call {
 pub(crate) use call;
 
 pub(crate) fn symbol(name: &str) -> *mut c_void {
-    let path = CString::new(standin_path().unwrap().to_str().unwrap()).unwrap();
+    let path = CString::new(fake_driver_path().unwrap().to_str().unwrap()).unwrap();
     let name = CString::new(name).unwrap();
     // SAFETY: both are texts with a NUL; the library is never unloaded.
     unsafe {
@@ -37,14 +37,14 @@ pub(crate) fn script(text: &str) {
 
 pub(crate) fn try_script(text: &str) -> c_int {
     let text = CString::new(text).unwrap();
-    call!(standin_script(text.as_ptr() => *const c_char))
+    call!(fake_driver_script(text.as_ptr() => *const c_char))
 }
 
 pub(crate) fn count(name: &str) -> u64 {
     let name = CString::new(name).unwrap();
     // SAFETY: the type is the function's.
     let function: extern "C" fn(*const c_char) -> u64 =
-        unsafe { std::mem::transmute(symbol("standin_count")) };
+        unsafe { std::mem::transmute(symbol("fake_driver_count")) };
     function(name.as_ptr())
 }
 
@@ -57,7 +57,7 @@ pub(crate) fn await_count(name: &str, n: u64) {
 
 pub(crate) fn violations() -> Vec<String> {
     let mut text = vec![0_u8; 1 << 16];
-    call!(standin_violations(text.as_mut_ptr() => *mut u8, text.len() => usize));
+    call!(fake_driver_violations(text.as_mut_ptr() => *mut u8, text.len() => usize));
     let end = text.iter().position(|&b| b == 0).unwrap();
     String::from_utf8_lossy(&text[..end])
         .lines()

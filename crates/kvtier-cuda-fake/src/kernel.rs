@@ -121,7 +121,7 @@ struct Touched {
 }
 
 impl Touched {
-    /// Where the stand-in sees memory that a kernel may touch; 0: nowhere.
+    /// Where the fake driver sees memory that a kernel may touch; 0: nowhere.
     fn find(&mut self, address: u64, bytes: u64) -> u64 {
         let state = world().state.lock();
         let found = if state.space.covers(address) {

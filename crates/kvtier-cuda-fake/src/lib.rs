@@ -1,4 +1,4 @@
-//! A strict stand-in for the CUDA driver library (`libcuda.so.1`), for tests on machines without a GPU.
+//! A strict fake of the CUDA driver library (`libcuda.so.1`), for tests on machines without a GPU.
 //!
 //! The cdylib exports driver functions with the signatures of `cuda.h`. Device memory is POSIX shared memory, streams are
 //! threads, copies are `memcpy`, and the copy kernel is its own source compiled for the processor; so several processes
@@ -7,7 +7,7 @@
 //! the kernel without a driver.
 //!
 //! # Strict
-//! Addresses of device memory can be read by nobody but the stand-in, and are never given twice. What no correct caller
+//! Addresses of device memory can be read by nobody but the fake driver, and are never given twice. What no correct caller
 //! does is answered with the driver's code and noted as a *violation*: no current context or the wrong one, handles that
 //! are unknown or destroyed, ranges outside a live allocation, mapping or registration, things closed or freed twice or
 //! while a stream uses them, a process opening its own IPC handle, contexts that end with something left. A batch is copied in
@@ -16,16 +16,16 @@
 //! them.
 //!
 //! # What tests ask and say
-//! * `uint64_t standin_count(const char *name)`: calls of a function since the start or the last `clear`. Also
+//! * `uint64_t fake_driver_count(const char *name)`: calls of a function since the start or the last `clear`. Also
 //!   `violations`; `pageable`: asynchronous copies from or to host memory that is not registered, which wait as the
 //!   driver's do; `batched`: copies in batches; `queued.E`, `started.E` and `bytes.E`: work that came to engine E, work
 //!   it began, and bytes it did, where E is `h2d`, `d2h` or `kernel` (kernels, fills, and copies inside the device);
 //!   `overlaps`: work begun while another engine was busy; and what there is now: `live.memory` (allocations, openings
 //!   and reservations), `live.physical`, `live.host`, `live.streams`, `live.events`, `live.modules`, `live.contexts`.
-//! * `uint64_t standin_violations(char *to, size_t room)`: how many, and as many lines of their text as there is room.
-//! * `int standin_script(const char *text)`: the script below; 1, and a violation, if it cannot be read.
-//!   The variable `KVTIER_CUDA_STANDIN` holds one that is read at the first call, and aborts the process if it is wrong.
-//! * The variable `KVTIER_CUDA_STANDIN_LOUD` sends violations to stderr, too.
+//! * `uint64_t fake_driver_violations(char *to, size_t room)`: how many, and as many lines of their text as there is room.
+//! * `int fake_driver_script(const char *text)`: the script below; 1, and a violation, if it cannot be read.
+//!   The variable `KVTIER_CUDA_FAKE` holds one that is read at the first call, and aborts the process if it is wrong.
+//! * The variable `KVTIER_CUDA_FAKE_LOUD` sends violations to stderr, too.
 //!
 //! # Scripts
 //! Statements, divided by `;` or newlines; `#` starts one that is a remark. WHEN is a number K, the K-th from now, or `K+`, all
@@ -34,7 +34,7 @@
 //! | statement | meaning | at the start |
 //! | --- | --- | --- |
 //! | `devices=N` | so many, 0 to 16, from the next `cuInit`, which takes none away | 1 |
-//! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier stand-in", `cafe:17:00.0` and up: no machine has it |
+//! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier fake GPU", `cafe:17:00.0` and up: no machine has it |
 //! | `memory=BYTES` | of each device | 8 GiB |
 //! | `driver=VERSION` | 1000 * major + 10 * minor | 12080 |
 //! | `fail FUNCTION=CODE@WHEN` | these calls answer CODE and do nothing; without `@WHEN` all. FUNCTION may also be a kernel, for its launches | |
@@ -69,13 +69,13 @@ mod world;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Where the library is that this crate was built into, for a test to load: `$KVTIER_CUDA_STANDIN_LIB`, or beside the
+/// Where the library is that this crate was built into, for a test to load: `$KVTIER_CUDA_FAKE_LIB`, or beside the
 /// test's executable.
 ///
 /// # Errors
 /// Where it was looked for, if it is nowhere.
-pub fn standin_path() -> Result<PathBuf, String> {
-    if let Some(path) = std::env::var_os("KVTIER_CUDA_STANDIN_LIB") {
+pub fn fake_driver_path() -> Result<PathBuf, String> {
+    if let Some(path) = std::env::var_os("KVTIER_CUDA_FAKE_LIB") {
         return Ok(path.into());
     }
     let exe = std::env::current_exe().map_err(|e| e.to_string())?;
@@ -85,11 +85,11 @@ pub fn standin_path() -> Result<PathBuf, String> {
         .take(2)
         .flat_map(|folder| [folder.to_owned(), folder.join("deps")]);
     let names: Vec<PathBuf> = looked
-        .map(|folder| folder.join("libkvtier_cuda_standin.so"))
+        .map(|folder| folder.join("libkvtier_cuda_fake.so"))
         .collect();
     match names.iter().find(|path| path.exists()) {
         Some(path) => Ok(path.clone()),
-        None => Err(format!("the CUDA stand-in is at none of {names:?}")),
+        None => Err(format!("the fake CUDA driver is at none of {names:?}")),
     }
 }
 
@@ -97,11 +97,11 @@ pub fn standin_path() -> Result<PathBuf, String> {
 /// own, beside others in the process. No two copies can open each other's handles, as no process can its own.
 ///
 /// # Errors
-/// As [`standin_path`], and those of copying.
-pub fn standin_copy(folder: &Path) -> Result<PathBuf, String> {
+/// As [`fake_driver_path`], and those of copying.
+pub fn fake_driver_copy(folder: &Path) -> Result<PathBuf, String> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let to = folder.join(format!("libcuda-{}-{number}.so", std::process::id()));
-    std::fs::copy(standin_path()?, &to).map_err(|e| format!("{}: {e}", to.display()))?;
+    std::fs::copy(fake_driver_path()?, &to).map_err(|e| format!("{}: {e}", to.display()))?;
     Ok(to)
 }

@@ -72,11 +72,11 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
             last: 0,
         }),
     };
-    if let Ok(text) = std::env::var("KVTIER_CUDA_STANDIN") {
+    if let Ok(text) = std::env::var("KVTIER_CUDA_FAKE") {
         let done = world.script.lock().apply(&text, crate::api::knows);
         if let Err(why) = done {
             // Going on would test something else than the test says.
-            eprintln!("KVTIER_CUDA_STANDIN: {why}");
+            eprintln!("KVTIER_CUDA_FAKE: {why}");
             std::process::abort();
         }
     }

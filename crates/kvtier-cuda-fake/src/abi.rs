@@ -9,7 +9,7 @@ use std::ffi::c_void;
 
 pub(crate) type CUresult = i32;
 
-/// Every result code that the stand-in returns, with the name the driver has for it.
+/// Every result code that the fake driver returns, with the name the driver has for it.
 macro_rules! codes {
     ($($name:ident = $code:literal, $text:literal;)*) => {
         $(pub(crate) const $name: CUresult = $code;)*

@@ -1,4 +1,4 @@
-//! The stand-in, loaded as its users load it.
+//! The fake driver, loaded as its users load it.
 
 #![expect(clippy::unwrap_used, reason = "a test's helpers")]
 

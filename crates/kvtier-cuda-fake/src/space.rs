@@ -74,7 +74,7 @@ impl Physical {
     }
 }
 
-/// Device memory found: where the stand-in sees it, and what keeps it there.
+/// Device memory found: where the fake driver sees it, and what keeps it there.
 pub(crate) struct Found {
     pub at: *mut u8,
     pub held: Held,

@@ -1,14 +1,14 @@
-//! POSIX shared memory whose names say the process: `/dev/shm/kvtier-standin-PID-START-LIBRARY-WHAT`.
+//! POSIX shared memory whose names say the process: `/dev/shm/kvtier-cuda-fake-PID-START-LIBRARY-WHAT`.
 //!
 //! START is the process's start in clock ticks, so a PID that is used again is somebody else; LIBRARY tells copies of the
-//! stand-in in one process apart.
+//! fake driver in one process apart.
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-const PREFIX: &str = "kvtier-standin-";
+const PREFIX: &str = "kvtier-cuda-fake-";
 const FOLDER: &str = "/dev/shm";
 
 /// A process, as a handle names it.
@@ -124,7 +124,7 @@ fn open(path: &str, flags: i32) -> Option<OwnedFd> {
     (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Whether a descriptor is a physical allocation of some stand-in.
+/// Whether a descriptor is a physical allocation of some fake driver.
 pub(crate) fn is_ours(fd: i32) -> bool {
     std::fs::read_link(format!("/proc/self/fd/{fd}")).is_ok_and(|to| {
         to.to_string_lossy()
@@ -141,7 +141,7 @@ pub(crate) fn bytes_of(fd: i32) -> u64 {
     }
 }
 
-/// Where the stand-in itself sees device memory. Callers get other addresses, at which nothing can be read, as with a
+/// Where the fake driver itself sees device memory. Callers get other addresses, at which nothing can be read, as with a
 /// real device.
 pub(crate) struct Mapping {
     at: *mut u8,

@@ -1,4 +1,4 @@
-//! What scripts make the stand-in pretend.
+//! What scripts make the fake driver pretend.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 

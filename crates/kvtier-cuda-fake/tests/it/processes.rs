@@ -26,7 +26,7 @@ impl Exporter {
     fn start_with(script: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--ignored", "--nocapture", "processes::exporter"])
-            .env("KVTIER_CUDA_STANDIN", script)
+            .env("KVTIER_CUDA_FAKE", script)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -412,7 +412,7 @@ fn left_by(pid: u32) -> Vec<String> {
     let names = std::fs::read_dir("/dev/shm")
         .unwrap()
         .map(|entry| entry.unwrap().file_name());
-    let mine = format!("kvtier-standin-{pid}-");
+    let mine = format!("kvtier-cuda-fake-{pid}-");
     names
         .filter_map(|name| name.into_string().ok())
         .filter(|name| name.starts_with(&mine))
@@ -449,7 +449,7 @@ fn a_script_may_come_from_the_environment() {
     assert_eq!(format!("{} of 10000", 10000 - BYTES), exporter.ask("room"));
     let wrong = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "--ignored", "processes::exporter"])
-        .env("KVTIER_CUDA_STANDIN", "memory=much")
+        .env("KVTIER_CUDA_FAKE", "memory=much")
         .stdin(Stdio::null())
         .output()
         .unwrap();
