@@ -1,4 +1,4 @@
-//! What `cuda.h` says: result codes, constants and the structures that cross the interface.
+//! The ABI of `cuda.h`: result codes, constants and structures.
 
 #![expect(
     dead_code,
@@ -119,7 +119,7 @@ pub(crate) struct Copy2D {
 pub(crate) enum Fault {
     /// A code that a correct caller meets too: not ready, out of memory, a dead exporter.
     Code(CUresult),
-    /// A code for what no correct caller does; the text goes into the journal.
+    /// A code for an incorrect call; the text goes into the journal.
     Wrong(CUresult, String),
 }
 
@@ -131,7 +131,7 @@ macro_rules! wrong {
 }
 pub(crate) use wrong;
 
-/// Writes through a pointer of the caller, which the C contract says is null or valid.
+/// Writes through a pointer of the caller, which by the C contract is null or valid.
 pub(crate) fn put<T>(to: *mut T, value: T) -> Outcome {
     if to.is_null() {
         return Err(wrong!(ERROR_INVALID_VALUE, "a result pointer is null"));
@@ -140,7 +140,7 @@ pub(crate) fn put<T>(to: *mut T, value: T) -> Outcome {
     Ok(())
 }
 
-/// The array of a caller, which the C contract says is null or valid.
+/// The array of a caller, which by the C contract is null or valid.
 pub(crate) fn array<'a, T>(at: *const T, n: usize, what: &str) -> Outcome<&'a [T]> {
     if n == 0 {
         return Ok(&[]);

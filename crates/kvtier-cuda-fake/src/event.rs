@@ -1,7 +1,7 @@
 //! Events: records in shared memory, with counters.
 //!
 //! `recorded` counts the calls that recorded an event, `completed` is the last of them that its stream came to. An event
-//! is complete when they are equal, also for who imported it, whether or not its exporter lives.
+//! is complete when they are equal, also in importing processes, whether or not the exporter lives.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -97,7 +97,7 @@ impl Slots {
             self.file = Some((segment, file));
         }
         let (_, file) = self.file.as_ref().ok_or_else(none)?;
-        // New slots first: what held a destroyed event is then left alone for long.
+        // New slots first, so that the slots of destroyed events are reused late.
         let index = if u64::from(self.used) < SLOTS {
             self.used += 1;
             self.used - 1
@@ -124,7 +124,7 @@ pub(crate) struct Event {
     pub flags: u32,
     pub device: usize,
     pub imported: bool,
-    /// Imported, and told never to complete.
+    /// Imported, and scripted never to complete.
     pub stuck: bool,
     /// When its last record was reached, in nanoseconds.
     pub stamp: Arc<AtomicU64>,

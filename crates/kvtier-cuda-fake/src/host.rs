@@ -19,7 +19,7 @@ pub(crate) struct Range {
     pub flags: u32,
     /// Whether `cuMemHostAlloc` made it.
     pub owned: bool,
-    /// Cloned by what is under way.
+    /// Cloned by work in flight.
     pub users: Arc<()>,
 }
 
@@ -87,7 +87,7 @@ impl Host {
         }
     }
 
-    /// Forgets what was registered in a device's context; how much that was.
+    /// Removes the registrations of a device's context; returns their number.
     pub(crate) fn drop_of(&mut self, device: usize) -> usize {
         let n = self.ranges.len();
         self.ranges.retain(|_, range| range.device != device);
@@ -98,7 +98,7 @@ impl Host {
         self.ranges.len()
     }
 
-    /// Where `bytes` at `address` are, for a device. The driver refuses what is only partly in one registration; another
+    /// Locates `bytes` at `address` for a device. The driver refuses ranges only partly in one registration; another
     /// device's registration is one for all if it is PORTABLE.
     pub(crate) fn find(
         &self,

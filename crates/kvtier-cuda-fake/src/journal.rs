@@ -1,4 +1,4 @@
-//! What was counted, and what was wrong.
+//! Journal: counters and violations.
 
 use std::collections::HashMap;
 

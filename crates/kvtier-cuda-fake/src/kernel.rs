@@ -1,4 +1,4 @@
-//! The copy kernel: its PTX is looked at, its source, compiled for the processor, is run.
+//! The copy kernel: its PTX is checked, and its source, compiled for the processor, is run.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -81,7 +81,7 @@ unsafe extern "C" {
     fn standin_items(tiles: *const c_void, n_tiles: u32) -> u64;
     fn standin_item_bytes() -> u64;
     fn standin_tile_bytes() -> u64;
-    /// Replaces the addresses of items by those that `resolve` gives; 0, 700 or 716.
+    /// Replaces the addresses of items by those that `resolve` returns; result code 0, 700 or 716.
     fn standin_translate(
         items: *mut c_void,
         tiles: *const c_void,
@@ -158,7 +158,7 @@ impl Touched {
 }
 
 extern "C" fn resolve(to: *mut c_void, address: u64, bytes: u64) -> u64 {
-    // SAFETY: `translate` below passes its `Touched`, which nobody else has meanwhile.
+    // SAFETY: `translate` below passes its `Touched`, which has no other user meanwhile.
     unsafe { &mut *to.cast::<Touched>() }.find(address, bytes)
 }
 

@@ -2,53 +2,53 @@
 //!
 //! The cdylib exports driver functions with the signatures of `cuda.h`. Device memory is POSIX shared memory, streams are
 //! threads, copies are `memcpy`, and the copy kernel is its own source compiled for the processor; so several processes
-//! can share memory and events through IPC handles, as with a GPU. It says nothing about speed, nor about how a driver
-//! behaves where its documentation is silent. Who depends on the crate also has `kvcopy_host` of `kvcopy_host.cpp`, which runs
-//! the kernel without a driver.
+//! can share memory and events through IPC handles, as with a GPU. It shows nothing about speed, nor about driver behaviour
+//! that is not documented. Dependents of the crate also get `kvcopy_host` of `kvcopy_host.cpp`, which runs the kernel
+//! without a driver.
 //!
 //! # Strict
-//! Addresses of device memory can be read by nobody but the fake driver, and are never given twice. What no correct caller
-//! does is answered with the driver's code and noted as a *violation*: no current context or the wrong one, handles that
+//! Only the fake driver can read addresses of device memory, and they are never reused. Incorrect calls are answered with
+//! the driver's code and recorded as a *violation*: no current context or the wrong one, handles that
 //! are unknown or destroyed, ranges outside a live allocation, mapping or registration, things closed or freed twice or
 //! while a stream uses them, a process opening its own IPC handle, contexts that end with something left. A batch is copied in
-//! reverse, sources of access order ANY are read at the call, and a kernel that touches what it may not poisons its
-//! context. Device memory starts as zeros, and default streams are ordinary ones: what is created with flag 0 does not wait for
-//! them.
+//! reverse, sources of access order ANY are read at the call, and a kernel that accesses other memory poisons its
+//! context. Device memory starts as zeros, and default streams are ordinary ones: a stream created with flag 0 does not wait
+//! for them.
 //!
-//! # What tests ask and say
+//! # Functions for tests
 //! * `uint64_t fake_driver_count(const char *name)`: calls of a function since the start or the last `clear`. Also
 //!   `violations`; `pageable`: asynchronous copies from or to host memory that is not registered, which wait as the
 //!   driver's do; `batched`: copies in batches; `queued.E`, `started.E` and `bytes.E`: work that came to engine E, work
 //!   it began, and bytes it did, where E is `h2d`, `d2h` or `kernel` (kernels, fills, and copies inside the device);
-//!   `overlaps`: work begun while another engine was busy; and what there is now: `live.memory` (allocations, openings
+//!   `overlaps`: work started while another engine was busy; and live objects: `live.memory` (allocations, openings
 //!   and reservations), `live.physical`, `live.host`, `live.streams`, `live.events`, `live.modules`, `live.contexts`.
-//! * `uint64_t fake_driver_violations(char *to, size_t room)`: how many, and as many lines of their text as there is room.
+//! * `uint64_t fake_driver_violations(char *to, size_t bytes)`: their number; writes as many lines of their text as fit.
 //! * `int fake_driver_script(const char *text)`: the script below; 1, and a violation, if it cannot be read.
 //!   The variable `KVTIER_CUDA_FAKE` holds one that is read at the first call, and aborts the process if it is wrong.
 //! * The variable `KVTIER_CUDA_FAKE_LOUD` sends violations to stderr, too.
 //!
 //! # Scripts
-//! Statements, divided by `;` or newlines; `#` starts one that is a remark. WHEN is a number K, the K-th from now, or `K+`, all
-//! from that on.
+//! Statements, separated by `;` or newlines; `#` starts a comment. WHEN is a number K, the K-th from now, or `K+`, all from
+//! the K-th on.
 //!
 //! | statement | meaning | at the start |
 //! | --- | --- | --- |
-//! | `devices=N` | so many, 0 to 16, from the next `cuInit`, which takes none away | 1 |
+//! | `devices=N` | number of devices, 0 to 16, from the next `cuInit` on, which removes none | 1 |
 //! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier fake GPU", `cafe:17:00.0` and up: no machine has it |
 //! | `memory=BYTES` | of each device | 8 GiB |
 //! | `driver=VERSION` | 1000 * major + 10 * minor | 12080 |
 //! | `fail FUNCTION=CODE@WHEN` | these calls answer CODE and do nothing; without `@WHEN` all. FUNCTION may also be a kernel, for its launches | |
 //! | `die FUNCTION@WHEN` | this call kills the process; without `@WHEN` the next | |
-//! | `h2d=RATE`, `d2h=RATE`, `kernel=RATE` | an engine does so many bytes a second at most; 0: no limit | 0 |
-//! | `hold ENGINE`, `release` | an engine starts its next work and does not get on with it; all get on | |
-//! | `hold FUNCTION@WHEN` | these calls are counted and do not get on before `release`; without `@WHEN` all | |
+//! | `h2d=RATE`, `d2h=RATE`, `kernel=RATE` | maximum bytes per second of an engine; 0: no limit | 0 |
+//! | `hold ENGINE`, `release` | an engine blocks in its next work; all continue | |
+//! | `hold FUNCTION@WHEN` | these calls are counted and block until `release`; without `@WHEN` all | |
 //! | `event.never=WHEN` | these records of events are never reached | |
-//! | `import.never=WHEN` | these opened events never complete, for who opened them | |
+//! | `import.never=WHEN` | these opened events never complete in the opening process | |
 //! | `batch=absent` | no `cuMemcpyBatchAsync`; `present` | `present` |
-//! | `ptx=refused` | no PTX is good enough; `accepted` | `accepted` |
+//! | `ptx=refused` | every PTX is refused; `accepted` | `accepted` |
 //! | `fabric=absent` | fabric handles are not permitted; `present` | `present` |
-//! | `reset` | all of this as at the start, except devices, memory and driver | |
-//! | `clear` | forgets counts and violations | |
+//! | `reset` | all settings as at the start, except devices, memory and driver | |
+//! | `clear` | clears counts and violations | |
 #![expect(
     clippy::undocumented_unsafe_blocks,
     reason = "the crate is a C interface: callers' pointers are what its documentation says; other reasons are written down"
@@ -69,11 +69,10 @@ mod world;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Where the library is that this crate was built into, for a test to load: `$KVTIER_CUDA_FAKE_LIB`, or beside the
-/// test's executable.
+/// Path of this crate's library, for a test to load: `$KVTIER_CUDA_FAKE_LIB`, or beside the test's executable.
 ///
 /// # Errors
-/// Where it was looked for, if it is nowhere.
+/// The searched paths, if it is at none of them.
 pub fn fake_driver_path() -> Result<PathBuf, String> {
     if let Some(path) = std::env::var_os("KVTIER_CUDA_FAKE_LIB") {
         return Ok(path.into());
@@ -93,11 +92,11 @@ pub fn fake_driver_path() -> Result<PathBuf, String> {
     }
 }
 
-/// A copy of the library in `folder`: whoever loads it has a driver for himself, with scripts, counts and memory of its
-/// own, beside others in the process. No two copies can open each other's handles, as no process can its own.
+/// Copies the library to `folder`. Each loaded copy is a driver with its own scripts, counts and memory, beside others in
+/// the process. Copies in one process cannot open each other's handles, as a process cannot open its own.
 ///
 /// # Errors
-/// As [`fake_driver_path`], and those of copying.
+/// As [`fake_driver_path`], or the copy fails.
 pub fn fake_driver_copy(folder: &Path) -> Result<PathBuf, String> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);

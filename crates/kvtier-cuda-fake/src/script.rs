@@ -1,4 +1,4 @@
-//! What the fake driver is told to pretend; the grammar is in the crate's documentation.
+//! Scripts: settings of the fake driver; the grammar is in the crate's documentation.
 
 use std::collections::HashMap;
 
@@ -28,7 +28,7 @@ impl When {
         })
     }
 
-    /// Counts one more; whether this is one that is meant.
+    /// Counts one call; returns whether the rule applies to it.
     pub(crate) fn hit(&mut self) -> bool {
         self.seen += 1;
         self.seen == self.at || (self.forever && self.seen > self.at)
@@ -54,10 +54,10 @@ pub(crate) struct Script {
     pub memory: u64,
     pub driver: i32,
     pub rules: HashMap<String, Vec<(When, Act)>>,
-    /// Bytes a second by direction; 0: as fast as they go.
+    /// Bytes per second by direction; 0: no limit.
     pub rates: [u64; 3],
     pub holds: [bool; 3],
-    /// Functions whose calls do not begin.
+    /// Functions whose calls block.
     pub held: HashMap<String, When>,
     pub event_never: Option<When>,
     pub import_never: Option<When>,

@@ -1,7 +1,7 @@
-//! POSIX shared memory whose names say the process: `/dev/shm/kvtier-cuda-fake-PID-START-LIBRARY-WHAT`.
+//! POSIX shared memory named after its process: `/dev/shm/kvtier-cuda-fake-PID-START-LIBRARY-WHAT`.
 //!
-//! START is the process's start in clock ticks, so a PID that is used again is somebody else; LIBRARY tells copies of the
-//! fake driver in one process apart.
+//! START is the process's start in clock ticks, so a reused PID is another process; LIBRARY distinguishes copies
+//! of the fake driver in one process.
 
 use std::ffi::CString;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
@@ -53,11 +53,11 @@ impl Owner {
     }
 }
 
-/// Removes what dead processes left, and at the end of this one what it has.
+/// Removes the files of dead processes, and at exit those of this one.
 pub(crate) fn clean_up() {
     remove(|owner| !owner.lives());
     extern "C" fn at_exit() {
-        // A fork has inherited this function, but what it would remove is its parent's.
+        // A forked child inherits this function, but the files are its parent's.
         if std::process::id() == Owner::us().pid {
             remove(|owner| *owner == Owner::us());
         }
@@ -87,7 +87,7 @@ fn owner_of(name: &str) -> Option<Owner> {
     })
 }
 
-/// A file of this process's, removed when dropped; who has it open keeps its bytes.
+/// A file of this process, removed when dropped; open descriptors keep its bytes.
 pub(crate) struct Segment {
     pub fd: OwnedFd,
     path: String,
@@ -192,7 +192,7 @@ impl Mapping {
         )
     }
 
-    /// Takes it out, unless somebody is using it.
+    /// Takes the value, unless it is in use.
     pub(crate) fn clear(&self, offset: u64, bytes: u64) {
         if !self.in_use() {
             let flags =
@@ -222,7 +222,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Work on a stream holds what it touches.
+/// A reference held by work on a stream.
 pub(crate) struct Held(std::sync::Arc<Mapping>);
 
 impl Held {

@@ -1,6 +1,6 @@
-//! The device addresses of this process: what is at them, and who may touch it.
+//! The device address space of this process: regions, and the devices that may access them.
 //!
-//! Addresses come from one reservation and are never given twice, so what was freed stays wrong.
+//! Addresses come from one reservation and are never reused, so freed addresses stay invalid.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ pub(crate) enum Kind {
         id: u64,
         _segment: Segment,
     },
-    /// `cuIpcOpenMemHandle`, so many times.
+    /// `cuIpcOpenMemHandle`, and the number of opens.
     Foreign {
         device: usize,
         handle: [u8; 64],
@@ -74,7 +74,7 @@ impl Physical {
     }
 }
 
-/// Device memory found: where the fake driver sees it, and what keeps it there.
+/// Located device memory: its address in the fake driver, and the guard that keeps it mapped.
 pub(crate) struct Found {
     pub at: *mut u8,
     pub held: Held,
@@ -128,7 +128,7 @@ impl Space {
         self.regions.remove(&base)
     }
 
-    /// Forgets what a device's context had; how much that was.
+    /// Removes the regions of a device's context; returns their number.
     pub(crate) fn drop_of(&mut self, device: usize) -> usize {
         let n = self.regions.len();
         self.regions.retain(|_, region| match &region.kind {

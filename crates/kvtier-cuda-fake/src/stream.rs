@@ -1,4 +1,4 @@
-//! Streams: queues, each run in order by a thread; and the engines that all streams of a device share.
+//! Streams: queues, each run in order by its thread; and the engines shared by all streams of a device.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -54,7 +54,7 @@ impl Stream {
         }
     }
 
-    /// Its place in the stream, for [`Self::wait`].
+    /// Queues work; returns its position for [`Self::wait`].
     pub(crate) fn push(&self, work: Work) -> u64 {
         let mut state = self.state.lock();
         state.queue.push_back(work);
@@ -79,7 +79,7 @@ impl Stream {
         }
     }
 
-    /// What is queued still runs.
+    /// Closes the stream; queued work still runs.
     pub(crate) fn close(&self) {
         self.state.lock().closed = true;
         self.changed.notify_all();
@@ -94,18 +94,18 @@ pub(crate) enum Direction {
     Kernel = 2,
 }
 
-/// A device's engines: each does one thing at a time, all at once.
+/// A device's engines: each runs one piece of work at a time, concurrently with the others.
 #[derive(Default)]
 pub(crate) struct Engines {
     engines: [Mutex<()>; 3],
-    /// How many are at work.
+    /// Number of busy engines.
     busy: AtomicUsize,
-    /// Set by a kernel that went wrong; every later call of the device answers with it.
+    /// Set by a failing kernel; every later call of the device returns it.
     pub poison: AtomicI32,
 }
 
 impl Engines {
-    /// Does `work` on an engine, as slowly as the script says.
+    /// Runs `work` on an engine, at the scripted rate.
     pub(crate) fn run(&self, direction: Direction, bytes: u64, work: impl FnOnce()) {
         let number = direction as usize;
         let name = crate::script::DIRECTIONS[number];
@@ -127,7 +127,7 @@ impl Engines {
     }
 }
 
-/// Waits for what another process or thread brings about.
+/// Polls until `done`, which another process or thread brings about.
 pub(crate) fn until(mut done: impl FnMut() -> bool) {
     let mut pause = 20;
     while !done() {

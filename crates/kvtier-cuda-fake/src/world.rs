@@ -1,4 +1,4 @@
-//! All there is in this process: devices, contexts, and what handles stand for.
+//! The driver's state in this process: devices, contexts, and the objects behind handles.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -75,7 +75,7 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
     if let Ok(text) = std::env::var("KVTIER_CUDA_FAKE") {
         let done = world.script.lock().apply(&text, crate::api::knows);
         if let Err(why) = done {
-            // Going on would test something else than the test says.
+            // Continuing would test something else than intended.
             eprintln!("KVTIER_CUDA_FAKE: {why}");
             std::process::abort();
         }
@@ -168,7 +168,7 @@ impl State {
             .ok_or_else(|| unknown("event", handle))
     }
 
-    /// The end of a device's primary context: what of it was left, which goes with it.
+    /// Ends a device's primary context; frees and lists the objects left in it.
     pub(crate) fn end_of(&mut self, device: usize) -> Vec<String> {
         let mut left = Vec::new();
         let mut note = |n: usize, what: &str| {

@@ -56,11 +56,11 @@ pub extern "C" fn fake_driver_count(name: *const c_char) -> u64 {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn fake_driver_violations(to: *mut c_char, room: usize) -> u64 {
+pub extern "C" fn fake_driver_violations(to: *mut c_char, bytes: usize) -> u64 {
     let all = world().journal.violations();
-    if !to.is_null() && room > 0 {
+    if !to.is_null() && bytes > 0 {
         let text = all.join("\n");
-        let n = text.len().min(room - 1);
+        let n = text.len().min(bytes - 1);
         unsafe {
             std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), n);
             to.add(n).write(0);

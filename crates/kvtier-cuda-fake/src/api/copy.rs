@@ -27,7 +27,7 @@ struct Piece {
     dst: Side,
     src: Side,
     bytes: usize,
-    /// What the source was at the call, for a copy that says it may be read out of order.
+    /// Content of the source at the call, for a copy whose source may be read out of order.
     early: Option<Vec<u8>>,
 }
 
@@ -52,7 +52,7 @@ impl Piece {
             .early
             .as_ref()
             .map_or(self.src.at.cast_const(), Vec::as_ptr);
-        // SAFETY: both sides were found to have so many bytes, and are held.
+        // SAFETY: both sides were found with this size, and are held.
         unsafe { std::ptr::copy(src, self.dst.at, self.bytes) };
     }
 }
@@ -194,9 +194,9 @@ fn batch(
                 return Err(fault);
             }
         };
-        // Read before the stream comes to it, or at the call: what is then not there yet, is missing.
+        // Read at the call: later writes to the source are missing.
         if (2..=ORDER_ANY).contains(&order(attributes.0, attributes.1, index)) {
-            // SAFETY: found to have so many bytes, and held.
+            // SAFETY: found with this size, and held.
             piece.early = Some(unsafe { std::slice::from_raw_parts(piece.src.at, bytes) }.to_vec());
         }
         pieces.push(piece);
@@ -295,7 +295,7 @@ exports! {
         let stream = state.stream(stream)?;
         let mut pieces = batch(&state, stream.device, copies, (attributes, starts), fail)?;
         world().journal.add("batched", count as u64);
-        // The order in a batch is the driver's affair: whoever relies on the order of the lists is found out.
+        // The order within a batch is unspecified; reversing it exposes callers that rely on it.
         pieces.reverse();
         let mut directions = [Direction::HostToDevice, Direction::DeviceToHost, Direction::Kernel].map(|d| {
             let (these, rest) = std::mem::take(&mut pieces).into_iter().partition(|p| p.direction() == d);
@@ -324,7 +324,7 @@ exports! {
         let engines = state.devices()[stream.device].engines.clone();
         stream.push(Box::new(move || {
             let fill = fill;
-            // SAFETY: found to have so many bytes, and held.
+            // SAFETY: found with this size, and held.
             engines.run(Direction::Kernel, bytes as u64, || unsafe { fill.dst.at.write_bytes(value, bytes) });
         }));
         Ok(())

@@ -183,7 +183,7 @@ exports! {
         if left.is_empty() {
             return Ok(());
         }
-        // The driver frees them and says nothing.
+        // The driver frees them silently.
         world().journal.violation(format!(
             "cuDevicePrimaryCtxRelease_v2: the context of device {device} ended with {} left", left.join(", ")
         ));

@@ -12,7 +12,7 @@ const MEMORY: &[u8; 8] = b"KVT-mem\0";
 pub(super) const MEMORY_FABRIC: &[u8; 8] = b"KVT-fab\0";
 const EVENT: &[u8; 8] = b"KVT-evt\0";
 
-/// The 64 bytes that travel: what `id` of whom. `bytes` is a size, or an event's generation.
+/// The 64 bytes of a handle: the owner, the kind and its `id`. `bytes` is a size, or an event's generation.
 pub(super) struct Handle {
     kind: &'static [u8; 8],
     pub owner: Owner,
@@ -91,7 +91,7 @@ impl Handle {
         })
     }
 
-    /// Refuses what a process exported itself, as the driver does, and what is on another device: ours are no peers.
+    /// Refuses handles of this process, as the driver does, and of other devices, which are no peers here.
     fn foreign(self, device: usize) -> Outcome<Self> {
         if self.owner.pid == std::process::id() {
             return Err(wrong!(

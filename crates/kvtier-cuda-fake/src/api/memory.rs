@@ -10,7 +10,7 @@ use crate::segment::{Mapping, Segment};
 use crate::space::{GRANULE, Kind};
 use crate::world::{only, world};
 
-/// What was taken from somebody while streams still use it, which the driver may wait for or not.
+/// Records memory freed while streams still use it, which the driver may or may not wait for.
 pub(super) fn note_use(in_use: bool, function: &str, address: u64) {
     if in_use {
         let line = format!("{function}: a stream still has work on what is at {address:#x}");

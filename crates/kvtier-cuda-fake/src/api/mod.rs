@@ -1,4 +1,4 @@
-//! The functions that the library exports, by topic. What each does is NVIDIA's documentation of its name.
+//! The exported functions, by topic, as documented by NVIDIA.
 
 mod control;
 mod copy;
@@ -53,12 +53,12 @@ fn table() -> impl Iterator<Item = &'static (&'static str, Pointer)> {
     .flatten()
 }
 
-/// Whether a function of this name is exported, or is a kernel.
+/// Whether the name is an exported function or a kernel.
 pub(crate) fn knows(name: &str) -> bool {
     crate::kernel::unit(name).is_some() || table().any(|(known, _)| *known == name)
 }
 
-/// What may be called before `cuInit`.
+/// Functions that may be called before `cuInit`.
 const EARLY: [&str; 5] = [
     "cuInit",
     "cuDriverGetVersion",
@@ -67,7 +67,7 @@ const EARLY: [&str; 5] = [
     "cuGetProcAddress_v2",
 ];
 
-/// Every call comes through here: counts it, does what the script says of it, and notes what was wrong with it.
+/// Entry of every call: counts it, applies the script, and records violations.
 fn enter(name: &'static str, body: impl FnOnce() -> Outcome) -> CUresult {
     let world = world();
     world.journal.add(name, 1);

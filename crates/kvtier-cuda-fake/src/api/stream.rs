@@ -8,7 +8,7 @@ use crate::abi::*;
 use crate::stream::{Stream, until};
 use crate::world::{IN_HOST_FUNCTION, State, only, unknown, world};
 
-/// The 64-bit number of a device address, and what keeps it there.
+/// The 64-bit value at a device address, and the guard of its memory.
 fn number(state: &mut State, at: u64) -> Outcome<(crate::space::Found, &'static AtomicU64)> {
     let device = state.current()?;
     if !at.is_multiple_of(8) {

@@ -52,7 +52,7 @@ fn a_copy_across_two_registrations_is_refused() {
 }
 
 #[test]
-fn a_copy_from_memory_that_is_not_registered_waits() {
+fn pageable_copy_waits() {
     let _alone = alone();
     let (stream, at, memory) = (stream(), device_memory(64), vec![3_u8; 64]);
     assert_eq!(OK, to_device(at, &memory, stream));
@@ -69,7 +69,7 @@ fn a_copy_from_memory_that_is_not_registered_waits() {
 }
 
 #[test]
-fn nothing_is_taken_from_a_stream_at_work() {
+fn freeing_memory_in_use_is_a_violation() {
     let _alone = alone();
     let (stream, at, memory) = (stream(), device_memory(64), vec![3_u8; 64]);
     assert_eq!(OK, register(&memory));
@@ -82,7 +82,7 @@ fn nothing_is_taken_from_a_stream_at_work() {
 }
 
 #[test]
-fn a_device_pointer_is_for_what_was_mapped() {
+fn device_pointer_needs_mapped_host_memory() {
     let _alone = alone();
     let memory = vec![0_u8; 64];
     let pointer = || {
@@ -103,7 +103,7 @@ fn a_device_pointer_is_for_what_was_mapped() {
 }
 
 #[test]
-fn rows_are_copied_with_their_pitches() {
+fn rows_are_copied_with_pitches() {
     #[repr(C)]
     struct Side(usize, usize, u32, u64, u64, u64, usize);
     #[repr(C)]
@@ -161,7 +161,7 @@ fn batch(copies: &[(u64, u64, usize)], order: u32, stream: u64) -> (c_int, usize
 }
 
 #[test]
-fn a_batch_is_copied_in_no_order_to_rely_on() {
+fn batch_order_is_reversed() {
     let _alone = alone();
     let (stream, at, from) = (stream(), device_memory(64), host_memory(64));
     from.iter_mut()
@@ -193,7 +193,7 @@ fn a_batch_is_copied_in_no_order_to_rely_on() {
 }
 
 #[test]
-fn a_batch_that_reads_at_any_time_does_not_see_what_the_stream_writes() {
+fn batch_of_any_order_misses_earlier_writes() {
     let _alone = alone();
     let (stream, at, host) = (stream(), device_memory(64), host_memory(64));
     for (order, seen) in [(1, 7), (3, 0)] {

@@ -24,7 +24,7 @@ fn unregister(bytes: &[u8]) -> c_int {
 }
 
 #[test]
-fn what_is_of_one_device_is_no_other_ones() {
+fn objects_belong_to_one_device() {
     let _alone = alone();
     let (first, event, at, host) = (stream(), event(2), device_memory(64), vec![1_u8; 64]);
     script("devices=2");
@@ -60,7 +60,7 @@ fn what_is_of_one_device_is_no_other_ones() {
 }
 
 #[test]
-fn host_memory_is_for_all_devices_if_it_is_portable() {
+fn portable_host_memory_is_for_all_devices() {
     let _alone = alone();
     let host = vec![1_u8; 4096];
     script("devices=2");
@@ -79,7 +79,7 @@ fn host_memory_is_for_all_devices_if_it_is_portable() {
 }
 
 #[test]
-fn copies_of_the_library_know_nothing_of_each_other() {
+fn library_copies_are_independent() {
     let _alone = alone();
     let folder = std::env::temp_dir();
     let path = kvtier_cuda_fake::fake_driver_copy(&folder).unwrap();

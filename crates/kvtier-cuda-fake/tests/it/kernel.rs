@@ -97,7 +97,7 @@ fn the_kernel_copies_between_host_and_device() {
 }
 
 #[test]
-fn a_kernel_that_touches_what_it_may_not_poisons_its_context() {
+fn kernel_out_of_bounds_poisons_its_context() {
     let _alone = alone();
     let memory = vec![0_u8; 4096];
     let memory = (memory.as_ptr() as u64).next_multiple_of(16);
@@ -124,7 +124,7 @@ fn a_kernel_that_touches_what_it_may_not_poisons_its_context() {
 }
 
 #[test]
-fn modules_and_launches_are_looked_at() {
+fn modules_and_launches_are_checked() {
     let _alone = alone();
     assert_eq!(218, load("no PTX at all").0);
     assert_eq!(222, load(&PTX.replace(".version 6.4", ".version 9.0")).0);
@@ -152,7 +152,7 @@ fn modules_and_launches_are_looked_at() {
 }
 
 #[test]
-fn a_context_that_ends_takes_what_is_left_with_it() {
+fn released_context_frees_its_objects() {
     let _alone = alone();
     heal();
     let (stream, at, _host) = (stream(), device_memory(8), host_memory(8));

@@ -3,7 +3,7 @@
 use crate::driver::*;
 
 #[test]
-fn bytes_go_to_a_device_and_come_back() {
+fn bytes_survive_a_round_trip() {
     let _alone = alone();
     let (stream, at) = (stream(), device_memory(1 << 20));
     let (out, back) = (host_memory(1 << 20), host_memory(1 << 20));
@@ -20,7 +20,7 @@ fn bytes_go_to_a_device_and_come_back() {
 }
 
 #[test]
-fn what_is_outside_a_live_allocation_is_refused() {
+fn access_outside_allocations_is_refused() {
     let _alone = alone();
     let (stream, at, host) = (stream(), device_memory(100), host_memory(4096));
     violated(

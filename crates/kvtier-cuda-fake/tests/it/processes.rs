@@ -227,7 +227,7 @@ fn memory_is_shared_by_its_handle() {
 }
 
 #[test]
-fn what_is_no_openable_handle_is_refused() {
+fn invalid_handles_are_refused() {
     let _alone = alone();
     let (at, event, plain) = (device_memory(8), event(6), event(2));
     violated(open(memory_handle(at)).0, 201, "this very process");
@@ -264,7 +264,7 @@ fn what_is_no_openable_handle_is_refused() {
 }
 
 #[test]
-fn an_opened_event_is_the_exporters() {
+fn opened_event_follows_its_exporter() {
     let _alone = alone();
     let mut exporter = Exporter::start();
     let handle = exporter.handle("event");
@@ -302,7 +302,7 @@ fn an_opened_event_is_the_exporters() {
 }
 
 #[test]
-fn what_was_opened_outlives_its_exporter() {
+fn opened_memory_outlives_its_exporter() {
     let _alone = alone();
     let mut exporter = Exporter::start();
     let (memory, done) = (exporter.handle("memory"), exporter.handle("event"));
@@ -327,7 +327,7 @@ fn what_was_opened_outlives_its_exporter() {
 }
 
 #[test]
-fn an_exporter_dies_at_a_call() {
+fn scripted_call_kills_the_exporter() {
     let _alone = alone();
     let mut exporter = Exporter::start();
     let (_, event) = open_event(exporter.handle("event"));
@@ -342,7 +342,7 @@ fn an_exporter_dies_at_a_call() {
 }
 
 #[test]
-fn an_opened_event_may_never_complete() {
+fn scripted_import_never_completes() {
     let _alone = alone();
     let mut exporter = Exporter::start();
     exporter.ask("record");
@@ -420,7 +420,7 @@ fn left_by(pid: u32) -> Vec<String> {
 }
 
 #[test]
-fn nothing_is_left_of_processes_that_ended() {
+fn files_of_ended_processes_are_removed() {
     let mut ends = Exporter::start();
     let pid = ends.child.id();
     assert_ne!(0, left_by(pid).len());
@@ -444,7 +444,7 @@ fn nothing_is_left_of_processes_that_ended() {
 }
 
 #[test]
-fn a_script_may_come_from_the_environment() {
+fn script_is_read_from_the_environment() {
     let mut exporter = Exporter::start_with("memory=10000\n# a remark\nfail cuEventQuery=999");
     assert_eq!(format!("{} of 10000", 10000 - BYTES), exporter.ask("room"));
     let wrong = Command::new(std::env::current_exe().unwrap())
@@ -459,7 +459,7 @@ fn a_script_may_come_from_the_environment() {
 }
 
 #[test]
-fn a_fork_removes_nothing() {
+fn forked_child_removes_no_files() {
     let _alone = alone();
     let _at = device_memory(8);
     let before = left_by(std::process::id());

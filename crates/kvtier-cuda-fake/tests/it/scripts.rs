@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use crate::driver::*;
 
 #[test]
-fn a_call_fails_when_the_script_says_so() {
+fn scripted_call_fails() {
     let _alone = alone();
     let alloc = || call!(cuMemAlloc_v2(&mut 0 => *mut u64, 8 => usize));
     script("fail cuMemAlloc_v2=2@2");
@@ -21,7 +21,7 @@ fn a_call_fails_when_the_script_says_so() {
 }
 
 #[test]
-fn calls_wait_as_long_as_their_function_is_held() {
+fn held_calls_wait_for_release() {
     let _alone = alone();
     let version = || call!(cuDriverGetVersion(&mut 0 => *mut c_int));
     script("hold cuDriverGetVersion@2+");
@@ -41,7 +41,7 @@ fn calls_wait_as_long_as_their_function_is_held() {
 }
 
 #[test]
-fn a_script_that_cannot_be_read_is_named() {
+fn invalid_script_is_a_violation() {
     let _alone = alone();
     for wrong in [
         "nonsense",
@@ -108,7 +108,7 @@ fn functions_are_found_by_name_and_version() {
 }
 
 #[test]
-fn a_device_is_as_it_is_described() {
+fn device_matches_its_script() {
     let _alone = alone();
     script(
         "uuid.0=00112233-4455-6677-8899-aabbccddeeff; name.0=Nice GPU; bus.0=0000:aa:00.0; memory=1000000; driver=11040",

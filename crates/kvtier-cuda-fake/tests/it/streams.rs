@@ -29,7 +29,7 @@ fn a_stream_keeps_its_order() {
 }
 
 #[test]
-fn copies_in_both_directions_are_under_way_at_once() {
+fn copies_of_both_directions_overlap() {
     let _alone = alone();
     let (out, back, at) = (stream(), stream(), device_memory(200));
     let (from, to) = (host_memory(100), host_memory(100));
@@ -56,7 +56,7 @@ fn copies_in_both_directions_are_under_way_at_once() {
 }
 
 #[test]
-fn a_slow_engine_takes_its_time() {
+fn engine_rate_is_limited() {
     let _alone = alone();
     let (stream, at, from) = (stream(), device_memory(1000), host_memory(1000));
     // A second for the lot, which is not there at once; how long it is, nobody measures.
@@ -72,7 +72,7 @@ fn a_slow_engine_takes_its_time() {
 }
 
 #[test]
-fn an_event_is_what_was_on_the_stream_when_it_was_recorded() {
+fn event_covers_the_work_before_its_record() {
     let _alone = alone();
     let (stream, other, at, from) = (stream(), stream(), device_memory(8), host_memory(8));
     let event = event(2);
@@ -96,7 +96,7 @@ fn an_event_is_what_was_on_the_stream_when_it_was_recorded() {
 }
 
 #[test]
-fn times_are_told_by_events_made_for_it() {
+fn only_timing_events_measure_time() {
     let _alone = alone();
     let (stream, start, end, plain) = (stream(), event(0), event(0), event(2));
     let mut milliseconds = -1.0;
@@ -117,7 +117,7 @@ fn times_are_told_by_events_made_for_it() {
 }
 
 #[test]
-fn what_is_destroyed_is_unknown() {
+fn destroyed_handles_are_unknown() {
     let _alone = alone();
     let (stream, event) = (stream(), event(2));
     assert_eq!(OK, call!(cuEventDestroy_v2(event => u64)));
@@ -138,7 +138,7 @@ fn what_is_destroyed_is_unknown() {
 }
 
 #[test]
-fn a_destroyed_stream_still_does_its_work() {
+fn destroyed_stream_finishes_its_work() {
     let _alone = alone();
     let (stream, at, from, event) = (stream(), device_memory(8), host_memory(8), event(2));
     from.fill(7);
@@ -180,7 +180,7 @@ extern "C" fn host_function(data: *mut c_void) {
 }
 
 #[test]
-fn a_host_function_runs_in_its_turn_and_calls_nobody() {
+fn host_function_runs_in_order_without_driver_calls() {
     let _alone = alone();
     let stream = stream();
     let launch = call!(cuLaunchHostFunc(

@@ -44,7 +44,7 @@ fn release(handle: u64) -> c_int {
 }
 
 #[test]
-fn memory_is_mapped_piece_by_piece() {
+fn memory_is_mapped_in_pieces() {
     let _alone = alone();
     let (stream, host) = (stream(), host_memory(100));
     let (first, second) = (create(GRANULE, 1).1, create(2 * GRANULE, 1).1);
@@ -89,7 +89,7 @@ fn memory_is_mapped_piece_by_piece() {
 }
 
 #[test]
-fn sizes_and_handles_must_be_right() {
+fn wrong_sizes_and_handles_are_refused() {
     let _alone = alone();
     violated(create(GRANULE + 1, 1).0, 1, "granularity");
     let (handle, at) = (create(GRANULE, 1).1, reserve(2 * GRANULE));

@@ -43,7 +43,7 @@ fn detect(
 }
 
 #[test]
-fn describes_a_registration_as_the_status_page_shows_it() {
+fn description_has_the_status_fields() {
     let layout = detect(&layers(4, &[2, 256, 16, 2, 64]), &[], false).unwrap();
     let status = layout.describe();
     assert_eq!(status.num_layers, 4);
@@ -78,7 +78,7 @@ fn describes_a_registration_as_the_status_page_shows_it() {
 }
 
 #[test]
-fn the_default_axis_order_depends_on_the_memory() {
+fn default_axis_order_depends_on_the_memory() {
     let shape = [2, 8, 4, 2, 3];
     let none = LayoutHints::default();
     let mut tensors = layers(1, &shape);
@@ -96,10 +96,10 @@ fn the_default_axis_order_depends_on_the_memory() {
     assert_eq!(format(&tensors), KvFormat::NL_X_TWO_NB_BS_NH_HS);
 }
 
-/// Handles may be equal and mean the same allocation, or storages in it may overlap: only opening them tells. Until
-/// then each tensor has the bytes its own storage is said to have.
+/// Handles may be equal, or storages may overlap, which is known only when they are opened. Until then each tensor has its
+/// own memory of the stated size.
 #[test]
-fn memory_of_a_gpu_is_one_for_each_tensor() {
+fn each_gpu_tensor_has_its_own_memory() {
     let mut tensors = layers(2, &[2, 8, 16, 2, 4]);
     let span = 2 * 8 * 16 * 2 * 4 * 2;
     for tensor in &mut tensors {
@@ -128,7 +128,7 @@ fn memory_of_a_gpu_is_one_for_each_tensor() {
 }
 
 #[test]
-fn a_segment_is_one_memory_however_large_it_is_said_to_be() {
+fn segment_with_different_sizes_is_one_memory() {
     let mut tensors = layers(3, &[2, 8, 16, 2, 4]);
     for (tensor, size) in tensors.iter_mut().zip([8192, 65536, 4096 * 4]) {
         tensor.memory = MemorySpec::CpuShm {
@@ -209,7 +209,7 @@ fn object_groups_follow_windows_only_when_separated() {
 }
 
 #[test]
-fn refuses_groups_that_do_not_match_the_tensors() {
+fn groups_that_do_not_match_are_refused() {
     let mut tensors = layers(3, &[2, 64, 16, 2, 4]);
     tensors.push(tensor(3, ("float16", 2), &[2, 64, 16, 4, 4]));
     let refused = |groups: &[GroupSpec], text: &str| {
@@ -261,7 +261,7 @@ fn refuses_groups_that_do_not_match_the_tensors() {
 }
 
 #[test]
-fn plans_are_as_few_runs_as_the_bytes_allow() {
+fn plans_have_the_fewest_runs() {
     let runs = |shape: &[u64], hints: LayoutHints, ids: &[i64]| {
         let tensors = layers(3, shape);
         let layout = KvLayout::detect(&tensors, Engine::Vllm, &hints, &[], 64, false).unwrap();
@@ -312,7 +312,7 @@ fn plans_are_as_few_runs_as_the_bytes_allow() {
 }
 
 #[test]
-fn runs_join_across_planes_that_adjoin() {
+fn runs_merge_across_adjacent_planes() {
     // All layers of a block side by side, one block a chunk: a whole object is one run.
     let (blocks, slots, heads, content, count) = (8, 16, 2, 4, 3);
     let row = slots * heads * content;
@@ -343,7 +343,7 @@ fn runs_join_across_planes_that_adjoin() {
 }
 
 #[test]
-fn skips_whole_blocks_from_the_front_of_the_range() {
+fn skip_rounds_down_to_whole_blocks() {
     let tensors = layers(1, &[2, 64, 16, 2, 4]);
     let layout = KvLayout::detect(&tensors, Engine::Vllm, &nhd(), &[], 64, false).unwrap();
     let ids: Vec<i64> = (0..8).collect();
@@ -371,7 +371,7 @@ fn skips_whole_blocks_from_the_front_of_the_range() {
 }
 
 #[test]
-fn a_chunk_without_data_of_every_layer_is_told() {
+fn chunk_with_null_blocks_has_no_data() {
     let tensors = layers(5, &[2, 64, 16, 2, 4]);
     let infos = windowed();
     let layout = detect(&tensors, &infos, true).unwrap();
@@ -407,7 +407,7 @@ fn a_chunk_without_data_of_every_layer_is_told() {
 }
 
 #[test]
-fn of_recurrent_state_the_last_block_of_a_chunk_counts() {
+fn recurrent_state_needs_only_the_last_block() {
     let tensors = layers(5, &[2, 64, 16, 2, 4]);
     let mut infos = windowed();
     infos[2].recurrent_state = true;

@@ -60,7 +60,7 @@ fn formats_have_the_recorded_numbers() {
 }
 
 #[test]
-fn every_case_both_ways() {
+fn recorded_cases_match_in_both_directions() {
     let file: Value = serde_json::from_str(VECTORS).unwrap();
     let cases = file["cases"].as_array().unwrap();
     assert!(!cases.is_empty());

@@ -101,7 +101,7 @@ impl Engine {
                 None => {}
             }
         });
-        pages.transfer_in_steps(transfer, begun, done);
+        pages.transfer_with_event(transfer, begun, done);
     }
 }
 

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "test")]
 
 mod death;
-#[path = "../../../kvtier-device/tests/common/lender.rs"]
+#[path = "../../../kvtier-device/tests/it/lender.rs"]
 #[expect(dead_code, reason = "the rest is for the tests of the device")]
 mod lender;
 mod registration;

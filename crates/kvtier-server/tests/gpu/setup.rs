@@ -62,7 +62,7 @@ impl Bed {
     /// Stores that have not ended on the first GPU, which is in use.
     pub fn stores_under_way(&self) -> u64 {
         let gpus = self.server.readings().gpus;
-        gpus[0].readings.as_ref().unwrap().under_way[0]
+        gpus[0].readings.as_ref().unwrap().in_flight[0]
     }
 
     /// Waits until the driver was called so often.

@@ -1,4 +1,4 @@
-//! What a transfer costs: calls of the driver, and memory that is allocated for it.
+//! Costs of a transfer: driver calls and allocated memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -13,9 +13,9 @@ use kvtier_device::{
 };
 use kvtier_memory::Extent;
 
+use super::setup::{Pages, Server, Ticket, storage, wait};
 use crate::lender::Lender;
 use crate::model::{Random, row_major};
-use crate::setup::{Pages, Server, Ticket, storage, wait};
 
 /// Counts what threads allocate that ask for it.
 struct Counting;
@@ -84,7 +84,7 @@ fn costs(executor: Executor, direction: Direction) -> (Vec<(&'static str, u64)>,
     pages.run(transfer.clone()).unwrap();
     let calls = CALLS.map(|name| (name, server.count(name)));
     let calls = calls.into_iter().filter(|(_, count)| *count > 0).collect();
-    // Ends are told on the thread that does the work.
+    // Ends are reported on the thread that does the work.
     let counting = |yes: bool| {
         let (say, hear) = std::sync::mpsc::channel();
         let done = move |_: Result<u64, DeviceError>| {
@@ -109,7 +109,7 @@ fn costs(executor: Executor, direction: Direction) -> (Vec<(&'static str, u64)>,
 /// No call for each page but where there is nothing else, no wait, no memory of the GPU's: one record of an event for
 /// each piece, and one more between the two steps of a staged one.
 #[test]
-fn calls_of_the_driver() {
+fn driver_calls_per_piece_are_bounded() {
     for direction in [Direction::Store, Direction::Retrieve] {
         let calls = |executor| costs(executor, direction).0;
         assert_eq!(
@@ -139,7 +139,7 @@ fn calls_of_the_driver() {
 /// Lists are used again, and asking what is done takes none: what a transfer of 512 pages in 16 chunks takes is a place in
 /// the queue and the copies of a chunk.
 #[test]
-fn memory_of_the_host() {
+fn host_memory_per_gpu_is_bounded() {
     for executor in Executor::ALL {
         let allocations = costs(executor, Direction::Store).1;
         assert!(
@@ -149,10 +149,10 @@ fn memory_of_the_host() {
     }
 }
 
-/// Heads before tokens, and heads of one byte: an object is as many runs as bytes. The thread starts so many at a time, and
-/// then looks after others.
+/// Heads before tokens, and heads of one byte: an object has as many runs as bytes. The thread submits a bounded number at
+/// a time, and serves others in between.
 #[test]
-fn runs_of_a_piece_are_bounded() {
+fn runs_per_piece_are_bounded() {
     for executor in [Executor::Batch, Executor::Kernel, Executor::Staged] {
         let options = GpuOptions {
             executor: Some(executor),
@@ -203,7 +203,7 @@ fn runs_of_a_piece_are_bounded() {
         let expected: Vec<u8> = (0..65536)
             .map(|at| page[at % 16 * 4096 + at / 16])
             .collect();
-        assert!(crate::setup::content(&server.arena, 65536) == expected);
+        assert!(super::setup::content(&server.arena, 65536) == expected);
         let records = match executor {
             Executor::Staged => 2 * 4,
             _ => 4,
@@ -219,15 +219,15 @@ fn runs_of_a_piece_are_bounded() {
 
 /// A thread with nothing to do asks for nothing.
 #[test]
-fn a_gpu_without_transfers_is_not_asked() {
+fn idle_gpu_is_not_polled() {
     let server = Server::new();
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [8, 64, 8]);
     Ticket::of(&*pages.memory, pages.store(&server, 1))
         .end()
         .unwrap();
-    wait(|| server.readings().under_way == [0, 0]);
-    // Nothing is with the GPU since the end was told; what is asked from here on would be asked for nothing.
+    wait(|| server.readings().in_flight == [0, 0]);
+    // No piece is in flight since the end was reported, so no query is needed from here on.
     let asked = server.count("cuEventQuery");
     pages.memory.stop();
     let error = pages.run(pages.store(&server, 1)).unwrap_err();

@@ -1,17 +1,17 @@
-//! Who is next: each worker has a queue, and workers take turns.
+//! Round-robin queue: one FIFO per worker, workers take turns.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 
-/// Queues of things, one for each key; keys that have something take turns.
+/// One FIFO per key; keys with items take turns.
 #[derive(Debug)]
-pub(super) struct Turns<K, T> {
-    /// Keys with something in their queue, each once; the front one is next.
+pub(super) struct FairQueue<K, T> {
+    /// Keys with items, each once; the front one is next.
     order: VecDeque<K>,
     queues: HashMap<K, VecDeque<T>>,
 }
 
-impl<K, T> Default for Turns<K, T> {
+impl<K, T> Default for FairQueue<K, T> {
     fn default() -> Self {
         Self {
             order: VecDeque::new(),
@@ -20,7 +20,7 @@ impl<K, T> Default for Turns<K, T> {
     }
 }
 
-impl<K: Copy + Eq + Hash, T: PartialEq> Turns<K, T> {
+impl<K: Copy + Eq + Hash, T: PartialEq> FairQueue<K, T> {
     /// Appends to the queue of a key.
     pub fn push(&mut self, key: K, item: T) {
         let queue = self.queues.entry(key).or_default();
@@ -30,24 +30,24 @@ impl<K: Copy + Eq + Hash, T: PartialEq> Turns<K, T> {
         queue.push_back(item);
     }
 
-    /// How many keys have something.
+    /// Number of keys with items.
     pub fn keys(&self) -> usize {
         self.order.len()
     }
 
-    /// The head of the queue whose turn it is.
+    /// First item of the key whose turn it is.
     pub fn head(&self) -> Option<&T> {
         self.queues.get(self.order.front()?)?.front()
     }
 
-    /// The next key's turn; the queue stays as it is.
+    /// Passes the turn to the next key.
     pub fn pass(&mut self) {
         if let Some(key) = self.order.pop_front() {
             self.order.push_back(key);
         }
     }
 
-    /// Takes the head of the queue whose turn it is; it is the next key's turn then.
+    /// Takes the first item of the key whose turn it is, and passes the turn on.
     pub fn pop(&mut self) -> Option<T> {
         let key = self.order.pop_front()?;
         let queue = self.queues.get_mut(&key)?;
@@ -60,7 +60,7 @@ impl<K: Copy + Eq + Hash, T: PartialEq> Turns<K, T> {
         item
     }
 
-    /// Takes something out of the queue of a key, wherever it is there; turns stay as they are.
+    /// Removes an item from the queue of a key without changing the turns.
     pub fn remove(&mut self, key: K, item: &T) {
         let Some(queue) = self.queues.get_mut(&key) else {
             return;
@@ -78,40 +78,40 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_take_turns_and_each_keeps_its_order() {
-        let mut turns = Turns::default();
+    fn keys_take_turns_and_keep_their_order() {
+        let mut queue = FairQueue::default();
         for item in ["a1", "a2", "a3", "b1", "b2", "c1"] {
-            turns.push(item.as_bytes()[0], item);
+            queue.push(item.as_bytes()[0], item);
         }
-        assert_eq!((turns.keys(), turns.head()), (3, Some(&"a1")));
-        let all: Vec<_> = std::iter::from_fn(|| turns.pop()).collect();
+        assert_eq!((queue.keys(), queue.head()), (3, Some(&"a1")));
+        let all: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();
         assert_eq!(all, ["a1", "b1", "c1", "a2", "b2", "a3"]);
-        assert_eq!((turns.keys(), turns.head()), (0, None));
+        assert_eq!((queue.keys(), queue.head()), (0, None));
     }
 
     #[test]
-    fn what_is_removed_has_no_turn() {
-        let mut turns = Turns::default();
+    fn removed_items_have_no_turn() {
+        let mut queue = FairQueue::default();
         for item in ["a1", "a2", "a3", "b1", "c1"] {
-            turns.push(item.as_bytes()[0], item);
+            queue.push(item.as_bytes()[0], item);
         }
         for gone in ["a2", "b1", "b2", "d1"] {
-            turns.remove(gone.as_bytes()[0], &gone);
+            queue.remove(gone.as_bytes()[0], &gone);
         }
-        assert_eq!(turns.keys(), 2);
-        let all: Vec<_> = std::iter::from_fn(|| turns.pop()).collect();
+        assert_eq!(queue.keys(), 2);
+        let all: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();
         assert_eq!(all, ["a1", "c1", "a3"]);
     }
 
     #[test]
-    fn who_passes_is_last() {
-        let mut turns = Turns::default();
-        turns.push(1, "one");
-        turns.push(2, "two");
-        turns.pass();
-        assert_eq!(turns.pop(), Some("two"));
-        assert_eq!(turns.pop(), Some("one"));
-        turns.pass();
-        assert_eq!(turns.pop(), None);
+    fn passed_key_is_last() {
+        let mut queue = FairQueue::default();
+        queue.push(1, "one");
+        queue.push(2, "two");
+        queue.pass();
+        assert_eq!(queue.pop(), Some("two"));
+        assert_eq!(queue.pop(), Some("one"));
+        queue.pass();
+        assert_eq!(queue.pop(), None);
     }
 }

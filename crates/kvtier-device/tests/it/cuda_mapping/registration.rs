@@ -8,9 +8,9 @@ use std::time::Instant;
 use kvtier_device::cuda::storages::Storages;
 use kvtier_device::{CudaAllocation, MemorySpec};
 
+use super::memory::refused;
+use super::setup::Bench;
 use crate::lender::{LENT, Lender, spec, torch};
-use crate::memory::refused;
-use crate::setup::Bench;
 
 /// A storage with all that PyTorch adds.
 fn storage(handle: &[u8; 64], counter: Option<(&str, u64)>, event: Option<&[u8]>) -> MemorySpec {
@@ -66,7 +66,7 @@ impl Drop for Counters {
 }
 
 #[test]
-fn every_counter_is_given_back_once_when_its_storage_is_closed() {
+fn closing_a_storage_decrements_its_counter_once() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handle = lender.handle();
@@ -83,7 +83,7 @@ fn every_counter_is_given_back_once_when_its_storage_is_closed() {
 }
 
 #[test]
-fn a_registration_that_is_refused_gives_back_what_it_took() {
+fn refused_registration_decrements_its_counters() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handle = lender.handle();
@@ -104,7 +104,7 @@ fn a_registration_that_is_refused_gives_back_what_it_took() {
 }
 
 #[test]
-fn counters_of_a_lender_that_took_them_along_are_nobodys() {
+fn missing_counter_file_is_ignored() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handle = lender.handle();
@@ -115,7 +115,7 @@ fn counters_of_a_lender_that_took_them_along_are_nobodys() {
 }
 
 #[test]
-fn storages_are_ready_when_the_events_they_came_with_are_complete() {
+fn storages_are_ready_after_their_events() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handle = lender.handle();
@@ -138,7 +138,7 @@ fn storages_are_ready_when_the_events_they_came_with_are_complete() {
     lender.ask("script release");
     lender.ask("sync");
     assert!(storages.are_ready().unwrap());
-    // They are not asked again.
+    // They are not queried again.
     assert_eq!(bench.count("live.events"), 0);
     assert!(storages.wait_until_ready(Instant::now()).unwrap());
     assert_eq!(bench.read(storages.all()[0].start(), 2), [3, 3]);
@@ -155,7 +155,7 @@ fn storages_are_ready_when_the_events_they_came_with_are_complete() {
 }
 
 #[test]
-fn a_lender_that_dies_before_its_event_holds_nobody_up() {
+fn death_before_the_event_blocks_nothing() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handle = lender.handle();
@@ -172,7 +172,7 @@ fn a_lender_that_dies_before_its_event_holds_nobody_up() {
 }
 
 #[test]
-fn events_that_cannot_be_opened_are_refused() {
+fn unopenable_events_are_refused() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handle = lender.handle();

@@ -1,4 +1,4 @@
-//! Memory in two halves: expandable segments and fabric handles.
+//! Virtual memory management: expandable segments and fabric handles.
 
 use std::os::fd::AsRawFd;
 
@@ -6,9 +6,9 @@ use kvtier_device::cuda::driver::DevicePtr;
 use kvtier_device::cuda::storages::Storages;
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
+use super::memory::refused;
+use super::setup::Bench;
 use crate::lender::{GRANULE, Lender, UUID, spec, torch};
-use crate::memory::refused;
-use crate::setup::Bench;
 
 /// As PyTorch 2.13 writes it; `kind` is 1 for descriptors, 2 for fabric handles.
 fn expandable(pid: i32, size: u64, count: usize, kind: i32, handles: &[u8]) -> Vec<u8> {
@@ -46,7 +46,7 @@ fn vmm(fabric: Option<Vec<u8>>, bytes: u64, offset: u64, used: u64) -> MemorySpe
 }
 
 #[test]
-fn expandable_segments_are_fetched_from_the_other_process_and_mapped_in_order() {
+fn expandable_segments_are_mapped_in_order() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let (size, fds) = pieces(&mut lender, 3);
@@ -80,7 +80,7 @@ fn expandable_segments_are_fetched_from_the_other_process_and_mapped_in_order() 
 /// Numbers of descriptors and processes are used again for other memory: what an earlier registration has mapped by
 /// the same bytes must not be taken for it.
 #[test]
-fn each_registration_maps_segments_anew() {
+fn each_registration_maps_its_own_segments() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let (size, fds) = pieces(&mut lender, 1);
@@ -95,7 +95,7 @@ fn each_registration_maps_segments_anew() {
 }
 
 #[test]
-fn segments_of_a_process_that_died_stay_mapped_until_they_are_closed() {
+fn mapped_segments_outlive_their_process() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let (size, fds) = pieces(&mut lender, 2);
@@ -118,7 +118,7 @@ fn segments_of_a_process_that_died_stay_mapped_until_they_are_closed() {
 }
 
 #[test]
-fn descriptors_that_are_no_memory_of_another_process_are_refused() {
+fn invalid_descriptors_are_refused() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let (size, fds) = pieces(&mut lender, 1);
@@ -151,7 +151,7 @@ fn descriptors_that_are_no_memory_of_another_process_are_refused() {
 }
 
 #[test]
-fn storages_that_leave_their_segments_are_refused() {
+fn storages_beyond_their_segments_are_refused() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let (size, fds) = pieces(&mut lender, 2);
@@ -164,12 +164,12 @@ fn storages_that_leave_their_segments_are_refused() {
 }
 
 #[test]
-fn fabric_handles_are_mapped_without_asking_the_other_process() {
+fn fabric_handles_need_no_living_process() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handles = lender.bytes("fabric 2");
     let size = GRANULE;
-    // A process that nobody can find: its number means nothing for these.
+    // A process that does not exist: fabric handles do not need it.
     let segments = expandable(i32::MAX, size, 2, 2, &handles);
     let one = handles[64..].to_vec();
     let memory = [

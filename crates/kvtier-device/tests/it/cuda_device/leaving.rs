@@ -1,13 +1,13 @@
-//! Ends: of a transfer's time, of a worker, of the device, each with copies under way.
+//! Deadlines, and the stop of workers and of the device, with copies in flight.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use kvtier_device::DeviceError;
 
+use super::setup::{PIECE, Pages, Server, past, wait};
+use super::turns::batches;
 use crate::lender::{FakeDriver, Lender};
-use crate::setup::{PIECE, Pages, Server, past, wait};
-use crate::turns::batches;
 
 /// Every slot is in use, and the engine that copies from the GPU does not get on.
 fn hold(server: &Server) {
@@ -19,7 +19,7 @@ fn slots_are_full(server: &Server) {
 }
 
 #[test]
-fn a_worker_that_stops_begins_nothing_more() {
+fn stopped_worker_starts_no_copies() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
@@ -30,7 +30,7 @@ fn a_worker_that_stops_begins_nothing_more() {
     let others = other.begin(other.store(&server, 1));
     slots_are_full(&server);
     pages.memory.stop();
-    // Of this one nothing was begun.
+    // No piece of this one was submitted.
     let error = queued.end().unwrap_err();
     assert!(matches!(error, DeviceError::Stopped), "{error}");
     let late = pages.run(pages.store(&server, 1)).unwrap_err();
@@ -48,7 +48,7 @@ fn a_worker_that_stops_begins_nothing_more() {
 
 /// Everything was handed to the GPU when its worker stopped: it ends as it would.
 #[test]
-fn a_worker_that_stops_lets_end_what_was_begun() {
+fn stopped_worker_finishes_submitted_pieces() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 3);
@@ -62,9 +62,9 @@ fn a_worker_that_stops_lets_end_what_was_begun() {
     server.ends_clean();
 }
 
-/// Pages that nobody has any more stay open until their last copy has ended, and are closed when that is told.
+/// Dropped pages stay open until their last copy has ended, and are closed when the end is reported.
 #[test]
-fn pages_are_closed_after_their_last_copy_and_before_its_end_is_told() {
+fn pages_close_between_last_copy_and_its_report() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
@@ -89,9 +89,9 @@ fn pages_are_closed_after_their_last_copy_and_before_its_end_is_told() {
     server.ends_clean();
 }
 
-/// An engine that dies with copies under way costs only itself: they end, and its pages are closed.
+/// When an engine dies with copies in flight, they end and its pages are closed, without effect on others.
 #[test]
-fn an_engine_that_dies_meanwhile_is_waited_for_by_nobody() {
+fn death_of_the_engine_blocks_nothing() {
     let server = Server::with("", batches(), 1 << 20);
     let (mut engine, mut living) = (Lender::start(), Lender::start());
     let pages = Pages::pieces(&server, &mut engine, 8);
@@ -112,7 +112,7 @@ fn an_engine_that_dies_meanwhile_is_waited_for_by_nobody() {
 }
 
 #[test]
-fn a_deadline_that_passes_before_anything_is_begun() {
+fn deadline_before_the_first_piece_fails() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
@@ -120,16 +120,16 @@ fn a_deadline_that_passes_before_anything_is_begun() {
     let mut transfer = other.store(&server, 1);
     transfer.deadline = Some(past());
     let error = other.run(transfer).unwrap_err();
-    assert!(matches!(error, DeviceError::TooLate), "{error}");
+    assert!(matches!(error, DeviceError::DeadlinePassed), "{error}");
     assert_eq!(server.count("cuMemcpyBatchAsync"), 0);
-    // With all slots in use, it need not wait for one to be told.
+    // With all slots in use, the failure does not wait for one.
     hold(&server);
     let long = pages.begin(pages.store(&server, 8));
     slots_are_full(&server);
     let mut transfer = other.store(&server, 1);
     transfer.deadline = Some(Instant::now() + Duration::from_millis(20));
     let error = other.run(transfer).unwrap_err();
-    assert!(matches!(error, DeviceError::TooLate), "{error}");
+    assert!(matches!(error, DeviceError::DeadlinePassed), "{error}");
     assert!(!long.has_ended());
     server.script("release");
     long.end().unwrap();
@@ -137,9 +137,9 @@ fn a_deadline_that_passes_before_anything_is_begun() {
     server.ends_clean();
 }
 
-/// A transfer that ends after its deadline has failed, whether all or a part of it was begun before.
+/// A transfer that ends after its deadline has failed, even if it was submitted before.
 #[test]
-fn a_deadline_that_passes_meanwhile() {
+fn deadline_during_the_copies_fails() {
     for (pieces, begun) in [(3, 3), (8, 4)] {
         let server = Server::with("", batches(), 1 << 20);
         let mut engine = Lender::start();
@@ -158,7 +158,7 @@ fn a_deadline_that_passes_meanwhile() {
             assert!(!in_time || !ticket.has_ended());
             server.script("release");
             let error = ticket.end().unwrap_err();
-            assert!(matches!(error, DeviceError::TooLate), "{error}");
+            assert!(matches!(error, DeviceError::DeadlinePassed), "{error}");
             assert!(server.count("cuMemcpyBatchAsync") <= begun);
             if in_time {
                 break;
@@ -172,7 +172,7 @@ fn a_deadline_that_passes_meanwhile() {
 
 /// The device is dropped: what is with the GPU ends as it would, the rest is refused.
 #[test]
-fn a_device_that_is_dropped_waits_for_what_it_began() {
+fn dropped_device_waits_for_submitted_pieces() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
@@ -196,9 +196,9 @@ fn a_device_that_is_dropped_waits_for_what_it_began() {
     rest.is_clean();
 }
 
-/// A GPU that does not get on is left behind, and nobody is told what is not known.
+/// A GPU that hangs is abandoned, and transfers of unknown state are not reported.
 #[test]
-fn a_gpu_that_hangs_is_left() {
+fn hanging_gpu_is_abandoned() {
     let mut options = batches();
     options.leave_timeout = Duration::from_millis(1);
     let server = Server::with("", options, 1 << 20);
@@ -224,7 +224,7 @@ fn a_gpu_that_hangs_is_left() {
 
 /// All GPUs are stopped before one is waited for: what hangs on one holds up no other.
 #[test]
-fn a_device_that_is_stopped_tells_everybody_and_names_what_hangs() {
+fn stopped_device_reports_all_and_names_hanging_gpus() {
     let mut options = batches();
     options.leave_timeout = Duration::from_millis(50);
     let server = Server::with("", options, 1 << 20);
@@ -255,7 +255,7 @@ fn a_device_that_is_stopped_tells_everybody_and_names_what_hangs() {
 
 /// What a transfer holds may be the last that holds the GPU: its own thread lets go of it.
 #[test]
-fn the_last_owner_may_be_a_transfer() {
+fn transfer_may_be_the_last_owner() {
     let mut options = batches();
     options.leave_timeout = Duration::MAX;
     let server = Server::with("", options, 1 << 20);
@@ -280,9 +280,9 @@ fn the_last_owner_may_be_a_transfer() {
     rest.is_clean();
 }
 
-/// Whoever hears of an end may begin the next transfer right there, or panic.
+/// The callback of a transfer may start the next one, or panic.
 #[test]
-fn ends_may_begin_transfers_and_panic() {
+fn callbacks_may_start_transfers_and_panic() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [8, 64, 8]);
@@ -300,7 +300,7 @@ fn ends_may_begin_transfers_and_panic() {
         .transfer(pages.store(&server, 1), Box::new(done));
     assert_eq!(hear.recv().unwrap().unwrap(), 512);
     assert_eq!(pages.run(pages.store(&server, 1)).unwrap(), 512);
-    assert_eq!(server.readings().under_way, [0, 0]);
+    assert_eq!(server.readings().in_flight, [0, 0]);
     drop(pages);
     server.ends_clean();
 }

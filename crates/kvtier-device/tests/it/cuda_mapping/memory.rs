@@ -1,4 +1,4 @@
-//! Allocations by the driver's own handle.
+//! Allocations by IPC handle.
 
 use std::sync::Barrier;
 
@@ -6,10 +6,10 @@ use kvtier_device::cuda::driver::{DevicePtr, IpcHandle};
 use kvtier_device::cuda::storages::Storages;
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
+use super::setup::Bench;
 use crate::lender::{LENT, Lender, UUID, spec, torch};
-use crate::setup::Bench;
 
-/// Opening fails, says all of `texts`, and leaves nothing behind.
+/// Asserts that opening fails with all of `texts` in the error and leaves nothing behind.
 pub fn refused(bench: &Bench, memories: &[MemorySpec], texts: &[&str]) {
     let error = Storages::open(&bench.allocations, memories)
         .unwrap_err()
@@ -30,7 +30,7 @@ fn raw(handle: [u8; 64], offset: u64, bytes: u64) -> CudaStorage {
 }
 
 #[test]
-fn layers_in_one_allocation_are_opened_once_and_closed_once() {
+fn shared_allocation_is_opened_and_closed_once() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     lender.ask("fill 7");
@@ -79,7 +79,7 @@ fn layers_in_one_allocation_are_opened_once_and_closed_once() {
 }
 
 #[test]
-fn threads_that_open_and_close_the_same_memory_never_meet_a_closed_one() {
+fn concurrent_opens_never_see_closed_memory() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let memory = [spec(torch(&lender.handle(), 0, LENT))];
@@ -102,9 +102,9 @@ fn threads_that_open_and_close_the_same_memory_never_meet_a_closed_one() {
     bench.is_clean();
 }
 
-/// While the driver opens or closes one allocation for long, only who wants the same one waits.
+/// While the driver opens or closes one allocation, only users of the same one wait.
 #[test]
-fn an_allocation_that_takes_long_holds_up_nobody_else() {
+fn slow_open_delays_only_its_allocation() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let slow = [spec(torch(&lender.handle(), 0, LENT))];
@@ -138,7 +138,7 @@ fn an_allocation_that_takes_long_holds_up_nobody_else() {
         called("cuIpcCloseMemHandle", 1);
         let again = scope.spawn(|| open(&slow));
         drop(open(&other));
-        // What is being closed is not gone yet, and not opened before it is.
+        // An allocation being closed is still counted, and opened again only afterwards.
         assert_eq!(bench.allocations.open_count(), 1);
         assert_eq!(bench.count("cuIpcOpenMemHandle_v2"), 1);
         bench.script("release");
@@ -150,7 +150,7 @@ fn an_allocation_that_takes_long_holds_up_nobody_else() {
 }
 
 #[test]
-fn a_gpu_is_found_by_its_uuid_and_all_tensors_are_on_it() {
+fn gpu_is_found_by_uuid_for_all_tensors() {
     let bench = Bench::new();
     let on = |uuid: &str| {
         let mut storage = raw([0; 64], 0, 1);
@@ -187,7 +187,7 @@ fn a_gpu_is_found_by_its_uuid_and_all_tensors_are_on_it() {
 }
 
 #[test]
-fn handles_that_are_cut_or_missing_are_refused() {
+fn truncated_and_missing_handles_are_refused() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handle = lender.handle();
@@ -213,7 +213,7 @@ fn handles_that_are_cut_or_missing_are_refused() {
 }
 
 #[test]
-fn storages_that_leave_their_allocation_are_refused() {
+fn storages_beyond_their_allocation_are_refused() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let handle = lender.handle();
@@ -238,7 +238,7 @@ fn storages_that_leave_their_allocation_are_refused() {
 }
 
 #[test]
-fn memory_whose_size_the_driver_does_not_tell_is_closed_again() {
+fn memory_of_unknown_size_is_closed_again() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let memory = [spec(torch(&lender.handle(), 0, LENT))];
@@ -251,7 +251,7 @@ fn memory_whose_size_the_driver_does_not_tell_is_closed_again() {
 }
 
 #[test]
-fn memory_of_a_dead_process_is_refused_with_what_is_needed() {
+fn memory_of_a_dead_process_is_refused() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let memory = [spec(torch(&lender.handle(), 0, LENT))];
@@ -282,7 +282,7 @@ fn memory_of_this_process_is_refused() {
 }
 
 #[test]
-fn mappings_of_a_process_that_died_are_usable_and_close() {
+fn mappings_outlive_their_process() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     lender.ask("fill 9");

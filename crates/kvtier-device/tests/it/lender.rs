@@ -1,4 +1,4 @@
-//! The fake driver in this process, and a second process that lends memory and events as engines do.
+//! The fake driver in this process, and a second process that shares memory and events as engines do.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::io::{BufRead, BufReader, Write};
@@ -66,7 +66,7 @@ impl FakeDriver {
     pub fn violations(&self) -> String {
         type Violations = unsafe extern "C" fn(*mut c_char, usize) -> u64;
         let mut text = vec![0u8; 4096];
-        // SAFETY: that is its signature, and so many bytes are there.
+        // SAFETY: that is its signature, and the buffer has this size.
         unsafe {
             let violations = self.0.get::<Violations>("fake_driver_violations").unwrap();
             violations(text.as_mut_ptr().cast(), text.len());
@@ -114,7 +114,7 @@ fn export(device: c_int, kind: HandleKind, handle: *mut c_void) {
     }
 }
 
-/// The other process: does what it is told, one line each.
+/// The other process, which runs one command per line.
 pub struct Lender {
     child: Child,
     say: ChildStdin,
@@ -235,7 +235,7 @@ struct Lent {
     stream: Stream,
     buffer: DeviceBuffer,
     exported: ExportedEvents,
-    lane: Option<kvtier_device::cuda::events::Lane>,
+    lane: Option<kvtier_device::cuda::events::TimelineSlot>,
     opened: Option<Event>,
     segments: Vec<OwnedFd>,
     range: Option<Reservation>,
@@ -258,7 +258,7 @@ fn map_counters(path: &str) {
         .unwrap();
     file.set_len(80_064).unwrap();
     file.write_all_at(&1i64.to_ne_bytes(), 64).unwrap();
-    // SAFETY: a mapping where the system has room, which nobody looks at.
+    // SAFETY: a mapping at an address of the system's choice, which is not accessed.
     unsafe {
         let null = std::ptr::null_mut();
         mmap(null, 80_064, ProtFlags::READ, MapFlags::SHARED, &file, 0).unwrap();
@@ -340,7 +340,7 @@ impl Lent {
         let stream = Stream::new(buffer.context(), 0).unwrap();
         let host = buffer.context().allocate_host(bytes.len()).unwrap();
         let start = host.base().as_ptr();
-        // SAFETY: the buffer has so many bytes and nobody else knows it; the fake driver refuses what is not in an
+        // SAFETY: the buffer has this size and no other user; the fake driver refuses what is not in an
         // allocation, and the copy ends here.
         unsafe {
             if to_device {
@@ -382,7 +382,7 @@ impl Lent {
                 let context = self.context.clone();
                 let lane = self
                     .lane
-                    .get_or_insert_with(|| Timeline::new(&context).unwrap().lane().unwrap());
+                    .get_or_insert_with(|| Timeline::new(&context).unwrap().slot().unwrap());
                 hex(&lane.record(&self.stream).unwrap())
             }
             "open" => {
@@ -401,7 +401,7 @@ impl Lent {
                 let allocations = Allocations::new(self.context.clone()).unwrap();
                 let events = ForeignEvents::new(allocations, None);
                 let event = events.open(&unhex(rest)).unwrap();
-                // The first question has the GPU asked, the second one knows what it said.
+                // The first query starts a read, the second one knows its result.
                 let _ = event.is_complete().unwrap();
                 self.context.synchronize().unwrap();
                 event.is_complete().unwrap().to_string()

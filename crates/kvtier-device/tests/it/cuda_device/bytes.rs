@@ -1,5 +1,5 @@
-//! Every byte where the naive model says, and no other byte touched: random registrations of all formats, both ways,
-//! by every way of copying and with the arena pinned, not pinned, in many pieces, and just being pinned.
+//! Every byte is where the naive model has it, and no other byte is touched: random registrations of all formats, in both
+//! directions, by every executor, and with the arena pinned, not pinned, in many pieces, and while it is pinned.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -12,9 +12,9 @@ use kvtier_device::{
 };
 use kvtier_memory::Extent;
 
+use super::setup::{Server, Ticket, content, storage};
 use crate::lender::Lender;
 use crate::model::{Case, Random, random_case};
-use crate::setup::{Server, Ticket, content, storage};
 
 /// Bytes of the arena where transfers wait until it is pinned.
 const ARENA: u64 = 2 << 20;
@@ -209,38 +209,38 @@ fn forced(executor: Executor) -> GpuOptions {
 }
 
 #[test]
-fn by_single_copies() {
+fn plain_executor_copies_every_byte() {
     let used = check_all("", forced(Executor::Plain), ARENA, 0..60);
     assert_eq!(used, ["plain"]);
 }
 
 #[test]
-fn by_has_batch_copy() {
+fn batch_executor_copies_every_byte() {
     let used = check_all("", forced(Executor::Batch), ARENA, 0..60);
     assert_eq!(used, ["batch"]);
 }
 
 #[test]
-fn by_the_kernel() {
+fn kernel_executor_copies_every_byte() {
     let used = check_all("", forced(Executor::Kernel), ARENA, 0..60);
     assert_eq!(used, ["kernel"]);
 }
 
 #[test]
-fn by_a_buffer_on_the_gpu() {
+fn staged_executor_copies_every_byte() {
     let used = check_all("", forced(Executor::Staged), ARENA, 0..60);
     assert_eq!(used, ["staged"]);
 }
 
 #[test]
-fn by_what_was_fastest() {
+fn fastest_executor_copies_every_byte() {
     let used = check_all("", GpuOptions::default(), ARENA, 0..60);
     assert!(!used.is_empty());
 }
 
-/// Without pinned memory, the kernel has no way to it, and batches are of no use.
+/// Without pinned memory, the kernel cannot access it, and batches give way to plain copies.
 #[test]
-fn with_an_arena_that_cannot_be_pinned() {
+fn unpinnable_arena_is_copied() {
     let script = "fail cuMemHostRegister_v2=2";
     for (executor, expected) in [
         (Executor::Plain, ["plain"].as_slice()),
@@ -260,7 +260,7 @@ fn with_an_arena_that_cannot_be_pinned() {
 
 /// No copy of the driver's reaches over a border, and the kernel over none either.
 #[test]
-fn with_an_arena_in_many_pieces() {
+fn arena_of_many_pieces_is_copied() {
     for executor in Executor::ALL {
         let options = GpuOptions {
             pin_bytes: 4096,
@@ -272,7 +272,7 @@ fn with_an_arena_in_many_pieces() {
 }
 
 #[test]
-fn with_an_arena_that_is_being_pinned() {
+fn arena_is_copied_while_pinning() {
     for executor in Executor::ALL {
         let options = GpuOptions {
             pin_bytes: 4096,

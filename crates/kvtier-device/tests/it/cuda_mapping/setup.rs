@@ -1,4 +1,4 @@
-//! What every test begins with.
+//! Fixture: the driver and the allocations of its first GPU.
 
 use std::ops::Deref;
 use std::sync::{Arc, MutexGuard};
@@ -10,7 +10,7 @@ use kvtier_device::cuda::uuid::Gpus;
 
 use crate::lender::FakeDriver;
 
-/// The driver, the first of two GPUs in use, and nobody else at it.
+/// Exclusive use of the driver, with the first of two GPUs in use.
 pub struct Bench {
     pub allocations: Arc<Allocations>,
     pub gpus: Gpus,
@@ -47,11 +47,11 @@ impl Bench {
         // SAFETY: the fake driver refuses what is not mapped; the buffer is as long.
         unsafe { stream.copy_to_host(host.base().as_ptr(), at, bytes) }.unwrap();
         stream.synchronize().unwrap();
-        // SAFETY: the copy is done, and nobody else knows the buffer.
+        // SAFETY: the copy is done, and the buffer has no other user.
         unsafe { std::slice::from_raw_parts(host.base().as_ptr(), bytes) }.to_vec()
     }
 
-    /// Nothing is open any more, and everything was done by the rules.
+    /// Asserts that nothing is open and no violation was recorded.
     pub fn is_clean(&self) {
         assert_eq!(self.violations(), "");
         self.nothing_is_left();

@@ -1,15 +1,15 @@
-//! The library: found, not found, too old, or none.
+//! Loading the driver library: found, missing, too old, or another library.
 
 use std::path::Path;
 
 use kvtier_device::cuda::driver::{Context, Driver, Module, Stream};
 use kvtier_device::cuda::{CudaError, code};
 
+use super::setup::Bench;
 use crate::lender::{Lender, UUID};
-use crate::setup::Bench;
 
 #[test]
-fn every_function_is_found_and_the_gpus_described() {
+fn all_functions_and_gpus_are_found() {
     let bench = Bench::new();
     let driver = bench.context().driver();
     assert_eq!(driver.missing(), Vec::<&str>::new());
@@ -29,14 +29,14 @@ fn every_function_is_found_and_the_gpus_described() {
 }
 
 #[test]
-fn an_old_driver_has_no_has_batch_copy() {
+fn old_driver_has_no_batch_copy() {
     assert_eq!(Lender::with_script("driver=12070").ask("batches"), "false");
     assert_eq!(Lender::with_script("batch=absent").ask("batches"), "false");
     assert_eq!(Lender::with_script("driver=13000").ask("batches"), "true");
 }
 
 #[test]
-fn what_is_no_driver_is_told_apart_from_no_library() {
+fn missing_library_differs_from_wrong_library() {
     let none = Driver::load(Some(Path::new("/nowhere/libcuda.so.1"))).unwrap_err();
     // The dynamic linker's own words.
     assert!(
@@ -51,7 +51,7 @@ fn what_is_no_driver_is_told_apart_from_no_library() {
 }
 
 #[test]
-fn what_the_driver_refuses_is_told_in_its_words() {
+fn driver_errors_keep_the_drivers_text() {
     let bench = Bench::new();
     bench.script("fail cuMemAlloc_v2=2@1");
     let error = bench.context().allocate(64).unwrap_err();
@@ -74,9 +74,9 @@ fn what_the_driver_refuses_is_told_in_its_words() {
     bench.nothing_is_left();
 }
 
-/// What needs a context takes it for as long as that lasts: a thread that drives one GPU may drop things of another.
+/// Calls that need a context restore the previous one: a thread of one GPU may drop objects of another.
 #[test]
-fn a_thread_keeps_its_context() {
+fn calls_restore_the_threads_context() {
     let bench = Bench::new();
     let first = bench.context();
     let second = Context::retain(&bench.gpus.all()[1].device).unwrap();

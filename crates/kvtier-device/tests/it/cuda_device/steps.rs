@@ -6,23 +6,23 @@ use kvtier_device::cuda::{Executor, GpuOptions};
 use kvtier_device::{DeviceError, Direction, Transfer};
 use kvtier_memory::Extent;
 
+use super::setup::{Pages, Server, wait};
 use crate::lender::{Lender, hex};
-use crate::setup::{Pages, Server, wait};
 
-/// What was told, in order.
+/// A callback, in order.
 #[derive(Debug)]
-enum Told {
-    Begun(Vec<u8>),
+enum Report {
+    Submitted(Vec<u8>),
     Ended(Result<u64, DeviceError>),
 }
 
-fn begin(pages: &Pages, transfer: Transfer) -> Receiver<Told> {
+fn begin(pages: &Pages, transfer: Transfer) -> Receiver<Report> {
     let (say, hear) = mpsc::channel();
     let end = say.clone();
-    pages.memory.transfer_in_steps(
+    pages.memory.transfer_with_event(
         transfer,
-        Box::new(move |event| say.send(Told::Begun(event.to_vec())).unwrap()),
-        Box::new(move |result| end.send(Told::Ended(result)).unwrap()),
+        Box::new(move |event| say.send(Report::Submitted(event.to_vec())).unwrap()),
+        Box::new(move |result| end.send(Report::Ended(result)).unwrap()),
     );
     hear
 }
@@ -40,7 +40,7 @@ fn staged() -> (Server, Lender, Pages) {
 }
 
 #[test]
-fn the_event_is_complete_when_the_bytes_are_there() {
+fn event_completes_with_the_bytes_in_place() {
     let server = Server::new();
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
@@ -50,15 +50,15 @@ fn the_event_is_complete_when_the_bytes_are_there() {
             &pages,
             pages.transfer(&server, direction, &pages.backwards(8)),
         );
-        let Told::Begun(event) = hear.recv().unwrap() else {
+        let Report::Submitted(event) = hear.recv().unwrap() else {
             panic!("ended first")
         };
         engine.ask(&format!("open {}", hex(&event)));
         assert_eq!(engine.ask("complete"), "false");
         assert!(hear.try_recv().is_err());
         server.script("release");
-        let Told::Ended(result) = hear.recv().unwrap() else {
-            panic!("begun twice")
+        let Report::Ended(result) = hear.recv().unwrap() else {
+            panic!("submitted twice")
         };
         assert_eq!(result.unwrap(), 8 * pages.object_bytes());
         assert_eq!(engine.ask("complete"), "true");
@@ -70,7 +70,7 @@ fn the_event_is_complete_when_the_bytes_are_there() {
 
 /// The last step of a staged piece is on a stream of its own.
 #[test]
-fn the_event_waits_for_what_was_staged() {
+fn event_waits_for_staged_pieces() {
     let (server, mut engine, pages) = staged();
     for isolated in [false, true] {
         let mut transfer = pages.retrieve(&server, 8);
@@ -79,10 +79,10 @@ fn the_event_waits_for_what_was_staged() {
         }
         // The first one makes what the events of isolated IPC are in.
         let first = begin(&pages, transfer.clone());
-        assert!(matches!(first.iter().last(), Some(Told::Ended(Ok(_)))));
+        assert!(matches!(first.iter().last(), Some(Report::Ended(Ok(_)))));
         server.script("clear; hold kernel");
         let hear = begin(&pages, transfer);
-        let Told::Begun(event) = hear.recv().unwrap() else {
+        let Report::Submitted(event) = hear.recv().unwrap() else {
             panic!("ended first")
         };
         wait(|| server.count("started.kernel") == 1);
@@ -97,16 +97,16 @@ fn the_event_waits_for_what_was_staged() {
             assert_eq!(is_complete(), "false");
         }
         server.script("release");
-        assert!(matches!(hear.recv().unwrap(), Told::Ended(Ok(_))));
+        assert!(matches!(hear.recv().unwrap(), Report::Ended(Ok(_))));
         wait(|| is_complete() == "true");
     }
     drop(pages);
     server.ends_clean();
 }
 
-/// An engine that gives up a retrieve and has another one write the same pages finds the later one's bytes.
+/// An engine that abandons a retrieve and repeats it into the same pages finds the later bytes.
 #[test]
-fn a_retrieve_never_overtakes_the_one_before_it_however_their_bytes_travel() {
+fn retrieve_never_overtakes_the_previous_one() {
     let (server, mut engine, pages) = staged();
     pages.run(pages.store(&server, 2)).unwrap();
     let object = |number: u64| {
@@ -118,7 +118,7 @@ fn a_retrieve_never_overtakes_the_one_before_it_however_their_bytes_travel() {
     server.script("clear; hold kernel");
     let first = pages.begin(object(0));
     wait(|| server.count("started.kernel") == 1);
-    // The second one has no room to be staged, and goes plain.
+    // The second one has no staging buffer, and uses the plain executor.
     let copies = || server.count("cuMemcpyAsync");
     let before = copies();
     server.script("fail cuMemAlloc_v2=2");
@@ -141,7 +141,7 @@ fn a_retrieve_never_overtakes_the_one_before_it_however_their_bytes_travel() {
 }
 
 #[test]
-fn what_cannot_be_begun_is_told_at_its_end_alone() {
+fn failed_submission_is_reported_only_at_its_end() {
     let server = Server::new();
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
@@ -151,13 +151,13 @@ fn what_cannot_be_begun_is_told_at_its_end_alone() {
         server.script(&format!("fail {function}=1"));
     }
     let hear = begin(&pages, transfer());
-    assert!(matches!(hear.recv(), Ok(Told::Ended(Err(_)))));
+    assert!(matches!(hear.recv(), Ok(Report::Ended(Err(_)))));
     assert!(hear.recv().is_err());
     server.script("reset");
     // There is no event to be had.
     server.script("fail cuIpcGetEventHandle=801");
     let hear = begin(&pages, transfer());
-    assert!(matches!(hear.recv(), Ok(Told::Ended(Ok(_)))));
+    assert!(matches!(hear.recv(), Ok(Report::Ended(Ok(_)))));
     assert!(hear.recv().is_err());
     server.script("reset");
     drop(pages);
@@ -165,7 +165,7 @@ fn what_cannot_be_begun_is_told_at_its_end_alone() {
 }
 
 #[test]
-fn who_uses_isolated_ipc_is_answered_so() {
+fn isolated_ipc_is_answered_with_timeline_events() {
     let server = Server::new();
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
@@ -173,11 +173,11 @@ fn who_uses_isolated_ipc_is_answered_so() {
         let mut transfer = pages.transfer(&server, direction, &pages.backwards(8));
         transfer.event = engine.bytes("number");
         let hear = begin(&pages, transfer);
-        let Told::Begun(event) = hear.recv().unwrap() else {
+        let Report::Submitted(event) = hear.recv().unwrap() else {
             panic!("ended first")
         };
         assert_eq!(event.len(), 81);
-        assert!(matches!(hear.recv().unwrap(), Told::Ended(Ok(_))));
+        assert!(matches!(hear.recv().unwrap(), Report::Ended(Ok(_))));
         assert!(hear.recv().is_err());
         assert_eq!(engine.ask(&format!("reached {}", hex(&event))), "true");
         // The next one of that stream is not there.

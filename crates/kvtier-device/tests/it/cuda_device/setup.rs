@@ -1,4 +1,4 @@
-//! What every test begins with: a server's device, an engine's pages, and transfers between them.
+//! Fixture: a server's device, an engine's pages, and transfers between them.
 
 use std::ops::Deref;
 use std::sync::mpsc::{self, Receiver};
@@ -20,7 +20,7 @@ use crate::model::{Random, row_major};
 /// Longer than anything here takes, and than a test may.
 const FOR_EVER: Duration = Duration::from_secs(600);
 
-/// The device of a server, over the fake driver with two GPUs, and nobody else at it.
+/// The device of a server, with exclusive use of the fake driver with two GPUs.
 pub struct Server {
     pub cuda: CudaDevice,
     pub arena: Arc<Arena>,
@@ -71,7 +71,7 @@ impl Server {
 
     /// Waits until pinning is over.
     pub fn pinned(&self) {
-        wait(|| self.cuda.pinning().is_some_and(|status| !status.under_way));
+        wait(|| self.cuda.pinning().is_some_and(|status| !status.is_running));
     }
 
     /// Drops the device; nothing is open any more then, and everything was done by the rules.
@@ -165,12 +165,12 @@ pub struct Pages {
     blocks: u64,
 }
 
-/// Blocks of a chunk that is a piece of its own when none of them adjoins another, and bytes of such a block.
+/// Blocks of a chunk that is one piece if none of them is adjacent to another, and bytes of such a block.
 pub const PIECE: [u64; 2] = [4096, 16];
 
 impl Pages {
-    /// Registers `blocks` pages of `page` bytes with `per_chunk` in a chunk; their content is random. When it returns,
-    /// pinning is over, and counting begins anew.
+    /// Registers `blocks` pages of `page` bytes with `per_chunk` per chunk and random content. On return, pinning has ended
+    /// and the counters are cleared.
     pub fn register(
         server: &Server,
         engine: &mut Lender,
@@ -182,7 +182,7 @@ impl Pages {
         pages
     }
 
-    /// Pages of so many chunks that are a piece each.
+    /// Pages of `pieces` chunks of one piece each.
     pub fn pieces(server: &Server, engine: &mut Lender, pieces: u64) -> Self {
         let [blocks, page] = PIECE;
         Self::register(server, engine, [pieces * blocks, page, blocks])
@@ -289,7 +289,7 @@ impl Ticket {
         Self(hear)
     }
 
-    /// Waits for the end. It comes once: whoever would say it again is gone then.
+    /// Waits for the end, which is reported exactly once.
     pub fn end(self) -> Result<u64, DeviceError> {
         let result = self.0.recv_timeout(FOR_EVER).unwrap();
         assert_eq!(

@@ -1,14 +1,14 @@
-//! Blocks as the engine's tensors have them: the same bytes as from memory of the host.
+//! Reading blocks in tensor order: the same bytes as from host memory.
 
 use std::sync::Arc;
 
 use kvtier_device::{CpuDevice, Device, DeviceError, EngineMemory, MemorySpec, PlanError};
 use kvtier_memory::OwnSegment;
 
-use crate::bytes::Lent;
+use super::bytes::Lent;
+use super::setup::{Pages, Server};
 use crate::lender::Lender;
 use crate::model::{Case, random_case};
-use crate::setup::{Pages, Server};
 
 /// The same registration in shared memory.
 fn in_host_memory(case: &mut Case) -> (Box<dyn EngineMemory>, Vec<OwnSegment>) {
@@ -35,7 +35,7 @@ fn read(memory: &dyn EngineMemory, layer: usize, ids: &[i64]) -> Result<Vec<u8>,
 }
 
 #[test]
-fn blocks_of_any_format() {
+fn blocks_of_any_format_are_read() {
     let server = Server::new();
     let mut engine = Lender::start();
     for seed in 400..440 {
@@ -58,7 +58,7 @@ fn blocks_of_any_format() {
 }
 
 #[test]
-fn the_bytes_of_pages_and_what_is_refused() {
+fn page_bytes_are_read_and_bad_ids_refused() {
     let server = Server::new();
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 96, 8]);

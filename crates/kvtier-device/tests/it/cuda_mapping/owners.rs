@@ -16,7 +16,7 @@ fn counted(name: &str) -> MemorySpec {
     spec(storage)
 }
 
-/// The same file under a name that says another process.
+/// The same file under a name with another process id.
 fn linked(counters: &Counters, pid: u32) -> Counters {
     let name = format!("/torch_{pid}_78_0");
     let at = |name: &str| format!("/dev/shm{name}");
@@ -25,44 +25,44 @@ fn linked(counters: &Counters, pid: u32) -> Counters {
 }
 
 #[test]
-fn the_end_of_a_process_is_known_by_the_files_it_has_mapped() {
+fn exit_of_a_proven_owner_is_noticed() {
     let (mut one, mut two) = (Lender::start(), Lender::start());
     let files = [one.counters(), one.counters(), two.counters()];
     let [first, second, others] = files.each_ref().map(|file| counted(&file.0));
-    let owner = Owner::prove(&[first.clone(), second, first.clone()]).unwrap();
-    let other = Owner::prove(std::slice::from_ref(&others)).unwrap();
+    let owner = Owner::identify(&[first.clone(), second, first.clone()]).unwrap();
+    let other = Owner::identify(std::slice::from_ref(&others)).unwrap();
     assert!(owner != other && owner == owner.clone());
     let both = [owner, other];
-    assert_eq!(Owner::ended(&both), Some(vec![false, false]));
+    assert_eq!(Owner::exited(&both), Some(vec![false, false]));
     one.kill();
-    assert_eq!(Owner::ended(&both), Some(vec![true, false]));
-    // The id is nobody's, or of somebody who has not mapped the file.
-    assert!(Owner::prove(&[first]).is_none());
-    assert!(Owner::prove(&[others]).is_some());
-    assert_eq!(Owner::ended(&[]), Some(Vec::new()));
+    assert_eq!(Owner::exited(&both), Some(vec![true, false]));
+    // The id is free, or of a process that has not mapped the file.
+    assert!(Owner::identify(&[first]).is_none());
+    assert!(Owner::identify(&[others]).is_some());
+    assert_eq!(Owner::exited(&[]), Some(Vec::new()));
 }
 
 #[test]
-fn what_is_not_certain_is_not_known() {
+fn unproven_owner_is_none() {
     let (mut one, mut two) = (Lender::start(), Lender::start());
     let (file, others) = (one.counters(), two.counters());
     let ours = counted(&file.0);
-    assert!(Owner::prove(std::slice::from_ref(&ours)).is_some());
+    assert!(Owner::identify(std::slice::from_ref(&ours)).is_some());
     // A living process that has not mapped the file; one that has not mapped it all.
     let lent = linked(&file, two.pid() as u32);
-    assert!(Owner::prove(&[counted(&lent.0)]).is_none());
-    assert!(Owner::prove(&[counted(&others.0), counted(&lent.0)]).is_none());
+    assert!(Owner::identify(&[counted(&lent.0)]).is_none());
+    assert!(Owner::identify(&[counted(&others.0), counted(&lent.0)]).is_none());
     // Two processes; memory that names none; a file that is not there; none at all; ourselves.
-    assert!(Owner::prove(&[ours.clone(), counted(&others.0)]).is_none());
+    assert!(Owner::identify(&[ours.clone(), counted(&others.0)]).is_none());
     let raw = spec(CudaStorage {
         device_uuid: UUID.into(),
         allocation: CudaAllocation::Raw { handle: [0; 64] },
         offset: 0,
         bytes: 1,
     });
-    assert!(Owner::prove(&[ours.clone(), raw]).is_none());
-    assert!(Owner::prove(&[ours, counted(&format!("/torch_{}_79_9", one.pid()))]).is_none());
-    assert!(Owner::prove(&[]).is_none());
+    assert!(Owner::identify(&[ours.clone(), raw]).is_none());
+    assert!(Owner::identify(&[ours, counted(&format!("/torch_{}_79_9", one.pid()))]).is_none());
+    assert!(Owner::identify(&[]).is_none());
     let own = linked(&file, std::process::id());
-    assert!(Owner::prove(&[counted(&own.0)]).is_none());
+    assert!(Owner::identify(&[counted(&own.0)]).is_none());
 }

@@ -1,12 +1,12 @@
-//! Several transfers at a time: both ways, of several workers, on several GPUs.
+//! Concurrent transfers: in both directions, of several workers, on several GPUs.
 
 use std::sync::{Arc, Mutex};
 
 use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuOptions};
 
+use super::setup::{Pages, Server, Ticket, content, wait};
 use crate::lender::Lender;
-use crate::setup::{Pages, Server, Ticket, content, wait};
 
 /// Every piece is one call of the driver and one work of an engine.
 pub fn batches() -> GpuOptions {
@@ -17,7 +17,7 @@ pub fn batches() -> GpuOptions {
 }
 
 #[test]
-fn both_ways_at_once_and_retrieves_wait_for_no_store() {
+fn retrieves_do_not_wait_for_stores() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 12);
@@ -33,7 +33,7 @@ fn both_ways_at_once_and_retrieves_wait_for_no_store() {
     assert_eq!(stores.end().unwrap(), bytes);
     // Two streams in all; one goes first.
     let readings = server.readings();
-    assert_eq!(readings.under_way, [0, 0]);
+    assert_eq!(readings.in_flight, [0, 0]);
     for direction in [Direction::Store, Direction::Retrieve] {
         assert_eq!(readings.runs[direction as usize][0], 12 * 4096);
         let moved = readings
@@ -50,7 +50,7 @@ fn both_ways_at_once_and_retrieves_wait_for_no_store() {
 
 /// The kernel for one staged piece runs beside the copy of another one.
 #[test]
-fn the_two_steps_of_staged_pieces_overlap() {
+fn steps_of_staged_pieces_overlap() {
     let options = GpuOptions {
         executor: Some(Executor::Staged),
         ..GpuOptions::default()
@@ -80,7 +80,7 @@ fn the_two_steps_of_staged_pieces_overlap() {
 
 /// At most four pieces of a direction are with the GPU, and the rest comes when they are done.
 #[test]
-fn pieces_are_handed_over_as_others_end() {
+fn pieces_are_submitted_as_others_end() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 12);
@@ -130,7 +130,7 @@ fn workers_take_turns() {
 }
 
 #[test]
-fn many_workers_on_two_gpus() {
+fn many_workers_share_two_gpus() {
     let server = Server::new();
     let mut engines = [Lender::start(), Lender::start(), Lender::start()];
     let mut workers = Vec::new();

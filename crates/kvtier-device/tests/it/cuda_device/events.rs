@@ -1,13 +1,13 @@
-//! Nothing is touched before the engine says so, and an engine that never does costs only itself.
+//! Pages are not accessed before their event; an event that never completes affects only its transfer.
 
 use std::time::{Duration, Instant};
 
 use kvtier_device::DeviceError;
 use kvtier_device::cuda::GpuOptions;
 
+use super::setup::{Pages, Server, content, past, wait};
+use super::turns::batches;
 use crate::lender::Lender;
-use crate::setup::{Pages, Server, content, past, wait};
-use crate::turns::batches;
 
 /// An event behind work that is held, in one of both forms.
 fn pending(engine: &mut Lender, form: &str, pages: &Pages) -> Vec<u8> {
@@ -18,7 +18,7 @@ fn pending(engine: &mut Lender, form: &str, pages: &Pages) -> Vec<u8> {
     engine.bytes(form)
 }
 
-/// The thread has asked for an event several times, however it does that.
+/// Waits until the thread has queried an event several times, in either form.
 fn was_asked(server: &Server, form: &str) {
     let asked = || match form {
         "event" => server.count("cuEventQuery"),
@@ -36,7 +36,7 @@ fn moved(server: &Server) -> u64 {
 }
 
 #[test]
-fn pages_are_read_when_the_engine_has_written_them() {
+fn pages_are_read_after_their_event() {
     for form in ["event", "number"] {
         // Its stream waits for nothing of our own either.
         let server = Server::with("", batches(), 1 << 20);
@@ -72,7 +72,7 @@ fn pages_are_read_when_the_engine_has_written_them() {
 
 /// One engine's event never completes; transfers of others, both ways, go on, and its own when its time is over.
 #[test]
-fn an_event_that_never_completes_costs_only_its_own_transfer() {
+fn pending_event_delays_only_its_transfer() {
     for form in ["event", "number"] {
         let options = GpuOptions {
             event_timeout: Duration::MAX,
@@ -94,7 +94,7 @@ fn an_event_that_never_completes_costs_only_its_own_transfer() {
             others.run(others.retrieve(&server, 8)).unwrap();
         }
         assert!(!stuck.has_ended() && !stuck_too.has_ended(), "{form}");
-        assert_eq!(server.readings().under_way, [1, 1]);
+        assert_eq!(server.readings().in_flight, [1, 1]);
         // It leaves; nothing waits for its process.
         engine.kill();
         pages.memory.stop();
@@ -108,7 +108,7 @@ fn an_event_that_never_completes_costs_only_its_own_transfer() {
 }
 
 #[test]
-fn a_transfer_fails_when_its_event_takes_too_long() {
+fn event_timeout_fails_the_transfer() {
     let options = GpuOptions {
         event_timeout: Duration::from_millis(20),
         ..GpuOptions::default()
@@ -120,18 +120,24 @@ fn a_transfer_fails_when_its_event_takes_too_long() {
         let timeouts = server.readings().event_timeouts;
         let mut transfer = pages.store(&server, 8);
         transfer.event = pending(&mut engine, form, &pages);
-        // Two of one worker, of which only one is asked for at a time.
+        // Two of one worker, one of which is queried at a time.
         let both = [pages.begin(transfer.clone()), pages.begin(transfer.clone())];
         for ticket in both {
             let error = ticket.end().unwrap_err();
-            assert!(matches!(error, DeviceError::NeverReady), "{form}: {error}");
+            assert!(
+                matches!(error, DeviceError::EventTimeout),
+                "{form}: {error}"
+            );
         }
         assert_eq!(server.readings().event_timeouts, timeouts + 2);
         assert_eq!(server.readings().moved, []);
         // The worker's own deadline comes first.
         transfer.deadline = Some(past());
         let error = pages.run(transfer.clone()).unwrap_err();
-        assert!(matches!(error, DeviceError::TooLate), "{form}: {error}");
+        assert!(
+            matches!(error, DeviceError::DeadlinePassed),
+            "{form}: {error}"
+        );
         // Its process dies: what it sends is not even opened.
         engine.kill();
         transfer.deadline = None;
@@ -139,7 +145,7 @@ fn a_transfer_fails_when_its_event_takes_too_long() {
         match form {
             "event" => assert!(matches!(error, DeviceError::Event(_)), "{error}"),
             // The buffer of its numbers stays open.
-            _ => assert!(matches!(error, DeviceError::NeverReady), "{error}"),
+            _ => assert!(matches!(error, DeviceError::EventTimeout), "{error}"),
         }
         drop(pages);
     }
@@ -148,7 +154,7 @@ fn a_transfer_fails_when_its_event_takes_too_long() {
 
 /// The process dies while its event is waited for.
 #[test]
-fn a_process_that_dies_meanwhile_fails_its_transfer() {
+fn death_of_the_engine_fails_its_transfer() {
     for form in ["event", "number"] {
         let options = GpuOptions {
             event_timeout: Duration::from_millis(200),
@@ -163,7 +169,7 @@ fn a_process_that_dies_meanwhile_fails_its_transfer() {
         engine.kill();
         let error = ticket.end().unwrap_err();
         // It may die before its event is opened.
-        let meant = matches!(error, DeviceError::NeverReady | DeviceError::Event(_));
+        let meant = matches!(error, DeviceError::EventTimeout | DeviceError::Event(_));
         assert!(meant, "{form}: {error}");
         drop(pages);
         server.ends_clean();
@@ -171,7 +177,7 @@ fn a_process_that_dies_meanwhile_fails_its_transfer() {
 }
 
 #[test]
-fn an_opened_event_that_says_nothing_is_given_up() {
+fn opened_event_without_answer_times_out() {
     let options = GpuOptions {
         event_timeout: Duration::from_millis(20),
         ..GpuOptions::default()
@@ -183,7 +189,7 @@ fn an_opened_event_that_says_nothing_is_given_up() {
     let mut transfer = pages.store(&server, 8);
     transfer.event = engine.bytes("event");
     let error = pages.run(transfer.clone()).unwrap_err();
-    assert!(matches!(error, DeviceError::NeverReady), "{error}");
+    assert!(matches!(error, DeviceError::EventTimeout), "{error}");
     transfer.event = engine.bytes("event");
     pages.run(transfer).unwrap();
     drop(pages);
@@ -191,7 +197,7 @@ fn an_opened_event_that_says_nothing_is_given_up() {
 }
 
 #[test]
-fn what_is_no_event_is_refused() {
+fn invalid_event_is_refused() {
     let server = Server::new();
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
@@ -216,7 +222,7 @@ fn what_is_no_event_is_refused() {
 
 /// What is no event is answered while the event before it is waited for, which may never complete.
 #[test]
-fn what_is_no_event_is_refused_at_once() {
+fn invalid_event_is_refused_at_once() {
     let options = GpuOptions {
         event_timeout: Duration::MAX,
         ..GpuOptions::default()
@@ -232,7 +238,7 @@ fn what_is_no_event_is_refused_at_once() {
     let error = pages.run(transfer).unwrap_err();
     assert!(matches!(error, DeviceError::Event(_)), "{error}");
     assert!(!stuck.has_ended());
-    // Whoever comes after both has its turn.
+    // A later transfer gets its turn.
     let behind = pages.begin(pages.store(&server, 8));
     engine.ask("script release");
     stuck.end().unwrap();
@@ -241,9 +247,9 @@ fn what_is_no_event_is_refused_at_once() {
     server.ends_clean();
 }
 
-/// The number of an event is fetched while the engine that copies from the GPU is busy: nobody else waits for that.
+/// The value of a timeline event is read while the copy engine from the GPU is busy: no other transfer waits for that.
 #[test]
-fn a_number_is_fetched_in_the_background() {
+fn timeline_value_is_read_in_the_background() {
     let server = Server::new();
     let (mut engine, mut other) = (Lender::start(), Lender::start());
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
@@ -263,7 +269,7 @@ fn a_number_is_fetched_in_the_background() {
 
 /// A driver that does not come back from opening an event has only the thread of that GPU.
 #[test]
-fn an_event_that_is_not_opened_costs_only_its_gpu() {
+fn blocked_event_open_delays_only_its_gpu() {
     for (form, function) in [
         ("event", "cuIpcOpenEventHandle"),
         ("number", "cuIpcOpenMemHandle_v2"),
@@ -290,7 +296,7 @@ fn an_event_that_is_not_opened_costs_only_its_gpu() {
 
 /// An engine keeps an event for a while only: it is opened before the transfer's turn comes.
 #[test]
-fn events_are_opened_as_they_come() {
+fn events_are_opened_on_arrival() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);

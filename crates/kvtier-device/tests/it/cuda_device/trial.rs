@@ -1,13 +1,13 @@
-//! Every way of copying is tried out before a GPU is used.
+//! The trial of all executors before a GPU is used.
 
 use std::time::Duration;
 
 use kvtier_device::cuda::{Executor, GpuOptions};
 use kvtier_device::{DeviceError, Direction};
 
+use super::log;
+use super::setup::{Pages, Server, content, wait};
 use crate::lender::Lender;
-use crate::log;
-use crate::setup::{Pages, Server, content, wait};
 
 /// With a script in force: the executors that are not used, with what is said of them. Transfers are right all the
 /// same, and use none of them.
@@ -46,12 +46,12 @@ fn without(script: &str) -> Vec<(Executor, String)> {
 }
 
 #[test]
-fn all_are_usable_where_nothing_is_missing() {
+fn all_executors_are_available_on_a_full_driver() {
     assert_eq!(without(""), []);
 }
 
 #[test]
-fn a_driver_that_takes_no_kernel_or_no_batches() {
+fn driver_without_kernel_or_batches_still_serves() {
     let obstacles = without("ptx=refused");
     let [(Executor::Staged, why), (Executor::Kernel, same)] = &obstacles[..] else {
         panic!("{obstacles:?}")
@@ -68,9 +68,9 @@ fn a_driver_that_takes_no_kernel_or_no_batches() {
     assert_eq!(without("ptx=refused; batch=absent; driver=12080").len(), 3);
 }
 
-/// A call that says it did what it did not.
+/// A call that succeeds without doing its work.
 #[test]
-fn who_moves_wrong_bytes_or_fails_is_left_out() {
+fn failing_or_wrong_executor_is_excluded() {
     let obstacles = without("fail cuMemcpyBatchAsync=0");
     let [(Executor::Batch, why)] = &obstacles[..] else {
         panic!("{obstacles:?}")
@@ -94,7 +94,7 @@ fn who_moves_wrong_bytes_or_fails_is_left_out() {
 
 /// Each of its kernels, also those for what is less aligned than what speed is measured with.
 #[test]
-fn a_kernel_that_moves_wrong_bytes_is_left_out() {
+fn wrong_kernel_is_excluded() {
     for (unit, what) in [
         (16, "runs of 256 bytes"),
         (8, "runs of all alignments"),
@@ -115,7 +115,7 @@ fn a_kernel_that_moves_wrong_bytes_is_left_out() {
 
 /// What is measured is what the arena will be: memory of the system that is registered, not what the driver allocates.
 #[test]
-fn without_registered_memory_there_are_no_batches_and_no_kernel() {
+fn batch_and_kernel_need_registered_memory() {
     let obstacles = without("fail cuMemHostRegister_v2=2");
     let [(Executor::Batch, why), (Executor::Kernel, same)] = &obstacles[..] else {
         panic!("{obstacles:?}")
@@ -137,7 +137,7 @@ fn without_registered_memory_there_are_no_batches_and_no_kernel() {
 
 /// As in earnest, the next piece is with the GPU before the first one is done.
 #[test]
-fn every_slot_has_a_piece_while_speed_is_measured() {
+fn rates_are_measured_with_all_slots_in_flight() {
     let server = Server::with("hold d2h", GpuOptions::default(), 1 << 20);
     let mut engine = Lender::start();
     std::thread::scope(|scope| {
@@ -151,7 +151,7 @@ fn every_slot_has_a_piece_while_speed_is_measured() {
 
 /// Engines register when the GPU is nearly full.
 #[test]
-fn staging_is_tried_with_as_many_buffers_as_there_is_room_for() {
+fn staging_trial_uses_the_buffers_that_fit() {
     // Beside the 8 MiB of pages of the trial, one buffer of 16 MiB for each way in turn; and none.
     assert_eq!(without("memory=41943040"), []);
     let obstacles = without("memory=20971520");
@@ -168,7 +168,7 @@ fn staging_is_tried_with_as_many_buffers_as_there_is_room_for() {
 
 /// Who demands what does not work hears of it when an engine registers, and not with every transfer.
 #[test]
-fn what_is_demanded_and_does_not_work_is_refused() {
+fn configured_executor_that_fails_is_refused() {
     for (script, executor, expected) in [
         (
             "ptx=refused",
@@ -212,9 +212,9 @@ fn what_is_demanded_and_does_not_work_is_refused() {
     }
 }
 
-/// What says that the GPU is of no use is no matter of an executor.
+/// Errors of a lost context concern the GPU, not an executor.
 #[test]
-fn a_gpu_that_dies_in_its_trial_is_not_used() {
+fn gpu_failing_its_trial_is_not_used() {
     for script in [
         "fail cuMemcpyBatchAsync=700@20",
         "fail cuLaunchKernel=719",
@@ -238,9 +238,9 @@ fn a_gpu_that_dies_in_its_trial_is_not_used() {
     }
 }
 
-/// Buffers of a trial that nobody knows the end of are not freed.
+/// Buffers of a trial of unknown state are not freed.
 #[test]
-fn nothing_is_freed_that_may_be_in_use() {
+fn memory_possibly_in_use_is_not_freed() {
     let server = Server::with(
         "fail cuStreamSynchronize=999@5",
         GpuOptions::default(),
@@ -258,7 +258,7 @@ fn nothing_is_freed_that_may_be_in_use() {
 
 /// An engine takes all the memory of a GPU, and what would be staged goes straight.
 #[test]
-fn a_buffer_that_there_is_no_room_for_is_not_needed() {
+fn missing_staging_buffer_is_no_error() {
     log::hear();
     for (staging_pause, asked, then) in [
         (Duration::MAX, 1, Executor::Plain),
@@ -284,11 +284,11 @@ fn a_buffer_that_there_is_no_room_for_is_not_needed() {
         for _ in 0..3 {
             assert_eq!(pages.run(pages.store(&server, 8)).unwrap(), bytes);
         }
-        // Once, however often it was asked.
+        // Logged once, for any number of attempts.
         assert_eq!(log::lines(), lines + 1);
         assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(8)));
         assert_eq!(moved_by(Executor::Plain), 3);
-        // There is room again, and whoever may ask for it hears so.
+        // There is memory again, and the next attempt succeeds.
         server.script("reset");
         pages.run(pages.store(&server, 8)).unwrap();
         assert_eq!(moved_by(then), if then == Executor::Plain { 4 } else { 1 });
@@ -312,7 +312,7 @@ fn without_room() -> (Server, Lender, Pages) {
 
 /// Memory that was short when the GPU was tried out, and is there again later.
 #[test]
-fn staging_is_tried_when_there_is_memory_for_it() {
+fn staging_trial_repeats_when_memory_is_free() {
     let (server, _engine, pages) = without_room();
     let staged = |direction: Direction| {
         let rates = server.readings().profile.rates;
@@ -354,7 +354,7 @@ fn staging_is_tried_when_there_is_memory_for_it() {
 
 /// A GPU that serves is tried again for one executor that it does without.
 #[test]
-fn what_fails_when_staging_is_tried_again_costs_nobody_the_gpu() {
+fn failed_staging_trial_keeps_the_gpu() {
     for (function, how) in [
         ("cuMemcpyHtoDAsync_v2", "999"),
         // The memory was there for a moment.
@@ -382,9 +382,9 @@ fn what_fails_when_staging_is_tried_again_costs_nobody_the_gpu() {
     }
 }
 
-/// Where nobody knows what a trial has left on the lanes, they are no place for a transfer.
+/// Lanes on which copies of a trial may still run are not used for transfers.
 #[test]
-fn a_trial_of_staging_that_may_not_have_ended_is_the_last() {
+fn staging_trial_of_unknown_state_is_the_last() {
     let (server, _engine, pages) = without_room();
     server.script("fail cuStreamSynchronize=999; memory=8589934592");
     wait(|| server.readings().broken.is_some());
@@ -394,10 +394,10 @@ fn a_trial_of_staging_that_may_not_have_ended_is_the_last() {
     assert!(server.count("live.memory") > 0 && server.count("live.host") > 0);
 }
 
-/// A driver that does not come back from making a context, or from a trial, costs those who register on that GPU their
-/// patience once, and nobody else anything.
+/// A driver call that hangs in context creation or in the trial delays registrations on that GPU by one timeout, and
+/// nothing else.
 #[test]
-fn a_driver_that_hangs_while_a_gpu_is_taken_into_use_is_left() {
+fn driver_hanging_in_activation_is_abandoned() {
     for (function, what) in [
         ("cuDevicePrimaryCtxRetain", "making its context"),
         ("cuLaunchKernel", "its trial"),
@@ -411,7 +411,7 @@ fn a_driver_that_hangs_while_a_gpu_is_taken_into_use_is_left() {
         let mut engine = Lender::start();
         let refused = |engine: &mut Lender| {
             let error = Pages::on(0, &server, engine, [8, 64, 8]).err().unwrap();
-            let DeviceError::Hangs(why) = error else {
+            let DeviceError::DriverHangs(why) = error else {
                 panic!("{error}")
             };
             assert_eq!(why, format!("{what} has not ended in 4s"));
@@ -421,7 +421,7 @@ fn a_driver_that_hangs_while_a_gpu_is_taken_into_use_is_left() {
             match Pages::on(gpu, &server, engine, [8, 64, 8]) {
                 Ok(pages) => return pages,
                 // The machine is slow, and nothing is held.
-                Err(DeviceError::Hangs(_)) => std::thread::yield_now(),
+                Err(DeviceError::DriverHangs(_)) => std::thread::yield_now(),
                 Err(error) => panic!("{error}"),
             }
         };
@@ -429,7 +429,7 @@ fn a_driver_that_hangs_while_a_gpu_is_taken_into_use_is_left() {
         let status = &server.cuda.status()[0];
         assert_eq!(status.error, Some(why));
         assert!(status.readings.is_none());
-        // It is not asked again.
+        // It is not called again.
         let asked = server.count("cuDevicePrimaryCtxRetain");
         refused(&mut engine);
         assert_eq!(server.count("cuDevicePrimaryCtxRetain"), asked);
@@ -447,9 +447,9 @@ fn a_driver_that_hangs_while_a_gpu_is_taken_into_use_is_left() {
     }
 }
 
-/// Whoever waits for a trial is told when the device is stopped, and nobody waits for the driver.
+/// A stop ends the wait for a trial at once, without waiting for the driver.
 #[test]
-fn a_device_is_stopped_amid_a_trial() {
+fn device_stops_during_a_trial() {
     let server = Server::with("hold cuLaunchKernel@1", GpuOptions::default(), 1 << 20);
     let mut engine = Lender::start();
     std::thread::scope(|scope| {

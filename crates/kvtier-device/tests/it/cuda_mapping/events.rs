@@ -3,18 +3,17 @@
 use kvtier_device::cuda::driver::Stream;
 use kvtier_device::cuda::events::{ExportedEvents, ForeignEvent, ForeignEvents, Timeline};
 
+use super::setup::Bench;
 use crate::lender::{Lender, hex};
-use crate::setup::Bench;
 
-/// Asks until the answer is yes.
+/// Polls until the event is complete.
 fn completes(event: &ForeignEvent) {
     while !event.is_complete().unwrap() {
         std::thread::yield_now();
     }
 }
 
-/// Asks until it is known that the answer is no: a number is read in the background, and read again when it was too
-/// small.
+/// Polls until the event is known to be pending: a value is read in the background, and again if it was too small.
 fn is_pending(bench: &Bench, form: &str, event: &ForeignEvent) {
     let reads = || bench.count("cuMemcpyDtoHAsync_v2");
     let (before, needed) = (reads(), if form == "number" { 3 } else { 0 });
@@ -31,9 +30,9 @@ fn foreign(bench: &Bench) -> ForeignEvents {
     ForeignEvents::new(bench.allocations.clone(), None)
 }
 
-/// In either form, an event is complete when the other process's work before it is, and not before.
+/// In either form, an event completes with the other process's work before it.
 #[test]
-fn events_of_both_forms_are_complete_when_the_work_before_them_is() {
+fn events_complete_after_the_work_before_them() {
     for form in ["event", "number"] {
         let bench = Bench::new();
         let mut lender = Lender::start();
@@ -57,7 +56,7 @@ fn events_of_both_forms_are_complete_when_the_work_before_them_is() {
         ] {
             assert_eq!(bench.count(function), 0, "{function}");
         }
-        // The numbers are in one buffer, which stays open for the next.
+        // The values are in one buffer, which stays open for later events.
         let opened = u64::from(form == "number");
         assert_eq!(bench.count("cuIpcOpenMemHandle_v2"), opened, "{form}");
         drop((past, pending, behind));
@@ -68,7 +67,7 @@ fn events_of_both_forms_are_complete_when_the_work_before_them_is() {
 }
 
 #[test]
-fn the_event_of_a_process_that_died_is_not_complete_and_lets_go() {
+fn event_of_a_dead_process_stays_pending_and_closes() {
     for form in ["event", "number"] {
         let bench = Bench::new();
         let mut lender = Lender::start();
@@ -95,7 +94,7 @@ fn the_event_of_a_process_that_died_is_not_complete_and_lets_go() {
 }
 
 #[test]
-fn nothing_to_wait_for_and_nonsense() {
+fn empty_event_is_complete_and_garbage_refused() {
     let bench = Bench::new();
     let events = foreign(&bench);
     assert!(events.open(b"").unwrap().is_complete().unwrap());
@@ -113,9 +112,9 @@ fn nothing_to_wait_for_and_nonsense() {
     bench.is_clean();
 }
 
-/// Memory that is lent as pages is no buffer of numbers when it is too small for one.
+/// A timeline buffer has a minimum size.
 #[test]
-fn numbers_in_memory_that_is_too_small_are_refused() {
+fn too_small_timeline_buffer_is_refused() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let mut bytes = lender.bytes("number");
@@ -132,15 +131,15 @@ fn numbers_in_memory_that_is_too_small_are_refused() {
 }
 
 #[test]
-fn numbers_of_our_own_are_read_without_opening_them() {
+fn own_timeline_is_read_without_opening() {
     let bench = Bench::new();
     let context = bench.context();
     let timeline = Timeline::new(context).unwrap();
     let events = ForeignEvents::new(bench.allocations.clone(), Some(timeline.clone()));
     let stream = Stream::new(context, 0).unwrap();
     let _current = context.enter().unwrap();
-    let lane = timeline.lane().unwrap();
-    let other = timeline.lane().unwrap();
+    let lane = timeline.slot().unwrap();
+    let other = timeline.slot().unwrap();
     let first = lane.record(&stream).unwrap();
     let second = lane.record(&stream).unwrap();
     let third = other.record(&stream).unwrap();
@@ -163,7 +162,7 @@ fn numbers_of_our_own_are_read_without_opening_them() {
 }
 
 #[test]
-fn a_driver_that_writes_no_numbers_has_no_isolated_events() {
+fn timeline_needs_stream_memory_writes() {
     let bench = Bench::new();
     bench.script("fail cuStreamWriteValue64_v2=801");
     let error = Timeline::new(bench.context()).unwrap_err();
@@ -173,7 +172,7 @@ fn a_driver_that_writes_no_numbers_has_no_isolated_events() {
 }
 
 #[test]
-fn our_events_are_opened_by_the_other_process_and_used_again_late() {
+fn exported_events_are_opened_and_reused_late() {
     let bench = Bench::new();
     let mut lender = Lender::start();
     let context = bench.context();

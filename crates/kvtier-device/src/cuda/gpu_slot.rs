@@ -1,4 +1,4 @@
-//! A GPU on its way into use, which its driver may take long for, or for ever.
+//! Activation of a GPU. Its driver may take long, or hang.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -11,47 +11,47 @@ use super::error::CudaError;
 use super::gpu::Gpu;
 use crate::device::DeviceError;
 
-/// How long a stop may go unnoticed by who waits for a driver.
-const LOOK: Duration = Duration::from_millis(20);
+/// Interval at which a wait for the driver checks for a stop.
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// One of the GPUs, which may be in use.
+/// One GPU, which may be in use.
 #[derive(Default)]
-pub(super) struct Slot {
+pub(super) struct GpuSlot {
     pub used: OnceLock<Arc<Gpu>>,
-    /// Held while it is taken into use, by and for those alone who register on it and need it too.
-    pub taking: Mutex<()>,
+    /// Held during activation; only registrations on this GPU wait for it.
+    pub activation: Mutex<()>,
     hang: Mutex<Option<Hang>>,
 }
 
-/// What a driver was not done with in time.
+/// A driver call that has timed out.
 struct Hang {
     why: String,
-    /// Of the thread that the driver has.
+    /// Alive as long as the thread of the call.
     thread: Weak<()>,
 }
 
-impl Slot {
-    /// Why it cannot be taken into use, as long as its driver hangs.
-    pub fn hangs(&self) -> Option<String> {
+impl GpuSlot {
+    /// The call that hangs, while its thread has not returned.
+    pub fn hang(&self) -> Option<String> {
         let hang = self.hang.lock();
         let hang = hang.as_ref().filter(|hang| hang.thread.strong_count() > 0);
         hang.map(|hang| hang.why.clone())
     }
 
-    /// Has something done by the driver, on a thread that is left to it when that takes longer than `patience`: what
-    /// comes of it then is dropped. Nobody asks such a driver again before it has come back.
+    /// Runs `work`, which calls the driver, on a thread of its own. After `timeout` the thread is abandoned and its result
+    /// dropped; the driver of this GPU is not called again before that thread returns.
     ///
     /// # Errors
-    /// What the driver says; that it hangs; that the device was stopped meanwhile.
-    pub fn driven<T: Send + 'static>(
+    /// The driver's error; a timeout; the device was stopped meanwhile.
+    pub fn run_with_timeout<T: Send + 'static>(
         &self,
         what: &'static str,
-        patience: Duration,
+        timeout: Duration,
         stopped: &AtomicBool,
         work: impl FnOnce() -> Result<T, CudaError> + Send + 'static,
     ) -> Result<T, DeviceError> {
-        if let Some(why) = self.hangs() {
-            return Err(DeviceError::Hangs(why));
+        if let Some(why) = self.hang() {
+            return Err(DeviceError::DriverHangs(why));
         }
         let failed = |code, name| CudaError::Call {
             function: what,
@@ -64,7 +64,7 @@ impl Slot {
         let run = move || {
             // Dropped last.
             let _alive = alive;
-            // Nobody may wait any more.
+            // The receiver may have timed out.
             let _ = say.send(work());
         };
         let spawned = std::thread::Builder::new().name("kvtier-gpu-try".into());
@@ -73,11 +73,11 @@ impl Slot {
             failed(error.raw_os_error().unwrap_or(-1), name)
         })?;
         let began = Instant::now();
-        while began.elapsed() < patience {
+        while began.elapsed() < timeout {
             if stopped.load(Ordering::Acquire) {
                 return Err(DeviceError::Stopped);
             }
-            match hear.recv_timeout(LOOK.min(patience)) {
+            match hear.recv_timeout(STOP_POLL_INTERVAL.min(timeout)) {
                 Ok(done) => return Ok(done?),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
@@ -85,11 +85,11 @@ impl Slot {
                 }
             }
         }
-        let why = format!("{what} has not ended in {patience:?}");
+        let why = format!("{what} has not ended in {timeout:?}");
         *self.hang.lock() = Some(Hang {
             why: why.clone(),
             thread,
         });
-        Err(DeviceError::Hangs(why))
+        Err(DeviceError::DriverHangs(why))
     }
 }

@@ -1,14 +1,14 @@
-//! What the driver refuses: nobody hears of the end of a transfer before nothing of it moves any more.
+//! Driver errors: the end of a transfer is reported only when none of its copies runs any more.
 
 use std::time::{Duration, Instant};
 
 use kvtier_device::cuda::{Executor, GpuOptions};
 use kvtier_device::{DeviceError, PlanError};
 
+use super::log;
+use super::setup::{Pages, Server, content, wait};
+use super::turns::batches;
 use crate::lender::Lender;
-use crate::log;
-use crate::setup::{Pages, Server, content, wait};
-use crate::turns::batches;
 
 /// The thread has looked several times at what it has with the GPU.
 fn looked(server: &Server, function: &str) {
@@ -16,12 +16,12 @@ fn looked(server: &Server, function: &str) {
     wait(|| server.count(function) >= before + 3);
 }
 
-/// What a context says that was given up.
+/// Result code of a lost context.
 const DEAD: &str = "fail cuEventQuery=700; fail cuEventRecord=700; fail cuStreamQuery=700; fail cuMemcpyAsync=700; \
                     fail cuMemcpyBatchAsync=700; fail cuLaunchKernel=700; fail cuMemcpyHtoDAsync_v2=700";
 
 #[test]
-fn a_refused_copy_fails_its_transfer_once_the_others_have_ended() {
+fn failed_copy_fails_its_transfer_after_the_others() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
@@ -37,7 +37,7 @@ fn a_refused_copy_fails_its_transfer_once_the_others_have_ended() {
         matches!(&error, DeviceError::Cuda(error) if error.code() == Some(1)),
         "{error}"
     );
-    // Nothing more of it was begun, and nobody else was meant.
+    // No more of it was submitted, and other transfers are not affected.
     behind.end().unwrap();
     assert_eq!(server.count("cuMemcpyBatchAsync"), 4);
     let bytes = pages.content.len() as u64;
@@ -48,9 +48,9 @@ fn a_refused_copy_fails_its_transfer_once_the_others_have_ended() {
     server.ends_clean();
 }
 
-/// A piece of several calls of which one is refused: the calls before it were not.
+/// A piece of several calls, one of which fails after others have started.
 #[test]
-fn a_piece_that_was_begun_in_part_is_waited_for() {
+fn partly_submitted_piece_is_waited_for() {
     for (executor, refused, retrieve) in [
         (Executor::Plain, "cuMemcpyAsync=1@3", false),
         (Executor::Staged, "cuMemcpyAsync=1@1", false),
@@ -84,7 +84,7 @@ fn a_piece_that_was_begun_in_part_is_waited_for() {
 
 /// Without an event of its own, a piece has ended when the stream has.
 #[test]
-fn a_piece_whose_event_is_refused_is_waited_for() {
+fn piece_without_event_is_waited_for() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 2);
@@ -104,25 +104,25 @@ fn a_piece_whose_event_is_refused_is_waited_for() {
     server.ends_clean();
 }
 
-/// An answer that says nothing of the copies: they are asked for again, and nothing is begun any more.
+/// An error that leaves the state of the copies unknown: they are polled again, and no piece is submitted any more.
 #[test]
-fn a_piece_of_which_nobody_knows_ends_when_it_is_known() {
+fn piece_of_unknown_state_ends_when_known() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     server.script("hold d2h");
-    let under_way = pages.begin(pages.store(&server, 2));
+    let in_flight = pages.begin(pages.store(&server, 2));
     let long = pages.begin(pages.store(&server, 8));
     wait(|| server.count("cuEventRecord") == 4);
     server.script("fail cuEventQuery=999@1");
     wait(|| server.readings().broken.is_some());
     looked(&server, "cuEventQuery");
-    assert!(!under_way.has_ended() && !long.has_ended());
+    assert!(!in_flight.has_ended() && !long.has_ended());
     let error = pages.run(pages.retrieve(&server, 1)).unwrap_err();
     assert!(matches!(error, DeviceError::Broken(_)), "{error}");
     server.script("release");
     let bytes = 2 * pages.object_bytes();
-    assert_eq!(under_way.end().unwrap(), bytes);
+    assert_eq!(in_flight.end().unwrap(), bytes);
     let error = long.end().unwrap_err();
     assert!(matches!(error, DeviceError::Broken(_)), "{error}");
     let error = Pages::on(0, &server, &mut engine, [8, 64, 8])
@@ -137,18 +137,18 @@ fn a_piece_of_which_nobody_knows_ends_when_it_is_known() {
 }
 
 #[test]
-fn a_context_that_is_given_up_fails_everything() {
+fn lost_context_fails_all_transfers() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     let other = Pages::on(1, &server, &mut engine, [8, 64, 8]).unwrap();
     server.script("clear; hold d2h");
-    let under_way = pages.begin(pages.store(&server, 1));
+    let in_flight = pages.begin(pages.store(&server, 1));
     let long = pages.begin(pages.store(&server, 8));
     wait(|| server.count("cuEventRecord") == 4);
     server.script(DEAD);
     // Neither ends before an engine of the GPU must have finished what it was given.
-    for ticket in [under_way, long] {
+    for ticket in [in_flight, long] {
         let error = ticket.end().unwrap_err();
         assert!(
             matches!(&error, DeviceError::Cuda(error) if error.ends_context())
@@ -165,7 +165,7 @@ fn a_context_that_is_given_up_fails_everything() {
     assert!(
         error
             .to_string()
-            .contains("of no use until the server is started anew"),
+            .contains("unusable until the server is restarted"),
         "{error}"
     );
     let error = Pages::on(0, &server, &mut engine, [8, 64, 8])
@@ -177,7 +177,7 @@ fn a_context_that_is_given_up_fails_everything() {
         server.cuda.status()[1].readings.as_ref().unwrap().broken,
         None
     );
-    // The fake driver only says so, and moves on.
+    // The fake driver only reports it, and continues.
     server.script("reset");
     server.wait_idle();
     other.run(other.store(&server, 1)).unwrap();
@@ -185,9 +185,9 @@ fn a_context_that_is_given_up_fails_everything() {
     server.ends_clean();
 }
 
-/// With nothing under way, the first call that says it is believed.
+/// With nothing in flight, the first call that fails shows the loss of the context.
 #[test]
-fn a_context_that_was_given_up_is_found_out_by_the_next_call() {
+fn lost_context_is_found_by_the_next_call() {
     for script in [
         "fail cuMemcpyBatchAsync=719",
         "fail cuEventQuery=719; fail cuMemcpyBatchAsync=719",
@@ -214,7 +214,7 @@ fn a_context_that_was_given_up_is_found_out_by_the_next_call() {
 
 /// What was to be tried once there is memory for it is not tried any more, and nothing keeps the thread awake.
 #[test]
-fn a_gpu_that_is_of_no_use_rests() {
+fn unusable_gpu_is_not_polled() {
     let pause = Duration::from_millis(1);
     let options = GpuOptions {
         staging_pause: pause,
@@ -247,9 +247,9 @@ fn is_asleep(name: &str) -> bool {
     named.is_some_and(|stat| stat.contains(") S "))
 }
 
-/// What cannot be planned fails alone, whatever was begun of it.
+/// A transfer that cannot be planned fails alone, even if part of it was submitted.
 #[test]
-fn extents_that_cannot_be_are_refused() {
+fn invalid_extents_are_refused() {
     let server = Server::with("", batches(), 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 4);
@@ -285,18 +285,18 @@ fn extents_that_cannot_be_are_refused() {
     server.ends_clean();
 }
 
-/// A bug of ours in the thread of a GPU: everybody is told, what the GPU has something of when it has ended.
+/// After a panic in a feeder every transfer is reported, those with submitted pieces once these have ended.
 #[test]
-fn a_thread_that_panics_leaves_nobody_without_an_answer() {
+fn feeder_panic_fails_all_transfers() {
     let mut options = batches();
     options.executor = Some(Executor::Staged);
     let server = Server::with("", options, 1 << 20);
     let mut engine = Lender::start();
     let pages = Pages::pieces(&server, &mut engine, 4);
     server.script("hold d2h");
-    let under_way = pages.begin(pages.store(&server, 1));
+    let in_flight = pages.begin(pages.store(&server, 1));
     wait(|| server.count("queued.d2h") == 1);
-    // The next piece finds no room for itself, and says so in the log.
+    // The next piece gets no staging buffer, which is logged.
     server.script("fail cuMemAlloc_v2=2");
     log::panic_once();
     // Both are with the thread before the first one is ready.
@@ -310,7 +310,7 @@ fn a_thread_that_panics_leaves_nobody_without_an_answer() {
     wait(|| server.count("cuIpcOpenEventHandle") == 2);
     engine.ask("script release");
     let is_meant = |error: &DeviceError| {
-        let expected = "of no use until the server is started anew: its thread ended in a panic";
+        let expected = "unusable until the server is restarted: its thread ended in a panic";
         error.to_string().contains(expected)
     };
     assert!(is_meant(&queued.end().unwrap_err()));
@@ -322,13 +322,13 @@ fn a_thread_that_panics_leaves_nobody_without_an_answer() {
     assert_eq!(status.error.as_deref(), Some("its thread ended in a panic"));
     // Its bytes may still move.
     looked(&server, "cuStreamQuery");
-    assert!(!under_way.has_ended() && !panics.has_ended());
-    assert_eq!(server.readings().under_way, [2, 0]);
+    assert!(!in_flight.has_ended() && !panics.has_ended());
+    assert_eq!(server.readings().in_flight, [2, 0]);
     server.script("release");
-    for ticket in [under_way, panics] {
+    for ticket in [in_flight, panics] {
         assert!(is_meant(&ticket.end().unwrap_err()));
     }
-    assert_eq!(server.readings().under_way, [0, 0]);
+    assert_eq!(server.readings().in_flight, [0, 0]);
     assert_eq!(server.cuda.stop(), []);
     drop(pages);
     server.ends_clean();

@@ -1,4 +1,4 @@
-//! The log as a test hears it.
+//! Subscriber that counts the device's log lines.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +16,7 @@ pub fn lines() -> u64 {
     LINES.load(Ordering::Relaxed)
 }
 
-/// Whoever writes the next line panics.
+/// Makes the next log line panic.
 pub fn panic_once() {
     hear();
     PANICS.store(true, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! The arena, pinned in the background, wholly, partly, or not at all.
+//! Pinning of the arena in the background: completely, partly, or not at all.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,8 +7,8 @@ use kvtier_device::cuda::{Executor, GpuOptions, PinningStatus};
 use kvtier_device::{Direction, Transfer};
 use kvtier_memory::{Arena, ArenaKind, Extent};
 
+use super::setup::{Pages, Server, content, wait};
 use crate::lender::Lender;
-use crate::setup::{Pages, Server, content, wait};
 
 const ARENA: u64 = 1 << 20;
 const PIECES: u64 = 4;
@@ -22,7 +22,7 @@ fn in_pieces(executor: Executor) -> GpuOptions {
 }
 
 #[test]
-fn the_arena_is_pinned_when_the_first_gpu_is_in_use_and_as_long_as_one_is() {
+fn arena_is_pinned_while_a_gpu_is_in_use() {
     let server = Server::with("", in_pieces(Executor::Batch), ARENA);
     let mut engine = Lender::start();
     assert_eq!(server.cuda.pinning(), None);
@@ -32,7 +32,7 @@ fn the_arena_is_pinned_when_the_first_gpu_is_in_use_and_as_long_as_one_is() {
     let expected = PinningStatus {
         bytes: ARENA,
         total: ARENA,
-        under_way: false,
+        is_running: false,
         error: None,
     };
     assert_eq!(server.cuda.pinning(), Some(expected));
@@ -51,7 +51,7 @@ fn the_arena_is_pinned_when_the_first_gpu_is_in_use_and_as_long_as_one_is() {
 
 /// What is pinned is used as such, and what is not is copied all the same.
 #[test]
-fn a_piece_that_cannot_be_pinned_is_told_and_gone_without() {
+fn unpinnable_piece_is_reported_and_skipped() {
     let server = Server::with(
         // After the trial's.
         "fail cuMemHostRegister_v2=2@2",
@@ -62,7 +62,7 @@ fn a_piece_that_cannot_be_pinned_is_told_and_gone_without() {
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     let status = server.cuda.pinning().unwrap();
     assert_eq!(status.bytes, ARENA - ARENA / PIECES);
-    assert!(!status.under_way);
+    assert!(!status.is_running);
     let error = status.error.unwrap();
     assert!(
         error.starts_with("262144 bytes from ") && error.contains("cuMemHostRegister_v2"),
@@ -100,7 +100,7 @@ fn a_piece_that_cannot_be_pinned_is_told_and_gone_without() {
 
 /// The kernel goes by the GPU's addresses; where they are not the host's own, it is not used.
 #[test]
-fn pinned_memory_that_the_gpu_sees_elsewhere_is_nothing_for_the_kernel() {
+fn kernel_needs_equal_addresses_on_host_and_gpu() {
     for (executor, used) in [
         (Executor::Kernel, Executor::Staged),
         (Executor::Batch, Executor::Batch),
@@ -128,7 +128,7 @@ fn pinned_memory_that_the_gpu_sees_elsewhere_is_nothing_for_the_kernel() {
 
 /// Another arena is memory as any other.
 #[test]
-fn an_arena_that_is_not_the_devices_own_is_not_pinned() {
+fn foreign_arena_is_not_pinned() {
     let server = Server::with("", in_pieces(Executor::Kernel), ARENA);
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
@@ -145,7 +145,7 @@ fn an_arena_that_is_not_the_devices_own_is_not_pinned() {
 
 /// The driver copies memory that is not pinned in the thread that asks for it, which is not the one for all else.
 #[test]
-fn what_is_not_pinned_holds_up_nothing_else() {
+fn pageable_transfer_delays_no_other() {
     let server = Server::with("", in_pieces(Executor::Batch), ARENA);
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
@@ -158,7 +158,7 @@ fn what_is_not_pinned_holds_up_nothing_else() {
     let bytes = pages.content.len() as u64;
     assert_eq!(pages.run(pages.retrieve(&server, 8)).unwrap(), bytes);
     assert!(!slow.has_ended());
-    assert_eq!(server.readings().under_way, [1, 0]);
+    assert_eq!(server.readings().in_flight, [1, 0]);
     server.script("release");
     assert_eq!(slow.end().unwrap(), bytes);
     // The retrieve has brought what was in the arena: nothing.
@@ -170,7 +170,7 @@ fn what_is_not_pinned_holds_up_nothing_else() {
 
 /// Retrieves are in order, whichever thread suits their memory: a later one follows one that waits.
 #[test]
-fn a_retrieve_follows_the_one_before_it_to_its_thread() {
+fn retrieve_follows_the_previous_one_to_its_thread() {
     let server = Server::with("", in_pieces(Executor::Batch), ARENA);
     let mut engine = Lender::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
@@ -210,9 +210,9 @@ fn a_retrieve_follows_the_one_before_it_to_its_thread() {
     server.ends_clean();
 }
 
-/// Trying out may take long; whoever looks meanwhile is told what is known.
+/// A trial may take long; status calls do not wait for it.
 #[test]
-fn a_gpu_that_is_being_taken_into_use_holds_nobody_up() {
+fn activation_of_a_gpu_delays_no_other() {
     let server = Server::with("hold h2d", GpuOptions::default(), ARENA);
     let mut engine = Lender::start();
     std::thread::scope(|scope| {
@@ -238,7 +238,7 @@ fn a_gpu_that_is_being_taken_into_use_holds_nobody_up() {
 
 /// An object over a border of pinned pieces: copies end there, and the kernel does not go over it.
 #[test]
-fn an_object_over_a_border() {
+fn object_across_a_piece_border_is_copied() {
     for executor in Executor::ALL {
         let server = Server::with("", in_pieces(executor), ARENA);
         let mut engine = Lender::start();
@@ -274,7 +274,7 @@ fn an_object_over_a_border() {
 
 /// A terabyte has thousands of pieces, and the driver walks the pages of each.
 #[test]
-fn pieces_are_given_up_side_by_side() {
+fn pieces_are_unpinned_in_parallel() {
     let mut options = in_pieces(Executor::Batch);
     options.pin_bytes = ARENA / 16;
     let server = Server::with("", options, ARENA);
@@ -291,9 +291,9 @@ fn pieces_are_given_up_side_by_side() {
     rest.is_clean();
 }
 
-/// It is waited for a while, and then left with what it has; who asked is told how much that is.
+/// Unpinning waits for a timeout, then leaves the memory pinned and returns its size.
 #[test]
-fn a_driver_that_does_not_answer_is_left_with_the_arena() {
+fn hanging_unpin_is_abandoned_with_the_arena() {
     for held in ["cuMemHostUnregister", "cuMemHostRegister_v2"] {
         let mut options = in_pieces(Executor::Batch);
         options.leave_timeout = Duration::from_millis(1);
