@@ -329,7 +329,7 @@ fn feeder_panic_fails_all_transfers() {
         assert!(is_meant(&ticket.end().unwrap_err()));
     }
     assert_eq!(server.readings().in_flight, [0, 0]);
-    assert_eq!(server.cuda.stop(), []);
+    assert_eq!(server.cuda.stop(), Vec::<i32>::new());
     drop(pages);
     server.ends_clean();
 }

@@ -455,7 +455,7 @@ fn device_stops_during_a_trial() {
     std::thread::scope(|scope| {
         let registering = scope.spawn(|| Pages::on(0, &server, &mut engine, [8, 64, 8]).err());
         wait(|| server.count("cuLaunchKernel") == 1);
-        assert_eq!(server.cuda.stop(), []);
+        assert_eq!(server.cuda.stop(), Vec::<i32>::new());
         let error = registering.join().unwrap().unwrap();
         assert!(matches!(error, DeviceError::Stopped), "{error}");
     });
