@@ -11,7 +11,6 @@ use kvtier_proto::response::Response;
 
 use super::begin::Refusal;
 use super::instances::{Copying, Instance};
-use super::memory::to_memory;
 use super::worker_range::{Held, WorkerRange};
 use super::{Answer, Caller, Engine, Handled};
 
@@ -121,7 +120,7 @@ impl Engine {
                     chunk: chunk - range.chunks.start,
                     skip_tokens,
                 },
-                extent: to_memory(*extent),
+                extent: *extent,
             })
         });
         let transfer = Transfer {
