@@ -439,7 +439,7 @@ impl<'a, S: TransferServer> Prepared<'a, S> {
         }
     }
 
-    /// The server knows the end of the transfer, or is about to be told by a commit.
+    /// Marks the transfer as ended: the server knows it, or a commit follows.
     fn end(&mut self) -> &mut S {
         self.abort = None;
         self.server

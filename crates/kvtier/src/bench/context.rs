@@ -81,7 +81,7 @@ impl Context {
         pattern::tokens(pattern::mix(self.args.seed ^ pattern::mix(number)), count)
     }
 
-    /// Whether somebody wants the run to end.
+    /// Whether a signal has stopped the run.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
