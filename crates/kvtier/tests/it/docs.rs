@@ -113,7 +113,7 @@ fn readings() -> Readings {
         readings: Some(GpuReadings {
             moved: vec![(Direction::Store, Executor::Kernel, moved)],
             runs: Default::default(),
-            under_way: [0; 2],
+            in_flight: [0; 2],
             event_timeouts: 0,
             profile: Profile::default(),
             broken: None,
