@@ -315,7 +315,7 @@ def test_preemption_and_resumption_in_one_step(place, engines):
     engine.step(new=[(loads, range(1, 10), 0, 2 * CHUNK + 1), (computes, range(11, 15), 0, 2)])
     expected = engine.read(list(range(1, 9)))
     # vLLM's next schedule() preempts all, and gives them blocks again.
-    wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 30, "the store")
+    wait_until(lambda: engine.step() and engine.scheduler._scheduling.in_flight_stores == {}, 30, "the store")
     assert engine.match(loads) == (2 * CHUNK, True)
     engine.allocate(loads, range(31, 40), 2 * CHUNK)
     assert engine.match(computes) == (0, False)
@@ -493,7 +493,7 @@ def test_events(place, engines, tmp_path):
 
     def told():
         events = []
-        wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 30, "the stores")
+        wait_until(lambda: engine.step() and engine.scheduler._scheduling.in_flight_stores == {}, 30, "the stores")
         events.extend(engine.scheduler.take_events())
         return events
 
@@ -594,7 +594,7 @@ def test_a_reset_forgets_what_was_found_and_what_is_being_stored(place, engines)
     engine.workers[0].bind_connector_metadata(held[0])
     submit()
     engine.step(cached=[(stores, None, CHUNK, CHUNK + 1)])
-    wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 30, "the stores")
+    wait_until(lambda: engine.step() and engine.scheduler._scheduling.in_flight_stores == {}, 30, "the stores")
     assert engine.stats["stores"] == 2, "a request that ran at the reset stores no more"
     assert engine.match(request("d", late)) == (0, False)
     engine.prefill(request("e", late[: CHUNK + 1]), range(11, 16))

@@ -172,14 +172,14 @@ def test_a_worker_that_turned_off_reports_all_stores(engine, monkeypatch):
     monkeypatch.setattr(adapter, "get_finished", raises)
     late, third = starts("late", range(21, 26))
     assert engine.step(new=[third]).sent == [{"handed"}]
-    assert scheduling.under_way == {}
+    assert scheduling.in_flight_stores == {}
     for req in (running, late):
         engine.scheduler.request_finished_all_groups(req, ([],))
     assert engine.step(finished=["running", "late"]).sent == [{"running", "late"}]
     # The scheduler has not heard of it: its own server answers.
     after, fourth = starts("after", range(31, 36))
     assert len(engine.step(new=[fourth]).metadata.stores) == 1
-    assert scheduling.under_way == {}
+    assert scheduling.in_flight_stores == {}
 
 
 @pytest.mark.parametrize("broken", ["submit_store_request", "take_ended_stores", "_event"])
@@ -192,7 +192,7 @@ def test_a_store_that_cannot_be_started_has_ended(engine, monkeypatch, broken):
     engine.allocate(req, range(1, 6), 0)
     assert len(engine.step(new=[(req, range(1, 6), 0, CHUNK + 1)]).metadata.stores) == 1
     engine.step()
-    assert engine.scheduler._scheduling.under_way == {}
+    assert engine.scheduler._scheduling.in_flight_stores == {}
     engine.finish(req)
 
 

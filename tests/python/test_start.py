@@ -29,7 +29,7 @@ def test_an_engine_starts_without_a_server(place, mode, fresh):
 
 def test_a_start_without_a_server_waits_for_nothing(place, monkeypatch):
     """Where nothing listens: a registration that waited would take until the test's end."""
-    monkeypatch.setattr(registration, "_GRACE", 1e6)
+    monkeypatch.setattr(registration, "_CONNECT_TIMEOUT", 1e6)
     engine = place.engine(place.server(start=False), wait_for_server=None)
     assert engine.worker._registration.is_described and engine.worker.transport is None
 
