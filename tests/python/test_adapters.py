@@ -35,7 +35,7 @@ LAYOUTS = ["fused_hnd", "fused_nhd", "kv_first_nhd", "kv_first_hnd", "blocks_fir
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_come_back(place, mode, layout, fresh):
+def test_retrieve_returns_stored_bytes(place, mode, layout, fresh):
     """What one engine stored, another gets; also into other blocks, in another order."""
     server = place.server()
     first = place.engine(server, mode=mode, layout=layout, model=f"m/{layout}")
@@ -53,7 +53,7 @@ def test_bytes_come_back(place, mode, layout, fresh):
     assert second.worker.transport == {"engine_driven": "pool", "pickle": "pickle", "lmcache_driven": "server"}[mode]
 
 
-def test_modes_in_which_the_engine_copies_share_what_they_store(place, fresh):
+def test_engine_driven_modes_share_objects(place, fresh):
     """A chunk has the same bytes through the pool and pickled; pages that the server copies are another layout."""
     server = place.server()
     writer = place.engine(server, mode="pickle")
@@ -67,7 +67,7 @@ def test_modes_in_which_the_engine_copies_share_what_they_store(place, fresh):
     assert place.engine(server, mode="lmcache_driven", seed=6).lookup(fresh(), prompt) == 0
 
 
-def test_partial_prefix_and_skipped_blocks(place, mode, fresh):
+def test_partial_prefix_retrieve_skips_blocks(place, mode, fresh):
     """A hit ends where prompts part; blocks the engine has itself are not written."""
     engine = place.engine(place.server(), mode=mode)
     prompt = tokens(4 * CHUNK, "partial")
@@ -84,7 +84,7 @@ def test_partial_prefix_and_skipped_blocks(place, mode, fresh):
     assert all((layer == 7).all() for layer in engine.read(list(range(1, kept + 1))))
 
 
-def test_tenants_are_apart(place, mode, fresh):
+def test_tenants_share_nothing(place, mode, fresh):
     """cache_salt is part of the key of every operation."""
     engine = place.engine(place.server(), mode=mode)
     prompt = tokens(CHUNK, "salt")
@@ -127,7 +127,7 @@ def test_block_hashes_as_keys(place, mode, fresh):
     assert engine.lookup(fresh(), chain[: PER_CHUNK - 1]) == 0
 
 
-def test_the_same_request_twice_is_one_lookup(place, fresh):
+def test_repeated_request_is_one_lookup(place, fresh):
     """Also with other tokens; and nothing is sent for a prompt shorter than a chunk."""
     server = place.server()
     engine, request = place.engine(server), fresh()
@@ -148,7 +148,7 @@ def test_the_same_request_twice_is_one_lookup(place, fresh):
     assert server.get("/status")[1]["active_sessions"] == sessions
 
 
-def test_exactly_one_form_of_prompt(place):
+def test_prompt_needs_exactly_one_form(place):
     """Neither, and both, are errors that say so."""
     engine = place.engine(place.server())
     for given in [{}, {"token_ids": [1], "block_hashes": [b"1"]}]:
@@ -165,7 +165,7 @@ def leased(server):
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("kvtier_l1_leased_objects"))
 
 
-def test_leases_end_when_freed_and_with_the_session(place, mode, fresh):
+def test_leases_end_when_freed_or_session_ends(place, mode, fresh):
     """A lookup that is not retrieved lets go when told, of the tenant it was made for."""
     server = place.server()
     engine, prompt = place.engine(server, mode=mode), tokens(2 * CHUNK, "leases")
@@ -215,7 +215,7 @@ def test_batches_finish_together(place, mode, fresh):
     assert engine.worker.get_failed_request_ids() == set(), "told once"
 
 
-def test_a_store_is_reported_once_and_after_the_engine_finished(place, mode, fresh):
+def test_store_is_reported_once_after_engine_finished(place, mode, fresh):
     """As asynchronous scheduling has it: ids come again, and before their store has ended."""
     engine, request = place.engine(place.server(), mode=mode), fresh()
     worker = engine.worker
@@ -232,7 +232,7 @@ def test_a_store_is_reported_once_and_after_the_engine_finished(place, mode, fre
     assert worker.get_finished({request}) == (set(), set())
 
 
-def test_several_stores_of_a_request_are_all_waited_for(place, mode, fresh):
+def test_request_waits_for_all_its_stores(place, mode, fresh):
     """Chunked prefill: the request has ended with the last of them."""
     engine, request = place.engine(place.server(), mode=mode), fresh()
     prompt = tokens(8 * CHUNK, "many")
@@ -250,7 +250,7 @@ def test_several_stores_of_a_request_are_all_waited_for(place, mode, fresh):
 
 
 @pytest.mark.parametrize("how", ["engine_driven", "pickle"])
-def test_stores_that_were_not_begun_are_given_up(place, how, fresh):
+def test_stores_not_begun_are_abandoned(place, how, fresh):
     """Preemption: nobody waits for a server to take what this process still has to copy; nor is it copied later."""
     place.mode = "engine_pickle" if how == "pickle" else "both"
     server = place.server()
@@ -268,7 +268,7 @@ def test_stores_that_were_not_begun_are_given_up(place, how, fresh):
     assert [engine.lookup(fresh(), prompt) for prompt in prompts] == [0, 0]
 
 
-def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place, fresh):
+def test_server_driven_stores_are_awaited_until_deadline(place, fresh):
     """Preemption, and requests that have ended: a server that hangs costs that much and no more."""
     server = place.server()
     server.expect_trouble("deadline|instance|register")
@@ -288,7 +288,7 @@ def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place
     wait_until(lambda: engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4]), 30, "a store after the registration")
 
 
-def test_stores_that_the_server_copies_have_a_deadline_of_their_own(place, fresh):
+def test_server_driven_stores_have_their_own_deadline(place, fresh):
     """A preemption waits for it; what is retrieved, and what this process copies, has all the time."""
     server = place.server()
     server.expect_trouble("deadline|instance|register")
@@ -304,7 +304,7 @@ def test_stores_that_the_server_copies_have_a_deadline_of_their_own(place, fresh
         assert worker.client.timeout == 30.0
 
 
-def test_an_id_that_is_used_again_is_told_again(place, fresh):
+def test_reused_id_is_reported_again(place, fresh):
     """Also to a worker that stores nothing, since another one of its tensor-parallel group does."""
     engine, request = place.engine(place.server(), is_writer=False), fresh()
     for _ in range(2):
@@ -313,7 +313,7 @@ def test_an_id_that_is_used_again_is_told_again(place, fresh):
         assert engine.worker.get_finished({request})[0] == set(), "asynchronous scheduling repeats it"
 
 
-def test_too_little_shared_memory_is_an_error_that_helps(monkeypatch):
+def test_full_dev_shm_error_names_remedies(monkeypatch):
     """It names what is needed, what there is, and what to do; nothing is left."""
     before = set(os.listdir("/dev/shm"))
     needed = os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize * 4
@@ -343,7 +343,7 @@ class DeviceEvent:
         self.is_waited_for = True
 
 
-def test_the_engines_event_lives_until_the_server_has_opened_it(place, fresh):
+def test_engine_event_lives_until_server_opened_it(place, fresh):
     """Its handle is worth nothing without it."""
     server = place.server()
     engine, event = place.engine(server, mode="lmcache_driven"), DeviceEvent()
@@ -356,7 +356,7 @@ def test_the_engines_event_lives_until_the_server_has_opened_it(place, fresh):
     assert known() is None and engine.worker.counters.stores == 1
 
 
-def test_an_event_that_cannot_be_opened_is_one_failure(place, fresh, monkeypatch):
+def test_unopenable_event_fails_only_its_transfer(place, fresh, monkeypatch):
     """What else has ended is told, also in the same call."""
     engine, names = place.engine(place.server(), mode="lmcache_driven"), [fresh(), fresh(), fresh()]
     worker, worker.on_cuda = engine.worker, True
@@ -374,7 +374,7 @@ def test_an_event_that_cannot_be_opened_is_one_failure(place, fresh, monkeypatch
     assert (worker.counters.failed_stores, worker.counters.stores) == (2, 1)
 
 
-def test_a_store_behind_a_device_event_is_waited_for_by_the_device(place, fresh, monkeypatch):
+def test_store_with_device_event_waits_on_device(place, fresh, monkeypatch):
     """Preemption: what the engine queues next comes behind the copy; this thread does not wait."""
     engine, name, theirs = place.engine(place.server(), mode="lmcache_driven"), fresh(), DeviceEvent(done=False)
     worker, worker.on_cuda = engine.worker, True
@@ -389,7 +389,7 @@ def test_a_store_behind_a_device_event_is_waited_for_by_the_device(place, fresh,
     assert worker.counters.stores == 1
 
 
-def test_what_the_server_takes_nothing_of_is_not_counted_as_stored(place, fresh):
+def test_skipped_store_is_not_counted_as_stored(place, fresh):
     """It has all of it, or no room; of a part, that part counts."""
     engine, prompt = place.engine(place.server(), mode="engine_driven"), tokens(3 * CHUNK, "again")
     assert engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)))
@@ -403,7 +403,7 @@ def test_what_the_server_takes_nothing_of_is_not_counted_as_stored(place, fresh)
     assert engine.worker.take_ended_stores() == [], "told once"
 
 
-def test_the_order_of_reading_changes_nothing(place, mode, fresh, monkeypatch):
+def test_reading_order_of_results_changes_nothing(place, mode, fresh, monkeypatch):
     """Only get_finished finds out what has ended: errors are told with it and not before."""
     engine, request = place.engine(place.server(), mode=mode), fresh()
     worker = engine.worker
@@ -416,7 +416,7 @@ def test_the_order_of_reading_changes_nothing(place, mode, fresh, monkeypatch):
     assert worker.get_finished(())[1] == {request} and took == [True]
 
 
-def test_sessions_that_end_while_the_server_hangs_end_with_it(place, fresh):
+def test_session_ended_while_server_hangs_is_released(place, fresh):
     """What was leased is not leased for the rest of the server's patience."""
     server = place.server()
     engine, prompt = place.engine(server, heartbeat=0.3), tokens(2 * CHUNK, "hang")
@@ -431,7 +431,7 @@ def test_sessions_that_end_while_the_server_hangs_end_with_it(place, fresh):
     wait_until(lambda: leased(server) == 0, 30, "leases to end")
 
 
-def test_auto_takes_what_the_server_allows(place, fresh, caplog):
+def test_auto_mode_uses_allowed_mode(place, fresh, caplog):
     """The first choice, or the second with a word about it; a mode that was asked for is not replaced."""
     for kind, transport, words in [("lmcache_driven", "server", 1), ("engine_pickle", "pickle", 0), ("both", "pool", 0)]:
         server = place.server(mode=kind)
@@ -450,7 +450,7 @@ def test_auto_takes_what_the_server_allows(place, fresh, caplog):
         refused.worker.register_kv_caches({f"layer.{i}": t for i, t in enumerate(refused.tensors)}, kv_layout="HND")
 
 
-def test_a_server_without_heartbeats_is_none(place):
+def test_server_without_heartbeats_is_not_used(place):
     """It would be left alone for ever."""
     proxy = Proxy(place.server().url, free_port())
 
@@ -465,7 +465,7 @@ def test_a_server_without_heartbeats_is_none(place):
         proxy.close()
 
 
-def test_a_failed_retrieve_names_its_blocks(place, mode, fresh):
+def test_failed_retrieve_reports_its_blocks(place, mode, fresh):
     """Nothing was looked up, or the cache was emptied meanwhile; what the engine had itself is not named."""
     server = place.server()
     engine, prompt = place.engine(server, mode=mode), tokens(2 * CHUNK, "gone")
@@ -479,7 +479,7 @@ def test_a_failed_retrieve_names_its_blocks(place, mode, fresh):
     assert engine.worker.counters.failed_retrieves == 2
 
 
-def test_wrong_ranges_and_blocks_are_failures_not_crashes(place, mode, fresh):
+def test_invalid_ranges_and_blocks_fail(place, mode, fresh):
     """An engine that asks for nonsense is told, and goes on."""
     server = place.server()
     server.expect_trouble("store failed|retrieve failed")
@@ -491,7 +491,7 @@ def test_wrong_ranges_and_blocks_are_failures_not_crashes(place, mode, fresh):
 
 
 
-def test_a_reader_does_not_store(place, fresh):
+def test_reader_does_not_store(place, fresh):
     """MLA: several workers have the same KV, one writes it, all may read it."""
     server = place.server()
     writer = place.engine(server, layout="mla", num_kv_readers=2)
@@ -506,7 +506,7 @@ def test_a_reader_does_not_store(place, fresh):
         assert engine.has([5, 6, 7, 8], writer.read([1, 2, 3, 4]))
 
 
-def test_ranks_have_their_own_pieces(place, mode, fresh):
+def test_each_rank_has_its_own_piece(place, mode, fresh):
     """Tensor parallelism: a hit needs every rank's piece, and each gets its own."""
     server, prompt = place.server(), tokens(CHUNK, "ranks")
     ranks = [place.engine(server, mode=mode, world_size=2, seed=9 + rank) for rank in (0,)]
@@ -536,7 +536,7 @@ def test_reset_cache(place, fresh):
     assert engine.lookup(fresh(), prompt) == 0
 
 
-def test_shutdown_unregisters_and_removes_the_segments(place, mode):
+def test_shutdown_unregisters_and_removes_segments(place, mode):
     """And may be called again."""
     engine = place.engine(place.server(), mode=mode)
     mine = f"/dev/shm/lmcache_kv_{os.getpid()}_*"
@@ -547,7 +547,7 @@ def test_shutdown_unregisters_and_removes_the_segments(place, mode):
     assert engine.tensors[0].sum() is not None, "the tensors stay usable"
 
 
-def test_sizes_that_do_not_fit_and_servers_that_are_not_there(place):
+def test_wrong_chunk_size_and_missing_server_raise(place):
     """Errors at the start that say what to do."""
     server = place.server()
     for make in (SchedulerAdapter, WorkerAdapter):
@@ -561,7 +561,7 @@ def test_sizes_that_do_not_fit_and_servers_that_are_not_there(place):
         WorkerAdapter(server.url, "m", block_tokens=4, mode="psychic")
 
 
-def test_models_that_cannot_be_copied_here_are_refused(place):
+def test_uncopyable_models_are_refused(place):
     """Two groups of layers need the server's copy."""
     engine = place.engine(place.server(), register=False)
     groups = [Group(["layer.0"], BLOCK), Group(["layer.1", "layer.2"], BLOCK, sliding_window=CHUNK)]
@@ -570,7 +570,7 @@ def test_models_that_cannot_be_copied_here_are_refused(place):
         engine.worker.register_kv_caches(named, groups, kv_layout="HND")
 
 
-def test_skipped_blocks_are_counted_by_the_group(place):
+def test_skipped_blocks_count_per_group(place):
     """Groups of layers may have blocks of different sizes: what a retrieve does not write is not named when it fails."""
     engine = place.engine(place.server(), register=False)
     groups = [Group(["layer.0"], BLOCK), Group(["layer.1", "layer.2"], 2 * BLOCK)]

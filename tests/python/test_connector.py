@@ -269,7 +269,7 @@ def test_store_and_load(place, engines, transfer):
     wait_until(lambda: leased() == "0", 30, "no leases")
 
 
-def test_chunked_prefill_stores_as_it_goes(place, engines):
+def test_chunked_prefill_stores_each_chunk(place, engines):
     """Whole chunks, each once, as steps complete them; the rest of the prompt and decoding store nothing."""
     engine = engines(place.server())
     req = request("a", tokens(3 * CHUNK + 6, "cp"))
@@ -291,7 +291,7 @@ def test_chunked_prefill_stores_as_it_goes(place, engines):
     assert engine.match(request("b", req.all_token_ids)) == (3 * CHUNK, True)
 
 
-def test_generated_tokens_are_stored_when_asked(place, engines):
+def test_save_decode_stores_generated_tokens(place, engines):
     """kvtier.save_decode."""
     engine = engines(place.server(), **{"kvtier.save_decode": True})
     req = request("a", tokens(CHUNK - 2, "sd"))
@@ -354,7 +354,7 @@ def test_preemption(place, engines):
     assert engine.finish(req) is True
 
 
-def test_a_request_aborted_while_it_loads_is_told_once(place, engines):
+def test_request_aborted_while_loading_is_reported_once(place, engines):
     """vLLM frees its blocks at the end of the load; a second word would be an error there."""
     engine = engines(place.server())
     prompt = tokens(CHUNK + 1, "ab")
@@ -371,7 +371,7 @@ def test_a_request_aborted_while_it_loads_is_told_once(place, engines):
     assert not any("b" in ids for step in told for ids in step.sent)
 
 
-def test_a_request_aborted_before_its_lookup_ends(place, engines):
+def test_request_aborted_before_lookup_ends_is_released(place, engines):
     """Nothing of it is left."""
     engine = engines(place.server())
     req = request("a", tokens(CHUNK, "early"))
@@ -381,7 +381,7 @@ def test_a_request_aborted_before_its_lookup_ends(place, engines):
     assert engine.scheduler.request_finished(request("never seen", [1]), []) == (False, None)
 
 
-def test_a_failed_load_is_computed_and_stored_again(place, engines):
+def test_failed_load_is_computed_and_stored_again(place, engines):
     """Its blocks are named, and the request is not looked up a second time."""
     engine = engines(place.server())
     prompt = tokens(2 * CHUNK + 1, "fail")
@@ -399,7 +399,7 @@ def test_a_failed_load_is_computed_and_stored_again(place, engines):
     assert engine.match(request("c", prompt)) == (2 * CHUNK, True)
 
 
-def test_a_load_that_fails_in_one_rank_first(place, engines):
+def test_load_failed_in_one_rank_fails(place, engines):
     """Told steps before the last rank's end, and by one rank alone: the request is not looked up a second time."""
     server = place.server()
     engine, prompt = engines(server, ranks=2), tokens(CHUNK + 1, "one first")
@@ -544,7 +544,7 @@ def objects(server):
     return server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"]
 
 
-def test_a_reset_in_hash_mode(place, engines):
+def test_reset_in_block_hashes_mode_finds_nothing(place, engines):
     """vLLM's hashes are the same behind it; the keys are not."""
     engine = engines(place.server(), **{"kvtier.key_mode": "block_hashes", "kvtier.reset_server": False})
     prompt = tokens(2 * CHUNK + 1, "hr")
@@ -554,7 +554,7 @@ def test_a_reset_in_hash_mode(place, engines):
     assert engine.match(request("c", prompt)) == (CHUNK, True), "of the old the second chunk is there, and not found"
 
 
-def test_a_reset_waits_for_nobody(place, engines):
+def test_reset_never_waits(place, engines):
     """The scheduler's thread runs on while the server hangs; nothing from before is found when it goes on."""
     server, prompt = place.server(), tokens(CHUNK + 1, "away")
     engine = engines(server)
@@ -574,7 +574,7 @@ def test_a_reset_waits_for_nobody(place, engines):
     assert engine.match(request("b", prompt)) == (0, False)
 
 
-def test_a_reset_forgets_what_was_found_and_what_is_being_stored(place, engines):
+def test_reset_drops_hits_and_stores_in_flight(place, engines):
     """A lookup's result is not loaded behind it, nor what a store brings that was under way, or one of a request that runs."""
     engine, old, late = engines(place.server()), tokens(CHUNK + 1, "old"), tokens(2 * CHUNK + 1, "late")
     engine.prefill(request("a", old), range(1, 6))
@@ -604,7 +604,7 @@ def test_a_reset_forgets_what_was_found_and_what_is_being_stored(place, engines)
     assert engine.match(stores) == (CHUNK, True)
 
 
-def test_a_running_request_without_keys_keeps_out_of_new_ones(place, engines):
+def test_request_running_at_reset_uses_no_new_keys(place, engines):
     """It had computed before the reset, and not filled a chunk."""
     engine = engines(place.server(), **{"kvtier.reset_server": False})
     req = request("a", tokens(CHUNK + 1, "slow"))
@@ -619,7 +619,7 @@ def test_a_running_request_without_keys_keeps_out_of_new_ones(place, engines):
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
-def test_a_preempted_request_stores_from_its_start(place, engines, role):
+def test_preempted_request_stores_from_start(place, engines, role):
     """Also when nothing is looked up for it: its first store may have failed, or have been given up."""
     engine = engines(place.server(), role=role)
     req = request("a", tokens(CHUNK + 1, "ps"))
@@ -658,7 +658,7 @@ def test_blocks_of_one_token(place, monkeypatch):
     scheduler.shutdown()
 
 
-def test_a_reset_while_a_load_goes_on_says_yes(place, engines):
+def test_reset_during_load_succeeds(place, engines):
     """vLLM's own reset says no then; a pause or a sleep does not fail because of the connector."""
     engine, prompt = engines(place.server()), tokens(CHUNK + 1, "load on")
     engine.prefill(request("a", prompt), range(1, 6))
@@ -670,7 +670,7 @@ def test_a_reset_while_a_load_goes_on_says_yes(place, engines):
     wait_until(lambda: engine.step().ended, 30, "the load")
 
 
-def test_a_load_ends_where_vllm_says(place, engines):
+def test_load_ends_where_vllm_decides(place, engines):
     """It may decide for less than was found; with too few blocks for that the load fails and nothing raises."""
     engine, prompt = engines(place.server()), tokens(3 * CHUNK + 1, "less")
     engine.prefill(request("a", prompt), range(1, 14))
@@ -764,7 +764,7 @@ def test_groups_of_layers(place, engines):
         scheduler.shutdown()
 
 
-def test_what_tokens_do_not_say():
+def test_keys_differ_by_non_token_content():
     """Pictures and sounds are part of the key; equal ones are equal."""
     prompt = Prompt(tokens(64, "mm"))
 
@@ -784,7 +784,7 @@ def test_what_tokens_do_not_say():
     assert pictured.prefix(2 * CHUNK) != key([("cat", 4)]).prefix(2 * CHUNK)
 
 
-def test_a_single_placeholder_tells_pictures_apart():
+def test_single_placeholder_distinguishes_pictures():
     """The ids in a token's place have 32 bits: a chunk that has only one placeholder needs more of them to be sure."""
     replaced = []
 
@@ -864,7 +864,7 @@ def test_identities():
         Identity.of(context, False)
 
 
-def test_models_that_cannot_be_served_are_refused(place):
+def test_unsupported_models_are_refused(place):
     """At the start, with a reason."""
     server = place.server()
     for role in KVConnectorRole:

@@ -35,7 +35,7 @@ def pictured(*names, salt=None, **more):
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_gb": 0}, {"prefix_caching": False}], ids=["both", "prefix", "processor"])
-def test_hashed_pictures_are_known(options):
+def test_hashed_pictures_are_cached(options):
     """One of vLLM's two caches has it hash them; for towers with adapters the adapter's name comes first."""
     known = contents(**options)
     assert known.are_known(pictured(HASH, HASH[::-1]))
@@ -69,7 +69,7 @@ def test_embeddings_that_may_be_missing_are_not_cached(caplog):
     assert "--enable-mm-embeds" in caplog.text
 
 
-def test_a_clients_name_of_a_picture_reaches_no_further_than_its_salt(caplog):
+def test_client_chosen_picture_uuid_is_scoped_to_salt(caplog):
     """Requests without a salt share with all others of their kind."""
     caplog.set_level(logging.WARNING)
     known = contents()
@@ -107,7 +107,7 @@ def change(directory, how):
         how()
 
 
-def test_adapters_are_known_by_their_files(lora):
+def test_adapters_are_identified_by_files(lora):
     """Name, path, files, and the options that decide what they do."""
     one = started_after(contents(), lora)
     identity = one.adapter(adapter(lora))
@@ -134,7 +134,7 @@ def test_adapters_are_known_by_their_files(lora):
     ],
     ids=["written", "moved in place", "touched"],
 )
-def test_adapters_that_change_are_not_cached(lora, how, caplog):
+def test_changed_adapters_are_not_cached(lora, how, caplog):
     """vLLM may have read either: it does not say when it reads them."""
     caplog.set_level(logging.WARNING)
     made = started_after(contents(), lora)
@@ -146,7 +146,7 @@ def test_adapters_that_change_are_not_cached(lora, how, caplog):
     assert "LoRA adapter a are not cached" in said.message and "has changed since this engine started" in said.message
 
 
-def test_adapters_behind_a_link_that_is_pointed_elsewhere_are_not_cached(lora):
+def test_adapters_behind_redirected_link_are_not_cached(lora):
     """The link's files are both old."""
     link, other = lora.parent / "current", lora.parent / "other"
     other.mkdir()
@@ -163,7 +163,7 @@ def test_adapters_behind_a_link_that_is_pointed_elsewhere_are_not_cached(lora):
     assert made.adapter(adapter(link)) is None
 
 
-def test_adapters_loaded_in_place_or_not_to_be_found_are_not_cached(lora, caplog):
+def test_adapters_in_place_or_missing_are_not_cached(lora, caplog):
     """vLLM reads the former again at every step."""
     caplog.set_level(logging.WARNING)
     made = started_after(contents(), lora)
@@ -176,7 +176,7 @@ def test_adapters_loaded_in_place_or_not_to_be_found_are_not_cached(lora, caplog
     assert len(caplog.records) == 4
 
 
-def test_requests_of_unknown_contents_are_neither_stored_nor_looked_up(place):
+def test_unknown_contents_are_not_stored_or_looked_up(place):
     """Of one engine's step to the server."""
     engine = Vllm(place.server())
     prompt = tokens(CHUNK + 1, "unknown")
@@ -198,7 +198,7 @@ def vllm_pool():
     return BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16)
 
 
-def test_resets_of_vllms_pool_are_noticed():
+def test_resets_of_vllm_pool_are_detected():
     """Each once; a reset that failed is none."""
     pool = vllm_pool()
     resets = PoolResets(pool)
@@ -212,7 +212,7 @@ def test_resets_of_vllms_pool_are_noticed():
     assert resets.take() and not resets.take()
 
 
-def test_a_pool_that_shows_no_resets_is_said(caplog):
+def test_pool_without_detectable_resets_is_logged(caplog):
     """Of a release to come."""
     caplog.set_level(logging.WARNING)
     assert not PoolResets(SimpleNamespace()).take()
@@ -220,7 +220,7 @@ def test_a_pool_that_shows_no_resets_is_said(caplog):
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_a_reset_without_the_connector_is_one_of_its_keys(place, follows):
+def test_reset_without_connector_renews_keys(place, follows):
     """As after an update of the weights; unless the operator says that resets mean nothing."""
     engine = Vllm(place.server(), **{"kvtier.follow_resets": follows, "kvtier.reset_server": False})
     pool, prompt = vllm_pool(), tokens(CHUNK + 1, "plain reset")

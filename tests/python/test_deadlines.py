@@ -69,7 +69,7 @@ def looked_up(bed, prompt, fresh):
 
 
 @pytest.mark.parametrize("is_store", [True, False], ids=["store", "retrieve"])
-def test_no_chunk_is_copied_behind_the_deadline(bed, fresh, is_store):
+def test_no_chunk_is_copied_after_deadline(bed, fresh, is_store):
     """The server may have lent the memory to others by then. It hears of the end, and lends it anew."""
     prepare = "prepare_store" if is_store else "prepare_retrieve"
     cached = tokens(CHUNKS * CHUNK, "cached")
@@ -97,7 +97,7 @@ def test_no_chunk_is_copied_behind_the_deadline(bed, fresh, is_store):
 
 
 @pytest.mark.parametrize("is_store", [True, False], ids=["store", "retrieve"])
-def test_the_wait_for_a_commit_has_an_end(bed, fresh, is_store):
+def test_wait_for_commit_is_bounded(bed, fresh, is_store):
     """That of the transfer, and a second for a store, however long the client's other requests may take."""
     prompt, request = tokens(CHUNK * CHUNKS, "committed"), fresh()
     if not is_store:

@@ -147,7 +147,7 @@ def fails(result, check, *words):
 STORE_ENGINE, STORE_SERVER = "store and retrieve, engine_driven", "store and retrieve, lmcache_driven"
 
 
-def test_all_is_well(place, examine):
+def test_working_setup_passes(place, examine):
     """Against a server with both modes: all is tried but GPUs, and that is said."""
     server = place.server()
     status, checks = examine(server.url, "--http", server.http)
@@ -158,7 +158,7 @@ def test_all_is_well(place, examine):
     assert "everything works" in checks[""][1] and "not checked: GPU" in checks[""][1]
 
 
-def test_as_a_command(place):
+def test_exit_status_of_command(place):
     """The exit status is that of the process."""
     server = place.server()
     for url, status in ((server.url, 0), (f"tcp://127.0.0.1:{free_port()}", 1)):
@@ -169,7 +169,7 @@ def test_as_a_command(place):
 # -- the address ---------------------------------------------------------------------------------
 
 
-def test_nobody_there(examine, tmp_path):
+def test_unreachable_server_fails(examine, tmp_path):
     """A port without a server, a host without a name, a path without a socket, no address."""
     fails(examine(f"tcp://127.0.0.1:{free_port()}"), "server", "cannot be reached", "Connection refused", "start `kvtier server`")
     fails(examine("tcp://no-such-host.invalid:5555"), "server", "cannot be reached", "correct the address")
@@ -177,7 +177,7 @@ def test_nobody_there(examine, tmp_path):
     fails(examine("bogus://x"), "server", "give an address such as")
 
 
-def test_a_frozen_server(place, examine):
+def test_frozen_server_fails(place, examine):
     """It accepts connections and answers nothing."""
     server = place.server()
     with server.frozen():
@@ -185,7 +185,7 @@ def test_a_frozen_server(place, examine):
     fails(result, "server", "does not answer" if "does not answer" in result[1]["server"][1] else "says nothing", "hangs")
 
 
-def test_another_protocol(place, examine):
+def test_other_protocol_fails(place, examine):
     """The HTTP port; a port that says nothing; a ZMQ socket of something else."""
     server = place.server()
     fails(examine(server.url.replace(str(server.port), str(server.http_port))), "server", "speaks HTTP", "--port")
@@ -201,7 +201,7 @@ def test_another_protocol(place, examine):
 
 
 @pytest.mark.parametrize("answer", ["a text", -1, 0, "error: no such operation", ...])
-def test_operations_of_another_release(scripted, examine, answer):
+def test_operations_of_other_release_fail(scripted, examine, answer):
     """Numbers of operations that mean something else."""
     fails(examine(scripted(get_chunk_size=answer).url), "chunk size", "no kvtier server", doctor.PROTOCOL)
 
@@ -210,13 +210,13 @@ def test_operations_of_another_release(scripted, examine, answer):
 
 
 @pytest.mark.parametrize("version", ["0.5.6+kvtier.0.999.0", "0.6.0+kvtier.9.0.0", "0.4.2"])
-def test_another_version(place, examine, http, version):
+def test_other_version_fails(place, examine, http, version):
     """By the HTTP API: another release of kvtier, or another one of LMCache's server."""
     server = place.server()
     fails(examine(server.url, "--http", http({"/version": version})), "version", version.rpartition("kvtier.")[2], "one release")
 
 
-def test_versions_that_fit(place, examine, http):
+def test_compatible_versions_pass(place, examine, http):
     """The last number alone differs; or it is LMCache's server of the release that is spoken."""
     server, series = place.server(), kvtier.__version__.rpartition(".")[0]
     for version in (f"0.5.6+kvtier.{series}.999", doctor.PROTOCOL):
@@ -224,7 +224,7 @@ def test_versions_that_fit(place, examine, http):
         assert status == 0 and checks["version"][0] == "ok"
 
 
-def test_no_version_to_be_had(place, examine):
+def test_unknown_version_is_skipped_or_fails(place, examine):
     """A skip, that is announced, where the HTTP API was not named; a failure where it was."""
     one, other = place.server(), place.server()
     status, checks = examine(one.url, "--http", "")
@@ -233,7 +233,7 @@ def test_no_version_to_be_had(place, examine):
     fails(examine(one.url, "--http", other.http), "version", "another server")
 
 
-def test_where_the_http_api_is():
+def test_default_address_of_http_api():
     """On the server's host, unless it is told."""
     assert doctor.Doctor("tcp://example:5555").http == doctor.Doctor("example:1").http == "http://example:8080"
     assert doctor.Doctor("ipc:///run/kvtier.sock").http == "http://127.0.0.1:8080"
@@ -246,7 +246,7 @@ def test_where_the_http_api_is():
 
 
 @pytest.mark.parametrize("mode", ["engine_shm", "lmcache_driven", "both"])
-def test_another_dev_shm(place, mode):
+def test_separate_dev_shm_fails(place, mode):
     """As in another container: neither side can open the other's memory."""
     own = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--mount", "--map-root-user"]
     script = 'mount -t tmpfs none /dev/shm && exec "$@"'
@@ -274,7 +274,7 @@ def test_another_dev_shm(place, mode):
         assert status == 0 and "by pickle" in checks[STORE_ENGINE][1]
 
 
-def test_a_mode_that_is_not_allowed(place, examine):
+def test_disallowed_mode_is_skipped(place, examine):
     """One is enough; none is not."""
     for mode, other in (("engine_shm", STORE_SERVER), ("lmcache_driven", STORE_ENGINE)):
         server = place.server(mode)
@@ -283,18 +283,18 @@ def test_a_mode_that_is_not_allowed(place, examine):
         assert status == 0 and checks[other][0] == "skipped" and other in checks[""][1]
 
 
-def test_no_mode_at_all(scripted, examine):
+def test_no_allowed_mode_fails(scripted, examine):
     """Both are refused."""
     result = examine(scripted(register_kv_cache=REFUSED).url)
     fails(result, "transfer modes", "--supported-transfer-mode auto")
 
 
-def test_a_refused_registration(scripted, examine):
+def test_refused_registration_fails(scripted, examine):
     """For a reason of its own, which is told."""
     fails(examine(scripted(register_kv_cache="error: too many workers").url), STORE_SERVER, "too many workers")
 
 
-def test_a_dev_shm_that_cannot_be_written(place, examine, monkeypatch):
+def test_unwritable_dev_shm_fails(place, examine, monkeypatch):
     """There is none, or no room in it."""
     server = place.server()
 
@@ -311,7 +311,7 @@ def test_a_dev_shm_that_cannot_be_written(place, examine, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["engine_shm", "engine_pickle", "lmcache_driven"])
-def test_a_tenant_that_may_store_nothing(place, examine, mode):
+def test_tenant_with_zero_quota_fails(place, examine, mode):
     """Quotas: refused for some, and for others not."""
     server = place.server(mode, eviction="IsolatedLRU", flags=["--quota-default", "0", "--quota-mode", "strict"])
     server.expect_trouble("regist|quota|refused")
@@ -324,7 +324,7 @@ def test_a_tenant_that_may_store_nothing(place, examine, mode):
 
 
 @pytest.mark.parametrize("mode", ["engine_shm", "engine_pickle", "lmcache_driven"])
-def test_a_full_l1(place, examine, fresh, mode):
+def test_full_l1_fails(place, examine, fresh, mode):
     """Nothing may leave it, so nothing comes in."""
     server = place.server(mode, l1_gb=0.004, eviction="noop")
     server.expect_trouble("regist|room|full|refused")
@@ -338,37 +338,37 @@ def test_a_full_l1(place, examine, fresh, mode):
     fails(examine(server.url, "--http", ""), check, "--l1-size-gb")
 
 
-def test_a_refused_store(scripted, examine):
+def test_refused_store_fails(scripted, examine):
     """Without an HTTP API that says why."""
     fails(examine(scripted(store=(b"", False)).url), STORE_SERVER, "the store failed", "refused", "--l1-size-gb", "quota")
 
 
-def test_a_store_without_an_answer(scripted, examine):
+def test_store_without_answer_fails(scripted, examine):
     """It ends by its deadline."""
     fails(examine(scripted(store=...).url), STORE_SERVER, "the store failed", "no reply")
 
 
-def test_a_store_that_is_not_found(scripted, examine):
+def test_store_not_found_fails(scripted, examine):
     """The server said yes and kept nothing."""
     fails(examine(scripted(wait_prefetch_status=0).url), STORE_SERVER, "not found")
 
 
-def test_a_lookup_without_an_answer(scripted, examine):
+def test_lookup_without_answer_fails(scripted, examine):
     """It ends by its deadline."""
     fails(examine(scripted(wait_prefetch_status=...).url), STORE_SERVER, "the lookup failed")
 
 
-def test_a_retrieve_that_is_refused(scripted, examine):
+def test_refused_retrieve_fails(scripted, examine):
     """Though it was found."""
     fails(examine(scripted(retrieve=(b"", False)).url), STORE_SERVER, "the retrieve failed", "log")
 
 
-def test_a_retrieve_that_brings_nothing(scripted, examine):
+def test_retrieve_without_bytes_fails(scripted, examine):
     """The server said yes and copied nothing."""
     fails(examine(scripted().url), STORE_SERVER, "nothing came back", "do not use this server")
 
 
-def test_a_retrieve_that_brings_other_bytes(place, examine, monkeypatch):
+def test_retrieve_of_other_bytes_fails(place, examine, monkeypatch):
     """One bit of those that came."""
     server = place.server("engine_pickle")
     server.expect_trouble("regist")
@@ -436,7 +436,7 @@ def cuda(monkeypatch):
     return lambda **options: monkeypatch.setitem(sys.modules, "torch", FakeCuda(**options))
 
 
-def test_gpu_memory_that_cannot_be_shared(place, examine, cuda):
+def test_unshareable_gpu_memory_fails(place, examine, cuda):
     """PyTorch says so."""
 
     def share():
@@ -447,7 +447,7 @@ def test_gpu_memory_that_cannot_be_shared(place, examine, cuda):
     fails(examine(server.url, "--http", server.http), "GPU", "invalid argument", "--ipc=host", "expandable_segments")
 
 
-def test_gpu_memory_that_the_server_cannot_open(scripted, place, examine, cuda):
+def test_gpu_memory_refused_by_server_fails(scripted, place, examine, cuda):
     """The server says so: it serves CPUs alone, or the handle is of another host."""
     cuda()
     server = place.server()
@@ -455,14 +455,14 @@ def test_gpu_memory_that_the_server_cannot_open(scripted, place, examine, cuda):
     fails(examine(server.url, "--http", server.http), "GPU", "the server does not take memory of Test GPU", "serves CUDA", "--ipc=host")
 
 
-def test_gpu_memory_that_the_server_opens(scripted, examine, cuda):
+def test_gpu_memory_opened_by_server_passes(scripted, examine, cuda):
     """A server that takes any registration."""
     cuda()
     _, checks = examine(scripted().url)
     assert checks["GPU"] == ("ok", "the server opens memory of Test GPU")
 
 
-def test_no_torch(place, examine, monkeypatch):
+def test_missing_torch_is_skipped(place, examine, monkeypatch):
     """Nothing to check, which is said."""
     monkeypatch.setitem(sys.modules, "torch", None)
     server = place.server()

@@ -82,7 +82,7 @@ def works(engine, fresh):
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("ending", ["dies", "loses-it"])
-def test_lookup(broken, fresh, ending, reply):
+def test_server_fails_during_lookup(broken, fresh, ending, reply):
     """Nothing was found; by the deadline, or at once when the connection is gone."""
     engine, prompt = broken.engine, tokens(CHUNK, "lookup")
     engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
@@ -101,7 +101,7 @@ def test_lookup(broken, fresh, ending, reply):
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("ending", ["dies", "loses-it"])
-def test_store(broken, mode, fresh, ending, reply):
+def test_server_fails_during_store(broken, mode, fresh, ending, reply):
     """The store ends; what comes out of the cache later is right or nothing."""
     engine, blocks = broken.engine, [1, 2, 3, 4]
     for operation in STORE[mode]:
@@ -129,7 +129,7 @@ def test_store(broken, mode, fresh, ending, reply):
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("ending", ["dies", "loses-it"])
-def test_retrieve(broken, mode, fresh, ending, reply):
+def test_server_fails_during_retrieve(broken, mode, fresh, ending, reply):
     """The retrieve ends and names its blocks."""
     engine, blocks = broken.engine, [1, 2, 3, 4]
     for operation in RETRIEVE[mode]:
@@ -146,7 +146,7 @@ def test_retrieve(broken, mode, fresh, ending, reply):
         works(engine, fresh)
 
 
-def test_between_lookup_and_retrieve(broken, fresh):
+def test_server_fails_between_lookup_and_retrieve(broken, fresh):
     """What was found is gone with the server: the retrieve fails at once, also when the next server is there already."""
     engine, blocks = broken.engine, [1, 2, 3, 4]
     for is_back in (False, True):
@@ -165,7 +165,7 @@ def test_between_lookup_and_retrieve(broken, fresh):
     works(engine, fresh)
 
 
-def test_while_the_server_is_away(broken, fresh):
+def test_requests_while_server_is_away_are_computed(broken, fresh):
     """Nothing waits: lookups find nothing, stores are dropped, retrieves fail."""
     engine, states = broken.engine, []
     engine.worker.on_health(states.append)
@@ -185,7 +185,7 @@ def test_while_the_server_is_away(broken, fresh):
     assert states[0] == "degraded" and states[-2:] == ["recovering", "healthy"]
 
 
-def test_a_restart_faster_than_a_heartbeat(place, mode, fresh):
+def test_restart_faster_than_heartbeat(place, mode, fresh):
     """The lost connection tells, not the clock."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
@@ -197,7 +197,7 @@ def test_a_restart_faster_than_a_heartbeat(place, mode, fresh):
     works(engine, fresh)
 
 
-def test_a_frozen_server(place, mode, fresh):
+def test_frozen_server_times_out(place, mode, fresh):
     """It accepts and does not answer: requests end at their deadlines, heartbeats tell, and it may go on later."""
     server = place.server()
     server.expect_trouble("instance|worker|register|prepared")
@@ -218,7 +218,7 @@ def test_a_frozen_server(place, mode, fresh):
     works(place.engines[-1], fresh)
 
 
-def test_a_frozen_server_that_goes_on_touches_nothing(place, fresh):
+def test_resumed_server_writes_no_abandoned_page(place, fresh):
     """What was given up is not begun: pages may be others' by then, and what they hold must not be cached."""
     server = place.server()
     server.expect_trouble("instance|worker|register|deadline")

@@ -82,7 +82,7 @@ def are(engine, blocks, value):
     return all((layer == value).all() for layer in engine.read(blocks))
 
 
-def test_a_lost_connection_is_not_the_end_of_its_transfers(bed, fresh):
+def test_lost_connection_does_not_end_transfers(bed, fresh):
     """What was asked for on it may still be done: the pages are the server's until it says that it is not."""
     engine = bed.engine(mode="lmcache_driven")
     cached, stored, request = tokens(CHUNK, "cached"), tokens(CHUNK, "stored late"), fresh()
@@ -112,7 +112,7 @@ def test_a_lost_connection_is_not_the_end_of_its_transfers(bed, fresh):
         assert engine.has([9, 10, 11, 12], expected)
 
 
-def test_without_the_servers_word_pages_are_free_behind_the_deadline(bed, fresh):
+def test_pages_without_answer_are_free_after_deadline(bed, fresh):
     """The server was told the deadline, and keeps it also when it goes on later."""
     engine = bed.engine(mode="lmcache_driven", timeout=TIMEOUT)
     cached, request = tokens(CHUNK, "cached"), fresh()
@@ -132,7 +132,7 @@ def test_without_the_servers_word_pages_are_free_behind_the_deadline(bed, fresh)
     assert are(engine, [5, 6, 7, 8], 55)
 
 
-def test_each_registration_has_a_number_of_its_own(bed, mode, fresh):
+def test_each_registration_has_its_own_id(bed, mode, fresh):
     """What still comes under an earlier one finds nobody; the server forgets that one."""
     engine = bed.engine(mode=mode)
     first = bed.workers()
@@ -146,7 +146,7 @@ def test_each_registration_has_a_number_of_its_own(bed, mode, fresh):
 
 @pytest.mark.parametrize("is_reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("lost", ["prepare_store", "commit_store"])
-def test_memory_of_a_store_without_an_answer_comes_back(bed, fresh, lost, is_reply):
+def test_memory_of_unanswered_store_is_freed(bed, fresh, lost, is_reply):
     """The worker says that it has given up."""
     engine = bed.engine(timeout=TIMEOUT)
     bed.proxy.at(lost, reply=is_reply)
@@ -156,7 +156,7 @@ def test_memory_of_a_store_without_an_answer_comes_back(bed, fresh, lost, is_rep
     works(engine, fresh)
 
 
-def test_a_worker_that_cannot_give_memory_back_registers_anew(bed, fresh):
+def test_worker_that_cannot_free_memory_registers_again(bed, fresh):
     """Else it would be lent nothing more one day: the server would wait for it for ever."""
     engine = bed.engine(timeout=TIMEOUT)
     bed.proxy.at("prepare_store", reply=True)
@@ -167,7 +167,7 @@ def test_a_worker_that_cannot_give_memory_back_registers_anew(bed, fresh):
     works(engine, fresh)
 
 
-def test_a_worker_that_is_dropped_touches_no_page(bed, fresh):
+def test_dropped_worker_touches_no_page(bed, fresh):
     """As after an error, without a shutdown: the pages are freed next."""
     engine = bed.engine(timeout=TIMEOUT)
     cached, request = tokens(CHUNK, "cached"), fresh()
@@ -193,7 +193,7 @@ def _drop(adapter):
 
 
 @pytest.mark.parametrize("bad", [{"start": -CHUNK}, {"end": 1 << 70}, {"skip_first_n_tokens": -1}])
-def test_a_bad_operation_ends_with_its_batch(bed, mode, fresh, bad):
+def test_invalid_operation_ends_with_its_batch(bed, mode, fresh, bad):
     """No exception half-way: all requests of the batch end, and nothing is left under way."""
     engine = bed.engine(mode=mode)
     prompt, requests = tokens(2 * CHUNK, "batch"), [fresh(), fresh(), fresh()]
@@ -239,7 +239,7 @@ def test_several_threads_wait_for_one_result(bed):
     assert results == [CHUNK] * 80
 
 
-def test_a_worker_that_only_loads_and_cannot_reach_the_pool_is_sent_its_chunks(bed, fresh):
+def test_loading_worker_without_pool_receives_pickled_chunks(bed, fresh):
     """It says so when it registers, rather than be lent slots that it cannot read until its first store."""
     writer, prompt, request = bed.engine(), tokens(CHUNK, "shared"), fresh()
     assert writer.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
@@ -250,7 +250,7 @@ def test_a_worker_that_only_loads_and_cannot_reach_the_pool_is_sent_its_chunks(b
     assert bed.status("pending_transfers", "withheld_transfers") == (0, 0)
 
 
-def test_pages_stay_as_long_as_the_native_worker(bed):
+def test_pages_live_as_long_as_native_worker(bed):
     """Of a cycle, the collector may take the pages apart before the worker whose threads copy them."""
     adapter = bed.engine().worker
     registration = adapter._registration

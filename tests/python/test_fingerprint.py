@@ -38,14 +38,14 @@ def name(*args, **fields):
     return Identity.of(described(*args, **fields), False).model_name
 
 
-def test_what_kv_depends_on_is_in_the_name(tmp_path):
+def test_name_has_all_kv_dependencies(tmp_path):
     """Each of these computes other KV from the same tokens, in tensors of the same shape."""
     short, long = ({"rope_parameters": {"rope_type": "default", "rope_theta": theta}} for theta in (1e4, 1e6))
     names = [
         name(),
         name({"hf_overrides": short}),
         name({"hf_overrides": long}),
-        name({"hf_overrides": test_what_kv_depends_on_is_in_the_name}),
+        name({"hf_overrides": test_name_has_all_kv_dependencies}),
         name({"revision": "main"}),
         name({"revision": "v2"}),
         name({"hf_config": SimpleNamespace(_commit_hash="abc")}),
@@ -85,7 +85,7 @@ def test_what_kv_depends_on_is_in_the_name(tmp_path):
     assert by_content[0] != by_content[1] == by_content[2]
 
 
-def test_a_model_whose_other_files_change_is_another(tmp_path):
+def test_changed_model_files_change_the_name(tmp_path):
     """Its code, its quantization, and what makes tensors of pictures."""
     model, names = {"model": str(tmp_path)}, []
     (tmp_path / "model.safetensors").write_bytes(b"weights")
@@ -96,7 +96,7 @@ def test_a_model_whose_other_files_change_is_another(tmp_path):
     assert len(set(names)) == len(names)
 
 
-def test_what_differs_between_processes_is_not_in_the_name():
+def test_name_is_equal_in_all_processes():
     """Else the scheduler would look up what no worker stores."""
     worker = described({"hf_config": SimpleNamespace(rope_parameters={"rope_type": "deepseek_yarn"})})
     worker.cache_config.num_gpu_blocks = 17
@@ -121,7 +121,7 @@ def test_what_differs_between_processes_is_not_in_the_name():
     assert len(found) == 1
 
 
-def test_the_name_can_be_given():
+def test_model_name_option_replaces_digest():
     """By operators who know better: for new weights at an old path, or to share with others. Pages are what they are."""
     given = Identity.of(described({"revision": "v2"}), False, 0, "mine")
     assert given.model_name == "mine"
@@ -132,21 +132,21 @@ def test_the_name_can_be_given():
         Options.read({"kvtier.model_name": "a@b"})
 
 
-def test_the_split_of_layers_is_in_the_name(monkeypatch):
+def test_name_has_pipeline_partition(monkeypatch):
     """Stages of as many layers may have other ones."""
     even = name(stages=2)
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
     assert name(stages=2) == even + ":3,1" and "3,1" not in name()
 
 
-def test_models_of_another_hub_are_others(monkeypatch):
+def test_other_hub_changes_the_name(monkeypatch):
     """A name says where it is looked up by nothing else."""
     plain_name = name()
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
     assert name() != plain_name
 
 
-def test_scales_of_each_engine_are_refused():
+def test_calculated_kv_scales_are_refused():
     """They are in no page."""
     with pytest.raises(ValueError, match="calculate_kv_scales: KvTierConnector serves False only"):
         name(cache={"calculate_kv_scales": True})
@@ -157,7 +157,7 @@ NODES = [{}, {"nnodes": 2}, {"distributed_executor_backend": "ray"}]
 
 @pytest.mark.parametrize("parallel", NODES)
 @pytest.mark.parametrize("changed", [(0, 1), (1 << 19, 1 << 14), ((1 << 20) - 1, 1)])
-def test_replaced_weights_are_others(tmp_path, parallel, changed):
+def test_replaced_weights_change_the_name(tmp_path, parallel, changed):
     """Files of the same size and times at the same path, however many hosts the engine has."""
     weights, model = tmp_path / "model.safetensors", {"model": str(tmp_path)}
     names, (start, count) = [], changed
@@ -172,7 +172,7 @@ def test_replaced_weights_are_others(tmp_path, parallel, changed):
     assert name(model, parallel=parallel) == names[4]
 
 
-def test_copies_of_weights_are_the_same(tmp_path):
+def test_copied_weights_keep_the_name(tmp_path):
     """Workers on other hosts, and engines there, have copies with times of their own."""
     found = []
     for host in ("one", "two"):
@@ -201,7 +201,7 @@ def test_samples_of_large_weights_are_bounded(tmp_path, monkeypatch):
     assert sum(read) < 100 * (256 << 10) and len(read) < 2000
 
 
-def test_weights_that_cannot_be_read_are_named():
+def test_unreadable_weights_are_logged():
     """The digest has their name alone."""
     unknown = [
         described({"model": "/cache/config", "model_weights": "s3://bucket/model"}, load={"load_format": "runai_streamer"}),
@@ -214,7 +214,7 @@ def test_weights_that_cannot_be_read_are_named():
         assert fingerprint.unknown_weights(made) is None
 
 
-def test_a_snapshot_of_the_hub_is_its_commit(tmp_path):
+def test_hub_snapshot_is_identified_by_commit(tmp_path):
     """Wherever and whenever it was downloaded."""
     found = []
     for host, commit in (("one", "a"), ("two", "a"), ("one", "b")):
@@ -250,7 +250,7 @@ def pages_of(monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16
     return pages.page_format(made, SimpleNamespace(kv_cache_groups=groups))
 
 
-def test_cpu_pages_are_those_of_their_blocks_kernel_and_release(monkeypatch):
+def test_cpu_pages_depend_on_block_kernel_release(monkeypatch):
     """Attention kernels pack them."""
     found = [pages_of(monkeypatch), pages_of(monkeypatch, blocks=(32,)), pages_of(monkeypatch, blocks=(16, 32))]
     found.append(pages_of(monkeypatch, backend="CPU_ATTN"))
@@ -278,7 +278,7 @@ def pages_torch():
 
 @pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("backend", [None, "FLASH_ATTN", "FLASHINFER"])
-def test_numbers_on_nvidia_gpus_are_the_servers_to_convert(monkeypatch, cache, backend):
+def test_typed_pages_on_nvidia_gpus_have_no_digest(monkeypatch, cache, backend):
     """By token and head, as registered: engines of other block sizes share."""
     attention = {"backend": backend} if backend else {}
     assert pages_of(monkeypatch, "cuda", cache=cache, **attention) == {}
@@ -301,7 +301,7 @@ def test_numbers_on_nvidia_gpus_are_the_servers_to_convert(monkeypatch, cache, b
     ],
     ids=lambda fields: "=".join(map(str, next(iter(fields.items())))),
 )
-def test_other_pages_on_gpus_are_those_of_their_blocks(monkeypatch, fields):
+def test_other_gpu_pages_depend_on_their_blocks(monkeypatch, fields):
     """Scales of a page, codes, shuffled values, kernels that are not known: only equal pages are shared."""
     fields = {"device": "cuda", **fields}
     found = [pages_of(monkeypatch, **fields), pages_of(monkeypatch, **{**fields, "blocks": (32,)})]
@@ -335,7 +335,7 @@ def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
         each.close()
 
 
-def test_a_workers_name_of_the_cache_dtype_is_the_schedulers():
+def test_worker_and_scheduler_agree_on_cache_dtype():
     """Attention layers of sparse MLA replace it where they run."""
     assert len({name(cache={"cache_dtype": told}) for told in ("fp8", "fp8_e4m3", "fp8_ds_mla")}) == 1
     assert name(cache={"cache_dtype": "nvfp4"}) == name(cache={"cache_dtype": "nvfp4_ds_mla"}) != name()

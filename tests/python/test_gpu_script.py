@@ -17,7 +17,7 @@ def counters():
     return set(Path("/dev/shm").glob("torch_*_gpu[0-9]*"))
 
 
-def test_everything_that_needs_no_gpu_passes(tmp_path):
+def test_checks_without_gpu_pass(tmp_path):
     before = counters()
     script = REPOSITORY / "benches" / "gpu.py"
     command = [sys.executable, script, "--standin", standin_library(), "--out", tmp_path / "out"]

@@ -71,7 +71,7 @@ def test_hostile_requests_are_computed(engine, kind):
     assert engine.match(request("again", tokens(CHUNK + 1, kind))) == (CHUNK, True)
 
 
-def test_a_scheduler_whose_adapter_raises_computes_all(engine):
+def test_failing_scheduler_adapter_computes_all(engine):
     """Every method of vLLM's has an answer, and what went wrong is counted."""
     engine.prefill(request("before", tokens(CHUNK + 1, "x")), range(1, 6))
     scheduler = engine.scheduler
@@ -92,7 +92,7 @@ def test_a_scheduler_whose_adapter_raises_computes_all(engine):
     assert engine.match(request("after", tokens(CHUNK + 1, "x"))) == (0, False)
 
 
-def test_a_load_that_cannot_be_made_has_failed(engine, monkeypatch):
+def test_load_that_cannot_start_fails(engine, monkeypatch):
     """vLLM waits for its end: every worker tells it."""
     prompt = tokens(CHUNK + 1, "lost")
     engine.prefill(request("a", prompt), range(1, 6))
@@ -113,7 +113,7 @@ def test_a_load_that_cannot_be_made_has_failed(engine, monkeypatch):
         assert engine.finish(req) is False
 
 
-def test_a_worker_whose_adapter_raises_ends_its_loads(engine):
+def test_failing_worker_adapter_ends_its_loads(engine):
     """No copy may touch their blocks any more, then they have failed; requests that wait for stores go on."""
     prompt, worker = tokens(CHUNK + 1, "raise"), engine.workers[0]
     engine.prefill(request("a", prompt), range(1, 6))
@@ -151,7 +151,7 @@ def raises(*arguments, **named):
     raise RuntimeError("as a bug has it")
 
 
-def test_a_worker_that_turned_off_reports_all_stores(engine, monkeypatch):
+def test_disabled_worker_reports_all_stores(engine, monkeypatch):
     """Those that its adapter has, those of the step, and those of later steps: no request is held, no store is kept in mind."""
     worker, scheduling = engine.workers[0], engine.scheduler._scheduling
     adapter = worker._adapter
@@ -183,7 +183,7 @@ def test_a_worker_that_turned_off_reports_all_stores(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", ["submit_store_request", "take_ended_stores", "_event"])
-def test_a_store_that_cannot_be_started_has_ended(engine, monkeypatch, broken):
+def test_store_that_cannot_start_has_ended(engine, monkeypatch, broken):
     """The scheduler keeps nothing of it."""
     worker = engine.workers[0]
     monkeypatch.setattr(worker if broken == "_event" else worker._adapter, broken, raises)
@@ -196,7 +196,7 @@ def test_a_store_that_cannot_be_started_has_ended(engine, monkeypatch, broken):
     engine.finish(req)
 
 
-def test_a_load_of_a_step_that_cannot_be_read_has_failed(engine, monkeypatch):
+def test_load_of_unreadable_step_fails(engine, monkeypatch):
     """With its blocks: without them vLLM takes the load for a success."""
     prompt = tokens(CHUNK + 1, "unread")
     engine.prefill(request("a", prompt), range(1, 6))
@@ -213,7 +213,7 @@ def test_a_load_of_a_step_that_cannot_be_read_has_failed(engine, monkeypatch):
     assert engine.finish(req) is False
 
 
-def test_every_method_that_vllm_calls_is_guarded():
+def test_every_vllm_method_is_guarded():
     """Those of the base class that the connector has, but for the ones of the start."""
     free = {"__init__", "register_kv_caches", "build_kv_connector_stats", "build_prom_metrics"}
     # They do nothing.
@@ -271,7 +271,7 @@ def test_sleep_mode_is_not_supported():
     assert KvTierConnector.supports_sleep_mode() is False
 
 
-def test_an_engine_starts_without_a_server(place):
+def test_connector_starts_without_server(place):
     """And finds hits once there is one, with what it had computed before."""
     server = place.server(start=False)
     engine = Vllm(server, **{"kvtier.start": "without", "kvtier.heartbeat": 0.5})
@@ -284,7 +284,7 @@ def test_an_engine_starts_without_a_server(place):
     engine.close()
 
 
-def test_log_lines_are_vllms():
+def test_log_lines_have_vllm_format():
     """vLLM configures its own logger alone; lines of this package look like its."""
     code = (
         "import logging, kvtier.vllm.logs\n"

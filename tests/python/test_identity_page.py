@@ -19,19 +19,19 @@ def section(name):
     return set(re.findall(r"`(\w+)`", text))
 
 
-def test_the_page_has_the_classes():
+def test_page_has_all_config_classes():
     """Those whose options can change bytes."""
     assert {"ModelConfig", "CacheConfig", "ParallelConfig", "AttentionConfig", "LoRAConfig", "VllmConfig"} <= set(CLASSES)
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_option_has_an_answer(name):
+def test_page_has_every_option(name):
     """A new one fails here until the page says whether it changes bytes."""
     fields = {field.name for field in dataclasses.fields(getattr(config, name))}
     assert fields - section(name) == set()
 
 
-def test_the_tests_that_the_page_names_exist():
+def test_tests_named_on_page_exist():
     """Without a path in one of the files that the page's head names."""
     default = ["tests/python/test_fingerprint.py", "tests/python/test_contents.py"]
     default.append("crates/kvtier-server/src/engine/fingerprint/tests.rs")

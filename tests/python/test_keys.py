@@ -55,7 +55,7 @@ def request(length, features=(), lora=None):
 
 
 @pytest.mark.parametrize("mode", ["token_ids", "block_hashes"])
-def test_growing_takes_each_token_about_once(mode):
+def test_growing_prompt_encodes_each_token_once(mode):
     """However often one more chunk is asked for."""
     keys, whole, length = make(mode), make(mode), 64
     req = request(length)
@@ -69,7 +69,7 @@ def test_growing_takes_each_token_about_once(mode):
     assert prompt != whole.prompt(req, (length - 1) * CHUNK)
 
 
-def test_growing_keeps_what_tokens_do_not_say():
+def test_growing_prompt_keeps_non_token_content():
     """Pictures and adapters."""
     cat = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=CHUNK + 3, length=2 * CHUNK))
     lora = SimpleNamespace(lora_name="x")
@@ -79,7 +79,7 @@ def test_growing_keeps_what_tokens_do_not_say():
         assert prompt == make().prompt(request(8, [cat], lora), chunks * CHUNK)
 
 
-def test_an_extended_prompt_is_one_made_whole():
+def test_extended_prompt_equals_whole_prompt():
     """Also as a key."""
     whole = tokens(100, "whole")
     extended = Prompt(whole[:40]).extended(Prompt(whole[40:]))

@@ -38,7 +38,7 @@ def waited():
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def test_the_meter_sees_a_wait():
+def test_meter_detects_a_wait():
     """Else the test below would say nothing."""
     meter = Meter()
     meter(lambda: time.sleep(1e-5))
@@ -48,7 +48,7 @@ def test_the_meter_sees_a_wait():
 
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
-def test_no_call_of_an_engines_step_waits(place, mode):
+def test_no_call_of_engine_step_waits(place, mode):
     """Against a stopped server; p99 of ``check_lookup_result`` and ``get_finished`` below 50 us of processor time."""
     server = place.server()
     server.expect_trouble("instance|worker|register|prepared|silent")

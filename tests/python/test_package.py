@@ -23,14 +23,14 @@ from kvtier import Client, KvTierError, LoadStoreOp, SchedulerAdapter, WorkerAda
 from rig import BLOCK, tokens
 
 
-def test_it_needs_neither_torch_nor_vllm_nor_lmcache():
+def test_import_needs_no_torch_vllm_lmcache():
     """What engines load beside their own packages is this one alone."""
     code = "import sys, kvtier, kvtier.doctor; print({'torch', 'vllm', 'lmcache', 'zmq'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_two_processes_share_what_they_store(place):
+def test_two_processes_share_objects(place):
     """One process stores and ends; another gets the same bytes."""
     server = place.server()
     code = (
@@ -53,7 +53,7 @@ def _own_paths():
     return [str(here), str(here.parent / "harness")]
 
 
-def test_the_stubs_are_true():
+def test_stubs_match_native_module():
     """Each class, method, parameter and default that _native.pyi tells of is there, and no other."""
     stub = ast.parse((Path(kvtier.__file__).parent / "_native.pyi").read_text())
     told = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
@@ -93,7 +93,7 @@ def is_same(function, real, name):
 
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
-def test_a_refused_registration_is_an_error(place, mode):
+def test_refused_registration_raises(place, mode):
     """With the server's words, in either mode."""
     server = place.server("lmcache_driven" if mode == "engine_driven" else "engine_shm")
     server.expect_trouble("registration refused")
@@ -151,7 +151,7 @@ class CudaTensor:
         )
 
 
-def test_cuda_tensors_are_described_as_lmcache_does(monkeypatch):
+def test_cuda_descriptors_match_lmcache(monkeypatch):
     """LMCache's own reader understands our descriptor, and finds all of it there."""
     from lmcache.v1.multiprocess.custom_types import get_customized_decoder
     from lmcache.v1.platform.base.ipc_wrapper import DeviceIPCWrapper
@@ -184,7 +184,7 @@ def test_cuda_tensors_are_described_as_lmcache_does(monkeypatch):
     stand_in.context.destroy(linger=0)
 
 
-def test_the_client(place):
+def test_client_requests(place):
     """The request protocol by itself."""
     server = place.server()
     client = Client(server.url.removeprefix("tcp://"), timeout=5)
@@ -207,7 +207,7 @@ def test_the_client(place):
         raise AssertionError("no error")
 
 
-def test_segments_take_their_room_at_once():
+def test_segments_allocate_memory_at_once():
     """A full /dev/shm is an error when the segment is made, not a fault when it is used."""
     segment = tensors.Segment(1 << 20)
     path = f"/dev/shm{segment.name}"
@@ -240,7 +240,7 @@ def test_views_move_with_their_tensors(inference):
     storages.release()
 
 
-def test_memory_that_others_use_does_not_move():
+def test_memory_with_unknown_users_is_refused():
     """Who cannot be found would go on with the old memory, and never see what is loaded."""
     layer = torch.zeros(4, 1, 64, 8)
     view, address = layer.squeeze(1), layer.data_ptr()
@@ -256,7 +256,7 @@ def test_memory_that_others_use_does_not_move():
 
 
 @pytest.mark.parametrize("lent", [lambda: torch.from_numpy(np.zeros(64, np.float32)), lambda: torch.zeros(64)])
-def test_memory_that_numpy_has_does_not_move(lent):
+def test_memory_exported_to_numpy_is_refused(lent):
     """Its array would be of memory that is gone."""
     layer = lent()
     array, address = layer.numpy(), layer.data_ptr()
@@ -267,7 +267,7 @@ def test_memory_that_numpy_has_does_not_move(lent):
     assert layer.data_ptr() == address == array.ctypes.data
 
 
-def test_memory_moves_again():
+def test_moved_memory_can_move_again():
     """For an engine that registers the tensors of one before it; what is made lazily elsewhere is nobody's."""
     lazy = torch.nn.LazyLinear(4)
     layer = torch.arange(64)
@@ -280,7 +280,7 @@ def test_memory_moves_again():
     assert lazy.has_uninitialized_params()
 
 
-def test_a_scheduler_of_another_model_finds_nothing(place):
+def test_scheduler_of_other_model_finds_nothing(place):
     """The model is part of the key."""
     server = place.server()
     engine = place.engine(server)

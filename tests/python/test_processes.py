@@ -57,7 +57,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("call", ["wait_healthy", "result", "scheduler", "worker", "register"])
-def test_ctrl_c_is_heard(call):
+def test_ctrl_c_interrupts_a_wait(call):
     """While a call waits for ten minutes."""
     done = python(INTERRUPTED, f"tcp://127.0.0.1:{free_port()}", call)
     assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
@@ -84,7 +84,7 @@ def in_a_fork(check):
 
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
-def test_after_a_fork_nothing_works_and_nothing_hangs(place, mode):
+def test_use_after_fork_fails_at_once(place, mode):
     """The child has the objects and not their threads."""
     server = place.server()
     engine = place.engine(server, mode=mode)
@@ -143,7 +143,7 @@ def segments_of(done):
 
 
 @pytest.mark.parametrize("kind", ["dropped", "exit", "exception"])
-def test_segments_go_with_an_adapter_that_is_not_shut_down(place, kind):
+def test_segments_are_removed_with_unclosed_adapter(place, kind):
     """Its memory is freed."""
     done = python(ENDING, place.server().url, kind)
     assert segments_of(done) == [], done.stderr
@@ -151,7 +151,7 @@ def test_segments_go_with_an_adapter_that_is_not_shut_down(place, kind):
 
 
 @pytest.mark.parametrize("kind", ["_exit", "killed"])
-def test_segments_of_a_process_that_ends_at_once_are_removed(place, kind):
+def test_segments_of_killed_process_are_removed(place, kind):
     """By the server, that sees that the process is gone."""
     server = place.server()
     server.expect_trouble("process has ended")
@@ -159,7 +159,7 @@ def test_segments_of_a_process_that_ends_at_once_are_removed(place, kind):
     wait_until(lambda: segments_of(done) == [], 30, "no segments")
 
 
-def test_segments_that_no_server_removes_go_with_the_next_start(place):
+def test_orphaned_segments_are_removed_at_next_start(place):
     """Of this package alone, and of processes that have ended for certain."""
     server = place.server()
     server.expect_trouble("instance|worker|register|process has ended")
@@ -181,7 +181,7 @@ def test_segments_that_no_server_removes_go_with_the_next_start(place):
     server.start()
 
 
-def test_a_worker_registers_again_with_the_same_segments(place, fresh):
+def test_worker_registers_again_with_same_segments(place, fresh):
     """Their names are there as long as the process needs them."""
     server = place.server()
     server.expect_trouble("instance|worker|register")

@@ -10,7 +10,7 @@ from rig import BLOCK, tokens
 from test_failures import works
 
 
-def test_an_engine_starts_without_a_server(place, mode, fresh):
+def test_engine_starts_without_server(place, mode, fresh):
     """It computes meanwhile, and uses the server when it comes."""
     server = place.server(start=False)
     engine = place.engine(server, mode=mode, heartbeat=0.5, wait_for_server=None)
@@ -27,14 +27,14 @@ def test_an_engine_starts_without_a_server(place, mode, fresh):
     works(engine, fresh)
 
 
-def test_a_start_without_a_server_waits_for_nothing(place, monkeypatch):
+def test_start_without_server_does_not_wait(place, monkeypatch):
     """Where nothing listens: a registration that waited would take until the test's end."""
     monkeypatch.setattr(registration, "_CONNECT_TIMEOUT", 1e6)
     engine = place.engine(place.server(start=False), wait_for_server=None)
     assert engine.worker._registration.is_described and engine.worker.transport is None
 
 
-def test_a_start_that_waits_for_a_server_fails_without_one(place):
+def test_start_waiting_for_server_fails_without_one(place):
     """At the end of its patience."""
     url = place.server(start=False).url
     for adapter in (SchedulerAdapter, WorkerAdapter):
@@ -42,7 +42,7 @@ def test_a_start_that_waits_for_a_server_fails_without_one(place):
             adapter(url, "m", block_tokens=BLOCK, wait_for_server=0.2)
 
 
-def test_a_worker_that_is_refused_later_says_so(place, caplog):
+def test_later_refusal_of_worker_is_logged(place, caplog):
     """Without a server the mode was chosen by the model alone."""
     server = place.server("lmcache_driven", start=False)
     server.expect_trouble("registration refused")
@@ -55,7 +55,7 @@ def test_a_worker_that_is_refused_later_says_so(place, caplog):
     assert [each.levelname for each in lines] == ["ERROR"]
 
 
-def test_a_server_with_another_chunk_size_is_not_used(place, mode, fresh, caplog):
+def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
     """A smaller chunk made an engine believe in twice the tokens; each length is another one there."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
@@ -82,7 +82,7 @@ def test_a_server_with_another_chunk_size_is_not_used(place, mode, fresh, caplog
     works(engine, fresh)
 
 
-def test_a_chunk_size_that_is_asked_for(place):
+def test_required_chunk_size_is_checked(place):
     """A server with another one is refused at the start that waits, and not used by one that does not."""
     server = place.server()
     with pytest.raises(ValueError, match=f"chunks of {CHUNK} tokens and this engine works with chunks of {4 * CHUNK}"):
@@ -95,7 +95,7 @@ def test_a_chunk_size_that_is_asked_for(place):
         SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=10)
 
 
-def test_more_than_was_asked_for_is_a_failed_lookup(place):
+def test_lookup_result_beyond_request_fails(place):
     """Whatever a server says."""
     scheduler = SchedulerAdapter(place.server().url, "m", block_tokens=BLOCK)
     real, future = scheduler.client, SimpleNamespace(done=lambda: True, result=lambda: 3)
@@ -108,7 +108,7 @@ def test_more_than_was_asked_for_is_a_failed_lookup(place):
 
 
 @pytest.mark.parametrize("bound", ["deadline", "heartbeat"])
-def test_a_lookup_does_not_wait_for_a_frozen_server(place, fresh, bound):
+def test_lookup_does_not_wait_for_frozen_server(place, fresh, bound):
     """It has a deadline of its own, and fails with the heartbeat that is not answered."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
@@ -123,7 +123,7 @@ def test_a_lookup_does_not_wait_for_a_frozen_server(place, fresh, bound):
     scheduler.shutdown()
 
 
-def test_a_salt_that_no_key_can_have_fails(place, mode, fresh):
+def test_invalid_salt_fails(place, mode, fresh):
     """Its store has not been skipped, nor has its lookup found nothing."""
     engine, prompt = place.engine(place.server(), mode=mode), tokens(CHUNK, "salt")
     for salt in ("a@b", "x" * 129, "\ud800"):
@@ -134,7 +134,7 @@ def test_a_salt_that_no_key_can_have_fails(place, mode, fresh):
     assert engine.scheduler.failed_lookups == 3
 
 
-def test_prompts_that_no_request_can_carry_fail(place, fresh):
+def test_prompts_beyond_protocol_fail(place, fresh):
     """They find nothing, and the next one is served."""
     engine = place.engine(place.server())
     for prompt in ([-1] * CHUNK, [2**40] * CHUNK, ["a"] * CHUNK, [None] * CHUNK):
