@@ -1,4 +1,4 @@
-"""vLLM's connector in both roles, with vLLM's scheduler played by the test: what a tiny model on CPU cannot show.
+"""vLLM's connector in both roles, with a simulated vLLM scheduler, for cases that a tiny model on CPU cannot show.
 
 The scheduler's part follows vLLM 0.32: matched tokens, allocation, step, answers, end.
 """
@@ -28,19 +28,19 @@ PER_CHUNK = CHUNK // BLOCK
 
 
 class FullAttentionSpec(SimpleNamespace):
-    """By its name, like vLLM's."""
+    """Recognized by its name, like vLLM's."""
 
 
 class MLAAttentionSpec(SimpleNamespace):
-    """One latent vector a token, the same in every tensor-parallel rank."""
+    """One latent vector per token, the same in every tensor-parallel rank."""
 
 
 class SlidingWindowSpec(SimpleNamespace):
-    """A kind of cache whose blocks go to others while their request runs."""
+    """A kind of cache whose blocks are reused while their request runs."""
 
 
 class UniformTypeKVCacheSpecs(SimpleNamespace):
-    """Layers of one group whose caches differ."""
+    """Layers of one group with different caches."""
 
 
 class MambaSpec(SimpleNamespace):
@@ -48,7 +48,7 @@ class MambaSpec(SimpleNamespace):
 
 
 def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, role="kv_both", **extra):
-    """The parts of vLLM's configuration that are read."""
+    """Returns the used parts of vLLM's configuration."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config={
@@ -66,7 +66,7 @@ def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, rol
 
 
 def cache_config(names, spec=FullAttentionSpec):
-    """One group of layers."""
+    """Returns one group of layers."""
     group = SimpleNamespace(layer_names=list(names), kv_cache_spec=spec(block_size=BLOCK))
     return SimpleNamespace(
         kv_cache_groups=[group], kv_cache_layout="LBHNC", hash_block_size=BLOCK, prefix_cacheable_group_ids=(0,)
@@ -74,7 +74,7 @@ def cache_config(names, spec=FullAttentionSpec):
 
 
 def request(name, prompt, salt=None, **more):
-    """A request as vLLM's scheduler has it."""
+    """A request of vLLM's scheduler."""
     made = SimpleNamespace(
         request_id=name, all_token_ids=prompt, num_tokens=len(prompt), num_prompt_tokens=len(prompt),
         cache_salt=salt, mm_features=[], lora_request=None, prompt_embeds=None, skip_reading_prefix_cache=False,
@@ -85,7 +85,7 @@ def request(name, prompt, salt=None, **more):
 
 
 class Vllm:
-    """A scheduler's connector, the workers' ones, and vLLM's part between them."""
+    """A scheduler's connector, the workers' connectors, and vLLM's part between them."""
 
     def __init__(self, server, ranks=1, mla=False, seed=1, **options):
         config = cache_config((f"layer.{i}" for i in range(2)), MLAAttentionSpec if mla else FullAttentionSpec)
@@ -106,7 +106,7 @@ class Vllm:
         self.stats = {}
 
     def match(self, req, computed=0):
-        """Ask until the connector knows."""
+        """Asks until the connector has the result."""
         answer = []
 
         def known():
@@ -117,13 +117,13 @@ class Vllm:
         return tuple(answer)
 
     def allocate(self, req, blocks, external):
-        """Blocks for a request."""
+        """Allocates blocks for a request."""
         self.scheduler.update_state_after_alloc(
             req, SimpleNamespace(get_block_ids=lambda: (list(blocks),)), external
         )
 
     def step(self, new=(), cached=(), finished=(), preempted=(), resumed=()):
-        """One step. new: (request, blocks, computed, scheduled); cached: (request, new blocks, computed, scheduled)."""
+        """Runs one step. new: (request, blocks, computed, scheduled); cached: (request, new blocks, computed, scheduled)."""
         scheduled = SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=r.request_id, block_ids=(list(b),), num_computed_tokens=c) for r, b, c, _ in new
@@ -168,7 +168,7 @@ class Vllm:
         )
 
     def until(self, what, **first):
-        """Steps until `what(step)`; ids of all steps together."""
+        """Runs steps until `what(step)`; returns the ids of all steps together."""
         sent, received, failed = [set() for _ in self.workers], [set() for _ in self.workers], set()
 
         def enough():
@@ -184,14 +184,14 @@ class Vllm:
         return failed
 
     def prefill(self, req, blocks):
-        """Compute and store a whole prompt; the request has ended then."""
+        """Computes and stores a whole prompt, and ends the request."""
         assert self.match(req) == (0, False)
         self.allocate(req, blocks, 0)
         self.step(new=[(req, blocks, 0, req.num_tokens)])
         self.finish(req)
 
     def finish(self, req):
-        """The engine has ended a request."""
+        """Ends a request in the engine."""
         name = req.request_id
         held, _ = self.scheduler.request_finished_all_groups(req, ([],))
         if held:
@@ -202,23 +202,23 @@ class Vllm:
         return held
 
     def load(self, req, blocks, computed, external):
-        """Load what was matched; blocks that failed."""
+        """Loads what was matched; returns the failed blocks."""
         self.allocate(req, blocks, external)
         return self.until(lambda _, received: all(req.request_id in ids for ids in received))
 
     def read(self, blocks, rank=0):
-        """Bytes of blocks."""
+        """Returns the bytes of blocks."""
         return [layouts.read_blocks(t, self.layout.block_axis, blocks) for t in self.tensors[rank]]
 
     def close(self):
-        """End it."""
+        """Ends the engine."""
         for connector in (*self.workers, self.scheduler):
             connector.shutdown()
 
 
 @pytest.fixture
 def engines(place):
-    """Makes engines, and ends them."""
+    """Factory of engines, which end with the test."""
     made = []
 
     def make(server, **options):
@@ -231,13 +231,13 @@ def engines(place):
 
 
 def same(one, other):
-    """Equal bytes."""
+    """Asserts equal bytes."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("transfer", ["engine_driven", "lmcache_driven"])
 def test_store_and_load(place, engines, transfer):
-    """Another engine gets the prefix, its last token left for itself; a longer prompt gets the common part."""
+    """Another engine loads the prefix and computes its last token; a longer prompt loads the common part."""
     server = place.server()
     first = engines(server, **{"kvtier.transfer_mode": transfer})
     second = engines(server, seed=7, **{"kvtier.transfer_mode": transfer})
@@ -254,7 +254,7 @@ def test_store_and_load(place, engines, transfer):
     assert second.load(longer, range(21, 31), BLOCK, 2 * CHUNK - BLOCK) == set()
     assert same([x[1:] for x in second.read(list(range(21, 29)))], [x[1:] for x in first.read(blocks)])
     assert second.stats["retrieved_tokens"] == 4 * CHUNK
-    # vLLM has all of it itself: nothing is loaded, nothing stays leased.
+    # vLLM's own cache has the whole prompt: nothing is loaded, nothing stays leased.
     own = request("d", prompt)
     assert second.match(own, computed=2 * CHUNK - BLOCK) == (BLOCK - 1, True)
     second.allocate(own, range(1, 9), 0)
@@ -270,7 +270,7 @@ def test_store_and_load(place, engines, transfer):
 
 
 def test_chunked_prefill_stores_each_chunk(place, engines):
-    """Whole chunks, each once, as steps complete them; the rest of the prompt and decoding store nothing."""
+    """Steps store whole chunks, each once, as they complete them; the rest of the prompt and decoding store nothing."""
     engine = engines(place.server())
     req = request("a", tokens(3 * CHUNK + 6, "cp"))
     assert engine.match(req) == (0, False)
@@ -292,7 +292,7 @@ def test_chunked_prefill_stores_each_chunk(place, engines):
 
 
 def test_save_decode_stores_generated_tokens(place, engines):
-    """kvtier.save_decode."""
+    """With the option kvtier.save_decode."""
     engine = engines(place.server(), **{"kvtier.save_decode": True})
     req = request("a", tokens(CHUNK - 2, "sd"))
     engine.match(req)
@@ -306,7 +306,7 @@ def test_save_decode_stores_generated_tokens(place, engines):
 
 
 def test_preemption_and_resumption_in_one_step(place, engines):
-    """As a reset of the prefix cache under running requests has it: the new blocks count, with a load and without."""
+    """As in a reset of the prefix cache with running requests: the new blocks count, with a load and without."""
     engine = engines(place.server())
     loads, computes = request("a", tokens(2 * CHUNK + 1, "pr")), request("b", tokens(CHUNK, "short"))
     for req, blocks in ((loads, range(1, 10)), (computes, range(11, 15))):
@@ -314,7 +314,7 @@ def test_preemption_and_resumption_in_one_step(place, engines):
         engine.allocate(req, blocks, 0)
     engine.step(new=[(loads, range(1, 10), 0, 2 * CHUNK + 1), (computes, range(11, 15), 0, 2)])
     expected = engine.read(list(range(1, 9)))
-    # vLLM's next schedule() preempts all, and gives them blocks again.
+    # vLLM's next schedule() preempts all, and allocates blocks again.
     wait_until(lambda: engine.step() and engine.scheduler._scheduling.in_flight_stores == {}, 30, "the store")
     assert engine.match(loads) == (2 * CHUNK, True)
     engine.allocate(loads, range(31, 40), 2 * CHUNK)
@@ -331,7 +331,7 @@ def test_preemption_and_resumption_in_one_step(place, engines):
 
 
 def test_preemption(place, engines):
-    """Stores are waited for before blocks go to others; a resumed request loads what it had stored."""
+    """A preemption waits for stores before blocks are reused; a resumed request loads what it had stored."""
     engine = engines(place.server(), **{"kvtier.preemption_patience": 7.5})
     req = request("a", tokens(2 * CHUNK + 1, "pre"))
     engine.match(req)
@@ -343,7 +343,7 @@ def test_preemption(place, engines):
     worker.wait_for_stores = lambda names, patience: waited.append((names, patience)) or wait(names, patience)
     engine.step(preempted=["a"])
     assert waited == [({"a"}, 7.5)]
-    # Now the blocks are somebody else's.
+    # Now another request has the blocks.
     for tensor in engine.tensors[0]:
         layouts.fill_blocks(tensor, engine.layout.block_axis, list(range(1, 10)), 0)
     assert engine.match(req) == (2 * CHUNK, True)
@@ -355,7 +355,7 @@ def test_preemption(place, engines):
 
 
 def test_request_aborted_while_loading_is_reported_once(place, engines):
-    """vLLM frees its blocks at the end of the load; a second word would be an error there."""
+    """vLLM frees its blocks at the end of the load; a second report would be an error."""
     engine = engines(place.server())
     prompt = tokens(CHUNK + 1, "ab")
     engine.prefill(request("a", prompt), range(1, 6))
@@ -372,7 +372,7 @@ def test_request_aborted_while_loading_is_reported_once(place, engines):
 
 
 def test_request_aborted_before_lookup_ends_is_released(place, engines):
-    """Nothing of it is left."""
+    """No state of it is left."""
     engine = engines(place.server())
     req = request("a", tokens(CHUNK, "early"))
     engine.scheduler.get_num_new_matched_tokens(req, 0)
@@ -382,7 +382,7 @@ def test_request_aborted_before_lookup_ends_is_released(place, engines):
 
 
 def test_failed_load_is_computed_and_stored_again(place, engines):
-    """Its blocks are named, and the request is not looked up a second time."""
+    """Its blocks are reported, and the request is not looked up again."""
     engine = engines(place.server())
     prompt = tokens(2 * CHUNK + 1, "fail")
     engine.prefill(request("a", prompt), range(1, 10))
@@ -400,7 +400,7 @@ def test_failed_load_is_computed_and_stored_again(place, engines):
 
 
 def test_load_failed_in_one_rank_fails(place, engines):
-    """Told steps before the last rank's end, and by one rank alone: the request is not looked up a second time."""
+    """The failure is reported steps before the last rank's end, by one rank only: the request is not looked up again."""
     server = place.server()
     engine, prompt = engines(server, ranks=2), tokens(CHUNK + 1, "one first")
     engine.prefill(request("a", prompt), range(1, 6))
@@ -423,7 +423,7 @@ def test_load_failed_in_one_rank_fails(place, engines):
 
 
 def test_tenants(place, engines):
-    """cache_salt reaches the key on every path."""
+    """cache_salt is part of the key on every path."""
     engine, prompt = engines(place.server()), tokens(CHUNK + 1, "salt")
     engine.prefill(request("a", prompt, salt="alice"), range(1, 6))
     assert engine.match(request("b", prompt)) == (0, False)
@@ -436,7 +436,7 @@ def test_tenants(place, engines):
 
 @pytest.mark.parametrize("mla", [False, True])
 def test_tensor_parallel_ranks(place, engines, mla):
-    """A hit needs every piece; with MLA there is one, written once and read by both."""
+    """A hit needs every piece; with MLA there is one, written once and read by both ranks."""
     server = place.server()
     first, second = engines(server, ranks=2, mla=mla), engines(server, ranks=2, mla=mla, seed=9)
     prompt = tokens(CHUNK + 1, "tp")
@@ -464,7 +464,7 @@ def test_roles(place, engines):
 
 
 def test_block_hashes_as_keys(place, engines):
-    """kvtier.key_mode: vLLM's hashes decide, tokens do not."""
+    """With kvtier.key_mode vLLM's hashes identify prefixes, and tokens do not."""
     engine = engines(place.server(), **{"kvtier.key_mode": "block_hashes"})
     prompt = tokens(2 * CHUNK + 1, "hm")
     engine.prefill(request("a", prompt, prompt_embeds=torch.zeros(1)), range(1, 10))
@@ -475,18 +475,18 @@ def test_block_hashes_as_keys(place, engines):
 
 
 def test_events(place, engines, tmp_path):
-    """A chunk's is told once every rank has stored it, in vLLM's own hashes; what was there already is told by nobody."""
+    """A chunk has an event once every rank has stored it, in vLLM's own hashes; chunks that were there have none."""
     engine = engines(place.server(), ranks=2, events=True)
     # As if the engine had started after the adapter was written.
     engine.scheduler._scheduling.keys._contents._started += 10**12
-    # Not beside the server's log, whose growth would make it another adapter.
+    # Not in the directory of the server's log, whose growth would change the adapter.
     path = tmp_path / "adapter"
     path.mkdir()
     (path / "adapter_model.safetensors").write_bytes(b"weights")
     lora = SimpleNamespace(lora_name="l", lora_path=str(path), adapter_id=3)
     prompt = tokens(3 * CHUNK + 1, "ev")
     req = request("a", prompt[: 2 * CHUNK + 1], lora_request=lora)
-    # Looked up before the first has stored anything: it stores all of it, too.
+    # Looked up before the first request has stored anything: it also stores all of it.
     longer = request("b", prompt, lora_request=lora)
     assert engine.match(longer) == (0, False)
     engine.prefill(req, range(1, 10))
@@ -511,7 +511,7 @@ def test_events(place, engines, tmp_path):
 
 
 def test_reset_and_stats(place, engines, caplog):
-    """Behind a reset nothing from before is found, whatever the server keeps; numbers add up."""
+    """After a reset nothing from before is found, whatever the server keeps; the counters match."""
     server, prompt = place.server(), tokens(CHUNK + 1, "reset")
     engine, careful = engines(server, **{"kvtier.reset_server": "true"}), engines(server)
     engine.prefill(request("a", prompt), range(1, 6))
@@ -524,7 +524,7 @@ def test_reset_and_stats(place, engines, caplog):
     assert KvTierConnector.build_kv_connector_stats(stats.to_dict()).aggregate(stats).data["lookups"] == 4
     assert engine.scheduler.get_kv_connector_stats() is None
     for _ in range(2):
-        # Another's reset leaves the KV there, as a second tier does.
+        # The reset of another engine keeps the KV, as a second tier does.
         assert careful.scheduler.reset_cache() is True
     assert sum("prefix cache was reset" in record.message for record in caplog.records) == 1, "said once"
     assert careful.match(request("c", prompt)) == (0, False)
@@ -540,12 +540,12 @@ def test_reset_and_stats(place, engines, caplog):
 
 
 def objects(server):
-    """Chunks in L1."""
+    """Returns the number of chunks in L1."""
     return server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"]
 
 
 def test_reset_in_block_hashes_mode_finds_nothing(place, engines):
-    """vLLM's hashes are the same behind it; the keys are not."""
+    """After it vLLM's hashes are the same, and the keys differ."""
     engine = engines(place.server(), **{"kvtier.key_mode": "block_hashes", "kvtier.reset_server": False})
     prompt = tokens(2 * CHUNK + 1, "hr")
     engine.prefill(request("a", prompt), range(1, 10))
@@ -555,7 +555,7 @@ def test_reset_in_block_hashes_mode_finds_nothing(place, engines):
 
 
 def test_reset_never_waits(place, engines):
-    """The scheduler's thread runs on while the server hangs; nothing from before is found when it goes on."""
+    """The scheduler's thread continues while the server hangs; nothing from before is found when the server resumes."""
     server, prompt = place.server(), tokens(CHUNK + 1, "away")
     engine = engines(server)
     engine.prefill(request("a", prompt), range(1, 6))
@@ -566,7 +566,7 @@ def test_reset_never_waits(place, engines):
         assert engine.scheduler.reset_cache() is True
         assert time.monotonic() - began < client.timeout / 2
         wait_until(lambda: not client.is_healthy, 30, "the missed heartbeat")
-        # The adapter's own is about the server's memory, and says so at once.
+        # The adapter's reset_cache clears the server's memory, and returns false at once.
         began = time.monotonic()
         assert engine.scheduler._scheduling.adapter.reset_cache() is False
         assert time.monotonic() - began < client.timeout / 2
@@ -575,14 +575,14 @@ def test_reset_never_waits(place, engines):
 
 
 def test_reset_drops_hits_and_stores_in_flight(place, engines):
-    """A lookup's result is not loaded behind it, nor what a store brings that was under way, or one of a request that runs."""
+    """Neither an earlier lookup's result is loaded, nor the chunks of a store in flight or of a running request."""
     engine, old, late = engines(place.server()), tokens(CHUNK + 1, "old"), tokens(2 * CHUNK + 1, "late")
     engine.prefill(request("a", old), range(1, 6))
     waits = request("b", old)
     assert engine.match(waits) == (CHUNK, True)
     assert engine.scheduler.reset_cache() is True
     assert engine.match(waits) == (0, False), "looked up again, and not held through the reset"
-    # The worker of this store has not begun yet; the request goes on with what it has computed before.
+    # The worker has not begun this store; the request continues with its earlier KV.
     stores = request("c", late)
     assert engine.match(stores) == (0, False)
     engine.allocate(stores, range(1, 10), 0)
@@ -599,13 +599,13 @@ def test_reset_drops_hits_and_stores_in_flight(place, engines):
     assert engine.match(request("d", late)) == (0, False)
     engine.prefill(request("e", late[: CHUNK + 1]), range(11, 16))
     assert engine.match(request("f", late)) == (CHUNK, True), "its second chunk is from before"
-    # A request that is preempted computes anew.
+    # A preempted request computes again.
     engine.step(preempted=["c"])
     assert engine.match(stores) == (CHUNK, True)
 
 
 def test_request_running_at_reset_uses_no_new_keys(place, engines):
-    """It had computed before the reset, and not filled a chunk."""
+    """It had computed less than a chunk before the reset."""
     engine = engines(place.server(), **{"kvtier.reset_server": False})
     req = request("a", tokens(CHUNK + 1, "slow"))
     assert engine.match(req) == (0, False)
@@ -620,7 +620,7 @@ def test_request_running_at_reset_uses_no_new_keys(place, engines):
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 def test_preempted_request_stores_from_start(place, engines, role):
-    """Also when nothing is looked up for it: its first store may have failed, or have been given up."""
+    """Also without a lookup: its first store may have failed, or have been abandoned."""
     engine = engines(place.server(), role=role)
     req = request("a", tokens(CHUNK + 1, "ps"))
     engine.match(req)
@@ -637,7 +637,7 @@ def test_preempted_request_stores_from_start(place, engines, role):
 
 
 def test_blocks_of_one_token(place, monkeypatch):
-    """A whole prompt's load ends a chunk earlier: vLLM gives no block to the token that it computes itself."""
+    """A whole prompt's load ends a chunk earlier: vLLM allocates no block for the token that it computes."""
     config = cache_config(["layer.0"])
     config.hash_block_size = config.kv_cache_groups[0].kv_cache_spec.block_size = 1
     scheduler = KvTierConnector(vllm_config(place.server()), KVConnectorRole.SCHEDULER, config)
@@ -659,7 +659,7 @@ def test_blocks_of_one_token(place, monkeypatch):
 
 
 def test_reset_during_load_succeeds(place, engines):
-    """vLLM's own reset says no then; a pause or a sleep does not fail because of the connector."""
+    """vLLM's own reset then refuses; the connector does not make a pause or a sleep fail."""
     engine, prompt = engines(place.server()), tokens(CHUNK + 1, "load on")
     engine.prefill(request("a", prompt), range(1, 6))
     req = request("b", prompt)
@@ -671,7 +671,7 @@ def test_reset_during_load_succeeds(place, engines):
 
 
 def test_load_ends_where_vllm_decides(place, engines):
-    """It may decide for less than was found; with too few blocks for that the load fails and nothing raises."""
+    """vLLM may load less than was found. With too few blocks the load fails, and nothing raises."""
     engine, prompt = engines(place.server()), tokens(3 * CHUNK + 1, "less")
     engine.prefill(request("a", prompt), range(1, 14))
     less = request("b", prompt)
@@ -690,9 +690,9 @@ def test_load_ends_where_vllm_decides(place, engines):
 
 
 def test_groups_of_layers(place, engines):
-    """Each has its own blocks; failures are told by request, since block ids mean nothing across groups."""
+    """Each group has its own blocks; failures are reported by request, since block ids are ambiguous across groups."""
     server = place.server()
-    # A window that is told and not made use of, as without vLLM's hybrid cache manager.
+    # A window in the spec that is not used, as without vLLM's hybrid cache manager.
     other = SimpleNamespace(
         layer_names=["layer.1"], kv_cache_spec=FullAttentionSpec(block_size=BLOCK, sliding_window=2 * CHUNK)
     )
@@ -765,7 +765,7 @@ def test_groups_of_layers(place, engines):
 
 
 def test_keys_differ_by_non_token_content():
-    """Pictures and sounds are part of the key; equal ones are equal."""
+    """Pictures and sounds are part of the key; equal ones give equal keys."""
     prompt = Prompt(tokens(64, "mm"))
 
     def key(pictures=(), of=prompt):
@@ -777,7 +777,7 @@ def test_keys_differ_by_non_token_content():
     keys = [key(), key([("cat", 20)]), key([("dog", 20)]), key([("cat", 21)]), key([("cat", 20), ("dog", 50)])]
     assert len(set(keys)) == len(keys) and all(len(each) == 64 for each in keys)
     assert key([("cat", 20)]) == keys[1]
-    # Chunks before the picture are shared, and those of equal pictures whatever follows in the last one's chunk.
+    # Chunks before the picture are shared, and those of equal pictures, whatever tokens follow in the last chunk.
     assert key([("cat", 20)]).prefix(CHUNK) == prompt.prefix(CHUNK)
     pictured = key([("cat", 4)], of=Prompt(tokens(24, "mm") + tokens(40, "other")))
     assert pictured.prefix(CHUNK) == key([("cat", 4)]).prefix(CHUNK)
@@ -785,7 +785,7 @@ def test_keys_differ_by_non_token_content():
 
 
 def test_single_placeholder_distinguishes_pictures():
-    """The ids in a token's place have 32 bits: a chunk that has only one placeholder needs more of them to be sure."""
+    """An id in a token's place has only 32 bits, so a chunk with a single placeholder needs more of them."""
     replaced = []
 
     class Recorded:
@@ -810,7 +810,7 @@ def test_single_placeholder_distinguishes_pictures():
 
 
 def test_options():
-    """Defaults; types; and errors that say what is allowed."""
+    """Options have defaults and types, and errors say what is allowed."""
     assert Options.read({"kvtier.timeout": "3", "kvtier.save_decode": "true"}).timeout == 3.0
     assert Options.read({}).wait_for_server is None and Options.read({"kvtier.start": "without"}).wait_for_server is None
     for seconds in (30, "30", "wait 30"):
@@ -844,7 +844,7 @@ def test_options():
 
 
 def test_identities():
-    """Which rank has which piece."""
+    """Each rank has its piece."""
     server = SimpleNamespace(url="x")
 
     def of(rank, layers_are_mla=True, **shape):
@@ -854,7 +854,7 @@ def test_identities():
     assert of(1, tensor=2) == (2, 1, 1, True)
     assert [of(rank, tensor=2, mla=True) for rank in (0, 1)] == [(1, 0, 2, True), (1, 0, 2, False)]
     assert of(3, tensor=2, stages=2, mla=True) == (2, 1, 2, False)
-    # MLA beside layers whose heads the ranks share out, as a draft model's: each rank has a piece of its own.
+    # MLA with layers whose heads are divided among the ranks, such as a draft model's: each rank has its own piece.
     assert of(1, layers_are_mla=False, tensor=2, mla=True) == (2, 1, 1, True)
     staged = Identity.of(vllm_config(server, stages=2), False)
     assert staged.model_name != Identity.of(vllm_config(server, tensor=2), False).model_name, "another cut of the same model"
@@ -865,7 +865,7 @@ def test_identities():
 
 
 def test_unsupported_models_are_refused(place):
-    """At the start, with a reason."""
+    """The start fails with the cause."""
     server = place.server()
     for role in KVConnectorRole:
         with pytest.raises(ValueError, match="layer.0 has MambaSpec"):

@@ -1,4 +1,4 @@
-"""Our worker adapter on PyTorch's CUDA tensors, over the stand-in for the CUDA driver; torch is as it comes."""
+"""kvtier's worker adapter on PyTorch's CUDA tensors, with the fake CUDA driver and an unmodified torch."""
 
 import os
 from pathlib import Path

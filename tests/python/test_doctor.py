@@ -1,4 +1,4 @@
-"""``python -m kvtier.doctor``: for each thing that can be wrong it fails, and says what to mend."""
+"""``python -m kvtier.doctor``: it fails for each kind of fault, and says what to fix."""
 
 import os
 import re
@@ -26,9 +26,9 @@ REFUSED = "error: this server runs with --supported-transfer-mode lmcache_driven
 
 
 class Scripted:
-    """A server that answers each operation with what the script has for it; "error: ..." takes the operation's place."""
+    """A server that answers each operation from the script; "error: ..." replaces the operation."""
 
-    # Of one that says yes to everything and keeps nothing, for workers whose pages it copies.
+    # Answers of a server that accepts everything and keeps nothing, for workers whose pages it copies.
     YES = {
         "get_chunk_size": CHUNK, "ping": True, "noop": "OK", "register_kv_cache": None, "unregister": None, "store": (b"", True),
         "lookup": None, "wait_prefetch_status": 1, "retrieve": (b"", True), "end_session": None,
@@ -36,7 +36,7 @@ class Scripted:
     }  # fmt: skip
 
     def __init__(self, **script):
-        """``script``: what is answered otherwise; Ellipsis for no answer."""
+        """``script``: other answers; Ellipsis for no answer."""
         self.script = {NUMBERS[name]: answer for name, answer in {**self.YES, **script}.items()}
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -60,7 +60,7 @@ class Scripted:
                 self.socket.send_multipart([client, uid, number, msgspec.msgpack.encode(answer)])
 
     def close(self):
-        """End it."""
+        """Ends the server."""
         self.stopping = True
         self.thread.join()
         self.context.destroy(linger=0)
@@ -68,7 +68,7 @@ class Scripted:
 
 @pytest.fixture
 def scripted():
-    """Makes scripted servers."""
+    """Factory of scripted servers."""
     made = []
 
     def make(**script):
@@ -82,7 +82,7 @@ def scripted():
 
 @pytest.fixture
 def http():
-    """Makes HTTP servers that answer each path with the JSON given for it."""
+    """Factory of HTTP servers with a JSON answer per path."""
     made = []
 
     def make(paths):
@@ -109,21 +109,21 @@ def http():
 
 @pytest.fixture
 def examine(capsys):
-    """Runs the doctor; its exit status, and {check: (verdict, text with the remedy)}."""
+    """Runs the doctor; returns its exit status, and {check: (verdict, text with the remedy)}."""
 
     def run(url, *flags):
         status = doctor.main([url, "--timeout", "2", *flags])
-        said = capsys.readouterr().out
-        print(said)
-        return status, told(said)
+        output = capsys.readouterr().out
+        print(output)
+        return status, parse(output)
 
     return run
 
 
-def told(said):
-    """See :func:`examine`; the last line is under ""."""
+def parse(output):
+    """Parses the doctor's output as :func:`examine` returns it; the last line is under ""."""
     checks = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         found = re.match(r"(ok|skipped|warning|FAILED) +([^:]+): (.*)", line)
         if found:
             checks[last := found[2]] = (found[1], found[3])
@@ -135,7 +135,7 @@ def told(said):
 
 
 def fails(result, check, *words):
-    """This check has failed, no other, with these words; so has the whole."""
+    """Asserts that only this check has failed, with these words, and the whole run."""
     status, checks = result
     assert status == 1
     assert [name for name, (verdict, _) in checks.items() if verdict == "FAILED"] == [check]
@@ -148,7 +148,7 @@ STORE_ENGINE, STORE_SERVER = "store and retrieve, engine_driven", "store and ret
 
 
 def test_working_setup_passes(place, examine):
-    """Against a server with both modes: all is tried but GPUs, and that is said."""
+    """Against a server with both modes all checks run except GPUs, and the last line says so."""
     server = place.server()
     status, checks = examine(server.url, "--http", server.http)
     assert status == 0
@@ -159,7 +159,7 @@ def test_working_setup_passes(place, examine):
 
 
 def test_exit_status_of_command(place):
-    """The exit status is that of the process."""
+    """The process has the exit status."""
     server = place.server()
     for url, status in ((server.url, 0), (f"tcp://127.0.0.1:{free_port()}", 1)):
         command = [sys.executable, "-m", "kvtier.doctor", url, "--timeout", "1", "--http", ""]
@@ -174,23 +174,23 @@ def test_unreachable_server_fails(examine, tmp_path):
     fails(examine(f"tcp://127.0.0.1:{free_port()}"), "server", "cannot be reached", "Connection refused", "start `kvtier server`")
     fails(examine("tcp://no-such-host.invalid:5555"), "server", "cannot be reached", "correct the address")
     fails(examine(f"ipc://{tmp_path}/none"), "server", "cannot be reached", "No such file", "start `kvtier server`")
-    fails(examine("bogus://x"), "server", "give an address such as")
+    fails(examine("bogus://x"), "server", "use an address such as")
 
 
 def test_frozen_server_fails(place, examine):
-    """It accepts connections and answers nothing."""
+    """The server accepts connections and answers nothing."""
     server = place.server()
     with server.frozen():
         result = examine(server.url)
-    fails(result, "server", "does not answer" if "does not answer" in result[1]["server"][1] else "says nothing", "hangs")
+    fails(result, "server", "does not answer" if "does not answer" in result[1]["server"][1] else "sends nothing", "hangs")
 
 
 def test_other_protocol_fails(place, examine):
-    """The HTTP port; a port that says nothing; a ZMQ socket of something else."""
+    """The HTTP port, a silent port, and another program's ZMQ socket."""
     server = place.server()
     fails(examine(server.url.replace(str(server.port), str(server.http_port))), "server", "speaks HTTP", "--port")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        fails(examine(f"tcp://127.0.0.1:{silent.getsockname()[1]}"), "server", "says nothing", "request port")
+        fails(examine(f"tcp://127.0.0.1:{silent.getsockname()[1]}"), "server", "sends nothing", "request port")
     context = zmq.Context()
     other = context.socket(zmq.PUB)
     port = other.bind_to_random_port("tcp://127.0.0.1")
@@ -202,7 +202,7 @@ def test_other_protocol_fails(place, examine):
 
 @pytest.mark.parametrize("answer", ["a text", -1, 0, "error: no such operation", ...])
 def test_operations_of_other_release_fail(scripted, examine, answer):
-    """Numbers of operations that mean something else."""
+    """Operations with other meanings of their numbers."""
     fails(examine(scripted(get_chunk_size=answer).url), "chunk size", "no kvtier server", doctor.PROTOCOL)
 
 
@@ -217,7 +217,7 @@ def test_other_version_fails(place, examine, http, version):
 
 
 def test_compatible_versions_pass(place, examine, http):
-    """The last number alone differs; or it is LMCache's server of the release that is spoken."""
+    """Releases that differ only in the last number, and LMCache's server of the protocol's release."""
     server, series = place.server(), kvtier.__version__.rpartition(".")[0]
     for version in (f"0.5.6+kvtier.{series}.999", doctor.PROTOCOL):
         status, checks = examine(server.url, "--http", http({"/version": version}))
@@ -225,7 +225,7 @@ def test_compatible_versions_pass(place, examine, http):
 
 
 def test_unknown_version_is_skipped_or_fails(place, examine):
-    """A skip, that is announced, where the HTTP API was not named; a failure where it was."""
+    """Skipped and announced without --http; a failure with it."""
     one, other = place.server(), place.server()
     status, checks = examine(one.url, "--http", "")
     assert status == 0 and checks["version"][0] == "skipped" and "not checked: version" in checks[""][1]
@@ -234,7 +234,7 @@ def test_unknown_version_is_skipped_or_fails(place, examine):
 
 
 def test_default_address_of_http_api():
-    """On the server's host, unless it is told."""
+    """On the server's host, unless --http has another one."""
     assert doctor.Doctor("tcp://example:5555").http == doctor.Doctor("example:1").http == "http://example:8080"
     assert doctor.Doctor("ipc:///run/kvtier.sock").http == "http://127.0.0.1:8080"
     assert doctor.Doctor("tcp://[::1]:5555").http == "http://[::1]:8080"
@@ -247,7 +247,7 @@ def test_default_address_of_http_api():
 
 @pytest.mark.parametrize("mode", ["engine_shm", "lmcache_driven", "both"])
 def test_separate_dev_shm_fails(place, mode):
-    """As in another container: neither side can open the other's memory."""
+    """As with another container: neither side can open the other's memory."""
     own = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--mount", "--map-root-user"]
     script = 'mount -t tmpfs none /dev/shm && exec "$@"'
     if subprocess.run([*own, "sh", "-c", script, "sh", "true"], capture_output=True, check=False).returncode:
@@ -259,14 +259,14 @@ def test_separate_dev_shm_fails(place, mode):
     def examined(*flags):
         done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, check=False)
         print(done.stdout, done.stderr)
-        return done.returncode, told(done.stdout)
+        return done.returncode, parse(done.stdout)
 
     status, checks = examined()
     wrong = {"engine_shm": {STORE_ENGINE}, "lmcache_driven": {STORE_SERVER}, "both": {STORE_ENGINE, STORE_SERVER}}[mode]
     assert status == 1 and {name for name, (verdict, _) in checks.items() if verdict == "FAILED"} == wrong
     for name in wrong:
         assert "--ipc=host" in checks[name][1] and "--remote" in checks[name][1]
-    # A server on another host: messages are what is left, and where they are not there is nothing.
+    # With a server on another host only messages work, and without them nothing does.
     status, checks = examined("--remote")
     if mode == "lmcache_driven":
         assert status == 1 and "--supported-transfer-mode auto" in checks["transfer modes"][1]
@@ -275,7 +275,7 @@ def test_separate_dev_shm_fails(place, mode):
 
 
 def test_disallowed_mode_is_skipped(place, examine):
-    """One is enough; none is not."""
+    """One allowed mode is enough."""
     for mode, other in (("engine_shm", STORE_SERVER), ("lmcache_driven", STORE_ENGINE)):
         server = place.server(mode)
         server.expect_trouble("regist")
@@ -290,12 +290,12 @@ def test_no_allowed_mode_fails(scripted, examine):
 
 
 def test_refused_registration_fails(scripted, examine):
-    """For a reason of its own, which is told."""
+    """The failure has the server's cause."""
     fails(examine(scripted(register_kv_cache="error: too many workers").url), STORE_SERVER, "too many workers")
 
 
 def test_unwritable_dev_shm_fails(place, examine, monkeypatch):
-    """There is none, or no room in it."""
+    """It is missing or full."""
     server = place.server()
 
     def full(*_):
@@ -312,7 +312,7 @@ def test_unwritable_dev_shm_fails(place, examine, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["engine_shm", "engine_pickle", "lmcache_driven"])
 def test_tenant_with_zero_quota_fails(place, examine, mode):
-    """Quotas: refused for some, and for others not."""
+    """Only tenants without a quota are refused."""
     server = place.server(mode, eviction="IsolatedLRU", flags=["--quota-default", "0", "--quota-mode", "strict"])
     server.expect_trouble("regist|quota|refused")
     check = STORE_SERVER if mode == "lmcache_driven" else STORE_ENGINE
@@ -325,7 +325,7 @@ def test_tenant_with_zero_quota_fails(place, examine, mode):
 
 @pytest.mark.parametrize("mode", ["engine_shm", "engine_pickle", "lmcache_driven"])
 def test_full_l1_fails(place, examine, fresh, mode):
-    """Nothing may leave it, so nothing comes in."""
+    """Nothing can be evicted, so nothing can be stored."""
     server = place.server(mode, l1_gb=0.004, eviction="noop")
     server.expect_trouble("regist|room|full|refused")
     engine = place.engine(server, mode="lmcache_driven" if mode == "lmcache_driven" else "engine_driven")
@@ -339,7 +339,7 @@ def test_full_l1_fails(place, examine, fresh, mode):
 
 
 def test_refused_store_fails(scripted, examine):
-    """Without an HTTP API that says why."""
+    """Without an HTTP API for the cause."""
     fails(examine(scripted(store=(b"", False)).url), STORE_SERVER, "the store failed", "refused", "--l1-size-gb", "quota")
 
 
@@ -349,7 +349,7 @@ def test_store_without_answer_fails(scripted, examine):
 
 
 def test_store_not_found_fails(scripted, examine):
-    """The server said yes and kept nothing."""
+    """The server accepted the store and kept nothing."""
     fails(examine(scripted(wait_prefetch_status=0).url), STORE_SERVER, "not found")
 
 
@@ -359,29 +359,29 @@ def test_lookup_without_answer_fails(scripted, examine):
 
 
 def test_refused_retrieve_fails(scripted, examine):
-    """Though it was found."""
+    """After a successful lookup."""
     fails(examine(scripted(retrieve=(b"", False)).url), STORE_SERVER, "the retrieve failed", "log")
 
 
 def test_retrieve_without_bytes_fails(scripted, examine):
-    """The server said yes and copied nothing."""
-    fails(examine(scripted().url), STORE_SERVER, "nothing came back", "do not use this server")
+    """The server answered true and copied nothing."""
+    fails(examine(scripted().url), STORE_SERVER, "returned no bytes", "do not use this server")
 
 
 def test_retrieve_of_other_bytes_fails(place, examine, monkeypatch):
-    """One bit of those that came."""
+    """With one flipped bit."""
     server = place.server("engine_pickle")
     server.expect_trouble("regist")
     real = doctor.Worker.take_finished
 
     class Flipping:
-        """A worker beside which something writes into the pages."""
+        """A worker whose pages something else writes."""
 
         def __init__(self, client, *, storages, **rest):
             self.address, self.worker = storages[0]["address"], doctor_worker(client, storages=storages, **rest)
 
         def take_finished(self, patience):
-            """As it is, and a bit more."""
+            """Returns the results after flipping a bit."""
             finished = real(self.worker, patience)
             ctypes_flip(self.address + 64)
             return finished
@@ -391,11 +391,11 @@ def test_retrieve_of_other_bytes_fails(place, examine, monkeypatch):
 
     doctor_worker = doctor.Worker
     monkeypatch.setattr(doctor, "Worker", Flipping)
-    fails(examine(server.url, "--http", server.http), STORE_ENGINE, "other bytes came back", "do not use this server")
+    fails(examine(server.url, "--http", server.http), STORE_ENGINE, "returned other bytes", "do not use this server")
 
 
 def ctypes_flip(address):
-    """Flip a bit, somewhere."""
+    """Flips a bit at this address."""
     import ctypes
 
     ctypes.c_ubyte.from_address(address).value ^= 1
@@ -405,7 +405,7 @@ def ctypes_flip(address):
 
 
 class FakeCuda:
-    """PyTorch with a CUDA device, as far as the doctor asks."""
+    """The used part of PyTorch with a CUDA device."""
 
     bfloat16 = "torch.bfloat16"
 
@@ -419,7 +419,7 @@ class FakeCuda:
         )
 
     def zeros(self, *shape, dtype, device):
-        """A contiguous tensor."""
+        """Returns a contiguous tensor."""
         strides = [1]
         for size in shape[:0:-1]:
             strides.insert(0, strides[0] * size)
@@ -432,12 +432,12 @@ class FakeCuda:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Puts such a PyTorch in the real one's place."""
+    """Replaces PyTorch by such a fake."""
     return lambda **options: monkeypatch.setitem(sys.modules, "torch", FakeCuda(**options))
 
 
 def test_unshareable_gpu_memory_fails(place, examine, cuda):
-    """PyTorch says so."""
+    """PyTorch raises."""
 
     def share():
         raise RuntimeError("CUDA error: invalid argument")
@@ -448,22 +448,22 @@ def test_unshareable_gpu_memory_fails(place, examine, cuda):
 
 
 def test_gpu_memory_refused_by_server_fails(scripted, place, examine, cuda):
-    """The server says so: it serves CPUs alone, or the handle is of another host."""
+    """The server refuses: it serves only CPUs, or the handle is of another host."""
     cuda()
     server = place.server()
     server.expect_trouble("regist")
-    fails(examine(server.url, "--http", server.http), "GPU", "the server does not take memory of Test GPU", "serves CUDA", "--ipc=host")
+    fails(examine(server.url, "--http", server.http), "GPU", "the server refused memory of Test GPU", "support CUDA", "--ipc=host")
 
 
 def test_gpu_memory_opened_by_server_passes(scripted, examine, cuda):
-    """A server that takes any registration."""
+    """With a server that accepts any registration."""
     cuda()
     _, checks = examine(scripted().url)
     assert checks["GPU"] == ("ok", "the server opens memory of Test GPU")
 
 
 def test_missing_torch_is_skipped(place, examine, monkeypatch):
-    """Nothing to check, which is said."""
+    """The check is reported as skipped."""
     monkeypatch.setitem(sys.modules, "torch", None)
     server = place.server()
     status, checks = examine(server.url, "--http", server.http)

@@ -1,4 +1,4 @@
-"""The model's name in keys: engines whose KV differs have different ones, processes of one engine the same."""
+"""The model's name in keys: it differs between engines with different KV, and is equal in an engine's processes."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from test_connector import Vllm, request, vllm_config  # noqa: E402
 
 
 def described(model=None, cache=None, load=None, draft=None, pictures=None, parallel=None, more=None, **options):
-    """A configuration with these fields."""
+    """Returns a configuration with these fields."""
     made = vllm_config(SimpleNamespace(url="x"), **options)
     vars(made.model_config).update(model or {})
     vars(made.parallel_config).update(parallel or {})
@@ -34,12 +34,12 @@ def described(model=None, cache=None, load=None, draft=None, pictures=None, para
 
 
 def name(*args, **fields):
-    """What keys say."""
+    """Returns the name in keys."""
     return Identity.of(described(*args, **fields), False).model_name
 
 
 def test_name_has_all_kv_dependencies(tmp_path):
-    """Each of these computes other KV from the same tokens, in tensors of the same shape."""
+    """Each of these changes computes other KV from the same tokens, in tensors of the same shape."""
     short, long = ({"rope_parameters": {"rope_type": "default", "rope_theta": theta}} for theta in (1e4, 1e6))
     names = [
         name(),
@@ -76,7 +76,7 @@ def test_name_has_all_kv_dependencies(tmp_path):
     ]
     assert len(set(names)) == len(names)
     assert all(each.startswith("test/vllm#") and len(each) == len("test/vllm#") + 16 for each in names)
-    # A directory is told by what it says of the model, and not by what it says of itself.
+    # A directory's description of the model counts, not its own name.
     path = tmp_path / "config.json"
     by_content = []
     for content in ({"rope_theta": 1}, {"rope_theta": 2}, {"rope_theta": 2, "transformers_version": "5", "_name_or_path": "p"}):
@@ -86,7 +86,7 @@ def test_name_has_all_kv_dependencies(tmp_path):
 
 
 def test_changed_model_files_change_the_name(tmp_path):
-    """Its code, its quantization, and what makes tensors of pictures."""
+    """By its code, its quantization, and its picture processing."""
     model, names = {"model": str(tmp_path)}, []
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     for file in ("preprocessor_config.json", "processor_config.json", "hf_quant_config.json", "modeling_custom.py"):
@@ -97,18 +97,18 @@ def test_changed_model_files_change_the_name(tmp_path):
 
 
 def test_name_is_equal_in_all_processes():
-    """Else the scheduler would look up what no worker stores."""
+    """Otherwise the scheduler would look up keys that no worker stores."""
     worker = described({"hf_config": SimpleNamespace(rope_parameters={"rope_type": "deepseek_yarn"})})
     worker.cache_config.num_gpu_blocks = 17
     worker.parallel_config.rank = 1
     assert Identity.of(worker, False, 1).model_name == name()
-    # A model that was fetched is told by where it is from.
+    # A fetched model is identified by its origin.
     assert name({"model": "/a/cache", "model_weights": "s3://b/m"}) == name({"model": "/other", "model_weights": "s3://b/m"})
-    # The longest request is of no matter, but for the kind of positions that it chooses between.
+    # The longest request matters only for the kinds of positions that depend on it.
     assert name({"max_model_len": 10}) == name({"max_model_len": 20})
     rope = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
     assert name({"max_model_len": 10, "hf_text_config": rope}) != name({"max_model_len": 20, "hf_text_config": rope})
-    # In another process hashes of texts are others, and so are addresses.
+    # In another process, hashes of texts and addresses differ.
     program = (
         "import runpy, sys; from types import SimpleNamespace as N\n"
         "m = runpy.run_path(sys.argv[1])\n"
@@ -122,7 +122,7 @@ def test_name_is_equal_in_all_processes():
 
 
 def test_model_name_option_replaces_digest():
-    """By operators who know better: for new weights at an old path, or to share with others. Pages are what they are."""
+    """For new weights at an old path, or to share with other engines. The digest of the pages stays."""
     given = Identity.of(described({"revision": "v2"}), False, 0, "mine")
     assert given.model_name == "mine"
     assert Identity.of(described(stages=2), False, 0, "mine").model_name == "mine#pp2"
@@ -133,21 +133,21 @@ def test_model_name_option_replaces_digest():
 
 
 def test_name_has_pipeline_partition(monkeypatch):
-    """Stages of as many layers may have other ones."""
+    """Stages with the same number of layers may have other ones."""
     even = name(stages=2)
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
     assert name(stages=2) == even + ":3,1" and "3,1" not in name()
 
 
 def test_other_hub_changes_the_name(monkeypatch):
-    """A name says where it is looked up by nothing else."""
+    """Only the option says which hub resolves a name."""
     plain_name = name()
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
     assert name() != plain_name
 
 
 def test_calculated_kv_scales_are_refused():
-    """They are in no page."""
+    """No page has them."""
     with pytest.raises(ValueError, match="calculate_kv_scales: KvTierConnector serves False only"):
         name(cache={"calculate_kv_scales": True})
 
@@ -158,7 +158,7 @@ NODES = [{}, {"nnodes": 2}, {"distributed_executor_backend": "ray"}]
 @pytest.mark.parametrize("parallel", NODES)
 @pytest.mark.parametrize("changed", [(0, 1), (1 << 19, 1 << 14), ((1 << 20) - 1, 1)])
 def test_replaced_weights_change_the_name(tmp_path, parallel, changed):
-    """Files of the same size and times at the same path, however many hosts the engine has."""
+    """With files of the same size and times at the same path, for any number of hosts."""
     weights, model = tmp_path / "model.safetensors", {"model": str(tmp_path)}
     names, (start, count) = [], changed
     for content in (bytes(1 << 20), bytes(start) + b"x" * count + bytes((1 << 20) - start - count), bytes(7)):
@@ -167,13 +167,13 @@ def test_replaced_weights_change_the_name(tmp_path, parallel, changed):
         names += [name(model, parallel=parallel)] * 2
     names.append(name(model, load={"load_format": "dummy"}))
     assert names[0] == names[1] and len(set(names)) == 4
-    # Files elsewhere in the directory are none of the model's.
+    # Other files in the directory are not the model's.
     (tmp_path / "README.md").write_text("x")
     assert name(model, parallel=parallel) == names[4]
 
 
 def test_copied_weights_keep_the_name(tmp_path):
-    """Workers on other hosts, and engines there, have copies with times of their own."""
+    """Copies on other hosts have other times."""
     found = []
     for host in ("one", "two"):
         directory = tmp_path / host
@@ -185,7 +185,7 @@ def test_copied_weights_keep_the_name(tmp_path):
 
 
 def test_samples_of_large_weights_are_bounded(tmp_path, monkeypatch):
-    """However large files are, and however many."""
+    """For any size and number of files."""
     read = []
 
     class Counted(io.FileIO):
@@ -202,7 +202,7 @@ def test_samples_of_large_weights_are_bounded(tmp_path, monkeypatch):
 
 
 def test_unreadable_weights_are_logged():
-    """The digest has their name alone."""
+    """The digest has only their name."""
     unknown = [
         described({"model": "/cache/config", "model_weights": "s3://bucket/model"}, load={"load_format": "runai_streamer"}),
         described(load={"load_format": "tensorizer"}),
@@ -215,7 +215,7 @@ def test_unreadable_weights_are_logged():
 
 
 def test_hub_snapshot_is_identified_by_commit(tmp_path):
-    """Wherever and whenever it was downloaded."""
+    """Independent of the place and time of the download."""
     found = []
     for host, commit in (("one", "a"), ("two", "a"), ("one", "b")):
         snapshot = tmp_path / host / "snapshots" / (commit * 40)
@@ -226,23 +226,23 @@ def test_hub_snapshot_is_identified_by_commit(tmp_path):
 
 
 class Platform(SimpleNamespace):
-    """A device as vLLM describes it."""
+    """A fake of vLLM's platform."""
 
     def is_cuda(self):
-        """NVIDIA's."""
+        """Whether it is NVIDIA's."""
         return self.device_type == "cuda" and not self.amd
 
     def is_cpu(self):
-        """No device."""
+        """Whether it is a CPU."""
         return self.device_type == "cpu"
 
     def get_device_capability(self):
-        """Of NVIDIA's and AMD's."""
+        """Returns the capability of NVIDIA's and AMD's devices."""
         return self.capability
 
 
 def pages_of(monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16,), cache="auto", spec=None, **attention):
-    """What names say of pages."""
+    """Returns the digest of pages in the name."""
     platform = Platform(device_type=device, amd=amd, capability=capability)
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
     made = described(cache={"cache_dtype": cache}, more={"attention_config": SimpleNamespace(**attention)})
@@ -251,7 +251,7 @@ def pages_of(monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16
 
 
 def test_cpu_pages_depend_on_block_kernel_release(monkeypatch):
-    """Attention kernels pack them."""
+    """Attention kernels pack CPU pages."""
     found = [pages_of(monkeypatch), pages_of(monkeypatch, blocks=(32,)), pages_of(monkeypatch, blocks=(16, 32))]
     found.append(pages_of(monkeypatch, backend="CPU_ATTN"))
     for ask in ("_is_amx_tile_supported", "_is_avx512_supported"):
@@ -270,7 +270,7 @@ def test_cpu_pages_depend_on_block_kernel_release(monkeypatch):
 
 
 def pages_torch():
-    """PyTorch, as late as the package imports it."""
+    """Imports PyTorch as late as the package does."""
     import torch
 
     return torch
@@ -279,7 +279,7 @@ def pages_torch():
 @pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("backend", [None, "FLASH_ATTN", "FLASHINFER"])
 def test_typed_pages_on_nvidia_gpus_have_no_digest(monkeypatch, cache, backend):
-    """By token and head, as registered: engines of other block sizes share."""
+    """They are ordered by token and head, as registered: engines of other block sizes share them."""
     attention = {"backend": backend} if backend else {}
     assert pages_of(monkeypatch, "cuda", cache=cache, **attention) == {}
 
@@ -302,7 +302,7 @@ def test_typed_pages_on_nvidia_gpus_have_no_digest(monkeypatch, cache, backend):
     ids=lambda fields: "=".join(map(str, next(iter(fields.items())))),
 )
 def test_other_gpu_pages_depend_on_their_blocks(monkeypatch, fields):
-    """Scales of a page, codes, shuffled values, kernels that are not known: only equal pages are shared."""
+    """With scales per page, codes, shuffled values or unknown kernels only equal pages are shared."""
     fields = {"device": "cuda", **fields}
     found = [pages_of(monkeypatch, **fields), pages_of(monkeypatch, **{**fields, "blocks": (32,)})]
     if fields["device"] == "cuda":
@@ -313,7 +313,7 @@ def test_other_gpu_pages_depend_on_their_blocks(monkeypatch, fields):
 
 
 def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
-    """The name is that of the scheduler's keys and of the workers'; with one name they share."""
+    """Scheduler and workers use the same name in keys; with one name engines share."""
     server, prompt = place.server(), tokens(CHUNK + 1, "rope")
     engines = []
 
@@ -336,6 +336,6 @@ def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
 
 
 def test_worker_and_scheduler_agree_on_cache_dtype():
-    """Attention layers of sparse MLA replace it where they run."""
+    """Attention layers of sparse MLA replace the dtype in their process."""
     assert len({name(cache={"cache_dtype": told}) for told in ("fp8", "fp8_e4m3", "fp8_ds_mla")}) == 1
     assert name(cache={"cache_dtype": "nvfp4"}) == name(cache={"cache_dtype": "nvfp4_ds_mla"}) != name()

@@ -1,4 +1,4 @@
-"""The script that checks a GPU, over the stand-in for the driver, so that it works when there is a GPU."""
+"""The script that checks a GPU, with the fake driver, so that it works once there is a GPU."""
 
 import json
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from kvrig.server import REPOSITORY, standin_library
 
-# What only PyTorch on a GPU shows; speed is dry-run by a Rust test.
+# Checks that need PyTorch on a GPU; a Rust test dry-runs speed.
 NEEDS_A_GPU = {"memory-returns", "expandable", "speed"}
 
 
 def counters():
-    """PyTorch's files that count who has its memory."""
+    """Returns PyTorch's files with reference counters of its memory."""
     return set(Path("/dev/shm").glob("torch_*_gpu[0-9]*"))
 
 
@@ -28,7 +28,7 @@ def test_checks_without_gpu_pass(tmp_path):
     try:
         output, _ = checks.communicate(timeout=400)
     finally:
-        # It stops its server.
+        # The script stops its server.
         checks.terminate()
         checks.wait(30)
     assert checks.returncode == 0, output
