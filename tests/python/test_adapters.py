@@ -322,7 +322,7 @@ def test_full_dev_shm_error_names_remedies(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(KvTierError, match=f"/dev/shm: {needed} bytes .* bytes of .* are free .*No space.*--shm-size.*engine_driven"):
+    with pytest.raises(KvTierError, match=f"/dev/shm: lmcache_driven needs {needed} bytes .* bytes of .* are free .*No space.*--shm-size.*engine_driven"):
         Segment(needed)
     assert {name for name in set(os.listdir("/dev/shm")) - before if f"_{os.getpid()}_" in name} == set()
 

@@ -818,11 +818,11 @@ def test_options():
     assert Options.read({"kvtier.chunk_tokens": 512}).chunk_tokens == 512
     assert Options.read({}).reset_server is False and Options.read({}).lookup_timeout == 1.0
     for wrong, said in [
-        ({"kvtier.tiemout": 1}, "kvtier.tiemout: no such option; kvtier.timeout is meant"),
-        ({"url": "x"}, "^url: no such option; kvtier.url is meant"),
-        ({"kvtier_url": "x"}, "^kvtier_url: no such option; kvtier.url is meant"),
+        ({"kvtier.tiemout": 1}, "kvtier.tiemout: no such option; did you mean kvtier.timeout"),
+        ({"url": "x"}, "^url: no such option; did you mean kvtier.url"),
+        ({"kvtier_url": "x"}, "^kvtier_url: no such option; did you mean kvtier.url"),
         ({"lmcache.mp.host": "x"}, "^lmcache.mp.host: .*one of LMCache's connector; .*kvtier.url"),
-        ({"zzz": 1}, "^zzz: no such option; there are kvtier.url"),
+        ({"zzz": 1}, "^zzz: no such option; allowed are kvtier.url"),
         ({"kvtier.timeout": "soon"}, "a number is needed"),
         ({"kvtier.timeout": 0}, "a positive number"),
         ({"kvtier.timeout": "inf"}, "kvtier.timeout: inf; a positive number"),

@@ -216,7 +216,7 @@ def test_pool_without_detectable_resets_is_logged(caplog):
     """As in a future release."""
     caplog.set_level(logging.WARNING)
     assert not PoolResets(SimpleNamespace()).take()
-    assert "does not show resets" in caplog.text
+    assert "prefix cache cannot be detected" in caplog.text
 
 
 @pytest.mark.parametrize("follows", [True, False])

@@ -148,7 +148,7 @@ def test_other_hub_changes_the_name(monkeypatch):
 
 def test_calculated_kv_scales_are_refused():
     """No page has them."""
-    with pytest.raises(ValueError, match="calculate_kv_scales: KvTierConnector serves False only"):
+    with pytest.raises(ValueError, match="calculate_kv_scales: True; KvTierConnector serves only False"):
         name(cache={"calculate_kv_scales": True})
 
 
