@@ -138,7 +138,7 @@ def test_repeated_request_is_one_lookup(place, fresh):
     scheduler.maybe_submit_lookup_request(request, token_ids=tokens(CHUNK, "else"))
     wait_until(lambda: scheduler.check_lookup_result(request) is not None, 30, "lookup")
     assert scheduler.check_lookup_result(request) == CHUNK
-    assert scheduler.check_lookup_result(request) == CHUNK, "told again until it is cleaned up"
+    assert scheduler.check_lookup_result(request) == CHUNK, "reported again until it is cleaned up"
     scheduler.cleanup_lookup_result(request)
     with pytest.raises(KeyError):
         scheduler.check_lookup_result(request)
@@ -212,7 +212,7 @@ def test_batches_finish_together(place, mode, fresh):
     assert retrieved == set(names)
     assert engine.worker.get_block_ids_with_load_errors() == set(range(1, 13))
     assert engine.worker.get_failed_request_ids() == set(names)
-    assert engine.worker.get_failed_request_ids() == set(), "told once"
+    assert engine.worker.get_failed_request_ids() == set(), "reported once"
 
 
 def test_store_is_reported_once_after_engine_finished(place, mode, fresh):
@@ -279,8 +279,8 @@ def test_server_driven_stores_are_awaited_until_deadline(place, fresh):
         worker.submit_store_request(names[1], engine.op(prompt, 0, CHUNK, [5, 6, 7, 8]))
         assert worker.get_finished({names[1]})[0] == set()
         worker.wait_for_stores([names[0]], patience=0)
-        told = set(worker.get_finished(())[0])
-        wait_until(lambda: told.update(worker.get_finished(())[0]) or told == {names[1]}, 30, "the second")
+        reported = set(worker.get_finished(())[0])
+        wait_until(lambda: reported.update(worker.get_finished(())[0]) or reported == {names[1]}, 30, "the second")
         assert worker.counters.failed_stores == 2
         engine.fill(range(1, 9), 99)
     engine.healthy()
@@ -369,8 +369,8 @@ def test_unopenable_event_fails_only_its_transfer(place, fresh, monkeypatch):
     for number, name in enumerate(names):
         event = DeviceEvent() if number != 2 else None
         worker.submit_store_request(name, engine.op(tokens(CHUNK, name), 0, CHUNK, [1, 2, 3, 4]), event)
-    told = set()
-    wait_until(lambda: told.update(worker.get_finished(names)[0]) or told == set(names), 30, "all three")
+    reported = set()
+    wait_until(lambda: reported.update(worker.get_finished(names)[0]) or reported == set(names), 30, "all three")
     assert (worker.counters.failed_stores, worker.counters.stores) == (2, 1)
 
 
@@ -400,7 +400,7 @@ def test_skipped_store_is_not_counted_as_stored(place, fresh):
     counted = engine.worker.counters
     assert (counted.stores, counted.skipped_stores, counted.stored_tokens) == (2, 1, 3 * CHUNK)
     assert engine.worker.take_ended_stores() == [("all", []), ("part", [2])]
-    assert engine.worker.take_ended_stores() == [], "told once"
+    assert engine.worker.take_ended_stores() == [], "reported once"
 
 
 def test_reading_order_of_results_changes_nothing(place, mode, fresh, monkeypatch):
@@ -409,11 +409,11 @@ def test_reading_order_of_results_changes_nothing(place, mode, fresh, monkeypatc
     worker = engine.worker
     worker.submit_retrieve_request(request, engine.op(tokens(CHUNK, "order"), 0, CHUNK, [1, 2, 3, 4]))
     worker._take(worker._worker.take_finished(10.0))
-    took = []
-    monkeypatch.setattr(worker, "_poll", lambda: took.append(True))
+    polls = []
+    monkeypatch.setattr(worker, "_poll", lambda: polls.append(True))
     assert worker.get_failed_request_ids() == {request} and worker.get_block_ids_with_load_errors() == {1, 2, 3, 4}
-    assert took == []
-    assert worker.get_finished(())[1] == {request} and took == [True]
+    assert polls == []
+    assert worker.get_finished(())[1] == {request} and polls == [True]
 
 
 def test_session_ended_while_server_hangs_is_released(place, fresh):
@@ -439,8 +439,8 @@ def test_auto_mode_uses_allowed_mode(place, fresh, caplog):
         caplog.clear()
         engine, request, prompt = place.engine(server, mode="auto"), fresh(), tokens(CHUNK, kind)
         assert engine.worker.transport == transport
-        said = [each.getMessage() for each in caplog.records if "trying lmcache_driven" in each.getMessage()]
-        assert len(said) == words, said
+        lines = [each.getMessage() for each in caplog.records if "trying lmcache_driven" in each.getMessage()]
+        assert len(lines) == words, lines
         assert engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
         assert engine.lookup(request, prompt) == CHUNK
         assert engine.retrieve(request, prompt, 0, CHUNK, [5, 6, 7, 8]) == set()

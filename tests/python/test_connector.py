@@ -161,10 +161,10 @@ class Vllm:
                 for key, value in stats.data.items():
                     self.stats[key] = self.stats.get(key, 0) + value
             worker.clear_connector_metadata()
-        told = self.aggregator.aggregate(outputs).kv_connector_output
-        self.scheduler.update_connector_output(told)
+        combined = self.aggregator.aggregate(outputs).kv_connector_output
+        self.scheduler.update_connector_output(combined)
         return SimpleNamespace(
-            metadata=metadata, sent=sending, received=receiving, failed=told.invalid_block_ids, ended=told.finished_recving
+            metadata=metadata, sent=sending, received=receiving, failed=combined.invalid_block_ids, ended=combined.finished_recving
         )
 
     def until(self, what, **first):
@@ -175,7 +175,7 @@ class Vllm:
             step = self.step(**first)
             first.clear()
             for all_ids, ids in zip((*sent, *received), (*step.sent, *step.received), strict=True):
-                assert not all_ids & ids, "told once"
+                assert not all_ids & ids, "reported once"
                 all_ids |= ids
             failed.update(step.failed)
             return what(sent, received)
@@ -362,13 +362,13 @@ def test_request_aborted_while_loading_is_reported_once(place, engines):
     req = request("b", prompt)
     assert engine.match(req) == (CHUNK, True)
     engine.allocate(req, range(11, 16), CHUNK)
-    told = [engine.step()]
+    steps = [engine.step()]
     held, _ = engine.scheduler.request_finished_all_groups(req, ([],))
     assert held is False
-    told.append(engine.step(finished=["b"]))
-    wait_until(lambda: told.append(engine.step()) or any("b" in ids for step in told for ids in step.received), 30, "the load's end")
-    assert sum("b" in ids for step in told for ids in step.received) == 1
-    assert not any("b" in ids for step in told for ids in step.sent)
+    steps.append(engine.step(finished=["b"]))
+    wait_until(lambda: steps.append(engine.step()) or any("b" in ids for step in steps for ids in step.received), 30, "the load's end")
+    assert sum("b" in ids for step in steps for ids in step.received) == 1
+    assert not any("b" in ids for step in steps for ids in step.sent)
 
 
 def test_request_aborted_before_lookup_ends_is_released(place, engines):
@@ -491,13 +491,13 @@ def test_events(place, engines, tmp_path):
     assert engine.match(longer) == (0, False)
     engine.prefill(req, range(1, 10))
 
-    def told():
+    def published():
         events = []
         wait_until(lambda: engine.step() and engine.scheduler._scheduling.in_flight_stores == {}, 30, "the stores")
         events.extend(engine.scheduler.take_events())
         return events
 
-    first, second = told()
+    first, second = published()
     hashes = [maybe_convert_block_hash(each) for each in longer.block_hashes]
     assert first.block_hashes == hashes[:PER_CHUNK] and first.parent_block_hash is None
     assert second.block_hashes == hashes[PER_CHUNK : 2 * PER_CHUNK] and second.parent_block_hash == hashes[PER_CHUNK - 1]
@@ -505,7 +505,7 @@ def test_events(place, engines, tmp_path):
     assert [*first.token_ids, *second.token_ids] == prompt[: 2 * CHUNK]
     engine.allocate(longer, range(21, 34), 0)
     engine.step(new=[(longer, range(21, 34), 0, 3 * CHUNK + 1)])
-    (third,) = told()
+    (third,) = published()
     assert third.block_hashes == hashes[2 * PER_CHUNK :]
     assert engine.stats["stored_tokens"] == 2 * 3 * CHUNK
 
@@ -526,7 +526,7 @@ def test_reset_and_stats(place, engines, caplog):
     for _ in range(2):
         # The reset of another engine keeps the KV, as a second tier does.
         assert careful.scheduler.reset_cache() is True
-    assert sum("prefix cache was reset" in record.message for record in caplog.records) == 1, "said once"
+    assert sum("prefix cache was reset" in record.message for record in caplog.records) == 1, "logged once"
     assert careful.match(request("c", prompt)) == (0, False)
     assert engine.match(request("d", prompt)) == (CHUNK, True), "the others' keys are what they were"
     careful.prefill(request("e", prompt), range(1, 6))
@@ -817,7 +817,7 @@ def test_options():
         assert Options.read({"kvtier.start": seconds}).wait_for_server == 30
     assert Options.read({"kvtier.chunk_tokens": 512}).chunk_tokens == 512
     assert Options.read({}).reset_server is False and Options.read({}).lookup_timeout == 1.0
-    for wrong, said in [
+    for wrong, error in [
         ({"kvtier.tiemout": 1}, "kvtier.tiemout: no such option; did you mean kvtier.timeout"),
         ({"url": "x"}, "^url: no such option; did you mean kvtier.url"),
         ({"kvtier_url": "x"}, "^kvtier_url: no such option; did you mean kvtier.url"),
@@ -839,7 +839,7 @@ def test_options():
         ({"kvtier.key_mode": "x"}, "allowed are tokens, block_hashes"),
         ({"kvtier.url": 5}, "a text is needed"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=error):
             Options.read(wrong)
 
 
@@ -878,18 +878,18 @@ def test_unsupported_models_are_refused(place):
         for role in KVConnectorRole:
             with pytest.raises(ValueError, match="sliding windows, and layer.1 has .*SlidingWindowSpec.* without a KV connector"):
                 KvTierConnector(vllm_config(server), role, hybrid)
-    for more, said in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
-        strange = cache_config(["layer.0"])
-        vars(strange.kv_cache_groups[0].kv_cache_spec).update(more)
-        with pytest.raises(ValueError, match=said):
-            KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, strange)
+    for more, error in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
+        altered = cache_config(["layer.0"])
+        vars(altered.kv_cache_groups[0].kv_cache_spec).update(more)
+        with pytest.raises(ValueError, match=error):
+            KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, altered)
     uneven = cache_config(["layer.0"])
     uneven.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=FullAttentionSpec(block_size=3)))
     for role in KVConnectorRole:
         with pytest.raises(ValueError, match="does not divide the server's chunk"):
             KvTierConnector(vllm_config(server), role, uneven)
-    odd = cache_config(["layer.0"])
-    odd.kv_cache_groups[0].kv_cache_spec.block_size = 5
+    uneven_size = cache_config(["layer.0"])
+    uneven_size.kv_cache_groups[0].kv_cache_spec.block_size = 5
     with pytest.raises(ValueError, match="does not divide the server's chunk"):
         KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, odd)
     layout = cache_config(["layer.0"])

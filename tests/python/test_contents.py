@@ -52,8 +52,8 @@ def test_counted_pictures_are_not_cached(caplog):
         for salt in (None, "alice"):
             assert not unknown.are_known(pictured(name, salt=salt))
     assert unknown.are_known(pictured()), "text is"
-    (said,) = caplog.records
-    assert "requests with pictures are not cached" in said.message
+    (record,) = caplog.records
+    assert "requests with pictures are not cached" in record.message
     # From a renderer with another configuration.
     assert not contents().are_known(pictured("renderer0-mm-1-image-0", salt="alice"))
     assert not contents().are_known(pictured("renderer-1-mm-12-video-3", salt="alice"))
@@ -142,8 +142,8 @@ def test_changed_adapters_are_not_cached(lora, how, caplog):
     change(lora, lambda: how(lora))
     for _ in range(2):
         assert made.adapter(adapter(lora)) is None
-    (said,) = caplog.records
-    assert "LoRA adapter a are not cached" in said.message and "has changed since this engine started" in said.message
+    (record,) = caplog.records
+    assert "LoRA adapter a are not cached" in record.message and "has changed since this engine started" in record.message
 
 
 def test_adapters_behind_redirected_link_are_not_cached(lora):

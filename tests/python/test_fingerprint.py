@@ -318,11 +318,11 @@ def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
     engines = []
 
     def engine(theta, **options):
-        monkeypatch.setattr("test_connector.vllm_config", lambda *a, **o: told(vllm_config(*a, **o), theta))
+        monkeypatch.setattr("test_connector.vllm_config", lambda *a, **o: with_theta(vllm_config(*a, **o), theta))
         engines.append(Vllm(server, **options))
         return engines[-1]
 
-    def told(config, theta):
+    def with_theta(config, theta):
         config.model_config.hf_overrides = {"rope_parameters": {"rope_theta": theta}}
         return config
 
@@ -337,5 +337,5 @@ def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
 
 def test_worker_and_scheduler_agree_on_cache_dtype():
     """Attention layers of sparse MLA replace the dtype in their process."""
-    assert len({name(cache={"cache_dtype": told}) for told in ("fp8", "fp8_e4m3", "fp8_ds_mla")}) == 1
+    assert len({name(cache={"cache_dtype": dtype}) for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla")}) == 1
     assert name(cache={"cache_dtype": "nvfp4"}) == name(cache={"cache_dtype": "nvfp4_ds_mla"}) != name()

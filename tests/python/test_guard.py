@@ -58,12 +58,12 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_requests_are_computed(engine, kind):
     """The next request is served."""
-    odd = HOSTILE[kind]()
-    assert engine.match(odd) == (0, False)
-    engine.allocate(odd, range(1, 9), 0)
-    step = engine.step(new=[(odd, range(1, 9), 0, 2 * CHUNK)])
+    hostile = HOSTILE[kind]()
+    assert engine.match(hostile) == (0, False)
+    engine.allocate(hostile, range(1, 9), 0)
+    step = engine.step(new=[(hostile, range(1, 9), 0, 2 * CHUNK)])
     assert step.metadata.loads == []
-    engine.finish(odd)
+    engine.finish(hostile)
     # No state of it is left, and other requests are served.
     assert engine.scheduler._scheduling.tracked == {}
     good = request("good", tokens(CHUNK + 1, kind))

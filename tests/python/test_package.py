@@ -56,10 +56,10 @@ def _own_paths():
 def test_stubs_match_native_module():
     """_native.pyi has exactly the classes, methods, parameters and defaults of the module."""
     stub = ast.parse((Path(kvtier.__file__).parent / "_native.pyi").read_text())
-    told = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    stubbed = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
     native = kvtier._native
-    assert set(told) == {name for name, value in vars(native).items() if isinstance(value, type)}
-    for name, node in told.items():
+    assert set(stubbed) == {name for name, value in vars(native).items() if isinstance(value, type)}
+    for name, node in stubbed.items():
         if name in ("KvTierError", "TimedOut", "Disconnected", "Refused"):
             continue
         real = getattr(native, name)
@@ -80,11 +80,11 @@ def is_same(function, real, name):
     """Whether a stub has the parameters of the real function, in order, with their kinds and defaults."""
     arguments = [each for each in function.args.args if each.arg not in ("self", "cls")]
     defaults = [None] * (len(arguments) - len(function.args.defaults)) + function.args.defaults
-    told = list(zip(arguments, defaults, strict=True))
-    told += list(zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True))
+    stubbed = list(zip(arguments, defaults, strict=True))
+    stubbed += list(zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True))
     found = [each for each in real.parameters.values() if each.name != "self"]
-    assert [argument.arg for argument, _ in told] == [each.name for each in found], name
-    for (argument, default), each in zip(told, found, strict=True):
+    assert [argument.arg for argument, _ in stubbed] == [each.name for each in found], name
+    for (argument, default), each in zip(stubbed, found, strict=True):
         assert (argument in function.args.kwonlyargs) == (each.kind is each.KEYWORD_ONLY), (name, each)
         assert (default is None) == (each.default is each.empty), (name, each)
         # For a default that is no literal, PyO3 only shows that there is one.
@@ -116,12 +116,12 @@ class StandIn:
         while True:
             assert self.socket.poll(10_000)
             client, uid, number, *payloads = self.socket.recv_multipart()
-            asked = msgspec.msgpack.decode(number)
+            requested = msgspec.msgpack.decode(number)
             reply = [client, uid, number]
-            if asked in answers:
-                reply.append(msgspec.msgpack.encode(answers[asked]))
+            if requested in answers:
+                reply.append(msgspec.msgpack.encode(answers[requested]))
             self.socket.send_multipart(reply)
-            if asked == operation:
+            if requested == operation:
                 return payloads
 
 

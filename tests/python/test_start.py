@@ -148,7 +148,7 @@ def test_prompts_beyond_protocol_fail(place, fresh):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         ({"world_size": 0}, "world_size: 0; allowed are whole numbers from 1"),
         ({"worker_id": 5}, "worker_id: 5; allowed are whole numbers from 0 to 0"),
@@ -162,14 +162,14 @@ def test_prompts_beyond_protocol_fail(place, fresh):
         ({"mode": "x"}, "mode: 'x'; allowed are auto"),
     ],
 )
-def test_arguments_are_checked(arguments, said):
+def test_arguments_are_checked(arguments, error):
     """Before they have any effect."""
     given = {"server_url": "tcp://127.0.0.1:9", "model_name": "m", "block_tokens": BLOCK, "wait_for_server": None, **arguments}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=error):
         WorkerAdapter(**given)
     of_scheduler = {name: value for name, value in given.items() if name not in ("worker_id", "store_timeout", "mode")}
     if of_scheduler.keys() >= arguments.keys():
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=error):
             SchedulerAdapter(**of_scheduler)
     if "store_timeout" in arguments:
         with pytest.raises(ValueError, match="lookup_timeout"):

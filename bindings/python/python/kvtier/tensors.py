@@ -93,8 +93,8 @@ def remove_orphans() -> None:
 def _out_of_memory(size: int, error: OSError) -> str:
     """Returns the error text for a segment that does not fit."""
     try:
-        there = os.statvfs("/dev/shm")
-        free = f"{there.f_bavail * there.f_frsize} bytes of {there.f_blocks * there.f_frsize} are free"
+        stat = os.statvfs("/dev/shm")
+        free = f"{stat.f_bavail * stat.f_frsize} bytes of {stat.f_blocks * stat.f_frsize} are free"
     except OSError as unknown:
         free = f"its free space is not known ({unknown})"
     return (
