@@ -408,7 +408,7 @@ def test_reading_order_of_results_changes_nothing(place, mode, fresh, monkeypatc
     engine, request = place.engine(place.server(), mode=mode), fresh()
     worker = engine.worker
     worker.submit_retrieve_request(request, engine.op(tokens(CHUNK, "order"), 0, CHUNK, [1, 2, 3, 4]))
-    worker._take(worker._worker.take_finished(10.0))
+    worker._apply(worker._worker.take_finished(10.0))
     polls = []
     monkeypatch.setattr(worker, "_poll", lambda: polls.append(True))
     assert worker.get_failed_request_ids() == {request} and worker.get_block_ids_with_load_errors() == {1, 2, 3, 4}
