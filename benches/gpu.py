@@ -4,7 +4,7 @@
     benches/gpu.py [--out DIR] [--only NAME ...] [--standin LIBRARY]
 
 Each check runs in a process of its own, an engine with the kvtier package, against one server, and prints PASS, FAIL or
-SKIP with the reason. The exit status is 0 if nothing failed. Everything is written to --out
+SKIP with the reason. The exit status is 0 when nothing failed. Everything is written to --out
 (benches/runs/<date>/gpu). With --standin the engines take their memory from the stand-in for the driver, by ctypes;
 what needs PyTorch or a GPU is skipped.
 
@@ -241,7 +241,7 @@ def stuck_event(place):
     began = time.monotonic()
     stuck.submit_store("stuck", tokens(), choose("random")[0], event)
     if place.standin:
-        # Its default streams and copies would also wait, so another process is the other engine.
+        # Its default streams and copies would wait, too: another process is asked.
         assert not stuck.stored(), "a store of pages that were never ready succeeded"
     else:
         blocks, prompt = choose("random")[0], tokens()

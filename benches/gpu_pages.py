@@ -162,7 +162,7 @@ class Driver:
         self.script("release")
 
     def used(self):
-        """Raises: the bytes in use are not known."""
+        """Of a GPU, bytes in use."""
         raise NotHere("the stand-in counts the memory of each process by itself")
 
     def collect(self):

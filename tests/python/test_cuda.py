@@ -1,4 +1,4 @@
-"""kvtier's worker adapter on PyTorch's CUDA tensors, with the fake CUDA driver and an unmodified torch."""
+"""Our worker adapter on PyTorch's CUDA tensors, over the fake CUDA driver; torch is as it comes."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The script that checks a GPU, with the fake driver, so that it works once there is a GPU."""
+"""The script that checks a GPU, over the fake driver, so that it works when there is a GPU."""
 
 import json
 import os
