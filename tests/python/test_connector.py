@@ -891,7 +891,7 @@ def test_unsupported_models_are_refused(place):
     uneven_size = cache_config(["layer.0"])
     uneven_size.kv_cache_groups[0].kv_cache_spec.block_size = 5
     with pytest.raises(ValueError, match="does not divide the server's chunk"):
-        KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, odd)
+        KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, uneven_size)
     layout = cache_config(["layer.0"])
     layout.kv_cache_layout = "LHBNC"
     worker = KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, layout)
