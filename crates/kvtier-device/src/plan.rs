@@ -20,6 +20,16 @@ pub enum Direction {
     Retrieve,
 }
 
+impl Direction {
+    /// Name in metrics and `/status`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Store => "store",
+            Self::Retrieve => "retrieve",
+        }
+    }
+}
+
 /// One element of a plan: a copy in one of the engine's memories.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlannedCopy {

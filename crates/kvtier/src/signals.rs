@@ -116,7 +116,7 @@ impl ServerSignals {
 
 /// On a thread of its own: a file system that hangs must not keep a stop waiting.
 fn reload(server: &Server) {
-    let access = Arc::clone(&server.engine().config().access);
+    let access = Arc::clone(&server.access());
     let reload = move || {
         let looked_at = access.reload().join(", ");
         tracing::info!(

@@ -18,8 +18,8 @@ use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::clip;
 use super::{ApiError, State, TIERS, apart, engine};
-use crate::engine::Engine;
-use crate::l2::{Cursor, L2};
+use kvtier_engine::Engine;
+use kvtier_tiers::{Cursor, L2};
 
 /// Most keys of one deletion.
 const MAX_KEYS: usize = 10_000;

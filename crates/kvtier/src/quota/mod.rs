@@ -11,8 +11,8 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
 use kvtier_core::object_key::check_cache_salt;
-use kvtier_server::config::GIB;
-use kvtier_server::quota::{Limit, only_set, parse_size};
+use kvtier_server::config::{GIB, Limit, parse_size};
+use kvtier_server::quota::only_set;
 use serde_json::{Map, Value, json};
 
 use crate::address::HttpArgs;
