@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvrig.server import REPOSITORY, standin_library
+from kvrig.server import REPOSITORY, fake_driver_library
 
 # Checks that need PyTorch on a GPU; a Rust test dry-runs speed.
 NEEDS_A_GPU = {"memory-returns", "expandable", "speed"}
@@ -20,7 +20,7 @@ def counters():
 def test_checks_without_gpu_pass(tmp_path):
     before = counters()
     script = REPOSITORY / "benches" / "gpu.py"
-    command = [sys.executable, script, "--standin", standin_library(), "--out", tmp_path / "out"]
+    command = [sys.executable, script, "--fake-driver", fake_driver_library(), "--out", tmp_path / "out"]
     environment = dict(os.environ, KVTIER_GPU_EXAMPLE="/none")
     checks = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -201,7 +201,7 @@ impl Devices {
             json!({
                 "pinned_bytes": pinning.bytes,
                 "total_bytes": pinning.total,
-                "under_way": pinning.under_way,
+                "under_way": pinning.is_running,
                 "error": pinning.error,
             })
         });
@@ -256,7 +256,7 @@ fn readings(readings: &GpuReadings) -> Value {
         "healthy": readings.broken.is_none(),
         "error": readings.broken,
         "open_allocations": readings.open_allocations,
-        "transfers_under_way": by_direction(&|direction| json!(readings.under_way[direction as usize])),
+        "transfers_under_way": by_direction(&|direction| json!(readings.in_flight[direction as usize])),
         "event_timeouts": readings.event_timeouts,
         "moved": moved,
         "run_length_buckets": RUN_BUCKETS,

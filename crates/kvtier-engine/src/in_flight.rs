@@ -53,7 +53,7 @@ impl Engine {
                 None => {}
             }
         };
-        pages.transfer_in_steps(transfer, Box::new(begun), Box::new(done));
+        pages.transfer_with_event(transfer, Box::new(begun), Box::new(done));
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 
 use kvtier_core::ChunkHash;
 use kvtier_core::prompt::Prompt;
-use kvtier_device::{Begun, DeviceError, Done, EngineMemory, KvLayout, Transfer};
+use kvtier_device::{DeviceError, Done, EngineMemory, KvLayout, OnSubmitted, Transfer};
 use kvtier_memory::SegmentError;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::generation::Release;
@@ -124,7 +124,7 @@ impl EngineMemory for TestPages {
         });
     }
 
-    fn transfer_in_steps(&self, transfer: Transfer, begun: Begun, done: Done) {
+    fn transfer_with_event(&self, transfer: Transfer, begun: OnSubmitted, done: Done) {
         begun(b"event");
         self.transfer(transfer, done);
     }

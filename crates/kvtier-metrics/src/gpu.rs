@@ -143,7 +143,7 @@ impl GpuMetrics {
                     gpu: Arc::clone(gpu),
                     direction: name,
                 };
-                let under_way = readings.under_way[direction as usize];
+                let under_way = readings.in_flight[direction as usize];
                 self.under_way
                     .get_or_create(&labels)
                     .set(i64::try_from(under_way).unwrap_or(i64::MAX));

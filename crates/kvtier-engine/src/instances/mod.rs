@@ -460,7 +460,7 @@ impl Instances {
         let all = self.all();
         let owned = all.iter().filter_map(|each| Some((each, each.owner()?)));
         let (owned, owners): (Vec<_>, Vec<_>) = owned.unzip();
-        let ended = Owner::ended(&owners).unwrap_or_default();
+        let ended = Owner::exited(&owners).unwrap_or_default();
         let ended = owned.into_iter().zip(ended).filter(|(_, ended)| *ended);
         let ended: Vec<_> = ended
             .map(|(instance, _)| instance)
