@@ -369,5 +369,5 @@ def test_status_and_metrics(serve, engines):
     lines = done.stdout.splitlines()
     assert "GPUs      1, CUDA 12.8, 256.00 MiB of 256.00 MiB of L1 pinned" in lines
     (line,) = [line for line in lines if line.startswith("  0: kvtier fake GPU, healthy, 2 allocations open, ")]
-    assert line.count("(0 under way)") == 2
-    assert any(line.endswith("a token") and ", lmcache-driven on cuda, " in line for line in lines), done.stdout
+    assert line.count("(0 in flight)") == 2
+    assert any(line.endswith("per token") and ", lmcache-driven on cuda, " in line for line in lines), done.stdout

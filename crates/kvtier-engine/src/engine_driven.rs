@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvtier_core::Namespace;
 use kvtier_core::cache::{Extent, Reservation, ReserveRequest};
 use kvtier_core::prompt::Prompt;
 use kvtier_proto::key::CacheKey;
@@ -14,13 +15,12 @@ use kvtier_proto::response::{
 
 use super::instances::{Instance, Mode};
 use super::layout::EngineDrivenLayout;
-use super::lookup::space;
 use super::refusal::Refusal;
 use super::staging::{Charge, WorkerShare};
 use super::transfers::{Finish, Kind, Lent, TransferId};
 use super::worker_range::{Held, WorkerRange};
 use super::{Answer, Caller, Engine};
-use kvtier_l1::{L1Allocator, to_memory};
+use kvtier_l1::L1Allocator;
 
 const DEVICE: &str = "cpu";
 
@@ -28,6 +28,8 @@ const DEVICE: &str = "cpu";
 struct Transfer {
     instance: Arc<Instance>,
     range: WorkerRange,
+    /// Of its objects.
+    namespace: Arc<Namespace>,
 }
 
 impl Transfer {
@@ -59,7 +61,14 @@ impl Engine {
             Mode::LmcacheDriven { .. } => Err("the instance is registered for lmcache-driven transfers; allowed: store and retrieve".into()),
         };
         match range {
-            Ok(range) => Ok(Transfer { instance, range }),
+            Ok(range) => {
+                let layout = instance.layout.fingerprint;
+                Ok(Transfer {
+                    namespace: range.scope.namespace(range.kv_rank, 0, layout),
+                    instance,
+                    range,
+                })
+            }
             Err(error) => {
                 tracing::debug!(
                     request = key.request_id,
@@ -103,12 +112,7 @@ impl Engine {
     /// The objects of a range.
     fn objects<'a>(key: &'a CacheKey<'_, Prompt>, transfer: &'a Transfer) -> ReserveRequest<'a> {
         ReserveRequest {
-            space: space(
-                &transfer.range.scope,
-                transfer.range.kv_rank,
-                0,
-                transfer.instance.layout.fingerprint,
-            ),
+            namespace: &transfer.namespace,
             hashes: &key.tokens.hashes[transfer.range.chunks.clone()],
             len: transfer.layout().object_bytes,
         }
@@ -238,11 +242,7 @@ impl Engine {
         self.metrics
             .admitted(transfer.range.scope.cache_salt(), committed.inserted as u64);
         self.metrics.store(DEVICE, true);
-        self.write_behind(
-            &transfer.range.scope,
-            &[Self::objects(key, transfer)],
-            &staged,
-        );
+        self.write_behind(&[Self::objects(key, transfer)], &staged);
         tracing::debug!(request = key.request_id, tokens, "committed a store");
         Ok(())
     }
@@ -292,11 +292,7 @@ impl Engine {
         self.metrics
             .admitted(transfer.range.scope.cache_salt(), committed.inserted as u64);
         self.metrics.store(DEVICE, true);
-        self.write_behind(
-            &transfer.range.scope,
-            &[Self::objects(key, transfer)],
-            &staged,
-        );
+        self.write_behind(&[Self::objects(key, transfer)], &staged);
         tracing::debug!(
             request = key.request_id,
             tokens,
@@ -324,7 +320,7 @@ impl Engine {
         let mut result = Ok(());
         tensor.for_each_run(|run| {
             if result.is_ok() {
-                result = self.l1.arena.write(to_memory(extent), at, run);
+                result = self.l1.arena.write(extent, at, run);
                 at += run.len() as u64;
             }
         });
@@ -445,7 +441,7 @@ impl Engine {
         let size = pickle::written_size(&tensors).map_err(|error| error.to_string())?;
         prepare_retrieve_hit(size, |out| {
             pickle::write_tensors_into(out, &tensors, |index, out| {
-                let extent = to_memory(*extents[index]);
+                let extent = *extents[index];
                 self.l1
                     .arena
                     .read_into(extent, 0, extent.len, out)

@@ -3,42 +3,26 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Counted, LookupRow, Space};
+use kvtier_core::cache::Counted;
 use kvtier_core::hashing::lookup_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
 use kvtier_core::prompt::Prompt;
+use kvtier_core::{ChunkHash, GroupRow};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
 use tokio::sync::watch;
 
 use super::instances::Instance;
-use super::layout::{GroupLayout, ModelLayout};
-use super::lookups::{HeldLookup, LookupResult, PrefetchedLookup, Row};
+use super::layout::ModelLayout;
+use super::lookups::{HeldLookup, LookupResult, PrefetchedLookup};
 use super::{Answer, Caller, Engine, Reply};
 use kvtier_config::PrefetchPolicy;
-use kvtier_tiers::{L2, PrefetchRequest, PrefetchRow, Prefetched};
+use kvtier_tiers::{L2, PrefetchRequest, Prefetched};
 
 /// Most workers that may read one object; LMCache clamps there too.
 const MAX_READERS: i64 = 128;
-
-/// The objects of one scope, rank and group.
-pub(super) fn space(
-    scope: &KeyScope,
-    kv_rank: u64,
-    object_group_id: u32,
-    layout: u64,
-) -> Space<'_> {
-    Space {
-        model_name: scope.model_name(),
-        kv_rank,
-        object_group_id,
-        cache_salt: scope.cache_salt(),
-        layout,
-    }
-}
 
 /// Longest request id and model name, bytes. They are remembered for as long as a request or an object lives.
 const MAX_NAME_BYTES: usize = 1024;
@@ -119,20 +103,9 @@ impl Engine {
             self.found_nothing(caller, key.request_id, scope);
             return Answer::nothing();
         }
-        let (mut rows, mut asked) = (Vec::new(), Vec::new());
-        for (kv_rank, layout, group) in objects(&scope, &instances) {
-            rows.push(Row {
-                kv_rank,
-                object_group_id: group.id,
-                layout,
-            });
-            asked.push(LookupRow {
-                space: space(&scope, kv_rank, group.id, layout),
-                window: group.window,
-            });
-        }
+        let rows = rows(&scope, &instances);
         let now = self.now();
-        let found = self.l1.cache.lookup(now, &asked, hashes);
+        let found = self.l1.cache.lookup(now, &rows, hashes);
         let tokens = |chunks: usize| (chunks * self.chunk_size.get()) as u64;
         let held = found.lease.held() as u64;
         self.metrics.lookup(
@@ -154,16 +127,18 @@ impl Engine {
             .as_ref()
             .filter(|_| found.hit_chunks < hashes.len())
             .map(|l2| {
-                (
-                    Arc::clone(l2),
-                    prefetch_request(&scope, &instances, hashes, found.counted),
-                )
+                let request = PrefetchRequest {
+                    scope: scope.clone(),
+                    rows,
+                    hashes: hashes.into(),
+                    counted: found.counted,
+                };
+                (Arc::clone(l2), request)
             });
         let lookup = HeldLookup {
             connection: caller.connection,
             hashes: hashes[..found.hit_chunks].into(),
             loaded: Vec::new(),
-            rows,
             hit_chunks: found.hit_chunks,
             lease: found.lease,
             // At most 128.
@@ -232,9 +207,8 @@ impl Engine {
             scope,
             connection: caller.connection,
             hashes: Arc::default(),
-            rows: Vec::new(),
             hit_chunks: 0,
-            lease: self.l1.cache.lookup(now, &[], &[]).lease,
+            lease: self.l1.cache.lookup(now, &Arc::default(), &[]).lease,
             loaded: Vec::new(),
             readers: 1,
             until_end: false,
@@ -320,9 +294,8 @@ impl Engine {
     pub(super) fn end_session(&self, caller: Caller, request_id: &str) -> Answer {
         let now = self.now();
         for lookup in self.lookups.end(request_id, caller.connection) {
-            for row in &lookup.rows {
-                let space = space(&lookup.scope, row.kv_rank, row.object_group_id, row.layout);
-                self.l1.cache.touch(now, &space, &lookup.hashes);
+            for row in lookup.lease.rows().iter() {
+                self.l1.cache.touch(now, &row.namespace, &lookup.hashes);
             }
             self.unload(lookup);
         }
@@ -332,8 +305,6 @@ impl Engine {
     /// Takes out of L1 what was loaded for a lookup that has ended, where the policy says so.
     fn unload(&self, lookup: HeldLookup) {
         let HeldLookup {
-            scope,
-            rows,
             hashes,
             loaded,
             lease,
@@ -343,26 +314,23 @@ impl Engine {
         if self.l2.as_ref().is_none_or(|l2| !leaves(&l2)) {
             return;
         }
-        // Held by nobody any more.
+        let rows = Arc::clone(lease.rows());
+        // Released first, so that nothing holds them.
         drop(lease);
         for Cell { row, chunk } in loaded {
             let (Some(row), Some(hash)) = (rows.get(row), hashes.get(chunk)) else {
                 continue;
             };
-            let space = space(&scope, row.kv_rank, row.object_group_id, row.layout);
             self.l1
                 .cache
-                .remove(&space, std::slice::from_ref(hash), false);
+                .remove(&row.namespace, std::slice::from_ref(hash), false);
         }
     }
 }
 
-/// The objects of one chunk that a prompt needs: rank, layout and group of each.
-fn objects<'a>(
-    scope: &KeyScope,
-    instances: &'a [Vec<Arc<Instance>>],
-) -> impl Iterator<Item = (u64, u64, &'a GroupLayout)> {
-    scope
+/// The rows of a lookup: rank after rank, object groups within.
+fn rows(scope: &KeyScope, instances: &[Vec<Arc<Instance>>]) -> Arc<[GroupRow]> {
+    let rows = scope
         .kv_ranks()
         .zip(instances)
         .flat_map(|(kv_rank, layouts)| {
@@ -372,30 +340,26 @@ fn objects<'a>(
                     fingerprint,
                     ..
                 } = &instance.layout;
-                groups
-                    .iter()
-                    .map(move |group| (kv_rank, *fingerprint, group))
+                groups.iter().map(move |group| GroupRow {
+                    namespace: scope.namespace(kv_rank, group.id, *fingerprint),
+                    window: group.window,
+                    object_bytes: group.object_bytes,
+                })
             })
-        })
+        });
+    rows.collect()
 }
 
-/// What the tiers are asked for: all that the prompt has, of every row.
+/// Request to prefetch all that the prompt has, of every row.
 pub(super) fn prefetch_request(
     scope: &KeyScope,
     instances: &[Vec<Arc<Instance>>],
     hashes: &[ChunkHash],
     counted: Counted,
 ) -> PrefetchRequest {
-    let rows = objects(scope, instances).map(|(kv_rank, layout, group)| PrefetchRow {
-        kv_rank,
-        object_group_id: group.id,
-        layout,
-        window: group.window,
-        len: group.object_bytes,
-    });
     PrefetchRequest {
         scope: scope.clone(),
-        rows: rows.collect(),
+        rows: rows(scope, instances),
         hashes: hashes.into(),
         counted,
     }

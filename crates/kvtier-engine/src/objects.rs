@@ -7,7 +7,7 @@ use kvtier_core::{ChunkHash, ObjectKey};
 
 use super::Engine;
 
-/// Spaces or objects that are looked at under one hold of the cache's lock.
+/// Namespaces or objects that are examined per hold of the cache's lock.
 const SLICE: usize = 1024;
 
 /// Slots that one call looks at, once it has an object.
@@ -30,7 +30,7 @@ impl Engine {
             left = left.saturating_sub(slots);
             let page = self.l1.cache.objects(from, slots);
             let of_model = |object: &ResidentObject| {
-                model.is_none_or(|model| *object.space.model_name == *model)
+                model.is_none_or(|model| **object.namespace.model_name() == *model)
             };
             objects.extend(page.entries.into_iter().filter(of_model));
             next = page.next;
@@ -40,28 +40,17 @@ impl Engine {
 
     /// Takes objects out of L1, of whatever layout: those without a lease, or all of them with `force`.
     pub fn delete_objects(&self, keys: &[ObjectKey], force: bool) -> Removed {
-        let mut by_place: HashMap<_, Vec<ChunkHash>> = HashMap::new();
+        let mut by_namespace: HashMap<_, Vec<ChunkHash>> = HashMap::new();
         for key in keys {
-            let place = (
-                &**key.model_name(),
-                key.kv_rank(),
-                key.object_group_id(),
-                &**key.cache_salt(),
-            );
-            by_place.entry(place).or_default().push(key.chunk_hash());
+            let hashes = by_namespace.entry(key.namespace()).or_default();
+            hashes.push(key.chunk_hash());
         }
         let (mut sum, mut next) = (Removed::default(), Some(0));
         while let Some(from) = next {
-            let page = self.l1.cache.spaces(from, SLICE);
-            for space in &page.entries {
-                let place = (
-                    &*space.model_name,
-                    space.kv_rank,
-                    space.object_group_id,
-                    &*space.cache_salt,
-                );
-                if let Some(hashes) = by_place.get(&place) {
-                    let removed = self.l1.cache.remove(&space.as_space(), hashes, force);
+            let page = self.l1.cache.namespaces(from, SLICE);
+            for namespace in &page.entries {
+                if let Some(hashes) = by_namespace.get(&namespace.without_layout()) {
+                    let removed = self.l1.cache.remove(namespace, hashes, force);
                     sum.objects += removed.objects;
                     sum.bytes += removed.bytes;
                     sum.kept += removed.kept;

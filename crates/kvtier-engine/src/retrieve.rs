@@ -14,7 +14,6 @@ use super::instances::{Copying, Instance};
 use super::refusal::Refusal;
 use super::worker_range::{Held, WorkerRange};
 use super::{Answer, Caller, Engine, Reply};
-use kvtier_l1::to_memory;
 
 /// A retrieve whose bytes are being copied.
 pub(super) struct InFlightRetrieve {
@@ -126,7 +125,7 @@ impl Engine {
                     chunk: chunk - range.chunks.start,
                     skip_tokens,
                 },
-                extent: to_memory(*extent),
+                extent: *extent,
             })
         });
         let transfer = Transfer {

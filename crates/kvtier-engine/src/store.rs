@@ -6,10 +6,10 @@ mod tests;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::ChunkHash;
 use kvtier_core::cache::{Reservation, ReserveRequest, Staged};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
+use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, DeviceError, Direction, Transfer};
 use kvtier_proto::generation::Release;
 use kvtier_proto::request::Store;
@@ -17,16 +17,15 @@ use kvtier_proto::response::Response;
 
 use super::in_flight::InFlight;
 use super::instances::{Copying, Instance};
-use super::lookup::space;
 use super::refusal::Refusal;
 use super::staging::Charge;
 use super::worker_range::WorkerRange;
 use super::{Answer, Caller, Engine, Reply};
-use kvtier_l1::{L1Allocator, to_memory};
+use kvtier_l1::L1Allocator;
 
 /// The chunks of a range that one object group has data for.
 struct GroupChunks {
-    object_group: u32,
+    namespace: Arc<Namespace>,
     object_bytes: u64,
     /// Positions in the range.
     chunks: Vec<usize>,
@@ -37,8 +36,6 @@ struct GroupChunks {
 /// What a store brings, by object group.
 struct Brought {
     scope: KeyScope,
-    kv_rank: u64,
-    layout: u64,
     groups: Vec<GroupChunks>,
 }
 
@@ -47,7 +44,7 @@ impl Brought {
         self.groups
             .iter()
             .map(|group| ReserveRequest {
-                space: space(&self.scope, self.kv_rank, group.object_group, self.layout),
+                namespace: &group.namespace,
                 hashes: &group.hashes,
                 len: group.object_bytes,
             })
@@ -147,7 +144,7 @@ impl Engine {
                 chunk: brought.chunk(staged),
                 skip_tokens: 0,
             },
-            extent: to_memory(staged.extent),
+            extent: staged.extent,
         });
         let transfer = Transfer {
             arena: Arc::clone(&self.l1.arena),
@@ -187,7 +184,11 @@ impl Engine {
             let chunks: Vec<_> = (0..range.chunks.len()).filter(has_data).collect();
             let hashes = &store.key.tokens.hashes[range.chunks.clone()];
             GroupChunks {
-                object_group: group.id,
+                namespace: range.scope.namespace(
+                    range.kv_rank,
+                    group.id,
+                    instance.layout.fingerprint,
+                ),
                 object_bytes: group.object_bytes,
                 hashes: chunks.iter().map(|chunk| hashes[*chunk]).collect(),
                 chunks,
@@ -195,8 +196,6 @@ impl Engine {
         });
         Brought {
             scope: range.scope.clone(),
-            kv_rank: range.kv_rank,
-            layout: instance.layout.fingerprint,
             groups: groups.collect(),
         }
     }
@@ -220,7 +219,7 @@ impl Engine {
         let scope = &store.brought.scope;
         self.metrics
             .admitted(scope.cache_salt(), committed.inserted as u64);
-        self.write_behind(scope, &store.brought.requests(), &staged);
+        self.write_behind(&store.brought.requests(), &staged);
         self.metrics.store(instance.device(), true);
         let seconds = (self.now() - store.started).as_secs_f64();
         tracing::info!(
@@ -239,19 +238,14 @@ impl Engine {
     }
 
     /// What was committed of these requests is stored in the tiers too.
-    pub(super) fn write_behind(
-        &self,
-        scope: &KeyScope,
-        requests: &[ReserveRequest<'_>],
-        committed: &[Staged],
-    ) {
+    pub(super) fn write_behind(&self, requests: &[ReserveRequest<'_>], committed: &[Staged]) {
         let Some(l2) = self.l2() else { return };
         for (request, number) in requests.iter().zip(0..) {
             let of_request = committed.iter().filter(|staged| staged.request == number);
             let hashes: Vec<_> = of_request
                 .map(|staged| request.hashes[staged.position as usize])
                 .collect();
-            l2.store(scope, &request.space, &hashes, request.len);
+            l2.store(request.namespace, &hashes, request.len);
         }
     }
 }

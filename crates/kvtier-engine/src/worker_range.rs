@@ -15,7 +15,7 @@ use kvtier_proto::request::InstanceId;
 use super::Engine;
 use super::deadline;
 use super::instances::{Copying, Instance};
-use super::lookup::{check_names, space};
+use super::lookup::check_names;
 use super::refusal::Refusal;
 use kvtier_l1::L1Allocator;
 
@@ -125,7 +125,7 @@ impl Engine {
         }
         let hashes = &key.tokens.hashes;
         let layout = instance.layout.fingerprint;
-        let object_groups = self.lookups.grant(
+        let namespaces = self.lookups.grant(
             key.request_id,
             &range.scope,
             range.kv_rank,
@@ -133,22 +133,22 @@ impl Engine {
             hashes,
             range.chunks.clone(),
         )?;
-        let groups = object_groups.iter().map(|id| {
+        let groups = namespaces.iter().map(|namespace| {
+            let id = namespace.object_group_id();
             let window = instance
                 .layout
                 .groups
                 .iter()
-                .find(|group| group.id == *id)?
+                .find(|group| group.id == id)?
                 .window;
             let chunks = needed(window, range.chunks.end);
             let chunks = chunks.start.max(range.chunks.start)..range.chunks.end;
-            let space = space(&range.scope, range.kv_rank, *id, layout);
             let lease = self
                 .l1
                 .cache
-                .pin(self.now(), &space, &hashes[chunks.clone()])?;
+                .pin(self.now(), namespace, &hashes[chunks.clone()])?;
             Some(Held {
-                object_group: *id,
+                object_group: id,
                 chunks,
                 lease,
             })

@@ -8,9 +8,8 @@
 use std::ops::Range;
 
 use kvtier_core::cache;
-use kvtier_memory::{Arena, ExtentAllocator, GeometryError};
-
-use super::memory::to_memory;
+use kvtier_extent::{Extent, FreeExtents, GeometryError, Piece};
+use kvtier_memory::Arena;
 
 /// Of another part, this share may stay free (1/64) while who has a part of its own waits for room there.
 const SPARE: u64 = 64;
@@ -33,7 +32,7 @@ fn divide(bytes: u64, unit: u64, count: usize) -> Vec<Range<u64>> {
 
 struct Part {
     start: u64,
-    extents: ExtentAllocator,
+    extents: FreeExtents,
 }
 
 impl Part {
@@ -41,23 +40,20 @@ impl Part {
         self.extents.capacity() - self.extents.used()
     }
 
-    fn allocate(&mut self, bytes: u64, owner: u32) -> Option<cache::Extent> {
+    fn allocate(&mut self, bytes: u64, owner: u32) -> Option<Extent> {
         let extent = self.extents.allocate_for(bytes, owner).ok()?;
-        Some(cache::Extent {
-            offset: self.start + extent.offset,
-            len: extent.len,
-        })
+        Some(self.in_arena(extent))
     }
-}
 
-impl Part {
-    fn piece(&self, piece: kvtier_memory::Piece) -> cache::Piece {
-        cache::Piece {
-            extent: cache::Extent {
-                offset: self.start + piece.extent.offset,
-                len: piece.extent.len,
-            },
-            owner: piece.owner,
+    /// An extent of this part, counted from the start of the arena.
+    fn in_arena(&self, extent: Extent) -> Extent {
+        Extent::new(self.start + extent.offset, extent.len)
+    }
+
+    fn piece(&self, piece: Piece) -> Piece {
+        Piece {
+            extent: self.in_arena(piece.extent),
+            ..piece
         }
     }
 }
@@ -75,7 +71,7 @@ impl L1Allocator {
     /// A size or an alignment that cannot be.
     pub fn over(parts: Vec<Range<u64>>, align: u64) -> Result<Self, GeometryError> {
         let part = |range: Range<u64>| {
-            let extents = ExtentAllocator::with_alignment(range.end - range.start, align)?;
+            let extents = FreeExtents::with_alignment(range.end - range.start, align)?;
             Ok(Part {
                 start: range.start,
                 extents,
@@ -103,7 +99,7 @@ impl L1Allocator {
         bytes: u64,
         owner: u32,
         spare: impl Fn(&Part) -> u64,
-    ) -> Option<cache::Extent> {
+    ) -> Option<Extent> {
         let has_room = |part: &&mut Part| part.free() >= bytes.saturating_add(spare(part));
         let mut roomy: Vec<_> = self.parts.iter_mut().filter(has_room).collect();
         roomy.sort_by_key(|part| std::cmp::Reverse(part.free()));
@@ -114,27 +110,24 @@ impl L1Allocator {
 }
 
 impl cache::ExtentAllocator for L1Allocator {
-    fn allocate(&mut self, bytes: u64, owner: u32) -> Option<cache::Extent> {
+    fn allocate(&mut self, bytes: u64, owner: u32) -> Option<Extent> {
         match &mut *self.parts {
             [part] => part.allocate(bytes, owner),
             _ => self.allocate_in(bytes, owner, |_| 0),
         }
     }
 
-    fn allocate_near(&mut self, bytes: u64, part: u32, owner: u32) -> Option<cache::Extent> {
+    fn allocate_near(&mut self, bytes: u64, part: u32, owner: u32) -> Option<Extent> {
         let own = self.parts.get_mut(part as usize);
         own.and_then(|own| own.allocate(bytes, owner))
             .or_else(|| self.allocate_in(bytes, owner, |part| part.extents.capacity() / SPARE))
     }
 
-    fn free(&mut self, extent: cache::Extent) {
+    fn free(&mut self, extent: Extent) {
         let part = self.part_at(extent.offset);
         let part = &mut self.parts[part];
-        let inner = cache::Extent {
-            offset: extent.offset - part.start,
-            ..extent
-        };
-        if let Err(error) = part.extents.free(to_memory(inner)) {
+        let inner = Extent::new(extent.offset - part.start, extent.len);
+        if let Err(error) = part.extents.free(inner) {
             // The cache frees what it got, and nothing twice. Anything else is a bug that must be seen.
             tracing::error!(%error, offset = extent.offset, len = extent.len, "an extent of L1 could not be freed");
             debug_assert!(false, "an extent of L1 could not be freed: {error}");
@@ -163,13 +156,13 @@ impl cache::ExtentAllocator for L1Allocator {
         true
     }
 
-    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(cache::Piece) -> bool) {
+    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
         let part = &self.parts[self.part_at(from)];
         let mut pieces = part.extents.pieces_up(from - part.start);
         pieces.all(|piece| visit(part.piece(piece)));
     }
 
-    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(cache::Piece) -> bool) {
+    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
         let part = &self.parts[self.part_at(from)];
         let mut pieces = part.extents.pieces_down(from - part.start);
         pieces.all(|piece| visit(part.piece(piece)));
@@ -189,25 +182,22 @@ impl cache::ExtentAllocator for L1Allocator {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::time::Duration;
 
-    use kvtier_core::ChunkHash;
-    use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Reserved, Space};
+    use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Reserved};
     use kvtier_core::eviction::EvictionKind;
     use kvtier_core::quota::Grant;
+    use kvtier_core::{ChunkHash, Namespace};
 
     use super::*;
 
     const NOW: Duration = Duration::from_secs(1);
     /// Objects that a part holds.
     const PART: u64 = 128;
-    const SPACE: Space<'static> = Space {
-        model_name: "m",
-        kv_rank: 0,
-        object_group_id: 0,
-        layout: 0,
-        cache_salt: "",
-    };
+    fn namespace(salt: &str) -> Arc<Namespace> {
+        Arc::new(Namespace::new("m", 0, 0, 0, salt).unwrap())
+    }
 
     fn cache() -> Cache<L1Allocator> {
         let allocator = L1Allocator::over(divide(2 * PART, 1, 2), 1).unwrap();
@@ -222,7 +212,7 @@ mod tests {
         let mut hash = [0; 32];
         hash[..8].copy_from_slice(&number.to_le_bytes());
         let request = ReserveRequest {
-            space: SPACE,
+            namespace: &namespace(""),
             hashes: &[ChunkHash(hash)],
             len: 1,
         };
@@ -291,7 +281,7 @@ mod tests {
             store(&cache, number, Some((number % 2) as u32));
         }
         let request = ReserveRequest {
-            space: SPACE,
+            namespace: &namespace(""),
             hashes: &[ChunkHash([9; 32])],
             len: PART + 1,
         };
@@ -323,10 +313,7 @@ mod tests {
         }
         let store = |number: u8, salt, len, near| {
             let request = ReserveRequest {
-                space: Space {
-                    cache_salt: salt,
-                    ..SPACE
-                },
+                namespace: &namespace(salt),
                 hashes: &[ChunkHash([number; 32])],
                 len,
             };

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvtier_core::cache::{self, Cache, CacheConfig};
+use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
-use kvtier_memory::{Arena, ArenaError, ArenaKind, Extent};
+use kvtier_memory::{Arena, ArenaError, ArenaKind};
 
 use super::allocator::{L1Allocator, parts};
 use kvtier_config::{NumaNodes, ServerConfig, in_gib};
@@ -19,11 +19,6 @@ const STAGING_PART: u64 = 4;
 
 /// Bytes that stand for a pool that is not made.
 const STAND_IN: u64 = 2 << 20;
-
-/// The cache's extent as the arena's.
-pub fn to_memory(extent: cache::Extent) -> Extent {
-    Extent::new(extent.offset, extent.len)
-}
 
 /// Host memory and the cache over it.
 pub struct L1 {
@@ -196,7 +191,7 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
     };
     let shared = Arena::create(ArenaKind::Shm { name: name.clone() }, bytes);
     match shared.map_err(|error| match error {
-        ArenaError::NoRoom { available, .. } => config.describe_shortage(available),
+        ArenaError::OutOfMemory { available, .. } => config.describe_shortage(available),
         error => error.to_string(),
     }) {
         Ok(arena) => Ok(arena),

@@ -20,11 +20,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, Extent, Space};
-use kvtier_core::object_key::KeyScope;
+use kvtier_core::cache::{Cache, Extent};
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
-use kvtier_l2::{AdapterConfig, Buffer, ObjectSpec, Registry};
+use kvtier_l2::{AdapterConfig, Buffer, Registry};
 use kvtier_memory::Arena;
 use parking_lot::Mutex;
 use tokio::runtime::{Handle, Runtime};
@@ -32,13 +30,13 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;
 
 pub use objects::Cursor;
-pub use prefetch::{PrefetchRequest, PrefetchRow, Prefetched};
+pub use prefetch::{PrefetchRequest, Prefetched};
 pub use store::StoreCounts;
 
 use calls::Calls;
 use flights::Flights;
 use kvtier_config::L2Config;
-use kvtier_l1::{Clock, L1Allocator, to_memory};
+use kvtier_l1::{Clock, L1Allocator};
 use kvtier_metrics::Metrics;
 use kvtier_tenants::{Opened, QuotaTier};
 use pending::Pending;
@@ -192,7 +190,7 @@ impl L2 {
     }
 
     fn buffer(&self, extent: Extent, hold: Arc<dyn std::any::Any + Send + Sync>) -> Buffer {
-        Buffer::new(Arc::clone(&self.arena), to_memory(extent), hold)
+        Buffer::new(Arc::clone(&self.arena), extent, hold)
     }
 
     /// Ends: what waits to be stored is still stored, as long as the configuration allows.
@@ -224,15 +222,6 @@ impl L2 {
 /// When an adapter should be done that has nothing left to do.
 fn soon() -> tokio::time::Instant {
     tokio::time::Instant::now() + Duration::from_millis(500)
-}
-
-/// An object as the tiers know it. Shares the scope's names.
-fn object(scope: &KeyScope, space: &Space<'_>, hash: ChunkHash, len: u64) -> ObjectSpec {
-    ObjectSpec {
-        key: scope.object_key(hash, space.kv_rank, space.object_group_id),
-        len,
-        layout: space.layout,
-    }
 }
 
 fn open(config: &L2Config, quotas: &Opened) -> Result<Vec<Arc<Tier>>, String> {

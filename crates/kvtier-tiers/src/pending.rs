@@ -3,32 +3,19 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::OwnedSpace;
 use kvtier_core::object_key::ObjectKey;
+use kvtier_core::{ChunkHash, Namespace};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::L2;
 use super::store::{Shared, Ticket};
 
-/// Objects of one request and space.
+/// Objects of one request and namespace.
 pub struct Objects {
-    pub space: OwnedSpace,
+    /// As the tiers name it: without a layout.
+    pub stored_as: Arc<Namespace>,
+    pub namespace: Arc<Namespace>,
     pub hashes: Vec<ChunkHash>,
-}
-
-impl Objects {
-    fn key(&self, hash: ChunkHash) -> Option<ObjectKey> {
-        let OwnedSpace {
-            model_name,
-            kv_rank,
-            object_group_id,
-            cache_salt,
-            ..
-        } = &self.space;
-        let (model, salt) = (Arc::clone(model_name), Arc::clone(cache_salt));
-        ObjectKey::new(hash, model, *kv_rank, *object_group_id, salt).ok()
-    }
 }
 
 /// What the buffers of a batch hold: the bytes in L1, and their part of the tier's bound. It goes with the last buffer:
@@ -66,7 +53,7 @@ impl Drop for Hold {
         }
         let keys = revoked
             .into_iter()
-            .filter_map(|hash| self.shared.objects.key(hash));
+            .map(|hash| ObjectKey::of(&self.shared.objects.stored_as, hash));
         let (keys, tier) = (keys.collect(), Arc::clone(&l2.tiers[self.tier]));
         let ticket = self.ticket.take();
         l2.handle.spawn(async move {
@@ -104,17 +91,14 @@ impl Pending {
             let pending = self.0.lock();
             pending.holds.values().filter_map(Weak::upgrade).collect()
         };
-        let mut places: HashMap<_, HashSet<ChunkHash>> = HashMap::new();
+        let mut by_namespace: HashMap<_, HashSet<ChunkHash>> = HashMap::new();
         for key in keys {
-            let names = (&**key.model_name(), &**key.cache_salt());
-            let place = (names, key.kv_rank(), key.object_group_id());
-            places.entry(place).or_default().insert(key.chunk_hash());
+            let hashes = by_namespace.entry(key.namespace()).or_default();
+            hashes.insert(key.chunk_hash());
         }
         for hold in holds.iter().filter(|hold| hold.tier == tier) {
             let objects = &hold.shared.objects;
-            let space = &objects.space;
-            let names = (&*space.model_name, &*space.cache_salt);
-            let Some(gone) = places.get(&(names, space.kv_rank, space.object_group_id)) else {
+            let Some(gone) = by_namespace.get(&objects.stored_as) else {
                 continue;
             };
             let hashes = objects.hashes.iter();

@@ -6,12 +6,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{
-    Counted, Lookup, LookupRow, ReadLease, Reservation, ReserveRequest, Space,
-};
+use kvtier_core::cache::{Counted, Lookup, ReadLease, Reservation, ReserveRequest};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::{Cell, PrefetchPlan};
+use kvtier_core::{ChunkHash, GroupRow, ObjectKey};
 use kvtier_l2::tier::TierLease;
 use kvtier_l2::{ErrorKind, LoadItem, ObjectSpec};
 use parking_lot::Mutex;
@@ -20,7 +18,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::flights::{Boarded, Flight, over};
-use super::{L2, LOAD_UNIT, object};
+use super::{L2, LOAD_UNIT};
 use kvtier_l1::L1Allocator;
 use kvtier_metrics::{PrefetchPhase, TierCall};
 
@@ -32,28 +30,13 @@ const LAST_SLICE: usize = 1024;
 /// Bytes that are loaded by one task: several of them overlap, and each becomes readable on its own.
 const LOAD_BATCH: u64 = 16 << 20;
 
-/// One row of a prefetch.
-#[derive(Debug, Clone)]
-pub struct PrefetchRow {
-    /// Packed world size and worker.
-    pub kv_rank: u64,
-    /// The object group.
-    pub object_group_id: u32,
-    /// Which layout the objects have.
-    pub layout: u64,
-    /// Chunks needed at the end of a prefix; `None` is all.
-    pub window: Option<u32>,
-    /// Bytes of one object.
-    pub len: u64,
-}
-
 /// What a lookup asks for.
 #[derive(Debug, Clone)]
 pub struct PrefetchRequest {
     /// Whose objects.
     pub scope: KeyScope,
     /// Object groups and ranks.
-    pub rows: Vec<PrefetchRow>,
+    pub rows: Arc<[GroupRow]>,
     /// The chunks.
     pub hashes: Arc<[ChunkHash]>,
     /// What of its lookup is counted already.
@@ -66,24 +49,6 @@ pub struct Prefetched {
     pub lookup: Lookup<L1Allocator>,
     /// The objects that were loaded for it.
     pub loaded: Vec<Cell>,
-}
-
-impl PrefetchRequest {
-    pub(super) fn space(&self, row: usize) -> Space<'_> {
-        let PrefetchRow {
-            kv_rank,
-            object_group_id,
-            layout,
-            ..
-        } = self.rows[row];
-        Space {
-            model_name: self.scope.model_name(),
-            kv_rank,
-            object_group_id,
-            layout,
-            cache_salt: self.scope.cache_salt(),
-        }
-    }
 }
 
 /// A tier that has an object, and the hold on it there.
@@ -165,15 +130,9 @@ impl L2 {
                     .await;
             }
         }
-        let rows: Vec<_> = (0..request.rows.len())
-            .map(|row| LookupRow {
-                space: request.space(row),
-                window: request.rows[row].window,
-            })
-            .collect();
-        let lookup = self
-            .cache
-            .look_again(self.now(), &rows, &request.hashes, request.counted);
+        let lookup =
+            self.cache
+                .lookup_again(self.now(), &request.rows, &request.hashes, request.counted);
         Prefetched { lookup, loaded }
     }
 
@@ -187,12 +146,11 @@ impl L2 {
         request: &PrefetchRequest,
         until: Instant,
     ) -> (PrefetchPlan, HashMap<Cell, Source>) {
-        let windows = request.rows.iter().map(|row| row.window);
         let chunks = request.hashes.len();
-        let mut plan = PrefetchPlan::new(windows, chunks);
+        let mut plan = PrefetchPlan::new(Arc::clone(&request.rows), chunks);
         let (salt, mut missing) = (request.scope.cache_salt(), chunks * request.rows.len());
-        for row in 0..request.rows.len() {
-            let resident = self.cache.contains(&request.space(row), &request.hashes);
+        for (row, GroupRow { namespace, .. }) in request.rows.iter().enumerate() {
+            let resident = self.cache.contains(namespace, &request.hashes);
             for (chunk, _) in resident.into_iter().enumerate().filter(|(_, is)| *is) {
                 plan.found(Cell { row, chunk });
                 missing -= 1;
@@ -243,23 +201,32 @@ impl L2 {
     }
 
     fn objects(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<(Cell, ObjectSpec)> {
+        let namespaces = request
+            .rows
+            .iter()
+            .map(|row| row.namespace.without_layout());
+        let namespaces: Vec<_> = namespaces.collect();
         let object = |cell: &Cell| {
-            let (space, len) = (request.space(cell.row), request.rows[cell.row].len);
-            let hash = request.hashes[cell.chunk];
-            (*cell, object(&request.scope, &space, hash, len))
+            let (row, hash) = (&request.rows[cell.row], request.hashes[cell.chunk]);
+            let object = ObjectSpec {
+                key: ObjectKey::of(&namespaces[cell.row], hash),
+                len: row.object_bytes,
+                layout: row.namespace.layout(),
+            };
+            (*cell, object)
         };
         cells.iter().map(object).collect()
     }
 
     /// Holds on what of these objects is in L1.
     fn pin_cells(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<ReadLease<L1Allocator>> {
-        (0..request.rows.len())
-            .filter_map(|row| {
-                let of_row = cells.iter().filter(|cell| cell.row == row);
-                let hashes: Vec<_> = of_row.map(|cell| request.hashes[cell.chunk]).collect();
-                self.cache.pin(self.now(), &request.space(row), &hashes)
-            })
-            .collect()
+        let rows = request.rows.iter().enumerate();
+        rows.filter_map(|(number, row)| {
+            let of_row = cells.iter().filter(|cell| cell.row == number);
+            let hashes: Vec<_> = of_row.map(|cell| request.hashes[cell.chunk]).collect();
+            self.cache.pin(self.now(), &row.namespace, &hashes)
+        })
+        .collect()
     }
 
     /// Loads objects, or waits for others who do; gives those that were loaded here. What becomes resident in time is
@@ -358,7 +325,7 @@ impl L2 {
             .iter()
             .zip(&hashes)
             .map(|(wanted, hashes)| ReserveRequest {
-                space: request.space(wanted.cell.row),
+                namespace: &request.rows[wanted.cell.row].namespace,
                 hashes,
                 len: wanted.object.len,
             })

@@ -8,15 +8,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{OwnedSpace, ReadLease, Space};
-use kvtier_core::object_key::KeyScope;
-use kvtier_l2::StoreItem;
+use kvtier_core::cache::ReadLease;
+use kvtier_core::{ChunkHash, Namespace, ObjectKey};
+use kvtier_l2::{ObjectSpec, StoreItem};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore, mpsc};
 
+use super::L2;
 use super::pending::{Hold, Objects};
-use super::{L2, object};
 use kvtier_config::StorePolicy;
 use kvtier_l1::L1Allocator;
 use kvtier_metrics::TierCall;
@@ -27,7 +26,7 @@ pub const BATCHES: usize = 4;
 /// Bytes of one batch, unless a single object has more: what a slow disk writes well within a store's deadline.
 const BATCH_BYTES: u64 = 16 << 20;
 
-/// Objects to be stored in one tier, all of one request and space.
+/// Objects to be stored in one tier, all of one request and namespace.
 pub struct Batch {
     items: Vec<StoreItem>,
     hold: Arc<Hold>,
@@ -51,8 +50,10 @@ impl Drop for Shared {
         let Some(l2) = self.l2.upgrade() else { return };
         let is_complete = self.tiers > 0 && *self.complete.get_mut() == self.tiers;
         if l2.config.store_policy == StorePolicy::SkipL1 && is_complete {
-            let Objects { space, hashes } = &self.objects;
-            l2.cache.remove(&space.as_space(), hashes, false);
+            let Objects {
+                namespace, hashes, ..
+            } = &self.objects;
+            l2.cache.remove(namespace, hashes, false);
         }
     }
 }
@@ -193,46 +194,29 @@ impl StoreQueue {
 }
 
 impl L2 {
-    /// Objects of `len` bytes that have just become resident: to be stored in every tier. `scope` is that of `space`.
-    pub fn store(
-        self: &Arc<Self>,
-        scope: &KeyScope,
-        space: &Space<'_>,
-        hashes: &[ChunkHash],
-        len: u64,
-    ) {
+    /// Stores objects of `len` bytes, which have just become resident, in every tier.
+    pub fn store(self: &Arc<Self>, namespace: &Arc<Namespace>, hashes: &[ChunkHash], len: u64) {
         let objects = (BATCH_BYTES / len.max(1)).max(1);
         for hashes in hashes.chunks(usize::try_from(objects).unwrap_or(usize::MAX)) {
-            self.store_batch(scope, space, hashes, len);
+            self.store_batch(namespace, hashes, len);
         }
     }
 
-    fn store_batch(
-        self: &Arc<Self>,
-        scope: &KeyScope,
-        space: &Space<'_>,
-        hashes: &[ChunkHash],
-        len: u64,
-    ) {
+    fn store_batch(self: &Arc<Self>, namespace: &Arc<Namespace>, hashes: &[ChunkHash], len: u64) {
         let mut admission = self.pending.admit();
-        let leased = self.lease(space, hashes);
+        let leased = self.lease(namespace, hashes);
         let gone = hashes.len() - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
         if gone > 0 {
             let metrics = self.calls.metrics();
-            metrics.not_found("l2_store", space.model_name, gone as u64);
+            metrics.not_found("l2_store", namespace.model_name(), gone as u64);
         }
         let Some((hashes, lease)) = leased else {
             return;
         };
         let (number, bytes) = (hashes.len() as u64, len * hashes.len() as u64);
         let objects = Objects {
-            space: OwnedSpace {
-                model_name: Arc::clone(scope.model_name()),
-                kv_rank: space.kv_rank,
-                object_group_id: space.object_group_id,
-                layout: space.layout,
-                cache_salt: Arc::clone(scope.cache_salt()),
-            },
+            stored_as: namespace.without_layout(),
+            namespace: Arc::clone(namespace),
             hashes,
         };
         let written = || {
@@ -257,7 +241,11 @@ impl L2 {
         for (tier, hold) in holds {
             let extents = extents.iter().zip(&shared.objects.hashes);
             let items = extents.map(|(extent, hash)| StoreItem {
-                object: object(scope, space, *hash, len),
+                object: ObjectSpec {
+                    key: ObjectKey::of(&shared.objects.stored_as, *hash),
+                    len,
+                    layout: namespace.layout(),
+                },
                 from: self.buffer(*extent, Arc::clone(&hold) as _),
             });
             let batch = Batch {
@@ -272,20 +260,20 @@ impl L2 {
     /// A lease on those of these objects that are still resident.
     fn lease(
         &self,
-        space: &Space<'_>,
+        namespace: &Namespace,
         hashes: &[ChunkHash],
     ) -> Option<(Vec<ChunkHash>, ReadLease<L1Allocator>)> {
-        if let Some(lease) = self.cache.hold(self.now(), space, hashes) {
+        if let Some(lease) = self.cache.hold(self.now(), namespace, hashes) {
             return (!hashes.is_empty()).then(|| (hashes.to_vec(), lease));
         }
-        let resident = self.cache.contains(space, hashes);
+        let resident = self.cache.contains(namespace, hashes);
         let left: Vec<_> = hashes
             .iter()
             .zip(resident)
             .filter(|(_, resident)| *resident)
             .map(|(hash, _)| *hash)
             .collect();
-        let lease = self.cache.hold(self.now(), space, &left)?;
+        let lease = self.cache.hold(self.now(), namespace, &left)?;
         (!left.is_empty()).then_some((left, lease))
     }
 }
@@ -313,7 +301,7 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
             if items.is_empty() {
                 return;
             }
-            let salt = &shared.objects.space.cache_salt;
+            let salt = shared.objects.namespace.cache_salt();
             let bytes = bytes_each * items.len() as u64;
             let call = TierCall::Store;
             let call = l2.calls.begin(call, number, salt, items.len(), bytes);

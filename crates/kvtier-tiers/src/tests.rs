@@ -4,11 +4,11 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Space};
+use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
 use kvtier_core::object_key::{KeyScope, ObjectKey};
 use kvtier_core::prefetch::Cell;
 use kvtier_core::quota::QuotaMode;
+use kvtier_core::{ChunkHash, GroupRow};
 use kvtier_l2::tier::{Deleted, Tier, TierConfig};
 use kvtier_l2::{
     Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
@@ -20,9 +20,9 @@ use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
 use super::store::BATCHES;
-use super::{L2, PrefetchRequest, PrefetchRow, Prefetched};
+use super::{L2, PrefetchRequest, Prefetched};
 use kvtier_config::{L2Config, PrefetchPolicy, StorePolicy};
-use kvtier_l1::{Clock, L1Allocator, to_memory};
+use kvtier_l1::{Clock, L1Allocator};
 use kvtier_metrics::Readings;
 
 const LEN: u64 = 4096;
@@ -205,16 +205,15 @@ fn bed_with(adapters: &[Arc<Scripted>], load_timeout: Duration, store_policy: St
         clock,
         Arc::default(),
     );
-    let row = PrefetchRow {
-        kv_rank: 1,
-        object_group_id: 0,
-        layout: 0,
+    let scope = KeyScope::new("m", "", 1, None).expect("good names");
+    let row = GroupRow {
+        namespace: scope.namespace(1, 0, 0),
         window: None,
-        len: LEN,
+        object_bytes: LEN,
     };
     let request = PrefetchRequest {
-        scope: KeyScope::new("m", "", 1, None).expect("good names"),
-        rows: vec![row],
+        scope,
+        rows: [row].into(),
         hashes: [1, 2, 3].map(|byte| ChunkHash([byte; 32])).into(),
         counted: kvtier_core::cache::Counted::ALL,
     };
@@ -234,11 +233,11 @@ impl Bed {
 
     /// Puts the chunks of these numbers into L1, and has each stored by a batch of its own.
     fn store(&self, numbers: impl IntoIterator<Item = u8>) {
-        let space = self.request.space(0);
+        let namespace = &self.request.rows[0].namespace;
         for number in numbers {
             let hashes = &[ChunkHash([number; 32])];
             let request = ReserveRequest {
-                space,
+                namespace,
                 hashes,
                 len: LEN,
             };
@@ -247,12 +246,12 @@ impl Bed {
                 .reserve(Duration::ZERO, &[request])
                 .expect("room");
             let _ = reserved.reservation.commit(Duration::ZERO);
-            self.l2.store(&self.request.scope, &space, hashes, LEN);
+            self.l2.store(namespace, hashes, LEN);
         }
     }
 
     fn key(&self, number: u8) -> ObjectKey {
-        self.request.scope.object_key(ChunkHash([number; 32]), 1, 0)
+        ObjectKey::of(&self.request.rows[0].namespace, ChunkHash([number; 32]))
     }
 
     /// Deletes these chunks with force.
@@ -275,11 +274,13 @@ impl Bed {
 
     /// The values of the bytes of all objects in L1, each object of one value.
     fn values(&self) -> Vec<u8> {
-        let space = self.request.space(0);
-        let held = self.cache.pin(Duration::ZERO, &space, &self.request.hashes);
+        let namespace = &self.request.rows[0].namespace;
+        let held = self
+            .cache
+            .pin(Duration::ZERO, namespace, &self.request.hashes);
         let held = held.expect("all are resident");
         let values = held.extents().iter().map(|extent| {
-            let (mut bytes, extent) = (Vec::new(), to_memory(*extent));
+            let (mut bytes, extent) = (Vec::new(), *extent);
             self.arena
                 .read_into(extent, 0, extent.len, &mut bytes)
                 .expect("the arena is sound");
@@ -360,7 +361,7 @@ fn what_was_stored_too_late_does_not_leave_l1() {
     let late = Scripted::new(Load::Late, 0);
     let policy = StorePolicy::SkipL1;
     let bed = bed_with(&[Arc::clone(&late)], Duration::from_secs(60), policy);
-    let space = bed.request.space(0);
+    let namespace = &bed.request.rows[0].namespace;
     // The second one is stored when the tier's index has it already.
     for round in 1..=2 {
         bed.store([1]);
@@ -370,7 +371,7 @@ fn what_was_stored_too_late_does_not_leave_l1() {
         late.kept.lock().clear();
         bed.settle();
         assert_eq!(late.begun.lock().len(), round);
-        assert!(bed.cache.contains(&space, &[ChunkHash([1; 32])])[0]);
+        assert!(bed.cache.contains(namespace, &[ChunkHash([1; 32])])[0]);
     }
 }
 
@@ -496,12 +497,9 @@ fn why_an_object_did_not_come_into_l1_is_counted() {
     assert_eq!(counted(&late, failures), [expected]);
 
     let full = bed(&[Scripted::new(Load::Right, 1)], Duration::from_secs(60));
-    let other = Space {
-        kv_rank: 2,
-        ..full.request.space(0)
-    };
+    let other = full.request.scope.namespace(2, 0, 0);
     let request = ReserveRequest {
-        space: other,
+        namespace: &other,
         hashes: &full.request.hashes[..1],
         len: 1 << 20,
     };

@@ -1,4 +1,4 @@
-//! `kvtier server`: run a server in the foreground until it is told to stop.
+//! `kvtier server`: a server in the foreground, until a signal stops it.
 
 use std::ffi::OsString;
 use std::io::Write as _;

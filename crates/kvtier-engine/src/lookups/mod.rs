@@ -16,10 +16,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::ChunkHash;
 use kvtier_core::cache::PrefixLease;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
+use kvtier_core::{ChunkHash, Namespace};
 use kvtier_proto::request::InstanceId;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -36,17 +36,6 @@ const MAX_HELD: usize = 16 << 20;
 /// Reads of one lookup that are told apart by who asked; a worker reads what was found at once, or in a few parts.
 const MAX_READERS: usize = 64;
 
-/// One row of a lookup: an object group on a rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Row {
-    /// Packed world size and worker.
-    pub kv_rank: u64,
-    /// The object group.
-    pub object_group_id: u32,
-    /// Which layout the objects have.
-    pub layout: u64,
-}
-
 /// What a lookup found, and what of it is still held.
 pub struct HeldLookup {
     /// Whose objects.
@@ -55,8 +44,6 @@ pub struct HeldLookup {
     pub connection: u64,
     /// Chunk hashes of the prefix that was found.
     pub hashes: Arc<[ChunkHash]>,
-    /// In the order of the lease's rows.
-    pub rows: Vec<Row>,
     /// Chunks in the prefix that was found.
     pub hit_chunks: usize,
     /// The hold itself.
@@ -77,7 +64,7 @@ pub struct PrefetchedLookup {
     pub hit_chunks: usize,
     /// Their hashes.
     pub hashes: Arc<[ChunkHash]>,
-    /// The hold on them; rows as in the lookup.
+    /// The lease on them; rows as in the lookup.
     pub lease: PrefixLease<L1Allocator>,
     /// Objects that were loaded for it.
     pub loaded: Vec<Cell>,
@@ -171,7 +158,7 @@ impl Lookups {
             added = serial;
             table.next_serial += 1;
             table.len += 1;
-            table.held += lookup.rows.len() * lookup.hit_chunks;
+            table.held += lookup.lease.rows().len() * lookup.hit_chunks;
             let entry = Entry {
                 lookup,
                 serial,
@@ -222,7 +209,8 @@ impl Lookups {
         }
     }
 
-    /// The object groups that a request's lookup lets a worker of `kv_rank` and this layout read these chunks of.
+    /// The namespaces of which a request's lookup lets a worker of `kv_rank` and this layout read these chunks, one per
+    /// object group.
     ///
     /// It must have found them, for the same tokens, and nobody may have freed them. A worker that reads twice is let:
     /// the second time it gets what is still there.
@@ -234,7 +222,7 @@ impl Lookups {
         layout: u64,
         hashes: &[ChunkHash],
         chunks: Range<usize>,
-    ) -> Option<Vec<u32>> {
+    ) -> Option<Vec<Arc<Namespace>>> {
         let mut table = self.table.lock();
         let freed = |entry: &Entry| {
             let freed = entry.freed.get(chunks.clone());
@@ -244,12 +232,10 @@ impl Lookups {
             .readable(request_id, scope, hashes, &chunks)
             .find(|entry| chunks.end <= entry.lookup.hit_chunks && !freed(entry))
             .map(|entry| &entry.lookup)?;
-        let mine = lookup
-            .rows
-            .iter()
-            .filter(|row| (row.kv_rank, row.layout) == (kv_rank, layout));
-        let object_groups: Vec<u32> = mine.map(|row| row.object_group_id).collect();
-        (!object_groups.is_empty()).then_some(object_groups)
+        let namespaces = lookup.lease.rows().iter().map(|row| &row.namespace);
+        let mine = namespaces.filter(|it| (it.kv_rank(), it.layout()) == (kv_rank, layout));
+        let mine: Vec<_> = mine.cloned().collect();
+        (!mine.is_empty()).then_some(mine)
     }
 
     /// One worker of `kv_rank` is done with these chunks, whether it read them or not; what had its last reader is
@@ -279,7 +265,7 @@ impl Lookups {
         }
         if entry.lookup.readers > 1 {
             if entry.reads.is_empty() {
-                entry.reads = vec![0; entry.lookup.rows.len() * width];
+                entry.reads = vec![0; entry.lookup.lease.rows().len() * width];
             }
             let reader = (worker, kv_rank, chunks.clone());
             if entry.readers.contains(&reader) {
@@ -290,8 +276,8 @@ impl Lookups {
                 entry.readers.push(reader);
             }
         }
-        let mine: Vec<_> = (0..entry.lookup.rows.len())
-            .filter(|row| entry.lookup.rows[*row].kv_rank == kv_rank)
+        let mine: Vec<_> = (0..entry.lookup.lease.rows().len())
+            .filter(|row| entry.lookup.lease.rows()[*row].namespace.kv_rank() == kv_rank)
             .collect();
         for row in mine {
             if entry.lookup.readers <= 1 {
@@ -338,7 +324,7 @@ impl Lookups {
             return;
         }
         entry.unread = false;
-        let rows = entry.lookup.rows.len();
+        let rows = entry.lookup.lease.rows().len();
         entry.lookup.lease.release_range(0..rows, chunks.clone());
         let hit = entry.lookup.hit_chunks;
         entry.freed.resize(hit, false);
@@ -387,7 +373,7 @@ impl Lookups {
         for entry in table.by_request.values_mut().flatten() {
             let lookup = &entry.lookup;
             if lookup.created < limit && !lookup.until_end && !lookup.lease.is_empty() {
-                let (rows, hit) = (entry.lookup.rows.len(), entry.lookup.hit_chunks);
+                let (rows, hit) = (entry.lookup.lease.rows().len(), entry.lookup.hit_chunks);
                 released += entry.lookup.lease.release_range(0..rows, 0..hit);
             }
         }

@@ -1,20 +1,18 @@
 use super::*;
-use kvtier_core::cache::{Cache, CacheConfig, LookupRow, ReserveRequest, Space};
+use kvtier_core::GroupRow;
+use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
 
-const SPACE: Space<'static> = Space {
-    model_name: "m",
-    kv_rank: 1,
-    object_group_id: 0,
-    layout: 0,
-    cache_salt: "",
-};
 const HASHES: [ChunkHash; 2] = [ChunkHash([1; 32]), ChunkHash([2; 32])];
+
+fn namespace() -> Arc<Namespace> {
+    scope().namespace(1, 0, 0)
+}
 
 /// A cache that has both chunks.
 fn cache() -> Cache<L1Allocator> {
     let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
     let request = ReserveRequest {
-        space: SPACE,
+        namespace: &namespace(),
         hashes: &HASHES,
         len: 16,
     };
@@ -24,11 +22,12 @@ fn cache() -> Cache<L1Allocator> {
 }
 
 fn lease(cache: &Cache<L1Allocator>, chunks: usize) -> PrefixLease<L1Allocator> {
-    let row = LookupRow {
-        space: SPACE,
+    let row = GroupRow {
+        namespace: namespace(),
         window: None,
+        object_bytes: 16,
     };
-    let found = cache.lookup(Duration::ZERO, &[row], &HASHES[..chunks]);
+    let found = cache.lookup(Duration::ZERO, &[row].into(), &HASHES[..chunks]);
     assert_eq!(found.hit_chunks, chunks);
     found.lease
 }
@@ -43,11 +42,6 @@ fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
         scope: scope(),
         connection: 7,
         hashes: HASHES[..1].into(),
-        rows: vec![Row {
-            kv_rank: 1,
-            object_group_id: 0,
-            layout: 0,
-        }],
         hit_chunks: 1,
         lease: lease(cache, 1),
         readers,
@@ -85,7 +79,9 @@ fn a_result_takes_the_place_of_what_was_held_and_is_told_once() {
     assert!(matches!(lookups.take_result("r", 7), LookupResult::Hit(2)));
     assert!(matches!(lookups.take_result("r", 7), LookupResult::Unknown));
     let grant = lookups.grant("r", &scope(), 1, 0, &HASHES, 0..2);
-    assert_eq!(grant, Some(vec![0]));
+    let grant = grant.unwrap();
+    let groups: Vec<_> = grant.iter().map(|row| row.object_group_id()).collect();
+    assert_eq!(groups, [0]);
     let other = lookups.grant("r", &scope(), 1, 1, &HASHES, 0..2);
     assert!(other.is_none(), "another layout's");
     assert_eq!(lookups.end("r", 7).len(), 1);

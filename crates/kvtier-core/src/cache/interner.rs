@@ -1,16 +1,24 @@
-//! Things with small numbers.
+//! Interned values: each has a small number.
 
 use hashbrown::HashTable;
 
-/// Things with small numbers, which are reused once a thing is forgotten.
+/// Bytes of the two counters of an `Arc`.
+pub(super) const SHARED_COUNTERS: usize = 2 * size_of::<usize>();
+
+/// Heap bytes of a shared name: the text and its counters.
+pub(super) fn name_bytes(name: &str) -> usize {
+    name.len() + SHARED_COUNTERS
+}
+
+/// Table from values to small numbers. The number of a removed value is reused.
 #[derive(Debug)]
-pub(super) struct Numbered<T> {
+pub(super) struct Interner<T> {
     pub(super) entries: Vec<Option<T>>,
     free: Vec<u32>,
     table: HashTable<u32>,
 }
 
-impl<T> Default for Numbered<T> {
+impl<T> Default for Interner<T> {
     fn default() -> Self {
         Self {
             entries: Vec::new(),
@@ -20,10 +28,10 @@ impl<T> Default for Numbered<T> {
     }
 }
 
-impl<T> Numbered<T> {
-    pub(super) fn find(&self, hash: u64, mut is_it: impl FnMut(&T) -> bool) -> Option<u32> {
+impl<T> Interner<T> {
+    pub(super) fn find(&self, hash: u64, mut matches: impl FnMut(&T) -> bool) -> Option<u32> {
         self.table
-            .find(hash, |&number| self.get(number).is_some_and(&mut is_it))
+            .find(hash, |&number| self.get(number).is_some_and(&mut matches))
             .copied()
     }
 
@@ -35,11 +43,11 @@ impl<T> Numbered<T> {
         self.entries.get_mut(number as usize)?.as_mut()
     }
 
-    pub(super) fn insert(&mut self, hash: u64, thing: T, rehash: impl Fn(&T) -> u64) -> u32 {
+    pub(super) fn insert(&mut self, hash: u64, value: T, rehash: impl Fn(&T) -> u64) -> u32 {
         let number = self.free.pop().unwrap_or(self.entries.len() as u32);
         match self.entries.get_mut(number as usize) {
-            Some(entry) => *entry = Some(thing),
-            None => self.entries.push(Some(thing)),
+            Some(entry) => *entry = Some(value),
+            None => self.entries.push(Some(value)),
         }
         let entries = &self.entries;
         self.table.insert_unique(hash, number, |&other| {

@@ -1,22 +1,22 @@
-//! Which parts of an arena are taken: best fit, with all bookkeeping outside the arena.
+//! Free and taken extents of an arena: best fit, with all bookkeeping outside the arena.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::extent::Extent;
+use crate::{Extent, Piece};
 
 /// Alignment of extents unless stated otherwise, in bytes (as LMCache 0.5.6 aligns).
 pub const DEFAULT_ALIGNMENT: u64 = 4096;
 
-/// Most units an allocator can count: one bit of 32 says whether an extent is taken.
+/// Most units that can be counted: one bit of 32 marks an extent as taken.
 const MAX_UNITS: u32 = u32::MAX >> 1;
 
-/// A capacity or alignment that cannot be.
+/// An invalid capacity or alignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum GeometryError {
-    /// The alignment is no power of two.
+    /// The alignment is not a power of two.
     #[error("alignment {alignment} is not a power of two")]
     Alignment {
-        /// Bytes asked for.
+        /// Bytes requested.
         alignment: u64,
     },
     /// The capacity holds no unit of the alignment, or more than can be counted.
@@ -25,23 +25,25 @@ pub enum GeometryError {
         u32::MAX
     )]
     Capacity {
-        /// Bytes asked for.
+        /// Bytes requested.
         capacity: u64,
-        /// Bytes of a unit.
+        /// Bytes per unit.
         alignment: u64,
     },
 }
 
-/// Why an extent could not be had.
+/// Why an extent could not be allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum AllocateError {
-    /// Zero bytes were asked for: a mistake of the caller.
-    #[error("an extent of 0 bytes was asked for")]
+    /// Zero bytes were requested: a mistake of the caller.
+    #[error("an extent of 0 bytes was requested")]
     ZeroBytes,
-    /// No free extent is that large.
-    #[error("no extent of {bytes} bytes is free: {free} are, {largest_free} in one piece")]
+    /// No free extent is large enough.
+    #[error(
+        "no free extent of {bytes} bytes: {free} bytes are free, at most {largest_free} in one piece"
+    )]
     NoSpace {
-        /// Bytes asked for.
+        /// Bytes requested.
         bytes: u64,
         /// Bytes free.
         free: u64,
@@ -50,18 +52,18 @@ pub enum AllocateError {
     },
 }
 
-/// An extent was given back that is not (or no longer) taken. Nothing changed.
+/// An extent was freed that is not (or no longer) taken. Nothing changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{} bytes at offset {} were given back but are not taken", extent.len, extent.offset)]
+#[error("{} bytes at offset {} were freed but are not taken", extent.len, extent.offset)]
 pub struct FreeError {
-    /// What was given back.
+    /// The extent passed to `free`.
     pub extent: Extent,
 }
 
-/// What an allocator holds. Byte counts are of whole units, so `used + free == capacity`.
+/// Counts of [`FreeExtents`]. Byte counts are of whole units, so `used + free == capacity`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AllocatorStats {
-    /// Bytes there are.
+    /// Bytes in all.
     pub capacity: u64,
     /// Bytes taken.
     pub used: u64,
@@ -75,25 +77,16 @@ pub struct AllocatorStats {
     pub free_extents: usize,
 }
 
-/// A piece of the arena, taken or free.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Piece {
-    /// Where it is, in whole units.
-    pub extent: Extent,
-    /// The owner that [`ExtentAllocator::allocate_for`] was given; `None` while the piece is free.
-    pub owner: Option<u32>,
-}
-
-/// Hands out extents of an arena: the smallest free one that fits, the lowest of those.
+/// Allocator of an arena's extents: the smallest free one that fits, the lowest of those.
 ///
 /// All operations take O(log n) in the number of extents and never rebuild a table, so none is
 /// much slower than the others. Offsets and sizes are counted in units of the alignment, in
 /// 31 bits: 8 TiB at the default 4096 bytes.
 #[derive(Debug)]
-pub struct ExtentAllocator {
+pub struct FreeExtents {
     /// log2 of the alignment.
     shift: u32,
-    /// Units there are.
+    /// Units in all.
     capacity: u32,
     /// Units taken.
     used: u32,
@@ -135,7 +128,7 @@ impl Block {
     }
 }
 
-impl ExtentAllocator {
+impl FreeExtents {
     /// An allocator over `capacity` bytes, aligned to [`DEFAULT_ALIGNMENT`].
     ///
     /// # Errors
@@ -169,8 +162,8 @@ impl ExtentAllocator {
         })
     }
 
-    /// Takes an extent of `bytes` bytes. Its length is `bytes`; what it takes is that rounded up
-    /// to the alignment.
+    /// Allocates an extent of `bytes` bytes. Its length is `bytes`; it takes that rounded up to the
+    /// alignment.
     ///
     /// # Errors
     /// See [`AllocateError`].
@@ -178,7 +171,7 @@ impl ExtentAllocator {
         self.allocate_for(bytes, 0)
     }
 
-    /// [`allocate`](Self::allocate) for an owner that [`pieces_up`](Self::pieces_up) names. The number is the caller's own.
+    /// [`allocate`](Self::allocate) for an owner that [`pieces_up`](Self::pieces_up) reports. The caller chooses the number.
     ///
     /// # Errors
     /// See [`AllocateError`].
@@ -207,10 +200,10 @@ impl ExtentAllocator {
         Ok(Extent::new(self.bytes(offset), bytes))
     }
 
-    /// Gives back an extent, exactly as [`allocate`](Self::allocate) gave it out.
+    /// Frees an extent returned by [`allocate`](Self::allocate).
     ///
     /// # Errors
-    /// [`FreeError`] if no such extent is taken: given back twice, never given out, or changed.
+    /// [`FreeError`]: double free, unknown or modified extent.
     pub fn free(&mut self, extent: Extent) -> Result<(), FreeError> {
         let error = FreeError { extent };
         let offset = self.unit_of(extent.offset).ok_or(error)?;
@@ -261,7 +254,7 @@ impl ExtentAllocator {
         }
     }
 
-    /// Bytes there are.
+    /// Bytes in all.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.bytes(self.capacity)
@@ -304,10 +297,10 @@ impl ExtentAllocator {
         }
     }
 
-    /// Checks everything that must always hold; the error names what does not. O(n).
+    /// Checks all invariants. O(n).
     ///
     /// # Errors
-    /// The invariant that is broken, which is a bug here.
+    /// The first invariant that is broken, which is a bug here.
     pub fn check_invariants(&self) -> Result<(), &'static str> {
         let (mut expected, mut used, mut free) = (0, 0, 0);
         let mut last_free = false;

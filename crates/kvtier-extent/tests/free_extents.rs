@@ -1,34 +1,34 @@
-//! The allocator against a model: one flag a unit.
+//! [`FreeExtents`] against a model: one flag per unit.
 
-use kvtier_memory::{AllocateError, Extent, ExtentAllocator, GeometryError};
+use kvtier_extent::{AllocateError, Extent, FreeExtents, GeometryError};
 use proptest::prelude::*;
 
 #[test]
 fn geometry_is_checked() {
     assert!(matches!(
-        ExtentAllocator::with_alignment(1 << 20, 3000),
+        FreeExtents::with_alignment(1 << 20, 3000),
         Err(GeometryError::Alignment { alignment: 3000 })
     ));
     assert!(matches!(
-        ExtentAllocator::with_alignment(1 << 20, 0),
+        FreeExtents::with_alignment(1 << 20, 0),
         Err(GeometryError::Alignment { .. })
     ));
-    assert!(ExtentAllocator::new(4095).is_err());
-    assert!(ExtentAllocator::with_alignment(u64::MAX, 64).is_err());
-    assert!(ExtentAllocator::new(8 << 40).is_err());
-    let most = ExtentAllocator::new((8 << 40) - 4096).unwrap();
+    assert!(FreeExtents::new(4095).is_err());
+    assert!(FreeExtents::with_alignment(u64::MAX, 64).is_err());
+    assert!(FreeExtents::new(8 << 40).is_err());
+    let most = FreeExtents::new((8 << 40) - 4096).unwrap();
     assert_eq!(most.largest_free(), (8 << 40) - 4096);
     // A tail smaller than a unit is left unused.
-    assert_eq!(ExtentAllocator::new(10_000).unwrap().capacity(), 8192);
+    assert_eq!(FreeExtents::new(10_000).unwrap().capacity(), 8192);
 }
 
 #[test]
 fn pieces_tile_the_arena_and_name_their_owners() {
-    let mut allocator = ExtentAllocator::new(10 * 4096).unwrap();
+    let mut allocator = FreeExtents::new(10 * 4096).unwrap();
     let taken = [7, 8, 9].map(|owner| allocator.allocate_for(2 * 4096 - 1, owner).unwrap());
     allocator.free(taken[1]).unwrap();
     let unit = |offset: u64, owner| (offset * 4096, owner);
-    let owners = |pieces: Vec<kvtier_memory::Piece>| -> Vec<_> {
+    let owners = |pieces: Vec<kvtier_extent::Piece>| -> Vec<_> {
         let owners = pieces.into_iter();
         owners
             .map(|piece| (piece.extent.offset, piece.owner))
@@ -55,7 +55,7 @@ fn pieces_tile_the_arena_and_name_their_owners() {
 
 #[test]
 fn takes_the_smallest_that_fits_and_joins_neighbours() {
-    let mut allocator = ExtentAllocator::new(100 * 4096).unwrap();
+    let mut allocator = FreeExtents::new(100 * 4096).unwrap();
     let all: Vec<Extent> = [10, 1, 5, 1, 7, 1]
         .iter()
         .map(|units| allocator.allocate(units * 4096).unwrap())
@@ -81,7 +81,7 @@ fn takes_the_smallest_that_fits_and_joins_neighbours() {
 
 #[test]
 fn refusals_change_nothing() {
-    let mut allocator = ExtentAllocator::new(8 * 4096).unwrap();
+    let mut allocator = FreeExtents::new(8 * 4096).unwrap();
     assert_eq!(allocator.allocate(0), Err(AllocateError::ZeroBytes));
     let one = allocator.allocate(3 * 4096).unwrap();
     let before = allocator.stats();
@@ -148,7 +148,7 @@ proptest! {
     ) {
         let unit = 1_u64 << shift;
         let mut allocator =
-            ExtentAllocator::with_alignment(units as u64 * unit, unit).unwrap();
+            FreeExtents::with_alignment(units as u64 * unit, unit).unwrap();
         let mut flags = vec![false; units];
         let mut live: Vec<Extent> = Vec::new();
         let mut dead: Vec<Extent> = Vec::new();

@@ -3,7 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvtier_memory::{Extent, ExtentAllocator};
+use kvtier_extent::{Extent, FreeExtents};
 
 struct Counting;
 
@@ -32,7 +32,7 @@ fn less_than_60_bytes_an_extent() {
     const COUNT: usize = 200_000;
     let mut extents: Vec<Extent> = Vec::with_capacity(COUNT);
     let before = HELD.load(Ordering::Relaxed);
-    let mut allocator = ExtentAllocator::new(COUNT as u64 * 4096).unwrap();
+    let mut allocator = FreeExtents::new(COUNT as u64 * 4096).unwrap();
     for _ in 0..COUNT {
         extents.push(allocator.allocate(4096).unwrap());
     }

@@ -1,29 +1,13 @@
-//! The cache's view of memory: opaque byte ranges from an allocator it drives.
+//! The cache's view of memory: byte ranges from an allocator.
 
-/// A range of bytes in the arena; the cache never looks inside.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Extent {
-    /// Bytes from the start of the arena.
-    pub offset: u64,
-    /// Bytes of the object, without rounding; [`ExtentAllocator::footprint`] has what it takes.
-    pub len: u64,
-}
+use kvtier_extent::{Extent, Piece};
 
-/// A range of the arena that is free, or taken by one object. Rounding is included, so pieces adjoin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// Where it is.
-    pub extent: Extent,
-    /// The owner that its `allocate` was given; `None` while it is free.
-    pub owner: Option<u32>,
-}
-
-/// Free space of a part of the arena, in bytes, rounding included.
+/// Free space of one part of the arena, in bytes, rounding included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FreeSpace {
     /// Size of the part.
     pub capacity_bytes: u64,
-    /// Free in all.
+    /// Free bytes in all.
     pub free_bytes: u64,
     /// Largest free extent: a larger object needs evictions, however much is free in all.
     pub largest_free_bytes: u64,
@@ -31,25 +15,25 @@ pub struct FreeSpace {
     pub free_extents: u64,
 }
 
-/// Where objects' bytes come from. Called under the cache's lock, so it must be quick and must not call back.
+/// Allocator of memory for objects. Called under the cache's lock, so it must be quick and must not call back.
 ///
-/// Obligations of the implementer: extents handed out never overlap; `allocate` returns an extent whose `len` is
-/// exactly what was asked; `used` never exceeds `capacity`; a failed `allocate` changes nothing. Where objects have
-/// addresses, `allocate` fails only if no free piece is as large. Obligations of the caller: `bytes` is at least 1, and
-/// each extent is freed exactly once. `owner` is the caller's number for what will be there.
+/// The implementer guarantees: allocated extents never overlap; the `len` of an extent is exactly the `bytes` requested;
+/// `used` never exceeds `capacity`; a failed `allocate` changes nothing; where objects have addresses, `allocate` fails
+/// only if no free piece is large enough. The caller guarantees: `bytes` is at least 1, and each extent is freed exactly
+/// once. `owner` is the caller's number for the object.
 pub trait ExtentAllocator: Send {
     /// An extent of `bytes` bytes, or `None` when no free range is large enough.
     fn allocate(&mut self, bytes: u64, owner: u32) -> Option<Extent>;
 
-    /// The same where memory has parts: an extent in this part, or elsewhere if much is free there. `None` also where
-    /// something should leave this part first; [`ExtentAllocator::allocate`] may then give one all the same. Without
+    /// [`allocate`](Self::allocate) where memory has parts: an extent in this part, or elsewhere if much is free there.
+    /// Returns `None` also if objects of this part should be evicted first; `allocate` may succeed even then. Without
     /// parts there is no difference.
     fn allocate_near(&mut self, bytes: u64, part: u32, owner: u32) -> Option<Extent> {
         let _ = part;
         self.allocate(bytes, owner)
     }
 
-    /// Takes back an extent.
+    /// Frees an extent.
     fn free(&mut self, extent: Extent);
 
     /// Bytes that an extent of `bytes` bytes takes, rounding included: `used` grows by them.
@@ -57,10 +41,10 @@ pub trait ExtentAllocator: Send {
         bytes
     }
 
-    /// All the bytes there are.
+    /// Bytes in all.
     fn capacity(&self) -> u64;
 
-    /// Bytes of the largest extent there can be: where memory has parts, an object lies in one of them.
+    /// Bytes of the largest possible extent: where memory has parts, an object lies in one of them.
     fn largest(&self) -> u64 {
         self.capacity()
     }
@@ -73,14 +57,14 @@ pub trait ExtentAllocator: Send {
         false
     }
 
-    /// Visits the pieces that begin at `from` or later, upwards, to the end of the part in which `from` is, until `visit`
-    /// returns false.
+    /// Visits the pieces that begin at `from` or later, upwards, to the end of the part that contains `from`, until
+    /// `visit` returns false.
     fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
         let _ = (from, visit);
     }
 
-    /// Visits the pieces that begin before `from`, downwards, to the start of the part in which `from` is, until `visit`
-    /// returns false.
+    /// Visits the pieces that begin before `from`, downwards, to the start of the part that contains `from`, until
+    /// `visit` returns false.
     fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
         let _ = (from, visit);
     }
