@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What something costs those who do not need it: a server with it and one without, in turn.
+"""Cost of a feature for requests that do not need it: a server with it and one without, in turn.
 
     benches/beside.py stalled|fs|adopt|tenants [--rounds 3] [--out benches/runs/DATE] [--files 1000000]
 
-stalled   lookups that L1 answers whole, beside a tier that never answers
-fs        lookups of 4096 chunks, all in L1, beside a tier of files
-adopt     lookups that L1 answers whole, while the server adopts that many files that were there before it
-tenants   stores of 100 000 tenants: LRU without quotas, and IsolatedLRU with a quota for each
+stalled   lookups that L1 answers whole, with a tier that never answers
+fs        lookups of 4096 chunks, all in L1, with a tier of files
+adopt     lookups that L1 answers whole, while the server adopts this number of existing files
+tenants   stores of 100 000 tenants: LRU without quotas, and IsolatedLRU with one quota per tenant
 
 Needs `cargo build --profile dist -p kvtier`, or KVTIER_BIN. Servers listen on loopback and end with this program.
 """
@@ -26,12 +26,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
 KVTIER = os.environ.get("KVTIER_BIN") or str(TARGET / "dist" / "kvtier")
-# The server without, and the one with.
+# The server without the feature, and the one with it.
 PORTS = [(17555, 17580), (17556, 17581)]
 
 
 def start(number, *flags):
-    """Start a server and wait for its first answer; the process and the seconds that took."""
+    """Starts a server and waits for its first answer; returns the process and the seconds."""
     port, http = PORTS[number]
     command = [
         KVTIER, "server", "--port", str(port), "--http-port", str(http), "--prometheus-port", str(http + 10),
@@ -49,7 +49,7 @@ def start(number, *flags):
 
 
 def stop(*processes):
-    """End servers in order."""
+    """Ends servers in order."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -57,7 +57,7 @@ def stop(*processes):
 
 
 def lookups(*flags):
-    """One run of lookups at both servers in turn."""
+    """Runs lookups at both servers in turn."""
     load = os.getloadavg()[0]
     command = [
         KVTIER, "bench", f"127.0.0.1:{PORTS[0][0]}", "--beside", f"127.0.0.1:{PORTS[1][0]}",
@@ -68,7 +68,7 @@ def lookups(*flags):
 
 
 def tell(run):
-    """One line a server."""
+    """Prints one line per server."""
     for row in run["rows"]:
         latency = {name: round(value, 1) for name, value in row["latency_us"].items() if name in ("p50", "p99", "p999")}
         facts = {name: round(value, 2) for name, value in row["facts"].items()}
@@ -76,12 +76,12 @@ def tell(run):
 
 
 def tier(**keys):
-    """Flags for one tier."""
+    """Returns the flags for one tier."""
     return ["--l2-adapter", json.dumps(keys)]
 
 
 def stalled():
-    """Beside a tier that never answers."""
+    """Lookups with a tier that never answers."""
     mock = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 10}
     servers = [start(0)[0], start(1, *tier(type="fault_inject", faults=[{"kind": "stall"}], inner=mock))[0]]
     run = lookups("--prompt-tokens", "32768", "--duration", "3s")
@@ -91,7 +91,7 @@ def stalled():
 
 
 def fs():
-    """4096 chunks of 16 tokens beside a tier of files."""
+    """Lookups of 4096 chunks of 16 tokens with a tier of files."""
     with tempfile.TemporaryDirectory() as directory:
         chunk = ["--chunk-size", "16"]
         servers = [start(0, *chunk)[0], start(1, *chunk, *tier(type="fs", base_path=directory))[0]]
@@ -102,7 +102,7 @@ def fs():
 
 
 def adopt(files):
-    """While a server adopts what was there before it: files of 4096 bytes, named as LMCache names them."""
+    """Lookups while a server adopts existing files of 4096 bytes, named as LMCache names them."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/tmp")) as directory:
         for number in range(files):
             with open(Path(directory) / f"some-model@0x01000000@{number:064x}.data", "wb") as file:
@@ -128,7 +128,7 @@ def adopt(files):
 
 
 def tenants(count=100_000, turns=5):
-    """Stores of many tenants at both servers by turns, five times each."""
+    """Stores of many tenants at both servers in turn, five times each."""
     servers = [start(0)[0], start(1, "--eviction-policy", "IsolatedLRU")[0]]
     http = http_client.HTTPConnection("127.0.0.1", PORTS[1][1], timeout=60)
     for number in range(count):
@@ -152,7 +152,7 @@ def tenants(count=100_000, turns=5):
 
 
 def main():
-    """Run the rounds and keep what they found."""
+    """Runs the rounds and keeps their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["stalled", "fs", "adopt", "tenants"])
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures LMCache's server and ours with the same load generator, by turns, on this machine.
+# Measures LMCache's server and kvtier with the same load generator, in turn, on this machine.
 # See benches/README.md.
 set -euo pipefail
 
@@ -29,7 +29,7 @@ peer=("$peer_program" server --host 127.0.0.1 --port "$peer_port" --http-port "$
 ours=("$kvtier" server --host 127.0.0.1 --port "$our_port" --http-port "$((our_port + 100))"
   --l1-size-gb "$gib" --eviction-policy LRU --supported-transfer-mode auto --shm-name "${shm}_ours")
 
-# The one server that runs now; it is stopped by its id, whatever happens.
+# The one running server; it is always stopped by its id.
 server=
 stop_server() {
   [ -n "$server" ] || return 0
@@ -41,7 +41,7 @@ trap stop_server EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# measure NAME URL ROUND COMMAND... : start times, then the whole table, then memory for each object.
+# measure NAME URL ROUND COMMAND... : start times, then the whole table, then memory per object.
 measure() {
   local name=$1 url=$2 round=$3
   shift 3
@@ -51,12 +51,12 @@ measure() {
     --json "$out/$name-$round-start.json" -- "$@" >/dev/null
   "$@" >>"$log" 2>&1 &
   server=$!
-  # Its first answer, however long that takes.
+  # Its first answer, without a limit.
   until "$kvtier" ping --url "$url" --count 1 --timeout 120 >/dev/null 2>&1; do
     kill -0 "$server" 2>/dev/null || fail "$name ended before it answered; see $log"
     sleep 0.1
   done
-  # Pages behind the arena are put there by both servers; let that end before anything is measured.
+  # Both servers prefault the arena; measurements begin after that.
   sleep "${SETTLE:-5}"
   "$kvtier" bench "$url" --label "$name" --clear --json "$out/$name-$round-load.json" ${BENCH_ARGS:-} >/dev/null || bad=1
   "$kvtier" bench "$url" --label "$name" --clear --scenario memory --objects "$objects" --pid "$server" \
@@ -75,10 +75,10 @@ measure() {
 } >"$out/machine.txt"
 
 for round in $(seq "$rounds"); do
-  # Who is first alternates, so that neither always meets the quieter machine.
+  # The order alternates, so that neither server always meets the quieter machine.
   if [ $((round % 2)) -eq 1 ]; then order=(peer ours); else order=(ours peer); fi
-  for who in "${order[@]}"; do
-    case $who in
+  for side in "${order[@]}"; do
+    case $side in
       peer) measure lmcache "tcp://127.0.0.1:$peer_port" "$round" "${peer[@]}" ;;
       ours) measure kvtier "tcp://127.0.0.1:$our_port" "$round" "${ours[@]}" ;;
     esac

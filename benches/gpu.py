@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What only a GPU can show: a torch engine and our server as two processes, checked; then speed.
+"""Checks that only a GPU can show, with a torch engine and the server as two processes; then speed.
 
     benches/gpu.py [--out DIR] [--only NAME ...] [--fake-driver LIBRARY]
 
@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT / "tests" / "harness"), str(ROOT / "benches")]
 
 CHUNK = 64
 EVENT_TIMEOUT = 3
-# Tokens of a prompt, and of its front that a retrieve leaves out.
+# Tokens of a prompt, and of its front that a retrieve skips.
 PROMPT, SKIP = 3 * CHUNK, 32
 # A check that takes longer hangs.
 PATIENCE = 150
@@ -53,7 +53,7 @@ PATIENCE = 150
 
 
 class Engine:
-    """Pages behind the adapters."""
+    """An engine's pages and adapters."""
 
     def __init__(self, pages, url, memory, instance=None):
         from kvtier import SchedulerAdapter, WorkerAdapter
@@ -69,14 +69,14 @@ class Engine:
             raise
 
     def submit_store(self, name, prompt, blocks, event=None):
-        """Begin a store."""
+        """Begins a store."""
         from kvtier import LoadStoreOp
 
         op = LoadStoreOp(blocks, token_ids=prompt, start=0, end=len(prompt))
         self.worker.submit_store_request(name, op, event or self.memory.event())
 
     def stored(self, patience=40.0):
-        """Wait for all stores; whether none failed."""
+        """Waits for all stores. Whether none failed."""
         until = time.monotonic() + patience
         while self.worker._storing:
             self.worker.get_finished(())
@@ -86,12 +86,12 @@ class Engine:
         return counters.failed_stores == 0 and counters.stores > 0
 
     def store(self, prompt, blocks, event=None):
-        """Store; whether it succeeded."""
+        """Stores. Whether it succeeded."""
         self.submit_store(f"store-{random.getrandbits(60)}", prompt, blocks, event)
         return self.stored()
 
     def retrieve(self, prompt, blocks, skip=0, patience=40.0):
-        """Look up and retrieve; whether all of it came."""
+        """Looks up and retrieves. Whether all chunks were loaded."""
         from kvtier import LoadStoreOp
 
         name, until = f"retrieve-{random.getrandbits(60)}", time.monotonic() + patience
@@ -109,7 +109,7 @@ class Engine:
         return not self.worker.get_block_ids_with_load_errors()
 
     def round_trip(self, ids="random", skip=SKIP):
-        """Store blocks, overwrite everything, retrieve into others; every byte of the pages must be as it should."""
+        """Stores blocks, overwrites everything, retrieves into others; every byte of the pages must be right."""
         stored, written = choose(ids)
         source, other, prompt = self.pages.noise(1), self.pages.noise(2), tokens()
         self.pages.write(source)
@@ -122,18 +122,18 @@ class Engine:
         assert same(self.pages.read(), expected), "wrong bytes in the pages"
 
     def close(self):
-        """Unregister."""
+        """Unregisters."""
         self.worker.shutdown()
         self.scheduler.shutdown()
 
 
 def tokens():
-    """A prompt that is new."""
+    """Returns a new prompt."""
     return [random.randrange(1 << 17) for _ in range(PROMPT)]
 
 
 def choose(ids):
-    """Blocks to store, and others to retrieve into. Block 0 is the null block."""
+    """Returns blocks to store, and others to retrieve into. Block 0 is the null block."""
     from gpu_pages import BLOCKS
 
     count, blocks = PROMPT // 16, list(range(1, BLOCKS))
@@ -148,7 +148,7 @@ def same(one, other):
 
 
 class Place:
-    """What a check has: memory, and the server."""
+    """Context of a check: memory, and the server."""
 
     def __init__(self, arguments):
         import gpu_pages
@@ -158,26 +158,26 @@ class Place:
         self.url, self.http, self.fake_driver = arguments.url, arguments.http, arguments.fake_driver
 
     def pages(self, *arguments):
-        """Pages in some layout."""
+        """Returns pages in a layout."""
         return self.module.Pages(self.memory, *arguments)
 
     def engine(self, pages=None, instance=None):
-        """A registered engine."""
+        """Returns a registered engine."""
         return Engine(pages or self.pages(), self.url, self.memory, instance)
 
     def only_torch(self, why):
-        """The check says nothing without PyTorch."""
+        """Skips the check without PyTorch."""
         if self.memory.name != "torch":
             raise self.module.NotHere(why)
 
     def open_allocations(self):
-        """How many the server has open."""
+        """Returns the number of allocations that the server has open."""
         with urllib.request.urlopen(self.http + "/status", timeout=10) as answer:
             status = json.load(answer)
         return sum((gpu["state"] or {}).get("open_allocations", 0) for gpu in find(status, "gpus"))
 
     def soon(self, ask, what, patience=20.0):
-        """Wait until something is so."""
+        """Waits until the condition holds."""
         until = time.monotonic() + patience
         while not ask():
             assert time.monotonic() < until, what
@@ -185,7 +185,7 @@ class Place:
 
 
 def find(status, name):
-    """The value of a name wherever it is."""
+    """Returns the value of a name at any depth."""
     if isinstance(status, dict):
         for key, value in status.items():
             if key == name:
@@ -199,7 +199,7 @@ def find(status, name):
 
 
 def layout(name):
-    """Store and retrieve in a layout, byte by byte, padding too."""
+    """A store and a retrieve in a layout are right byte by byte, padding too."""
 
     def check(place):
         for dtype in place.module.SIZES:
@@ -214,7 +214,7 @@ def layout(name):
 
 
 def ordering(place):
-    """A store behind an event reads nothing before the work in front of the event is done."""
+    """A store with an event reads nothing before the work in front of the event is done."""
     engine, (stored, written), prompt = place.engine(), choose("random"), tokens()
     noise = engine.pages.noise(3)
     engine.pages.write(engine.pages.noise(4))
@@ -235,7 +235,7 @@ def ordering(place):
 
 
 def stuck_event(place):
-    """An event that does not complete in time fails its store and holds up nobody else."""
+    """An event that does not complete in time fails its store and blocks no other transfer."""
     stuck, other = place.engine(), place.engine()
     event = place.memory.behind_a_long_kernel(stuck.pages.storages[0], stuck.pages.noise(6)[0], 3.0 * EVENT_TIMEOUT)
     began = time.monotonic()
@@ -280,7 +280,7 @@ def handles(place):
 
 
 def refusals(place):
-    """What cannot be opened is refused with a reason, and leaves nothing open."""
+    """A handle that cannot be opened is refused with a reason, and leaves nothing open."""
     import kvtier.tensors
     from kvtier import KvTierError
 
@@ -353,7 +353,7 @@ def memory_returns(place):
 
 
 def ref_counter(place):
-    """The server counts down what it has open; PyTorch keeps it until then, and frees it after."""
+    """The server decrements the counters of opened memory; PyTorch keeps it until then, and frees it afterwards."""
     engine = place.engine()
     if place.memory.name != "torch":
         counters = [storage.counter for storage in engine.pages.storages]
@@ -375,14 +375,14 @@ def ref_counter(place):
         torch.cuda.ipc_collect()
         return torch.cuda.memory_allocated() < before
 
-    place.soon(freed, "PyTorch keeps memory that nobody has open")
+    place.soon(freed, "PyTorch keeps memory that no process has open")
 
 
 def killed_engine(place):
-    """An engine killed amid a store costs only itself; its successor has its number."""
+    """An engine killed during a store affects only itself; its successor has its id."""
     bystander = place.engine()
     for event in ("stuck", "none"):
-        # Its number is free when it has been gone for a while, or is taken over.
+        # Its id is free after the reap timeout, or is taken over.
         number = random.getrandbits(60)
         victim = subprocess.Popen(
             [sys.executable, __file__, "--child", f"victim-{event}-{number}", "--url", place.url, "--http", place.http,
@@ -405,7 +405,7 @@ def killed_engine(place):
 
 
 def victim(place, event, number):
-    """Has stores under way until it is killed."""
+    """Keeps stores in flight until it is killed."""
     engine = place.engine(instance=number)
     behind = None
     if event == "stuck":
@@ -418,7 +418,7 @@ def victim(place, event, number):
 
 
 def expandable(place):
-    """Segments of PyTorch that grow are opened, too."""
+    """Expandable segments of PyTorch are opened too."""
     place.only_torch("only PyTorch has such segments")
     share = place.memory.allocate(64 << 20).bytes.untyped_storage()._share_cuda_()
     assert share[1][1:2] == b"e", "this PyTorch did not make an expandable segment"
@@ -437,7 +437,7 @@ CHECKS = {
 
 
 def child(arguments):
-    """One check, in this process."""
+    """Runs one check in this process."""
     from gpu_pages import NotHere, remove_counters
 
     place = Place(arguments)
@@ -452,7 +452,7 @@ def child(arguments):
         print("PASS")
     sys.stdout.flush()
     remove_counters(os.getpid())
-    # Threads and pages that are left must not keep the process.
+    # Remaining threads and pages must not keep the process alive.
     os._exit(0)
 
 
@@ -460,7 +460,7 @@ def child(arguments):
 
 
 def run_check(name, server, arguments):
-    """(PASS, FAIL or SKIP; why; seconds; output)"""
+    """Returns (PASS, FAIL or SKIP; reason; seconds; output)."""
     import gpu_pages
 
     command = [sys.executable, __file__, "--child", name, "--url", server.url, "--http", server.http]
@@ -490,7 +490,7 @@ def run_check(name, server, arguments):
 
 
 def speed(arguments, out):
-    """(PASS, FAIL or SKIP; why; output): the example measures; figures not reached are told, no failure."""
+    """Measures with the example; returns (PASS, FAIL or SKIP; reason; output). Missed goals are reported and no failure."""
     target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
     program = os.environ.get("KVTIER_GPU_EXAMPLE") or target / "dist" / "examples" / "gpu"
     if not os.access(program, os.X_OK):
@@ -509,7 +509,7 @@ def speed(arguments, out):
 
 
 def machine(arguments):
-    """What this was run on."""
+    """Returns a description of the machine."""
     facts = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(), "host": platform.platform(),
              "cpus": os.cpu_count(), "python": platform.python_version(), "fake_driver": bool(arguments.fake_driver)}  # fmt: skip
     if not arguments.fake_driver:
@@ -526,10 +526,10 @@ def machine(arguments):
 
 
 def everything(arguments):
-    """All checks, then speed; the exit status."""
+    """Runs all checks, then speed; returns the exit status."""
     from kvrig.server import Server, our_command
 
-    # Whoever ends this ends the server, too.
+    # A signal that ends this program ends the server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     day = datetime.date.today().isoformat()
     out = Path(arguments.out or ROOT / "benches" / "runs" / day / "gpu")
@@ -551,7 +551,7 @@ def everything(arguments):
             if server.process.poll() is not None:
                 tell("server", "FAIL", f"it ended with {server.process.returncode}: server.log")
             if results[-1]["verdict"] == "FAIL":
-                # What it left must not fail others.
+                # Its remains must not fail other checks.
                 server.kill()
                 server.start()
         if server.process.poll() is None:
@@ -575,7 +575,7 @@ def everything(arguments):
 
 
 def main():
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     parser.add_argument("--out", metavar="DIR", help="where results go [default: benches/runs/<date>/gpu]")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="NAME", help="only these checks, no speed")

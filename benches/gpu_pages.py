@@ -17,11 +17,11 @@ SIZES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class NotHere(Exception):
-    """A check cannot be made with this kind of pages."""
+    """Raised by a check that this kind of pages cannot run."""
 
 
 class Torch:
-    """Pages of PyTorch."""
+    """Memory of PyTorch."""
 
     name = "torch"
 
@@ -33,11 +33,11 @@ class Torch:
         self.stream = torch.cuda.Stream()
 
     def allocate(self, count):
-        """So many bytes."""
+        """Allocates a storage of this size."""
         return TorchStorage(self.torch, count)
 
     def event(self, stream=None):
-        """An event behind what was done so far, or behind what is on a stream."""
+        """Records an event after all work so far, or after the work on a stream."""
         event = self.torch.cuda.Event(interprocess=True)
         if stream is None:
             self.torch.cuda.synchronize()
@@ -45,8 +45,8 @@ class Torch:
         return event
 
     def behind_a_long_kernel(self, storage, noise, seconds):
-        """Have the bytes written behind a kernel that takes so long; the event behind that."""
-        # Kept, so that nobody else is given this memory before it was read.
+        """Writes the bytes after a kernel of this duration; returns the event after that."""
+        # Kept, so that this memory is not reused before it was read.
         self.kept = new = self.torch.from_numpy(noise).cuda()
         self.torch.cuda.synchronize()
         with self.torch.cuda.stream(self.stream):
@@ -56,47 +56,47 @@ class Torch:
         return self.event(self.stream)
 
     def go_on(self):
-        """The long kernel ends by itself."""
+        """Does nothing: the long kernel ends by itself."""
 
     def used(self):
-        """Bytes of the GPU that are in use, by whomever."""
+        """Returns the bytes of the GPU in use by all processes."""
         free, total = self.torch.cuda.mem_get_info()
         return total - free
 
     def collect(self):
-        """Give back what nobody uses."""
+        """Frees cached memory."""
         self.torch.cuda.ipc_collect()
         self.torch.cuda.empty_cache()
 
 
 class TorchStorage:
-    """One storage."""
+    """A storage of PyTorch."""
 
     def __init__(self, torch, count):
         self.torch, self.bytes = torch, torch.zeros(count, dtype=torch.uint8, device="cuda")
 
     def tensor(self, dtype, shape, stride, offset):
-        """A view into it."""
+        """Returns a view into it."""
         tensor = self.torch.empty(0, dtype=getattr(self.torch, dtype), device="cuda")
         return tensor.set_(self.bytes.untyped_storage(), offset, tuple(shape), tuple(stride))
 
     def read(self):
-        """All bytes."""
+        """Returns all bytes."""
         self.torch.cuda.synchronize()
         return self.bytes.cpu().numpy()
 
     def write(self, noise):
-        """All bytes."""
+        """Writes all bytes."""
         self.bytes.copy_(self.torch.from_numpy(noise))
         self.torch.cuda.synchronize()
 
     def free(self):
-        """Give it up."""
+        """Frees it."""
         self.bytes = None
 
 
 class Driver:
-    """Pages of the driver's own."""
+    """Memory of the driver, without PyTorch."""
 
     name = "driver"
 
@@ -132,11 +132,11 @@ class Driver:
         assert self.lib.fake_driver_script(text.encode()) == 0, text
 
     def allocate(self, count):
-        """So many bytes."""
+        """Allocates a storage of this size."""
         return DriverStorage(self, count)
 
     def event(self, stream=None):
-        """An event behind what was done so far, or behind what is on a stream."""
+        """Records an event after all work so far, or after the work on a stream."""
         event = ctypes.c_void_p()
         self("cuEventCreate", ctypes.byref(event), 2 | 4)
         self("cuEventRecord", event, stream or self.streams[0])
@@ -147,10 +147,10 @@ class Driver:
         )
 
     def behind_a_long_kernel(self, storage, noise, seconds):
-        """Have the bytes written behind work that does not get on; the event behind that."""
+        """Writes the bytes after stalled work; returns the event after that."""
         del seconds
         self.script("hold h2d")
-        # Of memory that is not pinned a copy would wait here.
+        # A copy of unpinned memory would wait here.
         self("cuMemHostRegister_v2", noise.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(noise.nbytes), 0)
         self.kept.append(noise)
         self("cuMemcpyHtoDAsync_v2", storage.base, noise.ctypes.data_as(ctypes.c_void_p),
@@ -158,7 +158,7 @@ class Driver:
         return self.event(self.streams[1])
 
     def go_on(self):
-        """The work gets on."""
+        """Lets the stalled work continue."""
         self.script("release")
 
     def used(self):
@@ -166,11 +166,11 @@ class Driver:
         raise NotHere("the fake driver counts the memory of each process by itself")
 
     def collect(self):
-        """Nothing is kept."""
+        """Does nothing: no memory is cached."""
 
 
 class DriverStorage:
-    """One allocation, as a storage."""
+    """An allocation, as a storage."""
 
     def __init__(self, driver, count):
         self.driver, self.count, self.base = driver, count, ctypes.c_uint64()
@@ -179,22 +179,22 @@ class DriverStorage:
         handle = (ctypes.c_ubyte * 64)()
         driver("cuIpcGetMemHandle", handle, self.base)
         self.handle = bytes(handle)
-        # One counter behind a header, as PyTorch keeps them: one process has the storage open.
+        # One counter after a header, as PyTorch has them: one process has the storage open.
         self.file = Path(f"/dev/shm/torch_{os.getpid()}_gpu{next(_numbers)}")
         self.file.write_bytes(bytes(COUNTER_HEADER) + struct.pack("=q", 1))
         atexit.register(self.file.unlink, missing_ok=True)
 
     def shared(self):
-        """As `kvtier.tensors.cuda_storage` describes one of PyTorch's."""
+        """Returns the description, in the form of `kvtier.tensors.cuda_storage`."""
         share = (0, b"\x03c" + self.handle, self.count, 0, f"/{self.file.name}".encode(), 0, b"", False)
         return {"share": share, "device_uuid": self.driver.uuid}
 
     def counter(self):
-        """How many have it open, as far as they say."""
+        """Returns the reference counter."""
         return struct.unpack_from("=q", self.file.read_bytes(), COUNTER_HEADER)[0]
 
     def tensor(self, dtype, shape, stride, offset):
-        """As much of a CUDA tensor as the adapter asks for."""
+        """Returns the used part of a CUDA tensor."""
         storage = SimpleNamespace(data_ptr=lambda: self.base.value, nbytes=lambda: self.count, shared=self.shared)
         return SimpleNamespace(
             is_cuda=True, device=SimpleNamespace(type="cuda"), dtype=f"torch.{dtype}", shape=tuple(shape),
@@ -202,23 +202,23 @@ class DriverStorage:
         )  # fmt: skip
 
     def read(self):
-        """All bytes."""
+        """Returns all bytes."""
         to = np.empty(self.count, np.uint8)
         self.driver("cuMemcpyDtoH_v2", to.ctypes.data_as(ctypes.c_void_p), self.base, ctypes.c_size_t(self.count))
         return to
 
     def write(self, noise):
-        """All bytes."""
+        """Writes all bytes."""
         self.driver("cuMemcpyHtoD_v2", self.base, noise.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(self.count))
 
     def free(self):
-        """Give it up."""
+        """Frees it."""
         self.driver("cuMemFree_v2", self.base)
         self.file.unlink()
 
 
 def remove_counters(pid):
-    """What a process that was killed left."""
+    """Removes the files of a killed process."""
     for file in Path("/dev/shm").glob(f"torch_{pid}_gpu*"):
         file.unlink()
 
@@ -229,11 +229,11 @@ LAYERS, BLOCKS, TOKENS, HEADS, SIZE = 3, 40, 16, 2, 64
 
 
 def contiguous(shape):
-    """Strides without gaps."""
+    """Returns strides without gaps."""
     return [*itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)][::-1]
 
 
-# Name -> shape of a layer, its block dimension, the hint, how the layers lie.
+# Name -> shape of a layer, its block dimension, the hint, the arrangement of layers.
 LAYOUTS = {
     "packed-nhd": ((BLOCKS, TOKENS, HEADS, 2 * SIZE), 0, "NHD", "one storage"),
     "packed-hnd": ((BLOCKS, HEADS, TOKENS, 2 * SIZE), 0, "HND", "one storage"),
@@ -250,14 +250,14 @@ LAYOUTS = {
 
 
 class Pages:
-    """Layers in some layout, and their bytes as numpy sees them."""
+    """Layers in a layout, and their bytes as numpy arrays."""
 
     def __init__(self, memory, layout="packed-nhd", dtype="bfloat16"):
         shape, self.axis, self.hint, lie = LAYOUTS[layout]
         size, stride = SIZES[dtype], contiguous(shape)
         elements = int(np.prod(shape))
         layers = 1 if lie == "one tensor" else LAYERS
-        # Of each layer: storage, and elements before it.
+        # Per layer: its storage, and the elements before it.
         places = [(number, 0) for number in range(layers)]
         if lie == "one storage":
             places = [(0, number * elements) for number in range(layers)]
@@ -277,35 +277,35 @@ class Pages:
         }
 
     def read(self):
-        """All bytes, padding too."""
+        """Returns all bytes, including padding."""
         return [storage.read() for storage in self.storages]
 
     def noise(self, seed):
-        """Random bytes for all storages."""
+        """Returns random bytes for all storages."""
         random = np.random.default_rng(seed)
         return [random.integers(0, 256, storage.nbytes, dtype=np.uint8) for storage in self.read()]
 
     def write(self, noise):
-        """All bytes, padding too."""
+        """Writes all bytes, including padding."""
         for storage, bytes_ in zip(self.storages, noise, strict=True):
             storage.write(bytes_)
 
     def blocks(self, noise):
-        """Views of all layers in bytes, blocks first, for each layer."""
+        """Returns views of each layer in bytes, blocks first."""
         for storage, size, shape, stride, offset in self.views:
             elements = noise[storage].view({1: np.uint8, 2: np.uint16}[size])
             view = np.lib.stride_tricks.as_strided(elements[offset:], shape, [size * step for step in stride])
             yield np.moveaxis(view, self.axis, 0)
 
     def moved(self, source, stored, target, written):
-        """What `target` is when blocks of `source` were copied into it."""
+        """Returns `target` after a copy of blocks from `source`."""
         result = [bytes_.copy() for bytes_ in target]
         for old, new in zip(self.blocks(source), self.blocks(result), strict=True):
             new[written] = old[stored]
         return result
 
     def free(self):
-        """Give all up."""
+        """Frees all memory."""
         self.tensors = {}
         for storage in self.storages:
             storage.free()

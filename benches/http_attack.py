@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What large bodies and idle connections on the HTTP port do to the server's memory and to health probes.
+"""Effect of large bodies and idle connections on the HTTP port on the server's memory and on health probes.
 
     benches/http_attack.py [--hold 30] [--json FILE]      # KVTIER_BIN or target/dist/kvtier
 
@@ -35,17 +35,17 @@ MIB = 1 << 20
 
 
 def head(method, path, length):
-    """A request without its body."""
+    """Returns a request without its body."""
     return f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n".encode()
 
 
 def padded(prefix, item, suffix, size):
-    """A body of about that size."""
+    """Returns a body of about this size."""
     return prefix + item * ((size - len(prefix) - len(suffix)) // len(item)) + suffix
 
 
 def exchange(port, parts, timeout=60):
-    """The status of the answer; 0 where the server closed the connection."""
+    """Returns the status of the answer; 0 if the server closed the connection."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout) as stream:
         with contextlib.suppress(OSError):
             for part in parts:
@@ -57,7 +57,7 @@ def exchange(port, parts, timeout=60):
 
 
 class Server:
-    """A server and what is known of it."""
+    """A server under attack."""
 
     def __init__(self):
         binary = os.environ.get("KVTIER_BIN", str(ROOT / "target/dist/kvtier"))
@@ -72,13 +72,13 @@ class Server:
         self.idle = self.anonymous()
 
     def probe(self):
-        """Seconds until a health probe is answered; None if it is refused."""
+        """Returns the seconds until a health probe is answered; None if it is refused."""
         began = time.monotonic()
         status = exchange(self.port, [head("GET", "/healthcheck", 0)])
         return time.monotonic() - began if status == 200 else None
 
     def anonymous(self):
-        """Bytes of private memory."""
+        """Returns the bytes of private memory."""
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
@@ -90,7 +90,7 @@ class Server:
 
 
 def watch(name, attack):
-    """Runs an attack; its figures."""
+    """Runs an attack; returns its figures."""
     server = Server()
     done = threading.Event()
     peak, probes, refused = [server.idle], [], [0]
@@ -139,7 +139,7 @@ def watch(name, attack):
 
 
 def at_once(requests):
-    """All of them from threads that begin together."""
+    """Runs all of them on threads that begin together."""
 
     def attack(port):
         answers, start = Counter(), threading.Barrier(len(requests))
@@ -159,7 +159,7 @@ def at_once(requests):
 
 
 def holding(parts, count, seconds):
-    """Connections that send these and then nothing."""
+    """Opens connections that send these bytes and then nothing."""
 
     def attack(port):
         answers, streams = Counter(), []
@@ -186,7 +186,7 @@ def holding(parts, count, seconds):
 
 
 def main():
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     parser.add_argument("--hold", type=float, default=30, help="seconds that bodies and connections are held")
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file too")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Idle connections to the request port: what they cost, and whether the disk tier and HTTP notice.
+"""Idle connections to the request port: their cost, and their effect on the disk tier and HTTP.
 
     benches/idle_connections.py KVTIER [CONNECTIONS] > benches/runs/DATE/idle-connections.json
 
@@ -28,7 +28,7 @@ IDLE_SECONDS = 60
 
 
 def hold(address, count):
-    """Opens connections, says so, and answers their heartbeats until stdin ends."""
+    """Opens connections, reports that, and answers their heartbeats until stdin ends."""
     poll, sockets = select.epoll(), {}
     for index in range(count):
         peer = socket.create_connection(address)
@@ -92,7 +92,7 @@ def anonymous_mib(pid):
 
 
 def measure(kvtier, endpoint, http, pid):
-    """One look at the server: at rest, its HTTP, and stores that go to the tier."""
+    """Measures the server: idle, its HTTP, and stores that go to the tier."""
     before, started = cpu_seconds(pid), time.monotonic()
     time.sleep(IDLE_SECONDS)
     idle = (cpu_seconds(pid) - before) / (time.monotonic() - started)
@@ -126,7 +126,7 @@ def main(kvtier, count):
             found = re.search(r"tcp://([\d.]+):(\d+).*?(http://[\d.]+:\d+)", log[-1])
         (host, port, http), pid = found.groups(), server.pid
         os.set_blocking(server.stderr.fileno(), False)
-        # Touching L1 takes its time once, and would be taken for the cost of being idle.
+        # Touching L1 costs time once, which would count as the cost of being idle.
         while (l1 := json.loads(get(http, "/status"))["storage_manager"]["l1_manager"]):
             if l1["prefaulted_bytes"] >= l1["memory_total_bytes"]:
                 break

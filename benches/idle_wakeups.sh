@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What an idle server does: system calls per second, and CPU seconds and wakeups of each thread.
+# Activity of an idle server: system calls per second, and CPU seconds and wakeups per thread.
 #
 #     benches/idle_wakeups.sh KVTIER [CONNECTIONS] [SECONDS] > benches/runs/DATE/idle-wakeups.txt
 #
-# CONNECTIONS (0) are opened by idle_connections.py: they finish the handshake, answer heartbeats and ask for nothing.
-# First SECONDS (60) without strace for CPU and wakeups, then as long with it.
+# CONNECTIONS (0) are opened by idle_connections.py: they finish the handshake, answer heartbeats and send no request.
+# First SECONDS (60) without strace for CPU and wakeups, then the same with it.
 set -eu
 kvtier=$1 connections=${2:-0} seconds=${3:-60}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -25,7 +25,7 @@ while [ "$left" -gt 0 ]; do
     exec {keep}>"$work/in$left"
     until grep -q ready "$work/out$left"; do sleep 0.5; done
 done
-# Past the handshakes, and the first heartbeats.
+# After the handshakes and the first heartbeats.
 sleep 35
 threads() {
     for task in /proc/$server/task/*; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Engines that start without a server: what that costs their start, and how soon they use a server that comes later.
+"""Engines that start without a server: the time of their start, and the time until they use a later server.
 
     PYTHONPATH=target/python ~/.cache/kvtier-e2e/venv/bin/python benches/late_server.py [--rounds 20]
         [--mode engine_driven|lmcache_driven] [--json FILE]
@@ -35,7 +35,7 @@ POLL_SECONDS = 0.001
 
 
 def main():
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--mode", choices=["engine_driven", "lmcache_driven"], default="engine_driven")
@@ -58,7 +58,7 @@ def main():
 
 
 def measure(directory, mode, number):
-    """Seconds of one round."""
+    """Runs one round; returns its seconds."""
     server = Server(our_command(), directory / "log", "both", chunk=CHUNK)
     began = time.monotonic()
     engine = Engine(server.url, mode=mode, heartbeat=DEFAULT_HEARTBEAT, wait_for_server=None)
@@ -85,7 +85,7 @@ def measure(directory, mode, number):
 
 
 def until(is_done):
-    """Poll, for a minute at most."""
+    """Polls for at most a minute."""
     end = time.monotonic() + 60
     while not is_done():
         assert time.monotonic() < end, "the server did not start"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the calls of an engine's step cost on the wall while the server answers nothing.
+"""Wall time of the calls of an engine's step while the server answers nothing.
 
     PYTHONPATH=target/python ~/.cache/kvtier-e2e/venv/bin/python benches/never_blocks.py [--outstanding 1000] [--rounds 20]
         [--mode engine_driven|lmcache_driven] [--json FILE]
@@ -32,7 +32,7 @@ CHUNK = 16
 
 
 def main():
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     parser.add_argument("--outstanding", type=int, default=1000, help="lookups, and stores, without an answer")
     parser.add_argument("--rounds", type=int, default=20)
@@ -66,7 +66,7 @@ def main():
 
 
 def measure(engine, outstanding, rounds):
-    """Microseconds of each call, by its name."""
+    """Returns the microseconds of each call, by its name."""
     scheduler, worker = engine.scheduler, engine.worker
     prompt = scheduler.prompt(tokens(4 * CHUNK, "path"))
     op = LoadStoreOp(list(range(1, 17)), None, None, 0, 4 * CHUNK, prompt)

@@ -9,19 +9,19 @@ from rig import Engine
 
 CHUNK = 16
 
-# Lines of the package reach pytest, not vLLM's handlers.
+# Log lines of the package go to pytest, not to vLLM's handlers.
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
 
 
 class Place:
-    """Makes servers and engines of one test, and ends them with it."""
+    """Factory of one test's servers and engines, which end with it."""
 
     def __init__(self, directory):
         self.directory, self.servers, self.engines = directory, [], []
         self.mode = "both"
 
     def server(self, mode=None, start=True, **options):
-        """A server, running unless ``start`` is false."""
+        """Returns a server, running unless ``start`` is false."""
         mode = mode or self.mode
         log = self.directory / f"server-{len(self.servers)}.log"
         server = Server(our_command(), log, mode, chunk=CHUNK, **options)
@@ -31,13 +31,13 @@ class Place:
         return server
 
     def engine(self, server, **options):
-        """An engine that is connected and registered."""
+        """Returns an engine that is connected and registered."""
         engine = Engine(server.url, **options)
         self.engines.append(engine)
         return engine
 
     def close(self):
-        """End all; servers must not have complained, nor left anything."""
+        """Ends all; servers must have logged no trouble and left no segment."""
         for engine in self.engines:
             engine.close()
         for server in self.servers:
@@ -65,8 +65,8 @@ def place(tmp_path):
 
 @pytest.fixture(params=["engine_driven", "pickle", "lmcache_driven"])
 def mode(request, place):
-    """How bytes travel; servers serve it."""
-    # Without a pool: a server that has one lends slots to readers until it has seen them send pickles.
+    """The transport of bytes, which the servers support."""
+    # Without a pool: a server with one grants slots to readers until it has received pickles from them.
     place.mode = "engine_pickle" if request.param == "pickle" else "both"
     return request.param
 
@@ -76,5 +76,5 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def fresh():
-    """A request id that no other test uses."""
+    """Generator of request ids that no other test uses."""
     return lambda: f"request-{next(_numbers)}"

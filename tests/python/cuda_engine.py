@@ -1,4 +1,4 @@
-"""An engine with our adapters whose KV tensors are PyTorch's on a GPU: `python -m cuda_engine URL...`.
+"""An engine with kvtier's adapters and PyTorch's KV tensors on a GPU: `python -m cuda_engine URL...`.
 
 For `kvrig.torch_cuda.check`.
 """
@@ -12,14 +12,14 @@ from rig import TIMEOUT, Engine, tokens
 
 
 def recorded():
-    """An event behind what is on the stream, as our connector makes it."""
+    """Records an event after the stream's queued work, as kvtier's connector does."""
     event = torch.cuda.Event(interprocess=True)
     event.record()
     return event
 
 
 def run(url, layout):
-    """Store, find, retrieve elsewhere; then a store that is behind the GPU's work."""
+    """Stores, looks up, retrieves into other blocks; then stores after the GPU's queued work."""
     engine = Engine(url, mode="auto", layout=layout, model=f"models/{layout}", register=False)
     gpu = OnGpu(engine.tensors)
     named = {f"layer.{i}": tensor for i, tensor in enumerate(gpu.tensors)}

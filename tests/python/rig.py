@@ -14,17 +14,17 @@ TIMEOUT = 10.0
 
 
 def tokens(count, seed=None):
-    """A random prompt."""
+    """Returns a random prompt."""
     source = random.Random(seed)
     return [source.randrange(1 << 17) for _ in range(count)]
 
 
 class Engine:
-    """A scheduler and one worker of it, in this process."""
+    """A scheduler and its one worker, in this process."""
 
     def __init__(self, url, mode="engine_driven", layout="fused_hnd", layers=3, seed=1, timeout=TIMEOUT, heartbeat=3.0,
                  model="test/model", register=True, store_timeout=None, **options):  # fmt: skip
-        """``mode``: engine_driven, lmcache_driven, or pickle; ``timeout``: of everything but the set-up."""
+        """``mode``: engine_driven, lmcache_driven, or pickle; ``timeout``: of everything except the set-up."""
         patience = max(timeout, TIMEOUT)
         self.layout = layouts.layout(layout)
         self.scheduler = SchedulerAdapter(
@@ -43,11 +43,11 @@ class Engine:
         self.scheduler.client.timeout = self.worker.client.timeout = timeout
 
     def read(self, blocks):
-        """Bytes of these blocks in every layer."""
+        """Returns the bytes of these blocks in every layer."""
         return [layouts.read_blocks(tensor, self.layout.block_axis, blocks) for tensor in self.tensors]
 
     def fill(self, blocks, value=0):
-        """Overwrite these blocks in every layer."""
+        """Overwrites these blocks in every layer."""
         for tensor in self.tensors:
             layouts.fill_blocks(tensor, self.layout.block_axis, blocks, value)
 
@@ -56,24 +56,24 @@ class Engine:
         return all(torch.equal(a, b) for a, b in zip(self.read(blocks), expected, strict=True))
 
     def op(self, prompt, start, end, blocks, **options):
-        """An operation on a list of tokens or, with bytes in it, of block hashes."""
+        """Returns an operation on a list of tokens or, if it contains bytes, of block hashes."""
         if prompt and isinstance(prompt[0], bytes):
             return LoadStoreOp(blocks, block_hashes=prompt, start=start, end=end, **options)
         return LoadStoreOp(blocks, token_ids=prompt, start=start, end=end, **options)
 
     def store(self, request, prompt, start, end, blocks, salt=""):
-        """Store and wait; whether it succeeded."""
+        """Stores and waits. Whether it succeeded."""
         before = self.worker.counters.stores
         self.worker.submit_store_request(request, self.op(prompt, start, end, blocks), cache_salt=salt)
         self.finish_stores()
         return self.worker.counters.stores == before + 1
 
     def finish_stores(self, patience=TIMEOUT + 5):
-        """Wait until no store is under way."""
+        """Waits until no store is in flight."""
         wait_until(lambda: self.worker.get_finished(()) and not self.worker._storing, patience, "stores")
 
     def lookup(self, request, prompt, salt="", patience=TIMEOUT + 5):
-        """Tokens found."""
+        """Returns the tokens found."""
         hashes = bool(prompt) and isinstance(prompt[0], bytes)
         self.scheduler.maybe_submit_lookup_request(
             request, **({"block_hashes": prompt} if hashes else {"token_ids": prompt}), cache_salt=salt
@@ -90,13 +90,13 @@ class Engine:
         return found[0]
 
     def retrieve(self, request, prompt, start, end, blocks, salt="", skip=0, patience=2 * TIMEOUT + 5):
-        """Retrieve and wait; the blocks in error."""
+        """Retrieves and waits; returns the failed blocks."""
         op = self.op(prompt, start, end, blocks, skip_first_n_tokens=skip)
         self.worker.submit_retrieve_request(request, op, cache_salt=salt)
         return self.finish_retrieve(request, patience)
 
     def finish_retrieve(self, request, patience=2 * TIMEOUT + 5):
-        """Wait for a retrieve; the blocks in error."""
+        """Waits for a retrieve; returns the failed blocks."""
         ended = set()
 
         def done():
@@ -107,10 +107,10 @@ class Engine:
         return self.worker.get_block_ids_with_load_errors()
 
     def healthy(self, patience=30):
-        """Wait until both sides can work."""
+        """Waits until both sides are healthy."""
         wait_until(lambda: self.scheduler.is_healthy and self.worker.is_healthy, patience, "healthy again")
 
     def close(self):
-        """Unregister and disconnect."""
+        """Unregisters and disconnects."""
         self.worker.shutdown()
         self.scheduler.shutdown()

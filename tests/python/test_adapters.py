@@ -23,7 +23,7 @@ PER_CHUNK = CHUNK // BLOCK
 
 
 def hashes(count, seed):
-    """Chained block hashes as engines make them."""
+    """Returns chained block hashes in the form of engines."""
     made, last = [], seed.encode()
     for _ in range(count):
         last = hashlib.sha256(last).digest()
@@ -35,8 +35,8 @@ LAYOUTS = ["fused_hnd", "fused_nhd", "kv_first_nhd", "kv_first_hnd", "blocks_fir
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_come_back(place, mode, layout, fresh):
-    """What one engine stored, another gets; also into other blocks, in another order."""
+def test_retrieve_returns_stored_bytes(place, mode, layout, fresh):
+    """Another engine retrieves what one stored, also into other blocks in another order."""
     server = place.server()
     first = place.engine(server, mode=mode, layout=layout, model=f"m/{layout}")
     second = place.engine(server, mode=mode, layout=layout, model=f"m/{layout}", seed=2)
@@ -53,8 +53,8 @@ def test_bytes_come_back(place, mode, layout, fresh):
     assert second.worker.transport == {"engine_driven": "pool", "pickle": "pickle", "lmcache_driven": "server"}[mode]
 
 
-def test_modes_in_which_the_engine_copies_share_what_they_store(place, fresh):
-    """A chunk has the same bytes through the pool and pickled; pages that the server copies are another layout."""
+def test_engine_driven_modes_share_objects(place, fresh):
+    """A chunk has the same bytes through the pool and pickled; pages copied by the server have another layout."""
     server = place.server()
     writer = place.engine(server, mode="pickle")
     prompt, blocks = tokens(CHUNK, "shared"), [1, 2, 3, 4]
@@ -67,8 +67,8 @@ def test_modes_in_which_the_engine_copies_share_what_they_store(place, fresh):
     assert place.engine(server, mode="lmcache_driven", seed=6).lookup(fresh(), prompt) == 0
 
 
-def test_partial_prefix_and_skipped_blocks(place, mode, fresh):
-    """A hit ends where prompts part; blocks the engine has itself are not written."""
+def test_partial_prefix_retrieve_skips_blocks(place, mode, fresh):
+    """A hit ends where prompts differ; blocks of the engine's own prefix are not written."""
     engine = place.engine(place.server(), mode=mode)
     prompt = tokens(4 * CHUNK, "partial")
     assert engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)))
@@ -84,7 +84,7 @@ def test_partial_prefix_and_skipped_blocks(place, mode, fresh):
     assert all((layer == 7).all() for layer in engine.read(list(range(1, kept + 1))))
 
 
-def test_tenants_are_apart(place, mode, fresh):
+def test_tenants_share_nothing(place, mode, fresh):
     """cache_salt is part of the key of every operation."""
     engine = place.engine(place.server(), mode=mode)
     prompt = tokens(CHUNK, "salt")
@@ -97,14 +97,14 @@ def test_tenants_are_apart(place, mode, fresh):
         assert engine.lookup(request, prompt, salt=salt) == CHUNK
         assert engine.retrieve(request, prompt, 0, CHUNK, [30, 31, 32, 33], salt=salt) == set()
         assert engine.has([30, 31, 32, 33], kept[salt])
-    # A lookup of one tenant gives no right to another's chunks.
+    # A lookup of one tenant grants no access to another's chunks.
     request = fresh()
     assert engine.lookup(request, prompt, salt="alice") == CHUNK
     assert engine.retrieve(request, prompt, 0, CHUNK, [30, 31, 32, 33], salt="bob") == {30, 31, 32, 33}
 
 
 def test_block_hashes_as_keys(place, mode, fresh):
-    """Hash mode: the engine's hashes, strided to chunks, find what was stored under them, and nothing else does."""
+    """In hash mode only the engine's hashes, strided to chunks, find what was stored under them."""
     engine = place.engine(place.server(), mode=mode)
     chain, blocks = hashes(2 * PER_CHUNK + 1, "a"), list(range(1, 9))
     expected = engine.read(blocks)
@@ -112,11 +112,11 @@ def test_block_hashes_as_keys(place, mode, fresh):
     request = fresh()
     assert engine.lookup(request, chain) == 2 * CHUNK
     engine.fill(blocks)
-    # Without positions: all whole chunks.
+    # Without positions the range is all whole chunks.
     engine.worker.submit_retrieve_request(request, LoadStoreOp(blocks, block_hashes=chain))
     assert engine.finish_retrieve(request) == set()
     assert engine.has(blocks, expected)
-    # Only the last hash of a chunk counts, as it covers those before it.
+    # Only the last hash of a chunk counts, since it covers those before it.
     strided = list(chain)
     strided[0] = bytes(32)
     assert engine.lookup(fresh(), strided) == 2 * CHUNK
@@ -127,8 +127,8 @@ def test_block_hashes_as_keys(place, mode, fresh):
     assert engine.lookup(fresh(), chain[: PER_CHUNK - 1]) == 0
 
 
-def test_the_same_request_twice_is_one_lookup(place, fresh):
-    """Also with other tokens; and nothing is sent for a prompt shorter than a chunk."""
+def test_repeated_request_is_one_lookup(place, fresh):
+    """Also with other tokens. A prompt shorter than a chunk is not sent."""
     server = place.server()
     engine, request = place.engine(server), fresh()
     prompt = tokens(CHUNK, "twice")
@@ -138,7 +138,7 @@ def test_the_same_request_twice_is_one_lookup(place, fresh):
     scheduler.maybe_submit_lookup_request(request, token_ids=tokens(CHUNK, "else"))
     wait_until(lambda: scheduler.check_lookup_result(request) is not None, 30, "lookup")
     assert scheduler.check_lookup_result(request) == CHUNK
-    assert scheduler.check_lookup_result(request) == CHUNK, "told again until it is cleaned up"
+    assert scheduler.check_lookup_result(request) == CHUNK, "reported again until it is cleaned up"
     scheduler.cleanup_lookup_result(request)
     with pytest.raises(KeyError):
         scheduler.check_lookup_result(request)
@@ -148,8 +148,8 @@ def test_the_same_request_twice_is_one_lookup(place, fresh):
     assert server.get("/status")[1]["active_sessions"] == sessions
 
 
-def test_exactly_one_form_of_prompt(place):
-    """Neither, and both, are errors that say so."""
+def test_prompt_needs_exactly_one_form(place):
+    """None and two forms are errors."""
     engine = place.engine(place.server())
     for given in [{}, {"token_ids": [1], "block_hashes": [b"1"]}]:
         with pytest.raises(ValueError, match="exactly one"):
@@ -160,13 +160,13 @@ def test_exactly_one_form_of_prompt(place):
 
 
 def leased(server):
-    """Objects that somebody holds."""
+    """Returns the number of leased objects."""
     text = server.get("/metrics")[1]
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("kvtier_l1_leased_objects"))
 
 
-def test_leases_end_when_freed_and_with_the_session(place, mode, fresh):
-    """A lookup that is not retrieved lets go when told, of the tenant it was made for."""
+def test_leases_end_when_freed_or_session_ends(place, mode, fresh):
+    """Leases of a lookup without a retrieve end on request, for its own tenant only."""
     server = place.server()
     engine, prompt = place.engine(server, mode=mode), tokens(2 * CHUNK, "leases")
     engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)), salt="alice")
@@ -181,7 +181,7 @@ def test_leases_end_when_freed_and_with_the_session(place, mode, fresh):
 
 
 def test_batches_finish_together(place, mode, fresh):
-    """Merged requests are reported at once, and fail as one."""
+    """Merged requests are reported together and fail together."""
     engine = place.engine(place.server(), mode=mode)
     names, prompts = [fresh(), fresh(), fresh()], [tokens(CHUNK, n) for n in "abc"]
     blocks = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
@@ -204,7 +204,7 @@ def test_batches_finish_together(place, mode, fresh):
     engine.worker.batched_submit_retrieve_requests(names, ops, None, ["", "x", ""])
     assert engine.finish_retrieve(names[0]) == set()
     assert all(engine.has(each, what) for each, what in zip(blocks, expected, strict=True))
-    # The second's session has ended: all three have failed.
+    # The second request's session has ended, so all three fail.
     engine.scheduler.client.end_session(names[1]).result()
     engine.worker.batched_submit_retrieve_requests(names, ops, None, ["", "x", ""])
     retrieved = set()
@@ -212,11 +212,11 @@ def test_batches_finish_together(place, mode, fresh):
     assert retrieved == set(names)
     assert engine.worker.get_block_ids_with_load_errors() == set(range(1, 13))
     assert engine.worker.get_failed_request_ids() == set(names)
-    assert engine.worker.get_failed_request_ids() == set(), "told once"
+    assert engine.worker.get_failed_request_ids() == set(), "reported once"
 
 
-def test_a_store_is_reported_once_and_after_the_engine_finished(place, mode, fresh):
-    """As asynchronous scheduling has it: ids come again, and before their store has ended."""
+def test_store_is_reported_once_after_engine_finished(place, mode, fresh):
+    """Asynchronous scheduling repeats ids, also before their store has ended."""
     engine, request = place.engine(place.server(), mode=mode), fresh()
     worker = engine.worker
     engine.store(request, tokens(CHUNK, "once"), 0, CHUNK, [1, 2, 3, 4])
@@ -224,7 +224,7 @@ def test_a_store_is_reported_once_and_after_the_engine_finished(place, mode, fre
     assert worker.get_finished({request}) == ({request}, set())
     assert worker.get_finished({request}) == (set(), set())
     assert worker.get_finished({request, "never stored"}) == ({"never stored"}, set())
-    # The engine finishes it first.
+    # The engine finishes the request first.
     worker.submit_store_request(request, engine.op(tokens(CHUNK, "again"), 0, CHUNK, [1, 2, 3, 4]))
     reported = list(worker.get_finished({request})[0])
     wait_until(lambda: reported.extend(worker.get_finished({request})[0]) or reported, 30, "store")
@@ -232,8 +232,8 @@ def test_a_store_is_reported_once_and_after_the_engine_finished(place, mode, fre
     assert worker.get_finished({request}) == (set(), set())
 
 
-def test_several_stores_of_a_request_are_all_waited_for(place, mode, fresh):
-    """Chunked prefill: the request has ended with the last of them."""
+def test_request_waits_for_all_its_stores(place, mode, fresh):
+    """With chunked prefill the request ends with its last store."""
     engine, request = place.engine(place.server(), mode=mode), fresh()
     prompt = tokens(8 * CHUNK, "many")
     for chunk in range(8):
@@ -243,15 +243,15 @@ def test_several_stores_of_a_request_are_all_waited_for(place, mode, fresh):
     wait_until(lambda: reported.extend(engine.worker.get_finished({request})[0]) or reported, 30, "stores")
     assert engine.worker.counters.stores == 8
     assert engine.lookup(fresh(), prompt) == 8 * CHUNK
-    # Preemption: the blocks may be overwritten when this returns, and what they held is cached.
+    # Preemption: after this returns the blocks may be overwritten, and their contents are cached.
     engine.worker.submit_store_request(request, engine.op(tokens(CHUNK, "p"), 0, CHUNK, [1, 2, 3, 4]))
     engine.worker.wait_for_stores([request, "other"])
     assert engine.worker.counters.stores == 9
 
 
 @pytest.mark.parametrize("how", ["engine_driven", "pickle"])
-def test_stores_that_were_not_begun_are_given_up(place, how, fresh):
-    """Preemption: nobody waits for a server to take what this process still has to copy; nor is it copied later."""
+def test_stores_not_begun_are_abandoned(place, how, fresh):
+    """A preemption does not wait for copies of this process that have not begun, and they never begin."""
     place.mode = "engine_pickle" if how == "pickle" else "both"
     server = place.server()
     server.expect_trouble("the data was refused")
@@ -268,8 +268,8 @@ def test_stores_that_were_not_begun_are_given_up(place, how, fresh):
     assert [engine.lookup(fresh(), prompt) for prompt in prompts] == [0, 0]
 
 
-def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place, fresh):
-    """Preemption, and requests that have ended: a server that hangs costs that much and no more."""
+def test_server_driven_stores_are_awaited_until_deadline(place, fresh):
+    """For preempted and finished requests a server that hangs costs at most the deadline."""
     server = place.server()
     server.expect_trouble("deadline|instance|register")
     engine = place.engine(server, mode="lmcache_driven", timeout=1.0, heartbeat=0.5)
@@ -279,8 +279,8 @@ def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place
         worker.submit_store_request(names[1], engine.op(prompt, 0, CHUNK, [5, 6, 7, 8]))
         assert worker.get_finished({names[1]})[0] == set()
         worker.wait_for_stores([names[0]], patience=0)
-        told = set(worker.get_finished(())[0])
-        wait_until(lambda: told.update(worker.get_finished(())[0]) or told == {names[1]}, 30, "the second")
+        reported = set(worker.get_finished(())[0])
+        wait_until(lambda: reported.update(worker.get_finished(())[0]) or reported == {names[1]}, 30, "the second")
         assert worker.counters.failed_stores == 2
         engine.fill(range(1, 9), 99)
     engine.healthy()
@@ -288,8 +288,8 @@ def test_stores_that_the_server_copies_are_waited_for_until_their_deadline(place
     wait_until(lambda: engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4]), 30, "a store after the registration")
 
 
-def test_stores_that_the_server_copies_have_a_deadline_of_their_own(place, fresh):
-    """A preemption waits for it; what is retrieved, and what this process copies, has all the time."""
+def test_server_driven_stores_have_their_own_deadline(place, fresh):
+    """A preemption waits for it. Retrieves, and copies by this process, have the whole timeout."""
     server = place.server()
     server.expect_trouble("deadline|instance|register")
     engine = place.engine(server, mode="lmcache_driven", timeout=30.0, store_timeout=0.3, heartbeat=600)
@@ -304,8 +304,8 @@ def test_stores_that_the_server_copies_have_a_deadline_of_their_own(place, fresh
         assert worker.client.timeout == 30.0
 
 
-def test_an_id_that_is_used_again_is_told_again(place, fresh):
-    """Also to a worker that stores nothing, since another one of its tensor-parallel group does."""
+def test_reused_id_is_reported_again(place, fresh):
+    """Also for a worker that is not its tensor-parallel group's writer."""
     engine, request = place.engine(place.server(), is_writer=False), fresh()
     for _ in range(2):
         engine.worker.submit_store_request(request, engine.op(tokens(CHUNK, "reader"), 0, CHUNK, [1, 2, 3, 4]))
@@ -313,8 +313,8 @@ def test_an_id_that_is_used_again_is_told_again(place, fresh):
         assert engine.worker.get_finished({request})[0] == set(), "asynchronous scheduling repeats it"
 
 
-def test_too_little_shared_memory_is_an_error_that_helps(monkeypatch):
-    """It names what is needed, what there is, and what to do; nothing is left."""
+def test_full_dev_shm_error_names_remedies(monkeypatch):
+    """It names the needed and free bytes and what to do; no segment is left."""
     before = set(os.listdir("/dev/shm"))
     needed = os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize * 4
 
@@ -322,13 +322,13 @@ def test_too_little_shared_memory_is_an_error_that_helps(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(KvTierError, match=f"/dev/shm: {needed} bytes .* bytes of .* are free .*No space.*--shm-size.*engine_driven"):
+    with pytest.raises(KvTierError, match=f"/dev/shm: lmcache_driven needs {needed} bytes .* bytes of .* are free .*No space.*--shm-size.*engine_driven"):
         Segment(needed)
     assert {name for name in set(os.listdir("/dev/shm")) - before if f"_{os.getpid()}_" in name} == set()
 
 
 class DeviceEvent:
-    """As much of a CUDA event as is used; the server answers its handle."""
+    """The used part of a CUDA event; the server answers its handle."""
 
     def __init__(self, done=True):
         self.done, self.is_waited_for = done, False
@@ -343,8 +343,8 @@ class DeviceEvent:
         self.is_waited_for = True
 
 
-def test_the_engines_event_lives_until_the_server_has_opened_it(place, fresh):
-    """Its handle is worth nothing without it."""
+def test_engine_event_lives_until_server_opened_it(place, fresh):
+    """The handle is valid only as long as the event."""
     server = place.server()
     engine, event = place.engine(server, mode="lmcache_driven"), DeviceEvent()
     known = weakref.ref(event)
@@ -356,8 +356,8 @@ def test_the_engines_event_lives_until_the_server_has_opened_it(place, fresh):
     assert known() is None and engine.worker.counters.stores == 1
 
 
-def test_an_event_that_cannot_be_opened_is_one_failure(place, fresh, monkeypatch):
-    """What else has ended is told, also in the same call."""
+def test_unopenable_event_fails_only_its_transfer(place, fresh, monkeypatch):
+    """Other transfers are reported, also by the same call."""
     engine, names = place.engine(place.server(), mode="lmcache_driven"), [fresh(), fresh(), fresh()]
     worker, worker.on_cuda = engine.worker, True
 
@@ -369,13 +369,13 @@ def test_an_event_that_cannot_be_opened_is_one_failure(place, fresh, monkeypatch
     for number, name in enumerate(names):
         event = DeviceEvent() if number != 2 else None
         worker.submit_store_request(name, engine.op(tokens(CHUNK, name), 0, CHUNK, [1, 2, 3, 4]), event)
-    told = set()
-    wait_until(lambda: told.update(worker.get_finished(names)[0]) or told == set(names), 30, "all three")
+    reported = set()
+    wait_until(lambda: reported.update(worker.get_finished(names)[0]) or reported == set(names), 30, "all three")
     assert (worker.counters.failed_stores, worker.counters.stores) == (2, 1)
 
 
-def test_a_store_behind_a_device_event_is_waited_for_by_the_device(place, fresh, monkeypatch):
-    """Preemption: what the engine queues next comes behind the copy; this thread does not wait."""
+def test_store_with_device_event_waits_on_device(place, fresh, monkeypatch):
+    """In a preemption the engine's next work on the device follows the copy; the thread does not wait."""
     engine, name, theirs = place.engine(place.server(), mode="lmcache_driven"), fresh(), DeviceEvent(done=False)
     worker, worker.on_cuda = engine.worker, True
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -389,8 +389,8 @@ def test_a_store_behind_a_device_event_is_waited_for_by_the_device(place, fresh,
     assert worker.counters.stores == 1
 
 
-def test_what_the_server_takes_nothing_of_is_not_counted_as_stored(place, fresh):
-    """It has all of it, or no room; of a part, that part counts."""
+def test_skipped_store_is_not_counted_as_stored(place, fresh):
+    """The server has all chunks, or no space. If it takes a part, that part counts."""
     engine, prompt = place.engine(place.server(), mode="engine_driven"), tokens(3 * CHUNK, "again")
     assert engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)))
     engine.worker.submit_store_request(fresh(), engine.op(prompt, 0, 2 * CHUNK, list(range(1, 9))), tag="all")
@@ -400,24 +400,24 @@ def test_what_the_server_takes_nothing_of_is_not_counted_as_stored(place, fresh)
     counted = engine.worker.counters
     assert (counted.stores, counted.skipped_stores, counted.stored_tokens) == (2, 1, 3 * CHUNK)
     assert engine.worker.take_ended_stores() == [("all", []), ("part", [2])]
-    assert engine.worker.take_ended_stores() == [], "told once"
+    assert engine.worker.take_ended_stores() == [], "reported once"
 
 
-def test_the_order_of_reading_changes_nothing(place, mode, fresh, monkeypatch):
-    """Only get_finished finds out what has ended: errors are told with it and not before."""
+def test_reading_order_of_results_changes_nothing(place, mode, fresh, monkeypatch):
+    """Only get_finished collects results: errors are reported with it, not before."""
     engine, request = place.engine(place.server(), mode=mode), fresh()
     worker = engine.worker
     worker.submit_retrieve_request(request, engine.op(tokens(CHUNK, "order"), 0, CHUNK, [1, 2, 3, 4]))
-    worker._take(worker._worker.take_finished(10.0))
-    took = []
-    monkeypatch.setattr(worker, "_poll", lambda: took.append(True))
+    worker._apply(worker._worker.take_finished(10.0))
+    polls = []
+    monkeypatch.setattr(worker, "_poll", lambda: polls.append(True))
     assert worker.get_failed_request_ids() == {request} and worker.get_block_ids_with_load_errors() == {1, 2, 3, 4}
-    assert took == []
-    assert worker.get_finished(())[1] == {request} and took == [True]
+    assert polls == []
+    assert worker.get_finished(())[1] == {request} and polls == [True]
 
 
-def test_sessions_that_end_while_the_server_hangs_end_with_it(place, fresh):
-    """What was leased is not leased for the rest of the server's patience."""
+def test_session_ended_while_server_hangs_is_released(place, fresh):
+    """Its leases do not last until the server's timeouts."""
     server = place.server()
     engine, prompt = place.engine(server, heartbeat=0.3), tokens(2 * CHUNK, "hang")
     engine.store(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9)), salt="alice")
@@ -431,16 +431,16 @@ def test_sessions_that_end_while_the_server_hangs_end_with_it(place, fresh):
     wait_until(lambda: leased(server) == 0, 30, "leases to end")
 
 
-def test_auto_takes_what_the_server_allows(place, fresh, caplog):
-    """The first choice, or the second with a word about it; a mode that was asked for is not replaced."""
+def test_auto_mode_uses_allowed_mode(place, fresh, caplog):
+    """The first choice, or the second with a log line. An explicit mode is not replaced."""
     for kind, transport, words in [("lmcache_driven", "server", 1), ("engine_pickle", "pickle", 0), ("both", "pool", 0)]:
         server = place.server(mode=kind)
         server.expect_trouble("register|mode")
         caplog.clear()
         engine, request, prompt = place.engine(server, mode="auto"), fresh(), tokens(CHUNK, kind)
         assert engine.worker.transport == transport
-        said = [each.getMessage() for each in caplog.records if "trying lmcache_driven" in each.getMessage()]
-        assert len(said) == words, said
+        lines = [each.getMessage() for each in caplog.records if "trying lmcache_driven" in each.getMessage()]
+        assert len(lines) == words, lines
         assert engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
         assert engine.lookup(request, prompt) == CHUNK
         assert engine.retrieve(request, prompt, 0, CHUNK, [5, 6, 7, 8]) == set()
@@ -450,8 +450,8 @@ def test_auto_takes_what_the_server_allows(place, fresh, caplog):
         refused.worker.register_kv_caches({f"layer.{i}": t for i, t in enumerate(refused.tensors)}, kv_layout="HND")
 
 
-def test_a_server_without_heartbeats_is_none(place):
-    """It would be left alone for ever."""
+def test_server_without_heartbeats_is_not_used(place):
+    """Its connection would never be checked again."""
     proxy = Proxy(place.server().url, free_port())
 
     def again():
@@ -465,8 +465,8 @@ def test_a_server_without_heartbeats_is_none(place):
         proxy.close()
 
 
-def test_a_failed_retrieve_names_its_blocks(place, mode, fresh):
-    """Nothing was looked up, or the cache was emptied meanwhile; what the engine had itself is not named."""
+def test_failed_retrieve_reports_its_blocks(place, mode, fresh):
+    """Without a lookup, or after a clear. Blocks of the engine's own prefix are not reported."""
     server = place.server()
     engine, prompt = place.engine(server, mode=mode), tokens(2 * CHUNK, "gone")
     assert engine.retrieve(fresh(), prompt, 0, 2 * CHUNK, list(range(1, 9))) == set(range(1, 9))
@@ -479,8 +479,8 @@ def test_a_failed_retrieve_names_its_blocks(place, mode, fresh):
     assert engine.worker.counters.failed_retrieves == 2
 
 
-def test_wrong_ranges_and_blocks_are_failures_not_crashes(place, mode, fresh):
-    """An engine that asks for nonsense is told, and goes on."""
+def test_invalid_ranges_and_blocks_fail(place, mode, fresh):
+    """The engine gets a failure, and later requests are served."""
     server = place.server()
     server.expect_trouble("store failed|retrieve failed")
     engine, prompt = place.engine(server, mode=mode), tokens(2 * CHUNK, "bad")
@@ -491,8 +491,8 @@ def test_wrong_ranges_and_blocks_are_failures_not_crashes(place, mode, fresh):
 
 
 
-def test_a_reader_does_not_store(place, fresh):
-    """MLA: several workers have the same KV, one writes it, all may read it."""
+def test_reader_does_not_store(place, fresh):
+    """With MLA several workers have the same KV; one writes it, all may read it."""
     server = place.server()
     writer = place.engine(server, layout="mla", num_kv_readers=2)
     reader = place.engine(server, layout="mla", num_kv_readers=2, is_writer=False, seed=2)
@@ -506,8 +506,8 @@ def test_a_reader_does_not_store(place, fresh):
         assert engine.has([5, 6, 7, 8], writer.read([1, 2, 3, 4]))
 
 
-def test_ranks_have_their_own_pieces(place, mode, fresh):
-    """Tensor parallelism: a hit needs every rank's piece, and each gets its own."""
+def test_each_rank_has_its_own_piece(place, mode, fresh):
+    """With tensor parallelism a hit needs every rank's piece, and each rank retrieves its own."""
     server, prompt = place.server(), tokens(CHUNK, "ranks")
     ranks = [place.engine(server, mode=mode, world_size=2, seed=9 + rank) for rank in (0,)]
     other = place.engine(server, mode=mode, world_size=2, seed=20, register=False)
@@ -529,15 +529,15 @@ def test_ranks_have_their_own_pieces(place, mode, fresh):
 
 
 def test_reset_cache(place, fresh):
-    """Empties the server."""
+    """Clears the server's memory."""
     engine, prompt = place.engine(place.server()), tokens(CHUNK, "reset")
     engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
     assert engine.scheduler.reset_cache()
     assert engine.lookup(fresh(), prompt) == 0
 
 
-def test_shutdown_unregisters_and_removes_the_segments(place, mode):
-    """And may be called again."""
+def test_shutdown_unregisters_and_removes_segments(place, mode):
+    """A second call is allowed."""
     engine = place.engine(place.server(), mode=mode)
     mine = f"/dev/shm/lmcache_kv_{os.getpid()}_*"
     assert bool(glob.glob(mine)) == (mode == "lmcache_driven")
@@ -547,8 +547,8 @@ def test_shutdown_unregisters_and_removes_the_segments(place, mode):
     assert engine.tensors[0].sum() is not None, "the tensors stay usable"
 
 
-def test_sizes_that_do_not_fit_and_servers_that_are_not_there(place):
-    """Errors at the start that say what to do."""
+def test_wrong_chunk_size_and_missing_server_raise(place):
+    """The errors say what to do."""
     server = place.server()
     for make in (SchedulerAdapter, WorkerAdapter):
         with pytest.raises(ValueError, match="does not divide the server's chunk of 16 tokens"):
@@ -561,8 +561,8 @@ def test_sizes_that_do_not_fit_and_servers_that_are_not_there(place):
         WorkerAdapter(server.url, "m", block_tokens=4, mode="psychic")
 
 
-def test_models_that_cannot_be_copied_here_are_refused(place):
-    """Two groups of layers need the server's copy."""
+def test_uncopyable_models_are_refused(place):
+    """Several groups of layers need the server's copy."""
     engine = place.engine(place.server(), register=False)
     groups = [Group(["layer.0"], BLOCK), Group(["layer.1", "layer.2"], BLOCK, sliding_window=CHUNK)]
     named = {f"layer.{i}": tensor for i, tensor in enumerate(engine.tensors)}
@@ -570,8 +570,8 @@ def test_models_that_cannot_be_copied_here_are_refused(place):
         engine.worker.register_kv_caches(named, groups, kv_layout="HND")
 
 
-def test_skipped_blocks_are_counted_by_the_group(place):
-    """Groups of layers may have blocks of different sizes: what a retrieve does not write is not named when it fails."""
+def test_skipped_blocks_count_per_group(place):
+    """Groups may have blocks of different sizes. A failed retrieve reports only blocks that it writes."""
     engine = place.engine(place.server(), register=False)
     groups = [Group(["layer.0"], BLOCK), Group(["layer.1", "layer.2"], 2 * BLOCK)]
     with pytest.raises((KvTierError, ValueError)):
@@ -581,7 +581,7 @@ def test_skipped_blocks_are_counted_by_the_group(place):
 
 
 def test_prompts():
-    """Equal, hashable, can be pickled, and told apart by what their tokens do not say."""
+    """Prompts are equal, hashable and picklable, and differ by identities beside their tokens."""
     prompt = Prompt(tokens(40, "p"))
     assert pickle.loads(pickle.dumps(prompt)) == prompt and len(prompt) == 40
     assert prompt.prefix(10) == Prompt(tokens(40, "p")[:10])

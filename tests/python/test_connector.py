@@ -1,4 +1,4 @@
-"""vLLM's connector in both roles, with vLLM's scheduler played by the test: what a tiny model on CPU cannot show.
+"""vLLM's connector in both roles, with a simulated vLLM scheduler, for cases that a tiny model on CPU cannot show.
 
 The scheduler's part follows vLLM 0.32: matched tokens, allocation, step, answers, end.
 """
@@ -28,19 +28,19 @@ PER_CHUNK = CHUNK // BLOCK
 
 
 class FullAttentionSpec(SimpleNamespace):
-    """By its name, like vLLM's."""
+    """Recognized by its name, like vLLM's."""
 
 
 class MLAAttentionSpec(SimpleNamespace):
-    """One latent vector a token, the same in every tensor-parallel rank."""
+    """One latent vector per token, the same in every tensor-parallel rank."""
 
 
 class SlidingWindowSpec(SimpleNamespace):
-    """A kind of cache whose blocks go to others while their request runs."""
+    """A kind of cache whose blocks are reused while their request runs."""
 
 
 class UniformTypeKVCacheSpecs(SimpleNamespace):
-    """Layers of one group whose caches differ."""
+    """Layers of one group with different caches."""
 
 
 class MambaSpec(SimpleNamespace):
@@ -48,7 +48,7 @@ class MambaSpec(SimpleNamespace):
 
 
 def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, role="kv_both", **extra):
-    """The parts of vLLM's configuration that are read."""
+    """Returns the used parts of vLLM's configuration."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config={
@@ -66,7 +66,7 @@ def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, rol
 
 
 def cache_config(names, spec=FullAttentionSpec):
-    """One group of layers."""
+    """Returns one group of layers."""
     group = SimpleNamespace(layer_names=list(names), kv_cache_spec=spec(block_size=BLOCK))
     return SimpleNamespace(
         kv_cache_groups=[group], kv_cache_layout="LBHNC", hash_block_size=BLOCK, prefix_cacheable_group_ids=(0,)
@@ -74,7 +74,7 @@ def cache_config(names, spec=FullAttentionSpec):
 
 
 def request(name, prompt, salt=None, **more):
-    """A request as vLLM's scheduler has it."""
+    """A request of vLLM's scheduler."""
     made = SimpleNamespace(
         request_id=name, all_token_ids=prompt, num_tokens=len(prompt), num_prompt_tokens=len(prompt),
         cache_salt=salt, mm_features=[], lora_request=None, prompt_embeds=None, skip_reading_prefix_cache=False,
@@ -85,7 +85,7 @@ def request(name, prompt, salt=None, **more):
 
 
 class Vllm:
-    """A scheduler's connector, the workers' ones, and vLLM's part between them."""
+    """A scheduler's connector, the workers' connectors, and vLLM's part between them."""
 
     def __init__(self, server, ranks=1, mla=False, seed=1, **options):
         config = cache_config((f"layer.{i}" for i in range(2)), MLAAttentionSpec if mla else FullAttentionSpec)
@@ -106,7 +106,7 @@ class Vllm:
         self.stats = {}
 
     def match(self, req, computed=0):
-        """Ask until the connector knows."""
+        """Asks until the connector has the result."""
         answer = []
 
         def known():
@@ -117,13 +117,13 @@ class Vllm:
         return tuple(answer)
 
     def allocate(self, req, blocks, external):
-        """Blocks for a request."""
+        """Allocates blocks for a request."""
         self.scheduler.update_state_after_alloc(
             req, SimpleNamespace(get_block_ids=lambda: (list(blocks),)), external
         )
 
     def step(self, new=(), cached=(), finished=(), preempted=(), resumed=()):
-        """One step. new: (request, blocks, computed, scheduled); cached: (request, new blocks, computed, scheduled)."""
+        """Runs one step. new: (request, blocks, computed, scheduled); cached: (request, new blocks, computed, scheduled)."""
         scheduled = SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=r.request_id, block_ids=(list(b),), num_computed_tokens=c) for r, b, c, _ in new
@@ -161,21 +161,21 @@ class Vllm:
                 for key, value in stats.data.items():
                     self.stats[key] = self.stats.get(key, 0) + value
             worker.clear_connector_metadata()
-        told = self.aggregator.aggregate(outputs).kv_connector_output
-        self.scheduler.update_connector_output(told)
+        combined = self.aggregator.aggregate(outputs).kv_connector_output
+        self.scheduler.update_connector_output(combined)
         return SimpleNamespace(
-            metadata=metadata, sent=sending, received=receiving, failed=told.invalid_block_ids, ended=told.finished_recving
+            metadata=metadata, sent=sending, received=receiving, failed=combined.invalid_block_ids, ended=combined.finished_recving
         )
 
     def until(self, what, **first):
-        """Steps until `what(step)`; ids of all steps together."""
+        """Runs steps until `what(step)`; returns the ids of all steps together."""
         sent, received, failed = [set() for _ in self.workers], [set() for _ in self.workers], set()
 
         def enough():
             step = self.step(**first)
             first.clear()
             for all_ids, ids in zip((*sent, *received), (*step.sent, *step.received), strict=True):
-                assert not all_ids & ids, "told once"
+                assert not all_ids & ids, "reported once"
                 all_ids |= ids
             failed.update(step.failed)
             return what(sent, received)
@@ -184,14 +184,14 @@ class Vllm:
         return failed
 
     def prefill(self, req, blocks):
-        """Compute and store a whole prompt; the request has ended then."""
+        """Computes and stores a whole prompt, and ends the request."""
         assert self.match(req) == (0, False)
         self.allocate(req, blocks, 0)
         self.step(new=[(req, blocks, 0, req.num_tokens)])
         self.finish(req)
 
     def finish(self, req):
-        """The engine has ended a request."""
+        """Ends a request in the engine."""
         name = req.request_id
         held, _ = self.scheduler.request_finished_all_groups(req, ([],))
         if held:
@@ -202,23 +202,23 @@ class Vllm:
         return held
 
     def load(self, req, blocks, computed, external):
-        """Load what was matched; blocks that failed."""
+        """Loads what was matched; returns the failed blocks."""
         self.allocate(req, blocks, external)
         return self.until(lambda _, received: all(req.request_id in ids for ids in received))
 
     def read(self, blocks, rank=0):
-        """Bytes of blocks."""
+        """Returns the bytes of blocks."""
         return [layouts.read_blocks(t, self.layout.block_axis, blocks) for t in self.tensors[rank]]
 
     def close(self):
-        """End it."""
+        """Ends the engine."""
         for connector in (*self.workers, self.scheduler):
             connector.shutdown()
 
 
 @pytest.fixture
 def engines(place):
-    """Makes engines, and ends them."""
+    """Factory of engines, which end with the test."""
     made = []
 
     def make(server, **options):
@@ -231,13 +231,13 @@ def engines(place):
 
 
 def same(one, other):
-    """Equal bytes."""
+    """Asserts equal bytes."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("transfer", ["engine_driven", "lmcache_driven"])
 def test_store_and_load(place, engines, transfer):
-    """Another engine gets the prefix, its last token left for itself; a longer prompt gets the common part."""
+    """Another engine loads the prefix and computes its last token; a longer prompt loads the common part."""
     server = place.server()
     first = engines(server, **{"kvtier.transfer_mode": transfer})
     second = engines(server, seed=7, **{"kvtier.transfer_mode": transfer})
@@ -254,7 +254,7 @@ def test_store_and_load(place, engines, transfer):
     assert second.load(longer, range(21, 31), BLOCK, 2 * CHUNK - BLOCK) == set()
     assert same([x[1:] for x in second.read(list(range(21, 29)))], [x[1:] for x in first.read(blocks)])
     assert second.stats["retrieved_tokens"] == 4 * CHUNK
-    # vLLM has all of it itself: nothing is loaded, nothing stays leased.
+    # vLLM's own cache has the whole prompt: nothing is loaded, nothing stays leased.
     own = request("d", prompt)
     assert second.match(own, computed=2 * CHUNK - BLOCK) == (BLOCK - 1, True)
     second.allocate(own, range(1, 9), 0)
@@ -269,8 +269,8 @@ def test_store_and_load(place, engines, transfer):
     wait_until(lambda: leased() == "0", 30, "no leases")
 
 
-def test_chunked_prefill_stores_as_it_goes(place, engines):
-    """Whole chunks, each once, as steps complete them; the rest of the prompt and decoding store nothing."""
+def test_chunked_prefill_stores_each_chunk(place, engines):
+    """Steps store whole chunks, each once, as they complete them; the rest of the prompt and decoding store nothing."""
     engine = engines(place.server())
     req = request("a", tokens(3 * CHUNK + 6, "cp"))
     assert engine.match(req) == (0, False)
@@ -291,8 +291,8 @@ def test_chunked_prefill_stores_as_it_goes(place, engines):
     assert engine.match(request("b", req.all_token_ids)) == (3 * CHUNK, True)
 
 
-def test_generated_tokens_are_stored_when_asked(place, engines):
-    """kvtier.save_decode."""
+def test_save_decode_stores_generated_tokens(place, engines):
+    """With the option kvtier.save_decode."""
     engine = engines(place.server(), **{"kvtier.save_decode": True})
     req = request("a", tokens(CHUNK - 2, "sd"))
     engine.match(req)
@@ -306,7 +306,7 @@ def test_generated_tokens_are_stored_when_asked(place, engines):
 
 
 def test_preemption_and_resumption_in_one_step(place, engines):
-    """As a reset of the prefix cache under running requests has it: the new blocks count, with a load and without."""
+    """As in a reset of the prefix cache with running requests: the new blocks count, with a load and without."""
     engine = engines(place.server())
     loads, computes = request("a", tokens(2 * CHUNK + 1, "pr")), request("b", tokens(CHUNK, "short"))
     for req, blocks in ((loads, range(1, 10)), (computes, range(11, 15))):
@@ -314,8 +314,8 @@ def test_preemption_and_resumption_in_one_step(place, engines):
         engine.allocate(req, blocks, 0)
     engine.step(new=[(loads, range(1, 10), 0, 2 * CHUNK + 1), (computes, range(11, 15), 0, 2)])
     expected = engine.read(list(range(1, 9)))
-    # vLLM's next schedule() preempts all, and gives them blocks again.
-    wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 30, "the store")
+    # vLLM's next schedule() preempts all, and allocates blocks again.
+    wait_until(lambda: engine.step() and engine.scheduler._scheduling.in_flight_stores == {}, 30, "the store")
     assert engine.match(loads) == (2 * CHUNK, True)
     engine.allocate(loads, range(31, 40), 2 * CHUNK)
     assert engine.match(computes) == (0, False)
@@ -331,7 +331,7 @@ def test_preemption_and_resumption_in_one_step(place, engines):
 
 
 def test_preemption(place, engines):
-    """Stores are waited for before blocks go to others; a resumed request loads what it had stored."""
+    """A preemption waits for stores before blocks are reused; a resumed request loads what it had stored."""
     engine = engines(place.server(), **{"kvtier.preemption_patience": 7.5})
     req = request("a", tokens(2 * CHUNK + 1, "pre"))
     engine.match(req)
@@ -343,7 +343,7 @@ def test_preemption(place, engines):
     worker.wait_for_stores = lambda names, patience: waited.append((names, patience)) or wait(names, patience)
     engine.step(preempted=["a"])
     assert waited == [({"a"}, 7.5)]
-    # Now the blocks are somebody else's.
+    # Now another request has the blocks.
     for tensor in engine.tensors[0]:
         layouts.fill_blocks(tensor, engine.layout.block_axis, list(range(1, 10)), 0)
     assert engine.match(req) == (2 * CHUNK, True)
@@ -354,25 +354,25 @@ def test_preemption(place, engines):
     assert engine.finish(req) is True
 
 
-def test_a_request_aborted_while_it_loads_is_told_once(place, engines):
-    """vLLM frees its blocks at the end of the load; a second word would be an error there."""
+def test_request_aborted_while_loading_is_reported_once(place, engines):
+    """vLLM frees its blocks at the end of the load; a second report would be an error."""
     engine = engines(place.server())
     prompt = tokens(CHUNK + 1, "ab")
     engine.prefill(request("a", prompt), range(1, 6))
     req = request("b", prompt)
     assert engine.match(req) == (CHUNK, True)
     engine.allocate(req, range(11, 16), CHUNK)
-    told = [engine.step()]
+    steps = [engine.step()]
     held, _ = engine.scheduler.request_finished_all_groups(req, ([],))
     assert held is False
-    told.append(engine.step(finished=["b"]))
-    wait_until(lambda: told.append(engine.step()) or any("b" in ids for step in told for ids in step.received), 30, "the load's end")
-    assert sum("b" in ids for step in told for ids in step.received) == 1
-    assert not any("b" in ids for step in told for ids in step.sent)
+    steps.append(engine.step(finished=["b"]))
+    wait_until(lambda: steps.append(engine.step()) or any("b" in ids for step in steps for ids in step.received), 30, "the load's end")
+    assert sum("b" in ids for step in steps for ids in step.received) == 1
+    assert not any("b" in ids for step in steps for ids in step.sent)
 
 
-def test_a_request_aborted_before_its_lookup_ends(place, engines):
-    """Nothing of it is left."""
+def test_request_aborted_before_lookup_ends_is_released(place, engines):
+    """No state of it is left."""
     engine = engines(place.server())
     req = request("a", tokens(CHUNK, "early"))
     engine.scheduler.get_num_new_matched_tokens(req, 0)
@@ -381,8 +381,8 @@ def test_a_request_aborted_before_its_lookup_ends(place, engines):
     assert engine.scheduler.request_finished(request("never seen", [1]), []) == (False, None)
 
 
-def test_a_failed_load_is_computed_and_stored_again(place, engines):
-    """Its blocks are named, and the request is not looked up a second time."""
+def test_failed_load_is_computed_and_stored_again(place, engines):
+    """Its blocks are reported, and the request is not looked up again."""
     engine = engines(place.server())
     prompt = tokens(2 * CHUNK + 1, "fail")
     engine.prefill(request("a", prompt), range(1, 10))
@@ -399,8 +399,8 @@ def test_a_failed_load_is_computed_and_stored_again(place, engines):
     assert engine.match(request("c", prompt)) == (2 * CHUNK, True)
 
 
-def test_a_load_that_fails_in_one_rank_first(place, engines):
-    """Told steps before the last rank's end, and by one rank alone: the request is not looked up a second time."""
+def test_load_failed_in_one_rank_fails(place, engines):
+    """The failure is reported steps before the last rank's end, by one rank only: the request is not looked up again."""
     server = place.server()
     engine, prompt = engines(server, ranks=2), tokens(CHUNK + 1, "one first")
     engine.prefill(request("a", prompt), range(1, 6))
@@ -423,7 +423,7 @@ def test_a_load_that_fails_in_one_rank_first(place, engines):
 
 
 def test_tenants(place, engines):
-    """cache_salt reaches the key on every path."""
+    """cache_salt is part of the key on every path."""
     engine, prompt = engines(place.server()), tokens(CHUNK + 1, "salt")
     engine.prefill(request("a", prompt, salt="alice"), range(1, 6))
     assert engine.match(request("b", prompt)) == (0, False)
@@ -436,7 +436,7 @@ def test_tenants(place, engines):
 
 @pytest.mark.parametrize("mla", [False, True])
 def test_tensor_parallel_ranks(place, engines, mla):
-    """A hit needs every piece; with MLA there is one, written once and read by both."""
+    """A hit needs every piece; with MLA there is one, written once and read by both ranks."""
     server = place.server()
     first, second = engines(server, ranks=2, mla=mla), engines(server, ranks=2, mla=mla, seed=9)
     prompt = tokens(CHUNK + 1, "tp")
@@ -464,7 +464,7 @@ def test_roles(place, engines):
 
 
 def test_block_hashes_as_keys(place, engines):
-    """kvtier.key_mode: vLLM's hashes decide, tokens do not."""
+    """With kvtier.key_mode vLLM's hashes identify prefixes, and tokens do not."""
     engine = engines(place.server(), **{"kvtier.key_mode": "block_hashes"})
     prompt = tokens(2 * CHUNK + 1, "hm")
     engine.prefill(request("a", prompt, prompt_embeds=torch.zeros(1)), range(1, 10))
@@ -475,29 +475,29 @@ def test_block_hashes_as_keys(place, engines):
 
 
 def test_events(place, engines, tmp_path):
-    """A chunk's is told once every rank has stored it, in vLLM's own hashes; what was there already is told by nobody."""
+    """A chunk has an event once every rank has stored it, in vLLM's own hashes; chunks that were there have none."""
     engine = engines(place.server(), ranks=2, events=True)
     # As if the engine had started after the adapter was written.
     engine.scheduler._scheduling.keys._contents._started += 10**12
-    # Not beside the server's log, whose growth would make it another adapter.
+    # Not in the directory of the server's log, whose growth would change the adapter.
     path = tmp_path / "adapter"
     path.mkdir()
     (path / "adapter_model.safetensors").write_bytes(b"weights")
     lora = SimpleNamespace(lora_name="l", lora_path=str(path), adapter_id=3)
     prompt = tokens(3 * CHUNK + 1, "ev")
     req = request("a", prompt[: 2 * CHUNK + 1], lora_request=lora)
-    # Looked up before the first has stored anything: it stores all of it, too.
+    # Looked up before the first request has stored anything: it also stores all of it.
     longer = request("b", prompt, lora_request=lora)
     assert engine.match(longer) == (0, False)
     engine.prefill(req, range(1, 10))
 
-    def told():
+    def published():
         events = []
-        wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 30, "the stores")
+        wait_until(lambda: engine.step() and engine.scheduler._scheduling.in_flight_stores == {}, 30, "the stores")
         events.extend(engine.scheduler.take_events())
         return events
 
-    first, second = told()
+    first, second = published()
     hashes = [maybe_convert_block_hash(each) for each in longer.block_hashes]
     assert first.block_hashes == hashes[:PER_CHUNK] and first.parent_block_hash is None
     assert second.block_hashes == hashes[PER_CHUNK : 2 * PER_CHUNK] and second.parent_block_hash == hashes[PER_CHUNK - 1]
@@ -505,13 +505,13 @@ def test_events(place, engines, tmp_path):
     assert [*first.token_ids, *second.token_ids] == prompt[: 2 * CHUNK]
     engine.allocate(longer, range(21, 34), 0)
     engine.step(new=[(longer, range(21, 34), 0, 3 * CHUNK + 1)])
-    (third,) = told()
+    (third,) = published()
     assert third.block_hashes == hashes[2 * PER_CHUNK :]
     assert engine.stats["stored_tokens"] == 2 * 3 * CHUNK
 
 
 def test_reset_and_stats(place, engines, caplog):
-    """Behind a reset nothing from before is found, whatever the server keeps; numbers add up."""
+    """After a reset nothing from before is found, whatever the server keeps; the counters match."""
     server, prompt = place.server(), tokens(CHUNK + 1, "reset")
     engine, careful = engines(server, **{"kvtier.reset_server": "true"}), engines(server)
     engine.prefill(request("a", prompt), range(1, 6))
@@ -524,9 +524,9 @@ def test_reset_and_stats(place, engines, caplog):
     assert KvTierConnector.build_kv_connector_stats(stats.to_dict()).aggregate(stats).data["lookups"] == 4
     assert engine.scheduler.get_kv_connector_stats() is None
     for _ in range(2):
-        # Another's reset leaves the KV there, as a second tier does.
+        # The reset of another engine keeps the KV, as a second tier does.
         assert careful.scheduler.reset_cache() is True
-    assert sum("prefix cache was reset" in record.message for record in caplog.records) == 1, "said once"
+    assert sum("prefix cache was reset" in record.message for record in caplog.records) == 1, "logged once"
     assert careful.match(request("c", prompt)) == (0, False)
     assert engine.match(request("d", prompt)) == (CHUNK, True), "the others' keys are what they were"
     careful.prefill(request("e", prompt), range(1, 6))
@@ -540,12 +540,12 @@ def test_reset_and_stats(place, engines, caplog):
 
 
 def objects(server):
-    """Chunks in L1."""
+    """Returns the number of chunks in L1."""
     return server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"]
 
 
-def test_a_reset_in_hash_mode(place, engines):
-    """vLLM's hashes are the same behind it; the keys are not."""
+def test_reset_in_block_hashes_mode_finds_nothing(place, engines):
+    """After it vLLM's hashes are the same, and the keys differ."""
     engine = engines(place.server(), **{"kvtier.key_mode": "block_hashes", "kvtier.reset_server": False})
     prompt = tokens(2 * CHUNK + 1, "hr")
     engine.prefill(request("a", prompt), range(1, 10))
@@ -554,8 +554,8 @@ def test_a_reset_in_hash_mode(place, engines):
     assert engine.match(request("c", prompt)) == (CHUNK, True), "of the old the second chunk is there, and not found"
 
 
-def test_a_reset_waits_for_nobody(place, engines):
-    """The scheduler's thread runs on while the server hangs; nothing from before is found when it goes on."""
+def test_reset_never_waits(place, engines):
+    """The scheduler's thread continues while the server hangs; nothing from before is found when the server resumes."""
     server, prompt = place.server(), tokens(CHUNK + 1, "away")
     engine = engines(server)
     engine.prefill(request("a", prompt), range(1, 6))
@@ -566,7 +566,7 @@ def test_a_reset_waits_for_nobody(place, engines):
         assert engine.scheduler.reset_cache() is True
         assert time.monotonic() - began < client.timeout / 2
         wait_until(lambda: not client.is_healthy, 30, "the missed heartbeat")
-        # The adapter's own is about the server's memory, and says so at once.
+        # The adapter's reset_cache clears the server's memory, and returns false at once.
         began = time.monotonic()
         assert engine.scheduler._scheduling.adapter.reset_cache() is False
         assert time.monotonic() - began < client.timeout / 2
@@ -574,15 +574,15 @@ def test_a_reset_waits_for_nobody(place, engines):
     assert engine.match(request("b", prompt)) == (0, False)
 
 
-def test_a_reset_forgets_what_was_found_and_what_is_being_stored(place, engines):
-    """A lookup's result is not loaded behind it, nor what a store brings that was under way, or one of a request that runs."""
+def test_reset_drops_hits_and_stores_in_flight(place, engines):
+    """Neither an earlier lookup's result is loaded, nor the chunks of a store in flight or of a running request."""
     engine, old, late = engines(place.server()), tokens(CHUNK + 1, "old"), tokens(2 * CHUNK + 1, "late")
     engine.prefill(request("a", old), range(1, 6))
     waits = request("b", old)
     assert engine.match(waits) == (CHUNK, True)
     assert engine.scheduler.reset_cache() is True
     assert engine.match(waits) == (0, False), "looked up again, and not held through the reset"
-    # The worker of this store has not begun yet; the request goes on with what it has computed before.
+    # The worker has not begun this store; the request continues with its earlier KV.
     stores = request("c", late)
     assert engine.match(stores) == (0, False)
     engine.allocate(stores, range(1, 10), 0)
@@ -594,18 +594,18 @@ def test_a_reset_forgets_what_was_found_and_what_is_being_stored(place, engines)
     engine.workers[0].bind_connector_metadata(held[0])
     submit()
     engine.step(cached=[(stores, None, CHUNK, CHUNK + 1)])
-    wait_until(lambda: engine.step() and engine.scheduler._scheduling.under_way == {}, 30, "the stores")
+    wait_until(lambda: engine.step() and engine.scheduler._scheduling.in_flight_stores == {}, 30, "the stores")
     assert engine.stats["stores"] == 2, "a request that ran at the reset stores no more"
     assert engine.match(request("d", late)) == (0, False)
     engine.prefill(request("e", late[: CHUNK + 1]), range(11, 16))
     assert engine.match(request("f", late)) == (CHUNK, True), "its second chunk is from before"
-    # A request that is preempted computes anew.
+    # A preempted request computes again.
     engine.step(preempted=["c"])
     assert engine.match(stores) == (CHUNK, True)
 
 
-def test_a_running_request_without_keys_keeps_out_of_new_ones(place, engines):
-    """It had computed before the reset, and not filled a chunk."""
+def test_request_running_at_reset_uses_no_new_keys(place, engines):
+    """It had computed less than a chunk before the reset."""
     engine = engines(place.server(), **{"kvtier.reset_server": False})
     req = request("a", tokens(CHUNK + 1, "slow"))
     assert engine.match(req) == (0, False)
@@ -619,8 +619,8 @@ def test_a_running_request_without_keys_keeps_out_of_new_ones(place, engines):
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
-def test_a_preempted_request_stores_from_its_start(place, engines, role):
-    """Also when nothing is looked up for it: its first store may have failed, or have been given up."""
+def test_preempted_request_stores_from_start(place, engines, role):
+    """Also without a lookup: its first store may have failed, or have been abandoned."""
     engine = engines(place.server(), role=role)
     req = request("a", tokens(CHUNK + 1, "ps"))
     engine.match(req)
@@ -637,7 +637,7 @@ def test_a_preempted_request_stores_from_its_start(place, engines, role):
 
 
 def test_blocks_of_one_token(place, monkeypatch):
-    """A whole prompt's load ends a chunk earlier: vLLM gives no block to the token that it computes itself."""
+    """A whole prompt's load ends a chunk earlier: vLLM allocates no block for the token that it computes."""
     config = cache_config(["layer.0"])
     config.hash_block_size = config.kv_cache_groups[0].kv_cache_spec.block_size = 1
     scheduler = KvTierConnector(vllm_config(place.server()), KVConnectorRole.SCHEDULER, config)
@@ -658,8 +658,8 @@ def test_blocks_of_one_token(place, monkeypatch):
     scheduler.shutdown()
 
 
-def test_a_reset_while_a_load_goes_on_says_yes(place, engines):
-    """vLLM's own reset says no then; a pause or a sleep does not fail because of the connector."""
+def test_reset_during_load_succeeds(place, engines):
+    """vLLM's own reset then refuses; the connector does not make a pause or a sleep fail."""
     engine, prompt = engines(place.server()), tokens(CHUNK + 1, "load on")
     engine.prefill(request("a", prompt), range(1, 6))
     req = request("b", prompt)
@@ -670,8 +670,8 @@ def test_a_reset_while_a_load_goes_on_says_yes(place, engines):
     wait_until(lambda: engine.step().ended, 30, "the load")
 
 
-def test_a_load_ends_where_vllm_says(place, engines):
-    """It may decide for less than was found; with too few blocks for that the load fails and nothing raises."""
+def test_load_ends_where_vllm_decides(place, engines):
+    """vLLM may load less than was found. With too few blocks the load fails, and nothing raises."""
     engine, prompt = engines(place.server()), tokens(3 * CHUNK + 1, "less")
     engine.prefill(request("a", prompt), range(1, 14))
     less = request("b", prompt)
@@ -690,9 +690,9 @@ def test_a_load_ends_where_vllm_says(place, engines):
 
 
 def test_groups_of_layers(place, engines):
-    """Each has its own blocks; failures are told by request, since block ids mean nothing across groups."""
+    """Each group has its own blocks; failures are reported by request, since block ids are ambiguous across groups."""
     server = place.server()
-    # A window that is told and not made use of, as without vLLM's hybrid cache manager.
+    # A window in the spec that is not used, as without vLLM's hybrid cache manager.
     other = SimpleNamespace(
         layer_names=["layer.1"], kv_cache_spec=FullAttentionSpec(block_size=BLOCK, sliding_window=2 * CHUNK)
     )
@@ -764,8 +764,8 @@ def test_groups_of_layers(place, engines):
         scheduler.shutdown()
 
 
-def test_what_tokens_do_not_say():
-    """Pictures and sounds are part of the key; equal ones are equal."""
+def test_keys_differ_by_non_token_content():
+    """Pictures and sounds are part of the key; equal ones give equal keys."""
     prompt = Prompt(tokens(64, "mm"))
 
     def key(pictures=(), of=prompt):
@@ -777,15 +777,15 @@ def test_what_tokens_do_not_say():
     keys = [key(), key([("cat", 20)]), key([("dog", 20)]), key([("cat", 21)]), key([("cat", 20), ("dog", 50)])]
     assert len(set(keys)) == len(keys) and all(len(each) == 64 for each in keys)
     assert key([("cat", 20)]) == keys[1]
-    # Chunks before the picture are shared, and those of equal pictures whatever follows in the last one's chunk.
+    # Chunks before the picture are shared, and those of equal pictures, whatever tokens follow in the last chunk.
     assert key([("cat", 20)]).prefix(CHUNK) == prompt.prefix(CHUNK)
     pictured = key([("cat", 4)], of=Prompt(tokens(24, "mm") + tokens(40, "other")))
     assert pictured.prefix(CHUNK) == key([("cat", 4)]).prefix(CHUNK)
     assert pictured.prefix(2 * CHUNK) != key([("cat", 4)]).prefix(2 * CHUNK)
 
 
-def test_a_single_placeholder_tells_pictures_apart():
-    """The ids in a token's place have 32 bits: a chunk that has only one placeholder needs more of them to be sure."""
+def test_single_placeholder_distinguishes_pictures():
+    """An id in a token's place has only 32 bits, so a chunk with a single placeholder needs more of them."""
     replaced = []
 
     class Recorded:
@@ -810,19 +810,19 @@ def test_a_single_placeholder_tells_pictures_apart():
 
 
 def test_options():
-    """Defaults; types; and errors that say what is allowed."""
+    """Options have defaults and types, and errors say what is allowed."""
     assert Options.read({"kvtier.timeout": "3", "kvtier.save_decode": "true"}).timeout == 3.0
     assert Options.read({}).wait_for_server is None and Options.read({"kvtier.start": "without"}).wait_for_server is None
     for seconds in (30, "30", "wait 30"):
         assert Options.read({"kvtier.start": seconds}).wait_for_server == 30
     assert Options.read({"kvtier.chunk_tokens": 512}).chunk_tokens == 512
     assert Options.read({}).reset_server is False and Options.read({}).lookup_timeout == 1.0
-    for wrong, said in [
-        ({"kvtier.tiemout": 1}, "kvtier.tiemout: no such option; kvtier.timeout is meant"),
-        ({"url": "x"}, "^url: no such option; kvtier.url is meant"),
-        ({"kvtier_url": "x"}, "^kvtier_url: no such option; kvtier.url is meant"),
+    for wrong, error in [
+        ({"kvtier.tiemout": 1}, "kvtier.tiemout: no such option; did you mean kvtier.timeout"),
+        ({"url": "x"}, "^url: no such option; did you mean kvtier.url"),
+        ({"kvtier_url": "x"}, "^kvtier_url: no such option; did you mean kvtier.url"),
         ({"lmcache.mp.host": "x"}, "^lmcache.mp.host: .*one of LMCache's connector; .*kvtier.url"),
-        ({"zzz": 1}, "^zzz: no such option; there are kvtier.url"),
+        ({"zzz": 1}, "^zzz: no such option; allowed are kvtier.url"),
         ({"kvtier.timeout": "soon"}, "a number is needed"),
         ({"kvtier.timeout": 0}, "a positive number"),
         ({"kvtier.timeout": "inf"}, "kvtier.timeout: inf; a positive number"),
@@ -839,12 +839,12 @@ def test_options():
         ({"kvtier.key_mode": "x"}, "allowed are tokens, block_hashes"),
         ({"kvtier.url": 5}, "a text is needed"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=error):
             Options.read(wrong)
 
 
 def test_identities():
-    """Which rank has which piece."""
+    """Each rank has its piece."""
     server = SimpleNamespace(url="x")
 
     def of(rank, layers_are_mla=True, **shape):
@@ -854,7 +854,7 @@ def test_identities():
     assert of(1, tensor=2) == (2, 1, 1, True)
     assert [of(rank, tensor=2, mla=True) for rank in (0, 1)] == [(1, 0, 2, True), (1, 0, 2, False)]
     assert of(3, tensor=2, stages=2, mla=True) == (2, 1, 2, False)
-    # MLA beside layers whose heads the ranks share out, as a draft model's: each rank has a piece of its own.
+    # MLA with layers whose heads are divided among the ranks, such as a draft model's: each rank has its own piece.
     assert of(1, layers_are_mla=False, tensor=2, mla=True) == (2, 1, 1, True)
     staged = Identity.of(vllm_config(server, stages=2), False)
     assert staged.model_name != Identity.of(vllm_config(server, tensor=2), False).model_name, "another cut of the same model"
@@ -864,8 +864,8 @@ def test_identities():
         Identity.of(context, False)
 
 
-def test_models_that_cannot_be_served_are_refused(place):
-    """At the start, with a reason."""
+def test_unsupported_models_are_refused(place):
+    """The start fails with the cause."""
     server = place.server()
     for role in KVConnectorRole:
         with pytest.raises(ValueError, match="layer.0 has MambaSpec"):
@@ -878,20 +878,20 @@ def test_models_that_cannot_be_served_are_refused(place):
         for role in KVConnectorRole:
             with pytest.raises(ValueError, match="sliding windows, and layer.1 has .*SlidingWindowSpec.* without a KV connector"):
                 KvTierConnector(vllm_config(server), role, hybrid)
-    for more, said in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
-        strange = cache_config(["layer.0"])
-        vars(strange.kv_cache_groups[0].kv_cache_spec).update(more)
-        with pytest.raises(ValueError, match=said):
-            KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, strange)
+    for more, error in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
+        altered = cache_config(["layer.0"])
+        vars(altered.kv_cache_groups[0].kv_cache_spec).update(more)
+        with pytest.raises(ValueError, match=error):
+            KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, altered)
     uneven = cache_config(["layer.0"])
     uneven.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=FullAttentionSpec(block_size=3)))
     for role in KVConnectorRole:
         with pytest.raises(ValueError, match="does not divide the server's chunk"):
             KvTierConnector(vllm_config(server), role, uneven)
-    odd = cache_config(["layer.0"])
-    odd.kv_cache_groups[0].kv_cache_spec.block_size = 5
+    uneven_size = cache_config(["layer.0"])
+    uneven_size.kv_cache_groups[0].kv_cache_spec.block_size = 5
     with pytest.raises(ValueError, match="does not divide the server's chunk"):
-        KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, odd)
+        KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, uneven_size)
     layout = cache_config(["layer.0"])
     layout.kv_cache_layout = "LHBNC"
     worker = KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, layout)

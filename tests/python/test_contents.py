@@ -1,4 +1,4 @@
-"""Pictures, adapters and weights that are replaced: never a hit across the change, nothing cached where it cannot be known."""
+"""Replaced pictures, adapters and weights: no hit across the change, and no caching if it cannot be detected."""
 
 import hashlib
 import logging
@@ -19,7 +19,7 @@ HASH = hashlib.sha256(b"a picture").hexdigest()
 
 
 def contents(cache_gb=4.0, prefix_caching=True, lora=None, has_encoders=False, **pictures):
-    """Of an engine with these options."""
+    """Returns the contents of an engine with these options."""
     config = vllm_config(SimpleNamespace(url="x"))
     config.ec_transfer_config = SimpleNamespace() if has_encoders else None
     config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=cache_gb, **pictures)
@@ -29,14 +29,14 @@ def contents(cache_gb=4.0, prefix_caching=True, lora=None, has_encoders=False, *
 
 
 def pictured(*names, salt=None, **more):
-    """A request with these pictures."""
+    """Returns a request with these pictures."""
     features = [SimpleNamespace(identifier=name, **more) for name in names]
     return SimpleNamespace(cache_salt=salt, mm_features=features, lora_request=None)
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_gb": 0}, {"prefix_caching": False}], ids=["both", "prefix", "processor"])
-def test_hashed_pictures_are_known(options):
-    """One of vLLM's two caches has it hash them; for towers with adapters the adapter's name comes first."""
+def test_hashed_pictures_are_cached(options):
+    """Either of vLLM's two caches makes it hash them; for towers with adapters the adapter's name comes first."""
     known = contents(**options)
     assert known.are_known(pictured(HASH, HASH[::-1]))
     assert known.are_known(pictured(hashlib.sha512(b"x").hexdigest()))
@@ -45,22 +45,22 @@ def test_hashed_pictures_are_known(options):
 
 
 def test_counted_pictures_are_not_cached(caplog):
-    """Without either cache nothing is a hash, whatever it looks like: options of the processor are hashed with the number."""
+    """Without both caches no identifier is a hash, even if it looks like one: vLLM hashes options with the number."""
     caplog.set_level(logging.WARNING)
     unknown = contents(cache_gb=0, prefix_caching=False)
     for name in ("renderer0-mm-1-image-0", HASH, "mine"):
         for salt in (None, "alice"):
             assert not unknown.are_known(pictured(name, salt=salt))
     assert unknown.are_known(pictured()), "text is"
-    (said,) = caplog.records
-    assert "requests with pictures are not cached" in said.message
-    # From a renderer of another configuration.
+    (record,) = caplog.records
+    assert "requests with pictures are not cached" in record.message
+    # From a renderer with another configuration.
     assert not contents().are_known(pictured("renderer0-mm-1-image-0", salt="alice"))
     assert not contents().are_known(pictured("renderer-1-mm-12-video-3", salt="alice"))
 
 
 def test_embeddings_that_may_be_missing_are_not_cached(caplog):
-    """The hash is of what is left: sizes, which pictures share."""
+    """The hash covers only the rest: sizes, which pictures share."""
     caplog.set_level(logging.WARNING)
     assert contents(enable_mm_embeds=True).are_known(pictured(HASH))
     assert contents(has_encoders=True).are_known(pictured(HASH))
@@ -69,8 +69,8 @@ def test_embeddings_that_may_be_missing_are_not_cached(caplog):
     assert "--enable-mm-embeds" in caplog.text
 
 
-def test_a_clients_name_of_a_picture_reaches_no_further_than_its_salt(caplog):
-    """Requests without a salt share with all others of their kind."""
+def test_client_chosen_picture_uuid_is_scoped_to_salt(caplog):
+    """Requests without a salt are one tenant."""
     caplog.set_level(logging.WARNING)
     known = contents()
     assert known.are_known(pictured("cat", salt="alice"))
@@ -80,13 +80,13 @@ def test_a_clients_name_of_a_picture_reaches_no_further_than_its_salt(caplog):
 
 
 def adapter(path, name="a", **more):
-    """A request's adapter."""
+    """Returns a request's adapter."""
     return SimpleNamespace(lora_name=name, lora_path=str(path), **more)
 
 
 @pytest.fixture
 def lora(tmp_path):
-    """An adapter's directory."""
+    """Creates an adapter's directory."""
     directory = tmp_path / "lora"
     directory.mkdir()
     (directory / "adapter_config.json").write_text("{}")
@@ -95,20 +95,20 @@ def lora(tmp_path):
 
 
 def started_after(made, directory):
-    """As if the engine had started once the adapter was there; clocks of files are coarse."""
+    """Sets the engine's start after the adapter's creation, since file clocks are coarse."""
     made._started = files.newest_change(str(directory)) + 1
     return made
 
 
 def change(directory, how):
-    """Do it until the clock of files has gone on."""
+    """Repeats the action until the file clock has advanced."""
     before = files.newest_change(str(directory))
     while files.newest_change(str(directory)) <= before:
         how()
 
 
-def test_adapters_are_known_by_their_files(lora):
-    """Name, path, files, and the options that decide what they do."""
+def test_adapters_are_identified_by_files(lora):
+    """By name, path, files, and the options for their use."""
     one = started_after(contents(), lora)
     identity = one.adapter(adapter(lora))
     assert identity == one.adapter(adapter(lora)) and one.are_known(
@@ -134,20 +134,20 @@ def test_adapters_are_known_by_their_files(lora):
     ],
     ids=["written", "moved in place", "touched"],
 )
-def test_adapters_that_change_are_not_cached(lora, how, caplog):
-    """vLLM may have read either: it does not say when it reads them."""
+def test_changed_adapters_are_not_cached(lora, how, caplog):
+    """vLLM may have read either version: it does not report when it reads them."""
     caplog.set_level(logging.WARNING)
     made = started_after(contents(), lora)
     assert made.adapter(adapter(lora)) is not None
     change(lora, lambda: how(lora))
     for _ in range(2):
         assert made.adapter(adapter(lora)) is None
-    (said,) = caplog.records
-    assert "LoRA adapter a are not cached" in said.message and "has changed since this engine started" in said.message
+    (record,) = caplog.records
+    assert "LoRA adapter a are not cached" in record.message and "has changed since this engine started" in record.message
 
 
-def test_adapters_behind_a_link_that_is_pointed_elsewhere_are_not_cached(lora):
-    """The link's files are both old."""
+def test_adapters_behind_redirected_link_are_not_cached(lora):
+    """The files of both targets are old."""
     link, other = lora.parent / "current", lora.parent / "other"
     other.mkdir()
     link.symlink_to(lora)
@@ -163,21 +163,21 @@ def test_adapters_behind_a_link_that_is_pointed_elsewhere_are_not_cached(lora):
     assert made.adapter(adapter(link)) is None
 
 
-def test_adapters_loaded_in_place_or_not_to_be_found_are_not_cached(lora, caplog):
-    """vLLM reads the former again at every step."""
+def test_adapters_in_place_or_missing_are_not_cached(lora, caplog):
+    """vLLM reads adapters loaded in place again at every step."""
     caplog.set_level(logging.WARNING)
     made = started_after(contents(), lora)
     assert made.adapter(adapter(lora, load_inplace=True)) is None
     (lora.parent / "empty").mkdir()
     assert started_after(contents(), lora.parent / "empty").adapter(adapter(lora.parent / "empty", "e")) is None
     assert made.adapter(adapter(lora / "missing", "b")) is None
-    assert made.adapter(adapter("nobody/has-this-adapter", "c")) is None
+    assert made.adapter(adapter("missing/adapter", "c")) is None
     assert not made.are_known(SimpleNamespace(cache_salt="s", mm_features=[], lora_request=adapter(lora, load_inplace=True)))
     assert len(caplog.records) == 4
 
 
-def test_requests_of_unknown_contents_are_neither_stored_nor_looked_up(place):
-    """Of one engine's step to the server."""
+def test_unknown_contents_are_not_stored_or_looked_up(place):
+    """In all steps of an engine."""
     engine = Vllm(place.server())
     prompt = tokens(CHUNK + 1, "unknown")
     feature = SimpleNamespace(
@@ -192,14 +192,14 @@ def test_requests_of_unknown_contents_are_neither_stored_nor_looked_up(place):
 
 
 def vllm_pool():
-    """vLLM's own, of this release."""
+    """Returns vLLM's own block pool."""
     from vllm.v1.core.block_pool import BlockPool
 
     return BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16)
 
 
-def test_resets_of_vllms_pool_are_noticed():
-    """Each once; a reset that failed is none."""
+def test_resets_of_vllm_pool_are_detected():
+    """Each reset is reported once; a failed reset is not."""
     pool = vllm_pool()
     resets = PoolResets(pool)
     assert not resets.take()
@@ -212,16 +212,16 @@ def test_resets_of_vllms_pool_are_noticed():
     assert resets.take() and not resets.take()
 
 
-def test_a_pool_that_shows_no_resets_is_said(caplog):
-    """Of a release to come."""
+def test_pool_without_detectable_resets_is_logged(caplog):
+    """As in a future release."""
     caplog.set_level(logging.WARNING)
     assert not PoolResets(SimpleNamespace()).take()
-    assert "does not show resets" in caplog.text
+    assert "prefix cache cannot be detected" in caplog.text
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_a_reset_without_the_connector_is_one_of_its_keys(place, follows):
-    """As after an update of the weights; unless the operator says that resets mean nothing."""
+def test_reset_without_connector_renews_keys(place, follows):
+    """As after an update of the weights, unless kvtier.follow_resets is false."""
     engine = Vllm(place.server(), **{"kvtier.follow_resets": follows, "kvtier.reset_server": False})
     pool, prompt = vllm_pool(), tokens(CHUNK + 1, "plain reset")
     engine.scheduler.bind_gpu_block_pool(pool)

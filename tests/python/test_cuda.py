@@ -6,7 +6,7 @@ from pathlib import Path
 from kvrig import torch_cuda
 
 
-def test_torch_on_a_gpu(place, tmp_path, monkeypatch):
+def test_torch_on_fake_gpu(place, tmp_path, monkeypatch):
     """Registration by torch's IPC handles, store and retrieve behind torch's events, in several layouts, of servers that
     would answer at the end and of such that would answer with events."""
     servers = [place.server("cuda", flags=["--gpu-reply", reply]) for reply in ("done", "event")]

@@ -1,4 +1,4 @@
-"""``python -m kvtier.doctor``: for each thing that can be wrong it fails, and says what to mend."""
+"""``python -m kvtier.doctor``: it fails for each kind of fault, and says what to fix."""
 
 import os
 import re
@@ -26,9 +26,9 @@ REFUSED = "error: this server runs with --supported-transfer-mode lmcache_driven
 
 
 class Scripted:
-    """A server that answers each operation with what the script has for it; "error: ..." takes the operation's place."""
+    """A server that answers each operation from the script; "error: ..." replaces the operation."""
 
-    # Of one that says yes to everything and keeps nothing, for workers whose pages it copies.
+    # Answers of a server that accepts everything and keeps nothing, for workers whose pages it copies.
     YES = {
         "get_chunk_size": CHUNK, "ping": True, "noop": "OK", "register_kv_cache": None, "unregister": None, "store": (b"", True),
         "lookup": None, "wait_prefetch_status": 1, "retrieve": (b"", True), "end_session": None,
@@ -36,7 +36,7 @@ class Scripted:
     }  # fmt: skip
 
     def __init__(self, **script):
-        """``script``: what is answered otherwise; Ellipsis for no answer."""
+        """``script``: other answers; Ellipsis for no answer."""
         self.script = {NUMBERS[name]: answer for name, answer in {**self.YES, **script}.items()}
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -60,7 +60,7 @@ class Scripted:
                 self.socket.send_multipart([client, uid, number, msgspec.msgpack.encode(answer)])
 
     def close(self):
-        """End it."""
+        """Ends the server."""
         self.stopping = True
         self.thread.join()
         self.context.destroy(linger=0)
@@ -68,7 +68,7 @@ class Scripted:
 
 @pytest.fixture
 def scripted():
-    """Makes scripted servers."""
+    """Factory of scripted servers."""
     made = []
 
     def make(**script):
@@ -82,7 +82,7 @@ def scripted():
 
 @pytest.fixture
 def http():
-    """Makes HTTP servers that answer each path with the JSON given for it."""
+    """Factory of HTTP servers with a JSON answer per path."""
     made = []
 
     def make(paths):
@@ -109,21 +109,21 @@ def http():
 
 @pytest.fixture
 def examine(capsys):
-    """Runs the doctor; its exit status, and {check: (verdict, text with the remedy)}."""
+    """Runs the doctor; returns its exit status, and {check: (verdict, text with the remedy)}."""
 
     def run(url, *flags):
         status = doctor.main([url, "--timeout", "2", *flags])
-        said = capsys.readouterr().out
-        print(said)
-        return status, told(said)
+        output = capsys.readouterr().out
+        print(output)
+        return status, parse(output)
 
     return run
 
 
-def told(said):
-    """See :func:`examine`; the last line is under ""."""
+def parse(output):
+    """Parses the doctor's output as :func:`examine` returns it; the last line is under ""."""
     checks = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         found = re.match(r"(ok|skipped|warning|FAILED) +([^:]+): (.*)", line)
         if found:
             checks[last := found[2]] = (found[1], found[3])
@@ -135,7 +135,7 @@ def told(said):
 
 
 def fails(result, check, *words):
-    """This check has failed, no other, with these words; so has the whole."""
+    """Asserts that only this check has failed, with these words, and the whole run."""
     status, checks = result
     assert status == 1
     assert [name for name, (verdict, _) in checks.items() if verdict == "FAILED"] == [check]
@@ -147,8 +147,8 @@ def fails(result, check, *words):
 STORE_ENGINE, STORE_SERVER = "store and retrieve, engine_driven", "store and retrieve, lmcache_driven"
 
 
-def test_all_is_well(place, examine):
-    """Against a server with both modes: all is tried but GPUs, and that is said."""
+def test_working_setup_passes(place, examine):
+    """Against a server with both modes all checks run except GPUs, and the last line says so."""
     server = place.server()
     status, checks = examine(server.url, "--http", server.http)
     assert status == 0
@@ -158,8 +158,8 @@ def test_all_is_well(place, examine):
     assert "everything works" in checks[""][1] and "not checked: GPU" in checks[""][1]
 
 
-def test_as_a_command(place):
-    """The exit status is that of the process."""
+def test_exit_status_of_command(place):
+    """The process has the exit status."""
     server = place.server()
     for url, status in ((server.url, 0), (f"tcp://127.0.0.1:{free_port()}", 1)):
         command = [sys.executable, "-m", "kvtier.doctor", url, "--timeout", "1", "--http", ""]
@@ -169,28 +169,28 @@ def test_as_a_command(place):
 # -- the address ---------------------------------------------------------------------------------
 
 
-def test_nobody_there(examine, tmp_path):
+def test_unreachable_server_fails(examine, tmp_path):
     """A port without a server, a host without a name, a path without a socket, no address."""
     fails(examine(f"tcp://127.0.0.1:{free_port()}"), "server", "cannot be reached", "Connection refused", "start `kvtier server`")
     fails(examine("tcp://no-such-host.invalid:5555"), "server", "cannot be reached", "correct the address")
     fails(examine(f"ipc://{tmp_path}/none"), "server", "cannot be reached", "No such file", "start `kvtier server`")
-    fails(examine("bogus://x"), "server", "give an address such as")
+    fails(examine("bogus://x"), "server", "use an address such as")
 
 
-def test_a_frozen_server(place, examine):
-    """It accepts connections and answers nothing."""
+def test_frozen_server_fails(place, examine):
+    """The server accepts connections and answers nothing."""
     server = place.server()
     with server.frozen():
         result = examine(server.url)
-    fails(result, "server", "does not answer" if "does not answer" in result[1]["server"][1] else "says nothing", "hangs")
+    fails(result, "server", "does not answer" if "does not answer" in result[1]["server"][1] else "sends nothing", "hangs")
 
 
-def test_another_protocol(place, examine):
-    """The HTTP port; a port that says nothing; a ZMQ socket of something else."""
+def test_other_protocol_fails(place, examine):
+    """The HTTP port, a silent port, and another program's ZMQ socket."""
     server = place.server()
     fails(examine(server.url.replace(str(server.port), str(server.http_port))), "server", "speaks HTTP", "--port")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        fails(examine(f"tcp://127.0.0.1:{silent.getsockname()[1]}"), "server", "says nothing", "request port")
+        fails(examine(f"tcp://127.0.0.1:{silent.getsockname()[1]}"), "server", "sends nothing", "request port")
     context = zmq.Context()
     other = context.socket(zmq.PUB)
     port = other.bind_to_random_port("tcp://127.0.0.1")
@@ -201,8 +201,8 @@ def test_another_protocol(place, examine):
 
 
 @pytest.mark.parametrize("answer", ["a text", -1, 0, "error: no such operation", ...])
-def test_operations_of_another_release(scripted, examine, answer):
-    """Numbers of operations that mean something else."""
+def test_operations_of_other_release_fail(scripted, examine, answer):
+    """Operations with other meanings of their numbers."""
     fails(examine(scripted(get_chunk_size=answer).url), "chunk size", "no kvtier server", doctor.PROTOCOL)
 
 
@@ -210,22 +210,22 @@ def test_operations_of_another_release(scripted, examine, answer):
 
 
 @pytest.mark.parametrize("version", ["0.5.6+kvtier.0.999.0", "0.6.0+kvtier.9.0.0", "0.4.2"])
-def test_another_version(place, examine, http, version):
+def test_other_version_fails(place, examine, http, version):
     """By the HTTP API: another release of kvtier, or another one of LMCache's server."""
     server = place.server()
     fails(examine(server.url, "--http", http({"/version": version})), "version", version.rpartition("kvtier.")[2], "one release")
 
 
-def test_versions_that_fit(place, examine, http):
-    """The last number alone differs; or it is LMCache's server of the release that is spoken."""
+def test_compatible_versions_pass(place, examine, http):
+    """Releases that differ only in the last number, and LMCache's server of the protocol's release."""
     server, series = place.server(), kvtier.__version__.rpartition(".")[0]
     for version in (f"0.5.6+kvtier.{series}.999", doctor.PROTOCOL):
         status, checks = examine(server.url, "--http", http({"/version": version}))
         assert status == 0 and checks["version"][0] == "ok"
 
 
-def test_no_version_to_be_had(place, examine):
-    """A skip, that is announced, where the HTTP API was not named; a failure where it was."""
+def test_unknown_version_is_skipped_or_fails(place, examine):
+    """Skipped and announced without --http; a failure with it."""
     one, other = place.server(), place.server()
     status, checks = examine(one.url, "--http", "")
     assert status == 0 and checks["version"][0] == "skipped" and "not checked: version" in checks[""][1]
@@ -233,8 +233,8 @@ def test_no_version_to_be_had(place, examine):
     fails(examine(one.url, "--http", other.http), "version", "another server")
 
 
-def test_where_the_http_api_is():
-    """On the server's host, unless it is told."""
+def test_default_address_of_http_api():
+    """On the server's host, unless --http has another one."""
     assert doctor.Doctor("tcp://example:5555").http == doctor.Doctor("example:1").http == "http://example:8080"
     assert doctor.Doctor("ipc:///run/kvtier.sock").http == "http://127.0.0.1:8080"
     assert doctor.Doctor("tcp://[::1]:5555").http == "http://[::1]:8080"
@@ -246,8 +246,8 @@ def test_where_the_http_api_is():
 
 
 @pytest.mark.parametrize("mode", ["engine_shm", "lmcache_driven", "both"])
-def test_another_dev_shm(place, mode):
-    """As in another container: neither side can open the other's memory."""
+def test_separate_dev_shm_fails(place, mode):
+    """As with another container: neither side can open the other's memory."""
     own = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--mount", "--map-root-user"]
     script = 'mount -t tmpfs none /dev/shm && exec "$@"'
     if subprocess.run([*own, "sh", "-c", script, "sh", "true"], capture_output=True, check=False).returncode:
@@ -259,14 +259,14 @@ def test_another_dev_shm(place, mode):
     def examined(*flags):
         done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, check=False)
         print(done.stdout, done.stderr)
-        return done.returncode, told(done.stdout)
+        return done.returncode, parse(done.stdout)
 
     status, checks = examined()
     wrong = {"engine_shm": {STORE_ENGINE}, "lmcache_driven": {STORE_SERVER}, "both": {STORE_ENGINE, STORE_SERVER}}[mode]
     assert status == 1 and {name for name, (verdict, _) in checks.items() if verdict == "FAILED"} == wrong
     for name in wrong:
         assert "--ipc=host" in checks[name][1] and "--remote" in checks[name][1]
-    # A server on another host: messages are what is left, and where they are not there is nothing.
+    # With a server on another host only messages work, and without them nothing does.
     status, checks = examined("--remote")
     if mode == "lmcache_driven":
         assert status == 1 and "--supported-transfer-mode auto" in checks["transfer modes"][1]
@@ -274,8 +274,8 @@ def test_another_dev_shm(place, mode):
         assert status == 0 and "by pickle" in checks[STORE_ENGINE][1]
 
 
-def test_a_mode_that_is_not_allowed(place, examine):
-    """One is enough; none is not."""
+def test_disallowed_mode_is_skipped(place, examine):
+    """One allowed mode is enough."""
     for mode, other in (("engine_shm", STORE_SERVER), ("lmcache_driven", STORE_ENGINE)):
         server = place.server(mode)
         server.expect_trouble("regist")
@@ -283,19 +283,19 @@ def test_a_mode_that_is_not_allowed(place, examine):
         assert status == 0 and checks[other][0] == "skipped" and other in checks[""][1]
 
 
-def test_no_mode_at_all(scripted, examine):
+def test_no_allowed_mode_fails(scripted, examine):
     """Both are refused."""
     result = examine(scripted(register_kv_cache=REFUSED).url)
     fails(result, "transfer modes", "--supported-transfer-mode auto")
 
 
-def test_a_refused_registration(scripted, examine):
-    """For a reason of its own, which is told."""
+def test_refused_registration_fails(scripted, examine):
+    """The failure has the server's cause."""
     fails(examine(scripted(register_kv_cache="error: too many workers").url), STORE_SERVER, "too many workers")
 
 
-def test_a_dev_shm_that_cannot_be_written(place, examine, monkeypatch):
-    """There is none, or no room in it."""
+def test_unwritable_dev_shm_fails(place, examine, monkeypatch):
+    """It is missing or full."""
     server = place.server()
 
     def full(*_):
@@ -311,8 +311,8 @@ def test_a_dev_shm_that_cannot_be_written(place, examine, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["engine_shm", "engine_pickle", "lmcache_driven"])
-def test_a_tenant_that_may_store_nothing(place, examine, mode):
-    """Quotas: refused for some, and for others not."""
+def test_tenant_with_zero_quota_fails(place, examine, mode):
+    """Only tenants without a quota are refused."""
     server = place.server(mode, eviction="IsolatedLRU", flags=["--quota-default", "0", "--quota-mode", "strict"])
     server.expect_trouble("regist|quota|refused")
     check = STORE_SERVER if mode == "lmcache_driven" else STORE_ENGINE
@@ -324,8 +324,8 @@ def test_a_tenant_that_may_store_nothing(place, examine, mode):
 
 
 @pytest.mark.parametrize("mode", ["engine_shm", "engine_pickle", "lmcache_driven"])
-def test_a_full_l1(place, examine, fresh, mode):
-    """Nothing may leave it, so nothing comes in."""
+def test_full_l1_fails(place, examine, fresh, mode):
+    """Nothing can be evicted, so nothing can be stored."""
     server = place.server(mode, l1_gb=0.004, eviction="noop")
     server.expect_trouble("regist|room|full|refused")
     engine = place.engine(server, mode="lmcache_driven" if mode == "lmcache_driven" else "engine_driven")
@@ -338,50 +338,50 @@ def test_a_full_l1(place, examine, fresh, mode):
     fails(examine(server.url, "--http", ""), check, "--l1-size-gb")
 
 
-def test_a_refused_store(scripted, examine):
-    """Without an HTTP API that says why."""
+def test_refused_store_fails(scripted, examine):
+    """Without an HTTP API for the cause."""
     fails(examine(scripted(store=(b"", False)).url), STORE_SERVER, "the store failed", "refused", "--l1-size-gb", "quota")
 
 
-def test_a_store_without_an_answer(scripted, examine):
+def test_store_without_answer_fails(scripted, examine):
     """It ends by its deadline."""
     fails(examine(scripted(store=...).url), STORE_SERVER, "the store failed", "no reply")
 
 
-def test_a_store_that_is_not_found(scripted, examine):
-    """The server said yes and kept nothing."""
+def test_store_not_found_fails(scripted, examine):
+    """The server accepted the store and kept nothing."""
     fails(examine(scripted(wait_prefetch_status=0).url), STORE_SERVER, "not found")
 
 
-def test_a_lookup_without_an_answer(scripted, examine):
+def test_lookup_without_answer_fails(scripted, examine):
     """It ends by its deadline."""
     fails(examine(scripted(wait_prefetch_status=...).url), STORE_SERVER, "the lookup failed")
 
 
-def test_a_retrieve_that_is_refused(scripted, examine):
-    """Though it was found."""
+def test_refused_retrieve_fails(scripted, examine):
+    """After a successful lookup."""
     fails(examine(scripted(retrieve=(b"", False)).url), STORE_SERVER, "the retrieve failed", "log")
 
 
-def test_a_retrieve_that_brings_nothing(scripted, examine):
-    """The server said yes and copied nothing."""
-    fails(examine(scripted().url), STORE_SERVER, "nothing came back", "do not use this server")
+def test_retrieve_without_bytes_fails(scripted, examine):
+    """The server answered true and copied nothing."""
+    fails(examine(scripted().url), STORE_SERVER, "returned no bytes", "do not use this server")
 
 
-def test_a_retrieve_that_brings_other_bytes(place, examine, monkeypatch):
-    """One bit of those that came."""
+def test_retrieve_of_other_bytes_fails(place, examine, monkeypatch):
+    """With one flipped bit."""
     server = place.server("engine_pickle")
     server.expect_trouble("regist")
     real = doctor.Worker.take_finished
 
     class Flipping:
-        """A worker beside which something writes into the pages."""
+        """A worker whose pages something else writes."""
 
         def __init__(self, client, *, storages, **rest):
             self.address, self.worker = storages[0]["address"], doctor_worker(client, storages=storages, **rest)
 
         def take_finished(self, patience):
-            """As it is, and a bit more."""
+            """Returns the results after flipping a bit."""
             finished = real(self.worker, patience)
             ctypes_flip(self.address + 64)
             return finished
@@ -391,11 +391,11 @@ def test_a_retrieve_that_brings_other_bytes(place, examine, monkeypatch):
 
     doctor_worker = doctor.Worker
     monkeypatch.setattr(doctor, "Worker", Flipping)
-    fails(examine(server.url, "--http", server.http), STORE_ENGINE, "other bytes came back", "do not use this server")
+    fails(examine(server.url, "--http", server.http), STORE_ENGINE, "returned other bytes", "do not use this server")
 
 
 def ctypes_flip(address):
-    """Flip a bit, somewhere."""
+    """Flips a bit at this address."""
     import ctypes
 
     ctypes.c_ubyte.from_address(address).value ^= 1
@@ -405,7 +405,7 @@ def ctypes_flip(address):
 
 
 class FakeCuda:
-    """PyTorch with a CUDA device, as far as the doctor asks."""
+    """The used part of PyTorch with a CUDA device."""
 
     bfloat16 = "torch.bfloat16"
 
@@ -419,7 +419,7 @@ class FakeCuda:
         )
 
     def zeros(self, *shape, dtype, device):
-        """A contiguous tensor."""
+        """Returns a contiguous tensor."""
         strides = [1]
         for size in shape[:0:-1]:
             strides.insert(0, strides[0] * size)
@@ -432,12 +432,12 @@ class FakeCuda:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Puts such a PyTorch in the real one's place."""
+    """Replaces PyTorch by such a fake."""
     return lambda **options: monkeypatch.setitem(sys.modules, "torch", FakeCuda(**options))
 
 
-def test_gpu_memory_that_cannot_be_shared(place, examine, cuda):
-    """PyTorch says so."""
+def test_unshareable_gpu_memory_fails(place, examine, cuda):
+    """PyTorch raises."""
 
     def share():
         raise RuntimeError("CUDA error: invalid argument")
@@ -447,23 +447,23 @@ def test_gpu_memory_that_cannot_be_shared(place, examine, cuda):
     fails(examine(server.url, "--http", server.http), "GPU", "invalid argument", "--ipc=host", "expandable_segments")
 
 
-def test_gpu_memory_that_the_server_cannot_open(scripted, place, examine, cuda):
-    """The server says so: it serves CPUs alone, or the handle is of another host."""
+def test_gpu_memory_refused_by_server_fails(scripted, place, examine, cuda):
+    """The server refuses: it serves only CPUs, or the handle is of another host."""
     cuda()
     server = place.server()
     server.expect_trouble("regist")
-    fails(examine(server.url, "--http", server.http), "GPU", "the server does not take memory of Test GPU", "serves CUDA", "--ipc=host")
+    fails(examine(server.url, "--http", server.http), "GPU", "the server refused memory of Test GPU", "support CUDA", "--ipc=host")
 
 
-def test_gpu_memory_that_the_server_opens(scripted, examine, cuda):
-    """A server that takes any registration."""
+def test_gpu_memory_opened_by_server_passes(scripted, examine, cuda):
+    """With a server that accepts any registration."""
     cuda()
     _, checks = examine(scripted().url)
     assert checks["GPU"] == ("ok", "the server opens memory of Test GPU")
 
 
-def test_no_torch(place, examine, monkeypatch):
-    """Nothing to check, which is said."""
+def test_missing_torch_is_skipped(place, examine, monkeypatch):
+    """The check is reported as skipped."""
     monkeypatch.setitem(sys.modules, "torch", None)
     server = place.server()
     status, checks = examine(server.url, "--http", server.http)

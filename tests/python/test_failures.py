@@ -1,4 +1,4 @@
-"""The server hangs, dies and comes back at each stage of a request: deadlines hold, bytes are right, work goes on."""
+"""The server hangs, dies and returns at each stage of a request: deadlines hold, bytes are right, work continues."""
 
 import time
 
@@ -11,7 +11,7 @@ from rig import Engine, tokens
 
 TIMEOUT = 2.0
 
-# Stages of a request, and what may be on its way then.
+# Stages of a request, and its messages in flight.
 LOOKUP = ["lookup", "wait_prefetch_status"]
 STORE = {
     "engine_driven": ["prepare_store", "commit_store"],
@@ -35,42 +35,42 @@ class Broken:
         self.engine = Engine(self.proxy.url, mode=mode, timeout=TIMEOUT, heartbeat=1.0)
 
     def die(self):
-        """As by the OOM killer."""
+        """Kills the server, as the OOM killer does."""
         self.server.kill()
         self.proxy.cut()
 
     def back(self):
-        """Another server, at the same address; the engine finds it by itself."""
+        """Starts another server at the same address; the engine finds it by itself."""
         self.server.start()
         self.proxy.mend()
         self.engine.healthy()
 
     def close(self):
-        """End it; the server is the fixture's."""
+        """Ends all except the server, which the fixture ends."""
         self.engine.close()
         self.proxy.close()
 
 
 @pytest.fixture
 def broken(place, mode):
-    """See the class."""
+    """Factory of contexts."""
     made = Broken(place, mode)
     yield made
     made.close()
 
 
 def within(seconds, began):
-    """Deadlines hold, with room for a busy machine."""
+    """Asserts the deadline, with slack for a busy machine."""
     assert time.monotonic() - began < seconds + 3
 
 
 def at_once(began):
-    """Nothing waited for its deadline."""
+    """Asserts that nothing waited for its deadline."""
     assert time.monotonic() - began < TIMEOUT
 
 
 def works(engine, fresh):
-    """A store, a hit and the right bytes."""
+    """Asserts a store, a hit and the right bytes."""
     prompt, blocks, request = tokens(2 * CHUNK, fresh()), list(range(20, 28)), fresh()
     expected = engine.read(blocks)
     assert engine.store(fresh(), prompt, 0, 2 * CHUNK, blocks)
@@ -82,8 +82,8 @@ def works(engine, fresh):
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("ending", ["dies", "loses-it"])
-def test_lookup(broken, fresh, ending, reply):
-    """Nothing was found; by the deadline, or at once when the connection is gone."""
+def test_server_fails_during_lookup(broken, fresh, ending, reply):
+    """The lookup finds nothing, by the deadline, or at once if the connection is lost."""
     engine, prompt = broken.engine, tokens(CHUNK, "lookup")
     engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
     for operation in LOOKUP:
@@ -101,8 +101,8 @@ def test_lookup(broken, fresh, ending, reply):
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("ending", ["dies", "loses-it"])
-def test_store(broken, mode, fresh, ending, reply):
-    """The store ends; what comes out of the cache later is right or nothing."""
+def test_server_fails_during_store(broken, mode, fresh, ending, reply):
+    """The store ends; a later retrieve returns the right bytes or none."""
     engine, blocks = broken.engine, [1, 2, 3, 4]
     for operation in STORE[mode]:
         prompt, request = tokens(CHUNK, operation), fresh()
@@ -116,7 +116,7 @@ def test_store(broken, mode, fresh, ending, reply):
             wait_until(lambda: not engine.worker.is_healthy, 30, "degraded")
             broken.back()
         engine.healthy()
-        # A commit that was lost with its reply has stored the chunk.
+        # A commit whose reply was lost has stored the chunk.
         again = fresh()
         found = engine.lookup(again, prompt)
         if found:
@@ -129,8 +129,8 @@ def test_store(broken, mode, fresh, ending, reply):
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("ending", ["dies", "loses-it"])
-def test_retrieve(broken, mode, fresh, ending, reply):
-    """The retrieve ends and names its blocks."""
+def test_server_fails_during_retrieve(broken, mode, fresh, ending, reply):
+    """The retrieve ends and reports its blocks."""
     engine, blocks = broken.engine, [1, 2, 3, 4]
     for operation in RETRIEVE[mode]:
         prompt, request = tokens(CHUNK, operation), fresh()
@@ -146,8 +146,8 @@ def test_retrieve(broken, mode, fresh, ending, reply):
         works(engine, fresh)
 
 
-def test_between_lookup_and_retrieve(broken, fresh):
-    """What was found is gone with the server: the retrieve fails at once, also when the next server is there already."""
+def test_server_fails_between_lookup_and_retrieve(broken, fresh):
+    """The found objects are lost with the server: the retrieve fails at once, also if the next server is already there."""
     engine, blocks = broken.engine, [1, 2, 3, 4]
     for is_back in (False, True):
         prompt, request = tokens(CHUNK, is_back), fresh()
@@ -165,8 +165,8 @@ def test_between_lookup_and_retrieve(broken, fresh):
     works(engine, fresh)
 
 
-def test_while_the_server_is_away(broken, fresh):
-    """Nothing waits: lookups find nothing, stores are dropped, retrieves fail."""
+def test_requests_while_server_is_away_are_computed(broken, fresh):
+    """Nothing waits: lookups find nothing, stores are skipped, retrieves fail."""
     engine, states = broken.engine, []
     engine.worker.on_health(states.append)
     broken.die()
@@ -185,8 +185,8 @@ def test_while_the_server_is_away(broken, fresh):
     assert states[0] == "degraded" and states[-2:] == ["recovering", "healthy"]
 
 
-def test_a_restart_faster_than_a_heartbeat(place, mode, fresh):
-    """The lost connection tells, not the clock."""
+def test_restart_faster_than_heartbeat(place, mode, fresh):
+    """The lost connection shows it, without a timeout."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
     engine = place.engine(server, mode=mode, heartbeat=600)
@@ -197,8 +197,8 @@ def test_a_restart_faster_than_a_heartbeat(place, mode, fresh):
     works(engine, fresh)
 
 
-def test_a_frozen_server(place, mode, fresh):
-    """It accepts and does not answer: requests end at their deadlines, heartbeats tell, and it may go on later."""
+def test_frozen_server_times_out(place, mode, fresh):
+    """Requests end at their deadlines, heartbeats make the server degraded, and it may resume later."""
     server = place.server()
     server.expect_trouble("instance|worker|register|prepared")
     engine = place.engine(server, mode=mode, timeout=TIMEOUT, heartbeat=1.0)
@@ -218,8 +218,8 @@ def test_a_frozen_server(place, mode, fresh):
     works(place.engines[-1], fresh)
 
 
-def test_a_frozen_server_that_goes_on_touches_nothing(place, fresh):
-    """What was given up is not begun: pages may be others' by then, and what they hold must not be cached."""
+def test_resumed_server_writes_no_abandoned_page(place, fresh):
+    """Abandoned transfers never begin: their pages may be reused by then, and must not be cached."""
     server = place.server()
     server.expect_trouble("instance|worker|register|deadline")
     engine = place.engine(server, mode="lmcache_driven", timeout=TIMEOUT, heartbeat=1.0)
@@ -229,7 +229,7 @@ def test_a_frozen_server_that_goes_on_touches_nothing(place, fresh):
     with server.frozen():
         engine.worker.submit_store_request(fresh(), engine.op(stored, 0, CHUNK, [9, 10, 11, 12]))
         assert engine.retrieve(request, cached, 0, CHUNK, [5, 6, 7, 8]) == {5, 6, 7, 8}
-        # The engine goes on, and has other uses for these blocks.
+        # The engine continues, and reuses these blocks.
         engine.fill([5, 6, 7, 8], 55)
         engine.fill([9, 10, 11, 12], 99)
     engine.finish_stores()

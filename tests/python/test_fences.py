@@ -1,4 +1,4 @@
-"""Who may touch memory when an answer does not come: the engine's pages, and what the server has lent."""
+"""Access to memory of transfers without an answer: the engine's pages, and memory granted by the server."""
 
 import gc
 import sys
@@ -17,11 +17,11 @@ from rig import Engine, tokens
 
 TIMEOUT = 1.0
 
-# How long behind a deadline pages may be the server's without its word.
+# Seconds after a deadline in which the server may still touch pages without having answered.
 MARGIN = 1.0
 
 
-class Bed:
+class Context:
     """A server, a proxy before it, and engines that know only the proxy."""
 
     def __init__(self, place):
@@ -30,44 +30,44 @@ class Bed:
         self.proxy = Proxy(self.server.url, free_port())
 
     def engine(self, **options):
-        """An engine whose heartbeats come only with new connections."""
+        """Returns an engine with heartbeats only on new connections."""
         engine = Engine(self.proxy.url, heartbeat=600, **options)
         self.engines.append(engine)
         engine.healthy()
         return engine
 
     def unread(self):
-        """Bytes that have reached the server's socket and were not read."""
+        """Returns the bytes that have reached the server's socket and were not read."""
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         port, established = f":{self.server.port:04X}", "01"
         return sum(int(line[4].split(":")[1], 16) for line in lines if line[1].endswith(port) and line[3] == established)
 
     def status(self, *names):
-        """These figures of the server's status."""
+        """Returns these values of the server's status."""
         status = self.server.get("/status")[1]
         return tuple(status[name] for name in names)
 
     def workers(self):
-        """Numbers of the workers that the server knows."""
+        """Returns the ids of the workers that the server knows."""
         return sum(self.status("registered_gpu_ids", "registered_non_cuda_instance_ids"), [])
 
     def close(self):
-        """End all but the server, which is the fixture's."""
+        """Ends all except the server, which the fixture ends."""
         for engine in self.engines:
             engine.close()
         self.proxy.close()
 
 
 @pytest.fixture
-def bed(place):
-    """See the class."""
-    made = Bed(place)
+def context(place):
+    """Factory of contexts."""
+    made = Context(place)
     yield made
     made.close()
 
 
 def works(engine, fresh):
-    """A store, a hit and the right bytes."""
+    """Asserts a store, a hit and the right bytes."""
     prompt, blocks, request = tokens(CHUNK, fresh()), [20, 21, 22, 23], fresh()
     expected = engine.read(blocks)
     assert engine.store(fresh(), prompt, 0, CHUNK, blocks)
@@ -82,25 +82,25 @@ def are(engine, blocks, value):
     return all((layer == value).all() for layer in engine.read(blocks))
 
 
-def test_a_lost_connection_is_not_the_end_of_its_transfers(bed, fresh):
-    """What was asked for on it may still be done: the pages are the server's until it says that it is not."""
-    engine = bed.engine(mode="lmcache_driven")
+def test_lost_connection_does_not_end_transfers(context, fresh):
+    """The server may still handle its requests: it may touch the pages until it answers the unregistration."""
+    engine = context.engine(mode="lmcache_driven")
     cached, stored, request = tokens(CHUNK, "cached"), tokens(CHUNK, "stored late"), fresh()
     assert engine.store(fresh(), cached, 0, CHUNK, [1, 2, 3, 4])
     assert engine.lookup(request, cached) == CHUNK
     expected = engine.read([9, 10, 11, 12])
-    with bed.server.frozen():
+    with context.server.frozen():
         engine.worker.submit_retrieve_request(request, engine.op(cached, 0, CHUNK, [5, 6, 7, 8]))
         engine.worker.submit_store_request(fresh(), engine.op(stored, 0, CHUNK, [9, 10, 11, 12]))
-        wait_until(lambda: bed.proxy.seen[-1] == ("store", False) and bed.unread(), 30, "both to reach the server")
-        bed.proxy.cut()
+        wait_until(lambda: context.proxy.seen[-1] == ("store", False) and context.unread(), 30, "both to reach the server")
+        context.proxy.cut()
         wait_until(lambda: not engine.worker.is_healthy, 30, "degraded")
         assert engine.worker.get_finished(()) == (set(), set())
         assert engine.worker._storing
-    bed.proxy.mend()
+    context.proxy.mend()
     assert engine.finish_retrieve(request) == {5, 6, 7, 8}
     engine.finish_stores()
-    # The engine has other uses for these blocks now.
+    # The engine reuses these blocks now.
     engine.fill([5, 6, 7, 8], 55)
     engine.fill([9, 10, 11, 12], 99)
     engine.healthy()
@@ -112,78 +112,78 @@ def test_a_lost_connection_is_not_the_end_of_its_transfers(bed, fresh):
         assert engine.has([9, 10, 11, 12], expected)
 
 
-def test_without_the_servers_word_pages_are_free_behind_the_deadline(bed, fresh):
-    """The server was told the deadline, and keeps it also when it goes on later."""
-    engine = bed.engine(mode="lmcache_driven", timeout=TIMEOUT)
+def test_pages_without_answer_are_free_after_deadline(context, fresh):
+    """The server received the deadline, and observes it also after it resumes."""
+    engine = context.engine(mode="lmcache_driven", timeout=TIMEOUT)
     cached, request = tokens(CHUNK, "cached"), fresh()
     assert engine.store(fresh(), cached, 0, CHUNK, [1, 2, 3, 4])
     assert engine.lookup(request, cached) == CHUNK
-    with bed.server.frozen():
+    with context.server.frozen():
         began = time.monotonic()
         engine.worker.submit_retrieve_request(request, engine.op(cached, 0, CHUNK, [5, 6, 7, 8]))
-        wait_until(bed.unread, 30, "it to reach the server")
-        bed.proxy.cut()
+        wait_until(context.unread, 30, "it to reach the server")
+        context.proxy.cut()
         assert engine.finish_retrieve(request) == {5, 6, 7, 8}
         assert TIMEOUT <= time.monotonic() - began < TIMEOUT + MARGIN + 2
         engine.fill([5, 6, 7, 8], 55)
-    bed.proxy.mend()
+    context.proxy.mend()
     engine.healthy()
     works(engine, fresh)
     assert are(engine, [5, 6, 7, 8], 55)
 
 
-def test_each_registration_has_a_number_of_its_own(bed, mode, fresh):
-    """What still comes under an earlier one finds nobody; the server forgets that one."""
-    engine = bed.engine(mode=mode)
-    first = bed.workers()
-    bed.proxy.cut()
+def test_each_registration_has_its_own_id(context, mode, fresh):
+    """Requests under an earlier id find no worker; the server removes that id."""
+    engine = context.engine(mode=mode)
+    first = context.workers()
+    context.proxy.cut()
     wait_until(lambda: not engine.worker.is_healthy, 30, "degraded")
-    bed.proxy.mend()
+    context.proxy.mend()
     engine.healthy()
-    assert len(first) == len(bed.workers()) == 1 and first != bed.workers()
+    assert len(first) == len(context.workers()) == 1 and first != context.workers()
     works(engine, fresh)
 
 
 @pytest.mark.parametrize("is_reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("lost", ["prepare_store", "commit_store"])
-def test_memory_of_a_store_without_an_answer_comes_back(bed, fresh, lost, is_reply):
-    """The worker says that it has given up."""
-    engine = bed.engine(timeout=TIMEOUT)
-    bed.proxy.at(lost, reply=is_reply)
+def test_memory_of_unanswered_store_is_freed(context, fresh, lost, is_reply):
+    """The worker reports the abandoned store."""
+    engine = context.engine(timeout=TIMEOUT)
+    context.proxy.at(lost, reply=is_reply)
     assert not engine.store(fresh(), tokens(CHUNK, "lost"), 0, CHUNK, [1, 2, 3, 4])
-    lent = ("pending_transfers", "withheld_transfers")
-    wait_until(lambda: bed.status(*lent) == (0, 0), 30, "nothing to be lent")
+    granted = ("pending_transfers", "withheld_transfers")
+    wait_until(lambda: context.status(*granted) == (0, 0), 30, "nothing to be granted")
     works(engine, fresh)
 
 
-def test_a_worker_that_cannot_give_memory_back_registers_anew(bed, fresh):
-    """Else it would be lent nothing more one day: the server would wait for it for ever."""
-    engine = bed.engine(timeout=TIMEOUT)
-    bed.proxy.at("prepare_store", reply=True)
-    bed.proxy.at("commit_store")
+def test_worker_that_cannot_free_memory_registers_again(context, fresh):
+    """Otherwise the server would keep waiting for it, and at some time grant it no more memory."""
+    engine = context.engine(timeout=TIMEOUT)
+    context.proxy.at("prepare_store", reply=True)
+    context.proxy.at("commit_store")
     assert not engine.store(fresh(), tokens(CHUNK, "lost"), 0, CHUNK, [1, 2, 3, 4])
-    wait_until(lambda: bed.status("pending_transfers", "withheld_transfers") == (0, 1), 30, "another number")
+    wait_until(lambda: context.status("pending_transfers", "withheld_transfers") == (0, 1), 30, "another number")
     engine.healthy()
     works(engine, fresh)
 
 
-def test_a_worker_that_is_dropped_touches_no_page(bed, fresh):
+def test_dropped_worker_touches_no_page(context, fresh):
     """As after an error, without a shutdown: the pages are freed next."""
-    engine = bed.engine(timeout=TIMEOUT)
+    engine = context.engine(timeout=TIMEOUT)
     cached, request = tokens(CHUNK, "cached"), fresh()
     assert engine.store(fresh(), cached, 0, CHUNK, [1, 2, 3, 4])
     assert engine.lookup(request, cached) == CHUNK
     engine.worker.client.timeout = 30.0
-    with bed.server.frozen():
+    with context.server.frozen():
         engine.worker.submit_retrieve_request(request, engine.op(cached, 0, CHUNK, [5, 6, 7, 8]))
-        wait_until(bed.unread, 30, "it to reach the server")
+        wait_until(context.unread, 30, "it to reach the server")
         dropped = threading.Thread(target=_drop, args=(engine.worker,))
         dropped.start()
-        # The server is not asked for anything meanwhile.
+        # No request goes to the server meanwhile.
         wait_until(lambda: engine.worker._worker is None, 30, "the drop to begin")
         engine.fill([5, 6, 7, 8], 55)
     dropped.join()
-    wait_until(lambda: bed.status("pending_transfers") == (0,), 30, "the retrieve to end")
+    wait_until(lambda: context.status("pending_transfers") == (0,), 30, "the retrieve to end")
     assert are(engine, [5, 6, 7, 8], 55)
 
 
@@ -193,9 +193,9 @@ def _drop(adapter):
 
 
 @pytest.mark.parametrize("bad", [{"start": -CHUNK}, {"end": 1 << 70}, {"skip_first_n_tokens": -1}])
-def test_a_bad_operation_ends_with_its_batch(bed, mode, fresh, bad):
-    """No exception half-way: all requests of the batch end, and nothing is left under way."""
-    engine = bed.engine(mode=mode)
+def test_invalid_operation_ends_with_its_batch(context, mode, fresh, bad):
+    """No exception half-way: all requests of the batch end, and none stays in flight."""
+    engine = context.engine(mode=mode)
     prompt, requests = tokens(2 * CHUNK, "batch"), [fresh(), fresh(), fresh()]
     good = [engine.op(prompt, 0, CHUNK, [1, 2, 3, 4]), engine.op(prompt, CHUNK, 2 * CHUNK, [5, 6, 7, 8])]
     wrong = engine.op(prompt, **{"start": 0, "end": CHUNK, "blocks": [9, 10, 11, 12], **bad})
@@ -209,13 +209,13 @@ def test_a_bad_operation_ends_with_its_batch(bed, mode, fresh, bad):
     works(engine, fresh)
 
 
-def test_several_threads_wait_for_one_result(bed):
-    """All get it, whichever goes on first."""
-    client, results = Client(bed.server.url), []
+def test_several_threads_wait_for_one_result(context):
+    """All get it, whichever continues first."""
+    client, results = Client(context.server.url), []
     assert client.wait_healthy(10)
     interval = sys.getswitchinterval()
     try:
-        with bed.server.frozen():
+        with context.server.frozen():
             futures = [client.get_chunk_size() for _ in range(20)]
             started = []
 
@@ -227,7 +227,7 @@ def test_several_threads_wait_for_one_result(bed):
             for thread in threads:
                 thread.start()
             wait_until(lambda: len(started) == len(threads), 30, "all threads to wait")
-            # From here to the last reply no other thread runs in Python, so all of a future's go on at the same time.
+            # From here to the last reply no other thread runs in Python, so all waiters of a future continue together.
             sys.setswitchinterval(30)
         while client.in_flight:
             pass
@@ -239,20 +239,20 @@ def test_several_threads_wait_for_one_result(bed):
     assert results == [CHUNK] * 80
 
 
-def test_a_worker_that_only_loads_and_cannot_reach_the_pool_is_sent_its_chunks(bed, fresh):
-    """It says so when it registers, rather than be lent slots that it cannot read until its first store."""
-    writer, prompt, request = bed.engine(), tokens(CHUNK, "shared"), fresh()
+def test_loading_worker_without_pool_receives_pickled_chunks(context, fresh):
+    """Its registration says so; otherwise it would be granted slots that it cannot read until its first store."""
+    writer, prompt, request = context.engine(), tokens(CHUNK, "shared"), fresh()
     assert writer.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4])
-    reader = bed.engine(mode="pickle")
+    reader = context.engine(mode="pickle")
     assert reader.lookup(request, prompt) == CHUNK
     assert reader.retrieve(request, prompt, 0, CHUNK, [5, 6, 7, 8]) == set()
     assert reader.has([5, 6, 7, 8], writer.read([1, 2, 3, 4]))
-    assert bed.status("pending_transfers", "withheld_transfers") == (0, 0)
+    assert context.status("pending_transfers", "withheld_transfers") == (0, 0)
 
 
-def test_pages_stay_as_long_as_the_native_worker(bed):
-    """Of a cycle, the collector may take the pages apart before the worker whose threads copy them."""
-    adapter = bed.engine().worker
+def test_pages_live_as_long_as_native_worker(context):
+    """In a cycle the collector may free the pages before the worker whose threads copy them."""
+    adapter = context.engine().worker
     registration = adapter._registration
     pages, native = weakref.ref(registration._storages), registration.worker
     registration._storages = registration.worker = None

@@ -1,4 +1,4 @@
-"""The model's name in keys: engines whose KV differs have different ones, processes of one engine the same."""
+"""The model's name in keys: it differs between engines with different KV, and is equal in an engine's processes."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from test_connector import Vllm, request, vllm_config  # noqa: E402
 
 
 def described(model=None, cache=None, load=None, draft=None, pictures=None, parallel=None, more=None, **options):
-    """A configuration with these fields."""
+    """Returns a configuration with these fields."""
     made = vllm_config(SimpleNamespace(url="x"), **options)
     vars(made.model_config).update(model or {})
     vars(made.parallel_config).update(parallel or {})
@@ -34,18 +34,18 @@ def described(model=None, cache=None, load=None, draft=None, pictures=None, para
 
 
 def name(*args, **fields):
-    """What keys say."""
+    """Returns the name in keys."""
     return Identity.of(described(*args, **fields), False).model_name
 
 
-def test_what_kv_depends_on_is_in_the_name(tmp_path):
-    """Each of these computes other KV from the same tokens, in tensors of the same shape."""
+def test_name_has_all_kv_dependencies(tmp_path):
+    """Each of these changes computes other KV from the same tokens, in tensors of the same shape."""
     short, long = ({"rope_parameters": {"rope_type": "default", "rope_theta": theta}} for theta in (1e4, 1e6))
     names = [
         name(),
         name({"hf_overrides": short}),
         name({"hf_overrides": long}),
-        name({"hf_overrides": test_what_kv_depends_on_is_in_the_name}),
+        name({"hf_overrides": test_name_has_all_kv_dependencies}),
         name({"revision": "main"}),
         name({"revision": "v2"}),
         name({"hf_config": SimpleNamespace(_commit_hash="abc")}),
@@ -76,7 +76,7 @@ def test_what_kv_depends_on_is_in_the_name(tmp_path):
     ]
     assert len(set(names)) == len(names)
     assert all(each.startswith("test/vllm#") and len(each) == len("test/vllm#") + 16 for each in names)
-    # A directory is told by what it says of the model, and not by what it says of itself.
+    # A directory's description of the model counts, not its own name.
     path = tmp_path / "config.json"
     by_content = []
     for content in ({"rope_theta": 1}, {"rope_theta": 2}, {"rope_theta": 2, "transformers_version": "5", "_name_or_path": "p"}):
@@ -85,8 +85,8 @@ def test_what_kv_depends_on_is_in_the_name(tmp_path):
     assert by_content[0] != by_content[1] == by_content[2]
 
 
-def test_a_model_whose_other_files_change_is_another(tmp_path):
-    """Its code, its quantization, and what makes tensors of pictures."""
+def test_changed_model_files_change_the_name(tmp_path):
+    """By its code, its quantization, and its picture processing."""
     model, names = {"model": str(tmp_path)}, []
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     for file in ("preprocessor_config.json", "processor_config.json", "hf_quant_config.json", "modeling_custom.py"):
@@ -96,19 +96,19 @@ def test_a_model_whose_other_files_change_is_another(tmp_path):
     assert len(set(names)) == len(names)
 
 
-def test_what_differs_between_processes_is_not_in_the_name():
-    """Else the scheduler would look up what no worker stores."""
+def test_name_is_equal_in_all_processes():
+    """Otherwise the scheduler would look up keys that no worker stores."""
     worker = described({"hf_config": SimpleNamespace(rope_parameters={"rope_type": "deepseek_yarn"})})
     worker.cache_config.num_gpu_blocks = 17
     worker.parallel_config.rank = 1
     assert Identity.of(worker, False, 1).model_name == name()
-    # A model that was fetched is told by where it is from.
+    # A fetched model is identified by its origin.
     assert name({"model": "/a/cache", "model_weights": "s3://b/m"}) == name({"model": "/other", "model_weights": "s3://b/m"})
-    # The longest request is of no matter, but for the kind of positions that it chooses between.
+    # The longest request matters only for the kinds of positions that depend on it.
     assert name({"max_model_len": 10}) == name({"max_model_len": 20})
     rope = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
     assert name({"max_model_len": 10, "hf_text_config": rope}) != name({"max_model_len": 20, "hf_text_config": rope})
-    # In another process hashes of texts are others, and so are addresses.
+    # In another process, hashes of texts and addresses differ.
     program = (
         "import runpy, sys; from types import SimpleNamespace as N\n"
         "m = runpy.run_path(sys.argv[1])\n"
@@ -121,8 +121,8 @@ def test_what_differs_between_processes_is_not_in_the_name():
     assert len(found) == 1
 
 
-def test_the_name_can_be_given():
-    """By operators who know better: for new weights at an old path, or to share with others. Pages are what they are."""
+def test_model_name_option_replaces_digest():
+    """For new weights at an old path, or to share with other engines. The digest of the pages stays."""
     given = Identity.of(described({"revision": "v2"}), False, 0, "mine")
     assert given.model_name == "mine"
     assert Identity.of(described(stages=2), False, 0, "mine").model_name == "mine#pp2"
@@ -132,23 +132,23 @@ def test_the_name_can_be_given():
         Options.read({"kvtier.model_name": "a@b"})
 
 
-def test_the_split_of_layers_is_in_the_name(monkeypatch):
-    """Stages of as many layers may have other ones."""
+def test_name_has_pipeline_partition(monkeypatch):
+    """Stages with the same number of layers may have other ones."""
     even = name(stages=2)
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
     assert name(stages=2) == even + ":3,1" and "3,1" not in name()
 
 
-def test_models_of_another_hub_are_others(monkeypatch):
-    """A name says where it is looked up by nothing else."""
+def test_other_hub_changes_the_name(monkeypatch):
+    """Only the option says which hub resolves a name."""
     plain_name = name()
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
     assert name() != plain_name
 
 
-def test_scales_of_each_engine_are_refused():
-    """They are in no page."""
-    with pytest.raises(ValueError, match="calculate_kv_scales: KvTierConnector serves False only"):
+def test_calculated_kv_scales_are_refused():
+    """No page has them."""
+    with pytest.raises(ValueError, match="calculate_kv_scales: True; KvTierConnector serves only False"):
         name(cache={"calculate_kv_scales": True})
 
 
@@ -157,8 +157,8 @@ NODES = [{}, {"nnodes": 2}, {"distributed_executor_backend": "ray"}]
 
 @pytest.mark.parametrize("parallel", NODES)
 @pytest.mark.parametrize("changed", [(0, 1), (1 << 19, 1 << 14), ((1 << 20) - 1, 1)])
-def test_replaced_weights_are_others(tmp_path, parallel, changed):
-    """Files of the same size and times at the same path, however many hosts the engine has."""
+def test_replaced_weights_change_the_name(tmp_path, parallel, changed):
+    """With files of the same size and times at the same path, for any number of hosts."""
     weights, model = tmp_path / "model.safetensors", {"model": str(tmp_path)}
     names, (start, count) = [], changed
     for content in (bytes(1 << 20), bytes(start) + b"x" * count + bytes((1 << 20) - start - count), bytes(7)):
@@ -167,13 +167,13 @@ def test_replaced_weights_are_others(tmp_path, parallel, changed):
         names += [name(model, parallel=parallel)] * 2
     names.append(name(model, load={"load_format": "dummy"}))
     assert names[0] == names[1] and len(set(names)) == 4
-    # Files elsewhere in the directory are none of the model's.
+    # Other files in the directory are not the model's.
     (tmp_path / "README.md").write_text("x")
     assert name(model, parallel=parallel) == names[4]
 
 
-def test_copies_of_weights_are_the_same(tmp_path):
-    """Workers on other hosts, and engines there, have copies with times of their own."""
+def test_copied_weights_keep_the_name(tmp_path):
+    """Copies on other hosts have other times."""
     found = []
     for host in ("one", "two"):
         directory = tmp_path / host
@@ -185,7 +185,7 @@ def test_copies_of_weights_are_the_same(tmp_path):
 
 
 def test_samples_of_large_weights_are_bounded(tmp_path, monkeypatch):
-    """However large files are, and however many."""
+    """For any size and number of files."""
     read = []
 
     class Counted(io.FileIO):
@@ -201,8 +201,8 @@ def test_samples_of_large_weights_are_bounded(tmp_path, monkeypatch):
     assert sum(read) < 100 * (256 << 10) and len(read) < 2000
 
 
-def test_weights_that_cannot_be_read_are_named():
-    """The digest has their name alone."""
+def test_unreadable_weights_are_logged():
+    """The digest has only their name."""
     unknown = [
         described({"model": "/cache/config", "model_weights": "s3://bucket/model"}, load={"load_format": "runai_streamer"}),
         described(load={"load_format": "tensorizer"}),
@@ -214,8 +214,8 @@ def test_weights_that_cannot_be_read_are_named():
         assert fingerprint.unknown_weights(made) is None
 
 
-def test_a_snapshot_of_the_hub_is_its_commit(tmp_path):
-    """Wherever and whenever it was downloaded."""
+def test_hub_snapshot_is_identified_by_commit(tmp_path):
+    """Independent of the place and time of the download."""
     found = []
     for host, commit in (("one", "a"), ("two", "a"), ("one", "b")):
         snapshot = tmp_path / host / "snapshots" / (commit * 40)
@@ -226,23 +226,23 @@ def test_a_snapshot_of_the_hub_is_its_commit(tmp_path):
 
 
 class Platform(SimpleNamespace):
-    """A device as vLLM describes it."""
+    """A fake of vLLM's platform."""
 
     def is_cuda(self):
-        """NVIDIA's."""
+        """Whether it is NVIDIA's."""
         return self.device_type == "cuda" and not self.amd
 
     def is_cpu(self):
-        """No device."""
+        """Whether it is a CPU."""
         return self.device_type == "cpu"
 
     def get_device_capability(self):
-        """Of NVIDIA's and AMD's."""
+        """Returns the capability of NVIDIA's and AMD's devices."""
         return self.capability
 
 
 def pages_of(monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16,), cache="auto", spec=None, **attention):
-    """What names say of pages."""
+    """Returns the digest of pages in the name."""
     platform = Platform(device_type=device, amd=amd, capability=capability)
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
     made = described(cache={"cache_dtype": cache}, more={"attention_config": SimpleNamespace(**attention)})
@@ -250,8 +250,8 @@ def pages_of(monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16
     return pages.page_format(made, SimpleNamespace(kv_cache_groups=groups))
 
 
-def test_cpu_pages_are_those_of_their_blocks_kernel_and_release(monkeypatch):
-    """Attention kernels pack them."""
+def test_cpu_pages_depend_on_block_kernel_release(monkeypatch):
+    """Attention kernels pack CPU pages."""
     found = [pages_of(monkeypatch), pages_of(monkeypatch, blocks=(32,)), pages_of(monkeypatch, blocks=(16, 32))]
     found.append(pages_of(monkeypatch, backend="CPU_ATTN"))
     for ask in ("_is_amx_tile_supported", "_is_avx512_supported"):
@@ -270,7 +270,7 @@ def test_cpu_pages_are_those_of_their_blocks_kernel_and_release(monkeypatch):
 
 
 def pages_torch():
-    """PyTorch, as late as the package imports it."""
+    """Imports PyTorch as late as the package does."""
     import torch
 
     return torch
@@ -278,8 +278,8 @@ def pages_torch():
 
 @pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("backend", [None, "FLASH_ATTN", "FLASHINFER"])
-def test_numbers_on_nvidia_gpus_are_the_servers_to_convert(monkeypatch, cache, backend):
-    """By token and head, as registered: engines of other block sizes share."""
+def test_typed_pages_on_nvidia_gpus_have_no_digest(monkeypatch, cache, backend):
+    """They are ordered by token and head, as registered: engines of other block sizes share them."""
     attention = {"backend": backend} if backend else {}
     assert pages_of(monkeypatch, "cuda", cache=cache, **attention) == {}
 
@@ -301,8 +301,8 @@ def test_numbers_on_nvidia_gpus_are_the_servers_to_convert(monkeypatch, cache, b
     ],
     ids=lambda fields: "=".join(map(str, next(iter(fields.items())))),
 )
-def test_other_pages_on_gpus_are_those_of_their_blocks(monkeypatch, fields):
-    """Scales of a page, codes, shuffled values, kernels that are not known: only equal pages are shared."""
+def test_other_gpu_pages_depend_on_their_blocks(monkeypatch, fields):
+    """With scales per page, codes, shuffled values or unknown kernels only equal pages are shared."""
     fields = {"device": "cuda", **fields}
     found = [pages_of(monkeypatch, **fields), pages_of(monkeypatch, **{**fields, "blocks": (32,)})]
     if fields["device"] == "cuda":
@@ -313,16 +313,16 @@ def test_other_pages_on_gpus_are_those_of_their_blocks(monkeypatch, fields):
 
 
 def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
-    """The name is that of the scheduler's keys and of the workers'; with one name they share."""
+    """Scheduler and workers use the same name in keys; with one name engines share."""
     server, prompt = place.server(), tokens(CHUNK + 1, "rope")
     engines = []
 
     def engine(theta, **options):
-        monkeypatch.setattr("test_connector.vllm_config", lambda *a, **o: told(vllm_config(*a, **o), theta))
+        monkeypatch.setattr("test_connector.vllm_config", lambda *a, **o: with_theta(vllm_config(*a, **o), theta))
         engines.append(Vllm(server, **options))
         return engines[-1]
 
-    def told(config, theta):
+    def with_theta(config, theta):
         config.model_config.hf_overrides = {"rope_parameters": {"rope_theta": theta}}
         return config
 
@@ -335,7 +335,7 @@ def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
         each.close()
 
 
-def test_a_workers_name_of_the_cache_dtype_is_the_schedulers():
-    """Attention layers of sparse MLA replace it where they run."""
-    assert len({name(cache={"cache_dtype": told}) for told in ("fp8", "fp8_e4m3", "fp8_ds_mla")}) == 1
+def test_worker_and_scheduler_agree_on_cache_dtype():
+    """Attention layers of sparse MLA replace the dtype in their process."""
+    assert len({name(cache={"cache_dtype": dtype}) for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla")}) == 1
     assert name(cache={"cache_dtype": "nvfp4"}) == name(cache={"cache_dtype": "nvfp4_ds_mla"}) != name()

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from kvrig.server import REPOSITORY, fake_driver_library
 
-# What only PyTorch on a GPU shows; speed is dry-run by a Rust test.
+# Checks that need PyTorch on a GPU; a Rust test dry-runs speed.
 NEEDS_A_GPU = {"memory-returns", "expandable", "speed"}
 
 
 def counters():
-    """PyTorch's files that count who has its memory."""
+    """Returns PyTorch's files with reference counters of its memory."""
     return set(Path("/dev/shm").glob("torch_*_gpu[0-9]*"))
 
 
-def test_everything_that_needs_no_gpu_passes(tmp_path):
+def test_checks_without_gpu_pass(tmp_path):
     before = counters()
     script = REPOSITORY / "benches" / "gpu.py"
     command = [sys.executable, script, "--fake-driver", fake_driver_library(), "--out", tmp_path / "out"]
@@ -28,7 +28,7 @@ def test_everything_that_needs_no_gpu_passes(tmp_path):
     try:
         output, _ = checks.communicate(timeout=400)
     finally:
-        # It stops its server.
+        # The script stops its server.
         checks.terminate()
         checks.wait(30)
     assert checks.returncode == 0, output

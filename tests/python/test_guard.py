@@ -1,4 +1,4 @@
-"""vLLM's connector under odd requests and failures: each call ends as a miss, and the engine goes on."""
+"""vLLM's connector with hostile requests and failures: each call ends as a miss, and the engine continues."""
 
 import inspect
 import subprocess
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 @pytest.fixture
 def engine(place):
-    """One engine of one worker."""
+    """Returns an engine of one worker."""
     server = place.server()
     server.expect_trouble("store|retrieve|lookup|worker|register")
     made = Vllm(server)
@@ -57,22 +57,22 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_requests_are_computed(engine, kind):
-    """And the next one is served."""
-    odd = HOSTILE[kind]()
-    assert engine.match(odd) == (0, False)
-    engine.allocate(odd, range(1, 9), 0)
-    step = engine.step(new=[(odd, range(1, 9), 0, 2 * CHUNK)])
+    """The next request is served."""
+    hostile = HOSTILE[kind]()
+    assert engine.match(hostile) == (0, False)
+    engine.allocate(hostile, range(1, 9), 0)
+    step = engine.step(new=[(hostile, range(1, 9), 0, 2 * CHUNK)])
     assert step.metadata.loads == []
-    engine.finish(odd)
-    # Nothing of it is left, and others get what is theirs.
+    engine.finish(hostile)
+    # No state of it is left, and other requests are served.
     assert engine.scheduler._scheduling.tracked == {}
     good = request("good", tokens(CHUNK + 1, kind))
     engine.prefill(good, range(11, 16))
     assert engine.match(request("again", tokens(CHUNK + 1, kind))) == (CHUNK, True)
 
 
-def test_a_scheduler_whose_adapter_raises_computes_all(engine):
-    """Every method of vLLM's has an answer, and what went wrong is counted."""
+def test_failing_scheduler_adapter_computes_all(engine):
+    """Every method that vLLM calls returns, and the errors are counted."""
     engine.prefill(request("before", tokens(CHUNK + 1, "x")), range(1, 6))
     scheduler = engine.scheduler
     real, scheduler._scheduling.adapter = scheduler._scheduling.adapter, Raising()
@@ -88,19 +88,19 @@ def test_a_scheduler_whose_adapter_raises_computes_all(engine):
     assert scheduler.build_connector_meta(None).loads == []
     scheduler._scheduling.adapter = real
     assert scheduler.get_kv_connector_stats().data["errors"] >= 3
-    # The reset has happened all the same.
+    # The reset has happened nevertheless.
     assert engine.match(request("after", tokens(CHUNK + 1, "x"))) == (0, False)
 
 
-def test_a_load_that_cannot_be_made_has_failed(engine, monkeypatch):
-    """vLLM waits for its end: every worker tells it."""
+def test_load_that_cannot_start_fails(engine, monkeypatch):
+    """vLLM waits for its end, which every worker reports."""
     prompt = tokens(CHUNK + 1, "lost")
     engine.prefill(request("a", prompt), range(1, 6))
 
     def raises(*arguments):
         raise RuntimeError("as a bug has it")
 
-    # When blocks come, and when the step is made.
+    # When blocks are allocated, and when the step is built.
     for number, name in enumerate(["cleanup_lookup_result", "blocks_of_range"]):
         req = request(f"b{number}", prompt)
         assert engine.match(req) == (CHUNK, True)
@@ -113,8 +113,8 @@ def test_a_load_that_cannot_be_made_has_failed(engine, monkeypatch):
         assert engine.finish(req) is False
 
 
-def test_a_worker_whose_adapter_raises_ends_its_loads(engine):
-    """No copy may touch their blocks any more, then they have failed; requests that wait for stores go on."""
+def test_failing_worker_adapter_ends_its_loads(engine):
+    """Once no copy touches their blocks any more they have failed; requests that wait for stores continue."""
     prompt, worker = tokens(CHUNK + 1, "raise"), engine.workers[0]
     engine.prefill(request("a", prompt), range(1, 6))
     stores = request("s", tokens(CHUNK + 1, "stores"))
@@ -140,22 +140,22 @@ def test_a_worker_whose_adapter_raises_ends_its_loads(engine):
     assert step.ended == {"b"} and step.failed == {11, 12, 13, 14}
     assert step.sent == [{"s"}] and len(stopped) == 1
     assert not adapter.is_healthy
-    # So it stays: the server has no worker of this model any more.
+    # This is final: the server has no worker of this model any more.
     assert engine.match(request("c", prompt)) == (0, False)
     assert worker.handle_preemptions(SimpleNamespace(preempted={"x"})) is None
     worker._adapter = adapter
 
 
 def raises(*arguments, **named):
-    """As a bug has it."""
+    """Raises, as a bug does."""
     raise RuntimeError("as a bug has it")
 
 
-def test_a_worker_that_turned_off_reports_all_stores(engine, monkeypatch):
-    """Those that its adapter has, those of the step, and those of later steps: no request is held, no store is kept in mind."""
+def test_disabled_worker_reports_all_stores(engine, monkeypatch):
+    """Stores of the adapter, of the step, and of later steps: no request is held, and no store stays in flight."""
     worker, scheduling = engine.workers[0], engine.scheduler._scheduling
     adapter = worker._adapter
-    # Stores do not end: the adapter does not look for their answers.
+    # Stores do not end: the adapter does not collect their results.
     monkeypatch.setattr(adapter, "_poll", lambda: None)
 
     def starts(name, blocks):
@@ -172,19 +172,19 @@ def test_a_worker_that_turned_off_reports_all_stores(engine, monkeypatch):
     monkeypatch.setattr(adapter, "get_finished", raises)
     late, third = starts("late", range(21, 26))
     assert engine.step(new=[third]).sent == [{"handed"}]
-    assert scheduling.under_way == {}
+    assert scheduling.in_flight_stores == {}
     for req in (running, late):
         engine.scheduler.request_finished_all_groups(req, ([],))
     assert engine.step(finished=["running", "late"]).sent == [{"running", "late"}]
-    # The scheduler has not heard of it: its own server answers.
+    # The scheduler does not know: its own server answers.
     after, fourth = starts("after", range(31, 36))
     assert len(engine.step(new=[fourth]).metadata.stores) == 1
-    assert scheduling.under_way == {}
+    assert scheduling.in_flight_stores == {}
 
 
 @pytest.mark.parametrize("broken", ["submit_store_request", "take_ended_stores", "_event"])
-def test_a_store_that_cannot_be_started_has_ended(engine, monkeypatch, broken):
-    """The scheduler keeps nothing of it."""
+def test_store_that_cannot_start_has_ended(engine, monkeypatch, broken):
+    """The scheduler keeps no state of it."""
     worker = engine.workers[0]
     monkeypatch.setattr(worker if broken == "_event" else worker._adapter, broken, raises)
     req = request("a", tokens(CHUNK + 1, broken))
@@ -192,12 +192,12 @@ def test_a_store_that_cannot_be_started_has_ended(engine, monkeypatch, broken):
     engine.allocate(req, range(1, 6), 0)
     assert len(engine.step(new=[(req, range(1, 6), 0, CHUNK + 1)]).metadata.stores) == 1
     engine.step()
-    assert engine.scheduler._scheduling.under_way == {}
+    assert engine.scheduler._scheduling.in_flight_stores == {}
     engine.finish(req)
 
 
-def test_a_load_of_a_step_that_cannot_be_read_has_failed(engine, monkeypatch):
-    """With its blocks: without them vLLM takes the load for a success."""
+def test_load_of_unreadable_step_fails(engine, monkeypatch):
+    """Its blocks are reported: without them vLLM considers the load successful."""
     prompt = tokens(CHUNK + 1, "unread")
     engine.prefill(request("a", prompt), range(1, 6))
     req, build = request("b", prompt), engine.scheduler.build_connector_meta
@@ -213,10 +213,10 @@ def test_a_load_of_a_step_that_cannot_be_read_has_failed(engine, monkeypatch):
     assert engine.finish(req) is False
 
 
-def test_every_method_that_vllm_calls_is_guarded():
-    """Those of the base class that the connector has, but for the ones of the start."""
+def test_every_vllm_method_is_guarded():
+    """All methods of the base class that the connector overrides, except those of the start."""
     free = {"__init__", "register_kv_caches", "build_kv_connector_stats", "build_prom_metrics"}
-    # They do nothing.
+    # These do nothing.
     free |= {"wait_for_layer_load", "save_kv_layer", "requires_kv_delivery"}
     own = {name for name, value in vars(KvTierConnector).items() if inspect.isfunction(value)}
     called = {name for name in own if hasattr(KVConnectorBase_V1, name) or name == "request_finished_all_groups"} - free
@@ -251,7 +251,7 @@ def test_signals_and_panics(caplog):
 
 
 def test_older_vllm(place, monkeypatch):
-    """What it cannot be told is refused at the start, and what it does not say is not asked for."""
+    """Configurations that need missing features are refused at the start; missing fields are not read."""
     server = place.server()
     several = cache_config(["layer.0"])
     several.kv_cache_groups.append(cache_config(["layer.1"]).kv_cache_groups[0])
@@ -266,13 +266,13 @@ def test_older_vllm(place, monkeypatch):
 
 
 def test_sleep_mode_is_not_supported():
-    """However vLLM asks for it."""
+    """For every way in which vLLM reads it."""
     assert not KvTierConnector.supports_sleep_mode
     assert KvTierConnector.supports_sleep_mode() is False
 
 
-def test_an_engine_starts_without_a_server(place):
-    """And finds hits once there is one, with what it had computed before."""
+def test_connector_starts_without_server(place):
+    """Once there is a server, it finds hits, with requests computed before."""
     server = place.server(start=False)
     engine = Vllm(server, **{"kvtier.start": "without", "kvtier.heartbeat": 0.5})
     prompt = tokens(CHUNK + 1, "first")
@@ -284,8 +284,8 @@ def test_an_engine_starts_without_a_server(place):
     engine.close()
 
 
-def test_log_lines_are_vllms():
-    """vLLM configures its own logger alone; lines of this package look like its."""
+def test_log_lines_have_vllm_format():
+    """vLLM configures only its own logger; lines of this package look the same."""
     code = (
         "import logging, kvtier.vllm.logs\n"
         "import vllm.logger\n"

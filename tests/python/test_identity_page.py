@@ -1,4 +1,4 @@
-"""docs/identity.md answers for every option of the vLLM that is installed, and the tests that it names exist."""
+"""docs/identity.md has every option of the installed vLLM, and the tests that it names exist."""
 
 import dataclasses
 import pathlib
@@ -14,25 +14,25 @@ CLASSES = re.findall(r"^### (\w+Config)$", PAGE, re.MULTILINE)
 
 
 def section(name):
-    """The names in a section."""
+    """Returns the names in a section."""
     text = PAGE.split(f"\n### {name}\n")[1].split("\n## ")[0].split("\n### ")[0]
     return set(re.findall(r"`(\w+)`", text))
 
 
-def test_the_page_has_the_classes():
-    """Those whose options can change bytes."""
+def test_page_has_all_config_classes():
+    """The classes whose options can change bytes."""
     assert {"ModelConfig", "CacheConfig", "ParallelConfig", "AttentionConfig", "LoRAConfig", "VllmConfig"} <= set(CLASSES)
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_option_has_an_answer(name):
-    """A new one fails here until the page says whether it changes bytes."""
+def test_page_has_every_option(name):
+    """A new option fails here until the page has it."""
     fields = {field.name for field in dataclasses.fields(getattr(config, name))}
     assert fields - section(name) == set()
 
 
-def test_the_tests_that_the_page_names_exist():
-    """Without a path in one of the files that the page's head names."""
+def test_tests_named_on_page_exist():
+    """A name without a path is in one of the files of the page's head."""
     default = ["tests/python/test_fingerprint.py", "tests/python/test_contents.py"]
     default.append("crates/kvtier-engine/src/fingerprint/tests.rs")
     texts = "\n".join((ROOT / path).read_text() for path in default)

@@ -1,4 +1,4 @@
-"""Prompts that grow are keys of the same value as whole ones, and only their growth is encoded."""
+"""A growing prompt gives the same keys as a whole one, and only its new tokens are encoded."""
 
 from types import SimpleNamespace
 
@@ -12,41 +12,41 @@ HASHES = 2
 
 
 class Counted(list):
-    """A list that counts what is taken out of it."""
+    """A list that counts the elements read from it."""
 
     taken = 0
 
     def __iter__(self):
-        """Take all."""
+        """Reads all elements."""
         self.taken += len(self)
         return super().__iter__()
 
     def __getitem__(self, index):
-        """Take a part."""
+        """Reads some elements."""
         part = super().__getitem__(index)
         self.taken += len(part) if isinstance(index, slice) else 1
         return part
 
 
 class Known:
-    """Contents that are all known, adapters by their names."""
+    """Contents that are all known, with adapters identified by name."""
 
     def are_known(self, request):
-        """Whether keys can be made."""
+        """Whether contents are known."""
         return True
 
     def adapter(self, lora):
-        """The adapter's identity."""
+        """Returns the adapter's identity."""
         return lora.lora_name.encode() or None
 
 
 def make(mode="token_ids"):
-    """Keys of an engine with two hashes in a chunk."""
+    """Returns the keys of an engine with two hashes per chunk."""
     return Keys(SimpleNamespace(chunk_tokens=CHUNK), mode, CHUNK // HASHES, Known())
 
 
 def request(length, features=(), lora=None):
-    """A request with as many chunks."""
+    """Returns a request with this number of chunks."""
     ids = Counted(tokens(length * CHUNK, "grows"))
     hashes = Counted(number.to_bytes(32) for number in range(length * HASHES))
     return SimpleNamespace(
@@ -55,12 +55,12 @@ def request(length, features=(), lora=None):
 
 
 @pytest.mark.parametrize("mode", ["token_ids", "block_hashes"])
-def test_growing_takes_each_token_about_once(mode):
-    """However often one more chunk is asked for."""
+def test_growing_prompt_encodes_each_token_once(mode):
+    """Even if chunks are requested one by one."""
     keys, whole, length = make(mode), make(mode), 64
     req = request(length)
     for chunks in range(1, length + 1):
-        # What vLLM has computed by then.
+        # Hashes that vLLM has computed by then.
         grown = request(chunks)
         grown.all_token_ids.taken = grown.block_hashes.taken = 0
         prompt = keys.prompt(grown, chunks * CHUNK)
@@ -69,7 +69,7 @@ def test_growing_takes_each_token_about_once(mode):
     assert prompt != whole.prompt(req, (length - 1) * CHUNK)
 
 
-def test_growing_keeps_what_tokens_do_not_say():
+def test_growing_prompt_keeps_non_token_content():
     """Pictures and adapters."""
     cat = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=CHUNK + 3, length=2 * CHUNK))
     lora = SimpleNamespace(lora_name="x")
@@ -79,8 +79,8 @@ def test_growing_keeps_what_tokens_do_not_say():
         assert prompt == make().prompt(request(8, [cat], lora), chunks * CHUNK)
 
 
-def test_an_extended_prompt_is_one_made_whole():
-    """Also as a key."""
+def test_extended_prompt_equals_whole_prompt():
+    """Both have equal hashes too."""
     whole = tokens(100, "whole")
     extended = Prompt(whole[:40]).extended(Prompt(whole[40:]))
     assert extended == Prompt(whole) and hash(extended) == hash(Prompt(whole)) and len(extended) == 100
@@ -88,7 +88,7 @@ def test_an_extended_prompt_is_one_made_whole():
 
 @pytest.mark.parametrize("mode", ["token_ids", "block_hashes"])
 def test_adapters_are_in_keys(mode):
-    """By their identity; of unknown content, by one that nothing else has."""
+    """By their identity, or for unknown content by a unique one."""
 
     def key(name=None):
         lora = None if name is None else SimpleNamespace(lora_name=name)

@@ -1,4 +1,4 @@
-"""What an engine's step calls never waits: with 1000 requests outstanding that no server answers."""
+"""Calls of an engine's step never wait, with 1000 outstanding requests that no server answers."""
 
 import resource
 import statistics
@@ -17,14 +17,14 @@ DEADLINE = 30.0  # of each request; a call that waited for one would take as lon
 
 @dataclass
 class Meter:
-    """What calls cost the thread that makes them."""
+    """Cost of calls for the calling thread."""
 
-    cpu: list = field(default_factory=list)  # us of the thread's own time: a busy machine takes its own
+    cpu: list = field(default_factory=list)  # us of CPU time of the thread, independent of other load
     wall: list = field(default_factory=list)  # s
-    waits: int = 0  # times the thread gave the processor away because it could not go on
+    waits: int = 0  # times the thread yielded the processor because it had to wait
 
     def __call__(self, call):
-        """Measure one call; its result."""
+        """Measures one call; returns its result."""
         began, cpu, waits = time.monotonic(), time.thread_time_ns(), waited()
         result = call()
         self.waits += waited() - waits
@@ -34,12 +34,12 @@ class Meter:
 
 
 def waited():
-    """Voluntary context switches of this thread so far: sleeps, locks that others hold, input and output that is not there."""
+    """Returns the voluntary context switches of this thread so far: sleeps, contended locks, blocking I/O."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def test_the_meter_sees_a_wait():
-    """Else the test below would say nothing."""
+def test_meter_detects_a_wait():
+    """Otherwise the test below would prove nothing."""
     meter = Meter()
     meter(lambda: time.sleep(1e-5))
     assert meter.waits == 1
@@ -48,7 +48,7 @@ def test_the_meter_sees_a_wait():
 
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
-def test_no_call_of_an_engines_step_waits(place, mode):
+def test_no_call_of_engine_step_waits(place, mode):
     """Against a stopped server; p99 of ``check_lookup_result`` and ``get_finished`` below 50 us of processor time."""
     server = place.server()
     server.expect_trouble("instance|worker|register|prepared|silent")
@@ -70,9 +70,9 @@ def test_no_call_of_an_engines_step_waits(place, mode):
     for what, meter in (("submit", submit), ("check_lookup_result", check), ("get_finished", finished)):
         p99 = statistics.quantiles(meter.cpu, n=100)[98]
         print(f"{what}: p50 {statistics.median(meter.cpu):.1f} us, p99 {p99:.1f} us, longest {max(meter.wall):.4f} s on the wall")
-        # What is exact: nothing was waited for. The wall clock finds a wait that spins; it is no measure on a busy machine.
+        # Exact: nothing waited. The wall clock detects a wait that spins; on a busy machine it measures nothing else.
         if meter is not submit:
-            # A page that is not there yet, or a lock whose holder was preempted; whoever waits does so thousands of times.
+            # A page fault, or a lock whose holder was preempted. A call that really waits does so thousands of times.
             assert meter.waits < 10, what
             assert p99 < 50, what
         assert max(meter.wall) < DEADLINE / 3, what

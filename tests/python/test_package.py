@@ -1,4 +1,4 @@
-"""The package as a whole: what it imports, its stubs, CUDA descriptors."""
+"""The package as a whole: its imports, its stubs, CUDA descriptors."""
 
 import ast
 import gc
@@ -23,15 +23,15 @@ from kvtier import Client, KvTierError, LoadStoreOp, SchedulerAdapter, WorkerAda
 from rig import BLOCK, tokens
 
 
-def test_it_needs_neither_torch_nor_vllm_nor_lmcache():
-    """What engines load beside their own packages is this one alone."""
+def test_import_needs_no_torch_vllm_lmcache():
+    """The import loads no other package."""
     code = "import sys, kvtier, kvtier.doctor; print({'torch', 'vllm', 'lmcache', 'zmq'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_two_processes_share_what_they_store(place):
-    """One process stores and ends; another gets the same bytes."""
+def test_two_processes_share_objects(place):
+    """One process stores and ends; another retrieves the same bytes."""
     server = place.server()
     code = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
@@ -53,13 +53,13 @@ def _own_paths():
     return [str(here), str(here.parent / "harness")]
 
 
-def test_the_stubs_are_true():
-    """Each class, method, parameter and default that _native.pyi tells of is there, and no other."""
+def test_stubs_match_native_module():
+    """_native.pyi has exactly the classes, methods, parameters and defaults of the module."""
     stub = ast.parse((Path(kvtier.__file__).parent / "_native.pyi").read_text())
-    told = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    stubbed = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
     native = kvtier._native
-    assert set(told) == {name for name, value in vars(native).items() if isinstance(value, type)}
-    for name, node in told.items():
+    assert set(stubbed) == {name for name, value in vars(native).items() if isinstance(value, type)}
+    for name, node in stubbed.items():
         if name in ("KvTierError", "TimedOut", "Disconnected", "Refused"):
             continue
         real = getattr(native, name)
@@ -80,21 +80,21 @@ def is_same(function, real, name):
     """Whether a stub has the parameters of the real function, in order, with their kinds and defaults."""
     arguments = [each for each in function.args.args if each.arg not in ("self", "cls")]
     defaults = [None] * (len(arguments) - len(function.args.defaults)) + function.args.defaults
-    told = list(zip(arguments, defaults, strict=True))
-    told += list(zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True))
+    stubbed = list(zip(arguments, defaults, strict=True))
+    stubbed += list(zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True))
     found = [each for each in real.parameters.values() if each.name != "self"]
-    assert [argument.arg for argument, _ in told] == [each.name for each in found], name
-    for (argument, default), each in zip(told, found, strict=True):
+    assert [argument.arg for argument, _ in stubbed] == [each.name for each in found], name
+    for (argument, default), each in zip(stubbed, found, strict=True):
         assert (argument in function.args.kwonlyargs) == (each.kind is each.KEYWORD_ONLY), (name, each)
         assert (default is None) == (each.default is each.empty), (name, each)
-        # PyO3 tells of defaults that are no literals that there are some.
+        # For a default that is no literal, PyO3 only shows that there is one.
         if default is not None and each.default is not ...:
             assert ast.literal_eval(default) == each.default, (name, each)
 
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
-def test_a_refused_registration_is_an_error(place, mode):
-    """With the server's words, in either mode."""
+def test_refused_registration_raises(place, mode):
+    """The error has the server's text, in either mode."""
     server = place.server("lmcache_driven" if mode == "engine_driven" else "engine_shm")
     server.expect_trouble("registration refused")
     engine = place.engine(server, mode=mode, register=False)
@@ -103,7 +103,7 @@ def test_a_refused_registration_is_an_error(place, mode):
 
 
 class StandIn:
-    """A server that keeps the first frames of each request and answers what a CUDA worker needs."""
+    """A server that records the first frames of each request and gives the answers that a CUDA worker needs."""
 
     def __init__(self):
         self.context = zmq.Context()
@@ -111,22 +111,22 @@ class StandIn:
         self.url = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
 
     def serve(self, operation):
-        """Answer until a request of this number was answered; its payloads."""
+        """Answers until a request of this number was answered; returns its payloads."""
         answers = {21: CHUNK, 22: True, 6: [b"", True], 32: []}
         while True:
             assert self.socket.poll(10_000)
             client, uid, number, *payloads = self.socket.recv_multipart()
-            asked = msgspec.msgpack.decode(number)
+            requested = msgspec.msgpack.decode(number)
             reply = [client, uid, number]
-            if asked in answers:
-                reply.append(msgspec.msgpack.encode(answers[asked]))
+            if requested in answers:
+                reply.append(msgspec.msgpack.encode(answers[requested]))
             self.socket.send_multipart(reply)
-            if asked == operation:
+            if requested == operation:
                 return payloads
 
 
 class CudaTensor:
-    """What the adapter asks a CUDA tensor for."""
+    """The used part of a CUDA tensor."""
 
     dtype, is_cuda, device = torch.bfloat16, True, SimpleNamespace(type="cuda")
     shape = (2, 8, 2, BLOCK, 8)
@@ -135,15 +135,15 @@ class CudaTensor:
         self.layer = layer
 
     def stride(self):
-        """Contiguous."""
+        """Returns contiguous strides."""
         return (512, 64, 32, 8, 1)
 
     def storage_offset(self):
-        """Layers lie behind each other."""
+        """Returns the offset; layers follow each other."""
         return 1024 * self.layer
 
     def untyped_storage(self):
-        """One for all layers."""
+        """Returns the one storage of all layers."""
         return SimpleNamespace(
             data_ptr=lambda: 0x7000_0000,
             nbytes=lambda: 4096,
@@ -151,8 +151,8 @@ class CudaTensor:
         )
 
 
-def test_cuda_tensors_are_described_as_lmcache_does(monkeypatch):
-    """LMCache's own reader understands our descriptor, and finds all of it there."""
+def test_cuda_descriptors_match_lmcache(monkeypatch):
+    """LMCache's own reader understands kvtier's descriptor, and finds all fields."""
     from lmcache.v1.multiprocess.custom_types import get_customized_decoder
     from lmcache.v1.platform.base.ipc_wrapper import DeviceIPCWrapper
 
@@ -170,7 +170,7 @@ def test_cuda_tensors_are_described_as_lmcache_does(monkeypatch):
         assert tuple(wrapper.handle) == CudaTensor(0).untyped_storage()._share_cuda_()
         assert (tuple(wrapper.shape), tuple(wrapper.stride)) == (CudaTensor.shape, CudaTensor(0).stride())
         assert wrapper.device_uuid == "GPU-1234" and wrapper.dtype == torch.bfloat16
-    # The event travels as it is.
+    # The event is sent unchanged.
     thread = threading.Thread(target=lambda: seen.append(stand_in.serve(6)))
     thread.start()
     event = SimpleNamespace(ipc_handle=lambda: bytes(range(64)))
@@ -184,8 +184,8 @@ def test_cuda_tensors_are_described_as_lmcache_does(monkeypatch):
     stand_in.context.destroy(linger=0)
 
 
-def test_the_client(place):
-    """The request protocol by itself."""
+def test_client_requests(place):
+    """The request protocol without adapters."""
     server = place.server()
     client = Client(server.url.removeprefix("tcp://"), timeout=5)
     assert client.wait_healthy(5) and client.health == "healthy" and client.connections == 1
@@ -207,8 +207,8 @@ def test_the_client(place):
         raise AssertionError("no error")
 
 
-def test_segments_take_their_room_at_once():
-    """A full /dev/shm is an error when the segment is made, not a fault when it is used."""
+def test_segments_allocate_memory_at_once():
+    """A full /dev/shm is an error when the segment is created, not a fault when it is used."""
     segment = tensors.Segment(1 << 20)
     path = f"/dev/shm{segment.name}"
     assert os.stat(path).st_blocks * 512 >= 1 << 20 and os.stat(path).st_mode & 0o777 == 0o600
@@ -219,13 +219,13 @@ def test_segments_take_their_room_at_once():
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_views_move_with_their_tensors(inference):
-    """vLLM's layers with latent attention compute with views of the tensors that are registered."""
+    """vLLM's layers with latent attention compute with views of the registered tensors."""
     with torch.inference_mode(inference):
         whole = torch.arange(4096, dtype=torch.int32)
         layers = [half.view(torch.float32).view(4, 1, 64, 8) for half in whole.view(2, 2048)]
         views = [layer.squeeze(1) for layer in layers]
     before = whole.clone()
-    # Its object goes, and it stays: the others are views of it.
+    # Its object is freed, and its memory stays: the others are views of it.
     del whole
     storages = tensors.Storages(shared=True)
     offsets = [view["storage_offset"] for view in storages.views(layers)]
@@ -240,11 +240,11 @@ def test_views_move_with_their_tensors(inference):
     storages.release()
 
 
-def test_memory_that_others_use_does_not_move():
-    """Who cannot be found would go on with the old memory, and never see what is loaded."""
+def test_memory_with_unknown_users_is_refused():
+    """An unknown user would continue with the old memory, and never see loaded KV."""
     layer = torch.zeros(4, 1, 64, 8)
     view, address = layer.squeeze(1), layer.data_ptr()
-    gc.freeze()  # Hides them, as objects would be that Python does not know.
+    gc.freeze()  # Hides them like objects unknown to Python.
     try:
         storages = tensors.Storages(shared=True)
         with pytest.raises(ValueError, match="^kv_caches: a layer's memory is also used by 2 others, .* use engine_driven$"):
@@ -255,10 +255,10 @@ def test_memory_that_others_use_does_not_move():
     assert layer.data_ptr() == view.data_ptr() == address
 
 
-@pytest.mark.parametrize("lent", [lambda: torch.from_numpy(np.zeros(64, np.float32)), lambda: torch.zeros(64)])
-def test_memory_that_numpy_has_does_not_move(lent):
-    """Its array would be of memory that is gone."""
-    layer = lent()
+@pytest.mark.parametrize("exported", [lambda: torch.from_numpy(np.zeros(64, np.float32)), lambda: torch.zeros(64)])
+def test_memory_exported_to_numpy_is_refused(exported):
+    """Otherwise its array would refer to freed memory."""
+    layer = exported()
     array, address = layer.numpy(), layer.data_ptr()
     storages = tensors.Storages(shared=True)
     with pytest.raises(ValueError, match="^kv_caches: a layer's memory is also used by another library, .* use engine_driven$"):
@@ -267,8 +267,8 @@ def test_memory_that_numpy_has_does_not_move(lent):
     assert layer.data_ptr() == address == array.ctypes.data
 
 
-def test_memory_moves_again():
-    """For an engine that registers the tensors of one before it; what is made lazily elsewhere is nobody's."""
+def test_moved_memory_can_move_again():
+    """For an engine that registers the tensors of an earlier one; lazy objects elsewhere are no users."""
     lazy = torch.nn.LazyLinear(4)
     layer = torch.arange(64)
     for _ in range(2):
@@ -280,7 +280,7 @@ def test_memory_moves_again():
     assert lazy.has_uninitialized_params()
 
 
-def test_a_scheduler_of_another_model_finds_nothing(place):
+def test_scheduler_of_other_model_finds_nothing(place):
     """The model is part of the key."""
     server = place.server()
     engine = place.engine(server)

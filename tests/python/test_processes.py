@@ -1,4 +1,4 @@
-"""The process around the package: signals, forks, and ends of every kind."""
+"""The process of the package: signals, forks, and all kinds of exit."""
 
 import glob
 import os
@@ -19,7 +19,7 @@ PATHS = [str(HERE), str(HERE.parent / "harness")]
 
 
 def python(code, *arguments, **options):
-    """A child that runs the code with these arguments, and its output."""
+    """Runs the code in a child with these arguments; returns the child and its output."""
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {PATHS!r}\n{code}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
 
@@ -57,14 +57,14 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("call", ["wait_healthy", "result", "scheduler", "worker", "register"])
-def test_ctrl_c_is_heard(call):
-    """While a call waits for ten minutes."""
+def test_ctrl_c_interrupts_a_wait(call):
+    """During a call that waits for ten minutes."""
     done = python(INTERRUPTED, f"tcp://127.0.0.1:{free_port()}", call)
     assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
 
 
 def in_a_fork(check):
-    """Whether the check holds in a child of this process, which may hang."""
+    """Whether the check holds in a forked child, which may hang."""
     child = os.fork()
     if child == 0:
         try:
@@ -84,8 +84,8 @@ def in_a_fork(check):
 
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
-def test_after_a_fork_nothing_works_and_nothing_hangs(place, mode):
-    """The child has the objects and not their threads."""
+def test_use_after_fork_fails_at_once(place, mode):
+    """The child has the objects without their threads."""
     server = place.server()
     engine = place.engine(server, mode=mode)
     silent = Client(f"tcp://127.0.0.1:{free_port()}", timeout=600)
@@ -112,7 +112,7 @@ def test_after_a_fork_nothing_works_and_nothing_hangs(place, mode):
 
     assert in_a_fork(check)
     silent.close()
-    # The parent's are as they were.
+    # The parent's objects are unchanged.
     assert set(glob.glob(f"/dev/shm/lmcache_kv_{os.getpid()}_*")) == segments
     assert engine.store("parent", tokens(CHUNK, "parent"), 0, CHUNK, [1, 2, 3, 4])
 
@@ -138,29 +138,29 @@ elif kind == "killed":
 
 
 def segments_of(done):
-    """Names that a child has left."""
+    """Returns the segments that a child has left."""
     return glob.glob(f"/dev/shm/lmcache_kv_{int(done.stdout.split()[0])}_*")
 
 
 @pytest.mark.parametrize("kind", ["dropped", "exit", "exception"])
-def test_segments_go_with_an_adapter_that_is_not_shut_down(place, kind):
-    """Its memory is freed."""
+def test_segments_are_removed_with_unclosed_adapter(place, kind):
+    """The segments end with the adapter object."""
     done = python(ENDING, place.server().url, kind)
     assert segments_of(done) == [], done.stderr
     assert kind == "exception" or done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["_exit", "killed"])
-def test_segments_of_a_process_that_ends_at_once_are_removed(place, kind):
-    """By the server, that sees that the process is gone."""
+def test_segments_of_killed_process_are_removed(place, kind):
+    """The server removes them once it sees that the process has ended."""
     server = place.server()
     server.expect_trouble("process has ended")
     done = python(ENDING, server.url, kind)
     wait_until(lambda: segments_of(done) == [], 30, "no segments")
 
 
-def test_segments_that_no_server_removes_go_with_the_next_start(place):
-    """Of this package alone, and of processes that have ended for certain."""
+def test_orphaned_segments_are_removed_at_next_start(place):
+    """Only segments of this package, of processes that have certainly ended."""
     server = place.server()
     server.expect_trouble("instance|worker|register|process has ended")
     others = Path(f"/dev/shm/lmcache_kv_{2**22 + 1}_0")
@@ -177,12 +177,12 @@ def test_segments_that_no_server_removes_go_with_the_next_start(place):
     finally:
         others.unlink()
         living.unlink()
-    # It replaces the pool that the killed one has left.
+    # It replaces the pool that the killed server has left.
     server.start()
 
 
-def test_a_worker_registers_again_with_the_same_segments(place, fresh):
-    """Their names are there as long as the process needs them."""
+def test_worker_registers_again_with_same_segments(place, fresh):
+    """Their names exist as long as the process needs them."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
     engine = place.engine(server, mode="lmcache_driven", heartbeat=600)

@@ -1,4 +1,4 @@
-"""Engines and servers that start, end and return in any order: nothing waits, nothing is believed that may not be so."""
+"""Engines and servers that start, end and return in any order: nothing waits, and no unproven size is used."""
 
 from types import SimpleNamespace
 
@@ -10,8 +10,8 @@ from rig import BLOCK, tokens
 from test_failures import works
 
 
-def test_an_engine_starts_without_a_server(place, mode, fresh):
-    """It computes meanwhile, and uses the server when it comes."""
+def test_engine_starts_without_server(place, mode, fresh):
+    """It computes until then, and uses the server as soon as it is there."""
     server = place.server(start=False)
     engine = place.engine(server, mode=mode, heartbeat=0.5, wait_for_server=None)
     prompt, request = tokens(CHUNK, "early"), fresh()
@@ -27,23 +27,23 @@ def test_an_engine_starts_without_a_server(place, mode, fresh):
     works(engine, fresh)
 
 
-def test_a_start_without_a_server_waits_for_nothing(place, monkeypatch):
-    """Where nothing listens: a registration that waited would take until the test's end."""
-    monkeypatch.setattr(registration, "_GRACE", 1e6)
+def test_start_without_server_does_not_wait(place, monkeypatch):
+    """If nothing listens. A registration that waited would last until the end of the test."""
+    monkeypatch.setattr(registration, "_CONNECT_TIMEOUT", 1e6)
     engine = place.engine(place.server(start=False), wait_for_server=None)
     assert engine.worker._registration.is_described and engine.worker.transport is None
 
 
-def test_a_start_that_waits_for_a_server_fails_without_one(place):
-    """At the end of its patience."""
+def test_start_waiting_for_server_fails_without_one(place):
+    """At the end of its timeout."""
     url = place.server(start=False).url
     for adapter in (SchedulerAdapter, WorkerAdapter):
         with pytest.raises(ConnectionError, match="no KV-cache server answers at .* within 0.2 s"):
             adapter(url, "m", block_tokens=BLOCK, wait_for_server=0.2)
 
 
-def test_a_worker_that_is_refused_later_says_so(place, caplog):
-    """Without a server the mode was chosen by the model alone."""
+def test_later_refusal_of_worker_is_logged(place, caplog):
+    """Without a server only the model decided the mode."""
     server = place.server("lmcache_driven", start=False)
     server.expect_trouble("registration refused")
     engine = place.engine(server, mode="auto", heartbeat=0.2, wait_for_server=None)
@@ -55,8 +55,8 @@ def test_a_worker_that_is_refused_later_says_so(place, caplog):
     assert [each.levelname for each in lines] == ["ERROR"]
 
 
-def test_a_server_with_another_chunk_size_is_not_used(place, mode, fresh, caplog):
-    """A smaller chunk made an engine believe in twice the tokens; each length is another one there."""
+def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
+    """A smaller chunk would make an engine count twice the tokens."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
     engine = place.engine(server, mode=mode, heartbeat=0.5)
@@ -82,8 +82,8 @@ def test_a_server_with_another_chunk_size_is_not_used(place, mode, fresh, caplog
     works(engine, fresh)
 
 
-def test_a_chunk_size_that_is_asked_for(place):
-    """A server with another one is refused at the start that waits, and not used by one that does not."""
+def test_required_chunk_size_is_checked(place):
+    """With another size a start that waits fails, and a start that does not wait leaves the server unused."""
     server = place.server()
     with pytest.raises(ValueError, match=f"chunks of {CHUNK} tokens and this engine works with chunks of {4 * CHUNK}"):
         SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=4 * CHUNK)
@@ -95,8 +95,8 @@ def test_a_chunk_size_that_is_asked_for(place):
         SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=10)
 
 
-def test_more_than_was_asked_for_is_a_failed_lookup(place):
-    """Whatever a server says."""
+def test_lookup_result_beyond_request_fails(place):
+    """For any answer of a server."""
     scheduler = SchedulerAdapter(place.server().url, "m", block_tokens=BLOCK)
     real, future = scheduler.client, SimpleNamespace(done=lambda: True, result=lambda: 3)
     scheduler.client = SimpleNamespace(is_healthy=True, chunk_tokens=CHUNK, timeout=1.0, lookup=lambda *_: future)
@@ -108,8 +108,8 @@ def test_more_than_was_asked_for_is_a_failed_lookup(place):
 
 
 @pytest.mark.parametrize("bound", ["deadline", "heartbeat"])
-def test_a_lookup_does_not_wait_for_a_frozen_server(place, fresh, bound):
-    """It has a deadline of its own, and fails with the heartbeat that is not answered."""
+def test_lookup_does_not_wait_for_frozen_server(place, fresh, bound):
+    """It has its own deadline, and fails with an unanswered heartbeat."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
     spans = {"deadline": {"lookup_timeout": 0.3, "heartbeat": 600}, "heartbeat": {"lookup_timeout": 600, "heartbeat": 0.3}}
@@ -123,8 +123,8 @@ def test_a_lookup_does_not_wait_for_a_frozen_server(place, fresh, bound):
     scheduler.shutdown()
 
 
-def test_a_salt_that_no_key_can_have_fails(place, mode, fresh):
-    """Its store has not been skipped, nor has its lookup found nothing."""
+def test_invalid_salt_fails(place, mode, fresh):
+    """Its store counts as failed, not skipped, and its lookup as failed, not as a miss."""
     engine, prompt = place.engine(place.server(), mode=mode), tokens(CHUNK, "salt")
     for salt in ("a@b", "x" * 129, "\ud800"):
         assert not engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4], salt=salt)
@@ -134,8 +134,8 @@ def test_a_salt_that_no_key_can_have_fails(place, mode, fresh):
     assert engine.scheduler.failed_lookups == 3
 
 
-def test_prompts_that_no_request_can_carry_fail(place, fresh):
-    """They find nothing, and the next one is served."""
+def test_prompts_beyond_protocol_fail(place, fresh):
+    """They find nothing, and the next prompt is served."""
     engine = place.engine(place.server())
     for prompt in ([-1] * CHUNK, [2**40] * CHUNK, ["a"] * CHUNK, [None] * CHUNK):
         assert engine.lookup(fresh(), prompt) == 0
@@ -148,7 +148,7 @@ def test_prompts_that_no_request_can_carry_fail(place, fresh):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         ({"world_size": 0}, "world_size: 0; allowed are whole numbers from 1"),
         ({"worker_id": 5}, "worker_id: 5; allowed are whole numbers from 0 to 0"),
@@ -162,14 +162,14 @@ def test_prompts_that_no_request_can_carry_fail(place, fresh):
         ({"mode": "x"}, "mode: 'x'; allowed are auto"),
     ],
 )
-def test_arguments_are_checked(arguments, said):
-    """Before anything is done with them."""
+def test_arguments_are_checked(arguments, error):
+    """Before they have any effect."""
     given = {"server_url": "tcp://127.0.0.1:9", "model_name": "m", "block_tokens": BLOCK, "wait_for_server": None, **arguments}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=error):
         WorkerAdapter(**given)
     of_scheduler = {name: value for name, value in given.items() if name not in ("worker_id", "store_timeout", "mode")}
     if of_scheduler.keys() >= arguments.keys():
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=error):
             SchedulerAdapter(**of_scheduler)
     if "store_timeout" in arguments:
         with pytest.raises(ValueError, match="lookup_timeout"):

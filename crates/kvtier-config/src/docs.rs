@@ -8,8 +8,8 @@ use super::command::command;
 pub fn reference_markdown() -> String {
     let mut out = String::from(
         "# Flags and configuration keys\n\n\
-         <!-- Generated from the definitions; `KVTIER_WRITE_DOCS=1 cargo test -p kvtier-server reference_page` writes it anew. -->\n\n\
-         Flags of `kvtier server`. The TOML file behind `--config` takes the same names without the dashes in front \
+         <!-- Generated from the definitions by `KVTIER_WRITE_DOCS=1 cargo test -p kvtier-config reference_page`. -->\n\n\
+         Flags of `kvtier server`. The TOML file of `--config` takes the same names without the leading dashes \
          (`chunk-size = 256`; `_` works as well); the command line wins over the file. A switch is `true` or `false` \
          in the file. Names, meanings and defaults are LMCache 0.5.6's where it has the flag; the text says where a \
          default differs.\n",
@@ -65,12 +65,12 @@ pub fn reference_markdown() -> String {
     let _ = writeln!(
         out,
         "\n## Known, without effect\n\n\
-         Accepted so that a command line written for LMCache starts; one warning at start names those that were given.\n\n{}",
+         Accepted so that command lines of LMCache work; one warning at start names the given ones.\n\n{}",
         list(known)
     );
     let _ = writeln!(
         out,
-        "\nAccepted without a warning, for what they ask for is how it is here:\n\n{}",
+        "\nAccepted without a warning, since the server always works that way:\n\n{}",
         list(harmless)
     );
     out

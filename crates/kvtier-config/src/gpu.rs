@@ -70,21 +70,21 @@ impl From<GpuReplyName> for GpuReply {
 /// The flags.
 #[derive(Debug, Clone, PartialEq, Args)]
 pub struct GpuSettings {
-    /// Library of the CUDA driver: auto is libcuda.so.1 where the system finds it, and without one workers on GPUs cannot
-    /// register; off uses no GPU; a path must be there
+    /// Library of the CUDA driver: auto is libcuda.so.1 if the system finds it, and without it workers on GPUs cannot
+    /// register; off uses no GPU; a path must exist
     #[arg(long, value_name = "auto|off|PATH", default_value = "auto", value_parser = parse_driver, help_heading = "GPU")]
     pub cuda_driver: CudaDriver,
-    /// How bytes travel between GPUs and L1: what a trial of a GPU found fastest for each length of runs (auto), the copy
+    /// Executor of copies between GPUs and L1: the fastest per length of runs by a trial of the GPU (auto), the copy
     /// engines by batches, a kernel on pinned memory, a kernel and the copy engines with a buffer between, or the copy
     /// engines run by run
     #[arg(long, value_enum, default_value = "auto", help_heading = "GPU")]
     pub(super) gpu_executor: ExecutorName,
     /// When transfers of workers on a GPU are answered: when their bytes are in place (done), or when they are with the
-    /// GPU, with an event for the worker to ask (event, as LMCache does; what fails after that is told nobody but the log)
+    /// GPU, with an event that the worker queries (event, as LMCache does; later failures are only logged)
     #[arg(long, value_enum, default_value = "done", help_heading = "GPU")]
     pub(super) gpu_reply: GpuReplyName,
-    /// NUMA nodes that L1 comes from: those that the GPUs are on, several with a part of L1 each (auto), wherever it is
-    /// touched first (off), or a list such as 0,1, which take turns
+    /// NUMA nodes of L1's memory: those of the GPUs, several with a part of L1 each (auto), the nodes of first touch
+    /// (off), or a list such as 0,1, used in turn
     #[arg(long, value_name = "auto|off|LIST", default_value = "auto", value_parser = parse_nodes, help_heading = "GPU")]
     pub l1_numa_nodes: NumaNodes,
     /// Seconds that an engine's event may take to complete, 0.1 or more; then its store or retrieve fails

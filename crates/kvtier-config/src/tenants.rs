@@ -11,12 +11,12 @@ const SECRET_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
 /// The flags.
 #[derive(Debug, Clone, PartialEq, Eq, Args)]
 pub struct TenantSettings {
-    /// File with a secret of 16 to 4096 bytes. Keyed hashes made with it take the place of cache salts in names in L2, in
-    /// metrics and over HTTP; servers that share a directory need the same one. LMCache cannot read such names
-    /// [default: none, salts as they are]
+    /// File with a secret of 16 to 4096 bytes. Hashes keyed with it replace cache salts in names in L2, in metrics and over
+    /// HTTP; servers that share a directory need the same secret. LMCache cannot read such names [default: none, plain
+    /// salts]
     #[arg(long, value_name = "FILE", help_heading = "Tenants")]
     pub hash_salts: Option<PathBuf>,
-    /// Tenants that have series of their own in kvtier_tenant metrics, those with the most bytes; the rest is other.
+    /// Number of tenants with their own series in kvtier_tenant metrics, those with the most bytes; the rest is other.
     /// 0 to 1000; 0 leaves these metrics out
     #[arg(
         long,

@@ -23,20 +23,20 @@ __version__: str
 _T = TypeVar("_T")
 
 class KvTierError(Exception):
-    """A request failed; subclasses say how."""
+    """A request failed; subclasses have the cause."""
 
 class TimedOut(KvTierError):
-    """There was no reply within the deadline, or the server has stopped answering heartbeats."""
+    """No reply came within the deadline, or the server stopped answering heartbeats."""
 
 class Disconnected(KvTierError):
     """The connection was lost before the reply, or the client was closed."""
 
 class Refused(KvTierError):
-    """The server answered with an error, or with no."""
+    """The server answered with an error, or with "no"."""
 
 @final
 class Future(Generic[_T]):
-    """The result of one request. It is there at the request's deadline at the latest, as a value or as an error.
+    """Result of one request: a value or an error, at the latest at the request's deadline.
 
     After a fork, in the child, each method raises KvTierError at once.
     """
@@ -47,15 +47,15 @@ class Future(Generic[_T]):
         """Whether the result is there. Never waits."""
 
     def result(self, timeout: float | None = None) -> _T:
-        """The result, waited for up to ``timeout`` seconds (None: until the request's deadline).
+        """Returns the result; waits up to ``timeout`` seconds (None: until the request's deadline).
 
         Raises:
-            TimeoutError: not within ``timeout``; the request goes on.
+            TimeoutError: no result within ``timeout``; the request continues.
             KvTierError: the request failed, or was cancelled.
         """
 
     def cancel(self) -> None:
-        """Give the result up; the server may still do what it was asked."""
+        """Abandons the result; the server may still handle the request."""
 
 @final
 class Prompt:
@@ -68,26 +68,26 @@ class Prompt:
     def from_block_hashes(
         block_hashes: Sequence[bytes], blocks_per_chunk: int, chunk_tokens: int
     ) -> Prompt:
-        """A prompt that stands for an engine's block hashes: a chunk for each ``blocks_per_chunk`` of them.
+        """Returns a prompt that represents an engine's block hashes: one chunk per ``blocks_per_chunk`` of them.
 
         Raises:
             ValueError: ``blocks_per_chunk`` is 0, or a chunk has fewer than 9 tokens.
         """
 
     def with_identity(self, start: int, length: int, identity: bytes) -> Prompt:
-        """The prompt with ``length`` tokens from ``start`` replaced by ids that depend on them and on ``identity``.
+        """Returns the prompt with ``length`` tokens from ``start`` replaced by ids that depend on them and on ``identity``.
 
-        For what tokens do not say: the picture behind placeholders, an adapter.
+        For facts that tokens do not have: the picture of placeholders, an adapter.
 
         Raises:
-            ValueError: the range leaves the prompt.
+            ValueError: the range is outside the prompt.
         """
 
     def extended(self, more: Prompt) -> Prompt:
-        """The prompt with another one behind it; neither is encoded again."""
+        """Returns the prompt followed by another one; neither is encoded again."""
 
     def prefix(self, length: int) -> Prompt:
-        """The first ``length`` tokens."""
+        """Returns the first ``length`` tokens."""
 
     def __len__(self) -> int: ...
     def __eq__(self, value: object, /) -> bool: ...
@@ -95,7 +95,7 @@ class Prompt:
 
 @final
 class Client:
-    """A connection to a server, for any number of threads. It connects, and reconnects, by itself.
+    """Connection to a server, for any number of threads. It connects and reconnects by itself.
 
     After a fork, in the child, it is never healthy and each request fails at once.
     """
@@ -109,17 +109,17 @@ class Client:
         block_tokens: int | None = None,
         chunk_tokens: int | None = None,
     ) -> Self:
-        """Connect to ``tcp://host:port``, ``ipc://path`` or ``host:port``; does not wait for the server.
+        """Connects to ``tcp://host:port``, ``ipc://path`` or ``host:port``; does not wait for the server.
 
         Args:
             timeout: seconds from the submission of a request to its result.
             heartbeat: seconds between two heartbeats, and for the answer to one.
-            block_tokens: tokens in a block of the engine. With it each new server is asked for its chunk size first, and one
-                whose chunk is no multiple of the block, or another than before, is not used.
+            block_tokens: tokens in a block of the engine. With it the client first asks each new server for its chunk size. A
+                server whose chunk is no multiple of the block, or differs from before, is not used.
             chunk_tokens: the chunk size that a server must have; by default that of the first one.
 
         Raises:
-            ValueError: the address is invalid, or a span is not above 0 and at most a day.
+            ValueError: the address is invalid, or a timeout is not above 0 and at most a day.
         """
 
     timeout: float
@@ -139,11 +139,11 @@ class Client:
 
     @property
     def connections(self) -> int:
-        """Connections made so far; another number means that the server may be another one."""
+        """Number of connections made so far; if it changes, the server may be another one."""
 
     @property
     def in_flight(self) -> int:
-        """Requests under way, heartbeats included."""
+        """Requests in flight, heartbeats included."""
 
     @property
     def chunk_tokens(self) -> int | None:
@@ -151,52 +151,52 @@ class Client:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the server that answers cannot be used, and what to do; None while it can, or none answers."""
+        """Why the server cannot be used, and what to do; None while it can, or none answers."""
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether the last try to connect has failed, as it does at once where nothing listens."""
+        """Whether the last connection attempt failed, as it does at once if nothing listens."""
 
     def wait_healthy(self, patience: float) -> bool:
-        """Wait up to ``patience`` seconds for the server; whether it is healthy."""
+        """Waits up to ``patience`` seconds for the server. Whether it is healthy."""
 
     def on_health(self, callback: Callable[[str], object]) -> None:
-        """Have ``callback`` called with each later state, and with ``degraded`` again when :attr:`obstacle` changes.
+        """Calls ``callback`` with each later state, and with ``degraded`` again when :attr:`obstacle` changes.
 
-        It is called on another thread.
+        The call is on another thread.
         """
 
     def on_recover(self, callback: Callable[[], str | None]) -> None:
-        """Have ``callback`` called, on another thread, before the server of a connection is used, the present one included.
+        """Calls ``callback``, on another thread, before the server of a connection is used, the current one included.
 
-        It returns None, or why the server cannot be used; it is called again at each heartbeat until it returns None.
+        It returns None, or why the server cannot be used. Until it returns None, it is called again at each heartbeat.
         """
 
     def close(self) -> None:
-        """End it: what is under way fails with :class:`Disconnected`."""
+        """Closes the connection: requests in flight fail with :class:`Disconnected`."""
 
     def get_chunk_size(self) -> Future[int]:
-        """Tokens in a chunk."""
+        """Returns the tokens in a chunk."""
 
     def get_experimental(self) -> Future[list[str]]:
-        """Names of the server's optional features that are on."""
+        """Returns the names of the server's enabled optional features."""
 
     def noop(self) -> Future[str]:
-        """The server's ``OK``."""
+        """Returns the server's ``OK``."""
 
     def ping(self, instance: int | None = None) -> Future[bool]:
-        """A heartbeat. False: the worker ``instance`` must register (again)."""
+        """Sends a heartbeat. False: the worker ``instance`` must register (again)."""
 
     def clear(self, force: bool = False) -> Future[None]:
-        """Drop what is cached in memory: what nobody holds, or all of it."""
+        """Clears the objects in the server's memory: unleased ones, or with ``force`` all."""
 
     def end_session(self, request_id: str) -> Future[None]:
-        """A request has ended."""
+        """Ends a request's session."""
 
     def report_block_allocation(
         self, instance: int, model_name: str, records: list[tuple[str, list[int], list[int]]]
     ) -> Future[None]:
-        """Which blocks requests got: (request id, block ids, token ids)."""
+        """Reports allocated blocks: (request id, block ids, token ids)."""
 
     def lookup(
         self,
@@ -209,9 +209,9 @@ class Client:
         cache_salt: str = ...,
         timeout: float | None = None,
     ) -> Future[int]:
-        """Chunks of the longest cached prefix of the first ``end`` tokens, leased to the request.
+        """Returns the chunks of the longest cached prefix of the first ``end`` tokens, leased to the request.
 
-        It may take ``timeout`` seconds, as long as other requests by default.
+        It may take ``timeout`` seconds; default: as other requests.
 
         Raises:
             ValueError: a ``cache_salt`` that no key can have.
@@ -228,11 +228,11 @@ class Client:
         num_kv_readers: int = 1,
         cache_salt: str = ...,
     ) -> Future[None]:
-        """End the leases of the request's lookup on ``[start, end)``."""
+        """Releases the leases of the request's lookup on ``[start, end)``."""
 
 @final
 class Worker:
-    """A registered worker; :class:`kvtier.WorkerAdapter` is what to use."""
+    """Registered worker; use :class:`kvtier.WorkerAdapter` instead."""
 
     def __new__(
         cls,
@@ -252,7 +252,7 @@ class Worker:
         force_pickle: bool = False,
         keep: object = None,
     ) -> Self:
-        """Register; the memory behind ``storages`` must stay until :meth:`shutdown` has returned; ``keep`` is held as long.
+        """Registers. The memory of ``storages`` must stay until :meth:`shutdown` has returned; ``keep`` is referenced until then.
 
         Raises:
             KvTierError: the server refused, or did not answer.
@@ -269,7 +269,7 @@ class Worker:
         mode: str,
         chunk_tokens: int,
     ) -> None:
-        """Check what a worker would be made of, without a server.
+        """Checks the arguments of a worker, without a server.
 
         Raises:
             ValueError: the tensors or groups cannot be served.
@@ -281,15 +281,15 @@ class Worker:
 
     @property
     def pool_obstacle(self) -> str | None:
-        """Why the server's pool cannot be opened here; None where it can, or where there is none."""
+        """Why the server's pool cannot be opened here; None if it can, or if there is none."""
 
     @property
     def is_registered(self) -> bool:
-        """Whether the server that is connected now knows this worker."""
+        """Whether the connected server knows this worker."""
 
     @property
     def chunk_bytes(self) -> int | None:
-        """Bytes of a chunk; None for memory that only the server can tell."""
+        """Bytes of a chunk; None if only the server knows them."""
 
     def submit(
         self,
@@ -306,21 +306,21 @@ class Worker:
         event: bytes = ...,
         timeout: float | None = None,
     ) -> None:
-        """Start a store or a retrieve. Never waits, never fails: :meth:`take_finished` tells how it ended.
+        """Starts a store or a retrieve. Never waits, never fails: :meth:`take_finished` returns the outcome.
 
-        That is so for numbers and names that are none, too: of a batch all parts end, whatever one of them is. It may
-        take ``timeout`` seconds, as long as each of the client's requests by default.
+        That includes invalid numbers and names: all parts of a batch end, even if one of them is invalid. It may take
+        ``timeout`` seconds; default: as each of the client's requests.
         """
 
     def release_pages(self, ids: list[int]) -> list[int]:
-        """Those of these stores whose pages may still be read; none of the others begins to read its pages any more."""
+        """Returns the stores of ``ids`` whose pages may still be read; none of the others begins to read its pages any more."""
 
     def take_finished(self, patience: float = 0.0) -> list[tuple[int, bytes, str | None, list[int] | None]]:
-        """What has ended since the last call: (id, device event, error, chunks). Waits up to ``patience`` s for something.
+        """Returns transfers that ended since the last call: (id, device event, error, chunks). Waits up to ``patience`` s for one.
 
-        ``chunks`` are, of a store, the positions in its range of the chunks that the server took; None where it does
-        not say.
+        ``chunks`` of a store are the positions in its range of the chunks that the server took; None if the server does
+        not report them.
         """
 
     def shutdown(self) -> None:
-        """Let transfers end, and unregister."""
+        """Waits for transfers to end, and unregisters."""

@@ -1,4 +1,4 @@
-"""How both adapters reach the server, and checks of their arguments."""
+"""Connections of both adapters, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ DEFAULT_LOOKUP_TIMEOUT = 1.0
 # A store on a GPU waits for the engine's step, which takes seconds for the longest prompts.
 DEFAULT_STORE_TIMEOUT = 5.0
 DEFAULT_HEARTBEAT = 5.0
-DEFAULT_PATIENCE = 1.0
+DEFAULT_PREEMPTION_PATIENCE = 1.0
 
-LONGEST_SECONDS = 24 * 3600.0
+MAX_SECONDS = 24 * 3600.0
 
-# Time between two looks for a reason not to wait any longer.
-_GLANCE = 0.05
+# Seconds between two checks whether to keep waiting.
+_POLL_INTERVAL = 0.05
 
 
 def check_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
-    """ValueError unless ``seconds`` is a span that can be waited for; ``zero`` is one where it says so."""
+    """Raises ValueError unless ``seconds`` is a valid timeout; with ``zero``, 0 is one."""
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not is_number or not (0 < seconds <= LONGEST_SECONDS or (zero and seconds == 0)):
+    if not is_number or not (0 < seconds <= MAX_SECONDS or (zero and seconds == 0)):
         least = "from 0" if zero else "above 0"
-        raise ValueError(f"{name}: {seconds!r}; a positive number of seconds is needed: {least}, at most {LONGEST_SECONDS:.0f}")
+        raise ValueError(f"{name}: {seconds!r}; a positive number of seconds is needed: {least}, at most {MAX_SECONDS:.0f}")
 
 
 def check_count(name: str, value: int, least: int, most: int = 2**31 - 1) -> None:
-    """ValueError unless ``value`` is a whole number within these bounds."""
+    """Raises ValueError unless ``value`` is a whole number within these bounds."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"{name}: {value!r}; allowed are whole numbers from {least} to {most}")
 
 
 def check_model_name(name: str) -> None:
-    """ValueError for a name that no key can have."""
+    """Raises ValueError for a name that no key can have."""
     if not isinstance(name, str) or not name or "@" in name or not name.isprintable():
         raise ValueError(f"model_name: {name!r}; allowed is a printable text without @")
 
 
-class _Report:
-    """Logs the states of a client."""
+class _HealthLog:
+    """Callback that logs the states of a client."""
 
     def __init__(self, client: Client) -> None:
-        # The client keeps its callbacks.
+        # Weak, since the client owns its callbacks.
         self._client, self._url = weakref.ref(client), client.url
         self._logged: str | None = None
 
@@ -59,7 +59,7 @@ class _Report:
             self._logged = None
             logger.info("connected to the kvtier server at %s", self._url)
         elif state == "degraded" and obstacle is not None:
-            # It is found again at each heartbeat.
+            # Every heartbeat finds it again.
             if obstacle == self._logged:
                 return
             self._logged = obstacle
@@ -77,11 +77,11 @@ def connect(
     chunk_tokens: int | None,
     wait_for_server: float | None,
 ) -> Client:
-    """A client that uses servers with chunks of ``chunk_tokens`` tokens, or of the first server's size.
+    """Returns a client that uses servers with chunks of ``chunk_tokens`` tokens, or of the first server's size.
 
     Raises:
-        ConnectionError: no server has answered within ``wait_for_server`` seconds.
-        ValueError: the server that answers has another chunk size, or an argument is not allowed.
+        ConnectionError: no server answered within ``wait_for_server`` seconds.
+        ValueError: the server has another chunk size, or an argument is not allowed.
     """
     check_seconds("timeout", timeout)
     check_seconds("heartbeat", heartbeat)
@@ -93,12 +93,12 @@ def connect(
     if wait_for_server is not None:
         check_seconds("wait_for_server", wait_for_server, zero=True)
     client = Client(url, timeout=timeout, heartbeat=heartbeat, block_tokens=block_tokens, chunk_tokens=chunk_tokens)
-    client.on_health(_Report(client))
+    client.on_health(_HealthLog(client))
     if wait_for_server is None:
         return client
     until = time.monotonic() + wait_for_server
     try:
-        while not client.wait_healthy(min(_GLANCE, max(0.0, until - time.monotonic()))):
+        while not client.wait_healthy(min(_POLL_INTERVAL, max(0.0, until - time.monotonic()))):
             if client.obstacle is not None:
                 raise ValueError(client.obstacle)
             if time.monotonic() >= until:

@@ -1,7 +1,7 @@
 """Checks an installation end to end: ``python -m kvtier.doctor [URL]``.
 
-Each check prints a line with ``ok``, ``skipped``, ``warning`` or ``FAILED``, and what to do about it. Exit status 0 when
-nothing failed. A store and a retrieve of a few KiB in each transfer mode, under model names of its own, are part of it.
+Each check prints a line with ``ok``, ``skipped``, ``warning`` or ``FAILED``, and what to do about it. Exit status 0 if
+nothing failed. The checks include a store and a retrieve of a few KiB in each transfer mode, under model names of their own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHARE = (
 
 
 class Finding(Exception):
-    """What a check has found out, if it is not that all is well."""
+    """Result of a check other than ok."""
 
     def __init__(self, verdict: str, text: str, remedy: str = "") -> None:
         super().__init__(text)
@@ -52,17 +52,17 @@ class Finding(Exception):
 
 
 def failure(text: str, remedy: str) -> Finding:
-    """Something that has to be mended, and how."""
+    """Returns a failure, with what to do about it."""
     return Finding("FAILED", text, remedy)
 
 
 def skip(text: str) -> Finding:
-    """A check that cannot be made, or need not."""
+    """Returns the result of a check that cannot run, or need not."""
     return Finding("skipped", text)
 
 
 class Doctor:
-    """Runs checks and counts what they found."""
+    """Runs the checks and counts their results."""
 
     def __init__(self, url: str, timeout: float = 5.0, http: str | None = None, salt: str = "", remote: bool = False) -> None:
         """``http``: the HTTP API, if it is not the server's host at port 8080; "" for none."""
@@ -70,10 +70,10 @@ class Doctor:
         self.http = _http_of(url) if http is None else http.rstrip("/")
         self.http_was_given = bool(http)
         self.failed, self.skipped = 0, []  # type: int, list[str]
-        self.is_this_server: bool | None = None
+        self.is_http_of_server: bool | None = None
 
-    def say(self, name: str, verdict: str, text: str, remedy: str = "") -> None:
-        """One line, and one with the remedy."""
+    def report(self, name: str, verdict: str, text: str, remedy: str = "") -> None:
+        """Prints the result of a check, and the remedy on a second line."""
         self.failed += verdict == "FAILED"
         if verdict == "skipped":
             self.skipped.append(name)
@@ -83,33 +83,33 @@ class Doctor:
 
     @contextlib.contextmanager
     def check(self, name: str, remedy: str) -> Iterator[Callable[[str], None]]:
-        """Says ok with what it is given, or what was found instead; any other error is a failure with the remedy."""
-        said: list[str] = []
+        """Reports ok with the yielded function's text, or a raised finding; any other error is a failure with ``remedy``."""
+        texts: list[str] = []
         try:
-            yield said.append
+            yield texts.append
         except Finding as found:
-            self.say(name, found.verdict, str(found), found.remedy)
-        except Exception as error:  # whatever it is, the other checks have their turn
-            self.say(name, "FAILED", _text(error), remedy)
+            self.report(name, found.verdict, str(found), found.remedy)
+        except Exception as error:  # The other checks still run.
+            self.report(name, "FAILED", _describe_error(error), remedy)
         else:
-            self.say(name, "ok", *said)
+            self.report(name, "ok", *texts)
 
     def run(self) -> int:
-        """All checks; the exit status."""
-        self.say("package", "ok", f"kvtier {__version__}, Python {platform.python_version()}, {_versions()}")
+        """Runs all checks; returns the exit status."""
+        self.report("package", "ok", f"kvtier {__version__}, Python {platform.python_version()}, {_versions()}")
         client = self._connect()
         if client is not None:
             with contextlib.closing(client):
-                self._with_a_server(client)
+                self._check_server(client)
         if self.failed:
             print(f"{self.failed} check{'s' if self.failed > 1 else ''} FAILED")
         else:
             print("everything works" + (f", as far as it was checked; not checked: {', '.join(self.skipped)}" if self.skipped else ""))
         return 1 if self.failed else 0
 
-    def _with_a_server(self, client: Client) -> None:
+    def _check_server(self, client: Client) -> None:
         chunk = 0
-        not_ours = f"this is no kvtier server, or none of this release: clients speak the protocol of LMCache {PROTOCOL}"
+        not_ours = f"this is no kvtier server, or one of another release: clients speak the protocol of LMCache {PROTOCOL}"
         with self.check("chunk size", not_ours) as ok:
             chunk = client.get_chunk_size().result()
             if not 1 <= chunk <= 65536:
@@ -122,9 +122,9 @@ class Doctor:
             skipped = len(self.skipped)
             for mode in MODES:
                 with self.check(f"store and retrieve, {mode}", "look at the server's log") as ok:
-                    ok(f"{MODES[mode]}; {self._round_of_bytes(client, chunk, mode)}")
+                    ok(f"{MODES[mode]}; {self._store_and_retrieve(client, chunk, mode)}")
             if len(self.skipped) - skipped == len(MODES):
-                self.say("transfer modes", "FAILED", "no mode can be used", "start the server with --supported-transfer-mode auto")
+                self.report("transfer modes", "FAILED", "no mode can be used", "start the server with --supported-transfer-mode auto")
         self._versions_agree()
         self._gpu(chunk)
 
@@ -135,29 +135,29 @@ class Doctor:
         try:
             client = Client(self.url, timeout=self.timeout, heartbeat=max(1.0, self.timeout / 4))
         except ValueError as error:
-            self.say(name, "FAILED", str(error), "give an address such as tcp://localhost:5555 or ipc:///run/kvtier.sock")
+            self.report(name, "FAILED", str(error), "use an address such as tcp://localhost:5555 or ipc:///run/kvtier.sock")
             return None
         if client.wait_healthy(self.timeout):
-            self.say(name, "ok", f"{client.url} answers")
+            self.report(name, "ok", f"{client.url} answers")
             return client
-        self.say(name, "FAILED", *_who_listens(client.url, min(self.timeout, 2.0)))
+        self.report(name, "FAILED", *_identify_listener(client.url, min(self.timeout, 2.0)))
         client.close()
         return None
 
     def get(self, path: str) -> Any:
-        """What the HTTP API says; OSError, or ValueError for no JSON."""
+        """Returns an answer of the HTTP API; OSError, or ValueError for invalid JSON."""
         request = urllib.request.Request(self.http + path)
         token = os.environ.get("KVTIER_TOKEN")
         if token:
             request.add_header("Authorization", f"Bearer {token}")
-        # The server is asked itself, not a proxy that the environment names.
+        # Without the environment's proxy: the server itself is asked.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=self.timeout) as response:
             return json.loads(response.read())
 
     def get_if_possible(self, path: str) -> dict[str, Any]:
-        """The same for hints: {} when there is nothing to be had."""
-        if not self.http or self.is_this_server is False:
+        """Like :meth:`get`, for hints: {} if there is no answer."""
+        if not self.http or self.is_http_of_server is False:
             return {}
         try:
             answer = self.get(path)
@@ -166,29 +166,29 @@ class Doctor:
         return answer if isinstance(answer, dict) else {}
 
     def _versions_agree(self) -> None:
-        """By the HTTP API, since the request protocol has no version."""
+        """Compares versions by the HTTP API, since the request protocol has none."""
         remedy = "install the package and the server from one release"
         with self.check("version", remedy) as ok:
             if not self.http:
                 raise skip("the request protocol has none, and no HTTP API is known; --http URL names it")
-            hint = "--http URL names another address, KVTIER_TOKEN has the token it may want"
+            hint = "--http URL names another address, KVTIER_TOKEN has the token it may need"
             try:
                 version = self.get("/version")
             except (OSError, ValueError) as error:
                 if self.http_was_given:
                     raise failure(f"{self.http}/version: {error}", hint) from error
                 raise skip(f"no answer from the HTTP API at {self.http} ({error}); {hint}") from error
-            if self.is_this_server is False:
+            if self.is_http_of_server is False:
                 text = f"{self.http} is the HTTP API of another server than {self.url}"
                 if self.http_was_given:
-                    raise failure(text, "give the one of this server with --http URL")
+                    raise failure(text, "set the one of this server with --http URL")
                 raise skip(f"{text}; --http URL names the right one")
             release, _, theirs = str(version).partition("+kvtier.")
             if theirs and _series(theirs) != _series(__version__):
                 raise failure(f"the server is kvtier {theirs}, this package {__version__}", remedy)
             if not theirs and release != PROTOCOL:
-                raise failure(f"the server calls itself {version!r}; this package speaks LMCache {PROTOCOL}'s protocol", remedy)
-            ok(f"kvtier {theirs} there, {__version__} here" if theirs else f"LMCache {release}, whose protocol is spoken here")
+                raise failure(f"the server's version is {version!r}; this package speaks LMCache {PROTOCOL}'s protocol", remedy)
+            ok(f"server kvtier {theirs}, package {__version__}" if theirs else f"server LMCache {release}, whose protocol this package speaks")
 
     # -- bytes -------------------------------------------------------------------------------
 
@@ -198,13 +198,13 @@ class Doctor:
             segment.unlink()
             free = os.statvfs("/dev/shm")
             megabytes = free.f_bavail * free.f_frsize >> 20
-            text = f"/dev/shm can be written and has {megabytes} MiB free"
+            text = f"/dev/shm is writable and has {megabytes} MiB free"
             if megabytes < 64 and free.f_blocks > 0:
-                raise Finding("warning", f"{text}, too few for engines on CPU", "docker: more with --shm-size, or --ipc=host")
+                raise Finding("warning", f"{text}, too few for engines on CPU", "docker: enlarge it with --shm-size, or use --ipc=host")
             ok(text)
 
-    def _round_of_bytes(self, prober: Client, chunk: int, mode: str) -> str:
-        """Store random bytes of one chunk and get them back."""
+    def _store_and_retrieve(self, prober: Client, chunk: int, mode: str) -> str:
+        """Stores random bytes of one chunk and retrieves them."""
         block = chunk // BLOCKS if chunk % BLOCKS == 0 else chunk
         blocks = chunk // block
         plane = (blocks + 1) * block * HEADS * HEAD_SIZE * 2
@@ -232,36 +232,36 @@ class Doctor:
                     raise OSError(finished[0][2])
 
             before = self._refusals()
-            with _failing("the store failed", lambda: self._why_not_stored(before)):
+            with _failure_of("the store failed", lambda: self._store_remedy(before)):
                 transfer(is_store=True)
-            with _failing("the lookup failed", lambda: "look at the server's log"):
+            with _failure_of("the lookup failed", lambda: "look at the server's log"):
                 found = prober.lookup(prompt, chunk, name, name, cache_salt=self.salt).result()
             if found != 1:
-                raise failure("what was stored is not found", self._why_not_stored(before))
+                raise failure("the stored chunk is not found", self._store_remedy(before))
             memory.raw = bytes(segment.size)
-            with _failing("the retrieve failed", lambda: f"it was stored and found: look at the server's log. {SHARE}"):
+            with _failure_of("the retrieve failed", lambda: f"the chunk was stored and found: look at the server's log. {SHARE}"):
                 transfer(is_store=False)
             first = plane // (blocks + 1)
             for start in (0, plane):
-                came = memory.raw[start + first : start + plane]
-                if came != content[start + first : start + plane]:
-                    what = "nothing came" if not any(came) else "other bytes came"
+                returned = memory.raw[start + first : start + plane]
+                if returned != content[start + first : start + plane]:
+                    what = "no bytes" if not any(returned) else "other bytes"
                     raise failure(
-                        f"the retrieve succeeded, and {what} back",
-                        "do not use this server: it or what is between is broken; if both ends are kvtier of one release, report it",
+                        f"the retrieve succeeded and returned {what}",
+                        "do not use this server: it or the transport is broken; if both ends are kvtier of one release, report it",
                     )
             obstacle = worker.pool_obstacle
             if obstacle is not None and not self.remote:
                 raise failure(
-                    f"the bytes came back the same, but in messages: the server's pool cannot be used from here ({obstacle})",
-                    f"{SHARE}. If the server is on another host, this is as it must be: say so with --remote",
+                    f"the bytes are right, but were sent in messages: the server's pool cannot be used from here ({obstacle})",
+                    f"{SHARE}. If the server is on another host, this is expected: use --remote",
                 )
-            return f"{worker.chunk_bytes} bytes came back the same, by {worker.transport}"
+            return f"{worker.chunk_bytes} bytes stored, retrieved and compared, by {worker.transport}"
 
     def _worker(
         self, client: Client, mode: str, storages: list[Any], tensors: list[Any], block: int, chunk: int
     ) -> Worker:
-        """A worker of its own, which is registered."""
+        """Registers a worker of the doctor's own."""
         instance = random.SystemRandom().getrandbits(62)
         worker = Worker(
             client,
@@ -277,11 +277,11 @@ class Doctor:
         status = self.get_if_possible("/status")
         if status.get("server") == "kvtier":
             known = {**status.get("cache_context_meta", {}), **status.get("non_cuda_context_meta", {})}
-            self.is_this_server = str(instance) in known
+            self.is_http_of_server = str(instance) in known
         return worker
 
     def _register(self, client: Client, mode: str, segment: Segment, address: int, block: int, blocks: int) -> Worker:
-        """The same with this memory, and why it is refused."""
+        """Registers a worker with this memory; a refusal is a finding with its cause."""
         slot = HEADS * HEAD_SIZE
         view = {
             "storage": 0, "dtype": "bfloat16", "storage_offset": 0,
@@ -296,7 +296,7 @@ class Doctor:
             if "--supported-transfer-mode" in text:
                 raise skip("the server does not allow it (--supported-transfer-mode); one mode is enough") from error
             if segment.name.lstrip("/") not in text:
-                raise failure(f"the server refused the registration: {text}", "what it says; look at its log") from error
+                raise failure(f"the server refused the registration: {text}", "see the message and the server's log") from error
             if self.remote:
                 raise skip(f"the server cannot open memory of this host ({text})") from error
             raise failure(
@@ -304,12 +304,12 @@ class Doctor:
             ) from error
 
     def _refusals(self) -> dict[str, Any]:
-        """What L1 says about this tenant."""
+        """Returns L1's counters of this tenant."""
         name = {"": "_default", "_default": "@_default"}.get(self.salt, self.salt)
         tiers = self.get_if_possible(f"/quota/{urllib.parse.quote(name, safe='')}").get("tiers", {})
         return tiers.get("l1", {})
 
-    def _why_not_stored(self, before: dict[str, Any]) -> str:
+    def _store_remedy(self, before: dict[str, Any]) -> str:
         now = self._refusals()
         tenant = f"the tenant {self.salt!r}" if self.salt else "requests without cache_salt"
 
@@ -318,16 +318,16 @@ class Doctor:
 
         if grew("refused_over_quota") or now.get("over_quota") or now.get("limit_bytes") == 0:
             return (
-                f"{tenant} may have {now.get('limit_bytes')} bytes of L1: raise it with `kvtier quota set`, or --quota-default"
+                f"{tenant} may have {now.get('limit_bytes')} bytes of L1: raise the limit with `kvtier quota set`, or --quota-default"
             )
         if grew("refused_no_room"):
             l1 = self.get_if_possible("/status").get("storage_manager", {}).get("l1_manager", {})
             return (
                 f"L1 is full ({l1.get('memory_used_bytes')} of {l1.get('memory_total_bytes')} bytes, {l1.get('read_locked_count')} objects "
-                "leased) and nothing of it may leave: raise --l1-size-gb, or use another --eviction-policy than noop"
+                "leased) and nothing can be evicted: raise --l1-size-gb, or use another --eviction-policy than noop"
             )
         return (
-            f"look at the server's log and at `kvtier status`: L1 may be full of what cannot leave (--l1-size-gb, --eviction-policy), "
+            f"look at the server's log and at `kvtier status`: L1 may be full of objects that cannot be evicted (--l1-size-gb, --eviction-policy), "
             f"or {tenant} may store nothing (`kvtier quota list`, --quota-default)"
         )
 
@@ -347,77 +347,77 @@ class Doctor:
             torch.cuda.Event(interprocess=True).ipc_handle()
             name = torch.cuda.get_device_name()
             if not chunk:
-                raise skip(f"memory of {name} can be shared; without a server nobody can open it")
+                raise skip(f"memory of {name} can be shared; without a server this cannot be checked")
             with contextlib.closing(Client(self.url, timeout=self.timeout)) as client:
                 client.wait_healthy(self.timeout)
                 try:
                     self._worker(client, "lmcache_driven", storages.described, views, block, chunk).shutdown()
                 except KvTierError as error:
                     raise failure(
-                        f"the server does not take memory of {name}: {error}",
-                        f"it must be a server that serves CUDA, on this host, and see the same GPU; {remedy}",
+                        f"the server refused memory of {name}: {error}",
+                        f"the server must support CUDA, run on this host, and see the same GPU; {remedy}",
                     ) from error
             ok(f"the server opens memory of {name}")
 
 
-def _text(error: Exception) -> str:
-    """An error for people; with its kind where the text alone may say little."""
+def _describe_error(error: Exception) -> str:
+    """Returns an error's text, with its type if the text may not suffice."""
     return str(error) if isinstance(error, (KvTierError, OSError)) and str(error) else repr(error)
 
 
 @contextlib.contextmanager
-def _failing(what: str, remedy: Callable[[], str]) -> Iterator[None]:
-    """An error inside is a failure of ``what``."""
+def _failure_of(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+    """Turns an error inside into a failure with ``what``."""
     try:
         yield
     except (KvTierError, OSError) as error:
-        raise failure(f"{what}: {_text(error)}", remedy()) from error
+        raise failure(f"{what}: {_describe_error(error)}", remedy()) from error
 
 
 def _http_of(url: str) -> str:
-    """Where the HTTP API of a server is by default."""
+    """Returns the default address of a server's HTTP API."""
     host = "127.0.0.1" if url.startswith("ipc:") else url.removeprefix("tcp://").rpartition(":")[0]
     return f"http://{host}:8080"
 
 
-def _who_listens(url: str, patience: float) -> tuple[str, str]:
-    """What is at an address that does not answer requests, and what to do."""
+def _identify_listener(url: str, timeout: float) -> tuple[str, str]:
+    """Returns what listens at an address that does not answer requests, and what to do."""
     try:
         if url.startswith("ipc://"):
             peer = socket.socket(socket.AF_UNIX)
-            peer.settimeout(patience)
+            peer.settimeout(timeout)
             peer.connect(url.removeprefix("ipc://"))
         else:
             host, _, port = url.removeprefix("tcp://").rpartition(":")
-            peer = socket.create_connection((host.strip("[]"), int(port)), patience)
+            peer = socket.create_connection((host.strip("[]"), int(port)), timeout)
     except PermissionError as error:
-        return f"{url} cannot be opened: {error}", "run as the server's user, or start it with --ipc-mode"
+        return f"{url} cannot be opened: {error}", "run as the server's user, or start the server with --ipc-mode"
     except (OSError, ValueError) as error:
         return f"{url} cannot be reached: {error}", START
-    said = b""
+    greeting = b""
     with peer:
-        peer.settimeout(patience)
-        # A ZMQ socket greets by itself; an HTTP server waits to be asked.
+        peer.settimeout(timeout)
+        # A ZMQ socket sends a greeting; an HTTP server waits for a request.
         for line in (b"", b"GET / HTTP/1.0\r\n\r\n"):
             with contextlib.suppress(OSError):
                 peer.sendall(line)
-                said = peer.recv(10)
-            if said:
+                greeting = peer.recv(10)
+            if greeting:
                 break
-    if said[:1] == b"\xff" and said[9:10] == b"\x7f":
+    if greeting[:1] == b"\xff" and greeting[9:10] == b"\x7f":
         return (
             f"{url} accepts connections but does not answer",
-            f"the server hangs, or it is no kvtier server (other ZMQ programs greet alike): look at its log and at `kvtier status`, {START}",
+            f"the server hangs, or it is no kvtier server (other ZMQ programs send the same greeting): look at its log and at `kvtier status`, {START}",
         )
-    kind = "HTTP" if said.startswith(b"HTTP/") else "another protocol than kvtier's"
+    kind = "HTTP" if greeting.startswith(b"HTTP/") else "another protocol than kvtier's"
     return (
-        f"{url} speaks {kind}" if said else f"{url} accepts connections and says nothing: it is no kvtier server, or it hangs",
-        "give the server's request port (--port, 5555), not that of its HTTP API or of another program",
+        f"{url} speaks {kind}" if greeting else f"{url} accepts connections and sends nothing: it is no kvtier server, or it hangs",
+        "use the server's request port (--port, 5555), not that of its HTTP API or of another program",
     )
 
 
 def _series(version: str) -> list[str]:
-    """Releases with the same one work together: before 1.0, those that differ in the last number alone."""
+    """Returns the release series: releases of one series work together. Before 1.0 they differ only in the last number."""
     parts = version.split(".")
     return parts[:2] if parts[0] == "0" else parts[:1]
 
@@ -440,20 +440,20 @@ def _round_trips(client: Client) -> str:
     if median > 10_000:
         raise Finding(
             "warning",
-            f"{median / 1000:.1f} ms to the server and back, which every lookup takes at least twice",
-            "the server is overloaded, or far away: run it on the engine's host",
+            f"{median / 1000:.1f} ms for a round trip, and every lookup takes at least two",
+            "the server is overloaded or distant: run it on the engine's host",
         )
-    return f"{median:.0f} us to the server and back (median of {len(spans)})"
+    return f"{median:.0f} us (median of {len(spans)})"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("url", nargs="?", default="tcp://localhost:5555", help="the server's request port (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="seconds for each answer (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="seconds per answer (%(default)s)")
     parser.add_argument("--http", metavar="URL", help='the server\'s HTTP API (its host, port 8080); "" for none')
-    parser.add_argument("--cache-salt", default="", metavar="SALT", help="the tenant for which is stored and retrieved (none)")
-    parser.add_argument("--remote", action="store_true", help="the server is on another host, where memory cannot be shared")
+    parser.add_argument("--cache-salt", default="", metavar="SALT", help="the tenant of the test objects (none)")
+    parser.add_argument("--remote", action="store_true", help="the server is on another host, so memory cannot be shared")
     chosen = parser.parse_args(arguments)
     return Doctor(chosen.url, chosen.timeout, chosen.http, chosen.cache_salt, chosen.remote).run()
 

@@ -9,15 +9,15 @@ LOG_INTERVAL_SECONDS = 10.0
 
 
 class RateLimited:
-    """Warnings of a logger: the first of each kind, then one per interval with the number of those left out."""
+    """Warnings of a logger: the first of each kind, then one per interval with the number of suppressed ones."""
 
     def __init__(self, logger: logging.Logger, interval: float = LOG_INTERVAL_SECONDS) -> None:
         self._logger, self._interval = logger, interval
-        # Kind -> when its last line was written, and how many were left out since.
+        # Kind -> time of its last line, and the number of lines suppressed since.
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def warning(self, kind: str, message: str, *args: object) -> None:
-        """Logs a warning of this kind, unless one was logged within the interval."""
+        """Logs a warning of this kind unless one was logged within the interval."""
         now = time.monotonic()
         last, left_out = self._kinds.get(kind, (-self._interval, 0))
         if now - last < self._interval:

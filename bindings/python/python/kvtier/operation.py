@@ -1,4 +1,4 @@
-"""What to store or to retrieve."""
+"""Arguments of a store or a retrieve."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ._native import Prompt
 class LoadStoreOp:
     """A range of a prompt, and the engine's blocks for it.
 
-    The prompt is given as exactly one of ``token_ids``, ``block_hashes`` and ``prompt``. Positions are in tokens from
-    the prompt's start and lie on chunk boundaries. With ``block_hashes`` they may be left at 0: then the range is all
-    whole chunks that the hashes cover.
+    Exactly one of ``token_ids``, ``block_hashes`` and ``prompt`` has the prompt. Positions are in tokens from the prompt's
+    start and lie on chunk boundaries. With ``block_hashes`` they may stay 0: the range is then all whole chunks that the
+    hashes cover.
     """
 
     block_ids: Sequence[int] | Sequence[Sequence[int]]
-    """Blocks of the range, in order: one list, or one list for each group of layers."""
+    """Blocks of the range, in order: one list, or one list per group of layers."""
 
     token_ids: Sequence[int] | None = None
-    """The whole prompt up to ``end`` at least."""
+    """The whole prompt, at least up to ``end``."""
 
     block_hashes: Sequence[bytes] | None = None
     """The engine's hashes of the prompt's blocks from its start, each covering all tokens before it."""
@@ -30,7 +30,7 @@ class LoadStoreOp:
     end: int = 0
 
     prompt: Prompt | None = None
-    """The prompt, encoded already."""
+    """The encoded prompt."""
 
     skip_first_n_tokens: int = 0
     """Tokens at the front of the range whose blocks a retrieve must not write; whole blocks are skipped."""
@@ -40,21 +40,21 @@ class LoadStoreOp:
         return sum(len(blocks) for blocks in self.blocks_of_groups())
 
     def blocks_of_groups(self) -> list[list[int]]:
-        """``block_ids`` as one list for each group."""
+        """Returns ``block_ids`` as one list per group."""
         ids = list(self.block_ids)
         if ids and not isinstance(ids[0], int):
             return [list(group) for group in ids]  # type: ignore[call-overload]
         return [ids]  # type: ignore[list-item]
 
 
-def one_prompt(
+def to_prompt(
     token_ids: Sequence[int] | None,
     block_hashes: Sequence[bytes] | None,
     prompt: Prompt | None,
     blocks_per_chunk: int,
     chunk_tokens: int,
 ) -> Prompt:
-    """The prompt in whichever form it was given; ValueError unless in exactly one."""
+    """Returns the prompt, from its one form; ValueError unless there is exactly one."""
     check_one_form(token_ids, block_hashes, prompt)
     if prompt is not None:
         return prompt
@@ -67,7 +67,7 @@ def one_prompt(
 def check_one_form(
     token_ids: Sequence[int] | None, block_hashes: Sequence[bytes] | None, prompt: Prompt | None
 ) -> None:
-    """ValueError unless the prompt is given in exactly one form."""
+    """Raises ValueError unless the prompt has exactly one form."""
     forms = (("token_ids", token_ids), ("block_hashes", block_hashes), ("prompt", prompt))
     given = [name for name, value in forms if value is not None]
     if len(given) != 1:

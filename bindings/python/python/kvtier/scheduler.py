@@ -1,4 +1,4 @@
-"""The scheduler's side: what of a prompt is cached."""
+"""Scheduler adapter: lookups of cached prefixes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .connecting import (
     connect,
 )
 from .limited import RateLimited
-from .operation import check_one_form, one_prompt
+from .operation import check_one_form, to_prompt
 
 logger = logging.getLogger(__name__)
 
-# What arguments that no request can have end with.
+# Errors of arguments that no request can carry.
 _BAD_ARGUMENTS = (ValueError, OverflowError, TypeError)
 
 
@@ -35,11 +35,11 @@ class _Lookup:
 
 
 class SchedulerAdapter:
-    """Looks prompts up, without ever making the scheduler wait.
+    """Lookups of prompts that never block the scheduler.
 
     Used by one thread. Only the constructor (``wait_for_server``) and :meth:`reset_cache` (``timeout``) wait for the server.
-    A lookup that fails, or that the server does not answer within ``lookup_timeout``, found nothing; those in flight fail
-    when the server stops answering.
+    A lookup that fails, or that the server does not answer within ``lookup_timeout``, found nothing. If the server stops
+    answering, lookups in flight fail.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class SchedulerAdapter:
         wait_for_server: float | None = DEFAULT_TIMEOUT,
         chunk_tokens: int | None = None,
     ) -> None:
-        """Connect.
+        """Connects to the server.
 
         Args:
             server_url: ``tcp://host:port``, ``ipc://path``, or ``host:port``.
             model_name: part of every key; without ``@``.
             block_tokens: tokens in one block of the engine; divides the server's chunk.
-            world_size: how many pieces the KV of a token is split into (ranks; for MLA without tensor parallelism).
-            num_kv_readers: workers that read each piece: 1, or for MLA the tensor-parallel size.
+            world_size: number of pieces that the KV of a token is split into (ranks; for MLA without tensor parallelism).
+            num_kv_readers: number of workers that read each piece: 1, or for MLA the tensor-parallel size.
             timeout: seconds each request may take.
             lookup_timeout: seconds a lookup may take, if that is less.
             heartbeat: seconds between two heartbeats.
-            wait_for_server: seconds to wait for a server; None: it may come later, and until then nothing is found.
+            wait_for_server: seconds to wait for a server. None: the server may start later, and until then nothing is found.
             chunk_tokens: the server's chunk size, a multiple of ``block_tokens``. None: that of the first server. A server
                 with another chunk size is not used.
 
@@ -100,11 +100,11 @@ class SchedulerAdapter:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the server answers heartbeats; lookups of an unhealthy one find nothing, at once."""
+        """Whether the server answers heartbeats. If not, lookups find nothing, at once."""
         return self.client.is_healthy
 
     def on_health(self, callback: Callable[[str], None]) -> None:
-        """Have ``callback`` called with ``healthy``, ``degraded`` or ``recovering``, on another thread."""
+        """Calls ``callback`` with ``healthy``, ``degraded`` or ``recovering`` on each change, on another thread."""
         self.client.on_health(callback)
 
     def num_blocks_per_chunk(self) -> int:
@@ -114,7 +114,7 @@ class SchedulerAdapter:
     def prompt(
         self, token_ids: Sequence[int] | None = None, block_hashes: Sequence[bytes] | None = None
     ) -> Prompt:
-        """A prompt encoded once, for several calls; from exactly one of the two.
+        """Encodes a prompt once, for several calls; from exactly one of the two.
 
         Raises:
             ValueError: not exactly one, or ``block_hashes`` while the chunk size is not known.
@@ -124,7 +124,7 @@ class SchedulerAdapter:
     def _prompt(
         self, token_ids: Sequence[int] | None, block_hashes: Sequence[bytes] | None, prompt: Prompt | None
     ) -> Prompt:
-        return one_prompt(token_ids, block_hashes, prompt, self.num_blocks_per_chunk(), self.chunk_tokens or 0)
+        return to_prompt(token_ids, block_hashes, prompt, self.num_blocks_per_chunk(), self.chunk_tokens or 0)
 
     def maybe_submit_lookup_request(
         self,
@@ -135,11 +135,11 @@ class SchedulerAdapter:
         *,
         prompt: Prompt | None = None,
     ) -> None:
-        """Start a lookup unless the request has one; its result is kept until :meth:`cleanup_lookup_result`.
+        """Starts a lookup unless the request has one; its result is kept until :meth:`cleanup_lookup_result`.
 
-        What it finds is leased to the request until it is retrieved, freed, or the session ends. A prompt shorter than
-        a chunk, and any prompt while the server is unhealthy, is not sent and has the result 0. One that no request can
-        carry (negative ids, a ``cache_salt`` that no key can have) has failed, with the result 0.
+        Objects that it finds are leased to the request until they are retrieved or freed, or the session ends. A prompt
+        shorter than a chunk, and any prompt while the server is unhealthy, is not sent and has the result 0. A prompt that
+        no request can carry (negative ids, a ``cache_salt`` that no key can have) has failed, with the result 0.
 
         Raises:
             ValueError: not exactly one of ``token_ids``, ``block_hashes`` and ``prompt``.
@@ -172,10 +172,10 @@ class SchedulerAdapter:
 
     def _failed(self, request_id: str, why: object) -> None:
         self.failed_lookups += 1
-        self._warnings.warning("lookup", "lookup of request %r failed: %s; it is computed instead", request_id, why)
+        self._warnings.warning("lookup", "lookup of request %r failed: %s; computing it", request_id, why)
 
     def check_lookup_result(self, request_id: str) -> int | None:
-        """Tokens of the longest cached prefix, a multiple of the chunk; None while it is not known. Never waits.
+        """Returns the tokens of the longest cached prefix, a multiple of the chunk; None while in flight. Never waits.
 
         Raises:
             KeyError: the request has no lookup.
@@ -200,7 +200,7 @@ class SchedulerAdapter:
         return request_id in self._lookups
 
     def cleanup_lookup_result(self, request_id: str) -> None:
-        """Forget the request's lookup. Leases stay; :meth:`free_lookup_locks` and :meth:`end_session` end them."""
+        """Removes the request's lookup. Leases stay; :meth:`free_lookup_locks` and :meth:`end_session` release them."""
         self._lookups.pop(request_id, None)
 
     def free_lookup_locks(
@@ -214,7 +214,7 @@ class SchedulerAdapter:
         *,
         prompt: Prompt | None = None,
     ) -> None:
-        """End the leases of the request's lookup on the whole chunks in ``[start, end)``. Does not wait.
+        """Releases the leases of the request's lookup on the whole chunks in ``[start, end)``. Does not wait.
 
         Raises:
             ValueError: not exactly one of ``token_ids``, ``block_hashes`` and ``prompt``.
@@ -222,7 +222,7 @@ class SchedulerAdapter:
         check_one_form(token_ids, block_hashes, prompt)
         if start >= end:
             return
-        # What no request can carry has no leases.
+        # A prompt that no request can carry has no leases.
         with contextlib.suppress(*_BAD_ARGUMENTS):
             self.client.free_lookup_locks(
                 self._prompt(token_ids, block_hashes, prompt),
@@ -236,10 +236,10 @@ class SchedulerAdapter:
             )
 
     def end_session(self, request_id: str) -> None:
-        """Tell the server that the request has ended, which ends its leases. Does not wait.
+        """Ends the request's session, which releases its leases. Does not wait.
 
-        A server that does not answer reads it when it goes on. One whose connection is lost ends the leases by itself
-        when it has not heard a heartbeat on that connection for its ``--worker-reap-timeout-seconds``.
+        A server that hangs reads the message when it resumes. A server whose connection was lost releases the leases by
+        itself after ``--worker-reap-timeout-seconds`` without a heartbeat on that connection.
         """
         self.cleanup_lookup_result(request_id)
         # An id that no request can carry has no session.
@@ -247,20 +247,20 @@ class SchedulerAdapter:
             self.client.end_session(request_id)
 
     def reset_cache(self) -> bool:
-        """Drop what the server keeps in memory and nobody holds; whether it did. At once false while it is not healthy.
+        """Clears all unleased objects in the server's memory. Whether it did; false at once while the server is not healthy.
 
-        Second tiers keep what they have, and the server what somebody holds: what was stored may still be found.
+        Leased objects and second tiers are kept, so stored objects may still be found.
         """
         if not self.client.is_healthy:
             return False
         try:
             self.client.clear(False).result()
         except KvTierError as error:
-            logger.warning("the cache server was not cleared: %s", error)
+            logger.warning("clearing the cache server failed: %s", error)
             return False
         return True
 
     def shutdown(self) -> None:
-        """Disconnect."""
+        """Disconnects."""
         self._lookups.clear()
         self.client.close()

@@ -1,4 +1,4 @@
-"""KV tensors as the server and the copying code see them: storages and views into them."""
+"""Descriptions of KV tensors for the server and the copying code: storages and views into them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ._native import KvTierError
 
 logger = logging.getLogger(__name__)
 
-# A segment's number begins with it: names of other programs, which have small numbers, are left alone.
+# First digits of a segment's number. Other programs use small numbers, so their segments do not match.
 _MARK = "58"
 _DIGITS = 18
 
 
 class Segment:
-    """A POSIX shared-memory segment of this process; what engines' memory is called on the wire.
+    """A POSIX shared-memory segment of this process, under the name that engines' memory has on the wire.
 
-    Its name goes with the object, at the latest with the interpreter. The lock on the file ends with the last process that
-    has it mapped, however that ends: :func:`remove_orphans` removes names whose file has no lock.
+    The name is removed with the object, at the latest with the interpreter. The lock on the file ends with the last process
+    that has it mapped, even if that is killed: :func:`remove_orphans` removes names whose file has no lock.
     """
 
     def __init__(self, size: int) -> None:
@@ -36,23 +36,23 @@ class Segment:
         self.size = size
         self._finalizer = weakref.finalize(self, _unlink, self.name, os.getpid())
         try:
-            # Room is taken now: a full /dev/shm must be an error here and no fault later.
+            # Allocates the pages now: a full /dev/shm must be an error here, not a fault later.
             os.posix_fallocate(file, 0, size)
             # The mapping keeps the lock.
             self.map = mmap.mmap(file, size)
         except OSError as error:
             self.unlink()
-            raise KvTierError(_no_room(size, error)) from error
+            raise KvTierError(_out_of_memory(size, error)) from error
         finally:
             os.close(file)
 
     def unlink(self) -> None:
-        """Remove the name; the memory lives as long as its users."""
+        """Removes the name; the memory lives as long as its users."""
         self._finalizer()
 
 
 def _new_file() -> tuple[int, str]:
-    """A locked file in ``/dev/shm``, and its name."""
+    """Creates a locked file in ``/dev/shm``; returns it and its name."""
     while True:
         name = f"/lmcache_kv_{os.getpid()}_{_MARK}{random.SystemRandom().randrange(10**_DIGITS):0{_DIGITS}}"
         try:
@@ -61,7 +61,7 @@ def _new_file() -> tuple[int, str]:
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # Another process may have taken it for an orphan before it was locked.
+            # Another process may have removed it as an orphan before it was locked.
             if os.path.samestat(os.stat(f"/dev/shm{name}"), os.fstat(file)):
                 return file, name
         except (BlockingIOError, FileNotFoundError):
@@ -70,45 +70,45 @@ def _new_file() -> tuple[int, str]:
 
 
 def _unlink(name: str, owner: int) -> None:
-    """Remove a segment's name, unless this is a fork of the process that made it."""
+    """Removes a segment's name, unless this is a fork of the process that created it."""
     if os.getpid() == owner:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"/dev/shm{name}")
 
 
 def remove_orphans() -> None:
-    """Remove segments of this package that no process has mapped any more."""
+    """Removes segments of this package that no process has mapped any more."""
     for path in glob.glob(f"/dev/shm/lmcache_kv_*_{_MARK}{'[0-9]' * _DIGITS}"):
-        # Another user's, in use, or gone.
+        # Another user's, in use, or already removed.
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(path)
-                logger.info("removed %s, which no process uses any more", path)
+                logger.info("removed %s: no process has it mapped", path)
             finally:
                 os.close(file)
 
 
-def _no_room(size: int, error: OSError) -> str:
-    """What to do about a segment that cannot be had."""
+def _out_of_memory(size: int, error: OSError) -> str:
+    """Returns the error text for a segment that does not fit."""
     try:
-        there = os.statvfs("/dev/shm")
-        room = f"{there.f_bavail * there.f_frsize} bytes of {there.f_blocks * there.f_frsize} are free"
+        stat = os.statvfs("/dev/shm")
+        free = f"{stat.f_bavail * stat.f_frsize} bytes of {stat.f_blocks * stat.f_frsize} are free"
     except OSError as unknown:
-        room = f"how much is free is not known ({unknown})"
+        free = f"its free space is not known ({unknown})"
     return (
-        f"/dev/shm: {size} bytes of KV have to be there for lmcache_driven, and {room} ({error}): give it more room "
-        "(docker run --shm-size, a medium: Memory volume at /dev/shm), the engine less KV, or use engine_driven"
+        f"/dev/shm: lmcache_driven needs {size} bytes for KV, and {free} ({error}): enlarge it "
+        "(docker run --shm-size, a medium: Memory volume at /dev/shm), reduce the engine's KV cache, or use engine_driven"
     )
 
 
-# The segments that tensors were moved to, by address: they may be moved from there.
+# Segments that tensors were moved to, by address: tensors may be moved again from there.
 _segments: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
 
 class Storages:
-    """The storages of an engine's KV tensors, each once, however many tensors share it."""
+    """Storages of an engine's KV tensors, each once even if several tensors share it."""
 
     def __init__(self, shared: bool) -> None:
         """``shared``: CPU tensors are moved into segments that the server can open."""
@@ -120,16 +120,16 @@ class Storages:
         self._kept: list[Any] = []
 
     def views(self, tensors: Iterable[Any]) -> list[dict[str, Any]]:
-        """The description of each tensor; moves CPU tensors if asked to, with all other tensors in their storages.
+        """Returns the description of each tensor. If shared, moves CPU tensors with all other tensors in their storages.
 
         Raises:
-            KvTierError: there is no room for them.
-            ValueError: a tensor on another device, or one that is not all that uses its storage.
+            KvTierError: /dev/shm has no space for them.
+            ValueError: a tensor is on another device, or its storage has unknown users.
         """
         tensors = list(tensors)
         self._kept += tensors
-        # Held until all have been described, so that no number is used again for another storage.
-        storages = {_number(tensor): tensor.untyped_storage() for tensor in tensors}
+        # Held until all are described, so that no key is reused for another storage.
+        storages = {_storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
         described = [self._view(tensor) for tensor in tensors]
         if self._moved:
             _move({number: (storages[number], moved) for number, moved in self._moved.items()})
@@ -146,7 +146,7 @@ class Storages:
         }
 
     def _storage(self, tensor: Any) -> int:
-        number = _number(tensor)
+        number = _storage_key(tensor)
         if number not in self._known:
             self._known[number] = self._describe(tensor, tensor.untyped_storage())
         return self._known[number]
@@ -162,7 +162,7 @@ class Storages:
         if self.shared:
             segment = Segment(storage.nbytes())
             self.segments.append(segment)
-            self._moved[_number(tensor)] = moved = _into(segment, storage)
+            self._moved[_storage_key(tensor)] = moved = _copy_into(segment, storage)
             address, name = moved.data_ptr(), segment.name
         self.described.append(
             {
@@ -174,14 +174,14 @@ class Storages:
         return index
 
     def release(self) -> None:
-        """Remove the segments' names. The tensors stay usable."""
+        """Removes the segments' names. The tensors stay usable."""
         for segment in self.segments:
             segment.unlink()
         self._kept.clear()
 
 
-def _into(segment: Segment, storage: Any) -> Any:
-    """The segment as a storage with the other's bytes."""
+def _copy_into(segment: Segment, storage: Any) -> Any:
+    """Copies the storage into the segment; returns the segment as a storage."""
     import torch
 
     target = torch.frombuffer(segment.map, dtype=torch.uint8)
@@ -192,55 +192,55 @@ def _into(segment: Segment, storage: Any) -> Any:
     return target.untyped_storage()
 
 
-def _number(tensor: Any) -> int:
-    """What tells the tensor's storage from others."""
+def _storage_key(tensor: Any) -> int:
+    """Returns a key that identifies the tensor's storage."""
     storage = tensor.untyped_storage()
-    # On CPUs two may be at one address, and asking for it can give a lazy copy memory of its own.
+    # On CPUs two storages may have one address, and asking for it can materialize a lazy copy.
     number: int = storage.data_ptr() if tensor.is_cuda else storage._cdata
     return number
 
 
 def _move(storages: Mapping[int, tuple[Any, Any]]) -> None:
-    """Have all tensors in the storages, by number, use others: also the views of them that an engine computes with.
+    """Moves all tensors in the storages, by key, to others: also views that an engine computes with.
 
-    One that stayed behind would be computed with, and never be stored or loaded. So nothing moves unless those that can
-    be found are all that there are.
+    A tensor that is left behind would be used for computing, and never be stored or loaded. So nothing moves unless all
+    users of the storages are found.
     """
     import torch
 
-    users = _users(storages)
+    users = _tensors_in(storages)
     for number, (storage, _) in storages.items():
-        # One of them is the storage's own object.
+        # One user is the storage object itself.
         unknown = torch._C._storage_Use_Count(number) - 1 - len(users[number])
-        # PyTorch's sign that NumPy or another library has the memory.
-        lent = not storage.resizable() and storage.data_ptr() not in _segments
-        if unknown or lent:
-            who = "another library" if lent else f"{unknown} others"
+        # PyTorch marks memory that NumPy or another library has.
+        is_exported = not storage.resizable() and storage.data_ptr() not in _segments
+        if unknown or is_exported:
+            user = "another library" if is_exported else f"{unknown} others"
             raise ValueError(
-                f"kv_caches: a layer's memory is also used by {who}, not to be found, so it cannot be moved to shared memory "
+                f"kv_caches: a layer's memory is also used by {user}, which cannot be found, so it cannot be moved to shared memory "
                 "for lmcache_driven; use engine_driven"
             )
     for number, (_, moved) in storages.items():
         for tensor in users[number].values():
-            # What was made in inference mode can be changed in it alone.
+            # A tensor created in inference mode can be changed only in it.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.set_(moved, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def _users(numbers: Iterable[int]) -> dict[int, dict[int, Any]]:
-    """The process's tensors in the storages of these numbers: by number, then by their ids."""
+def _tensors_in(numbers: Iterable[int]) -> dict[int, dict[int, Any]]:
+    """Returns the process's tensors in the storages with these keys: by key, then by id."""
     import torch
 
     found: dict[int, dict[int, Any]] = {number: {} for number in numbers}
     for thing in gc.get_objects():
-        # Its type's word: that of proxies and lazy modules has effects.
+        # By type: isinstance has side effects on proxies and lazy modules.
         if not issubclass(type(thing), torch.Tensor) or thing.device.type != "cpu":
             continue
-        # A view keeps what it is of, of which nobody else may have an object.
+        # A view keeps its base, which may have no other reference.
         for tensor in (thing, thing._base):
             try:
-                users = None if tensor is None else found.get(_number(tensor))
-            except (NotImplementedError, RuntimeError, ValueError):  # It has no memory, or none yet.
+                users = None if tensor is None else found.get(_storage_key(tensor))
+            except (NotImplementedError, RuntimeError, ValueError):  # Without memory, or not allocated yet.
                 continue
             if users is not None:
                 users[id(tensor)] = tensor
@@ -248,7 +248,7 @@ def _users(numbers: Iterable[int]) -> dict[int, dict[int, Any]]:
 
 
 def cuda_storage(tensor: Any, storage: Any) -> dict[str, Any]:
-    """A CUDA storage as PyTorch shares it with other processes."""
+    """Returns a CUDA storage as PyTorch shares it with other processes."""
     import torch
 
     device, handle, size, offset, counter, counter_offset, event, event_needed = storage._share_cuda_()

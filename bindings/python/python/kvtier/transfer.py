@@ -1,4 +1,4 @@
-"""A store or a retrieve on its way, and what is counted of them."""
+"""Stores and retrieves in flight, and their counters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Group:
-    """Layers that share block ids, as the engine numbers them."""
+    """A group of layers that share the engine's block ids."""
 
     layer_names: Sequence[str]
     block_tokens: int
@@ -20,12 +20,12 @@ class Group:
 
 @dataclass
 class Counters:
-    """What an adapter did since its start, or since they were taken."""
+    """Counters of an adapter since its start, or since they were last taken."""
 
     stores: int = 0
     failed_stores: int = 0
     skipped_stores: int = 0
-    """Stores of which the server took nothing: it has all of it, or no room."""
+    """Stores from which the server took nothing: it has all chunks, or no space."""
 
     retrieves: int = 0
     failed_retrieves: int = 0
@@ -37,31 +37,31 @@ class Counters:
 
 @dataclass
 class Transfer:
-    """One store or retrieve on its way, of one request or of several that finish together."""
+    """A store or retrieve in flight, of one request or of several that finish together."""
 
     is_store: bool
     request_ids: tuple[str, ...]
     tag: Any
     engine_event: Any
-    """The engine's event: it must live until the server has opened it, which its answer tells."""
+    """The engine's event. It must live until the server's answer, which shows that the server has opened it."""
 
     began: float = field(default_factory=time.monotonic)
     blocks: list[int] = field(default_factory=list)
-    """Of a retrieve, those that it writes."""
+    """Blocks that a retrieve writes."""
 
     numbers: list[int] = field(default_factory=list)
     parts: int = 0
-    """Operations that were not answered yet."""
+    """Operations without an answer."""
 
     tokens: int = 0
-    """Stored or retrieved."""
+    """Tokens stored or retrieved."""
 
     chunks: list[int] = field(default_factory=list)
-    """Of a store of one operation: which chunks of its range the server took."""
+    """Chunks of its range that the server took, for a store of one operation."""
 
     errors: list[str] = field(default_factory=list)
     event: Any = None
-    """The device event behind which the copy is complete."""
+    """The device event after which the copy is complete."""
 
     released: bool = False
-    """A store's blocks may be overwritten."""
+    """Whether a store's blocks may be overwritten."""

@@ -1,4 +1,4 @@
-"""The worker's side: KV pages to the cache and back."""
+"""Worker adapter: stores and retrieves of KV pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ._native import Worker
 from .connecting import (
     DEFAULT_HEARTBEAT,
-    DEFAULT_PATIENCE,
+    DEFAULT_PREEMPTION_PATIENCE,
     DEFAULT_STORE_TIMEOUT,
     DEFAULT_TIMEOUT,
     check_count,
@@ -23,7 +23,7 @@ from .connecting import (
     connect,
 )
 from .limited import RateLimited
-from .operation import LoadStoreOp, one_prompt
+from .operation import LoadStoreOp, to_prompt
 from .registration import Registration
 from .transfer import Counters, Group, Transfer
 
@@ -31,31 +31,31 @@ logger = logging.getLogger(__name__)
 
 TRANSFER_MODES = ("auto", "engine_driven", "lmcache_driven")
 
-# What a worker sends as its device event when the work is done already.
+# Sent as the device event if the work is already done.
 _NO_EVENT = b"stub_ipc_handle"
 
-# How long wait_for_stores sleeps before it looks again whether pages are still read, in seconds.
-_GLANCE = 0.005
+# Seconds that wait_for_stores sleeps between two checks whether pages are still read.
+_POLL_INTERVAL = 0.005
 
-# For how many calls of get_finished an id that was reported is remembered: with asynchronous scheduling the engine
-# repeats ids for a few steps.
+# Calls of get_finished for which a reported id is remembered: with asynchronous scheduling the engine repeats ids for a
+# few steps.
 _REMEMBERED_CALLS = 128
 
 
 class WorkerAdapter:
-    """Stores and retrieves one worker's KV pages, behind the engine's back.
+    """Stores and retrieves of one worker's KV pages, in the background of the engine.
 
-    Used by one thread. Submitting and :meth:`get_finished` never wait. These do, at most so long:
+    Used by one thread. Submitting and :meth:`get_finished` never wait. These methods wait, at most this long:
 
     * the constructor: ``wait_for_server``;
     * :meth:`register_kv_caches`: twice ``timeout``, in the mode ``auto`` for each of the two modes that it tries; a second
-      for a server that does not answer, and not at all where nothing listens;
+      for a server that does not answer, and not at all if nothing listens;
     * :meth:`wait_for_stores`: see there;
-    * :meth:`shutdown`: ``timeout`` for what is under way, as long again for each registration that the server has to be
-      told the end of, and where the server copies a second for one that does not answer.
+    * :meth:`shutdown`: ``timeout`` for transfers in flight, the same again for each registration to be ended, and if the
+      server copies, a second for a server that does not answer.
 
-    Nothing raises because of the server:
-    stores that fail are counted, retrieves that fail name their blocks, which the engine must compute.
+    No method raises because of the server: failed stores are counted, and failed retrieves report their blocks, which the
+    engine must compute.
     """
 
     def __init__(
@@ -77,26 +77,26 @@ class WorkerAdapter:
         wait_for_server: float | None = DEFAULT_TIMEOUT,
         chunk_tokens: int | None = None,
     ) -> None:
-        """Connect.
+        """Connects to the server.
 
         Args:
             server_url: ``tcp://host:port``, ``ipc://path``, or ``host:port``.
             model_name: part of every key; without ``@``.
             block_tokens: tokens in one block of the engine; divides the server's chunk.
-            world_size: how many pieces the KV of a token is split into.
-            worker_id: which of them this worker has.
-            num_kv_readers: workers that have the same piece: 1, or for MLA the tensor-parallel size.
-            is_writer: whether this worker is the one of them that stores.
+            world_size: number of pieces that the KV of a token is split into.
+            worker_id: index of this worker's piece.
+            num_kv_readers: number of workers with the same piece: 1, or for MLA the tensor-parallel size.
+            is_writer: whether this worker is the one of them that stores it.
             mode: ``engine_driven`` (this process copies; CPU tensors with one group of full-attention layers),
-                ``lmcache_driven`` (the server copies; CPU tensors move to shared memory), or ``auto``: the first where
-                it is possible and the server allows it, else the second.
+                ``lmcache_driven`` (the server copies; CPU tensors move to shared memory), or ``auto``: the first if it is
+                possible and the server allows it, otherwise the second.
             timeout: seconds each store or retrieve may take.
-            store_timeout: seconds a store may take that the server copies, if that is less: nobody else can end it, so
-                whoever wants its blocks waits for it.
+            store_timeout: seconds a store by the server may take, if that is less: only the server can end it, so a
+                preemption that needs its blocks waits for it.
             heartbeat: seconds between two heartbeats.
-            instance_id: this worker's number; no other worker of the server may have it. Default: a random one.
-            force_pickle: send chunks in messages even where the server has a shared pool.
-            wait_for_server: seconds to wait for a server; None: it may come later, and the worker registers then.
+            instance_id: this worker's id, unique among the server's workers. Default: a random one.
+            force_pickle: send chunks in messages even if the server has a shared pool.
+            wait_for_server: seconds to wait for a server. None: the server may start later, and the worker registers then.
             chunk_tokens: the server's chunk size, a multiple of ``block_tokens``. None: that of the first server. A server
                 with another chunk size is not used.
 
@@ -125,22 +125,22 @@ class WorkerAdapter:
         # Process ids repeat across containers.
         self.instance_id = random.SystemRandom().getrandbits(62) if instance_id is None else instance_id
         self._store_timeout = store_timeout
-        self._registration = Registration(self.client, block_tokens, self._described, waits=wait_for_server is not None)
+        self._registration = Registration(self.client, block_tokens, self._identity, requires_server=wait_for_server is not None)
         self._warnings = RateLimited(logger)
         self.counters = Counters()
         self.on_cuda = False
         self._owner = os.getpid()
         self._next = 0
-        # Number of an operation -> its transfer, and its tokens.
+        # Operation number -> its transfer, and its tokens.
         self._parts: dict[int, tuple[Transfer, int]] = {}
-        # Stores in the order in which they were submitted, but for those at the front that have ended.
+        # Stores in order of submission; ended ones are removed from the front.
         self._stores: deque[Transfer] = deque()
         self._block_tokens_of_groups = [block_tokens]
-        self._behind_events: list[Transfer] = []
-        # Request id -> stores under way.
+        self._awaiting_events: list[Transfer] = []
+        # Request id -> number of stores in flight.
         self._storing: dict[str, int] = {}
         self._finished_retrieves: set[str] = set()
-        # Finished by the engine: with stores under way, and without.
+        # Requests that the engine finished: with stores in flight, and without.
         self._ended_by_engine: set[str] = set()
         self._ended: set[str] = set()
         self._reported: OrderedDict[str, int] = OrderedDict()
@@ -167,8 +167,8 @@ class WorkerAdapter:
     def _worker(self) -> Worker | None:
         return self._registration.worker
 
-    def _described(self) -> dict[str, Any]:
-        """What a registration says of this worker, beside its tensors."""
+    def _identity(self) -> dict[str, Any]:
+        """Returns the fields of a registration other than the tensors."""
         return {
             "instance": self.instance_id,
             "model_name": self.model_name,
@@ -185,11 +185,11 @@ class WorkerAdapter:
 
     @property
     def transport(self) -> str | None:
-        """How bytes travel: ``pool``, ``pickle`` or ``server``; None before the registration and while it is lost."""
+        """How bytes are moved: ``pool``, ``pickle`` or ``server``; None while not registered."""
         return None if self._worker is None else self._worker.transport
 
     def on_health(self, callback: Callable[[str], None]) -> None:
-        """Have ``callback`` called with ``healthy``, ``degraded`` or ``recovering``, on another thread."""
+        """Calls ``callback`` with ``healthy``, ``degraded`` or ``recovering`` on each change, on another thread."""
         self.client.on_health(callback)
 
     def num_blocks_per_chunk(self) -> int:
@@ -202,23 +202,23 @@ class WorkerAdapter:
         groups: Sequence[Group] | None = None,
         kv_layout: str | None = None,
     ) -> None:
-        """Register the KV tensors with the server; with one that comes later, or again, that happens by itself.
+        """Registers the KV tensors with the server. A later or restarted server gets the registration by itself.
 
         Args:
             kv_caches: layer name -> tensor, ``[2, blocks, block_tokens, heads, head_size]`` or another layout that
-                vLLM uses. They must stay where they are until :meth:`shutdown`. Where the server copies, CPU tensors
-                are moved to shared memory, in place.
-            groups: layers that share block ids; None means one group of all layers.
+                vLLM uses. They must keep their memory until :meth:`shutdown`. If the server copies, CPU tensors are
+                moved to shared memory, in place.
+            groups: layers that share block ids; None for one group of all layers.
             kv_layout: the order of the dimensions inside a block: ``NHD``, ``HND``, ``BLHNC`` or ``BLNHC``.
 
         Raises:
             KvTierError: the server refused, or did not answer within the timeout; never with ``wait_for_server=None``.
-            ValueError: the tensors have a layout, or groups, that cannot be served.
+            ValueError: the tensors or groups have a layout that cannot be served.
         """
         if self._registration.is_described:
-            raise RuntimeError("register_kv_caches was called before")
+            raise RuntimeError("register_kv_caches was already called")
         if not kv_caches:
-            raise ValueError("kv_caches: there is no layer")
+            raise ValueError("kv_caches: no layer; at least one is needed")
         if groups is None:
             groups = [Group(list(kv_caches), self.block_tokens)]
         place = {name: index for index, name in enumerate(kv_caches)}
@@ -246,18 +246,18 @@ class WorkerAdapter:
     def submit_store_request(
         self, request_id: str, op: LoadStoreOp, event: Any = None, cache_salt: str = "", *, tag: Any = None
     ) -> None:
-        """Store a range of a request's prompt. Its blocks must not change until the store is finished.
+        """Stores a range of a request's prompt. Its blocks must not change until the store has finished.
 
         Args:
-            event: the device event behind which the blocks are complete (``ipc_handle()``); None for now.
-            tag: told by :meth:`take_ended_stores` when the store has ended.
+            event: the device event after which the blocks are complete (``ipc_handle()``); None if they are complete.
+            tag: returned by :meth:`take_ended_stores` when the store has ended.
         """
         self._store([request_id], [op], event, [cache_salt], tag)
 
     def submit_retrieve_request(
         self, request_id: str, op: LoadStoreOp, event: Any = None, cache_salt: str = ""
     ) -> None:
-        """Retrieve a range of a request's prompt that was looked up. Nobody may use its blocks until it is finished."""
+        """Retrieves a range of a request's prompt that was looked up. Its blocks must not be used until it has finished."""
         self.batched_submit_retrieve_requests([request_id], [op], event, [cache_salt])
 
     def batched_submit_store_requests(
@@ -267,7 +267,7 @@ class WorkerAdapter:
         event: Any = None,
         cache_salts: Sequence[str] | None = None,
     ) -> None:
-        """Stores of several requests, which finish together."""
+        """Stores ranges of several requests, which finish together."""
         self._store(request_ids, ops, event, cache_salts, None)
 
     def _store(
@@ -278,11 +278,11 @@ class WorkerAdapter:
         cache_salts: Sequence[str] | None,
         tag: Any,
     ) -> None:
-        self._begin(request_ids)
+        self._mark_used(request_ids)
         if not self.is_writer:
             return
-        if not self._ready():
-            # Nothing will be under way, so nothing is waited for.
+        if not self._is_ready():
+            # No store is in flight then, so no request waits for one.
             self.counters.failed_stores += len(request_ids)
             if tag is not None:
                 self._ended_stores.append((tag, []))
@@ -299,28 +299,28 @@ class WorkerAdapter:
         event: Any = None,
         cache_salts: Sequence[str] | None = None,
     ) -> None:
-        """Retrieves of several requests, which finish together; they have failed when one has."""
-        self._begin(request_ids)
+        """Retrieves ranges of several requests, which finish together; if one fails, all have failed."""
+        self._mark_used(request_ids)
         transfer = Transfer(False, tuple(request_ids), None, event)
-        if self._ready():
+        if self._is_ready():
             self._submit(transfer, ops, cache_salts)
             return
         transfer.blocks = [block for op in ops for block in self._written(op)]
         transfer.errors.append("the server is not healthy")
         self._complete(transfer)
 
-    def _begin(self, request_ids: Sequence[str]) -> None:
-        """These ids are in use (again)."""
+    def _mark_used(self, request_ids: Sequence[str]) -> None:
+        """Marks these ids as in use (again)."""
         for request_id in request_ids:
             self._reported.pop(request_id, None)
 
     def _written(self, op: LoadStoreOp) -> list[int]:
-        """The blocks that a retrieve writes."""
+        """Returns the blocks that a retrieve writes."""
         sizes = itertools.chain(self._block_tokens_of_groups, itertools.repeat(self.block_tokens))
         groups = zip(op.blocks_of_groups(), sizes, strict=False)
         return [block for ids, size in groups for block in ids[op.skip_first_n_tokens // size :]]
 
-    def _ready(self) -> bool:
+    def _is_ready(self) -> bool:
         if not self._registration.is_described:
             raise RuntimeError("register_kv_caches was not called")
         return self.is_healthy
@@ -333,10 +333,10 @@ class WorkerAdapter:
         salts = list(cache_salts) if cache_salts is not None else [""] * len(ops)
         if not len(request_ids) == len(ops) == len(salts) or not ops:
             raise ValueError(
-                f"{len(request_ids)} request ids, {len(ops)} ops and {len(salts)} salts; as many of each are needed"
+                f"{len(request_ids)} request ids, {len(ops)} ops and {len(salts)} salts; the same number of each is needed"
             )
         prompts = [
-            one_prompt(op.token_ids, op.block_hashes, op.prompt, self.num_blocks_per_chunk(), self.chunk_tokens or 0)
+            to_prompt(op.token_ids, op.block_hashes, op.prompt, self.num_blocks_per_chunk(), self.chunk_tokens or 0)
             for op in ops
         ]
         handle = _NO_EVENT if event is None else bytes(event.ipc_handle())
@@ -369,14 +369,14 @@ class WorkerAdapter:
     # -- finishing ---------------------------------------------------------------------------
 
     def get_finished(self, finished_req_ids_from_engine: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Requests whose transfers have ended since the last call. Never waits.
+        """Returns requests whose transfers have ended since the last call. Never waits.
 
         Args:
-            finished_req_ids_from_engine: requests that the engine has finished; ids may come again.
+            finished_req_ids_from_engine: requests that the engine has finished; ids may be repeated.
 
         Returns:
-            Requests whose stores have ended, of those that the engine has finished by now (one that stores nothing at
-            all counts as ended); and requests whose retrieve has ended, successfully or not. Each id is given once.
+            Requests that the engine has finished and whose stores have ended (a request without stores counts as ended);
+            and requests whose retrieve has ended, successfully or not. Each id is returned once.
         """
         self._poll()
         self._calls += 1
@@ -396,38 +396,38 @@ class WorkerAdapter:
         return ended, retrieved
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of failed retrieves that :meth:`get_finished` has told since the last call: their contents are undefined."""
+        """Returns blocks of failed retrieves that :meth:`get_finished` has returned since the last call; their contents are undefined."""
         blocks, self._error_blocks = self._error_blocks, set()
         return blocks
 
     def get_failed_request_ids(self) -> set[str]:
-        """Requests of failed retrieves that :meth:`get_finished` has told since the last call."""
+        """Returns requests of failed retrieves that :meth:`get_finished` has returned since the last call."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_ended_stores(self) -> list[tuple[Any, list[int]]]:
-        """Stores with a tag that have ended since the last call: (tag, which chunks of their range they brought).
+        """Returns stores with a tag that have ended since the last call: (tag, stored chunks of their range).
 
-        Chunks that the server had already, or has no room for, are not among them where the server says so, which it
-        does for those that go through its pool. A store that failed has brought none.
+        Chunks that the server already had, or has no space for, are left out if the server reports them, as it does for
+        stores through its pool. A failed store has no chunks.
         """
         ended, self._ended_stores = self._ended_stores, []
         return ended
 
     def take_counters(self) -> Counters:
-        """What was done since the last call."""
+        """Returns the counters since the last call."""
         counters, self.counters = self.counters, Counters()
         return counters
 
-    def wait_for_stores(self, request_ids: Iterable[str], patience: float = DEFAULT_PATIENCE) -> None:
-        """Wait until no store can store what these requests' blocks hold from now on: the engine overwrites them.
+    def wait_for_stores(self, request_ids: Iterable[str], patience: float = DEFAULT_PREEMPTION_PATIENCE) -> None:
+        """Waits until no store can keep later contents of these requests' blocks: the engine overwrites them.
 
-        Stores are waited for up to ``patience`` seconds, and not at all while the server is not healthy. Then those
-        that this process has not begun to copy are given up, and the copy that it is at is waited for. Where the server
-        copies, each store is waited for until the server's answer, or a second behind its deadline, which is ``store_timeout``
-        (or ``timeout``, if that is less) behind its submission: what the server has not read by then it does not keep, and the
-        store has failed. Stores that only the device has to end are waited for by what the engine gives the device next,
-        not here.
+        * Waits up to ``patience`` seconds for the stores, and not at all while the server is not healthy.
+        * If this process copies, stores whose copy has not begun are then abandoned, and the running copy is waited for.
+        * If the server copies, each store is waited for until the server's answer, or until a second after its deadline,
+          which is ``store_timeout`` (or ``timeout``, if that is less) after its submission. The server does not keep what
+          it has not read by then, and the store has failed.
+        * A store that only waits for the device is not waited for here: the engine's next work on the device waits for it.
         """
         wanted, until = set(request_ids), time.monotonic() + patience
         while True:
@@ -438,14 +438,14 @@ class WorkerAdapter:
                     transfer.event.wait()
                     self._release(transfer)
             if time.monotonic() >= until or not self.is_healthy:
-                self._give_up(stores)
+                self._abandon(stores)
             if all(transfer.released for transfer in stores):
                 return
             assert self._worker is not None
-            self._take(self._worker.take_finished(_GLANCE))
+            self._apply(self._worker.take_finished(_POLL_INTERVAL))
 
-    def _give_up(self, stores: list[Transfer]) -> None:
-        """Let go of those whose blocks nobody is reading, and have nobody begin to."""
+    def _abandon(self, stores: list[Transfer]) -> None:
+        """Releases the stores whose blocks are not being read; none of them begins to read."""
         if self._worker is not None and stores:
             read = set(self._worker.release_pages([number for each in stores for number in each.numbers]))
             for transfer in stores:
@@ -454,11 +454,11 @@ class WorkerAdapter:
 
     def _poll(self) -> None:
         if self._worker is not None:
-            self._take(self._worker.take_finished())
+            self._apply(self._worker.take_finished())
         while self._stores and self._stores[0].released:
             self._stores.popleft()
 
-    def _take(self, finished: list[tuple[int, bytes, str | None, list[int] | None]]) -> None:
+    def _apply(self, finished: list[tuple[int, bytes, str | None, list[int] | None]]) -> None:
         for number, event, error, chunks in finished:
             transfer, tokens = self._parts.pop(number)
             transfer.parts -= 1
@@ -472,30 +472,30 @@ class WorkerAdapter:
                     transfer.event = event
             if transfer.parts == 0:
                 transfer.engine_event = None
-                self._settle(transfer)
-        if self._behind_events:
-            waiting, self._behind_events = self._behind_events, []
+                self._complete_when_ready(transfer)
+        if self._awaiting_events:
+            waiting, self._awaiting_events = self._awaiting_events, []
             for transfer in waiting:
-                self._settle(transfer)
+                self._complete_when_ready(transfer)
 
-    def _settle(self, transfer: Transfer) -> None:
-        """Complete it, unless the device still has to reach its event."""
+    def _complete_when_ready(self, transfer: Transfer) -> None:
+        """Completes the transfer, unless the device has not reached its event yet."""
         try:
             if isinstance(transfer.event, bytes):
                 import torch
 
                 transfer.event = torch.cuda.Event.from_ipc_handle(torch.cuda.current_device(), transfer.event)
-            is_behind = transfer.event is not None and not transfer.event.query()
-        except Exception as error:  # The other transfers' results must not be lost with it.
-            transfer.errors.append(f"its device event: {error}")
-            is_behind = False
-        if is_behind:
-            self._behind_events.append(transfer)
+            is_pending = transfer.event is not None and not transfer.event.query()
+        except Exception as error:  # The results of the other transfers must not be lost.
+            transfer.errors.append(f"its device event failed: {error}")
+            is_pending = False
+        if is_pending:
+            self._awaiting_events.append(transfer)
         else:
             self._complete(transfer)
 
     def _release(self, transfer: Transfer) -> None:
-        """A store needs its blocks no more."""
+        """Releases the blocks of a store."""
         if transfer.released:
             return
         transfer.released = True
@@ -516,7 +516,7 @@ class WorkerAdapter:
             if transfer.errors:
                 transfer.chunks = []
                 counters.failed_stores += count
-                self._warnings.warning("store", "store of %s failed: %s; it is not cached", names, transfer.errors[0])
+                self._warnings.warning("store", "store of %s failed: %s; not cached", names, transfer.errors[0])
             elif not transfer.tokens:
                 counters.skipped_stores += count
             else:
@@ -531,18 +531,18 @@ class WorkerAdapter:
             counters.failed_retrieves += count
             self._error_blocks.update(transfer.blocks)
             self._failed_requests.update(transfer.request_ids)
-            self._warnings.warning("retrieve", "retrieve of %s failed: %s; it is computed instead", names, transfer.errors[0])
+            self._warnings.warning("retrieve", "retrieve of %s failed: %s; computing it", names, transfer.errors[0])
         else:
             counters.retrieves += count
             counters.retrieved_tokens += transfer.tokens
             counters.retrieve_seconds += seconds
 
     def disable(self) -> None:
-        """Let transfers end and unregister, for good: every later store and retrieve fails. Waits as :meth:`shutdown`."""
+        """Waits for transfers to end and unregisters, for good: every later store and retrieve fails. Waits like :meth:`shutdown`."""
         self._registration.stop()
 
     def shutdown(self) -> None:
-        """Let transfers end, unregister and disconnect. A second call does nothing."""
+        """Waits for transfers to end, unregisters and disconnects. A second call does nothing."""
         if os.getpid() != self._owner:
             return
         self._registration.stop()

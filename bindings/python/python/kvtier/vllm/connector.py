@@ -1,4 +1,4 @@
-"""The connector as vLLM sees it: one object in the scheduler's process and one in each worker's."""
+"""vLLM's connector: one object in the scheduler's process and one in each worker's."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Kinds of vLLM's caches whose blocks hold the KV of their tokens, and stay as they are until their request ends.
+# vLLM's kinds of cache whose blocks hold the KV of their tokens and keep it until their request ends.
 _MLA = "MLAAttentionSpec"
 _SERVED = ("FullAttentionSpec", _MLA)
 
-# vLLM's names of the dimensions' order (layers, blocks, heads, tokens, content), and those of the protocol.
+# vLLM's name of a dimension order (layers, blocks, heads, tokens, content) -> the protocol's.
 _LAYOUTS = {"LBNHC": "NHD", "LBHNC": "HND", "NHD": "NHD", "HND": "HND", "BLHNC": "BLHNC", "BLNHC": "BLNHC"}
 
 
 def _groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
-    """vLLM's groups of layers, and whether all are MLA's; ValueError for kinds of cache that cannot be served."""
+    """Returns vLLM's groups of layers, and whether all are MLA's; ValueError for kinds of cache that cannot be served."""
     groups, all_kinds = [], set()
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -63,19 +63,19 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
                 f"KvTierConnector serves {', '.join(_SERVED)}; {group.layer_names[0]} has {', '.join(sorted(kinds))}"
             )
         for field, allowed in (("non_causal", False), ("tokens_per_state", 1)):
-            # KV that depends on later tokens, or of which a block does not hold that of its tokens.
+            # KV that depends on later tokens, or blocks without the KV of their own tokens.
             found = {getattr(each, field, allowed) for each in specs}
             if found != {allowed}:
                 raise ValueError(
                     f"KvTierConnector serves caches whose {field} is {allowed}; {group.layer_names[0]} has {found}"
                 )
-        # A full-attention spec may name a window, too, but keeps all blocks.
+        # A full-attention spec may also have a window, but keeps all blocks.
         groups.append(Group(list(group.layer_names), spec.block_size))
         all_kinds |= kinds
     return groups, all_kinds == {_MLA}
 
 
-class _No:
+class _AlwaysFalse:
     """False, as a value and as a method's result."""
 
     def __bool__(self) -> bool:
@@ -86,16 +86,16 @@ class _No:
 
 
 class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps the KV of prompts in a kvtier server, and takes it from there instead of computing it.
+    """Connector that stores the KV of prompts in a kvtier server, and loads it instead of computing it.
 
-    Loads are asynchronous: a request that waits for one delays no other. The server may be slow, hang, end or return
-    as another one at any time: then requests are computed, within ``kvtier.timeout``.
+    Loads are asynchronous: a request that waits for one delays no other. If the server is slow, hangs, ends or is
+    replaced, at any time, requests are computed, within ``kvtier.timeout``.
 
-    After the start no method raises: each ends as a miss, a failed load, or a store that is left out.
+    After the start no method raises: each ends as a miss, a failed load, or a skipped store.
     """
 
-    supports_sleep_mode = _No()
-    """Sleep takes the KV tensors away, which the server may have open (vLLM 0.33 asks)."""
+    supports_sleep_mode = _AlwaysFalse()
+    """Sleep unmaps the KV tensors, which the server may have open (vLLM 0.33 checks this)."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -108,16 +108,16 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_multi_group = len(self._groups) > 1
         if self._is_multi_group and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
             raise ValueError(
-                "KvTierConnector serves models with several groups of layers from vLLM 0.30 on: this release cannot be told "
-                "which request's load has failed"
+                "KvTierConnector serves models with several groups of layers from vLLM 0.30 on: this release has no way to report "
+                "which request's load failed"
             )
-        # Of a worker: blocks of loads that the adapter has, of loads that it could not take, and of failed ones to report.
+        # Of a worker, by request: blocks of loads in the adapter, of loads that failed without it, and of failed ones to report.
         self._loads: dict[str, list[int]] = {}
-        self._lost: dict[str, list[int]] = {}
+        self._local_failures: dict[str, list[int]] = {}
         self._failed: dict[str, list[int]] = {}
-        # Numbers of stores that the adapter has, and of those to report that it could not take.
+        # Numbers of stores in the adapter, and of those to report that failed without it.
         self._stores: set[int] = set()
-        self._lost_stores: set[int] = set()
+        self._failed_stores: set[int] = set()
         # Finished requests whose blocks vLLM keeps until this worker reports that no store reads them.
         self._held: set[str] = set()
         self._is_off = False
@@ -131,7 +131,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name, pages=pages)
             logger.info("kvtier server %s: the model's name in keys is %s", self._options.url, identity.model_name)
             if not self._options.model_name and (reason := unknown_weights(vllm_config)):
-                logger.warning("weights replaced under their name are not noticed (%s); change kvtier.model_name with them", reason)
+                logger.warning("replaced weights of the same name are not noticed (%s); change kvtier.model_name with them", reason)
             self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, sizes)
         else:
             rank = vllm_config.parallel_config.rank
@@ -167,13 +167,13 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what was not stored is computed again."""
+        """False: a cache, whose misses are computed again."""
         return False
 
     # -- worker ------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Tell the server about the KV tensors."""
+        """Registers the KV tensors with the server."""
         layout = getattr(self._kv_cache_config, "kv_cache_layout", None)
         if layout is None:
             from vllm.v1.attention.backends.utils import get_kv_cache_layout
@@ -189,7 +189,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def _event(self) -> Any:
-        """A device event behind what the engine has queued so far; None on CPU, where it has run."""
+        """Records a device event after the engine's queued work; None on CPU, where that has run."""
         if not self._worker.on_cuda:
             return None
         import torch
@@ -198,83 +198,83 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         event.record()
         return event
 
-    @falls_back(by="_lose_loads")
+    @falls_back(by="_fail_step_loads")
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads, which the step does not wait for."""
+        """Starts this step's loads, which the step does not wait for."""
         step = self._step()
         for request_id, groups in step.failed.items():
-            self._lost[request_id] = [block for group in groups for block in group]
+            self._local_failures[request_id] = [block for group in groups for block in group]
         event = self._event() if step.loads else None
         for move in step.loads:
             self._start_load(move, event)
 
-    def _lose_loads(self, forward_context: Any, **kwargs: Any) -> None:
+    def _fail_step_loads(self, forward_context: Any, **kwargs: Any) -> None:
         for move in self._step().loads:
-            self._lose(move)
+            self._fail_load(move)
 
-    @falls_back(by="_lose")
+    @falls_back(by="_fail_load")
     def _start_load(self, move: Move, event: Any) -> None:
         if self._is_off:
-            return self._lose(move)
+            return self._fail_load(move)
         op = LoadStoreOp(
             move.block_ids, prompt=move.prompt, start=move.start, end=move.end, skip_first_n_tokens=move.skip
         )
         self._worker.submit_retrieve_request(move.request_id, op, event, move.salt)
         self._loads[move.request_id] = self._written(move)
 
-    def _lose(self, move: Move, event: Any = None) -> None:
-        self._lost[move.request_id] = self._written(move)
+    def _fail_load(self, move: Move, event: Any = None) -> None:
+        self._local_failures[move.request_id] = self._written(move)
 
     def _written(self, move: Move) -> list[int]:
-        """Blocks that a load writes: not those that vLLM has itself, which others may share."""
+        """Returns the blocks that a load writes: not those of vLLM's own prefix, which other requests may share."""
         groups = zip(move.block_ids, self._groups, strict=True)
         return [block for ids, group in groups for block in ids[move.skip // group.block_tokens :]]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no step reads what is being loaded."""
+        """Does nothing: no step reads blocks that are being loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole chunks of all layers are stored after the step."""
+        """Does nothing: whole chunks of all layers are stored after the step."""
 
-    @falls_back(by="_lose_stores")
+    @falls_back(by="_fail_step_stores")
     def wait_for_save(self) -> None:
-        """Start this step's stores. Their blocks stay with their requests until they have ended."""
+        """Starts this step's stores. Their blocks stay with their requests until they have ended."""
         stores = self._step().stores
         event = self._event() if stores and not self._is_off else None
         for move in stores:
             self._start_store(move, event)
 
-    def _lose_stores(self) -> None:
+    def _fail_step_stores(self) -> None:
         for move in self._step().stores:
-            self._lose_store(move)
+            self._fail_store(move)
 
-    @falls_back(by="_lose_store")
+    @falls_back(by="_fail_store")
     def _start_store(self, move: Move, event: Any) -> None:
         if self._is_off:
-            return self._lose_store(move)
+            return self._fail_store(move)
         op = LoadStoreOp(move.block_ids, prompt=move.prompt, start=move.start, end=move.end)
         self._worker.submit_store_request(move.request_id, op, event, move.salt, tag=move.number)
         if self._is_writer:
             self._stores.add(move.number)
 
-    def _lose_store(self, move: Move, event: Any = None) -> None:
+    def _fail_store(self, move: Move, event: Any = None) -> None:
         if self._is_writer:
-            self._lost_stores.add(move.number)
+            self._failed_stores.add(move.number)
 
     @falls_back(by="_turn_off")
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Blocks of preempted requests are overwritten after this: no store may read them then."""
-        # vLLM 0.18 gives the requests' ids.
+        """Waits until no store reads the blocks of preempted requests, which are overwritten afterwards."""
+        # vLLM 0.18 passes the requests' ids.
         preempted = getattr(kv_connector_metadata, "preempted", kv_connector_metadata)
         if preempted and not self._is_off:
             self._worker.wait_for_stores(preempted, self._options.preemption_patience)
 
-    @falls_back(lambda: (None, None), by="_give_up")
+    @falls_back(lambda: (None, None), by="_end_all")
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """(requests whose blocks no store reads any more, requests whose load has ended)."""
+        """Returns requests whose blocks no store reads any more, and requests whose load has ended."""
         self._held |= self._step().held
         if self._is_off:
-            return self._give_up(finished_req_ids)
+            return self._end_all(finished_req_ids)
         stored, loaded = self._worker.get_finished(self._held)
         failed = self._worker.get_failed_request_ids()
         self._held -= stored
@@ -282,34 +282,34 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = self._loads.pop(request_id, [])
             if request_id in failed:
                 self._failed[request_id] = blocks
-        return stored, loaded | self._take_lost()
+        return stored, loaded | self._take_local_failures()
 
-    def _take_lost(self) -> set[str]:
-        lost, self._lost = self._lost, {}
+    def _take_local_failures(self) -> set[str]:
+        lost, self._local_failures = self._local_failures, {}
         self._failed.update(lost)
         return set(lost)
 
     def _turn_off(self, *args: Any) -> None:
-        """The adapter raised, so what it is doing is unknown: from here on no copy touches a page, and all transfers have failed."""
+        """Ends all copies and fails all transfers for good: the adapter raised, so its state is unknown."""
         if self._is_off:
             return
         self._is_off = True
-        self._lost.update(self._loads)
+        self._local_failures.update(self._loads)
         self._loads.clear()
-        self._lost_stores |= self._stores
+        self._failed_stores |= self._stores
         self._stores.clear()
-        logger.error("this worker goes on without the kvtier server: restart the engine to use it again")
+        logger.error("this worker continues without the kvtier server; restart the engine to use it again")
         with contextlib.suppress(Exception):
             self._worker.disable()
 
-    def _give_up(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+    def _end_all(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         self._turn_off()
         held, self._held = self._held, set()
-        return held, self._take_lost()
+        return held, self._take_local_failures()
 
     @falls_back(lambda: base.KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same with failed loads by request, for models with several groups of layers."""
+        """Returns the results with failed loads by request, for models with several groups of layers."""
         results = super().get_transfer_results(finished_req_ids)
         if self._is_multi_group:
             results.failed_recving = set(self._failed)
@@ -318,7 +318,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose load has failed; vLLM computes them."""
+        """Returns blocks whose load has failed; vLLM computes them."""
         if self._is_multi_group:
             return set()
         failed, self._failed = self._failed, {}
@@ -326,10 +326,10 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back(by="_turn_off")
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Which stores have ended, and what they brought."""
+        """Returns the stores that have ended, with their stored chunks."""
         report = WorkerReport()
         ended = [] if self._is_off else self._worker.take_ended_stores()
-        lost, self._lost_stores = self._lost_stores, set()
+        lost, self._failed_stores = self._failed_stores, set()
         for number, chunks in [*ended, *((number, []) for number in lost)]:
             self._stores.discard(number)
             report.ended[number] += 1
@@ -338,7 +338,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back()
     def get_kv_connector_stats(self) -> KvTierStats | None:
-        """Numbers since the last step."""
+        """Returns the counters since the last step."""
         if self._scheduling is not None:
             self._scheduling.errors.count += self.errors.take()
             return self._scheduling.take_stats()
@@ -348,7 +348,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back()
     def shutdown(self) -> None:
-        """Let transfers end, and disconnect."""
+        """Waits for transfers to end, and disconnects."""
         if self._adapter is not None:
             self._adapter.shutdown()
         if self._scheduling is not None:
@@ -358,48 +358,48 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back(lambda: None)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM's prefix cache, whose resets are followed; see the option ``kvtier.follow_resets``."""
+        """Follows resets of vLLM's prefix cache; see the option ``kvtier.follow_resets``."""
         self._scheduler.follow_resets(gpu_block_pool)
 
-    @falls_back(lambda: (0, False), by="_compute")
+    @falls_back(lambda: (0, False), by="_bypass_cache")
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Cached tokens beyond vLLM's own; None while that is being found out."""
+        """Returns the cached tokens beyond vLLM's own; None while the lookup is in flight."""
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    def _compute(self, request: Any, num_computed_tokens: int) -> None:
-        self._scheduler.compute(request)
+    def _bypass_cache(self, request: Any, num_computed_tokens: int) -> None:
+        self._scheduler.bypass_cache(request)
 
-    @falls_back(by="_lose_load")
+    @falls_back(by="_fail_allocated_load")
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has got blocks."""
+        """Notes the blocks allocated to a request."""
         self._scheduler.allocated(request, blocks.get_block_ids() or (), num_external_tokens)
 
-    def _lose_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.lose_load(request, blocks.get_block_ids() or (), num_external_tokens)
+    def _fail_allocated_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.fail_load(request, blocks.get_block_ids() or (), num_external_tokens)
 
-    @falls_back(StepMetadata, by="_part_of_step")
+    @falls_back(StepMetadata, by="_partial_step")
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """The workers' part of a step."""
+        """Returns the workers' part of a step."""
         return self._scheduler.step(scheduler_output)
 
-    def _part_of_step(self, scheduler_output: Any) -> StepMetadata:
-        return self._scheduler.part_of_step(scheduler_output)
+    def _partial_step(self, scheduler_output: Any) -> StepMetadata:
+        return self._scheduler.partial_step(scheduler_output)
 
     @falls_back()
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers reported."""
-        self._scheduler.answered(connector_output)
+        """Applies the workers' reports."""
+        self._scheduler.apply_output(connector_output)
 
     @falls_back(lambda: (False, None), by="_is_held")
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its blocks must wait for stores."""
+        """Whether the request's blocks must wait for stores."""
         return self._scheduler.finished(request), None
 
     @falls_back(lambda: (False, None), by="_is_held")
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its blocks must wait for stores."""
+        """Whether the request's blocks must wait for stores."""
         return self._scheduler.finished(request), None
 
     def _is_held(self, request: Any, block_ids: Any) -> tuple[bool, None]:
@@ -407,24 +407,24 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back(tuple)
     def take_events(self) -> Iterable[Any]:
-        """What was stored since the last call, if vLLM publishes such events."""
+        """Returns events of stores since the last call, if vLLM publishes them."""
         return self._scheduler.take_events()
 
     @falls_back(lambda: True)
     def reset_cache(self) -> bool | None:
-        """Find nothing from before any more; see also the option ``kvtier.reset_server``."""
+        """Makes all earlier objects misses; see also the option ``kvtier.reset_server``."""
         return self._scheduler.reset_cache()
 
     # -- class ------------------------------------------------------------------------------
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvTierStats:
-        """Numbers that came from another process."""
+        """Returns counters received from another process."""
         return KvTierStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KvTierPromMetrics:
-        """The connector's Prometheus metrics."""
+        """Returns the connector's Prometheus metrics."""
         return KvTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

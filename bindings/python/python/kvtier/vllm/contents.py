@@ -1,4 +1,4 @@
-"""Pictures and adapters by their content, as far as the scheduler can know it. What it cannot know is not cached."""
+"""Identities of pictures and adapters by their content. If the scheduler cannot know it, the request is not cached."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 # vLLM's hashes of pictures: BLAKE3 or SHA-256, or SHA-512, in hexadecimal digits.
 _HASH = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
-# What vLLM numbers pictures by where nothing needs their hash.
+# vLLM's numbers for pictures whose hash nothing needs.
 _COUNTER = re.compile(r"renderer-?\d+-mm-\d+-")
 
-# What decides how an adapter's weights are used.
+# Options that change the use of an adapter's weights.
 _LORA = (
     "lora_dtype",
     "target_modules",
@@ -27,12 +27,12 @@ _LORA = (
     "enable_moe_shared_loras",
 )
 
-# A file that changed so long before the engine's start, in nanoseconds, did so before it: clocks of files are coarse.
-_COARSE = 100_000_000
+# Nanoseconds before the engine's start in which a change counts as later: file clocks are coarse.
+_CLOCK_GRANULARITY_NS = 100_000_000
 
 
 class Contents:
-    """What requests hold besides tokens."""
+    """Contents of requests beside tokens."""
 
     def __init__(self, vllm_config: Any) -> None:
         pictures = getattr(vllm_config.model_config, "multimodal_config", None)
@@ -42,25 +42,25 @@ class Contents:
             unhashed = "without prefix caching and with --mm-processor-cache-gb 0 vLLM only numbers pictures; enable either"
         elif getattr(pictures, "enable_mm_embeds", False) and getattr(vllm_config, "ec_transfer_config", None) is not None:
             unhashed = (
-                "with --enable-mm-embeds and an EC connector a request may leave its embeddings out, and has the hash of "
-                "what is left"
+                "with --enable-mm-embeds and an EC connector a request may omit its embeddings, and has the hash of the "
+                "rest"
             )
         self._has_hashes = pictures is not None and not unhashed
         if pictures is not None and unhashed:
             logger.warning("requests with pictures are not cached: %s", unhashed)
         self._lora = fields(getattr(vllm_config, "lora_config", None), _LORA)
-        self._started = time.time_ns() - _COARSE
-        self._said: set[str] = set()
+        self._started = time.time_ns() - _CLOCK_GRANULARITY_NS
+        self._warned: set[str] = set()
 
     def are_known(self, request: Any) -> bool:
-        """Whether keys can be made that only equal contents have."""
+        """Whether the request's contents have keys that no other contents have."""
         salt = request.cache_salt or ""
         if not all(self._is_known_picture(feature, salt) for feature in request.mm_features or ()):
             return False
         return request.lora_request is None or self.adapter(request.lora_request) is not None
 
     def _is_known_picture(self, feature: Any, salt: str) -> bool:
-        """A hash; or a client's own name, which is the client's word and reaches no further than its salt."""
+        """Whether a picture has a hash, or a name that the client chose, which is trusted only within its salt."""
         name = getattr(feature, "mm_hash", None) or feature.identifier
         if not self._has_hashes:
             return False
@@ -68,7 +68,7 @@ class Contents:
             return True
         if salt and not _COUNTER.match(name):
             return True
-        self._say(
+        self._warn_once(
             "picture",
             "a picture's identifier %r is no hash of its content: such requests are cached only if the client gives a "
             "cache_salt",
@@ -77,10 +77,10 @@ class Contents:
         return False
 
     def adapter(self, lora: Any) -> bytes | None:
-        """The adapter by name and content; None if its content is unknown.
+        """Returns the adapter's identity by name and content; None if its content is unknown.
 
-        vLLM does not report when it reads an adapter's files: at its first use, again after others took its place, and at
-        every step where it is loaded in place. Files that have not changed since before the engine's start are what was read.
+        vLLM does not report when it reads an adapter's files: at its first use, again after it was evicted, and if loaded in
+        place at every step. So only files that have not changed since the engine's start are certain to be what was read.
         """
         name, path = lora.lora_name, getattr(lora, "lora_path", "")
         if getattr(lora, "load_inplace", False):
@@ -98,17 +98,17 @@ class Contents:
         return repr(("lora", name, path, state, sorted(self._lora.items()), is_3d)).encode()
 
     def _unknown(self, name: str, why: str) -> None:
-        self._say(name, "requests of the LoRA adapter %s are not cached: which weights they use is unknown (%s)", name, why)
+        self._warn_once(name, "requests of the LoRA adapter %s are not cached: their weights are unknown (%s)", name, why)
 
-    def _say(self, about: str, text: str, *values: Any) -> None:
-        """Once per subject; the first hundred subjects."""
-        if about not in self._said and len(self._said) < 100:
-            self._said.add(about)
+    def _warn_once(self, about: str, text: str, *values: Any) -> None:
+        """Logs once per subject, for the first hundred subjects."""
+        if about not in self._warned and len(self._warned) < 100:
+            self._warned.add(about)
             logger.warning(text, *values)
 
 
 def _directory(path: str) -> str:
-    """Where an adapter's files are: at its path, or in the cache of the Hugging Face hub."""
+    """Returns the directory of an adapter's files: its path, or one in the cache of the Hugging Face hub."""
     local = os.path.expanduser(path)
     if os.path.exists(local):
         return local

@@ -15,7 +15,7 @@ _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 _MODEL = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors", ".py")
 
 
-# Sampled of each file: its first and last bytes, and pieces of a page between them, up to this many in all files together.
+# Samples of each file: its first and last bytes, and pieces of a page between them. The number of pieces has two limits.
 _END_BYTES = 64 << 10
 _PIECE_BYTES = 4 << 10
 _MAX_PIECES = 1024
@@ -23,8 +23,8 @@ _MAX_PIECES_PER_FILE = 64
 
 
 def state_of(path: str, suffixes: tuple[str, ...] = ("",), with_times: bool = True) -> Any:
-    """Names, sizes, samples and times of the files at a path, or the commit where it is a snapshot of the Hugging Face hub; None
-    if nothing is there.
+    """Returns names, sizes, samples and times of the files at a path, or the commit of a snapshot of the Hugging Face hub; None
+    if no file is there.
 
     Raises:
         OSError: a file cannot be read.
@@ -36,14 +36,14 @@ def state_of(path: str, suffixes: tuple[str, ...] = ("",), with_times: bool = Tr
     found = []
     for file in files:
         stat = os.stat(file)
-        # What is the same since it was read is not read again.
+        # Cached: an unchanged file is not read again.
         sample = _sample(file, pieces, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
         found.append([os.path.basename(file), stat.st_size, sample, stat.st_mtime_ns if with_times else 0])
     return found or None
 
 
 def weights_of(path: str) -> Any:
-    """The state of a model's weights and code, the same for copies on other hosts; None where no file of them can be read."""
+    """Returns the state of a model's weights and code, the same for copies on other hosts; None if no file can be read."""
     try:
         return state_of(path, _MODEL, with_times=False)
     except OSError:
@@ -52,7 +52,7 @@ def weights_of(path: str) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _sample(path: str, pieces: int, size: int, *state: int) -> str:
-    """SHA-256 of a file's ends and of pieces at even distances between them."""
+    """Returns the SHA-256 of a file's ends and of pieces at even distances between them."""
     sample = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         places = [(size * piece // (pieces + 1), _PIECE_BYTES) for piece in range(1, pieces + 1)]
@@ -63,15 +63,16 @@ def _sample(path: str, pieces: int, size: int, *state: int) -> str:
 
 
 def newest_change(path: str) -> int:
-    """When the files at a path, or what the path means, changed last, in nanoseconds of the file system's clock. Times that
-    were set by hand do not count.
+    """Returns the last change of the files at a path, or of the path's target, in nanoseconds of the file system's clock.
+
+    Times that were set explicitly do not count.
 
     Raises:
-        OSError: nothing is there, or a file cannot be looked at.
+        OSError: no file is there, or its status cannot be read.
     """
     times = []
     for each in (path, *_files(path)):
-        # A link that was pointed elsewhere has changed, and so has a file that was moved here.
+        # A redirected link counts as changed, and so does a file that was moved here.
         times += [os.stat(each).st_ctime_ns, os.lstat(each).st_ctime_ns]
     above = os.path.dirname(os.path.abspath(path))
     while above != os.path.dirname(above):

@@ -1,4 +1,4 @@
-"""What KV depends on and neither the model's name nor the shape of its tensors says."""
+"""Digest of what KV depends on beside the model's name and the shape of its tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from .files import weights_of
 from .plain import cache_dtype, digest, fields, plain
 
-# Fields of vLLM's configuration; docs/identity.md has all others, and why they are not here.
+# Fields of vLLM's configuration; docs/identity.md has all others, with the reasons.
 _MODEL = (
     "revision",
     "code_revision",
@@ -36,10 +36,10 @@ _ATTENTION = ("indexer_kv_dtype", "use_non_causal")
 _DRAFT = ("model", "revision", "quantization", "dtype")
 _LOAD = ("model_loader_extra_config",)
 # Load formats whose weights are not the files at the model's path.
-_ELSEWHERE = ("ipc_cache", "modelexpress", "tensorizer")
-_WHOLE = ("additional_config", "diffusion_config", "engram_config")
+_OTHER_SOURCES = ("ipc_cache", "modelexpress", "tensorizer")
+_WHOLE_CONFIGS = ("additional_config", "diffusion_config", "engram_config")
 
-# The model's own description, where it is a directory: of its layers, of their quantization, and of how pictures become tensors.
+# Files of a model's directory that describe its layers, their quantization, and the processing of pictures.
 _DESCRIPTIONS = (
     "config.json",
     "params.json",
@@ -49,21 +49,21 @@ _DESCRIPTIONS = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-# What of it says nothing about the model.
-_IDLE = ("_name_or_path", "transformers_version")
+# Their keys that do not describe the model.
+_IGNORED_KEYS = ("_name_or_path", "transformers_version")
 
 
 def fingerprint(vllm_config: Any) -> str:
-    """16 hexadecimal digits, equal in all processes of all engines with this configuration.
+    """Returns 16 hexadecimal digits, equal in all processes of all engines with this configuration.
 
-    What vLLM was told and what the model's files say is taken, not vLLM's ``hf_config``: models change that while they
-    are loaded, so a worker's is not the scheduler's.
+    The source is vLLM's options and the model's files, not vLLM's ``hf_config``: models change that while they are loaded,
+    so a worker's differs from the scheduler's.
     """
     model = vllm_config.model_config
     cache, load = getattr(vllm_config, "cache_config", None), getattr(vllm_config, "load_config", None)
     if getattr(cache, "calculate_kv_scales", False):
         raise ValueError(
-            "calculate_kv_scales: KvTierConnector serves False only: scales that each engine computes for itself are in no page"
+            "calculate_kv_scales: True; KvTierConnector serves only False, since no page has the scales that each engine computes"
         )
     parts = {
         "model": fields(model, _MODEL),
@@ -74,13 +74,13 @@ def fingerprint(vllm_config: Any) -> str:
         "multimodal": fields(getattr(model, "multimodal_config", None), _MULTIMODAL),
         "attention": fields(getattr(vllm_config, "attention_config", None), _ATTENTION),
         "load": fields(load, _LOAD),
-        "whole": fields(vllm_config, _WHOLE),
-        # Where a name that is no directory is looked up.
+        "whole": fields(vllm_config, _WHOLE_CONFIGS),
+        # The hub that resolves a name.
         "hub": "modelscope" if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true") else "",
     }
     described = json.dumps([parts["described"], plain(_rope(model))])
     if any(name in described for name in ("longrope", "dynamic", "llama4")):
-        # Factors of positions depend on the longest request that is allowed, and in Llama 4 a scale of queries.
+        # Position factors depend on the longest allowed request, and in Llama 4 a scale of queries.
         parts["max_model_len"] = model.max_model_len
     if "llama4" in described:
         parts["generation"] = [plain(getattr(model, name, None)) for name in ("generation_config", "override_generation_config")]
@@ -94,23 +94,23 @@ def fingerprint(vllm_config: Any) -> str:
         parts["random weights"] = getattr(model, "seed", None)
     else:
         parts["weights"] = weights_of(weights_path(model))
-        if load_format in _ELSEWHERE:
+        if load_format in _OTHER_SOURCES:
             parts["weights from"] = load_format
     return digest(parts)
 
 
 def unknown_weights(vllm_config: Any) -> str | None:
-    """Why replaced weights of the same name would not be noticed; None where they are."""
+    """Returns why replaced weights of the same name would not be noticed; None if they are."""
     model, load_format = vllm_config.model_config, _load_format(vllm_config)
     path = weights_path(model)
-    if load_format in _ELSEWHERE:
+    if load_format in _OTHER_SOURCES:
         return f"--load-format {load_format} reads other files than those at {path}"
     is_known = load_format == "dummy" or getattr(getattr(model, "hf_config", None), "_commit_hash", None)
     return None if is_known or weights_of(path) else f"no file of the weights at {path} can be read here, and no commit is known"
 
 
 def weights_path(model: Any) -> str:
-    """Where the weights are: vLLM may have fetched the rest to a directory of this host's."""
+    """Returns the path of the weights: vLLM may have fetched the other files to a directory of this host."""
     path: str = getattr(model, "model_weights", None) or model.model
     return path
 
@@ -125,7 +125,7 @@ def _rope(model: Any) -> list[Any]:
 
 
 def _described(directory: str) -> list[Any]:
-    """What the description in the model's directory says; nothing for a model with a name, whose commit is known."""
+    """Returns the descriptions in the model's directory; empty for a model of a hub, whose commit is known."""
     found = []
     for name in _DESCRIPTIONS:
         try:
@@ -134,6 +134,6 @@ def _described(directory: str) -> list[Any]:
         except (OSError, ValueError):
             continue
         if isinstance(described, dict):
-            described = {key: value for key, value in described.items() if key not in _IDLE}
+            described = {key: value for key, value in described.items() if key not in _IGNORED_KEYS}
         found.append([name, described])
     return found

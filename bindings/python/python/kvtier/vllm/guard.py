@@ -20,24 +20,24 @@ class Errors:
         self.count = 0
 
     def add(self, where: str, error: BaseException) -> None:
-        """Count an exception of the method ``where``."""
+        """Counts an exception of the method ``where``."""
         self.count += 1
         name = type(error).__name__
         self._warnings.warning(
-            f"{where}:{name}", "%s failed and is left out (%s: %s); this is a bug, or an odd request", where, name, error
+            f"{where}:{name}", "%s failed and was skipped (%s: %s); this is a bug, or an unusual request", where, name, error
         )
 
     def take(self) -> int:
-        """The count since the last call."""
+        """Returns the count since the last call."""
         count, self.count = self.count, 0
         return count
 
 
 def falls_back(result: Callable[[], Any] = lambda: None, *, by: str | None = None) -> Callable[[_Method], _Method]:
-    """Have a method of an object with ``errors`` return ``result()`` where it raises.
+    """Decorates a method of an object with ``errors``: if it raises, it returns ``result()``.
 
-    ``by`` names a method of the same object that is called with the same arguments before that; what it returns, if
-    anything, is the result instead.
+    ``by`` names a method of the same object that is called with the same arguments before that. If it returns something,
+    that is the result.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -49,12 +49,12 @@ def falls_back(result: Callable[[], Any] = lambda: None, *, by: str | None = Non
                 _handle(self, method.__qualname__, error)
             if by is not None:
                 try:
-                    said = getattr(self, by)(*args, **kwargs)
+                    fallback = getattr(self, by)(*args, **kwargs)
                 except BaseException as error:
                     _handle(self, f"{method.__qualname__}, {by}", error)
                 else:
-                    if said is not None:
-                        return said
+                    if fallback is not None:
+                        return fallback
             return result()
 
         return guarded  # type: ignore[return-value]
@@ -63,7 +63,7 @@ def falls_back(result: Callable[[], Any] = lambda: None, *, by: str | None = Non
 
 
 def _handle(owner: Any, where: str, error: BaseException) -> None:
-    # Signals end the engine. A panic of native code is no Exception either, and does not.
+    # Signals end the engine. A panic of native code is also no Exception, but does not end it.
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         raise error
     owner.errors.add(where, error)

@@ -1,4 +1,4 @@
-"""Lines of this package in vLLM's log: vLLM configures its own loggers only."""
+"""Log lines of this package in vLLM's log: vLLM configures only its own loggers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 def use_vllm_log() -> None:
-    """Write what this package logs as vLLM writes its own lines, unless the program has configured it otherwise."""
+    """Logs in the form of vLLM's own lines, unless the program has configured this package's logger."""
     ours, engine = logging.getLogger("kvtier"), logging.getLogger("vllm")
     if ours.handlers or ours.level or not engine.handlers:
         return

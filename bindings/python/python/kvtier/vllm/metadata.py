@@ -1,4 +1,4 @@
-"""What the scheduler's connector and the workers' tell each other in each step."""
+"""Messages between the scheduler's connector and the workers' in each step."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ class Move:
     salt: str
     skip: int = 0
     number: int = -1
-    """Of a store, by which workers tell of its end."""
+    """A store's number, in the workers' reports of its end."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """From the scheduler to every worker."""
+    """Message from the scheduler to every worker."""
 
     loads: list[Move] = field(default_factory=list)
     stores: list[Move] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
-    """Their blocks are about to be given to others."""
+    """Requests whose blocks are about to be reused."""
 
     failed: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Requests whose load could not be made, with their blocks: every worker reports it as failed."""
+    """Requests whose load could not start, with their blocks: every worker reports it as failed."""
 
     held: set[str] = field(default_factory=set)
-    """Finished requests whose blocks wait for the workers' word that no store reads them."""
+    """Finished requests whose blocks wait for the workers' report that no store reads them."""
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler."""
+    """Message from the workers to the scheduler."""
 
     ended: Counter[int] = field(default_factory=Counter)
-    """Number of a store -> workers for whom it has ended, in whatever way."""
+    """Number of a store -> count of workers where it has ended, successfully or not."""
 
     stored: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Number of a store, and a chunk's position in it -> workers that have stored their piece of it."""
+    """Number of a store, and a chunk's position in it -> count of workers that have stored their piece of it."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Of several workers."""
+        """Returns the sum of the reports of several workers."""
         assert isinstance(other, WorkerReport)
         return WorkerReport(self.ended + other.ended, self.stored + other.stored)

@@ -1,4 +1,4 @@
-"""The connector's numbers in vLLM's log and Prometheus metrics."""
+"""Counters of the connector in vLLM's log and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ COUNTERS = {
     "lookups": "Lookups whose result was used",
     "hit_tokens": "Tokens that lookups found cached",
     "failed_lookups": "Lookups that failed or were not answered in time",
-    "errors": "Calls of vLLM's that ended in an exception of the connector's, and as a miss",
+    "errors": "Calls by vLLM that raised an exception in the connector, and ended as a miss",
     "stores": "Stores that succeeded, counted by every worker",
-    "failed_stores": "Stores that failed, or were left out while the server was away",
-    "skipped_stores": "Stores of which the server took nothing, since it has all of it or no room",
+    "failed_stores": "Stores that failed, or were skipped while the server was away",
+    "skipped_stores": "Stores from which the server took nothing, since it has all chunks or no space",
     "stored_tokens": "Tokens of successful stores",
     "store_seconds": "Seconds from submission to end of successful stores",
     "retrieves": "Retrieves that succeeded, counted by every worker",
@@ -29,25 +29,25 @@ COUNTERS = {
 
 @dataclass
 class KvTierStats(KVConnectorStats):
-    """Sums since the last step that had any."""
+    """Sums since the last step with any."""
 
     def reset(self) -> None:
-        """Start again at 0."""
+        """Resets all counts to 0."""
         self.data = {}
 
     def add(self, **counts: float) -> None:
-        """Count."""
+        """Adds to the counts."""
         for name, count in counts.items():
             if count:
                 self.data[name] = self.data.get(name, 0) + count
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Sum with another's."""
+        """Adds another's counts."""
         self.add(**other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line."""
+        """Returns the values of the log line."""
         reduced = {name: round(count, 3) for name, count in self.data.items()}
         for kind in ("store", "retrieve"):
             count, seconds = self.data.get(f"{kind}s", 0), reduced.pop(f"{kind}_seconds", 0)
@@ -61,7 +61,7 @@ class KvTierStats(KVConnectorStats):
 
 
 class KvTierPromMetrics(KVConnectorPromMetrics):
-    """One counter for each name, ``vllm:kvtier_<name>``."""
+    """Prometheus counters, one per name: ``vllm:kvtier_<name>``."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -74,7 +74,7 @@ class KvTierPromMetrics(KVConnectorPromMetrics):
                 self._by_engine[engine][name] = counter.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count what one step reported."""
+        """Adds the counts of one step."""
         for name, count in transfer_stats_data.items():
             counter = self._by_engine[engine_idx].get(name)
             if counter is not None:

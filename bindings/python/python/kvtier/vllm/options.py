@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may say, and who this process is among the engine's."""
+"""Options in ``kv_connector_extra_config``, and the identity of this process among the engine's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ..connecting import (
     DEFAULT_HEARTBEAT,
     DEFAULT_LOOKUP_TIMEOUT,
-    DEFAULT_PATIENCE,
+    DEFAULT_PREEMPTION_PATIENCE,
     DEFAULT_STORE_TIMEOUT,
     DEFAULT_TIMEOUT,
     check_count,
@@ -29,38 +29,38 @@ WITHOUT = "without"
 
 @dataclass(frozen=True)
 class Options:
-    """Options with their defaults; each is written with ``kvtier.`` before it."""
+    """Options with their defaults; each key has the prefix ``kvtier.``."""
 
     url: str = "tcp://localhost:5555"
     """The server's address."""
 
     model_name: str = ""
-    """The model's name in keys. Left empty it is vLLM's and a digest of what else KV depends on, see
-    :mod:`kvtier.vllm.fingerprint`. That cannot see weights that are replaced in an object store."""
+    """The model's name in keys. If empty, it is vLLM's name and a digest of what else KV depends on, see
+    :mod:`kvtier.vllm.fingerprint`. The digest does not notice weights that are replaced in an object store."""
 
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds a store or a retrieve may take; after that the engine computes."""
+    """Seconds a store or a retrieve may take; after that the engine computes the tokens."""
 
     lookup_timeout: float = DEFAULT_LOOKUP_TIMEOUT
     """Seconds a lookup may take, if that is less than ``timeout``: a request waits for it before it is computed."""
 
     start: str = WITHOUT
-    """``without``: the engine starts without a server and uses it when it comes. ``wait SECONDS``, or the number alone: the
-    start waits so long for the server, and fails without it."""
+    """``without``: the engine starts without a server and uses it as soon as it is there. ``wait SECONDS``, or only the number:
+    the start waits that long for the server, and fails without it."""
 
     chunk_tokens: int = 0
     """The server's chunk size, a multiple of the block size. 0: that of the first server. A server with another chunk size is
     not used."""
 
     store_timeout: float = DEFAULT_STORE_TIMEOUT
-    """Seconds a store may take that the server copies, if that is less than ``timeout``: a preemption waits for it."""
+    """Seconds a store by the server may take, if that is less than ``timeout``: a preemption waits for it."""
 
     heartbeat: float = DEFAULT_HEARTBEAT
     """Seconds between two heartbeats."""
 
-    preemption_patience: float = DEFAULT_PATIENCE
-    """Seconds that a preemption waits for the preempted requests' stores. Then those that can be given up are; a store
-    that the server copies cannot, and is waited for up to a second longer than ``store_timeout``."""
+    preemption_patience: float = DEFAULT_PREEMPTION_PATIENCE
+    """Seconds that a preemption waits for the preempted requests' stores. Then stores by the worker that have not begun are
+    abandoned. A store by the server is waited for up to a second longer than ``store_timeout``."""
 
     transfer_mode: str = "auto"
     """``engine_driven``, ``lmcache_driven`` or ``auto``; see :class:`kvtier.WorkerAdapter`."""
@@ -70,42 +70,42 @@ class Options:
     ``block_hashes`` (shared by engines with the same hash algorithm, seed and block size)."""
 
     save_decode: bool = False
-    """Whether generated tokens are stored, too, once they fill chunks."""
+    """Whether generated tokens are also stored once they fill chunks."""
 
     recompute_failed_loads: bool = True
-    """Whether vLLM computes what could not be loaded. False leaves vLLM's kv_load_failure_policy as it is, whose
-    default fails the request."""
+    """Whether vLLM computes tokens that could not be loaded. False keeps vLLM's kv_load_failure_policy, whose default fails
+    the request."""
 
     reset_server: bool = False
-    """Whether resetting vLLM's prefix cache with its connector also empties the server's memory, of all models, engines and
-    tenants that use it. Keys are others after a reset in any case."""
+    """Whether a reset of vLLM's prefix cache with its connector also clears the server's memory, for all models, engines and
+    tenants. Keys change after a reset in any case."""
 
     @property
     def wait_for_server(self) -> float | None:
-        """Seconds that the start waits for the server; None: it does not."""
+        """Seconds that the start waits for the server; None if it does not."""
         return None if self.start == WITHOUT else float(self.start)
 
     follow_resets: bool = True
-    """Whether a reset of vLLM's own prefix cache alone, as after an update of the weights, makes keys others, too. False
-    where such resets are only to see this cache's hits."""
+    """Whether a reset of only vLLM's own prefix cache, as after an update of the weights, also changes keys. Set to False if
+    such resets are only meant to show this cache's hits."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Options:
-        """From the extra configuration.
+        """Reads the options from the extra configuration.
 
         Raises:
-            ValueError: an unknown option, or a value that is not allowed; the message says what is.
+            ValueError: an option is unknown, or a value is not allowed; the message has what is.
         """
         given: dict[str, Any] = {}
         known = {field.name: field for field in fields(cls)}
         for key, value in extra.items():
             name = key.removeprefix(PREFIX)
             if not key.startswith(PREFIX) or name not in known:
-                raise ValueError(f"{key}: no such option; {_meant(key, list(known))}")
+                raise ValueError(f"{key}: no such option; {_suggestion(key, list(known))}")
             if name == "start":
                 given[name] = _start(key, value)
             else:
-                given[name] = _checked(key, value, getattr(cls, name))
+                given[name] = _converted(key, value, getattr(cls, name))
         options = cls(**given)
         if options.model_name:
             try:
@@ -121,19 +121,19 @@ class Options:
         return options
 
 
-def _meant(key: str, known: list[str]) -> str:
-    """Which option may have been meant by one that does not exist."""
+def _suggestion(key: str, known: list[str]) -> str:
+    """Returns a hint for an unknown option."""
     if key.startswith("lmcache."):
         return f"it is one of LMCache's connector; the server of KvTierConnector is {PREFIX}url (tcp://HOST:PORT)"
     name = key.lower().replace("-", "_").removeprefix(PREFIX).removeprefix("kvtier_")
     close = difflib.get_close_matches(name, known, 1)
     if close:
-        return f"{PREFIX}{close[0]} is meant? There are {', '.join(PREFIX + each for each in known)}"
-    return f"there are {', '.join(PREFIX + each for each in known)}"
+        return f"did you mean {PREFIX}{close[0]}? allowed are {', '.join(PREFIX + each for each in known)}"
+    return f"allowed are {', '.join(PREFIX + each for each in known)}"
 
 
 def _start(key: str, value: Any) -> str:
-    """``without``, or seconds as a text."""
+    """Returns ``without``, or seconds as a text."""
     text = str(value).strip()
     if text == WITHOUT:
         return text
@@ -145,8 +145,8 @@ def _start(key: str, value: Any) -> str:
     return str(seconds)
 
 
-def _checked(key: str, value: Any, default: Any) -> Any:
-    """The value in the default's type."""
+def _converted(key: str, value: Any, default: Any) -> Any:
+    """Returns the value in the default's type."""
     if isinstance(default, bool):
         if isinstance(value, bool):
             return value
@@ -170,7 +170,7 @@ def _checked(key: str, value: Any, default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Identity:
-    """Which piece of which model's KV this process has."""
+    """Identity of this process's KV: the model, and its piece of it."""
 
     model_name: str
     world_size: int
@@ -182,14 +182,14 @@ class Identity:
     def of(
         cls, vllm_config: Any, is_mla: bool, rank: int = 0, model_name: str = "", pages: Mapping[str, Any] | None = None
     ) -> Identity:
-        """Of one rank; a scheduler's is that of rank 0. ``model_name`` takes the place of vLLM's and of the digest of what
-        KV depends on, but not of the order of bytes in ``pages``: see :func:`kvtier.vllm.pages.page_format`.
+        """Returns the identity of one rank; a scheduler has that of rank 0.
 
-        Where all layers are MLA's, all tensor-parallel ranks have the same KV: there is one piece for each stage of the
-        pipeline, and the first of its ranks stores it. Otherwise each rank has a piece of its own.
+        ``model_name`` replaces vLLM's name and the digest of what KV depends on, but not the digest of ``pages``: see
+        :func:`kvtier.vllm.pages.page_format`. If all layers are MLA's, all tensor-parallel ranks have the same KV: there is
+        one piece per stage of the pipeline, and the first of its ranks stores it. Otherwise each rank has its own piece.
 
         Raises:
-            ValueError: parallelism that cannot be served.
+            ValueError: the parallelism cannot be served.
         """
         parallel, model = vllm_config.parallel_config, vllm_config.model_config
         if getattr(parallel, "decode_context_parallel_size", 1) > 1:
@@ -201,7 +201,7 @@ class Identity:
         if pages:
             name += f"#{digest(pages)}"
         if stages > 1:
-            # The same number of pieces, cut another way.
+            # The same number of pieces, divided differently.
             name += f"#pp{stages}"
             if partition := os.environ.get("VLLM_PP_LAYER_PARTITION"):
                 name += f":{partition}"

@@ -1,4 +1,4 @@
-"""Whether a page's bytes are in an order that the server knows, and what decides it otherwise."""
+"""Format of pages: whether the server can convert them, and otherwise what their byte order depends on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from .plain import cache_dtype, fields
 
-# Elements of pages that say all there is: one number per token, head and position, scaled for a whole tensor if at all.
+# Formats without state per page: one number per token, head and position, with at most one scale per tensor.
 _NUMBERS = {"auto", "bfloat16", "half", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "NONE", "FP8_PER_TENSOR"}
 
-# vLLM's attention backends that keep such numbers on NVIDIA GPUs by token and head, as the registered shape says.
+# vLLM's attention backends whose pages on NVIDIA GPUs are ordered by token and head, as the registered shape says.
 _TOKEN_MAJOR = (
     "FLASH_ATTN",
     "FLASHINFER",
@@ -28,11 +28,11 @@ _ATTENTION = ("backend", "backend_per_kind", "minimax_m3_msa_decode_backend", "i
 
 
 def page_format(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
-    """What the order of bytes in a page depends on; nothing for pages that the server can convert.
+    """Returns what the byte order of a page depends on; empty for pages that the server can convert.
 
-    Attention kernels for CPUs pack a page for the processor's instructions, by columns; AMD's may shuffle it; caches with
-    scales or codes of their own may have them by page. Such pages fit only those of the same block size, kernel and
-    release of vLLM. The same in all processes of an engine.
+    Attention kernels for CPUs pack a page by columns, for the processor's instructions. AMD's may shuffle it. Caches with
+    scales or codes may have them per page. Such pages fit only pages of the same block size, kernel and release of vLLM.
+    The result is the same in all processes of an engine.
     """
     from vllm import __version__
     from vllm.platforms import current_platform
@@ -40,7 +40,7 @@ def page_format(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     cache = getattr(vllm_config, "cache_config", None)
     attention = fields(getattr(vllm_config, "attention_config", None), _ATTENTION)
     if backend := os.environ.get("VLLM_ATTENTION_BACKEND"):
-        # Releases before there was an option.
+        # Releases without the option.
         attention.setdefault("backend", backend)
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     formats = sorted({each for spec in groups for each in _formats(spec)} | {cache_dtype(cache)})
@@ -61,7 +61,7 @@ def page_format(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
 
 
 def _formats(spec: Any) -> list[str]:
-    """A group's, by its first layer: vLLM's scheduler knows no other of unlike layers in one group."""
+    """Returns a group's formats, by its first layer: vLLM's scheduler knows only that one if layers of a group differ."""
     several = getattr(spec, "kv_cache_specs", None)
     first = next(iter(several.values())) if several else spec
     named = (getattr(getattr(first, "kv_quant_mode", None), "name", None), getattr(first, "cache_dtype_str", None))
@@ -69,11 +69,11 @@ def _formats(spec: Any) -> list[str]:
 
 
 def _instructions() -> list[str]:
-    """Those of the processor's that vLLM's kernels choose between."""
+    """Returns the processor's instruction sets that vLLM's kernels choose between."""
     import torch
 
-    asked = {"amx": "_is_amx_tile_supported", "avx512": "_is_avx512_supported", "avx2": "_is_avx2_supported"}
-    return [name for name, ask in asked.items() if getattr(torch.cpu, ask, lambda: False)()]
+    probes = {"amx": "_is_amx_tile_supported", "avx512": "_is_avx512_supported", "avx2": "_is_avx2_supported"}
+    return [name for name, probe in probes.items() if getattr(torch.cpu, probe, lambda: False)()]
 
 
 def _capability(current_platform: Any) -> list[str]:

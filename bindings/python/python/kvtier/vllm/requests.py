@@ -1,4 +1,4 @@
-"""What the scheduler's side knows of each request, and the prompt as a key."""
+"""State of requests in the scheduler's process, and their prompts as keys."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from .contents import Contents
 
 @dataclass
 class Tracked:
-    """A request under way."""
+    """State of a running request."""
 
     is_stale: bool = field(default=False, kw_only=True)
-    """It ran when keys were renewed: what it computes follows a prefix from before, and is not stored."""
+    """Whether it ran when keys were renewed: its KV follows an older prefix, and is not stored."""
 
     request: Any
     salt: str
     block_ids: list[list[int]] = field(default_factory=list)
-    """Blocks of each group, from the prompt's start."""
+    """Blocks per group, from the prompt's start."""
 
     cached_tokens: int = 0
-    """What the lookup found, in tokens from the prompt's start."""
+    """Tokens that the lookup found, from the prompt's start."""
 
     local_tokens: int = 0
-    """What vLLM had itself at that time."""
+    """Tokens of vLLM's own prefix at that time."""
 
     stored_tokens: int = 0
-    """What is cached or on its way there."""
+    """Tokens that are cached, or whose store is in flight."""
 
     wants_load: bool = False
-    """The next step's metadata has its load."""
+    """Whether its load goes into the next step's metadata."""
 
     loading: bool = False
-    """A load was handed to the workers and has not ended."""
+    """Whether a load was sent to the workers and has not ended."""
 
     load_failed: bool = False
-    """A worker has told that this load failed; others may still be at it."""
+    """Whether a worker reported that this load failed; on others it may still run."""
 
     bypass: bool = False
-    """A load has failed: it is computed without another try."""
+    """Whether the request is computed without another load, since one failed."""
 
     stores: int = 0
-    """Stores handed to the workers."""
+    """Number of stores sent to the workers."""
 
     matched: bool = False
-    """A lookup's result is waiting for vLLM's decision."""
+    """Whether a lookup's result waits for vLLM's decision."""
 
 
 class Keys:
-    """Makes prompts of requests: everything that KV depends on is in them, or in the salt."""
+    """Builder of the prompts that identify requests: they, or the salt, have everything that KV depends on."""
 
     def __init__(self, adapter: SchedulerAdapter, key_mode: str, hash_block_tokens: int, contents: Contents) -> None:
         self._contents = contents
         self._adapter, self._by_hashes = adapter, key_mode == "block_hashes"
         self._hash_block_tokens = hash_block_tokens
         self._made: dict[str, tuple[int, Prompt]] = {}
-        # What is in all keys since the last reset, and what is in those of each request.
+        # A random part of all keys since the last reset, and that of each request's keys.
         self._generation = b""
         self._generations: dict[str, bytes] = {}
 
@@ -70,12 +70,12 @@ class Keys:
         # The chunk size may be known later than the first request.
         return self._adapter.chunk_tokens // self._hash_block_tokens
 
-    def can(self, request: Any) -> bool:
-        """Whether keys say all that the request's KV depends on. Embeddings are known by vLLM's hashes alone."""
+    def can_identify(self, request: Any) -> bool:
+        """Whether keys have all that the request's KV depends on. Only vLLM's hashes identify embeddings."""
         return (self._by_hashes or request.prompt_embeds is None) and self._contents.are_known(request)
 
     def prompt(self, request: Any, tokens: int) -> Prompt:
-        """The first ``tokens`` tokens, a multiple of the chunk."""
+        """Returns the first ``tokens`` tokens, a multiple of the chunk, as a prompt."""
         made = self._made.get(request.request_id)
         if made is None or made[0] < tokens:
             made = (tokens, self._extend(*made, request, tokens) if made else self._make(request, tokens))
@@ -84,21 +84,21 @@ class Keys:
         return prompt if known == tokens else prompt.prefix(tokens)
 
     def renew(self) -> None:
-        """Requests that begin from now on have keys that no other engine has, nor this one has had."""
+        """Changes the keys of later requests to ones that no engine has used."""
         self._generation = os.urandom(16)
 
     def begin(self, request_id: str) -> None:
-        """The request has no KV (any more). One that has goes on with its keys when others are renewed."""
+        """Starts a request without KV, with the current keys. Running requests keep their keys when keys are renewed."""
         self._made.pop(request_id, None)
         self._generations[request_id] = self._generation
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Removes an ended request."""
         self._made.pop(request_id, None)
         self._generations.pop(request_id, None)
 
     def _extend(self, known: int, prompt: Prompt, request: Any, tokens: int) -> Prompt:
-        """The prompt of ``known`` tokens and those behind it, which alone are encoded."""
+        """Returns the prompt of ``known`` tokens extended to ``tokens``; only the new tokens are encoded."""
         if self._by_hashes:
             chunk = self._adapter.chunk_tokens
             start, end = (count // chunk * self._hashes_per_chunk for count in (known, tokens))
@@ -117,12 +117,12 @@ class Keys:
                 [bytes(each) for each in request.block_hashes[:count]], self._hashes_per_chunk, chunk
             )
         else:
-            # Whole, so that what replaces tokens does not depend on where the prompt is cut.
+            # The whole prompt first, so that replaced tokens do not depend on the cut.
             prompt = with_pictures(Prompt(list(request.all_token_ids)), request, chunk).prefix(tokens)
         generation = self._generations.get(request.request_id, self._generation)
         adapter = b""
         if request.lora_request is not None:
-            # Of unknown content: a key that nothing else has.
+            # Unknown content gets a unique key.
             adapter = self._contents.adapter(request.lora_request) or os.urandom(16)
         for identity in (adapter, generation):
             if identity and tokens:
@@ -132,21 +132,21 @@ class Keys:
 
 
 def with_pictures(prompt: Prompt, request: Any, chunk: int) -> Prompt:
-    """The prompt with the identities of pictures and sounds in place of their placeholders."""
+    """Returns the prompt with the identities of pictures and sounds in place of their placeholders."""
     for feature in request.mm_features or ():
         place = feature.mm_position
         identity = repr(("mm", feature.identifier, place.offset, place.length)).encode()
         for first, last in _whole_chunks(place.offset, min(place.offset + place.length, len(prompt)), chunk):
-            # The end of a prompt that is no whole chunk is in no key.
+            # An incomplete chunk at the end is in no key.
             if last <= len(prompt):
                 prompt = prompt.with_identity(first, last - first, identity)
     return prompt
 
 
 def _whole_chunks(start: int, end: int, chunk: int) -> list[tuple[int, int]]:
-    """The chunks that ``[start, end)`` touches: those at its ends, which others share, and all between them as one.
+    """Returns the chunks that ``[start, end)`` overlaps: those at its ends, which have other tokens too, and all between as one.
 
-    Words of 32 bits take the tokens' places, so a whole chunk of them must tell what only one of its tokens is about.
+    Words of 32 bits replace the tokens. A whole chunk of words is needed to carry the identity, even for a single token.
     """
     first, last = start // chunk * chunk, -(-end // chunk) * chunk
     bounds = sorted({first, min(first + chunk, last), max(first, last - chunk), last})
@@ -156,10 +156,10 @@ def _whole_chunks(start: int, end: int, chunk: int) -> list[tuple[int, int]]:
 def blocks_of_range(
     block_ids: Sequence[Sequence[int]], block_tokens: Sequence[int], start: int, end: int
 ) -> list[list[int]]:
-    """Each group's blocks for ``[start, end)``, which lies on block boundaries.
+    """Returns each group's blocks for ``[start, end)``, which lies on block boundaries.
 
     Raises:
-        RuntimeError: vLLM has not given the request that many blocks.
+        RuntimeError: the request has fewer blocks.
     """
     chosen = []
     for ids, size in zip(block_ids, block_tokens, strict=True):

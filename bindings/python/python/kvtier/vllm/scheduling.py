@@ -1,4 +1,4 @@
-"""The connector in the scheduler's process: what to load and what to store."""
+"""The connector in the scheduler's process: decides which chunks are loaded and stored."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class UnderWay:
-    """A store that the workers are at."""
+class InFlightStore:
+    """A store in flight on the workers."""
 
     ended: int = 0
-    """Workers for whom it has ended."""
+    """Number of workers where it has ended."""
 
     stored: Counter[int] = field(default_factory=Counter)
-    """A chunk's position -> workers that have stored their piece of it."""
+    """A chunk's position -> number of workers that have stored their piece of it."""
 
     events: list[BlockStored] = field(default_factory=list)
-    """Of each chunk, if vLLM wants events."""
+    """One event per chunk, if vLLM publishes events."""
 
 
 class Scheduling:
@@ -62,18 +62,18 @@ class Scheduling:
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
         self.can_load, self.can_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self.wants_events = events is not None and events.enable_kv_cache_events
-        # Every rank stores its piece; with MLA one rank of each stage does.
+        # Each rank stores its piece; with MLA one rank of each stage does.
         self.pieces = identity.world_size
         self.tracked: dict[str, Tracked] = {}
         self.held: set[str] = set()
         self.stats = KvTierStats()
         self.next_number = 0
-        self.under_way: dict[int, UnderWay] = {}
+        self.in_flight_stores: dict[int, InFlightStore] = {}
         self.was_reset = False
         self.pool_resets: PoolResets | None = None
         self.events: list[KVCacheEvent] = []
-        # Loads that vLLM waits for and that could not be made, with their blocks.
-        self.lost_loads: dict[str, list[list[int]]] = {}
+        # Loads that vLLM waits for and that could not start, with their blocks.
+        self.failed_loads: dict[str, list[list[int]]] = {}
         self.metadata = StepMetadata()
 
     @property
@@ -90,20 +90,20 @@ class Scheduling:
         return tracked
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond ``computed``; None while the lookup is under way."""
+        """Returns the tokens that can be loaded beyond ``computed``; None while the lookup is in flight."""
         if self.pool_resets is not None and self.pool_resets.take():
             self.reset_cache()
         tracked = self._track(request)
         if not self.adapter.has_lookup(request.request_id):
-            # It begins, or was preempted: what was stored before that may have failed, be gone, or be from before a reset.
+            # A new or preempted request: its earlier stores may have failed, or their objects may be evicted, or older than a reset.
             self.keys.begin(request.request_id)
             tracked.stored_tokens, tracked.is_stale = 0, False
-        # The last token is computed, for its successor. Blocks of one token would leave its block out of the load.
+        # The last token is always computed, to sample the next. With blocks of one token its block must not be loaded.
         loadable = request.num_tokens - 1 if 1 in self.block_tokens else request.num_tokens
         chunk = self.chunk
         end = loadable // chunk * chunk if chunk else 0
         skips = getattr(request, "skip_reading_prefix_cache", False)
-        if not self.can_load or tracked.bypass or skips or not end or not self.keys.can(request):
+        if not self.can_load or tracked.bypass or skips or not end or not self.keys.can_identify(request):
             return 0, False
         request_id, adapter = request.request_id, self.adapter
         if not adapter.has_lookup(request_id):
@@ -119,8 +119,8 @@ class Scheduling:
             more -= 1
         return (more, True) if more > 0 else (0, False)
 
-    def compute(self, request: Any) -> None:
-        """Load nothing for this request."""
+    def bypass_cache(self, request: Any) -> None:
+        """Makes the request compute all its tokens."""
         request_id = request.request_id
         if (tracked := self.tracked.get(request_id)) is not None:
             tracked.bypass, tracked.matched = True, False
@@ -128,7 +128,7 @@ class Scheduling:
             self.adapter.end_session(request_id)
 
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external_tokens: int) -> None:
-        """vLLM has decided to load ``external_tokens`` tokens beyond its own, and has allocated the request's blocks."""
+        """Notes vLLM's decision to load ``external_tokens`` tokens beyond its own, and the request's blocks."""
         tracked = self._track(request)
         tracked.block_ids = [list(ids) for ids in block_ids]
         if not tracked.matched:
@@ -139,7 +139,7 @@ class Scheduling:
         self.stats.add(lookups=1, hit_tokens=found)
         tracked.stored_tokens = found
         tracked.wants_load = external_tokens > 0
-        # What vLLM has itself is not read, nor what it has decided to compute.
+        # Neither vLLM's own prefix is read nor tokens that it computes.
         start = tracked.local_tokens // self.chunk * self.chunk if tracked.wants_load else found
         end = min(found, -(-(tracked.local_tokens + external_tokens) // self.chunk) * self.chunk)
         if tracked.wants_load:
@@ -154,28 +154,28 @@ class Scheduling:
                     prompt=self.keys.prompt(request, found),
                 )
 
-    def lose_load(self, request: Any, block_ids: Iterable[Iterable[int]], external_tokens: int) -> None:
-        """vLLM waits for a load that cannot be made: the workers report that it has failed."""
+    def fail_load(self, request: Any, block_ids: Iterable[Iterable[int]], external_tokens: int) -> None:
+        """Fails a load that vLLM waits for and that cannot start: the workers report the failure."""
         if external_tokens > 0:
             tracked = self._track(request)
             tracked.wants_load, tracked.loading, tracked.matched = False, True, False
-            self.lost_loads[request.request_id] = self._external(tracked, [list(ids) for ids in block_ids])
+            self.failed_loads[request.request_id] = self._external(tracked, [list(ids) for ids in block_ids])
 
     def _external(self, tracked: Tracked, block_ids: list[list[int]]) -> list[list[int]]:
-        """Blocks behind those that vLLM has itself, which others may share."""
+        """Returns the blocks after vLLM's own prefix, which other requests may share."""
         return [ids[tracked.local_tokens // size :] for ids, size in zip(block_ids, self.block_tokens, strict=False)]
 
     # -- a step is scheduled -----------------------------------------------------------------
 
     def step(self, scheduled: Any) -> StepMetadata:
-        """The workers' part of a step."""
+        """Returns the workers' part of a step."""
         self.metadata = metadata = StepMetadata()
         metadata.preempted = set(scheduled.preempted_req_ids or ())
         metadata.held, self.held = self.held, set()
-        metadata.failed, self.lost_loads = self.lost_loads, {}
+        metadata.failed, self.failed_loads = self.failed_loads, {}
         for request_id in metadata.preempted:
             if tracked := self.tracked.get(request_id):
-                # Its blocks may be its new ones already: a reset preempts and resumes in one step.
+                # Its blocks may already be the new ones: a reset preempts and resumes in one step.
                 tracked.bypass = False
         for tracked in self._take_wanted_loads():
             self._load(metadata, tracked)
@@ -193,12 +193,12 @@ class Scheduling:
                 self._advance(metadata, tracked, cached.new_block_ids[index], is_whole, computed)
         return metadata
 
-    def part_of_step(self, scheduled: Any) -> StepMetadata:
-        """What is known of a step that could not be read. Blocks that it gave to requests may be missing: none is stored."""
+    def partial_step(self, scheduled: Any) -> StepMetadata:
+        """Returns the known part of an unreadable step. Its new blocks are unknown, so no running request is stored."""
         for tracked in self._take_wanted_loads():
-            self._lose_load(self.metadata, tracked)
+            self._fail_load(self.metadata, tracked)
         for tracked in self.tracked.values():
-            # A request that waits for its load gets no blocks, and its failed ones are found among those it has.
+            # A request that waits for its load gets no new blocks, and its failed blocks are among those it has.
             if not tracked.loading:
                 tracked.block_ids = []
         return self.metadata
@@ -213,7 +213,7 @@ class Scheduling:
     def _advance(
         self, metadata: StepMetadata, tracked: Tracked, block_ids: Any, is_whole: bool, computed: int
     ) -> None:
-        """The request has got these blocks: all it has, or more."""
+        """Notes a request's blocks (``is_whole``: all of them, otherwise additional ones), and stores complete chunks."""
         if is_whole:
             tracked.block_ids = [list(ids) for ids in block_ids or ()]
         elif block_ids and tracked.block_ids:
@@ -225,7 +225,7 @@ class Scheduling:
     def _forget_blocks(self, metadata: StepMetadata, tracked: Tracked, *step: Any) -> None:
         tracked.block_ids = []
 
-    @falls_back(by="_lose_load")
+    @falls_back(by="_fail_load")
     def _load(self, metadata: StepMetadata, tracked: Tracked) -> None:
         request, end = tracked.request, tracked.cached_tokens
         start = tracked.local_tokens // self.chunk * self.chunk
@@ -241,19 +241,19 @@ class Scheduling:
             )
         )
 
-    def _lose_load(self, metadata: StepMetadata, tracked: Tracked) -> None:
+    def _fail_load(self, metadata: StepMetadata, tracked: Tracked) -> None:
         metadata.failed[tracked.request.request_id] = self._external(tracked, tracked.block_ids)
 
     def _store(self, metadata: StepMetadata, tracked: Tracked, computed: int) -> None:
-        """Stores what this step completes."""
+        """Adds stores of the chunks that this step completes."""
         request, chunk = tracked.request, self.chunk
         if not chunk or not self.can_store or not self.adapter.is_healthy or tracked.is_stale:
             return
-        # Tokens that are being guessed, or not sampled yet, are no part of the request.
+        # Speculated tokens, and tokens not sampled yet, are no part of the request.
         known = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
         end = min(computed, known, request.num_tokens) // chunk * chunk
         start = tracked.stored_tokens
-        if end <= start or not self.keys.can(request):
+        if end <= start or not self.keys.can_identify(request):
             return
         move = Move(
             request.request_id,
@@ -265,19 +265,19 @@ class Scheduling:
         )
         events = self._events(request, start, end) if self.wants_events else []
         move.number, self.next_number = self.next_number, self.next_number + 1
-        self.under_way[move.number] = UnderWay(events=events)
+        self.in_flight_stores[move.number] = InFlightStore(events=events)
         tracked.stored_tokens = end
         tracked.stores += 1
         metadata.stores.append(move)
 
     # -- workers have answered ---------------------------------------------------------------
 
-    def answered(self, output: Any) -> None:
-        """What the workers reported of a step."""
-        # Releases before 0.30 have no failures by request.
+    def apply_output(self, output: Any) -> None:
+        """Applies the workers' reports of a step."""
+        # Releases before 0.30 report no failures by request.
         failed = getattr(output, "failed_recving", None) or ()
         if output.invalid_block_ids or failed:
-            # One worker's failure may come steps before the last worker's end, and is told only once.
+            # One worker's failure may be steps before the last worker's end, and is reported only once.
             for request_id, tracked in self.tracked.items():
                 if tracked.loading and (
                     request_id in failed
@@ -290,27 +290,27 @@ class Scheduling:
                 continue
             tracked.loading = False
             if tracked.load_failed:
-                # Whatever is missing there is stored again when it was computed.
+                # Missing chunks are stored again once they are computed.
                 tracked.load_failed, tracked.bypass = False, True
                 tracked.stored_tokens = tracked.local_tokens // self.chunk * self.chunk if self.chunk else 0
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._reported(report)
+            self._apply_report(report)
 
-    def _reported(self, report: WorkerReport) -> None:
-        """Which stores have ended, and which chunks every worker has stored its piece of."""
+    def _apply_report(self, report: WorkerReport) -> None:
+        """Applies ended stores, and chunks whose pieces are stored by every worker."""
         for (number, chunk), workers in report.stored.items():
-            store = self.under_way[number]
+            store = self.in_flight_stores[number]
             store.stored[chunk] += workers
             if store.events and store.stored[chunk] == self.pieces:
                 self.events.append(store.events[chunk])
         for number, workers in report.ended.items():
-            self.under_way[number].ended += workers
-            if self.under_way[number].ended == self.pieces:
-                del self.under_way[number]
+            self.in_flight_stores[number].ended += workers
+            if self.in_flight_stores[number].ended == self.pieces:
+                del self.in_flight_stores[number]
 
     def _events(self, request: Any, start: int, end: int) -> list[BlockStored]:
-        """What to tell of each chunk, in vLLM's own hashes of its blocks."""
+        """Returns one event per chunk, with vLLM's own hashes of its blocks."""
         if len(request.block_hashes) < end // self.hash_block_tokens:
             return []
         lora = request.lora_request
@@ -332,12 +332,12 @@ class Scheduling:
         return events
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Events since the last call."""
+        """Returns the events since the last call."""
         events, self.events = self.events, []
         return events
 
     def take_stats(self) -> KvTierStats | None:
-        """Numbers since the last call."""
+        """Returns the counters since the last call."""
         failed, self.adapter.failed_lookups = self.adapter.failed_lookups, 0
         self.stats.add(failed_lookups=failed, errors=self.errors.take())
         if self.stats.is_empty():
@@ -348,10 +348,10 @@ class Scheduling:
     # -- a request ends ----------------------------------------------------------------------
 
     def finished(self, request: Any) -> bool:
-        """Whether the workers must say that the request's blocks may be given to others."""
+        """Whether the request's blocks wait for the workers' report before they are reused."""
         request_id = request.request_id
         tracked = self.tracked.pop(request_id, None)
-        # The end of a load says so by itself, and vLLM waits for it.
+        # vLLM itself waits for the end of a load.
         if tracked is not None and tracked.stores and not tracked.loading:
             self.held.add(request_id)
         self.keys.forget(request_id)
@@ -362,28 +362,28 @@ class Scheduling:
     # -- vLLM's prefix cache is reset --------------------------------------------------------
 
     def follow_resets(self, pool: Any) -> None:
-        """Takes a reset of vLLM's own prefix cache, which says that the weights may be others, for one of this cache too."""
+        """Makes a reset of vLLM's own prefix cache, after which weights may differ, a reset of this cache too."""
         if self.options.follow_resets:
             self.pool_resets = PoolResets(pool)
 
     def reset_cache(self) -> bool:
-        """Have keys that nothing from before is under; true: nothing from before is found any more. Never waits.
+        """Renews the keys, so that no earlier object is found any more; returns true. Never waits.
 
-        A load in flight goes on: its request has blocks, so vLLM's own reset has failed by then and says so. The server cannot
-        be made to forget: its tiers keep what they have, others hold or store the old, and it may be away.
+        A load in flight continues: its request has blocks, so vLLM's own reset has already refused. Clearing the server would
+        not suffice: its tiers keep their objects, other engines lease or store old ones, and it may be away.
         """
         self.keys.renew()
         for tracked in self.tracked.values():
             tracked.matched, tracked.is_stale = False, True
         for request_id in self.tracked:
-            # What was found and not loaded yet is looked up again.
+            # Requests whose hit is not loaded yet are looked up again.
             if self.adapter.has_lookup(request_id):
                 self.adapter.end_session(request_id)
         if not self.was_reset:
             self.was_reset = True
             logger.warning(
-                "the prefix cache was reset: from now on this engine finds only what it stores itself. Engines started with "
-                "the same kvtier.model_name share, and nothing of what others have stored before is found under a new one"
+                "the prefix cache was reset: from now on this engine finds only its own stores. Engines started with the same "
+                "kvtier.model_name share; under a new name no earlier objects of other engines are found"
             )
         if self.options.reset_server and self.adapter.is_healthy:
             self.adapter.client.clear(False)
