@@ -12,6 +12,7 @@ mod error;
 pub mod fs;
 pub mod mock;
 mod object;
+mod rate_limited;
 pub mod redact;
 pub mod registry;
 pub mod tier;
@@ -21,4 +22,5 @@ pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Re
 pub use config::{AdapterConfig, ConfigError};
 pub use error::{ErrorKind, L2Error};
 pub use object::{Buffer, LoadItem, ObjectSpec, PAGE_BOUND, StoreItem};
+pub use rate_limited::RateLimited;
 pub use registry::{AdapterType, Registry};

@@ -66,8 +66,8 @@ pub struct FsAdapter {
     files: Arc<Files>,
     pool: Pool,
     workers: usize,
-    /// Why it is this engine that moves the bytes.
-    why_engine: String,
+    /// Reason for the I/O engine.
+    engine_reason: String,
     /// Whether the last store could not reach the directory.
     is_failing: Arc<AtomicBool>,
     /// Whether a check is queued or running: one that hangs is not repeated.
@@ -100,15 +100,15 @@ impl FsAdapter {
             false => Base::open(options.base_path.clone(), &options.relative_tmp_dir),
         };
         let base = base.map_err(failed)?;
-        let Choice { engine, why } = match engine {
+        let Choice { engine, reason } = match engine {
             Some(given) => given,
-            None => io_choice::choose(options.io_engine, &base, options.use_odirect)?,
+            None => io_choice::choose(options.io_engine, options.use_odirect)?,
         };
         tracing::debug!(
             base_path = redact::text(&options.base_path.display().to_string()),
             io_engine = engine.name(),
-            why,
-            "how files are moved"
+            reason,
+            "opened a directory"
         );
         let files = Files {
             unnamed: Unnamed::probe(&base),
@@ -130,7 +130,7 @@ impl FsAdapter {
         Ok(Self {
             workers,
             kind,
-            why_engine: why,
+            engine_reason: reason,
             files: Arc::new(files),
             pool: Pool::start("kvtier-fs", workers).map_err(failed)?,
             is_failing: Arc::default(),
@@ -396,7 +396,7 @@ impl Adapter for FsAdapter {
             "num_workers": self.workers,
             "layout": files.layout.name(),
             "io_engine": files.engine.name(),
-            "io_engine_reason": self.why_engine,
+            "io_engine_reason": self.engine_reason,
             "quarantined_files": count(&counters.quarantined),
             "discarded_files": count(&counters.discarded),
             "replaced_files": count(&counters.replaced),

@@ -27,12 +27,12 @@ pub enum Fsync {
 /// How bytes are moved between files and memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum IoEngine {
-    /// As is faster in the directory, measured when it is opened.
+    /// io_uring with `use_odirect` if it is available, else POSIX calls.
     #[default]
     Auto,
-    /// One plain system call a thread.
+    /// One POSIX call per thread at a time.
     Posix,
-    /// Several under way from each thread.
+    /// Several operations in flight per thread.
     Uring,
 }
 
@@ -176,8 +176,8 @@ const KEYS: &[Key] = &[
     Key::of(
         "io_engine",
         Shape::OneOf(&["auto", "posix", "io_uring"]),
-        "How bytes are moved: one system call a thread, or several under way from each thread; auto is the one that \
-         moves some files of the directory faster when it is opened, and never io_uring where the system forbids it",
+        "How bytes are moved: by one POSIX call per thread at a time, or by io_uring with several operations in flight per \
+         thread; auto is io_uring if use_odirect is set and the system allows it, else posix",
     )
     .or(Fallback::Text("auto")),
 ];

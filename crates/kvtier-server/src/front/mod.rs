@@ -17,7 +17,6 @@ mod outbox;
 mod output;
 mod poll;
 mod request;
-pub(crate) mod seldom;
 mod serve;
 mod socket;
 #[cfg(test)]

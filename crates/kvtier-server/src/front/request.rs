@@ -13,10 +13,10 @@ use super::client::Peer;
 use super::lanes::Turn;
 use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Reply};
-use super::seldom::Seldom;
 use crate::budget::Charge;
 use crate::engine::{Answer, Begin, Caller, Engine, Handled, Responder};
 use crate::health::Health;
+use kvtier_l2::RateLimited;
 
 /// A request whose frames are still undecoded.
 pub struct Job {
@@ -211,8 +211,8 @@ impl Server {
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
             Ok(request) => self.engine.handle(job.caller(), &request),
             Err(error) => {
-                static SAID: Seldom = Seldom::new();
-                if let Some(left_out) = SAID.due(Instant::now()) {
+                static LOG_LIMIT: RateLimited = RateLimited::per_second();
+                if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
                     let operation = spec.operation.name();
                     tracing::warn!(operation, %error, left_out, "a request could not be decoded");
                 }

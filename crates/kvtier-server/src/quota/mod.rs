@@ -456,7 +456,7 @@ impl Quotas {
     pub fn look(&self) -> Look<'_> {
         let leaving = |place| {
             self.tier(place)
-                .map(|tier| tier.leaving_by_salt())
+                .map(|tier| tier.deleting_by_salt())
                 .unwrap_or_default()
         };
         let leaving = (0..self.places.len()).map(leaving).collect();

@@ -66,7 +66,7 @@ impl Engine for Faulty {
 fn given(engine: impl Engine) -> Option<Choice> {
     Some(Choice {
         engine: Box::new(engine),
-        why: "a test".into(),
+        reason: "a test".into(),
     })
 }
 
