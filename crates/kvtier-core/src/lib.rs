@@ -13,6 +13,7 @@ mod parted;
 pub mod prefetch;
 pub mod prompt;
 pub mod quota;
+pub mod random;
 pub mod window;
 
 pub use hashing::ChunkHash;

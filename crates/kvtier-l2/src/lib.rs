@@ -1,8 +1,7 @@
-//! Second tiers: where objects are kept beyond host memory.
+//! Second tiers: storage of objects beyond host memory.
 //!
-//! An [`Adapter`] moves whole objects between L1 and one backend; everything that backends have in common is outside of
-//! it, in wrappers. This crate must never know of requests, sessions, leases of L1 or the protocol: it is given keys and
-//! memory, and who asked for them is not its business.
+//! An [`Adapter`] moves whole objects between L1 and one backend; what all backends have in common is in wrappers around
+//! it. This crate must never know of requests, sessions, leases of L1 or the protocol: its input is keys and memory.
 
 mod adapter;
 pub mod config;
@@ -15,6 +14,8 @@ mod object;
 mod rate_limited;
 pub mod redact;
 pub mod registry;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod tier;
 pub mod wrap;
 

@@ -77,7 +77,7 @@ impl KeyState {
     }
 }
 
-/// Sums of one tenant.
+/// ChecksumCache of one tenant.
 #[derive(Debug, Default)]
 struct TenantSums {
     /// Keys that wait to be deleted.
@@ -94,7 +94,7 @@ impl TenantSums {
     }
 }
 
-/// What the lock guards.
+/// State under the lock.
 #[derive(Debug, Default)]
 pub(super) struct Table {
     states: HashMap<ObjectKey, KeyState>,
@@ -102,7 +102,7 @@ pub(super) struct Table {
     tenants: BTreeMap<Arc<str>, TenantSums>,
     /// Keys whose delete is in flight.
     deleting: usize,
-    /// Sums of all tenants.
+    /// ChecksumCache of all tenants.
     deleting_bytes: u64,
     unsent_bytes: u64,
     /// Bytes of all writes that were started, and of those that have ended.

@@ -9,7 +9,7 @@ use super::*;
 use crate::fs::io::{self, Engine, Move, Moved, Work};
 use crate::fs::io_uring::Uring;
 
-/// Tells the tests which engine they are to use.
+/// Environment variable with the engine that the tests use.
 const ENGINE: &str = "KVTIER_FS_TEST_ENGINE";
 
 /// The engine of this run.
@@ -107,7 +107,7 @@ fn mixed(io_engine: IoEngine, use_odirect: bool) -> Vec<String> {
 }
 
 #[test]
-fn both_engines_say_the_same_of_the_same() {
+fn engines_return_equal_results() {
     if !has_uring() {
         return;
     }
@@ -120,7 +120,7 @@ fn both_engines_say_the_same_of_the_same() {
 }
 
 #[test]
-fn the_status_says_which_engine_it_is_and_why() {
+fn status_has_io_engine_and_reason() {
     let fixture = Fixture::with(|options| options.io_engine = IoEngine::Posix);
     assert_eq!(fixture.adapter.status()["io_engine"], "posix");
     let fixture = Fixture::with(|options| options.io_engine = IoEngine::Auto);
@@ -137,10 +137,7 @@ fn the_status_says_which_engine_it_is_and_why() {
             (&status["io_engine"], reason),
             (&"io_uring".into(), "use_odirect is on")
         ),
-        false => assert!(
-            reason.contains("io_uring is not available"),
-            "{reason}"
-        ),
+        false => assert!(reason.contains("io_uring is not available"), "{reason}"),
     }
     if has_uring() {
         let fixture = Fixture::with(|options| options.io_engine = IoEngine::Uring);
@@ -149,7 +146,7 @@ fn the_status_says_which_engine_it_is_and_why() {
 }
 
 #[test]
-fn a_full_file_system_is_told_by_both() {
+fn full_file_system_is_reported_by_both_engines() {
     use rustix::fs::OFlags;
 
     /// One write to a device that is always full.
@@ -188,7 +185,7 @@ fn a_full_file_system_is_told_by_both() {
     }
 }
 
-/// Breaks its rings when so many objects of a batch were begun.
+/// Breaks its rings after this number of objects of a batch.
 struct Breaking(Uring, usize);
 
 /// Counts what is begun.
@@ -257,10 +254,10 @@ fn items(fixture: &Fixture) -> Vec<StoreItem> {
 }
 
 #[test]
-fn stores_go_on_without_a_ring_that_breaks_among_them() {
+fn stores_continue_after_a_broken_ring() {
     const AT: usize = 5;
     if !is_alone() {
-        let name = "fs::tests::engines::stores_go_on_without_a_ring_that_breaks_among_them";
+        let name = "fs::tests::engines::stores_continue_after_a_broken_ring";
         return alone(name, &[]);
     }
     if !has_uring() {
@@ -282,7 +279,7 @@ fn stores_go_on_without_a_ring_that_breaks_among_them() {
         for (number, stored) in (0..).zip(&stored) {
             match stored {
                 Ok(Stored::Written(_)) => assert!(fixture.has(&object(number))),
-                // Nobody knows of what was under way then.
+                // The outcome of transfers in flight is lost.
                 Err(error) if usize::from(number) < AT => {
                     assert_eq!(error.kind(), ErrorKind::Unavailable);
                     assert!(!fixture.has(&object(number)));
@@ -300,11 +297,11 @@ fn stores_go_on_without_a_ring_that_breaks_among_them() {
     }
 }
 
-/// The system takes a part of a file and says so; what the rest comes to is told.
+/// The system writes a part of a file; the result of the rest is reported.
 #[test]
-fn a_write_that_ends_early_is_told_by_both() {
+fn short_write_is_reported_by_both_engines() {
     if !is_alone() {
-        let name = "fs::tests::engines::a_write_that_ends_early_is_told_by_both";
+        let name = "fs::tests::engines::short_write_is_reported_by_both_engines";
         if may_mount() {
             alone(name, &["unshare", "-rm"]);
         }
