@@ -129,7 +129,10 @@ fn status_has_io_engine_and_reason() {
     assert_eq!(status["io_engine_reason"], "use_odirect is off");
     fixture.store(&object(1)).unwrap();
     assert_eq!(fixture.load(&object(1)), Ok(true));
-    let fixture = Fixture::with(|options| options.use_odirect = true);
+    let fixture = Fixture::with(|options| {
+        options.io_engine = IoEngine::Auto;
+        options.use_odirect = true;
+    });
     let status = fixture.adapter.status();
     let reason = status["io_engine_reason"].as_str().unwrap();
     match has_uring() {
