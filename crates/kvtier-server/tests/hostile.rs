@@ -353,7 +353,8 @@ fn a_good_client_is_served_beside_anything_on_the_port() {
     let mut open = Vec::new();
     for round_number in 0..150 {
         let mut stream = TcpStream::connect(address).unwrap();
-        let garbage = random.bytes(1 + random.below(5000));
+        let len = 1 + random.below(5000);
+        let garbage = random.bytes(len);
         let sent: Vec<Vec<u8>> = match round_number % 5 {
             0 => vec![garbage],
             1 => vec![b"GET / HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()],
