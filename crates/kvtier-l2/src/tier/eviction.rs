@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvtier_core::cache::ResidentObject;
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{Grant, QuotaMode};
 
+use super::Tier;
 use super::deletes::delete_pending;
-use super::{Tier, key_of};
 use crate::error::L2Error;
 
 /// Objects evicted per hold of the index's lock, and deleted per call.
@@ -76,9 +77,11 @@ impl Tier {
 
     fn take_evicted(&self) -> Vec<(ObjectKey, u64)> {
         let evicted = self.index.take_evicted().into_iter();
-        evicted
-            .filter_map(|object| Some((key_of(&object)?, object.bytes)))
-            .collect()
+        let key = |object: ResidentObject| {
+            let key = ObjectKey::of(&object.namespace, object.chunk_hash);
+            (key, object.bytes)
+        };
+        evicted.map(key).collect()
     }
 
     /// Whether the objects exceed the capacity, pending deletes included.

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
-use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, ResidentObject, Space, Stats};
+use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{QuotaConfig, QuotaMode};
@@ -122,29 +122,6 @@ pub struct Tier {
     store_error: Mutex<Option<L2Error>>,
     corrupt_log: RateLimited,
     delete_log: RateLimited,
-}
-
-/// Namespace of a key in the index. Layouts are not part of names in a backend.
-fn space(key: &ObjectKey) -> Space<'_> {
-    Space {
-        model_name: key.model_name(),
-        kv_rank: key.kv_rank(),
-        object_group_id: key.object_group_id(),
-        layout: 0,
-        cache_salt: key.cache_salt(),
-    }
-}
-
-fn key_of(object: &ResidentObject) -> Option<ObjectKey> {
-    let space = &object.space;
-    ObjectKey::new(
-        object.chunk_hash,
-        Arc::clone(&space.model_name),
-        space.kv_rank,
-        space.object_group_id,
-        Arc::clone(&space.cache_salt),
-    )
-    .ok()
 }
 
 impl Tier {
@@ -257,7 +234,7 @@ impl Tier {
     fn pin(&self, key: &ObjectKey) -> Option<TierLease> {
         let lease = self
             .index
-            .pin(self.now(), &space(key), &[key.chunk_hash()])?;
+            .pin(self.now(), key.namespace(), &[key.chunk_hash()])?;
         Some(TierLease {
             _lease: Some(lease),
         })
@@ -323,7 +300,7 @@ impl Tier {
                             | ErrorKind::Refused
                     ) {
                         self.index
-                            .remove(&space(&object.key), &[object.key.chunk_hash()], true);
+                            .remove(object.key.namespace(), &[object.key.chunk_hash()], true);
                         self.states.resolve(&object.key);
                     }
                     if error.kind() == ErrorKind::Corrupt
@@ -344,7 +321,10 @@ impl Tier {
         if self.is_read_only() {
             return keys.iter().map(|_| Err(self.read_only())).collect();
         }
-        let remove = |key: &ObjectKey| self.index.remove(&space(key), &[key.chunk_hash()], force);
+        let remove = |key: &ObjectKey| {
+            self.index
+                .remove(key.namespace(), &[key.chunk_hash()], force)
+        };
         let (mut in_flight, removed) = DeletesInFlight::start(&self.states, &keys, remove);
         let free = keys.iter().zip(&removed).filter(|(_, was)| was.kept == 0);
         let free = free.map(|(key, _)| key.clone()).collect();

@@ -8,7 +8,7 @@ use kvtier_core::object_key::ObjectKey;
 use super::budget::Budget;
 use super::deletes::missing_result;
 use super::key_states::{Claim, UnsentBytes, WriteInFlight};
-use super::{Adopted, Tier, space};
+use super::{Adopted, Tier};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::StoreItem;
@@ -230,7 +230,7 @@ impl Tier {
         let bytes = self.adapter.size_of(item.object.len);
         let is_indeterminate = self.states.is_indeterminate(key);
         let mut unsent = Some(self.states.add_unsent(key.cache_salt(), bytes));
-        if !is_indeterminate && self.index.contains(&space(key), &[key.chunk_hash()])[0] {
+        if !is_indeterminate && self.index.contains(key.namespace(), &[key.chunk_hash()])[0] {
             // Counts as used; unless it was evicted just now, it is there.
             if self.reserve(key, bytes)?.is_none() {
                 return Ok(None);
@@ -259,7 +259,7 @@ impl Tier {
             }
             let held = self
                 .index
-                .hold(self.now(), &space(key), &[key.chunk_hash()]);
+                .hold(self.now(), key.namespace(), &[key.chunk_hash()]);
             if held.is_some() {
                 // The backend may have it already.
                 unsent = None;
@@ -288,7 +288,7 @@ impl Tier {
     ) -> Result<Option<Reservation<Budget>>, L2Error> {
         let hash = key.chunk_hash();
         let request = ReserveRequest {
-            space: space(key),
+            namespace: key.namespace(),
             hashes: std::slice::from_ref(&hash),
             len: bytes.max(1),
         };
