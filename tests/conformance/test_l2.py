@@ -255,7 +255,7 @@ def test_capacity_where_nothing_may_leave(serve, engines, tmp_path):
     """Nothing may leave, so what is new is not stored there: said in the status, and L1 goes on."""
     directory = tmp_path / "tier"
     server = serve(flags=tiers.fs(directory, max_capacity_gb=1 * MIB, eviction={"eviction_policy": "noop"}))
-    server.expect_trouble(r"no room")
+    server.expect_trouble(r"out of space")
     engine = engines(server, groups=BIG)
     for seed in range(6):
         tiers.store(engine, seed)

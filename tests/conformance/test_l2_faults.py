@@ -452,7 +452,7 @@ def test_full_disk(small_disk, serve, engines, lacks):
     """Stores stop and the status says so, loads go on; with room again it goes on by itself."""
     directory = small_disk("nr_inodes=24" if lacks == "files" else "size=2m") / "tier"
     server = serve(flags=tiers.fs(directory, use_odirect=lacks == "bytes-direct"))
-    server.expect_trouble(r"no room")
+    server.expect_trouble(r"out of space")
     engine = engines(server, groups=BIG)
     for seed in range(8):
         tiers.store(engine, seed)
@@ -472,7 +472,7 @@ def test_full_disk(small_disk, serve, engines, lacks):
         tiers.store(engine, seed)
         tiers.settled(server)
     assert len(tiers.files(directory)) - stopped <= 3
-    said = [line for line in server.lines() if "no room" in line]
+    said = [line for line in server.lines() if "out of space" in line]
     assert 1 <= len(said) <= 3, "once each time it begins"
 
     for path in tiers.files(directory):
@@ -489,7 +489,7 @@ def test_disk_filled_by_somebody_else(small_disk, serve, engines):
     """Free space goes between two looks at it: writes fail half-way, and nothing of them is left or served."""
     disk = small_disk("size=3m")
     server = serve(flags=tiers.fs(disk / "tier"))
-    server.expect_trouble(r"no room")
+    server.expect_trouble(r"out of space")
     engine = engines(server, groups=BIG)
     ballast = disk / "ballast"
     for seed in range(20):
@@ -524,7 +524,7 @@ def test_reserve_of_the_disk(small_disk, serve, engines):
     reserve = 2 << 20
     flags = tiers.adapter("fs", base_path=disk / "tier") + ["--l2-min-free-gb", str(2 * MIB)]
     server = serve(flags=flags)
-    server.expect_trouble(r"no room")
+    server.expect_trouble(r"out of space")
     engine = engines(server, groups=BIG)
     for seed in range(12):
         tiers.store(engine, seed)

@@ -143,7 +143,7 @@ def test_mock_tier_is_a_tier(serve, engines):
     """Fast enough, it behaves as any other; full, it says so."""
     flags = tiers.adapter("mock", max_size_gb=1 * MIB, mock_bandwidth_gb=10)
     server = serve(flags=[*flags, "--l2-min-free-gb", "0"])
-    server.expect_trouble(r"no room")
+    server.expect_trouble(r"out of space")
     engine = engines(server, groups=BIG)
     for seed in range(6):
         tiers.store(engine, seed)

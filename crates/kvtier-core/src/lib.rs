@@ -13,6 +13,7 @@ pub mod object_key;
 pub mod prefetch;
 pub mod prompt;
 pub mod quota;
+pub mod random;
 mod sharded;
 pub mod window;
 

@@ -30,7 +30,6 @@ mod rehearsal;
 mod reply;
 mod retrieve;
 mod scrape;
-pub mod seldom;
 mod staging;
 mod status;
 mod store;

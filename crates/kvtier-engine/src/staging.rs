@@ -38,8 +38,8 @@ use super::Engine;
 use super::instances::Instance;
 use super::refusal::Refusal;
 use super::worker_range::WorkerRange;
-use crate::seldom::Seldom;
 use kvtier_l1::L1Allocator;
+use kvtier_l2::RateLimited;
 
 /// A worker may have this many times the bytes that stay free.
 const WORKER_RATIO: u64 = 7;
@@ -163,7 +163,7 @@ struct Ledgers {
 pub struct StagingBudget {
     limit: u64,
     ledgers: Mutex<Ledgers>,
-    warning: Seldom,
+    warning: RateLimited,
 }
 
 impl StagingBudget {
@@ -172,7 +172,7 @@ impl StagingBudget {
         Self {
             limit,
             ledgers: Mutex::default(),
-            warning: Seldom::new(),
+            warning: RateLimited::per_second(),
         }
     }
 
@@ -326,7 +326,7 @@ impl Engine {
     }
 
     fn warn_of_staging(&self, instance: &Instance, worker: &WorkerShare, object_bytes: u64) {
-        let Some(left_out) = self.staging.warning.due(std::time::Instant::now()) else {
+        let Some(left_out) = self.staging.warning.permit(std::time::Instant::now()) else {
             return;
         };
         let limit_bytes = self.staging.limit();

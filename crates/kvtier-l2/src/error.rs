@@ -1,31 +1,31 @@
-//! What can go wrong with an object or a backend.
+//! Errors of an object or a backend.
 
 use crate::redact;
 
-/// Kinds of errors, as far as callers act differently.
+/// Kind of an error, as far as callers act differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
     /// The backend has no such object. Not a failure: a miss.
     NotFound,
-    /// There is an object under this key, and it is not what was stored: wrong length, checksum, layout or tenant.
+    /// The object under this key is not what was stored: wrong length, checksum, layout or tenant.
     Corrupt,
-    /// No room: the disk or the tier is full. Storing may work again later.
+    /// The disk or the tier is full. Stores may work again later.
     Full,
-    /// The tenant's limit leaves no room. Storing may work again later.
+    /// The tenant is at its limit. Stores may work again later.
     OverQuota,
     /// No answer in time.
     Deadline,
-    /// So many calls are under way that it was not asked. It answers others.
+    /// Too many calls in flight: this one was not sent. Others are answered.
     Busy,
-    /// The backend does not answer, or refuses all: the next call may succeed.
+    /// The backend does not answer or refuses all calls; the next one may succeed.
     Unavailable,
     /// The backend refused this one call; it would refuse it again.
     Refused,
-    /// The object is there and cannot be read now. It may be whole.
+    /// The object is there but cannot be read now. It may be intact.
     Unreadable,
     /// The memory in L1 could not be read or written.
     Memory,
-    /// The adapter cannot do that.
+    /// The adapter does not support the call.
     Unsupported,
 }
 
@@ -36,7 +36,7 @@ impl ErrorKind {
         matches!(self, Self::Deadline | Self::Busy | Self::Unavailable)
     }
 
-    /// For logs and metric labels.
+    /// Its name in logs and metric labels.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -55,7 +55,7 @@ impl ErrorKind {
     }
 }
 
-/// An error of an adapter: its kind, and one line with what was tried.
+/// Error of an adapter: its kind and one line that names what was tried.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct L2Error {
@@ -64,7 +64,7 @@ pub struct L2Error {
 }
 
 impl L2Error {
-    /// An error with one line that names what was tried; secrets in it are hidden.
+    /// Returns an error with one line that names what was tried; secrets in it are redacted.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self {
             kind,
@@ -72,7 +72,7 @@ impl L2Error {
         }
     }
 
-    /// What kind it is.
+    /// Its kind.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.kind

@@ -1,8 +1,7 @@
-//! Second tiers: where objects are kept beyond host memory.
+//! Second tiers: storage of objects beyond host memory.
 //!
-//! An [`Adapter`] moves whole objects between L1 and one backend; everything that backends have in common is outside of
-//! it, in wrappers. This crate must never know of requests, sessions, leases of L1 or the protocol: it is given keys and
-//! memory, and who asked for them is not its business.
+//! An [`Adapter`] moves whole objects between L1 and one backend; what all backends have in common is in wrappers around
+//! it. This crate must never know of requests, sessions, leases of L1 or the protocol: its input is keys and memory.
 
 mod adapter;
 pub mod config;
@@ -12,8 +11,11 @@ mod error;
 pub mod fs;
 pub mod mock;
 mod object;
+mod rate_limited;
 pub mod redact;
 pub mod registry;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod tier;
 pub mod wrap;
 
@@ -21,4 +23,5 @@ pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Re
 pub use config::{AdapterConfig, ConfigError};
 pub use error::{ErrorKind, L2Error};
 pub use object::{Buffer, LoadItem, ObjectSpec, PAGE_BOUND, StoreItem};
+pub use rate_limited::RateLimited;
 pub use registry::{AdapterType, Registry};

@@ -1,4 +1,4 @@
-//! What adapters are given: keys, and memory of L1.
+//! Input of adapters: keys and memory of L1.
 
 use std::any::Any;
 use std::fmt;
@@ -8,25 +8,25 @@ use kvtier_core::object_key::{KeyShape, ObjectKey};
 use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{AccessError, Arena, Extent};
 
-/// What checksums are bound to a key by: the xxh3-128 of its text.
+/// Digest that binds a checksum to a key: the xxh3-128 of the key's text.
 pub(crate) fn key_digest(key: &ObjectKey) -> u128 {
     checksum128(key.text().name(KeyShape::Grouped).as_bytes())
 }
 
-/// The bit of [`ObjectSpec::layout`] that is set for objects whose bytes fit only pages like those they were stored
-/// from: of the same block size, on the same kind of processor, of an engine with the same page format. Bytes that do not
-/// say their layout are never taken for such an object by their length alone.
+/// Bit of [`ObjectSpec::layout`] of objects whose bytes fit only pages like those they were stored from: same block size,
+/// same kind of processor, same page format of the engine. Bytes without a layout are never accepted for such an object
+/// by their length alone.
 pub const PAGE_BOUND: u64 = 1 << 63;
 
-/// One object, as those who ask know it.
+/// Expected identity, length and layout of one object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObjectSpec {
-    /// Its full identity.
+    /// Its key.
     pub key: ObjectKey,
-    /// Bytes it must have.
+    /// Its length in bytes.
     pub len: u64,
-    /// Stands for shape and type of its arrays. Not part of a key, so equal keys can be of different layouts: what was
-    /// stored under another one must not be loaded. Has [`PAGE_BOUND`].
+    /// Fingerprint of shape and type of its arrays, with [`PAGE_BOUND`]. It is not part of the key, so equal keys can have
+    /// different layouts; bytes of another layout must not be loaded.
     pub layout: u64,
 }
 
@@ -38,10 +38,10 @@ impl ObjectSpec {
     }
 }
 
-/// The bytes of one object in L1.
+/// Bytes of one object in L1.
 ///
-/// It owns what keeps the memory in place (a lease or a reservation), so an I/O that is under way when its caller gives
-/// up never touches memory that was given to somebody else.
+/// It owns what keeps the memory in place (a lease or a reservation), so I/O that outlives its caller never touches
+/// reused memory.
 #[derive(Clone)]
 pub struct Buffer {
     arena: Arc<Arena>,
@@ -51,7 +51,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Memory that `hold` keeps in place.
+    /// Returns a buffer over memory that `hold` keeps in place.
     pub fn new(arena: Arc<Arena>, extent: Extent, hold: Arc<dyn Any + Send + Sync>) -> Self {
         Self {
             arena,
@@ -60,7 +60,7 @@ impl Buffer {
         }
     }
 
-    /// Bytes.
+    /// Its length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.extent.len
@@ -72,13 +72,13 @@ impl Buffer {
         self.extent.len == 0
     }
 
-    /// The arena, for I/O straight from and to it.
+    /// Its arena, for I/O directly from and to it.
     #[must_use]
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
 
-    /// Where in the arena.
+    /// Its extent in the arena.
     #[must_use]
     pub fn extent(&self) -> Extent {
         self.extent
@@ -117,20 +117,20 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// An object to be written to a backend.
+/// Object to be written to a backend.
 #[derive(Debug, Clone)]
 pub struct StoreItem {
-    /// What it is.
+    /// Its identity.
     pub object: ObjectSpec,
-    /// Its bytes; `object.len` of them.
+    /// Its `object.len` bytes.
     pub from: Buffer,
 }
 
-/// An object to be read from a backend.
+/// Object to be read from a backend.
 #[derive(Debug, Clone)]
 pub struct LoadItem {
-    /// What it must be.
+    /// Its expected identity.
     pub object: ObjectSpec,
-    /// Where its bytes go; `object.len` of them. Undefined after an error.
+    /// Destination of its `object.len` bytes. The contents are undefined after an error.
     pub to: Buffer,
 }

@@ -1,14 +1,14 @@
-//! Takes secrets out of what is shown: answers, errors, logs.
+//! Redaction of secrets in answers, errors and logs.
 //!
-//! The one place that knows what a secret looks like: the value of a field whose name says so, and what stands before the
-//! `@` of a URL. Errors of configurations and adapters pass through here when they are made, settings when they are told.
+//! A secret is the value of a field with the name of one, or what precedes the `@` of a URL. Errors of configurations and
+//! adapters are redacted when they are made, settings when they are shown.
 
 use serde_json::Value;
 
-/// What is shown instead.
+/// Replacement of a secret.
 pub const HIDDEN: &str = "***";
 
-/// Parts of names, without `_` and `-`, of fields that nobody should read.
+/// Parts of the names of secret fields, without `_` and `-`.
 const PARTS: &[&str] = &[
     "password",
     "passwd",
@@ -26,7 +26,7 @@ const PARTS: &[&str] = &[
     "bearer",
 ];
 
-/// Whole such names.
+/// Complete names of secret fields.
 const NAMES: &[&str] = &[
     "user",
     "login",
@@ -51,7 +51,7 @@ pub fn is_secret(name: &str) -> bool {
         || PARTS.iter().any(|part| name.contains(part))
 }
 
-/// The value without its secrets, whatever they are in.
+/// Returns the value with its secrets replaced at any depth.
 #[must_use]
 pub fn value(shown: &Value) -> Value {
     match shown {
@@ -73,8 +73,8 @@ pub fn value(shown: &Value) -> Value {
     }
 }
 
-/// The text without the users and passwords of its URLs and without the values of `name=value` and `name: value` whose
-/// name is that of a secret, quoted or not. Where such a value ends is guessed, and rather late than early.
+/// Returns the text without users and passwords of URLs and without the values of `name=value` and `name: value` of
+/// secret names, quoted or not. The end of such a value is a guess, rather late than early.
 #[must_use]
 pub fn text(shown: &str) -> String {
     let mut out = String::with_capacity(shown.len());
@@ -111,7 +111,7 @@ pub fn text(shown: &str) -> String {
     out
 }
 
-/// Bytes of the value that `text` begins with.
+/// Returns the length of the value that `text` starts with.
 fn length(text: &str) -> usize {
     let bare = text.trim_start_matches('\\');
     let escapes = text.len() - bare.len();
@@ -120,7 +120,7 @@ fn length(text: &str) -> usize {
         Some(quote @ ('"' | '\'')) => {
             let mut is_escaped = false;
             let end = bare.char_indices().skip(1).find(|(_, c)| {
-                // A quote that is escaped as the first one was is the last one.
+                // A quote escaped as the first one closes the value.
                 let ends = *c == quote && is_escaped == (escapes > 0);
                 is_escaped = *c == '\\' && !is_escaped;
                 ends
@@ -139,7 +139,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn names_of_secrets_are_known_and_others_are_not_taken_for_them() {
+    fn secret_names_are_recognised() {
         for name in [
             "password",
             "Redis_Password",
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_of_a_secret_is_left() {
+    fn secrets_are_redacted_completely() {
         for shown in [
             r#"key "password": "MARK" is not allowed; give a text"#,
             r#"key "password": "a \" MARK" is not allowed"#,
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_secret_is_left_as_it_is() {
+    fn other_text_is_unchanged() {
         for shown in [
             "",
             "type \"fs\": key \"base_path\": 7 is not allowed; give a path",

@@ -20,6 +20,7 @@ use kvtier_client::proto::generation::Generation;
 use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::request::Request;
 use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenWorker, Scope};
+use kvtier_core::random::SplitMix64;
 use support::{Frames, Raw, TestServer, bytes, prompt, range};
 
 /// The tests watch the memory of their process, so they take turns.
@@ -28,33 +29,24 @@ static TURN: Mutex<()> = Mutex::new(());
 /// Ids that no vector names and no flipped byte makes of one that a vector names.
 const GOOD: [i64; 2] = [0x5a5a_5a5a_1111_1111, 0x5a5a_5a5a_2222_2222];
 
-/// A random number generator whose sequence is the same in every run.
-struct Dice(u64);
+/// Random numbers, bytes and choices, the same in every run.
+struct Random(SplitMix64);
 
-impl Dice {
-    fn next(&mut self) -> u64 {
-        // SplitMix64.
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut value = self.0;
-        value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        value ^ (value >> 31)
+impl Random {
+    fn new(seed: u64) -> Self {
+        Self(SplitMix64::new(seed))
     }
 
     fn below(&mut self, limit: usize) -> usize {
-        usize::try_from(self.next() % limit as u64).unwrap()
+        usize::try_from(self.0.below(limit as u64)).unwrap()
     }
 
     fn bytes(&mut self, len: usize) -> Vec<u8> {
-        let mut bytes: Vec<u8> = (0..len.div_ceil(8))
-            .flat_map(|_| self.next().to_le_bytes())
-            .collect();
-        bytes.truncate(len);
-        bytes
+        self.0.bytes(len)
     }
 
-    fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
-        &of[self.below(of.len())]
+    fn pick<'a, T>(&mut self, items: &'a [T]) -> &'a T {
+        self.0.choose(items)
     }
 }
 
@@ -97,12 +89,12 @@ fn clears(request: &Frames) -> bool {
 }
 
 /// Values that claim more than they hold, nest deeply, or are none.
-fn bomb(dice: &mut Dice) -> Vec<u8> {
-    let header = *dice.pick(&[0xdd_u8, 0xdf, 0xdb, 0xc6, 0xc9]);
-    match dice.below(8) {
+fn bomb(random: &mut Random) -> Vec<u8> {
+    let header = *random.pick(&[0xdd_u8, 0xdf, 0xdb, 0xc6, 0xc9]);
+    match random.below(8) {
         // Array, map, text, bytes or extension of 4 Gi entries or bytes, and nothing or a little behind it.
-        0 => [&[header, 0xff, 0xff, 0xff, 0xff][..], &dice.bytes(20)].concat(),
-        1 => [&[header, 0x00, 0xff, 0xff, 0xff][..], &dice.bytes(2000)].concat(),
+        0 => [&[header, 0xff, 0xff, 0xff, 0xff][..], &random.bytes(20)].concat(),
+        1 => [&[header, 0x00, 0xff, 0xff, 0xff][..], &random.bytes(2000)].concat(),
         // Arrays in arrays, maps in maps.
         2 => vec![0x91; 100_000],
         3 => [0x81, 0xa1, b'x'].repeat(50_000),
@@ -115,41 +107,41 @@ fn bomb(dice: &mut Dice) -> Vec<u8> {
         // A pickle that claims 4 GiB.
         5 => b"\xc4\x0b\x80\x04\x8e\xff\xff\xff\xff\x00\x00\x00\x00".to_vec(),
         6 => Vec::new(),
-        _ => dice.bytes(1 << 20),
+        _ => random.bytes(1 << 20),
     }
 }
 
-fn mutate(dice: &mut Dice, requests: &[Frames]) -> Frames {
-    let mut frames = dice.pick(requests).clone();
-    for _ in 0..1 + dice.below(3) {
-        let at = dice.below(frames.len().max(1));
+fn mutate(random: &mut Random, requests: &[Frames]) -> Frames {
+    let mut frames = random.pick(requests).clone();
+    for _ in 0..1 + random.below(3) {
+        let at = random.below(frames.len().max(1));
         let Some(frame) = frames.get_mut(at) else {
             break;
         };
-        match dice.below(14) {
+        match random.below(14) {
             0..=3 if !frame.is_empty() => {
-                for _ in 0..1 + dice.below(4) {
-                    let at = dice.below(frame.len());
-                    frame[at] ^= 1 << dice.below(8);
+                for _ in 0..1 + random.below(4) {
+                    let at = random.below(frame.len());
+                    frame[at] ^= 1 << random.below(8);
                 }
             }
-            4 => frame.truncate(dice.below(frame.len() + 1)),
-            5 => frame.extend(dice.bytes(1 + 7 * (at % 3))),
+            4 => frame.truncate(random.below(frame.len() + 1)),
+            5 => frame.extend(random.bytes(1 + 7 * (at % 3))),
             6 => drop(frames.remove(at)),
             7 => frames.insert(at, frames[at].clone()),
             8 => {
-                let other = dice.below(frames.len());
+                let other = random.below(frames.len());
                 frames.swap(at, other);
             }
             9 => frames = vec![frames.swap_remove(at)],
-            10 => *frame = bomb(dice),
+            10 => *frame = bomb(random),
             11 => {
-                let other = dice.pick(requests);
-                *frame = dice.pick(other).clone();
+                let other = random.pick(requests);
+                *frame = random.pick(other).clone();
             }
             // Another operation with these payloads, by number.
-            12 if frames.len() > 1 => frames[1] = vec![u8::try_from(dice.below(45)).unwrap()],
-            13 => frames.extend((0..dice.below(40)).map(|_| vec![0xc0])),
+            12 if frames.len() > 1 => frames[1] = vec![u8::try_from(random.below(45)).unwrap()],
+            13 => frames.extend((0..random.below(40)).map(|_| vec![0xc0])),
             _ => {}
         }
     }
@@ -162,19 +154,19 @@ fn mutate(dice: &mut Dice, requests: &[Frames]) -> Frames {
 
 /// Sends so many mutated requests over sockets that come and go; some of them are never read from.
 fn attack(server: &TestServer, requests: &[Frames], seed: u64, messages: usize) {
-    let mut dice = Dice(seed);
+    let mut random = Random::new(seed);
     let mut sent = 0;
     while sent < messages {
         let socket = server.raw();
-        let reads = dice.below(3) > 0;
-        let hello = dice.below(4) > 0;
+        let reads = random.below(3) > 0;
+        let hello = random.below(4) > 0;
         if hello {
             // Its further requests are read as those of the newest release.
             socket.send(&[[0], [21]]);
             socket.receive();
         }
-        for _ in 0..1 + dice.below(400) {
-            socket.send(&mutate(&mut dice, requests));
+        for _ in 0..1 + random.below(400) {
+            socket.send(&mutate(&mut random, requests));
             sent += 1;
             if reads {
                 socket.take();
@@ -353,7 +345,7 @@ fn a_good_client_is_served_beside_anything_on_the_port() {
     let server = TestServer::start(&[]);
     let address = server.endpoint().strip_prefix("tcp://").unwrap();
     let (mut copies, mut pages) = (worker(&server, GOOD[0]), pages(&server, GOOD[1]));
-    let mut dice = Dice(7);
+    let mut random = Random::new(7);
     // A greeting of ZMTP 3.0 with the NULL mechanism, and the READY of a DEALER.
     let mut greeting = [&[0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0][..], b"NULL"].concat();
     greeting.resize(64, 0);
@@ -361,11 +353,12 @@ fn a_good_client_is_served_beside_anything_on_the_port() {
     let mut open = Vec::new();
     for round_number in 0..150 {
         let mut stream = TcpStream::connect(address).unwrap();
-        let garbage = dice.bytes(1 + dice.0 as usize % 5000);
+        let len = 1 + random.below(5000);
+        let garbage = random.bytes(len);
         let sent: Vec<Vec<u8>> = match round_number % 5 {
             0 => vec![garbage],
             1 => vec![b"GET / HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()],
-            2 => vec![greeting[..dice.below(64)].to_vec()],
+            2 => vec![greeting[..random.below(64)].to_vec()],
             3 => vec![greeting.clone(), garbage],
             // A frame that claims 2^62 bytes.
             _ => vec![

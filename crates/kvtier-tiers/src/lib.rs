@@ -147,7 +147,7 @@ impl L2 {
                     }
                     tier.evict_over_quota().await;
                     status::count_evicted(&tier, &metrics);
-                    tier.tell_rest();
+                    tier.log_suppressed();
                 }
             });
         }

@@ -45,6 +45,6 @@ impl QuotaTier for TierTenants {
     }
 
     fn deleting(&self) -> BTreeMap<Arc<str>, u64> {
-        self.tier.leaving_by_salt()
+        self.tier.deleting_by_salt()
     }
 }

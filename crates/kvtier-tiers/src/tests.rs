@@ -9,15 +9,10 @@ use kvtier_core::object_key::{KeyScope, ObjectKey};
 use kvtier_core::prefetch::Cell;
 use kvtier_core::quota::QuotaMode;
 use kvtier_core::{ChunkHash, GroupRow};
+use kvtier_l2::Capabilities;
+use kvtier_l2::testing::{Operation, Step, TestAdapter};
 use kvtier_l2::tier::{Deleted, Tier, TierConfig};
-use kvtier_l2::{
-    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
-    Loaded, ObjectSpec, Recovered, StoreItem, Stored,
-};
 use kvtier_memory::{Arena, ArenaKind};
-use parking_lot::Mutex;
-use serde_json::{Value, json};
-use tokio::sync::Semaphore;
 
 use super::store::BATCHES;
 use super::{L2, PrefetchRequest, Prefetched};
@@ -27,128 +22,33 @@ use kvtier_metrics::Readings;
 
 const LEN: u64 = 4096;
 
-/// What a scripted adapter does when it is asked to load.
-enum Load {
-    /// Gives the right bytes.
-    Right,
-    /// Says that it is late, and keeps the buffers to write to.
-    Late,
-    /// Waits for a permit, then gives the right bytes. Stores wait for one too.
-    Gated,
+/// Returns a shared adapter that has every object, all bytes of this value.
+fn adapter_with(value: u8, step: Option<Step>, read_only: bool) -> Arc<TestAdapter> {
+    let capabilities = Capabilities {
+        shared: true,
+        read_only,
+        ..Capabilities::default()
+    };
+    let adapter = TestAdapter::new(capabilities, 0).with_every_object(value);
+    for operation in [Operation::Load, Operation::Store] {
+        adapter.always(operation, step.clone());
+    }
+    Arc::new(adapter)
 }
 
-/// Has every object; its bytes are all of one value.
-struct Scripted {
-    load: Load,
-    value: u8,
-    read_only: bool,
-    kept: Mutex<Vec<Buffer>>,
-    gate: Semaphore,
-    /// Stores that were begun, and what is there of them.
-    begun: Mutex<Vec<ObjectKey>>,
-    stored: Mutex<HashSet<ObjectKey>>,
+/// Returns an adapter that loads and stores at once.
+fn prompt(value: u8) -> Arc<TestAdapter> {
+    adapter_with(value, None, false)
 }
 
-impl Scripted {
-    fn new(load: Load, value: u8) -> Arc<Self> {
-        Arc::new(Self::of(load, value))
-    }
-
-    fn of(load: Load, value: u8) -> Self {
-        Self {
-            load,
-            value,
-            read_only: false,
-            kept: Mutex::default(),
-            gate: Semaphore::new(0),
-            begun: Mutex::default(),
-            stored: Mutex::default(),
-        }
-    }
-
-    fn fill(&self, buffer: &Buffer) {
-        let bytes = vec![self.value; LEN as usize];
-        buffer.write(0, &bytes).expect("the arena is sound");
-    }
+/// Returns an adapter that answers no load and no store in time and keeps their buffers.
+fn late(value: u8) -> Arc<TestAdapter> {
+    adapter_with(value, Some(Step::KeepBuffers), false)
 }
 
-impl Adapter for Scripted {
-    fn kind(&self) -> &'static str {
-        "scripted"
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            shared: true,
-            read_only: self.read_only,
-            ..Capabilities::default()
-        }
-    }
-
-    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
-        Box::pin(async move {
-            let keys = batch.iter().map(|item| item.object.key.clone());
-            self.begun.lock().extend(keys);
-            if matches!(self.load, Load::Gated) {
-                let _ = self.gate.acquire().await;
-            }
-            let store = |item: StoreItem| {
-                if matches!(self.load, Load::Late) {
-                    self.kept.lock().push(item.from);
-                    return Err(L2Error::new(ErrorKind::Deadline, "late"));
-                }
-                self.stored.lock().insert(item.object.key);
-                Ok(Stored::Written(LEN))
-            };
-            batch.into_iter().map(store).collect()
-        })
-    }
-
-    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
-        Box::pin(async move { Ok(vec![Some(LEN); batch.len()]) })
-    }
-
-    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
-        Box::pin(async move {
-            if matches!(self.load, Load::Gated) {
-                let _ = self.gate.acquire().await;
-            }
-            let load = |item: LoadItem| {
-                if matches!(self.load, Load::Late) {
-                    self.kept.lock().push(item.to);
-                    return Err(L2Error::new(ErrorKind::Deadline, "late"));
-                }
-                self.fill(&item.to);
-                Ok(Loaded { verified: true })
-            };
-            batch.into_iter().map(load).collect()
-        })
-    }
-
-    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
-        let mut stored = self.stored.lock();
-        let deleted = keys.iter().map(|key| Ok(stored.remove(key))).collect();
-        Box::pin(async move { deleted })
-    }
-
-    fn list(&self, _: Option<String>, _: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
-        Box::pin(async { Ok(ListPage::default()) })
-    }
-
-    fn recover<'a>(
-        &'a self,
-        _: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
-    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
-        Box::pin(async { Ok(Recovered::default()) })
-    }
-
-    fn status(&self) -> Value {
-        json!({ "is_healthy": true, "type": "scripted" })
-    }
-
-    fn close(&self) -> BoxFuture<'_, ()> {
-        Box::pin(async {})
-    }
+/// Returns an adapter whose loads and stores wait for its gate.
+fn gated(value: u8) -> Arc<TestAdapter> {
+    adapter_with(value, Some(Step::Wait), false)
 }
 
 struct Bed {
@@ -165,11 +65,15 @@ impl Drop for Bed {
 }
 
 /// An empty L1 above these adapters, and a prompt of three chunks.
-fn bed(adapters: &[Arc<Scripted>], load_timeout: Duration) -> Bed {
+fn bed(adapters: &[Arc<TestAdapter>], load_timeout: Duration) -> Bed {
     bed_with(adapters, load_timeout, StorePolicy::Default)
 }
 
-fn bed_with(adapters: &[Arc<Scripted>], load_timeout: Duration, store_policy: StorePolicy) -> Bed {
+fn bed_with(
+    adapters: &[Arc<TestAdapter>],
+    load_timeout: Duration,
+    store_policy: StorePolicy,
+) -> Bed {
     let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).expect("memory"));
     let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
     let config = L2Config {
@@ -184,7 +88,7 @@ fn bed_with(adapters: &[Arc<Scripted>], load_timeout: Duration, store_policy: St
         load_bytes: 1 << 20,
         min_free_bytes: 0,
     };
-    let tier = |adapter: &Arc<Scripted>| {
+    let tier = |adapter: &Arc<TestAdapter>| {
         let config = TierConfig {
             name: "scripted".into(),
             capacity_bytes: None,
@@ -293,7 +197,7 @@ impl Bed {
 
 #[test]
 fn memory_that_a_late_load_may_still_write_is_given_to_nobody() {
-    let (late, right) = (Scripted::new(Load::Late, 66), Scripted::new(Load::Right, 1));
+    let (late, right) = (late(66), prompt(1));
     let bed = bed(&[Arc::clone(&late), right], Duration::from_secs(60));
     assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
     assert_eq!(bed.cache.stats().staged_objects, 3, "it may still write");
@@ -314,7 +218,7 @@ fn under_way(bed: &Bed) {
 
 #[test]
 fn a_load_that_comes_after_its_deadline_still_ends_in_l1() {
-    let gated = Scripted::new(Load::Gated, 5);
+    let gated = gated(5);
     let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
     assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
     // The next one waits for the same load instead of beginning another, and no longer either.
@@ -335,7 +239,7 @@ fn a_load_that_comes_after_its_deadline_still_ends_in_l1() {
 
 #[test]
 fn a_lookup_that_was_given_up_loads_nothing() {
-    let bed = bed(&[Scripted::new(Load::Right, 1)], Duration::from_secs(60));
+    let bed = bed(&[prompt(1)], Duration::from_secs(60));
     let prefetch = bed.l2.prefetch(&bed.request, || true);
     assert_eq!(bed.l2.handle().block_on(prefetch).lookup.hit_chunks, 0);
     assert_eq!(bed.cache.stats().objects, 0);
@@ -343,7 +247,7 @@ fn a_lookup_that_was_given_up_loads_nothing() {
 
 #[test]
 fn what_a_late_store_still_reads_stays_leased_and_counted() {
-    let late = Scripted::new(Load::Late, 0);
+    let late = late(0);
     let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
     bed.store(1..=3);
     while late.kept.lock().len() < 3 {
@@ -358,7 +262,7 @@ fn what_a_late_store_still_reads_stays_leased_and_counted() {
 
 #[test]
 fn what_was_stored_too_late_does_not_leave_l1() {
-    let late = Scripted::new(Load::Late, 0);
+    let late = late(0);
     let policy = StorePolicy::SkipL1;
     let bed = bed_with(&[Arc::clone(&late)], Duration::from_secs(60), policy);
     let namespace = &bed.request.rows[0].namespace;
@@ -370,7 +274,7 @@ fn what_was_stored_too_late_does_not_leave_l1() {
         }
         late.kept.lock().clear();
         bed.settle();
-        assert_eq!(late.begun.lock().len(), round);
+        assert_eq!(late.store_keys().len(), round);
         assert!(bed.cache.contains(namespace, &[ChunkHash([1; 32])])[0]);
     }
 }
@@ -378,22 +282,17 @@ fn what_was_stored_too_late_does_not_leave_l1() {
 #[test]
 fn nothing_is_stored_in_a_tier_that_is_only_read_nor_leaves_l1_for_it() {
     let policy = StorePolicy::SkipL1;
-    let read_only = || {
-        Arc::new(Scripted {
-            read_only: true,
-            ..Scripted::of(Load::Right, 1)
-        })
-    };
+    let read_only = || adapter_with(1, None, true);
     let alone = bed_with(&[read_only()], Duration::from_secs(60), policy);
     alone.store([1, 2]);
     assert_eq!(alone.l2.store_counts().queued_bytes, 0);
     assert_eq!(alone.cache.stats().objects, 2);
-    let (none, all) = (read_only(), Scripted::new(Load::Right, 1));
+    let (none, all) = (read_only(), prompt(1));
     let both = [Arc::clone(&none), Arc::clone(&all)];
     let beside = bed_with(&both, Duration::from_secs(60), policy);
     beside.store([1, 2]);
     beside.settle();
-    assert_eq!((none.begun.lock().len(), all.begun.lock().len()), (0, 2));
+    assert_eq!((none.store_keys().len(), all.store_keys().len()), (0, 2));
     while beside.cache.stats().objects > 0 {
         std::thread::yield_now();
     }
@@ -403,34 +302,34 @@ fn nothing_is_stored_in_a_tier_that_is_only_read_nor_leaves_l1_for_it() {
 
 #[test]
 fn what_is_deleted_while_it_waits_to_be_stored_never_is() {
-    let gated = Scripted::new(Load::Gated, 0);
+    let gated = gated(0);
     let policy = StorePolicy::SkipL1;
     let bed = bed_with(&[Arc::clone(&gated)], Duration::from_secs(60), policy);
     // More than are stored at the same time.
     bed.store(1..=9);
     let all: Vec<_> = (1..=9).map(|number| bed.key(number)).collect();
-    while gated.begun.lock().len() < BATCHES {
+    while gated.store_keys().len() < BATCHES {
         std::thread::yield_now();
     }
     assert_eq!(bed.delete([1, 9]), [Deleted::Absent; 2]);
     gated.gate.add_permits(1000);
     bed.settle();
     // The first one was being written, the last one was not.
-    assert!(gated.begun.lock().contains(&all[0]) && !gated.begun.lock().contains(&all[8]));
+    assert!(gated.store_keys().contains(&all[0]) && !gated.store_keys().contains(&all[8]));
     let left: HashSet<_> = all[1..8].iter().cloned().collect();
-    assert_eq!(*gated.stored.lock(), left);
+    assert_eq!(gated.keys(), left);
     assert_eq!(bed.l2.tiers()[0].usage().objects, 7);
     // What the tier does not have stays in L1.
     assert_eq!(bed.cache.stats().objects, 2);
     // It can be stored again.
     bed.store([1, 9]);
     bed.settle();
-    assert_eq!(gated.stored.lock().len(), 9);
+    assert_eq!(gated.keys().len(), 9);
 }
 
 #[test]
 fn what_is_deleted_goes_even_if_its_store_comes_after_its_deadline() {
-    let late = Scripted::new(Load::Late, 0);
+    let late = late(0);
     let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
     bed.store([1, 2]);
     while late.kept.lock().len() < 2 {
@@ -439,15 +338,17 @@ fn what_is_deleted_goes_even_if_its_store_comes_after_its_deadline() {
     bed.delete([1]);
     // It comes nevertheless, and lets go.
     let both = [bed.key(1), bed.key(2)];
-    late.stored.lock().extend(both.clone());
+    for key in &both {
+        late.put(key, LEN, 0);
+    }
     late.kept.lock().clear();
     bed.settle();
-    assert_eq!(*late.stored.lock(), HashSet::from([both[1].clone()]));
+    assert_eq!(late.keys(), HashSet::from([both[1].clone()]));
 }
 
 #[test]
 fn a_load_for_which_there_is_no_room_in_time_does_not_begin() {
-    let gated = Scripted::new(Load::Gated, 5);
+    let gated = gated(5);
     let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
     let room = bed.l2.loads.available_permits();
     let all = bed
@@ -471,7 +372,7 @@ fn counted(bed: &Bed, name: &str) -> Vec<String> {
 
 #[test]
 fn what_is_under_way_and_what_takes_too_long_is_counted() {
-    let gated = Scripted::new(Load::Gated, 5);
+    let gated = gated(5);
     let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
     bed.prefetch();
     bed.prefetch();
@@ -491,12 +392,12 @@ fn what_is_under_way_and_what_takes_too_long_is_counted() {
 #[test]
 fn why_an_object_did_not_come_into_l1_is_counted() {
     let failures = "lmcache_mp_l2_prefetch_failure_chunks_total";
-    let late = bed(&[Scripted::new(Load::Late, 1)], Duration::from_secs(60));
+    let late = bed(&[late(1)], Duration::from_secs(60));
     late.prefetch();
     let expected = r#"{model_name="m",reason="deadline"} 3"#;
     assert_eq!(counted(&late, failures), [expected]);
 
-    let full = bed(&[Scripted::new(Load::Right, 1)], Duration::from_secs(60));
+    let full = bed(&[prompt(1)], Duration::from_secs(60));
     let other = full.request.scope.namespace(2, 0, 0);
     let request = ReserveRequest {
         namespace: &other,

@@ -4,6 +4,7 @@ use crate::cache_support::{FirstFit, NOW, hash, namespace, row};
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{Cache, CacheConfig, Extent, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
+use kvtier_core::random::SplitMix64;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
@@ -11,18 +12,6 @@ const CAPACITY: u64 = 1500;
 const GROUPS: u32 = 2;
 const PROMPTS: u64 = 6;
 const CHUNKS: u64 = 24;
-
-/// xorshift64*: enough disorder for a test.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % sides
-    }
-}
 
 /// Prompts share their first 8 chunks.
 fn chunk_number(prompt: u64, chunk: u64) -> u64 {
@@ -60,9 +49,9 @@ fn assert_reads(arena: &[AtomicU64], extent: Extent, mark: u64) {
     }
 }
 
-fn store(cache: &Cache<FirstFit>, arena: &[AtomicU64], dice: &mut Dice) {
-    let prompt = dice.roll(PROMPTS);
-    let hashes = prompt_hashes(prompt, dice.roll(CHUNKS) + 1);
+fn store(cache: &Cache<FirstFit>, arena: &[AtomicU64], random: &mut SplitMix64) {
+    let prompt = random.below(PROMPTS);
+    let hashes = prompt_hashes(prompt, random.below(CHUNKS) + 1);
     let requests: Vec<_> = (0..GROUPS)
         .map(|group| ReserveRequest {
             namespace: namespace(group, ["", "a"][(prompt % 2) as usize]),
@@ -75,24 +64,24 @@ fn store(cache: &Cache<FirstFit>, arena: &[AtomicU64], dice: &mut Dice) {
         let number = chunk_number(prompt, u64::from(staged.position));
         write(arena, staged.extent, mark(staged.request, number));
     }
-    match dice.roll(4) {
+    match random.below(4) {
         0 => drop(reservation),
         1 => drop(reservation.commit_leased(NOW)),
         _ => drop(reservation.commit(NOW)),
     }
 }
 
-fn read(cache: &Cache<FirstFit>, arena: &[AtomicU64], dice: &mut Dice) {
-    let prompt = dice.roll(PROMPTS);
+fn read(cache: &Cache<FirstFit>, arena: &[AtomicU64], random: &mut SplitMix64) {
+    let prompt = random.below(PROMPTS);
     let hashes = prompt_hashes(prompt, CHUNKS);
     let salt = ["", "a"][(prompt % 2) as usize];
-    let window = Some(dice.roll(6) as u32 + 1);
+    let window = Some(random.below(6) as u32 + 1);
     let rows = [row(0, salt, None), row(1, salt, window)].into();
     let mut found = cache.lookup(NOW, &rows, &hashes);
     for row in 0..2 {
         let chunks = found.lease.pinned(row).unwrap();
         let claim = found.lease.claim(row, chunks.clone()).unwrap();
-        if dice.roll(2) == 0 {
+        if random.below(2) == 0 {
             found.lease.release_range(row..row + 1, chunks.clone());
         }
         for (chunk, &extent) in chunks.zip(claim.extents()) {
@@ -102,13 +91,13 @@ fn read(cache: &Cache<FirstFit>, arena: &[AtomicU64], dice: &mut Dice) {
     }
 }
 
-fn disturb(cache: &Cache<FirstFit>, dice: &mut Dice) {
-    let salt = ["", "a"][dice.roll(2) as usize];
-    let hashes = prompt_hashes(dice.roll(PROMPTS), CHUNKS);
-    match dice.roll(8) {
-        0 => drop(cache.clear(dice.roll(2) == 0)),
-        1 | 2 => drop(cache.remove(namespace(0, salt), &hashes[4..10], dice.roll(2) == 0)),
-        3 | 4 => drop(cache.evict(NOW, dice.roll(300), 20)),
+fn disturb(cache: &Cache<FirstFit>, random: &mut SplitMix64) {
+    let salt = ["", "a"][random.below(2) as usize];
+    let hashes = prompt_hashes(random.below(PROMPTS), CHUNKS);
+    match random.below(8) {
+        0 => drop(cache.clear(random.below(2) == 0)),
+        1 | 2 => drop(cache.remove(namespace(0, salt), &hashes[4..10], random.below(2) == 0)),
+        3 | 4 => drop(cache.evict(NOW, random.below(300), 20)),
         5 => drop(cache.touch(NOW, namespace(1, salt), &hashes)),
         6 => drop(cache.objects(0, 500)),
         _ => drop(cache.stats()),
@@ -128,12 +117,12 @@ fn threads_never_read_what_others_wrote() {
         for seed in 1..=4u64 {
             let (cache, arena) = (cache.clone(), &arena);
             scope.spawn(move || {
-                let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                let mut random = SplitMix64::new(seed);
                 for _ in 0..4000 {
-                    match dice.roll(10) {
-                        0..4 => store(&cache, arena, &mut dice),
-                        4..9 => read(&cache, arena, &mut dice),
-                        _ => disturb(&cache, &mut dice),
+                    match random.below(10) {
+                        0..4 => store(&cache, arena, &mut random),
+                        4..9 => read(&cache, arena, &mut random),
+                        _ => disturb(&cache, &mut random),
                     }
                 }
             });

@@ -1,4 +1,4 @@
-//! The keys that every type takes.
+//! Keys common to all types.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::key::{Fallback, Interval, Key, Shape};
 use super::options::Options;
 use crate::wrap::Guards;
 
-/// A day: a longer wait is none.
+/// Longest configurable timeout: a day.
 const MAX_MS: i64 = 24 * 60 * 60 * 1000;
 
 const fn timeout(name: &'static str, default: i64, help: &'static str) -> Key {
@@ -19,57 +19,58 @@ const fn timeout(name: &'static str, default: i64, help: &'static str) -> Key {
         .or(Fallback::Integer(default))
 }
 
-/// The keys that every type takes.
+/// Keys common to all types.
 ///
-/// `name` is ours, the next five and `type` are LMCache's. An adapter that wraps another one takes over those that are given only inside.
+/// `type` and the five after `name` are LMCache's. An adapter that wraps another one inherits those that are set only
+/// inside.
 pub const COMMON: &[Key] = &[
-    Key::text("type", "Which kind of adapter").required(),
+    Key::text("type", "Type of the adapter").required(),
     Key::text(
         "name",
-        "What the tier is called in limits, metrics and listings: 1 to 64 of a-z, A-Z, 0-9, _ and -, no two the same; unset, \
-         its type and its place among the adapters, as in fs-0. Limits of single tiers go by it, so give one where adapters \
-         may come, go or change places",
+        "Name of the tier in limits, metrics and listings: 1 to 64 of a-z, A-Z, 0-9, _ and -, unique; unset, its type and \
+         position among the adapters, as in fs-0. Limits of single tiers refer to it, so set it if adapters may be added, \
+         removed or reordered",
     ),
     Key::text(
         "affinity_tag",
-        "Which L1 it works with; there is one here, so another value is accepted with a warning",
+        "L1 that it belongs to; kvtier has one, so other values are accepted with a warning",
     )
     .or(Fallback::Text("_default")),
     Key::switch(
         "shared",
-        "Other servers store and delete there as well, so nothing is known for certain",
+        "Other servers store and delete there too, so unknown objects are looked up in the backend",
     ),
     Key::switch(
         "persist_enabled",
-        "Keep what was stored when the server stops, where a type can do otherwise",
+        "Keep stored objects when the server stops, if the type can do otherwise",
     )
     .or(Fallback::Switch(true)),
     Key::of(
         "serde",
         Shape::Object,
-        "How objects are transformed on their way; refused, as they are kept as they are",
+        "Transformation of objects; refused, as objects are kept unchanged",
     ),
     Key::of(
         "eviction",
         Shape::Object,
-        "When and how it is emptied ahead of need; unset, only stores make room, what was used least recently first",
+        "Eviction ahead of demand; unset, only stores evict, least recently used first",
     ),
     timeout(
         "lookup_timeout_ms",
         1_000,
-        "Longest wait for a lookup, a page of a listing, or how much room there is",
+        "Deadline of a lookup, a page of a listing, or the query of the free bytes",
     ),
-    timeout("load_timeout_ms", 10_000, "Longest wait for a load"),
+    timeout("load_timeout_ms", 10_000, "Deadline of a load"),
     timeout(
         "store_timeout_ms",
         60_000,
-        "Longest wait for a store, a delete or the closing",
+        "Deadline of a store, a delete or the closing",
     ),
     Key::integer(
         "max_in_flight",
         1,
         65_536,
-        "Calls under way at once, counted apart for lookups, loads and stores; the next ones wait in order, as long as the call may take",
+        "Calls in flight, counted separately for lookups, loads and stores; further ones are queued for at most the deadline of the call",
     )
     .unit("calls")
     .or(Fallback::Integer(32)),
@@ -77,78 +78,78 @@ pub const COMMON: &[Key] = &[
         "retries",
         0,
         16,
-        "How often items that failed for a passing reason are tried again",
+        "Retries of items with a transient error",
     )
     .or(Fallback::Integer(2)),
     timeout(
         "retry_pause_ms",
         50,
-        "Pause before the first retry; it doubles for each one after, up to a second or this, and varies by half",
+        "Pause before the first retry; it doubles with each further one, up to a second or this, with a jitter of half",
     ),
     Key::integer(
         "breaker_failures",
         0,
         1_000_000,
-        "Calls without an answer, one after another, after which calls of that kind fail at once; 0 is never",
+        "Consecutive unanswered calls after which calls of that kind fail at once; 0 is never",
     )
     .unit("calls")
     .or(Fallback::Integer(5)),
     timeout(
         "breaker_pause_ms",
         1_000,
-        "How long they do until one call probes again; it doubles while probes fail",
+        "Pause before a call probes the backend again; it doubles while probes fail",
     ),
-    timeout("breaker_pause_max_ms", 60_000, "Up to this"),
+    timeout("breaker_pause_max_ms", 60_000, "Longest such pause"),
     Key::integer(
         "checksums",
         0,
         1_000_000_000,
-        "Objects whose checksums are remembered, to compare what is loaded, for types that keep none with the objects; 38 \
-         to 76 bytes each; 0 is no comparing",
+        "Checksums kept in memory to compare loads of types that store none with the objects; 38 to 76 bytes each; 0 disables \
+         the comparison",
     )
     .unit("objects")
     .or(Fallback::Integer(1_000_000)),
     Key::switch(
         "require_checksum",
-        "Take objects whose bytes cannot be compared with a checksum for none, and let stores replace them: files of LMCache, \
-         and ours cut off right behind the object; for types that keep none, what is not remembered",
+        "Objects without a checksum to compare with are misses, which stores replace: files of LMCache, and kvtier's cut off \
+         right behind the object; for types that store no checksums, objects whose checksum is not in memory",
     ),
 ];
 
-/// The keys of `eviction`.
+/// Keys of `eviction`.
 pub const EVICTION: &[Key] = &[
     Key::of(
         "eviction_policy",
         Shape::OneOf(&["LRU", "IsolatedLRU", "UserLRU", "ARC", "noop"]),
-        "What leaves first: the least recently used; the same with an order for each cache salt, so that quotas hold (IsolatedLRU, or UserLRU as it was called); what was used once before what was used again (ARC); nothing ever",
+        "Eviction policy: least recently used; the same per cache salt, so that quotas hold (IsolatedLRU, formerly UserLRU); objects used once before those used repeatedly (ARC); no eviction (noop)",
     )
     .required(),
     Key::number(
         "trigger_watermark",
         Interval::above(0.0).up_to(1.0),
-        "Part of the capacity from which on it is emptied",
+        "Used fraction of the capacity from which it evicts",
     )
     .or(Fallback::Number(0.8)),
     Key::number(
         "eviction_ratio",
         Interval::above(0.0).up_to(1.0),
-        "Part of the used bytes that leave then",
+        "Fraction of the used bytes that it evicts then",
     )
     .or(Fallback::Number(0.2)),
 ];
 
-/// When and how an adapter is emptied.
+/// Eviction ahead of demand.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EvictionConfig {
-    /// What leaves first.
+    /// Eviction policy.
     pub policy: EvictionKind,
-    /// Part of the capacity from which on it is emptied, above 0, at most 1.
+    /// Used fraction of the capacity from which it evicts, above 0, at most 1.
     pub trigger_watermark: f64,
-    /// Part of the used bytes that leave then, above 0, at most 1.
+    /// Fraction of the used bytes that it evicts then, above 0, at most 1.
     pub eviction_ratio: f64,
 }
 
-/// The checked common keys.
+/// Values of the common keys.
 pub(crate) struct Common {
     pub name: Option<String>,
     pub shared: bool,
@@ -159,7 +160,7 @@ pub(crate) struct Common {
 }
 
 impl Common {
-    /// Reads them from `map`, from which they are removed.
+    /// Removes them from `map`.
     pub(crate) fn take(owner: &str, map: &mut Map<String, Value>) -> Result<Self, ConfigError> {
         if let Some(value) = map.remove("serde").filter(|value| !value.is_null()) {
             return Err(ConfigError::value(
@@ -200,7 +201,7 @@ impl Common {
             return Err(values.refuse("checksums", "at least 1 with require_checksum"));
         }
         let name = values.find::<&str>("name").map(str::to_owned);
-        if name.as_deref().is_some_and(|name| !may_be_called(name)) {
+        if name.as_deref().is_some_and(|name| !is_valid_name(name)) {
             let allowed = "1 to 64 of a-z, A-Z, 0-9, _ and -, and not l1, l2 or all";
             return Err(values.refuse("name", allowed));
         }
@@ -222,8 +223,8 @@ impl Common {
     }
 }
 
-/// Whether a tier may have this name; some words mean tiers already.
-fn may_be_called(name: &str) -> bool {
+/// Whether a tier may have this name; some are reserved.
+fn is_valid_name(name: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
     (1..=64).contains(&name.len())
         && name.bytes().all(plain)
@@ -250,7 +251,7 @@ fn eviction(owner: &str, value: Value) -> Result<EvictionConfig, ConfigError> {
     })
 }
 
-/// Refuses the keys of `map` that are not known.
+/// Refuses unknown keys of `map`.
 pub(crate) fn refuse_rest<'a>(
     owner: &str,
     map: &Map<String, Value>,

@@ -1,4 +1,4 @@
-//! Why a configuration is refused.
+//! Errors of configurations.
 
 use std::fmt;
 
@@ -6,22 +6,22 @@ use serde_json::Value;
 
 use crate::redact;
 
-/// Why a configuration was refused: one line that names the key, its value and what is allowed.
+/// Refusal of a configuration: one line that names the key, its value and what is allowed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct ConfigError(String);
 
-/// Most characters of a value that an error repeats.
+/// Longest value, in characters, that an error repeats.
 const SHOWN: usize = 120;
 
 impl ConfigError {
-    /// An error with this line. Line ends, which may come from what was given, become spaces, and secrets are hidden.
+    /// Returns an error with this line. Line ends, which values may contain, become spaces, and secrets are redacted.
     pub fn new(line: impl Into<String>) -> Self {
         let line: String = line.into();
         Self(redact::text(&line.replace(['\n', '\r'], " ")))
     }
 
-    /// Key `key` of `owner` cannot be `value`; `allowed` ends the sentence that begins with "give".
+    /// Returns the error for a value of `key` of `owner`; `allowed` follows the word "give".
     pub fn value(owner: &str, key: &str, value: &Value, allowed: impl fmt::Display) -> Self {
         Self::new(format!(
             "{owner}: key {key:?}: {} is not allowed; give {allowed}",
@@ -30,7 +30,7 @@ impl ConfigError {
     }
 }
 
-/// The beginning of `text`, which whoever wrote it will recognise.
+/// Returns the beginning of `text`.
 pub(crate) fn clip(text: &str) -> String {
     match text.char_indices().nth(SHOWN) {
         None => text.to_owned(),

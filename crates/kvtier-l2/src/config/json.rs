@@ -1,4 +1,4 @@
-//! JSON in which no object has a key twice, where `serde_json` alone would silently take the last one.
+//! JSON without duplicate keys, of which `serde_json` alone would silently take the last one.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 /// Parses one JSON value.
 ///
 /// # Errors
-/// What is not JSON; of the category [`Data`](serde_json::error::Category::Data), a key that is given twice.
+/// For text that is not JSON, and in the category [`Data`](serde_json::error::Category::Data) for a duplicate key.
 pub(crate) fn parse(text: &str) -> Result<Value, serde_json::Error> {
     let mut reader = serde_json::Deserializer::from_str(text);
     let value = Unique.deserialize(&mut reader)?;

@@ -1,33 +1,32 @@
-//! What an adapter can be told: one [`Key`] each, with everything that its check and its documentation need.
+//! Definitions of configuration keys, for their checks and their documentation.
 
 use std::fmt;
 
 use serde_json::Value;
 
-/// One key of an adapter's configuration.
+/// Key of an adapter's configuration.
 ///
-/// A list of these is all there is to say about a type's keys: values are checked by it before the adapter sees them,
-/// and the documentation is made from it.
+/// Values are checked against the definition before the adapter sees them, and the documentation is generated from it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Key {
     /// Its name in JSON and TOML.
     pub name: &'static str,
-    /// What values it takes.
+    /// Its allowed values.
     pub shape: Shape,
-    /// What it is when not given.
+    /// Its value if unset.
     pub fallback: Fallback,
-    /// What a number counts, such as "ms"; empty where there is nothing to count.
+    /// Unit of a number, such as "ms"; empty if there is none.
     pub unit: &'static str,
-    /// One line for its reader.
+    /// Its help text, one line.
     pub help: &'static str,
 }
 
-/// What values a key takes.
+/// Allowed values of a key.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Shape {
     /// `true` or `false`.
     Switch,
-    /// A whole number between two, both included.
+    /// A whole number of a closed range.
     Integer {
         /// Smallest.
         min: i64,
@@ -42,27 +41,27 @@ pub enum Shape {
     AnyText,
     /// One of these words.
     OneOf(&'static [&'static str]),
-    /// A list of whole numbers from this one on.
+    /// A list of whole numbers with a minimum.
     Integers {
         /// Smallest.
         min: i64,
     },
     /// A list of numbers of an interval.
     Numbers(Interval),
-    /// A configuration of another adapter, with its own `type`.
+    /// The configuration of another adapter, with its own `type`.
     Adapter,
-    /// An object whose keys are described elsewhere.
+    /// An object whose keys are defined elsewhere.
     Object,
-    /// A list of objects that have these keys.
+    /// A list of objects with these keys.
     Tables(&'static [Key]),
 }
 
-/// What a key is when not given.
+/// Value of an unset key.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Fallback {
-    /// It must be given.
+    /// The key is required.
     Required,
-    /// Nothing; lists are empty.
+    /// None; a list is empty.
     Nothing,
     /// A switch.
     Switch(bool),
@@ -74,7 +73,7 @@ pub enum Fallback {
     Text(&'static str),
 }
 
-/// The numbers between two, with the upper one, with or without the lower one.
+/// Interval of numbers, closed above, open or closed below.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Interval {
     from: f64,
@@ -103,7 +102,7 @@ impl Interval {
         }
     }
 
-    /// Those of them up to `to`, included.
+    /// The interval up to `to`, included.
     #[must_use]
     pub const fn up_to(self, to: f64) -> Self {
         Self { to, ..self }
@@ -154,55 +153,55 @@ impl Key {
         }
     }
 
-    /// A switch, off unless it says otherwise by [`Self::or`].
+    /// Returns a switch, off unless set otherwise by [`Self::or`].
     #[must_use]
     pub const fn switch(name: &'static str, help: &'static str) -> Self {
         Self::new(name, Shape::Switch, help).or(Fallback::Switch(false))
     }
 
-    /// A whole number from `min` to `max`.
+    /// Returns a key of a whole number from `min` to `max`.
     #[must_use]
     pub const fn integer(name: &'static str, min: i64, max: i64, help: &'static str) -> Self {
         Self::new(name, Shape::Integer { min, max }, help)
     }
 
-    /// A number.
+    /// Returns a key of a number.
     #[must_use]
     pub const fn number(name: &'static str, interval: Interval, help: &'static str) -> Self {
         Self::new(name, Shape::Number(interval), help)
     }
 
-    /// A text that is not empty.
+    /// Returns a key of a text that is not empty.
     #[must_use]
     pub const fn text(name: &'static str, help: &'static str) -> Self {
         Self::new(name, Shape::Text, help)
     }
 
-    /// Anything else.
+    /// Returns a key of any shape.
     #[must_use]
     pub const fn of(name: &'static str, shape: Shape, help: &'static str) -> Self {
         Self::new(name, shape, help)
     }
 
-    /// The same key, which must be given.
+    /// Makes the key required.
     #[must_use]
     pub const fn required(self) -> Self {
         self.or(Fallback::Required)
     }
 
-    /// The same key with this when it is not given.
+    /// Sets its value if unset.
     #[must_use]
     pub const fn or(self, fallback: Fallback) -> Self {
         Self { fallback, ..self }
     }
 
-    /// The same key, counting this.
+    /// Sets its unit.
     #[must_use]
     pub const fn unit(self, unit: &'static str) -> Self {
         Self { unit, ..self }
     }
 
-    /// What may be given, as the end of a sentence that begins with "give".
+    /// Returns the allowed values as text to follow the word "give".
     #[must_use]
     pub fn allowed(&self) -> String {
         match self.shape {
@@ -220,7 +219,7 @@ impl Key {
         }
     }
 
-    /// What it is when not given, as text.
+    /// Returns its value if unset as text.
     #[must_use]
     pub fn default_text(&self) -> String {
         match (self.fallback, self.shape) {
@@ -236,7 +235,7 @@ impl Key {
         }
     }
 
-    /// The value when none was given; `None` is "nothing".
+    /// Returns its value if unset; `None` is no value.
     pub(super) fn unset(&self) -> Option<Setting> {
         Some(match (self.fallback, self.shape) {
             (_, Shape::Integers { .. }) => Setting::Integers(Vec::new()),
@@ -250,8 +249,8 @@ impl Key {
         })
     }
 
-    /// `value`, if this key takes it. [`Shape::Adapter`], [`Shape::Object`] and [`Shape::Tables`] are not for here: what they
-    /// hold is.
+    /// Returns `value` as a setting if it is allowed. Not for [`Shape::Adapter`], [`Shape::Object`] and [`Shape::Tables`], only
+    /// for what they contain.
     pub(super) fn read(&self, value: &Value) -> Option<Setting> {
         let integer =
             |value: &Value, min, max| value.as_i64().filter(|number| (min..=max).contains(number));
@@ -287,7 +286,7 @@ impl Key {
     }
 }
 
-/// The whole numbers between two, in words; the largest and smallest there are go without saying.
+/// Range of whole numbers in words, without the limits of the type.
 struct Whole(i64, i64);
 
 impl fmt::Display for Whole {
@@ -300,7 +299,7 @@ impl fmt::Display for Whole {
     }
 }
 
-/// Words to choose from, for people.
+/// Returns a choice of words as text.
 pub(crate) fn one_of(words: &[&str]) -> String {
     match words.split_last() {
         Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),

@@ -1,8 +1,8 @@
-//! How adapters are configured: LMCache's `--l2-adapter` JSON, or the same keys as a TOML table.
+//! Configuration of adapters: LMCache's `--l2-adapter` JSON, or the same keys as a TOML table.
 //!
-//! One object an adapter: its `type`, the common keys of [`COMMON`], and the keys of its type. Keys, meanings and defaults
-//! are LMCache 0.5.6's where it has them; what it does not have bounds what an adapter may do to those who wait for it.
-//! A key that nobody knows is refused, which LMCache would ignore.
+//! One object per adapter: its `type`, the common keys of [`COMMON`], and the keys of its type. Keys, meanings and defaults
+//! are those of LMCache 0.5.6 if it has them; the others mostly limit the calls of an adapter. Unknown keys are refused,
+//! which LMCache ignores.
 
 mod common;
 mod error;
@@ -23,7 +23,7 @@ use kvtier_core::eviction::EvictionKind;
 
 use crate::wrap::Guards;
 
-/// Bytes of one "GB" of a configuration: LMCache's sizes are GiB under that name.
+/// Bytes per "GB" of a configuration: LMCache's sizes are GiB under that name.
 pub const GIB: u64 = 1 << 30;
 
 /// A checked configuration of one adapter.
@@ -31,25 +31,25 @@ pub const GIB: u64 = 1 << 30;
 pub struct AdapterConfig {
     /// Its type.
     pub kind: &'static str,
-    /// What its tier is called, if not by its type and number.
+    /// Name of its tier, if not its type and number.
     pub name: Option<String>,
     /// Other processes may store and delete there.
     pub shared: bool,
-    /// What was stored is kept when the server stops. Adapters that always keep it ignore this, as LMCache's do.
+    /// Stored objects are kept when the server stops. Adapters that always keep them ignore this, as LMCache's do.
     pub persist_enabled: bool,
-    /// When and how it is emptied ahead of need; with `None` only stores make room.
+    /// Eviction ahead of demand; with `None` only stores evict.
     pub eviction: Option<EvictionConfig>,
-    /// What bounds each call.
+    /// Limits of its calls.
     pub guards: Guards,
     /// The keys of its type.
     pub options: Options,
-    /// What its user should know, each one line.
+    /// Warnings for its user, one line each.
     pub warnings: Vec<String>,
 }
 
 impl AdapterConfig {
-    /// Bytes its objects may take, as `max_capacity_gb` or `max_size_gb` says, or that of the adapter inside, which holds
-    /// them; `None` is no bound, as of what is only read.
+    /// Capacity by `max_capacity_gb` or `max_size_gb`, its own or that of the adapter inside; `None` is unbounded, as is a
+    /// read-only adapter.
     #[must_use]
     pub fn capacity_bytes(&self) -> Option<u64> {
         let own = ["max_capacity_gb", "max_size_gb"]
@@ -62,7 +62,7 @@ impl AdapterConfig {
         Some(self.options.gib(key)).filter(|bytes| *bytes > 0 && !is_read_only)
     }
 
-    /// Whether what is to be emptied from a share of the capacity on has no capacity. Quotas need none.
+    /// Whether eviction is configured without a capacity to take a fraction of. Quotas need none.
     pub(crate) fn never_fills(&self) -> bool {
         let by_share = |eviction: &EvictionConfig| {
             !matches!(

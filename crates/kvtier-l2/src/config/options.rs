@@ -1,4 +1,4 @@
-//! Checked values by key.
+//! Checked values of keys.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use super::key::{Fallback, Key, Setting, Shape};
 use super::{AdapterConfig, GIB, clip, refuse_rest};
 use crate::redact;
 
-/// The values of a list of keys, all checked, defaults filled in.
+/// Checked values of a list of keys, with defaults.
 #[derive(Clone, PartialEq)]
 pub struct Options {
     owner: String,
@@ -29,7 +29,7 @@ impl fmt::Debug for Options {
     }
 }
 
-/// A type that values are read as.
+/// Type of a value.
 pub trait FromSetting<'a>: Sized {
     #[doc(hidden)]
     fn of(options: &'a Options, key: &str) -> Option<Self>;
@@ -64,8 +64,7 @@ from_setting! {
 }
 
 impl Options {
-    /// The values of `keys` in `map`, from which they are removed. A JSON null is a key not given. `owner` begins each
-    /// error.
+    /// Removes the values of `keys` from `map`. A JSON null is an unset key. Errors start with `owner`.
     pub(crate) fn take(
         owner: &str,
         keys: &[Key],
@@ -76,7 +75,7 @@ impl Options {
         })
     }
 
-    /// [`Self::take`], with `nested` to read the configuration of another adapter.
+    /// [`Self::take`] with `nested` to parse the configuration of another adapter.
     pub(crate) fn take_with(
         owner: &str,
         keys: &[Key],
@@ -107,7 +106,7 @@ impl Options {
         })
     }
 
-    /// The value of `key`, `None` when it was not given and has no default.
+    /// Returns the value of `key`, `None` if it is unset and has no default.
     ///
     /// The type must be that of the key's [`Shape`]: a whole number is read as `i64`, `u64`, `u32` or `usize`, a number
     /// as `f64`, a text as `&str` or `String`, a list as a slice.
@@ -123,11 +122,11 @@ impl Options {
         value
     }
 
-    /// The value of `key`, which is required or has a default.
+    /// Returns the value of `key`, which is required or has a default.
     ///
     /// # Panics
-    /// When it is neither, is not among the type's keys, or is of another type: mistakes of the adapter, which show the
-    /// first time it is opened.
+    /// If it is neither, is not among the type's keys, or is of another type: bugs of the adapter that show when it is first
+    /// opened.
     #[must_use]
     pub fn get<'a, T: FromSetting<'a>>(&'a self, key: &str) -> T {
         match self.find(key) {
@@ -139,7 +138,7 @@ impl Options {
         }
     }
 
-    /// The value of a key that counts GiB, in bytes.
+    /// Returns the value of a key in GiB as bytes.
     ///
     /// # Panics
     /// As [`Self::get`].
@@ -154,8 +153,8 @@ impl Options {
         (self.get::<f64>(key) * GIB as f64) as u64
     }
 
-    /// The error for the value of `key`; `allowed` ends the sentence that begins with "give". For checks that a
-    /// [`Shape`] cannot express.
+    /// Returns the error for the value of `key`, for checks that a [`Shape`] cannot express; `allowed` follows the word
+    /// "give".
     #[must_use]
     pub fn refuse(&self, key: &str, allowed: &str) -> ConfigError {
         let value = match self.settings.get(key) {
@@ -173,7 +172,7 @@ impl Options {
     }
 }
 
-/// A value that was given for `key`.
+/// Parses the value of `key`.
 fn setting(
     owner: &str,
     key: &Key,

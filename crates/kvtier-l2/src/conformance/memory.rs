@@ -1,4 +1,4 @@
-//! A small L1 whose freed bytes are garbage at once.
+//! Small L1 that overwrites freed bytes with garbage.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use tokio::sync::Notify;
 
 use crate::object::Buffer;
 
-/// Hands out buffers of an anonymous arena, and takes them back when their last hold is dropped.
+/// Allocator of buffers in an anonymous arena, which are freed when their last hold is dropped.
 #[derive(Clone)]
 pub struct Memory(Arc<Pool>);
 
@@ -18,7 +18,7 @@ struct Pool {
     freed: Notify,
 }
 
-/// Keeps one extent from being given to somebody else.
+/// Keeps an extent allocated.
 struct Hold {
     pool: Arc<Pool>,
     extent: Extent,
@@ -37,10 +37,10 @@ impl Drop for Hold {
 }
 
 impl Memory {
-    /// At least this many bytes.
+    /// Returns a memory of at least `bytes` bytes.
     ///
     /// # Panics
-    /// When the system has no memory.
+    /// If the system is out of memory.
     #[must_use]
     pub fn new(bytes: u64) -> Self {
         let arena = Arena::create(ArenaKind::Anonymous, bytes).expect("memory for an arena");
@@ -52,14 +52,14 @@ impl Memory {
         }))
     }
 
-    /// A buffer of garbage.
+    /// Returns a buffer of garbage.
     ///
     /// # Panics
-    /// When there is no room, as adapters hold on to buffers that they have answered for.
+    /// If there is no free memory, as adapters keep buffers of answered calls.
     #[must_use]
     pub fn buffer(&self, len: u64) -> Buffer {
         let extent = self.0.extents.lock().allocate(len);
-        let extent = extent.expect("room for a buffer, once adapters let go of theirs");
+        let extent = extent.expect("free memory, as adapters drop their buffers");
         let hold = Hold {
             pool: self.0.clone(),
             extent,
@@ -67,7 +67,7 @@ impl Memory {
         Buffer::new(self.0.arena.clone(), extent, Arc::new(hold))
     }
 
-    /// A buffer with these bytes.
+    /// Returns a buffer with these bytes.
     ///
     /// # Panics
     /// As [`Self::buffer`].
@@ -78,7 +78,7 @@ impl Memory {
         buffer
     }
 
-    /// A buffer that can be neither read nor written: it lies outside of the arena.
+    /// Returns a buffer outside of the arena, which can be neither read nor written.
     #[must_use]
     pub fn outside(&self, len: u64) -> Buffer {
         let extent = Extent {
@@ -107,10 +107,10 @@ impl Memory {
     }
 }
 
-/// The bytes of a buffer.
+/// Returns the bytes of a buffer.
 ///
 /// # Panics
-/// When it cannot be read.
+/// If it cannot be read.
 #[must_use]
 pub(super) fn bytes(buffer: &Buffer) -> Vec<u8> {
     let mut bytes = Vec::new();

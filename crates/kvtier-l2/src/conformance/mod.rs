@@ -1,6 +1,6 @@
-//! The suite that every adapter must pass, wherever it is kept.
+//! Conformance suite of adapters, built-in or external.
 //!
-//! Give [`run`] something that makes empty backing stores, and each store a way to open the adapter on it:
+//! [`run`] needs a function that makes empty backing stores, each of which opens the adapter on itself:
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -19,14 +19,14 @@
 //! # }
 //! ```
 //!
-//! The suite knows nothing of how an adapter works inside, and waits for nothing but its answers. An adapter is run as it
-//! is and in its guards; it needs a tokio runtime of which time is not paused.
+//! The suite knows nothing of the internals of an adapter and waits only for its answers. It needs a tokio runtime whose
+//! time is not paused.
 //!
-//! Its memory is hostile in the way that L1 is: as soon as the last hold of a buffer is dropped, its bytes become garbage
-//! and then another buffer's. An adapter that reads or writes a moment too long is seen by its bytes.
+//! Its memory is reused as L1's is: once the last hold of a buffer is dropped, its bytes become garbage and then those of
+//! another buffer, which shows an adapter that reads or writes too late.
 
-mod bed;
 mod cases;
+mod context;
 mod memory;
 mod objects;
 #[cfg(test)]
@@ -41,23 +41,23 @@ use kvtier_core::object_key::ObjectKey;
 
 use crate::adapter::{Adapter, BoxFuture};
 
-pub use bed::poll_once;
+pub use context::poll_once;
 pub use memory::Memory;
 pub use objects::{content, object, object_with};
 
-use bed::Bed;
+use context::TestContext;
 
-/// Longest time for one case. None of them waits for time to pass, so this only ends those that hang.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Timeout of one case. No case waits for time to pass, so it only ends those that hang.
+const CASE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A backing store: a directory, a bucket, a server.
+/// Backing store: a directory, a bucket, a server.
 ///
-/// A closure that makes a future of an opened adapter is one.
+/// Implemented for closures that return a future of an opened adapter.
 pub trait Subject: Send + Sync + 'static {
     /// Opens the adapter on the store, which may hold objects. Earlier ones were closed.
     fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>>;
 
-    /// Harms what is stored under `key`, behind the adapter's back. `false` when it cannot do this.
+    /// Damages the object of `key` without the adapter. Returns `false` if that is not possible.
     fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
         let _ = (key, how);
         false
@@ -74,23 +74,23 @@ where
     }
 }
 
-/// What may happen to stored bytes.
+/// Damage of stored bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// One bit of them is another one.
+    /// One bit is flipped.
     Flip,
-    /// The last ones are missing.
+    /// The last bytes are missing.
     Truncate,
-    /// There are more behind them.
+    /// There are additional bytes behind them.
     Extend,
-    /// All are missing, yet there is something under their name.
+    /// All bytes are missing, but the object exists.
     Empty,
-    /// Nothing is there any more.
+    /// The object does not exist any more.
     Remove,
 }
 
 impl Damage {
-    /// All of them.
+    /// All kinds of damage.
     pub const ALL: [Self; 5] = [
         Self::Flip,
         Self::Truncate,
@@ -100,17 +100,17 @@ impl Damage {
     ];
 }
 
-/// What each case found, by its name.
+/// Results of the cases by name.
 #[derive(Debug)]
 pub struct Report(Vec<(&'static str, Result<(), String>)>);
 
 impl Report {
-    /// The names of all cases that were run.
+    /// Returns the names of all cases that were run.
     pub fn cases(&self) -> impl Iterator<Item = &'static str> {
         self.0.iter().map(|(name, _)| *name)
     }
 
-    /// The cases that failed, and why.
+    /// Returns the failed cases with their messages.
     pub fn failed(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.0
             .iter()
@@ -133,32 +133,32 @@ impl fmt::Display for Report {
 /// Runs all cases, each with a new, empty store from `make`.
 ///
 /// # Panics
-/// When a case failed, with the report.
+/// If a case failed, with the report.
 pub async fn run<S: Subject>(make: impl FnMut() -> S) {
     let report = check(make).await;
     assert!(report.failed().next().is_none(), "\n{report}");
 }
 
-/// [`run`] that gives its findings back.
+/// Runs all cases and returns the report.
 pub async fn check<S: Subject>(make: impl FnMut() -> S) -> Report {
     check_some(make, |_| true).await
 }
 
-/// [`check`] of the cases whose names are `chosen`.
+/// Runs the cases whose names are `chosen`.
 pub async fn check_some<S: Subject>(
     mut make: impl FnMut() -> S,
     chosen: impl Fn(&str) -> bool,
 ) -> Report {
     let mut results = Vec::new();
     for case in cases::ALL.iter().filter(|case| chosen(case.name)) {
-        let work = tokio::spawn((case.run)(Bed::new(Arc::new(make()))));
+        let work = tokio::spawn((case.run)(TestContext::new(Arc::new(make()))));
         let abort = work.abort_handle();
-        let result = match tokio::time::timeout(PATIENCE, work).await {
+        let result = match tokio::time::timeout(CASE_TIMEOUT, work).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(error)) => Err(message(error)),
             Err(_) => {
                 abort.abort();
-                Err(format!("did not end within {} s", PATIENCE.as_secs()))
+                Err(format!("did not end within {} s", CASE_TIMEOUT.as_secs()))
             }
         };
         results.push((case.name, result));
@@ -166,7 +166,7 @@ pub async fn check_some<S: Subject>(
     Report(results)
 }
 
-/// What a panic says.
+/// Returns the message of a panic.
 fn message(error: tokio::task::JoinError) -> String {
     let Ok(panic) = error.try_into_panic() else {
         return "was cancelled".into();

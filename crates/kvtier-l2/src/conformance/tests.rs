@@ -1,4 +1,4 @@
-//! The suite finds what is wrong: adapters that break one obligation each, and the cases that must say so.
+//! Tests of the suite: adapters that break one obligation each, and the cases that detect it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use serde_json::Value;
 use super::*;
 use crate::adapter::{Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
 use crate::error::{ErrorKind, L2Error};
-use crate::mock::{Mock, Shelf};
+use crate::mock::{MemoryStore, Mock};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
-use crate::wrap::checksum::{Checksums, Sums};
+use crate::wrap::checksum::{ChecksumCache, Checksums};
 
-/// Which obligation is broken.
+/// Broken obligation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     None,
@@ -28,9 +28,9 @@ enum Fault {
     SaltBlind,
     /// A load answers before it has written.
     EarlyAnswer,
-    /// A load goes on with buffers that were let go of.
+    /// A load writes to buffers after dropping their holds.
     LateWrite,
-    /// A store reads from buffers that were let go of.
+    /// A store reads from buffers after dropping their holds.
     LateRead,
     /// Bytes of an equal object count again.
     CountsTwice,
@@ -50,7 +50,7 @@ enum Fault {
     Unchecked,
 }
 
-/// A mock with a fault. What is told wrongly is told so on the way to it or back.
+/// A mock with a fault, injected into its calls or its answers.
 struct Broken {
     inner: Arc<Mock>,
     fault: Fault,
@@ -236,18 +236,18 @@ impl Adapter for Broken {
     }
 }
 
-/// A shelf behind a broken adapter.
+/// A store behind a broken adapter.
 struct Store {
-    shelf: Mutex<Arc<Shelf>>,
-    sums: Arc<Sums>,
+    store: Mutex<Arc<MemoryStore>>,
+    sums: Arc<ChecksumCache>,
     fault: Fault,
 }
 
 impl Store {
     fn new(fault: Fault) -> Self {
         Self {
-            shelf: Mutex::new(Arc::new(Shelf::new(1 << 30))),
-            sums: Arc::new(Sums::new(1 << 10)),
+            store: Mutex::new(Arc::new(MemoryStore::new(1 << 30))),
+            sums: Arc::new(ChecksumCache::new(1 << 10)),
             fault,
         }
     }
@@ -255,16 +255,16 @@ impl Store {
 
 impl Subject for Store {
     fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
-        let mut shelf = self.shelf.lock();
+        let mut store = self.store.lock();
         if self.fault == Fault::Forgetful {
-            *shelf = Arc::new(Shelf::new(1 << 30));
+            *store = Arc::new(MemoryStore::new(1 << 30));
         }
-        let inner = Arc::new(Mock::new(shelf.clone(), 1e11));
+        let inner = Arc::new(Mock::new(store.clone(), 1e11));
         let broken = Broken {
             inner,
             fault: self.fault,
         };
-        // Each fault is seen as it is: nothing around it compares bytes.
+        // Without checksums, so that each fault is visible.
         if self.fault != Fault::None {
             return Box::pin(async move { Arc::new(broken) as _ });
         }
@@ -273,11 +273,11 @@ impl Subject for Store {
     }
 
     fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
-        self.shelf.lock().damage(key, how)
+        self.store.lock().damage(key, how)
     }
 }
 
-/// The cases among these that find the fault.
+/// Returns the cases among these that detect the fault.
 async fn found_by(fault: Fault, cases: &[&str]) -> BTreeSet<&'static str> {
     let report = check_some(|| Store::new(fault), |name| cases.contains(&name)).await;
     assert_eq!(

@@ -1,7 +1,7 @@
-//! The base directory: its descriptor, the files that are being written, and those put aside.
+//! The base directory: its descriptor, temporary files, and the quarantine.
 //!
-//! Files that are being written begin with the name of their writer, which is a locked file itself. So whoever comes
-//! later can tell leftovers, whichever host or container wrote them.
+//! Names of temporary files start with the name of their writer, which is a locked file. So a later process recognises
+//! leftovers, whichever host or container wrote them.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
@@ -16,39 +16,39 @@ use rustix::io::Errno;
 use super::beneath;
 use super::names::{QUARANTINE, TEMPORARY};
 
-/// Damaged files that are kept to be looked at; more are deleted.
-const KEPT: usize = 16;
+/// Damaged files kept in the quarantine; further ones are deleted.
+const MAX_QUARANTINED: usize = 16;
 
 pub(super) const FILE_MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 const DIR_MODE: Mode = Mode::RWXU;
 
-/// The directory that holds everything, and what never changes about it.
+/// The base directory.
 pub(super) struct Base {
     path: PathBuf,
-    /// Where files are written before they get their name: from `path` on, with a `/` at its end, or empty.
+    /// Directory of temporary files relative to `path`, with a `/` at its end, or empty.
     temporary: String,
-    /// Replaced when the directory was removed.
+    /// Replaced if the directory was removed.
     dir: RwLock<Arc<OwnedFd>>,
-    /// Why `path` does not lead to `dir`, as last checked.
+    /// Reason why `path` does not lead to `dir`, as of the last check.
     lost: Mutex<Option<&'static str>>,
-    /// Of our files that are being written.
+    /// Name of this writer, the beginning of its temporary files.
     writer: String,
-    /// Our lock on that name. Without one, leftovers are told by their age.
+    /// Lock of that name. Without one, leftovers are recognised by their age.
     lock: Mutex<Option<OwnedFd>>,
     written: AtomicU64,
     kept: AtomicUsize,
     is_read_only: bool,
 }
 
-/// A file that is being written.
+/// Temporary file.
 pub(super) struct Temporary {
     pub path: String,
     pub file: OwnedFd,
 }
 
-/// What became of a damaged file.
+/// Result of quarantining a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Aside {
+pub(super) enum Quarantined {
     Kept,
     Deleted,
     /// It was replaced meanwhile.
@@ -56,16 +56,16 @@ pub(super) enum Aside {
 }
 
 impl Base {
-    /// Opens the directory and makes it where it is missing. `temporary` is relative to it, or empty.
+    /// Opens the directory and creates it if it is missing. `temporary` is relative to it, or empty.
     pub(super) fn open(path: PathBuf, temporary: &str) -> Result<Self, std::io::Error> {
         let temporary = match temporary.trim_matches('/') {
             "" | "." => String::new(),
             inside => format!("{inside}/"),
         };
-        // Made anew where it was, wherever we are by then.
+        // Absolute, so that it can be recreated whatever the working directory is.
         let path = std::path::absolute(path)?;
         let dir = make(&path, &temporary)?;
-        // Told now rather than at every store.
+        // An error now rather than at each store.
         rustix::fs::access(&path, Access::WRITE_OK | Access::EXEC_OK)?;
         let kept = count_kept(&dir);
         let writer = format!("{TEMPORARY}{:016x}", unique());
@@ -82,7 +82,7 @@ impl Base {
         })
     }
 
-    /// Opens a directory that is there, to write nothing in it.
+    /// Opens an existing directory for reading only.
     pub(super) fn open_read_only(path: PathBuf) -> Result<Self, std::io::Error> {
         let path = std::path::absolute(path)?;
         let dir = rustix::fs::open(&path, DIR_FLAGS, Mode::empty())?;
@@ -108,17 +108,17 @@ impl Base {
         &self.path
     }
 
-    /// From the base on, with a `/` at its end, or empty.
+    /// Directory of temporary files relative to the base, with a `/` at its end, or empty.
     pub(super) fn temporary(&self) -> &str {
         &self.temporary
     }
 
-    /// The directory as it was last seen.
+    /// The directory as last opened.
     pub(super) fn dir(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.dir.read())
     }
 
-    /// The directory, followed to its new place if somebody removed it and made it anew.
+    /// The directory, reopened if it was removed and created again.
     pub(super) fn current(&self) -> Arc<OwnedFd> {
         let dir = self.dir();
         if !is_removed(&dir) {
@@ -130,11 +130,11 @@ impl Base {
         }
     }
 
-    /// The directory with all that belongs in it, made anew if it is gone.
+    /// The directory with its subdirectories, created again if it was removed.
     pub(super) fn restored(&self) -> Result<Arc<OwnedFd>, Errno> {
         match make(&self.path, &self.temporary) {
             Ok(new) => {
-                // Another thread may have been here before: then the lock is ours already.
+                // Another thread may have done this already and have the lock.
                 let mut held = self.lock.lock();
                 if let Some(new) = lock(&new, &self.writer) {
                     *held = Some(new);
@@ -145,13 +145,13 @@ impl Base {
         }
     }
 
-    /// Why the path does not lead to the directory any more; `None` if it does.
+    /// Reason why the path does not lead to the directory any more; `None` if it does.
     pub(super) fn lost(&self) -> Option<&'static str> {
         *self.lost.lock()
     }
 
-    /// Checks whether the path still leads to the directory. One that was removed is none that is lost: it is made again
-    /// by the next store.
+    /// Checks whether the path still leads to the directory. A removed directory is not lost: the next store creates it
+    /// again.
     pub(super) fn check(&self) {
         let dir = self.current();
         let (Ok(seen), there) = (rustix::fs::fstat(&*dir), rustix::fs::stat(&self.path)) else {
@@ -162,7 +162,7 @@ impl Base {
             Ok(there) if (there.st_dev, there.st_ino) == (seen.st_dev, seen.st_ino) => None,
             Ok(_) => Some("another directory was put or mounted in its place"),
             Err(Errno::NOENT | Errno::NOTDIR) => Some("it was renamed or moved"),
-            // Perhaps the same one, out of reach.
+            // It may be the same one, out of reach.
             Err(_) => return,
         };
         let before = std::mem::replace(&mut *self.lost.lock(), lost);
@@ -171,10 +171,10 @@ impl Base {
             (before, Some(why)) if before != lost => tracing::warn!(
                 %base_path,
                 why,
-                "base_path is not the directory that was opened; the tier is not used until it is back or the server is restarted"
+                "base_path is not the directory that was opened; tier suspended until it is back or the server is restarted"
             ),
             (Some(_), None) => {
-                tracing::info!(%base_path, "base_path is back; the tier is used again")
+                tracing::info!(%base_path, "base_path is back; tier resumed")
             }
             _ => {}
         }
@@ -186,13 +186,13 @@ impl Base {
         new
     }
 
-    /// A name for a file that is being written, which nobody else uses. `inside` ends with a `/` or is empty.
+    /// Returns a unique name for a temporary file. `inside` ends with a `/` or is empty.
     pub(super) fn new_name(&self, inside: &str) -> String {
         let number = self.written.fetch_add(1, Ordering::Relaxed);
         format!("{inside}{}-{number:x}", self.writer)
     }
 
-    /// A new file in the directory `inside`, to be accessed in this way.
+    /// Creates a temporary file in the directory `inside`.
     pub(super) fn create(
         &self,
         dir: &OwnedFd,
@@ -211,14 +211,19 @@ impl Base {
         Ok(Temporary { path, file })
     }
 
-    /// Takes a damaged file, open as `seen`, out of the way. A file that replaced it stays.
-    pub(super) fn set_aside(&self, dir: &OwnedFd, path: &str, seen: &Stat) -> Result<Aside, Errno> {
+    /// Quarantines a damaged file that was opened as `seen`. A file that replaced it stays.
+    pub(super) fn quarantine(
+        &self,
+        dir: &OwnedFd,
+        path: &str,
+        seen: &Stat,
+    ) -> Result<Quarantined, Errno> {
         match beneath::stat(dir, path) {
             Ok(now) if (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino) => {}
-            Ok(_) | Err(Errno::NOENT) => return Ok(Aside::Gone),
+            Ok(_) | Err(Errno::NOENT) => return Ok(Quarantined::Gone),
             Err(error) => return Err(error),
         }
-        let kept = match self.kept.fetch_add(1, Ordering::Relaxed) < KEPT {
+        let kept = match self.kept.fetch_add(1, Ordering::Relaxed) < MAX_QUARANTINED {
             true => keep(dir, path),
             false => Err(Errno::NOSPC),
         };
@@ -226,15 +231,15 @@ impl Base {
             self.kept.fetch_sub(1, Ordering::Relaxed);
         }
         match kept {
-            Ok(()) => return Ok(Aside::Kept),
-            Err(Errno::NOENT) => return Ok(Aside::Gone),
-            // No room, or no directory of ours.
+            Ok(()) => return Ok(Quarantined::Kept),
+            Err(Errno::NOENT) => return Ok(Quarantined::Gone),
+            // No space, or no quarantine directory.
             Err(Errno::NOSPC | Errno::DQUOT | Errno::LOOP | Errno::NOTDIR) => {}
             Err(error) => return Err(error),
         }
         match beneath::unlink(dir, path) {
-            Ok(()) => Ok(Aside::Deleted),
-            Err(Errno::NOENT) => Ok(Aside::Gone),
+            Ok(()) => Ok(Quarantined::Deleted),
+            Err(Errno::NOENT) => Ok(Quarantined::Gone),
             Err(error) => Err(error),
         }
     }
@@ -252,7 +257,7 @@ pub(super) const DIR_FLAGS: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::CLOEXEC);
 
-/// Opens a file, past the page cache if that is asked for and possible.
+/// Opens a file, for direct I/O if requested and possible.
 pub(super) fn open_direct(
     dir: &OwnedFd,
     path: &str,
@@ -263,7 +268,7 @@ pub(super) fn open_direct(
     if direct {
         match beneath::open(dir, path, flags | OFlags::DIRECT, mode) {
             Err(Errno::INVAL | Errno::OPNOTSUPP) => {
-                // Some file systems refuse only once the file is there.
+                // Some file systems refuse only after creating the file.
                 if flags.contains(OFlags::EXCL) {
                     let _ = beneath::unlink(dir, path);
                 }
@@ -274,7 +279,7 @@ pub(super) fn open_direct(
     beneath::open(dir, path, flags, mode)
 }
 
-/// Makes the directories on the way to a file.
+/// Creates the parent directories of a file.
 pub(super) fn make_parents(dir: &OwnedFd, path: &str) -> Result<(), Errno> {
     for (end, _) in path.match_indices('/') {
         match beneath::make_dir(dir, &path[..end], DIR_MODE) {
@@ -285,7 +290,7 @@ pub(super) fn make_parents(dir: &OwnedFd, path: &str) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Whether it is a plain file: neither a link nor a directory nor a pipe.
+/// Whether it is a regular file.
 pub(super) fn is_file(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
 }
@@ -314,7 +319,7 @@ fn make(path: &std::path::Path, temporary: &str) -> Result<OwnedFd, std::io::Err
     Ok(dir)
 }
 
-/// Says that a writer lives, as long as the file is open.
+/// Locks the name of a writer as long as the file is open.
 fn lock(dir: &OwnedFd, writer: &str) -> Option<OwnedFd> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::openat(dir, writer, flags, FILE_MODE).ok()?;
@@ -322,7 +327,7 @@ fn lock(dir: &OwnedFd, writer: &str) -> Option<OwnedFd> {
     Some(file)
 }
 
-/// Moves a damaged file to where such files are kept.
+/// Moves a damaged file to the quarantine.
 fn keep(dir: &OwnedFd, path: &str) -> Result<(), Errno> {
     match rustix::fs::mkdirat(dir, QUARANTINE, DIR_MODE) {
         Ok(()) | Err(Errno::EXIST) => {}
@@ -338,15 +343,16 @@ fn is_removed(dir: &OwnedFd) -> bool {
 
 fn count_kept(dir: &OwnedFd) -> usize {
     let flags = DIR_FLAGS | OFlags::NOFOLLOW;
-    let Ok(aside) = rustix::fs::openat(dir, QUARANTINE, flags, Mode::empty()) else {
+    let Ok(quarantine) = rustix::fs::openat(dir, QUARANTINE, flags, Mode::empty()) else {
         return 0;
     };
-    // With its own two names.
-    let names = Dir::read_from(&aside).map_or(0, |names| names.flatten().take(KEPT + 2).count());
+    // Without `.` and `..`.
+    let names = Dir::read_from(&quarantine)
+        .map_or(0, |names| names.flatten().take(MAX_QUARANTINED + 2).count());
     names.saturating_sub(2)
 }
 
-/// A number that no other writer has, on any host: there is nothing to be guessed by knowing it.
+/// Returns a number that is unique across hosts; it is not a secret.
 fn unique() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one((

@@ -1,7 +1,7 @@
-//! Files below the base directory, by ways that no link leads out of.
+//! Access to files below the base directory without following links.
 //!
-//! The base itself may be reached by links. What is inside of it is ours to make: a link there, by whoever may write
-//! there too, would have us read, write or delete somewhere else.
+//! The path of the base itself may have links. A link inside of it, which another user with write access could make, would
+//! redirect reads, writes and deletes to other places.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,16 +9,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
-/// How a directory on the way is opened.
+/// Flags of directories on the path.
 const WAY_FLAGS: OFlags = OFlags::PATH
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
 
-/// The system walks the way for us: since Linux 5.6.
+/// Whether the system resolves the path (`openat2`, since Linux 5.6).
 static HAS_OPENAT2: AtomicBool = AtomicBool::new(true);
 
-/// The directory of a file.
+/// Directory of a file.
 pub(super) enum Parent<'a> {
     Base(&'a OwnedFd),
     Inside(OwnedFd),
@@ -40,7 +40,7 @@ pub(super) fn open(dir: &OwnedFd, path: &str, flags: OFlags, mode: Mode) -> Resu
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
         match rustix::fs::openat2(dir, path, flags, mode, resolve) {
             Err(Errno::NOSYS) => HAS_OPENAT2.store(false, Ordering::Relaxed),
-            // Of the file, or of a filter of system calls that does not know this one.
+            // By the file, or by a seccomp filter that does not know the call.
             Err(Errno::PERM) => {}
             opened => return opened,
         }
@@ -48,7 +48,7 @@ pub(super) fn open(dir: &OwnedFd, path: &str, flags: OFlags, mode: Mode) -> Resu
     walk(dir, path, flags, mode)
 }
 
-/// The same one directory after the other.
+/// Opens a file one directory after the other.
 fn walk(dir: &OwnedFd, path: &str, flags: OFlags, mode: Mode) -> Result<OwnedFd, Errno> {
     let mut parts = path.split('/').filter(|part| !part.is_empty()).peekable();
     let mut at = Parent::Base(dir);
@@ -61,7 +61,7 @@ fn walk(dir: &OwnedFd, path: &str, flags: OFlags, mode: Mode) -> Result<OwnedFd,
     Err(Errno::NOENT)
 }
 
-/// The directory of a file, and its name there.
+/// Returns the directory of a file and its name there.
 pub(super) fn parent<'a>(dir: &'a OwnedFd, path: &'a str) -> Result<(Parent<'a>, &'a str), Errno> {
     match path.trim_end_matches('/').rsplit_once('/') {
         None => Ok((Parent::Base(dir), path.trim_end_matches('/'))),
@@ -102,7 +102,7 @@ mod tests {
 
     /// Both ways of walking, in a directory with links.
     #[test]
-    fn no_link_is_followed_with_and_without_the_system_s_help() {
+    fn links_are_not_followed_with_or_without_openat2() {
         let top = tempfile::tempdir().unwrap();
         let at = |path: &str| top.path().join(path);
         fs::create_dir_all(at("base/a/b")).unwrap();

@@ -1,4 +1,4 @@
-//! Objects as files: what the workers share, and where they look for an object.
+//! State that the workers share, and the places of an object's file.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use kvtier_core::object_key::{KeyShape, ObjectKey, shown_path};
 use rustix::fs::{OFlags, Stat};
 use rustix::io::Errno;
 
-use super::base::{Aside, Base, is_file};
+use super::base::{Base, Quarantined, is_file};
 use super::beneath;
 use super::io::{self, Engine};
 use super::names::{Layout, Place, other_shape};
@@ -19,35 +19,35 @@ use super::unreadable::Unreadable;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, ObjectSpec};
 
-/// How often names are looked for that nobody was seen to use. Another program may begin to.
-const PROBE_EVERY: Duration = Duration::from_secs(60);
+/// Interval of looking for names that no file had so far, as another program may start to use them.
+const PROBE_INTERVAL: Duration = Duration::from_secs(60);
 
-/// How a file is opened for reading. Neither links are followed nor pipes waited for.
+/// Flags for reading a file, without following links or waiting for pipes.
 pub(super) const READ_FLAGS: OFlags = OFlags::RDONLY
     .union(OFlags::NOFOLLOW)
     .union(OFlags::NONBLOCK)
     .union(OFlags::CLOEXEC);
 
-/// What happened, since the start.
+/// Counters since the start.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     /// Damaged files kept in the quarantine.
     pub quarantined: AtomicU64,
-    /// Damaged files deleted, because the quarantine was full.
+    /// Damaged files deleted as the quarantine was full.
     pub discarded: AtomicU64,
-    /// Files that a store replaced, because they were damaged or of another layout.
+    /// Damaged files, or files of another layout, that a store replaced.
     pub replaced: AtomicU64,
-    /// Loads of whole objects of another layout than the one that was wanted.
+    /// Loads of intact objects of another layout than requested.
     pub other_layout: AtomicU64,
-    /// Loads of files that an earlier or later release wrote, whose layout cannot be compared.
+    /// Loads of files of another release, whose layout cannot be compared.
     pub other_version: AtomicU64,
-    /// Files without a layout that were not taken for a page-bound object.
+    /// Files without a layout that were not accepted for a page-bound object.
     pub no_layout: AtomicU64,
-    /// Loads that the disk failed.
+    /// Loads with a read error of the disk.
     pub unreadable: AtomicU64,
     /// Objects loaded from files without a checksum.
     pub unverified: AtomicU64,
-    /// Files read or written through the page cache although that was not asked for.
+    /// Files read or written through the page cache in spite of `use_odirect`.
     pub not_direct: AtomicU64,
 }
 
@@ -59,11 +59,10 @@ pub(super) fn count(counter: &AtomicU64) {
 pub(super) struct Files {
     pub base: Base,
     pub unnamed: Unnamed,
-    /// Whether files cannot be moved from directory to directory, because of quotas or mounts, and so are made where
-    /// they belong.
-    pub is_apart: AtomicBool,
+    /// Whether files cannot be renamed across directories, because of quotas or mounts, and so are created in their own.
+    pub create_in_place: AtomicBool,
     pub engine: Box<dyn Engine>,
-    /// What is written.
+    /// Shape of the names that are written.
     pub shape: KeyShape,
     pub layout: Layout,
     pub direct: bool,
@@ -76,29 +75,29 @@ pub(super) struct Files {
     pub unreadable: Unreadable,
 }
 
-/// Which names besides those that we write are worth a look.
+/// Names and layouts to look for beside those that kvtier is configured to write.
 pub(super) struct Others {
     shape: AtomicBool,
     layout: AtomicBool,
     opened: Instant,
-    /// Seconds since then at which all names are looked for again.
+    /// Seconds after `opened` at which all names are looked for again.
     probe_at: AtomicU64,
 }
 
 impl Default for Others {
-    /// All of them, until somebody has looked.
+    /// All of them until the first scan.
     fn default() -> Self {
         Self {
             shape: AtomicBool::new(true),
             layout: AtomicBool::new(true),
             opened: Instant::now(),
-            probe_at: AtomicU64::new(PROBE_EVERY.as_secs()),
+            probe_at: AtomicU64::new(PROBE_INTERVAL.as_secs()),
         }
     }
 }
 
 impl Others {
-    /// What a look at the whole directory found.
+    /// Sets the result of a scan of the whole directory.
     pub(super) fn set(&self, shape: bool, layout: bool) {
         self.shape.store(shape, Ordering::Relaxed);
         self.layout.store(layout, Ordering::Relaxed);
@@ -111,11 +110,11 @@ impl Others {
         )
     }
 
-    /// Whether it is time to look for all of them; `true` once each time.
+    /// Whether to look for all of them now; `true` once per interval.
     fn is_due(&self) -> bool {
         let now = self.opened.elapsed().as_secs();
         let due = self.probe_at.load(Ordering::Relaxed);
-        let next = now + PROBE_EVERY.as_secs();
+        let next = now + PROBE_INTERVAL.as_secs();
         let swap = |due| {
             self.probe_at
                 .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
@@ -129,41 +128,41 @@ impl Others {
     }
 }
 
-/// Where to look for a key, for one batch.
+/// Names and layouts to look up for one batch.
 #[derive(Clone, Copy)]
-pub(super) struct Look {
+pub(super) struct LookupScope {
     shapes: bool,
     layouts: bool,
 }
 
-impl Look {
-    /// Whether one place is all there is to look at.
+impl LookupScope {
+    /// Whether there is only one place to look at.
     pub(super) fn is_single(self) -> bool {
         !self.shapes && !self.layouts
     }
 }
 
 impl Files {
-    pub(super) fn look(&self) -> Look {
+    pub(super) fn lookup_scope(&self) -> LookupScope {
         let is_due = self.others.is_due();
         let (shape, layout) = self.others.get();
-        Look {
+        LookupScope {
             shapes: shape || is_due,
             layouts: layout || is_due,
         }
     }
 
-    /// The place of a key that we write to, and others where it may be.
+    /// Returns the place that a key is written to, and others where it may be.
     pub(super) fn places<'a>(
         &self,
         key: &'a ObjectKey,
-        look: Look,
+        scope: LookupScope,
     ) -> (Place, impl Iterator<Item = Place> + use<'a>) {
         let (shape, layout) = (self.shape, self.layout);
         // Keys of other groups have the same name in both shapes.
-        let shapes = look.shapes && key.object_group_id() == 0;
+        let shapes = scope.shapes && key.object_group_id() == 0;
         let in_shape = shapes.then_some((other_shape(shape), layout));
-        let in_layout = look.layouts.then_some((shape, layout.other()));
+        let in_layout = scope.layouts.then_some((shape, layout.other()));
         let in_both = in_shape
             .and(in_layout)
             .map(|_| (other_shape(shape), layout.other()));
@@ -174,8 +173,8 @@ impl Files {
         )
     }
 
-    /// Whether a file of this form can be this object. One without a trailer does not say which layout it has, which
-    /// is enough only where its length decides.
+    /// Whether a file of this form can be this object. A file without a trailer has no layout; it is accepted only if the
+    /// length is sufficient.
     pub(super) fn accepts(&self, form: Form, object: &ObjectSpec) -> bool {
         if form == Form::Trailed {
             return true;
@@ -191,7 +190,7 @@ impl Files {
         !needs_layout && !self.require_checksum
     }
 
-    /// Remembers that objects are found there.
+    /// Looks for names and layouts of this place from now on.
     pub(super) fn found_at(&self, place: &Place) {
         if place.shape != self.shape {
             self.others.shape.store(true, Ordering::Relaxed);
@@ -201,11 +200,11 @@ impl Files {
         }
     }
 
-    /// Which of these objects are there: their bytes.
+    /// Returns the bytes of the objects that are there.
     pub(super) fn lookup(&self, batch: &[ObjectSpec]) -> Vec<Result<Option<u64>, L2Error>> {
-        let (dir, look) = (self.base.current(), self.look());
+        let (dir, scope) = (self.base.current(), self.lookup_scope());
         let find = |object: &ObjectSpec| {
-            let (place, others) = self.places(&object.key, look);
+            let (place, others) = self.places(&object.key, scope);
             for place in std::iter::once(place).chain(others) {
                 let Some(stat) = stat(&dir, &place.path)? else {
                     continue;
@@ -222,11 +221,11 @@ impl Files {
         batch.iter().map(find).collect()
     }
 
-    /// Deletes an object wherever it is; whether it was there.
+    /// Deletes an object in all places; returns whether it was there.
     pub(super) fn delete(&self, key: &ObjectKey) -> Result<bool, L2Error> {
         let dir = self.base.current();
         let mut was_there = false;
-        let everywhere = Look {
+        let everywhere = LookupScope {
             shapes: true,
             layouts: true,
         };
@@ -244,41 +243,40 @@ impl Files {
         Ok(was_there)
     }
 
-    /// Takes a file out of the way that is not what it has to be, so that the next store can write it; the error to
-    /// answer with.
-    pub(super) fn put_aside(&self, dir: &OwnedFd, path: &str, seen: &Stat, why: &str) -> L2Error {
+    /// Quarantines a damaged file, so that the next store can write it; returns the error of the load.
+    pub(super) fn quarantine(&self, dir: &OwnedFd, path: &str, seen: &Stat, why: &str) -> L2Error {
         let shown = shown_path(path);
         if self.base.is_read_only() {
             return L2Error::new(ErrorKind::Corrupt, format!("{shown:?} {why}"));
         }
-        match self.base.set_aside(dir, path, seen) {
-            Ok(aside) => {
-                match aside {
-                    Aside::Kept => count(&self.counters.quarantined),
-                    Aside::Deleted => count(&self.counters.discarded),
-                    Aside::Gone => {}
+        match self.base.quarantine(dir, path, seen) {
+            Ok(quarantined) => {
+                match quarantined {
+                    Quarantined::Kept => count(&self.counters.quarantined),
+                    Quarantined::Deleted => count(&self.counters.discarded),
+                    Quarantined::Gone => {}
                 }
                 L2Error::new(ErrorKind::Corrupt, format!("{shown:?} {why}"))
             }
-            // The disk rather than the file.
+            // A failure of the disk, not of the file.
             Err(error @ (Errno::IO | Errno::ROFS)) => {
-                let message = format!("{shown:?} {why} and cannot be put aside: {error}");
+                let message = format!("{shown:?} {why} and cannot be quarantined: {error}");
                 L2Error::new(ErrorKind::Unavailable, message)
             }
             Err(error) => {
-                let message = format!("{shown:?} {why} and cannot be put aside: {error}");
+                let message = format!("{shown:?} {why} and cannot be quarantined: {error}");
                 L2Error::new(ErrorKind::Corrupt, message)
             }
         }
     }
 
-    /// Room on the disk, where the file system says.
+    /// Returns the free bytes of the file system, if known.
     pub(super) fn free_bytes(&self) -> Option<u64> {
-        let room = rustix::fs::fstatvfs(self.base.dir()).ok()?;
-        Some(room.f_bavail.saturating_mul(room.f_frsize))
+        let stat = rustix::fs::fstatvfs(self.base.dir()).ok()?;
+        Some(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
 
-    /// Whether files of this memory can be read and written past the page cache.
+    /// Whether direct I/O is possible with this memory.
     pub(super) fn is_direct(&self, buffer: &Buffer) -> bool {
         let is_aligned = || {
             let start = buffer.arena().address(buffer.extent(), 0, 0);
@@ -292,33 +290,33 @@ impl Files {
         self.direct && is_aligned()
     }
 
-    /// Counts a file that has to go through the page cache, and says so the first time.
+    /// Counts a file that has to use the page cache; the first one is logged.
     pub(super) fn note_not_direct(&self, error: &dyn std::fmt::Display) {
         if self.counters.not_direct.fetch_add(1, Ordering::Relaxed) == 0 {
             tracing::warn!(
                 base_path = %self.base.path().display(),
                 %error,
-                "use_odirect is not possible there; such files go through the page cache"
+                "use_odirect is not possible there; using the page cache for such files"
             );
         }
     }
 }
 
-/// What is there, if anything is.
+/// Returns the metadata of a file, `None` if it does not exist.
 pub(super) fn stat(dir: &OwnedFd, path: &str) -> Result<Option<Stat>, L2Error> {
     match beneath::stat(dir, path) {
         Ok(stat) => Ok(Some(stat)),
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(None),
-        Err(error) => Err(io::refused("look at", path, error)),
+        Err(error) => Err(io::refused("stat", path, error)),
     }
 }
 
-/// Bytes of a file.
+/// Returns the bytes of a file.
 pub(super) fn size(stat: &Stat) -> u64 {
     u64::try_from(stat.st_size).unwrap_or(0)
 }
 
-/// The end of a file: its trailer, and the `text_len` bytes before it.
+/// Reads the trailer of a file and the `text_len` bytes before it.
 pub(super) fn read_end(
     file: &OwnedFd,
     size: u64,

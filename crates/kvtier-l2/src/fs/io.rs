@@ -1,4 +1,4 @@
-//! How the bytes of an open file are moved. One implementation an engine; all but this is the same for all of them.
+//! I/O engines: one implementation per way of moving the bytes of open files.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -10,42 +10,41 @@ use rustix::io::Errno;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::Buffer;
 
-/// Bytes to be moved between a file, from its start, and a buffer with a tail behind it. It has all that is touched
-/// meanwhile.
+/// Transfer between a file, from its start, and a buffer with a tail behind it. It owns all that is accessed meanwhile.
 pub(super) struct Move {
-    /// Whoever gave it knows it by this.
+    /// Identifies it for its [`Work`].
     pub number: usize,
     pub file: OwnedFd,
     pub buffer: Buffer,
     /// Bytes of the buffer.
     pub body: u64,
     pub tail: Tail,
-    /// Bytes of a file that is read; `None` for one that is written.
+    /// Bytes of a file to read; `None` for a file to write.
     pub size: Option<u64>,
 }
 
-/// What [`Engine::read`] and [`Engine::write`] say, the latter nothing.
+/// Result of [`Engine::read`]; empty for [`Engine::write`].
 pub(super) type Moved = Result<(u64, Option<u128>), FileError>;
 
-/// What a thread has to move.
+/// Transfers of one thread.
 pub(super) trait Work {
-    /// The next, which is got ready here: while others are under way, if the engine moves several at a time.
+    /// Prepares the next transfer, while others are in flight if the engine runs several at a time.
     fn next(&mut self) -> Option<Move>;
 
-    /// One is through.
+    /// A transfer has ended.
     fn done(&mut self, one: Move, moved: Moved);
 
-    /// What became of one will never be known.
+    /// The outcome of a transfer is lost.
     fn lost(&mut self, number: usize);
 }
 
-/// Moves bytes between files and arenas. Each call ends when its bytes are moved; several threads call at once. What an
-/// engine does not do in a way of its own is done by plain system calls, one at a time.
+/// Moves bytes between files and arenas. A call ends when its bytes are moved; several threads call at once. By default
+/// transfers run one at a time by POSIX calls.
 pub(super) trait Engine: Send + Sync + 'static {
-    /// For `/status`.
+    /// Its name in `/status`.
     fn name(&self) -> &'static str;
 
-    /// Does all of it.
+    /// Runs all transfers.
     fn run(&self, work: &mut dyn Work) {
         while let Some(mut one) = work.next() {
             let (file, tail) = (one.file.as_fd(), &mut one.tail);
@@ -59,8 +58,8 @@ pub(super) trait Engine: Send + Sync + 'static {
         }
     }
 
-    /// Reads a file from its start: the first `body` bytes of `to`, then `tail`. Gives how many there were, which is
-    /// `size` or more unless the file is shorter; and the checksum of those in `to`, if that came with it.
+    /// Reads a file from its start: the first `body` bytes of `to`, then `tail`. Returns the bytes read, at least `size`
+    /// unless the file is shorter, and the checksum of those in `to` if it was computed.
     fn read(
         &self,
         file: BorrowedFd<'_>,
@@ -71,7 +70,7 @@ pub(super) trait Engine: Send + Sync + 'static {
     ) -> Result<(u64, Option<u128>), FileError> {
         let (arena, extent) = (to.arena(), part(to, body));
         if is_direct(file) {
-            // In one piece, or the disk would wait for us.
+            // In one call, so that the disk is never idle.
             return Ok((arena.read_file(extent, tail, file, 0, size)?, None));
         }
         let (read, sum) = arena.read_file_summed(extent, tail, file, 0, size)?;
@@ -89,13 +88,13 @@ pub(super) trait Engine: Send + Sync + 'static {
         from.arena().write_file(part(from, body), tail, file, 0)
     }
 
-    /// Has a file or directory survive a power loss.
+    /// Makes a file or directory survive a power loss.
     fn sync(&self, file: BorrowedFd<'_>) -> Result<(), Errno> {
         rustix::fs::fsync(file)
     }
 }
 
-/// `preadv` and `pwritev`, one at a time: nothing in a way of its own.
+/// `preadv` and `pwritev`, one at a time: the defaults.
 pub(super) struct Posix;
 
 pub(super) fn part(buffer: &Buffer, body: u64) -> Extent {
@@ -109,22 +108,22 @@ impl Engine for Posix {
     }
 }
 
-/// Closes a file that was written: some file systems say only then that there was no room.
+/// Closes a written file: some file systems report a lack of space only then.
 pub(super) fn close(file: OwnedFd) -> Result<(), Errno> {
     kvtier_memory::close_file(file).map_err(|error| errno(&error))
 }
 
-/// Whether a file is read and written past the page cache.
+/// Whether a file is open for direct I/O.
 pub(super) fn is_direct(file: impl AsFd) -> bool {
     rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::DIRECT))
 }
 
-/// Whether I/O past the page cache was refused as such.
+/// Whether direct I/O was refused as such.
 pub(super) fn refuses_direct(error: &FileError) -> bool {
     matches!(error, FileError::System { done: 0, source } if errno(source) == Errno::INVAL)
 }
 
-/// Lets a file go on through the page cache.
+/// Switches a file to the page cache.
 pub(super) fn leave_direct(file: &OwnedFd) -> Result<(), Errno> {
     let flags = rustix::fs::fcntl_getfl(file.as_fd())?;
     rustix::fs::fcntl_setfl(file.as_fd(), flags - rustix::fs::OFlags::DIRECT)
@@ -134,7 +133,7 @@ fn errno(error: &std::io::Error) -> Errno {
     Errno::from_io_error(error).unwrap_or(Errno::IO)
 }
 
-/// The system's reason, if it had one.
+/// Returns the error of the system, if there is one.
 pub(super) fn reason(error: &FileError) -> Option<Errno> {
     match error {
         FileError::System { source, .. } => Some(errno(source)),
@@ -142,7 +141,7 @@ pub(super) fn reason(error: &FileError) -> Option<Errno> {
     }
 }
 
-/// The error of what an engine lost.
+/// Error of a transfer whose outcome is lost.
 pub(super) fn lost() -> L2Error {
     L2Error::new(
         ErrorKind::Unavailable,
@@ -150,13 +149,13 @@ pub(super) fn lost() -> L2Error {
     )
 }
 
-/// An error of a system call on a file.
+/// Returns the error of a system call on a file.
 pub(super) fn refused(action: &str, path: &str, error: Errno) -> L2Error {
     let path = shown_path(path);
     L2Error::new(kind(error), format!("cannot {action} {path:?}: {error}"))
 }
 
-/// An error of moving bytes.
+/// Returns the error of a transfer.
 pub(super) fn failed(action: &str, path: &str, error: &FileError) -> L2Error {
     let kind = match error {
         FileError::Memory(_) => ErrorKind::Memory,

@@ -1,4 +1,4 @@
-//! Several transfers under way from each thread, by io_uring.
+//! Several transfers in flight per thread, by io_uring.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,17 +10,17 @@ use parking_lot::Mutex;
 use super::io::{Engine, Move, Moved, Posix, Work, part};
 use crate::object::Buffer;
 
-/// Transfers under way from one thread.
-const MOST: usize = 16;
+/// Transfers in flight per thread.
+const MAX_IN_FLIGHT: usize = 16;
 
-/// See the module. What rings do not do, plain system calls do.
+/// I/O engine of io_uring. Operations that rings do not have are POSIX calls.
 pub(super) struct Uring {
-    /// Those that no thread uses now.
+    /// Rings that no thread uses now.
     rings: Mutex<Vec<Ring<Held>>>,
     has_failed: AtomicBool,
 }
 
-/// What comes back with a transfer; the buffer keeps its place until then.
+/// Data of a transfer in flight; it keeps the buffer in place.
 struct Held {
     number: usize,
     buffer: Buffer,
@@ -29,10 +29,10 @@ struct Held {
 
 impl Uring {
     /// # Errors
-    /// When this system has no io_uring for us.
+    /// If io_uring is not available.
     pub(super) fn new() -> std::io::Result<Self> {
         Ok(Self {
-            rings: Mutex::new(vec![Ring::new(MOST)?]),
+            rings: Mutex::new(vec![Ring::new(MAX_IN_FLIGHT)?]),
             has_failed: AtomicBool::new(false),
         })
     }
@@ -42,7 +42,11 @@ impl Uring {
             return None;
         }
         let kept = self.rings.lock().pop();
-        kept.or_else(|| Ring::new(MOST).inspect_err(|error| self.fail(error)).ok())
+        kept.or_else(|| {
+            Ring::new(MAX_IN_FLIGHT)
+                .inspect_err(|error| self.fail(error))
+                .ok()
+        })
     }
 
     fn fail(&self, error: &dyn std::fmt::Display) {
@@ -91,7 +95,7 @@ impl Engine for Uring {
                 false => self.rings.lock().push(ring),
             }
         }
-        // What is left, if a ring failed.
+        // The rest, if a ring failed.
         Posix.run(work);
     }
 }

@@ -1,4 +1,4 @@
-//! Reading an object's file, and telling whether it is the object.
+//! Loads: reading and verifying an object's file.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -9,7 +9,7 @@ use rustix::fs::{Advice, Mode, Stat};
 use rustix::io::Errno;
 
 use super::base::{is_file, open_direct};
-use super::files::{Files, Look, READ_FLAGS, count, read_end, size};
+use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size};
 use super::io::{self, Move, Moved, Work};
 use super::names::Place;
 use super::store::key_digest;
@@ -18,7 +18,7 @@ use crate::adapter::Loaded;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::LoadItem;
 
-/// What a file's bytes are.
+/// Result of verifying a file.
 enum Verdict {
     Object(Loaded),
     /// An object of the same key, intact, but of another layout.
@@ -26,27 +26,27 @@ enum Verdict {
     /// An intact file whose layout cannot be compared, as another release wrote it.
     OtherVersion(u16),
     Damaged(&'static str),
-    /// The disk failed.
+    /// Read error of the disk.
     Unreadable,
 }
 
-/// A file that is being read.
+/// File that is being read.
 struct Reading {
-    /// Where it is among the places of its object.
+    /// Index of its place among those of its object.
     at: usize,
     place: Place,
     seen: Stat,
     form: Form,
-    /// Bytes that go where the object is wanted; what follows goes into the tail.
+    /// Bytes that are read into the destination; the rest is read into the tail.
     body: u64,
     /// Bytes of the tail that the file has.
     wanted: usize,
 }
 
-/// Objects to be read, and what became of them.
+/// Objects to load, and their results.
 pub(super) struct Loads<'a> {
     files: &'a Files,
-    look: Look,
+    scope: LookupScope,
     items: Vec<LoadItem>,
     begun: usize,
     under_way: Vec<Option<Reading>>,
@@ -58,7 +58,7 @@ impl<'a> Loads<'a> {
     pub(super) fn new(files: &'a Files, items: Vec<LoadItem>) -> Self {
         Self {
             files,
-            look: files.look(),
+            scope: files.lookup_scope(),
             begun: 0,
             under_way: items.iter().map(|_| None).collect(),
             results: items.iter().map(|_| Err(io::lost())).collect(),
@@ -67,7 +67,7 @@ impl<'a> Loads<'a> {
         }
     }
 
-    /// One result an object, in order.
+    /// Returns one result per object, in order.
     pub(super) fn run(mut self) -> Vec<Result<Loaded, L2Error>> {
         self.files.engine.run(&mut self);
         self.results
@@ -80,12 +80,16 @@ impl Work for Loads<'_> {
             let number = self.begun;
             self.begun += 1;
             if item.to.len() != item.object.len {
-                let message = format!("{} bytes of room for {}", item.to.len(), item.object.len);
+                let message = format!(
+                    "a buffer of {} bytes for {}",
+                    item.to.len(),
+                    item.object.len
+                );
                 self.results[number] = Err(L2Error::new(ErrorKind::Refused, message));
                 continue;
             }
             let mut tail = self.tails.pop().unwrap_or_default();
-            match self.files.find(item, self.look, 0, not_found(), &mut tail) {
+            match self.files.find(item, self.scope, 0, not_found(), &mut tail) {
                 Ok((reading, file)) => {
                     let (body, size) = (reading.body, Some(size(&reading.seen)));
                     self.under_way[number] = Some(reading);
@@ -121,7 +125,7 @@ impl Work for Loads<'_> {
         let read = files.judge(&reading, &file, &mut tail, item, moved);
         self.results[number] = match read {
             Err(error) if is_miss(&error) => {
-                files.load_from(item, self.look, reading.at + 1, error, &mut tail)
+                files.load_from(item, self.scope, reading.at + 1, error, &mut tail)
             }
             read => read,
         };
@@ -137,7 +141,7 @@ fn not_found() -> L2Error {
     L2Error::new(ErrorKind::NotFound, "there is no such file")
 }
 
-/// Whether the object may be whole in another place.
+/// Whether the object may be intact in another place.
 fn is_miss(error: &L2Error) -> bool {
     matches!(
         error.kind(),
@@ -146,17 +150,17 @@ fn is_miss(error: &L2Error) -> bool {
 }
 
 impl Files {
-    /// Reads an object from the first of its places, from `from` on, that has it.
+    /// Reads an object from the first of its places from `from` on that has it.
     fn load_from(
         &self,
         item: &LoadItem,
-        look: Look,
+        scope: LookupScope,
         mut from: usize,
         mut miss: L2Error,
         tail: &mut Tail,
     ) -> Result<Loaded, L2Error> {
         loop {
-            let (reading, file) = self.find(item, look, from, miss, tail)?;
+            let (reading, file) = self.find(item, scope, from, miss, tail)?;
             let moved = self.engine.read(
                 file.as_fd(),
                 &item.to,
@@ -171,17 +175,17 @@ impl Files {
         }
     }
 
-    /// The first file, from place `from` on, that is worth reading; `miss` if there is none.
+    /// Opens the first candidate file from place `from` on; `miss` if there is none.
     fn find(
         &self,
         item: &LoadItem,
-        look: Look,
+        scope: LookupScope,
         from: usize,
         mut miss: L2Error,
         tail: &mut Tail,
     ) -> Result<(Reading, OwnedFd), L2Error> {
         let dir = self.base.dir();
-        let (place, others) = self.places(&item.object.key, look);
+        let (place, others) = self.places(&item.object.key, scope);
         let places = std::iter::once(place).chain(others);
         for (at, place) in places.enumerate().skip(from) {
             match self.open(&dir, at, place, item, tail) {
@@ -207,9 +211,9 @@ impl Files {
         let is_direct = self.is_direct(&item.to);
         let file = match open_direct(dir, &place.path, READ_FLAGS, Mode::empty(), is_direct) {
             Ok(file) => file,
-            // A link is nothing of ours.
+            // A link is not kvtier's.
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO) => return Ok(None),
-            // Another's, for all we know: it stays until a store replaces it.
+            // It may be another program's: it stays until a store replaces it.
             Err(error @ (Errno::ACCESS | Errno::PERM)) => {
                 let message = format!("{:?} may not be read: {error}", shown_path(&place.path));
                 return Err(L2Error::new(ErrorKind::Corrupt, message));
@@ -225,11 +229,11 @@ impl Files {
             Some(form) => form,
             None => {
                 let verdict = self.judge_misfit(&file, &seen, &place, item)?;
-                return self.settle(verdict, &place, &seen).map(|_| None);
+                return self.finish(verdict, &place, &seen).map(|_| None);
             }
         };
         if let Some(bytes) = self.read_ahead {
-            // Advice: without it the bytes come all the same.
+            // Only advice.
             let bytes = std::num::NonZeroU64::new(bytes);
             let _ = rustix::fs::fadvise(&file, 0, bytes, Advice::WillNeed);
         }
@@ -248,7 +252,7 @@ impl Files {
         Ok(Some((reading, file)))
     }
 
-    /// Whether what was read is the object.
+    /// Verifies the bytes that were read.
     fn judge(
         &self,
         reading: &Reading,
@@ -272,13 +276,13 @@ impl Files {
             moved => moved,
         };
         let verdict = self.verdict(reading, file, tail, item, moved)?;
-        let loaded = self.settle(verdict, &reading.place, &reading.seen)?;
+        let loaded = self.finish(verdict, &reading.place, &reading.seen)?;
         self.found_at(&reading.place);
         Ok(loaded)
     }
 
-    /// What follows from a verdict.
-    fn settle(&self, verdict: Verdict, place: &Place, seen: &Stat) -> Result<Loaded, L2Error> {
+    /// Handles a verdict.
+    fn finish(&self, verdict: Verdict, place: &Place, seen: &Stat) -> Result<Loaded, L2Error> {
         match verdict {
             Verdict::Object(loaded) => Ok(loaded),
             Verdict::OtherLayout => {
@@ -303,7 +307,7 @@ impl Files {
                 let message = format!("the disk failed to read {:?}", shown_path(&place.path));
                 Err(L2Error::new(ErrorKind::Unreadable, message))
             }
-            Verdict::Damaged(why) => Err(self.put_aside(&self.base.dir(), &place.path, seen, why)),
+            Verdict::Damaged(why) => Err(self.quarantine(&self.base.dir(), &place.path, seen, why)),
         }
     }
 
@@ -358,7 +362,7 @@ impl Files {
         Ok(Verdict::Object(Loaded { verified: true }))
     }
 
-    /// A file without room for a trailer: LMCache's, or one of ours of another length.
+    /// Verifies a file without a trailer: LMCache's, or a file of kvtier of another length.
     fn judge_bare(
         &self,
         file: &OwnedFd,
@@ -383,7 +387,7 @@ impl Files {
         })
     }
 
-    /// A file whose length is none that this object's can have.
+    /// Verifies a file with an impossible length for the object.
     fn judge_misfit(
         &self,
         file: &OwnedFd,
@@ -406,7 +410,7 @@ impl Files {
 
     fn trailer_at_end(&self, file: &OwnedFd, size: u64) -> Result<Option<Trailer>, Errno> {
         if io::is_direct(file) {
-            // The end is at no address of a block.
+            // The end is not aligned to a block.
             io::leave_direct(file)?;
         }
         Ok(read_end(file, size, 0)?.map(|(trailer, _)| trailer))

@@ -1,13 +1,12 @@
 //! A directory as a second tier: `fs` and `fs_native`, which are one adapter.
 //!
-//! One file an object, named as LMCache names it and beginning with the same bytes, so both can use one directory at the
-//! same time. What is behind those bytes (see `trailer`) lets every load tell whether it got what was stored.
+//! One file per object. Name and first bytes are those of LMCache, so both can use one directory at the same time. The
+//! `trailer` behind these bytes lets each load check that it read what was stored.
 //!
-//! A file is written without a name, or under one of its own, and given its name when it is whole, so nobody sees a part
-//! of it. The directory is the only
-//! memory: what others write is found, what they delete is gone. A damaged file is a miss, and is moved to
-//! `.quarantine` or deleted, so that the object can be stored again. One that the disk fails to read stays until a store
-//! replaces it.
+//! A file is written without a name, or under a temporary one, and named when it is complete, so readers never see a part
+//! of it. The directory is the only index: files of other writers are found, deleted ones are misses. A damaged file is a
+//! miss, and is moved to `.quarantine` or deleted, so that the object can be stored again. A file that the disk fails to
+//! read stays until a store replaces it.
 
 mod base;
 mod beneath;
@@ -54,20 +53,20 @@ pub use names::Layout;
 pub(crate) use options::{FS, FS_NATIVE};
 pub use options::{FsOptions, Fsync, IoEngine};
 
-/// Names looked at between two signs of life of a scan.
+/// Names per page of a scan.
 const SCAN_PAGE: usize = 4096;
 
-/// Most names of a page of a listing.
-const LIST_MOST: usize = 65_536;
+/// Largest page of a listing.
+const MAX_LIST_PAGE: usize = 65_536;
 
-/// See the module.
+/// Adapter of a directory.
 pub struct FsAdapter {
     kind: &'static str,
     files: Arc<Files>,
     pool: Pool,
     workers: usize,
-    /// Why it is this engine that moves the bytes.
-    why_engine: String,
+    /// Reason for the I/O engine.
+    engine_reason: String,
     /// Whether the last store could not reach the directory.
     is_failing: Arc<AtomicBool>,
     /// Whether a check is queued or running: one that hangs is not repeated.
@@ -75,10 +74,10 @@ pub struct FsAdapter {
 }
 
 impl FsAdapter {
-    /// Opens the directory, and makes it where it is missing. `kind` is the name it was configured by.
+    /// Opens the directory and creates it if it is missing. `kind` is its type in the configuration.
     ///
     /// # Errors
-    /// When the directory cannot be made or opened, or threads cannot be started.
+    /// If the directory cannot be created or opened, or threads cannot be started.
     pub fn open(kind: &'static str, options: &FsOptions) -> Result<Self, L2Error> {
         Self::open_with(kind, options, None)
     }
@@ -100,19 +99,19 @@ impl FsAdapter {
             false => Base::open(options.base_path.clone(), &options.relative_tmp_dir),
         };
         let base = base.map_err(failed)?;
-        let Choice { engine, why } = match engine {
+        let Choice { engine, reason } = match engine {
             Some(given) => given,
-            None => io_choice::choose(options.io_engine, &base, options.use_odirect)?,
+            None => io_choice::choose(options.io_engine, options.use_odirect)?,
         };
         tracing::debug!(
             base_path = redact::text(&options.base_path.display().to_string()),
             io_engine = engine.name(),
-            why,
-            "how files are moved"
+            reason,
+            "opened a directory"
         );
         let files = Files {
             unnamed: Unnamed::probe(&base),
-            is_apart: AtomicBool::new(false),
+            create_in_place: AtomicBool::new(false),
             base,
             engine,
             shape: options.names,
@@ -130,7 +129,7 @@ impl FsAdapter {
         Ok(Self {
             workers,
             kind,
-            why_engine: why,
+            engine_reason: reason,
             files: Arc::new(files),
             pool: Pool::start("kvtier-fs", workers).map_err(failed)?,
             is_failing: Arc::default(),
@@ -138,7 +137,7 @@ impl FsAdapter {
         })
     }
 
-    /// Has the threads do `work` for all items; an item whose work panicked or was not begun fails alone.
+    /// Runs `work` for all items on the pool; an item whose work panicked or was not started fails alone.
     async fn each<T, R>(
         &self,
         lane: Lane,
@@ -163,14 +162,14 @@ impl FsAdapter {
             .collect()
     }
 
-    /// The error while the path does not lead to the directory.
+    /// Error while the path does not lead to the directory.
     fn lost(&self, why: &str) -> L2Error {
         let path = self.files.base.path().display();
         let message = format!("base_path {path} is not the directory that was opened: {why}");
         L2Error::new(ErrorKind::Unavailable, message)
     }
 
-    /// Runs the walk on a thread of its own, so that nothing waits for it; it ends when nobody takes its pages.
+    /// Runs the walk on a thread of its own; it ends when the receiver of its pages is dropped.
     fn walk(&self) -> Result<mpsc::Receiver<Result<Page, L2Error>>, L2Error> {
         let files = Arc::clone(&self.files);
         let (pages, taken) = mpsc::channel(2);
@@ -255,7 +254,7 @@ impl Adapter for FsAdapter {
                     files.lookup(&batch)
                 })
                 .await;
-            // One that cannot be looked at is not there; if none can, nothing is known.
+            // An object whose lookup fails is a miss; if all fail, the call fails.
             if found.iter().all(Result::is_err)
                 && let Some(Err(error)) = found.first()
             {
@@ -292,7 +291,7 @@ impl Adapter for FsAdapter {
                 None => Position::START,
                 Some(text) => Position::parse(text).ok_or_else(|| no_position(text))?,
             };
-            let (files, limit) = (Arc::clone(&self.files), limit.min(LIST_MOST));
+            let (files, limit) = (Arc::clone(&self.files), limit.min(MAX_LIST_PAGE));
             let page = self
                 .pool
                 .run(Lane::Read, move || files.page(at, limit))
@@ -331,7 +330,7 @@ impl Adapter for FsAdapter {
                 }
             }
             if !is_whole {
-                let message = "the scan ended before it was through";
+                let message = "the scan ended early";
                 return Err(L2Error::new(ErrorKind::Unavailable, message));
             }
             self.files.others.set(other_shape, other_layout);
@@ -341,7 +340,7 @@ impl Adapter for FsAdapter {
             let files = Arc::clone(&self.files);
             let removed = self.pool.run(Lane::Read, move || {
                 let inside = files.base.temporary();
-                // Before the names of their writers, which are in the base.
+                // First the files, then the names of their writers, which are in the base.
                 let inside = files.remove_stale(inside, &files.temporary_names());
                 inside + files.remove_stale("", &temporary)
             });
@@ -356,10 +355,10 @@ impl Adapter for FsAdapter {
 
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
         Box::pin(async move {
-            // A directory elsewhere can make this wait as long as a read.
+            // A remote file system can take as long as for a read.
             let files = Arc::clone(&self.files);
-            let room = self.pool.run(Lane::Read, move || files.free_bytes()).await;
-            room.await.map_err(|_| not_done())
+            let free = self.pool.run(Lane::Read, move || files.free_bytes()).await;
+            free.await.map_err(|_| not_done())
         })
     }
 
@@ -368,14 +367,14 @@ impl Adapter for FsAdapter {
             if self.is_checking.swap(true, Ordering::Relaxed) {
                 return;
             }
-            // Dropped with the work, run or not.
+            // Dropped with the work, whether it ran or not.
             let checking = Checking(Arc::clone(&self.is_checking));
             let files = Arc::clone(&self.files);
             let check = self.pool.run(Lane::Read, move || {
                 let _checking = checking;
                 files.base.check();
             });
-            // A closed adapter checks nothing.
+            // A closed adapter is not checked.
             let _ = check.await.await;
         })
     }
@@ -396,7 +395,7 @@ impl Adapter for FsAdapter {
             "num_workers": self.workers,
             "layout": files.layout.name(),
             "io_engine": files.engine.name(),
-            "io_engine_reason": self.why_engine,
+            "io_engine_reason": self.engine_reason,
             "quarantined_files": count(&counters.quarantined),
             "discarded_files": count(&counters.discarded),
             "replaced_files": count(&counters.replaced),

@@ -1,17 +1,17 @@
-//! Where an object's file is, and which object a file is.
+//! Names of files and the keys of their objects.
 //!
-//! Names are those of LMCache. An object whose name would be too long for a file system, or would be read back as that
-//! of another object, gets [`HASHED`] and the hash of its key as its name, and its key into its file.
+//! Names are those of LMCache. If a name would be too long for a file system, or would be parsed as that of another object,
+//! the file is named by [`HASHED`] and the hash of its key, and the key is stored in the file.
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
 
-/// What a name begins with that is a hash.
+/// First character of a name that is a hash.
 const HASHED: char = '#';
 
-/// What the name of a file begins with that is being written.
+/// Prefix of temporary files.
 pub(super) const TEMPORARY: &str = ".kvtier-tmp-";
 
-/// The directory of files that turned out to be damaged.
+/// Directory of damaged files.
 pub(super) const QUARANTINE: &str = ".quarantine";
 
 const EXTENSION: &str = ".data";
@@ -19,7 +19,7 @@ const EXTENSION: &str = ".data";
 /// Longest name in Linux file systems, in bytes.
 const NAME_MAX: usize = 255;
 
-/// How files are spread.
+/// Layout of the directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Layout {
     /// All in one directory, where LMCache looks for them.
@@ -29,12 +29,12 @@ pub enum Layout {
     Sharded,
 }
 
-/// A place where an object's file can be.
+/// Place of an object's file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Place {
-    /// From the base directory on.
+    /// Path relative to the base directory.
     pub path: String,
-    /// The key in text, where the name does not tell it.
+    /// Text of the key if the name is a hash.
     pub text: Option<String>,
     pub shape: KeyShape,
     pub layout: Layout,
@@ -60,16 +60,16 @@ impl Place {
     }
 }
 
-/// The text that stands for a key in digests and in files.
+/// Returns the text of a key in digests and files.
 pub(super) fn key_text(key: &ObjectKey) -> String {
     key.text().name(KeyShape::Grouped)
 }
 
-/// The name of a key's file, and the key's text if it is hashed.
+/// Returns the name of a key's file, and the key's text if the name is a hash.
 fn name(key: &ObjectKey, shape: KeyShape) -> (String, Option<String>) {
     let model = key.model_name();
     let name = key.text().file_name(shape);
-    // The last two would be taken for what they are not; a zero byte ends a name.
+    // The last two would be parsed as something else; a zero byte ends a name.
     let is_odd = name.len() > NAME_MAX
         || model.contains("-SEP-")
         || model.contains('\0')
@@ -87,7 +87,7 @@ pub(super) fn hashed_name(text: &str) -> String {
 }
 
 impl Layout {
-    /// The other one.
+    /// Returns the other layout.
     pub(super) fn other(self) -> Self {
         match self {
             Self::Flat => Self::Sharded,
@@ -95,7 +95,7 @@ impl Layout {
         }
     }
 
-    /// As in a configuration.
+    /// Its name in a configuration.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Flat => "flat",
@@ -104,7 +104,7 @@ impl Layout {
     }
 }
 
-/// The other shape.
+/// Returns the other shape.
 pub(super) fn other_shape(shape: KeyShape) -> KeyShape {
     match shape {
         KeyShape::Grouped => KeyShape::Ungrouped,
@@ -112,33 +112,33 @@ pub(super) fn other_shape(shape: KeyShape) -> KeyShape {
     }
 }
 
-/// Number of the directory of a key's file.
+/// Returns the number of the directory of a key's file.
 pub(super) fn shard(key: &ObjectKey) -> u16 {
     let hash = key.chunk_hash();
     u16::from_be_bytes([hash.0[0], hash.0[1]])
 }
 
-/// The directory with this number.
+/// Returns the path of the directory with this number.
 pub(super) fn shard_path(shard: u16) -> String {
     format!("{:02x}/{:02x}", shard >> 8, shard & 0xff)
 }
 
-/// Whether this is the first part of a [`shard_path`].
+/// Whether it is the first part of a [`shard_path`].
 pub(super) fn is_shard_dir(name: &str) -> bool {
     let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     name.len() == 2 && name.bytes().all(is_digit)
 }
 
-/// What a name in one of our directories says.
+/// Kind of a directory entry by its name.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Named {
-    /// An object; only names that we would give are taken for one.
+    /// An object; only names that kvtier would write are accepted.
     Object(Box<ObjectKey>, KeyShape),
     /// An object whose key is in its file.
     Hashed,
-    /// Something that is being written, or was.
+    /// A temporary file or a leftover.
     Temporary,
-    /// Nothing of ours.
+    /// Not kvtier's.
     Foreign,
 }
 
@@ -258,7 +258,7 @@ mod tests {
             "m@0x01020102@0@abcd.data",
             &format!("m@0x01020102@0@{hash}"),
             &format!("m@0x01020102@0@{hash}.tmp"),
-            // They mean an object, but nobody looks for it there.
+            // They mean an object, but it is not looked up under these names.
             &format!("m@01020102@0@{hash}.data"),
             &format!("m@0x01020102@00@{hash}.data"),
             &format!("m@0x01020102@0@{}.data", hash.to_uppercase()),

@@ -1,4 +1,4 @@
-//! What the file system adapters can be told.
+//! Options of the file system adapters.
 
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
@@ -12,61 +12,61 @@ use crate::config::{AdapterConfig, ConfigError, Fallback, Interval, Key, Options
 use crate::error::L2Error;
 use crate::registry::{AdapterType, Registry};
 
-/// What survives a loss of power.
+/// Durability of stores on a loss of power.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Fsync {
-    /// What the system wrote by then. Files that were not wholly written are found out by their checksums.
+    /// None beyond what the system has written. Incomplete files are detected by their checksums.
     #[default]
     Never,
-    /// The bytes of each file that has its name.
+    /// The bytes of each named file.
     File,
     /// Each object whose store was answered.
     FileAndDir,
 }
 
-/// How bytes are moved between files and memory.
+/// I/O engine between files and memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum IoEngine {
-    /// As is faster in the directory, measured when it is opened.
+    /// io_uring with `use_odirect` if it is available, else POSIX calls.
     #[default]
     Auto,
-    /// One plain system call a thread.
+    /// One POSIX call per thread at a time.
     Posix,
-    /// Several under way from each thread.
+    /// Several operations in flight per thread.
     Uring,
 }
 
-/// How a directory is used.
+/// Options of a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FsOptions {
-    /// The directory. It is made where it is missing.
+    /// The directory, which is created if it is missing.
     pub base_path: PathBuf,
-    /// Where files are written before they get their name, from `base_path` on; empty for the directory itself.
+    /// Directory of temporary files relative to `base_path`; empty is `base_path` itself.
     pub relative_tmp_dir: String,
-    /// Bytes the system is asked to read ahead when a file is opened.
+    /// Bytes to read ahead when a file is opened.
     pub read_ahead_size: Option<u64>,
-    /// Past the page cache.
+    /// Direct I/O.
     pub use_odirect: bool,
-    /// Threads, at least 1; one more is for reads.
+    /// Threads, at least 1; one more is for reads only.
     pub num_workers: usize,
-    /// How files are spread.
+    /// Layout of the directory.
     pub layout: Layout,
-    /// Which names files are given.
+    /// Shape of the names that are written.
     pub names: KeyShape,
-    /// What survives a loss of power.
+    /// Durability of stores on a loss of power.
     pub fsync: Fsync,
-    /// How bytes are moved.
+    /// I/O engine.
     pub io_engine: IoEngine,
-    /// Files without a checksum are taken for none.
+    /// Files without a checksum are misses.
     pub require_checksum: bool,
-    /// Files that do not say their layout are loaded for page-bound objects too.
+    /// Files without a layout are loaded for page-bound objects too.
     pub trust_missing_layout: bool,
-    /// Nothing is written there.
+    /// Nothing is written.
     pub read_only: bool,
 }
 
 impl FsOptions {
-    /// The defaults, for this directory.
+    /// Returns the defaults for this directory.
     pub fn new(base_path: impl Into<PathBuf>) -> Self {
         Self {
             base_path: base_path.into(),
@@ -118,30 +118,30 @@ impl FsOptions {
 }
 
 const KEYS: &[Key] = &[
-    Key::text("base_path", "The directory; it is made where it is missing").required(),
+    Key::text("base_path", "The directory; it is created if it is missing").required(),
     Key::of(
         "relative_tmp_dir",
         Shape::AnyText,
-        "Where files are written before they get their name, below base_path; empty is base_path itself",
+        "Directory of temporary files, below base_path; empty is base_path itself",
     )
     .or(Fallback::Text("")),
     Key::integer(
         "read_ahead_size",
         1,
         i64::MAX,
-        "How much the system is asked to read ahead when a file is opened; unset is its own choice",
+        "Bytes to read ahead when a file is opened; unset is the default of the system",
     )
     .unit("bytes"),
     Key::switch(
         "use_odirect",
-        "Read and write past the page cache; files for which that is not possible go through it",
+        "Direct I/O past the page cache; files for which that is not possible use it",
     ),
-    Key::integer("num_workers", 1, 1024, "Threads that wait for the disk; one more does so for reads alone")
+    Key::integer("num_workers", 1, 1024, "Threads of the file I/O; one more is for reads only")
         .or(Fallback::Integer(4)),
     Key::number(
         "max_capacity_gb",
         Interval::from(0.0),
-        "What the objects may take; 0 is no bound but the disk's",
+        "Capacity for objects; 0 is bounded by the disk only",
     )
     .unit("GiB")
     .or(Fallback::Number(0.0)),
@@ -155,29 +155,29 @@ const KEYS: &[Key] = &[
     Key::of(
         "names",
         Shape::OneOf(&["auto", "0.5", "0.4"]),
-        "Which release of LMCache finds the files that are written; both are read, auto is the newest",
+        "Release of LMCache that finds the written files; both are read, auto is the newest",
     )
     .or(Fallback::Text("auto")),
     Key::of(
         "fsync",
         Shape::OneOf(&["never", "file", "file+dir"]),
-        "What is surely on the disk once it is stored; a file that is not is found out by its checksum",
+        "What is on the disk for certain once it is stored; incomplete files are detected by their checksums",
     )
     .or(Fallback::Text("never")),
     Key::switch(
         "trust_missing_layout",
-        "Load files that do not say their layout, as LMCache's do not, also for models whose pages depend on block size, \
-         processor or release of the engine (all of CPU engines); only where all engines that write there agree in these",
+        "Load files without a layout, such as those of LMCache, also for models whose pages depend on block size, \
+         processor or release of the engine (all of CPU engines); only if all engines that write there agree in these",
     ),
     Key::switch(
         "read_only",
-        "Only load: the directory has to be there, and nothing is stored, deleted, put aside or evicted",
+        "Only load: the directory has to exist, and nothing is stored, deleted, quarantined or evicted",
     ),
     Key::of(
         "io_engine",
         Shape::OneOf(&["auto", "posix", "io_uring"]),
-        "How bytes are moved: one system call a thread, or several under way from each thread; auto is the one that \
-         moves some files of the directory faster when it is opened, and never io_uring where the system forbids it",
+        "How bytes are moved: by one POSIX call per thread at a time, or by io_uring with several operations in flight per \
+         thread; auto is io_uring if use_odirect is set and the system allows it, else posix",
     )
     .or(Fallback::Text("auto")),
 ];

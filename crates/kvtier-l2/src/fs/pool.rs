@@ -1,7 +1,7 @@
-//! The threads that wait for the disk.
+//! Thread pool of the file I/O.
 //!
-//! Reads (lookups, loads, deletes) go first, for somebody waits for them; stores are done behind somebody's back. One
-//! thread is never taken by stores, so a disk that stalls its writers still answers.
+//! Reads (lookups, loads, deletes) have priority, as requests wait for them; stores run in the background. One thread never
+//! runs stores, so a disk that stalls writes still serves reads.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,11 +10,11 @@ use std::sync::Arc;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
-/// Pieces of work that wait at most; who has more waits with it.
-const WAITING: usize = 1024;
+/// Capacity of the queue in jobs; callers with more of them wait.
+const MAX_QUEUED: usize = 1024;
 
-/// Reads in a row that a waiting store lets pass.
-const PATIENCE: u32 = 64;
+/// Consecutive reads that overtake a queued store.
+const MAX_OVERTAKING_READS: u32 = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lane {
@@ -24,7 +24,7 @@ pub(super) enum Lane {
 
 struct Job {
     run: Box<dyn FnOnce() + Send>,
-    /// Its place in the queue.
+    /// Its permit of the queue.
     _place: OwnedSemaphorePermit,
 }
 
@@ -32,7 +32,7 @@ struct Job {
 struct Queue {
     reads: VecDeque<Job>,
     stores: VecDeque<Job>,
-    /// Stores under way.
+    /// Stores in flight.
     storing: usize,
     /// Reads taken since the last store.
     passed: u32,
@@ -40,10 +40,10 @@ struct Queue {
 }
 
 impl Queue {
-    /// The next piece of work, if a thread may take it now.
+    /// Returns the next job that a thread may run now.
     fn take(&mut self, most_storing: usize) -> Option<(Job, Lane)> {
         let may_store = self.storing < most_storing;
-        let is_store_due = may_store && self.passed >= PATIENCE;
+        let is_store_due = may_store && self.passed >= MAX_OVERTAKING_READS;
         if (self.reads.is_empty() || is_store_due)
             && may_store
             && let Some(job) = self.stores.pop_front()
@@ -68,19 +68,19 @@ struct Shared {
     running: watch::Sender<usize>,
 }
 
-/// Threads and what they are to do. Dropped or closed, they end what is there and then themselves.
+/// Threads and their queue. When it is dropped or closed, the threads finish the queue and end.
 pub(super) struct Pool {
     shared: Arc<Shared>,
     places: Arc<Semaphore>,
     threads: usize,
 }
 
-/// The work was not done: the pool is closed, or the work panicked.
+/// The work did not run to its end: the pool is closed, or the work panicked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NotDone;
 
 impl Pool {
-    /// As many threads as are asked for, and one more that is for reads.
+    /// Starts `threads` threads, and one more for reads only.
     pub(super) fn start(name: &str, threads: usize) -> Result<Self, std::io::Error> {
         Self::start_with(name, threads + 1, threads)
     }
@@ -93,7 +93,7 @@ impl Pool {
                 most_storing,
                 running: watch::Sender::new(0),
             }),
-            places: Arc::new(Semaphore::new(WAITING)),
+            places: Arc::new(Semaphore::new(MAX_QUEUED)),
             threads,
         };
         for number in 0..threads {
@@ -111,7 +111,7 @@ impl Pool {
         self.shared.queue.lock().closed
     }
 
-    /// Has a thread do `work`. It is left out if nobody waits for its result any more when its turn comes.
+    /// Runs `work` on the pool. It is skipped if the receiver of its result was dropped before it starts.
     pub(super) async fn run<R: Send + 'static>(
         &self,
         lane: Lane,
@@ -140,8 +140,7 @@ impl Pool {
         result
     }
 
-    /// Has the threads do `work` for all `items`, in pieces of at most `most` and at least `least` of them; one result
-    /// each, in order.
+    /// Runs `work` for all `items` on the pool, in jobs of `least` to `most` items; one result per item, in order.
     pub(super) async fn map<T, R>(
         &self,
         lane: Lane,
@@ -172,11 +171,11 @@ impl Pool {
         results
     }
 
-    /// Takes no more work; answers when all threads have ended what they had.
+    /// Refuses new work and waits until all threads have finished.
     pub(super) async fn close(&self) {
         self.stop();
         let mut running = self.shared.running.subscribe();
-        // The sender is a part of this pool.
+        // Cannot fail: the pool has the sender.
         let _ = running.wait_for(|running| *running == 0).await;
     }
 
@@ -208,7 +207,7 @@ fn serve(shared: &Shared) {
                 drop(queue);
                 let Job { run, _place } = job;
                 drop(_place);
-                // Its result is lost with it, which tells who waits.
+                // Its result is dropped with it, which its receiver notices.
                 if catch_unwind(AssertUnwindSafe(run)).is_err() {
                     tracing::error!(
                         "work on files panicked; its objects are answered with an error"
@@ -220,7 +219,7 @@ fn serve(shared: &Shared) {
                 }
             }
             None if queue.closed && queue.stores.is_empty() => {
-                // Others may wait for the last store to be taken.
+                // Other threads may wait for the last store to be started.
                 shared.work.notify_all();
                 return;
             }
@@ -235,7 +234,7 @@ mod tests {
 
     use super::*;
 
-    /// Work that ends when it is told to, and says when it has begun.
+    /// Work that signals its start and ends on a signal.
     struct Held {
         begun: mpsc::Receiver<()>,
         end: mpsc::Sender<()>,
@@ -279,7 +278,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn reads_go_first_but_not_for_ever() {
+    async fn reads_have_priority_but_stores_progress() {
         let pool = Pool::start_with("test", 1, 1).unwrap();
         let first = hold(&pool, Lane::Read).await;
         first.begun.recv().unwrap();
@@ -299,12 +298,12 @@ mod tests {
         let stores: Vec<_> = (0..order.len())
             .filter(|at| order[*at] == Lane::Store)
             .collect();
-        let patience = PATIENCE as usize;
+        let patience = MAX_OVERTAKING_READS as usize;
         assert!(stores.len() == 2 && stores[0] >= patience / 2 && stores[1] <= 3 * patience);
     }
 
     #[tokio::test]
-    async fn work_nobody_waits_for_is_left_out() {
+    async fn work_with_dropped_receiver_is_skipped() {
         let pool = Pool::start_with("test", 1, 1).unwrap();
         let first = hold(&pool, Lane::Read).await;
         first.begun.recv().unwrap();
@@ -316,7 +315,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_closed_pool_ends_what_it_has_and_takes_nothing() {
+    async fn closed_pool_finishes_queue_and_refuses_work() {
         let pool = Pool::start("test", 1).unwrap();
         let mut stores = Vec::new();
         for _ in 0..4 {
@@ -336,7 +335,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_panic_costs_its_piece_only() {
+    async fn panic_fails_its_job_only() {
         let pool = Pool::start_with("test", 1, 1).unwrap();
         let work = |numbers: Vec<i32>| {
             assert!(!numbers.contains(&3), "as the test wants it");

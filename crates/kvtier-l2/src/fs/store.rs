@@ -1,4 +1,4 @@
-//! Writing an object's file.
+//! Stores: writing an object's file.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::base::{self, Temporary, is_file};
 use super::beneath;
-use super::files::{Files, Look, READ_FLAGS, count, read_end, size, stat};
+use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size, stat};
 use super::io::{self, Move, Moved, Work};
 use super::names::Place;
 use super::options::Fsync;
@@ -20,30 +20,30 @@ use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{ObjectSpec, StoreItem};
 
-/// Objects of up to so many bytes are written without looking whether they are there, where that shows by itself.
-const SMALL: u64 = 64 << 10;
+/// Largest object that is written without a lookup before, if naming the file shows whether it was there.
+const MAX_UNCHECKED_BYTES: u64 = 64 << 10;
 
-/// How often a store begins anew when others remove or make what it needs.
-const TRIES: usize = 4;
+/// Attempts of a store while others remove or create what it needs.
+const MAX_ATTEMPTS: usize = 4;
 
-/// What is in an object's place.
+/// Contents of an object's place.
 enum There {
     Nothing,
-    /// The object; bytes of its file.
+    /// The object, with the bytes of its file.
     Object(u64),
-    /// A file that is not the object, or not any more.
+    /// A file that is not the object, or damaged.
     Other,
     /// No file.
     Foreign,
 }
 
-/// Why a file was not written.
+/// Reason why a file was not written.
 enum Failed {
-    /// A directory is gone.
+    /// A directory was removed.
     NoDirectory,
-    /// It cannot be moved into its place from where it is.
+    /// It cannot be renamed into its place from its directory.
     Apart,
-    /// There is something in its place, and nobody knows yet what.
+    /// Its place is occupied by an unchecked file.
     Taken,
     Error(L2Error),
 }
@@ -54,28 +54,28 @@ impl From<L2Error> for Failed {
     }
 }
 
-/// An object on its way into its place.
+/// Object that is being stored.
 struct Storing {
     dir: Arc<OwnedFd>,
     place: Place,
-    /// Where else it may be.
+    /// Other places where it may be.
     others: Vec<Place>,
-    /// Whether its place is to be looked at first, and whether what is there is replaced.
+    /// Whether to check its place first, and whether to replace the file there.
     looks: bool,
     replaces: bool,
     tries: usize,
-    /// Whether its file is made in the directory of its place.
+    /// Whether its file is created in the directory of its place.
     is_beside: bool,
-    /// Of its file, if that has one yet.
+    /// Temporary name of its file, if it has one.
     name: Option<String>,
-    /// Bytes written from where the object is; what follows is in the tail.
+    /// Bytes written from the object's memory; the rest is in the tail.
     body: u64,
 }
 
-/// Objects to be written, and what became of them.
+/// Objects to store, and their results.
 pub(super) struct Stores<'a> {
     files: &'a Files,
-    look: Look,
+    scope: LookupScope,
     items: Vec<StoreItem>,
     begun: usize,
     under_way: Vec<Option<Storing>>,
@@ -87,7 +87,7 @@ impl<'a> Stores<'a> {
     pub(super) fn new(files: &'a Files, items: Vec<StoreItem>) -> Self {
         Self {
             files,
-            look: files.look(),
+            scope: files.lookup_scope(),
             begun: 0,
             under_way: items.iter().map(|_| None).collect(),
             results: items.iter().map(|_| Err(io::lost())).collect(),
@@ -96,7 +96,7 @@ impl<'a> Stores<'a> {
         }
     }
 
-    /// One result an object, in order.
+    /// Returns one result per object, in order.
     pub(super) fn run(mut self) -> Vec<Result<Stored, L2Error>> {
         self.files.engine.run(&mut self);
         self.results
@@ -109,10 +109,13 @@ impl Work for Stores<'_> {
             let number = self.begun;
             self.begun += 1;
             let mut tail = self.tails.pop().unwrap_or_default();
-            let begun = self.files.storing(item, self.look).and_then(|mut storing| {
-                let begun = self.files.begin(&mut storing, item, &mut tail)?;
-                Ok((storing, begun))
-            });
+            let begun = self
+                .files
+                .storing(item, self.scope)
+                .and_then(|mut storing| {
+                    let begun = self.files.begin(&mut storing, item, &mut tail)?;
+                    Ok((storing, begun))
+                });
             let result = match begun {
                 Ok((storing, Begun::Writing(file))) => {
                     let body = storing.body;
@@ -162,23 +165,24 @@ impl Work for Stores<'_> {
     }
 }
 
-/// What a store has come to before its bytes are written.
+/// State of a store before its bytes are written.
 enum Begun {
-    /// The object is there, with so many bytes.
+    /// The object is there; the bytes of its file.
     There(u64),
     Writing(OwnedFd),
 }
 
 impl Files {
-    fn storing(&self, item: &StoreItem, look: Look) -> Result<Storing, L2Error> {
+    fn storing(&self, item: &StoreItem, scope: LookupScope) -> Result<Storing, L2Error> {
         let object = &item.object;
         if item.from.len() != object.len {
-            let message = format!("{} bytes were given for {}", item.from.len(), object.len);
+            let message = format!("a buffer of {} bytes for {}", item.from.len(), object.len);
             return Err(L2Error::new(ErrorKind::Refused, message));
         }
-        let (place, others) = self.places(&object.key, look);
-        // What is small is written sooner than it is looked for.
-        let is_blind = look.is_single() && object.len <= SMALL && self.unnamed.is_possible();
+        let (place, others) = self.places(&object.key, scope);
+        // Writing a small object is cheaper than a lookup.
+        let is_blind =
+            scope.is_single() && object.len <= MAX_UNCHECKED_BYTES && self.unnamed.is_possible();
         Ok(Storing {
             dir: self.base.current(),
             place,
@@ -192,7 +196,7 @@ impl Files {
         })
     }
 
-    /// Makes the file, unless the object is there.
+    /// Creates the file unless the object is there.
     fn begin(
         &self,
         storing: &mut Storing,
@@ -200,17 +204,17 @@ impl Files {
         tail: &mut Tail,
     ) -> Result<Begun, L2Error> {
         let object = &item.object;
-        while storing.tries < TRIES {
+        while storing.tries < MAX_ATTEMPTS {
             storing.tries += 1;
-            storing.is_beside = self.is_apart.load(Ordering::Relaxed);
-            // Such a file is renamed, which does not tell whether there was another.
+            storing.is_beside = self.create_in_place.load(Ordering::Relaxed);
+            // Such a file is renamed, which does not show whether another was there.
             storing.looks |= storing.is_beside;
             let place = &storing.place;
             if storing.looks {
                 match self.there(&storing.dir, place, object)? {
                     There::Nothing => {}
                     There::Object(bytes) => return Ok(Begun::There(bytes)),
-                    // What is in its own place is found first, so it has to be the object.
+                    // Its own place is looked up first, so the file there has to be the object.
                     There::Other => storing.replaces = true,
                     There::Foreign => {
                         let message =
@@ -243,7 +247,7 @@ impl Files {
         Err(L2Error::new(ErrorKind::Unavailable, message))
     }
 
-    /// Gives the file its name when its bytes are there, and begins anew where others were in the way.
+    /// Names the file after its bytes are written, and starts again after a conflict.
     fn store(
         &self,
         storing: &mut Storing,
@@ -262,9 +266,9 @@ impl Files {
                 }
                 Err(Failed::Taken) => storing.looks = true,
                 Err(Failed::NoDirectory) => self.restore(storing)?,
-                // It is so for others too, which need not find out again.
+                // This holds for all files.
                 Err(Failed::Apart) if !storing.is_beside => {
-                    self.is_apart.store(true, Ordering::Relaxed);
+                    self.create_in_place.store(true, Ordering::Relaxed);
                 }
                 Err(Failed::Apart) => {
                     let path = &storing.place.path;
@@ -289,7 +293,7 @@ impl Files {
         Ok(())
     }
 
-    /// Closes or names the file.
+    /// Names and closes the file.
     fn end(
         &self,
         storing: &mut Storing,
@@ -310,7 +314,7 @@ impl Files {
         written
     }
 
-    /// A file to write to, and its name if it has one.
+    /// Creates the file to write to; returns its temporary name if it has one.
     fn make(&self, storing: &Storing, direct: bool) -> Result<(OwnedFd, Option<String>), Errno> {
         let (dir, place) = (&storing.dir, &storing.place.path);
         if storing.is_beside {
@@ -323,8 +327,8 @@ impl Files {
             match self.unnamed.create(dir, direct) {
                 Ok(file) => return Ok((file, None)),
                 // The directory is another one than at the start.
-                Err(Errno::OPNOTSUPP | Errno::ISDIR) => self.unnamed.give_up(),
-                // File systems differ in what they say of a removed directory; the other way tells.
+                Err(Errno::OPNOTSUPP | Errno::ISDIR) => self.unnamed.disable(),
+                // File systems differ in the error for a removed directory; the other way shows it.
                 Err(_) => {}
             }
         }
@@ -333,7 +337,7 @@ impl Files {
         Ok((file, Some(path)))
     }
 
-    /// What is written from memory other than the object's, and how many bytes of the object before.
+    /// Returns the tail, and the bytes of the object before it.
     fn tail(
         &self,
         place: &Place,
@@ -377,7 +381,7 @@ impl Files {
         Ok(body)
     }
 
-    /// Sees to it that a file that was written is.
+    /// Checks the result of a write and syncs the file if configured.
     fn written(
         &self,
         file: &OwnedFd,
@@ -403,7 +407,7 @@ impl Files {
         Ok(())
     }
 
-    /// Gives a written file its name.
+    /// Publishes a written file under its name.
     fn publish(
         &self,
         dir: &OwnedFd,
@@ -427,7 +431,7 @@ impl Files {
         Ok(())
     }
 
-    /// Does `name`, and makes the directories first that it needs.
+    /// Runs `name` and creates missing directories first.
     fn name(
         &self,
         dir: &OwnedFd,
@@ -449,7 +453,7 @@ impl Files {
         })
     }
 
-    /// The directory of the name, and those above it, which may be new.
+    /// Syncs the directory of a name and those above it, which may be new.
     fn sync_parents(&self, dir: &OwnedFd, path: &str) -> Result<(), Errno> {
         for (end, _) in path.rmatch_indices('/') {
             let parent = beneath::open(dir, &path[..end], base::DIR_FLAGS, Mode::empty())?;
@@ -467,7 +471,7 @@ pub(super) fn key_digest(place: &Place, object: &ObjectSpec) -> u128 {
 }
 
 impl Files {
-    /// Looks at what is in a place; the object's bytes themselves are not compared.
+    /// Checks a place without comparing the bytes of the object.
     fn there(&self, dir: &OwnedFd, place: &Place, object: &ObjectSpec) -> Result<There, L2Error> {
         let Some(seen) = stat(dir, &place.path)? else {
             return Ok(There::Nothing);
@@ -475,7 +479,7 @@ impl Files {
         if !is_file(&seen) {
             return Ok(There::Foreign);
         }
-        if self.unreadable.take(&seen) {
+        if self.unreadable.remove(&seen) {
             return Ok(There::Other);
         }
         let Some(form) = form_of(size(&seen), object.len, place.text_len()) else {
@@ -485,7 +489,7 @@ impl Files {
         let file = match beneath::open(dir, &place.path, READ_FLAGS, Mode::empty()) {
             Ok(file) => file,
             Err(Errno::NOENT) => return Ok(There::Nothing),
-            // It cannot be read by us ever.
+            // It can never be read.
             Err(Errno::ACCESS | Errno::PERM) => return Ok(There::Other),
             Err(error) => return Err(refused(error)),
         };
@@ -509,7 +513,7 @@ impl Files {
 }
 
 impl Trailer {
-    /// Whether it is of this object, if of these bytes or not.
+    /// Whether it belongs to this object, whatever its bytes.
     pub(super) fn is_of(&self, object: &ObjectSpec, key: u128) -> bool {
         self.version == trailer::VERSION
             && (self.len, self.layout, self.key) == (object.len, object.layout, key)

@@ -1,9 +1,9 @@
-//! What stands behind an object's bytes in its file, and which lengths a file can have.
+//! Trailer behind an object's bytes in its file, and the lengths of files.
 //!
-//! A file begins with the object's bytes, as LMCache writes and reads them; it ignores what follows. Ours then have,
-//! from the end: the trailer of [`LEN`] bytes, before it the key in text where the name is not the key, and zeroes.
-//! The lengths of our files differ from all that files without a trailer have for the same object, so a trailer that is
-//! lost or damaged is never taken for none.
+//! A file starts with the object's bytes, as LMCache writes and reads them; LMCache ignores the rest. kvtier's files then
+//! have, from the end: the trailer of [`LEN`] bytes, before it the text of the key if the name is a hash, and zeroes.
+//! Their lengths differ from those of all files without a trailer of the same object, so a lost or damaged trailer is
+//! always detected.
 //!
 //! | version | layout |
 //! | --- | --- |
@@ -15,18 +15,18 @@
 /// Bytes of a trailer.
 pub(super) const LEN: usize = 64;
 
-/// Unit of lengths and addresses for I/O past the page cache, here and in LMCache.
+/// Unit of lengths and addresses of direct I/O, here and in LMCache.
 pub(super) const BLOCK: u64 = 4096;
 
 const MAGIC: [u8; 4] = *b"kvtr";
 
-/// What is written. In the file it follows the magic bytes, as a number of 16 bits.
+/// Version that is written. In the file it follows the magic bytes as a number of 16 bits.
 pub(super) const VERSION: u16 = 2;
 
 /// The trailer of an object's file; all numbers are little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Trailer {
-    /// Of the trailer. In others than [`VERSION`] the layout means something else, and in later ones perhaps all of it.
+    /// Version of the trailer. If it is not [`VERSION`], the layout has another meaning; in later ones perhaps all fields.
     pub version: u16,
     /// Bytes of the key's text before the trailer.
     pub text_len: u16,
@@ -55,7 +55,7 @@ impl Trailer {
         out
     }
 
-    /// The trailer at the end of `bytes`, if there is one and it is whole.
+    /// Decodes the trailer at the end of `bytes`, if there is one and it is intact.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; LEN] = bytes.last_chunk()?;
         let sum = kvtier_memory::checksum::checksum64(&bytes[..56]);
@@ -77,21 +77,21 @@ fn part<const N: usize>(bytes: &[u8; LEN], at: usize) -> [u8; N] {
     std::array::from_fn(|i| bytes[at + i])
 }
 
-/// The next multiple of [`BLOCK`].
+/// Rounds up to a multiple of [`BLOCK`].
 pub(super) fn round_up(len: u64) -> u64 {
     len.checked_next_multiple_of(BLOCK).unwrap_or(u64::MAX)
 }
 
-/// How a file was written, as its length says.
+/// Form of a file by its length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
-    /// The object's bytes and perhaps padding.
+    /// The object's bytes, possibly with padding.
     Bare,
     /// With a trailer.
     Trailed,
 }
 
-/// Length of our file of an object of `len` bytes: of whole blocks for I/O past the page cache, else never.
+/// Returns the length of the file of an object of `len` bytes: a multiple of [`BLOCK`] for direct I/O only.
 pub(super) fn file_len(len: u64, text_len: usize, direct: bool) -> u64 {
     let tail = (LEN + text_len) as u64;
     if direct {
@@ -99,14 +99,14 @@ pub(super) fn file_len(len: u64, text_len: usize, direct: bool) -> u64 {
     }
     let total = len.saturating_add(tail);
     match total % BLOCK {
-        // A bare file might have it.
+        // A bare file might have this length.
         0 => total.saturating_add(LEN as u64),
         _ => total,
     }
 }
 
-/// What a file of `size` bytes can be for an object of `len` bytes. `text_len` is that of the key's text where it must be
-/// in the file, else 0.
+/// Returns the form of a file of `size` bytes for an object of `len` bytes. `text_len` is the length of the key's text if
+/// it must be in the file, else 0.
 pub(super) fn form_of(size: u64, len: u64, text_len: usize) -> Option<Form> {
     if size == file_len(len, text_len, false) || size == file_len(len, text_len, true) {
         return Some(Form::Trailed);
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn no_length_of_ours_is_one_of_a_bare_file() {
+    fn trailed_length_is_never_a_bare_one() {
         let lens = (0..20_000).chain([1 << 21, (1 << 21) - 64, u64::MAX, u64::MAX - 5000]);
         for len in lens {
             for text_len in [0, 1, 500, 4031, 4032, 4033] {

@@ -1,9 +1,9 @@
-//! Files that have no name until they are whole (`O_TMPFILE`).
+//! Files without a name until they are complete (`O_TMPFILE`).
 //!
-//! Nothing of them is left if we die, and making one does not wait for the directory's lock, which all who make or name
-//! files there take turns at. A name is only given where there is none, so giving it also tells whether the object was
-//! there already: a look beforehand would cost more than all the rest once several threads make files, for the system
-//! remembers absent names under that same lock.
+//! If the process dies, nothing of them is left. Creating one does not take the lock of the directory, for which all that
+//! create or name files there contend. `linkat` fails if the name exists, so naming a file also tests whether the object
+//! was there already; a lookup before would cost more than all the rest with several threads, as the kernel caches absent
+//! names under the same lock.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -14,8 +14,7 @@ use rustix::io::Errno;
 use super::base::{Base, FILE_MODE, open_direct};
 use super::beneath;
 
-/// File systems of this machine. Others may say only when a file is closed that there was no room, which is too late
-/// for a file that has its name by then.
+/// Local file systems. Others may report a lack of space only when a file is closed, after it has its name.
 const LOCAL: [FsWord; 4] = [
     0x0102_1994, // tmpfs
     0xef53,      // ext2 to ext4
@@ -23,17 +22,17 @@ const LOCAL: [FsWord; 4] = [
     0x9123_683e, // btrfs
 ];
 
-/// Which way of giving a name works here.
+/// Way of naming a file that works here.
 pub(super) struct Unnamed(AtomicU8);
 
 const NONE: u8 = 0;
-/// By the descriptor; older systems let only the privileged.
+/// By the descriptor, which older systems allow only with a capability.
 const EMPTY: u8 = 1;
-/// By the name that `/proc` has for the descriptor.
+/// By the name of the descriptor in `/proc`.
 const PROC: u8 = 2;
 
 impl Unnamed {
-    /// Tries it once.
+    /// Tries which way works.
     pub(super) fn probe(base: &Base) -> Self {
         let dir = base.dir();
         let is_local = rustix::fs::fstatfs(&*dir).is_ok_and(|stat| LOCAL.contains(&stat.f_type));
@@ -59,18 +58,18 @@ impl Unnamed {
         self.0.load(Ordering::Relaxed) != NONE
     }
 
-    /// Has files be written under names of their own from now on.
-    pub(super) fn give_up(&self) {
+    /// Uses temporary names from now on.
+    pub(super) fn disable(&self) {
         self.0.store(NONE, Ordering::Relaxed);
     }
 
-    /// A file without a name in the file system of this directory.
+    /// Creates a file without a name in the file system of this directory.
     pub(super) fn create(&self, dir: &OwnedFd, direct: bool) -> Result<OwnedFd, Errno> {
         let flags = OFlags::WRONLY | OFlags::TMPFILE | OFlags::CLOEXEC;
         open_direct(dir, ".", flags, FILE_MODE, direct)
     }
 
-    /// Gives a file its name, if no other has it.
+    /// Names a file if no other file has the name.
     pub(super) fn name(&self, file: &OwnedFd, dir: &OwnedFd, path: &str) -> Result<(), Errno> {
         let (dir, path) = beneath::parent(dir, path)?;
         match self.0.load(Ordering::Relaxed) {

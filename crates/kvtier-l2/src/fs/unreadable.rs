@@ -1,14 +1,14 @@
-//! Files that the disk failed to read. They may be whole, so they stay; whoever has the object writes it anew.
+//! Files that the disk failed to read. They may be intact, so they stay until a store replaces them.
 
 use std::collections::VecDeque;
 
 use parking_lot::Mutex;
 use rustix::fs::Stat;
 
-/// Files that are remembered; beyond, the oldest are forgotten.
-const MOST: usize = 1024;
+/// Capacity; beyond it the oldest are dropped.
+const MAX_FILES: usize = 1024;
 
-/// See the module.
+/// Device and inode of files with read errors.
 #[derive(Debug, Default)]
 pub(super) struct Unreadable(Mutex<VecDeque<(u64, u64)>>);
 
@@ -17,15 +17,15 @@ impl Unreadable {
         let file = (seen.st_dev, seen.st_ino);
         let mut files = self.0.lock();
         if !files.contains(&file) {
-            if files.len() == MOST {
+            if files.len() == MAX_FILES {
                 files.pop_front();
             }
             files.push_back(file);
         }
     }
 
-    /// Whether it is one of them; it is none any more then.
-    pub(super) fn take(&self, seen: &Stat) -> bool {
+    /// Removes a file; returns whether it was one of them.
+    pub(super) fn remove(&self, seen: &Stat) -> bool {
         let mut files = self.0.lock();
         let before = files.len();
         files.retain(|file| *file != (seen.st_dev, seen.st_ino));

@@ -1,8 +1,8 @@
-//! Looking through all files: a page at a time, without knowing more than a page of names.
+//! Walk through all files, with at most one page of names in memory.
 //!
-//! A page ends at a place that the file system names itself, so files that come and go meanwhile shift nothing: a file
-//! that was there all the time is met once, one that was not is met or not. (File systems promise as much; a rename
-//! within the directory may be met twice or not at all.)
+//! A page ends at a position of the file system, so created and deleted files shift nothing: a file that exists all the time
+//! is returned once, others once or not. (File systems guarantee this; a file renamed within the directory may be returned
+//! twice or not at all.)
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -22,21 +22,21 @@ use super::names::{
 use crate::adapter::Listed;
 use crate::error::{ErrorKind, L2Error};
 
-/// Bytes of names that the system gives at a time.
+/// Buffer of `getdents`, in bytes.
 const NAMES: usize = 64 << 10;
 
-/// Files that are being written for longer and whose writer is not known are leftovers.
+/// Age after which a temporary file without a known writer is a leftover.
 const STALE_SECONDS: u64 = 60;
 
-/// The same where files cannot be locked.
+/// The same if files cannot be locked.
 const STALE_WITHOUT_LOCKS: u64 = 24 * 60 * 60;
 
-/// A place in the walk: first the base directory, then the directories below it.
+/// Position of the walk: first the base directory, then the directories below it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Position {
-    /// Which directory below the base, if any.
+    /// Directory below the base, if any.
     shard: Option<u16>,
-    /// The next entry, as the file system says it; 0 is the first.
+    /// Next entry as a cookie of the file system; 0 is the first.
     cookie: u64,
 }
 
@@ -78,20 +78,20 @@ impl std::fmt::Display for Position {
     }
 }
 
-/// A part of the walk.
+/// Page of the walk.
 #[derive(Debug, Default)]
 pub(super) struct Page {
     pub objects: Vec<Listed>,
-    /// Files that are being written, or were: from the base on.
+    /// Temporary files and leftovers, relative to the base.
     pub temporary: Vec<String>,
     pub foreign: u64,
-    /// Whether there are names or places that we would not write.
+    /// Whether there are names or places other than those that are written.
     pub other_shape: bool,
     pub other_layout: bool,
     pub next: Option<Position>,
 }
 
-/// Strings that many keys share.
+/// Strings shared by many keys.
 #[derive(Default)]
 struct Shared(Option<(Arc<str>, Arc<str>)>);
 
@@ -111,7 +111,7 @@ impl Shared {
 }
 
 impl Files {
-    /// The part of the walk from `at` on: about `limit` names.
+    /// Returns the page from `at` on, about `limit` names.
     pub(super) fn page(&self, at: Position, limit: usize) -> Result<Page, L2Error> {
         let base = self.base.current();
         let mut page = Page::default();
@@ -119,7 +119,7 @@ impl Files {
         let mut buffer = Vec::with_capacity(NAMES);
         let mut left = limit.max(1);
         let mut position = Some(at);
-        // The part of the tree that is known to be there.
+        // The part of the tree that is known to exist.
         let mut within = String::new();
         while let Some(at) = position {
             let dir = match at.shard {
@@ -127,7 +127,7 @@ impl Files {
                 Some(shard) => {
                     let first = &shard_path(shard)[..2];
                     if first != within && open_shard(&base, first, &mut page)?.is_none() {
-                        // None of the 256 directories with this beginning.
+                        // None of the 256 directories with this prefix exists.
                         let last = Some(shard | 0xff);
                         position = Position {
                             shard: last,
@@ -235,7 +235,7 @@ impl Files {
         });
     }
 
-    /// Directories that we make ourselves.
+    /// Whether it is a directory of kvtier's.
     fn is_own_dir(&self, name: &str, kind: FileType) -> bool {
         let first = self.base.temporary().split('/').next();
         let is_ours = name == QUARANTINE || is_shard_dir(name) || Some(name) == first;
@@ -247,16 +247,16 @@ impl Files {
         is_file(&stat).then_some(stat)
     }
 
-    /// Whether the key has a file where it is looked for first.
+    /// Whether the key has a file in the place that is looked up first.
     fn is_shadowed(&self, base: &OwnedFd, key: &ObjectKey) -> bool {
         let place = Place::of(key, self.shape, self.layout);
         stat(base, &place.path).is_ok_and(|stat| stat.is_some_and(|stat| is_file(&stat)))
     }
 
-    /// Removes those of these files in `inside` that nobody is writing any more.
+    /// Removes those of these files in `inside` that are leftovers.
     pub(super) fn remove_stale(&self, inside: &str, temporary: &[String]) -> u64 {
         let base = self.base.current();
-        // Writers last: what they wrote is told by them.
+        // Writers last, since their files are recognised by them.
         let mut stale: Vec<_> = temporary
             .iter()
             .filter(|name| is_stale(&base, inside, name))
@@ -267,7 +267,7 @@ impl Files {
         stale.iter().filter(is_removed).count() as u64
     }
 
-    /// Names of files in the directory for those that are being written, where that is one of its own.
+    /// Returns the names in the directory of temporary files, if it has one of its own.
     pub(super) fn temporary_names(&self) -> Vec<String> {
         let inside = self.base.temporary();
         let base = self.base.current();
@@ -291,12 +291,12 @@ impl Files {
     }
 }
 
-/// A directory, read from its start; `None` if there is none.
+/// Opens a directory; `None` if it does not exist.
 fn open_dir(base: &OwnedFd, path: &str) -> Result<Option<OwnedFd>, L2Error> {
     try_open_dir(base, path).map_err(|error| refused("list", path, error))
 }
 
-/// The same for one with objects; one that we may not read has none of ours.
+/// Opens a directory of objects; one that may not be read has none of kvtier's.
 fn open_shard(base: &OwnedFd, path: &str, page: &mut Page) -> Result<Option<OwnedFd>, L2Error> {
     match try_open_dir(base, path) {
         Err(Errno::ACCESS | Errno::PERM) => {
@@ -315,7 +315,7 @@ fn try_open_dir(base: &OwnedFd, path: &str) -> Result<Option<OwnedFd>, Errno> {
     }
 }
 
-/// The key of a file whose name is a hash.
+/// Reads the key of a file whose name is a hash.
 fn hashed_key(dir: &OwnedFd, name: &str, stat: &Stat) -> Option<ObjectKey> {
     let file = rustix::fs::openat(dir, name, READ_FLAGS, Mode::empty()).ok()?;
     let (trailer, _) = read_end(&file, size(stat), 0).ok()??;
@@ -329,7 +329,7 @@ fn used_at(stat: &Stat) -> u64 {
     u64::try_from(stat.st_mtime.max(stat.st_atime)).unwrap_or(0)
 }
 
-/// Whether nobody is writing this file any more.
+/// Whether this temporary file is a leftover.
 fn is_stale(base: &OwnedFd, inside: &str, name: &str) -> bool {
     let path = format!("{inside}{name}");
     let name = &name[name.rfind('/').map_or(0, |at| at + 1)..];
@@ -343,7 +343,7 @@ fn is_stale(base: &OwnedFd, inside: &str, name: &str) -> bool {
     };
     let file = match rustix::fs::openat(base, &name[..writer_len], READ_FLAGS, Mode::empty()) {
         Ok(file) => file,
-        // Its writer's directory was removed, or it is another's file altogether.
+        // The directory of its writer was removed, or it is not kvtier's.
         Err(_) => return age().is_some_and(|age| age >= STALE_SECONDS),
     };
     match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -359,10 +359,10 @@ fn now() -> u64 {
         .map_or(0, |since| since.as_secs())
 }
 
-/// The error for a place in a listing that we never gave.
+/// Error of an unknown position of a listing.
 pub(super) fn no_position(text: &str) -> L2Error {
     L2Error::new(
         ErrorKind::Refused,
-        format!("{text:?} is no place in a listing of files"),
+        format!("{text:?} is no position of a listing of files"),
     )
 }

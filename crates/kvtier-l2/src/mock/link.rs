@@ -1,17 +1,17 @@
-//! A link that is only so fast.
+//! Link of a limited speed.
 
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::time::{Instant, sleep_until};
 
-/// Below this nothing is waited for: timers are not finer. What was not waited for adds to later transfers.
+/// Shortest wait, as timers are not finer. Shorter times are added to later transfers.
 const TICK: Duration = Duration::from_millis(1);
 
-/// One transfer takes at most this.
-const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
+/// Longest time of one transfer.
+const MAX_TRANSFER_TIME: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// All transfers together go at one speed: each one waits until those before it and itself would be through.
+/// Link that all transfers share: each one waits for the time of those before it and its own.
 #[derive(Debug)]
 pub(super) struct Link {
     bytes_per_second: f64,
@@ -28,7 +28,8 @@ impl Link {
 
     pub(super) async fn transfer(&self, bytes: u64) {
         let seconds = bytes as f64 / self.bytes_per_second;
-        let time = Duration::try_from_secs_f64(seconds).map_or(LONGEST, |time| time.min(LONGEST));
+        let time = Duration::try_from_secs_f64(seconds)
+            .map_or(MAX_TRANSFER_TIME, |time| time.min(MAX_TRANSFER_TIME));
         let now = Instant::now();
         let through = {
             let mut free_at = self.free_at.lock();

@@ -1,7 +1,7 @@
-//! `mock`: objects in memory behind a link of a chosen speed. For tests, and for trying a configuration out.
+//! `mock`: objects in memory behind a link of a configured speed, for tests and for trying out a configuration.
 
 mod link;
-mod shelf;
+mod memory_store;
 #[cfg(test)]
 mod tests;
 
@@ -11,7 +11,7 @@ use kvtier_core::object_key::ObjectKey;
 use serde_json::{Value, json};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-pub use shelf::Shelf;
+pub use memory_store::MemoryStore;
 
 use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
@@ -23,7 +23,7 @@ use crate::registry::{AdapterType, Registry};
 use link::Link;
 
 const KEYS: &[Key] = &[
-    Key::number("max_size_gb", Interval::above(0.0), "Room for objects")
+    Key::number("max_size_gb", Interval::above(0.0), "Capacity for objects")
         .unit("GiB")
         .required(),
     Key::number(
@@ -38,38 +38,38 @@ const KEYS: &[Key] = &[
 /// The type `mock`.
 pub const MOCK: AdapterType = AdapterType::new(
     "mock",
-    "Keeps objects in memory, at a chosen speed and for as long as the server runs; for tests",
+    "Keeps objects in memory at a chosen speed, for as long as the server runs; for tests",
     KEYS,
     open,
 );
 
 fn open(config: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Error> {
     let options = &config.options;
-    let shelf = Shelf::new(options.gib("max_size_gb"));
+    let store = MemoryStore::new(options.gib("max_size_gb"));
     let bytes_per_second = options.get::<f64>("mock_bandwidth_gb") * GIB as f64;
-    Ok(Arc::new(Mock::new(Arc::new(shelf), bytes_per_second)))
+    Ok(Arc::new(Mock::new(Arc::new(store), bytes_per_second)))
 }
 
-/// Calls under way at once. More wait, which nobody will see.
-const CALLS: u32 = 1 << 16;
+/// Calls in flight at once; further ones wait.
+const MAX_IN_FLIGHT: u32 = 1 << 16;
 
-/// Objects of a [`Shelf`], at the speed of a link.
+/// Adapter of a [`MemoryStore`] at the speed of a link.
 #[derive(Debug)]
 pub struct Mock {
-    shelf: Arc<Shelf>,
+    store: Arc<MemoryStore>,
     link: Link,
-    /// One permit for each call under way; closed with the adapter.
+    /// One permit per call in flight; closed with the adapter.
     calls: Semaphore,
 }
 
 impl Mock {
-    /// Opens `shelf`. To be called within a tokio runtime.
+    /// Returns an adapter of `store`. To be called within a tokio runtime.
     #[must_use]
-    pub fn new(shelf: Arc<Shelf>, bytes_per_second: f64) -> Self {
+    pub fn new(store: Arc<MemoryStore>, bytes_per_second: f64) -> Self {
         Self {
-            shelf,
+            store,
             link: Link::new(bytes_per_second),
-            calls: Semaphore::new(CALLS as usize),
+            calls: Semaphore::new(MAX_IN_FLIGHT as usize),
         }
     }
 
@@ -84,12 +84,12 @@ impl Mock {
         let read = item.from.read_into(0, item.object.len, &mut bytes);
         read.map_err(|error| L2Error::new(ErrorKind::Memory, format!("mock: {error}")))?;
         self.link.transfer(item.object.len).await;
-        self.shelf.put(&item.object, bytes)
+        self.store.put(&item.object, bytes)
     }
 
     async fn load_one(&self, item: LoadItem) -> Result<Loaded, L2Error> {
         let _call = self.begin().await?;
-        let bytes = self.shelf.get(&item.object)?;
+        let bytes = self.store.get(&item.object)?;
         self.link.transfer(item.object.len).await;
         let written = item.to.write(0, &bytes);
         written.map_err(|error| L2Error::new(ErrorKind::Memory, format!("mock: {error}")))?;
@@ -125,7 +125,7 @@ impl Adapter for Mock {
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
         Box::pin(async move {
             let _call = self.begin().await?;
-            Ok(batch.iter().map(|object| self.shelf.find(object)).collect())
+            Ok(batch.iter().map(|object| self.store.find(object)).collect())
         })
     }
 
@@ -143,7 +143,7 @@ impl Adapter for Mock {
         Box::pin(async move {
             let call = self.begin().await;
             let one = |key| match &call {
-                Ok(_) => Ok(self.shelf.remove(key)),
+                Ok(_) => Ok(self.store.remove(key)),
                 Err(error) => Err(error.clone()),
             };
             keys.iter().map(one).collect()
@@ -153,7 +153,7 @@ impl Adapter for Mock {
     fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
         Box::pin(async move {
             let _call = self.begin().await?;
-            self.shelf.list(from.as_deref(), limit)
+            self.store.list(from.as_deref(), limit)
         })
     }
 
@@ -177,24 +177,24 @@ impl Adapter for Mock {
     }
 
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
-        Box::pin(async { Ok(Some(self.shelf.capacity() - self.shelf.used().1)) })
+        Box::pin(async { Ok(Some(self.store.capacity() - self.store.used().1)) })
     }
 
     fn status(&self) -> Value {
-        let (objects, bytes) = self.shelf.used();
+        let (objects, bytes) = self.store.used();
         json!({
             "type": self.kind(),
             "is_healthy": true,
             "objects": objects,
             "bytes": bytes,
-            "capacity_bytes": self.shelf.capacity(),
+            "capacity_bytes": self.store.capacity(),
         })
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async move {
-            // Fails when it was closed before.
-            let _all = self.calls.acquire_many(CALLS).await;
+            // Fails if it was closed before.
+            let _all = self.calls.acquire_many(MAX_IN_FLIGHT).await;
             self.calls.close();
         })
     }

@@ -6,12 +6,12 @@ use tokio::time::{Duration, Instant};
 
 use super::*;
 use crate::conformance::{self, Damage, Memory, Subject, content, object};
-use crate::wrap::checksum::{Checksums, Sums};
+use crate::wrap::checksum::{ChecksumCache, Checksums};
 
-/// A shelf, what was stored there, and the adapter on it.
-struct OnShelf(Arc<Shelf>, Arc<Sums>);
+/// A store, what was stored there, and the adapter on it.
+struct OnStore(Arc<MemoryStore>, Arc<ChecksumCache>);
 
-impl Subject for OnShelf {
+impl Subject for OnStore {
     fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
         let mock = Mock::new(self.0.clone(), 64.0 * GIB as f64);
         let checked = Checksums::new(Arc::new(mock), self.1.clone(), false);
@@ -25,7 +25,13 @@ impl Subject for OnShelf {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn conforms() {
-    conformance::run(|| OnShelf(Arc::new(Shelf::new(1 << 30)), Arc::new(Sums::new(1 << 10)))).await;
+    conformance::run(|| {
+        OnStore(
+            Arc::new(MemoryStore::new(1 << 30)),
+            Arc::new(ChecksumCache::new(1 << 10)),
+        )
+    })
+    .await;
 }
 
 fn store_item(memory: &Memory, object: &ObjectSpec) -> StoreItem {
@@ -36,9 +42,9 @@ fn store_item(memory: &Memory, object: &ObjectSpec) -> StoreItem {
 }
 
 #[tokio::test]
-async fn what_does_not_fit_is_refused_alone_until_there_is_room() {
+async fn item_over_capacity_is_refused_alone() {
     let memory = Memory::new(1 << 20);
-    let mock = Mock::new(Arc::new(Shelf::new(10_000)), f64::INFINITY);
+    let mock = Mock::new(Arc::new(MemoryStore::new(10_000)), f64::INFINITY);
     let objects = [object(1, 6000), object(2, 6000), object(3, 4000)];
     let items = |which: &[usize]| {
         which
@@ -63,21 +69,21 @@ async fn what_does_not_fit_is_refused_alone_until_there_is_room() {
 }
 
 #[tokio::test]
-async fn an_object_of_another_length_takes_the_place_and_the_bytes() {
+async fn object_of_another_length_replaces_the_old() {
     let memory = Memory::new(1 << 20);
-    let shelf = Arc::new(Shelf::new(10_000));
-    let mock = Mock::new(shelf.clone(), f64::INFINITY);
+    let store = Arc::new(MemoryStore::new(10_000));
+    let mock = Mock::new(store.clone(), f64::INFINITY);
     for len in [8000, 9000, 100] {
         let stored = mock.store(vec![store_item(&memory, &object(1, len))]).await;
         assert_eq!(stored, [Ok(Stored::Written(len))]);
-        assert_eq!(shelf.used(), (1, len));
+        assert_eq!(store.used(), (1, len));
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn all_callers_share_the_speed_of_the_link() {
     let memory = Memory::new(1 << 20);
-    let mock = Mock::new(Arc::new(Shelf::new(1 << 20)), 10_000.0);
+    let mock = Mock::new(Arc::new(MemoryStore::new(1 << 20)), 10_000.0);
     let began = Instant::now();
     let one = |number| mock.store(vec![store_item(&memory, &object(number, 10_000))]);
     tokio::join!(one(1), one(2), one(3));

@@ -1,6 +1,6 @@
-//! LMCache's types that are not there, and what does their work; `redis` is what people call `resp`.
+//! LMCache's types that kvtier lacks, and their alternatives; `redis` is another name of `resp`.
 //!
-//! A type that is registered is never looked for here.
+//! Registered types are found before these.
 
 const ON_DISK: &str = "keep objects on a disk by \"fs\"";
 const SAME_DEVICE: &str =
@@ -41,8 +41,8 @@ const ABSENT: &[(&str, &str)] = &[
     ("valkey", ON_DISK),
 ];
 
-/// What to use instead of `name`, if that is a type of LMCache.
-pub(super) fn instead_of(name: &str) -> Option<&'static str> {
+/// Returns the alternative to `name` if that is a type of LMCache.
+pub(super) fn alternative_to(name: &str) -> Option<&'static str> {
     let found = ABSENT.iter().find(|(absent, _)| *absent == name)?;
     Some(found.1)
 }

@@ -1,7 +1,7 @@
-//! Adapters by the name of their type.
+//! Registry of adapters by the name of their type.
 //!
-//! A new adapter is one folder with an [`AdapterType`], and one line in `BUILT_IN`. One that is kept elsewhere is the
-//! same, with [`Registry::add`] instead of that line.
+//! A new adapter is one folder with an [`AdapterType`], and one line in `BUILT_IN`. An adapter outside of this crate is
+//! added by [`Registry::add`] instead.
 
 mod absent;
 mod reference;
@@ -21,13 +21,13 @@ use crate::config::{
 use crate::error::L2Error;
 use crate::{Adapter, fs, mock, redact, wrap};
 
-/// The types that are there without further ado. In alphabetical order, which is the order of the documentation.
+/// Built-in types in alphabetical order, which is the order of the documentation.
 const BUILT_IN: &[AdapterType] = &[wrap::fault::FAULT_INJECT, fs::FS, fs::FS_NATIVE, mock::MOCK];
 
 /// Opens an adapter.
 pub type Open = fn(&AdapterConfig, &Registry) -> Result<Arc<dyn Adapter>, L2Error>;
 
-/// A kind of adapter: how it is configured and opened.
+/// Type of adapters: its name, its keys and its constructor.
 #[derive(Clone, Copy)]
 pub struct AdapterType {
     name: &'static str,
@@ -38,15 +38,15 @@ pub struct AdapterType {
     open: Open,
 }
 
-/// The given keys of a configuration that have no effect, each with the reason: "persist_enabled changes nothing: ...".
-/// The function says whether a key was given.
+/// Returns the keys of a configuration that are set without effect, each with the reason: "persist_enabled changes nothing:
+/// ...". The function returns whether a key is set.
 pub type Ineffective = fn(&AdapterConfig, &dyn Fn(&str) -> bool) -> Vec<&'static str>;
 
 impl AdapterType {
-    /// A type of this name, with one line about it, the keys it takes beyond [`COMMON`], and its constructor.
+    /// Returns a type with a name, a summary of one line, its keys beyond [`COMMON`], and its constructor.
     ///
-    /// `open` is called within a tokio runtime. It may look at a disk, but does not wait for others: a backend that is
-    /// down now may be up later, and the server starts meanwhile. The registry is for adapters around another one.
+    /// `open` is called within a tokio runtime. It may read a disk, but does not wait for a remote backend, which may come up
+    /// after the server. The registry is for adapters that wrap another one.
     #[must_use]
     pub const fn new(
         name: &'static str,
@@ -64,13 +64,13 @@ impl AdapterType {
         }
     }
 
-    /// The same with a check of its options beyond the one that its keys describe; see [`Options::refuse`].
+    /// Adds a check of its options that its keys cannot express; see [`Options::refuse`].
     #[must_use]
     pub const fn check(self, check: fn(&Options) -> Result<(), ConfigError>) -> Self {
         Self { check, ..self }
     }
 
-    /// The same with warnings about keys that have no effect.
+    /// Adds warnings about keys without effect.
     #[must_use]
     pub const fn ineffective(self, ineffective: Ineffective) -> Self {
         Self {
@@ -79,19 +79,19 @@ impl AdapterType {
         }
     }
 
-    /// Its name, the `type` in a configuration.
+    /// Its name: the `type` in a configuration.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// What it is, in one line.
+    /// Its summary of one line.
     #[must_use]
     pub fn summary(&self) -> &'static str {
         self.summary
     }
 
-    /// The keys it takes beyond [`COMMON`].
+    /// Its keys beyond [`COMMON`].
     #[must_use]
     pub fn keys(&self) -> &'static [Key] {
         self.keys
@@ -104,7 +104,7 @@ impl fmt::Debug for AdapterType {
     }
 }
 
-/// The types that can be configured.
+/// The types of adapters.
 #[derive(Debug, Clone)]
 pub struct Registry {
     types: Vec<AdapterType>,
@@ -117,7 +117,7 @@ impl Default for Registry {
 }
 
 impl Registry {
-    /// The built-in types.
+    /// Returns a registry of the built-in types.
     #[must_use]
     pub fn built_in() -> Self {
         Self {
@@ -128,7 +128,7 @@ impl Registry {
     /// Adds a type.
     ///
     /// # Errors
-    /// When there is one of that name, or one of its keys is there twice.
+    /// If the name is registered already, or one of its keys is there twice.
     pub fn add(&mut self, new: AdapterType) -> Result<(), ConfigError> {
         if self.find(new.name).is_some() {
             return Err(ConfigError::new(format!(
@@ -173,10 +173,10 @@ impl Registry {
         self.parse(&value)
     }
 
-    /// Checks a configuration, without opening anything.
+    /// Checks a configuration without opening anything.
     ///
     /// # Errors
-    /// The first thing that is wrong with it.
+    /// The first mistake in it.
     pub fn parse(&self, value: &Value) -> Result<AdapterConfig, ConfigError> {
         let Value::Object(map) = value else {
             return Err(ConfigError::new(format!(
@@ -188,9 +188,9 @@ impl Registry {
         let mut map = map.clone();
         let kind = self.kind(&map)?;
         let owner = format!("type {:?}", kind.name);
-        self.take_over(kind, &mut map);
+        self.inherit(kind, &mut map);
         let common = Common::take(&owner, &mut map)?;
-        // First, as a misspelt key is a missing one too.
+        // First, since a misspelt key is a missing one too.
         refuse_rest(&owner, &map, COMMON.iter().chain(kind.keys))?;
         let options = Options::take_with(&owner, kind.keys, &mut map, &|inner| self.parse(inner))?;
         (kind.check)(&options)?;
@@ -229,7 +229,7 @@ impl Registry {
         if let Some(kind) = self.find(name) {
             return Ok(kind);
         }
-        Err(ConfigError::new(match absent::instead_of(name) {
+        Err(ConfigError::new(match absent::alternative_to(name) {
             Some(instead) => format!("type {name:?} is not built into kvtier; {instead}"),
             None => format!(
                 "type {:?} is unknown; known types are {}",
@@ -244,8 +244,8 @@ impl Registry {
         names.join(", ")
     }
 
-    /// Common keys that are only given to the adapter inside count for the one around it, for there they take effect.
-    fn take_over(&self, kind: &AdapterType, map: &mut Map<String, Value>) {
+    /// Copies common keys that are set only for the inner adapter to the outer one, where they have an effect.
+    fn inherit(&self, kind: &AdapterType, map: &mut Map<String, Value>) {
         for key in kind.keys.iter().filter(|key| key.shape == Shape::Adapter) {
             let Some(Value::Object(inner)) = map.get(key.name).cloned() else {
                 continue;
@@ -256,7 +256,7 @@ impl Registry {
                 .and_then(Value::as_str)
                 .and_then(|name| self.find(name))
             {
-                self.take_over(&inner_kind.clone(), &mut inner);
+                self.inherit(&inner_kind.clone(), &mut inner);
             }
             for common in COMMON
                 .iter()
@@ -269,7 +269,7 @@ impl Registry {
         }
     }
 
-    /// Opens an adapter with its guards around it, see [`wrap::guard`]. To be called within a tokio runtime.
+    /// Opens an adapter with its guards: [`wrap::guard`]. To be called within a tokio runtime.
     ///
     /// # Errors
     /// Those of the adapter's constructor.
@@ -278,7 +278,7 @@ impl Registry {
         Ok(wrap::guard(adapter, &config.guards))
     }
 
-    /// Opens an adapter without guards, for one that goes around it.
+    /// Opens an adapter without guards, to be wrapped by another one.
     ///
     /// # Errors
     /// Those of the adapter's constructor.

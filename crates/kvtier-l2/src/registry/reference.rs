@@ -1,4 +1,4 @@
-//! The documentation of all keys, made from their definitions.
+//! Documentation of all keys, generated from their definitions.
 
 use std::fmt::Write as _;
 
@@ -6,7 +6,7 @@ use super::Registry;
 use crate::config::{COMMON, EVICTION, Key, Shape};
 
 impl Registry {
-    /// Markdown with a table of keys for each type, the common keys first. Headings are of the third level.
+    /// Returns Markdown with one table of keys per type, the common keys first. Headings are of the third level.
     #[must_use]
     pub fn reference_markdown(&self) -> String {
         let mut out = String::from("### Keys of every type\n\n");
@@ -28,7 +28,7 @@ impl Registry {
 }
 
 fn table(out: &mut String, keys: &[Key]) {
-    out.push_str("| key | default | give | meaning |\n| --- | --- | --- | --- |\n");
+    out.push_str("| key | default | allowed | meaning |\n| --- | --- | --- | --- |\n");
     for key in keys {
         let unit = match key.unit {
             "" => String::new(),

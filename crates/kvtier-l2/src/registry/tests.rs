@@ -74,7 +74,7 @@ fn values_and_defaults_are_read_by_type() {
 }
 
 #[test]
-fn null_is_a_key_not_given() {
+fn null_is_an_unset_key() {
     let config = registry().parse(&with("num_workers", Value::Null)).unwrap();
     assert_eq!(config.options.get::<usize>("num_workers"), 4);
     let line = refused(with("base_path", Value::Null));
@@ -230,7 +230,7 @@ fn an_unknown_key_is_refused_with_all_known_ones() {
 }
 
 #[test]
-fn text_that_is_no_json_is_named() {
+fn invalid_json_is_quoted() {
     let line = registry()
         .parse_json("{type: disk}\n")
         .unwrap_err()
@@ -248,7 +248,7 @@ fn long_values_are_clipped() {
 }
 
 #[test]
-fn keys_given_inside_count_outside_unless_given_there() {
+fn inner_keys_are_inherited_unless_set() {
     let mut inner = with("eviction", json!({"eviction_policy": "noop"}));
     inner["shared"] = json!(true);
     inner["retries"] = json!(7);
@@ -265,7 +265,7 @@ fn keys_given_inside_count_outside_unless_given_there() {
 }
 
 #[test]
-fn the_capacity_inside_is_that_of_what_is_around() {
+fn inner_capacity_is_that_of_the_wrapper() {
     let inner = with("max_capacity_gb", json!(1.5));
     let spec = json!({"type": "around", "inner": {"type": "around", "inner": inner}});
     assert_eq!(
@@ -277,7 +277,7 @@ fn the_capacity_inside_is_that_of_what_is_around() {
 }
 
 #[test]
-fn eviction_by_a_share_of_no_capacity_is_warned_of() {
+fn eviction_without_capacity_is_a_warning() {
     let warnings = |policy: &str, gib: f64| {
         let mut inner = with("eviction", json!({"eviction_policy": policy}));
         inner["max_capacity_gb"] = json!(gib);
@@ -293,7 +293,7 @@ fn eviction_by_a_share_of_no_capacity_is_warned_of() {
 }
 
 #[test]
-fn a_misspelt_key_is_told_rather_than_that_one_is_missing() {
+fn misspelt_key_is_reported_before_missing_one() {
     let line = refused(json!({"type": "disk", "basepath": "/x"}));
     assert!(
         line.starts_with(r#"type "disk": key "basepath" is unknown"#),
@@ -302,7 +302,7 @@ fn a_misspelt_key_is_told_rather_than_that_one_is_missing() {
 }
 
 #[test]
-fn a_type_is_added_once_and_without_the_common_keys() {
+fn type_is_added_once_without_common_keys() {
     let mut registry = registry();
     let line = registry.add(DISK).unwrap_err().to_string();
     assert_eq!(
@@ -331,7 +331,7 @@ fn the_built_in_types_are_sound() {
 }
 
 #[test]
-fn every_type_of_lmcache_is_there_or_refused_with_what_to_use() {
+fn lmcache_type_is_registered_or_refused_with_alternative() {
     const LMCACHE: &[&str] = &[
         "aerospike",
         "bigtable",
@@ -358,7 +358,7 @@ fn every_type_of_lmcache_is_there_or_refused_with_what_to_use() {
     let registry = Registry::built_in();
     for name in LMCACHE {
         let there = registry.find(name).is_some();
-        let absent = absent::instead_of(name).is_some();
+        let absent = absent::alternative_to(name).is_some();
         assert!(there != absent, "{name}: there {there}, absent {absent}");
     }
     for name in absent::names() {
@@ -378,7 +378,7 @@ fn every_type_of_lmcache_is_there_or_refused_with_what_to_use() {
 }
 
 #[test]
-fn a_toml_table_says_the_same_as_json() {
+fn toml_table_equals_json() {
     let table: toml::Table = r#"
         [[l2-adapter]]
         type = "disk"

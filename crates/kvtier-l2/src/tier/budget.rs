@@ -1,8 +1,8 @@
-//! A tier's bytes as the cache's memory: a sum with a bound.
+//! Allocator of a tier's index: a byte sum with a bound, without memory.
 
 use kvtier_core::cache::{Extent, ExtentAllocator};
 
-/// Counts bytes. Extents have places only so that no two are alike.
+/// Byte counter. Extents have offsets only so that each is unique.
 #[derive(Debug)]
 pub struct Budget {
     capacity: u64,
@@ -11,10 +11,10 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// At most `capacity` bytes; `None` is no bound.
+    /// Returns a budget of `capacity` bytes; `None` is unbounded.
     pub fn new(capacity: Option<u64>) -> Self {
         Self {
-            // Half the range of numbers, so that no sum of sizes wraps.
+            // Half the range, so that no sum of sizes wraps.
             capacity: capacity.unwrap_or(u64::MAX / 2),
             used: 0,
             next: 0,

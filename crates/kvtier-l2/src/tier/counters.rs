@@ -1,4 +1,4 @@
-//! What a tier counts. All of it only grows.
+//! Counters of a tier, all monotonic.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use crate::error::ErrorKind;
 
-/// A number that only grows.
+/// Monotonic counter.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
@@ -16,13 +16,13 @@ impl Counter {
         self.0.fetch_add(more, Ordering::Relaxed);
     }
 
-    /// Its value.
+    /// Returns its value.
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// Failures by kind.
+/// Failure counters by kind.
 #[derive(Debug, Default)]
 pub struct Failures(Mutex<BTreeMap<&'static str, u64>>);
 
@@ -31,12 +31,12 @@ impl Failures {
         *self.0.lock().entry(kind.name()).or_default() += 1;
     }
 
-    /// Each kind that there was, and how often.
+    /// Returns the count of each kind that occurred.
     pub fn get(&self) -> BTreeMap<&'static str, u64> {
         self.0.lock().clone()
     }
 
-    /// Of all kinds.
+    /// Returns the sum of all kinds.
     pub fn sum(&self) -> u64 {
         self.0.lock().values().sum()
     }
@@ -47,13 +47,13 @@ impl Failures {
 pub struct TierCounters {
     /// Objects written.
     pub stored_objects: Counter,
-    /// Bytes of those, as they are in the backend.
+    /// Their bytes in the backend.
     pub stored_bytes: Counter,
-    /// Objects that were not written because they were there.
+    /// Objects that were not written because they were there already.
     pub already_there: Counter,
     /// Objects that could not be written.
     pub store_failures: Failures,
-    /// Objects asked for.
+    /// Objects looked up.
     pub looked_up: Counter,
     /// Objects found.
     pub found: Counter,
@@ -61,9 +61,9 @@ pub struct TierCounters {
     pub loaded_objects: Counter,
     /// Their bytes.
     pub loaded_bytes: Counter,
-    /// Objects read that had no checksum to compare with.
+    /// Objects read without a checksum to compare with.
     pub unverified: Counter,
-    /// Objects that could not be read, or were not what they had to be.
+    /// Objects that could not be read or were corrupt.
     pub load_failures: Failures,
     /// Objects evicted.
     pub evicted_objects: Counter,

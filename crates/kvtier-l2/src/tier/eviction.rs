@@ -1,7 +1,8 @@
-//! Making room: what leaves the index is deleted in the backend.
+//! Eviction: what the index evicts is deleted in the backend.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvtier_core::cache::ResidentObject;
 use kvtier_core::eviction::EvictionKind;
@@ -9,23 +10,24 @@ use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{Grant, QuotaMode};
 
 use super::Tier;
+use super::deletes::delete_pending;
 use crate::error::L2Error;
 
-/// Objects evicted under one hold of the index's lock, and deleted with one call.
+/// Objects evicted per hold of the index's lock, and deleted per call.
 const SLICE: usize = 1024;
 
 impl Tier {
-    /// One pass: deletes what is still to be deleted, and evicts down from the watermark once it is known what is the
-    /// oldest. Ends where a delete fails.
+    /// Runs one eviction pass: deletes what is pending, then evicts from the watermark down unless the first recovery is
+    /// still running. Ends at the first failed delete.
     pub async fn evict(&self) {
-        if self.delete_condemned().await.is_err() {
+        if self.delete_all_pending().await.is_err() {
             return;
         }
         let Some(eviction) = self.config.eviction else {
             return;
         };
         let usage = self.index.usage();
-        if self.is_looking()
+        if self.is_first_recovery()
             || self.config.capacity_bytes.is_none()
             || (usage.used_bytes as f64) < usage.capacity_bytes as f64 * eviction.trigger_watermark
         {
@@ -34,65 +36,66 @@ impl Tier {
         let mut wanted = (usage.used_bytes as f64 * eviction.eviction_ratio) as u64;
         while wanted > 0 {
             let evicted = self.index.evict(self.now(), wanted, SLICE);
-            if evicted.objects == 0 || self.delete_condemned().await.is_err() {
+            if evicted.objects == 0 || self.delete_all_pending().await.is_err() {
                 return;
             }
             wanted = wanted.saturating_sub(evicted.bytes);
         }
     }
 
-    /// Sets what a tenant may have here, or with `None` takes that back: [`Cache::set_grant`].
+    /// Sets the grant of a tenant, or removes it: [`Cache::set_grant`].
     ///
     /// [`Cache::set_grant`]: kvtier_core::cache::Cache::set_grant
     pub fn set_grant(&self, salt: &str, grant: Option<Grant>) {
         self.index.set_grant(salt, grant);
     }
 
-    /// One pass: deletes objects of tenants that have too much, once it is known which are the oldest. Ends where a
-    /// delete fails.
+    /// Runs one pass that deletes objects of tenants over quota, unless the first recovery is still running. Ends at the
+    /// first failed delete.
     pub async fn evict_over_quota(&self) {
-        if self.is_looking() {
+        if self.is_first_recovery() {
             return;
         }
         loop {
             let evicted = self.index.evict_over_quota(self.now(), SLICE);
-            if evicted.objects == 0 || self.delete_condemned().await.is_err() {
+            if evicted.objects == 0 || self.delete_all_pending().await.is_err() {
                 return;
             }
         }
     }
 
-    /// Whether objects leave for others at all.
+    /// Whether objects are evicted for others at all.
     pub(super) fn may_evict(&self) -> bool {
         let policy = self.config.eviction.map(|eviction| eviction.policy);
         policy != Some(EvictionKind::Noop)
     }
 
-    /// What the index evicted is to be deleted.
-    pub(super) fn condemn_evicted(&self) {
-        self.condemned.add(|| self.evicted());
+    /// Adds what the index evicted to the pending deletes.
+    pub(super) fn add_evicted(&self) {
+        self.states.add_pending(|| self.take_evicted());
     }
 
-    fn evicted(&self) -> Vec<(ObjectKey, u64)> {
+    fn take_evicted(&self) -> Vec<(ObjectKey, u64)> {
+        let evicted = self.index.take_evicted().into_iter();
         let key = |object: ResidentObject| {
             let key = ObjectKey::of(&object.namespace, object.chunk_hash);
-            self.unsure.settle(&key);
             (key, object.bytes)
         };
-        let evicted = self.index.take_evicted().into_iter();
         evicted.map(key).collect()
     }
 
-    /// Whether there is more than the capacity, with what is to be deleted.
-    pub(super) fn is_over(&self) -> bool {
+    /// Whether the objects exceed the capacity, pending deletes included.
+    pub(super) fn is_over_capacity(&self) -> bool {
         let used = || self.index.usage().used_bytes;
-        let used = self.condemned.sum(None, used, || self.evicted());
+        let used = self
+            .states
+            .reserved_bytes(None, used, || self.take_evicted());
         self.config
             .capacity_bytes
             .is_some_and(|capacity| used > capacity)
     }
 
-    /// Whether a tenant has more than a limit that holds strictly, with what is to be deleted.
+    /// Whether a tenant exceeds a strict limit, pending deletes included.
     pub(super) fn is_over_limit(&self, salt: &str) -> bool {
         if self.config.quota_mode != QuotaMode::Strict {
             return false;
@@ -107,48 +110,50 @@ impl Tier {
             }
             None => 0,
         };
-        let bytes = self.condemned.sum(Some(salt), index, || self.evicted());
+        let bytes = self
+            .states
+            .reserved_bytes(Some(salt), index, || self.take_evicted());
         limit.is_some_and(|limit| bytes > limit)
     }
 
-    /// Objects evicted since this was last asked, by cache salt: to be asked for now and then, as there may be many.
+    /// Returns and resets the evicted objects by cache salt. To be called regularly, as the map grows with the tenants.
     pub fn take_evicted_by_salt(&self) -> BTreeMap<Arc<str>, u64> {
         std::mem::take(&mut *self.evicted_by_salt.lock())
     }
 
-    /// Says how many objects were not what was stored since that was last said, if it is time to.
-    pub fn tell_rest(&self) {
-        if let Some(objects) = self.damaged.rest(self.now()) {
+    /// Logs how many corrupt objects were found since the last such line, if one is due.
+    pub fn log_suppressed(&self) {
+        if let Some(objects) = self.corrupt_log.take_suppressed(Instant::now()) {
             let tier = self.name();
             tracing::warn!(tier, objects, "more stored objects are not what was stored");
         }
     }
 
-    /// Deletes until there is no more than the capacity.
-    pub(super) async fn make_room(&self) -> Result<(), L2Error> {
-        while self.is_over() && self.delete_some(None).await? {}
+    /// Deletes until the objects fit into the capacity.
+    pub(super) async fn free_capacity(&self) -> Result<(), L2Error> {
+        while self.is_over_capacity() && self.delete_some(None).await? {}
         Ok(())
     }
 
-    /// Deletes until a tenant has no more than a limit that holds strictly, as far as that goes.
-    pub(super) async fn make_room_within(&self, salt: &str) -> Result<(), L2Error> {
+    /// Deletes until a tenant is within a strict limit or nothing more can be deleted.
+    pub(super) async fn free_quota(&self, salt: &str) -> Result<(), L2Error> {
         while self.is_over_limit(salt) && self.delete_some(Some(salt)).await? {}
         Ok(())
     }
 
-    /// Deletes all that is to be deleted.
-    pub(super) async fn delete_condemned(&self) -> Result<(), L2Error> {
-        self.condemn_evicted();
-        while self.condemned.is_waiting() && self.delete_some(None).await? {}
+    /// Deletes everything that is pending.
+    pub(super) async fn delete_all_pending(&self) -> Result<(), L2Error> {
+        self.add_evicted();
+        while self.states.has_pending() && self.delete_some(None).await? {}
         Ok(())
     }
 
-    /// Whether there was anything to delete, of all or of one tenant.
+    /// Deletes a slice of what is pending, of all tenants or of one. Returns whether there was anything to delete.
     async fn delete_some(&self, salt: Option<&str>) -> Result<bool, L2Error> {
         if self.is_read_only() {
             return Ok(false);
         }
-        let Some(deletes) = self.condemned.delete(&self.adapter, salt, SLICE).await else {
+        let Some(deletes) = delete_pending(&self.states, &self.adapter, salt, SLICE).await else {
             return Ok(false);
         };
         self.counters.evicted_objects.add(deletes.objects);
@@ -163,7 +168,7 @@ impl Tier {
         }
         match deletes.failed.into_iter().last() {
             Some(error) => {
-                if let Some(left_out) = self.undeleted.due(self.now()) {
+                if let Some(left_out) = self.delete_log.permit(Instant::now()) {
                     let tier = self.name();
                     tracing::warn!(tier, %error, left_out, "evicted objects could not be deleted");
                 }

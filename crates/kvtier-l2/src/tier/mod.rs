@@ -1,21 +1,19 @@
-//! A tier: an adapter with an index of what it holds, a bound on its bytes, and eviction.
+//! A tier: an adapter with an index of its objects, a capacity, and eviction.
 //!
-//! The index is the cache of `kvtier-core` over a sum of bytes in place of memory: the same eviction policies, leases
-//! and accounting as in L1, and one counter for all of it. It is a memory of what the adapter holds, not the truth:
-//! where others write too, what it does not know is asked for, and what turns out to be gone is forgotten.
+//! The index is the cache of `kvtier-core` over a byte sum in place of memory: the eviction policies, leases and
+//! accounting of L1. It is a cache of the backend's contents; the backend is authoritative: if others write there too,
+//! unknown keys are looked up in it, and an object that is missing there is removed from the index. [`KeyStates`] has the
+//! keys whose state the index alone does not describe.
 
 mod budget;
-mod condemned;
 mod counters;
+mod deletes;
 mod eviction;
+mod key_states;
 mod recovery;
 mod store;
 mod tenants;
-mod unsent;
-mod unsure;
 mod usage;
-mod warned;
-mod writing;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,22 +31,23 @@ pub use usage::AdapterUsage;
 use crate::adapter::{Adapter, ListPage, Listed, Loaded};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec};
+use crate::rate_limited::RateLimited;
 use budget::Budget;
-use condemned::Condemned;
+use deletes::{DeletesInFlight, missing_result};
+use key_states::KeyStates;
 pub use recovery::Recovery;
-use unsent::Unsent;
-use unsure::Unsure;
-use warned::Warned;
-use writing::Writing;
 
-/// When a tier makes room before it has to.
+/// Interval of log lines about corrupt objects and failed deletes, which a broken backend causes with every call.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Eviction ahead of demand.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TierEviction {
-    /// Who leaves.
+    /// Eviction policy.
     pub policy: EvictionKind,
-    /// Used part of the capacity from which on a pass evicts.
+    /// Used fraction of the capacity from which a pass evicts.
     pub trigger_watermark: f64,
-    /// Part of the bytes in use that a pass evicts.
+    /// Fraction of the used bytes that a pass evicts.
     pub eviction_ratio: f64,
 }
 
@@ -62,78 +61,74 @@ impl Default for TierEviction {
     }
 }
 
-/// How a tier behaves.
+/// Configuration of a tier.
 #[derive(Debug, Clone)]
 pub struct TierConfig {
     /// Its name in metrics and logs, such as `fs-0`.
     pub name: String,
-    /// Bytes its objects may take; `None` is no bound but that of the backend.
+    /// Bytes that its objects may take; `None` is bounded by the backend only.
     pub capacity_bytes: Option<u64>,
-    /// When room is made before a store needs it. Without it only stores make room, least recently used first.
+    /// Eviction ahead of demand. Without it only stores evict, least recently used first.
     pub eviction: Option<TierEviction>,
-    /// What tenants' limits mean; watermark and ratio are those of `eviction`.
+    /// How tenants' limits are enforced; watermark and ratio are those of `eviction`.
     pub quota_mode: QuotaMode,
     /// The limit of tenants without a grant; `None` = unlimited.
     pub quota_default: Option<u64>,
-    /// Bytes of the backend that stay free, where it has a bound of its own.
+    /// Bytes that stay free in a backend with a bound of its own.
     pub reserve_bytes: u64,
 }
 
-/// What [`Tier::delete`] did with an object.
+/// Result of [`Tier::delete`] for one object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deleted {
-    /// It was there and is gone.
+    /// It was deleted.
     Gone,
     /// It was not there.
     Absent,
-    /// It is being read, and stays.
+    /// It is leased and was kept.
     Kept,
 }
 
-/// What became of an object that was found in the backend.
+/// Result of taking an object of the backend into the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Adopted {
     /// The index has it.
-    Known,
-    /// The index has no room for it.
-    NoRoom,
-    /// Its tenant may have no more.
+    Indexed,
+    /// It exceeds the capacity, and nothing can be evicted for it.
+    OverCapacity,
+    /// Its tenant is at its limit.
     OverQuota,
-    /// It is being deleted.
-    Leaving,
+    /// It is being deleted, or a late delete of it may still be executed.
+    Deleting,
 }
 
-/// A hold on an object of a tier: it is not evicted meanwhile.
+/// A lease of an object of a tier, which is not evicted meanwhile.
 #[derive(Debug)]
 pub struct TierLease {
     _lease: Option<ReadLease<Budget>>,
 }
 
-/// See the module.
+/// An adapter with an index of its objects, a capacity, and eviction.
 pub struct Tier {
     adapter: Arc<dyn Adapter>,
     index: Cache<Budget>,
-    condemned: Arc<Condemned>,
-    unsure: Unsure,
-    unsent: Unsent,
-    writing: Writing,
+    states: Arc<KeyStates>,
     config: TierConfig,
     counters: TierCounters,
     evicted_by_salt: Mutex<BTreeMap<Arc<str>, u64>>,
     started: Instant,
     recovery: watch::Sender<Recovery>,
-    /// Why the last batch could not be stored, or not all of it.
-    trouble: Mutex<Option<L2Error>>,
-    /// Lines about objects that are not what was stored, and about deletes.
-    damaged: Warned,
-    undeleted: Warned,
+    /// Error of the last store, or of a part of it.
+    store_error: Mutex<Option<L2Error>>,
+    corrupt_log: RateLimited,
+    delete_log: RateLimited,
 }
 
 impl Tier {
-    /// An adapter with an empty index; [`Tier::recover`] fills it.
+    /// Returns a tier with an empty index, which [`Tier::recover`] fills.
     pub fn new(adapter: Arc<dyn Adapter>, mut config: TierConfig) -> Self {
         if adapter.capabilities().read_only {
-            // What others keep there is not ours to bound.
+            // The capacity of a read-only backend is its writers' concern.
             (config.capacity_bytes, config.eviction) = (None, None);
             config.quota_default = None;
         }
@@ -160,18 +155,15 @@ impl Tier {
         Self {
             adapter,
             index,
-            condemned: Arc::default(),
-            unsure: Unsure::default(),
-            unsent: Unsent::default(),
-            writing: Writing::default(),
+            states: Arc::default(),
             config,
             counters: TierCounters::default(),
             evicted_by_salt: Mutex::default(),
             started: Instant::now(),
             recovery: watch::Sender::new(recovery),
-            trouble: Mutex::new(None),
-            damaged: Warned::default(),
-            undeleted: Warned::default(),
+            store_error: Mutex::new(None),
+            corrupt_log: RateLimited::new(LOG_INTERVAL),
+            delete_log: RateLimited::new(LOG_INTERVAL),
         }
     }
 
@@ -180,7 +172,7 @@ impl Tier {
         &self.config.name
     }
 
-    /// The adapter inside.
+    /// Its adapter.
     pub fn adapter(&self) -> &Arc<dyn Adapter> {
         &self.adapter
     }
@@ -190,22 +182,22 @@ impl Tier {
         self.adapter.capabilities().read_only
     }
 
-    /// How it was set up.
+    /// Its configuration.
     pub fn config(&self) -> &TierConfig {
         &self.config
     }
 
-    /// What it counts.
+    /// Its counters.
     pub fn counters(&self) -> &TierCounters {
         &self.counters
     }
 
-    /// Why the last store failed; `None` once one has gone well.
+    /// Error of the last store; `None` if it succeeded.
     pub fn last_store_error(&self) -> Option<L2Error> {
-        self.trouble.lock().clone()
+        self.store_error.lock().clone()
     }
 
-    /// Whether the backend had no room at the last store.
+    /// Whether the last store failed for lack of space.
     pub fn is_full(&self) -> bool {
         self.last_store_error()
             .is_some_and(|error| error.kind() == ErrorKind::Full)
@@ -220,25 +212,25 @@ impl Tier {
         self.started.elapsed()
     }
 
-    /// Takes an object into the index that is there.
+    /// Takes an object that was found in the backend into the index.
     fn adopt(&self, key: &ObjectKey, bytes: u64) -> Adopted {
-        self.condemned.adopt(key, || self.enter(key, bytes))
+        self.states.adopt(key, || self.insert(key, bytes))
     }
 
-    /// The index's part of that.
-    fn enter(&self, key: &ObjectKey, bytes: u64) -> Adopted {
+    /// Inserts an object into the index.
+    fn insert(&self, key: &ObjectKey, bytes: u64) -> Adopted {
         match self.reserve(key, bytes) {
             Ok(Some(reservation)) => {
                 let _ = reservation.commit(self.now());
-                Adopted::Known
+                Adopted::Indexed
             }
-            Ok(None) => Adopted::Known,
+            Ok(None) => Adopted::Indexed,
             Err(error) if error.kind() == ErrorKind::OverQuota => Adopted::OverQuota,
-            Err(_) => Adopted::NoRoom,
+            Err(_) => Adopted::OverCapacity,
         }
     }
 
-    /// A hold on an object that the index knows.
+    /// Leases an object that is in the index.
     fn pin(&self, key: &ObjectKey) -> Option<TierLease> {
         let lease = self
             .index
@@ -248,58 +240,52 @@ impl Tier {
         })
     }
 
-    /// Which of these objects are there; those that are, are held.
+    /// Returns a lease per object that is there.
     ///
     /// # Errors
-    /// When the backend cannot be asked.
+    /// If the lookup in the backend fails.
     pub async fn lookup(&self, batch: Vec<ObjectSpec>) -> Result<Vec<Option<TierLease>>, L2Error> {
         self.counters.looked_up.add(batch.len() as u64);
         let may_have_more = self.adapter.capabilities().shared || self.is_recovering();
         let (mut held, mut unknown) = (Vec::with_capacity(batch.len()), Vec::new());
-        for (place, object) in batch.iter().enumerate() {
-            let is_unsure = self.unsure.has(&object.key);
-            let lease = (!is_unsure).then(|| self.pin(&object.key)).flatten();
-            if lease.is_none() && (is_unsure || may_have_more) {
-                unknown.push(place);
+        for (position, object) in batch.iter().enumerate() {
+            let is_indeterminate = self.states.is_indeterminate(&object.key);
+            let lease = (!is_indeterminate).then(|| self.pin(&object.key)).flatten();
+            if lease.is_none() && (is_indeterminate || may_have_more) {
+                unknown.push(position);
             }
             held.push(lease);
         }
         if !unknown.is_empty() {
-            let asked = unknown.iter().map(|place| batch[*place].clone()).collect();
-            let found = self.adapter.lookup(asked).await?;
-            for (place, bytes) in unknown.into_iter().zip(found) {
-                // What is unsure stays so: it may come yet.
+            let objects = unknown.iter().map(|at| batch[*at].clone()).collect();
+            let found = self.adapter.lookup(objects).await?;
+            for (position, bytes) in unknown.into_iter().zip(found) {
+                // An indeterminate key that was not found stays so: its store may still arrive.
                 let Some(bytes) = bytes else { continue };
-                let key = &batch[place].key;
-                self.unsure.settle(key);
-                if self.adopt(key, bytes) != Adopted::Leaving {
-                    // Without room in the index it is there all the same.
-                    held[place] = Some(self.pin(key).unwrap_or(TierLease { _lease: None }));
+                let key = &batch[position].key;
+                if self.adopt(key, bytes) != Adopted::Deleting {
+                    // It can be loaded even if the index cannot hold it.
+                    held[position] = Some(self.pin(key).unwrap_or(TierLease { _lease: None }));
                 }
             }
-            // Who looks something up does not wait for deletes.
-            self.condemn_evicted();
+            // A lookup does not wait for deletes.
+            self.add_evicted();
         }
         let found = held.iter().flatten().count();
         self.counters.found.add(found as u64);
         Ok(held)
     }
 
-    /// Reads objects; one result each. What is not there any more, is not what it has to be, or can never be read is
-    /// forgotten, so that it can be stored again.
+    /// Reads objects; one result each. An object that is missing, corrupt or unreadable is removed from the index, so that
+    /// it can be stored again.
     pub async fn load(&self, batch: Vec<LoadItem>) -> Vec<Result<Loaded, L2Error>> {
         let objects: Vec<_> = batch.iter().map(|item| item.object.clone()).collect();
         let mut results = self.adapter.load(batch).await;
-        results.resize_with(objects.len(), || {
-            Err(L2Error::new(
-                ErrorKind::Refused,
-                "the adapter gave no result",
-            ))
-        });
+        results.resize_with(objects.len(), || Err(missing_result()));
         for (object, result) in objects.iter().zip(&results) {
             match result {
                 Ok(loaded) => {
-                    self.unsure.settle(&object.key);
+                    self.states.resolve(&object.key);
                     self.counters.loaded_objects.add(1);
                     self.counters.loaded_bytes.add(object.len);
                     self.counters.unverified.add(u64::from(!loaded.verified));
@@ -315,10 +301,10 @@ impl Tier {
                     ) {
                         self.index
                             .remove(object.key.namespace(), &[object.key.chunk_hash()], true);
-                        self.unsure.settle(&object.key);
+                        self.states.resolve(&object.key);
                     }
                     if error.kind() == ErrorKind::Corrupt
-                        && let Some(left_out) = self.damaged.due(self.now())
+                        && let Some(left_out) = self.corrupt_log.permit(Instant::now())
                     {
                         let tier = self.name();
                         tracing::warn!(tier, %error, left_out, "a stored object is not what was stored");
@@ -329,57 +315,44 @@ impl Tier {
         results
     }
 
-    /// Deletes objects; one result each. What is being read stays, unless `force` is given: then whoever reads it finds
-    /// it gone.
+    /// Deletes objects; one result each. A leased object is kept, unless `force` is set: then its readers get
+    /// [`NotFound`](ErrorKind::NotFound).
     pub async fn delete(&self, keys: Vec<ObjectKey>, force: bool) -> Vec<Result<Deleted, L2Error>> {
         if self.is_read_only() {
             return keys.iter().map(|_| Err(self.read_only())).collect();
         }
-        let marked = self.condemned.mark(&keys);
         let remove = |key: &ObjectKey| {
-            let remove = || {
-                self.index
-                    .remove(key.namespace(), &[key.chunk_hash()], force)
-            };
-            let was = marked.take_out(key, remove);
-            if was.objects > 0 {
-                self.unsure.settle(key);
-            }
-            was
+            self.index
+                .remove(key.namespace(), &[key.chunk_hash()], force)
         };
-        let removed: Vec<_> = keys.iter().map(remove).collect();
+        let (mut in_flight, removed) = DeletesInFlight::start(&self.states, &keys, remove);
         let free = keys.iter().zip(&removed).filter(|(_, was)| was.kept == 0);
         let free = free.map(|(key, _)| key.clone()).collect();
-        let mut deleted = self.adapter.delete(free).await.into_iter();
+        let mut results = self.adapter.delete(free).await.into_iter();
         let outcome = |(key, was): (&ObjectKey, Removed)| {
             if was.kept > 0 {
                 return Ok(Deleted::Kept);
             }
-            let no_result = || L2Error::new(ErrorKind::Refused, "the adapter gave no result");
-            match deleted.next().unwrap_or_else(|| Err(no_result())) {
+            match results.next().unwrap_or_else(|| Err(missing_result())) {
                 Ok(was_there) => {
-                    marked.gone(key);
+                    in_flight.succeeded(key);
                     Ok(match was_there {
                         true => Deleted::Gone,
                         false => Deleted::Absent,
                     })
                 }
                 Err(error) => {
-                    // It still takes its bytes; without room in the index it is deleted later.
-                    marked.failed(key, |bytes| {
-                        let adopted = self.enter(key, bytes);
-                        if adopted == Adopted::Known {
-                            self.unsure.add(key);
-                        }
-                        adopted
-                    });
+                    // It still takes its bytes. If the index cannot hold it, it is deleted later.
+                    let insert =
+                        || was.objects > 0 && self.insert(key, was.bytes) == Adopted::Indexed;
+                    in_flight.failed(key, &error, insert);
                     Err(error)
                 }
             }
         };
         let outcomes = keys.iter().zip(removed).map(outcome).collect();
-        // What went back to the index may have had others leave.
-        self.condemn_evicted();
+        // An object that went back to the index may have evicted others.
+        self.add_evicted();
         outcomes
     }
 
@@ -388,7 +361,7 @@ impl Tier {
         L2Error::new(ErrorKind::Unsupported, message)
     }
 
-    /// A part of what the backend holds. See [`Adapter::list`].
+    /// Returns a page of the backend's objects: [`Adapter::list`].
     ///
     /// # Errors
     /// As [`Adapter::list`].
@@ -396,16 +369,16 @@ impl Tier {
         self.adapter.list(from, limit).await
     }
 
-    /// What it holds, with what it gave up and the backend has not deleted yet.
+    /// Returns its usage, pending deletes included.
     pub fn usage(&self) -> AdapterUsage {
         let stats = self.stats();
-        let mut bytes_by_cache_salt = self.condemned.by_salt();
+        let mut bytes_by_cache_salt = self.states.deleting_by_salt();
         let mut from = 0;
         loop {
             let page = self.index.salts(from, 1024);
             for salt in page.entries {
                 let bytes = salt.bytes + salt.staged_bytes;
-                let bytes = bytes.saturating_sub(self.unsent.bytes(Some(&salt.salt)));
+                let bytes = bytes.saturating_sub(self.states.unsent_bytes(&salt.salt));
                 if bytes > 0 {
                     *bytes_by_cache_salt.entry(salt.salt).or_default() += bytes;
                 }
@@ -423,12 +396,11 @@ impl Tier {
         }
     }
 
-    /// What its index counts, without looking at each tenant. Used are the bytes that the backend may hold: also those of
-    /// what the index gave up and the backend has not deleted yet, and not those of stores that wait for that.
+    /// Returns the statistics of its index, without those of single tenants. The used bytes are those that the backend
+    /// may hold: with pending deletes, without stores that still wait for them.
     pub fn stats(&self) -> Stats {
-        let (mut stats, leaving) = self.condemned.beside(None, || self.index.stats());
-        let used = stats.used_bytes + leaving;
-        stats.used_bytes = used.saturating_sub(self.unsent.bytes(None));
+        let (mut stats, beside) = self.states.read(None, || self.index.stats());
+        stats.used_bytes = beside.held(stats.used_bytes);
         stats
     }
 }

@@ -1,8 +1,8 @@
-//! Adopting what was there before the start, in the background.
+//! Recovery: adopting the objects of an earlier run, in the background.
 //!
-//! Meanwhile everything is served: what the index does not know yet is asked for. Only stores of a tier whose capacity or
-//! limits hold strictly wait, since nobody knows how much room there is. Where it fails they are refused, and it is tried
-//! again until it succeeds. Nothing is evicted while it runs: the oldest are not known.
+//! Requests are served meanwhile: keys that the index does not have yet are looked up in the backend. Only stores of a
+//! tier with a capacity or strict limits wait, since its free space is unknown. If the recovery fails, they are refused,
+//! and it is retried until it succeeds. Nothing is evicted before its first end, since the order of use is unknown.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,37 +21,36 @@ use super::{Adopted, Listed, Tier};
 use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
 
-/// Objects taken into the index between looks at the stop flag.
+/// Objects taken into the index between two checks of the stop flag.
 const SLICE: usize = 1024;
 
-/// The first pause after a failure; it doubles with each one, up to the second.
+/// First and longest pause after a failure; the pause doubles with each one.
 const PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// How often the stop flag is looked at by whoever only waits.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Interval of checking the stop flag while waiting.
+const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How far the adoption is.
+/// Progress of the recovery.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Recovery {
-    /// Under way, or about to begin.
+    /// Running for the first time, or about to.
     Running,
-    /// All that was there is known.
+    /// All objects of the backend are in the index.
     Done(Recovered),
-    /// It could not be finished, and the error says when it is tried again. Until it succeeds, nothing is stored where a
-    /// capacity or limits hold strictly; elsewhere what was found until then is known.
+    /// It failed; the error says when it is retried. Until it succeeds, a tier with a capacity or strict limits stores
+    /// nothing; in others, the objects found so far are in the index.
     Failed(L2Error),
 }
 
-/// What ends the adoption early.
+/// Early end of a recovery.
 enum Ended {
     Stopped,
     Failed(L2Error),
 }
 
 impl Tier {
-    /// Looks through the backend and adopts what is there: sizes, tenants, and the order of last use. What fails is tried
-    /// again.
+    /// Adopts the objects of the backend in the order of their last use. Failures are retried.
     ///
     /// To be run once, as a task of its own; `stop` ends it early.
     pub async fn recover(&self, stop: &AtomicBool) {
@@ -78,7 +77,7 @@ impl Tier {
                     return;
                 }
                 Err(Ended::Failed(error)) => error,
-                Err(Ended::Stopped) => return self.give_up(),
+                Err(Ended::Stopped) => return self.recovery_stopped(),
             };
             let line = format!("{error}; the next try is in {} s", pause.as_secs());
             tracing::warn!(tier = self.name(), error = %line, "what was stored before the start is not wholly known");
@@ -86,14 +85,14 @@ impl Tier {
             self.recovery.send_replace(Recovery::Failed(failed));
             tokio::select! {
                 () = sleep(pause) => {}
-                () = until_stopped(stop) => return self.give_up(),
+                () = until_stopped(stop) => return self.recovery_stopped(),
             }
             pause = (pause * 2).min(PAUSE_MAX);
         }
     }
 
-    fn give_up(&self) {
-        let message = "it was stopped before it knew what was stored before the start";
+    fn recovery_stopped(&self) {
+        let message = "the recovery of stored objects was stopped before its end";
         let stopped = L2Error::new(ErrorKind::Unavailable, message);
         self.recovery.send_replace(Recovery::Failed(stopped));
     }
@@ -106,7 +105,7 @@ impl Tier {
         };
         let result = {
             let mut recover = self.adapter.recover(&found);
-            // One that panics would never be tried again.
+            // After an uncaught panic there would be no retry.
             std::future::poll_fn(|context| {
                 let poll = AssertUnwindSafe(|| recover.as_mut().poll(context));
                 let panicked = || L2Error::new(ErrorKind::Unavailable, "the adapter panicked");
@@ -114,19 +113,19 @@ impl Tier {
             })
             .await
         };
-        // Who leaves for whom is not chosen before all is known.
+        // Victims are not chosen from an incomplete listing.
         if result.is_ok() || !self.is_strict() {
             self.adopt_all(listed.into_inner(), stop).await?;
         }
         result.map_err(Ended::Failed)
     }
 
-    /// Adopts in the order of last use. Where not all has room, the index decides by its own rules who leaves, but nothing
-    /// that is known already does: it is younger than all that was there before.
+    /// Adopts in the order of last use. If not all fits, the index evicts by its own policy, but none of the objects that
+    /// it had before: those are younger than all of the listing.
     async fn adopt_all(&self, objects: Vec<Listed>, stop: &AtomicBool) -> Result<(), Ended> {
-        let known = self.hold_known().await;
+        let known = self.hold_resident().await;
         let (index, may_evict) = (self.index.clone(), self.may_evict());
-        // There may be millions of them, and lookups want this thread.
+        // Sorting millions of them would block lookups on this thread.
         let sorted = tokio::task::spawn_blocking(move || sorted(&index, objects, may_evict)).await;
         let objects = sorted.map_err(|error| {
             Ended::Failed(L2Error::new(ErrorKind::Unavailable, error.to_string()))
@@ -136,70 +135,70 @@ impl Tier {
                 return Err(Ended::Stopped);
             }
             for object in slice {
-                let leaves = match self.adopt(&object.key, object.bytes) {
+                let is_surplus = match self.adopt(&object.key, object.bytes) {
                     Adopted::OverQuota => true,
-                    Adopted::NoRoom => may_evict,
-                    Adopted::Known | Adopted::Leaving => false,
+                    Adopted::OverCapacity => may_evict,
+                    Adopted::Indexed | Adopted::Deleting => false,
                 };
-                if leaves {
-                    // Others may have found it by now.
+                if is_surplus {
+                    // A lookup may have adopted it meanwhile.
                     let entry = || {
                         let is_new = is_new(&self.index, object);
                         Vec::from_iter(is_new.then(|| (object.key.clone(), object.bytes)))
                     };
-                    self.condemned.add(entry);
+                    self.states.add_pending(entry);
                 }
             }
-            self.condemn_evicted();
+            self.add_evicted();
             tokio::task::yield_now().await;
         }
         for held in known {
             drop(held);
             tokio::task::yield_now().await;
         }
-        // What fails is tried again by whoever needs room.
-        let _ = self.delete_condemned().await;
+        // A failed delete is retried by the next store or eviction pass.
+        let _ = self.delete_all_pending().await;
         Ok(())
     }
 
-    /// Whether it does not know yet all that was there before the start.
+    /// Whether the index does not have all objects of the backend yet.
     pub fn is_recovering(&self) -> bool {
         !matches!(*self.recovery.borrow(), Recovery::Done(_))
     }
 
-    /// Whether its capacity or limits hold strictly.
+    /// Whether it has a capacity or strict limits.
     pub(super) fn is_strict(&self) -> bool {
         let has_limits = self.config.quota_mode == QuotaMode::Strict;
         has_limits || self.config.capacity_bytes.is_some()
     }
 
-    /// Whether it is looking for the first time, or about to.
-    pub(super) fn is_looking(&self) -> bool {
+    /// Whether the first recovery is running or about to.
+    pub(super) fn is_first_recovery(&self) -> bool {
         *self.recovery.borrow() == Recovery::Running
     }
 
-    /// How far the adoption is.
+    /// Progress of the recovery.
     pub fn recovery(&self) -> Recovery {
         self.recovery.borrow().clone()
     }
 
-    /// Waits until it is known what was there before the start.
+    /// Waits for the end of the first recovery.
     pub(super) async fn recovered(&self) -> Result<(), L2Error> {
         let mut recovery = self.recovery.subscribe();
         let ended = recovery.wait_for(|recovery| *recovery != Recovery::Running);
-        match &*ended.await.map_err(|_| unknown("it ended"))? {
+        match &*ended.await.map_err(|_| unknown("the recovery ended"))? {
             Recovery::Failed(error) => Err(unknown(error)),
             _ => Ok(()),
         }
     }
 
-    /// Holds on all that the index has. Given back one after the other, they make it the youngest.
-    async fn hold_known(&self) -> Vec<ReadLease<Budget>> {
+    /// Leases all objects of the index. Released one after the other, the leases make these the youngest.
+    async fn hold_resident(&self) -> Vec<ReadLease<Budget>> {
         let (mut held, mut from) = (Vec::new(), 0);
         loop {
             let page = self.index.objects(from, SLICE);
             let mut by_namespace = BTreeMap::<_, Vec<_>>::new();
-            // A lease gives back its last one first.
+            // A lease releases its last object first.
             for object in page.entries.into_iter().rev() {
                 let hashes = by_namespace.entry(object.namespace).or_default();
                 hashes.push(object.chunk_hash);
@@ -215,7 +214,7 @@ impl Tier {
         }
     }
 
-    /// Holds on those that are still there.
+    /// Leases those that are still there.
     fn hold(&self, namespace: &Namespace, hashes: &[ChunkHash], held: &mut Vec<ReadLease<Budget>>) {
         match self.index.hold(self.now(), namespace, hashes) {
             Some(lease) => held.push(lease),
@@ -229,7 +228,8 @@ impl Tier {
     }
 }
 
-/// Those that are new, in the order of last use; the other way round where nothing leaves for them.
+/// Returns the objects that the index does not have, in the order of last use, or reversed if nothing is evicted for
+/// them.
 fn sorted(index: &Cache<Budget>, mut objects: Vec<Listed>, may_evict: bool) -> Vec<Listed> {
     objects.retain(|object| is_new(index, object));
     objects.sort_unstable_by_key(|object| object.used_at);
@@ -245,12 +245,12 @@ fn is_new(index: &Cache<Budget>, object: &Listed) -> bool {
 }
 
 fn unknown(why: impl std::fmt::Display) -> L2Error {
-    let message = format!("nobody knows how much room there is: {why}");
+    let message = format!("the free space is unknown: {why}");
     L2Error::new(ErrorKind::Unavailable, message)
 }
 
 async fn until_stopped(stop: &AtomicBool) {
     while !stop.load(Ordering::Relaxed) {
-        sleep(LOOK_EVERY).await;
+        sleep(STOP_CHECK_INTERVAL).await;
     }
 }

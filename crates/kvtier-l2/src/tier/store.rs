@@ -1,4 +1,4 @@
-//! Storing: bytes are set aside in the index, what has to leave for them is deleted, and then they are written.
+//! Stores: bytes are reserved in the index, what was evicted for them is deleted, and then they are written.
 
 use std::collections::BTreeSet;
 
@@ -6,51 +6,52 @@ use kvtier_core::cache::{KeyOutcome, ReadLease, Reservation, ReserveRequest};
 use kvtier_core::object_key::ObjectKey;
 
 use super::budget::Budget;
-use super::condemned::Claim;
-use super::unsent::Waiting;
-use super::writing::Begun;
+use super::deletes::missing_result;
+use super::key_states::{Claim, UnsentBytes, WriteInFlight};
 use super::{Adopted, Tier};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::StoreItem;
 
-/// Room that the backend had, and what had been written by then.
+/// Free bytes of the backend, and the bytes whose writes had ended when they were read.
 #[derive(Debug, Clone, Copy)]
-struct Room {
+struct FreeSpace {
     free: u64,
     ended: u64,
 }
 
-/// How far an object is.
+/// Progress of one object of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sent {
-    /// Not at all, or it was refused: it is not there.
+    /// Not sent, or refused: it is not in the backend.
     No,
-    /// The work may go on, and nobody tells how it ends.
+    /// Sent, and the outcome is unknown.
     Unanswered,
-    /// It is there.
+    /// In the backend.
     Done,
 }
 
-/// Bytes set aside for an object. Dropped without an answer, it is counted as stored once it was sent: it may be there.
+/// Bytes reserved for an object. If it is dropped after it was sent and before the answer, the object counts as stored,
+/// since it may be in the backend.
 struct Staged<'a> {
     tier: &'a Tier,
-    place: usize,
+    /// Position in the batch.
+    position: usize,
     key: ObjectKey,
     bytes: u64,
-    /// None where the index has it already, unsure.
+    /// `None` if the key is indeterminate and in the index.
     reservation: Option<Reservation<Budget>>,
-    /// It does not leave the index then.
+    /// Keeps such a key in the index.
     _held: Option<ReadLease<Budget>>,
-    /// It was to be deleted before; bytes that are there then.
-    spared: Option<u64>,
+    /// Bytes in the backend of an object whose pending delete was cancelled for this store.
+    cancelled_delete: Option<u64>,
     sent: Sent,
-    unsent: Option<Waiting<'a>>,
-    _writing: Begun<'a>,
+    unsent: Option<UnsentBytes<'a>>,
+    _write: WriteInFlight<'a>,
 }
 
 impl Staged<'_> {
-    fn settle(mut self, result: &Result<Stored, L2Error>) {
+    fn finish(mut self, result: &Result<Stored, L2Error>) {
         self.sent = match result {
             Ok(stored) => {
                 if stored.bytes() != self.bytes {
@@ -70,42 +71,41 @@ impl Drop for Staged<'_> {
         let (tier, key) = (self.tier, &self.key);
         let reservation = self.reservation.take();
         if self.sent == Sent::No {
-            if let Some(bytes) = self.spared {
-                tier.condemned.add(|| vec![(key.clone(), bytes)]);
+            if let Some(bytes) = self.cancelled_delete {
+                tier.states.add_pending(|| vec![(key.clone(), bytes)]);
             }
             drop(reservation);
             return;
         }
         match self.sent {
-            Sent::Done => tier.unsure.settle(key),
-            _ => tier.unsure.add(key),
+            Sent::Done => tier.states.resolve(key),
+            _ => tier.states.set_indeterminate(key),
         }
         match reservation {
             Some(reservation) => drop(reservation.commit(tier.now())),
-            None if tier.enter(key, self.bytes) == Adopted::Known => {}
-            None => tier.condemned.add(|| vec![(key.clone(), self.bytes)]),
+            None if tier.insert(key, self.bytes) == Adopted::Indexed => {}
+            None => tier.states.add_pending(|| vec![(key.clone(), self.bytes)]),
         }
     }
 }
 
 impl Tier {
-    /// Writes what is not there yet; one result each.
+    /// Writes the objects that are not there yet; one result each.
     ///
-    /// Where a capacity or limits hold strictly, it waits until it knows what it held before the start. What is not answered in time counts, as it may
-    /// be there; nobody is told that it is before the backend has said so.
+    /// If a capacity or limits hold strictly, it waits for the end of the recovery. An object whose store was not answered
+    /// in time counts, as it may be there, but lookups do not find it before the backend confirms it.
     pub async fn store(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
         if self.is_read_only() {
             return batch.iter().map(|_| Err(self.read_only())).collect();
         }
         let mut results: Vec<Option<Result<Stored, L2Error>>> = vec![None; batch.len()];
-        match self.room().await {
-            Ok(room) => self.store_into(batch, room, &mut results).await,
+        match self.free_space().await {
+            Ok(free) => self.store_into(batch, free, &mut results).await,
             Err(error) => results.fill(Some(Err(error))),
         }
-        let missing = || L2Error::new(ErrorKind::Refused, "the adapter gave no result");
         let results: Vec<_> = results
             .into_iter()
-            .map(|result| result.unwrap_or_else(|| Err(missing())))
+            .map(|result| result.unwrap_or_else(|| Err(missing_result())))
             .collect();
         self.count_stored(&results);
         results
@@ -114,50 +114,50 @@ impl Tier {
     async fn store_into(
         &self,
         batch: Vec<StoreItem>,
-        room: Room,
+        free: FreeSpace,
         results: &mut [Option<Result<Stored, L2Error>>],
     ) {
         let mut staged = Vec::new();
         let mut items = Vec::new();
-        for (place, item) in batch.into_iter().enumerate() {
-            match self.stage(place, &item, room) {
+        for (position, item) in batch.into_iter().enumerate() {
+            match self.stage(position, &item, free) {
                 Ok(Some(object)) => {
                     staged.push(object);
                     items.push(item);
                 }
                 Ok(None) => {
                     let bytes = self.adapter.size_of(item.object.len);
-                    results[place] = Some(Ok(Stored::AlreadyThere(bytes)));
+                    results[position] = Some(Ok(Stored::AlreadyThere(bytes)));
                 }
-                Err(error) => results[place] = Some(Err(error)),
+                Err(error) => results[position] = Some(Err(error)),
             }
         }
-        self.condemn_evicted();
+        self.add_evicted();
         let mut at = 0;
         while at < staged.len() {
-            match self.condemned.claim(&staged[at].key).await {
-                Claim::Unknown => {}
-                Claim::Spared(bytes) => staged[at].spared = Some(bytes),
+            match self.states.claim(&staged[at].key).await {
+                Claim::Free => {}
+                Claim::Cancelled(bytes) => staged[at].cancelled_delete = Some(bytes),
                 Claim::Refused => {
                     let message = "its last delete was not answered and may come yet";
                     let error = L2Error::new(ErrorKind::Unavailable, message);
-                    results[staged.remove(at).place] = Some(Err(error));
+                    results[staged.remove(at).position] = Some(Err(error));
                     items.remove(at);
                     continue;
                 }
             }
             at += 1;
         }
-        if let Err(error) = self.make_room().await {
-            while self.is_over()
+        if let Err(error) = self.free_capacity().await {
+            while self.is_over_capacity()
                 && let Some(object) = staged.pop()
             {
                 items.pop();
-                let message = format!("{} cannot make room: {error}", self.name());
-                results[object.place] = Some(Err(L2Error::new(ErrorKind::Full, message)));
+                let message = format!("{} cannot free space: {error}", self.name());
+                results[object.position] = Some(Err(L2Error::new(ErrorKind::Full, message)));
             }
         }
-        self.keep_limits(&mut staged, &mut items, results).await;
+        self.enforce_limits(&mut staged, &mut items, results).await;
         if items.is_empty() {
             return;
         }
@@ -167,15 +167,15 @@ impl Tier {
         }
         let stored = self.adapter.store(items).await;
         for (object, result) in staged.into_iter().zip(stored) {
-            let place = object.place;
-            object.settle(&result);
-            results[place] = Some(result);
+            let position = object.position;
+            object.finish(&result);
+            results[position] = Some(result);
         }
     }
 
-    /// Gives up what would have its tenant pass a limit that holds strictly: nothing is written before what left for it
-    /// is deleted.
-    async fn keep_limits(
+    /// Removes the objects from the store that would exceed a strict limit of their tenant: nothing is written before what
+    /// was evicted for it is deleted.
+    async fn enforce_limits(
         &self,
         staged: &mut Vec<Staged<'_>>,
         items: &mut Vec<StoreItem>,
@@ -184,64 +184,67 @@ impl Tier {
         let salts = staged.iter().map(|object| object.key.cache_salt());
         let salts: BTreeSet<_> = salts.cloned().collect();
         for salt in salts {
-            let made = self.make_room_within(&salt).await;
+            let freed = self.free_quota(&salt).await;
             while self.is_over_limit(&salt) {
-                let of_it = |object: &Staged<'_>| *object.key.cache_salt() == salt;
-                let Some(at) = staged.iter().rposition(of_it) else {
+                let is_of_tenant = |object: &Staged<'_>| *object.key.cache_salt() == salt;
+                let Some(at) = staged.iter().rposition(is_of_tenant) else {
                     break;
                 };
                 items.remove(at);
                 let object = staged.remove(at);
-                let why = match &made {
+                let cause = match &freed {
                     Err(error) => error.to_string(),
-                    Ok(()) => "it has too much already".to_owned(),
+                    Ok(()) => "nothing more can be evicted".to_owned(),
                 };
-                let message = format!(
-                    "the tenant's limit in {} leaves no room: {why}",
-                    self.name()
-                );
-                results[object.place] = Some(Err(L2Error::new(ErrorKind::OverQuota, message)));
+                let message = format!("{}: {cause}", self.over_quota());
+                results[object.position] = Some(Err(L2Error::new(ErrorKind::OverQuota, message)));
             }
         }
     }
 
-    /// Bytes that the backend has left for us; no bound is the largest number.
-    async fn room(&self) -> Result<Room, L2Error> {
+    fn over_quota(&self) -> String {
+        format!("the tenant is at its limit in {}", self.name())
+    }
+
+    /// Returns the backend's free bytes beyond the reserve; `u64::MAX` is unbounded.
+    async fn free_space(&self) -> Result<FreeSpace, L2Error> {
         if self.is_strict() {
             self.recovered().await?;
         }
-        let ended = self.writing.ended();
+        let ended = self.states.ended_bytes();
         let free = match self.adapter.free_bytes().await? {
             Some(free) => free.saturating_sub(self.config.reserve_bytes),
             None => u64::MAX,
         };
-        Ok(Room { free, ended })
+        Ok(FreeSpace { free, ended })
     }
 
-    /// Sets bytes aside for an object, on the disk and in the index; `None` if it is there already.
+    /// Reserves bytes for an object, in the backend and in the index; `None` if it is there already.
     fn stage(
         &self,
-        place: usize,
+        position: usize,
         item: &StoreItem,
-        room: Room,
+        space_left: FreeSpace,
     ) -> Result<Option<Staged<'_>>, L2Error> {
         let key = &item.object.key;
         let bytes = self.adapter.size_of(item.object.len);
-        let is_unsure = self.unsure.has(key);
-        let mut unsent = Some(self.unsent.add(key.cache_salt(), bytes));
-        if !is_unsure && self.index.contains(key.namespace(), &[key.chunk_hash()])[0] {
+        let is_indeterminate = self.states.is_indeterminate(key);
+        let mut unsent = Some(self.states.add_unsent(key.cache_salt(), bytes));
+        if !is_indeterminate && self.index.contains(key.namespace(), &[key.chunk_hash()])[0] {
             // Counts as used; unless it was evicted just now, it is there.
             if self.reserve(key, bytes)?.is_none() {
                 return Ok(None);
             }
         }
-        // Before anything is evicted for it in vain.
-        let writing = self.writing.begin(bytes, room.free, room.ended);
-        let writing = writing.map_err(|left| {
+        // First, so that nothing is evicted in vain.
+        let write = self
+            .states
+            .start_write(bytes, space_left.free, space_left.ended);
+        let write = write.map_err(|left| {
             L2Error::new(
                 ErrorKind::Full,
                 format!(
-                    "{} has room for {left} bytes beside its reserve of {}, and {bytes} are needed",
+                    "{} has {left} bytes free beyond its reserve of {}, and {bytes} are needed",
                     self.name(),
                     self.config.reserve_bytes
                 ),
@@ -251,33 +254,33 @@ impl Tier {
             if let Some(reservation) = self.reserve(key, bytes)? {
                 break (Some(reservation), None);
             }
-            if !is_unsure {
+            if !is_indeterminate {
                 return Ok(None);
             }
             let held = self
                 .index
                 .hold(self.now(), key.namespace(), &[key.chunk_hash()]);
             if held.is_some() {
-                // It may be there already.
+                // The backend may have it already.
                 unsent = None;
                 break (None, held);
             }
         };
         Ok(Some(Staged {
             tier: self,
-            place,
+            position,
             key: key.clone(),
             bytes,
             reservation,
             _held: held,
-            spared: None,
+            cancelled_delete: None,
             sent: Sent::No,
             unsent,
-            _writing: writing,
+            _write: write,
         }))
     }
 
-    /// Sets bytes aside in the index; `None` if the object is there already.
+    /// Reserves bytes in the index; `None` if the object is there already.
     pub(super) fn reserve(
         &self,
         key: &ObjectKey,
@@ -296,10 +299,9 @@ impl Tier {
         match reserved.outcomes.first() {
             Some(KeyOutcome::AlreadyResident) => Ok(None),
             Some(KeyOutcome::Reserved(_)) => Ok(Some(reserved.reservation)),
-            Some(KeyOutcome::OverQuota) => Err(L2Error::new(
-                ErrorKind::OverQuota,
-                format!("the tenant's limit in {} leaves no room", self.name()),
-            )),
+            Some(KeyOutcome::OverQuota) => {
+                Err(L2Error::new(ErrorKind::OverQuota, self.over_quota()))
+            }
             Some(KeyOutcome::NoMemory | KeyOutcome::OverStaging) | None => Err(L2Error::new(
                 ErrorKind::Full,
                 format!(
@@ -312,7 +314,7 @@ impl Tier {
     }
 
     fn count_stored(&self, results: &[Result<Stored, L2Error>]) {
-        let mut trouble = None;
+        let mut failure = None;
         for result in results {
             match result {
                 Ok(Stored::Written(bytes)) => {
@@ -322,32 +324,32 @@ impl Tier {
                 Ok(Stored::AlreadyThere(_)) => self.counters.already_there.add(1),
                 Err(error) => {
                     self.counters.store_failures.add(error.kind());
-                    // One tenant's limit is no trouble of the tier's.
+                    // One tenant's limit is no failure of the tier.
                     if error.kind() != ErrorKind::OverQuota {
-                        trouble = Some(error.clone());
+                        failure = Some(error.clone());
                     }
                 }
             }
         }
         if !results.is_empty() {
-            self.note(trouble);
+            self.set_store_error(failure);
         }
     }
 
-    /// Notes how the last store went. The log hears of each kind of trouble once, and of its end.
-    fn note(&self, trouble: Option<L2Error>) {
-        let before = std::mem::replace(&mut *self.trouble.lock(), trouble.clone());
-        let kind = |trouble: &Option<L2Error>| trouble.as_ref().map(L2Error::kind);
-        if kind(&before) == kind(&trouble) {
+    /// Sets the result of the last store. Each kind of error is logged once, and so is its end.
+    fn set_store_error(&self, error: Option<L2Error>) {
+        let before = std::mem::replace(&mut *self.store_error.lock(), error.clone());
+        let kind = |error: &Option<L2Error>| error.as_ref().map(L2Error::kind);
+        if kind(&before) == kind(&error) {
             return;
         }
         let tier = self.name();
-        match trouble {
+        match error {
             Some(error) if error.kind() == ErrorKind::Full => {
-                tracing::warn!(tier, %error, "no room: objects are not stored until there is some again");
+                tracing::warn!(tier, %error, "out of space: stores suspended until there is free space");
             }
             Some(error) => tracing::warn!(tier, %error, "objects cannot be stored"),
-            None => tracing::info!(tier, "objects are stored again"),
+            None => tracing::info!(tier, "stores resumed"),
         }
     }
 }

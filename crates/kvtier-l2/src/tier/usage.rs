@@ -1,14 +1,14 @@
-//! What a tier holds, as operators and quotas see it.
+//! Usage of a tier as operators and quotas see it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A snapshot; it does not change any more.
+/// Snapshot of a tier's usage.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AdapterUsage {
-    /// Bytes its objects take in the backend, those being written included.
+    /// Bytes of its objects in the backend, including those being written.
     pub total_bytes_used: u64,
-    /// Bytes it may use; 0 is "no bound".
+    /// Capacity in bytes; 0 is unbounded.
     pub total_capacity_bytes: u64,
     /// Objects.
     pub objects: u64,
@@ -17,7 +17,7 @@ pub struct AdapterUsage {
 }
 
 impl AdapterUsage {
-    /// Used part of the capacity; -1 when there is no bound: nothing to evict by.
+    /// Used fraction of the capacity; -1 if unbounded.
     #[must_use]
     pub fn usage_fraction(&self) -> f64 {
         if self.supports_global_eviction() {
@@ -27,7 +27,7 @@ impl AdapterUsage {
         }
     }
 
-    /// Whether eviction over all tenants can work: only with a bound.
+    /// Whether eviction across tenants is possible, which needs a capacity.
     #[must_use]
     pub fn supports_global_eviction(&self) -> bool {
         self.total_capacity_bytes > 0

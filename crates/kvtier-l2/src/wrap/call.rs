@@ -1,4 +1,4 @@
-//! Calls and answers as values, so that what is around an adapter is written once for all of them.
+//! Calls and answers as values, so that a guard is written once for all of them.
 
 use std::ops::Index;
 
@@ -9,10 +9,10 @@ use crate::adapter::{Adapter, BoxFuture, ListPage, Loaded, Stored};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 
-/// What calls are bounded and counted by: those of one lane never wait for those of another.
+/// Class of calls that are bounded and counted together. Calls of one lane never wait for those of another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
-    /// Lookups, listings, and the question how much room there is.
+    /// Lookups, listings, and the free bytes.
     Lookup,
     /// Loads.
     Load,
@@ -20,7 +20,7 @@ pub enum Lane {
     Store,
 }
 
-/// One of something for each lane.
+/// One value per lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PerLane<T> {
     /// For [`Lane::Lookup`].
@@ -32,7 +32,7 @@ pub struct PerLane<T> {
 }
 
 impl<T> PerLane<T> {
-    /// Each by its lane.
+    /// Returns the values of `make`.
     pub(super) fn new(mut make: impl FnMut(Lane) -> T) -> Self {
         Self {
             lookup: make(Lane::Lookup),
@@ -45,7 +45,7 @@ impl<T> PerLane<T> {
         [&self.lookup, &self.load, &self.store].into_iter()
     }
 
-    /// An object with one value a lane.
+    /// Returns an object with one value per lane.
     pub(super) fn to_json(&self, value: impl Fn(&T) -> Value) -> Value {
         let mut map = Map::new();
         map.insert("lookup".into(), value(&self.lookup));
@@ -67,12 +67,12 @@ impl<T> Index<Lane> for PerLane<T> {
     }
 }
 
-/// What an answer tells about the backend.
+/// State of the backend as an answer shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It answered, be it with errors.
+    /// It answered, possibly with errors.
     Answered,
-    /// Nothing came back but errors of a backend that does not answer.
+    /// All items failed with errors of a backend that does not answer.
     Failed,
 }
 
@@ -83,15 +83,15 @@ pub(super) trait Call: Clone + Send + Sync + 'static {
     /// For messages: "a load of 3 objects".
     const NAME: &'static str;
 
-    /// How many items are answered for.
+    /// Number of items in the answer.
     fn items(&self) -> usize;
 
     fn send(self, to: &dyn Adapter) -> BoxFuture<'_, Self::Answer>;
 
-    /// The same for the items at these positions only.
+    /// Returns the call for the items at these positions only.
     fn only(&self, positions: &[usize]) -> Self;
 
-    /// What to call it in messages.
+    /// Returns its name in messages.
     fn title(adapter: &dyn Adapter, items: usize) -> String {
         let plural = if items == 1 { "" } else { "s" };
         format!(
@@ -102,21 +102,21 @@ pub(super) trait Call: Clone + Send + Sync + 'static {
     }
 }
 
-/// What comes back from a call.
+/// Answer to a call.
 pub(super) trait Answer: Send + 'static {
-    /// All items failed alike.
+    /// Returns an answer in which all items have this error.
     fn failed(items: usize, error: L2Error) -> Self;
 
-    /// Whether it answers for so many items.
+    /// Whether it answers for `items` items.
     fn fits(&self, items: usize) -> bool;
 
-    /// Positions of the items that may succeed a moment later.
+    /// Returns the positions of items with a transient error.
     fn transient(&self) -> Vec<usize>;
 
-    /// Takes over the answer to [`Call::only`] these positions.
+    /// Replaces the items at these positions by the answer to [`Call::only`].
     fn patch(&mut self, positions: &[usize], by: Self);
 
-    /// What it tells about the backend; nothing if that was not asked.
+    /// Returns the state of the backend, `None` if it was not called.
     fn verdict(&self) -> Option<Verdict>;
 }
 
@@ -160,7 +160,7 @@ fn is_busy<T>(result: &Result<T, L2Error>) -> bool {
     matches!(result, Err(error) if error.kind() == ErrorKind::Busy)
 }
 
-/// What is answered for a whole call.
+/// Answer to a call as a whole.
 pub(super) trait Whole: Send + 'static {
     fn fits(&self, items: usize) -> bool;
 }
@@ -193,7 +193,7 @@ impl<T: Whole> Answer for Result<T, L2Error> {
     }
 
     fn transient(&self) -> Vec<usize> {
-        // It fails as a whole: one position stands for all of it.
+        // It fails as a whole, which position 0 stands for.
         Vec::from_iter(is_transient(self).then_some(0))
     }
 
@@ -308,7 +308,7 @@ impl Call for ListCall {
     }
 }
 
-/// How much room there is.
+/// Call for the free bytes.
 #[derive(Clone)]
 pub(super) struct FreeCall;
 

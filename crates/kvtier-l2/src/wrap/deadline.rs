@@ -1,4 +1,4 @@
-//! No call is waited for longer than its lane's time, once it has a place.
+//! Deadline of each call, which runs once the call has a permit.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -16,34 +16,34 @@ use crate::adapter::Adapter;
 use crate::error::{ErrorKind, L2Error};
 
 tokio::task_local! {
-    /// Of the call that is being made.
+    /// Clock of the current call.
     static CLOCK: Arc<Clock>;
 }
 
-/// A call's time, which stands while the call waits for a place: a busy backend is not a late one.
+/// Clock of a call, which is paused while the call waits for a permit: a busy backend is not a late one.
 #[derive(Default)]
 pub(super) struct Clock {
     waits: Mutex<Waits>,
-    goes_on: Notify,
+    resumed: Notify,
 }
 
 #[derive(Default)]
 struct Waits {
-    /// How long those lasted that have ended.
+    /// Time of all waits that have ended.
     sum: Duration,
     now: Option<Wait>,
 }
 
 struct Wait {
     since: Instant,
-    /// How many calls were answered in all, and by then.
+    /// Calls answered so far, and at the start of the wait.
     answered: Arc<AtomicU64>,
     before: u64,
 }
 
 impl Clock {
-    /// The call begins to wait for a place; `answered` counts those who leave one.
-    pub(super) fn stop(answered: &Arc<AtomicU64>) {
+    /// Pauses the clock, as the call waits for a permit; `answered` counts the calls that release one.
+    pub(super) fn pause(answered: &Arc<AtomicU64>) {
         let wait = || Wait {
             since: Instant::now(),
             answered: Arc::clone(answered),
@@ -53,18 +53,19 @@ impl Clock {
         let _ = CLOCK.try_with(|clock| clock.waits.lock().now = Some(wait()));
     }
 
-    pub(super) fn go_on() {
+    /// Resumes the clock, as the call has its permit.
+    pub(super) fn resume() {
         let _ = CLOCK.try_with(|clock| {
             let mut waits = clock.waits.lock();
             if let Some(wait) = waits.now.take() {
                 waits.sum += wait.since.elapsed();
-                clock.goes_on.notify_one();
+                clock.resumed.notify_one();
             }
         });
     }
 
-    /// When a call that began then is late, or has waited for too long: both may take `time`.
-    fn until(&self, began: Instant, time: Duration) -> Instant {
+    /// Returns when a call times out, or its wait for a permit: both may take `time`.
+    fn expires_at(&self, began: Instant, time: Duration) -> Instant {
         let waits = self.waits.lock();
         match &waits.now {
             None => began + waits.sum + time,
@@ -72,7 +73,7 @@ impl Clock {
         }
     }
 
-    /// Whether it waits while others are answered.
+    /// Whether it waits for a permit while others are answered.
     fn is_crowded(&self) -> bool {
         let waits = self.waits.lock();
         let is_moving = |wait: &Wait| wait.answered.load(Ordering::Relaxed) != wait.before;
@@ -80,8 +81,8 @@ impl Clock {
     }
 }
 
-/// Gives a call up when its time is over. Its work may go on without anybody waiting: its result is dropped, and it
-/// holds its buffers until it ends.
+/// Guard that stops waiting for a call at its deadline. The work may continue: its result is dropped, and it holds its
+/// buffers until it ends.
 pub(super) struct Deadline {
     times: PerLane<Duration>,
     late: PerLane<AtomicU64>,
@@ -107,10 +108,10 @@ impl Guard for Deadline {
             tokio::select! {
                 biased;
                 answer = &mut work => return answer,
-                () = clock.goes_on.notified() => {}
-                () = sleep_until(clock.until(began, time)) => {
-                    // It may have begun to wait since.
-                    if clock.until(began, time) <= Instant::now() {
+                () = clock.resumed.notified() => {}
+                () = sleep_until(clock.expires_at(began, time)) => {
+                    // The clock may have been paused meanwhile.
+                    if clock.expires_at(began, time) <= Instant::now() {
                         break;
                     }
                 }
@@ -120,9 +121,9 @@ impl Guard for Deadline {
             true => (
                 ErrorKind::Busy,
                 &self.crowded,
-                "no place among the calls under way",
+                "no permit among the calls in flight",
             ),
-            // Where no place becomes free, nothing is answered.
+            // If no permit was released, no call was answered.
             false => (ErrorKind::Deadline, &self.late, "no answer"),
         };
         count[C::LANE].fetch_add(1, Ordering::Relaxed);
@@ -149,7 +150,7 @@ impl Guard for Deadline {
         if timeout(self.times.store, inner.close()).await.is_err() {
             tracing::warn!(
                 adapter = inner.kind(),
-                "closing it takes longer than {} ms; not waiting any more",
+                "closing it takes longer than {} ms; continuing without it",
                 self.times.store.as_millis()
             );
         }

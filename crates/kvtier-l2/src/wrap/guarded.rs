@@ -1,4 +1,4 @@
-//! An adapter inside of a guard.
+//! An adapter with a guard around it.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -13,16 +13,16 @@ use crate::adapter::{
 use crate::error::L2Error;
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 
-/// What is done around each call, whatever it asks for.
+/// Behaviour around each call, whatever its operation.
 pub(super) trait Guard: Send + Sync + 'static {
-    /// Makes the call, in its own way.
+    /// Runs the call.
     fn run<C: Call>(
         &self,
         inner: &Arc<dyn Adapter>,
         call: C,
     ) -> impl Future<Output = C::Answer> + Send;
 
-    /// Adds what it knows to the adapter's status.
+    /// Adds its part to the adapter's status.
     fn report(&self, status: &mut Map<String, Value>);
 
     /// Closes the adapter.
@@ -31,14 +31,13 @@ pub(super) trait Guard: Send + Sync + 'static {
     }
 }
 
-/// An adapter inside of a guard. A recovery goes straight through: it takes as long as it takes, in the
-/// background, and nobody waits for it.
+/// An adapter with a guard around its calls. A recovery is not guarded: it runs in the background without a deadline.
 struct Guarded<G> {
     inner: Arc<dyn Adapter>,
     guard: G,
 }
 
-/// `inner` with `guard` around its calls.
+/// Returns `inner` with `guard` around its calls.
 pub(super) fn around<G: Guard>(guard: G, inner: Arc<dyn Adapter>) -> Arc<dyn Adapter> {
     Arc::new(Guarded { inner, guard })
 }

@@ -1,4 +1,4 @@
-//! Only so many calls of a lane are under way at once.
+//! Limit of the calls in flight per lane.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,30 +12,30 @@ use super::guarded::Guard;
 use crate::adapter::Adapter;
 use crate::error::{ErrorKind, L2Error};
 
-/// Lets calls to the adapter, in the order they came.
+/// Guard that passes calls to the adapter in the order of their arrival.
 ///
-/// Each call runs on a task of its own that holds its place until the adapter has answered, also when nobody waits for
-/// it any more. So a stalled adapter holds the buffers of at most this many calls, however many gave it up; and one that
-/// panics, or answers for another number of items than it was asked for, harms only its own call.
+/// Each call runs on a task of its own, which holds a permit until the adapter has answered, also after its caller stopped
+/// waiting. So a stalled adapter holds the buffers of at most this many calls, and one that panics or answers for the
+/// wrong number of items affects only its own call.
 pub(super) struct Limit {
     calls: u32,
     lanes: PerLane<Lane>,
 }
 
 struct Lane {
-    places: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     waiting: AtomicU64,
-    /// Calls that were answered.
+    /// Number of calls answered.
     answered: Arc<AtomicU64>,
 }
 
-/// Counts one who waits, as long as it lives; meanwhile its clock stands.
+/// Counts one waiting call until it is dropped; its clock is paused meanwhile.
 struct Waiting<'a>(&'a AtomicU64);
 
 impl<'a> Waiting<'a> {
     fn new(lane: &'a Lane) -> Self {
         lane.waiting.fetch_add(1, Ordering::Relaxed);
-        Clock::stop(&lane.answered);
+        Clock::pause(&lane.answered);
         Self(&lane.waiting)
     }
 }
@@ -43,17 +43,17 @@ impl<'a> Waiting<'a> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
-        Clock::go_on();
+        Clock::resume();
     }
 }
 
 impl Limit {
-    /// At most `calls` in each lane.
+    /// Returns a limit of `calls` per lane.
     pub(super) fn new(calls: u32) -> Self {
         Self {
             calls,
             lanes: PerLane::new(|_| Lane {
-                places: Arc::new(Semaphore::new(calls as usize)),
+                permits: Arc::new(Semaphore::new(calls as usize)),
                 waiting: AtomicU64::new(0),
                 answered: Arc::default(),
             }),
@@ -70,7 +70,7 @@ impl Guard for Limit {
         };
         let lane = &self.lanes[C::LANE];
         let waiting = Waiting::new(lane);
-        let Ok(place) = lane.places.clone().acquire_owned().await else {
+        let Ok(permit) = lane.permits.clone().acquire_owned().await else {
             return failed(ErrorKind::Unavailable, "it is closed");
         };
         drop(waiting);
@@ -78,7 +78,7 @@ impl Guard for Limit {
         let work = tokio::spawn(async move {
             let answer = call.send(&*adapter).await;
             answered.fetch_add(1, Ordering::Relaxed);
-            drop(place);
+            drop(permit);
             answer
         });
         match work.await {
@@ -91,7 +91,7 @@ impl Guard for Limit {
 
     fn report(&self, status: &mut Map<String, Value>) {
         let calls = self.lanes.to_json(|lane| {
-            let free = lane.places.available_permits() as u64;
+            let free = lane.permits.available_permits() as u64;
             json!({
                 "in_flight": u64::from(self.calls).saturating_sub(free),
                 "waiting": lane.waiting.load(Ordering::Relaxed),
@@ -100,12 +100,12 @@ impl Guard for Limit {
         status.insert("calls".into(), calls);
     }
 
-    /// Waits for the calls under way, and refuses those to come.
+    /// Waits for the calls in flight and refuses later ones.
     async fn close(&self, inner: &Arc<dyn Adapter>) {
         for lane in self.lanes.iter() {
-            // Fails when it was closed before.
-            let _all = lane.places.acquire_many(self.calls).await;
-            lane.places.close();
+            // Fails if it was closed before.
+            let _all = lane.permits.acquire_many(self.calls).await;
+            lane.permits.close();
         }
         inner.close().await;
     }

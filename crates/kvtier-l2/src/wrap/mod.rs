@@ -1,7 +1,7 @@
-//! What is around every adapter, so that none has it inside: see [`guard`].
+//! Wrappers around every adapter: see [`guard`].
 //!
-//! A guard is written once for all calls (`call`) and made an adapter by one type (`guarded`). Decisions that depend
-//! on time are apart from it, as functions that are told the time.
+//! A guard is written once for all calls (`call`); one type makes it an adapter (`guarded`). Decisions that depend on time
+//! are functions with the time as an argument.
 
 mod breaker;
 mod call;
@@ -18,44 +18,40 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Adapter;
-use breaker::Breakers;
+use breaker::{Breakers, Rule};
 use call::PerLane;
-use checksum::{Checksums, Sums};
+use checksum::{ChecksumCache, Checksums};
 use deadline::Deadline;
 use guarded::around;
 use limit::Limit;
 use retry::Retry;
 
-pub use breaker::{Admission, Breaker, Change, Rule, Ticket};
-pub use call::{Lane, Verdict};
-pub use retry::{back_off, random};
-
-/// What bounds each call of an adapter. The keys of a configuration say what each one means.
+/// Limits of the calls of an adapter, as configured by the common keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Guards {
-    /// Longest wait for a lookup, a page of a listing, or how much room there is.
+    /// Deadline of a lookup, a page of a listing, or the free bytes.
     pub lookup_timeout: Duration,
-    /// Longest wait for a load.
+    /// Deadline of a load.
     pub load_timeout: Duration,
-    /// Longest wait for a store, a delete or the closing.
+    /// Deadline of a store, a delete or the closing.
     pub store_timeout: Duration,
-    /// Calls of one lane under way at once.
+    /// Calls in flight per lane.
     pub max_in_flight: u32,
-    /// How often items that failed for a passing reason are tried again.
+    /// Retries of items with a transient error.
     pub retries: u32,
     /// Pause before the first retry.
     pub retry_pause: Duration,
-    /// Unanswered calls of a lane, one after another, that open its breaker; 0 is never.
+    /// Consecutive unanswered calls of a lane that open its breaker; 0 is never.
     pub breaker_failures: u32,
     /// First pause of an open breaker.
     pub breaker_pause: Duration,
     /// Longest pause of an open breaker.
     pub breaker_pause_max: Duration,
-    /// Objects whose checksums are remembered where the adapter has none; 0 is none.
+    /// Checksums kept for an adapter that does not verify; 0 is none.
     pub checksums: usize,
-    /// What cannot be compared with a checksum is not there.
+    /// Objects without a checksum to compare with are misses.
     pub require_checksum: bool,
-    /// Where the jitter of the pauses begins, so that servers can differ. Not a key.
+    /// Seed of the jitter of the pauses, so that servers can differ. Not a key.
     pub jitter_seed: u64,
 }
 
@@ -78,32 +74,33 @@ impl Default for Guards {
     }
 }
 
-/// `adapter` with its guards around it. Its calls need a tokio runtime with time.
+/// Returns `adapter` with its guards around it. Its calls need a tokio runtime with time.
 ///
-/// From the outside in, each for the sake of what is inside of it:
-/// 1. The *breaker* sees what the caller would see: calls that failed for good, retries and deadlines included. While it
-///    is open nothing below is touched, and the answer is [`Unavailable`](crate::ErrorKind::Unavailable) at once.
-/// 2. The *deadline* bounds all the rest together, pausing between retries too. Its clock stands while the call waits for a
-///    place. That may take as long once more, and ends in [`Busy`](crate::ErrorKind::Busy), which tells nothing about the
-///    backend, if others were answered meanwhile.
-/// 3. *Retries* never begin while an earlier attempt still has the buffers: an adapter that answered is done with them,
-///    and a call that was given up is not tried again. A pause holds no place.
-/// 4. The *limit* is next to the adapter and its checksums, so it counts what the adapter really does, also for callers
-///    that are gone.
-/// 5. *Checksums* are around an adapter that does not verify. They are innermost: there each answer passes, also those that
-///    nobody waits for any more, so what is remembered is what the adapter did; the bytes of a load are compared while its
-///    place and its buffers are still held, within its deadline; and bytes that are wrong are no failure of a backend, so
-///    neither retries nor the breaker have to see them. An object that is found out is deleted in its load's place.
+/// From the outside in:
+/// 1. The *breaker* sees the final results, after retries and deadlines. While it is open, calls fail at once with
+///    [`Unavailable`](crate::ErrorKind::Unavailable).
+/// 2. The *deadline* bounds everything below, pauses between retries included. Its clock is paused while the call is
+///    queued at the limit. The queue has the same deadline once more; it ends in [`Busy`](crate::ErrorKind::Busy), which
+///    does not count against the backend, if other calls were answered meanwhile.
+/// 3. *Retries* start only after an answer, when the adapter no longer uses the buffers; a call that timed out is not
+///    retried. A pause holds no permit of the limit.
+/// 4. The *limit* is next to the adapter and its checksums, so it counts the work of the adapter, also for callers that no
+///    longer wait.
+/// 5. *Checksums* are around an adapter that does not verify. They are innermost, where they see each answer, also those
+///    after a timeout; loaded bytes are compared within the deadline, while the permit and the buffers are held. Wrong
+///    bytes are no failure of a backend: neither retries nor the breaker see them. A corrupt object is deleted under the
+///    permit of its load.
 ///
-/// A caller that does not wait until the deadline hides from the breaker that there was no answer; so let it wait longer.
+/// A caller that stops waiting before the deadline hides from the breaker that there was no answer, so its own timeout has
+/// to be longer.
 ///
-/// After a [`Deadline`](crate::ErrorKind::Deadline) the call's buffers may still be in use. They are kept in place by
-/// their holds; whoever tries elsewhere takes other ones.
+/// After a [`Deadline`](crate::ErrorKind::Deadline) the call's buffers may still be in use. Their holds keep them in
+/// place; a retry elsewhere uses other buffers.
 #[must_use]
 pub fn guard(adapter: Arc<dyn Adapter>, guards: &Guards) -> Arc<dyn Adapter> {
     let checked = match adapter.capabilities().verifies {
         false if guards.checksums > 0 || guards.require_checksum => {
-            let sums = Arc::new(Sums::new(guards.checksums));
+            let sums = Arc::new(ChecksumCache::new(guards.checksums));
             Arc::new(Checksums::new(adapter, sums, guards.require_checksum))
         }
         _ => adapter,

@@ -16,7 +16,7 @@ use super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::outbox::Outgoing;
 use super::poll::{Interest, Poller, Ready};
 use super::socket::RequestSocket;
-use kvtier_engine::seldom::Seldom;
+use kvtier_l2::RateLimited;
 use kvtier_metrics::Metrics;
 
 /// Tokens that are no connection's number.
@@ -312,8 +312,8 @@ impl Connections {
         if self.poller.remove(&*self.listener).is_ok() {
             self.accept = Accept::Paused(self.clock.now() + pause);
         }
-        static SAID: Seldom = Seldom::every(Duration::from_secs(60));
-        if let Some(left_out) = SAID.due(Instant::now()) {
+        static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
+        if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
             tracing::warn!(
                 cause,
                 connections = self.open.len(),
@@ -424,9 +424,9 @@ impl Connections {
         self.ticks.remove(&(connection.next_tick, id));
         self.held_bytes -= connection.counted_bytes;
         self.metrics.request_connections.set(self.open.len() as i64);
-        static SAID: Seldom = Seldom::new();
+        static LOG_LIMIT: RateLimited = RateLimited::per_second();
         if !matches!(why, Closed::ByClient)
-            && let Some(left_out) = SAID.due(Instant::now())
+            && let Some(left_out) = LOG_LIMIT.permit(Instant::now())
         {
             tracing::debug!(connection = id, cause = %why, left_out, "a connection was closed");
         }

@@ -15,7 +15,7 @@ use super::outbox::Outgoing;
 use super::request::{Job, RequestSender, Server, error_frame};
 use super::serve::Front;
 use kvtier_engine::Answer;
-use kvtier_engine::seldom::Seldom;
+use kvtier_l2::RateLimited;
 
 impl Front {
     /// Serves a message of connection `id`, or queues it.
@@ -34,14 +34,14 @@ impl Front {
             Ok(ClientMessage::Stream { .. }) => return,
             Err(error) => {
                 self.server.engine.metrics().malformed_messages.inc();
-                static SAID: Seldom = Seldom::new();
-                if let Some(left_out) = SAID.due(received) {
+                static LOG_LIMIT: RateLimited = RateLimited::per_second();
+                if let Some(left_out) = LOG_LIMIT.permit(received) {
                     tracing::debug!(%error, left_out, "a message that is no request was dropped");
                 }
                 return;
             }
         };
-        static TOLD_OFF: Seldom = Seldom::new();
+        static LOG_LIMIT: RateLimited = RateLimited::per_second();
         let now = self.connections.now();
         let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
             // It sent a message and ended.
@@ -61,7 +61,7 @@ impl Front {
         if resolved.generation != Generation::G6
             && resolved.certain
             && !std::mem::replace(&mut client.told_off, true)
-            && let Some(left_out) = TOLD_OFF.due(received)
+            && let Some(left_out) = LOG_LIMIT.permit(received)
         {
             tracing::warn!(
                 left_out,
@@ -137,8 +137,8 @@ impl Front {
 
     /// Answers with the operation's "no" a request that would take too much memory.
     fn refuse(&mut self, job: Job, reason: &'static str) {
-        static SAID: Seldom = Seldom::new();
-        if let Some(left_out) = SAID.due(job.sender.received) {
+        static LOG_LIMIT: RateLimited = RateLimited::per_second();
+        if let Some(left_out) = LOG_LIMIT.permit(job.sender.received) {
             tracing::warn!(
                 operation = job.sender.spec().operation.name(),
                 bytes = job.sender.bytes,
@@ -171,8 +171,8 @@ fn unresolved(
     received: Instant,
 ) -> Option<Outgoing> {
     server.engine.metrics().malformed_messages.inc();
-    static SAID: Seldom = Seldom::new();
-    if let Some(left_out) = SAID.due(received) {
+    static LOG_LIMIT: RateLimited = RateLimited::per_second();
+    if let Some(left_out) = LOG_LIMIT.permit(received) {
         tracing::debug!(%error, left_out, "a request that no table knows");
     }
     let candidates = client.candidates;

@@ -15,8 +15,8 @@ use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::outbox::{Outbox, Outgoing};
 use crate::budget::Charge;
 use crate::health::Health;
-use kvtier_engine::seldom::Seldom;
 use kvtier_engine::{Answer, Caller, Engine, Reply, ReplyTarget};
+use kvtier_l2::RateLimited;
 
 /// A request whose frames are still undecoded.
 pub struct Job {
@@ -226,8 +226,8 @@ impl Server {
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
             Ok(request) => self.engine.handle(caller, &request, reply),
             Err(error) => {
-                static SAID: Seldom = Seldom::new();
-                if let Some(left_out) = SAID.due(Instant::now()) {
+                static LOG_LIMIT: RateLimited = RateLimited::per_second();
+                if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
                     let operation = spec.operation.name();
                     tracing::warn!(operation, %error, left_out, "a request could not be decoded");
                 }

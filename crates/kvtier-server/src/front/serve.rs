@@ -14,7 +14,7 @@ use super::limits;
 use super::outbox::{Inbox, Outgoing};
 use super::request::{Job, Server};
 use super::socket::RequestSocket;
-use kvtier_engine::seldom::Seldom;
+use kvtier_l2::RateLimited;
 
 /// How long to look for more work before sleeping. A request that follows a reply, and a reply that a pool is about to
 /// give, come sooner than this; being woken for them costs more, most of all on virtual machines.
@@ -178,8 +178,8 @@ impl Front {
         let connection = reply.connection;
         if !self.connections.push(reply) {
             self.server.engine.metrics().undeliverable.inc();
-            static SAID: Seldom = Seldom::new();
-            if let Some(left_out) = SAID.due(Instant::now()) {
+            static LOG_LIMIT: RateLimited = RateLimited::per_second();
+            if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
                 tracing::debug!(
                     connection,
                     left_out,

@@ -1,56 +1,56 @@
-//! What every adapter is for.
+//! Basic calls.
 
-use super::super::bed::{Bed, keys, name};
+use super::super::context::{TestContext, keys, name};
 use super::super::object;
 use crate::error::ErrorKind;
 use crate::object::{LoadItem, StoreItem};
 
 /// Store, lookup, load and delete of some objects.
-pub(super) async fn round_trip(bed: Bed) {
-    let adapter = bed.open().await;
+pub(super) async fn round_trip(context: TestContext) {
+    let adapter = context.open().await;
     let objects: Vec<_> = (0..5).map(|number| object(number, 4096)).collect();
-    assert_eq!(bed.lookup(&*adapter, &objects).await, [None; 5]);
-    for (object, loaded) in objects.iter().zip(bed.load(&*adapter, &objects).await) {
+    assert_eq!(context.lookup(&*adapter, &objects).await, [None; 5]);
+    for (object, loaded) in objects.iter().zip(context.load(&*adapter, &objects).await) {
         let kind = loaded.err().map(|error| error.kind());
         assert_eq!(kind, Some(ErrorKind::NotFound), "before: {}", name(object));
     }
-    bed.store(&*adapter, &objects).await;
-    let found = bed.lookup(&*adapter, &objects).await;
+    context.store(&*adapter, &objects).await;
+    let found = context.lookup(&*adapter, &objects).await;
     assert!(
         found.iter().all(Option::is_some),
         "after a store: {found:?}"
     );
-    bed.load_all(&*adapter, &objects).await;
+    context.load_all(&*adapter, &objects).await;
     if !adapter.capabilities().delete {
         return;
     }
     let deleted = adapter.delete(keys(&objects[1..4])).await;
     assert_eq!(deleted, [Ok(true), Ok(true), Ok(true)]);
-    let found = bed.lookup(&*adapter, &objects).await;
+    let found = context.lookup(&*adapter, &objects).await;
     let there: Vec<_> = found.iter().map(Option::is_some).collect();
     assert_eq!(there, [true, false, false, false, true]);
-    let loaded = bed.load(&*adapter, &objects).await;
+    let loaded = context.load(&*adapter, &objects).await;
     let there: Vec<_> = loaded.iter().map(Result::is_ok).collect();
     assert_eq!(there, [true, false, false, false, true]);
     let deleted = adapter.delete(keys(&objects[2..])).await;
     assert_eq!(deleted, [Ok(false), Ok(false), Ok(true)]);
-    bed.store(&*adapter, &objects).await;
-    bed.load_all(&*adapter, &objects).await;
+    context.store(&*adapter, &objects).await;
+    context.load_all(&*adapter, &objects).await;
 }
 
 /// Status and kind.
-pub(super) async fn tells_what_it_is(bed: Bed) {
-    let adapter = bed.open().await;
+pub(super) async fn tells_what_it_is(context: TestContext) {
+    let adapter = context.open().await;
     let status = adapter.status();
     assert_eq!(status["type"], adapter.kind(), "{status}");
     assert_eq!(status["is_healthy"], true, "{status}");
 }
 
-/// What cannot be done is answered so.
-pub(super) async fn without_a_capability_it_says_so(bed: Bed) {
-    let adapter = bed.open().await;
+/// Unsupported calls are answered.
+pub(super) async fn without_a_capability_it_says_so(context: TestContext) {
+    let adapter = context.open().await;
     let one = [object(0, 4096)];
-    bed.store(&*adapter, &one).await;
+    context.store(&*adapter, &one).await;
     let can = adapter.capabilities();
     let listed = adapter.list(None, 10).await;
     let kind = listed.err().map(|error| error.kind());
@@ -67,9 +67,9 @@ pub(super) async fn without_a_capability_it_says_so(bed: Bed) {
     );
 }
 
-/// Objects of all sizes go together.
-pub(super) async fn mixed_sizes_in_one_batch(bed: Bed) {
-    let adapter = bed.open().await;
+/// One batch has objects of all sizes.
+pub(super) async fn mixed_sizes_in_one_batch(context: TestContext) {
+    let adapter = context.open().await;
     let sizes = [
         1,
         7,
@@ -88,29 +88,29 @@ pub(super) async fn mixed_sizes_in_one_batch(bed: Bed) {
         .zip(sizes)
         .map(|(number, len)| object(number, len))
         .collect();
-    bed.store(&*adapter, &objects).await;
-    bed.load_all(&*adapter, &objects).await;
+    context.store(&*adapter, &objects).await;
+    context.load_all(&*adapter, &objects).await;
     let backwards: Vec<_> = objects.iter().rev().cloned().collect();
-    bed.load_all(&*adapter, &backwards).await;
+    context.load_all(&*adapter, &backwards).await;
 }
 
-/// Nothing asked, nothing answered.
-pub(super) async fn empty_batches(bed: Bed) {
-    let adapter = bed.open().await;
+/// Empty batches have empty answers.
+pub(super) async fn empty_batches(context: TestContext) {
+    let adapter = context.open().await;
     assert!(adapter.store(Vec::new()).await.is_empty());
-    assert!(bed.lookup(&*adapter, &[]).await.is_empty());
+    assert!(context.lookup(&*adapter, &[]).await.is_empty());
     assert!(adapter.load(Vec::new()).await.is_empty());
     assert!(adapter.delete(Vec::new()).await.is_empty());
 }
 
 /// Memory that cannot be read or written, and objects that are not there, among good ones.
-pub(super) async fn a_bad_item_fails_alone(bed: Bed) {
-    let adapter = bed.open().await;
+pub(super) async fn a_bad_item_fails_alone(context: TestContext) {
+    let adapter = context.open().await;
     let objects: Vec<_> = (0..5).map(|number| object(number, 10_000)).collect();
-    let mut items = bed.store_items(&objects);
+    let mut items = context.store_items(&objects);
     items[2] = StoreItem {
         object: objects[2].clone(),
-        from: bed.memory.outside(objects[2].len),
+        from: context.memory.outside(objects[2].len),
     };
     let stored = adapter.store(items).await;
     let stored: Vec<_> = stored.iter().map(Result::is_ok).collect();
@@ -119,14 +119,14 @@ pub(super) async fn a_bad_item_fails_alone(bed: Bed) {
         [true, true, false, true, true],
         "store with bad memory"
     );
-    let there: Vec<_> = bed.lookup(&*adapter, &objects).await;
+    let there: Vec<_> = context.lookup(&*adapter, &objects).await;
     let there: Vec<_> = there.iter().map(Option::is_some).collect();
     assert_eq!(there, [true, true, false, true, true], "lookup after it");
 
-    let mut items = bed.load_items(&objects);
+    let mut items = context.load_items(&objects);
     items[0] = LoadItem {
         object: objects[0].clone(),
-        to: bed.memory.outside(objects[0].len),
+        to: context.memory.outside(objects[0].len),
     };
     let loaded = adapter.load(items).await;
     let loaded: Vec<_> = loaded.iter().map(Result::is_ok).collect();
@@ -136,32 +136,32 @@ pub(super) async fn a_bad_item_fails_alone(bed: Bed) {
         "load with bad memory and a miss"
     );
 
-    bed.store(&*adapter, &objects).await;
-    bed.load_all(&*adapter, &objects).await;
+    context.store(&*adapter, &objects).await;
+    context.load_all(&*adapter, &objects).await;
 }
 
 /// Many objects, and batches far larger than any number of workers.
-pub(super) async fn ten_thousand_keys(bed: Bed) {
-    let adapter = bed.open().await;
+pub(super) async fn ten_thousand_keys(context: TestContext) {
+    let adapter = context.open().await;
     let objects: Vec<_> = (0..10_000)
         .map(|number| object(number, 64 + number % 7))
         .collect();
     for batch in objects.chunks(2000) {
-        bed.store(&*adapter, batch).await;
+        context.store(&*adapter, batch).await;
     }
-    let found = bed.lookup(&*adapter, &objects).await;
+    let found = context.lookup(&*adapter, &objects).await;
     assert_eq!(found.iter().flatten().count(), 10_000, "lookup");
     for batch in objects.chunks(2000) {
-        bed.load_all(&*adapter, batch).await;
+        context.load_all(&*adapter, batch).await;
     }
     if adapter.capabilities().list {
-        assert_eq!(bed.list(&*adapter, 1000).await.len(), 10_000, "list");
+        assert_eq!(context.list(&*adapter, 1000).await.len(), 10_000, "list");
     }
     if adapter.capabilities().delete {
         let deleted = adapter.delete(keys(&objects)).await;
         let gone = deleted.iter().filter(|result| **result == Ok(true)).count();
         assert_eq!(gone, 10_000, "delete");
-        let found = bed.lookup(&*adapter, &objects).await;
+        let found = context.lookup(&*adapter, &objects).await;
         assert_eq!(found.iter().flatten().count(), 0, "lookup after the delete");
     }
 }

@@ -1,9 +1,9 @@
-//! Stored bytes that are not what was stored. Only for subjects that can do damage.
+//! Damaged objects. Only for subjects that can damage them.
 
 use std::sync::Arc;
 
 use super::super::Damage;
-use super::super::bed::{Bed, name};
+use super::super::context::{TestContext, name};
 use super::super::object;
 use crate::adapter::Adapter;
 use crate::error::ErrorKind;
@@ -17,8 +17,13 @@ fn some(how: Damage) -> Vec<ObjectSpec> {
 }
 
 /// The second of three objects does not load, the others do.
-async fn is_never_ok(bed: &Bed, adapter: &Arc<dyn Adapter>, objects: &[ObjectSpec], how: Damage) {
-    let loaded = bed.load(&**adapter, objects).await;
+async fn is_never_ok(
+    context: &TestContext,
+    adapter: &Arc<dyn Adapter>,
+    objects: &[ObjectSpec],
+    how: Damage,
+) {
+    let loaded = context.load(&**adapter, objects).await;
     let kinds: Vec<_> = loaded
         .into_iter()
         .map(|result| result.err().map(|error| error.kind()))
@@ -30,47 +35,47 @@ async fn is_never_ok(bed: &Bed, adapter: &Arc<dyn Adapter>, objects: &[ObjectSpe
     assert!(fine, "{how:?} of {}: {kinds:?}", name(&objects[1]));
 }
 
-/// Damage behind the back of an adapter that knows its objects.
-pub(super) async fn damaged_objects_are_never_ok(bed: Bed) {
-    let adapter = bed.open().await;
+/// Damage while the adapter is open.
+pub(super) async fn damaged_objects_are_never_ok(context: TestContext) {
+    let adapter = context.open().await;
     for how in Damage::ALL {
         let objects = some(how);
-        bed.store(&*adapter, &objects).await;
-        bed.load_all(&*adapter, &objects).await;
-        if bed.subject.damage(&objects[1].key, how) {
-            is_never_ok(&bed, &adapter, &objects, how).await;
+        context.store(&*adapter, &objects).await;
+        context.load_all(&*adapter, &objects).await;
+        if context.subject.damage(&objects[1].key, how) {
+            is_never_ok(&context, &adapter, &objects, how).await;
         }
     }
 }
 
 /// Damage to the objects of an adapter that is opened only later.
-pub(super) async fn damage_while_closed_is_never_ok(bed: Bed) {
+pub(super) async fn damage_while_closed_is_never_ok(context: TestContext) {
     for how in Damage::ALL {
         let objects = some(how);
-        let adapter = bed.open().await;
-        bed.store(&*adapter, &objects).await;
+        let adapter = context.open().await;
+        context.store(&*adapter, &objects).await;
         adapter.close().await;
         drop(adapter);
-        let damaged = bed.subject.damage(&objects[1].key, how);
-        let adapter = bed.open().await;
+        let damaged = context.subject.damage(&objects[1].key, how);
+        let adapter = context.open().await;
         if damaged {
-            is_never_ok(&bed, &adapter, &objects, how).await;
+            is_never_ok(&context, &adapter, &objects, how).await;
         }
         adapter.close().await;
     }
 }
 
-/// A key is not lost for ever with its object: once a load has told, it can be stored anew.
-pub(super) async fn damaged_objects_can_be_stored_again(bed: Bed) {
-    let adapter = bed.open().await;
+/// After a load has detected the damage, the object can be stored again.
+pub(super) async fn damaged_objects_can_be_stored_again(context: TestContext) {
+    let adapter = context.open().await;
     for how in Damage::ALL {
         let objects = some(how);
-        bed.store(&*adapter, &objects).await;
-        if !bed.subject.damage(&objects[1].key, how) {
+        context.store(&*adapter, &objects).await;
+        if !context.subject.damage(&objects[1].key, how) {
             continue;
         }
-        is_never_ok(&bed, &adapter, &objects, how).await;
-        bed.store(&*adapter, &objects).await;
-        bed.load_all(&*adapter, &objects).await;
+        is_never_ok(&context, &adapter, &objects, how).await;
+        context.store(&*adapter, &objects).await;
+        context.load_all(&*adapter, &objects).await;
     }
 }

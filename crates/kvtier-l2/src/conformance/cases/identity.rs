@@ -1,20 +1,20 @@
-//! One key, one object: never another's bytes.
+//! A key has the bytes of its own object only.
 
-use super::super::bed::{Bed, keys, name};
+use super::super::context::{TestContext, keys, name};
 use super::super::{content, object, object_with};
 use crate::object::ObjectSpec;
 
-/// Twice in one batch is as good as once.
-pub(super) async fn same_key_twice_in_one_batch(bed: Bed) {
-    let adapter = bed.open().await;
+/// A key twice in one batch has the effect of once.
+pub(super) async fn same_key_twice_in_one_batch(context: TestContext) {
+    let adapter = context.open().await;
     let twice = [object(1, 9000), object(2, 9000), object(1, 9000)];
-    let stored = bed.store(&*adapter, &twice).await;
+    let stored = context.store(&*adapter, &twice).await;
     assert_eq!(stored[0].bytes(), stored[2].bytes());
-    bed.load_all(&*adapter, &twice).await;
-    let found = bed.lookup(&*adapter, &twice).await;
+    context.load_all(&*adapter, &twice).await;
+    let found = context.lookup(&*adapter, &twice).await;
     assert_eq!(found[0], found[2]);
     if adapter.capabilities().list {
-        assert_eq!(bed.list(&*adapter, 10).await.len(), 2);
+        assert_eq!(context.list(&*adapter, 10).await.len(), 2);
     }
     if adapter.capabilities().delete {
         let deleted = adapter.delete(keys(&twice)).await;
@@ -23,16 +23,18 @@ pub(super) async fn same_key_twice_in_one_batch(bed: Bed) {
     }
 }
 
-/// Keys that were stored in one form are not given in another one; stored anew, they are.
-async fn never_ok(bed: &Bed, forms: &[ObjectSpec]) {
-    let adapter = bed.open().await;
+/// An object stored with one layout is not loaded with another one until it is stored again.
+async fn never_ok(context: &TestContext, forms: &[ObjectSpec]) {
+    let adapter = context.open().await;
     for (at, form) in forms.iter().enumerate() {
-        bed.store(&*adapter, std::slice::from_ref(form)).await;
-        bed.load_all(&*adapter, std::slice::from_ref(form)).await;
+        context.store(&*adapter, std::slice::from_ref(form)).await;
+        context
+            .load_all(&*adapter, std::slice::from_ref(form))
+            .await;
         for other in forms.iter().enumerate().filter(|(other, _)| *other != at) {
             // That what is Ok has the bytes of its own form is seen to where it is loaded. Had it any, they would have
             // to be those of an earlier store, which was replaced.
-            let loaded = bed.load(&*adapter, std::slice::from_ref(other.1)).await;
+            let loaded = context.load(&*adapter, std::slice::from_ref(other.1)).await;
             assert!(
                 loaded[0].is_err(),
                 "{} is Ok as {}",
@@ -40,24 +42,30 @@ async fn never_ok(bed: &Bed, forms: &[ObjectSpec]) {
                 name(other.1)
             );
         }
-        bed.store(&*adapter, std::slice::from_ref(form)).await;
-        bed.load_all(&*adapter, std::slice::from_ref(form)).await;
+        context.store(&*adapter, std::slice::from_ref(form)).await;
+        context
+            .load_all(&*adapter, std::slice::from_ref(form))
+            .await;
     }
     if adapter.capabilities().list {
-        let listed = bed.list(&*adapter, 10).await;
+        let listed = context.list(&*adapter, 10).await;
         assert_eq!(listed.len(), 1, "{listed:?}");
     }
 }
 
 /// Neither the beginning of a longer object nor a shorter one with something behind it.
-pub(super) async fn other_lengths_are_never_ok(bed: Bed) {
-    never_ok(&bed, &[8192, 4096, 8191, 8193, 1].map(|len| object(1, len))).await;
+pub(super) async fn other_lengths_are_never_ok(context: TestContext) {
+    never_ok(
+        &context,
+        &[8192, 4096, 8191, 8193, 1].map(|len| object(1, len)),
+    )
+    .await;
 }
 
 /// The same number of bytes of another shape is another object.
-pub(super) async fn other_layouts_are_never_ok(bed: Bed) {
+pub(super) async fn other_layouts_are_never_ok(context: TestContext) {
     never_ok(
-        &bed,
+        &context,
         &[1, 2, 0, u64::MAX].map(|layout| ObjectSpec {
             layout,
             ..object(1, 8192)
@@ -67,8 +75,8 @@ pub(super) async fn other_layouts_are_never_ok(bed: Bed) {
 }
 
 /// The same chunk of two tenants, two models, two ranks and two groups.
-pub(super) async fn tenants_and_models_are_apart(bed: Bed) {
-    let adapter = bed.open().await;
+pub(super) async fn tenants_and_models_are_apart(context: TestContext) {
+    let adapter = context.open().await;
     let like = |salt, model| object_with(1, 4096, model, salt);
     let mut objects = vec![
         like("a", "m"),
@@ -86,26 +94,28 @@ pub(super) async fn tenants_and_models_are_apart(bed: Bed) {
         });
     }
     for object in &objects {
-        let found = bed.lookup(&*adapter, std::slice::from_ref(object)).await;
+        let found = context
+            .lookup(&*adapter, std::slice::from_ref(object))
+            .await;
         assert_eq!(
             found,
             [None],
             "{} is there before it was stored",
             name(object)
         );
-        bed.store(&*adapter, std::slice::from_ref(object)).await;
+        context.store(&*adapter, std::slice::from_ref(object)).await;
     }
-    bed.load_all(&*adapter, &objects).await;
+    context.load_all(&*adapter, &objects).await;
     if adapter.capabilities().delete {
         let deleted = adapter.delete(keys(&objects[..1])).await;
         assert_eq!(deleted, [Ok(true)]);
-        bed.load_all(&*adapter, &objects[1..]).await;
+        context.load_all(&*adapter, &objects[1..]).await;
     }
 }
 
-/// Keys as hostile as keys can be: each works like any other one, or is refused alone.
-pub(super) async fn odd_keys_are_kept_or_refused(bed: Bed) {
-    let adapter = bed.open().await;
+/// Hostile keys: each works like any other one, or is refused alone.
+pub(super) async fn odd_keys_are_kept_or_refused(context: TestContext) {
+    let adapter = context.open().await;
     let long = "m".repeat(400);
     let wide = "ü".repeat(128);
     let odd = [
@@ -130,21 +140,21 @@ pub(super) async fn odd_keys_are_kept_or_refused(bed: Bed) {
         .map(|(model, salt)| object_with(7, 5000, model, salt))
         .into();
     let mut kept = Vec::new();
-    let stored = adapter.store(bed.store_items(&objects)).await;
+    let stored = adapter.store(context.store_items(&objects)).await;
     assert_eq!(stored.len(), objects.len());
     for (object, result) in objects.iter().zip(stored) {
         if result.is_ok() {
             kept.push(object.clone());
         }
     }
-    bed.load_all(&*adapter, &kept).await;
+    context.load_all(&*adapter, &kept).await;
     if adapter.capabilities().list {
-        let listed = bed.list(&*adapter, 5).await;
+        let listed = context.list(&*adapter, 5).await;
         let expected: std::collections::BTreeSet<_> = keys(&kept).into_iter().collect();
         let listed: std::collections::BTreeSet<_> = listed.into_keys().collect();
         assert_eq!(listed, expected, "the listing");
     }
-    // Names that other programs would give two keys: whatever becomes of them, never the other one's bytes.
+    // Names that other programs would use for two keys: never the other one's bytes.
     for (one, other) in [("a/b", "a-SEP-b"), ("a--b", "a/b"), ("a%2Fb", "a/b")] {
         let pair = [
             object_with(8, 5000, one, ""),
@@ -152,10 +162,10 @@ pub(super) async fn odd_keys_are_kept_or_refused(bed: Bed) {
         ];
         assert_ne!(content(&pair[0]), content(&pair[1]));
         for object in pair {
-            let _ = adapter.store(vec![bed.store_item(&object)]).await;
+            let _ = adapter.store(vec![context.store_item(&object)]).await;
             objects.push(object);
         }
     }
-    bed.load(&*adapter, &objects).await;
-    bed.load_all(&*adapter, &kept).await;
+    context.load(&*adapter, &objects).await;
+    context.load_all(&*adapter, &kept).await;
 }

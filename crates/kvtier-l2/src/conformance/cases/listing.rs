@@ -1,11 +1,11 @@
-//! What is there, how much it is, and that it is still there later.
+//! Listings, accounting and persistence.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use kvtier_core::object_key::ObjectKey;
 
-use super::super::bed::{Bed, keys, name};
+use super::super::context::{TestContext, keys, name};
 use super::super::object;
 use crate::adapter::{Listed, Stored};
 use crate::object::ObjectSpec;
@@ -16,17 +16,20 @@ fn some(count: u64) -> Vec<ObjectSpec> {
         .collect()
 }
 
-/// All of it, whatever the size of a page.
-pub(super) async fn a_listing_in_pages_is_complete(bed: Bed) {
-    let adapter = bed.open().await;
+/// Listings are complete with pages of any size.
+pub(super) async fn a_listing_in_pages_is_complete(context: TestContext) {
+    let adapter = context.open().await;
     if !adapter.capabilities().list {
         return;
     }
-    assert!(bed.list(&*adapter, 10).await.is_empty(), "before a store");
+    assert!(
+        context.list(&*adapter, 10).await.is_empty(),
+        "before a store"
+    );
     let objects: Vec<_> = (0..200).map(|number| object(number, 100)).collect();
-    bed.store(&*adapter, &objects).await;
+    context.store(&*adapter, &objects).await;
     for limit in [1, 7, 200, 1000, usize::MAX] {
-        let listed = bed.list(&*adapter, limit).await;
+        let listed = context.list(&*adapter, limit).await;
         let missing = objects
             .iter()
             .find(|object| !listed.contains_key(&object.key));
@@ -40,13 +43,13 @@ pub(super) async fn a_listing_in_pages_is_complete(bed: Bed) {
     );
 }
 
-/// Cursors come back from outside.
-pub(super) async fn odd_cursors_are_harmless(bed: Bed) {
-    let adapter = bed.open().await;
+/// Cursors are untrusted input.
+pub(super) async fn odd_cursors_are_harmless(context: TestContext) {
+    let adapter = context.open().await;
     if !adapter.capabilities().list {
         return;
     }
-    bed.store(&*adapter, &some(3)).await;
+    context.store(&*adapter, &some(3)).await;
     let long = "x".repeat(100_000);
     for cursor in [
         "",
@@ -61,33 +64,33 @@ pub(super) async fn odd_cursors_are_harmless(bed: Bed) {
         // An error or a page: both are an answer.
         let _ = adapter.list(Some(cursor.to_owned()), 10).await;
     }
-    assert_eq!(bed.list(&*adapter, 10).await.len(), 3);
+    assert_eq!(context.list(&*adapter, 10).await.len(), 3);
 }
 
-/// A store, a second one, a lookup and a listing tell the same bytes, and a delete gives them back.
-pub(super) async fn bytes_agree_at_every_step(bed: Bed) {
-    let adapter = bed.open().await;
+/// A store, a second one, a lookup and a listing report the same bytes, and a delete frees them.
+pub(super) async fn bytes_agree_at_every_step(context: TestContext) {
+    let adapter = context.open().await;
     let objects = some(20);
     let mut expected = BTreeMap::new();
     for object in &objects {
         let one = std::slice::from_ref(object);
-        let stored = bed.store(&*adapter, one).await[0];
+        let stored = context.store(&*adapter, one).await[0];
         let Stored::Written(bytes) = stored else {
             panic!("the first store of {}: {stored:?}", name(object));
         };
         assert!(bytes >= object.len, "{bytes} bytes of {}", name(object));
         assert_eq!(adapter.size_of(object.len), bytes, "{}", name(object));
         assert_eq!(
-            bed.lookup(&*adapter, one).await,
+            context.lookup(&*adapter, one).await,
             [Some(bytes)],
             "{}",
             name(object)
         );
         expected.insert(object.key.clone(), bytes);
-        let listed = bytes_listed(&bed, &*adapter).await;
+        let listed = bytes_listed(&context, &*adapter).await;
         assert_eq!(listed.unwrap_or_else(|| expected.clone()), expected);
     }
-    for (object, stored) in objects.iter().zip(bed.store(&*adapter, &objects).await) {
+    for (object, stored) in objects.iter().zip(context.store(&*adapter, &objects).await) {
         assert_eq!(
             stored,
             Stored::AlreadyThere(expected[&object.key]),
@@ -102,16 +105,19 @@ pub(super) async fn bytes_agree_at_every_step(bed: Bed) {
         let deleted = adapter.delete(vec![object.key.clone()]).await;
         assert_eq!(deleted, [Ok(true)], "delete of {}", name(object));
         expected.remove(&object.key);
-        let listed = bytes_listed(&bed, &*adapter).await;
+        let listed = bytes_listed(&context, &*adapter).await;
         assert_eq!(listed.unwrap_or_else(|| expected.clone()), expected);
     }
 }
 
-async fn bytes_listed(bed: &Bed, adapter: &dyn crate::Adapter) -> Option<BTreeMap<ObjectKey, u64>> {
+async fn bytes_listed(
+    context: &TestContext,
+    adapter: &dyn crate::Adapter,
+) -> Option<BTreeMap<ObjectKey, u64>> {
     if !adapter.capabilities().list {
         return None;
     }
-    let listed = bed.list(adapter, 6).await;
+    let listed = context.list(adapter, 6).await;
     Some(
         listed
             .into_iter()
@@ -121,18 +127,18 @@ async fn bytes_listed(bed: &Bed, adapter: &dyn crate::Adapter) -> Option<BTreeMa
 }
 
 /// Closed and opened again, objects are served without a recovery.
-pub(super) async fn reopens_what_was_stored(bed: Bed) {
+pub(super) async fn reopens_what_was_stored(context: TestContext) {
     let objects = some(10);
-    let adapter = bed.open().await;
-    let stored = bed.store(&*adapter, &objects).await;
+    let adapter = context.open().await;
+    let stored = context.store(&*adapter, &objects).await;
     adapter.close().await;
     drop(adapter);
-    let adapter = bed.open().await;
-    let found = bed.lookup(&*adapter, &objects).await;
+    let adapter = context.open().await;
+    let found = context.lookup(&*adapter, &objects).await;
     let expected: Vec<_> = stored.iter().map(|stored| Some(stored.bytes())).collect();
     assert_eq!(found, expected, "a lookup after opening it again");
-    bed.load_all(&*adapter, &objects).await;
-    for (object, stored) in objects.iter().zip(bed.store(&*adapter, &objects).await) {
+    context.load_all(&*adapter, &objects).await;
+    for (object, stored) in objects.iter().zip(context.store(&*adapter, &objects).await) {
         let there = matches!(stored, Stored::AlreadyThere(_));
         assert!(there, "{}: {stored:?}", name(object));
     }
@@ -143,8 +149,8 @@ pub(super) async fn reopens_what_was_stored(bed: Bed) {
             "{deleted:?}"
         );
         adapter.close().await;
-        let adapter = bed.open().await;
-        let found = bed.lookup(&*adapter, &objects).await;
+        let adapter = context.open().await;
+        let found = context.lookup(&*adapter, &objects).await;
         let there = found.iter().map(Option::is_some);
         assert!(
             there.eq((0..10).map(|at| at >= 5)),
@@ -153,17 +159,17 @@ pub(super) async fn reopens_what_was_stored(bed: Bed) {
     }
 }
 
-/// A recovery tells each object once, with its bytes.
-pub(super) async fn recovers_what_was_stored(bed: Bed) {
+/// A recovery returns each object once, with its bytes.
+pub(super) async fn recovers_what_was_stored(context: TestContext) {
     let objects = some(50);
-    let adapter = bed.open().await;
+    let adapter = context.open().await;
     if !adapter.capabilities().list {
         return;
     }
-    let stored = bed.store(&*adapter, &objects).await;
+    let stored = context.store(&*adapter, &objects).await;
     adapter.close().await;
     drop(adapter);
-    let adapter = bed.open().await;
+    let adapter = context.open().await;
     let found = Mutex::new(Vec::new());
     let tell = |part: Vec<Listed>| {
         found.lock().expect("no panic").extend(part);
@@ -192,18 +198,18 @@ pub(super) async fn recovers_what_was_stored(bed: Bed) {
         (0, 0),
         "{recovered:?}"
     );
-    bed.load_all(&*adapter, &objects).await;
+    context.load_all(&*adapter, &objects).await;
 }
 
-/// Whoever heard enough is told no more.
-pub(super) async fn a_recovery_stops_when_told(bed: Bed) {
-    let adapter = bed.open().await;
+/// A recovery stops on request.
+pub(super) async fn a_recovery_stops_when_told(context: TestContext) {
+    let adapter = context.open().await;
     if !adapter.capabilities().list {
         return;
     }
-    bed.store(&*adapter, &some(30)).await;
+    context.store(&*adapter, &some(30)).await;
     adapter.close().await;
-    let adapter = bed.open().await;
+    let adapter = context.open().await;
     let calls = Mutex::new(0);
     let tell = |_| {
         *calls.lock().expect("no panic") += 1;
@@ -214,8 +220,8 @@ pub(super) async fn a_recovery_stops_when_told(bed: Bed) {
 }
 
 /// Objects come, go and are read during a recovery.
-pub(super) async fn recovers_while_used(bed: Bed) {
-    let adapter = bed.open().await;
+pub(super) async fn recovers_while_used(context: TestContext) {
+    let adapter = context.open().await;
     if !adapter.capabilities().list {
         return;
     }
@@ -225,9 +231,9 @@ pub(super) async fn recovers_while_used(bed: Bed) {
             .map(|number| object(number, 3000))
             .collect::<Vec<_>>(),
     );
-    bed.store(&*adapter, &old).await;
+    context.store(&*adapter, &old).await;
     adapter.close().await;
-    let adapter = bed.open().await;
+    let adapter = context.open().await;
     let found = Mutex::new(Vec::new());
     let tell = |part: Vec<Listed>| {
         found.lock().expect("no panic").extend(part);
@@ -236,9 +242,9 @@ pub(super) async fn recovers_while_used(bed: Bed) {
     let recovery = adapter.recover(&tell);
     let work = async {
         for (old, new) in old.chunks(10).zip(new.chunks(10)) {
-            bed.store(&*adapter, new).await;
-            bed.load_all(&*adapter, old).await;
-            bed.load_all(&*adapter, new).await;
+            context.store(&*adapter, new).await;
+            context.load_all(&*adapter, old).await;
+            context.load_all(&*adapter, new).await;
         }
     };
     let (recovered, ()) = tokio::join!(recovery, work);
@@ -248,6 +254,6 @@ pub(super) async fn recovers_while_used(bed: Bed) {
         .iter()
         .find(|object| !found.iter().any(|listed| listed.key == object.key));
     assert_eq!(missing, None, "objects from before");
-    bed.load_all(&*adapter, &old).await;
-    bed.load_all(&*adapter, &new).await;
+    context.load_all(&*adapter, &old).await;
+    context.load_all(&*adapter, &new).await;
 }

@@ -1,4 +1,4 @@
-//! The cases, some to a file.
+//! The cases.
 
 mod basics;
 mod cancellation;
@@ -7,22 +7,22 @@ mod damage;
 mod identity;
 mod listing;
 
-use super::bed::Bed;
+use super::context::TestContext;
 use crate::adapter::BoxFuture;
 
 /// One case.
 pub(super) struct Case {
     pub name: &'static str,
-    pub run: fn(Bed) -> BoxFuture<'static, ()>,
+    pub run: fn(TestContext) -> BoxFuture<'static, ()>,
 }
 
 macro_rules! cases {
     ($($file:ident: $($name:ident),*;)*) => {
-        /// All of them.
+        /// All cases.
         pub(super) const ALL: &[Case] = &[$($(
             Case {
                 name: stringify!($name),
-                run: |bed| Box::pin($file::$name(bed)),
+                run: |context| Box::pin($file::$name(context)),
             },
         )*)*];
     };

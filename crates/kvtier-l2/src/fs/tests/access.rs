@@ -19,7 +19,7 @@ fn lock(path: &Path) {
     fs::set_permissions(path, fs::Permissions::from_mode(0o000)).unwrap();
 }
 
-/// What this thread gets, as the pool's are not deprived of anything.
+/// Runs on this thread, since those of the pool keep their capabilities.
 fn load_here(fixture: &Fixture, object: &ObjectSpec) -> Result<bool, ErrorKind> {
     let item = LoadItem {
         object: object.clone(),
@@ -33,7 +33,7 @@ fn load_here(fixture: &Fixture, object: &ObjectSpec) -> Result<bool, ErrorKind> 
 }
 
 #[test]
-fn a_file_that_may_not_be_read_is_replaced_by_the_next_store() {
+fn file_without_permission_is_replaced_by_store() {
     let fixture = Fixture::new();
     fixture.store(&object(1)).unwrap();
     let path = fixture.path(&object(1));
@@ -49,7 +49,7 @@ fn a_file_that_may_not_be_read_is_replaced_by_the_next_store() {
 }
 
 #[test]
-fn a_directory_that_may_not_be_read_ends_no_scan() {
+fn directory_without_permission_does_not_end_scan() {
     let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
     for number in 1..=3 {
         fixture.store(&object(number)).unwrap();

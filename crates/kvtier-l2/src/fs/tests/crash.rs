@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 
 use super::*;
 
-/// Tells a test that it is the child, and its directory.
+/// Environment variable of a child process, with its directory.
 const CHILD: &str = "KVTIER_FS_TEST_CHILD";
 
 fn many(number: u64) -> ObjectSpec {
@@ -18,7 +18,7 @@ fn many(number: u64) -> ObjectSpec {
     }
 }
 
-/// Objects of this test; each round of stores begins anew.
+/// Objects per round of stores.
 const MANY: u64 = 200;
 
 #[test]

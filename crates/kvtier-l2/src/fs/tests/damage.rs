@@ -6,7 +6,7 @@ use std::io::{Seek, SeekFrom, Write};
 use super::super::trailer::Trailer;
 use super::*;
 
-/// Stores an object, does this to its file, and expects a miss, a file put aside, and that it can be stored again.
+/// Stores an object, damages its file, and expects a miss, a quarantined file, and that it can be stored again.
 fn is_found_out(what: &str, damage: impl Fn(&Path)) {
     for direct in [false, true] {
         let fixture = Fixture::with(|options| options.use_odirect = direct);
@@ -18,11 +18,11 @@ fn is_found_out(what: &str, damage: impl Fn(&Path)) {
         assert_eq!(fixture.load(&object), Err(ErrorKind::Corrupt), "{what}");
         assert!(!path.exists(), "{what}");
         assert_eq!(fixture.status("quarantined_files"), 1, "{what}");
-        let aside = fixture
+        let quarantined = fixture
             .base()
             .join(".quarantine")
             .join(path.file_name().unwrap());
-        assert!(aside.exists(), "{what}");
+        assert!(quarantined.exists(), "{what}");
         assert!(!fixture.has(&object), "{what}");
         assert_eq!(fixture.load(&object), Err(ErrorKind::NotFound), "{what}");
         assert!(
@@ -127,7 +127,7 @@ fn a_file_of_another_layout_stays_until_it_is_replaced() {
 }
 
 #[test]
-fn a_store_replaces_what_is_seen_to_be_damaged() {
+fn store_replaces_damaged_file() {
     for damage in [
         (|path: &Path| truncate(path, 100)) as fn(&Path),
         |path| truncate(path, 0),
@@ -142,7 +142,7 @@ fn a_store_replaces_what_is_seen_to_be_damaged() {
 }
 
 #[test]
-fn the_quarantine_does_not_grow_for_ever() {
+fn quarantine_is_bounded() {
     let fixture = Fixture::new();
     let numbers = 0..40;
     for number in numbers.clone() {
@@ -172,7 +172,7 @@ fn the_quarantine_does_not_grow_for_ever() {
 }
 
 #[test]
-fn what_could_not_be_kept_takes_no_room_in_the_quarantine() {
+fn failed_quarantine_takes_no_slot() {
     let fixture = Fixture::new();
     let quarantine = fixture.base().join(".quarantine");
     let damage = |number| {
@@ -191,7 +191,7 @@ fn what_could_not_be_kept_takes_no_room_in_the_quarantine() {
 }
 
 #[test]
-fn a_file_that_replaced_a_damaged_one_stays() {
+fn file_that_replaced_a_damaged_one_stays() {
     let fixture = Fixture::new();
     fixture.store(&object(1)).unwrap();
     let path = fixture.path(&object(1));
@@ -199,11 +199,11 @@ fn a_file_that_replaced_a_damaged_one_stays() {
     let base = &fixture.adapter.files.base;
     let seen = rustix::fs::stat(&path).unwrap();
     truncate(&path, 10);
-    // Somebody stores it again before it is put aside.
+    // It is stored again before it is quarantined.
     let held = fs::File::open(&path).unwrap();
     fixture.store(&object(1)).unwrap();
-    let aside = base.set_aside(&base.dir(), name, &seen);
-    assert_eq!(aside, Ok(crate::fs::base::Aside::Gone));
+    let result = base.quarantine(&base.dir(), name, &seen);
+    assert_eq!(result, Ok(crate::fs::base::Quarantined::Gone));
     assert_eq!(fixture.load(&object(1)), Ok(true));
     drop(held);
 }
@@ -240,7 +240,7 @@ fn links_directories_and_pipes_are_foreign() {
     assert!(fixture.path(&object(1)).is_symlink());
 }
 
-/// Gives a file the trailer of another release.
+/// Writes the trailer of another release to a file.
 fn set_version(path: &Path, version: u16) {
     let bytes = fs::read(path).unwrap();
     let trailer = Trailer::decode(&bytes).unwrap();

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use super::*;
 use crate::fs::io::{Engine, Posix};
 
-/// Fails in a chosen way until it is told to work; a write fails behind its first bytes.
+/// Fails in a chosen way until it is repaired; a write fails behind its first bytes.
 struct Faulty {
     error: Arc<AtomicU32>,
     panics: bool,
@@ -66,7 +66,7 @@ impl Engine for Faulty {
 fn given(engine: impl Engine) -> Option<Choice> {
     Some(Choice {
         engine: Box::new(engine),
-        why: "a test".into(),
+        reason: "a test".into(),
     })
 }
 
@@ -82,7 +82,7 @@ fn faulty(panics: bool) -> (Fixture, Arc<AtomicU32>) {
 }
 
 #[test]
-fn a_full_disk_refuses_stores_and_nothing_else() {
+fn full_disk_refuses_only_stores() {
     for full in [Errno::NOSPC, Errno::DQUOT] {
         let (fixture, error) = faulty(false);
         fixture.store(&object(1)).unwrap();
@@ -98,7 +98,7 @@ fn a_full_disk_refuses_stores_and_nothing_else() {
 }
 
 #[test]
-fn a_disk_that_does_not_take_writes_is_told_in_the_status() {
+fn failing_writes_show_in_status() {
     let (fixture, error) = faulty(false);
     for (errno, kind) in [
         (Errno::IO, ErrorKind::Unavailable),
@@ -116,7 +116,7 @@ fn a_disk_that_does_not_take_writes_is_told_in_the_status() {
 }
 
 #[test]
-fn a_file_that_the_disk_fails_to_read_stays_until_a_store_replaces_it() {
+fn unreadable_file_stays_until_replaced() {
     let (fixture, error) = faulty(false);
     fixture.store(&object(1)).unwrap();
     for reads in 1..=2 {
@@ -140,7 +140,7 @@ fn a_file_that_the_disk_fails_to_read_stays_until_a_store_replaces_it() {
 }
 
 #[test]
-fn where_direct_io_is_refused_the_page_cache_serves() {
+fn refused_direct_io_uses_page_cache() {
     let (mut fixture, error) = faulty(false);
     let mut options = fixture.options.clone();
     options.use_odirect = true;
@@ -205,7 +205,7 @@ fn work_that_panics_fails_alone() {
 }
 
 #[test]
-fn a_directory_removed_while_running_is_a_miss_and_made_anew() {
+fn removed_directory_is_a_miss_and_recreated() {
     for layout in [Layout::Flat, Layout::Sharded] {
         let fixture = Fixture::with(|options| {
             options.layout = layout;
@@ -234,7 +234,7 @@ fn a_directory_removed_while_running_is_a_miss_and_made_anew() {
 }
 
 #[test]
-fn several_threads_that_make_the_directory_anew_keep_the_lock() {
+fn concurrent_recreation_keeps_the_lock() {
     let fixture = Fixture::new();
     let base = &fixture.adapter.files.base;
     let lock = names_in(fixture.base()).remove(0);
@@ -245,12 +245,12 @@ fn several_threads_that_make_the_directory_anew_keep_the_lock() {
     let lock = std::fs::File::open(fixture.base().join(lock)).unwrap();
     assert!(
         lock.try_lock().is_err(),
-        "leftovers and writes under way look the same"
+        "leftovers look like writes in flight"
     );
 }
 
 #[test]
-fn a_directory_that_others_made_anew_is_found() {
+fn directory_recreated_by_others_is_found() {
     let fixture = Fixture::new();
     std::fs::remove_dir_all(fixture.base()).unwrap();
     let other = Fixture::with(|options| options.base_path = fixture.base().to_owned());
@@ -275,7 +275,7 @@ fn each_way_of_syncing_stores() {
 }
 
 #[test]
-fn a_dropped_wait_frees_no_memory_that_is_used() {
+fn dropped_call_keeps_memory_in_use() {
     use std::future::poll_fn;
     use std::task::Poll;
 
@@ -294,7 +294,7 @@ fn a_dropped_wait_frees_no_memory_that_is_used() {
         Poll::Ready(())
     }));
     drop(wait);
-    // Closing waits for what is under way; only then is the memory free for sure.
+    // Closing waits for work in flight; after that the memory is free for certain.
     block_on(fixture.adapter.close());
     assert_eq!(Arc::strong_count(&hold), 1);
     assert!(fixture.names().len() <= 1);

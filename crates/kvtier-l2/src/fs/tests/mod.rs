@@ -1,4 +1,4 @@
-//! The adapter over real directories. What every adapter must do is in the conformance suite.
+//! Tests of the adapter on real directories. The conformance suite has the general ones.
 
 mod access;
 mod crash;
@@ -29,7 +29,7 @@ use crate::Buffer;
 const LAYOUT: u64 = 7;
 /// Bytes of an object in most tests; no multiple of a block.
 const LEN: u64 = 10_000;
-/// Room for an object.
+/// Bytes of the arena per object.
 const SLOT: u64 = 64 << 10;
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {
@@ -51,7 +51,7 @@ fn object(number: u8) -> ObjectSpec {
     }
 }
 
-/// The bytes of an object, which no other one has.
+/// Returns the bytes of an object, which are unique to it.
 fn bytes(object: &ObjectSpec) -> Vec<u8> {
     let seed =
         kvtier_memory::checksum::checksum64(object.key.text().name(KeyShape::Grouped).as_bytes());
@@ -197,7 +197,7 @@ fn names_in(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Tells a test that the process is its own.
+/// Environment variable of a test in a process of its own.
 const ALONE: &str = "KVTIER_FS_TEST_ALONE";
 
 fn is_alone() -> bool {
@@ -224,7 +224,7 @@ fn may_mount() -> bool {
     let probe = Command::new("unshare").args(["-rm", "true"]).status();
     let may = probe.is_ok_and(|status| status.success());
     if !may {
-        println!("skipped: nobody may mount here");
+        println!("skipped: mounting is not permitted here");
     }
     may
 }
@@ -284,7 +284,7 @@ fn only_the_owner_can_read_what_is_there() {
 }
 
 #[tokio::test]
-async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
+async fn configuration_opens_both_types_and_names_errors() {
     let dir = tempfile::tempdir().unwrap();
     let registry = crate::Registry::built_in();
     let given = |kind: &str, more: &str| {
@@ -336,7 +336,7 @@ async fn a_configuration_opens_either_type_and_says_what_is_wrong() {
 }
 
 #[test]
-fn a_base_path_that_cannot_be_is_refused_by_name() {
+fn invalid_base_path_is_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     std::fs::write(&file, "").unwrap();
@@ -384,11 +384,11 @@ fn buffers_of_other_lengths_are_refused() {
 }
 
 #[test]
-fn room_on_the_disk_is_told() {
+fn free_bytes_are_those_of_the_disk() {
     let fixture = Fixture::new();
     let free = || block_on(fixture.adapter.free_bytes());
     assert!(free().unwrap() > Some(0));
-    // By the threads that wait for the disk, and not by whoever asks.
+    // By the threads of the pool, not by the caller.
     block_on(fixture.adapter.close());
     assert_eq!(free().unwrap_err().kind(), ErrorKind::Unavailable);
 }

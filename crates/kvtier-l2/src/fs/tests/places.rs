@@ -28,7 +28,7 @@ fn files_of_lmcache_are_read_without_a_checksum() {
 }
 
 #[test]
-fn files_without_a_checksum_are_none_where_one_is_required() {
+fn require_checksum_makes_bare_files_misses() {
     let fixture = Fixture::with(|options| options.require_checksum = true);
     // LMCache's, and one of ours cut off right behind the object.
     fixture.write_bare(&object(1), KeyShape::Grouped, 0);
@@ -147,7 +147,7 @@ fn a_file_that_is_not_the_object_hides_no_other_place() {
 }
 
 #[test]
-fn names_that_nobody_uses_are_not_looked_for_but_noticed_in_time() {
+fn unused_names_are_probed_once_per_interval() {
     let fixture = Fixture::new();
     assert_eq!(fixture.adapter.files.others.get(), (true, true));
     fixture.recover();
@@ -163,7 +163,7 @@ fn names_that_nobody_uses_are_not_looked_for_but_noticed_in_time() {
 }
 
 #[test]
-fn an_object_that_is_there_twice_is_told_once_and_deleted_wholly() {
+fn object_in_two_places_is_listed_once_deleted_twice() {
     let fixture = Fixture::new();
     fixture.store(&object(1)).unwrap();
     fixture.write_bare(&object(1), KeyShape::Ungrouped, 0);
@@ -243,7 +243,7 @@ fn tenants_are_apart() {
 }
 
 #[test]
-fn a_relative_directory_is_told_in_full() {
+fn relative_base_path_is_reported_absolute() {
     let dir = tempfile::tempdir_in(".").unwrap();
     let relative = dir.path().file_name().unwrap();
     let adapter = FsAdapter::open("fs", &FsOptions::new(relative)).unwrap();
@@ -252,7 +252,7 @@ fn a_relative_directory_is_told_in_full() {
 }
 
 #[test]
-fn no_link_inside_leads_out() {
+fn links_below_base_are_not_followed() {
     let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
     let other = Fixture::with(|options| options.layout = Layout::Sharded);
     let (one, two) = (object(1), object(2));
@@ -302,7 +302,7 @@ fn the_directory_itself_may_be_a_link() {
 }
 
 #[test]
-fn the_directory_of_what_is_being_written_is_no_link() {
+fn temporary_directory_is_no_link() {
     let dir = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink("/tmp", dir.path().join("tmp")).unwrap();
     for inside in ["tmp", "tmp/inside"] {
@@ -317,7 +317,7 @@ fn the_directory_of_what_is_being_written_is_no_link() {
 }
 
 #[test]
-fn a_directory_that_is_only_read_stays_as_it_is() {
+fn read_only_directory_is_unchanged() {
     let mut fixture = Fixture::new();
     for number in 1..=3 {
         fixture.store(&object(number)).unwrap();

@@ -36,7 +36,7 @@ fn age(path: &Path, by: Duration) {
 }
 
 #[test]
-fn recovery_tells_each_object_with_size_and_time() {
+fn recovery_returns_size_and_time_per_object() {
     // More than a page of the scan, and few enough directories.
     for (layout, count) in [(Layout::Flat, 4500), (Layout::Sharded, 300)] {
         let fixture = filled(layout, count);
@@ -68,7 +68,7 @@ fn recovery_tells_each_object_with_size_and_time() {
 }
 
 #[test]
-fn recovery_ends_when_it_is_told_to() {
+fn recovery_stops_on_request() {
     let fixture = filled(Layout::Flat, 4500);
     let seen = Mutex::new(0);
     let found = |page: Vec<Listed>| {
@@ -110,7 +110,7 @@ fn listings_come_in_pages_of_any_length() {
 }
 
 #[test]
-fn objects_that_stay_are_listed_once_whatever_else_comes_and_goes() {
+fn listing_is_stable_under_concurrent_changes() {
     let fixture = filled(Layout::Flat, 400);
     let (mut listed, mut from, mut next) = (Vec::new(), None, 400);
     loop {
@@ -142,7 +142,7 @@ fn objects_that_stay_are_listed_once_whatever_else_comes_and_goes() {
 }
 
 #[test]
-fn places_in_a_listing_that_were_never_given_are_refused() {
+fn unknown_listing_positions_are_refused() {
     let fixture = filled(Layout::Flat, 3);
     for bad in [
         "",
@@ -169,7 +169,7 @@ fn places_in_a_listing_that_were_never_given_are_refused() {
 }
 
 #[test]
-fn foreign_names_are_counted_and_left_alone() {
+fn foreign_names_are_counted_and_kept() {
     let fixture = filled(Layout::Sharded, 10);
     let hash = "ab".repeat(32);
     let foreign = [
@@ -195,7 +195,7 @@ fn foreign_names_are_counted_and_left_alone() {
 }
 
 #[test]
-fn leftovers_are_removed_and_what_is_being_written_stays() {
+fn leftovers_are_removed_and_files_in_progress_kept() {
     // The last are made where they belong.
     for (tmp, inside) in [("", ""), ("being/written", "being/written"), ("", "ab/cd")] {
         let fixture = Fixture::with(|options| options.relative_tmp_dir = tmp.into());
@@ -209,7 +209,7 @@ fn leftovers_are_removed_and_what_is_being_written_stays() {
         lock.try_lock().unwrap();
         fs::write(path(".kvtier-tmp-x2-0"), "part").unwrap();
         age(&path(".kvtier-tmp-x2-0"), Duration::from_secs(7200));
-        // Of writers that nobody knows: young, and old.
+        // Of unknown writers: young and old.
         fs::write(path(".kvtier-tmp-x3-0"), "part").unwrap();
         fs::write(path(".kvtier-tmp-x4-0"), "part").unwrap();
         age(&path(".kvtier-tmp-x4-0"), Duration::from_secs(120));

@@ -8,7 +8,7 @@ fn both() -> [Fixture; 2] {
     [false, true].map(|is_named| {
         let fixture = Fixture::new();
         if is_named {
-            fixture.adapter.files.unnamed.give_up();
+            fixture.adapter.files.unnamed.disable();
         } else if !fixture.adapter.files.unnamed.is_possible() {
             println!(
                 "skipped: {} takes no files without a name",
@@ -21,7 +21,7 @@ fn both() -> [Fixture; 2] {
 }
 
 #[test]
-fn what_is_there_is_not_written_again() {
+fn existing_object_is_not_written_again() {
     for fixture in both() {
         let written = fixture.store(&object(1)).unwrap();
         let Stored::Written(bytes) = written else {
@@ -40,7 +40,7 @@ fn what_is_there_is_not_written_again() {
 }
 
 #[test]
-fn what_is_not_the_object_is_replaced() {
+fn file_of_another_object_is_replaced() {
     for fixture in both() {
         std::fs::write(fixture.path(&object(1)), b"short").unwrap();
         assert!(matches!(fixture.store(&object(1)), Ok(Stored::Written(_))));
@@ -51,7 +51,7 @@ fn what_is_not_the_object_is_replaced() {
 }
 
 #[test]
-fn what_is_no_file_stays() {
+fn directory_in_place_of_file_stays() {
     for fixture in both() {
         std::fs::create_dir(fixture.path(&object(1))).unwrap();
         assert_eq!(fixture.store(&object(1)), Err(ErrorKind::Refused));
@@ -60,7 +60,7 @@ fn what_is_no_file_stays() {
 }
 
 #[test]
-fn a_file_that_is_being_written_has_no_name() {
+fn file_in_progress_has_no_name() {
     let fixture = Fixture::new();
     let files = &fixture.adapter.files;
     if !files.unnamed.is_possible() {
@@ -80,7 +80,7 @@ fn a_file_that_is_being_written_has_no_name() {
 }
 
 #[test]
-fn sharded_directories_are_made_for_them() {
+fn sharded_directories_are_created() {
     let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
     fixture.recover();
     fixture.store(&object(1)).unwrap();
@@ -88,8 +88,8 @@ fn sharded_directories_are_made_for_them() {
 }
 
 #[test]
-fn what_cannot_be_moved_is_made_where_it_belongs() {
-    let name = "fs::tests::unnamed::what_cannot_be_moved_is_made_where_it_belongs";
+fn file_is_created_in_place_if_rename_fails() {
+    let name = "fs::tests::unnamed::file_is_created_in_place_if_rename_fails";
     if is_alone() {
         stores_across_mounts();
     } else if may_mount() {
@@ -102,7 +102,7 @@ fn stores_across_mounts() {
     for gives_up in [false, true] {
         let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
         if gives_up {
-            fixture.adapter.files.unnamed.give_up();
+            fixture.adapter.files.unnamed.disable();
         }
         fixture.recover();
         let shard = |number| fixture.path(&object(number)).parent().unwrap().to_owned();

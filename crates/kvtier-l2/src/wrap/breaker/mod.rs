@@ -1,4 +1,4 @@
-//! A backend that does not answer is left alone for a while.
+//! Circuit breaker: pauses calls to a backend that does not answer.
 
 mod state;
 #[cfg(test)]
@@ -17,7 +17,7 @@ use super::guarded::Guard;
 use crate::adapter::Adapter;
 use crate::error::{ErrorKind, L2Error};
 
-/// One breaker a lane: lookups that are answered from memory say nothing about a disk that does not load.
+/// One breaker per lane: lookups that are answered from memory say nothing about a disk that does not load.
 pub(super) struct Breakers {
     lanes: PerLane<Mutex<Breaker>>,
 }
@@ -30,26 +30,26 @@ impl Breakers {
     }
 }
 
-/// A call under way. Dropped without having been settled, it was given up.
-struct Pass<'a> {
+/// An admitted call in flight. If it is dropped unfinished, it was abandoned.
+struct Admitted<'a> {
     breaker: &'a Mutex<Breaker>,
     ticket: Ticket,
-    settled: bool,
+    is_finished: bool,
 }
 
-impl Pass<'_> {
-    fn settle(mut self, verdict: Option<Verdict>) -> Option<Change> {
-        self.settled = true;
+impl Admitted<'_> {
+    fn finish(mut self, verdict: Option<Verdict>) -> Option<Change> {
+        self.is_finished = true;
         let now = Instant::now().into_std();
-        self.breaker.lock().settle(self.ticket, verdict, now)
+        self.breaker.lock().finish(self.ticket, verdict, now)
     }
 }
 
-impl Drop for Pass<'_> {
+impl Drop for Admitted<'_> {
     fn drop(&mut self) {
-        if !self.settled {
+        if !self.is_finished {
             let now = Instant::now().into_std();
-            self.breaker.lock().settle(self.ticket, None, now);
+            self.breaker.lock().finish(self.ticket, None, now);
         }
     }
 }
@@ -58,7 +58,7 @@ impl Guard for Breakers {
     async fn run<C: Call>(&self, inner: &Arc<dyn Adapter>, call: C) -> C::Answer {
         let items = call.items();
         if items == 0 {
-            // Tells nothing about the backend, so it neither needs an admission nor is a probe.
+            // It says nothing about the backend, so it needs no admission and is no probe.
             return call.send(&**inner).await;
         }
         let breaker = &self.lanes[C::LANE];
@@ -67,28 +67,30 @@ impl Guard for Breakers {
             Admission::Pass(ticket) => ticket,
             Admission::Refused(wait) => {
                 let line = format!(
-                    "{}: not tried, as those before were not answered; the next try is in {} ms",
+                    "{}: not sent, as earlier calls were not answered; the next try is in {} ms",
                     C::title(&**inner, items),
                     wait.as_millis()
                 );
                 return C::Answer::failed(items, L2Error::new(ErrorKind::Unavailable, line));
             }
         };
-        let pass = Pass {
+        let admitted = Admitted {
             breaker,
             ticket,
-            settled: false,
+            is_finished: false,
         };
         let answer = call.send(&**inner).await;
         let (adapter, lane) = (inner.kind(), C::LANE);
-        match pass.settle(answer.verdict()) {
+        match admitted.finish(answer.verdict()) {
             Some(Change::Opened(pause)) => tracing::warn!(
                 adapter,
                 ?lane,
-                "it does not answer; not asked again for {} ms",
+                "backend does not answer; calls paused for {} ms",
                 pause.as_millis()
             ),
-            Some(Change::Closed) => tracing::info!(adapter, ?lane, "it answers again"),
+            Some(Change::Closed) => {
+                tracing::info!(adapter, ?lane, "backend answers again; calls resumed")
+            }
             None => {}
         }
         answer

@@ -1,58 +1,58 @@
-//! When calls pass and when they do not: a state machine that is told the time.
+//! State machine of a circuit breaker, with the time as an argument.
 
 use std::time::{Duration, Instant};
 
 use super::super::call::Verdict;
 
-/// When a breaker opens and for how long.
+/// When a breaker opens, and for how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rule {
-    /// Failed calls, one after another, that open it.
+    /// Consecutive failed calls that open it.
     pub failures: u32,
-    /// How long it stays open at first.
+    /// First pause.
     pub pause: Duration,
-    /// How long it stays open at most: the pause doubles with each probe that fails.
+    /// Longest pause; the pause doubles with each failed probe.
     pub pause_max: Duration,
 }
 
 #[derive(Debug, Clone, Copy)]
 enum State {
-    /// All calls pass; so many in a row have failed.
+    /// All calls pass; this many consecutive ones have failed.
     Closed { failures: u32 },
-    /// No call passes until then; the next one after that is a probe.
+    /// No call passes before `until`; the first one after it is a probe.
     Open { until: Instant, pause: Duration },
-    /// A probe is under way, and no other call passes.
+    /// A probe is in flight, and no other call passes.
     Probing { pause: Duration },
 }
 
-/// What becomes of a call.
+/// Decision about a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admission {
-    /// It is made.
+    /// It is sent.
     Pass(Ticket),
-    /// It is not made; the next one may, in so long.
+    /// It is not sent; the duration until the next one is.
     Refused(Duration),
 }
 
-/// A call that was let through, to be settled by [`Breaker::settle`].
+/// An admitted call, to be ended by [`Breaker::finish`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ticket {
-    /// One of many.
+    /// A call while the breaker is closed.
     Ordinary,
-    /// The one that finds out whether the backend answers again.
+    /// The call that tests whether the backend answers again.
     Probe,
 }
 
-/// What a breaker did when a call was settled.
+/// Transition of a breaker at the end of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// It opened, for so long.
+    /// It opened for this duration.
     Opened(Duration),
     /// It closed.
     Closed,
 }
 
-/// A circuit breaker: after a row of failed calls none is made for a while, then one that decides.
+/// Circuit breaker: after consecutive failures no call is sent for a pause, then a probe that closes or reopens it.
 #[derive(Debug)]
 pub struct Breaker {
     rule: Rule,
@@ -62,7 +62,7 @@ pub struct Breaker {
 }
 
 impl Breaker {
-    /// A closed one.
+    /// Returns a closed breaker.
     #[must_use]
     pub fn new(rule: Rule) -> Self {
         Self {
@@ -73,7 +73,7 @@ impl Breaker {
         }
     }
 
-    /// Whether a call may be made at `now`.
+    /// Decides whether a call may be sent at `now`.
     pub fn admit(&mut self, now: Instant) -> Admission {
         let wait = match self.state {
             State::Closed { .. } => return Admission::Pass(Ticket::Ordinary),
@@ -88,8 +88,8 @@ impl Breaker {
         Admission::Refused(wait)
     }
 
-    /// A call that was let through has ended at `now`; without a verdict it was given up.
-    pub fn settle(
+    /// Ends an admitted call at `now`; without a verdict it was abandoned.
+    pub fn finish(
         &mut self,
         ticket: Ticket,
         verdict: Option<Verdict>,
@@ -105,7 +105,7 @@ impl Breaker {
                 Some(self.open(pause, now))
             }
             (State::Probing { pause }, Ticket::Probe, None) => {
-                // It told nothing: the next call probes instead.
+                // It has no result: the next call is the probe.
                 self.state = State::Open { until: now, pause };
                 None
             }
@@ -121,7 +121,7 @@ impl Breaker {
                 self.state = State::Closed { failures };
                 None
             }
-            // Calls from before it opened come too late to change anything.
+            // Calls from before it opened change nothing.
             _ => None,
         }
     }
@@ -135,7 +135,7 @@ impl Breaker {
         Change::Opened(pause)
     }
 
-    /// `closed`, `open`, or `half_open` when the next call or one under way is a probe.
+    /// Returns `closed`, `open`, or `half_open` if a probe is in flight or next.
     #[must_use]
     pub fn state_name(&self, now: Instant) -> &'static str {
         match self.state {
@@ -145,13 +145,13 @@ impl Breaker {
         }
     }
 
-    /// Whether calls pass.
+    /// Whether it is closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         matches!(self.state, State::Closed { .. })
     }
 
-    /// Failed calls in a row, while it is closed.
+    /// Consecutive failed calls while it is closed.
     #[must_use]
     pub fn failures(&self) -> u32 {
         match self.state {
@@ -160,13 +160,13 @@ impl Breaker {
         }
     }
 
-    /// How often it opened.
+    /// Number of times it opened.
     #[must_use]
     pub fn opened(&self) -> u64 {
         self.opened
     }
 
-    /// How many calls it refused.
+    /// Number of calls it refused.
     #[must_use]
     pub fn refused(&self) -> u64 {
         self.refused

@@ -1,4 +1,4 @@
-//! The state machine; no time passes but what it is told.
+//! Tests of the state machine with a manual clock.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ const RULE: Rule = Rule {
     pause_max: Duration::from_secs(5),
 };
 
-/// A breaker and the time it is told.
+/// A breaker and its manual clock.
 struct Clocked {
     breaker: Breaker,
     now: Instant,
@@ -33,14 +33,14 @@ impl Clocked {
         self.breaker.admit(self.now)
     }
 
-    fn settle(&mut self, ticket: Ticket, verdict: Option<Verdict>) -> Option<Change> {
-        self.breaker.settle(ticket, verdict, self.now)
+    fn finish(&mut self, ticket: Ticket, verdict: Option<Verdict>) -> Option<Change> {
+        self.breaker.finish(ticket, verdict, self.now)
     }
 
     /// A call that is let through with this ticket, and ends so.
     fn call(&mut self, ticket: Ticket, verdict: Option<Verdict>) -> Option<Change> {
         assert_eq!(self.admit(), Admission::Pass(ticket));
-        self.settle(ticket, verdict)
+        self.finish(ticket, verdict)
     }
 
     fn opened() -> Self {
@@ -58,7 +58,7 @@ impl Clocked {
 }
 
 #[test]
-fn opens_after_failures_in_a_row_only() {
+fn opens_after_consecutive_failures_only() {
     let mut clocked = Clocked::new();
     for _ in 0..5 {
         assert_eq!(clocked.call(Ticket::Ordinary, Some(Failed)), None);
@@ -73,7 +73,7 @@ fn opens_after_failures_in_a_row_only() {
 }
 
 #[test]
-fn refuses_while_open_and_tells_for_how_long() {
+fn refuses_while_open_with_remaining_pause() {
     let mut clocked = Clocked::opened();
     clocked.pass(0.25);
     assert_eq!(
@@ -94,7 +94,7 @@ fn one_probe_decides() {
     assert_eq!(clocked.name(), "half_open");
     assert_eq!(clocked.admit(), Admission::Refused(Duration::ZERO));
     assert_eq!(
-        clocked.settle(Ticket::Probe, Some(Answered)),
+        clocked.finish(Ticket::Probe, Some(Answered)),
         Some(Change::Closed)
     );
     assert_eq!(clocked.name(), "closed");
@@ -102,7 +102,7 @@ fn one_probe_decides() {
 }
 
 #[test]
-fn the_pause_doubles_up_to_its_bound_and_begins_anew() {
+fn pause_doubles_up_to_its_maximum_and_resets() {
     let mut clocked = Clocked::opened();
     for seconds in [2, 4, 5, 5] {
         clocked.pass(10.0);
@@ -119,7 +119,7 @@ fn the_pause_doubles_up_to_its_bound_and_begins_anew() {
 }
 
 #[test]
-fn a_probe_that_is_given_up_is_made_again() {
+fn abandoned_probe_is_repeated() {
     let mut clocked = Clocked::opened();
     clocked.pass(1.0);
     assert_eq!(clocked.call(Ticket::Probe, None), None);
@@ -133,13 +133,13 @@ fn a_probe_that_is_given_up_is_made_again() {
 fn calls_from_before_it_opened_change_nothing() {
     let mut clocked = Clocked::opened();
     for verdict in [Some(Answered), Some(Failed), None] {
-        assert_eq!(clocked.settle(Ticket::Ordinary, verdict), None);
+        assert_eq!(clocked.finish(Ticket::Ordinary, verdict), None);
         assert_eq!(clocked.name(), "open");
     }
     clocked.pass(1.0);
     assert_eq!(clocked.admit(), Admission::Pass(Ticket::Probe));
     for verdict in [Some(Answered), Some(Failed), None] {
-        assert_eq!(clocked.settle(Ticket::Ordinary, verdict), None);
+        assert_eq!(clocked.finish(Ticket::Ordinary, verdict), None);
         assert_eq!(clocked.admit(), Admission::Refused(Duration::ZERO));
     }
 }

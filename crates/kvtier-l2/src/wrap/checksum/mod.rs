@@ -1,6 +1,6 @@
-//! For adapters that do not compare what they load: it is compared here.
+//! Checksums for adapters that do not verify their loads.
 
-mod sums;
+mod cache;
 #[cfg(test)]
 mod tests;
 
@@ -13,30 +13,29 @@ use kvtier_memory::AccessError;
 use kvtier_memory::checksum::checksum128;
 use serde_json::{Value, json};
 
-pub use sums::Sums;
+pub use cache::ChecksumCache;
 
 use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
-use sums::{Expected, Known, Outcome};
+use cache::{Expected, Known, Outcome};
 
-/// Remembers the checksum of every object that is stored through it, and compares what is loaded.
+/// Wrapper that keeps the checksum of each object stored through it and compares it at each load.
 ///
-/// Bytes that are not what was stored are an [`ErrorKind::Corrupt`], and the object is deleted. Objects that were stored
-/// before the start, by others, or so long ago that they were forgotten pass unverified, or are none if checksums are
-/// required.
+/// An object with other bytes is an [`ErrorKind::Corrupt`] and is deleted. Objects without a known checksum (stored before
+/// the start, by others, or long ago) are returned unverified, or are misses if checksums are required.
 pub struct Checksums {
     inner: Arc<dyn Adapter>,
-    sums: Arc<Sums>,
+    sums: Arc<ChecksumCache>,
     required: bool,
     verified: AtomicU64,
     unverified: AtomicU64,
     corrupt: AtomicU64,
 }
 
-/// Of an object's bytes, and of what it has to be besides: so those of another key, length or layout never pass.
+/// Checksum of an object's bytes, key, length and layout, so that bytes of another object never match.
 fn checksum(object: &ObjectSpec, key: u128, bytes: &Buffer) -> Result<u128, AccessError> {
     let mut all = [0; 48];
     all[..16].copy_from_slice(&key.to_le_bytes());
@@ -47,9 +46,9 @@ fn checksum(object: &ObjectSpec, key: u128, bytes: &Buffer) -> Result<u128, Acce
 }
 
 impl Checksums {
-    /// Around `inner`. What is remembered may outlive it. With `required`, what is not remembered is not there.
+    /// Returns `inner` with checksums. The cache may outlive it. If `required`, objects without a known checksum are misses.
     #[must_use]
-    pub fn new(inner: Arc<dyn Adapter>, sums: Arc<Sums>, required: bool) -> Self {
+    pub fn new(inner: Arc<dyn Adapter>, sums: Arc<ChecksumCache>, required: bool) -> Self {
         Self {
             inner,
             sums,
@@ -65,24 +64,24 @@ impl Checksums {
         L2Error::new(kind, format!("{}: {name} {what}", self.inner.kind()))
     }
 
-    /// Stores the items. Their checksums are known before the adapter has the bytes, so no load passes uncompared while
-    /// the store has no answer.
+    /// Stores the items. Their checksums are known before the adapter has the bytes, so loads are compared while the store is
+    /// in flight.
     async fn store_some(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
         let mut stores = Vec::with_capacity(batch.len());
         for item in &batch {
             let key = key_digest(&item.object.key);
-            // Bytes that cannot be read are the adapter's to report; nothing that it may have stored equals this.
+            // The adapter reports bytes that cannot be read; no stored object has this checksum.
             let sum = checksum(&item.object, key, &item.from).unwrap_or_default();
             stores.push((key, sum));
             tokio::task::yield_now().await;
         }
         let keys: Vec<_> = stores.iter().map(|(key, _)| *key).collect();
         let before = self.sums.get(&keys);
-        let in_flight = self.sums.begin(stores);
+        let in_flight = self.sums.start(stores);
         let results = self.inner.store(batch).await;
         let outcome = |(result, before): (&Result<Stored, L2Error>, Expected)| match result {
             Ok(Stored::Written(_)) => Outcome::Stored,
-            // Those bytes may differ from these: what an engine computes twice is not equal bit by bit.
+            // The stored bytes may differ: engines do not compute the same KV bit by bit.
             Ok(Stored::AlreadyThere(_)) => Outcome::Unchanged,
             Err(error) => match error.kind() {
                 ErrorKind::Deadline => Outcome::Stored,
@@ -94,17 +93,17 @@ impl Checksums {
         results
     }
 
-    /// Stores again what was there and cannot be trusted.
+    /// Replaces objects that were there already and have no known checksum.
     async fn replace_unknown(&self, items: &[StoreItem], results: &mut [Result<Stored, L2Error>]) {
         let keys: Vec<_> = items
             .iter()
             .map(|item| key_digest(&item.object.key))
             .collect();
-        let mut asked = HashSet::new();
+        let mut seen = HashSet::new();
         let mut unknown = Vec::new();
         for (at, expected) in self.sums.get(&keys).into_iter().enumerate() {
             let is_there = matches!(results.get(at), Some(Ok(Stored::AlreadyThere(_))));
-            if is_there && expected.is_empty() && asked.insert(keys[at]) {
+            if is_there && expected.is_empty() && seen.insert(keys[at]) {
                 unknown.push(at);
             }
         }
@@ -120,7 +119,7 @@ impl Checksums {
         }
     }
 
-    /// Compares the bytes of a load with what they may be, as it was known `before` the load and is after it.
+    /// Compares loaded bytes with the checksums known `before` the load and after it.
     async fn compare(
         &self,
         items: &[(ObjectSpec, Buffer)],
@@ -157,7 +156,7 @@ impl Checksums {
         if wrong.is_empty() {
             return;
         }
-        // What was stored again meanwhile is not damaged.
+        // An object that was stored again meanwhile is not corrupt.
         let wrong_keys: Vec<_> = wrong.iter().map(|(at, _)| keys[*at]).collect();
         let now = self.sums.get(&wrong_keys);
         let mut damaged = Vec::new();
@@ -181,7 +180,7 @@ impl Checksums {
         }
         let (names, known): (Vec<_>, Vec<Known>) = damaged.into_iter().unzip();
         let deleted = self.inner.delete(names).await;
-        // What could not be deleted stays known, so that it is found out the next time too.
+        // The checksum of an object that could not be deleted is kept, so that the next load detects it too.
         let gone = known.into_iter().zip(deleted);
         self.sums
             .forget(gone.filter_map(|(known, result)| result.ok().map(|_| known)));

@@ -4,32 +4,32 @@ use serde_json::json;
 
 use super::*;
 use crate::conformance::{Damage, Memory, content, object};
-use crate::mock::{Mock, Shelf};
+use crate::mock::{MemoryStore, Mock};
 use crate::registry::Registry;
-use crate::wrap::fault::{Faulty, Harm, Operation, Pattern, Rule, Wait, Wrong};
+use crate::wrap::fault::{Corruption, Fault, Faulty, Operation, Pattern, Rule, Wait};
 
 const CORRUPT: Option<ErrorKind> = Some(ErrorKind::Corrupt);
 const NOT_FOUND: Option<ErrorKind> = Some(ErrorKind::NotFound);
 
-struct Bed {
+struct TestContext {
     memory: Memory,
-    shelf: Arc<Shelf>,
+    store: Arc<MemoryStore>,
 }
 
-impl Bed {
+impl TestContext {
     fn new() -> Self {
         Self {
             memory: Memory::new(1 << 20),
-            shelf: Arc::new(Shelf::new(1 << 20)),
+            store: Arc::new(MemoryStore::new(1 << 20)),
         }
     }
 
     fn mock(&self) -> Arc<dyn Adapter> {
-        Arc::new(Mock::new(self.shelf.clone(), 1e11))
+        Arc::new(Mock::new(self.store.clone(), 1e11))
     }
 
     fn open(&self, bound: usize, required: bool) -> Checksums {
-        Checksums::new(self.mock(), Arc::new(Sums::new(bound)), required)
+        Checksums::new(self.mock(), Arc::new(ChecksumCache::new(bound)), required)
     }
 
     async fn store(&self, to: &dyn Adapter, numbers: std::ops::Range<u64>) -> Vec<Stored> {
@@ -80,17 +80,17 @@ fn verified(results: &[Result<Loaded, L2Error>]) -> Vec<bool> {
 
 #[tokio::test]
 async fn damage_is_found_counted_and_deleted() {
-    let bed = Bed::new();
-    let adapter = bed.open(100, false);
+    let context = TestContext::new();
+    let adapter = context.open(100, false);
     let objects = objects(0..3);
-    bed.store(&adapter, 0..3).await;
-    assert_eq!(verified(&bed.load(&adapter, &objects).await), [true; 3]);
-    assert!(bed.shelf.damage(&objects[1].key, Damage::Flip));
-    let loaded = bed.load(&adapter, &objects).await;
+    context.store(&adapter, 0..3).await;
+    assert_eq!(verified(&context.load(&adapter, &objects).await), [true; 3]);
+    assert!(context.store.damage(&objects[1].key, Damage::Flip));
+    let loaded = context.load(&adapter, &objects).await;
     assert_eq!(kinds(&loaded), [None, CORRUPT, None]);
     let line = loaded[1].as_ref().unwrap_err().to_string();
     assert!(line.ends_with("has other bytes than were stored"), "{line}");
-    assert_eq!(bed.shelf.used(), (2, 200));
+    assert_eq!(context.store.used(), (2, 200));
     assert_eq!(
         adapter.status()["checksums"],
         json!({
@@ -98,69 +98,87 @@ async fn damage_is_found_counted_and_deleted() {
             "verified_loads": 5, "unverified_loads": 0, "corrupt_loads": 1,
         })
     );
-    bed.store(&adapter, 1..2).await;
-    assert_eq!(verified(&bed.load(&adapter, &objects).await), [true; 3]);
+    context.store(&adapter, 1..2).await;
+    assert_eq!(verified(&context.load(&adapter, &objects).await), [true; 3]);
 }
 
 #[tokio::test]
-async fn what_others_stored_passes_unverified_or_is_replaced() {
-    let bed = Bed::new();
-    bed.store(&*bed.mock(), 0..2).await;
-    let trusting = bed.open(100, false);
-    let loaded = bed.load(&trusting, &objects(0..1)).await;
+async fn unknown_object_is_unverified_or_replaced() {
+    let context = TestContext::new();
+    context.store(&*context.mock(), 0..2).await;
+    let trusting = context.open(100, false);
+    let loaded = context.load(&trusting, &objects(0..1)).await;
     assert_eq!(verified(&loaded), [false]);
     assert_eq!(trusting.status()["checksums"]["unverified_loads"], 1);
     // The bytes that are there need not be those that were to be stored.
-    bed.store(&trusting, 0..1).await;
+    context.store(&trusting, 0..1).await;
     assert_eq!(
-        verified(&bed.load(&trusting, &objects(0..1)).await),
+        verified(&context.load(&trusting, &objects(0..1)).await),
         [false]
     );
 
-    let strict = bed.open(100, true);
+    let strict = context.open(100, true);
     assert_eq!(strict.lookup(objects(0..1)).await, Ok(vec![None]));
-    assert_eq!(kinds(&bed.load(&strict, &objects(0..1)).await), [NOT_FOUND]);
-    assert_eq!(bed.store(&strict, 0..1).await, [Stored::Written(100)]);
-    assert_eq!(bed.store(&strict, 0..1).await, [Stored::AlreadyThere(100)]);
+    assert_eq!(
+        kinds(&context.load(&strict, &objects(0..1)).await),
+        [NOT_FOUND]
+    );
+    assert_eq!(context.store(&strict, 0..1).await, [Stored::Written(100)]);
+    assert_eq!(
+        context.store(&strict, 0..1).await,
+        [Stored::AlreadyThere(100)]
+    );
     assert_eq!(strict.lookup(objects(0..1)).await, Ok(vec![Some(100)]));
-    assert_eq!(verified(&bed.load(&strict, &objects(0..1)).await), [true]);
+    assert_eq!(
+        verified(&context.load(&strict, &objects(0..1)).await),
+        [true]
+    );
 }
 
 #[tokio::test]
-async fn an_equal_object_keeps_the_checksum_it_was_stored_with() {
-    let bed = Bed::new();
-    let adapter = bed.open(100, false);
-    bed.store(&adapter, 0..1).await;
+async fn object_already_there_keeps_its_checksum() {
+    let context = TestContext::new();
+    let adapter = context.open(100, false);
+    context.store(&adapter, 0..1).await;
     // What an engine computes again has other bytes.
     let other = StoreItem {
         object: object(0, 100),
-        from: bed.memory.filled(&[7; 100]),
+        from: context.memory.filled(&[7; 100]),
     };
     assert_eq!(
         adapter.store(vec![other]).await,
         [Ok(Stored::AlreadyThere(100))]
     );
-    assert_eq!(verified(&bed.load(&adapter, &objects(0..1)).await), [true]);
+    assert_eq!(
+        verified(&context.load(&adapter, &objects(0..1)).await),
+        [true]
+    );
 }
 
 #[tokio::test]
-async fn what_is_damaged_and_cannot_be_deleted_never_passes() {
-    let bed = Bed::new();
-    let no_delete = Rule::new(Some(Operation::Delete), Wrong::Fail(ErrorKind::Unavailable));
-    let faulty = Faulty::new(bed.mock(), Pattern::default(), vec![no_delete]);
-    let adapter = Checksums::new(Arc::new(faulty), Arc::new(Sums::new(100)), false);
-    bed.store(&adapter, 0..1).await;
-    bed.shelf.damage(&object(0, 100).key, Damage::Flip);
+async fn corrupt_object_that_cannot_be_deleted_never_passes() {
+    let context = TestContext::new();
+    let no_delete = Rule::new(Some(Operation::Delete), Fault::Fail(ErrorKind::Unavailable));
+    let faulty = Faulty::new(context.mock(), Pattern::default(), vec![no_delete]);
+    let adapter = Checksums::new(Arc::new(faulty), Arc::new(ChecksumCache::new(100)), false);
+    context.store(&adapter, 0..1).await;
+    context.store.damage(&object(0, 100).key, Damage::Flip);
     for _ in 0..3 {
-        assert_eq!(kinds(&bed.load(&adapter, &objects(0..1)).await), [CORRUPT]);
-        assert_eq!(bed.store(&adapter, 0..1).await, [Stored::AlreadyThere(100)]);
+        assert_eq!(
+            kinds(&context.load(&adapter, &objects(0..1)).await),
+            [CORRUPT]
+        );
+        assert_eq!(
+            context.store(&adapter, 0..1).await,
+            [Stored::AlreadyThere(100)]
+        );
     }
 }
 
 /// A mock with these rules between it and its checksums.
-fn with_rules(bed: &Bed, rules: Vec<Rule>) -> Checksums {
-    let faulty = Faulty::new(bed.mock(), Pattern::default(), rules);
-    Checksums::new(Arc::new(faulty), Arc::new(Sums::new(100)), false)
+fn with_rules(context: &TestContext, rules: Vec<Rule>) -> Checksums {
+    let faulty = Faulty::new(context.mock(), Pattern::default(), rules);
+    Checksums::new(Arc::new(faulty), Arc::new(ChecksumCache::new(100)), false)
 }
 
 /// Polls `store` for 100 ms of the paused clock, in which it gets no answer.
@@ -169,91 +187,112 @@ async fn run_unanswered<T>(store: std::pin::Pin<&mut impl Future<Output = T>>) {
     assert!(tokio::time::timeout(time, store).await.is_err());
 }
 
-const LATE: Wrong = Wrong::Late(Wait {
+const LATE: Fault = Fault::Late(Wait {
     call: std::time::Duration::from_secs(1),
     object: std::time::Duration::ZERO,
 });
 
 #[tokio::test(start_paused = true)]
 async fn unanswered_store_corrupt_load_is_a_miss() {
-    let bed = Bed::new();
+    let context = TestContext::new();
     let late = Rule::new(Some(Operation::Store), LATE);
-    let corrupt = Rule::new(Some(Operation::Load), Wrong::Harm(Harm::Corrupt));
-    let adapter = with_rules(&bed, vec![late, corrupt]);
-    let mut store = std::pin::pin!(bed.store(&adapter, 0..1));
+    let corrupt = Rule::new(
+        Some(Operation::Load),
+        Fault::Corruption(Corruption::Corrupt),
+    );
+    let adapter = with_rules(&context, vec![late, corrupt]);
+    let mut store = std::pin::pin!(context.store(&adapter, 0..1));
     run_unanswered(store.as_mut()).await;
     assert_eq!(
-        bed.shelf.used(),
+        context.store.used(),
         (1, 100),
         "the backend has it, unconfirmed"
     );
     assert_eq!(
-        kinds(&bed.load(&adapter, &objects(0..1)).await),
+        kinds(&context.load(&adapter, &objects(0..1)).await),
         [NOT_FOUND]
     );
     assert_eq!(store.await, [Stored::Written(100)]);
-    assert_eq!(kinds(&bed.load(&adapter, &objects(0..1)).await), [CORRUPT]);
+    assert_eq!(
+        kinds(&context.load(&adapter, &objects(0..1)).await),
+        [CORRUPT]
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn unanswered_store_right_load_is_verified() {
-    let bed = Bed::new();
+    let context = TestContext::new();
     let late = Rule::new(Some(Operation::Store), LATE);
-    let adapter = with_rules(&bed, vec![late]);
-    let mut store = std::pin::pin!(bed.store(&adapter, 0..1));
+    let adapter = with_rules(&context, vec![late]);
+    let mut store = std::pin::pin!(context.store(&adapter, 0..1));
     run_unanswered(store.as_mut()).await;
-    assert_eq!(verified(&bed.load(&adapter, &objects(0..1)).await), [true]);
+    assert_eq!(
+        verified(&context.load(&adapter, &objects(0..1)).await),
+        [true]
+    );
     store.await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn abandoned_store_keeps_its_checksum() {
-    let bed = Bed::new();
-    let stall = Rule::new(Some(Operation::Store), Wrong::Stall);
-    let adapter = with_rules(&bed, vec![stall]);
-    run_unanswered(std::pin::pin!(bed.store(&adapter, 0..1))).await;
+    let context = TestContext::new();
+    let stall = Rule::new(Some(Operation::Store), Fault::Stall);
+    let adapter = with_rules(&context, vec![stall]);
+    run_unanswered(std::pin::pin!(context.store(&adapter, 0..1))).await;
     // It may be carried out later, and wrongly.
-    bed.store(&*bed.mock(), 0..1).await;
-    assert_eq!(verified(&bed.load(&adapter, &objects(0..1)).await), [true]);
-    bed.shelf.damage(&object(0, 100).key, Damage::Flip);
-    assert_eq!(kinds(&bed.load(&adapter, &objects(0..1)).await), [CORRUPT]);
+    context.store(&*context.mock(), 0..1).await;
+    assert_eq!(
+        verified(&context.load(&adapter, &objects(0..1)).await),
+        [true]
+    );
+    context.store.damage(&object(0, 100).key, Damage::Flip);
+    assert_eq!(
+        kinds(&context.load(&adapter, &objects(0..1)).await),
+        [CORRUPT]
+    );
 }
 
 #[tokio::test]
 async fn refused_store_keeps_the_earlier_checksum() {
-    let bed = Bed::new();
-    let full = Rule::new(Some(Operation::Store), Wrong::Fail(ErrorKind::Full));
-    let adapter = with_rules(&bed, vec![Rule { after: 1, ..full }]);
-    bed.store(&adapter, 0..1).await;
+    let context = TestContext::new();
+    let full = Rule::new(Some(Operation::Store), Fault::Fail(ErrorKind::Full));
+    let adapter = with_rules(&context, vec![Rule { after: 1, ..full }]);
+    context.store(&adapter, 0..1).await;
     for number in [0, 1] {
         let other = StoreItem {
             object: object(number, 100),
-            from: bed.memory.filled(&[7; 100]),
+            from: context.memory.filled(&[7; 100]),
         };
         let stored = adapter.store(vec![other]).await;
         assert_eq!(kinds(&stored), [Some(ErrorKind::Full)]);
     }
-    assert_eq!(verified(&bed.load(&adapter, &objects(0..1)).await), [true]);
+    assert_eq!(
+        verified(&context.load(&adapter, &objects(0..1)).await),
+        [true]
+    );
     // Of the second one nothing is known, as before.
-    bed.store(&*bed.mock(), 1..2).await;
-    assert_eq!(verified(&bed.load(&adapter, &objects(1..2)).await), [false]);
+    context.store(&*context.mock(), 1..2).await;
+    assert_eq!(
+        verified(&context.load(&adapter, &objects(1..2)).await),
+        [false]
+    );
 }
 
 #[tokio::test]
 async fn deleted_objects_are_forgotten() {
-    let bed = Bed::new();
-    let sums = Arc::new(Sums::new(100));
-    let adapter = Checksums::new(bed.mock(), sums.clone(), false);
-    bed.store(&adapter, 0..3).await;
+    let context = TestContext::new();
+    let sums = Arc::new(ChecksumCache::new(100));
+    let adapter = Checksums::new(context.mock(), sums.clone(), false);
+    context.store(&adapter, 0..3).await;
     adapter.delete(vec![object(1, 100).key]).await;
     assert_eq!(sums.len(), 2);
 }
 
 #[test]
-fn the_longest_unused_are_forgotten_within_the_bound() {
-    let sums = Arc::new(Sums::new(10));
-    let store = |sums: &Arc<Sums>, all: &[Known]| {
-        sums.begin(all.to_vec())
+fn checksum_cache_evicts_the_least_recently_used() {
+    let sums = Arc::new(ChecksumCache::new(10));
+    let store = |sums: &Arc<ChecksumCache>, all: &[Known]| {
+        sums.start(all.to_vec())
             .finish(all.iter().map(|_| Outcome::Stored));
     };
     let known = |keys: &[u128]| -> Vec<_> {
@@ -271,8 +310,8 @@ fn the_longest_unused_are_forgotten_within_the_bound() {
     sums.forget([(999, 1000), (998, 999)]);
     assert_eq!(known(&[999, 998]), [None, Some(5)]);
 
-    let none = Arc::new(Sums::new(0));
-    let begun = none.begin(vec![(1, 1)]);
+    let none = Arc::new(ChecksumCache::new(0));
+    let begun = none.start(vec![(1, 1)]);
     assert_eq!(none.get(&[1]), [Expected::default()]);
     begun.finish([Outcome::Stored]);
     assert!(none.is_empty());
@@ -280,8 +319,8 @@ fn the_longest_unused_are_forgotten_within_the_bound() {
 
 #[test]
 fn stores_of_one_key_in_flight_are_all_allowed() {
-    let sums = Arc::new(Sums::new(10));
-    let (one, two) = (sums.begin(vec![(1, 7), (1, 8)]), sums.begin(vec![(1, 8)]));
+    let sums = Arc::new(ChecksumCache::new(10));
+    let (one, two) = (sums.start(vec![(1, 7), (1, 8)]), sums.start(vec![(1, 8)]));
     one.finish([Outcome::Unchanged, Outcome::Unchanged]);
     let expected = &sums.get(&[1])[0];
     assert!(expected.allows(8) && !expected.allows(7));
@@ -291,7 +330,7 @@ fn stores_of_one_key_in_flight_are_all_allowed() {
 
 /// With `faults` between it and a mock: how the loads end, of which none hands out wrong bytes.
 async fn loads_through(faults: serde_json::Value, count: u64) -> Vec<Option<ErrorKind>> {
-    let bed = Bed::new();
+    let context = TestContext::new();
     let config = json!({
         "type": "fault_inject",
         "inner": {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100},
@@ -299,8 +338,8 @@ async fn loads_through(faults: serde_json::Value, count: u64) -> Vec<Option<Erro
     });
     let registry = Registry::built_in();
     let adapter = registry.open(&registry.parse(&config).unwrap()).unwrap();
-    bed.store(&*adapter, 0..count).await;
-    kinds(&bed.load(&*adapter, &objects(0..count)).await)
+    context.store(&*adapter, 0..count).await;
+    kinds(&context.load(&*adapter, &objects(0..count)).await)
 }
 
 #[tokio::test]
@@ -323,7 +362,7 @@ async fn wrong_bytes_from_below_never_pass() {
 }
 
 #[tokio::test]
-async fn an_adapter_that_verifies_is_trusted_unless_faults_are_above_it() {
+async fn verifying_adapter_is_trusted_unless_faults_injected() {
     let directory = tempfile::tempdir().unwrap();
     let fs = json!({"type": "fs", "base_path": directory.path()});
     let registry = Registry::built_in();
@@ -336,15 +375,21 @@ async fn an_adapter_that_verifies_is_trusted_unless_faults_are_above_it() {
 
     let faults = json!([{"kind": "corrupt", "limit": 2}]);
     let adapter = open(json!({"type": "fault_inject", "inner": fs, "faults": faults}));
-    let bed = Bed::new();
-    bed.store(&*adapter, 0..1).await;
-    assert_eq!(kinds(&bed.load(&*adapter, &objects(0..1)).await), [CORRUPT]);
-    bed.store(&*adapter, 0..1).await;
-    assert_eq!(verified(&bed.load(&*adapter, &objects(0..1)).await), [true]);
+    let context = TestContext::new();
+    context.store(&*adapter, 0..1).await;
+    assert_eq!(
+        kinds(&context.load(&*adapter, &objects(0..1)).await),
+        [CORRUPT]
+    );
+    context.store(&*adapter, 0..1).await;
+    assert_eq!(
+        verified(&context.load(&*adapter, &objects(0..1)).await),
+        [true]
+    );
 }
 
 #[test]
-fn strictness_needs_something_to_be_strict_with() {
+fn require_checksum_needs_checksums() {
     let config = json!({
         "type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1,
         "require_checksum": true, "checksums": 0,

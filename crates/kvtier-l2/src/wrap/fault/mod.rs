@@ -1,9 +1,9 @@
-//! `fault_inject`: an adapter of which things go wrong as configured. For tests.
+//! `fault_inject`: wrapper that injects configured faults, for tests.
 //!
-//! Which loads fail by `rate`, `gap_indices` and `gap_tail_ratios` is LMCache's, with its meanings; `faults` is a list of
+//! `rate`, `gap_indices` and `gap_tail_ratios` choose failing loads exactly as LMCache does; `faults` is a list of
 //! [`Rule`]s for everything else.
 
-mod harm;
+mod corruption;
 mod pattern;
 mod plan;
 mod rule;
@@ -19,7 +19,7 @@ use tokio::sync::Semaphore;
 use tokio::time::sleep;
 
 pub use pattern::Pattern;
-pub use rule::{Harm, Operation, Rule, Wait, Wrong};
+pub use rule::{Corruption, Fault, Operation, Rule, Wait};
 
 use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
@@ -29,32 +29,32 @@ use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use crate::registry::{AdapterType, Registry};
 use plan::{Plan, error};
-use rule::Dice;
+use rule::RuleState;
 
 const KEYS: &[Key] = &[
     Key::of(
         "inner",
         Shape::Adapter,
-        "The adapter of which things go wrong",
+        "Adapter that the faults are injected into",
     )
     .required(),
     Key::number(
         "rate",
         Interval::from(0.0).up_to(1.0),
-        "Part of all keys that never load",
+        "Fraction of all keys whose loads fail",
     )
     .or(Fallback::Number(0.0)),
     Key::integer(
         "seed",
         i64::MIN,
         i64::MAX,
-        "Which keys these are, and what the rates of faults draw from",
+        "Seed that chooses these keys, and of the rates of faults",
     )
     .or(Fallback::Integer(0)),
     Key::of(
         "gap_indices",
         Shape::Integers { min: 0 },
-        "Positions in each load, counted from 0, that fail whatever their keys are",
+        "Positions in each load, from 0, that fail whatever their keys are",
     ),
     Key::of(
         "gap_tail_ratios",
@@ -64,14 +64,14 @@ const KEYS: &[Key] = &[
     Key::of(
         "faults",
         Shape::Tables(rule::KEYS),
-        "What else goes wrong, asked in this order; what one of them struck the next ones do not see",
+        "Further faults, applied in this order; an object with a fault is not seen by later rules",
     ),
 ];
 
 /// The type `fault_inject`.
 pub const FAULT_INJECT: AdapterType = AdapterType::new(
     "fault_inject",
-    "Another adapter of which some loads fail, always the same ones, and whatever else is asked for; for tests",
+    "Another adapter with injected faults: some loads fail, always the same ones, and whatever else is configured; for tests",
     KEYS,
     open,
 )
@@ -97,30 +97,30 @@ fn open(config: &AdapterConfig, registry: &Registry) -> Result<Arc<dyn Adapter>,
         adapter = inner.kind(),
         ?pattern,
         ?rules,
-        "things will go wrong, as fault_inject is configured"
+        "injecting faults, as fault_inject is configured"
     );
     Ok(Arc::new(Faulty::new(inner, pattern, rules)))
 }
 
-/// An adapter that fails the loads of a [`Pattern`], and goes wrong by [`Rule`]s.
+/// Adapter that fails the loads of a [`Pattern`] and injects the faults of [`Rule`]s.
 pub struct Faulty {
     inner: Arc<dyn Adapter>,
     pattern: Pattern,
-    rules: Vec<Dice>,
+    rules: Vec<RuleState>,
     failed: AtomicU64,
-    /// Has no permits: who waits for one stalls until the adapter is closed.
+    /// Without permits: a call that waits for one stalls until the adapter is closed.
     stalled: Semaphore,
 }
 
 impl Faulty {
-    /// Lets things of `inner` go wrong. Rules draw from the pattern's seed.
+    /// Returns `inner` with injected faults. Rules use the pattern's seed.
     #[must_use]
     pub fn new(inner: Arc<dyn Adapter>, pattern: Pattern, rules: Vec<Rule>) -> Self {
         let rules = (0..).zip(rules);
         Self {
             inner,
             rules: rules
-                .map(|(place, rule)| Dice::new(rule, pattern.seed, place))
+                .map(|(place, rule)| RuleState::new(rule, pattern.seed, place))
                 .collect(),
             pattern,
             failed: AtomicU64::new(0),
@@ -128,7 +128,7 @@ impl Faulty {
         }
     }
 
-    /// Goes through what happens before a call is made. An error is the answer to all of it.
+    /// Applies the faults before a call. An error is the answer to the whole call.
     async fn begin(
         &self,
         operation: Operation,
@@ -150,7 +150,7 @@ impl Faulty {
         }
     }
 
-    /// A call with an answer for each of its items.
+    /// Runs a call with one answer per item.
     async fn each<I, T>(
         &self,
         operation: Operation,
@@ -163,12 +163,12 @@ impl Faulty {
             Ok(plan) => plan,
             Err(error) => return (0..count).map(|_| Err(error.clone())).collect(),
         };
-        let asked = call(&plan, plan.asked(items)).await;
+        let answers = call(&plan, plan.sent(items)).await;
         pause(plan.after).await;
-        plan.answers(asked, name)
+        plan.answers(answers, name)
     }
 
-    /// A call with one answer.
+    /// Runs a call with one answer.
     async fn whole<T>(
         &self,
         operation: Operation,
@@ -195,10 +195,10 @@ impl Adapter for Faulty {
 
     fn capabilities(&self) -> Capabilities {
         let inner = self.inner.capabilities();
-        // What the adapter inside has compared is harmed afterwards, or was before it saw it.
-        let harms = |dice: &Dice| matches!(dice.rule.wrong, Wrong::Harm(_));
+        // Bytes that the inner adapter verifies are corrupted after or before that.
+        let corruptions = |rule: &RuleState| matches!(rule.rule.fault, Fault::Corruption(_));
         Capabilities {
-            verifies: inner.verifies && !self.rules.iter().any(harms),
+            verifies: inner.verifies && !self.rules.iter().any(corruptions),
             ..inner
         }
     }
@@ -207,14 +207,16 @@ impl Adapter for Faulty {
         let call = async |plan: &Plan, batch: Vec<StoreItem>| {
             let mut failed = Vec::new();
             let mut altered = Vec::with_capacity(batch.len());
-            let harms = plan.harms();
-            for (at, (item, harm)) in batch.into_iter().zip(harms).enumerate() {
-                match harm {
+            let corruptions = plan.corruptions();
+            for (at, (item, corruption)) in batch.into_iter().zip(corruptions).enumerate() {
+                match corruption {
                     None => altered.push(item),
-                    Some((harm, draw)) => match harm::to_store(item, harm, draw) {
-                        Ok(item) => altered.push(item),
-                        Err(error) => failed.push((at, error)),
-                    },
+                    Some((corruption, draw)) => {
+                        match corruption::corrupt_store(item, corruption, draw) {
+                            Ok(item) => altered.push(item),
+                            Err(error) => failed.push((at, error)),
+                        }
+                    }
                 }
             }
             let mut results = self.inner.store(altered).await;
@@ -245,10 +247,12 @@ impl Adapter for Faulty {
         let call = async |plan: &Plan, batch: Vec<LoadItem>| {
             let buffers: Vec<_> = batch.iter().map(|item| item.to.clone()).collect();
             let mut results = self.inner.load(batch).await;
-            for ((result, to), harm) in results.iter_mut().zip(buffers).zip(plan.harms()) {
-                if let (Ok(_), Some((harm, draw))) = (&result, harm) {
-                    let harmed = harm::loaded(&to, harm, draw);
-                    *result = harmed.map(|()| Loaded { verified: false });
+            for ((result, to), corruption) in
+                results.iter_mut().zip(buffers).zip(plan.corruptions())
+            {
+                if let (Ok(_), Some((corruption, draw))) = (&result, corruption) {
+                    let corrupted = corruption::corrupt_loaded(&to, corruption, draw);
+                    *result = corrupted.map(|()| Loaded { verified: false });
                 }
             }
             results
@@ -269,7 +273,7 @@ impl Adapter for Faulty {
         Box::pin(async move {
             let call = async |_: &Plan, keys| self.inner.delete(keys).await;
             let deleted = self.each(Operation::Delete, "delete", keys, call).await;
-            // That it was not there is no error of a delete.
+            // For a delete, a missing object is no error.
             let one = |result: Result<bool, L2Error>| match result {
                 Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
                 result => result,
@@ -294,11 +298,7 @@ impl Adapter for Faulty {
     }
 
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
-        Box::pin(self.whole(
-            Operation::Free,
-            "question for room",
-            self.inner.free_bytes(),
-        ))
+        Box::pin(self.whole(Operation::Free, "free bytes", self.inner.free_bytes()))
     }
 
     fn check(&self) -> BoxFuture<'_, ()> {
@@ -315,7 +315,7 @@ impl Adapter for Faulty {
             "gap_indices": self.pattern.gap_indices,
             "gap_tail_ratios": self.pattern.gap_tail_ratios,
             "failed_loads": self.failed.load(Ordering::Relaxed),
-            "faults": self.rules.iter().map(Dice::report).collect::<Vec<_>>(),
+            "faults": self.rules.iter().map(RuleState::report).collect::<Vec<_>>(),
         });
         status
     }

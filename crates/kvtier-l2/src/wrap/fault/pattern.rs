@@ -1,18 +1,18 @@
-//! Which loads fail: by key and by position, never by chance.
+//! Failing loads by key and position, without randomness.
 
 use blake2::digest::consts::U8;
 use blake2::{Blake2b, Digest};
 use kvtier_core::object_key::ObjectKey;
 
-/// Parts that a rate is counted in.
+/// Resolution of a rate.
 const PARTS: u64 = 1_000_000;
 
-/// Which loads fail. The same keys and positions as LMCache 0.5.6's `fault_inject` chooses.
+/// Pattern of failing loads: the same keys and positions as LMCache 0.5.6's `fault_inject`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Pattern {
-    /// Part of all keys, from 0 to 1.
+    /// Fraction of all keys, from 0 to 1.
     pub rate: f64,
-    /// Which keys these are.
+    /// Seed that chooses these keys.
     pub seed: i64,
     /// Positions in a load, from 0.
     pub gap_indices: Vec<i64>,
@@ -21,7 +21,7 @@ pub struct Pattern {
 }
 
 impl Pattern {
-    /// Whether each key of a load fails, in its order.
+    /// Returns whether each key of a load fails, in order.
     pub fn failing<'a>(&self, keys: impl ExactSizeIterator<Item = &'a ObjectKey>) -> Vec<bool> {
         let mut failing = vec![false; keys.len()];
         let by_index = self
@@ -30,7 +30,7 @@ impl Pattern {
             .filter_map(|at| usize::try_from(*at).ok());
         let last = keys.len().saturating_sub(1) as f64;
         let by_ratio = self.gap_tail_ratios.iter();
-        // As Python rounds: halves go to the even side.
+        // Python's rounding: half to even.
         let by_ratio = by_ratio.map(|ratio| ((1.0 - ratio) * last).round_ties_even() as usize);
         for at in by_index.chain(by_ratio) {
             if let Some(fails) = failing.get_mut(at) {

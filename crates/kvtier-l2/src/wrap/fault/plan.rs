@@ -1,35 +1,35 @@
-//! What the rules do to one call.
+//! Faults of one call, as the rules decide them.
 
 use std::time::Duration;
 
-use super::rule::{Dice, Harm, Operation, Wrong};
+use super::rule::{Corruption, Fault, Operation, RuleState};
 use crate::error::{ErrorKind, L2Error};
 
-/// What happens to one object.
+/// Fault of one object.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Fault {
+pub(super) enum ObjectFault {
     Fail(ErrorKind),
-    /// With a random number.
-    Harm(Harm, u64),
+    /// With the random number that chooses the bit.
+    Corruption(Corruption, u64),
 }
 
-/// What happens to one call.
+/// Faults of one call.
 #[derive(Debug)]
 pub(super) struct Plan {
     pub stalls: bool,
-    /// Until it is made.
+    /// Delay before it is sent.
     pub before: Duration,
-    /// From then until it is answered.
+    /// Delay before it is answered.
     pub after: Duration,
-    /// What happens to each of its objects.
-    pub objects: Vec<Option<Fault>>,
-    /// The error that all of it fails with.
+    /// Fault per object.
+    pub objects: Vec<Option<ObjectFault>>,
+    /// Error of the whole call.
     pub whole: Option<ErrorKind>,
 }
 
 impl Plan {
-    /// Asks the rules in their order; what one of them struck the next ones do not see.
-    pub(super) fn new(rules: &[Dice], operation: Operation, objects: usize) -> Self {
+    /// Applies the rules in order; an object with a fault is not seen by later rules.
+    pub(super) fn new(rules: &[RuleState], operation: Operation, objects: usize) -> Self {
         let mut plan = Self {
             stalls: false,
             before: Duration::ZERO,
@@ -37,62 +37,64 @@ impl Plan {
             objects: vec![None; objects],
             whole: None,
         };
-        for dice in rules.iter().filter(|dice| dice.rule.is_about(operation)) {
-            // The others do not see what comes to nothing.
+        for rule in rules.iter().filter(|rule| rule.rule.is_about(operation)) {
+            // Later rules do not see a call that stalls.
             if plan.stalls {
                 break;
             }
-            let strikes = || dice.strikes().is_some();
-            match dice.rule.wrong {
-                Wrong::Stall => plan.stalls |= strikes(),
-                Wrong::Delay(wait) if strikes() => plan.before += wait.of(objects),
-                Wrong::Late(wait) if strikes() => plan.after += wait.of(objects),
-                Wrong::Delay(_) | Wrong::Late(_) => {}
-                Wrong::Fail(kind) if fails_whole(operation, kind) => {
+            let strikes = || rule.strikes().is_some();
+            match rule.rule.fault {
+                Fault::Stall => plan.stalls |= strikes(),
+                Fault::Delay(wait) if strikes() => plan.before += wait.of(objects),
+                Fault::Late(wait) if strikes() => plan.after += wait.of(objects),
+                Fault::Delay(_) | Fault::Late(_) => {}
+                Fault::Fail(kind) if fails_whole(operation, kind) => {
                     if plan.whole.is_none() && strikes() {
                         plan.whole = Some(kind);
                     }
                 }
                 _ if plan.whole.is_some() => {}
-                Wrong::Fail(kind) => plan.each(dice, |_| Fault::Fail(kind)),
-                Wrong::Harm(harm) => plan.each(dice, |draw| Fault::Harm(harm, draw)),
+                Fault::Fail(kind) => plan.each(rule, |_| ObjectFault::Fail(kind)),
+                Fault::Corruption(corruption) => {
+                    plan.each(rule, |draw| ObjectFault::Corruption(corruption, draw))
+                }
             }
         }
         plan
     }
 
-    fn each(&mut self, dice: &Dice, fault: impl Fn(u64) -> Fault) {
+    fn each(&mut self, rule: &RuleState, fault: impl Fn(u64) -> ObjectFault) {
         for object in self.objects.iter_mut().filter(|object| object.is_none()) {
-            *object = dice.strikes().map(&fault);
+            *object = rule.strikes().map(&fault);
         }
     }
 
-    /// The items that are asked for.
-    pub(super) fn asked<T>(&self, items: Vec<T>) -> Vec<T> {
+    /// Returns the items that are sent.
+    pub(super) fn sent<T>(&self, items: Vec<T>) -> Vec<T> {
         let faults = self.objects.iter().zip(items);
-        let asked = faults.filter(|(fault, _)| !matches!(fault, Some(Fault::Fail(_))));
-        asked.map(|(_, item)| item).collect()
+        let sent = faults.filter(|(fault, _)| !matches!(fault, Some(ObjectFault::Fail(_))));
+        sent.map(|(_, item)| item).collect()
     }
 
-    /// What happens to the bytes of each item that is asked for.
-    pub(super) fn harms(&self) -> Vec<Option<(Harm, u64)>> {
-        let harm = |fault: Option<Fault>| match fault {
-            Some(Fault::Harm(harm, draw)) => Some((harm, draw)),
+    /// Returns the corruption of each item that is sent.
+    pub(super) fn corruptions(&self) -> Vec<Option<(Corruption, u64)>> {
+        let corruption = |fault: Option<ObjectFault>| match fault {
+            Some(ObjectFault::Corruption(corruption, draw)) => Some((corruption, draw)),
             _ => None,
         };
-        self.asked(self.objects.iter().copied().map(harm).collect())
+        self.sent(self.objects.iter().copied().map(corruption).collect())
     }
 
-    /// The answers for all items, given those for the items that were asked for.
+    /// Returns the answers for all items, given those for the items that were sent.
     pub(super) fn answers<T>(
         &self,
-        asked: Vec<Result<T, L2Error>>,
+        answers: Vec<Result<T, L2Error>>,
         operation: &str,
     ) -> Vec<Result<T, L2Error>> {
-        let mut asked = asked.into_iter();
-        let one = |fault: &Option<Fault>| match fault {
-            Some(Fault::Fail(kind)) => Err(error(*kind, operation)),
-            _ => asked.next().unwrap_or_else(|| {
+        let mut answers = answers.into_iter();
+        let one = |fault: &Option<ObjectFault>| match fault {
+            Some(ObjectFault::Fail(kind)) => Err(error(*kind, operation)),
+            _ => answers.next().unwrap_or_else(|| {
                 let line = "fault_inject: the adapter gave no result";
                 Err(L2Error::new(ErrorKind::Refused, line))
             }),
@@ -101,7 +103,7 @@ impl Plan {
     }
 }
 
-/// Whether an operation has one answer for all of its objects.
+/// Whether the error fails all objects of a call.
 fn fails_whole(operation: Operation, kind: ErrorKind) -> bool {
     match operation {
         Operation::Store | Operation::Load | Operation::Delete => false,
@@ -110,7 +112,7 @@ fn fails_whole(operation: Operation, kind: ErrorKind) -> bool {
     }
 }
 
-/// The error of what fails on purpose.
+/// Error of an injected failure.
 pub(super) fn error(kind: ErrorKind, operation: &str) -> L2Error {
     let line = format!(
         "fault_inject: this {operation} fails on purpose ({})",

@@ -1,16 +1,16 @@
-//! Which calls and objects go wrong, in which way, and how often.
+//! Rules of injected faults: kind, operation and frequency.
 
 use std::iter;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use kvtier_core::random::SplitMix64;
 use serde_json::{Value, json};
 
 use crate::config::{ConfigError, Fallback, Interval, Key, Options, Shape, one_of};
 use crate::error::ErrorKind;
-use crate::wrap::random;
 
-/// What an adapter is asked for.
+/// Operation of an adapter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     /// Stores.
@@ -23,85 +23,84 @@ pub enum Operation {
     Delete,
     /// Listings, and the recovery after a start.
     List,
-    /// How much room there is.
+    /// The free bytes.
     Free,
 }
 
-/// What happens to the bytes of an object.
+/// Corruption of the bytes of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Harm {
-    /// The second half is missing: it is not stored, or other bytes are loaded for it.
+pub enum Corruption {
+    /// The second half is not stored, or is loaded with other bytes.
     Short,
-    /// One byte more is stored.
+    /// An additional byte is stored.
     Long,
     /// One bit is flipped.
     Corrupt,
 }
 
-/// A time that does not depend on the machine, so that it can be read off a configuration.
+/// Delay that depends only on the configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Wait {
-    /// For each call.
+    /// Per call.
     pub call: Duration,
-    /// For each of its objects.
+    /// Per object of a call.
     pub object: Duration,
 }
 
-/// No call waits longer than this.
-const LONGEST: Duration = Duration::from_millis(LONGEST_MS as u64);
-const LONGEST_MS: i64 = 60 * 60 * 1000;
+/// Longest delay of a call.
+const MAX_DELAY: Duration = Duration::from_millis(MAX_DELAY_MS as u64);
+const MAX_DELAY_MS: i64 = 60 * 60 * 1000;
 
 impl Wait {
-    /// For a call of so many objects.
+    /// Returns the delay of a call of `objects` objects.
     pub(super) fn of(self, objects: usize) -> Duration {
         let objects = u32::try_from(objects).unwrap_or(u32::MAX);
         let whole = self
             .call
             .saturating_add(self.object.saturating_mul(objects));
-        whole.min(LONGEST)
+        whole.min(MAX_DELAY)
     }
 }
 
-/// What goes wrong.
+/// Kind of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wrong {
-    /// Objects are not asked for, and answered with this. Not found is a miss of a lookup; any other error fails it
-    /// whole.
+pub enum Fault {
+    /// Objects are not sent and fail with this error. In a lookup, `NotFound` is a miss; other errors fail all of it.
     Fail(ErrorKind),
-    /// Calls are made later.
+    /// Calls are sent later.
     Delay(Wait),
-    /// Calls are made at once and answered later.
+    /// Calls are sent at once and answered later.
     Late(Wait),
-    /// Calls are never made, and not answered before the adapter is closed.
+    /// Calls are never sent, and answered when the adapter is closed.
     Stall,
-    /// Objects are harmed.
-    Harm(Harm),
+    /// Objects are corrupted.
+    Corruption(Corruption),
 }
 
-/// One fault of an adapter.
+/// Rule of one injected fault.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rule {
-    /// Of what; `None` is everything that `wrong` is possible for.
+    /// Affected operation; `None` is each one for which the fault is possible.
     pub operation: Option<Operation>,
-    /// What goes wrong.
-    pub wrong: Wrong,
-    /// It begins after so many.
+    /// Kind of the fault.
+    pub fault: Fault,
+    /// Number of events that pass first.
     pub after: u64,
-    /// Every so many of those that follow, at least 1.
+    /// Period among those that follow, at least 1.
     pub every: u64,
-    /// Part of those, above 0, at most 1.
+    /// Probability for those, above 0, at most 1.
     pub rate: f64,
-    /// It ends after so many faults.
+    /// Number of faults after which it ends.
     pub limit: Option<u64>,
 }
 
 impl Rule {
-    /// Always.
+    /// Returns a rule that always applies.
     #[must_use]
-    pub fn new(operation: Option<Operation>, wrong: Wrong) -> Self {
+    pub fn new(operation: Option<Operation>, fault: Fault) -> Self {
         Self {
             operation,
-            wrong,
+            fault,
             after: 0,
             every: 1,
             rate: 1.0,
@@ -109,20 +108,22 @@ impl Rule {
         }
     }
 
-    fn is_possible(wrong: Wrong, operation: Operation) -> bool {
+    fn is_possible(fault: Fault, operation: Operation) -> bool {
         use Operation::{Delete, Load, Lookup, Store};
-        match wrong {
-            Wrong::Fail(ErrorKind::NotFound) => matches!(operation, Lookup | Load | Delete),
-            Wrong::Harm(Harm::Long) => operation == Store,
-            Wrong::Harm(Harm::Short | Harm::Corrupt) => matches!(operation, Store | Load),
+        match fault {
+            Fault::Fail(ErrorKind::NotFound) => matches!(operation, Lookup | Load | Delete),
+            Fault::Corruption(Corruption::Long) => operation == Store,
+            Fault::Corruption(Corruption::Short | Corruption::Corrupt) => {
+                matches!(operation, Store | Load)
+            }
             _ => true,
         }
     }
 
-    /// Whether it is about this.
+    /// Whether it applies to this operation.
     pub(super) fn is_about(&self, operation: Operation) -> bool {
         let meant = self.operation.is_none_or(|meant| meant == operation);
-        meant && Self::is_possible(self.wrong, operation)
+        meant && Self::is_possible(self.fault, operation)
     }
 }
 
@@ -145,20 +146,20 @@ const ERRORS: &[ErrorKind] = &[
     ErrorKind::Refused,
 ];
 
-/// The keys of a rule.
+/// Keys of a rule.
 pub(super) const KEYS: &[Key] = &[
     Key::of(
         "kind",
         Shape::OneOf(&["fail", "delay", "late", "stall", "short", "long", "corrupt"]),
-        "What goes wrong: an object is not asked for and fails; a call is made later, or answered later, or never answered \
-         until the adapter is closed; an object lacks its second half, has a byte more, has one bit flipped",
+        "Kind of the fault: an object is not sent and fails; a call is sent later, or answered later, or not answered \
+         until the adapter is closed; an object lacks its second half, has an additional byte, has one bit flipped",
     )
     .required(),
     Key::of(
         "operation",
         Shape::OneOf(&["any", "store", "lookup", "load", "delete", "list", "free"]),
-        "Of what; any is each one that it is possible for. list is also the recovery after a start, free is how much room \
-         there is",
+        "Affected operation; any is each one for which the fault is possible. list is also the recovery after a start, free \
+         the query of the free bytes",
     )
     .or(Fallback::Text("any")),
     Key::of(
@@ -172,25 +173,25 @@ pub(super) const KEYS: &[Key] = &[
             "busy",
             "refused",
         ]),
-        "For fail: with which error, unset is unavailable. not_found is a miss; a lookup with another one fails whole",
+        "For fail: the error, unset is unavailable. not_found is a miss; with other errors a lookup fails for all its objects",
     ),
-    Key::integer("delay_ms", 0, LONGEST_MS, "For delay and late: how long").unit("ms"),
+    Key::integer("delay_ms", 0, MAX_DELAY_MS, "For delay and late: the delay per call").unit("ms"),
     Key::integer(
         "object_delay_ms",
         0,
-        LONGEST_MS,
-        "For delay and late: how long for each object of the call on top; all together an hour at most",
+        MAX_DELAY_MS,
+        "For delay and late: the additional delay per object of the call; an hour at most in all",
     )
     .unit("ms"),
-    Key::integer("after", 0, i64::MAX, "So many pass first").or(Fallback::Integer(0)),
-    Key::integer("every", 1, i64::MAX, "Only each so-many-th of those after").or(Fallback::Integer(1)),
+    Key::integer("after", 0, i64::MAX, "Number of calls or objects that pass first").or(Fallback::Integer(0)),
+    Key::integer("every", 1, i64::MAX, "Only every n-th of those that follow").or(Fallback::Integer(1)),
     Key::number(
         "rate",
         Interval::above(0.0).up_to(1.0),
-        "Only this part of those, drawn from seed: the same ones in each run with the same calls",
+        "Only this fraction of those, drawn from seed: the same ones in each run with the same calls",
     )
     .or(Fallback::Number(1.0)),
-    Key::integer("limit", 1, i64::MAX, "So many faults, then no more; unset is no end"),
+    Key::integer("limit", 1, i64::MAX, "Number of faults after which the rule ends; unset is unlimited"),
 ];
 
 impl Rule {
@@ -205,20 +206,20 @@ impl Rule {
             let found = known.find(|kind| Some(kind.name()) == name);
             found.copied().unwrap_or(ErrorKind::Unavailable)
         };
-        let wrong = match kind {
-            "delay" => Wrong::Delay(wait()),
-            "late" => Wrong::Late(wait()),
-            "stall" => Wrong::Stall,
-            "short" => Wrong::Harm(Harm::Short),
-            "long" => Wrong::Harm(Harm::Long),
-            "corrupt" => Wrong::Harm(Harm::Corrupt),
-            _ => Wrong::Fail(error(options.find("error"))),
+        let fault = match kind {
+            "delay" => Fault::Delay(wait()),
+            "late" => Fault::Late(wait()),
+            "stall" => Fault::Stall,
+            "short" => Fault::Corruption(Corruption::Short),
+            "long" => Fault::Corruption(Corruption::Long),
+            "corrupt" => Fault::Corruption(Corruption::Corrupt),
+            _ => Fault::Fail(error(options.find("error"))),
         };
-        let waits = match wrong {
-            Wrong::Delay(wait) | Wrong::Late(wait) => Some(wait),
+        let waits = match fault {
+            Fault::Delay(wait) | Fault::Late(wait) => Some(wait),
             _ => None,
         };
-        if !matches!(wrong, Wrong::Fail(_)) && options.find::<&str>("error").is_some() {
+        if !matches!(fault, Fault::Fail(_)) && options.find::<&str>("error").is_some() {
             return Err(
                 options.refuse("error", &format!("none with kind {kind:?}, only with fail"))
             );
@@ -236,15 +237,15 @@ impl Rule {
         let name: &str = options.get("operation");
         let operation = OPERATIONS.iter().find(|(known, _)| *known == name);
         let operation = operation.map(|(_, operation)| *operation);
-        if operation.is_some_and(|operation| !Self::is_possible(wrong, operation)) {
+        if operation.is_some_and(|operation| !Self::is_possible(fault, operation)) {
             let possible = OPERATIONS
                 .iter()
-                .filter(|(_, operation)| Self::is_possible(wrong, *operation));
+                .filter(|(_, operation)| Self::is_possible(fault, *operation));
             let possible: Vec<_> = iter::once("any")
                 .chain(possible.map(|(name, _)| *name))
                 .collect();
-            let error = match wrong {
-                Wrong::Fail(kind) => format!(" and error {:?}", kind.name()),
+            let error = match fault {
+                Fault::Fail(kind) => format!(" and error {:?}", kind.name()),
                 _ => String::new(),
             };
             let allowed = format!("{} with kind {kind:?}{error}", one_of(&possible));
@@ -252,7 +253,7 @@ impl Rule {
         }
         Ok(Self {
             operation,
-            wrong,
+            fault,
             after: options.get("after"),
             every: options.get("every"),
             rate: options.get("rate"),
@@ -261,33 +262,32 @@ impl Rule {
     }
 }
 
-/// A rule and what it has done. Nothing of it depends on time, so the same calls in the same order meet the same
-/// faults.
+/// A rule and its counters. Nothing depends on time, so the same calls in the same order have the same faults.
 #[derive(Debug)]
-pub(super) struct Dice {
+pub(super) struct RuleState {
     pub rule: Rule,
     seed: u64,
     seen: AtomicU64,
     done: AtomicU64,
 }
 
-impl Dice {
-    /// `place` is that of the rule among others of the same seed.
+impl RuleState {
+    /// Returns the state of a rule; `place` is its position among those of the same seed.
     pub(super) fn new(rule: Rule, seed: i64, place: u64) -> Self {
         Self {
             rule,
-            seed: random(seed.cast_unsigned(), place),
+            seed: SplitMix64::nth(seed.cast_unsigned(), place),
             seen: AtomicU64::new(0),
             done: AtomicU64::new(0),
         }
     }
 
-    /// Whether the next one goes wrong; a random number for what happens to it.
+    /// Returns a random number if the next event has the fault.
     pub(super) fn strikes(&self) -> Option<u64> {
         let rule = &self.rule;
         let number = self.seen.fetch_add(1, Ordering::Relaxed);
         let turn = number.checked_sub(rule.after)? + 1;
-        let drawn = random(self.seed, number);
+        let drawn = SplitMix64::nth(self.seed, number);
         let hit = turn.is_multiple_of(rule.every.max(1))
             && (rule.rate >= 1.0 || (drawn as f64) < rule.rate * u64::MAX as f64);
         let one_more = |done| {
@@ -299,20 +299,20 @@ impl Dice {
             self.done
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more)
         });
-        // Other bits than those that decided.
-        matches!(counted, Some(Ok(_))).then(|| random(drawn, 0))
+        // Other bits than those of the decision.
+        matches!(counted, Some(Ok(_))).then(|| SplitMix64::nth(drawn, 0))
     }
 
-    /// For `/status`.
+    /// Returns its part of `/status`.
     pub(super) fn report(&self) -> Value {
-        let kind = match self.rule.wrong {
-            Wrong::Fail(_) => "fail",
-            Wrong::Delay(_) => "delay",
-            Wrong::Late(_) => "late",
-            Wrong::Stall => "stall",
-            Wrong::Harm(Harm::Short) => "short",
-            Wrong::Harm(Harm::Long) => "long",
-            Wrong::Harm(Harm::Corrupt) => "corrupt",
+        let kind = match self.rule.fault {
+            Fault::Fail(_) => "fail",
+            Fault::Delay(_) => "delay",
+            Fault::Late(_) => "late",
+            Fault::Stall => "stall",
+            Fault::Corruption(Corruption::Short) => "short",
+            Fault::Corruption(Corruption::Long) => "long",
+            Fault::Corruption(Corruption::Corrupt) => "corrupt",
         };
         let mut names = OPERATIONS.iter();
         let name = names.find(|(_, operation)| Some(*operation) == self.rule.operation);

@@ -5,7 +5,7 @@ use tokio::time::{Duration, Instant};
 
 use super::*;
 use crate::conformance::{self, Memory, content, object};
-use crate::mock::{Mock, Shelf};
+use crate::mock::{MemoryStore, Mock};
 
 fn open_json(config: Value) -> Arc<dyn Adapter> {
     let registry = Registry::built_in();
@@ -16,7 +16,7 @@ fn around_mock() -> Value {
     json!({"type": "fault_inject", "inner": {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100}})
 }
 
-/// What a lookup and a load of some objects say, once they were stored.
+/// Returns the results of a lookup and a load of stored objects.
 async fn there_and_loaded(
     adapter: &dyn Adapter,
     count: u64,
@@ -47,7 +47,7 @@ async fn there_and_loaded(
 }
 
 #[tokio::test]
-async fn faults_are_only_seen_by_loads() {
+async fn pattern_fails_loads_only() {
     let mut config = around_mock();
     config["gap_indices"] = json!([2]);
     let adapter = open_json(config);
@@ -61,7 +61,7 @@ async fn faults_are_only_seen_by_loads() {
 }
 
 #[tokio::test]
-async fn the_same_keys_fail_each_time_and_others_by_another_seed() {
+async fn failing_keys_depend_on_seed_only() {
     let mut failed = Vec::new();
     for seed in [1, 1, 2] {
         let mut config = around_mock();
@@ -80,7 +80,7 @@ async fn the_same_keys_fail_each_time_and_others_by_another_seed() {
 }
 
 #[test]
-fn the_inner_adapter_is_checked_too() {
+fn inner_configuration_is_checked() {
     let mut config = around_mock();
     config["inner"]["max_size_gb"] = json!(-1);
     let line = Registry::built_in().parse(&config).unwrap_err().to_string();
@@ -93,9 +93,9 @@ fn the_inner_adapter_is_checked_too() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_faults_it_conforms() {
     conformance::run(|| {
-        let shelf = Arc::new(Shelf::new(1 << 30));
+        let store = Arc::new(MemoryStore::new(1 << 30));
         move || {
-            let mock = Mock::new(shelf.clone(), 1e11);
+            let mock = Mock::new(store.clone(), 1e11);
             async move { Arc::new(Faulty::new(Arc::new(mock), Pattern::default(), Vec::new())) as _ }
         }
     })
@@ -136,7 +136,7 @@ fn kinds<T>(results: &[Result<T, L2Error>]) -> Vec<Option<ErrorKind>> {
     results.iter().map(kind).collect()
 }
 
-/// What was loaded for object `number`, and what should have been.
+/// Returns the bytes loaded for object `number`, and the right ones.
 async fn loaded_bytes(adapter: &dyn Adapter, memory: &Memory, number: u64) -> (Vec<u8>, Vec<u8>) {
     let items = loads(memory, number..number + 1);
     let to = items[0].to.clone();
@@ -207,7 +207,7 @@ async fn chosen_operations_fail_with_the_chosen_error() {
 }
 
 #[tokio::test]
-async fn any_is_each_operation_that_it_is_possible_for() {
+async fn any_operation_means_each_possible_one() {
     let memory = Memory::new(1 << 20);
     let adapter = bare(json!([{"kind": "fail", "error": "not_found"}]));
     let stored = adapter.store(stores(&memory, 0..1)).await;
@@ -248,7 +248,7 @@ async fn faults_are_counted_over_calls() {
 }
 
 #[tokio::test]
-async fn a_rate_draws_the_same_ones_in_each_run() {
+async fn rate_is_reproducible() {
     let first = failing(json!({"rate": 0.25}), 4, 400).await;
     assert_eq!(failing(json!({"rate": 0.25}), 8, 400).await, first);
     assert!((70..130).contains(&first.len()), "{} of 400", first.len());
@@ -257,7 +257,7 @@ async fn a_rate_draws_the_same_ones_in_each_run() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_are_made_or_answered_later() {
+async fn delays_apply_before_or_after_the_call() {
     let memory = Memory::new(1 << 20);
     let adapter = bare(json!([
         {"kind": "delay", "operation": "load", "delay_ms": 1000, "object_delay_ms": 10},
@@ -288,7 +288,7 @@ async fn calls_are_made_or_answered_later() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_late_answer_comes_after_the_deadline_and_its_bytes_still_arrive() {
+async fn late_load_still_writes_its_bytes() {
     let memory = Memory::new(1 << 20);
     let mut config = around_mock();
     config["load_timeout_ms"] = json!(100);
@@ -305,7 +305,7 @@ async fn a_late_answer_comes_after_the_deadline_and_its_bytes_still_arrive() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stall_ends_with_its_caller_or_with_the_adapter() {
+async fn stall_ends_with_caller_or_adapter() {
     let memory = Memory::new(1 << 20);
     let adapter = bare(json!([{"kind": "stall", "operation": "load", "limit": 2}]));
     adapter.store(stores(&memory, 0..1)).await;
@@ -325,7 +325,7 @@ async fn a_stall_ends_with_its_caller_or_with_the_adapter() {
 }
 
 #[tokio::test]
-async fn a_bit_is_flipped_in_what_is_loaded_and_not_in_what_is_stored() {
+async fn load_corruption_keeps_the_stored_bytes() {
     let memory = Memory::new(1 << 20);
     let adapter = bare(json!([{"kind": "corrupt", "operation": "load", "limit": 1}]));
     adapter.store(stores(&memory, 0..1)).await;
@@ -336,7 +336,7 @@ async fn a_bit_is_flipped_in_what_is_loaded_and_not_in_what_is_stored() {
 }
 
 #[tokio::test]
-async fn a_bit_is_flipped_in_what_is_stored_and_not_in_l1() {
+async fn store_corruption_keeps_l1() {
     let memory = Memory::new(1 << 20);
     let adapter = bare(json!([{"kind": "corrupt", "operation": "store", "limit": 1}]));
     let items = stores(&memory, 0..2);
@@ -375,7 +375,7 @@ async fn objects_are_stored_too_short_and_too_long() {
 }
 
 #[tokio::test]
-async fn the_second_half_of_a_short_load_is_not_the_objects() {
+async fn short_load_has_wrong_second_half() {
     let memory = Memory::new(1 << 20);
     let adapter = bare(json!([{"kind": "short", "operation": "load"}]));
     adapter.store(stores(&memory, 0..1)).await;
@@ -390,7 +390,7 @@ async fn the_second_half_of_a_short_load_is_not_the_objects() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_by_its_place_and_its_key() {
+fn invalid_rule_is_refused_by_position_and_key() {
     let cases = [
         (
             json!(3),

@@ -1,19 +1,16 @@
-//! The guards around an adapter that does as it is told, in time that passes at will.
-
-mod script;
-
-use std::sync::atomic::Ordering;
+//! Tests of the guards around a scripted adapter, with paused time.
 
 use serde_json::json;
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
+use super::retry::back_off;
 use super::*;
 use crate::conformance::{self, Memory, object, poll_once};
 use crate::error::{ErrorKind, L2Error};
-use crate::mock::{Mock, Shelf};
+use crate::mock::{MemoryStore, Mock};
 use crate::object::LoadItem;
-use script::{Scripted, Step};
+use crate::testing::{Operation, Step, TestAdapter};
 
 fn memory() -> Memory {
     Memory::new(1 << 20)
@@ -53,14 +50,15 @@ const UNAVAILABLE: Option<ErrorKind> = Some(ErrorKind::Unavailable);
 #[tokio::test(start_paused = true)]
 async fn each_lane_has_its_own_deadline() {
     let (memory, began) = (memory(), Instant::now());
-    let script = Scripted::new([Step::Wait, Step::Wait, Step::Wait, Step::Wait, Step::Wait]);
+    let script =
+        TestAdapter::scripted([Step::Wait, Step::Wait, Step::Wait, Step::Wait, Step::Wait]);
     let adapter = guard(script, &bare());
     let error = adapter.lookup(vec![object(1, 1)]).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Deadline);
     assert_eq!(began.elapsed().as_secs(), 1);
     assert_eq!(
         error.to_string(),
-        "scripted: lookup of 1 object: no answer within 1000 ms"
+        "test: lookup of 1 object: no answer within 1000 ms"
     );
     assert_eq!(
         adapter.list(None, 1).await.unwrap_err().kind(),
@@ -83,9 +81,9 @@ async fn each_lane_has_its_own_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_is_given_up_keeps_its_buffers_until_it_ends() {
+async fn timed_out_call_keeps_its_buffers() {
     let memory = memory();
-    let script = Scripted::new([Step::Wait]);
+    let script = TestAdapter::scripted([Step::Wait]);
     let adapter = guard(script.clone(), &bare());
     assert_eq!(load_one(&*adapter, &memory).await, DEADLINE);
     assert!(memory.is_used());
@@ -95,9 +93,9 @@ async fn a_call_that_is_given_up_keeps_its_buffers_until_it_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_items_that_failed_for_a_passing_reason_are_tried_again() {
+async fn only_transient_errors_are_retried() {
     let memory = memory();
-    let script = Scripted::new([
+    let script = TestAdapter::scripted([
         Step::Items(vec![None, UNAVAILABLE, Some(ErrorKind::NotFound), DEADLINE]),
         Step::Items(vec![UNAVAILABLE, Some(ErrorKind::Corrupt)]),
     ]);
@@ -116,14 +114,14 @@ async fn only_items_that_failed_for_a_passing_reason_are_tried_again() {
             Some(ErrorKind::Corrupt)
         ]
     );
-    assert_eq!(script.log(), ["load 1 2 3 4", "load 2 4", "load 2"]);
+    assert_eq!(script.take_log(), ["load 1 2 3 4", "load 2 4", "load 2"]);
     assert_eq!(adapter.status()["retried_items"]["load"], 3);
 }
 
 #[tokio::test(start_paused = true)]
 async fn retries_are_bounded_and_paused_between() {
     let memory = memory();
-    let script = Scripted::new((0..10).map(|_| Step::All(ErrorKind::Unavailable)));
+    let script = TestAdapter::scripted((0..10).map(|_| Step::Fail(ErrorKind::Unavailable)));
     let guards = Guards {
         retries: 3,
         ..bare()
@@ -131,7 +129,7 @@ async fn retries_are_bounded_and_paused_between() {
     let adapter = guard(script.clone(), &guards);
     let began = Instant::now();
     assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
-    assert_eq!(script.log().len(), 4);
+    assert_eq!(script.take_log().len(), 4);
     // 50, 100 and 200 ms, of each at least half.
     let took = began.elapsed().as_millis();
     assert!((175..=353).contains(&took), "{took} ms");
@@ -140,7 +138,7 @@ async fn retries_are_bounded_and_paused_between() {
         .await
         .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert_eq!(script.log(), ["lookup 7 8"; 4]);
+    assert_eq!(script.take_log(), ["lookup 7 8"; 4]);
 }
 
 #[test]
@@ -156,18 +154,10 @@ fn back_off_doubles_within_its_bounds() {
     assert_eq!(back_off(Duration::MAX, 16, 0), Duration::MAX / 2);
 }
 
-#[test]
-fn jitter_is_the_same_for_the_same_seed() {
-    // The first number of splitmix64 from seed 0, as published with it.
-    assert_eq!(random(0, 0), 0xe220_a839_7b1d_cdaf);
-    assert_ne!(random(0, 1), random(0, 0));
-    assert_ne!(random(1, 0), random(0, 0));
-}
-
 #[tokio::test(start_paused = true)]
-async fn a_backend_that_does_not_answer_is_asked_no_more_until_a_probe_succeeds() {
+async fn breaker_pauses_calls_until_probe_succeeds() {
     let memory = memory();
-    let script = Scripted::new((0..5).map(|_| Step::All(ErrorKind::Unavailable)));
+    let script = TestAdapter::scripted((0..5).map(|_| Step::Fail(ErrorKind::Unavailable)));
     let guards = Guards {
         breaker_failures: 5,
         ..bare()
@@ -176,15 +166,18 @@ async fn a_backend_that_does_not_answer_is_asked_no_more_until_a_probe_succeeds(
     for _ in 0..5 {
         assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
     }
-    assert_eq!(script.log().len(), 5);
+    assert_eq!(script.take_log().len(), 5);
     let began = Instant::now();
     let refused = adapter.load(loads(&memory, 2)).await;
     assert_eq!(kinds(&refused), [UNAVAILABLE; 2]);
     assert_eq!(
         refused[0].as_ref().unwrap_err().to_string(),
-        "scripted: load of 2 objects: not tried, as those before were not answered; the next try is in 1000 ms"
+        "test: load of 2 objects: not sent, as earlier calls were not answered; the next try is in 1000 ms"
     );
-    assert_eq!((script.log().len(), began.elapsed()), (0, Duration::ZERO));
+    assert_eq!(
+        (script.take_log().len(), began.elapsed()),
+        (0, Duration::ZERO)
+    );
     let status = adapter.status();
     assert_eq!(status["is_healthy"], false);
     assert_eq!(
@@ -195,28 +188,25 @@ async fn a_backend_that_does_not_answer_is_asked_no_more_until_a_probe_succeeds(
     // Other lanes, and calls for nothing, are not concerned.
     assert!(adapter.lookup(vec![object(1, 1)]).await.is_ok());
     assert!(adapter.load(Vec::new()).await.is_empty());
-    assert_eq!(script.log(), ["lookup 1", "load "]);
+    assert_eq!(script.take_log(), ["lookup 1", "load "]);
 
     // The first probe fails, so the pause doubles.
-    script
-        .steps
-        .lock()
-        .push_front(Step::All(ErrorKind::Unavailable));
+    script.script(Operation::Load, [Step::Fail(ErrorKind::Unavailable)]);
     tokio::time::advance(Duration::from_millis(1000)).await;
     assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
-    assert_eq!(script.log(), ["load 1"]);
+    assert_eq!(script.take_log(), ["load 1"]);
     tokio::time::advance(Duration::from_millis(1999)).await;
     assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
-    assert!(script.log().is_empty());
+    assert!(script.take_log().is_empty());
     tokio::time::advance(Duration::from_millis(1)).await;
-    script.steps.lock().clear();
+    script.clear_script();
     assert_eq!(load_one(&*adapter, &memory).await, None);
     assert_eq!(adapter.status()["breaker"]["load"]["state"], "closed");
     assert_eq!(adapter.status()["is_healthy"], true);
 }
 
 #[tokio::test(start_paused = true)]
-async fn errors_that_are_answers_do_not_open_the_breaker() {
+async fn permanent_errors_do_not_open_the_breaker() {
     let memory = memory();
     let answers = [
         ErrorKind::NotFound,
@@ -226,10 +216,10 @@ async fn errors_that_are_answers_do_not_open_the_breaker() {
     ];
     let partly = || Step::Items(vec![UNAVAILABLE, None]);
     let steps = answers
-        .map(Step::All)
+        .map(Step::Fail)
         .into_iter()
         .chain([partly(), partly()]);
-    let script = Scripted::new(steps);
+    let script = TestAdapter::scripted(steps);
     let guards = Guards {
         breaker_failures: 1,
         ..bare()
@@ -238,14 +228,14 @@ async fn errors_that_are_answers_do_not_open_the_breaker() {
     for _ in 0..6 {
         adapter.load(loads(&memory, 2)).await;
     }
-    assert_eq!(script.log().len(), 6);
+    assert_eq!(script.take_log().len(), 6);
     assert_eq!(adapter.status()["breaker"]["load"]["state"], "closed");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_probe_that_its_caller_drops_is_made_again() {
+async fn dropped_probe_is_repeated() {
     let memory = memory();
-    let script = Scripted::new([Step::All(ErrorKind::Unavailable), Step::Wait]);
+    let script = TestAdapter::scripted([Step::Fail(ErrorKind::Unavailable), Step::Wait]);
     let guards = Guards {
         breaker_failures: 1,
         ..bare()
@@ -258,9 +248,9 @@ async fn a_probe_that_its_caller_drops_is_made_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_under_way_are_bounded_for_each_lane_and_wait_in_order() {
+async fn calls_in_flight_are_limited_per_lane() {
     let memory = memory();
-    let script = Scripted::new((0..8).map(|_| Step::Wait));
+    let script = TestAdapter::scripted((0..8).map(|_| Step::Wait));
     let guards = Guards {
         max_in_flight: 2,
         ..bare()
@@ -281,7 +271,7 @@ async fn calls_under_way_are_bounded_for_each_lane_and_wait_in_order() {
     for _ in 0..20 {
         yield_now().await;
     }
-    assert_eq!(script.log(), ["load 1", "load 2"]);
+    assert_eq!(script.take_log(), ["load 1", "load 2"]);
     assert_eq!(
         adapter.status()["calls"]["load"],
         json!({"in_flight": 2, "waiting": 4})
@@ -294,17 +284,17 @@ async fn calls_under_way_are_bounded_for_each_lane_and_wait_in_order() {
     for _ in 0..20 {
         yield_now().await;
     }
-    assert_eq!(script.log(), ["lookup 9"]);
-    assert_eq!(script.most.load(Ordering::Relaxed), 3);
-    // The third one gives up, so it is not made.
+    assert_eq!(script.take_log(), ["lookup 9"]);
+    assert_eq!(script.max_in_flight(), 3);
+    // The third one times out in the queue, so it is not sent.
     calls[2].abort();
     script.gate.add_permits(10);
     for (at, call) in calls.into_iter().enumerate() {
         assert_eq!(call.await.is_ok(), at != 2);
     }
     assert!(lookup.await.unwrap().is_ok());
-    assert_eq!(script.log(), ["load 4", "load 5", "load 6"]);
-    assert_eq!(script.most.load(Ordering::Relaxed), 3);
+    assert_eq!(script.take_log(), ["load 4", "load 5", "load 6"]);
+    assert_eq!(script.max_in_flight(), 3);
     assert_eq!(
         adapter.status()["calls"]["load"],
         json!({"in_flight": 0, "waiting": 0})
@@ -313,9 +303,9 @@ async fn calls_under_way_are_bounded_for_each_lane_and_wait_in_order() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_its_caller_dropped_keeps_its_place() {
+async fn dropped_call_keeps_its_permit() {
     let memory = memory();
-    let script = Scripted::new([Step::Wait]);
+    let script = TestAdapter::scripted([Step::Wait]);
     let guards = Guards {
         max_in_flight: 1,
         ..bare()
@@ -323,24 +313,24 @@ async fn a_call_that_its_caller_dropped_keeps_its_place() {
     let adapter = guard(script.clone(), &guards);
     assert!(poll_once(adapter.load(loads(&memory, 1))).await.is_none());
     yield_now().await;
-    assert_eq!(script.log(), ["load 1"]);
+    assert_eq!(script.take_log(), ["load 1"]);
     // There is no place, so this one is never made.
     assert_eq!(kinds(&adapter.load(loads(&memory, 2)).await), [DEADLINE; 2]);
-    assert!(script.log().is_empty());
+    assert!(script.take_log().is_empty());
     script.gate.add_permits(1);
     memory.until_unused().await;
     assert_eq!(load_one(&*adapter, &memory).await, None);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_and_a_wrong_number_of_answers_harm_one_call() {
+async fn panic_or_surplus_answer_fails_one_call() {
     let memory = memory();
     let guards = Guards {
         max_in_flight: 1,
         ..bare()
     };
     let adapter = guard(
-        Scripted::new([Step::Panic, Step::Surplus, Step::Surplus]),
+        TestAdapter::scripted([Step::Panic, Step::Surplus, Step::Surplus]),
         &guards,
     );
     let refused = Some(ErrorKind::Refused);
@@ -349,15 +339,15 @@ async fn a_panic_and_a_wrong_number_of_answers_harm_one_call() {
     let lookup = adapter.lookup(vec![object(1, 1)]).await;
     assert_eq!(
         lookup.unwrap_err().to_string(),
-        "scripted: lookup of 1 object: it answered for another number of them"
+        "test: lookup of 1 object: it answered for another number of them"
     );
     assert_eq!(load_one(&*adapter, &memory).await, None);
 }
 
 #[tokio::test(start_paused = true)]
-async fn closing_waits_for_calls_under_way_and_refuses_others() {
+async fn close_waits_for_calls_in_flight() {
     let memory = memory();
-    let script = Scripted::new([Step::Wait]);
+    let script = TestAdapter::scripted([Step::Wait]);
     let adapter = guard(script.clone(), &bare());
     let call = tokio::spawn({
         let (adapter, items) = (adapter.clone(), loads(&memory, 1));
@@ -372,19 +362,19 @@ async fn closing_waits_for_calls_under_way_and_refuses_others() {
     for _ in 0..10 {
         yield_now().await;
     }
-    assert_eq!(script.log(), ["load 1"]);
+    assert_eq!(script.take_log(), ["load 1"]);
     script.gate.add_permits(1);
     closing.await.unwrap();
-    assert_eq!(script.log(), ["close"]);
+    assert_eq!(script.take_log(), ["close"]);
     assert_eq!(kinds(&call.await.unwrap()), [None]);
     assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
-    assert!(script.log().is_empty());
+    assert!(script.take_log().is_empty());
 }
 
 #[tokio::test(start_paused = true)]
 async fn closing_a_stalled_adapter_ends() {
     let memory = memory();
-    let script = Scripted::new([Step::Wait]);
+    let script = TestAdapter::scripted([Step::Wait]);
     let adapter = guard(script.clone(), &bare());
     assert_eq!(load_one(&*adapter, &memory).await, DEADLINE);
     let began = Instant::now();
@@ -395,9 +385,9 @@ async fn closing_a_stalled_adapter_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_busy_backend_is_not_a_late_one() {
+async fn queued_call_is_busy_not_late() {
     let memory = memory();
-    let script = Scripted::new((0..100).map(|_| Step::Wait));
+    let script = TestAdapter::scripted((0..100).map(|_| Step::Wait));
     let guards = Guards {
         max_in_flight: 1,
         breaker_failures: 1,
@@ -439,11 +429,11 @@ async fn a_busy_backend_is_not_a_late_one() {
     assert_eq!(adapter.status()["breaker"]["load"]["state"], "open");
 }
 
-/// An adapter that stalls for good: whoever asks is answered in time, then at once, and few buffers are held.
+/// With an adapter that stalls, calls are answered by the deadline, then at once, and few buffers are held.
 #[tokio::test(start_paused = true)]
-async fn a_stalled_adapter_costs_bounded_time_and_memory() {
+async fn stalled_adapter_holds_bounded_time_and_memory() {
     let memory = memory();
-    let script = Scripted::new((0..1000).map(|_| Step::Wait));
+    let script = TestAdapter::scripted((0..1000).map(|_| Step::Wait));
     let guards = Guards {
         max_in_flight: 2,
         ..Guards::default()
@@ -458,8 +448,8 @@ async fn a_stalled_adapter_costs_bounded_time_and_memory() {
         assert_eq!(load_one(&*adapter, &memory).await, UNAVAILABLE);
     }
     assert_eq!(began.elapsed().as_secs(), 50);
-    assert_eq!(script.log().len(), 2);
-    script.steps.lock().clear();
+    assert_eq!(script.take_log().len(), 2);
+    script.clear_script();
     script.gate.add_permits(2);
     memory.until_unused().await;
     tokio::time::advance(Duration::from_secs(1)).await;
@@ -470,9 +460,9 @@ async fn a_stalled_adapter_costs_bounded_time_and_memory() {
 async fn a_guarded_adapter_conforms() {
     for max_in_flight in [1, 32] {
         conformance::run(|| {
-            let shelf = Arc::new(Shelf::new(1 << 30));
+            let store = Arc::new(MemoryStore::new(1 << 30));
             move || {
-                let mock = Mock::new(shelf.clone(), 1e11);
+                let mock = Mock::new(store.clone(), 1e11);
                 let guards = Guards {
                     max_in_flight,
                     ..Guards::default()

@@ -1,13 +1,19 @@
-//! Limits that hold strictly hold in the backend, whatever fails; and who leaves after a restart.
+//! Strict limits hold in the backend, whatever fails; eviction after a restart.
 
 use std::collections::BTreeMap;
 
-use super::room::begin;
+use super::deletes::begin;
 use super::*;
 use kvtier_core::quota::Grant;
+use kvtier_core::random::SplitMix64;
 use kvtier_l2::tier::TierLease;
 
-fn tier_of(memory: &Arc<Memory>, mode: QuotaMode, limit: Option<u64>, all: Option<u64>) -> Tier {
+fn tier_of(
+    memory: &Arc<TestAdapter>,
+    mode: QuotaMode,
+    limit: Option<u64>,
+    all: Option<u64>,
+) -> Tier {
     let config = TierConfig {
         name: "memory-0".into(),
         capacity_bytes: all.map(|objects| objects * SIZE),
@@ -23,8 +29,8 @@ fn tier_of(memory: &Arc<Memory>, mode: QuotaMode, limit: Option<u64>, all: Optio
     Tier::new(Arc::clone(memory) as _, config)
 }
 
-/// A tier in which no tenant may have more than so many objects.
-fn strict(memory: &Arc<Memory>, limit: u64) -> Tier {
+/// Returns a tier with a strict limit of `limit` objects per tenant.
+fn strict(memory: &Arc<TestAdapter>, limit: u64) -> Tier {
     tier_of(memory, QuotaMode::Strict, Some(limit), None)
 }
 
@@ -48,26 +54,24 @@ async fn find(tier: &Tier, salt: &str, number: u8) -> Option<TierLease> {
     found.as_mut().unwrap().remove(0)
 }
 
-fn has(memory: &Memory, salt: &str) -> Vec<u8> {
+fn has(memory: &TestAdapter, salt: &str) -> Vec<u8> {
     (0..100)
-        .filter(|number| memory.has(&key(*number, salt)))
+        .filter(|number| memory.contains(&key(*number, salt)))
         .collect()
 }
 
-/// What there was before the start, the one that was used longest ago first.
-fn with_old<'a>(objects: impl IntoIterator<Item = (u8, &'a str)>) -> Arc<Memory> {
-    let memory = Memory {
-        recovery: Some(Semaphore::new(0)),
-        ..Memory::default()
-    };
+/// Returns a backend with objects of an earlier run, the least recently used first.
+fn with_old<'a>(objects: impl IntoIterator<Item = (u8, &'a str)>) -> Arc<TestAdapter> {
+    let memory = listing_adapter();
+    memory.always(Operation::Recover, Some(Step::Wait));
     for ((number, salt), used_at) in objects.into_iter().zip(1..) {
-        memory.put(&key(number, salt), LEN as usize, used_at);
+        memory.put(&key(number, salt), LEN, used_at);
     }
     Arc::new(memory)
 }
 
-fn open_recovery(memory: &Memory) {
-    memory.recovery.as_ref().unwrap().add_permits(1);
+fn open_recovery(memory: &TestAdapter) {
+    memory.gate.add_permits(1);
 }
 
 async fn recover(tier: &Tier) {
@@ -75,44 +79,44 @@ async fn recover(tier: &Tier) {
 }
 
 #[tokio::test]
-async fn what_leaves_for_a_strict_limit_is_deleted_before_anything_is_written() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn strict_limit_deletes_victims_before_writing() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = strict(&memory, 3);
     for numbers in [0..3, 3..6, 6..7] {
         let stored = store_of(&tier, &bytes, "a", numbers).await;
         assert!(stored.iter().all(Result::is_ok));
     }
     assert_eq!(has(&memory, "a").len(), 3);
-    assert_eq!(memory.most.lock()["a"], 3 * SIZE);
-    assert_books(&tier, &memory);
+    assert_eq!(memory.peak_bytes("a"), 3 * SIZE);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn what_cannot_be_deleted_counts_for_a_strict_limit_and_for_its_tenant_only() {
+async fn failed_delete_counts_for_its_tenant_only() {
     for kind in [ErrorKind::Unavailable, ErrorKind::Deadline] {
-        let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+        let (memory, bytes) = (test_adapter(), Bytes::new());
         let tier = strict(&memory, 3);
         store_of(&tier, &bytes, "a", 0..3).await;
-        *memory.no_delete.lock() = Some(kind);
+        memory.always(Operation::Delete, Some(Step::Fail(kind)));
         for number in 3..9 {
             let refused = store_of(&tier, &bytes, "a", [number]).await;
             assert_eq!(refused, [Err(ErrorKind::OverQuota)]);
-            assert_books(&tier, &memory);
+            assert_accounting(&tier, &memory);
         }
         // No more than the first had to leave.
         assert_eq!((memory.bytes(), tier.usage().objects), (3 * SIZE, 2));
         let stored = store_of(&tier, &bytes, "b", 0..3).await;
         assert!(stored.iter().all(Result::is_ok));
-        *memory.no_delete.lock() = None;
+        memory.always(Operation::Delete, None);
         assert!(store_of(&tier, &bytes, "a", [9]).await[0].is_ok());
-        assert_eq!(memory.most.lock()["a"], 3 * SIZE);
-        assert_books(&tier, &memory);
+        assert_eq!(memory.peak_bytes("a"), 3 * SIZE);
+        assert_accounting(&tier, &memory);
     }
 }
 
 #[tokio::test]
-async fn of_a_batch_for_which_not_all_can_leave_as_much_is_stored_as_there_is_room_for() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn batch_over_strict_limit_is_stored_in_part() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = strict(&memory, 3);
     store_of(&tier, &bytes, "a", 0..2).await;
     memory.refuse(&key(0, "a"));
@@ -124,74 +128,72 @@ async fn of_a_batch_for_which_not_all_can_leave_as_much_is_stored_as_there_is_ro
         [written, over, over]
     );
     assert_eq!(has(&memory, "a"), [0, 1, 2]);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn what_is_being_deleted_by_name_counts_until_it_is_gone() {
-    let memory = Arc::new(Memory {
-        delete_gate: Some(Semaphore::new(0)),
-        ..Memory::default()
-    });
+async fn delete_by_name_counts_until_answered() {
+    let memory = test_adapter();
+    memory.always(Operation::Delete, Some(Step::Wait));
     let bytes = Bytes::new();
     let tier = strict(&memory, 1);
     store_of(&tier, &bytes, "a", [0]).await;
     let mut deleting = std::pin::pin!(tier.delete(vec![key(0, "a")], false));
     begin(deleting.as_mut()).await;
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
     let mut storing = std::pin::pin!(store_of(&tier, &bytes, "a", [1]));
     begin(storing.as_mut()).await;
     assert_eq!(has(&memory, "a"), [0]);
-    memory.delete_gate.as_ref().unwrap().add_permits(10);
+    memory.gate.add_permits(10);
     let (deleted, stored) = tokio::join!(deleting, storing);
     assert_eq!(
         (deleted, stored[0].is_ok()),
         (vec![Ok(Deleted::Gone)], true)
     );
-    assert_eq!(memory.most.lock()["a"], SIZE);
-    assert_books(&tier, &memory);
+    assert_eq!(memory.peak_bytes("a"), SIZE);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn what_is_to_be_deleted_and_found_beyond_a_limit_is_still_deleted() {
-    let (memory, bytes) = (Arc::new(Memory::shared()), Bytes::new());
+async fn pending_delete_found_over_limit_is_still_deleted() {
+    let (memory, bytes) = (shared_adapter(), Bytes::new());
     let tier = strict(&memory, 2);
     store_of(&tier, &bytes, "a", [0]).await;
     store_of(&tier, &bytes, "a", [1]).await;
-    *memory.no_delete.lock() = Some(ErrorKind::Unavailable);
+    memory.always(Operation::Delete, Some(Step::Fail(ErrorKind::Unavailable)));
     // The first one leaves, and the index is filled by what is held.
     store_of(&tier, &bytes, "a", [2]).await;
-    memory.put(&key(3, "a"), LEN as usize, 0);
+    memory.put(&key(3, "a"), LEN, 0);
     let held = (find(&tier, "a", 1).await, find(&tier, "a", 3).await);
     assert_eq!(tier.usage().objects, 2);
     assert!(find(&tier, "a", 0).await.is_some());
-    assert_books(&tier, &memory);
-    *memory.no_delete.lock() = None;
+    assert_accounting(&tier, &memory);
+    memory.always(Operation::Delete, None);
     tier.evict().await;
     assert_eq!(has(&memory, "a"), [1, 3]);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
     drop(held);
 }
 
 #[tokio::test]
-async fn a_strict_limit_holds_from_the_first_store_after_a_restart() {
+async fn strict_limit_holds_from_first_store_after_restart() {
     let (memory, bytes) = (with_old((0..3).map(|number| (number, "a"))), Bytes::new());
     let tier = strict(&memory, 3);
     let let_go = async {
         tokio::task::yield_now().await;
-        assert_eq!(memory.stores.load(Ordering::Relaxed), 0);
+        assert_eq!(memory.items(Operation::Store), 0);
         open_recovery(&memory);
     };
     let storing = store_of(&tier, &bytes, "a", 10..12);
     let (stored, (), ()) = tokio::join!(storing, recover(&tier), let_go);
     assert!(stored.iter().all(Result::is_ok));
     assert_eq!(has(&memory, "a"), [2, 10, 11]);
-    assert_eq!(memory.most.lock()["a"], 3 * SIZE);
-    assert_books(&tier, &memory);
+    assert_eq!(memory.peak_bytes("a"), 3 * SIZE);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn what_was_found_since_the_start_stays_and_no_pass_takes_it_before_the_oldest_are_known() {
+async fn no_eviction_before_recovery_knows_the_oldest() {
     for mode in [QuotaMode::Soft, QuotaMode::Strict] {
         let memory = with_old((0..8).map(|number| (number, "a")));
         let tier = tier_of(&memory, mode, Some(4), None);
@@ -215,12 +217,12 @@ async fn what_was_found_since_the_start_stays_and_no_pass_takes_it_before_the_ol
             // Below the watermark.
             QuotaMode::Soft => assert_eq!(has(&memory, "a"), [1, 2, 3]),
         }
-        assert_books(&tier, &memory);
+        assert_accounting(&tier, &memory);
     }
 }
 
 #[tokio::test]
-async fn a_capacity_that_is_too_small_at_the_start_leaves_tenants_their_shares() {
+async fn recovery_over_capacity_keeps_reserved_shares() {
     let (a, b) = (
         (0..10).map(|number| (number, "a")),
         (0..20).map(|number| (number, "b")),
@@ -237,12 +239,12 @@ async fn a_capacity_that_is_too_small_at_the_start_leaves_tenants_their_shares()
         recover(&tier).await;
         assert_eq!(has(&memory, "a"), (0..10).collect::<Vec<_>>());
         assert_eq!(has(&memory, "b"), (10..20).collect::<Vec<_>>());
-        assert_books(&tier, &memory);
+        assert_accounting(&tier, &memory);
     }
 }
 
 #[tokio::test]
-async fn a_strict_limit_that_is_too_small_at_the_start_leaves_the_youngest() {
+async fn recovery_over_strict_limit_keeps_the_youngest() {
     for policy in [EvictionKind::IsolatedLru, EvictionKind::Noop] {
         let memory = with_old((0..5).map(|number| (number, "a")));
         open_recovery(&memory);
@@ -254,39 +256,32 @@ async fn a_strict_limit_that_is_too_small_at_the_start_leaves_the_youngest() {
         let tier = Tier::new(Arc::clone(&memory) as _, config);
         recover(&tier).await;
         assert_eq!(has(&memory, "a"), [3, 4]);
-        assert_books(&tier, &memory);
+        assert_accounting(&tier, &memory);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_listing_that_fails_has_not_found_yet_is_not_taken_for_older() {
+async fn objects_missing_in_failed_listing_are_not_older() {
     let memory = with_old([(0, "a"), (1, "a")]);
     open_recovery(&memory);
-    memory
-        .recoveries
-        .lock()
-        .push_back(Some(ErrorKind::Unavailable));
+    memory.script(Operation::Recover, [Step::Fail(ErrorKind::Unavailable)]);
     let tier = tier_of(&memory, QuotaMode::Soft, None, Some(2));
     let later = async {
         tokio::time::sleep(std::time::Duration::from_millis(500)).await;
         assert!(matches!(tier.recovery(), Recovery::Failed(_)));
-        memory.put(&key(2, "a"), LEN as usize, 3);
+        memory.put(&key(2, "a"), LEN, 3);
     };
     tokio::join!(recover(&tier), later);
     assert_eq!(has(&memory, "a"), [1, 2]);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
-/// Numbers that look random, the same for the same seed.
-struct Random(u64);
+/// Random keys and failures.
+struct Random(SplitMix64);
 
 impl Random {
     fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        (mixed ^ (mixed >> 31)) % bound
+        self.0.below(bound)
     }
 
     fn key(&mut self) -> kvtier_core::ObjectKey {
@@ -301,18 +296,18 @@ impl Random {
 }
 
 #[tokio::test]
-async fn whatever_happens_no_tenant_has_more_than_its_strict_limit() {
+async fn strict_limit_holds_in_random_histories() {
     const LIMITS: [(&str, u64); 2] = [("a", 4), ("b", 2)];
     const CAPACITY: u64 = 5;
     let bytes = Bytes::new();
     let (mut written, mut refused) = (0, 0);
     for seed in 0..100 {
-        let mut random = Random(seed);
-        let memory = Arc::new(Memory {
-            recovery: Some(Semaphore::new(1)),
+        let mut random = Random(SplitMix64::new(seed));
+        let memory = Arc::new(adapter_with(Capabilities {
+            list: true,
             shared: seed % 2 == 0,
-            ..Memory::default()
-        });
+            ..Capabilities::default()
+        }));
         let start = async || {
             let all = (seed % 3 == 0).then_some(CAPACITY);
             let tier = tier_of(&memory, QuotaMode::Strict, None, all);
@@ -361,19 +356,21 @@ async fn whatever_happens_no_tenant_has_more_than_its_strict_limit() {
                 }
                 11 => tier.evict().await,
                 12 => tier.evict_over_quota().await,
-                13 => *memory.no_delete.lock() = random.failure(),
-                14 => memory.late.store(random.below(4) == 0, Ordering::Relaxed),
+                13 => memory.always(Operation::Delete, random.failure().map(Step::Fail)),
+                14 => memory.always(
+                    Operation::Store,
+                    (random.below(4) == 0).then_some(Step::Late),
+                ),
                 _ => {
                     held.clear();
                     tier = start().await;
                 }
             }
-            let most = memory.most.lock().clone();
             for (salt, limit) in LIMITS {
-                let at_most = most.get(salt).copied().unwrap_or_default();
+                let peak = memory.peak_bytes(salt);
                 assert!(
-                    memory.bytes_of(salt).max(at_most) <= limit * SIZE,
-                    "seed {seed}, step {step}, kind {what}: {salt} has had {at_most}"
+                    memory.bytes_of(salt).max(peak) <= limit * SIZE,
+                    "seed {seed}, step {step}, kind {what}: {salt} has had {peak}"
                 );
             }
             let is_bounded = seed % 3 == 0;
@@ -384,7 +381,7 @@ async fn whatever_happens_no_tenant_has_more_than_its_strict_limit() {
             assert_eq!(tier.stats().accounting_errors, 0);
         }
         held.clear();
-        *memory.no_delete.lock() = None;
+        memory.always(Operation::Delete, None);
         tier.evict().await;
         let usage = tier.usage().bytes_by_cache_salt;
         let counted: BTreeMap<_, _> = usage.iter().map(|(salt, b)| (&**salt, *b)).collect();
@@ -402,11 +399,11 @@ async fn whatever_happens_no_tenant_has_more_than_its_strict_limit() {
 
 #[tokio::test]
 async fn strict_limit_reports_never_exceed_it_while_a_store_waits() {
-    let memory = Arc::new(Memory {
-        delete_gate: Some(Semaphore::new(0)),
-        store_gate: Some(Semaphore::new(1)),
-        ..Memory::default()
-    });
+    let memory = test_adapter();
+    for operation in [Operation::Delete, Operation::Store] {
+        memory.always(operation, Some(Step::Wait));
+    }
+    memory.gate.add_permits(1);
     let bytes = Bytes::new();
     let tier = tier_of(&memory, QuotaMode::Strict, Some(3), Some(3));
     store_of(&tier, &bytes, "a", 0..3).await;
@@ -424,10 +421,10 @@ async fn strict_limit_reports_never_exceed_it_while_a_store_waits() {
     let mut storing = std::pin::pin!(store_of(&tier, &bytes, "a", [3]));
     begin(storing.as_mut()).await;
     used();
-    memory.delete_gate.as_ref().unwrap().add_permits(1);
+    memory.gate.add_permits(1);
     begin(storing.as_mut()).await;
     used();
-    memory.store_gate.as_ref().unwrap().add_permits(1);
+    memory.gate.add_permits(1);
     assert!(storing.await[0].is_ok());
     used();
 }

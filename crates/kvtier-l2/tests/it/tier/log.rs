@@ -1,4 +1,4 @@
-//! What a damaged or broken backend does not do to the log.
+//! Log lines of a corrupt or failing backend.
 
 use std::sync::atomic::AtomicUsize;
 
@@ -40,11 +40,11 @@ impl Subscriber for Lines {
 }
 
 #[tokio::test]
-async fn many_damaged_objects_are_one_line() {
-    let (memory, bytes) = (Arc::new(Memory::shared()), Bytes::new());
+async fn many_corrupt_objects_are_one_log_line() {
+    let (memory, bytes) = (shared_adapter(), Bytes::new());
     let tier = tier(&memory, None);
     for number in 0..100 {
-        memory.put(&key(number, ""), LEN as usize + 1, 0);
+        memory.put(&key(number, ""), LEN + 1, 0);
     }
     let lines = Lines::default();
     let _here = tracing::subscriber::set_default(lines.clone());
@@ -57,11 +57,11 @@ async fn many_damaged_objects_are_one_line() {
 }
 
 #[tokio::test]
-async fn many_deletes_that_fail_are_one_line() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn many_failed_deletes_are_one_log_line() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, Some(1));
     store(&tier, &bytes, [1]).await;
-    *memory.no_delete.lock() = Some(ErrorKind::Refused);
+    memory.always(Operation::Delete, Some(Step::Fail(ErrorKind::Refused)));
     let lines = Lines::default();
     let _here = tracing::subscriber::set_default(lines.clone());
     for _ in 0..100 {
@@ -69,6 +69,6 @@ async fn many_deletes_that_fail_are_one_line() {
         assert_eq!(refused, [Err(ErrorKind::Full)]);
         tier.evict().await;
     }
-    // One more says that there is no room.
+    // The other one is about the lack of space.
     assert_eq!(lines.take(), 2);
 }

@@ -1,32 +1,32 @@
-//! A tier around a backend that does as a test says: what it counts, who leaves, what it does after a restart.
-//!
-//! The tests of accounting bear the names of mistakes that were made elsewhere.
+//! A tier around a scripted backend: accounting, eviction, recovery.
 
+mod deletes;
 mod limits;
 mod log;
-mod memory;
-mod room;
+mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use self::memory::{Bytes, Memory, OVERHEAD, key, spec};
+use self::support::{
+    Bytes, OVERHEAD, adapter_with, key, listing_adapter, shared_adapter, spec, test_adapter,
+};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::QuotaMode;
+use kvtier_l2::testing::{Operation, Step, TestAdapter};
 use kvtier_l2::tier::{Deleted, Recovery, Tier, TierConfig, TierEviction};
-use kvtier_l2::{ErrorKind, Stored};
-use tokio::sync::Semaphore;
+use kvtier_l2::{Capabilities, ErrorKind, Stored};
 
 const LEN: u64 = 84;
 /// Bytes of one object in the backend.
 const SIZE: u64 = LEN + OVERHEAD;
 
-fn tier(memory: &Arc<Memory>, objects: Option<u64>) -> Tier {
+fn tier(memory: &Arc<TestAdapter>, objects: Option<u64>) -> Tier {
     tier_with(memory, objects, None, 0)
 }
 
 fn tier_with(
-    memory: &Arc<Memory>,
+    memory: &Arc<TestAdapter>,
     objects: Option<u64>,
     eviction: Option<TierEviction>,
     reserve_bytes: u64,
@@ -57,8 +57,8 @@ async fn store(
         .collect()
 }
 
-/// The books add up: the sum by tenant is the total, and that is what the backend holds.
-fn assert_books(tier: &Tier, memory: &Memory) {
+/// Checks that the tenants' bytes sum to the total, and that this is what the backend holds.
+fn assert_accounting(tier: &Tier, memory: &TestAdapter) {
     let usage = tier.usage();
     let sum: u64 = usage.bytes_by_cache_salt.values().sum();
     assert_eq!(sum, usage.total_bytes_used);
@@ -68,8 +68,8 @@ fn assert_books(tier: &Tier, memory: &Memory) {
 }
 
 #[tokio::test]
-async fn what_is_stored_again_counts_once() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn object_stored_again_counts_once() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, None);
     for round in 0..3 {
         let results = store(&tier, &bytes, [1, 2]).await;
@@ -80,45 +80,42 @@ async fn what_is_stored_again_counts_once() {
         assert_eq!(results, [Ok(expected), Ok(expected)]);
         assert_eq!(tier.usage().total_bytes_used, 2 * SIZE);
     }
-    assert_eq!(memory.stores.load(Ordering::Relaxed), 2);
-    assert_books(&tier, &memory);
+    assert_eq!(memory.items(Operation::Store), 2);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn the_same_key_twice_in_a_batch_counts_once() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn key_twice_in_batch_counts_once() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, None);
     assert!(store(&tier, &bytes, [1, 1]).await.iter().all(Result::is_ok));
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn an_item_that_fails_fails_alone_and_counts_nothing() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn failed_item_fails_alone_and_counts_nothing() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     memory.refuse(&key(2, ""));
     let tier = tier(&memory, None);
     let results = store(&tier, &bytes, [1, 2, 3]).await;
     let written = Ok(Stored::Written(SIZE));
     assert_eq!(results, [written, Err(ErrorKind::Refused), written]);
-    assert_eq!(
-        tier.last_store_error().unwrap().to_string(),
-        "as the test says"
-    );
+    assert_eq!(tier.last_store_error().unwrap().to_string(), "refused");
     store(&tier, &bytes, [4]).await;
     assert_eq!(tier.last_store_error(), None);
     assert_eq!(tier.counters().store_failures.get()["refused"], 1);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn bytes_by_tenant_and_total_stay_equal_whatever_is_deleted() {
-    let (memory, bytes) = (Arc::new(Memory::shared()), Bytes::new());
+async fn tenant_bytes_sum_to_total_after_deletes() {
+    let (memory, bytes) = (shared_adapter(), Bytes::new());
     let tier = tier(&memory, None);
     let keys = [key(1, "a"), key(1, "b"), key(2, "a")];
     let items = keys.iter().map(|key| bytes.to_store(key, LEN)).collect();
     tier.store(items).await;
-    // One that the tier has not stored itself, one that is nowhere, one twice.
-    memory.put(&key(9, "c"), LEN as usize, 0);
+    // One of another writer, one that does not exist, one twice.
+    memory.put(&key(9, "c"), LEN, 0);
     let gone = [&key(9, "c"), &key(8, "d"), &keys[0], &keys[0]];
     let deleted = tier
         .delete(gone.into_iter().cloned().collect(), false)
@@ -133,7 +130,7 @@ async fn bytes_by_tenant_and_total_stay_equal_whatever_is_deleted() {
             Deleted::Absent
         ]
     );
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
     let usage = tier.usage();
     assert_eq!(usage.bytes_by_cache_salt.len(), 2);
     assert_eq!(
@@ -146,19 +143,19 @@ async fn bytes_by_tenant_and_total_stay_equal_whatever_is_deleted() {
 }
 
 #[tokio::test]
-async fn what_was_deleted_is_not_counted_any_more_when_delete_returns() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn deleted_object_is_not_counted_after_the_answer() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, None);
     store(&tier, &bytes, [1]).await;
     tier.delete(vec![key(1, "")], false).await;
     assert_eq!(tier.usage().total_bytes_used, 0);
-    assert!(!memory.has(&key(1, "")));
+    assert!(!memory.contains(&key(1, "")));
 }
 
 #[tokio::test]
-async fn the_bytes_counted_are_those_that_were_written() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
-    memory.surprise.store(5, Ordering::Relaxed);
+async fn counted_bytes_are_the_written_ones() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
+    memory.surplus_bytes.store(5, Ordering::Relaxed);
     let tier = tier(&memory, None);
     assert_eq!(
         store(&tier, &bytes, [1]).await,
@@ -168,8 +165,8 @@ async fn the_bytes_counted_are_those_that_were_written() {
 }
 
 #[tokio::test]
-async fn what_does_not_fit_in_the_middle_of_a_batch_is_not_counted() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn items_over_capacity_in_batch_are_not_counted() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let noop = TierEviction {
         policy: EvictionKind::Noop,
         ..TierEviction::default()
@@ -179,43 +176,43 @@ async fn what_does_not_fit_in_the_middle_of_a_batch_is_not_counted() {
     assert_eq!(results[2..], [Err(ErrorKind::Full), Err(ErrorKind::Full)]);
     assert_eq!(memory.bytes(), 2 * SIZE);
     assert!(tier.is_full());
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn no_bound_is_no_signal_to_evict_and_zero_is_never_reached_from_below() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn usage_fraction_is_negative_if_unbounded() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let unbounded = tier(&memory, None);
     assert_eq!(unbounded.usage().usage_fraction(), -1.0);
     assert!(!unbounded.usage().supports_global_eviction());
     let bounded = tier(&memory, Some(4));
     assert_eq!(bounded.usage().usage_fraction(), 0.0);
-    // Twice what was never there.
+    // Twice an object that was never there.
     bounded.delete(vec![key(1, ""), key(1, "")], false).await;
     assert_eq!(bounded.usage().usage_fraction(), 0.0);
     store(&bounded, &bytes, [1]).await;
     assert_eq!(bounded.usage().usage_fraction(), 0.25);
-    assert_books(&bounded, &memory);
+    assert_accounting(&bounded, &memory);
 }
 
 #[tokio::test]
-async fn a_full_tier_makes_room_in_the_order_of_use_before_it_writes() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn full_tier_evicts_lru_before_writing() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, Some(3));
     for number in 1..=3 {
         store(&tier, &bytes, [number]).await;
     }
     drop(tier.lookup(vec![spec(&key(1, ""), LEN)]).await.unwrap());
     assert!(store(&tier, &bytes, [4]).await[0].is_ok());
-    assert_eq!(*memory.deleted.lock(), [key(2, "")]);
+    assert_eq!(memory.delete_keys(), [key(2, "")]);
     assert_eq!(memory.bytes(), 3 * SIZE);
     assert_eq!(tier.counters().evicted_objects.get(), 1);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn what_is_held_is_neither_evicted_nor_deleted() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn leased_object_is_neither_evicted_nor_deleted() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, Some(2));
     for number in 1..=2 {
         store(&tier, &bytes, [number]).await;
@@ -226,7 +223,7 @@ async fn what_is_held_is_neither_evicted_nor_deleted() {
         .unwrap();
     assert!(held[0].is_some() && held[1].is_none());
     assert!(store(&tier, &bytes, [3]).await[0].is_ok());
-    assert!(memory.has(&key(1, "")) && !memory.has(&key(2, "")));
+    assert!(memory.contains(&key(1, "")) && !memory.contains(&key(2, "")));
     let delete = async |number, force| {
         let mut deleted = tier.delete(vec![key(number, "")], force).await;
         deleted.remove(0).unwrap()
@@ -239,12 +236,12 @@ async fn what_is_held_is_neither_evicted_nor_deleted() {
     assert!(held[0].is_some());
     assert_eq!(delete(3, true).await, Deleted::Gone);
     drop(held);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn what_could_not_be_deleted_is_counted_on() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn object_with_failed_delete_still_counts() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, None);
     store(&tier, &bytes, [1, 2]).await;
     memory.refuse(&key(1, ""));
@@ -253,12 +250,12 @@ async fn what_could_not_be_deleted_is_counted_on() {
     assert_eq!(deleted[0].as_ref().unwrap_err().kind(), ErrorKind::Refused);
     assert_eq!(deleted[1..], [Ok(Deleted::Gone), Ok(Deleted::Absent)]);
     assert_eq!(tier.usage().objects, 1);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn a_pass_evicts_down_from_the_watermark_by_bytes() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn eviction_pass_evicts_from_watermark_by_bytes() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let eviction = TierEviction {
         trigger_watermark: 0.8,
         eviction_ratio: 0.5,
@@ -271,78 +268,77 @@ async fn a_pass_evicts_down_from_the_watermark_by_bytes() {
     store(&tier, &bytes, 7..8).await;
     tier.evict().await;
     assert_eq!(memory.bytes(), 4 * SIZE);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn a_full_disk_stops_stores_and_nothing_else_until_there_is_room() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn full_disk_suspends_only_stores_until_space() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier_with(&memory, None, None, 1000);
-    memory.bounded.store(true, Ordering::Relaxed);
-    memory.free.store(1000 + SIZE, Ordering::Relaxed);
+    *memory.free_bytes.lock() = Some(1000 + SIZE);
     let results = store(&tier, &bytes, [1, 2]).await;
     assert_eq!(results, [Ok(Stored::Written(SIZE)), Err(ErrorKind::Full)]);
-    memory.free.store(1000, Ordering::Relaxed);
+    *memory.free_bytes.lock() = Some(1000);
     assert_eq!(
         store(&tier, &bytes, [2, 1]).await,
         [Err(ErrorKind::Full), Ok(Stored::AlreadyThere(SIZE))]
     );
     assert!(tier.is_full());
     assert!(tier.load(vec![bytes.to_load(&key(1, ""), LEN)]).await[0].is_ok());
-    memory.free.store(1 << 20, Ordering::Relaxed);
+    *memory.free_bytes.lock() = Some(1 << 20);
     assert!(store(&tier, &bytes, [2]).await[0].is_ok());
     assert!(!tier.is_full());
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn where_room_is_not_told_in_time_nothing_is_stored() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn unknown_free_space_refuses_stores() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, None);
-    *memory.no_room_told.lock() = Some(ErrorKind::Deadline);
+    memory.always(Operation::FreeBytes, Some(Step::Fail(ErrorKind::Deadline)));
     let late = [Err(ErrorKind::Deadline), Err(ErrorKind::Deadline)];
     assert_eq!(store(&tier, &bytes, [1, 2]).await, late);
     assert_eq!(tier.counters().store_failures.get()["deadline"], 2);
-    *memory.no_room_told.lock() = None;
+    memory.always(Operation::FreeBytes, None);
     assert!(store(&tier, &bytes, [1, 2]).await.iter().all(Result::is_ok));
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn what_others_store_is_found_and_counted_and_what_they_delete_is_forgotten() {
-    let (memory, bytes) = (Arc::new(Memory::shared()), Bytes::new());
+async fn foreign_stores_are_adopted_and_foreign_deletes_noticed() {
+    let (memory, bytes) = (shared_adapter(), Bytes::new());
     let tier = tier(&memory, Some(4));
-    memory.put(&key(1, "t"), LEN as usize, 0);
+    memory.put(&key(1, "t"), LEN, 0);
     let found = tier.lookup(vec![spec(&key(1, "t"), LEN)]).await.unwrap();
     assert!(found[0].is_some());
     drop(found);
-    assert_books(&tier, &memory);
-    memory.objects.lock().clear();
+    assert_accounting(&tier, &memory);
+    memory.clear();
     let loaded = tier.load(vec![bytes.to_load(&key(1, "t"), LEN)]).await;
     assert_eq!(loaded[0].as_ref().unwrap_err().kind(), ErrorKind::NotFound);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
     assert!(store(&tier, &bytes, [1]).await[0].is_ok());
 }
 
 #[tokio::test]
-async fn what_is_known_is_not_asked_for() {
-    let (memory, bytes) = (Arc::new(Memory::shared()), Bytes::new());
+async fn indexed_object_needs_no_backend_lookup() {
+    let (memory, bytes) = (shared_adapter(), Bytes::new());
     let tier = tier(&memory, None);
     store(&tier, &bytes, 0..10).await;
     let objects = (0..11).map(|number| spec(&key(number, ""), LEN)).collect();
     let found = tier.lookup(objects).await.unwrap();
     assert_eq!(found.iter().flatten().count(), 10);
-    assert_eq!(memory.lookups.load(Ordering::Relaxed), 1);
-    // Without others there is nobody to ask for.
-    let alone = Arc::new(Memory::default());
+    assert_eq!(memory.items(Operation::Lookup), 1);
+    // A backend without other writers needs no lookup.
+    let alone = test_adapter();
     let tier = self::tier(&alone, None);
     assert!(tier.lookup(vec![spec(&key(1, ""), LEN)]).await.unwrap()[0].is_none());
-    assert_eq!(alone.lookups.load(Ordering::Relaxed), 0);
+    assert_eq!(alone.items(Operation::Lookup), 0);
 }
 
 #[tokio::test]
-async fn an_object_that_is_not_what_was_stored_is_stored_again() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn corrupt_object_is_stored_again() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, None);
     store(&tier, &bytes, [1]).await;
     memory.put(&key(1, ""), 3, 0);
@@ -350,36 +346,34 @@ async fn an_object_that_is_not_what_was_stored_is_stored_again() {
     assert_eq!(loaded[0].as_ref().unwrap_err().kind(), ErrorKind::Corrupt);
     assert_eq!(store(&tier, &bytes, [1]).await, [Ok(Stored::Written(SIZE))]);
     assert!(tier.load(vec![bytes.to_load(&key(1, ""), LEN)]).await[0].is_ok());
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn an_object_that_can_never_be_read_is_stored_again() {
-    let (memory, bytes) = (Arc::new(Memory::default()), Bytes::new());
+async fn refused_object_is_stored_again() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, None);
     store(&tier, &bytes, [1]).await;
     memory.refuse(&key(1, ""));
     let loaded = tier.load(vec![bytes.to_load(&key(1, ""), LEN)]).await;
     assert_eq!(loaded[0].as_ref().unwrap_err().kind(), ErrorKind::Refused);
-    memory.refused.lock().clear();
+    memory.accept_all();
     assert_eq!(store(&tier, &bytes, [1]).await, [Ok(Stored::Written(SIZE))]);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
-fn with_recovery(objects: u8) -> Arc<Memory> {
-    let memory = Memory {
-        recovery: Some(Semaphore::new(0)),
-        ..Memory::default()
-    };
+fn with_recovery(objects: u8) -> Arc<TestAdapter> {
+    let memory = listing_adapter();
+    memory.always(Operation::Recover, Some(Step::Wait));
     for number in 0..objects {
-        // The higher the number, the longer ago.
-        memory.put(&key(number, "t"), LEN as usize, 1000 - u64::from(number));
+        // Higher numbers were used earlier.
+        memory.put(&key(number, "t"), LEN, 1000 - u64::from(number));
     }
     Arc::new(memory)
 }
 
 #[tokio::test]
-async fn what_was_there_before_the_start_is_served_at_once_and_counted_soon() {
+async fn old_objects_are_served_during_recovery() {
     let (memory, bytes) = (with_recovery(3), Bytes::new());
     let tier = Arc::new(tier(&memory, None));
     let stop = AtomicBool::new(false);
@@ -388,55 +382,56 @@ async fn what_was_there_before_the_start_is_served_at_once_and_counted_soon() {
         let found = tier.lookup(vec![spec(&key(1, "t"), LEN)]).await.unwrap();
         assert!(found[0].is_some() && tier.is_recovering());
         assert!(tier.load(vec![bytes.to_load(&key(1, "t"), LEN)]).await[0].is_ok());
-        memory.recovery.as_ref().unwrap().add_permits(1);
+        memory.gate.add_permits(1);
     };
     tokio::join!(adopt, serve);
     assert!(matches!(tier.recovery(), Recovery::Done(found) if found.objects == 3));
     assert_eq!(tier.usage().objects, 3);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn the_capacity_holds_from_the_first_store_after_a_restart() {
+async fn capacity_holds_from_first_store_after_restart() {
     let (memory, bytes) = (with_recovery(4), Bytes::new());
     let tier = Arc::new(tier(&memory, Some(4)));
     let stop = AtomicBool::new(false);
     let storing = store(&tier, &bytes, [9]);
-    let let_go = async {
-        // The store waits: nobody knows yet how much there is.
+    let release = async {
+        // The store waits for the recovery.
         tokio::task::yield_now().await;
-        assert_eq!(memory.stores.load(Ordering::Relaxed), 0);
-        memory.recovery.as_ref().unwrap().add_permits(1);
+        assert_eq!(memory.items(Operation::Store), 0);
+        memory.gate.add_permits(1);
     };
-    let (stored, (), ()) = tokio::join!(storing, tier.recover(&stop), let_go);
+    let (stored, (), ()) = tokio::join!(storing, tier.recover(&stop), release);
     assert!(stored[0].is_ok());
     assert_eq!(memory.bytes(), 4 * SIZE);
-    // The one that was used longest ago has gone.
-    assert_eq!(*memory.deleted.lock(), [key(3, "t")]);
-    assert_books(&tier, &memory);
+    // The least recently used one was evicted.
+    assert_eq!(memory.delete_keys(), [key(3, "t")]);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn what_is_above_the_capacity_at_the_start_leaves_oldest_first() {
+async fn recovery_over_capacity_evicts_the_oldest() {
     let memory = with_recovery(5);
-    memory.recovery.as_ref().unwrap().add_permits(1);
+    memory.gate.add_permits(1);
     let tier = tier(&memory, Some(2));
     tier.recover(&AtomicBool::new(false)).await;
     assert_eq!(memory.bytes(), 2 * SIZE);
-    assert!(memory.has(&key(0, "t")) && memory.has(&key(1, "t")));
-    assert_books(&tier, &memory);
+    assert!(memory.contains(&key(0, "t")) && memory.contains(&key(1, "t")));
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_recovery_that_fails_is_tried_again_and_meanwhile_nothing_is_stored() {
+async fn failed_recovery_is_retried_and_stores_refused() {
     for failure in [Some(ErrorKind::Unavailable), None] {
         let (memory, bytes) = (with_recovery(4), Bytes::new());
-        memory.recovery.as_ref().unwrap().add_permits(1);
-        memory.recoveries.lock().extend([failure; 10]);
+        memory.gate.add_permits(1);
+        let step = failure.map_or(Step::Panic, Step::Fail);
+        memory.script(Operation::Recover, std::iter::repeat_n(step, 10));
         let tier = tier(&memory, Some(4));
         let began = tokio::time::Instant::now();
         let stop = AtomicBool::new(false);
-        let look = async {
+        let check = async {
             tokio::time::sleep(std::time::Duration::from_millis(500)).await;
             let refused = store(&tier, &bytes, [9]).await;
             assert_eq!(refused, [Err(ErrorKind::Unavailable)]);
@@ -449,25 +444,23 @@ async fn a_recovery_that_fails_is_tried_again_and_meanwhile_nothing_is_stored() 
             );
             assert!(tier.is_recovering());
         };
-        tokio::join!(tier.recover(&stop), look);
+        tokio::join!(tier.recover(&stop), check);
         // 1, 2, 4, 8, 16, 32 and then four times 60 seconds.
         assert_eq!(began.elapsed().as_secs(), 63 + 4 * 60);
         assert!(matches!(tier.recovery(), Recovery::Done(found) if found.objects == 4));
         assert!(store(&tier, &bytes, [9]).await[0].is_ok());
         assert_eq!(memory.bytes(), 4 * SIZE);
-        assert_books(&tier, &memory);
+        assert_accounting(&tier, &memory);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_recovery_that_is_stopped_lets_nobody_wait() {
-    // While the adapter looks, and between two tries.
+async fn stopped_recovery_releases_waiting_stores() {
+    // During a try, and between two tries.
     for fails in [false, true] {
         let (memory, bytes) = (with_recovery(4), Bytes::new());
-        memory
-            .recoveries
-            .lock()
-            .extend(fails.then_some(Some(ErrorKind::Refused)));
+        let step = fails.then_some(Step::Fail(ErrorKind::Refused));
+        memory.script(Operation::Recover, step);
         let tier = tier(&memory, Some(4));
         let stop = AtomicBool::new(false);
         let later = async {
@@ -483,9 +476,9 @@ async fn a_recovery_that_is_stopped_lets_nobody_wait() {
 }
 
 #[test]
-fn what_there_was_before_the_start_is_sorted_on_a_thread_of_its_own() {
+fn recovery_sorts_on_a_blocking_thread() {
     let (memory, threads) = (with_recovery(4), Arc::new(AtomicU64::new(0)));
-    memory.recovery.as_ref().unwrap().add_permits(1);
+    memory.gate.add_permits(1);
     let started = Arc::clone(&threads);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
@@ -502,7 +495,7 @@ fn what_there_was_before_the_start_is_sorted_on_a_thread_of_its_own() {
 }
 
 #[tokio::test]
-async fn what_was_used_during_the_recovery_stays_before_what_was_not() {
+async fn object_used_during_recovery_is_younger() {
     let memory = with_recovery(5);
     let tier = tier(&memory, Some(2));
     let stop = AtomicBool::new(false);
@@ -511,28 +504,28 @@ async fn what_was_used_during_the_recovery_stays_before_what_was_not() {
         let found = tier.lookup(vec![spec(&key(4, "t"), LEN)]).await.unwrap();
         assert!(found[0].is_some());
         drop(found);
-        memory.recovery.as_ref().unwrap().add_permits(1);
+        memory.gate.add_permits(1);
     };
     tokio::join!(tier.recover(&stop), uses);
-    assert!(memory.has(&key(4, "t")) && memory.has(&key(0, "t")));
+    assert!(memory.contains(&key(4, "t")) && memory.contains(&key(0, "t")));
     assert_eq!(memory.bytes(), 2 * SIZE);
-    assert_books(&tier, &memory);
+    assert_accounting(&tier, &memory);
 }
 
 #[tokio::test]
-async fn a_tier_that_is_only_read_changes_nothing() {
-    let memory = Memory {
+async fn read_only_tier_changes_nothing() {
+    let memory = adapter_with(Capabilities {
         read_only: true,
         shared: true,
-        recovery: Some(Semaphore::new(1)),
-        ..Memory::default()
-    };
+        list: true,
+        ..Capabilities::default()
+    });
     let (memory, bytes) = (Arc::new(memory), Bytes::new());
     for number in 1..=4 {
-        memory.put(&key(number, "t"), LEN as usize, number.into());
+        memory.put(&key(number, "t"), LEN, number.into());
     }
     let eviction = Some(TierEviction::default());
-    // A capacity of less than there is.
+    // A capacity below the stored bytes.
     let tier = tier_with(&memory, Some(1), eviction, 0);
     tier.recover(&AtomicBool::new(false)).await;
     tier.evict().await;
@@ -550,7 +543,7 @@ async fn a_tier_that_is_only_read_changes_nothing() {
         assert!(loaded[0].is_ok());
     }
     assert_eq!(memory.bytes(), 4 * SIZE);
-    assert_eq!(memory.stores.load(Ordering::Relaxed), 0);
-    assert!(memory.deleted.lock().is_empty());
+    assert_eq!(memory.items(Operation::Store), 0);
+    assert!(memory.delete_keys().is_empty());
     assert_eq!(tier.last_store_error(), None);
 }

@@ -1,4 +1,4 @@
-//! The checksums that are remembered, and those of stores in flight.
+//! Cache of checksums, and those of stores in flight.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -6,18 +6,18 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// What an object is known by: the digest of its key, and the checksum of everything that it has to be.
+/// Digest of a key, and the checksum of its object.
 pub(super) type Known = (u128, u128);
 
-/// Checksums by key digest, of the objects that were stored or loaded last; the others are forgotten.
+/// Checksums by key digest of the objects that were stored or loaded last.
 ///
-/// Two halves: the new one takes what is put or asked for, and once it is full becomes the old one, whose rest is
-/// forgotten. So an entry costs what it costs in one hash table, and nothing is kept in order: 32 bytes and one of
-/// control, in a table that is between 7/16 and 7/8 full, hence 38 to 76 bytes.
+/// It has two halves. Entries that are inserted or read go into the new one. When that is full, it becomes the old one, and
+/// what the old one had is dropped. This needs no list of use: an entry takes 32 bytes and one of control in a table
+/// that is 7/16 to 7/8 full, 38 to 76 bytes.
 ///
-/// Checksums of stores in flight are kept beside them without a bound of their own: there are as many as items in
-/// unanswered calls. While a store is in flight the backend may have the earlier bytes or the new ones.
-pub struct Sums {
+/// Checksums of stores in flight are kept beside them, bounded by the items in flight. Until a store is answered, the
+/// backend may have the earlier bytes or the new ones.
+pub struct ChecksumCache {
     bound: usize,
     /// Locked once per batch.
     state: Mutex<State>,
@@ -31,12 +31,12 @@ struct State {
     in_flight: HashMap<u128, Vec<u128>>,
 }
 
-/// What the bytes of one key may be.
+/// Possible checksums of one key.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct Expected {
-    /// Checksum of what was stored or compared last.
+    /// Checksum of the last store or load.
     pub known: Option<u128>,
-    /// Checksums of stores that are not answered yet.
+    /// Checksums of stores in flight.
     pub in_flight: Vec<u128>,
 }
 
@@ -46,29 +46,29 @@ impl Expected {
         self.known.is_none() && self.in_flight.is_empty()
     }
 
-    /// Whether bytes with this checksum were stored, or are being stored.
+    /// Whether bytes with this checksum were stored or are being stored.
     pub(super) fn allows(&self, sum: u128) -> bool {
         self.known == Some(sum) || self.in_flight.contains(&sum)
     }
 }
 
-/// How a store ended.
+/// Outcome of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// The backend has the new bytes, or may have them and nothing else is known of the key.
+    /// The backend has the new bytes, or may have them and no other checksum is known.
     Stored,
-    /// The backend has what it had before.
+    /// The backend has the earlier bytes.
     Unchanged,
 }
 
-/// Stores in flight. Those without an outcome when it is dropped may have been carried out: their checksums are kept.
+/// Stores in flight. Those without an outcome when this is dropped may have been executed: their checksums are kept.
 pub(super) struct InFlight {
-    sums: Arc<Sums>,
+    sums: Arc<ChecksumCache>,
     stores: Vec<Known>,
 }
 
 impl InFlight {
-    /// Ends all stores, with their outcomes in order; those without one may have been carried out.
+    /// Ends all stores with their outcomes in order; those without one may have been executed.
     pub(super) fn finish(mut self, outcomes: impl IntoIterator<Item = Outcome>) {
         let stores = std::mem::take(&mut self.stores);
         let unknown = std::iter::repeat(Outcome::Stored);
@@ -87,8 +87,8 @@ impl Drop for InFlight {
     }
 }
 
-impl Sums {
-    /// For at most `bound` objects, one more if that is odd; memory is taken as they come.
+impl ChecksumCache {
+    /// Returns a cache of at most `bound` objects, rounded up to an even number; memory is allocated as needed.
     #[must_use]
     pub fn new(bound: usize) -> Self {
         Self {
@@ -97,13 +97,13 @@ impl Sums {
         }
     }
 
-    /// How many are remembered.
+    /// Number of entries.
     #[must_use]
     pub fn len(&self) -> usize {
         self.state.lock().halves.iter().map(HashMap::len).sum()
     }
 
-    /// Whether none is.
+    /// Whether it is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -113,7 +113,7 @@ impl Sums {
         self.bound
     }
 
-    /// What the bytes of each may be. Those that are remembered become the last to be forgotten.
+    /// Returns the possible checksums per key and marks them as used.
     pub(super) fn get(&self, keys: &[u128]) -> Vec<Expected> {
         let mut state = self.state.lock();
         let mut one = |key: &u128| Expected {
@@ -123,8 +123,8 @@ impl Sums {
         keys.iter().map(&mut one).collect()
     }
 
-    /// Registers stores that are about to begin, if anything is remembered at all.
-    pub(super) fn begin(self: &Arc<Self>, stores: Vec<Known>) -> InFlight {
+    /// Adds stores that are about to start, unless the bound is 0.
+    pub(super) fn start(self: &Arc<Self>, stores: Vec<Known>) -> InFlight {
         if self.bound > 0 {
             let mut state = self.state.lock();
             for (key, sum) in &stores {
@@ -156,7 +156,7 @@ impl Sums {
         }
     }
 
-    /// Forgets these, unless they became others.
+    /// Removes these entries unless their checksum has changed.
     pub(super) fn forget(&self, all: impl IntoIterator<Item = Known>) {
         let mut state = self.state.lock();
         for (key, sum) in all {
@@ -168,7 +168,7 @@ impl Sums {
         }
     }
 
-    /// The checksum of a key, moved to the new half.
+    /// Returns the checksum of a key and moves it to the new half.
     fn touch(&self, halves: &mut [HashMap<u128, u128>; 2], key: u128) -> Option<u128> {
         if let Some(sum) = halves[0].get(&key) {
             return Some(*sum);
@@ -190,9 +190,9 @@ impl Sums {
     }
 }
 
-impl fmt::Debug for Sums {
+impl fmt::Debug for ChecksumCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (len, bound) = (self.len(), self.bound);
-        write!(f, "Sums({len} of {bound})")
+        write!(f, "ChecksumCache({len} of {bound})")
     }
 }

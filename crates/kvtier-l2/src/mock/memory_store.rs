@@ -1,4 +1,4 @@
-//! The objects, and the bytes they take.
+//! Objects in memory and their accounting.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -12,11 +12,11 @@ use crate::adapter::{ListPage, Listed, Stored};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::ObjectSpec;
 
-/// Objects in memory, up to a number of bytes. What is on it outlives the adapters that are opened on it.
+/// Objects in memory up to a capacity. They outlive the adapters of the store.
 #[derive(Debug)]
-pub struct Shelf {
+pub struct MemoryStore {
     capacity: u64,
-    /// Guards the objects and the sum of their bytes.
+    /// The objects and the sum of their bytes.
     objects: Mutex<Objects>,
 }
 
@@ -26,8 +26,7 @@ struct Objects {
     used: u64,
 }
 
-/// One object. Its bytes may be harmed from outside: their number is compared here, the bytes themselves by who loads
-/// them.
+/// One object. Tests may damage its bytes: their number is checked here, the bytes by the checksum wrapper.
 #[derive(Debug, Clone)]
 struct Kept {
     len: u64,
@@ -49,8 +48,8 @@ impl Objects {
     }
 }
 
-impl Shelf {
-    /// An empty one for so many bytes.
+impl MemoryStore {
+    /// Returns an empty store of `capacity` bytes.
     #[must_use]
     pub fn new(capacity: u64) -> Self {
         Self {
@@ -59,14 +58,14 @@ impl Shelf {
         }
     }
 
-    /// Number of objects, and their bytes.
+    /// Returns the number of objects and their bytes.
     #[must_use]
     pub fn used(&self) -> (u64, u64) {
         let objects = self.objects.lock();
         (objects.by_key.len() as u64, objects.used)
     }
 
-    /// Bytes there may be.
+    /// Its capacity in bytes.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.capacity
@@ -78,7 +77,7 @@ impl Shelf {
         (kept.len == object.len && kept.layout == object.layout).then_some(kept.len)
     }
 
-    /// Puts an object there, in the place of one of another length or layout.
+    /// Inserts an object and replaces one of another length or layout.
     pub(super) fn put(&self, object: &ObjectSpec, bytes: Vec<u8>) -> Result<Stored, L2Error> {
         let len = object.len;
         let kept = Kept {
@@ -109,7 +108,7 @@ impl Shelf {
         Ok(Stored::Written(len))
     }
 
-    /// The bytes of an object. One of another length than was stored is removed.
+    /// Returns the bytes of an object. One whose length has changed is removed.
     pub(super) fn get(&self, object: &ObjectSpec) -> Result<Arc<Vec<u8>>, L2Error> {
         let error = |kind, what: &str| {
             let name = object.key.text().shown();
@@ -130,7 +129,7 @@ impl Shelf {
             return Ok(kept.bytes);
         }
         let mut objects = self.objects.lock();
-        // It may have been stored anew meanwhile.
+        // It may have been stored again meanwhile.
         let there = objects.by_key.get(&object.key);
         if there.is_some_and(|there| Arc::ptr_eq(&there.bytes, &kept.bytes)) {
             objects.remove(&object.key);
@@ -145,13 +144,13 @@ impl Shelf {
         self.objects.lock().remove(key)
     }
 
-    /// About `limit` objects behind the one that `from` names.
+    /// Lists about `limit` objects behind the one that `from` names.
     pub(super) fn list(&self, from: Option<&str>, limit: usize) -> Result<ListPage, L2Error> {
         let after = match from.map(|name| ObjectKey::parse_name(name, Some(KeyShape::Grouped))) {
             None => Bound::Unbounded,
             Some(Ok(key)) => Bound::Excluded(key),
             Some(Err(error)) => {
-                let line = format!("mock: a listing cannot go on from there: {error}");
+                let line = format!("mock: invalid position of a listing: {error}");
                 return Err(L2Error::new(ErrorKind::Refused, line));
             }
         };
@@ -174,7 +173,7 @@ impl Shelf {
         })
     }
 
-    /// Harms an object, for tests; `false` when there is none.
+    /// Damages an object, for tests; returns `false` if there is none.
     #[cfg(any(test, feature = "conformance"))]
     pub fn damage(&self, key: &ObjectKey, how: crate::conformance::Damage) -> bool {
         use crate::conformance::Damage;

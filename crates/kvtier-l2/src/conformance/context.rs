@@ -1,4 +1,4 @@
-//! What cases have in common.
+//! Context of a case.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -14,16 +14,16 @@ use crate::adapter::{Adapter, Listed, Stored};
 use crate::error::L2Error;
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 
-/// Where a case lies: a store of its own, and memory.
-pub(super) struct Bed {
+/// Store and memory of a case.
+pub(super) struct TestContext {
     pub subject: Arc<dyn Subject>,
     pub memory: Memory,
 }
 
-/// A listing that does not end by then never does.
+/// Number of pages after which a listing is considered endless.
 const MAX_PAGES: usize = 100_000;
 
-impl Bed {
+impl TestContext {
     pub(super) fn new(subject: Arc<dyn Subject>) -> Self {
         Self {
             subject,
@@ -35,7 +35,7 @@ impl Bed {
         self.subject.open().await
     }
 
-    /// To store `object` with the bytes it should have.
+    /// Returns a store of `object` with its expected bytes.
     pub(super) fn store_item(&self, object: &ObjectSpec) -> StoreItem {
         StoreItem {
             object: object.clone(),
@@ -64,7 +64,7 @@ impl Bed {
             .collect()
     }
 
-    /// Stores objects, of which all must succeed.
+    /// Stores objects; all must succeed.
     pub(super) async fn store(&self, to: &dyn Adapter, objects: &[ObjectSpec]) -> Vec<Stored> {
         let results = to.store(self.store_items(objects)).await;
         assert_eq!(results.len(), objects.len(), "results of a store");
@@ -76,7 +76,7 @@ impl Bed {
         .collect()
     }
 
-    /// Loads objects. Those that are `Ok` have exactly their bytes.
+    /// Loads objects and checks the bytes of those that are `Ok`.
     pub(super) async fn load(
         &self,
         from: &dyn Adapter,
@@ -96,7 +96,7 @@ impl Bed {
         .collect()
     }
 
-    /// Loads objects, of which all must be there.
+    /// Loads objects; all must succeed.
     pub(super) async fn load_all(&self, from: &dyn Adapter, objects: &[ObjectSpec]) {
         for (object, result) in objects.iter().zip(self.load(from, objects).await) {
             if let Err(error) = result {
@@ -105,7 +105,7 @@ impl Bed {
         }
     }
 
-    /// What a lookup says, which must succeed.
+    /// Returns the answer to a lookup, which must succeed.
     pub(super) async fn lookup(
         &self,
         from: &dyn Adapter,
@@ -117,7 +117,7 @@ impl Bed {
         found
     }
 
-    /// All pages of a listing, of which none may name an object twice.
+    /// Returns all objects of a listing, which may have none twice.
     pub(super) async fn list(
         &self,
         from: &dyn Adapter,
@@ -142,23 +142,23 @@ impl Bed {
     }
 }
 
-/// An object in a message.
+/// Returns the name of an object for messages.
 pub(super) fn name(object: &ObjectSpec) -> String {
     let key = object.key.text().name(Default::default());
     format!("{key} ({} bytes, layout {})", object.len, object.layout)
 }
 
-/// The keys of objects.
+/// Returns the keys of objects.
 pub(super) fn keys(objects: &[ObjectSpec]) -> Vec<ObjectKey> {
     objects.iter().map(|object| object.key.clone()).collect()
 }
 
-/// Polls a future once. What it gave, if it was ready; else it is dropped.
+/// Polls a future once; returns its output if it was ready, else drops it.
 pub async fn poll_once<F: Future>(future: F) -> Option<F::Output> {
     polls(future, 1).await
 }
 
-/// Polls a future so often, letting others run in between, then drops it.
+/// Polls a future `times` times with other tasks running in between, then drops it.
 pub(super) async fn polls<F: Future>(future: F, times: usize) -> Option<F::Output> {
     let mut future = pin!(future);
     for _ in 0..times {

@@ -1,0 +1,140 @@
+//! Deletes in flight.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+
+use kvtier_core::cache::Removed;
+use kvtier_core::object_key::ObjectKey;
+
+use super::key_states::KeyStates;
+use crate::adapter::Adapter;
+use crate::error::{ErrorKind, L2Error};
+
+/// Keys in the state `Deleting`. Those that have no result when this is dropped are deleted again later.
+pub(super) struct DeletesInFlight {
+    states: Arc<KeyStates>,
+    keys: HashSet<ObjectKey>,
+}
+
+impl DeletesInFlight {
+    /// Starts to delete `keys`, which `remove` takes out of the index; returns what it returned. Keys that are kept there
+    /// and those that another caller deletes already are not part of it.
+    pub(super) fn start(
+        states: &Arc<KeyStates>,
+        keys: &[ObjectKey],
+        mut remove: impl FnMut(&ObjectKey) -> Removed,
+    ) -> (Self, Vec<Removed>) {
+        let mut deletes = Self {
+            states: Arc::clone(states),
+            keys: HashSet::new(),
+        };
+        let removed = states.with(|table| {
+            let mut start = |key: &ObjectKey| {
+                let removed = remove(key);
+                if removed.kept == 0 && table.start_delete(key, removed.bytes) {
+                    deletes.keys.insert(key.clone());
+                }
+                removed
+            };
+            keys.iter().map(&mut start).collect()
+        });
+        (deletes, removed)
+    }
+
+    /// The key was deleted.
+    pub(super) fn succeeded(&mut self, key: &ObjectKey) {
+        if self.keys.remove(key) {
+            self.states.with(|table| table.deleted(key));
+        }
+    }
+
+    /// The delete of the key failed; `insert` may put it back into the index.
+    pub(super) fn failed(
+        &mut self,
+        key: &ObjectKey,
+        error: &L2Error,
+        insert: impl FnOnce() -> bool,
+    ) {
+        if self.keys.remove(key) {
+            let is_late = error.kind() == ErrorKind::Deadline;
+            self.states
+                .with(|table| table.delete_failed(key, is_late, insert));
+        }
+    }
+}
+
+impl Drop for DeletesInFlight {
+    fn drop(&mut self) {
+        self.states.with(|table| {
+            for key in &self.keys {
+                table.delete_failed(key, true, || false);
+            }
+        });
+        self.states.notify_deletes_ended();
+    }
+}
+
+/// Results of deletes.
+#[derive(Debug, Default)]
+pub(super) struct Deletes {
+    pub objects: u64,
+    pub bytes: u64,
+    /// Objects by cache salt.
+    pub by_salt: BTreeMap<Arc<str>, u64>,
+    pub failed: Vec<L2Error>,
+}
+
+/// Deletes up to `limit` pending keys, of all tenants or of one, and continues if the caller no longer waits. If none
+/// is pending, waits for the deletes of others. `None` if there is nothing to delete.
+pub(super) async fn delete_pending(
+    states: &Arc<KeyStates>,
+    adapter: &Arc<dyn Adapter>,
+    salt: Option<&str>,
+    limit: usize,
+) -> Option<Deletes> {
+    let mut ended = states.deletes_ended();
+    let pending = states.with(|table| {
+        let is_idle = table.is_idle(salt);
+        (!is_idle).then(|| table.start_pending(salt, limit))
+    })?;
+    if pending.is_empty() {
+        let _ = ended.changed().await;
+        return Some(Deletes::default());
+    }
+    let (keys, bytes): (Vec<_>, Vec<_>) = pending.into_iter().unzip();
+    let mut in_flight = DeletesInFlight {
+        states: Arc::clone(states),
+        keys: keys.iter().cloned().collect(),
+    };
+    let adapter = Arc::clone(adapter);
+    let work = tokio::spawn(async move {
+        let mut results = adapter.delete(keys.clone()).await.into_iter();
+        let mut deletes = Deletes::default();
+        for (key, bytes) in keys.iter().zip(bytes) {
+            match results.next().unwrap_or_else(|| Err(missing_result())) {
+                Ok(_) => {
+                    in_flight.succeeded(key);
+                    deletes.objects += 1;
+                    deletes.bytes += bytes;
+                    let salt = Arc::clone(key.cache_salt());
+                    *deletes.by_salt.entry(salt).or_default() += 1;
+                }
+                Err(error) => {
+                    in_flight.failed(key, &error, || false);
+                    deletes.failed.push(error);
+                }
+            }
+        }
+        deletes
+    });
+    let failed = |error: tokio::task::JoinError| Deletes {
+        failed: vec![L2Error::new(ErrorKind::Unavailable, error.to_string())],
+        ..Deletes::default()
+    };
+    Some(work.await.unwrap_or_else(failed))
+}
+
+/// Error for an item for which an adapter returned no result.
+pub(super) fn missing_result() -> L2Error {
+    L2Error::new(ErrorKind::Refused, "the adapter gave no result")
+}
