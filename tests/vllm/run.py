@@ -66,7 +66,7 @@ def options():
     parser.add_argument("--model", help="made by make_model.py; default: setup.sh's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block-size", type=int, default=128, help="16 with --mla, where vLLM's kernel has no other")
-    parser.add_argument("--kv-blocks", type=int, default=96, help="paged blocks of vLLM; they are shared memory")
+    parser.add_argument("--kv-blocks", type=int, default=48, help="paged blocks of vLLM, which `Prompts.fillers` overwrite")
     parser.add_argument("--l1-gb", type=float, default=1.0)
     parser.add_argument("--mq-timeout", type=float, default=15)
     # It is also how long LMCache's client waits for a ping; one missed ends its engine if a load runs.
