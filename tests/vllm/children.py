@@ -25,7 +25,7 @@ def session_members(session):
 
 
 def is_zombie(pid):
-    """Whether a process has ended and only waits to be reaped (or is gone)."""
+    """Whether a process has ended and only waits to be reaped (or was reaped)."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] == "Z"

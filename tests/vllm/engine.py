@@ -45,7 +45,7 @@ class Vllm:
     """One vLLM process group; ready to answer when constructed."""
 
     def __init__(self, options, name, server=None, flags=(), events=None):
-        """`server`: the cache server to connect to, or None for vLLM alone; `events`: who is told of KV events."""
+        """`server`: the cache server to connect to, or None for vLLM alone; `events`: the subscriber to its KV events."""
         self.name, self.events = name, events
         tensor, stages = (1, 1) if server is None else (options.tensor_parallel, options.pipeline_parallel)
         workers = tensor * stages
@@ -115,7 +115,7 @@ class Vllm:
             return response.read()
 
     def ask(self, prompt, count=16, salt=None, cancelled_after=None):
-        """Greedy completion of a list of token ids; or what there is of it when so many tokens have come."""
+        """Greedy completion of a list of token ids; or its first `cancelled_after` tokens, after which the request is cancelled."""
         body = {
             "model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True,

@@ -37,7 +37,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # The stand-in says when the driver is used as no correct caller does.
 TROUBLE = re.compile(r"\b(WARN|WARNING|ERROR)\b|panicked at|cuda stand-in:")
 
-# Ports of test processes, below those that the kernel gives to clients (`ip_local_port_range`), in blocks.
+# Ports of test processes, below those that the kernel assigns to clients (`ip_local_port_range`), in blocks.
 FIRST_PORT, PORTS_PER_BLOCK, PORT_BLOCKS = 20000, 500, 24
 
 # The process that has the block, the file whose lock reserves it, and its ports from the next one on.
