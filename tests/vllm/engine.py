@@ -22,6 +22,8 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+    # Engines are forked: no thread pool in the parent.
+    "TOKENIZERS_PARALLELISM": "false",
     "VLLM_SERVER_DEV_MODE": "1",  # for POST /reset_prefix_cache
     "PYTHONDONTWRITEBYTECODE": "1",
 }  # fmt: skip
