@@ -10,8 +10,7 @@ from kvrig.layouts import BLOCK_TOKENS, block_bytes, layout
 from kvrig.server import Server, peer_command
 from kvrig.waiting import wait_until
 
-# In one of several processes, so that LMCache's server starts once.
-pytestmark = [pytest.mark.ours("it is the other side of these tests"), pytest.mark.xdist_group("exchange")]
+pytestmark = pytest.mark.ours("it is the other side of these tests")
 
 MODES = ["lmcache_driven", "engine_driven"]
 # Both servers split hybrid models by window; it is our default and LMCache's option.
