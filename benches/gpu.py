@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """What only a GPU can show: a torch engine and our server as two processes, checked; then speed.
 
-    benches/gpu.py [--out DIR] [--only NAME ...] [--standin LIBRARY]
+    benches/gpu.py [--out DIR] [--only NAME ...] [--fake-driver LIBRARY]
 
 Each check runs in a process of its own, an engine with the kvtier package, against one server, and prints PASS, FAIL or
 SKIP with the reason. The exit status is 0 when nothing failed. Everything is written to --out
-(benches/runs/<date>/gpu). With --standin the engines take their memory from the stand-in for the driver, by ctypes;
+(benches/runs/<date>/gpu). With --fake-driver the engines take their memory from the fake driver, by ctypes;
 what needs PyTorch or a GPU is skipped.
 
-Needed: numpy, PyTorch (not with --standin), the kvtier package, the server ($KVTIER_BIN or target/release/kvtier) and,
+Needed: numpy, PyTorch (not with --fake-driver), the kvtier package, the server ($KVTIER_BIN or target/release/kvtier) and,
 for speed, the example `gpu` ($KVTIER_GPU_EXAMPLE or target/dist/examples/gpu). For a machine without a network and
 without Rust, made before and carried along (some 30 MiB), in the repository's root:
 
@@ -154,8 +154,8 @@ class Place:
         import gpu_pages
 
         self.module = gpu_pages
-        self.memory = (gpu_pages.Driver if arguments.standin else gpu_pages.Torch)(arguments.standin)
-        self.url, self.http, self.standin = arguments.url, arguments.http, arguments.standin
+        self.memory = (gpu_pages.Driver if arguments.fake_driver else gpu_pages.Torch)(arguments.fake_driver)
+        self.url, self.http, self.fake_driver = arguments.url, arguments.http, arguments.fake_driver
 
     def pages(self, *arguments):
         """Pages in some layout."""
@@ -240,7 +240,7 @@ def stuck_event(place):
     event = place.memory.behind_a_long_kernel(stuck.pages.storages[0], stuck.pages.noise(6)[0], 3.0 * EVENT_TIMEOUT)
     began = time.monotonic()
     stuck.submit_store("stuck", tokens(), choose("random")[0], event)
-    if place.standin:
+    if place.fake_driver:
         # Its default streams and copies would wait, too: another process is asked.
         assert not stuck.stored(), "a store of pages that were never ready succeeded"
     else:
@@ -386,7 +386,7 @@ def killed_engine(place):
         number = random.getrandbits(60)
         victim = subprocess.Popen(
             [sys.executable, __file__, "--child", f"victim-{event}-{number}", "--url", place.url, "--http", place.http,
-             *(["--standin", place.standin] if place.standin else [])],
+             *(["--fake-driver", place.fake_driver] if place.fake_driver else [])],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
@@ -464,8 +464,8 @@ def run_check(name, server, arguments):
     import gpu_pages
 
     command = [sys.executable, __file__, "--child", name, "--url", server.url, "--http", server.http]
-    if arguments.standin:
-        command += ["--standin", arguments.standin]
+    if arguments.fake_driver:
+        command += ["--fake-driver", arguments.fake_driver]
     environment = dict(os.environ)
     if name == "expandable":
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -496,8 +496,8 @@ def speed(arguments, out):
     if not os.access(program, os.X_OK):
         return "SKIP", f"no program at {program}: cargo build --profile dist -p kvtier-device --example gpu", ""
     command = [str(Path(program).resolve()), "--out", str(out / "speed.json")]
-    if arguments.standin:
-        command += ["--driver", arguments.standin, "--dry-run"]
+    if arguments.fake_driver:
+        command += ["--driver", arguments.fake_driver, "--dry-run"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     except subprocess.TimeoutExpired:
@@ -511,8 +511,8 @@ def speed(arguments, out):
 def machine(arguments):
     """What this was run on."""
     facts = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(), "host": platform.platform(),
-             "cpus": os.cpu_count(), "python": platform.python_version(), "standin": bool(arguments.standin)}  # fmt: skip
-    if not arguments.standin:
+             "cpus": os.cpu_count(), "python": platform.python_version(), "fake_driver": bool(arguments.fake_driver)}  # fmt: skip
+    if not arguments.fake_driver:
         import torch
 
         facts |= {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
@@ -534,7 +534,7 @@ def everything(arguments):
     day = datetime.date.today().isoformat()
     out = Path(arguments.out or ROOT / "benches" / "runs" / day / "gpu")
     out.mkdir(parents=True, exist_ok=True)
-    flags = ["--cuda-driver", arguments.standin or "auto", "--gpu-event-timeout-seconds", str(EVENT_TIMEOUT),
+    flags = ["--cuda-driver", arguments.fake_driver or "auto", "--gpu-event-timeout-seconds", str(EVENT_TIMEOUT),
              "--worker-reap-timeout-seconds", "30"]  # fmt: skip
     server = Server(our_command(), out / "server.log", "lmcache_driven", chunk=CHUNK, flags=flags)
     results, log = [], []
@@ -579,7 +579,7 @@ def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     parser.add_argument("--out", metavar="DIR", help="where results go [default: benches/runs/<date>/gpu]")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="NAME", help="only these checks, no speed")
-    parser.add_argument("--standin", metavar="LIBRARY", help="the stand-in for the driver, instead of a GPU")
+    parser.add_argument("--fake-driver", metavar="LIBRARY", help="the fake driver, instead of a GPU")
     for internal in ("--child", "--url", "--http"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

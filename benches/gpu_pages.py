@@ -1,4 +1,4 @@
-"""Pages on a GPU for `gpu.py`: with PyTorch, or with the driver alone, by ctypes, so that the stand-in can take its place."""
+"""Pages on a GPU for `gpu.py`: with PyTorch, or with the driver alone, by ctypes, so that the fake driver can take its place."""
 
 import atexit
 import ctypes
@@ -102,7 +102,7 @@ class Driver:
 
     def __init__(self, library):
         self.lib = ctypes.CDLL(library)
-        self.standin = hasattr(self.lib, "standin_script")
+        self.fake_driver = hasattr(self.lib, "fake_driver_script")
         self.kept = []
         self("cuInit", 0)
         context, device = ctypes.c_void_p(), ctypes.c_int()
@@ -126,10 +126,10 @@ class Driver:
             raise RuntimeError(f"{function} answered {code}")
 
     def script(self, text):
-        """Tell the stand-in."""
-        if not self.standin:
-            raise NotHere("without PyTorch only the stand-in has slow work")
-        assert self.lib.standin_script(text.encode()) == 0, text
+        """Tell the fake driver."""
+        if not self.fake_driver:
+            raise NotHere("without PyTorch only the fake driver has slow work")
+        assert self.lib.fake_driver_script(text.encode()) == 0, text
 
     def allocate(self, count):
         """So many bytes."""
@@ -163,7 +163,7 @@ class Driver:
 
     def used(self):
         """Of a GPU, bytes in use."""
-        raise NotHere("the stand-in counts the memory of each process by itself")
+        raise NotHere("the fake driver counts the memory of each process by itself")
 
     def collect(self):
         """Nothing is kept."""

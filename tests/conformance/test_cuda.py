@@ -1,4 +1,4 @@
-"""Workers on a GPU, over the stand-in for the CUDA driver: the server and the engine load it, each in its own process.
+"""Workers on a GPU, over the fake CUDA driver: the server and the engine load it, each in its own process.
 
 What store and retrieve do in every mode is tested beside the other modes, in test_store_retrieve.py, test_groups.py and
 test_restart.py. Here is what only GPUs have. When a test ends, neither side may have used the driver wrongly.
@@ -179,7 +179,7 @@ def test_a_stop_ends_what_is_with_the_gpu_and_answers_the_rest(serve, engines):
 def test_a_stop_with_a_driver_that_does_not_answer_ends_in_time(serve, engines, held):
     """Whoever called it is left, and the process ends by itself and without its pool, with exit code 1; or 0 when it was
     only about giving memory back."""
-    server = serve("cuda", env={"KVTIER_CUDA_STANDIN": f"hold {held}"}, flags=["--stop-timeout-seconds", "2"])
+    server = serve("cuda", env={"KVTIER_CUDA_FAKE": f"hold {held}"}, flags=["--stop-timeout-seconds", "2"])
     server.expect_trouble("stop-timeout-seconds|register|does not give up")
     with contextlib.suppress(ConnectionError):
         engines(server, mq_timeout=5)
@@ -194,7 +194,7 @@ def test_a_stop_answers_others_than_who_waits_for_the_driver(serve, engines):
     """A store that waits for its engine is answered although the registration of another worker never ends."""
     flags = ["--stop-timeout-seconds", "4", "--gpu-event-timeout-seconds", "60"]
     # The first engine's pages are in two allocations.
-    server = serve("cuda", env={"KVTIER_CUDA_STANDIN": "hold cuIpcOpenMemHandle_v2@3+"}, flags=flags)
+    server = serve("cuda", env={"KVTIER_CUDA_FAKE": "hold cuIpcOpenMemHandle_v2@3+"}, flags=flags)
     server.expect_trouble("stop-timeout-seconds|register|being closed")
     engine = engines(server)
     begin_waiting_store(server, engine)
@@ -314,15 +314,15 @@ class TestRefusals:
         self.check(serve, engines, change, "handle")
 
     def test_handle_of_nobody(self, serve, engines):
-        """64 bytes that no driver made. Only the driver can tell, so this is the one thing that the stand-in objects to: it
+        """64 bytes that no driver made. Only the driver can tell, so this is the one thing that the fake driver objects to: it
         shows that its objections are heard."""
 
         def change(wrapper):
             wrapper.handle = (wrapper.handle[0], b"\x03c" + bytes(64), *wrapper.handle[2:])
 
         server = self.check(serve, engines, change, "handle")
-        assert any("cuda stand-in" in line for line in server.unexpected_trouble())
-        server.expect_trouble("cuda stand-in: .*no such handle")
+        assert any("cuda fake driver" in line for line in server.unexpected_trouble())
+        server.expect_trouble("cuda fake driver: .*no such handle")
 
     def test_span_outside_the_allocation(self, serve, engines):
         """The client says that the storage is larger than what its handle maps."""
@@ -346,7 +346,7 @@ def test_status_and_metrics(serve, engines):
     """What is said of a GPU before, while and after it is used."""
     server = serve("cuda")
     gpu = gpu_state(server)
-    assert (gpu["uuid"], gpu["name"], gpu["in_use"]) == (UUID, "kvtier stand-in", False)
+    assert (gpu["uuid"], gpu["name"], gpu["in_use"]) == (UUID, "kvtier fake GPU", False)
     engine = engines(server)
     prompt = tokens(64)
     stored = store(engine, prompt)
@@ -368,6 +368,6 @@ def test_status_and_metrics(serve, engines):
     done = subprocess.run([our_command()[0], "status", server.http], capture_output=True, text=True, timeout=20, check=True)
     lines = done.stdout.splitlines()
     assert "GPUs      1, CUDA 12.8, 256.00 MiB of 256.00 MiB of L1 pinned" in lines
-    (line,) = [line for line in lines if line.startswith("  0: kvtier stand-in, healthy, 2 allocations open, ")]
-    assert line.count("(0 under way)") == 2
-    assert any(line.endswith("a token") and ", lmcache-driven on cuda, " in line for line in lines), done.stdout
+    (line,) = [line for line in lines if line.startswith("  0: kvtier fake GPU, healthy, 2 allocations open, ")]
+    assert line.count("(0 in flight)") == 2
+    assert any(line.endswith("per token") and ", lmcache-driven on cuda, " in line for line in lines), done.stdout

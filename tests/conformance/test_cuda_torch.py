@@ -1,4 +1,4 @@
-"""PyTorch's CUDA build and LMCache's client, both as they come, against servers on the stand-in's GPU.
+"""PyTorch's CUDA build and LMCache's client, both as they come, against servers on the fake driver's GPU.
 
 What the descriptors and the events of such an engine are is PyTorch's and LMCache's word here, not ours.
 """

@@ -1,4 +1,4 @@
-"""Our worker adapter on PyTorch's CUDA tensors, over the stand-in for the CUDA driver; torch is as it comes."""
+"""Our worker adapter on PyTorch's CUDA tensors, over the fake CUDA driver; torch is as it comes."""
 
 import os
 from pathlib import Path

@@ -13,7 +13,7 @@ LAYERS, CHUNKS = 400, 15
 PER_CHUNK = 4
 BLOCKS = list(range(1, 1 + CHUNKS * PER_CHUNK))
 
-PAST = "it is past its deadline"
+PAST = "the transfer is past its deadline"
 
 
 class Bed:

@@ -1,4 +1,4 @@
-"""The script that checks a GPU, over the stand-in for the driver, so that it works when there is a GPU."""
+"""The script that checks a GPU, over the fake driver, so that it works when there is a GPU."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvrig.server import REPOSITORY, standin_library
+from kvrig.server import REPOSITORY, fake_driver_library
 
 # What only PyTorch on a GPU shows; speed is dry-run by a Rust test.
 NEEDS_A_GPU = {"memory-returns", "expandable", "speed"}
@@ -20,7 +20,7 @@ def counters():
 def test_everything_that_needs_no_gpu_passes(tmp_path):
     before = counters()
     script = REPOSITORY / "benches" / "gpu.py"
-    command = [sys.executable, script, "--standin", standin_library(), "--out", tmp_path / "out"]
+    command = [sys.executable, script, "--fake-driver", fake_driver_library(), "--out", tmp_path / "out"]
     environment = dict(os.environ, KVTIER_GPU_EXAMPLE="/none")
     checks = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

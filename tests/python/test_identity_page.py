@@ -34,7 +34,7 @@ def test_every_option_has_an_answer(name):
 def test_the_tests_that_the_page_names_exist():
     """Without a path in one of the files that the page's head names."""
     default = ["tests/python/test_fingerprint.py", "tests/python/test_contents.py"]
-    default.append("crates/kvtier-server/src/engine/fingerprint/tests.rs")
+    default.append("crates/kvtier-engine/src/fingerprint/tests.rs")
     texts = "\n".join((ROOT / path).read_text() for path in default)
     rust = re.findall(r"fn (\w+)\(", texts)
     for path, test in re.findall(r"`((?:tests|crates)/[\w/.-]+)(?:::(\w+))?`", PAGE):

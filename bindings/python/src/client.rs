@@ -1,4 +1,4 @@
-//! The client.
+//! The client for Python.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::{Disconnected, TimedOut, exception};
-use crate::future::{Future, LONGEST_WAIT, seconds, wait_in_slices};
+use crate::future::{Future, MAX_WAIT, seconds, wait_in_slices};
 use crate::prompt::Prompt;
 
 #[pyclass(frozen, weakref, module = "kvtier")]
@@ -23,7 +23,7 @@ impl Client {
     }
 }
 
-/// Whose keys: model, world, tenant.
+/// The scope of keys: model, world, tenant.
 fn scope(model_name: String, world_size: u32, num_kv_readers: i64, cache_salt: String) -> Scope {
     Scope {
         model_name,
@@ -33,9 +33,9 @@ fn scope(model_name: String, world_size: u32, num_kv_readers: i64, cache_salt: S
     }
 }
 
-/// A span of an argument in seconds.
+/// A positive span in seconds, from an argument.
 fn positive(name: &str, span: f64) -> PyResult<Duration> {
-    let most = LONGEST_WAIT.as_secs_f64();
+    let most = MAX_WAIT.as_secs_f64();
     if span > 0.0 && span <= most {
         return Ok(seconds(span));
     }
@@ -44,12 +44,12 @@ fn positive(name: &str, span: f64) -> PyResult<Duration> {
     )))
 }
 
-/// What a callback of [`Client::on_recover`] says.
+/// Calls a callback of [`Client::on_recover`].
 fn recovered(py: Python<'_>, callback: &Py<PyAny>) -> Result<(), Option<String>> {
-    let said = callback
+    let obstacle = callback
         .call0(py)
-        .and_then(|said| said.extract::<Option<String>>(py));
-    match said {
+        .and_then(|obstacle| obstacle.extract::<Option<String>>(py));
+    match obstacle {
         Ok(None) => Ok(()),
         Ok(obstacle) => Err(obstacle),
         Err(error)
@@ -152,14 +152,14 @@ impl Client {
         let hook = move |_: &Native| {
             Python::try_attach(|py| recovered(py, &callback)).unwrap_or(Err(None))
         };
-        // No connection has this number: the hook is called on the one that stands, too.
+        // No connection has this number, so the hook is called on the current one too.
         self.native.on_recover(0, Box::new(hook));
     }
 
     /// The callback gets the new state's name, on a thread of the client's.
     fn on_health(&self, callback: Py<PyAny>) {
         self.native.on_health(Box::new(move |health| {
-            // None when the interpreter is ending: nobody is there to be told.
+            // None if the interpreter is ending: the state is dropped.
             Python::try_attach(|py| {
                 if let Err(error) = callback.call1(py, (health.name(),)) {
                     error.write_unraisable(py, None);

@@ -38,7 +38,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("Refused", py.get_type::<Refused>())
 }
 
-/// The exception for an error. Wrong arguments are a `ValueError`.
+/// The exception of an error. Invalid arguments are a `ValueError`.
 pub fn exception(error: &ClientError) -> PyErr {
     let text = error.to_string();
     match error {

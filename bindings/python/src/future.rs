@@ -1,4 +1,4 @@
-//! Results that are still to come, as Python sees them.
+//! Futures for Python.
 
 use std::time::{Duration, Instant};
 
@@ -7,26 +7,26 @@ use parking_lot::Mutex;
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyType};
+use pyo3::types::PyType;
 
 use crate::errors::{KvTierError, exception};
 
-/// Longest wait that is given to the system at once.
-pub const LONGEST_WAIT: Duration = Duration::from_secs(24 * 3600);
+/// Longest wait passed to the system.
+pub const MAX_WAIT: Duration = Duration::from_secs(24 * 3600);
 
-/// Longest wait between two looks at Python's signals.
+/// Longest wait between two checks for Python's signals.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// Runs `step` without the GIL and with a slice of the time each, until it returns something or `patience` is over.
+/// Runs `step` again and again without the GIL, each time for a slice of `timeout`, until it returns something.
 ///
 /// # Errors
-/// What a signal's handler raised, such as KeyboardInterrupt.
+/// The exception of a signal's handler, such as KeyboardInterrupt.
 pub fn wait_in_slices<T: Send>(
     py: Python<'_>,
-    patience: Duration,
+    timeout: Duration,
     mut step: impl FnMut(Duration) -> Option<T> + Send,
 ) -> PyResult<Option<T>> {
-    let until = Instant::now() + patience;
+    let until = Instant::now() + timeout;
     loop {
         let left = until.saturating_duration_since(Instant::now());
         let done = py.detach(|| step(left.min(SLICE)));
@@ -37,12 +37,12 @@ pub fn wait_in_slices<T: Send>(
     }
 }
 
-/// The error of whatever would wait for threads that a fork of their process does not have.
+/// The error of a call that would wait for threads that a forked process does not have.
 pub fn used_after_fork() -> PyErr {
     KvTierError::new_err("used after fork; make another client in this process")
 }
 
-/// What an operation answers.
+/// Answer of an operation.
 #[derive(Clone)]
 pub enum Value {
     Nothing,
@@ -50,7 +50,6 @@ pub enum Value {
     Int(u64),
     Text(String),
     Texts(Vec<String>),
-    Transfer(bool, Vec<u8>),
 }
 
 impl Value {
@@ -61,7 +60,6 @@ impl Value {
             Self::Int(value) => value.into_py_any(py),
             Self::Text(value) => value.into_py_any(py),
             Self::Texts(value) => value.into_py_any(py),
-            Self::Transfer(ok, event) => (*ok, PyBytes::new(py, event)).into_py_any(py),
         }
     }
 }
@@ -108,20 +106,20 @@ impl From<Option<u64>> for Value {
     }
 }
 
-/// A future of whatever type.
-trait Awaited: Send + Sync {
+/// A future of any type.
+trait AnyFuture: Send + Sync {
     fn is_ready(&self) -> bool;
-    fn wait_ready(&self, patience: Duration);
+    fn wait_ready(&self, timeout: Duration);
     fn try_take(&self) -> Option<Result<Value, ClientError>>;
 }
 
-impl<T: Into<Value> + Send> Awaited for kvtier_client::Future<T> {
+impl<T: Into<Value> + Send> AnyFuture for kvtier_client::Future<T> {
     fn is_ready(&self) -> bool {
         kvtier_client::Future::is_ready(self)
     }
 
-    fn wait_ready(&self, patience: Duration) {
-        kvtier_client::Future::wait_ready(self, patience);
+    fn wait_ready(&self, timeout: Duration) {
+        kvtier_client::Future::wait_ready(self, timeout);
     }
 
     fn try_take(&self) -> Option<Result<Value, ClientError>> {
@@ -137,7 +135,7 @@ enum State {
 
 #[pyclass(frozen, module = "kvtier")]
 pub struct Future {
-    awaited: Box<dyn Awaited>,
+    inner: Box<dyn AnyFuture>,
     state: Mutex<State>,
     /// The process in which the result arrives.
     owner: u32,
@@ -146,7 +144,7 @@ pub struct Future {
 impl Future {
     pub fn new<T: Into<Value> + Send + 'static>(future: kvtier_client::Future<T>) -> Self {
         Self {
-            awaited: Box::new(future),
+            inner: Box::new(future),
             state: Mutex::new(State::Waiting),
             owner: std::process::id(),
         }
@@ -160,7 +158,7 @@ impl Future {
         }
     }
 
-    fn given(state: &State, py: Python<'_>) -> Option<PyResult<Py<PyAny>>> {
+    fn outcome(state: &State, py: Python<'_>) -> Option<PyResult<Py<PyAny>>> {
         match state {
             State::Waiting => None,
             State::Done(Ok(value)) => Some(value.to_python(py)),
@@ -172,11 +170,11 @@ impl Future {
 
 #[pymethods]
 impl Future {
-    /// Whether the result is there. Never waits.
+    /// Whether the result has arrived. Never waits.
     fn done(&self) -> PyResult<bool> {
         self.check_owner()?;
         Ok(match *self.state.lock() {
-            State::Waiting => self.awaited.is_ready(),
+            State::Waiting => self.inner.is_ready(),
             State::Done(_) | State::Cancelled => true,
         })
     }
@@ -194,32 +192,32 @@ impl Future {
     #[pyo3(signature = (timeout=None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<PyAny>> {
         self.check_owner()?;
-        if let Some(given) = Self::given(&self.state.lock(), py) {
-            return given;
+        if let Some(outcome) = Self::outcome(&self.state.lock(), py) {
+            return outcome;
         }
-        let patience = timeout.map_or(LONGEST_WAIT, seconds);
-        wait_in_slices(py, patience, |slice| {
-            self.awaited.wait_ready(slice);
+        let timeout = timeout.map_or(MAX_WAIT, seconds);
+        wait_in_slices(py, timeout, |slice| {
+            self.inner.wait_ready(slice);
             // Another thread may have taken the result, or cancelled.
             let is_over = || !matches!(*self.state.lock(), State::Waiting);
-            (self.awaited.is_ready() || is_over()).then_some(())
+            (self.inner.is_ready() || is_over()).then_some(())
         })?;
         // Several threads may have waited; it is taken once.
         let mut state = self.state.lock();
         if matches!(*state, State::Waiting)
-            && let Some(result) = self.awaited.try_take()
+            && let Some(result) = self.inner.try_take()
         {
             *state = State::Done(result);
         }
-        Self::given(&state, py).unwrap_or_else(|| {
+        Self::outcome(&state, py).unwrap_or_else(|| {
             Err(PyTimeoutError::new_err(format!(
                 "no result within {} s",
-                patience.as_secs_f64()
+                timeout.as_secs_f64()
             )))
         })
     }
 
-    /// Gives the result up; the server may still do what it was asked.
+    /// Drops the result; the server may still serve the request.
     fn cancel(&self) -> PyResult<()> {
         self.check_owner()?;
         let mut state = self.state.lock();
@@ -230,10 +228,10 @@ impl Future {
     }
 }
 
-/// A span in seconds, of at most [`LONGEST_WAIT`]; negative and undefined spans are none.
+/// A span in seconds, of at most [`MAX_WAIT`]; 0 for negative and undefined spans.
 pub fn seconds(span: f64) -> Duration {
     if span > 0.0 {
-        Duration::try_from_secs_f64(span).map_or(LONGEST_WAIT, |span| span.min(LONGEST_WAIT))
+        Duration::try_from_secs_f64(span).map_or(MAX_WAIT, |span| span.min(MAX_WAIT))
     } else {
         Duration::ZERO
     }

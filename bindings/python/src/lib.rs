@@ -1,5 +1,5 @@
-//! The native part of the Python package `kvtier`: kvtier-client with the GIL released while it waits, and workers that
-//! copy KV pages. The interface is Python's: `python/kvtier/_native.pyi` documents it.
+//! The native part of the Python package `kvtier`: kvtier-client, which releases the GIL while it waits, and workers that
+//! copy KV pages. `python/kvtier/_native.pyi` documents the interface.
 
 mod client;
 mod errors;

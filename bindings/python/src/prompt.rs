@@ -5,10 +5,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-/// Fewest tokens of a chunk that can carry a block hash: 8 hold 256 bits, one marks them.
-const FEWEST_TOKENS: usize = 9;
+/// Minimum of tokens in a chunk with a block hash: 8 for 256 bits, and the mark.
+const MIN_TOKENS: usize = 9;
 
-/// Marks what is no token of a model: vocabularies are much smaller.
+/// Marks a chunk with a block hash. It is no token of a model: vocabularies are much smaller.
 const MARK: u32 = u32::MAX;
 
 #[pyclass(frozen, module = "kvtier")]
@@ -35,12 +35,12 @@ impl Prompt {
         Self::from_tokens(token_ids)
     }
 
-    /// A prompt that stands for an engine's block hashes: one chunk for each `blocks_per_chunk` of them, identified by
-    /// the last, which covers all before it.
+    /// A prompt that represents an engine's block hashes: one chunk per `blocks_per_chunk` of them, identified by the last
+    /// one, which covers all earlier ones.
     ///
-    /// The protocol has no field for hashes, and needs none: the server's hash of such a chunk depends on exactly what
-    /// the engine's hash depends on. Each chunk carries 256 bits, behind a mark that no model's token has, so it can
-    /// equal no real prompt.
+    /// The protocol has no field for hashes, and needs none: the server's hash of such a chunk depends on the same data as
+    /// the engine's hash. Each chunk has 256 bits of it, after a mark that is no token of a model, so it equals no real
+    /// prompt.
     #[staticmethod]
     fn from_block_hashes(
         block_hashes: Vec<Vec<u8>>,
@@ -52,9 +52,9 @@ impl Prompt {
                 "blocks_per_chunk: 0; a positive number is needed",
             ));
         }
-        if chunk_tokens < FEWEST_TOKENS {
+        if chunk_tokens < MIN_TOKENS {
             return Err(PyValueError::new_err(format!(
-                "chunk_tokens: {chunk_tokens}; block hashes need chunks of at least {FEWEST_TOKENS} tokens"
+                "chunk_tokens: {chunk_tokens}; block hashes need chunks of at least {MIN_TOKENS} tokens"
             )));
         }
         let mut tokens = Vec::with_capacity(block_hashes.len() / blocks_per_chunk * chunk_tokens);
@@ -73,8 +73,8 @@ impl Prompt {
         Ok(Self::from_tokens(tokens))
     }
 
-    /// The prompt with `token_ids[start..start + length]` replaced by words derived from `identity`: for what tokens do
-    /// not say, such as the picture behind placeholders.
+    /// The prompt with `token_ids[start..start + length]` replaced by words derived from `identity`: for content that the
+    /// tokens do not identify, such as the image of placeholders.
     fn with_identity(&self, start: usize, length: usize, identity: &[u8]) -> PyResult<Self> {
         let end = start
             .checked_add(length)
@@ -86,7 +86,7 @@ impl Prompt {
                 ))
             })?;
         let mut tokens = self.tokens.clone();
-        // What stood there still counts.
+        // The replaced tokens are part of the identity.
         let mut hasher = blake3::Hasher::new();
         hasher.update(&(identity.len() as u64).to_be_bytes());
         hasher.update(identity);
@@ -102,7 +102,7 @@ impl Prompt {
         Ok(Self::from_tokens(tokens))
     }
 
-    /// The prompt with another one behind it.
+    /// The prompt followed by another one.
     fn extended(&self, more: &Self) -> Self {
         Self {
             tokens: [&self.tokens[..], &more.tokens[..]].concat(),
@@ -138,7 +138,7 @@ impl Prompt {
         format!("Prompt of {} tokens", self.tokens.len())
     }
 
-    /// From four bytes a token, little-endian.
+    /// From four bytes per token, little-endian.
     #[staticmethod]
     fn _from_bytes(raw: &[u8]) -> PyResult<Self> {
         if !raw.len().is_multiple_of(4) {
@@ -154,7 +154,7 @@ impl Prompt {
         ))
     }
 
-    /// Prompts travel between an engine's processes.
+    /// Pickling, to send prompts between an engine's processes.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
         let py = slf.py();
         let raw: Vec<u8> = slf

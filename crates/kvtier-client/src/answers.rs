@@ -1,11 +1,12 @@
-//! What replies hold, as plain values that outlive their message.
+//! Readers of replies: their contents as plain values that outlive the message.
 
+use kvtier_proto::operation::Operation;
 use kvtier_proto::response::{
     EngineDriven, PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget,
 };
 
-use crate::connection::Reply;
 use crate::error::ClientError;
+use crate::message::Reply;
 
 pub(crate) fn unexpected(reply: &Reply, message: String) -> ClientError {
     ClientError::Unexpected {
@@ -71,26 +72,35 @@ pub(crate) fn optional_count(reply: &Reply) -> Result<Option<u64>, ClientError> 
         Response::Nothing => Ok(None),
         Response::Int(value) => u64::try_from(value)
             .map(Some)
-            .map_err(|_| unexpected(reply, format!("{value} is no number of chunks"))),
+            .map_err(|_| unexpected(reply, format!("{value} is not a number of chunks"))),
         other => Err(wrong(reply, "a number of chunks", &other)),
     }
 }
 
-/// The result of a lookup of `asked` chunks.
-pub(crate) fn found(reply: &Reply, asked: u64) -> Result<Option<u64>, ClientError> {
-    match optional_count(reply)? {
-        Some(chunks) if chunks > asked => Err(unexpected(
-            reply,
-            format!("the server found {chunks} chunks, {asked} were asked for"),
-        )),
+/// The result of a lookup of `limit` chunks.
+pub(crate) fn hits(reply: &Reply, limit: u64) -> Result<Option<u64>, ClientError> {
+    limited(reply.operation(), optional_count(reply)?, limit)
+}
+
+/// A lookup's result, which may be `limit` chunks at most.
+pub(crate) fn limited(
+    operation: Operation,
+    hits: Option<u64>,
+    limit: u64,
+) -> Result<Option<u64>, ClientError> {
+    match hits {
+        Some(chunks) if chunks > limit => Err(ClientError::Unexpected {
+            operation,
+            message: format!("the server found {chunks} chunks, {limit} were asked for"),
+        }),
         result => Ok(result),
     }
 }
 
-/// The verdict on a transfer, and the device event behind which it is complete (empty: now).
-pub(crate) fn transfer(reply: &Reply) -> Result<(bool, Vec<u8>), ClientError> {
+/// Whether a transfer succeeded. Its device event is left out: CPU workers need none.
+pub(crate) fn transferred(reply: &Reply) -> Result<bool, ClientError> {
     match reply.response()? {
-        Response::Transfer(verdict) => Ok((verdict.ok, verdict.event_handle.into_owned())),
+        Response::Transfer(verdict) => Ok(verdict.ok),
         other => Err(wrong(reply, "an event and a verdict", &other)),
     }
 }

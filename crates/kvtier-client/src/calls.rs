@@ -1,6 +1,9 @@
-//! One typed call for each operation that a server of LMCache 0.5.6 serves without optional features.
+//! Typed calls: one for each operation that a server of LMCache 0.5.6 serves without optional features.
+//!
+//! [`typed_calls!`] is the table: each row is a request and the function that reads its reply, and becomes a method of
+//! [`Connection`], which blocks until the reply, and one of [`Client`], which returns a future at once.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvtier_proto::key::{CacheKey, EncodedTokens, TokenWriter};
 use kvtier_proto::request::{
@@ -10,317 +13,203 @@ use kvtier_proto::request::{
 use kvtier_proto::response::{EngineDriven, PrepareRetrieve, PrepareStore};
 
 use crate::answers;
+use crate::client::{Client, Future};
 use crate::connection::Connection;
 use crate::error::ClientError;
 
 /// What a CPU worker sends as its device event, which is complete by definition (LMCache 0.5.6).
-pub(crate) const CPU_EVENT: &[u8] = b"stub_ipc_handle";
-
-/// First pause between two questions for the result of a lookup, and the longest.
-const FIRST_PAUSE: Duration = Duration::from_micros(50);
-const LONGEST_PAUSE: Duration = Duration::from_millis(2);
+const CPU_EVENT: &[u8] = b"stub_ipc_handle";
 
 /// A request without a key.
-type Keyless<'a> = Request<'a, EncodedTokens<'a>>;
+pub(crate) type Keyless<'a> = Request<'a, EncodedTokens<'a>>;
 
-impl Connection {
-    /// Tokens in a chunk.
-    ///
-    /// # Errors
-    /// As [`Connection::call`]; so for all calls here.
-    pub fn get_chunk_size(&mut self) -> Result<usize, ClientError> {
-        answers::chunk_size(&self.call(&Keyless::GetChunkSize)?)
+/// Defines each call as a method of [`Connection`] and as one of [`Client`].
+macro_rules! typed_calls {
+    ($(
+        $(#[$doc:meta])*
+        fn $name:ident $(<$tokens:ident>)? ($($argument:ident: $type:ty),*) -> $result:ty {
+            $request:expr => $read:path
+        }
+    )*) => {
+        /// Calls that wait for the reply. Errors are those of [`Connection::call`].
+        #[expect(clippy::missing_errors_doc, reason = "the same for all, above")]
+        impl Connection {
+            $(
+                $(#[$doc])*
+                pub fn $name $(<$tokens: TokenWriter + Clone>)? (
+                    &mut self, $($argument: $type),*
+                ) -> Result<$result, ClientError> {
+                    $read(&self.call(&$request)?)
+                }
+            )*
+        }
+
+        /// Calls that return at once. The deadline of each is [`Client::timeout`].
+        impl Client {
+            $(
+                $(#[$doc])*
+                pub fn $name $(<$tokens: TokenWriter + Clone>)? (
+                    &self, $($argument: $type),*
+                ) -> Future<$result> {
+                    self.ask(&$request, $read)
+                }
+            )*
+        }
+    };
+}
+
+typed_calls! {
+    /// Tokens per chunk.
+    fn get_chunk_size() -> usize {
+        Keyless::GetChunkSize => answers::chunk_size
     }
 
     /// Names of the optional features that are on.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn get_experimental(&mut self) -> Result<Vec<String>, ClientError> {
-        answers::texts(&self.call(&Keyless::GetExperimental)?)
+    fn get_experimental() -> Vec<String> {
+        Keyless::GetExperimental => answers::texts
     }
 
     /// The server's `OK`.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn noop(&mut self) -> Result<String, ClientError> {
-        answers::text(&self.call(&Keyless::Noop)?)
+    fn noop() -> String {
+        Keyless::Noop => answers::text
     }
 
-    /// Is the server alive? For a worker, false means that it must register (again).
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn ping(&mut self, instance: Option<InstanceId>) -> Result<bool, ClientError> {
-        answers::truth(&self.call(&Keyless::Ping { instance })?)
+    /// Whether the server is alive. For a worker, false means that it must register (again).
+    fn ping(instance: Option<InstanceId>) -> bool {
+        Keyless::Ping { instance } => answers::truth
     }
 
-    /// Drops what is cached in memory: what nobody holds, or with `force` all of it.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn clear(&mut self, force: bool) -> Result<(), ClientError> {
-        answers::nothing(&self.call(&Keyless::Clear { force })?)
+    /// Drops what is cached in memory: what is not leased, or with `force` all of it.
+    fn clear(force: bool) -> () {
+        Keyless::Clear { force } => answers::nothing
     }
 
-    /// Tells which blocks requests got.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn report_block_allocation(
-        &mut self,
-        instance: InstanceId,
-        model_name: &str,
-        records: Vec<AllocationRecord<'_>>,
-    ) -> Result<(), ClientError> {
-        answers::nothing(&self.call(&Keyless::ReportBlockAllocation(BlockAllocation {
+    /// Reports which blocks the engine allocated to requests.
+    fn report_block_allocation(
+        instance: InstanceId, model_name: &str, records: Vec<AllocationRecord<'_>>
+    ) -> () {
+        Keyless::ReportBlockAllocation(BlockAllocation {
             instance: Some(instance),
             model_name: Some(model_name),
             records,
-        }))?)
+        }) => answers::nothing
     }
 
-    /// Starts a lookup. The result is asked for with [`Connection::query_prefetch_status`] under the key's request;
-    /// [`Connection::lookup_hits`] does both.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn lookup<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-    ) -> Result<(), ClientError> {
-        answers::nothing(&self.call(&Request::Lookup {
+    /// Starts a lookup. `query_prefetch_status` returns its result; `lookup_hits` does both.
+    fn lookup<T>(key: &CacheKey<'_, T>) -> () {
+        Request::Lookup {
             key: key.clone(),
             tp_size: i64::from(key.world_size),
-        })?)
+        } => answers::nothing
     }
 
-    /// The result of a request's lookup in chunks; none while it is not known. Known once only: then it is 0.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn query_prefetch_status(&mut self, request_id: &str) -> Result<Option<u64>, ClientError> {
-        answers::optional_count(&self.call(&Keyless::QueryPrefetchStatus {
+    /// The result of a request's lookup in chunks; none while it is unknown. It is returned once; later calls return 0.
+    fn query_prefetch_status(request_id: &str) -> Option<u64> {
+        Keyless::QueryPrefetchStatus {
             job: JobRef::Request(request_id),
-        })?)
+        } => answers::optional_count
     }
 
-    /// As [`Connection::query_prefetch_status`], with the server waiting up to `patience` for the result, which must
-    /// be shorter than [`Connection::timeout`].
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn wait_prefetch_status(
-        &mut self,
-        request_id: &str,
-        patience: Duration,
-    ) -> Result<Option<u64>, ClientError> {
-        answers::optional_count(&self.call(&Keyless::WaitPrefetchStatus {
-            job: JobRef::Request(request_id),
-            timeout: Seconds::Fraction(patience.as_secs_f64()),
-        })?)
+    /// As `query_prefetch_status`, but the server waits up to `wait` for the result. A [`Connection`]'s timeout must
+    /// be longer than that; a [`Client`] adds it to its own.
+    fn wait_prefetch_status(request_id: &str, wait: Duration) -> Option<u64> {
+        wait_request(request_id, wait) => answers::optional_count
     }
 
-    /// Looks up and asks until the result is known: chunks of the longest cached prefix, which are leased until they
-    /// are retrieved or freed.
-    ///
-    /// # Errors
-    /// As [`Connection::call`]; [`ClientError::Timeout`] also when the result stays unknown that long.
-    pub fn lookup_hits<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-    ) -> Result<u64, ClientError> {
-        self.lookup_chunks(key, key.end)
-    }
-
-    /// As [`Connection::lookup_hits`], for a lookup of at most `asked` chunks: a server that claims more has failed it.
-    pub(crate) fn lookup_chunks<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-        asked: u64,
-    ) -> Result<u64, ClientError> {
-        self.lookup(key)?;
-        let started = Instant::now();
-        let mut pause = FIRST_PAUSE;
-        loop {
-            let reply = self.call(&Keyless::QueryPrefetchStatus {
-                job: JobRef::Request(key.request_id),
-            })?;
-            if let Some(chunks) = answers::found(&reply, asked)? {
-                return Ok(chunks);
-            }
-            if started.elapsed() >= self.timeout() {
-                return Err(ClientError::Timeout {
-                    operation: kvtier_proto::operation::Operation::QueryPrefetchStatus,
-                    endpoint: self.endpoint().to_owned(),
-                    waited: started.elapsed(),
-                });
-            }
-            std::thread::sleep(pause);
-            pause = (pause * 2).min(LONGEST_PAUSE);
-        }
-    }
-
-    /// Ends the leases that the lookup of the key's request has on the key's range.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn free_lookup_locks<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-    ) -> Result<(), ClientError> {
-        answers::nothing(&self.call(&Request::FreeLookupLocks {
+    /// Ends the leases of the lookup of the key's request on the key's range.
+    fn free_lookup_locks<T>(key: &CacheKey<'_, T>) -> () {
+        Request::FreeLookupLocks {
             key: key.clone(),
             tp_size: i64::from(key.world_size),
-        })?)
+        } => answers::nothing
     }
 
-    /// Tells that a request ended.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn end_session(&mut self, request_id: &str) -> Result<(), ClientError> {
-        answers::nothing(&self.call(&Keyless::EndSession { request_id })?)
+    /// Ends a request's session.
+    fn end_session(request_id: &str) -> () {
+        Keyless::EndSession { request_id } => answers::nothing
     }
 
-    /// Registers a worker whose pages the server copies.
-    ///
-    /// # Errors
-    /// As [`Connection::call`]. A server that cannot use the tensors may stay silent: [`ClientError::Timeout`].
-    pub fn register_kv_cache(&mut self, registration: Registration<'_>) -> Result<(), ClientError> {
-        answers::nothing(&self.call(&Keyless::RegisterKvCache(registration))?)
+    /// Registers a worker whose pages the server copies. A server that cannot use the tensors may send no reply.
+    fn register_kv_cache(registration: Registration<'_>) -> () {
+        Keyless::RegisterKvCache(registration) => answers::nothing
     }
 
-    /// Takes that worker's pages away again.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn unregister_kv_cache(&mut self, instance: InstanceId) -> Result<(), ClientError> {
-        answers::nothing(&self.call(&Keyless::UnregisterKvCache { instance })?)
+    /// Unregisters such a worker.
+    fn unregister_kv_cache(instance: InstanceId) -> () {
+        Keyless::UnregisterKvCache { instance } => answers::nothing
     }
 
-    /// Has the server copy blocks into the cache; one list of block ids for each group. False means a fatal error;
-    /// true does not mean that every chunk was new, or had room.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn store<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-        instance: InstanceId,
-        block_ids: &[Vec<i64>],
-    ) -> Result<bool, ClientError> {
-        Ok(answers::transfer(&self.call(&Request::Store(Store {
+    /// Copies a worker's blocks into the cache; one list of block ids per group. False means a fatal error; true does
+    /// not mean that every chunk was new, or that there was space for it.
+    fn store<T>(key: &CacheKey<'_, T>, instance: InstanceId, block_ids: &[Vec<i64>]) -> bool {
+        Request::Store(Store {
             key: key.clone(),
             instance,
             block_ids: block_ids.to_vec(),
             event_handle: CPU_EVENT,
-        }))?)?
-        .0)
+        }) => answers::transferred
     }
 
-    /// Has the server copy cached chunks into blocks, but for the blocks of the first `skip_first_n_tokens` of the
-    /// range. The chunks must have been looked up. True only when all of them were copied.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn retrieve<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-        instance: InstanceId,
-        block_ids: &[Vec<i64>],
-        skip_first_n_tokens: u64,
-    ) -> Result<bool, ClientError> {
-        Ok(answers::transfer(&self.call(&Request::Retrieve(Retrieve {
+    /// Copies cached chunks into a worker's blocks, except the blocks of the first `skip_first_n_tokens` of the range.
+    /// The chunks must have been looked up. True only if all of them were copied.
+    fn retrieve<T>(
+        key: &CacheKey<'_, T>, instance: InstanceId, block_ids: &[Vec<i64>], skip_first_n_tokens: u64
+    ) -> bool {
+        Request::Retrieve(Retrieve {
             key: key.clone(),
             instance,
             block_ids: block_ids.to_vec(),
             event_handle: CPU_EVENT,
             skip_first_n_tokens: i64::try_from(skip_first_n_tokens).unwrap_or(i64::MAX),
-        }))?)?
-        .0)
+        }) => answers::transferred
     }
 
-    /// Registers a worker that copies by itself; returns where the shared pool is.
-    ///
-    /// # Errors
-    /// As [`Connection::call`]. A server that does not serve such workers may stay silent: [`ClientError::Timeout`].
-    pub fn register_engine_driven(
-        &mut self,
-        context: EngineDrivenContext<'_>,
-    ) -> Result<EngineDriven<'static>, ClientError> {
-        answers::pool(&self.call(&Keyless::RegisterEngineDriven(context))?)
+    /// Registers a worker that copies by itself; returns where the shared pool is. A server that does not serve such
+    /// workers may send no reply.
+    fn register_engine_driven(context: EngineDrivenContext<'_>) -> EngineDriven<'static> {
+        Keyless::RegisterEngineDriven(context) => answers::pool
     }
 
-    /// That worker goes away.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn unregister_engine_driven(&mut self, instance: InstanceId) -> Result<(), ClientError> {
-        answers::nothing(&self.call(&Keyless::UnregisterEngineDriven { instance })?)
+    /// Unregisters such a worker.
+    fn unregister_engine_driven(instance: InstanceId) -> () {
+        Keyless::UnregisterEngineDriven { instance } => answers::nothing
     }
 
-    /// Where may the worker write the chunks of the key's range?
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn prepare_store<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-        instance: InstanceId,
-    ) -> Result<PrepareStore<'static>, ClientError> {
-        answers::prepare_store(&self.call(&Request::PrepareStore {
-            key: key.clone(),
-            instance,
-        })?)
+    /// Reserves slots of the pool for the chunks of the key's range.
+    fn prepare_store<T>(key: &CacheKey<'_, T>, instance: InstanceId) -> PrepareStore<'static> {
+        Request::PrepareStore { key: key.clone(), instance } => answers::prepare_store
     }
 
-    /// The worker wrote its slots (`data` is empty), or sends the chunks along, pickled.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn commit_store<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-        instance: InstanceId,
-        data: &[u8],
-    ) -> Result<bool, ClientError> {
-        answers::truth(&self.call(&Request::CommitStore {
-            key: key.clone(),
-            instance,
-            data,
-        })?)
+    /// Commits a prepared store: its slots are written (`data` is empty), or `data` has the chunks, pickled.
+    fn commit_store<T>(key: &CacheKey<'_, T>, instance: InstanceId, data: &[u8]) -> bool {
+        Request::CommitStore { key: key.clone(), instance, data } => answers::truth
     }
 
-    /// Where can the worker read the chunks of the key's range? They must have been looked up. Copies pickled data;
-    /// [`Connection::call`] does not.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn prepare_retrieve<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-        instance: InstanceId,
-    ) -> Result<PrepareRetrieve<'static>, ClientError> {
-        answers::prepare_retrieve(&self.call(&Request::PrepareRetrieve {
-            key: key.clone(),
-            instance,
-        })?)
+    /// Leases the chunks of the key's range, which must have been looked up; returns their slots, or a copy of the
+    /// pickled chunks.
+    fn prepare_retrieve<T>(key: &CacheKey<'_, T>, instance: InstanceId) -> PrepareRetrieve<'static> {
+        Request::PrepareRetrieve { key: key.clone(), instance } => answers::prepare_retrieve
     }
 
-    /// The worker read them.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn commit_retrieve<T: TokenWriter + Clone>(
-        &mut self,
-        key: &CacheKey<'_, T>,
-        instance: InstanceId,
-    ) -> Result<bool, ClientError> {
-        answers::truth(&self.call(&Request::CommitRetrieve {
-            key: key.clone(),
-            instance,
-        })?)
+    /// Ends those leases: the worker has read the chunks.
+    fn commit_retrieve<T>(key: &CacheKey<'_, T>, instance: InstanceId) -> bool {
+        Request::CommitRetrieve { key: key.clone(), instance } => answers::truth
+    }
+}
+
+pub(crate) fn wait_request(request_id: &str, wait: Duration) -> Keyless<'_> {
+    Keyless::WaitPrefetchStatus {
+        job: JobRef::Request(request_id),
+        timeout: Seconds::Fraction(wait.as_secs_f64()),
+    }
+}
+
+/// How long the server may hold its reply to a request back.
+pub(crate) fn server_wait<T>(request: &Request<'_, T>) -> Duration {
+    match request {
+        Request::WaitPrefetchStatus { timeout, .. } => {
+            Duration::try_from_secs_f64(timeout.as_f64()).unwrap_or_default()
+        }
+        _ => Duration::ZERO,
     }
 }

@@ -1,26 +1,31 @@
-//! One socket to one server: requests out, replies in, each with a deadline.
+//! A blocking connection: one socket to one server, requests out, replies in, each with a deadline.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use kvtier_proto::frames::ReplyFrames;
-use kvtier_proto::key::TokenWriter;
+use kvtier_proto::key::{CacheKey, TokenWriter};
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
-use kvtier_proto::response::{Response, ResponseKind};
+use kvtier_proto::response::ResponseKind;
 
+use crate::answers;
 use crate::error::ClientError;
-use crate::outgoing::{Outgoing, check_op};
+use crate::message::{Incoming, Outgoing, Reply, Ticket};
+use crate::socket::{dealer, millis, with_scheme};
 
-/// How a [`Connection`] behaves. The defaults are those of the LMCache 0.5.6 client, but for the deadline, which
-/// there is 300 s.
+/// First and longest pause between two questions for the result of a lookup.
+const FIRST_PAUSE: Duration = Duration::from_micros(50);
+const MAX_PAUSE: Duration = Duration::from_millis(2);
+
+/// How a [`Connection`] behaves. The defaults are those of the LMCache 0.5.6 client, except for the timeout, which is
+/// 300 s there.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// How long each request may take until its reply, from the moment it is sent. Default 10 s.
+    /// Time from sending a request to its reply. Default 10 s.
     pub timeout: Duration,
     /// First pause before a lost connection is tried again. Default 100 ms; it doubles up to 1 s.
     pub reconnect: Duration,
-    /// How long [`Drop`] may wait for the last requests to leave. Default 500 ms.
+    /// How long [`Drop`] may wait for the last requests to be sent. Default 500 ms.
     pub linger: Duration,
 }
 
@@ -34,127 +39,41 @@ impl Default for Options {
     }
 }
 
-/// A request whose reply was not taken yet; [`Connection::receive`] takes it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[must_use = "the reply waits for Connection::receive, or Connection::forget if nobody wants it"]
-pub struct Ticket {
-    uid: u64,
-    operation: Operation,
-}
-
-impl Ticket {
-    /// What was asked.
-    #[must_use]
-    pub fn operation(&self) -> Operation {
-        self.operation
-    }
-}
-
-/// The reply to one request.
-pub struct Reply {
-    ticket: Ticket,
-    kind: ResponseKind,
-    payload: Option<zmq::Message>,
-    /// When it was taken from the socket.
-    received: Instant,
-}
-
-impl Reply {
-    pub(crate) fn new(
-        uid: u64,
-        operation: Operation,
-        kind: ResponseKind,
-        payload: Option<zmq::Message>,
-    ) -> Self {
-        Self {
-            ticket: Ticket { uid, operation },
-            kind,
-            payload,
-            received: Instant::now(),
-        }
-    }
-
-    /// The request it answers.
-    pub fn ticket(&self) -> Ticket {
-        self.ticket
-    }
-
-    /// What was asked.
-    #[must_use]
-    pub fn operation(&self) -> Operation {
-        self.ticket.operation
-    }
-
-    /// When it was taken from the socket, which for pipelined requests may be long before it was asked for.
-    #[must_use]
-    pub fn received(&self) -> Instant {
-        self.received
-    }
-
-    /// The raw response; none for "nothing".
-    #[must_use]
-    pub fn payload(&self) -> Option<&[u8]> {
-        self.payload.as_deref()
-    }
-
-    /// The typed response.
-    ///
-    /// # Errors
-    /// [`ClientError::Reply`].
-    pub fn response(&self) -> Result<Response<'_>, ClientError> {
-        Response::decode(self.kind, self.payload()).map_err(|source| ClientError::Reply {
-            operation: self.ticket.operation,
-            source,
-        })
-    }
-}
-
-impl std::fmt::Debug for Reply {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Reply")
-            .field("ticket", &self.ticket)
-            .field("bytes", &self.payload().map(<[u8]>::len))
-            .finish_non_exhaustive()
-    }
-}
-
-/// A request on its way.
-struct Pending {
+/// A request in flight.
+struct InFlight {
     operation: Operation,
     kind: ResponseKind,
     sent: Instant,
     timeout: Duration,
 }
 
-/// What arrived for a request that somebody will ask for.
-type Arrival = Result<Reply, ClientError>;
-
 /// A connection to a server: one DEALER socket, used by one thread at a time.
 ///
 /// A server that is down is no error before a deadline passes: ZMQ keeps requests until it can connect. Replies are
-/// matched by number, so late replies to requests that timed out harm nobody.
+/// matched by number, so late replies to requests that timed out are dropped.
 ///
 /// The typed calls ([`Connection::lookup`] and so on) send one request and wait for its reply; [`Connection::send`] and
 /// [`Connection::receive`] keep several in flight.
 pub struct Connection {
     socket: zmq::Socket,
-    // Behind the socket, so that it is dropped later: dropping it waits for the socket's linger.
+    // Declared after the socket, so that it is dropped later: dropping it waits for the socket's linger.
     _context: zmq::Context,
     endpoint: String,
     timeout: Duration,
     next_uid: u64,
-    pending: HashMap<u64, Pending>,
-    arrived: HashMap<u64, Arrival>,
+    in_flight: HashMap<u64, InFlight>,
+    /// Replies that were not received by the caller yet.
+    arrived: HashMap<u64, Result<Reply, ClientError>>,
 }
 
 impl Connection {
     /// Connects with default [`Options`]. `endpoint` is `tcp://host:port`, `ipc://path`, or `host:port`, which means
     /// TCP.
     ///
-    /// Returns before the connection is there; [`Connection::get_chunk_size`] proves that a server answers.
+    /// Returns before the connection is established; [`Connection::get_chunk_size`] proves that a server answers.
     ///
     /// # Errors
-    /// [`ClientError::Connect`] for an address that is none.
+    /// [`ClientError::Connect`] if the address is invalid.
     pub fn connect(endpoint: &str) -> Result<Self, ClientError> {
         Self::connect_with(endpoint, Options::default())
     }
@@ -162,14 +81,10 @@ impl Connection {
     /// [`Connection::connect`] with options.
     ///
     /// # Errors
-    /// [`ClientError::Connect`] for an address that is none.
+    /// [`ClientError::Connect`] if the address is invalid.
     pub fn connect_with(endpoint: &str, options: Options) -> Result<Self, ClientError> {
-        let endpoint = if endpoint.contains("://") {
-            endpoint.to_owned()
-        } else {
-            format!("tcp://{endpoint}")
-        };
-        // A context, hence an I/O thread, for each connection: as engines have it, which are processes of their own.
+        let endpoint = with_scheme(endpoint);
+        // A context, hence an I/O thread, per connection: as in engines, where each is in a process of its own.
         let context = zmq::Context::new();
         let socket = open(&context, &endpoint, options).map_err(|source| ClientError::Connect {
             endpoint: endpoint.clone(),
@@ -181,7 +96,7 @@ impl Connection {
             endpoint,
             timeout: options.timeout,
             next_uid: 0,
-            pending: HashMap::new(),
+            in_flight: HashMap::new(),
             arrived: HashMap::new(),
         })
     }
@@ -192,13 +107,13 @@ impl Connection {
         &self.endpoint
     }
 
-    /// How long each request may take.
+    /// Time from sending a request to its reply.
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Changes how long each later request may take.
+    /// Sets the timeout of later requests.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -206,7 +121,7 @@ impl Connection {
     /// Sends a request without waiting for its reply.
     ///
     /// # Errors
-    /// [`ClientError::Encode`], [`ClientError::Socket`] (also when the send queue stays full until the deadline).
+    /// [`ClientError::Encode`], [`ClientError::Socket`] (also if the send queue stays full until the deadline).
     pub fn send<T: TokenWriter>(
         &mut self,
         request: &Request<'_, T>,
@@ -216,9 +131,9 @@ impl Connection {
         let uid = self.next_uid;
         self.send_frames(operation, outgoing.into_message(uid))?;
         self.next_uid += 1;
-        self.pending.insert(
+        self.in_flight.insert(
             uid,
-            Pending {
+            InFlight {
                 operation,
                 kind,
                 sent: Instant::now(),
@@ -238,43 +153,43 @@ impl Connection {
             if let Some(arrival) = self.arrived.remove(&ticket.uid) {
                 return arrival;
             }
-            let Some(pending) = self.pending.get(&ticket.uid) else {
+            let Some(request) = self.in_flight.get(&ticket.uid) else {
                 return Err(ClientError::UnknownTicket { uid: ticket.uid });
             };
-            let left = pending.timeout.saturating_sub(pending.sent.elapsed());
-            if !self.take_message(pending.operation, left)? {
+            let left = request.timeout.saturating_sub(request.sent.elapsed());
+            if !self.take_message(request.operation, left)? {
                 return Err(self.timed_out(ticket.uid));
             }
         }
     }
 
-    /// Waits for whichever reply comes first; none when no request is on its way.
+    /// Waits for the first reply to any request; none if no request is in flight.
     ///
     /// # Errors
-    /// As [`Connection::receive`]; a timeout is that of the request whose deadline is next.
+    /// As [`Connection::receive`]; a timeout is that of the request with the next deadline.
     pub fn receive_any(&mut self) -> Result<Option<Reply>, ClientError> {
         loop {
             if let Some(&uid) = self.arrived.keys().next() {
                 return self.arrived.remove(&uid).transpose();
             }
-            let Some((&uid, oldest)) = self
-                .pending
+            let Some((&uid, next)) = self
+                .in_flight
                 .iter()
-                .min_by_key(|(_, pending)| pending.sent + pending.timeout)
+                .min_by_key(|(_, request)| request.sent + request.timeout)
             else {
                 return Ok(None);
             };
-            let left = oldest.timeout.saturating_sub(oldest.sent.elapsed());
-            if !self.take_message(oldest.operation, left)? {
+            let left = next.timeout.saturating_sub(next.sent.elapsed());
+            if !self.take_message(next.operation, left)? {
                 return Err(self.timed_out(uid));
             }
         }
     }
 
-    /// Gives up the reply to a request: it is dropped when it comes.
+    /// Abandons a request: its reply is dropped on arrival.
     pub fn forget(&mut self, ticket: Ticket) {
         self.arrived.remove(&ticket.uid);
-        self.pending.remove(&ticket.uid);
+        self.in_flight.remove(&ticket.uid);
     }
 
     /// Sends a request and waits for its reply.
@@ -286,12 +201,57 @@ impl Connection {
         self.receive(ticket)
     }
 
-    /// Sends frames as they are, for tests of servers. Nobody waits for a reply.
+    /// Sends a request whose reply is dropped. A failure to send it is ignored: the server may be the reason.
+    pub(crate) fn notify<T: TokenWriter>(&mut self, request: &Request<'_, T>) {
+        if let Ok(ticket) = self.send(request) {
+            self.forget(ticket);
+        }
+    }
+
+    /// Sends frames as they are, for tests of servers. Replies to them are dropped.
     ///
     /// # Errors
     /// [`ClientError::Socket`].
     pub fn send_raw(&mut self, frames: Vec<Vec<u8>>) -> Result<(), ClientError> {
         self.send_frames(Operation::Noop, frames)
+    }
+
+    /// Looks a prompt up and asks until the result is known: chunks of the longest cached prefix, which are leased
+    /// until they are retrieved or freed.
+    ///
+    /// # Errors
+    /// As [`Connection::call`]; [`ClientError::Timeout`] also if the result stays unknown for the timeout.
+    pub fn lookup_hits<T: TokenWriter + Clone>(
+        &mut self,
+        key: &CacheKey<'_, T>,
+    ) -> Result<u64, ClientError> {
+        self.lookup_chunks(key, key.end)
+    }
+
+    /// As [`Connection::lookup_hits`], for a lookup of `limit` chunks: a result of more chunks is an error.
+    pub(crate) fn lookup_chunks<T: TokenWriter + Clone>(
+        &mut self,
+        key: &CacheKey<'_, T>,
+        limit: u64,
+    ) -> Result<u64, ClientError> {
+        self.lookup(key)?;
+        let started = Instant::now();
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let hits = self.query_prefetch_status(key.request_id)?;
+            if let Some(chunks) = answers::limited(Operation::QueryPrefetchStatus, hits, limit)? {
+                return Ok(chunks);
+            }
+            if started.elapsed() >= self.timeout {
+                return Err(ClientError::Timeout {
+                    operation: Operation::QueryPrefetchStatus,
+                    endpoint: self.endpoint.clone(),
+                    waited: started.elapsed(),
+                });
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(MAX_PAUSE);
+        }
     }
 
     fn send_frames(
@@ -304,23 +264,29 @@ impl Connection {
             .map_err(|source| self.socket_error(operation, source))
     }
 
-    /// Waits up to `left` for one message and files it; false when none came.
+    /// Waits up to `left` for one message and files it under its request; false if none came. A message that belongs to
+    /// no request in flight is dropped: mostly a late reply.
     fn take_message(&mut self, operation: Operation, left: Duration) -> Result<bool, ClientError> {
         let frames = match self.wait_frames(left) {
             Ok(Some(frames)) => frames,
             Ok(None) => return Ok(false),
             Err(source) => return Err(self.socket_error(operation, source)),
         };
-        let received = Instant::now();
-        self.file(frames, received);
+        if let Some(incoming) = Incoming::parse(frames)
+            && let Some(request) = self.in_flight.remove(&incoming.uid)
+        {
+            let uid = incoming.uid;
+            let reply = incoming.into_reply(request.operation, request.kind);
+            self.arrived.insert(uid, reply);
+        }
         Ok(true)
     }
 
-    /// The frames of one message; none when none came in time.
+    /// The frames of one message; none if none came in time.
     fn wait_frames(&self, left: Duration) -> zmq::Result<Option<Vec<zmq::Message>>> {
         let deadline = Instant::now() + left;
         let first = loop {
-            // Rounded up, lest the last part of a millisecond be spent spinning.
+            // Rounded up, so that the last part of a millisecond is not spent spinning.
             let left = deadline.saturating_duration_since(Instant::now());
             let millis = left.as_nanos().div_ceil(1_000_000).min(3_600_000);
             self.socket.set_rcvtimeo(millis as i32)?;
@@ -339,35 +305,12 @@ impl Connection {
         Ok(Some(frames))
     }
 
-    /// Files a message under its request. Messages that belong to none are dropped: late replies, mostly.
-    fn file(&mut self, mut frames: Vec<zmq::Message>, received: Instant) {
-        let Ok(reply) = ReplyFrames::parse(frames.iter().map(|frame| &**frame)) else {
-            return;
-        };
-        let Ok(uid) = reply.uid_number() else {
-            return;
-        };
-        let Some(pending) = self.pending.remove(&uid) else {
-            return;
-        };
-        let outcome = check_op(reply.op, pending.operation).map(|()| Reply {
-            ticket: Ticket {
-                uid,
-                operation: pending.operation,
-            },
-            kind: pending.kind,
-            payload: (frames.len() > 2).then(|| frames.swap_remove(2)),
-            received,
-        });
-        self.arrived.insert(uid, outcome);
-    }
-
     fn timed_out(&mut self, uid: u64) -> ClientError {
-        match self.pending.remove(&uid) {
-            Some(pending) => ClientError::Timeout {
-                operation: pending.operation,
+        match self.in_flight.remove(&uid) {
+            Some(request) => ClientError::Timeout {
+                operation: request.operation,
                 endpoint: self.endpoint.clone(),
-                waited: pending.timeout,
+                waited: request.timeout,
             },
             None => ClientError::UnknownTicket { uid },
         }
@@ -386,20 +329,14 @@ impl std::fmt::Debug for Connection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Connection")
             .field("endpoint", &self.endpoint)
-            .field("in_flight", &self.pending.len())
+            .field("in_flight", &self.in_flight.len())
             .finish_non_exhaustive()
     }
 }
 
-/// The socket with the options of the LMCache 0.5.6 client.
 fn open(context: &zmq::Context, endpoint: &str, options: Options) -> zmq::Result<zmq::Socket> {
-    let millis = |span: Duration| i32::try_from(span.as_millis()).unwrap_or(i32::MAX);
-    let socket = context.socket(zmq::DEALER)?;
-    socket.set_connect_timeout(5000)?;
-    socket.set_reconnect_ivl(millis(options.reconnect).max(1))?;
-    socket.set_reconnect_ivl_max(1000)?;
-    socket.set_linger(millis(options.linger))?;
-    // Only a full queue of 1000 messages makes a send wait at all.
+    let socket = dealer(context, options.reconnect, options.linger)?;
+    // A send waits only if the queue of 1000 messages is full.
     socket.set_sndtimeo(millis(options.timeout))?;
     socket.connect(endpoint)?;
     Ok(socket)

@@ -1,4 +1,4 @@
-//! What can go wrong for a client.
+//! Errors of clients.
 
 use std::time::Duration;
 
@@ -12,38 +12,38 @@ use kvtier_proto::wire::DecodeError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// The address is none, or the socket could not be made.
+    /// The address is invalid, or the socket could not be made.
     #[error("cannot connect to {endpoint}: {source}")]
     Connect {
         /// The server's address.
         endpoint: String,
-        /// What ZMQ said.
+        /// The error of ZMQ.
         source: zmq::Error,
     },
-    /// The request did not leave, or the socket broke while waiting.
+    /// The request could not be sent, or the socket failed while waiting.
     #[error("{operation} to {endpoint}: {source}")]
     Socket {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
         /// The server's address.
         endpoint: String,
-        /// What ZMQ said.
+        /// The error of ZMQ.
         source: zmq::Error,
     },
     /// No reply within the deadline: the server is down, busy, or does not answer such a request.
     #[error("{operation}: no reply from {endpoint} within {waited:?}")]
     Timeout {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
         /// The server's address.
         endpoint: String,
-        /// How long the reply was waited for.
+        /// Time waited for the reply.
         waited: Duration,
     },
-    /// The connection was lost before the reply: the server may have done what was asked, or not.
+    /// The connection was lost before the reply: the server may have served the request, or not.
     #[error("{operation}: the connection to {endpoint} was lost before the reply")]
     Disconnected {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
         /// The server's address.
         endpoint: String,
@@ -51,7 +51,7 @@ pub enum ClientError {
     /// The server stopped answering heartbeats before the reply.
     #[error("{operation}: {endpoint} has stopped answering")]
     Degraded {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
         /// The server's address.
         endpoint: String,
@@ -59,86 +59,86 @@ pub enum ClientError {
     /// The process is a fork of the one that made the client, which has its threads.
     #[error("{operation}: used after fork; make another client in this process")]
     Forked {
-        /// What was to be asked.
+        /// The request's operation.
         operation: Operation,
     },
     /// The client was closed before the reply.
     #[error("{operation}: the client was closed")]
     Closed {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
     },
-    /// The client's own thread has panicked, which is a bug: the client is of no use any more.
+    /// The client's I/O thread has panicked, which is a bug: the client cannot be used any more.
     #[error("{operation}: the client's I/O thread panicked, which is a bug; make another client")]
     Broken {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
     },
-    /// The result was taken before, or given up.
-    #[error("{operation}: the result was taken before, or given up")]
+    /// The result was taken before, or cancelled.
+    #[error("{operation}: the result was taken before, or cancelled")]
     Cancelled {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
     },
-    /// Too many requests are under way already.
-    #[error("{operation}: {limit} requests are under way, which is the limit")]
+    /// Too many requests are in flight.
+    #[error("{operation}: {limit} requests are in flight, which is the limit")]
     TooMany {
-        /// What was to be asked.
+        /// The request's operation.
         operation: Operation,
-        /// Most requests that may be.
+        /// Limit of requests in flight.
         limit: usize,
     },
     /// The system refused a thread or a descriptor.
     #[error("the client cannot be started: {source}")]
     System {
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
     /// The server answered with an error text.
     #[error("{operation}: the server says: {message}")]
     Server {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
-        /// The server's words.
+        /// The server's text.
         message: String,
     },
-    /// The reply is not what the operation returns.
+    /// The reply is no response of the operation.
     #[error("{operation}: the reply cannot be read: {source}")]
     Reply {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
         /// What is wrong with it.
         source: DecodeError,
     },
-    /// The reply is well formed and still makes no sense.
+    /// The reply is well formed, and invalid.
     #[error("{operation}: {message}")]
     Unexpected {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
         /// What is wrong, and what was expected.
         message: String,
     },
-    /// The server's soft "no" where success was needed.
+    /// The server answered "no" where success was needed.
     #[error("{operation}: the server refused it")]
     Refused {
-        /// What was asked.
+        /// The request's operation.
         operation: Operation,
     },
-    /// The request has something in it that the protocol cannot say.
+    /// The request cannot be expressed in the protocol.
     #[error("{operation}: {source}")]
     Encode {
-        /// What was to be asked.
+        /// The request's operation.
         operation: Operation,
-        /// What does not fit.
+        /// What cannot be expressed.
         source: EncodeError,
     },
-    /// The ticket's reply was taken already, or belongs to another connection.
+    /// The ticket's reply was received before, or the ticket belongs to another connection.
     #[error("no request with uid {uid} is waiting for a reply on this connection")]
     UnknownTicket {
         /// The request's number.
         uid: u64,
     },
-    /// An argument that cannot be meant.
+    /// An argument is invalid.
     #[error("{field}: {message}")]
     Argument {
         /// Which argument.
@@ -149,17 +149,23 @@ pub enum ClientError {
     /// The server's shared pool cannot be used.
     #[error("shared pool {name:?}: {message}")]
     Pool {
-        /// Its name, as the server told it.
+        /// Its name, as sent by the server.
         name: String,
         /// What is wrong.
         message: String,
     },
-    /// The worker's own segment could not be made.
+    /// The worker's own segment could not be created.
     #[error(transparent)]
     Segment(#[from] SegmentError),
     /// Bytes of the worker's own segment could not be read or written.
     #[error(transparent)]
     Access(#[from] AccessError),
+    /// The worker abandoned a transfer before it was complete.
+    #[error("{reason}")]
+    Abandoned {
+        /// Why.
+        reason: String,
+    },
     /// Chunks could not be pickled.
     #[error("{operation}: {source}", operation = Operation::CommitStore)]
     Pickle {
@@ -170,7 +176,7 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// What prevents the use of a server that answers; none where it did not answer.
+    /// Why a server cannot be used although it answers; none if it did not answer.
     #[must_use]
     pub fn obstacle(&self) -> Option<String> {
         match self {

@@ -1,4 +1,4 @@
-//! What keys are made of.
+//! Keys: a prompt, a scope, and a range of tokens.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use kvtier_proto::wire;
 /// A key over a [`Prompt`].
 pub type Key<'a> = CacheKey<'a, EncodedTokens<'a>>;
 
-/// A prompt, encoded once: every key that repeats it only copies bytes. Cheap to clone.
+/// A prompt, encoded once: keys over it only copy bytes. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Prompt {
     encoded: Arc<[u8]>,
@@ -28,7 +28,7 @@ impl Prompt {
         }
     }
 
-    /// The prompt with another one behind it; nothing is encoded again.
+    /// The prompt followed by another one; nothing is encoded again.
     #[must_use]
     pub fn extended(&self, more: &Self) -> Self {
         let tokens = self.tokens + more.tokens;
@@ -57,13 +57,13 @@ impl Prompt {
         self.tokens == 0
     }
 
-    /// Its tokens as keys carry them.
+    /// Its tokens, encoded for keys.
     #[must_use]
     pub fn encoded(&self) -> EncodedTokens<'_> {
         EncodedTokens(&self.encoded)
     }
 
-    /// The range of the prompt's whole chunks: what a scheduler looks up.
+    /// The range of the prompt's whole chunks, which a scheduler looks up.
     ///
     /// # Panics
     /// If `chunk_tokens` is 0.
@@ -79,16 +79,16 @@ impl From<&[u32]> for Prompt {
     }
 }
 
-/// The part of a key that does not change from request to request: model, world and tenant.
+/// The part of keys that is the same for all requests of an engine: model, world and tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scope {
     /// Model name; must not contain `@`.
     pub model_name: String,
-    /// Workers that share the model's KV.
+    /// Number of workers that share the model's KV.
     pub world_size: u32,
     /// The tenant; empty for none. At most 128 characters, without `@`, `/`, `\` and NUL.
     pub cache_salt: String,
-    /// How many workers read each object: 1, or several for MLA with tensor parallelism.
+    /// Number of workers that read each object: 1, or several for MLA with tensor parallelism.
     pub num_kv_readers: i64,
 }
 
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_extended_prompt_is_the_same_as_one_made_whole() {
+    fn extended_prompt_equals_whole_prompt() {
         let tokens: Vec<u32> = (0..70_000).map(|token| token * 3).collect();
         for at in [0, 7, 15, 16, 65_535, 65_536, 70_000] {
             for end in [at, at + 1, at + 9, 70_000].map(|end| end.min(tokens.len())) {

@@ -1,12 +1,13 @@
-//! The LMCache MP protocol (0.5.3 to 0.5.6) from the client's side.
+//! Client of the LMCache MP protocol (0.5.3 to 0.5.6).
 //!
 //! * [`Connection`]: one DEALER socket; typed calls that block until the reply or a deadline, and pipelining.
-//! * [`Client`]: the same for many threads, with futures, heartbeats and recovery after a restart; it keeps two threads.
-//! * [`Prompt`] and [`Scope`]: what keys are made of. A prompt is encoded once, however often it is sent.
+//! * [`Client`]: for many threads, with futures, heartbeats and recovery after a restart; it has two threads.
+//! * [`Prompt`] and [`Scope`]: the parts of keys. A prompt is encoded once, however often it is sent.
 //! * [`EngineDrivenWorker`] and [`LmcacheDrivenWorker`]: the two kinds of engine worker, with real bytes in real
-//!   shared memory, so that tests, the demo and the load generator do what an engine does.
+//!   shared memory, for tests, the demo and the load generator.
+//! * [`EngineDrivenTransfer`]: one store or retrieve of a worker that copies by itself, given its pages and its requests.
 //!
-//! It speaks to any server of the protocol and must never know how one works inside: no hashes, no leases, no
+//! It works with any server of the protocol and must never know how one works inside: no hashes, no leases, no
 //! layouts of objects beyond what the protocol promises to workers.
 #![forbid(unsafe_code)]
 
@@ -18,17 +19,23 @@ mod engine_driven;
 mod error;
 mod key;
 mod lmcache_driven;
-mod outgoing;
+mod message;
+mod socket;
 
 pub use client::{
     ChunkTerms, Client, Future, Health, HealthCallback, MAX_IN_FLIGHT, RecoverHook, Settings,
 };
-pub use connection::{Connection, Options, Reply, Ticket};
-pub use engine_driven::{EngineDrivenSpec, EngineDrivenWorker, Retrieved, Stored, Transport};
+pub use connection::{Connection, Options};
+pub use engine_driven::{
+    ChunkFormat, ChunkSink, ChunkSource, EngineDrivenSpec, EngineDrivenTransfer,
+    EngineDrivenWorker, Retrieval, Retrieved, SharedPool, Stored, TransferServer, Transport,
+    whole_chunks,
+};
 pub use error::ClientError;
 pub use key::{Key, Prompt, Scope};
 pub use lmcache_driven::{LmcacheDrivenSpec, LmcacheDrivenWorker};
+pub use message::{Reply, Ticket};
 
-/// Chunks, blocks and answers are told in the types of the protocol.
+/// The types of chunks, blocks and answers.
 pub use kvtier_proto as proto;
 pub use kvtier_proto::request::InstanceId;

@@ -1,37 +1,38 @@
-//! A worker with pages of its own, which the server copies: KV tensors in a POSIX segment.
+//! Workers whose pages the server copies: KV tensors in a POSIX segment.
 
 use std::ops::Range;
 
 use kvtier_memory::OwnSegment;
 use kvtier_proto::descriptor::{CpuShm, Dtype, TensorDescriptor, TensorMetadata};
 use kvtier_proto::request::{
-    EngineGroupInfo, EngineType, InstanceId, KvLayoutName, LayoutHints, Registration, Request,
+    EngineGroupInfo, EngineType, InstanceId, KvLayoutName, LayoutHints, Registration,
 };
 
+use crate::calls::Keyless;
 use crate::connection::Connection;
 use crate::engine_driven::whole_chunks;
 use crate::error::ClientError;
 use crate::key::{Key, Prompt, Scope};
 
-/// What an [`LmcacheDrivenWorker`] is: for each layer a tensor `[2, blocks, block_tokens, heads, head_size]`, the
-/// layers one behind the other in one segment.
+/// Registration of a worker whose pages the server copies: per layer a tensor `[2, blocks, block_tokens, heads,
+/// head_size]`, one after another in one segment.
 #[derive(Debug, Clone)]
 pub struct LmcacheDrivenSpec {
-    /// Its number; any that no other worker of the server has.
+    /// Its number, different from that of any other worker of the server.
     pub instance: InstanceId,
     /// Model, world and tenant of its keys.
     pub scope: Scope,
     /// Its rank in the world.
     pub worker_id: u32,
-    /// Layers.
+    /// Number of layers.
     pub layers: u64,
-    /// Blocks in the worker's memory. Block 0 is the null block of engines, whose contents are never stored.
+    /// Number of blocks. Block 0 is the null block of engines, whose contents are never stored.
     pub blocks: u64,
-    /// Tokens in one block; must divide the chunk.
+    /// Tokens per block; must divide the chunk.
     pub block_tokens: u64,
-    /// KV heads.
+    /// Number of KV heads.
     pub heads: u64,
-    /// Values in one head.
+    /// Values per head.
     pub head_size: u64,
     /// Type of the values.
     pub dtype: Dtype,
@@ -83,7 +84,7 @@ impl LmcacheDrivenSpec {
     }
 }
 
-/// A registered worker with pages of its own. Dropping it unregisters and removes its segment.
+/// A registered worker whose pages the server copies. Dropping it unregisters and removes its segment.
 #[derive(Debug)]
 pub struct LmcacheDrivenWorker {
     connection: Option<Connection>,
@@ -130,25 +131,25 @@ impl LmcacheDrivenWorker {
         })
     }
 
-    /// Tokens in a chunk.
+    /// Tokens per chunk.
     #[must_use]
     pub fn chunk_tokens(&self) -> usize {
         self.chunk_tokens
     }
 
-    /// Bytes of a chunk.
+    /// Bytes per chunk.
     #[must_use]
     pub fn chunk_bytes(&self) -> usize {
         (self.piece_bytes * self.blocks_per_chunk() * 2 * self.spec.layers) as usize
     }
 
-    /// Blocks that hold a chunk.
+    /// Blocks per chunk.
     #[must_use]
     pub fn blocks_per_chunk(&self) -> u64 {
         self.chunk_tokens as u64 / self.spec.block_tokens
     }
 
-    /// What it was made of.
+    /// Its registration.
     #[must_use]
     pub fn spec(&self) -> &LmcacheDrivenSpec {
         &self.spec
@@ -180,7 +181,7 @@ impl LmcacheDrivenWorker {
             .worker_key(self.spec.worker_id, prompt, range, request_id)
     }
 
-    /// Looks a prompt up with the key of a scheduler; returns hit chunks, counted from the prompt's start.
+    /// Looks a prompt up with the key of a scheduler; returns the number of hit chunks.
     ///
     /// # Errors
     /// As [`Connection::lookup_hits`].
@@ -201,11 +202,7 @@ impl LmcacheDrivenWorker {
         if bytes.len() != self.chunk_bytes() {
             return Err(ClientError::Argument {
                 field: "bytes",
-                message: format!(
-                    "{} were given, a chunk has {}",
-                    bytes.len(),
-                    self.chunk_bytes()
-                ),
+                message: format!("{} bytes, a chunk has {}", bytes.len(), self.chunk_bytes()),
             });
         }
         let offsets = self.pieces(blocks)?;
@@ -218,7 +215,7 @@ impl LmcacheDrivenWorker {
         Ok(())
     }
 
-    /// Replaces the contents of `buffer` by the chunk that blocks hold, laid out as for
+    /// Replaces the contents of `buffer` by the chunk in `blocks`, laid out as for
     /// [`LmcacheDrivenWorker::write_chunk`].
     ///
     /// # Errors
@@ -233,8 +230,7 @@ impl LmcacheDrivenWorker {
         Ok(())
     }
 
-    /// Has the server copy blocks into the cache: all blocks of `range`, which must consist of whole chunks. False
-    /// means a fatal error.
+    /// Stores all blocks of `range`, which must consist of whole chunks. False means a fatal error.
     ///
     /// # Errors
     /// As [`Connection::store`].
@@ -252,8 +248,8 @@ impl LmcacheDrivenWorker {
         self.connection().store(&key, instance, &[blocks.to_vec()])
     }
 
-    /// Has the server copy the chunks of `range`, which must have been looked up under the same request, into blocks,
-    /// but for those of the first `skip_first_n_tokens`. False means that not all of them were there.
+    /// Retrieves the chunks of `range`, which must have been looked up under the same request, into blocks, except the
+    /// blocks of the first `skip_first_n_tokens`. False means that some chunk was not cached.
     ///
     /// # Errors
     /// As [`Connection::retrieve`].
@@ -273,7 +269,7 @@ impl LmcacheDrivenWorker {
             .retrieve(&key, instance, &[blocks.to_vec()], skip_first_n_tokens)
     }
 
-    /// Unregisters, removes the segment and hands the connection back.
+    /// Unregisters, removes the segment and returns the connection.
     ///
     /// # Errors
     /// As [`Connection::call`].
@@ -319,12 +315,10 @@ impl LmcacheDrivenWorker {
 impl Drop for LmcacheDrivenWorker {
     fn drop(&mut self) {
         if let Some(mut connection) = self.connection.take() {
-            // Sent, not waited for: the server may be the reason for the drop.
-            if let Ok(ticket) = connection.send::<Vec<u32>>(&Request::UnregisterKvCache {
+            // Not waited for: the server may be the reason for the drop.
+            connection.notify(&Keyless::UnregisterKvCache {
                 instance: self.spec.instance,
-            }) {
-                connection.forget(ticket);
-            }
+            });
         }
     }
 }

@@ -5,9 +5,10 @@
 
 mod support;
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, CacheConfig, LookupRow, ReserveRequest, Space};
+use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
+use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use std::hint::black_box;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use support::{OBJECT, Pieces, mix};
 
@@ -58,26 +59,31 @@ fn main() {
     let pieces = Pieces::new((prompts * PROMPT) as u64);
     let cache = Cache::new(pieces, CacheConfig::default());
     let now = Duration::from_secs(1);
-    let space = Space {
-        model_name: "meta-llama/Llama-3.1-8B-Instruct",
-        kv_rank: kvtier_core::kv_rank(1, 0),
-        object_group_id: 0,
-        layout: 0,
-        cache_salt: "tenant",
-    };
+    let namespace = Arc::new(
+        Namespace::new(
+            "meta-llama/Llama-3.1-8B-Instruct",
+            kvtier_core::kv_rank(1, 0),
+            0,
+            0,
+            "tenant",
+        )
+        .expect("good names"),
+    );
     let store = |hashes: &[ChunkHash]| {
         let request = ReserveRequest {
-            space,
+            namespace: &namespace,
             hashes,
             len: OBJECT,
         };
         let reserved = cache.reserve(now, &[request]).expect("len is not 0");
         assert_eq!(reserved.reservation.commit(now).inserted, PROMPT);
     };
-    let rows = [LookupRow {
-        space,
+    let rows = [GroupRow {
+        namespace: Arc::clone(&namespace),
         window: None,
-    }];
+        object_bytes: OBJECT,
+    }]
+    .into();
     // A stride without a common factor visits all prompts in an order that no cache line predicts.
     let scattered = |count: usize| (0..count).map(move |n| n * 7919 % prompts);
 
@@ -113,10 +119,10 @@ fn main() {
     );
     let unknown = prompts..prompts * 2;
     measure("contains, absent", unknown.clone(), |hashes| {
-        black_box(cache.contains(&space, hashes));
+        black_box(cache.contains(&namespace, hashes));
     });
     measure("touch, scattered", scattered(prompts), |hashes| {
-        cache.touch(now, &space, hashes);
+        cache.touch(now, &namespace, hashes);
     });
     measure("reserve + commit, each evicting one", unknown, store);
     measure("evict, 128 a call", 0..prompts / 2, |_| {

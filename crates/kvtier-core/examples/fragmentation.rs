@@ -6,13 +6,13 @@
 //! and small ones from the bottom.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::ChunkHash;
 use kvtier_core::cache::{
-    Cache, CacheConfig, Extent, ExtentAllocator, KeyOutcome, LookupRow, Piece, ReserveRequest,
-    Space,
+    Cache, CacheConfig, Extent, ExtentAllocator, KeyOutcome, Piece, ReserveRequest,
 };
+use kvtier_core::{ChunkHash, GroupRow, Namespace};
 
 /// Units of 64 KiB: 8 GiB.
 const CAPACITY: u64 = 131_072;
@@ -168,32 +168,28 @@ fn run(variant: Variant, sizes: [u64; 2], in_flight: usize, requests: u64) {
     let mut held = VecDeque::new();
     for request in 0..requests {
         let now = Duration::from_millis(100 * request);
-        // Each model has as many bytes asked for.
+        // Both models have equal requested bytes.
         let share = sizes[1] as f64 / (sizes[0] + sizes[1]) as f64;
         let model = usize::from(random.fraction() >= share);
         let rank = random.fraction() * weights[PROMPTS - 1];
         let prompt = weights.partition_point(|weight| *weight < rank);
         let chunks = 4 + prompt % 13;
         let hashes: Vec<_> = (0..chunks).map(|chunk| hash(prompt, chunk)).collect();
-        let space = Space {
-            model_name: ["small", "large"][model],
-            kv_rank: 0,
-            object_group_id: 0,
-            layout: 0,
-            cache_salt: "",
-        };
-        let row = LookupRow {
-            space,
+        let namespace = Namespace::new(["small", "large"][model], 0, 0, 0, "");
+        let namespace = Arc::new(namespace.expect("good names"));
+        let row = GroupRow {
+            namespace: Arc::clone(&namespace),
             window: None,
+            object_bytes: sizes[model],
         };
-        let found = cache.lookup(now, &[row], &hashes);
+        let found = cache.lookup(now, &[row].into(), &hashes);
         let counts = request >= requests / 4;
         if counts {
             asked[model] += chunks as u64;
             hit[model] += found.hit_chunks as u64;
         }
         let store = ReserveRequest {
-            space,
+            namespace: &namespace,
             hashes: &hashes,
             len: sizes[model],
         };

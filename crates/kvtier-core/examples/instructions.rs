@@ -5,16 +5,15 @@
 //! prompt of 128 chunks.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{
-    Cache, CacheConfig, Extent, ExtentAllocator, LookupRow, ReserveRequest, Space,
-};
+use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::hashing::{ChunkHasher, HashAlgorithm};
 use kvtier_core::prompt::PromptMemory;
 use kvtier_core::quota::Grant;
+use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use kvtier_proto::key::TokenReader;
 use kvtier_proto::wire::write_tokens;
 
@@ -71,13 +70,16 @@ fn main() {
     let chunk = NonZeroUsize::new(CHUNK).expect("not 0");
     let hasher = || ChunkHasher::new(HashAlgorithm::Blake3, chunk, "");
     let count = CHUNKS * CHUNK;
-    let space = Space {
-        model_name: "meta-llama/Llama-3.1-8B-Instruct",
-        kv_rank: kvtier_core::kv_rank(1, 0),
-        object_group_id: 0,
-        layout: 0,
-        cache_salt: "tenant",
-    };
+    let namespace = Arc::new(
+        Namespace::new(
+            "meta-llama/Llama-3.1-8B-Instruct",
+            kvtier_core::kv_rank(1, 0),
+            0,
+            0,
+            "tenant",
+        )
+        .expect("good names"),
+    );
     let pieces = (0..(CAPACITY_PROMPTS * CHUNKS) as u64)
         .map(|piece| piece * OBJECT)
         .collect();
@@ -108,7 +110,7 @@ fn main() {
     };
     let store = |hashes: &[ChunkHash]| {
         let request = ReserveRequest {
-            space,
+            namespace: &namespace,
             hashes,
             len: OBJECT,
         };
@@ -116,14 +118,16 @@ fn main() {
         assert_eq!(reserved.reservation.commit(now).inserted, CHUNKS);
     };
     match scenario.as_str() {
-        // All chunks resident: hold them and let go.
+        // All chunks resident: hold and release them.
         "lookup" => {
             let prompt = hashes(0);
             store(&prompt);
-            let rows = [LookupRow {
-                space,
+            let rows = [GroupRow {
+                namespace,
                 window: None,
-            }];
+                object_bytes: OBJECT,
+            }]
+            .into();
             for _ in 0..rounds {
                 assert_eq!(cache.lookup(now, &rows, &prompt).hit_chunks, CHUNKS);
             }
@@ -137,7 +141,7 @@ fn main() {
                 .take(rounds as usize)
                 .for_each(|prompt| store(prompt));
         }
-        // Nobody of many has too much: as many passes as a prompt has chunks.
+        // No tenant is over quota: as many passes as a prompt has chunks.
         "tenants-pass" => {
             for _ in 0..rounds as usize * CHUNKS {
                 assert_eq!(cache.evict_over_quota(now, 1024).objects, 0);

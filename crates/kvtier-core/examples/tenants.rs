@@ -1,4 +1,4 @@
-//! What tenants cost: stores into a full cache, and a pass that finds nobody over quota.
+//! Cost of tenants: stores into a full cache, and a pass that finds no tenant over quota.
 //!
 //! `cargo run --release -p kvtier-core --example tenants [salts] [objects]` (default 100 000 and 1 million). Each way of
 //! keeping tenants runs in turn, several times over, so that the machine's mood hits all of them. The allocator hands
@@ -6,10 +6,11 @@
 
 mod support;
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Space};
+use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
+use kvtier_core::{ChunkHash, Namespace};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use support::{OBJECT, Pieces, mix};
 
@@ -47,26 +48,26 @@ impl Way {
         }
     }
 
-    /// Stores this many prompts of tenants in a fixed random order; gives the nanoseconds an object.
+    /// Stores this many prompts of tenants in a fixed random order; returns the nanoseconds per object.
     fn store(&mut self, prompts: u64, salts: &[String]) -> f64 {
         let batch: Vec<_> = (self.next..self.next + prompts)
             .map(|number| {
                 let salt = mix(number) % salts.len() as u64;
-                (&*salts[salt as usize], prompt(number))
+                let namespace = Namespace::new(
+                    "meta-llama/Llama-3.1-8B-Instruct",
+                    kvtier_core::kv_rank(1, 0),
+                    0,
+                    0,
+                    &*salts[salt as usize],
+                );
+                (Arc::new(namespace.expect("good names")), prompt(number))
             })
             .collect();
         self.next += prompts;
         let start = Instant::now();
-        for (cache_salt, hashes) in &batch {
-            let space = Space {
-                model_name: "meta-llama/Llama-3.1-8B-Instruct",
-                kv_rank: kvtier_core::kv_rank(1, 0),
-                object_group_id: 0,
-                layout: 0,
-                cache_salt,
-            };
+        for (namespace, hashes) in &batch {
             let request = ReserveRequest {
-                space,
+                namespace,
                 hashes,
                 len: OBJECT,
             };
@@ -144,7 +145,7 @@ fn main() {
         let store = median(&mut way.nanoseconds);
         let stats = way.cache.stats();
         let bookkeeping = stats.bookkeeping_bytes as f64 / stats.objects.max(1) as f64;
-        // Until nobody has too much any more; then the pass that every round ends with.
+        // Until no tenant is over quota; then the pass that every round ends with.
         while way.cache.evict_over_quota(NOW, 1024).objects > 0 {}
         let mut passes: Vec<_> = (0..1001)
             .map(|_| {

@@ -7,13 +7,15 @@
 mod block_vec;
 pub mod cache;
 pub mod eviction;
+mod group_row;
 pub mod hashing;
 pub mod object_key;
-mod parted;
 pub mod prefetch;
 pub mod prompt;
 pub mod quota;
+mod sharded;
 pub mod window;
 
+pub use group_row::GroupRow;
 pub use hashing::ChunkHash;
-pub use object_key::{KeyScope, ObjectKey, kv_rank};
+pub use object_key::{KeyScope, Namespace, ObjectKey, kv_rank};

@@ -1,36 +1,37 @@
-//! Planning of a prefetch: which objects to ask the tiers for, and which of them to load.
+//! Planning of a prefetch: which objects to look up in the tiers, and which of them to load.
 //!
-//! A prefetch looks for the longest prefix that L1 and the tiers can serve together. It asks for what L1 lacks only,
-//! from the front, and stops where no tier can help: behind a chunk that a full-attention row has nowhere, no longer
-//! prefix can end.
+//! A prefetch finds the longest prefix that L1 and the tiers can serve together. It looks up only what L1 lacks, from
+//! the front, and stops where no tier can help: behind a chunk that a full-attention row has nowhere, no longer prefix
+//! can end.
 
-use crate::window::{ChunkBitmap, RowPresence, longest_prefix, needed};
+use crate::group_row::GroupRow;
+use crate::window::{ChunkBitmap, longest_prefix, needed};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// One object of a prefetch: a row, and a chunk counted from the prompt's start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Cell {
-    /// The row: an object group on a rank.
+    /// Number of the row.
     pub row: usize,
     /// The chunk.
     pub chunk: usize,
 }
 
-/// What is known so far of the objects of a prompt.
+/// Plan of a prefetch: which objects of a prompt were found so far.
 #[derive(Clone, Debug)]
 pub struct PrefetchPlan {
-    windows: Vec<Option<u32>>,
+    rows: Arc<[GroupRow]>,
     chunks: usize,
     found: Vec<ChunkBitmap>,
 }
 
 impl PrefetchPlan {
-    /// Nothing is found yet. One window a row; `None` is full attention.
-    pub fn new(windows: impl IntoIterator<Item = Option<u32>>, chunks: usize) -> Self {
-        let windows: Vec<_> = windows.into_iter().collect();
-        let found = vec![ChunkBitmap::with_capacity(chunks); windows.len()];
+    /// A plan for these rows of a prompt of `chunks` chunks, of which nothing is found yet.
+    pub fn new(rows: Arc<[GroupRow]>, chunks: usize) -> Self {
+        let found = vec![ChunkBitmap::with_capacity(chunks); rows.len()];
         Self {
-            windows,
+            rows,
             chunks,
             found,
         }
@@ -41,7 +42,7 @@ impl PrefetchPlan {
         self.chunks
     }
 
-    /// Notes that an object is in L1 or in a tier.
+    /// Records that an object is in L1 or in a tier.
     pub fn found(&mut self, cell: Cell) {
         if cell.chunk < self.chunks
             && let Some(row) = self.found.get_mut(cell.row)
@@ -50,14 +51,14 @@ impl PrefetchPlan {
         }
     }
 
-    /// Notes that an object is not where it was found.
+    /// Records that an object is no longer where it was found.
     pub fn lost(&mut self, cell: Cell) {
         if let Some(row) = self.found.get_mut(cell.row) {
             row.unset(cell.chunk);
         }
     }
 
-    /// The objects among these chunks that are not found yet and that a longer prefix would need, chunk by chunk.
+    /// The objects of these chunks that were not found yet and that a longer prefix would need, chunk by chunk.
     pub fn wanted(&self, chunks: Range<usize>) -> Vec<Cell> {
         let end = chunks.end.min(self.chunks).min(self.limit(chunks.start));
         (chunks.start..end)
@@ -66,38 +67,29 @@ impl PrefetchPlan {
             .collect()
     }
 
-    /// Where no longer prefix can end once everything before `asked` was asked for everywhere: the first chunk below
-    /// it that a full-attention row lacks.
+    /// The end of the longest prefix possible once everything before `asked` was looked up everywhere: the first chunk
+    /// below it that a full-attention row lacks.
     fn limit(&self, asked: usize) -> usize {
-        let rows = self.windows.iter().zip(&self.found);
-        rows.filter(|(window, _)| window.is_none())
-            .map(|(_, row)| row.leading())
+        let rows = self.rows.iter().zip(&self.found);
+        rows.filter(|(row, _)| row.window.is_none())
+            .map(|(_, found)| found.leading())
             .filter(|leading| *leading < asked)
             .min()
             .unwrap_or(usize::MAX)
     }
 
-    /// Chunks of the longest prefix that what was found can serve.
+    /// Chunks of the longest prefix that the objects found can serve.
     pub fn hit(&self) -> usize {
-        let rows: Vec<_> = self
-            .windows
-            .iter()
-            .zip(&self.found)
-            .map(|(window, present)| RowPresence {
-                window: *window,
-                present,
-            })
-            .collect();
-        longest_prefix(&rows)
+        longest_prefix(&self.rows, &self.found)
     }
 
     /// The objects that a prefix of `hit` chunks needs, chunk by chunk.
     pub fn needed(&self, hit: usize) -> Vec<Cell> {
-        let rows = || self.windows.iter().enumerate();
+        let rows = || self.rows.iter().enumerate();
         (0..hit)
             .flat_map(|chunk| {
                 rows()
-                    .filter(move |(_, window)| needed(**window, hit).contains(&chunk))
+                    .filter(move |(_, row)| needed(row.window, hit).contains(&chunk))
                     .map(move |(row, _)| Cell { row, chunk })
             })
             .collect()
@@ -107,6 +99,17 @@ impl PrefetchPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::object_key::Namespace;
+
+    fn plan<const ROWS: usize>(windows: [Option<u32>; ROWS], chunks: usize) -> PrefetchPlan {
+        let namespace = Arc::new(Namespace::new("m", 1, 0, 0, "").unwrap());
+        let row = |window| GroupRow {
+            namespace: Arc::clone(&namespace),
+            window,
+            object_bytes: 1,
+        };
+        PrefetchPlan::new(windows.map(row).into(), chunks)
+    }
 
     fn cells(cells: &[Cell]) -> Vec<(usize, usize)> {
         cells.iter().map(|cell| (cell.row, cell.chunk)).collect()
@@ -119,19 +122,19 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_not_found_is_wanted() {
-        let mut plan = PrefetchPlan::new([None, None], 3);
+    fn wanted_excludes_found_objects() {
+        let mut plan = plan([None, None], 3);
         find(&mut plan, 0, [0, 2]);
         find(&mut plan, 1, [0]);
         assert_eq!(cells(&plan.wanted(0..9)), [(0, 1), (1, 1), (1, 2)]);
     }
 
     #[test]
-    fn behind_a_gap_nothing_is_wanted() {
-        let mut plan = PrefetchPlan::new([None], 10);
+    fn gap_of_full_attention_row_ends_wanted() {
+        let mut plan = plan([None], 10);
         find(&mut plan, 0, [0, 1, 5]);
         assert_eq!(plan.wanted(0..4).len(), 2);
-        // 0..4 was asked for, and chunk 2 is nowhere.
+        // 0..4 was looked up, and chunk 2 is nowhere.
         assert_eq!(plan.wanted(4..8), []);
         assert_eq!(plan.hit(), 2);
         find(&mut plan, 0, [2, 3]);
@@ -139,8 +142,8 @@ mod tests {
     }
 
     #[test]
-    fn a_window_bridges_its_own_gaps_but_not_those_of_others() {
-        let mut plan = PrefetchPlan::new([None, Some(2)], 6);
+    fn window_skips_gaps_of_its_own_row_only() {
+        let mut plan = plan([None, Some(2)], 6);
         find(&mut plan, 0, 0..6);
         find(&mut plan, 1, [4, 5]);
         assert_eq!(plan.hit(), 6);
@@ -164,8 +167,8 @@ mod tests {
     }
 
     #[test]
-    fn cells_that_are_none_change_nothing() {
-        let mut plan = PrefetchPlan::new([None], 1);
+    fn unknown_cells_are_ignored() {
+        let mut plan = plan([None], 1);
         for (row, chunk) in [(0, 1), (1, 0), (usize::MAX, usize::MAX)] {
             plan.found(Cell { row, chunk });
             plan.lost(Cell { row, chunk });

@@ -1,22 +1,22 @@
-//! What operators grant tenants. A tenant is a cache salt; the empty one is the tenant of requests without.
+//! Quotas: grants and limits of tenants. A tenant is a cache salt; the empty one is the tenant of requests without.
 //!
-//! Limits and shares hold for one cache, which is one tier: [`crate::cache::Cache::set_grant`].
+//! Limits and shares apply to one cache, which is one tier: [`crate::cache::Cache::set_grant`].
 
-/// What a limit means.
+/// Meaning of a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum QuotaMode {
     /// Stores are accepted, and eviction brings the tenant back under its watermark, as LMCache's quotas do.
     #[default]
     Soft,
-    /// A store that would take the tenant beyond its limit makes room among the tenant's own objects, and is refused
-    /// where that is not enough. What is being written counts.
+    /// A store that would take the tenant over its limit evicts the tenant's own objects, and is refused if that is not
+    /// enough. Bytes being written count.
     Strict,
 }
 
-/// How a cache deals with limits.
+/// How a cache enforces limits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuotaConfig {
-    /// What a limit means.
+    /// Meaning of a limit.
     pub mode: QuotaMode,
     /// Bytes for tenants without a grant: `None` = unlimited, `Some(0)` = nothing, an allow-list.
     pub default_limit: Option<u64>,
@@ -38,16 +38,16 @@ impl Default for QuotaConfig {
     }
 }
 
-/// What one tenant may have, and what it is guaranteed, in bytes.
+/// Limit and reserved share of one tenant, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Grant {
     /// At most this; `None` = unlimited.
     pub limit: Option<u64>,
-    /// Others cannot evict its objects where that could leave less than this. No more than the limit.
+    /// Other tenants cannot evict its objects if less than this could remain. At most the limit.
     pub reserved: u64,
 }
 
-/// Between which bytes a tenant counts as having too much: it starts above `high` and ends at `low`.
+/// Marks between which a tenant stays over quota: it starts above `high` and ends at `low`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Marks {
     pub(crate) high: u64,
@@ -55,7 +55,7 @@ pub(crate) struct Marks {
 }
 
 impl QuotaConfig {
-    /// The marks of a tenant. What is reserved for it is never too much.
+    /// The marks of a tenant. Its reserved share is never over quota.
     pub(crate) fn marks(&self, Grant { limit, reserved }: Grant) -> Marks {
         let Some(limit) = limit else {
             return Marks {
@@ -70,7 +70,7 @@ impl QuotaConfig {
             },
             QuotaMode::Soft => {
                 let watermark = limit as f64 * self.watermark;
-                // "At the watermark" is too much already, but nothing is never too much.
+                // At the watermark is over quota already, but zero bytes never are.
                 let high = (watermark.ceil() as u64).saturating_sub(1);
                 let low = (watermark * (1.0 - self.ratio)) as u64;
                 Marks {

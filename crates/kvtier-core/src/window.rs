@@ -1,11 +1,12 @@
-//! Windows: the longest prefix that every row can serve, and which chunks a row must hold for it.
+//! Windows: the longest prefix that every row can serve, and the chunks that a row must hold for it.
 //!
-//! A row is one object group on one rank. A full-attention row needs every chunk of the prefix; a row with a window
+//! A row is one object group on one rank ([`GroupRow`]). A full-attention row needs every chunk of the prefix; a row with a window
 //! of `w` chunks needs only the last `w` of them.
 
+use crate::group_row::GroupRow;
 use std::ops::Range;
 
-/// Which chunks of one row are present, one bit each; chunks never mentioned are absent.
+/// Bitmap of the chunks of one row that are present; chunks never set are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChunkBitmap {
     words: Vec<u64>,
@@ -17,14 +18,14 @@ impl ChunkBitmap {
         Self::default()
     }
 
-    /// No chunk is present yet, with room for `chunks` without another allocation.
+    /// No chunk is present yet, with capacity for `chunks`.
     pub fn with_capacity(chunks: usize) -> Self {
         Self {
             words: Vec::with_capacity(chunks.div_ceil(64)),
         }
     }
 
-    /// Forgets everything but keeps the memory.
+    /// Clears the bitmap but keeps the memory.
     pub fn clear(&mut self) {
         self.words.clear();
     }
@@ -68,7 +69,7 @@ impl ChunkBitmap {
         }
     }
 
-    /// The highest absent chunk within `range`, if one is.
+    /// The highest absent chunk within `range`.
     fn last_absent(&self, range: Range<usize>) -> Option<usize> {
         let mut end = range.end;
         while end > range.start {
@@ -87,35 +88,27 @@ impl ChunkBitmap {
     }
 }
 
-/// One row of a lookup.
-#[derive(Clone, Copy, Debug)]
-pub struct RowPresence<'a> {
-    /// Chunks the row needs at the end of a prefix; `None` = all of them (full attention). 0 counts as 1.
-    pub window: Option<u32>,
-    /// Chunks the row has.
-    pub present: &'a ChunkBitmap,
-}
-
-/// The number of chunks in the longest prefix for which every row has what [`needed`] says; 0 without rows.
+/// The number of chunks in the longest prefix for which every row has the chunks that it [needs](needed); 0 without
+/// rows. `present` has the chunks of each row.
 ///
 /// Allocates nothing.
-pub fn longest_prefix(rows: &[RowPresence<'_>]) -> usize {
-    let longest = |row: &RowPresence<'_>| match row.window {
-        None => row.present.leading(),
-        Some(_) => row.present.end(),
+pub fn longest_prefix(rows: &[GroupRow], present: &[ChunkBitmap]) -> usize {
+    let longest = |(row, present): (&GroupRow, &ChunkBitmap)| match row.window {
+        None => present.leading(),
+        Some(_) => present.end(),
     };
-    let mut hit = rows.iter().map(longest).min().unwrap_or(0);
+    let mut hit = rows.iter().zip(present).map(longest).min().unwrap_or(0);
     // An absent chunk inside some row's window rules out every length that ends above it: a shorter prefix's window
-    // starts lower, so it contains that chunk too until the prefix ends below it. Rows are asked in turn until all
-    // of them agreed to the same length.
+    // starts lower, so it contains that chunk too until the prefix ends below it. Rows are checked in turn until all
+    // of them agree on the same length.
     let mut agreed = 0;
     let mut turn = 0;
     while hit > 0 && agreed < rows.len() {
-        let row = &rows[turn];
+        let (row, present) = (&rows[turn], &present[turn]);
         turn = (turn + 1) % rows.len();
         match row
             .window
-            .and_then(|_| row.present.last_absent(needed(row.window, hit)))
+            .and_then(|_| present.last_absent(needed(row.window, hit)))
         {
             Some(absent) => {
                 hit = absent;

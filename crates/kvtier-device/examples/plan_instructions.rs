@@ -6,7 +6,7 @@
 use std::hint::black_box;
 
 use kvtier_device::cuda::kernel::KernelPlan;
-use kvtier_device::cuda::{DeviceCopies, PieceLimits, PinnedPieces, Place};
+use kvtier_device::cuda::{AddressRange, DeviceCopies, PieceLimits, PinnedPieces};
 use kvtier_device::{
     BlockTable, ChunkRequest, Direction, Engine, KvAxisOrder, KvLayout, LayoutHints, MemorySpec,
     TensorSpec,
@@ -23,7 +23,7 @@ const PIECE: PieceLimits = PieceLimits {
 };
 
 /// A layout with pages of 8 KiB for each head, and where its memories are.
-fn layout(heads: u64, order: KvAxisOrder) -> (KvLayout, Vec<Place>) {
+fn layout(heads: u64, order: KvAxisOrder) -> (KvLayout, Vec<AddressRange>) {
     let (inner, strides) = match order.heads_first() {
         true => ([heads, SLOTS], [SLOTS * 256, 256]),
         false => ([SLOTS, heads], [heads * 256, 256]),
@@ -49,7 +49,7 @@ fn layout(heads: u64, order: KvAxisOrder) -> (KvLayout, Vec<Place>) {
     let layout = KvLayout::detect(&tensors, Engine::Vllm, &hints, &[], CHUNK_TOKENS, false)
         .expect("a layout");
     let places = (0..LAYERS)
-        .map(|layer| Place {
+        .map(|layer| AddressRange {
             address: (1 << 45) + layer * bytes,
             bytes,
         })
@@ -85,7 +85,7 @@ fn main() {
     for round in 0..rounds {
         copies.clear();
         piece.clear();
-        let extent = Place {
+        let extent = AddressRange {
             address: (1 << 44) + round * object_bytes,
             bytes: object_bytes,
         };

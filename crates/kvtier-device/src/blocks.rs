@@ -1,4 +1,4 @@
-//! The block ids of one request, checked once.
+//! Block table: the checked block ids of one request.
 
 use crate::error::PlanError;
 use crate::layout::KvLayout;
@@ -10,16 +10,16 @@ pub struct BlockTable {
     chunks: usize,
     /// All groups' ids, one group behind the other.
     ids: Vec<u32>,
-    /// Where each group's ids start, and blocks per chunk.
+    /// Start of each group's ids, and blocks per chunk.
     groups: Vec<(usize, usize)>,
 }
 
 impl BlockTable {
-    /// Checks the ids of a request that covers `chunks` chunks: one list per kernel group, at least
-    /// the blocks of all chunks, and whole chunks. What a longer list has in addition is ignored.
+    /// Checks the ids of a request that covers `chunks` chunks: one list per kernel group, of whole chunks and at least
+    /// the blocks of all chunks. Additional ids are ignored.
     ///
     /// # Errors
-    /// [`PlanError`]; the reference server answers [`PlanError::TooFewBlocks`] and
+    /// [`PlanError`]; LMCache's server answers [`PlanError::TooFewBlocks`] and
     /// [`PlanError::BlockOutOfRange`] with "not ok".
     pub fn check<L: AsRef<[i64]>>(
         layout: &KvLayout,
@@ -33,7 +33,7 @@ impl BlockTable {
                 expected,
             });
         }
-        // Counts first, for every group: nothing is kept of a request that does not add up.
+        // All counts are checked before anything is allocated.
         let mut total = 0usize;
         let mut groups = Vec::with_capacity(expected);
         for (group, ids) in layout.kernel_groups().iter().zip(block_ids) {
@@ -85,12 +85,12 @@ impl BlockTable {
         })
     }
 
-    /// Chunks covered.
+    /// Number of chunks.
     pub fn chunks(&self) -> usize {
         self.chunks
     }
 
-    /// Ids of one chunk in one kernel group; empty when either does not exist.
+    /// Ids of one chunk in one kernel group; empty if either does not exist.
     pub fn chunk(&self, kernel_group: usize, chunk: usize) -> &[u32] {
         match self.groups.get(kernel_group) {
             Some((start, per_chunk)) if chunk < self.chunks => {
@@ -103,10 +103,9 @@ impl BlockTable {
 
     /// Whether a chunk can be stored: the engine has data for all of it in every kernel group of an object group.
     ///
-    /// An engine that keeps only a window, or only the last state, puts its null block in place of what it has
-    /// dropped. A null id there means a hole in the chunk, and so does a chunk of nothing but null ids anywhere. In a
-    /// group that keeps everything a single id equal to the null block's is taken for a block: engines without a null
-    /// block have one of that number.
+    /// - Window and recurrent-state groups: the engine replaces dropped blocks by its null block, so a null id is a hole.
+    /// - Other groups: only a chunk of nothing but null ids is a hole. Engines without a null block have an ordinary
+    ///   block of that number.
     pub fn has_data(
         &self,
         layout: &KvLayout,
@@ -125,7 +124,7 @@ impl BlockTable {
             let mut nulls = ids.iter().map(|id| *id == null);
             let group = &layout.kernel_groups()[*index];
             match (group.recurrent_state, group.window_tokens) {
-                // The state behind the chunk is in its last block.
+                // The last block holds the state after the chunk.
                 (true, _) => !nulls.next_back().unwrap_or(false),
                 (false, Some(_)) => !nulls.any(|null| null),
                 (false, None) => ids.is_empty() || !nulls.all(|null| null),
@@ -134,7 +133,7 @@ impl BlockTable {
     }
 }
 
-/// The id as a block number, when there is such a block (there are at most `u32::MAX`).
+/// The id as a block number, if the block exists (there are at most `u32::MAX`).
 pub(crate) fn checked_id(id: i64, num_blocks: u64) -> Option<u32> {
     u32::try_from(id)
         .ok()

@@ -1,4 +1,4 @@
-//! Engines whose pages are in host memory: POSIX shared-memory segments that the engine created.
+//! CPU backend: engine pages in POSIX shared-memory segments that the engine created.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,11 +13,11 @@ use crate::physical::visit_block_runs;
 use crate::plan::Direction;
 use crate::spec::MemorySpec;
 
-/// Copies handed to the executor at a time; bounds the memory a plan takes while it runs.
+/// Maximum copies per batch; bounds the memory of a running plan.
 const BATCH: usize = 64;
 
-/// Bytes handed to the executor at a time, and so the most that is moved behind a deadline. It takes some 30 us; reading
-/// the clock before it takes some 30 ns.
+/// Maximum bytes per batch, and so the most that is moved after a deadline. A batch takes about 30 us; reading the clock
+/// before it takes about 30 ns.
 const BATCH_BYTES: u64 = 256 << 10;
 
 /// The backend for `cpu_shm` tensors.
@@ -56,12 +56,12 @@ impl Device for CpuDevice {
     }
 }
 
-/// One worker's segments, mapped; each once, however many layers are in it.
+/// The mapped segments of one worker, each once for all its layers.
 struct CpuMemory {
     layout: Arc<KvLayout>,
     /// By index of [`KvLayout::memories`].
     segments: Vec<ForeignSegment>,
-    /// No batch is begun any more.
+    /// No batch starts any more.
     has_stopped: AtomicBool,
 }
 
@@ -74,7 +74,7 @@ impl EngineMemory for CpuMemory {
         self.segments.iter().all(ForeignSegment::is_current)
     }
 
-    /// One segment says it for all: they have one creator.
+    /// Tests one segment: all have the same creator.
     fn has_ended(&self) -> bool {
         let first = self.segments.first();
         first.is_some_and(ForeignSegment::creator_has_ended)
@@ -100,12 +100,12 @@ impl EngineMemory for CpuMemory {
         done(self.copy_all(&transfer, Instant::now));
     }
 
-    /// Also ends the transfers that run, behind the batch that each is at: nobody needs half of one.
+    /// Also ends running transfers after their current batch, because a partial transfer is useless.
     fn stop(&self) {
         self.has_stopped.store(true, Ordering::SeqCst);
     }
 
-    /// The same: whoever asks for a copy in host memory has waited for its end with the answer.
+    /// The request's own event: a copy in host memory is done before the answer.
     fn answer_event<'a>(&self, asked: &'a [u8]) -> &'a [u8] {
         asked
     }
@@ -131,7 +131,7 @@ impl EngineMemory for CpuMemory {
 }
 
 impl CpuMemory {
-    /// Copies one chunk after the other, and gives the bytes moved.
+    /// Copies all chunks in order and returns the bytes moved.
     fn copy_all(
         &self,
         transfer: &Transfer,
@@ -141,11 +141,11 @@ impl CpuMemory {
         for chunk in &transfer.chunks {
             moved += self.copy(transfer, *chunk, &clock)?;
         }
-        self.may_go_on(transfer, &clock)?;
+        self.check_running(transfer, &clock)?;
         Ok(moved)
     }
 
-    fn may_go_on(
+    fn check_running(
         &self,
         transfer: &Transfer,
         clock: impl Fn() -> Instant,
@@ -153,7 +153,7 @@ impl CpuMemory {
         if self.has_stopped.load(Ordering::SeqCst) {
             return Err(DeviceError::Stopped);
         }
-        transfer.in_time(clock())
+        transfer.check_deadline(clock())
     }
 
     fn copy(
@@ -163,19 +163,19 @@ impl CpuMemory {
         clock: impl Fn() -> Instant,
     ) -> Result<u64, DeviceError> {
         let ChunkCopy { request, extent } = chunk;
-        self.layout.check_extent(request.object_group, extent)?;
+        self.layout.check_extent(request.object_group, extent.len)?;
         let direction = match transfer.direction {
             Direction::Store => kvtier_memory::Direction::SegmentToArena,
             Direction::Retrieve => kvtier_memory::Direction::ArenaToSegment,
         };
-        // Copies of one segment are handed over together.
+        // A batch has copies of one segment.
         let mut batch: Vec<AffineCopy> = Vec::with_capacity(BATCH);
         let mut batch_memory = 0;
         let mut batch_bytes = 0;
         let mut moved = 0;
         let mut flush = |memory: usize, batch: &mut Vec<AffineCopy>| -> Result<(), DeviceError> {
             if !batch.is_empty() {
-                self.may_go_on(transfer, &clock)?;
+                self.check_running(transfer, &clock)?;
                 let segment = &self.segments[memory];
                 moved += copy_affine(segment, &transfer.arena, extent, direction, batch)?;
                 batch.clear();
@@ -184,7 +184,7 @@ impl CpuMemory {
         };
         self.layout
             .visit_chunk(&transfer.blocks, request, |planned| {
-                each_piece(&planned.copy, &mut |piece, bytes| {
+                visit_pieces(&planned.copy, &mut |piece, bytes| {
                     let is_full = batch.len() == BATCH || batch_bytes + bytes > BATCH_BYTES;
                     if planned.memory != batch_memory || is_full {
                         flush(batch_memory, &mut batch)?;
@@ -201,12 +201,12 @@ impl CpuMemory {
     }
 }
 
-/// Gives `visit` a copy in pieces of at most [`BATCH_BYTES`] each, in its order, with their bytes.
-fn each_piece<E>(
+/// Passes `visit` a copy in pieces of at most [`BATCH_BYTES`], in order, with their bytes.
+fn visit_pieces<E>(
     copy: &AffineCopy,
     visit: &mut impl FnMut(AffineCopy, u64) -> Result<(), E>,
 ) -> Result<(), E> {
-    // What is larger than any object is refused when it is executed.
+    // The execution refuses a copy that is larger than any object.
     let bytes = copy.bytes().unwrap_or(u64::MAX);
     if bytes <= BATCH_BYTES {
         return visit(*copy, bytes);
@@ -231,7 +231,7 @@ fn each_piece<E>(
         }
         piece.segment_offset = copy.segment_offset.saturating_add(done * segment_stride);
         piece.arena_offset = copy.arena_offset.saturating_add(done * arena_stride);
-        each_piece(&piece, visit)?;
+        visit_pieces(&piece, visit)?;
         done += taken;
     }
     Ok(())
@@ -251,7 +251,7 @@ mod tests {
 
     const CHUNK: u64 = 4 << 20;
 
-    /// One chunk of 4 MiB in one run, of zeroes, and a retrieve that makes it ones by `deadline`.
+    /// One chunk of 4 MiB of zeroes in one run, and a retrieve with `deadline` that sets it to ones.
     fn case(deadline: Instant) -> (OwnSegment, CpuMemory, Transfer) {
         let segment = OwnSegment::create(2 * CHUNK).unwrap();
         let tensor = TensorSpec {
@@ -306,32 +306,32 @@ mod tests {
     }
 
     #[test]
-    fn what_is_paused_in_a_chunk_writes_no_batch_behind_its_deadline() {
+    fn paused_transfer_writes_no_batch_after_its_deadline() {
         let start = Instant::now();
         let deadline = start + Duration::from_secs(5);
         let (segment, memory, transfer) = case(deadline);
-        let looks = Cell::new(0);
-        // Its third look comes an hour later.
+        let clock_reads = Cell::new(0);
+        // The third reading of the clock is an hour later.
         let clock = || {
-            looks.set(looks.get() + 1);
-            start + Duration::from_secs(if looks.get() < 3 { 1 } else { 3600 })
+            clock_reads.set(clock_reads.get() + 1);
+            start + Duration::from_secs(if clock_reads.get() < 3 { 1 } else { 3600 })
         };
         let end = memory.copy_all(&transfer, clock);
-        assert!(matches!(end, Err(DeviceError::TooLate)), "{end:?}");
+        assert!(matches!(end, Err(DeviceError::DeadlinePassed)), "{end:?}");
         assert_eq!(written(&segment), 2 * BATCH_BYTES);
-        // Nothing is left out when there is time.
+        // With time left, every byte is written.
         assert_eq!(memory.copy_all(&transfer, || start).unwrap(), CHUNK);
         assert_eq!(written(&segment), CHUNK);
     }
 
     #[test]
-    fn pages_that_are_stopped_end_their_transfers_in_the_middle_of_a_chunk() {
+    fn stop_ends_a_transfer_within_a_chunk() {
         let now = Instant::now();
         let (segment, memory, transfer) = case(now);
-        let looks = Cell::new(0);
+        let clock_reads = Cell::new(0);
         let clock = || {
-            looks.set(looks.get() + 1);
-            if looks.get() == 3 {
+            clock_reads.set(clock_reads.get() + 1);
+            if clock_reads.get() == 3 {
                 memory.stop();
             }
             now
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_the_copy_in_its_order() {
+    fn pieces_cover_the_copy_in_order() {
         let step = |count, segment_stride, arena_stride| CopyLoop {
             count,
             segment_stride,
@@ -377,7 +377,7 @@ mod tests {
             (1000, AffineCopy::new(7, 11, 1000, &loops)),
         ] {
             let mut pieces = Vec::new();
-            each_piece(&copy, &mut |piece, bytes| {
+            visit_pieces(&copy, &mut |piece, bytes| {
                 assert!(bytes <= BATCH_BYTES);
                 assert_eq!(piece.bytes(), Some(bytes));
                 pieces.extend(runs(&piece));
@@ -388,7 +388,7 @@ mod tests {
         }
         let mut end = 0;
         let long = AffineCopy::new(7, 11, (1 << 20) + 3, &[]);
-        each_piece(&long, &mut |piece, bytes| {
+        visit_pieces(&long, &mut |piece, bytes| {
             assert_eq!(
                 (piece.segment_offset, piece.arena_offset),
                 (7 + end, 11 + end)

@@ -1,4 +1,4 @@
-//! A layout in words and numbers, with the field names of `/status`.
+//! Layout description for `/status`, with its field names.
 
 use crate::layout::KvLayout;
 
@@ -20,7 +20,7 @@ pub struct LayoutDescription {
 pub struct KernelGroupDescription {
     /// Position among the kernel groups.
     pub kernel_group_idx: usize,
-    /// The engine's number.
+    /// The engine's group number.
     pub engine_group_idx: i64,
     /// Object group it is stored in.
     pub object_group_idx: usize,
@@ -28,9 +28,9 @@ pub struct KernelGroupDescription {
     pub num_layers: usize,
     /// Their positions in the registration.
     pub layer_indices: Vec<usize>,
-    /// Tokens one block id stands for.
+    /// Tokens per block id.
     pub tokens_per_block: u64,
-    /// Token slots of a block.
+    /// Token slots per block.
     pub slots_per_block: u64,
     /// Torch's name, such as `torch.float16`.
     pub dtype: String,

@@ -1,4 +1,4 @@
-//! Which format a registration is in: from the engine, ranks, a few sizes, and hints.
+//! Format detection: from the engine, tensor ranks, a few sizes, and hints.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,7 @@ use crate::format::{INDEXER_SCALE_BYTES, INDEXER_VALUE_BYTES, KvFormat};
 use crate::geometry::{Layer, MAX_LAYERS, View, truncated};
 use crate::spec::{Engine, KvListLayout, LayoutHints, MemorySpec, TensorSpec};
 
-/// The layers of a registration and the distinct memories they lie in.
+/// The layers of a registration and the distinct memories that contain them.
 pub(crate) struct Detected {
     pub layers: Vec<Layer>,
     pub memories: Vec<MemorySpec>,
@@ -15,7 +15,7 @@ pub(crate) struct Detected {
     pub one_tensor: bool,
 }
 
-/// Reads every tensor as the engine means it.
+/// Interprets every tensor by the engine's conventions.
 pub(crate) fn detect(
     tensors: &[TensorSpec],
     engine: Engine,
@@ -53,7 +53,7 @@ pub(crate) fn detect(
                 layers
             }
         },
-        Engine::Atom => each(views, engine, |view| {
+        Engine::Atom => uniform_layers(views, engine, |view| {
             (view.shape.len() == 3).then_some(KvFormat::NL_X_NB_BS_HS)
         })?,
         Engine::Sglang => sglang(views, hints)?,
@@ -61,7 +61,13 @@ pub(crate) fn detect(
             one_tensor = true;
             trtllm(views, hints)?
         }
-        Engine::Mock => return Err(unknown(engine, &views[0], "an engine with a known layout")),
+        Engine::Mock => {
+            return Err(unknown_shape(
+                engine,
+                &views[0],
+                "an engine with a known layout",
+            ));
+        }
     };
     Ok(Detected {
         layers,
@@ -70,8 +76,8 @@ pub(crate) fn detect(
     })
 }
 
-/// Checked views, and the memories they lie in: one per segment name, as large as the largest
-/// statement about it; one per tensor for memory that has no name.
+/// Checked views and their memories: one per segment name, of the largest size stated for it; one per tensor for memory
+/// without a name.
 fn views(tensors: &[TensorSpec]) -> Result<(Vec<View>, Vec<MemorySpec>), LayoutError> {
     let mut memories: Vec<MemorySpec> = Vec::new();
     let mut known: HashMap<&str, usize> = HashMap::new();
@@ -86,7 +92,7 @@ fn views(tensors: &[TensorSpec]) -> Result<(Vec<View>, Vec<MemorySpec>), LayoutE
                 }
                 (memory, Some(*nbytes))
             }
-            // Nothing says yet that two of these are the same memory.
+            // Whether two of these share an allocation is known only when they are opened.
             MemorySpec::Cuda(storage) => {
                 memories.push(tensor.memory.clone());
                 (memories.len() - 1, Some(storage.bytes))
@@ -121,7 +127,7 @@ fn one_tensor_format(views: &[View], hints: &LayoutHints) -> Option<KvFormat> {
     if shape[2] != 2 || one_layer {
         return None;
     }
-    // Unlike per-layer tensors, no hint means token-major here, whatever the memory.
+    // Without a hint this is token-major for any memory, unlike per-layer tensors.
     Some(
         if hints.kv_layout.is_some_and(|order| order.heads_first()) {
             KvFormat::NB_NL_TWO_NH_BS_HS
@@ -131,7 +137,7 @@ fn one_tensor_format(views: &[View], hints: &LayoutHints) -> Option<KvFormat> {
     )
 }
 
-/// One vLLM layer tensor; indexer pages lose their dimension of one.
+/// One vLLM layer tensor. The singleton dimension of indexer pages is removed.
 fn vllm_layer(mut view: View, heads_first: bool) -> Result<(View, KvFormat), LayoutError> {
     let pick = |hnd, nhd| if heads_first { hnd } else { nhd };
     let indexer_row = view.dtype_name == "uint8"
@@ -156,7 +162,7 @@ fn vllm_layer(mut view: View, heads_first: bool) -> Result<(View, KvFormat), Lay
         ),
         [2, _, _, 1, _, _] => KvFormat::NL_X_TWO_NB_NH_ONE_BS_HS,
         _ => {
-            return Err(unknown(
+            return Err(unknown_shape(
                 Engine::Vllm,
                 &view,
                 "rank 3; rank 4; rank 5 with a first or second dimension of 2; rank 6 as \
@@ -167,15 +173,16 @@ fn vllm_layer(mut view: View, heads_first: bool) -> Result<(View, KvFormat), Lay
     Ok((view, format))
 }
 
-/// One tensor per layer, all read by the same rule.
-fn each(
+/// One tensor per layer, all with the same format rule.
+fn uniform_layers(
     views: Vec<View>,
     engine: Engine,
     format: impl Fn(&View) -> Option<KvFormat>,
 ) -> Result<Vec<Layer>, LayoutError> {
     let mut layers = Vec::with_capacity(views.len());
     for view in views {
-        let format = format(&view).ok_or_else(|| unknown(engine, &view, "rank 3: [NB, BS, HS]"))?;
+        let format =
+            format(&view).ok_or_else(|| unknown_shape(engine, &view, "rank 3: [NB, BS, HS]"))?;
         layers.append(&mut view.layers(format)?);
     }
     Ok(layers)
@@ -191,7 +198,7 @@ fn sglang(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, Layou
                     3 => KvFormat::NL_X_NB_BS_HS,
                     4 => KvFormat::NL_X_NB_BS_NH_HS,
                     _ => {
-                        return Err(unknown(
+                        return Err(unknown_shape(
                             engine,
                             &view,
                             "rank 3: [NB, BS, HS], or rank 4: [NB, BS, NH, HS], with \
@@ -204,7 +211,7 @@ fn sglang(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, Layou
             Ok(layers)
         }
         Some(KvListLayout::Separate) => {
-            let tokens = needed(hints.tokens_per_block, "tokens_per_block", engine)?;
+            let tokens = required_hint(hints.tokens_per_block, "tokens_per_block", engine)?;
             if !views.len().is_multiple_of(2) {
                 return Err(LayoutError::new(
                     "kv_caches",
@@ -214,7 +221,7 @@ fn sglang(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, Layou
             }
             for view in &mut views {
                 if view.shape.len() != 3 || !view.split(0, tokens) {
-                    return Err(unknown(
+                    return Err(unknown_shape(
                         engine,
                         view,
                         "rank 3: [NB*BS, NH, HS] with BS = hint tokens_per_block and \
@@ -235,7 +242,7 @@ fn sglang(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, Layou
     }
 }
 
-/// Puts the plane of V tensor `l` behind that of K tensor `l`.
+/// Appends the plane of V tensor `l` to that of K tensor `l`.
 fn join_k_and_v(views: &[View]) -> Result<Vec<Layer>, LayoutError> {
     let (keys, values) = views.split_at(views.len() / 2);
     let mut layers = Vec::with_capacity(keys.len());
@@ -263,9 +270,9 @@ fn join_k_and_v(views: &[View]) -> Result<Vec<Layer>, LayoutError> {
 /// TensorRT-LLM's pool `[NB, NL, 2, NH*BS*HS]`, re-viewed with the three hints.
 fn trtllm(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, LayoutError> {
     let engine = Engine::Trtllm;
-    let heads = needed(hints.num_kv_heads, "num_kv_heads", engine)?;
-    let tokens = needed(hints.tokens_per_block, "tokens_per_block", engine)?;
-    let head_dim = needed(hints.head_dim, "head_dim", engine)?;
+    let heads = required_hint(hints.num_kv_heads, "num_kv_heads", engine)?;
+    let tokens = required_hint(hints.tokens_per_block, "tokens_per_block", engine)?;
+    let head_dim = required_hint(hints.head_dim, "head_dim", engine)?;
     let count = views.len();
     let view = &mut views[0];
     let flat = tokens
@@ -277,7 +284,7 @@ fn trtllm(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, Layou
         && view.split(3, tokens * head_dim)
         && view.split(4, head_dim);
     if !fits {
-        return Err(unknown(
+        return Err(unknown_shape(
             engine,
             view,
             "one tensor [NB, NL, 2, num_kv_heads * tokens_per_block * head_dim]",
@@ -286,7 +293,7 @@ fn trtllm(mut views: Vec<View>, hints: &LayoutHints) -> Result<Vec<Layer>, Layou
     view.layers(KvFormat::NB_NL_TWO_NH_BS_HS)
 }
 
-fn needed(value: Option<u64>, name: &str, engine: Engine) -> Result<u64, LayoutError> {
+fn required_hint(value: Option<u64>, name: &str, engine: Engine) -> Result<u64, LayoutError> {
     value.filter(|value| *value > 0).ok_or_else(|| {
         LayoutError::new(
             format!("layout_hints.{name}"),
@@ -296,7 +303,7 @@ fn needed(value: Option<u64>, name: &str, engine: Engine) -> Result<u64, LayoutE
     })
 }
 
-fn unknown(engine: Engine, view: &View, allowed: &str) -> LayoutError {
+fn unknown_shape(engine: Engine, view: &View, allowed: &str) -> LayoutError {
     LayoutError::new(
         format!("kv_caches[{}] of engine {}", view.tensor, engine.name()),
         format!(

@@ -1,4 +1,4 @@
-//! What a backend does: opens an engine's memories and runs copies between them and the arena.
+//! Device backends: open an engine's memories and run copies between them and the arena.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,138 +14,134 @@ use crate::error::{LayoutError, PlanError};
 use crate::layout::KvLayout;
 use crate::plan::{ChunkRequest, Direction};
 
-/// A kind of memory that engines keep their pages in.
+/// Backend for one kind of engine memory.
 pub trait Device: Send + Sync {
     /// Short name for logs and metrics, such as `cpu`.
     fn name(&self) -> &'static str;
 
-    /// Opens every memory of a layout and checks the layout against what is really there.
-    /// Dropping the result closes them.
+    /// Opens every memory of a layout and checks the layout against their real sizes. Dropping the result closes them.
     ///
     /// # Errors
     /// A memory of another kind, one that cannot be opened, or one smaller than its tensors need.
     fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError>;
 }
 
-/// One chunk of a transfer, and where its object is.
+/// One chunk of a transfer and the extent of its object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkCopy {
-    /// The engine's side.
+    /// The chunk on the engine's side.
     pub request: ChunkRequest,
-    /// The object, at least as long as its object group's bytes.
+    /// The object, at least as long as an object of its group.
     pub extent: Extent,
 }
 
 /// The copies of one request.
 #[derive(Debug, Clone)]
 pub struct Transfer {
-    /// Where the extents are.
+    /// Arena of the extents.
     pub arena: Arc<Arena>,
     /// The engine's blocks, checked against the layout of the pages.
     pub blocks: BlockTable,
-    /// What to move, in order.
+    /// The chunks, in copy order.
     pub chunks: Vec<ChunkCopy>,
-    /// Which way.
+    /// Direction of the copies.
     pub direction: Direction,
-    /// When whoever asked gives up. No copy is begun after it, and a transfer that ends after it
-    /// has failed: the pages may be somebody else's.
+    /// The worker's timeout. No copy starts after it, and a transfer that ends after it has failed, because the pages may
+    /// already be in use for other data.
     pub deadline: Option<Instant>,
-    /// What the engine sent to say when its pages are ready: the pages are not touched before. Its
-    /// meaning is the device's; host memory is ready when the request arrives.
+    /// Handle of the event after which the engine's pages are ready; they are not accessed before. The device interprets
+    /// it; host memory is ready when the request arrives.
     pub event: Vec<u8>,
 }
 
 impl Transfer {
-    /// Whether its time is over.
+    /// Checks the deadline.
     ///
     /// # Errors
-    /// [`DeviceError::TooLate`] then.
-    pub fn in_time(&self, now: Instant) -> Result<(), DeviceError> {
+    /// [`DeviceError::DeadlinePassed`].
+    pub fn check_deadline(&self, now: Instant) -> Result<(), DeviceError> {
         match self.deadline {
-            Some(deadline) if deadline < now => Err(DeviceError::TooLate),
+            Some(deadline) if deadline < now => Err(DeviceError::DeadlinePassed),
             _ => Ok(()),
         }
     }
 }
 
-/// Who is told the event that is complete when everything of a transfer has moved.
-pub type Begun = Box<dyn FnOnce(&[u8]) + Send>;
+/// Callback with the handle of an event that completes when all bytes of a transfer have moved.
+pub type OnSubmitted = Box<dyn FnOnce(&[u8]) + Send>;
 
-/// Whom a transfer's end is told.
+/// Callback with the result of a transfer: bytes moved, or the error.
 pub type Done = Box<dyn FnOnce(Result<u64, DeviceError>) + Send>;
 
-/// One worker's pages, open.
+/// The open pages of one worker.
 ///
-/// Calls may run at the same time, for different chunks. The caller makes sure that nobody else
-/// uses the extent meanwhile, that block ids are the engine's to give, and that only so many transfers are under way.
+/// Calls may run concurrently, for different chunks. The caller guarantees exclusive use of the extents, validates who
+/// may use the block ids, and bounds the number of transfers in flight.
 pub trait EngineMemory: Send + Sync {
     /// The layout these pages were opened with.
     fn layout(&self) -> &Arc<KvLayout>;
 
-    /// Whether the names in the layout still lead to this memory, and none of it was lost. An
-    /// engine that says the same again may mean other memory: it was started anew.
+    /// Whether the names in the layout still refer to this memory and none of it was lost. A restarted engine may use the
+    /// same names for other memory.
     fn is_current(&self) -> bool;
 
-    /// The process whose memory this is, where that is certain: when it has ended, so has the engine.
+    /// The process that owns the memory, if proven: when it exits, the engine has ended.
     fn owner(&self) -> Option<Owner> {
         None
     }
 
-    /// Whether the engine's process is known to have ended, where the memory itself tells.
+    /// Whether the memory shows that the engine's process has exited.
     fn has_ended(&self) -> bool {
         false
     }
 
-    /// Removes from the system what an engine that is taken for dead left behind; nothing whose
-    /// maker may live. Gives what it removed, by name, and what it should have removed and could
-    /// not.
+    /// Removes the named memory that a dead engine left behind; nothing whose creator may be alive. Returns the removed
+    /// names, and an error for each failed removal.
     fn remove_orphans(&self) -> Vec<Result<String, SegmentError>>;
 
-    /// The NUMA node that the pages' device is on, where that is known and matters.
+    /// NUMA node of the pages' device, if known and relevant.
     fn numa_node(&self) -> Option<u32> {
         None
     }
 
-    /// Which kind of device the pages are on: the device's name in logs and metrics.
+    /// Name of the device kind in logs and metrics.
     fn device(&self) -> &'static str;
 
-    /// Moves the chunks of one request, and calls `done` when the last byte is in place or when no
-    /// more will move: with the bytes moved, or with why it failed. It may be called before this
-    /// returns, and from any thread; what it owns outlives every copy, so it is the place for the
-    /// leases or reservations of the extents.
+    /// Moves the chunks of one request and calls `done` when the last byte is in place or no more will move. `done` may
+    /// run before this returns and on any thread. The values it owns outlive every copy, so it holds the leases or
+    /// reservations of the extents.
     ///
-    /// On an error some bytes may have been moved: a store must then not be committed, a retrieve
-    /// must be reported as failed.
+    /// After an error some bytes may have moved: a store must not be committed, a retrieve must be reported as failed.
     ///
-    /// A backend that can no longer tell whether its copies have ended never calls `done`: the
-    /// memory stays away from others for good, rather than being written by two.
+    /// A backend that cannot determine whether its copies have ended never calls `done`: the memory stays reserved for
+    /// good, which is better than two writers.
     fn transfer(&self, transfer: Transfer, done: Done);
 
-    /// As [`EngineMemory::transfer`], and calls `begun` as soon as everything is with the device, if an event of the
-    /// device can tell the engine when it is done. `begun` is never called after `done`; what was begun may still fail.
-    fn transfer_in_steps(&self, transfer: Transfer, begun: Begun, done: Done) {
-        drop(begun);
+    /// Like [`EngineMemory::transfer`], and calls `submitted` as soon as all copies are submitted to the device, if the
+    /// engine can wait for them by an event. `submitted` is never called after `done`; submitted copies may still fail.
+    fn transfer_with_event(&self, transfer: Transfer, submitted: OnSubmitted, done: Done) {
+        drop(submitted);
         self.transfer(transfer, done);
     }
 
-    /// Begins no more of any transfer; copies that have begun end as they would, or sooner, as failed.
+    /// Starts no more copies; running ones finish, or fail early.
     fn stop(&self) {}
 
-    /// The event that a finished transfer is answered with, given the one it was asked with.
+    /// The event handle of the answer to a finished transfer, given the request's.
     fn answer_event<'a>(&self, asked: &'a [u8]) -> &'a [u8];
 
-    /// An event that is complete, for engines that open one with every answer; none where no engine does.
+    /// Handle of a completed event, for engines that open one with every answer; empty if no engine does.
     fn complete_event(&self) -> &[u8] {
         &[]
     }
 
-    /// Gives `sink` the bytes of a layer's blocks, in the tensor's own order of dimensions: what
-    /// selecting those blocks from the tensor and making it contiguous gives. For checksums.
+    /// Passes `sink` the bytes of a layer's blocks in the tensor's order of dimensions, as if the blocks were selected
+    /// from the tensor and made contiguous. For checksums.
     ///
-    /// Comes in pieces of at most one block, so that memory use does not depend on the request.
+    /// A piece has at most one block, so memory use does not depend on the request.
     ///
     /// # Errors
-    /// A layer or block that does not exist, or memory that went away.
+    /// A layer or block that does not exist, or memory that was removed.
     fn read_blocks(
         &self,
         layer: usize,
@@ -154,10 +150,10 @@ pub trait EngineMemory: Send + Sync {
     ) -> Result<(), DeviceError>;
 }
 
-/// A copy or a registration that a backend could not do.
+/// A copy or a registration that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// The layout does not fit what is really there.
+    /// The layout does not fit the opened memory.
     #[error(transparent)]
     Layout(#[from] LayoutError),
     /// The request does not fit the layout.
@@ -168,44 +164,34 @@ pub enum DeviceError {
     Open {
         /// Name the engine gave.
         name: String,
-        /// Why.
+        /// Cause.
         source: SegmentError,
     },
     /// Bytes could not be moved.
     #[error("copy: {0}")]
     Access(#[from] AccessError),
-    /// The deadline of whoever asked has passed.
-    #[error("it is past the deadline that the worker gave")]
-    TooLate,
-    /// The driver of a GPU refused.
+    /// The worker's timeout has passed.
+    #[error("the worker's deadline has passed")]
+    DeadlinePassed,
+    /// The driver of a GPU returned an error.
     #[error("GPU: {0}")]
     Cuda(#[from] CudaError),
-    /// Memory of a GPU that could not be opened.
+    /// GPU memory could not be opened.
     #[error(transparent)]
     Storage(#[from] StorageError),
-    /// What an engine sent in place of an event.
+    /// The engine sent an invalid event handle.
     #[error("event handle: {0}")]
     Event(OpenError),
     /// An engine's event was not complete in time.
     #[error("the engine's event did not complete in time: its pages were never ready to be copied")]
-    NeverReady,
+    EventTimeout,
     /// The pages are being closed, or the server ends.
     #[error("the pages are being closed")]
     Stopped,
-    /// The driver of a GPU does not come back, so far.
-    #[error("the GPU is of no use as long as its driver hangs: {0}")]
-    Hangs(String),
+    /// A call of the GPU's driver has not returned yet.
+    #[error("the GPU is unusable while its driver hangs: {0}")]
+    DriverHangs(String),
     /// An earlier error made the GPU unusable for this process.
-    #[error("the GPU is of no use until the server is started anew: {0}")]
+    #[error("the GPU is unusable until the server is restarted: {0}")]
     Broken(String),
-    /// An extent smaller than the object.
-    #[error("extent of {len} bytes; allowed: at least {needed}, one object of group {group}")]
-    ExtentTooSmall {
-        /// Bytes of the extent.
-        len: u64,
-        /// Bytes of the object.
-        needed: u64,
-        /// Object group.
-        group: usize,
-    },
 }

@@ -1,14 +1,14 @@
-//! Errors. Every one names what was wrong, its value, and what would have been right.
+//! Errors of layouts and requests. Each names the field, its value and the allowed values.
 
-/// A registration that cannot be served.
+/// An invalid or unsupported registration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{field} is {value}; allowed: {allowed}")]
 pub struct LayoutError {
-    /// What was looked at, such as `kv_caches[3].stride`.
+    /// Field, such as `kv_caches[3].stride`.
     pub field: String,
-    /// What was found.
+    /// Value of the field.
     pub value: String,
-    /// What would be accepted.
+    /// Allowed values.
     pub allowed: String,
 }
 
@@ -37,8 +37,8 @@ pub enum PlanError {
         /// Kernel groups of the layout.
         expected: usize,
     },
-    /// A list is shorter than the chunks of the request need. The reference server answers such a
-    /// request with "not ok" and moves nothing.
+    /// A list is shorter than the chunks of the request need. LMCache's server answers such a request with "not ok" and
+    /// moves nothing.
     #[error("block ids of kernel group {group}: {given} given; allowed: at least {needed}")]
     TooFewBlocks {
         /// Kernel group.
@@ -61,7 +61,7 @@ pub enum PlanError {
         /// Blocks of one chunk.
         blocks_per_chunk: usize,
     },
-    /// An id that names no block of the tensors.
+    /// An id outside the tensors' blocks.
     #[error("block_ids[{group}][{position}] is {id}; allowed: 0 to {last}", last = num_blocks - 1)]
     BlockOutOfRange {
         /// Kernel group.
@@ -76,15 +76,15 @@ pub enum PlanError {
     /// The request has more chunks than can be counted in blocks.
     #[error("chunks of the request: {chunks}; allowed: at most {most}")]
     TooManyChunks {
-        /// Chunks asked for.
+        /// Chunks of the request.
         chunks: usize,
-        /// Most chunks any list of ids could cover.
+        /// Limit.
         most: usize,
     },
     /// A chunk position outside the checked block ids.
     #[error("chunk is {chunk}; allowed: 0 to below {chunks}")]
     NoSuchChunk {
-        /// Position asked for.
+        /// Requested position.
         chunk: usize,
         /// Chunks of the request.
         chunks: usize,
@@ -92,10 +92,20 @@ pub enum PlanError {
     /// An object group the layout does not have.
     #[error("object group is {group}; allowed: 0 to below {groups}")]
     NoSuchObjectGroup {
-        /// Group asked for.
+        /// Requested group.
         group: usize,
         /// Object groups of the layout.
         groups: usize,
+    },
+    /// An extent smaller than the object.
+    #[error("extent of {len} bytes; allowed: at least {needed}, one object of group {group}")]
+    ExtentTooSmall {
+        /// Bytes of the extent.
+        len: u64,
+        /// Bytes of the object.
+        needed: u64,
+        /// Object group.
+        group: usize,
     },
     /// Block ids that were checked for another layout.
     #[error("block table was made for another layout; allowed: one made by the same layout")]
@@ -103,7 +113,7 @@ pub enum PlanError {
     /// A layer the layout does not have.
     #[error("layer is {layer}; allowed: 0 to below {layers}, and part of a group")]
     NoSuchLayer {
-        /// Layer asked for.
+        /// Requested layer.
         layer: usize,
         /// Layers registered.
         layers: usize,

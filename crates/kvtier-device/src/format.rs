@@ -1,6 +1,6 @@
-//! The numbered page formats and the meaning of their axes.
+//! KV page formats, by LMCache's numbers, and the meaning of their axes.
 
-/// What one dimension of a registered tensor counts. "Outermost first", as the tensor has them.
+/// Meaning of one dimension of a registered tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Axis {
     /// K (0) and V (1).
@@ -11,7 +11,7 @@ pub enum Axis {
     Block,
     /// Token slots inside a block.
     Slot,
-    /// Token slots of all blocks, blocks not being a dimension of their own.
+    /// Token slots of all blocks, without a block dimension.
     BlockSlot,
     /// Heads.
     Head,
@@ -23,7 +23,7 @@ pub enum Axis {
     Content,
 }
 
-/// How an engine stores its pages. Numbers and names are those of LMCache 0.5.6 (`EngineKVFormat`).
+/// Format of an engine's pages. Numbers and names are those of LMCache 0.5.6 (`EngineKVFormat`).
 ///
 /// NB blocks, NL layers, BS slots per block, NH heads, HS head size, CS packed K and V of a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -65,15 +65,15 @@ pub enum KvFormat {
     NL_X_NB_BSV_BSS = 14,
     /// K plane then V plane, head-major with a dimension of one.
     NL_X_TWO_NB_NH_ONE_BS_HS = 15,
-    /// Tuples of K and V per layer; not on devices this project knows.
+    /// Tuples of K and V per layer; only on unsupported devices.
     NL_X_TWO_X_NB_BS_NH_HS = 16,
-    /// Tuples of parts per layer; not on devices this project knows.
+    /// Tuples of parts per layer; only on unsupported devices.
     NL_X_NP_X_NB_BS_ONE_HS = 17,
     /// Per layer, one component, token-major.
     NL_X_NB_BS_NH_HS = 18,
 }
 
-/// What one token has in an object.
+/// Content of one token in an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TokenContent {
     /// A row of all heads in the K plane and one in the V plane.
@@ -122,11 +122,6 @@ impl KvFormat {
         self as u8
     }
 
-    /// The format with this number.
-    pub fn from_number(number: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(number)).copied()
-    }
-
     /// The name used in logs and in `/status`.
     pub fn name(self) -> &'static str {
         self.row().0
@@ -142,7 +137,7 @@ impl KvFormat {
         self.row().1
     }
 
-    /// Which attention implementation uses this format, in words.
+    /// The attention implementation that uses this format.
     pub fn attention_backend(self) -> &'static str {
         self.row().2
     }
@@ -160,7 +155,7 @@ impl KvFormat {
         )
     }
 
-    /// What one token has in an object. Formats of equal content write the same object for the same tokens, whatever
+    /// Content of one token in an object. Formats of equal content write the same object for the same tokens, whatever
     /// the order of heads and slots in their pages and however many slots a page has.
     pub fn token_content(self) -> TokenContent {
         match self {

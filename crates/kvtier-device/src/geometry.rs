@@ -1,32 +1,32 @@
-//! One layer's place in memory, derived from a tensor's shape and strides and the axes of its
-//! format. All arithmetic on the engine's numbers is checked here; what leaves this file cannot
-//! overflow when block ids are below the number of blocks.
+//! Geometry of one layer: its addresses in memory, from a tensor's shape and strides and the axes of its format.
+//!
+//! All arithmetic on the engine's numbers is checked here: offsets of block ids below the number of blocks cannot
+//! overflow later.
 
 use kvtier_memory::CopyLoop;
 
 use crate::error::LayoutError;
 use crate::format::{Axis, INDEXER_SCALE_BYTES, INDEXER_VALUE_BYTES, KvFormat};
-use crate::plan::adjoins;
 
 /// Most dimensions any known format has.
 const MAX_RANK: usize = 6;
 /// Most layers one registration may have: above any model, and it bounds what is allocated.
 pub(crate) const MAX_LAYERS: u64 = 1 << 16;
 
-/// Where the blocks of one (K/V plane, layer) are.
+/// Location of the blocks of one (K/V plane, layer).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plane {
     /// Index into [`crate::KvLayout::memories`].
     pub memory: usize,
     /// Bytes from the start of that memory to block 0.
     pub base: u64,
-    /// Bytes from a block to the next.
+    /// Bytes from block to block.
     pub block_stride: u64,
-    /// What one block consists of.
+    /// Parts of a block.
     pub parts: Vec<Part>,
 }
 
-/// Bytes of one block that go together: two loops (outer first) around one run.
+/// Part of a block that one copy moves: two loops (outer first) around one run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
     /// Bytes from the start of the block.
@@ -54,7 +54,7 @@ pub(crate) struct View {
     pub storage_offset: u64,
 }
 
-/// One layer: what decides its kernel group, and its planes.
+/// One layer: the properties that select its kernel group, and its planes.
 #[derive(Debug, Clone)]
 pub(crate) struct Layer {
     pub format: KvFormat,
@@ -130,7 +130,7 @@ impl View {
         }
     }
 
-    /// Bytes from the start of the storage to the end of the last element.
+    /// Bytes from the start of the storage to the end of its last element.
     fn span(&self) -> Option<u64> {
         let mut last = self.storage_offset;
         let mut count = 1u64;
@@ -143,7 +143,7 @@ impl View {
         last.checked_add(1)?.checked_mul(self.dtype_size)
     }
 
-    /// Splits dimension `at` into `inner`-sized pieces; `false` when it does not divide.
+    /// Splits dimension `at` into `inner`-sized pieces; `false` if it is not divisible.
     pub fn split(&mut self, at: usize, inner: u64) -> bool {
         let (Some(&size), Some(&stride)) = (self.shape.get(at), self.stride.get(at)) else {
             return false;
@@ -167,8 +167,8 @@ impl View {
         self.stride.remove(at);
     }
 
-    /// The size and stride of an axis; an absent axis has size 1. The stride of a single element
-    /// means nothing and may be anything, so it becomes 0.
+    /// Size and stride of an axis; an absent axis has size 1. The stride of a single element is meaningless and becomes
+    /// 0.
     fn axis(&self, format: KvFormat, axis: Axis) -> (u64, u64) {
         let at = format
             .axes()
@@ -260,7 +260,7 @@ impl View {
             .collect())
     }
 
-    /// Elements of one head, which must adjoin.
+    /// Elements of one head, which must be contiguous.
     fn content(&self, format: KvFormat) -> Result<u64, LayoutError> {
         let (content, content_stride) = self.axis(format, Axis::Content);
         let (packed, packed_stride) = self.axis(format, Axis::Packed);
@@ -316,7 +316,7 @@ impl View {
 }
 
 impl Plane {
-    /// The byte behind the last one of `num_blocks` blocks; `None` when that is no `u64`.
+    /// End offset of `num_blocks` blocks; `None` if it overflows.
     pub(crate) fn end(&self, num_blocks: u64) -> Option<u64> {
         let last = num_blocks.checked_sub(1)?.checked_mul(self.block_stride)?;
         let mut end = 0;
@@ -333,7 +333,7 @@ impl Plane {
 }
 
 impl Part {
-    /// Joins loops whose steps adjoin on both sides into longer runs.
+    /// Merges loops whose steps are contiguous on both sides into longer runs.
     fn collapsed(
         engine_offset: u64,
         object_offset: u64,
@@ -364,7 +364,12 @@ impl Part {
     }
 }
 
-/// At most a few values of a list that may be long and hostile.
+/// Whether a loop around a run of `bytes` is one longer run on both sides.
+pub(crate) fn adjoins(step: &CopyLoop, bytes: u64) -> bool {
+    step.count == 1 || (step.segment_stride == bytes && step.arena_stride == bytes)
+}
+
+/// The first few values of a list that may be long and hostile.
 pub(crate) fn truncated(values: &[u64]) -> &[u64] {
     &values[..values.len().min(MAX_RANK + 2)]
 }

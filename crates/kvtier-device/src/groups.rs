@@ -1,4 +1,4 @@
-//! Kernel groups (layers that are copied alike) and object groups (layers stored as one object).
+//! Kernel groups (layers with the same copy geometry) and object groups (layers stored as one object).
 
 use std::collections::HashSet;
 
@@ -8,12 +8,12 @@ use crate::geometry::{Layer, Plane};
 use crate::spec::GroupSpec;
 
 /// Layers with the same planes, heads, head size, block size, engine group, dtype and format.
-/// Stores and retrieves carry one list of block ids for each.
+/// Stores and retrieves carry one list of block ids per kernel group.
 #[derive(Debug, Clone)]
 pub struct KernelGroup {
     /// Position in [`crate::KvLayout::kernel_groups`].
     pub index: usize,
-    /// The engine's number of the group.
+    /// The engine's group number.
     pub engine_group_id: i64,
     /// Object group that holds these layers.
     pub object_group: usize,
@@ -31,9 +31,9 @@ pub struct KernelGroup {
     pub head_size: u64,
     /// Token slots of one block in the tensors.
     pub slots_per_block: u64,
-    /// Tokens one block id stands for.
+    /// Tokens per block id.
     pub tokens_per_block: u64,
-    /// Blocks every layer of the group has.
+    /// Blocks of every layer of the group.
     pub num_blocks: u64,
     /// Blocks of one chunk.
     pub blocks_per_chunk: usize,
@@ -41,13 +41,13 @@ pub struct KernelGroup {
     pub slots_per_chunk: u64,
     /// Sliding window in tokens.
     pub window_tokens: Option<u64>,
-    /// Recurrent state: the last block of a chunk has all there is.
+    /// Recurrent state: the last block of a chunk holds the whole state.
     pub recurrent_state: bool,
-    /// Positions of the layers in the registration, in the order they have in an object.
+    /// Positions of the layers in the registration, in object order.
     pub layer_indices: Vec<usize>,
     /// Shape of the first layer's tensor.
     pub tensor_shape: Vec<u64>,
-    /// Where the blocks are; entry `kv * layers + layer`.
+    /// Location of the blocks; entry `kv * layers + layer`.
     pub planes: Vec<Plane>,
     /// Bytes from the start of an object to this group's array.
     pub object_offset: u64,
@@ -80,14 +80,14 @@ impl KernelGroup {
     }
 }
 
-/// What is stored as one object per chunk and rank.
+/// Kernel groups stored as one object per chunk and rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObjectGroup {
     /// Number of the group, part of the object key.
     pub index: usize,
-    /// Kernel groups in it, in the order they have in the object.
+    /// Its kernel groups, in object order.
     pub kernel_groups: Vec<usize>,
-    /// How many chunks at the end of a prefix are needed; `None` = all of them.
+    /// Chunks needed at the end of a prefix; `None` = all.
     pub window_chunks: Option<u64>,
     /// Recurrent state.
     pub recurrent_state: bool,
@@ -97,10 +97,10 @@ pub struct ObjectGroup {
     pub object_bytes: u64,
 }
 
-/// Most groups one registration may have: above any model, and it bounds the matching.
+/// Maximum number of groups per registration: above any model, and it bounds the matching.
 const MAX_GROUPS: usize = 1024;
 
-/// Whether two layers of an engine group are copied alike.
+/// Whether two layers of an engine group belong to one kernel group.
 fn same_kernel_group(a: &Layer, b: &Layer) -> bool {
     a.planes.len() == b.planes.len()
         && a.heads == b.heads
@@ -111,7 +111,7 @@ fn same_kernel_group(a: &Layer, b: &Layer) -> bool {
         && a.format == b.format
 }
 
-/// The group infos with their layers as checked positions; none given means one group of all.
+/// The group infos with their layers as checked positions; an empty list means one group of all layers.
 pub(crate) fn checked_infos(
     infos: &[GroupSpec],
     layers: usize,
@@ -154,7 +154,7 @@ pub(crate) fn checked_infos(
             indices.push(position);
         }
         if whole_tensor {
-            // The engine counts tensors, and there is one for all layers.
+            // The engine counts tensors; here one tensor holds all layers.
             indices = (0..layers).collect();
         }
         checked.push((info.clone(), indices));
@@ -162,9 +162,8 @@ pub(crate) fn checked_infos(
     Ok(checked)
 }
 
-/// Makes one kernel group of each info. The layers an info names must be exactly one bucket of
-/// equal layers of its engine group, and infos must come in the order of their first layers,
-/// because the lists of block ids do.
+/// Makes one kernel group per info. The layers of an info must be all equal layers of its engine group, and infos must
+/// be ordered by their first layers, as the lists of block ids are.
 pub(crate) fn kernel_groups(
     layers: &[Layer],
     infos: &[(GroupSpec, Vec<usize>)],
@@ -310,12 +309,11 @@ fn kernel_group(
     })
 }
 
-/// Puts kernel groups into objects and fixes their offsets.
+/// Assigns kernel groups to objects and fixes their offsets.
 ///
-/// By default everything is one object, which then needs every chunk of a prefix. Separated, there
-/// is one object per (extra tag, recurrent, window in chunks): by first kernel group, tagged extras
-/// last. A window shorter than a chunk does not shrink the object: as in the reference server's CPU
-/// context, the whole chunk is stored.
+/// By default everything is one object, which needs every chunk of a prefix. Separated, there is one object per (extra
+/// tag, recurrent, window in chunks), ordered by first kernel group, tagged ones last. A window shorter than a chunk does
+/// not shrink the object: as in the CPU context of LMCache's server, the whole chunk is stored.
 pub(crate) fn object_groups(
     groups: &mut [KernelGroup],
     infos: &[(GroupSpec, Vec<usize>)],

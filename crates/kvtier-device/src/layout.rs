@@ -2,20 +2,17 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvtier_memory::Extent;
-
 use crate::detect::detect;
-use crate::device::DeviceError;
 use crate::error::{LayoutError, PlanError};
 use crate::format::Axis;
 use crate::geometry::Plane;
 use crate::groups::{KernelGroup, ObjectGroup, checked_infos, kernel_groups, object_groups};
 use crate::spec::{Engine, GroupSpec, LayoutHints, MemorySpec, TensorSpec};
 
-/// Everything the planner and the backends need to know about one registered worker.
+/// Layout of one registered worker, for the planner and the backends.
 ///
 /// An object of an object group is the concatenation, without padding, of each kernel group's
-/// array `[kv_size, layers, slots, NH * HS]`, row-major, always token-major whatever the pages are.
+/// array `[kv_size, layers, slots, NH * HS]`, row-major, and token-major for any page format.
 #[derive(Debug, Clone)]
 pub struct KvLayout {
     pub(crate) id: u64,
@@ -25,21 +22,19 @@ pub struct KvLayout {
     memories: Vec<MemorySpec>,
     kernel_groups: Vec<KernelGroup>,
     object_groups: Vec<ObjectGroup>,
-    /// Where each registered layer is: (kernel group, position in it).
+    /// Location of each registered layer: (kernel group, position in it).
     layers: Vec<Option<(usize, usize)>>,
 }
 
 impl KvLayout {
-    /// Works out the layout of a registration.
+    /// Determines the layout of a registration.
     ///
-    /// `groups` may be empty: one group of all tensors. `chunk_tokens` is the chunk size of the
-    /// server. Nothing is opened: memory sizes are those the engine gave, and
-    /// [`crate::Device::open`] compares them with the real ones.
+    /// An empty `groups` means one group of all tensors. `chunk_tokens` is the server's chunk size. Nothing is opened:
+    /// memory sizes are the engine's, and [`crate::Device::open`] compares them with the real ones.
     ///
     /// # Errors
-    /// Names the field, its value and what is allowed: unknown shapes, sizes that overflow or lie
-    /// outside their memory, groups that do not match the tensors, block and window sizes that do
-    /// not divide a chunk.
+    /// Unknown shapes, sizes that overflow or exceed their memory, groups that do not match the tensors, block and window
+    /// sizes that do not divide a chunk.
     pub fn detect(
         tensors: &[TensorSpec],
         engine: Engine,
@@ -86,7 +81,7 @@ impl KvLayout {
         })
     }
 
-    /// The engine that registered.
+    /// Kind of the engine.
     pub fn engine(&self) -> Engine {
         self.engine
     }
@@ -101,12 +96,7 @@ impl KvLayout {
         self.num_layers
     }
 
-    /// Layers the engine registered, grouped or not.
-    pub fn registered_layers(&self) -> usize {
-        self.layers.len()
-    }
-
-    /// Blocks that every group has.
+    /// Blocks common to all groups.
     pub fn num_blocks(&self) -> u64 {
         self.kernel_groups
             .iter()
@@ -115,7 +105,7 @@ impl KvLayout {
             .unwrap_or(0)
     }
 
-    /// The distinct memories the tensors lie in.
+    /// The distinct memories that contain the tensors.
     pub fn memories(&self) -> &[MemorySpec] {
         &self.memories
     }
@@ -130,20 +120,19 @@ impl KvLayout {
         &self.object_groups
     }
 
-    /// Whether the pages of a group are in the memory of the CPU. Attention kernels for CPUs pack a page as suits the
-    /// processor's instructions, whatever the registered shape says.
+    /// Whether the pages of a group are in CPU memory. Attention kernels for CPUs pack pages for the processor's
+    /// instructions, independently of the registered shape.
     pub fn is_in_cpu_memory(&self, group: &KernelGroup) -> bool {
         let in_cpu = |plane: &Plane| !matches!(self.memories[plane.memory], MemorySpec::Cuda(_));
         group.planes.iter().any(in_cpu)
     }
 
-    /// Whether an object of this group fits only pages like those it was stored from: of as many slots, in the same
-    /// format. Otherwise its rows are tokens, and pages of any block size and of any format with the same
+    /// Whether an object of this group fits only pages with the number of slots and the format that it was stored from.
+    /// Otherwise its rows are tokens, and pages of any block size and of any format with the same
     /// [`TokenContent`](crate::TokenContent) can be filled from it.
     ///
-    /// A registered shape is believed only for pages on a GPU whose elements are floating-point numbers: bytes without
-    /// a type may hold scales of a whole page, and pages that hold states or several tokens per slot are the engine's
-    /// own.
+    /// The registered shape is trusted only for pages on a GPU with floating-point elements: untyped bytes may contain
+    /// the scales of a whole page, and pages of states or of several tokens per slot have an engine-specific layout.
     pub fn is_page_bound(&self, group: &KernelGroup) -> bool {
         const TOKEN_MAJOR: [&str; 8] = [
             "bfloat16",
@@ -161,7 +150,7 @@ impl KvLayout {
             || !TOKEN_MAJOR.contains(&group.dtype_name.as_str())
     }
 
-    /// Bytes one token takes in all groups together, in the objects.
+    /// Bytes per token in the objects of all groups.
     pub fn bytes_per_token(&self) -> u64 {
         let bytes: u64 = self
             .object_groups
@@ -171,7 +160,7 @@ impl KvLayout {
         bytes / self.chunk_tokens
     }
 
-    /// Positions of the layers that are part of a group, ascending.
+    /// Positions of the grouped layers, ascending.
     pub fn grouped_layers(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.layers.len()).filter(|layer| self.layers[*layer].is_some())
     }
@@ -179,7 +168,7 @@ impl KvLayout {
     /// The kernel group of a registered layer.
     ///
     /// # Errors
-    /// [`PlanError::NoSuchLayer`] when the layer does not exist or is in no group.
+    /// [`PlanError::NoSuchLayer`] if the layer does not exist or is in no group.
     pub fn group_of_layer(&self, layer: usize) -> Result<&KernelGroup, PlanError> {
         self.layer(layer).map(|(group, _)| group)
     }
@@ -197,11 +186,11 @@ impl KvLayout {
         Ok((&self.kernel_groups[group], position))
     }
 
-    /// Every block of every plane lies inside what was really opened, which `bytes_of` tells for each of
-    /// [`KvLayout::memories`]. The layout proved it for the sizes the engine stated.
+    /// Checks that every block of every plane is inside the opened memories, whose sizes `bytes_of` returns by index of
+    /// [`KvLayout::memories`]. [`KvLayout::detect`] has checked the sizes that the engine stated.
     ///
     /// # Errors
-    /// Names the first layer that does not.
+    /// Names the first layer that exceeds its memory.
     pub(crate) fn check_memories(
         &self,
         bytes_of: impl Fn(usize) -> u64,
@@ -223,19 +212,14 @@ impl KvLayout {
         Ok(())
     }
 
-    /// Whether an object of a group fits an extent. A group that does not exist is the plan's to
-    /// refuse.
+    /// Checks that an object of a group fits an extent of `len` bytes. The plan refuses groups that do not exist.
     ///
     /// # Errors
-    /// [`DeviceError::ExtentTooSmall`].
-    pub(crate) fn check_extent(
-        &self,
-        object_group: usize,
-        extent: Extent,
-    ) -> Result<(), DeviceError> {
+    /// [`PlanError::ExtentTooSmall`].
+    pub(crate) fn check_extent(&self, object_group: usize, len: u64) -> Result<(), PlanError> {
         match self.object_groups().get(object_group) {
-            Some(object) if extent.len < object.object_bytes => Err(DeviceError::ExtentTooSmall {
-                len: extent.len,
+            Some(object) if len < object.object_bytes => Err(PlanError::ExtentTooSmall {
+                len,
                 needed: object.object_bytes,
                 group: object.index,
             }),
@@ -243,7 +227,7 @@ impl KvLayout {
         }
     }
 
-    /// One layer as its tensor has it.
+    /// The planes of one layer, for reading it in its tensor's order.
     pub(crate) fn layer_planes(&self, layer: usize) -> Result<LayerPlanes<'_>, PlanError> {
         let (group, position) = self.layer(layer)?;
         let axes = group.format.axes();
@@ -263,18 +247,10 @@ impl KvLayout {
     }
 }
 
-/// The planes of one layer, and whether its tensor has them outside the blocks or inside.
+/// The planes of one layer, and whether the plane dimension of its tensor is outside the block dimension.
 pub(crate) struct LayerPlanes<'a> {
     pub group: usize,
     pub num_blocks: u64,
     pub planes: Vec<&'a Plane>,
     pub planes_outside_blocks: bool,
-}
-
-/// Shape of an object whose bytes the engine itself moves: `[2, layers, slots, hidden]`, or
-/// `[layers, slots, hidden]` when K and V are one plane. The same bytes as an object of a
-/// [`KvLayout`] with that many planes.
-pub fn engine_driven_shape(one_plane: bool, layers: u64, slots: u64, hidden: u64) -> Vec<u64> {
-    let shape = [2, layers, slots, hidden];
-    shape[usize::from(one_plane)..].to_vec()
 }

@@ -1,13 +1,13 @@
-//! Where an engine's KV pages are, and how their bytes become cache objects.
+//! Engine KV pages: their layout, and the copies between them and cache objects.
 //!
-//! An engine registers tensors ([`TensorSpec`]); [`KvLayout::detect`] works out what their axes
-//! mean, groups the layers and fixes the bytes of an object; [`BlockTable`] checks the block ids of
-//! one request; [`KvLayout::plan_chunk`] turns (object group, chunk, skip) into [`PlannedCopy`]
-//! elements; a [`Device`] opens the tensors and runs the copies.
+//! 1. An engine registers tensors ([`TensorSpec`]).
+//! 2. [`KvLayout::detect`] finds the meaning of their axes, groups the layers and fixes the object layout.
+//! 3. [`BlockTable`] checks the block ids of one request.
+//! 4. [`KvLayout::plan_chunk`] turns (object group, chunk, skip) into [`PlannedCopy`] elements.
+//! 5. A [`Device`] opens the tensors and runs the copies.
 //!
-//! This crate must never know: requests, sessions, keys, hashes, sockets, who is allowed to read
-//! what. It moves the bytes it is told to move, or says why it cannot. Everything that describes
-//! tensors or blocks comes from another process and is checked before an address is formed.
+//! This crate never knows requests, sessions, keys, hashes, sockets or access rights. Every description of tensors or
+//! blocks comes from another process and is checked before an address is formed.
 //!
 //! Formats, shapes and the object layout are those of LMCache's multi-process protocol, 0.5.6.
 
@@ -29,12 +29,12 @@ mod spec;
 pub use blocks::BlockTable;
 pub use cpu::CpuDevice;
 pub use describe::{KernelGroupDescription, LayoutDescription};
-pub use device::{Begun, ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer};
+pub use device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, OnSubmitted, Transfer};
 pub use error::{LayoutError, PlanError};
 pub use format::{Axis, KvFormat, TokenContent};
 pub use geometry::{Part, Plane};
 pub use groups::{KernelGroup, ObjectGroup};
-pub use layout::{KvLayout, engine_driven_shape};
+pub use layout::KvLayout;
 pub use plan::{ChunkRequest, Direction, PlannedCopy};
 pub use spec::{
     CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder, KvListLayout, LayoutHints,

@@ -1,4 +1,4 @@
-//! A layer's blocks as its tensor has them, for whoever reads pages the way the engine sees them.
+//! Reads a layer's blocks in the order of its tensor's dimensions.
 
 use kvtier_memory::CopyLoop;
 
@@ -11,7 +11,7 @@ impl LayerPlanes<'_> {
     /// Calls `visit` with the plane and number of every block, in the order of the tensor's dimensions.
     ///
     /// # Errors
-    /// An id that names no block, before anything is visited, or what `visit` returns.
+    /// An id outside the blocks, before anything is visited, or the error of `visit`.
     pub fn visit_blocks<E: From<PlanError>>(
         &self,
         block_ids: &[i64],
@@ -44,11 +44,11 @@ impl LayerPlanes<'_> {
     }
 }
 
-/// Calls `visit` with where each contiguous run of a block starts in its memory, and its bytes: in the order of the
-/// tensor's dimensions, which is that of descending strides.
+/// Calls `visit` with the offset in memory and the bytes of each contiguous run of a block, in the order of the tensor's
+/// dimensions, which is that of descending strides.
 ///
 /// # Errors
-/// What `visit` returns.
+/// The error of `visit`.
 pub(crate) fn visit_block_runs<E>(
     plane: &Plane,
     id: u32,
@@ -67,7 +67,7 @@ pub(crate) fn visit_block_runs<E>(
     Ok(())
 }
 
-/// A part's loops in the engine's order, with what adjoins there as one run.
+/// A part's loops in the engine's order, contiguous steps merged into one run.
 fn physical(part: &Part) -> (u64, [CopyLoop; 2]) {
     let mut loops = part.loops;
     loops.sort_by_key(|step| std::cmp::Reverse(step.segment_stride));

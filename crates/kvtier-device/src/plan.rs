@@ -1,17 +1,17 @@
-//! The pure planner: which bytes of which memory are which bytes of an object.
+//! Copy planner: maps bytes of the engine's memories to bytes of an object.
 //!
-//! A plan says nothing about direction: stores read the engine side, retrieves write it. "Segment" in
-//! [`AffineCopy`] stands for an engine's memory of whatever kind.
+//! A plan has no direction: stores read the engine's side, retrieves write it. "Segment" in [`AffineCopy`] means an
+//! engine's memory of any kind.
 
 use kvtier_memory::{AffineCopy, CopyLoop, MAX_LOOPS};
 
 use crate::blocks::BlockTable;
 use crate::error::PlanError;
-use crate::geometry::{Part, Plane};
+use crate::geometry::{Part, Plane, adjoins};
 use crate::groups::KernelGroup;
 use crate::layout::KvLayout;
 
-/// Which way bytes go.
+/// Direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// Engine pages to object.
@@ -20,18 +20,27 @@ pub enum Direction {
     Retrieve,
 }
 
+impl Direction {
+    /// Name in metrics and `/status`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Store => "store",
+            Self::Retrieve => "retrieve",
+        }
+    }
+}
+
 /// One element of a plan: a copy in one of the engine's memories.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlannedCopy {
     /// Index into [`KvLayout::memories`]; the copy's segment offsets count from its start.
     pub memory: usize,
-    /// The bytes; its arena offsets count from the start of the object. At most three loops are
-    /// used: blocks, slots, heads.
+    /// The copy; arena offsets count from the start of the object. It has at most three loops: blocks, slots, heads.
     pub copy: AffineCopy,
 }
 
 impl PlannedCopy {
-    /// Bytes moved. Never more than an object has.
+    /// Bytes moved, at most those of an object.
     pub fn bytes(&self) -> u64 {
         self.copy.bytes().unwrap_or(u64::MAX)
     }
@@ -41,7 +50,7 @@ impl PlannedCopy {
         self.copy.loops.iter().all(|step| step.count == 1)
     }
 
-    /// Takes `next` in when both are single runs that adjoin on both sides.
+    /// Appends `next` if both are single runs that are adjacent on both sides.
     fn extend(&mut self, next: &Self) -> bool {
         let (own, other) = (&mut self.copy, &next.copy);
         if self.memory != next.memory
@@ -57,11 +66,6 @@ impl PlannedCopy {
     }
 }
 
-/// Whether repeating a run of `bytes` makes one longer run on both sides.
-pub(crate) fn adjoins(step: &CopyLoop, bytes: u64) -> bool {
-    step.count == 1 || (step.segment_stride == bytes && step.arena_stride == bytes)
-}
-
 /// One chunk of one object group of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkRequest {
@@ -69,17 +73,15 @@ pub struct ChunkRequest {
     pub object_group: usize,
     /// Position of the chunk in the request's range.
     pub chunk: usize,
-    /// Tokens at the front of the *request's range* that are not to be moved, rounded down to whole
-    /// blocks. 0 for stores.
+    /// Tokens at the start of the *request's range* that are not moved, rounded down to whole blocks. 0 for stores.
     pub skip_tokens: u64,
 }
 
 impl KvLayout {
-    /// Calls `visit` with the copies of one chunk, in object order. Independent of other chunks.
-    /// Nothing is allocated.
+    /// Calls `visit` with the copies of one chunk, in object order, without allocating. Independent of other chunks.
     ///
     /// # Errors
-    /// A chunk or group that does not exist, a table of another layout, or what `visit` returns.
+    /// A chunk or group that does not exist, a table of another layout, or the error of `visit`.
     pub fn visit_chunk<E: From<PlanError>>(
         &self,
         blocks: &BlockTable,
@@ -101,7 +103,7 @@ impl KvLayout {
         pending.map_or(Ok(()), |last| visit(&last))
     }
 
-    /// As [`KvLayout::visit_chunk`], but what adjoins comes one by one, and is not yet made a copy.
+    /// Like [`KvLayout::visit_chunk`], without merging adjacent spans or making copies of them.
     ///
     /// # Errors
     /// The same.
@@ -140,7 +142,7 @@ impl KvLayout {
         Ok(())
     }
 
-    /// The copies of one chunk as a list, replacing what `copies` held.
+    /// Replaces `copies` with the copies of one chunk.
     ///
     /// # Errors
     /// As [`KvLayout::visit_chunk`].
@@ -158,7 +160,7 @@ impl KvLayout {
     }
 }
 
-/// How many blocks at the front of this chunk lie wholly below the skipped tokens.
+/// Number of blocks at the start of this chunk that are entirely skipped.
 fn skipped_blocks(chunk_tokens: u64, group: &KernelGroup, request: ChunkRequest) -> usize {
     let start = (request.chunk as u64).saturating_mul(chunk_tokens);
     let tokens = request.skip_tokens.saturating_sub(start).min(chunk_tokens);
@@ -166,19 +168,19 @@ fn skipped_blocks(chunk_tokens: u64, group: &KernelGroup, request: ChunkRequest)
     (tokens / group.tokens_per_block) as usize
 }
 
-/// What one part of a plane has in consecutive blocks.
+/// One part of a plane in consecutive blocks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Span<'a> {
     plane: &'a Plane,
     part: &'a Part,
     first: u32,
     count: u64,
-    /// Where the first block's first row is in the object, and bytes from block to block there.
+    /// Offset of the first block's first row in the object, and bytes from block to block there.
     object_offset: u64,
     block: u64,
 }
 
-/// Bytes that adjoin on both sides.
+/// A run: bytes that are contiguous on both sides.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlannedRun {
     /// Index into [`KvLayout::memories`].
@@ -210,7 +212,7 @@ impl Span<'_> {
         }
     }
 
-    /// All of it, if it is one run.
+    /// The span as a run, if it is one.
     #[inline]
     pub fn run(&self) -> Option<PlannedRun> {
         let part = self.part;
@@ -222,7 +224,7 @@ impl Span<'_> {
         Some(run)
     }
 
-    /// All of it as one copy.
+    /// The span as one copy.
     pub fn copy(&self) -> PlannedCopy {
         let run = self.run();
         let [outer, inner] = self.part.loops;
@@ -248,7 +250,7 @@ impl Span<'_> {
     }
 }
 
-/// What is copied of one kernel group: for every plane, its runs of consecutive blocks.
+/// Visits the spans of one kernel group: for every plane, its runs of consecutive blocks.
 fn visit_group<E>(
     group: &KernelGroup,
     ids: &[u32],
@@ -283,7 +285,7 @@ fn visit_group<E>(
     Ok(())
 }
 
-/// Length of the run of consecutive ids at the front.
+/// Number of consecutive ids at the start.
 fn consecutive(ids: &[u32]) -> usize {
     let breaks = ids
         .windows(2)

@@ -1,11 +1,11 @@
-//! What an engine says about its tensors, as plain values: nothing here has been checked yet.
+//! An engine's description of its tensors, as plain, unchecked values.
 
-/// Which engine registers. Decides how [`crate::KvLayout::detect`] reads the shapes.
+/// Kind of the engine, which decides how [`crate::KvLayout::detect`] interprets the shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Engine {
     /// vLLM: one tensor per layer, or one tensor for all layers.
     Vllm,
-    /// ATOM: only its MLA form is known.
+    /// ATOM: only its MLA layout is supported.
     Atom,
     /// SGLang: K and V lists, or one tensor per layer.
     Sglang,
@@ -104,11 +104,10 @@ impl KvListLayout {
     }
 }
 
-/// Optional facts an engine adds to its shapes.
+/// Optional hints that an engine adds to its shapes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LayoutHints {
-    /// `kv_layout`. When absent, tensors in CPU memory are taken as heads-first and all others as
-    /// tokens-first, as the reference server does.
+    /// `kv_layout`. If absent, tensors in CPU memory are heads-first and all others tokens-first, as in LMCache's server.
     pub kv_layout: Option<KvAxisOrder>,
     /// `num_kv_heads` (TensorRT-LLM).
     pub num_kv_heads: Option<u64>,
@@ -120,14 +119,14 @@ pub struct LayoutHints {
     pub head_dim: Option<u64>,
 }
 
-/// Where a tensor's storage is.
+/// Memory of a tensor's storage.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum MemorySpec {
     /// A POSIX shared-memory segment.
     CpuShm {
         /// Name with its leading slash, such as `/lmcache_kv_12_0`.
         name: String,
-        /// Size of the whole segment in bytes, as the engine says.
+        /// Size of the whole segment in bytes, as stated by the engine.
         nbytes: u64,
     },
     /// Memory of an NVIDIA GPU.
@@ -150,30 +149,30 @@ impl MemorySpec {
     }
 }
 
-/// A storage in the memory of a GPU: a piece of an allocation that another process made. Several storages may be in
-/// one allocation, and several tensors in one storage; which those are is known when they are opened.
+/// A storage in GPU memory: part of an allocation of another process. Several storages may share an allocation, and
+/// several tensors a storage; that is known only when they are opened.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CudaStorage {
-    /// Which GPU, as the engine writes it.
+    /// UUID of the GPU, as written by the engine.
     pub device_uuid: String,
-    /// How to get at the allocation.
+    /// The allocation.
     pub allocation: CudaAllocation,
-    /// Bytes from the start of what the allocation maps to the start of the storage.
+    /// Bytes from the start of the mapped allocation to the start of the storage.
     pub offset: u64,
-    /// Bytes of the storage, as the engine says.
+    /// Bytes of the storage, as stated by the engine.
     pub bytes: u64,
 }
 
-/// How a process lends an allocation of a GPU. Everything in it is as received.
+/// How a process shares a GPU allocation. All values are as received.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum CudaAllocation {
     /// As PyTorch does (`cuda`, `UntypedStorage._share_cuda_()`).
     Torch {
         /// Its shareable handle; `None` for a storage without bytes.
         handle: Option<Vec<u8>>,
-        /// File with the counter that says that we use the storage, and which counter of it is ours.
+        /// File of the reference counter of this use of the storage, and the counter's index.
         ref_counter: Option<(Vec<u8>, u64)>,
-        /// Event that must be complete before the storage is used; `None` when there is nothing to wait for.
+        /// Event that must be complete before the storage is used; `None` if there is nothing to wait for.
         event: Option<Vec<u8>>,
     },
     /// By the driver's own handle (`cuda_raw`).
@@ -181,11 +180,11 @@ pub enum CudaAllocation {
         /// `cudaIpcMemHandle_t` of the allocation.
         handle: [u8; 64],
     },
-    /// By the driver's handle for memory in two halves (`cuda_vmm`).
+    /// By a handle of the driver's virtual memory management (`cuda_vmm`).
     Vmm {
-        /// The fabric handle; `None` when a file descriptor is to be had elsewhere.
+        /// The fabric handle; `None` if the allocation is exported as a file descriptor.
         fabric: Option<Vec<u8>>,
-        /// Bytes of the allocation, as the engine says.
+        /// Bytes of the allocation, as stated by the engine.
         bytes: u64,
     },
 }
@@ -218,19 +217,19 @@ pub struct TensorSpec {
     pub storage_offset: u64,
 }
 
-/// What an engine says about one group of layers (`EngineGroupInfo`); the order of these is the
-/// order of the block-id lists of every store and retrieve.
+/// An engine's description of one group of layers (`EngineGroupInfo`). Their order is that of the block-id lists of
+/// every store and retrieve.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupSpec {
-    /// The engine's own number of the group.
+    /// The engine's group number.
     pub engine_group_id: i64,
     /// Positions in the registered tensor list.
     pub layer_indices: Vec<i64>,
-    /// Tokens one block id stands for; 0 = as many as the tensor has slots per block.
+    /// Tokens per block id; 0 = the tensor's slots per block.
     pub tokens_per_block: i64,
     /// Sliding window in tokens; -1 = none.
     pub sliding_window_tokens: i64,
-    /// Non-zero for additional groups (their objects are stored apart, last).
+    /// Non-zero for additional groups, whose objects are stored separately and last.
     pub extra_object_group_tag: i64,
     /// Recurrent state: only the newest block matters.
     pub recurrent_state: bool,

@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use kvtier_memory::{
-    AffineCopy, Arena, ArenaKind, CopyLoop, Direction, Extent, ExtentAllocator, OwnSegment, Run,
+    AffineCopy, Arena, ArenaKind, CopyLoop, Direction, Extent, FreeExtents, OwnSegment, Run,
     copy_affine, copy_runs,
 };
 
@@ -150,7 +150,7 @@ fn allocator_rate() -> Result<(), Box<dyn Error>> {
     const LIVE: usize = 100_000;
     const OPERATIONS: u32 = 1_000_000;
     for (name, sizes) in [("of mixed sizes", 4 << 20), ("of one size", 1)] {
-        let mut allocator = ExtentAllocator::new(1 << 40)?;
+        let mut allocator = FreeExtents::new(1 << 40)?;
         let mut live = Vec::with_capacity(LIVE);
         let mut state = 1_u64;
         let mut random = || {

@@ -1,6 +1,5 @@
 //! Arenas: the large blocks of memory that objects lie in.
 
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
@@ -11,11 +10,11 @@ use rustix::mm::Advice;
 
 use crate::access::AccessError;
 use crate::checksum;
-use crate::extent::Extent;
-use crate::fault::TableFull;
+use crate::error::ArenaError;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
 use crate::shm_file::ShmFile;
+use kvtier_extent::Extent;
 
 pub use crate::shm_file::SHM_PREFIX;
 
@@ -29,7 +28,7 @@ pub enum ArenaKind {
         /// Its name; a leading `/` is dropped and [`SHM_PREFIX`] put before it unless there.
         name: String,
     },
-    /// Private memory in huge pages of 2 MiB, which the administrator must have set aside.
+    /// Private memory in huge pages of 2 MiB, which the administrator must have reserved.
     Hugepages,
     /// A file, for memory that swaps to a chosen place. The file is created, must not exist
     /// before, and loses its name at once, so none is left behind whatever happens.
@@ -39,7 +38,7 @@ pub enum ArenaKind {
     },
 }
 
-/// Details that suit nearly everybody as they are.
+/// Options whose defaults suit nearly every server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArenaOptions {
     /// Ask for transparent huge pages. Off: on some hosts first touches become much slower.
@@ -57,68 +56,8 @@ impl Default for ArenaOptions {
     }
 }
 
-/// Why an arena could not be created.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ArenaError {
-    /// The size is zero, or too large for this machine's addresses.
-    #[error("an arena of {bytes} bytes cannot be: it takes 1 to {}", isize::MAX)]
-    Size {
-        /// Bytes asked for.
-        bytes: u64,
-    },
-    /// The name cannot name a segment.
-    #[error("shared memory name {name:?} {reason}")]
-    Name {
-        /// The name asked for.
-        name: String,
-        /// What is wrong with it.
-        reason: &'static str,
-    },
-    /// A living process has an arena of that name.
-    #[error("shared memory {name:?} belongs to a running server: choose another name")]
-    NameInUse {
-        /// The full name.
-        name: String,
-    },
-    /// The file system is smaller than the arena.
-    #[error(
-        "{bytes} bytes do not fit in the {available} bytes free in {place} \
-         (in a container, raise the size of /dev/shm)"
-    )]
-    NoRoom {
-        /// Bytes asked for.
-        bytes: u64,
-        /// Bytes free.
-        available: u64,
-        /// Directory of the file system.
-        place: String,
-    },
-    /// There are not enough huge pages.
-    #[error("{needed} huge pages of 2 MiB are needed and {free} are free (set vm.nr_hugepages)")]
-    Hugepages {
-        /// Pages needed.
-        needed: u64,
-        /// Pages free.
-        free: u64,
-    },
-    /// A system call failed.
-    #[error("cannot {action} the arena in {place}: {source}")]
-    System {
-        /// What was tried.
-        action: &'static str,
-        /// Where.
-        place: String,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The fault guard is full.
-    #[error("the arena cannot be guarded: {0}")]
-    Guard(#[from] TableFull),
-}
-
-/// One block of memory. Its bytes are reached by [`Extent`], bounds-checked, through `&self`:
-/// who may touch which extent when is the caller's to know (see the crate's notes).
+/// One block of memory. Its bytes are reached by [`Extent`], bounds-checked, through `&self`. The
+/// caller decides when an extent may be touched (see the crate's notes).
 pub struct Arena {
     mapping: Mapping,
     kind: ArenaKind,
@@ -329,7 +268,7 @@ impl std::fmt::Debug for Arena {
     }
 }
 
-/// Gives the new `file` its size, after checking that the file system has that much: touching a
+/// Sets the size of the new `file`, after checking that the file system has that much: touching a
 /// page that it cannot back would be a fault, long after start.
 fn size_file(file: &OwnedFd, bytes: u64, place: &str, reserve: bool) -> Result<(), ArenaError> {
     let system = |action, e: rustix::io::Errno| ArenaError::System {
@@ -337,11 +276,11 @@ fn size_file(file: &OwnedFd, bytes: u64, place: &str, reserve: bool) -> Result<(
         place: place.to_owned(),
         source: e.into(),
     };
-    let room = rustix::fs::fstatvfs(file).map_err(|e| system("ask for the room of", e))?;
-    let available = room.f_bavail.saturating_mul(room.f_frsize);
+    let stat = rustix::fs::fstatvfs(file).map_err(|e| system("ask for the free space of", e))?;
+    let available = stat.f_bavail.saturating_mul(stat.f_frsize);
     // A file system without a limit says it has no blocks at all.
-    if room.f_blocks > 0 && available < bytes {
-        return Err(ArenaError::NoRoom {
+    if stat.f_blocks > 0 && available < bytes {
+        return Err(ArenaError::OutOfMemory {
             bytes,
             available,
             place: place.to_owned(),
@@ -353,7 +292,7 @@ fn size_file(file: &OwnedFd, bytes: u64, place: &str, reserve: bool) -> Result<(
         // are covered by the fault guard. (On /dev/shm this would touch every page.)
         match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
             Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {}
-            Err(e) => return Err(system("reserve room for", e)),
+            Err(e) => return Err(system("reserve space for", e)),
         }
     }
     Ok(())

@@ -3,8 +3,8 @@
 use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_128};
 
 use crate::access::AccessError;
-use crate::extent::Extent;
 use crate::mapping::Mapping;
+use kvtier_extent::Extent;
 
 /// The 128-bit xxh3 of `bytes`: equal to [`crate::Arena::checksum`] of the same bytes.
 #[must_use]
@@ -45,7 +45,7 @@ pub(crate) fn feed(
     while done < len {
         let piece = PIECE.min(len - done);
         // SAFETY: `done + piece <= len` bytes from `from` were checked; `buffer` is private and
-        // has room for a piece.
+        // has capacity for a piece.
         unsafe {
             std::ptr::copy_nonoverlapping(from.as_ptr().add(done), buffer.as_mut_ptr(), piece);
         }

@@ -6,8 +6,8 @@
 
 use crate::access::{AccessError, within};
 use crate::arena::Arena;
-use crate::extent::Extent;
 use crate::segment::ForeignSegment;
+use kvtier_extent::Extent;
 
 mod kernel;
 
@@ -121,7 +121,7 @@ pub struct Run {
     pub len: u64,
 }
 
-/// Executes `copies` between `segment` and `extent` of `arena`, in order; gives the bytes copied.
+/// Executes `copies` between `segment` and `extent` of `arena`, in order; returns the bytes copied.
 ///
 /// # Errors
 /// [`AccessError::OutOfBounds`] and [`AccessError::Overflow`] before anything was copied.
@@ -198,7 +198,7 @@ pub fn copy_runs(
     Ok(total)
 }
 
-/// Proves that `copy` stays inside both sides; gives its bytes.
+/// Checks that `copy` stays inside both sides; returns its bytes.
 fn prove(
     segment: &ForeignSegment,
     extent: Extent,

@@ -3,7 +3,7 @@
 //! Touching a page of a shared mapping whose file no longer has it (the peer truncated its
 //! segment, the file system is full, the memory failed) raises `SIGBUS`. For addresses inside a
 //! registered mapping the handler here marks the page as lost and puts an empty private page in
-//! its place, so that the copy under way runs to its end and then finds the mark. All other
+//! its place, so that the copy in flight runs to its end and then finds the mark. All other
 //! faults go to the handler that was installed before.
 //!
 //! The handler only reads a fixed table of atomics and makes one system call: it takes no lock,
@@ -68,7 +68,7 @@ static INSTALL: Once = Once::new();
 pub fn install() {
     INSTALL.call_once(|| {
         let mut previous = MaybeUninit::<libc::sigaction>::zeroed();
-        // SAFETY: asks for the present action only; `previous` has room for it.
+        // SAFETY: asks for the present action only; `previous` is large enough for it.
         let asked = unsafe { libc::sigaction(libc::SIGBUS, null(), previous.as_mut_ptr()) };
         if asked == 0 {
             // SAFETY: filled by the call above (and all zeroes is a valid value as well).
@@ -209,7 +209,7 @@ extern "C" fn on_bus_error(signal: c_int, info: *mut libc::siginfo_t, context: *
 /// Does what would have been done without us.
 fn chain(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let previous = PREVIOUS.load(Ordering::Acquire);
-    // SAFETY: null or a leaked box that nobody changes.
+    // SAFETY: null or a leaked box that is never changed.
     let previous = unsafe { previous.as_ref() };
     match previous {
         Some(action)
@@ -235,7 +235,7 @@ fn chain(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
             // SAFETY: both calls are async-signal-safe; SIG_DFL is a valid handler.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
-                // A signal that somebody sent does not happen again by itself.
+                // A signal that was sent by a process does not happen again by itself.
                 if (*info).si_code <= 0 {
                     libc::raise(signal);
                 }

@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::access::AccessError;
 use crate::arena::Arena;
 use crate::checksum;
-use crate::extent::Extent;
+use kvtier_extent::Extent;
 
 /// Bytes that are read before they are hashed; they stay in a second-level cache.
 const PIECE: u64 = 256 << 10;
@@ -35,7 +35,7 @@ pub enum FileError {
 
 impl Arena {
     /// Reads `file` from its byte `at` on: into `extent`, and behind it into `tail`, until `enough` bytes are there or
-    /// the file ends. Gives the bytes read, which may be more than `enough`.
+    /// the file ends. Returns the bytes read, which may be more than `enough`.
     ///
     /// With `O_DIRECT` the extent, `tail` and `at` must be aligned as the file system wants it, and `enough` should be
     /// what the file has: a second read would begin where the first ended.
@@ -53,7 +53,7 @@ impl Arena {
         self.read_rest(extent, tail, file, at, enough, 0)
     }
 
-    /// [`Self::read_file`] behind the first `done` bytes; gives those too.
+    /// [`Self::read_file`] behind the first `done` bytes; returns those too.
     pub(crate) fn read_rest(
         &self,
         extent: Extent,
@@ -88,7 +88,7 @@ impl Arena {
         Ok(done)
     }
 
-    /// [`Self::read_file`], which also gives the [`Self::checksum`] of the extent. The bytes are hashed piece by piece while
+    /// [`Self::read_file`], which also returns the [`Self::checksum`] of the extent. The bytes are hashed piece by piece while
     /// the processor's caches have them, so it suits files in the page cache; others are better read whole.
     ///
     /// # Errors
@@ -168,7 +168,7 @@ impl Arena {
     }
 }
 
-/// Closes a file and tells what the system says, which a drop does not: over a network, a write may fail only here.
+/// Closes a file and returns the system's result, unlike a drop: over a network, a write may fail only here.
 ///
 /// # Errors
 /// Those of `close`; the file is closed all the same.
@@ -236,7 +236,7 @@ fn outcome(moved: isize, done: u64) -> Result<Option<u64>, FileError> {
     let source = io::Error::last_os_error();
     match source.raw_os_error() {
         Some(libc::EINTR) => Ok(None),
-        // The system touches lost pages without the fault guard and says so.
+        // The system touches lost pages without the fault guard and returns an error.
         Some(libc::EFAULT) => Err(AccessError::Poisoned { what: "arena" }.into()),
         _ => Err(FileError::System { done, source }),
     }

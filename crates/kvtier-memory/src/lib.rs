@@ -1,8 +1,8 @@
 //! L1 bytes: where cached KV data lies in host memory, and every way bytes get in and out of it.
 //!
 //! * [`Arena`]: one large block of memory (anonymous, POSIX shared memory, huge pages or a file).
-//! * [`ExtentAllocator`]: which byte ranges ([`Extent`]) of an arena are taken. All of its
-//!   bookkeeping lies outside the arena, so whoever writes to shared memory cannot corrupt it.
+//! * [`FreeExtents`]: which byte ranges ([`Extent`]) of an arena are free. All of its bookkeeping
+//!   lies outside the arena, so a process that writes to shared memory cannot corrupt it.
 //! * [`ForeignSegment`]: memory that a client created and lent to us.
 //! * [`copy_affine`] and [`copy_runs`]: the one copy between the two.
 //! * [`Arena::read_file`] and [`Arena::write_file`]: files straight to and from an arena.
@@ -10,7 +10,7 @@
 //! * [`fault`]: a peer that truncates its segment gets an error, not our process.
 //!
 //! This crate must never know what the bytes mean: no keys, no layouts, no leases, no protocol.
-//! Whoever calls it decides which extent may be touched when.
+//! The caller decides when an extent may be touched.
 //!
 //! # Memory that others write
 //!
@@ -19,15 +19,14 @@
 //! this crate never makes a `&[u8]` or `&mut [u8]` over such memory: bytes move through raw
 //! pointers into or out of private buffers, and nothing is ever parsed in place. A racing writer
 //! can thus give torn bytes, never a broken program. That the bytes are *not* torn is the
-//! promise of the cache above, which lets nobody read an extent before it is committed, nor
-//! write it afterwards.
+//! promise of the cache above: an extent is not read before it is committed, nor written
+//! afterwards.
 
 mod access;
-pub mod allocator;
 pub mod arena;
 pub mod checksum;
 pub mod copy;
-mod extent;
+mod error;
 pub mod fault;
 mod file;
 mod mapping;
@@ -39,13 +38,11 @@ mod shm_file;
 pub mod uring;
 
 pub use access::{AccessError, within};
-pub use allocator::{
-    AllocateError, AllocatorStats, ExtentAllocator, FreeError, GeometryError, Piece,
-};
-pub use arena::{Arena, ArenaError, ArenaKind, ArenaOptions};
+pub use arena::{Arena, ArenaKind, ArenaOptions};
 pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, copy_runs};
-pub use extent::Extent;
+pub use error::ArenaError;
 pub use file::{FileError, close_file};
+pub use kvtier_extent::{Extent, FreeExtents};
 pub use numa::NumaError;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use process::{exit_at_once, has_mapped};

@@ -9,8 +9,8 @@ use std::sync::atomic::{Ordering, fence};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::access::AccessError;
-use crate::extent::Extent;
 use crate::fault::{Registration, TableFull};
+use kvtier_extent::Extent;
 
 /// A mapping of `len` bytes that stays where it is until dropped.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub(crate) struct Mapping {
     registration: Option<Registration>,
 }
 
-// SAFETY: the mapping belongs to nobody's thread; `base` is valid until drop, and all access is
+// SAFETY: the mapping belongs to no thread; `base` is valid until drop, and all access is
 // by raw-pointer copies that tolerate concurrent access by others (see the crate's notes).
 unsafe impl Send for Mapping {}
 // SAFETY: as above; no method hands out a reference into the mapped bytes.
@@ -91,7 +91,7 @@ impl Mapping {
             what,
             registration: None,
         };
-        // From here on drop unmaps, also when the guard has no room.
+        // From here on drop unmaps, also when the guard is full.
         let range = len.next_multiple_of(page);
         let registration =
             Registration::new(base.as_ptr().addr(), range, page).map_err(MapError::Guard)?;
@@ -118,7 +118,7 @@ impl Mapping {
         Some(Extent::new(offset, (high - low) as u64))
     }
 
-    /// Checks that `len` bytes at `offset` lie inside and gives the first one's address.
+    /// Checks that `len` bytes at `offset` lie inside and returns the address of the first.
     pub(crate) fn locate(&self, offset: u64, len: u64) -> Result<NonNull<u8>, AccessError> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len());
         if !inside {
@@ -134,7 +134,7 @@ impl Mapping {
     }
 
     /// Fails if any page of the range was lost. Called *behind* a copy: the guard marks a page
-    /// before it replaces it, so whoever copied the replacement sees the mark here.
+    /// before it replaces it, so a copy of the replacement sees the mark here.
     pub(crate) fn check_poison(&self, range: Extent) -> Result<(), AccessError> {
         fence(Ordering::SeqCst);
         match self.poisoned() {
@@ -147,8 +147,8 @@ impl Mapping {
     pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), AccessError> {
         let len = bytes.len() as u64;
         let to = self.locate(offset, len)?;
-        // SAFETY: `to` has room for `len` bytes (checked above); `bytes` is private memory and
-        // cannot overlap, since nobody ever has a reference into a mapping.
+        // SAFETY: `to` has `len` bytes (checked above); `bytes` is private memory and
+        // cannot overlap, since there are no references into a mapping.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         self.check_poison(Extent::new(offset, len))
     }
@@ -166,7 +166,7 @@ impl Mapping {
             .try_reserve(count)
             .map_err(|_| AccessError::OutOfMemory { len })?;
         let old = buffer.len();
-        // SAFETY: `from` has `count` bytes (checked above) and the spare room of `buffer` takes
+        // SAFETY: `from` has `count` bytes (checked above) and the spare capacity of `buffer` takes
         // them; the two cannot overlap. The new length is set once the bytes are there.
         unsafe {
             std::ptr::copy_nonoverlapping(from.as_ptr(), buffer.as_mut_ptr().add(old), count);
@@ -182,7 +182,7 @@ impl Drop for Mapping {
         // Out of the guard's table first: once unmapped, the addresses may become someone
         // else's, whose faults are not ours to hide.
         self.registration = None;
-        // SAFETY: this is the mapping made at creation, and nobody can use it any more.
+        // SAFETY: this is the mapping made at creation, and nothing can use it any more.
         // Failure would mean a bad address, which cannot be.
         let _ = unsafe {
             munmap(

@@ -46,10 +46,10 @@ impl Arena {
         self.bind(0, self.len(), nodes)
     }
 
-    /// The same for so many bytes from an offset on, all of them of the arena and the offset one of a page.
+    /// [`Arena::prefer_nodes`] for `bytes` bytes from `offset`, the start of a page. Bytes beyond the arena are ignored.
     ///
     /// # Errors
-    /// As [`Arena::prefer_nodes`]; a range that is not in the arena is the system's to refuse.
+    /// As [`Arena::prefer_nodes`].
     pub fn prefer_node_in(&self, offset: u64, bytes: u64, node: u32) -> Result<(), NumaError> {
         let bytes = bytes.min(self.len().saturating_sub(offset));
         self.bind(offset.min(self.len()), bytes, &[node])

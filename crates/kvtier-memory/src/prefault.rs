@@ -1,4 +1,4 @@
-//! Putting memory behind the pages of an arena before anybody waits for it.
+//! Prefault: puts memory behind the pages of an arena before a transfer needs it.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-use crate::extent::Extent;
 use crate::mapping::Mapping;
+use kvtier_extent::Extent;
 
 /// How often progress is reported.
 const PIECE: usize = 64 << 20;

@@ -17,7 +17,7 @@ pub fn exit_at_once(code: i32) -> ! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SeenProcess {
     pid: Pid,
-    /// Clock ticks between boot and its start, where `/proc` tells.
+    /// Clock ticks between boot and its start, if `/proc` has it.
     started: Option<u64>,
 }
 
@@ -32,15 +32,15 @@ impl SeenProcess {
         exists(pid).then_some(seen)
     }
 
-    /// The process with this number, if it is seen to have `file` mapped. In another PID namespace the number is a
-    /// stranger's, or nobody's.
+    /// The process with this number, if it is seen to have `file` mapped. In another PID namespace the number is that of
+    /// another process, or of none.
     pub(crate) fn find_mapper(number: u32, file: FileId) -> Option<Self> {
         let seen = Self::find(number)?;
         has_mapped(number, vec![file]).then_some(seen)
     }
 
-    /// Whether it is known to have ended. One that nobody has waited for has.
-    pub(crate) fn is_gone(&self) -> bool {
+    /// Whether it is known to have ended, as a zombie has.
+    pub(crate) fn has_ended(&self) -> bool {
         let is_other = |now: &Status| self.started.is_some_and(|ticks| ticks != now.started);
         !exists(self.pid) || Status::of(self.pid).is_some_and(|now| now.has_ended || is_other(&now))
     }
@@ -74,7 +74,7 @@ fn mapped_file(line: &str) -> Option<FileId> {
     Some(FileId::new(device, fields.next()?.parse().ok()?))
 }
 
-/// What `/proc` tells of a process.
+/// Status of a process in `/proc`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Status {
     started: u64,
@@ -154,34 +154,34 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_nobody_waited_for_is_gone() {
+    fn zombie_process_has_ended() {
         let mut child = std::process::Command::new("cat")
             .stdin(std::process::Stdio::piped())
             .spawn()
             .unwrap();
         let seen = SeenProcess::find(child.id()).unwrap();
-        assert!(!seen.is_gone());
+        assert!(!seen.has_ended());
         child.kill().unwrap();
         // Waits for the end, and leaves it to be waited for.
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         waitid(WaitId::Pid(seen.pid), options).unwrap();
-        assert!(exists(seen.pid) && seen.is_gone());
+        assert!(exists(seen.pid) && seen.has_ended());
         child.wait().unwrap();
-        assert!(seen.is_gone());
+        assert!(seen.has_ended());
     }
 
     #[test]
     fn a_later_process_with_the_same_number_is_another() {
         let own = SeenProcess::find(std::process::id()).unwrap();
-        assert!(own.started.is_some() && !own.is_gone());
+        assert!(own.started.is_some() && !own.has_ended());
         let earlier = SeenProcess {
             started: own.started.map(|ticks| ticks - 1),
             ..own
         };
-        assert!(earlier.is_gone());
+        assert!(earlier.has_ended());
         // Without a start there is only the number to go by.
         let started = None;
-        assert!(!SeenProcess { started, ..own }.is_gone());
+        assert!(!SeenProcess { started, ..own }.has_ended());
         assert_eq!(SeenProcess::find(0), None);
         assert_eq!(SeenProcess::find(u32::MAX), None);
     }

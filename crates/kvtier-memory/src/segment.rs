@@ -9,11 +9,11 @@ use rustix::fs::{FileType, Mode};
 use rustix::shm::{self, OFlags};
 
 use crate::access::AccessError;
-use crate::extent::Extent;
 use crate::fault::TableFull;
 use crate::mapping::{MapError, Mapping};
 use crate::process::SeenProcess;
 use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, SHM_PREFIX};
+use kvtier_extent::Extent;
 
 /// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
 /// KV caches in CPU memory). Other names are refused: a client must not make us write into
@@ -93,7 +93,7 @@ impl ForeignSegment {
         Self::map(name, bytes)
     }
 
-    /// Maps a server's pool, for clients: `name` as the server tells it, with or without a slash.
+    /// Maps a server's pool, for clients: `name` as the server reports it, with or without a slash.
     ///
     /// # Errors
     /// See [`SegmentError`].
@@ -149,20 +149,20 @@ impl ForeignSegment {
     }
 
     /// Whether the name still leads to this memory, and no page of it was lost. A client that
-    /// starts anew with the process id of an earlier one makes other memory of the same name.
+    /// restarts with the process id of an earlier one makes other memory of the same name.
     #[must_use]
     pub fn is_current(&self) -> bool {
         !self.is_poisoned() && FileId::named(&self.name) == Some(self.file)
     }
 
-    /// Whether the process that created it has ended; no where that process was not seen to have it mapped at the time of our
-    /// mapping.
+    /// Whether the process that created it has ended. False if that process was not seen to have it mapped at the time of
+    /// our mapping.
     #[must_use]
     pub fn creator_has_ended(&self) -> bool {
-        self.creator.as_ref().is_some_and(SeenProcess::is_gone)
+        self.creator.as_ref().is_some_and(SeenProcess::has_ended)
     }
 
-    /// Unlinks it if the process that created it is gone; says whether it did.
+    /// Unlinks it if the process that created it has ended; returns whether it did.
     ///
     /// It stays when that process was not seen to have it mapped at the time of our mapping, as one
     /// of another PID namespace is not, and when the name leads to other memory by now.

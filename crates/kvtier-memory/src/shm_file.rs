@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{FlockOperation, Mode};
 use rustix::shm::{self, OFlags};
 
-use crate::arena::ArenaError;
+use crate::error::ArenaError;
 
 /// What every arena's shared-memory name begins with (LMCache 0.5.6 names its pools so, and its
 /// clients look for the name they are told, without a slash).
@@ -18,13 +18,13 @@ pub const SHM_PREFIX: &str = "lmcache_l1_pool_";
 /// Longest name of a file in one directory, hence of a segment in `/dev/shm`.
 pub(crate) const NAME_MAX: usize = 255;
 
-/// A link in the place of a segment is not followed: `/dev/shm` is open to everybody.
+/// A link in the place of a segment is not followed: `/dev/shm` is writable by every user.
 pub(crate) const NO_FOLLOW: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NOFOLLOW.bits());
 
-/// Nor is anybody waited for who would have to open a pipe's other end.
+/// Opening a pipe there does not wait for its other end.
 const NO_WAIT: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NONBLOCK.bits());
 
-/// Which file it is, whatever its name. Holds as long as somebody holds the file, as a mapping does.
+/// Identity of a file, whatever its name. Valid as long as the file is held, as by a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileId {
     device: u64,
@@ -149,10 +149,10 @@ impl Drop for ShmFile {
     }
 }
 
-/// Removes the pools whose names begin with `prefix` and whose servers are gone, as one does that was killed; a living
-/// server holds a lock on its pool. Gives how many there were.
+/// Removes the pools whose names begin with `prefix` and whose servers have ended, such as killed ones; a running server
+/// holds a lock on its pool. Returns how many were removed.
 ///
-/// What cannot be looked at or removed, such as another user's, stays.
+/// Pools that cannot be examined or removed, such as those of another user, stay.
 pub fn remove_stale_pools(prefix: &str) -> usize {
     let Ok(prefix) = full_name(prefix) else {
         return 0;
@@ -178,26 +178,26 @@ pub struct PoolRoom {
     /// Bytes of the file system.
     pub size: u64,
     /// Bytes of it that the pool may have: those that are free, and those of an old pool of its name, which it replaces.
-    /// (They come back only when nobody maps that one any more.)
+    /// (They are freed only when no process maps that one any more.)
     pub free: u64,
 }
 
 impl PoolRoom {
-    /// For a pool of this name; `None` where `/dev/shm` has no limit, or does not tell.
+    /// For a pool of this name; `None` if `/dev/shm` has no limit, or its limit is unknown.
     #[must_use]
     pub fn of(name: &str) -> Option<Self> {
-        let room = rustix::fs::statvfs("/dev/shm").ok()?;
+        let stat = rustix::fs::statvfs("/dev/shm").ok()?;
         let old = full_name(name).ok()?;
-        Self::beside(&room, &Path::new("/dev/shm").join(old))
+        Self::beside(&stat, &Path::new("/dev/shm").join(old))
     }
 
-    fn beside(room: &rustix::fs::StatVfs, old: &Path) -> Option<Self> {
+    fn beside(stat: &rustix::fs::StatVfs, old: &Path) -> Option<Self> {
         // Links are not followed at creation either.
         let old = std::fs::symlink_metadata(old).map_or(0, |old| old.blocks().saturating_mul(512));
-        let bytes = |blocks: u64| blocks.saturating_mul(room.f_frsize);
-        (room.f_blocks > 0).then(|| Self {
-            size: bytes(room.f_blocks),
-            free: bytes(room.f_bavail).saturating_add(old),
+        let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+        (stat.f_blocks > 0).then(|| Self {
+            size: bytes(stat.f_blocks),
+            free: bytes(stat.f_bavail).saturating_add(old),
         })
     }
 }
@@ -237,11 +237,11 @@ mod tests {
 
     #[test]
     fn an_old_pool_takes_no_room_from_its_successor() {
-        let mut room = rustix::fs::statvfs("/").unwrap();
-        (room.f_frsize, room.f_blocks, room.f_bavail) = (4096, 100, 10);
+        let mut stat = rustix::fs::statvfs("/").unwrap();
+        (stat.f_frsize, stat.f_blocks, stat.f_bavail) = (4096, 100, 10);
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let old = folder.path().join("old");
-        let free = || PoolRoom::beside(&room, &old).map(|room| (room.size, room.free));
+        let free = || PoolRoom::beside(&stat, &old).map(|pool| (pool.size, pool.free));
         assert_eq!(free(), Some((409_600, 40_960)));
         // What is behind its pages counts, not what it may have.
         std::fs::write(&old, [1; 8192]).unwrap();
@@ -249,7 +249,7 @@ mod tests {
         file.set_len(1 << 40).unwrap();
         assert_eq!(free(), Some((409_600, 40_960 + 8192)));
         // A file system without a limit says it has no blocks at all.
-        room.f_blocks = 0;
-        assert_eq!(PoolRoom::beside(&room, &old), None);
+        stat.f_blocks = 0;
+        assert_eq!(PoolRoom::beside(&stat, &old), None);
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! The system reads and writes memory here after the call that asked for it has returned. So a [`Ring`] owns all that a
 //! transfer touches, file, arena, the tail and whatever keeps the extent in place, from the moment it is handed in until
-//! the system says that it is through. There is no other way to that memory meanwhile and none to end a transfer early:
-//! a ring that is dropped, in a panic too, waits for what is under way, and what it cannot wait for is never freed.
+//! the system reports its completion. There is no other way to that memory meanwhile and none to end a transfer early:
+//! a ring that is dropped, also by a panic, waits for the transfers in flight, and what it cannot wait for is never freed.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -14,8 +14,8 @@ use io_uring::{IoUring, Probe, opcode, types};
 
 use crate::access::AccessError;
 use crate::arena::Arena;
-use crate::extent::Extent;
 use crate::file::{FileError, Pieces};
+use kvtier_extent::Extent;
 
 /// What tails are aligned to; I/O past the page cache wants no more.
 const ALIGN: usize = 4096;
@@ -75,7 +75,7 @@ pub struct Transfer<H> {
     pub tail: Tail,
     /// Bytes after which a read may end; `None` is a write, which takes all.
     pub enough: Option<u64>,
-    /// Keeps the extent from being given to somebody else; and whatever the caller wants back with it.
+    /// Keeps the extent from being freed; the caller gets it back with the transfer.
     pub hold: H,
 }
 
@@ -111,13 +111,13 @@ impl<H> Transfer<H> {
     }
 }
 
-/// One transfer under way, where the system finds it.
+/// One transfer in flight, at an address that the system uses.
 struct Slot<H> {
     transfer: Transfer<H>,
     vectors: [libc::iovec; 2],
 }
 
-/// See the module.
+/// An io_uring and the transfers in flight in it.
 pub struct Ring<H> {
     /// Dropped by hand, and not at all while the system may still use a slot.
     inner: ManuallyDrop<Inner<H>>,
@@ -136,7 +136,7 @@ struct Inner<H> {
 unsafe impl<H: Send> Send for Ring<H> {}
 
 impl<H> Ring<H> {
-    /// A ring for so many transfers at a time.
+    /// A ring for `most` transfers at a time.
     ///
     /// # Errors
     /// When the system has no io_uring, forbids it, or lacks what is needed of it.
@@ -165,13 +165,13 @@ impl<H> Ring<H> {
         })
     }
 
-    /// Transfers under way.
+    /// Number of transfers in flight.
     #[must_use]
     pub fn len(&self) -> usize {
         self.inner.slots.len() - self.inner.free.len()
     }
 
-    /// Whether nothing is under way.
+    /// Whether no transfer is in flight.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -207,8 +207,8 @@ impl<H> Ring<H> {
             None => opcode::Writev::new(file, vectors, 2).offset(0).build(),
         };
         let entry = entry.user_data(number as u64);
-        // SAFETY: file, vectors and the memory they name belong to the slot. It is given up only when the completion with
-        // its number was seen, or below, when the system has not taken the entry.
+        // SAFETY: file, vectors and the memory they name belong to the slot. It is freed only when the completion with its
+        // number was seen, or below, if the system did not take the entry.
         let is_pushed = unsafe { inner.ring.submission().push(&entry) }.is_ok();
         if is_pushed && inner.enter(1, 0) && inner.ring.submission().is_empty() {
             return Ok(());
@@ -223,8 +223,8 @@ impl<H> Ring<H> {
     }
 
     /// Waits for a transfer to end: it and the bytes moved. What the system left over is moved here. `None` if nothing
-    /// is under way, or if the system does not let us wait; the ring is of no use then, and what is under way stays
-    /// where it is for ever.
+    /// is in flight, or if the system does not let us wait; then the ring is broken, and the transfers in flight are never
+    /// freed.
     pub fn wait(&mut self) -> Option<(Transfer<H>, Result<u64, FileError>)> {
         let (mut transfer, moved) = self.inner.next()?;
         let result = outcome(&mut transfer, moved);
@@ -267,7 +267,7 @@ impl<H> Inner<H> {
         None
     }
 
-    /// Hands in so many entries and waits for so many to end; whether the system did.
+    /// Submits `entries` entries and waits for `ended` completions; returns whether the system did.
     fn enter(&self, entries: u32, ended: u32) -> bool {
         const GET_EVENTS: u32 = io_uring::EnterFlags::GETEVENTS.bits();
         loop {
@@ -283,7 +283,7 @@ impl<H> Inner<H> {
     }
 }
 
-/// What a transfer came to, of which the system moved `moved` bytes or says why not.
+/// Result of a transfer of which the system moved `moved` bytes, or a negative error number.
 fn outcome<H>(transfer: &mut Transfer<H>, moved: i32) -> Result<u64, FileError> {
     let Ok(moved) = u64::try_from(moved) else {
         return match -moved {

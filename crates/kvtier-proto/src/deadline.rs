@@ -1,8 +1,8 @@
-//! A deadline inside a key: when whoever asked has given up.
+//! A deadline inside a key: when its client times out.
 //!
 //! A transfer that begins, or ends, after that touches pages that the engine may have given to others. The deadline is
-//! one of the key's free-form settings (`request_configs`), which servers that do not know it ignore. It is told in
-//! milliseconds of the system's monotonic clock (`CLOCK_MONOTONIC`), which nobody sets: where a server copies an
+//! one of the key's free-form settings (`request_configs`), which servers that do not know it ignore. It is in milliseconds
+//! of the system's monotonic clock (`CLOCK_MONOTONIC`), which is never set: where a server copies an
 //! engine's pages, both are on one system, and their containers share that clock unless one has a time namespace.
 
 use std::time::Duration;
@@ -25,7 +25,7 @@ pub fn encode(deadline: Duration) -> Vec<u8> {
     settings
 }
 
-/// The deadline among a key's settings, if there is one that makes sense.
+/// The deadline among a key's settings, if there is a valid one.
 #[must_use]
 pub fn decode(settings: Option<&[u8]>) -> Option<Duration> {
     let mut millis = None;

@@ -49,7 +49,7 @@ pub struct OperationSpec {
     pub response: ResponseKind,
 }
 
-/// A payload frame: what it means and which form it has.
+/// A payload frame: its meaning and its form.
 ///
 /// "int" and "bool" are lenient here, see the table of formats in the crate's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -58,7 +58,7 @@ pub enum Field {
     Key(KeyForm),
     /// An int: the worker.
     InstanceId,
-    /// An int or nil: the worker, or a caller that is none.
+    /// An int or nil: the worker, or nil for a caller that is no worker.
     OptionalInstanceId,
     /// Block ids.
     BlockIds(BlockForm),
@@ -136,7 +136,7 @@ pub enum Field {
 pub enum BlockForm {
     /// An array of ints, for one group: up to 0.4.6.
     Flat,
-    /// An array of arrays of ints, one for each group: from 0.4.7.
+    /// An array of arrays of ints, one per group: from 0.4.7.
     Grouped,
 }
 

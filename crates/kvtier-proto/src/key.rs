@@ -1,11 +1,11 @@
-//! The key: which tokens, of which model, for which worker and tenant, a request is about.
+//! The key of a request: its tokens, model, worker and tenant.
 
 use crate::wire::{self, DecodeError, InField, Reader};
 
 /// Most code points a cache salt may have (LMCache 0.5.6).
 pub const MAX_SALT_CHARS: usize = 128;
 
-/// Most bytes that a cache salt can therefore have. Whoever makes names of keys has room for so many.
+/// Most bytes that a cache salt can therefore have. Names made of keys must have space for them.
 pub const MAX_SALT_BYTES: usize = 4 * MAX_SALT_CHARS;
 
 /// Fields of a key in its full form.
@@ -38,7 +38,7 @@ pub struct CacheKey<'a, T> {
     pub num_kv_readers: Option<i64>,
 }
 
-/// Which fields of a key a release sends.
+/// The fields of a key that a release sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KeyForm {
     /// Seven fields, without a salt: 0.4.2 and 0.4.3.

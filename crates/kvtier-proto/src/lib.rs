@@ -11,7 +11,7 @@
 //!    and learns which releases the connection's client may be.
 //! 3. [`request::Request::decode`] reads the payloads by that row. Token ids go through the caller's
 //!    [`key::TokenReader`], which sees their bytes and may know them already.
-//! 4. [`response::Response::encode`] gives the third frame of the reply `[uid, op, response]`, or none.
+//! 4. [`response::Response::encode`] returns the third frame of the reply `[uid, op, response]`, or none.
 //!
 //! A client goes the other way: [`generation::Generation::spec`], [`request::Request::encode`],
 //! [`frames::ReplyFrames::parse`], [`response::Response::decode`].

@@ -32,7 +32,7 @@ pub enum Operation {
     FreeLookupLocks,
     /// A request ended.
     EndSession,
-    /// A worker that copies by itself tells its geometry.
+    /// Registration of a worker that copies by itself, with its geometry.
     RegisterEngineDriven,
     /// That worker goes away.
     UnregisterEngineDriven,
@@ -78,7 +78,7 @@ pub enum Operation {
     SubscribeKvEvents,
     /// A call into a server plug-in.
     ServerModuleCall,
-    /// Hit count of a lookup before its prefetch is done (gone in 0.5.6).
+    /// Hit count of a lookup before its prefetch is done (removed in 0.5.6).
     QueryPrefetchLookupHits,
 }
 
@@ -134,7 +134,7 @@ const NAMES: [(Operation, &str); 36] = [
 /// Where a server runs an operation: the order it owes its callers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Lane {
-    /// Answered at once by whoever reads the socket.
+    /// Answered at once by the thread that reads the socket.
     Inline,
     /// Any order, beside everything else; never waits behind a transfer.
     Control,

@@ -8,7 +8,6 @@ mod decode;
 mod encode;
 mod types;
 
-pub use decode::{MAX_GROUPS, MAX_TENSORS};
 pub use encode::EncodeError;
 pub(crate) use types::write_ints;
 pub use types::{
@@ -16,12 +15,13 @@ pub use types::{
     KvLayoutName, KvListLayout, LayoutDescriptor, LayoutHints, MatchedSegment, ObjectKeyParts,
     Seconds,
 };
+pub use types::{MAX_GROUPS, MAX_TENSORS};
 
 use crate::descriptor::TensorDescriptor;
 use crate::key::CacheKey;
 use crate::operation::Operation;
 
-/// What a worker sends in place of a store's data when it gives up what a PREPARE_STORE has lent it, or may have: no
+/// Sent by a worker in place of a store's data to abort the slots that a PREPARE_STORE granted it, or may have: no
 /// pickle looks like this. A server that does not know it refuses it as bad data.
 pub const ABORT_STORE: &[u8] = b"kvtier.abort";
 

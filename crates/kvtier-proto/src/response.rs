@@ -1,6 +1,6 @@
 //! Responses: what the server answers, typed.
 //!
-//! A response of "nothing" is no third frame at all ([`Response::encode`] gives none), and a client takes
+//! A response of "nothing" is no third frame at all ([`Response::encode`] returns none), and a client takes
 //! a missing third frame as nothing whatever the operation returns (LMCache 0.5.6).
 
 mod decode;
@@ -97,7 +97,7 @@ pub struct Transfer<'a> {
     pub ok: bool,
 }
 
-/// Where the pool shared with a worker is.
+/// The pool shared with a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineDriven<'a> {
     /// POSIX segment, without a slash in front; empty: no pool, data travels pickled.
@@ -119,7 +119,7 @@ pub struct Slot<'a> {
     pub dtype: Cow<'a, str>,
 }
 
-/// Where a worker may write.
+/// Slots that a worker may write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareStore<'a> {
     /// Slots to write and which chunks they are; none: send the data pickled. Empty: all is cached.
@@ -135,7 +135,7 @@ pub struct StoreTarget<'a> {
     pub chunk_indices: Vec<u64>,
 }
 
-/// What a worker may read.
+/// Slots that a worker may read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareRetrieve<'a> {
     /// Whether everything asked for is here.
@@ -167,7 +167,7 @@ pub struct EventBatch<'a> {
     pub incarnation: i64,
     /// First sequence number not in this batch.
     pub next_cursor: i64,
-    /// Whether events before this batch are gone.
+    /// Whether events before this batch were dropped.
     pub lost: bool,
     /// The events.
     pub events: Vec<EventRecord<'a>>,

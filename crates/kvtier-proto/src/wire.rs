@@ -1,7 +1,7 @@
 //! MessagePack as the protocol uses it: a reader over borrowed bytes, writer functions, and the token loop.
 //!
 //! The formats are those the LMCache 0.5.6 wire protocol puts into frames. The reader accepts every width of
-//! an integer, keeps `str` and `bin` apart, borrows text and bytes from the frame, never trusts a claimed
+//! an integer, keeps `str` and `bin` separate, borrows text and bytes from the frame, never trusts a claimed
 //! length beyond the bytes that are there, and skips unknown values without recursion.
 
 mod reader;
@@ -39,7 +39,7 @@ impl std::fmt::Display for Prefix<'_> {
 }
 
 impl DecodeError {
-    /// An error about the value at hand; whoever knows its name adds it with [`InField::in_field`].
+    /// An error about the current value; the caller that knows its name adds it with [`InField::in_field`].
     #[cold]
     pub fn new(message: impl Into<String>) -> Self {
         Self {

@@ -8,22 +8,21 @@
 
 mod access;
 mod budget;
-pub mod config;
 mod descriptors;
-pub mod engine;
 pub mod escape;
 pub mod front;
 pub mod health;
 pub mod http;
-mod l2;
 pub mod logging;
-pub mod metrics;
-pub mod quota;
+pub mod preflight;
 mod server;
 
 /// Who may use the HTTP API.
 pub use access::Access;
-pub use config::{ConfigError, Parsed, ServerConfig};
+pub use kvtier_config::{self as config, ConfigError, Parsed, ServerConfig};
+pub use kvtier_engine as engine;
 /// For those who start servers whose pools have names that nobody will ask for again.
 pub use kvtier_memory::remove_stale_pools;
+pub use kvtier_metrics as metrics;
+pub use kvtier_tenants as quota;
 pub use server::{Server, StartError};

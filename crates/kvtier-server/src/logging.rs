@@ -16,8 +16,8 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::budget::{Budget, Charge};
-use crate::config::{LogFormat, ServerConfig};
 use crate::escape::escape;
+use kvtier_config::{LogFormat, ServerConfig};
 
 /// Bytes of lines that may wait: some 20,000 of them.
 const WAITING: u64 = 4 << 20;

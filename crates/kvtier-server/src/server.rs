@@ -13,13 +13,15 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
-use crate::config::ServerConfig;
+use crate::access::Access;
 use crate::descriptors::Descriptors;
-use crate::engine::Engine;
 use crate::front::{FrontEnd, RequestSocket};
 use crate::health::Health;
 use crate::http::{self, Api};
-use crate::metrics::Metrics;
+use crate::preflight;
+use kvtier_config::ServerConfig;
+use kvtier_engine::Engine;
+use kvtier_metrics::Metrics;
 
 /// Threads of the HTTP runtime; a scrape or a health probe is all they serve.
 const HTTP_THREADS: usize = 1;
@@ -41,6 +43,7 @@ pub struct Server {
     /// After the engine: dropping it closes the request port.
     front: FrontEnd,
     health: Arc<Health>,
+    access: Arc<Access>,
     http: Option<Runtime>,
     http_address: SocketAddr,
     stop_http: watch::Sender<bool>,
@@ -55,26 +58,27 @@ impl Server {
     /// A port that is taken, memory that cannot be had, a system out of threads.
     pub fn start(config: ServerConfig) -> Result<Self, StartError> {
         let config = Arc::new(config);
-        if let Some(obstacle) = config.obstacle() {
+        if let Some(obstacle) = preflight::obstacle(&config) {
             return Err(StartError(obstacle));
         }
-        for warning in config.warnings() {
+        for warning in preflight::warnings(&config) {
             tracing::warn!("{warning}");
         }
+        let access = Arc::new(Access::open(&config.http).map_err(StartError)?);
         let descriptors = Descriptors::raise().map_err(StartError)?;
         let socket = RequestSocket::bind(&config).map_err(StartError)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {
             engine: std::sync::OnceLock::new(),
             health: Arc::clone(&health),
-            access: Arc::clone(&config.access),
+            access: Arc::clone(&access),
             bodies: Arc::default(),
         });
         let (stop_http, _) = watch::channel(false);
         let (http, http_address) = start_http(&config, &api, &stop_http)?;
 
         let metrics = Arc::new(Metrics::new());
-        metrics.has_descriptors(descriptors);
+        metrics.has_descriptors(descriptors.limit, descriptors.connections);
         tracing::info!(
             limit = descriptors.limit,
             request_connections = descriptors.connections,
@@ -103,6 +107,7 @@ impl Server {
             engine,
             front,
             health,
+            access,
             http: Some(http),
             http_address,
             stop_http,
@@ -119,6 +124,11 @@ impl Server {
     /// Where HTTP is served.
     pub fn http_address(&self) -> SocketAddr {
         self.http_address
+    }
+
+    /// Who may use HTTP.
+    pub fn access(&self) -> &Arc<Access> {
+        &self.access
     }
 
     /// The engine, for those who run a server in their own process.
@@ -177,7 +187,7 @@ fn start_http(
         .map_err(|error| StartError(format!("no HTTP runtime: {error}")))?;
     let bind = |flag: &str, port: u16| {
         runtime
-            .block_on(http::bind(&config.access, port))
+            .block_on(http::bind(&api.access, port))
             .map_err(|error| match error.starts_with("--") {
                 true => StartError(error),
                 false => StartError(format!("--http-host, --{flag}: {error}")),
@@ -196,11 +206,7 @@ fn start_http(
         .map(|port| bind("prometheus-port", port))
         .transpose()?;
     runtime.spawn(http::serve(listener, Arc::clone(api), stopped()));
-    let (access, health, stop) = (
-        Arc::clone(&config.access),
-        Arc::clone(&api.health),
-        stopped(),
-    );
+    let (access, health, stop) = (Arc::clone(&api.access), Arc::clone(&api.health), stopped());
     runtime.spawn(async move {
         tokio::select! {
             () = stop => {}
@@ -251,7 +257,7 @@ fn spawn_housekeeping(
             if let Some(error) = engine.broken_gpu() {
                 state.poison(&format!("GPU ({error})"));
             }
-            std::thread::park_timeout(crate::engine::HOUSEKEEPING_INTERVAL);
+            std::thread::park_timeout(kvtier_engine::HOUSEKEEPING_INTERVAL);
         }
     })
 }

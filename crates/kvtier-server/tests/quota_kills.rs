@@ -7,7 +7,8 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use kvtier_server::quota::{Entry, Limit, QuotaFile, Table};
+use kvtier_server::config::Limit;
+use kvtier_server::quota::{Entry, QuotaFile, Table};
 
 /// Tells the process that it is a writer, and of which file.
 const FILE: &str = "KVTIER_QUOTA_KILLS_FILE";

@@ -1,18 +1,18 @@
-//! Commands: READY and ERROR of the handshake, PING and PONG of the traffic.
+//! Commands: READY and ERROR of the handshake, PING and PONG after it.
 
 use crate::Error;
 use crate::frame::write_command_header;
 
-/// Longest context that a PONG echoes; libzmq cuts longer ones there too.
+/// Maximum context that a PONG echoes; libzmq truncates longer ones too.
 const MAX_PING_CONTEXT_BYTES: usize = 16;
 
-/// Longest routing identity that a peer may claim.
+/// Maximum length of a peer's routing identity.
 const MAX_IDENTITY_BYTES: usize = 255;
 
 /// Socket types that may connect to a ROUTER.
 const PEERS: [&[u8]; 3] = [b"DEALER", b"REQ", b"ROUTER"];
 
-/// A command's name and what follows it.
+/// Splits a command into its name and data.
 pub(crate) fn split(body: &[u8]) -> Result<(&[u8], &[u8]), Error> {
     let short = Error::Command("its name is longer than the command");
     let (&len, rest) = body.split_first().ok_or(short.clone())?;
@@ -83,7 +83,7 @@ pub(crate) fn error_reason(data: &[u8]) -> String {
     shown(reason.unwrap_or_default())
 }
 
-/// A peer's text, cut for a message.
+/// A peer's text, truncated for an error message.
 fn shown(text: &[u8]) -> String {
     String::from_utf8_lossy(&text[..text.len().min(64)]).into_owned()
 }

@@ -1,6 +1,6 @@
-//! Why a session ends.
+//! Errors that end a session.
 
-/// A violation of the protocol or of a bound. The session is over: the connection has to be closed.
+/// A violation of the protocol or of a bound, after which the connection must be closed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The first bytes are not those of a versioned ZMTP greeting.
@@ -18,10 +18,10 @@ pub enum Error {
     /// Reserved bits of a frame's flags are set, or a command has more parts.
     #[error("a frame has the flags {0:#04x}; allowed: MORE or COMMAND, with or without LONG")]
     Flags(u8),
-    /// A message before READY, or a second READY's place taken by something else.
+    /// A message or another command before READY.
     #[error("the peer sent {0} in the place of READY")]
     Handshake(&'static str),
-    /// A command that cannot be read.
+    /// A malformed command.
     #[error("malformed command: {0}")]
     Command(&'static str),
     /// The peer refused the handshake.
@@ -32,7 +32,7 @@ pub enum Error {
     TooLarge {
         /// Frame, message, command or handshake.
         what: &'static str,
-        /// Its size, as claimed or as far as it came.
+        /// Claimed or received size.
         bytes: u64,
         /// The bound.
         limit: u64,

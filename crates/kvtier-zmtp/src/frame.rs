@@ -6,10 +6,10 @@ const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
-/// Bytes of the longest header.
+/// Maximum bytes of a header.
 const MAX_HEADER_BYTES: usize = 9;
 
-/// Least memory that a body gets at once when it is read in place.
+/// Minimum growth of a body that is read in place.
 const MIN_GROWTH_BYTES: usize = 16 << 10;
 
 /// Appends the header of a message's frame; `more` frames of the message follow it.
@@ -31,7 +31,7 @@ fn write_header(out: &mut Vec<u8>, flags: u8, len: usize) {
     }
 }
 
-/// What a frame is.
+/// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Command,
@@ -45,7 +45,7 @@ pub(crate) struct Header {
     pub len: u64,
 }
 
-/// What becomes of a frame's body.
+/// Whether a frame's body is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Body {
     Keep,
@@ -60,7 +60,7 @@ pub(crate) struct Frame {
     pub body: Vec<u8>,
 }
 
-/// Takes frames out of a stream of bytes.
+/// Decodes frames from a stream of bytes.
 #[derive(Debug, Default)]
 pub(crate) struct Decoder {
     header: [u8; MAX_HEADER_BYTES],
@@ -76,14 +76,14 @@ struct Partial {
 }
 
 impl Partial {
-    /// `missing`, as far as memory could hold it.
+    /// `missing` as a `usize`, saturating.
     fn missing(&self) -> usize {
         usize::try_from(self.missing).unwrap_or(usize::MAX)
     }
 }
 
 impl Decoder {
-    /// Takes bytes off `input` up to the end of a frame, or all of them. `admit` decides about each header.
+    /// Consumes `input` up to the end of a frame, or all of it. `admit` checks each header.
     pub fn receive(
         &mut self,
         input: &mut &[u8],
@@ -119,8 +119,8 @@ impl Decoder {
         Ok(self.take_complete())
     }
 
-    /// A kept body that misses at least `min_missing` bytes, with spare capacity for some of them: what is appended to it
-    /// by [`Decoder::body_received`] needs no copy.
+    /// A kept body that misses at least `min_missing` bytes, with spare capacity for some of them, to be filled in
+    /// place and reported by [`Decoder::body_received`].
     pub fn body(&mut self, min_missing: usize) -> Option<&mut Vec<u8>> {
         let partial = self.partial.as_mut()?;
         let missing = partial.missing();
@@ -134,7 +134,7 @@ impl Decoder {
         Some(body)
     }
 
-    /// Notes that [`Decoder::body`] was `len` bytes long and has grown. Returns the frame if it is complete, and what was
+    /// Reports that [`Decoder::body`] had `len` bytes and has grown. Returns the frame if it is complete, and the bytes
     /// appended beyond its end.
     pub fn body_received(&mut self, len: usize) -> (Option<Frame>, Vec<u8>) {
         let Some(partial) = &mut self.partial else {
@@ -150,12 +150,12 @@ impl Decoder {
         (self.take_complete(), rest)
     }
 
-    /// Whether a frame has begun and is not complete.
+    /// Whether a frame is partly received.
     pub fn is_amid_frame(&self) -> bool {
         self.header_len > 0 || self.partial.is_some()
     }
 
-    /// Bytes that the incomplete frame holds.
+    /// Memory of the incomplete frame.
     pub fn held_bytes(&self) -> usize {
         let partial = self.partial.as_ref();
         partial.map_or(0, |partial| partial.frame.body.capacity())
@@ -166,7 +166,7 @@ impl Decoder {
         Some(partial.frame)
     }
 
-    /// The next header, once all of it is there.
+    /// The next header, once it is complete.
     fn header(&mut self, input: &mut &[u8]) -> Result<Option<Header>, Error> {
         loop {
             let needed = match self.header_len {

@@ -9,7 +9,7 @@ pub(crate) const GREETING_BYTES: usize = 64;
 pub(crate) const GREETING: [u8; GREETING_BYTES] = {
     let mut greeting = [0; GREETING_BYTES];
     greeting[0] = SIGNATURE_FIRST;
-    // The eighth byte of what was a length in older versions.
+    // The last byte of the length field of older versions.
     greeting[8] = 1;
     greeting[SIGNATURE_END] = SIGNATURE_LAST;
     greeting[MAJOR] = 3;
@@ -30,7 +30,7 @@ const MECHANISM: usize = 12;
 const MECHANISM_END: usize = 32;
 const NULL: [u8; 4] = *b"NULL";
 
-/// Refuses the beginning of a greeting as soon as it cannot become a good one, so that a stranger is not waited for.
+/// Refuses a partial greeting as soon as it is invalid, without waiting for the rest.
 pub(crate) fn check(greeting: &[u8]) -> Result<(), Error> {
     let is_wrong = |at: usize, wanted| greeting.get(at).is_some_and(|byte| *byte != wanted);
     if is_wrong(0, SIGNATURE_FIRST) || is_wrong(SIGNATURE_END, SIGNATURE_LAST) {
@@ -56,7 +56,7 @@ pub(crate) fn check(greeting: &[u8]) -> Result<(), Error> {
     }
 }
 
-/// Whether the peer of this greeting knows PING: version 3.1 brought it.
+/// Whether the peer of this greeting supports PING, which version 3.1 introduced.
 pub(crate) fn knows_ping(greeting: &[u8; GREETING_BYTES]) -> bool {
     (greeting[MAJOR], greeting[MAJOR + 1]) >= (3, 1)
 }

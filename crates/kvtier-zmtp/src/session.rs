@@ -1,4 +1,4 @@
-//! One connection, from the greeting to its last message.
+//! Session: the protocol state of one connection.
 
 use std::time::Duration;
 
@@ -10,17 +10,17 @@ use crate::greeting::{self, GREETING, GREETING_BYTES};
 /// Bounds of a session.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Bytes of the largest frame of a message.
+    /// Maximum bytes of a message frame.
     pub frame_bytes: u64,
-    /// Frames of a message that are kept. Further ones are discarded as they arrive, and counted.
+    /// Maximum frames kept per message. Further ones are discarded on arrival, and counted.
     pub message_frames: usize,
-    /// Bytes of a message's kept frames together.
+    /// Maximum bytes of a message's kept frames.
     pub message_bytes: u64,
-    /// Bytes of a command, READY included.
+    /// Maximum bytes of a command, READY included.
     pub command_bytes: u64,
 }
 
-/// What a session has received.
+/// A received event.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Event {
     /// The handshake is complete: messages may be sent.
@@ -34,11 +34,11 @@ pub enum Event {
 pub struct Message {
     /// The frames, at most [`Limits::message_frames`].
     pub frames: Vec<Vec<u8>>,
-    /// Frames that followed those.
+    /// Number of discarded frames.
     pub discarded_frames: u64,
 }
 
-/// A connection's state.
+/// State of one connection.
 #[derive(Debug)]
 pub struct Session {
     limits: Limits,
@@ -60,7 +60,7 @@ enum Stage {
 }
 
 impl Session {
-    /// A ROUTER's session with a peer that has just connected.
+    /// Creates a ROUTER's session for a new connection.
     pub fn router(limits: Limits) -> Self {
         Self {
             limits,
@@ -74,10 +74,10 @@ impl Session {
         }
     }
 
-    /// Takes bytes off `input` up to the next event, or all of them.
+    /// Consumes `input` up to the next event, or all of it.
     ///
     /// # Errors
-    /// What the peer did wrong. The session is over.
+    /// The peer's violation, which ends the session.
     pub fn receive(&mut self, input: &mut &[u8]) -> Result<Option<Event>, Error> {
         if let Stage::Greeting(greeting, len) = &mut self.stage {
             let (here, rest) = input.split_at((GREETING_BYTES - *len).min(input.len()));
@@ -111,14 +111,14 @@ impl Session {
         Ok(None)
     }
 
-    /// The body of a frame that is arriving and misses at least `min_missing` bytes. Whatever the caller reads into its
-    /// spare capacity needs no copy; [`Session::body_received`] has to follow.
+    /// The body of a partly received frame that misses at least `min_missing` bytes. The caller may read into its spare
+    /// capacity, which avoids a copy, and then calls [`Session::body_received`].
     pub fn body(&mut self, min_missing: usize) -> Option<&mut Vec<u8>> {
         self.decoder.body(min_missing)
     }
 
-    /// Notes that the vector of [`Session::body`], `len` bytes long before, has been appended to. Returns also the bytes
-    /// that lie beyond the frame's end, for [`Session::receive`]; usually there are none.
+    /// Reports that the vector of [`Session::body`] had `len` bytes and has grown. Also returns the bytes beyond the end of
+    /// the frame, for [`Session::receive`]; usually there are none.
     ///
     /// # Errors
     /// As [`Session::receive`].
@@ -128,13 +128,13 @@ impl Session {
         Ok((event.flatten(), rest))
     }
 
-    /// What the protocol itself has to say, for the caller to take and send.
+    /// The protocol's own output, for the caller to take and send.
     pub fn output(&mut self) -> &mut Vec<u8> {
         &mut self.output
     }
 
-    /// Appends a PING to the output, if the handshake is complete and the peer's version knows PING. Returns whether it
-    /// does: a peer that does answers with a PONG.
+    /// Appends a PING to the output, if the handshake is complete and the peer supports PING. Returns whether it did; the
+    /// peer then answers with a PONG.
     pub fn ping(&mut self) -> bool {
         let pings = self.knows_ping && self.is_ready();
         if pings {
@@ -148,19 +148,19 @@ impl Session {
         matches!(self.stage, Stage::Traffic)
     }
 
-    /// How long the peer may be silent from now on, as the last thing it sent, a PING, says.
+    /// Maximum silence of the peer from now on, if its last frame was a PING with a TTL.
     pub fn ttl(&self) -> Option<Duration> {
         self.ttl
     }
 
-    /// Whether a message or a frame has begun and is not complete.
+    /// Whether a message or a frame is partly received.
     pub fn is_amid_message(&self) -> bool {
         !self.message.frames.is_empty() || self.decoder.is_amid_frame()
     }
 
-    /// Bytes that an incomplete message holds.
+    /// Memory of the incomplete message.
     pub fn held_bytes(&self) -> usize {
-        // No more than the bytes that have arrived, but for a frame that grows.
+        // At most the received bytes, except for the spare capacity of a growing frame.
         usize::try_from(self.message_bytes).unwrap_or(usize::MAX) + self.decoder.held_bytes()
     }
 

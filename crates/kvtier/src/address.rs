@@ -1,7 +1,7 @@
-//! Where a server is: how its address is given on the command line, and whether somebody is there.
+//! Addresses of servers on the command line, and whether something listens there.
 //!
-//! Every command takes it as an argument or behind `--url`. Without a scheme it is the request socket for commands that
-//! use that, the HTTP API for the others.
+//! Every command takes the address as an argument or with `--url`. Without a scheme it is the request socket for commands
+//! that use it, the HTTP API for the others.
 
 use std::net::{Ipv6Addr, TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::UnixStream;
@@ -10,52 +10,52 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 
-/// The request socket that a command talks to unless it is told another.
+/// The default request socket.
 pub(crate) const REQUESTS: &str = "tcp://127.0.0.1:5555";
 
-/// The HTTP API that a command talks to unless it is told another.
+/// The default HTTP API.
 const HTTP: &str = "http://127.0.0.1:8080";
 
-/// The HTTP API that a command is to ask.
+/// Arguments for the address of an HTTP API.
 #[derive(Debug, Args)]
 pub(crate) struct HttpArgs {
     /// The server's HTTP API: host:port, http://host:port or https://host:port [default: http://127.0.0.1:8080]
     #[arg(value_name = "URL", value_parser = http)]
     server: Option<String>,
-    /// The same
+    /// The same as the argument
     #[arg(long, value_parser = http, conflicts_with = "server")]
     url: Option<String>,
 }
 
 impl HttpArgs {
-    /// Where it is.
+    /// The address.
     pub(crate) fn url(&self) -> &str {
         let given = self.server.as_ref().or(self.url.as_ref());
         given.map_or(HTTP, String::as_str)
     }
 }
 
-/// A request socket.
+/// Parses the address of a request socket.
 pub(crate) fn requests(text: &str) -> Result<String, String> {
     complete(text, &["tcp", "ipc"])
         .ok_or_else(|| "give host:port, tcp://host:port or ipc://path of a request socket".into())
 }
 
-/// An HTTP API.
+/// Parses the address of an HTTP API.
 pub(crate) fn http(text: &str) -> Result<String, String> {
     complete(text, &["http", "https"]).ok_or_else(|| {
         "give host:port, http://host:port or https://host:port of an HTTP API".into()
     })
 }
 
-/// One or the other.
+/// Parses the address of either.
 pub(crate) fn requests_or_http(text: &str) -> Result<String, String> {
     complete(text, &["tcp", "ipc", "http", "https"]).ok_or_else(|| {
         "give host:port, tcp://host:port or ipc://path of a request socket, or http://host:port or https://host:port of an HTTP API".into()
     })
 }
 
-/// The address with its scheme, which is the first of those allowed where there is none.
+/// The address with its scheme, by default the first of `schemes`.
 fn complete(text: &str, schemes: &[&str]) -> Option<String> {
     let (scheme, rest) = match text.split_once("://") {
         Some((scheme, rest)) => (*schemes.iter().find(|known| **known == scheme)?, rest),
@@ -69,7 +69,7 @@ fn complete(text: &str, schemes: &[&str]) -> Option<String> {
     good.then(|| format!("{scheme}://{rest}"))
 }
 
-/// A name, an IPv4 address, or an IPv6 address in brackets; a port of its own.
+/// Whether it is a name, an IPv4 address, or an IPv6 address in brackets, with a port.
 fn is_host_and_port(text: &str) -> bool {
     let Some((host, port)) = text.rsplit_once(':') else {
         return false;
@@ -83,23 +83,23 @@ fn is_host_and_port(text: &str) -> bool {
     bare && port.parse::<u16>().is_ok_and(|port| port > 0)
 }
 
-/// Whether somebody accepts connections at an address of the request protocol. ZMQ does not tell: where nobody listens,
-/// it goes on trying.
-pub(crate) fn listens(url: &str, patience: Duration) -> anyhow::Result<bool> {
+/// Whether something accepts connections at an address of the request protocol. ZMQ does not report that: it tries
+/// again and again.
+pub(crate) fn listens(url: &str, timeout: Duration) -> anyhow::Result<bool> {
     let Some(address) = url.strip_prefix("tcp://") else {
         let path = url.strip_prefix("ipc://").unwrap_or(url);
         return Ok(UnixStream::connect(path).is_ok());
     };
     let mut addresses = address
         .to_socket_addrs()
-        .with_context(|| format!("{address:?} is no address"))?;
-    Ok(addresses.any(|address| TcpStream::connect_timeout(&address, patience).is_ok()))
+        .with_context(|| format!("{address:?} is not an address"))?;
+    Ok(addresses.any(|address| TcpStream::connect_timeout(&address, timeout).is_ok()))
 }
 
-/// Fails at once where there is no listener.
-pub(crate) fn expect_listener(url: &str, patience: Duration) -> anyhow::Result<()> {
+/// Fails at once if nothing listens.
+pub(crate) fn expect_listener(url: &str, timeout: Duration) -> anyhow::Result<()> {
     anyhow::ensure!(
-        listens(url, patience)?,
+        listens(url, timeout)?,
         "connection refused: no server at {url}"
     );
     Ok(())
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_without_a_scheme_is_the_commands_own() {
+    fn address_without_scheme_gets_default_scheme() {
         for host in ["a", "127.0.0.1", "[::1]", "a-b.c"] {
             let (bare, tcp) = (format!("{host}:7"), format!("tcp://{host}:7"));
             let (web, secure) = (format!("http://{host}:7"), format!("https://{host}:7"));
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_told_what_is_allowed() {
+    fn invalid_address_is_refused_with_allowed_forms() {
         for text in [
             "",
             ":",
@@ -151,11 +151,11 @@ mod tests {
             "tcp:a:7",
             "u@a:7",
         ] {
-            let told = requests_or_http(text).unwrap_err();
+            let refusal = requests_or_http(text).unwrap_err();
             assert!(
                 ["host:port", "tcp://", "ipc://", "http://"]
                     .iter()
-                    .all(|part| told.contains(part))
+                    .all(|part| refusal.contains(part))
             );
         }
     }

@@ -1,8 +1,9 @@
-//! The kvtier command line. Each subcommand is a module; this file only tells them apart.
+//! The kvtier command line. Each subcommand is a module; this file dispatches to them.
 
 mod address;
 mod bench;
 mod demo;
+mod latencies;
 mod out;
 mod pattern;
 mod ping;
@@ -31,9 +32,9 @@ struct Cli {
 enum Command {
     /// Serve a KV cache to LMCache clients.
     Server(server::ServerCommand),
-    /// Load a server of the protocol (this one or LMCache's), check every byte, and print latencies.
+    /// Generate load for a server of the protocol (this one or LMCache's), check every byte, and print latencies.
     Bench(Box<bench::BenchArgs>),
-    /// Start a server here, talk to it as many engines of several tenants do, and check every byte.
+    /// Start a server here, use it like engines of several tenants, and check every byte.
     Demo(demo::DemoArgs),
     /// Show server status: health, memory, tiers, GPUs, workers, sessions.
     Status(status::StatusArgs),
@@ -41,7 +42,7 @@ enum Command {
     Quota(quota::QuotaArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),
-    /// Print the version, what it was built from, and the clients it serves.
+    /// Print the version, commit and target, and the clients it serves.
     Version,
 }
 
@@ -59,7 +60,7 @@ impl Command {
     }
 }
 
-/// Exit code for arguments that are not allowed.
+/// Exit code for invalid arguments.
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
@@ -83,22 +84,22 @@ fn main() -> ExitCode {
     })
 }
 
-/// Says in one line what is wrong with the arguments; or prints the help that was asked for.
+/// Prints in one line what is wrong with the arguments, or the requested help.
 fn refuse(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() {
-        // A closed pipe is no error: the reader has seen enough.
+        // A closed pipe is no error.
         let _ = error.print();
         return ExitCode::SUCCESS;
     }
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
-    // What comes behind is the usage, which --help has.
-    let said = text.split("\nUsage:").next().unwrap_or_default();
-    let said = said
+    // The usage follows, which --help has too.
+    let message = text.split("\nUsage:").next().unwrap_or_default();
+    let message = message
         .split("\nFor more information")
         .next()
         .unwrap_or_default();
-    let said: Vec<_> = said.split_whitespace().collect();
+    let words: Vec<_> = message.split_whitespace().collect();
     let command = Cli::command();
     let name = std::env::args().nth(1).unwrap_or_default();
     let known = command
@@ -109,6 +110,9 @@ fn refuse(error: &clap::Error) -> ExitCode {
     } else {
         "kvtier".to_owned()
     };
-    eprintln!("{prefix}: {}; see {prefix} --help", escape(&said.join(" ")));
+    eprintln!(
+        "{prefix}: {}; see {prefix} --help",
+        escape(&words.join(" "))
+    );
     ExitCode::from(USAGE)
 }

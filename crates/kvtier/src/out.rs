@@ -1,4 +1,4 @@
-//! What commands print.
+//! Output of commands.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Result, Stdout, Write};
@@ -6,13 +6,12 @@ use std::io::{ErrorKind, Result, Stdout, Write};
 use kvtier_server::escape::escape;
 use serde_json::{Map, Value};
 
-/// Stdout for results. Whoever reads them may stop whenever he has seen enough, as `head` does: the rest goes nowhere, and
-/// the command ends as it would have.
+/// Stdout for results. If the reader closes it, as `head` does, the rest is dropped, and the command ends as it would have.
 pub(crate) fn stdout() -> Out {
     Out(std::io::stdout())
 }
 
-/// See [`stdout`].
+/// Stdout that ignores a closed pipe.
 pub(crate) struct Out(Stdout);
 
 impl Write for Out {
@@ -32,8 +31,7 @@ fn unless_closed<T>(outcome: Result<T>, otherwise: T) -> Result<T> {
     }
 }
 
-/// What is wrong, on stderr, in the form that all commands have. Only what others write, such as the last words of a server,
-/// has more than a line.
+/// Prints an error to stderr, in the form of all commands. It has one line, unless it quotes the output of another program.
 pub(crate) fn complain(command: &str, text: impl Display) {
     eprintln!("kvtier {command}: {}", escape_lines(&text.to_string()));
 }
@@ -43,7 +41,7 @@ fn escape_lines(text: &str) -> String {
     lines.join("\n")
 }
 
-/// What a server says, for tables and sentences: names in it were chosen by others, and may hold what a terminal obeys.
+/// A server's answer for tables and sentences. Names in it were chosen by its clients, and may contain terminal escapes.
 pub(crate) fn shown(value: &Value) -> Value {
     match value {
         Value::String(text) => escape(text).into(),
@@ -57,7 +55,7 @@ pub(crate) fn shown(value: &Value) -> Value {
     }
 }
 
-/// The same as JSON, which has escapes of its own: the value is what the server said.
+/// A server's answer as JSON, which has its own escapes: the value stays the same.
 pub(crate) fn json(value: &Value) -> String {
     escape_lines(&format!("{value:#}"))
 }
@@ -69,16 +67,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_clients_drive_no_terminal() {
+    fn terminal_escapes_in_names_are_escaped() {
         let name = "m\n\u{1b}[2J\u{2028}\u{9b}2J";
-        let told = json!({ "workers": { name: [{ "model_name": name }] } });
-        assert!(!shown(&told).to_string().contains(char::is_control));
+        let status = json!({ "workers": { name: [{ "model_name": name }] } });
+        assert!(!shown(&status).to_string().contains(char::is_control));
         assert_eq!(
-            shown(&told)["workers"]["m\\n\\u001b[2J\\u2028\\u009b2J"][0]["model_name"],
+            shown(&status)["workers"]["m\\n\\u001b[2J\\u2028\\u009b2J"][0]["model_name"],
             "m\\n\\u001b[2J\\u2028\\u009b2J"
         );
-        let text = json(&told);
+        let text = json(&status);
         assert!(!text.contains(|c: char| c != '\n' && c.is_control()));
-        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), told);
+        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), status);
     }
 }

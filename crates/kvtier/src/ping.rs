@@ -1,4 +1,4 @@
-//! `kvtier ping`: is a server there, and how far away?
+//! `kvtier ping`: round trips to a server.
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -20,20 +20,20 @@ pub struct PingArgs {
     /// https://host:port, its health) [default: tcp://127.0.0.1:5555]
     #[arg(value_name = "URL", value_parser = requests_or_http)]
     server: Option<String>,
-    /// The same
+    /// The same as the argument
     #[arg(long, value_parser = requests_or_http, conflicts_with = "server")]
     url: Option<String>,
-    /// How many pings
+    /// Number of pings
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     count: u32,
-    /// How long to wait for each answer, in seconds or as in 500ms, 30s, 2m
+    /// Timeout of each ping, in seconds or as in 500ms, 30s, 2m
     #[arg(long, default_value = "3", value_parser = duration)]
     timeout: Duration,
     #[command(flatten)]
     access: AccessArgs,
 }
 
-/// Pings and prints the round trip time. Exit code 1, with one line, when nobody answers as they should.
+/// Pings and prints the round trip time. Exit code 1, with one line, unless all pings are answered correctly.
 pub fn run(args: &PingArgs) -> anyhow::Result<ExitCode> {
     let given = args.server.as_ref().or(args.url.as_ref());
     let url = given.map_or(REQUESTS, String::as_str);
@@ -61,7 +61,7 @@ fn over_http(url: &str, args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
             let took = began.elapsed();
             anyhow::ensure!(
                 status == 200,
-                "{url} answers, and is not healthy: status {status}, {}",
+                "{url} answers, but is not healthy: status {status}, {}",
                 body.trim()
             );
             Ok(took)
@@ -93,7 +93,7 @@ fn over_requests(url: &str, args: &PingArgs) -> anyhow::Result<Vec<Duration>> {
         .collect()
 }
 
-/// The first trip pays for the connection, so it stands apart.
+/// Summary of the round trips. The first one includes connecting, so it is shown separately.
 fn summary(trips: &[Duration]) -> String {
     let micros = |trip: &Duration| format!("{:.0} us", trip.as_secs_f64() * 1e6);
     let Some((first, rest)) = trips.split_first() else {

@@ -1,4 +1,4 @@
-//! `kvtier server`: run a server in the foreground until it is told to stop.
+//! `kvtier server`: a server in the foreground, until a signal stops it.
 
 use std::ffi::OsString;
 use std::io::Write as _;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Args;
 use kvtier_server::config::in_gib;
-use kvtier_server::{Parsed, Server, ServerConfig};
+use kvtier_server::{Parsed, Server, ServerConfig, preflight};
 
 use crate::USAGE;
 use crate::out::{self, complain};
@@ -54,7 +54,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(USAGE));
         }
     };
-    if let Some(obstacle) = config.obstacle() {
+    if let Some(obstacle) = preflight::obstacle(&config) {
         return Ok(refuse(&config, &obstacle));
     }
     let log = kvtier_server::logging::init(&config).context("no thread for the log")?;
@@ -77,11 +77,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     };
     tracing::info!(
         endpoint = server.endpoint(),
-        http = format!(
-            "{}://{}",
-            server.engine().config().access.scheme(),
-            server.http_address()
-        ),
+        http = format!("{}://{}", server.access().scheme(), server.http_address()),
         l1_bytes = server.engine().config().l1_bytes,
         l1_size = server.engine().config().l1_origin(),
         chunk_size = server.engine().config().chunk_size,
@@ -141,10 +137,10 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     let mut out = out::stdout();
     let shortage = config.shm_shortage();
     let l2 = config.l2.as_ref();
-    if let Some(obstacle) = config.obstacle() {
+    if let Some(obstacle) = preflight::obstacle(&config) {
         return Ok(refuse(config, &obstacle));
     }
-    let rehearsed = config.rehearse_ports().and_then(|()| config.rehearse());
+    let rehearsed = preflight::rehearse_ports(config).and_then(|()| preflight::rehearse(config));
     let found = match rehearsed {
         Ok(found) => found,
         Err(obstacle) => {
@@ -178,7 +174,10 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
             config.ignored.join(", ")
         )?;
     }
-    let warnings = config.warnings().chain(shortage).chain(found.warning);
+    let warnings = preflight::warnings(config)
+        .into_iter()
+        .chain(shortage)
+        .chain(found.warning);
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
         writeln!(out, "warning: {warning}")?;
     }

@@ -1,4 +1,4 @@
-//! Signals: a flag for commands that Ctrl-C and SIGTERM set, and what a server does with the others.
+//! Signals: a flag for commands that Ctrl-C and SIGTERM set, and the signals of a server.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,10 +8,10 @@ use kvtier_server::Server;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// Exit code of a command that a signal ended, as shells have it for SIGINT.
+/// Exit code of a command that was interrupted, as in shells.
 pub(crate) const INTERRUPTED: u8 = 130;
 
-/// The flag; a second signal ends the process at once.
+/// A flag that the first signal sets; a second signal ends the process at once.
 pub(crate) fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
@@ -38,7 +38,7 @@ pub(crate) fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
                     if flag.swap(true, Ordering::Relaxed) {
                         std::process::exit(i32::from(INTERRUPTED));
                     }
-                    eprintln!("stopping; once more to stop at once");
+                    eprintln!("stopping; repeat to stop at once");
                 }
             });
         })?;
@@ -93,7 +93,7 @@ impl ServerSignals {
         })
     }
 
-    /// Waits for the signal that ends the server; does meanwhile what others ask for.
+    /// Waits for a signal that ends the server; serves the others meanwhile.
     pub(crate) fn wait(&mut self, server: &Server) -> &'static str {
         loop {
             let signal = self.runtime.block_on(async {
@@ -114,9 +114,9 @@ impl ServerSignals {
     }
 }
 
-/// On a thread of its own: a file system that hangs must not keep a stop waiting.
+/// Reloads on a thread of its own: a hanging file system must not delay a stop.
 fn reload(server: &Server) {
-    let access = Arc::clone(&server.engine().config().access);
+    let access = Arc::clone(&server.access());
     let reload = move || {
         let looked_at = access.reload().join(", ");
         tracing::info!(

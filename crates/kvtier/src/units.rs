@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// A span of time: a number of seconds, or one with the unit ms, s or m.
+/// Parses a span of time: seconds, or a number with the unit ms, s or m.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let (number, scale) = split_unit(text, &[("ms", 0.001), ("s", 1.0), ("m", 60.0), ("", 1.0)])
         .ok_or("give a time in seconds, or such as 500ms, 30s or 2m")?;
@@ -12,7 +12,7 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs_f64(number * scale))
 }
 
-/// The number in front of the first unit that fits, and the unit's value.
+/// The number before the first unit that matches, and the unit's value.
 pub(crate) fn split_unit(text: &str, units: &[(&str, f64)]) -> Option<(f64, f64)> {
     units.iter().find_map(|&(unit, scale)| {
         let number = text.strip_suffix(unit)?.trim().parse::<f64>().ok()?;

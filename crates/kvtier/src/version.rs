@@ -1,4 +1,4 @@
-//! `kvtier version`: what this program is and was built from.
+//! `kvtier version`: release, commit, target, and clients served.
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -11,7 +11,7 @@ pub(crate) const TEXT: &str = env!("KVTIER_VERSION");
 /// Releases of LMCache whose clients are served.
 const CLIENTS: &str = "0.5.3 to 0.5.6";
 
-/// Prints it, with what it serves.
+/// Prints the version and the clients served.
 pub(crate) fn print() -> anyhow::Result<ExitCode> {
     writeln!(
         out::stdout(),

@@ -1,4 +1,4 @@
-//! The client of the HTTP API that commands share: its token and its trust in a certificate.
+//! HTTP client of commands, with its token and its trusted certificates.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,19 +10,19 @@ use kvtier_server::escape::escape;
 use serde_json::Value;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
-/// Holds the token where no file is given.
+/// Environment variable with the token, if no file is given.
 const TOKEN_VARIABLE: &str = "KVTIER_TOKEN";
 
-/// Largest body that is read, bytes; a status with thousands of workers is far smaller.
+/// Largest body that is read, in bytes; a status with thousands of workers is far smaller.
 const BODY_LIMIT: u64 = 64 << 20;
 
-/// How to be let in.
+/// Arguments for authentication.
 #[derive(Debug, Args)]
 pub struct AccessArgs {
     /// File with the bearer token for the HTTP API [default: the environment variable KVTIER_TOKEN, if it is set]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Certificates (PEM) of which one must stand behind that of an https:// server [default: the public authorities]
+    /// Certificates (PEM) of which one must have issued that of an https:// server [default: the public authorities]
     #[arg(long, value_name = "FILE")]
     ca_cert: Option<PathBuf>,
 }
@@ -40,7 +40,7 @@ impl AccessArgs {
         let token = text.trim();
         ensure!(
             !token.is_empty() && token.bytes().all(|byte| byte.is_ascii_graphic()),
-            "{place}: that is no token; give one, of letters, digits and -._~+/="
+            "{place}: that is not a token; give one, of letters, digits and -._~+/="
         );
         Ok(Some(token.to_owned()))
     }
@@ -57,7 +57,7 @@ impl AccessArgs {
         });
         let certificates: Vec<_> = certificates
             .collect::<Result<_, _>>()
-            .with_context(|| format!("--ca-cert {}: that is no PEM", path.display()))?;
+            .with_context(|| format!("--ca-cert {}: that is not PEM", path.display()))?;
         ensure!(
             !certificates.is_empty(),
             "--ca-cert {}: there is no certificate in it; give PEM",
@@ -80,14 +80,14 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Of the server at `base`, such as `https://host:8080`. Connects to nobody yet.
+    /// A client of the server at `base`, such as `https://host:8080`. It does not connect yet.
     pub(crate) fn new(base: &str, access: &AccessArgs, timeout: Duration) -> anyhow::Result<Self> {
         let tls = TlsConfig::builder().root_certs(access.roots()?).build();
         let agent: ureq::Agent = ureq::Agent::config_builder()
             .timeout_global(Some(timeout))
             .http_status_as_error(false)
             .tls_config(tls)
-            // A proxy would answer for the server, and a redirection lead to another one.
+            // A proxy would answer instead of the server, and a redirection lead to another one.
             .proxy(None)
             .max_redirects(0)
             .max_redirects_will_error(false)
@@ -101,7 +101,7 @@ impl Client {
         })
     }
 
-    /// Status code and body of `GET base + path`. Any status is an answer; no answer is an error of one line.
+    /// Sends `GET base + path`; returns status code and body. Any status is an answer; no answer is an error of one line.
     pub(crate) fn get(&self, path: &str) -> anyhow::Result<(u16, String)> {
         self.request("GET", path, None)
     }
@@ -125,7 +125,7 @@ impl Client {
                 .body(body)
                 .map(|request| self.agent.run(request)),
         };
-        let sent = sent.with_context(|| format!("{url} cannot be asked for"))?;
+        let sent = sent.with_context(|| format!("{url} is not a valid request"))?;
         let mut answer = sent.map_err(|error| match error {
             ureq::Error::Timeout(_) => anyhow!("no answer from {url} in time (--timeout)"),
             ureq::Error::Protocol(_) => {
@@ -155,20 +155,20 @@ impl Client {
     }
 }
 
-/// Why the server did not do what it was asked, in its own words, and what to give if that is a token.
+/// The server's reason for a refusal, with a hint if a token is missing.
 pub(crate) fn refusal(status: u16, body: &str) -> String {
-    let told: Value = serde_json::from_str(body).unwrap_or_default();
-    let said = [&told["error"], &told["detail"]];
-    let said = said.iter().find_map(|said| said.as_str());
+    let answer: Value = serde_json::from_str(body).unwrap_or_default();
+    let reasons = [&answer["error"], &answer["detail"]];
+    let reason = reasons.iter().find_map(|reason| reason.as_str());
     let hint = if status == 401 {
         "; pass --token-file FILE or set KVTIER_TOKEN"
     } else {
         ""
     };
-    format!("{status}, {}{hint}", escape(said.unwrap_or(body.trim())))
+    format!("{status}, {}{hint}", escape(reason.unwrap_or(body.trim())))
 }
 
-/// Whether somebody is there and TLS with him failed.
+/// Whether the server was reached and TLS with it failed.
 fn is_tls(error: &ureq::Error) -> bool {
     match error {
         ureq::Error::Tls(_) | ureq::Error::Rustls(_) => true,

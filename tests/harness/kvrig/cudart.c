@@ -1,5 +1,5 @@
 // The part of the CUDA runtime (libcudart.so.13) that PyTorch and LMCache's client use before any kernel runs, over the
-// driver library that is linked: the stand-in. Preloaded, it answers in place of NVIDIA's, which needs a real driver.
+// driver library that is linked: the fake driver. Preloaded, it answers in place of NVIDIA's, which needs a real driver.
 // A launch of a kernel is an error.
 #include <cuda.h>
 #include <cuda_runtime_api.h>

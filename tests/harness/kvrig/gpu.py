@@ -1,4 +1,4 @@
-"""Simulated engines whose KV cache is on a GPU, over the stand-in for the CUDA driver.
+"""Simulated engines whose KV cache is on a GPU, over the fake CUDA driver.
 
 As in `engine`, the adapters, their transfer contexts, heartbeats, descriptors and wire code are LMCache's. What torch
 would do on a GPU is done here instead, in three places: what `_share_cuda_` says of a storage, the name of the device,
@@ -30,7 +30,7 @@ except ImportError:  # up to 0.5.5, which pickles the wrapper itself
     from lmcache.v1.platform.cuda.ipc_wrapper import CudaIPCWrapper
 
 from .engine import Engine, Worker
-from .server import standin_library
+from .server import fake_driver_library
 from .waiting import wait_until
 
 # The server's mode for such engines, for tests that have several.
@@ -54,7 +54,7 @@ class GpuProcess:
             [sys.executable, "-I", "-S", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self.lock = threading.Lock()
-        self._call("open", standin_library())
+        self._call("open", fake_driver_library())
 
     def _call(self, name, *args):
         with self.lock:

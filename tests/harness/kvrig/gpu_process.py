@@ -2,7 +2,7 @@
 
     python gpu_process.py LIBRARY
 
-LIBRARY is a CUDA driver library, here the stand-in. It is a process of its own because a process cannot open its own
+LIBRARY is a CUDA driver library, here the fake driver. It is a process of its own because a process cannot open its own
 handles, because it can be killed, and because then no test meets the memory of another. It reads calls of `Gpu` from
 stdin and writes their results to stdout, pickled. Needs the standard library only.
 """
@@ -29,8 +29,8 @@ class Gpu:
 
     def __init__(self, library):
         self.driver = ctypes.CDLL(library)
-        self.driver.standin_count.restype = ctypes.c_uint64
-        self.driver.standin_violations.restype = ctypes.c_uint64
+        self.driver.fake_driver_count.restype = ctypes.c_uint64
+        self.driver.fake_driver_violations.restype = ctypes.c_uint64
         self.call("cuInit", 0)
         self.call("cuCtxSetCurrent", ctypes.c_uint64(self.made("cuDevicePrimaryCtxRetain", 0)))
         self.stream = ctypes.c_uint64(self.made("cuStreamCreate", 1))
@@ -124,20 +124,20 @@ class Gpu:
         """Have the stream write a 64-bit number, behind what is on it."""
         self.call("cuStreamWriteValue64_v2", self.stream, ctypes.c_uint64(at), ctypes.c_uint64(value), ctypes.c_uint(1))
 
-    # -- the stand-in ------------------------------------------------------------------------
+    # -- the fake driver ------------------------------------------------------------------------
 
     def count(self, name):
-        """What the stand-in counted in this process, as its documentation says."""
-        return self.driver.standin_count(name.encode())
+        """What the fake driver counted in this process, as its documentation says."""
+        return self.driver.fake_driver_count(name.encode())
 
     def script(self, text):
-        """Tell the stand-in what to pretend in this process."""
-        assert self.driver.standin_script(text.encode()) == 0, text
+        """Tell the fake driver what to pretend in this process."""
+        assert self.driver.fake_driver_script(text.encode()) == 0, text
 
     def violations(self):
         """What no correct caller does and this process did, one a line."""
         out = ctypes.create_string_buffer(1 << 16)
-        self.driver.standin_violations(out, ctypes.c_size_t(len(out)))
+        self.driver.fake_driver_violations(out, ctypes.c_size_t(len(out)))
         return out.value.decode()
 
     def finish(self):

@@ -119,7 +119,7 @@ def conversation(folder, mode):
         engine.close()
         status, _ = server.stop() if server.running() else ("dead", 0)
     assert status == 0, f"server: {status}\n{server.tail()}"
-    assert not any("panicked" in line or "cuda stand-in:" in line for line in server.lines()), server.tail()
+    assert not any("panicked" in line or "cuda fake driver:" in line for line in server.lines()), server.tail()
 
 
 def main():

@@ -28,14 +28,14 @@ MODES = {
     "lmcache_driven": ["--supported-transfer-mode", "lmcache_driven"],
     "engine_shm": ["--supported-transfer-mode", "engine_driven", "--shm-name", "{shm}", "--no-l1-use-lazy"],
     "engine_pickle": ["--supported-transfer-mode", "engine_driven", "--shm-name", ""],
-    # Workers on a GPU, which is the stand-in for the CUDA driver.
-    "cuda": ["--supported-transfer-mode", "lmcache_driven", "--cuda-driver", "{standin}"],
+    # Workers on a GPU, which is the fake CUDA driver.
+    "cuda": ["--supported-transfer-mode", "lmcache_driven", "--cuda-driver", "{fake_driver}"],
     "both": ["--supported-transfer-mode", "auto", "--shm-name", "{shm}", "--no-l1-use-lazy"],
 }
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# The stand-in says when the driver is used as no correct caller does.
-TROUBLE = re.compile(r"\b(WARN|WARNING|ERROR)\b|panicked at|cuda stand-in:")
+# The fake driver says when the driver is used as no correct caller does.
+TROUBLE = re.compile(r"\b(WARN|WARNING|ERROR)\b|panicked at|cuda fake driver:")
 
 # Ports of test processes, below those that the kernel assigns to clients (`ip_local_port_range`), in blocks.
 FIRST_PORT, PORTS_PER_BLOCK, PORT_BLOCKS = 20000, 500, 24
@@ -90,15 +90,15 @@ def our_command():
     return [str(binary), "server"]
 
 
-def standin_library():
-    """The stand-in for the CUDA driver that was built with the server: $KVTIER_CUDA_STANDIN_LIB, else beside it."""
-    if path := os.environ.get("KVTIER_CUDA_STANDIN_LIB"):
+def fake_driver_library():
+    """The fake CUDA driver that was built with the server: $KVTIER_CUDA_FAKE_LIB, else beside it."""
+    if path := os.environ.get("KVTIER_CUDA_FAKE_LIB"):
         return path
     beside = Path(our_command()[0]).parent
-    for path in (beside / "libkvtier_cuda_standin.so", beside / "deps" / "libkvtier_cuda_standin.so"):
+    for path in (beside / "libkvtier_cuda_fake.so", beside / "deps" / "libkvtier_cuda_fake.so"):
         if path.exists():
             return str(path)
-    raise FileNotFoundError(f"no stand-in for the CUDA driver in {beside}: run `cargo build --release -p kvtier-cuda-standin`")
+    raise FileNotFoundError(f"no fake CUDA driver in {beside}: run `cargo build --release -p kvtier-cuda-fake`")
 
 
 def peer_command():
@@ -143,8 +143,8 @@ class Server:
         ]  # fmt: skip
 
     def _filled(self, flag):
-        if flag == "{standin}":
-            return standin_library()
+        if flag == "{fake_driver}":
+            return fake_driver_library()
         return flag.replace("{shm}", self.shm_name)
 
     def start(self, timeout=60):
@@ -152,7 +152,7 @@ class Server:
         assert self.process is None, "already running"
         began = time.monotonic()
         env = dict(os.environ, LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="INFO")
-        env |= {"KVTIER_CUDA_STANDIN_LOUD": "1", **self.env}
+        env |= {"KVTIER_CUDA_FAKE_LOUD": "1", **self.env}
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
                 self.argv(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
@@ -213,7 +213,7 @@ class Server:
 
     def shm_files(self):
         """Shared-memory files of the server's own (not its clients') that it has mapped."""
-        found, clients = set(), re.compile(rf"/lmcache_kv_|/torch_|/kvtier-standin-(?!{self.process.pid}-)")
+        found, clients = set(), re.compile(rf"/lmcache_kv_|/torch_|/kvtier-cuda-fake-(?!{self.process.pid}-)")
         for line in Path(f"/proc/{self.process.pid}/maps").read_text().splitlines():
             path = line.split(maxsplit=5)[5:]
             if path and path[0].startswith("/dev/shm/") and not clients.search(path[0]):

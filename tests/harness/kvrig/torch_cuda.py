@@ -1,10 +1,10 @@
-"""PyTorch's CUDA build and LMCache's client, both unmodified, on the stand-in for the CUDA driver.
+"""PyTorch's CUDA build and LMCache's client, both unmodified, on the fake CUDA driver.
 
-    environment(folder)         for a process that is to see the stand-in as its GPU
+    environment(folder)         for a process that is to see the fake driver as its GPU
     check(module, urls, folder) runs `python -m MODULE URL...`, such a process
     python -m kvrig.torch_cuda URL...   one of them: engines with LMCache's adapters that store and retrieve
 
-NVIDIA's runtime library needs more of a driver than the stand-in has, so `cudart.c` is preloaded in its place. No kernel
+NVIDIA's runtime library needs more of a driver than the fake driver has, so `cudart.c` is preloaded in its place. No kernel
 can run: tensors are made empty, filled and read by copies.
 """
 
@@ -16,18 +16,18 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
-from .server import standin_library
+from .server import fake_driver_library
 
 HERE = Path(__file__).parent
 LAYOUTS = ["fused_nhd", "fused_hnd", "mla"]
-DRIVER, RUNTIME = "libcuda.so.1", "libcudart-standin.so"
+DRIVER, RUNTIME = "libcuda.so.1", "libcudart-fake.so"
 
 
 def environment(folder):
-    """Variables for a process whose GPU is the stand-in; `folder` is for libraries."""
+    """Variables for a process whose GPU is the fake driver; `folder` is for libraries."""
     # Triton brings the headers of the runtime and the driver.
     headers = Path(sysconfig.get_paths()["purelib"], "triton", "backends", "nvidia", "include")
-    (folder / DRIVER).symlink_to(standin_library())
+    (folder / DRIVER).symlink_to(fake_driver_library())
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{headers}", "-o", folder / RUNTIME,
          HERE / "cudart.c", f"-L{folder}", f"-l:{DRIVER}"],
@@ -38,7 +38,7 @@ def environment(folder):
         **os.environ,
         "LD_LIBRARY_PATH": str(folder),
         "LD_PRELOAD": str(folder / RUNTIME),
-        "KVTIER_CUDA_STANDIN_LOUD": "1",
+        "KVTIER_CUDA_FAKE_LOUD": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
         "LMCACHE_LOG_LEVEL": "ERROR",
         "LMCACHE_TRACK_USAGE": "false",
@@ -51,12 +51,12 @@ def check(module, urls, folder, **more):
     command = [sys.executable, "-m", module, *urls]
     engine = subprocess.run(command, env=environment(folder) | more, capture_output=True, text=True, timeout=150)
     assert engine.returncode == 0 and engine.stdout.endswith("done\n"), engine.stdout + engine.stderr
-    assert "cuda stand-in" not in engine.stderr, engine.stderr
+    assert "cuda fake driver" not in engine.stderr, engine.stderr
 
 
 def script(text):
-    """Tell the stand-in what to pretend in this process."""
-    assert ctypes.CDLL(DRIVER).standin_script(text.encode()) == 0, text
+    """Tell the fake driver what to pretend in this process."""
+    assert ctypes.CDLL(DRIVER).fake_driver_script(text.encode()) == 0, text
 
 
 class OnGpu:

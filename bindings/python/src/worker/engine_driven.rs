@@ -1,27 +1,30 @@
 //! Workers that copy by themselves: into slots of the server's pool and out of them, or with pickled messages.
+//!
+//! [`EngineDrivenTransfer`] has the steps of a transfer; here are its pages, its deadline, and its thread.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use kvtier_client::{Client as Native, ClientError, Future, InstanceId, Key, Prompt};
+use kvtier_client::{
+    ChunkSink, ChunkSource, Client as Native, ClientError, EngineDrivenSpec, EngineDrivenTransfer,
+    InstanceId, Prompt, Reply, Retrieval, SharedPool, TransferServer, whole_chunks,
+};
 use kvtier_device::{BlockTable, KernelGroup};
-use kvtier_memory::ForeignSegment;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::key::EncodedTokens;
 use kvtier_proto::operation::Operation;
-use kvtier_proto::pickle::{self, Limits, TensorToWrite};
-use kvtier_proto::request::{ABORT_STORE, EngineDrivenContext, Request};
-use kvtier_proto::response::Slot;
+use kvtier_proto::pickle;
+use kvtier_proto::request::Request;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::geometry::Geometry;
-use super::handed::MARGIN;
 use super::pages::{CopyError, Pages};
-use super::{Core, Done, Pool, Registered, Transfer, left};
+use super::server_transfers::COPY_MARGIN;
+use super::state::{Core, Done, Registered, Transfer};
 
-/// Such a worker has one group of layers in this process's memory.
+/// Checks that a worker has one group of layers in this process's memory.
 pub fn check(geometry: &Geometry) -> PyResult<()> {
     let Some(pages) = &geometry.pages else {
         return Err(PyValueError::new_err(
@@ -44,176 +47,120 @@ pub fn check(geometry: &Geometry) -> PyResult<()> {
 /// Runs transfers in order until the queue is closed.
 pub fn run(core: &Arc<Core>, queue: &mpsc::Receiver<Transfer>) {
     while let Ok(transfer) = queue.recv() {
-        // Whatever goes wrong in a transfer, it ends, and the next one has its turn.
-        let done = catch_unwind(AssertUnwindSafe(|| {
-            if transfer.is_store {
-                store(core, &transfer)
-            } else {
-                retrieve(core, &transfer).map(|()| None)
-            }
-        }))
-        .unwrap_or_else(|_| Err("the copy panicked, which is a bug".to_owned()));
-        let done = done.map(|chunks| Done {
+        // A panic ends the transfer, not the thread.
+        let outcome = catch_unwind(AssertUnwindSafe(|| copy(core, &transfer)))
+            .unwrap_or_else(|_| Err("the copy panicked, which is a bug".to_owned()));
+        let done = outcome.map(|chunks| Done {
             event: Vec::new(),
             chunks,
         });
-        core.finish_with(transfer.id, done);
+        core.finish(transfer.id, done);
     }
 }
 
-impl Core {
-    fn pages(&self) -> Result<(&Pages, &KernelGroup), String> {
-        let pages = self.geometry.pages.as_ref();
-        pages
-            .and_then(|pages| Some((pages, pages.layout.kernel_groups().first()?)))
-            .ok_or_else(|| "the pages are not in CPU memory".to_owned())
-    }
-
-    /// Registers and opens the server's pool, if it has one that can be reached.
-    pub fn register_engine_driven(
-        &self,
-        client: &Native,
-        instance: InstanceId,
-    ) -> Result<Pool, ClientError> {
-        let argument = |message: String| ClientError::Argument {
-            field: "kv_caches",
-            message,
-        };
-        let (_, group) = self.pages().map_err(argument)?;
-        let signed = |value: u64| {
-            i64::try_from(value).map_err(|_| argument(format!("{value} is larger than an int64")))
-        };
-        let told = client
-            .register_engine_driven(EngineDrivenContext {
-                instance,
-                model_name: &self.scope.model_name,
-                world_size: self.scope.world_size,
-                block_size: signed(group.tokens_per_block)?,
-                num_layers: signed(group.layer_indices.len() as u64)?,
-                hidden_dim_size: signed(group.hidden_size())?,
-                dtype: &group.dtype_name,
-                use_mla: group.kv_size == 1,
-                num_physical_slots: Some(signed(group.slots_per_chunk)?),
-            })
-            .join()?;
-        if told.shm_name.is_empty() {
-            return Ok(Pool::default());
-        }
-        // Out of reach (another container, another user): chunks travel in messages then.
-        let pool = if self.force_pickle {
-            Pool::default()
-        } else {
-            match ForeignSegment::open_pool(&told.shm_name, told.pool_size) {
-                Ok(segment) => {
-                    return Ok(Pool {
-                        segment: Some(segment),
-                        obstacle: None,
-                    });
-                }
-                Err(error) => Pool {
-                    segment: None,
-                    obstacle: Some(error.to_string()),
-                },
-            }
-        };
-        self.tell_no_pool(client, instance)?;
-        Ok(pool)
-    }
-
-    /// Has the server know that this worker cannot reach the pool: else it would lend slots to one that only loads.
-    ///
-    /// A server takes it from a store that came in a message, so it is sent one, of nothing.
-    fn tell_no_pool(&self, client: &Native, instance: InstanceId) -> Result<(), ClientError> {
-        let prompt = Prompt::new(&[]);
-        let key = self
-            .scope
-            .worker_key(self.worker_id, &prompt, 0..0, "kvtier-no-pool");
-        let nothing = pickle::write_tensors(&[], |_, _| Ok::<(), ClientError>(()))?;
-        match client.commit_store(&key, instance, &nothing).join() {
-            Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => {
-                Err(error)
-            }
-            // Another server may refuse it, and waits for the first store of something.
-            _ => Ok(()),
-        }
+fn invalid(message: String) -> ClientError {
+    ClientError::Argument {
+        field: "kv_caches",
+        message,
     }
 }
 
-/// The result of a call, at the transfer's deadline at the latest.
-fn within<T>(transfer: &Transfer, call: Future<T>) -> Result<T, String> {
-    result_by(transfer.deadline, call)
-}
-
-fn result_by<T>(deadline: Instant, call: Future<T>) -> Result<T, String> {
-    let waited = left(deadline).and_then(|left| call.wait(left));
-    match waited {
-        Some(result) => result.map_err(|error| error.to_string()),
-        None => {
-            let operation = call.operation();
-            call.cancel();
-            Err(format!("{operation}: no reply within the deadline"))
-        }
+fn abandoned(reason: impl Into<String>) -> ClientError {
+    ClientError::Abandoned {
+        reason: reason.into(),
     }
 }
 
-/// What both directions start with.
-struct Ready<'a> {
-    pages: &'a Pages,
-    group: &'a KernelGroup,
-    blocks: BlockTable,
-    chunks: usize,
+/// The pages and their only group.
+fn only_group(core: &Core) -> Result<(&Pages, &KernelGroup), ClientError> {
+    let pages = core.geometry.pages.as_ref();
+    pages
+        .and_then(|pages| Some((pages, pages.layout.kernel_groups().first()?)))
+        .ok_or_else(|| invalid("the pages are not in CPU memory".to_owned()))
 }
 
-fn ready<'a>(core: &'a Core, transfer: &Transfer) -> Result<Ready<'a>, String> {
-    let (pages, group) = core.pages()?;
-    let range = &transfer.range;
-    let chunk = core.chunk_tokens;
-    if range.start > range.end
-        || !range.start.is_multiple_of(chunk)
-        || !range.end.is_multiple_of(chunk)
-    {
-        return Err(format!(
-            "{range:?} does not consist of whole chunks of {chunk} tokens"
-        ));
-    }
-    let chunks = ((range.end - range.start) / chunk) as usize;
-    let blocks = BlockTable::check(&pages.layout, &transfer.block_ids, chunks)
-        .map_err(|error| error.to_string())?;
-    in_time(transfer)?;
-    Ok(Ready {
-        pages,
-        group,
-        blocks,
-        chunks,
+/// The registration of the worker under an instance id.
+fn spec(core: &Core, instance: InstanceId) -> Result<EngineDrivenSpec, ClientError> {
+    let (_, group) = only_group(core)?;
+    let dtype = Dtype::from_name(&group.dtype_name)
+        .ok_or_else(|| invalid(format!("{} is no type of the protocol", group.dtype_name)))?;
+    Ok(EngineDrivenSpec {
+        instance,
+        scope: core.scope.clone(),
+        worker_id: core.worker_id,
+        block_tokens: group.tokens_per_block,
+        layers: group.layer_indices.len() as u64,
+        hidden: group.hidden_size(),
+        dtype,
+        one_plane: group.kv_size == 1,
+        slots_per_chunk: Some(group.slots_per_chunk),
+        force_pickle: core.force_pickle,
     })
 }
 
-/// Behind the deadline of a transfer the server may have taken this worker for dead, and have lent its slots to others.
-fn in_time(transfer: &Transfer) -> Result<(), String> {
-    match left(transfer.deadline) {
-        Some(_) => Ok(()),
-        None => Err("it is past its deadline".to_owned()),
+/// Registers, and opens the server's pool, if it has one that can be opened here.
+pub fn register(
+    core: &Core,
+    client: &Native,
+    instance: InstanceId,
+) -> Result<SharedPool, ClientError> {
+    let spec = spec(core, instance)?;
+    let registered = client.register_engine_driven(spec.context()?).join()?;
+    let pool = SharedPool::open(&registered, spec.force_pickle);
+    if let SharedPool::Unused { .. } = pool {
+        report_unused_pool(core, client, instance)?;
+    }
+    Ok(pool)
+}
+
+/// Tells the server that this worker does not use the pool: otherwise it would lease slots to one that only retrieves.
+///
+/// A server learns it from a pickled store, so it is sent an empty one.
+fn report_unused_pool(
+    core: &Core,
+    client: &Native,
+    instance: InstanceId,
+) -> Result<(), ClientError> {
+    let prompt = Prompt::new(&[]);
+    let key = core
+        .scope
+        .worker_key(core.worker_id, &prompt, 0..0, "kvtier-no-pool");
+    let nothing = pickle::write_tensors(&[], |_, _| Ok::<(), ClientError>(()))?;
+    match client.commit_store(&key, instance, &nothing).join() {
+        Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => Err(error),
+        // Another server may refuse it, and learns it from the first real store.
+        _ => Ok(()),
     }
 }
 
-impl Core {
-    /// Whether a store's pages are still what is to be stored; says that they are being read from now on.
-    fn read_pages(&self, id: u64, begin: bool) -> Result<(), String> {
-        match self.unread.lock().get_mut(&id) {
-            Some(begun) => {
-                *begun = begin;
-                Ok(())
-            }
-            None => Err("its blocks went to others before they were read".to_owned()),
-        }
-    }
+/// Runs a transfer. Returns the chunks that the server of a store took, if it says which.
+fn copy(core: &Arc<Core>, transfer: &Transfer) -> Result<Option<Vec<u64>>, String> {
+    try_copy(core, transfer).map_err(|error| error.to_string())
 }
 
-/// The chunks that the server took, if it says which.
-fn store(core: &Arc<Core>, transfer: &Transfer) -> Result<Option<Vec<u64>>, String> {
-    core.read_pages(transfer.id, false)?;
-    let ready = ready(core, transfer)?;
-    let registered = core.current().ok_or("the worker is not registered")?;
+fn try_copy(core: &Arc<Core>, transfer: &Transfer) -> Result<Option<Vec<u64>>, ClientError> {
+    let (pages, _) = only_group(core)?;
+    let chunks = whole_chunks(&transfer.range, core.chunk_tokens)? as usize;
+    let blocks = BlockTable::check(&pages.layout, &transfer.block_ids, chunks)
+        .map_err(|error| abandoned(error.to_string()))?;
+    let mut pages = TransferPages {
+        core,
+        transfer,
+        pages,
+        blocks,
+    };
+    if transfer.is_store {
+        pages.mark_unread(false)?;
+    }
+    let registered = core
+        .current()
+        .ok_or_else(|| abandoned("the worker is not registered"))?;
+    let mut server = DeadlineServer {
+        core,
+        registered: &registered,
+        deadline: transfer.deadline,
+    };
+    server.check_deadline()?;
     let scope = core.scope_of(transfer);
     let key = scope.worker_key(
         core.worker_id,
@@ -221,284 +168,153 @@ fn store(core: &Arc<Core>, transfer: &Transfer) -> Result<Option<Vec<u64>>, Stri
         transfer.range.clone(),
         &transfer.request_id,
     );
-    let lent = Lent::maybe(core, &registered, &key);
-    let prepared = within(
-        transfer,
-        core.client.prepare_store(&key, registered.instance),
-    )?;
-    core.read_pages(transfer.id, true)?;
-    let mut taken = None;
-    let data = match (prepared.target, &registered.pool.segment) {
-        (Some(target), Some(pool)) => {
-            if target.slots.is_empty() {
-                // All of it is cached, or there is no room.
-                lent.ended();
-                return Ok(Some(Vec::new()));
-            }
-            // A server that came meanwhile has another pool: what it lent is not in this one.
-            if registered.connections != core.client.connections() {
-                return Err("the server was replaced meanwhile".to_owned());
-            }
-            if target.slots.len() != target.chunk_indices.len() {
-                return Err("the server gave slots without positions".to_owned());
-            }
-            for (slot, &index) in target.slots.iter().zip(&target.chunk_indices) {
-                let chunk = usize::try_from(index)
-                    .ok()
-                    .filter(|chunk| *chunk < ready.chunks)
-                    .ok_or_else(|| format!("the server wants chunk {index} of {}", ready.chunks))?;
-                check_slot(&ready, slot)?;
-                in_time(transfer)?;
-                ready
-                    .pages
-                    .gather(&ready.blocks, chunk, |offset, bytes| {
-                        pool.write(slot.offset.saturating_add(offset), bytes)
-                    })
-                    .map_err(copy_error)?;
-            }
-            taken = Some(target.chunk_indices);
-            Vec::new()
-        }
-        _ => pickled(&ready)?,
+    let format = spec(core, registered.instance)?.format(core.chunk_tokens)?;
+    let steps = EngineDrivenTransfer {
+        format: &format,
+        pool: &registered.pool,
+        key: &key,
+        instance: registered.instance,
+        chunks,
     };
-    core.unread.lock().remove(&transfer.id);
-    // A moment longer than the deadline: memory that was lent and written is worth the wait for the reply.
-    let committed = core.client.commit_store(&key, registered.instance, &data);
-    let is_committed = result_by(transfer.deadline + MARGIN, committed)?;
-    lent.ended();
-    if is_committed {
-        Ok(taken)
-    } else {
-        Err("commit_store: the server refused it".to_owned())
+    if transfer.is_store {
+        return steps.store(&mut server, &mut pages);
+    }
+    match steps.retrieve(&mut server, &mut pages)? {
+        Retrieval::Complete => Ok(None),
+        Retrieval::Miss => Err(abandoned("some chunk is not cached any more")),
+        Retrieval::PoolNotMapped => Err(abandoned(
+            "the server leased slots of a pool that is not mapped here",
+        )),
     }
 }
 
-/// Memory that the server has lent to a store, or may have: it lends it to nobody else until it hears of its end.
-struct Lent<'a> {
+/// What is left until a deadline; none if it has passed.
+fn left(deadline: Instant) -> Option<Duration> {
+    Some(deadline.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero())
+}
+
+/// The server of a transfer that ends at its deadline.
+struct DeadlineServer<'a> {
     core: &'a Arc<Core>,
-    instance: InstanceId,
-    key: &'a Key<'a>,
-    has_ended: bool,
+    registered: &'a Registered,
+    deadline: Instant,
 }
 
-impl<'a> Lent<'a> {
-    fn maybe(core: &'a Arc<Core>, registered: &Registered, key: &'a Key<'a>) -> Self {
-        Self {
-            core,
-            instance: registered.instance,
-            key,
-            has_ended: false,
-        }
-    }
-
-    /// The server has heard of it.
-    fn ended(mut self) {
-        self.has_ended = true;
-    }
-}
-
-impl Drop for Lent<'_> {
-    fn drop(&mut self) {
-        if !self.has_ended {
-            let abort = Request::CommitStore {
-                key: self.key.clone(),
-                instance: self.instance,
-                data: ABORT_STORE,
-            };
-            tell_or_renew(self.core, self.instance, &abort);
+impl DeadlineServer<'_> {
+    /// After the deadline the server may have considered this worker dead, and reserved its slots for others.
+    fn check_deadline(&self) -> Result<(), ClientError> {
+        match left(self.deadline) {
+            Some(_) => Ok(()),
+            None => Err(abandoned("the transfer is past its deadline")),
         }
     }
 }
 
-/// Tells the server something that it must not miss. Without an answer the worker gets another number: the server takes
-/// back what it has lent to this one.
-fn tell_or_renew(core: &Arc<Core>, instance: InstanceId, request: &Request<'_, EncodedTokens<'_>>) {
-    let then = Arc::clone(core);
-    core.client
-        .submit_then(request, core.client.timeout(), move |reply| {
+impl TransferServer for DeadlineServer<'_> {
+    fn call(&mut self, request: &Request<'_, EncodedTokens<'_>>) -> Result<Reply, ClientError> {
+        let operation = request.operation();
+        let deadline = match operation {
+            // Slots that were reserved and written are worth a longer wait for the reply.
+            Operation::CommitStore => self.deadline + COPY_MARGIN,
+            _ => self.deadline,
+        };
+        let client = &self.core.client;
+        let reply = client.submit_for_reply(request, client.timeout());
+        let waited = left(deadline).and_then(|left| reply.wait(left));
+        let result = waited.unwrap_or_else(|| {
+            reply.cancel();
+            Err(abandoned(format!(
+                "{operation}: no reply within the deadline"
+            )))
+        });
+        // The server may still hold the leases.
+        if operation == Operation::CommitRetrieve && result.is_err() {
+            self.core.renew(self.registered.instance);
+        }
+        result
+    }
+
+    /// If the server does not answer, the worker registers under another instance id: the server then frees what it
+    /// holds for this one.
+    fn notify(&mut self, request: &Request<'_, EncodedTokens<'_>>) {
+        let core = Arc::clone(self.core);
+        let instance = self.registered.instance;
+        let client = &self.core.client;
+        client.submit_then(request, client.timeout(), move |reply| {
             if reply.is_err() {
-                then.renew(instance);
+                core.renew(instance);
             }
         });
-}
-
-fn retrieve(core: &Arc<Core>, transfer: &Transfer) -> Result<(), String> {
-    let ready = ready(core, transfer)?;
-    let registered = core.current().ok_or("the worker is not registered")?;
-    let scope = core.scope_of(transfer);
-    let key = scope.worker_key(
-        core.worker_id,
-        &transfer.prompt,
-        transfer.range.clone(),
-        &transfer.request_id,
-    );
-    let loaded = load(core, transfer, &ready, &registered, &key);
-    // Also after a miss and after an error: whatever was leased is given back.
-    if loaded.is_err() {
-        let commit = Request::CommitRetrieve {
-            key: key.clone(),
-            instance: registered.instance,
-        };
-        tell_or_renew(core, registered.instance, &commit);
-        return loaded;
     }
-    let committed = core.client.commit_retrieve(&key, registered.instance);
-    // A server that does not confirm the lease may have given the memory to others while it was read.
-    match within(transfer, committed) {
-        Ok(true) => Ok(()),
-        Ok(false) => Err("commit_retrieve: the server refused it".to_owned()),
-        Err(error) => {
-            core.renew(registered.instance);
-            Err(error)
+
+    fn check(&mut self) -> Result<(), ClientError> {
+        // A server that was started meanwhile has another pool: its slots are not in this one.
+        if !self.core.is_current(self.registered) {
+            return Err(abandoned("the server was replaced during the transfer"));
         }
+        self.check_deadline()
     }
 }
 
-fn load(
-    core: &Core,
-    transfer: &Transfer,
-    ready: &Ready<'_>,
-    registered: &Registered,
-    key: &Key<'_>,
-) -> Result<(), String> {
-    let answer = within(
-        transfer,
-        core.client.prepare_retrieve(key, registered.instance),
-    )?;
-    if !answer.success {
-        return Err("the server does not have all of it any more".to_owned());
-    }
-    let came = |count: usize| {
-        if count == ready.chunks {
-            Ok(())
-        } else {
-            Err(format!(
-                "{count} chunks came, {} were asked for",
-                ready.chunks
-            ))
-        }
-    };
-    if !answer.data.is_empty() {
-        let tensors = pickle::read_tensors(&answer.data, &Limits::default())
-            .map_err(|error| error.to_string())?;
-        came(tensors.len())?;
-        let mut gathered = Vec::new();
-        for (chunk, tensor) in tensors.iter().enumerate() {
-            if tensor.dtype.name() != ready.group.dtype_name || tensor.shape != shape(ready.group) {
-                return Err(format!(
-                    "chunk {chunk} has shape {:?} and type {}; registered were {:?} and {}",
-                    tensor.shape,
-                    tensor.dtype,
-                    shape(ready.group),
-                    ready.group.dtype_name
-                ));
+/// Pages of a transfer.
+struct TransferPages<'a> {
+    core: &'a Core,
+    transfer: &'a Transfer,
+    pages: &'a Pages,
+    blocks: BlockTable,
+}
+
+impl TransferPages<'_> {
+    /// Sets whether a store's pages are being read, unless the engine has taken them back before they were.
+    fn mark_unread(&self, reading: bool) -> Result<(), ClientError> {
+        match self.core.unread.lock().get_mut(&self.transfer.id) {
+            Some(is_reading) => {
+                *is_reading = reading;
+                Ok(())
             }
-            let bytes = match tensor.contiguous_bytes() {
-                Some(bytes) => bytes,
-                None => {
-                    gathered.clear();
-                    tensor.gather_into(&mut gathered);
-                    &gathered
-                }
-            };
-            scatter(ready, transfer, chunk, bytes)?;
+            None => Err(abandoned("its blocks were reused before they were read")),
         }
-        return Ok(());
     }
-    let slots = answer.slots.unwrap_or_default();
-    came(slots.len())?;
-    let Some(pool) = &registered.pool.segment else {
-        return Err("the server lent slots of a pool that is out of reach here".to_owned());
-    };
-    if registered.connections != core.client.connections() {
-        return Err("the server was replaced meanwhile".to_owned());
-    }
-    let mut bytes = Vec::new();
-    for (chunk, slot) in slots.iter().enumerate() {
-        check_slot(ready, slot)?;
-        in_time(transfer)?;
-        bytes.clear();
-        pool.read_into(slot.offset, slot.length, &mut bytes)
-            .map_err(|error| error.to_string())?;
-        scatter(ready, transfer, chunk, &bytes)?;
-    }
-    Ok(())
 }
 
-fn scatter(
-    ready: &Ready<'_>,
-    transfer: &Transfer,
-    chunk: usize,
-    bytes: &[u8],
-) -> Result<(), String> {
-    if bytes.len() as u64 != ready.pages.chunk_bytes() {
-        return Err(format!(
-            "chunk {chunk} has {} bytes; a chunk has {}",
-            bytes.len(),
-            ready.pages.chunk_bytes()
-        ));
+impl ChunkSource for TransferPages<'_> {
+    fn begin(&mut self) -> Result<(), ClientError> {
+        self.mark_unread(true)
     }
-    ready
-        .pages
-        .scatter(&ready.blocks, chunk, transfer.skip, bytes)
-        .map_err(copy_error)
-}
 
-/// Shape of a chunk: without the planes when there is one.
-fn shape(group: &KernelGroup) -> Vec<u64> {
-    group.object_shape()[usize::from(group.kv_size == 1)..].to_vec()
-}
-
-fn check_slot(ready: &Ready<'_>, slot: &Slot<'_>) -> Result<(), String> {
-    let expected = ready.pages.chunk_bytes();
-    if slot.length == expected
-        && *slot.shape == *shape(ready.group)
-        && slot.dtype == ready.group.dtype_name
+    fn read<P>(&mut self, chunk: usize, put: P) -> Result<(), ClientError>
+    where
+        P: FnMut(u64, &[u8]) -> Result<(), ClientError>,
     {
-        return Ok(());
+        let gathered = self.pages.gather(&self.blocks, chunk, put);
+        gathered.map_err(|error| match error {
+            CopyError::Other(error) => error,
+            CopyError::Closed => abandoned("the worker was dropped"),
+            CopyError::Plan(error) => abandoned(error.to_string()),
+        })
     }
-    Err(format!(
-        "a slot has {} bytes, shape {:?} and type {}; registered were {expected} bytes, {:?} and {}",
-        slot.length,
-        slot.shape,
-        slot.dtype,
-        shape(ready.group),
-        ready.group.dtype_name
-    ))
+
+    fn end(&mut self) {
+        self.core.unread.lock().remove(&self.transfer.id);
+    }
 }
 
-/// All chunks of the range in one message.
-fn pickled(ready: &Ready<'_>) -> Result<Vec<u8>, String> {
-    let shape = shape(ready.group);
-    let dtype = Dtype::from_name(&ready.group.dtype_name)
-        .ok_or_else(|| format!("{} cannot be pickled", ready.group.dtype_name))?;
-    let tensor = TensorToWrite {
-        dtype,
-        shape: &shape,
-    };
-    let bytes = usize::try_from(ready.pages.chunk_bytes()).map_err(|error| error.to_string())?;
-    pickle::write_tensors(&vec![tensor; ready.chunks], |chunk, out| {
-        let start = out.len();
-        out.resize(start + bytes, 0);
-        let place = &mut out[start..];
-        ready
+impl ChunkSink for TransferPages<'_> {
+    fn write(&mut self, chunk: usize, bytes: &[u8]) -> Result<(), ClientError> {
+        let expected = self.pages.chunk_bytes();
+        if bytes.len() as u64 != expected {
+            return Err(abandoned(format!(
+                "chunk {chunk} has {} bytes; a chunk has {expected}",
+                bytes.len()
+            )));
+        }
+        let scattered = self
             .pages
-            .gather(&ready.blocks, chunk, |offset, piece| {
-                place[offset as usize..][..piece.len()].copy_from_slice(piece);
-                Ok::<(), std::convert::Infallible>(())
-            })
-            .map_err(|error| ClientError::Unexpected {
-                operation: Operation::CommitStore,
-                message: copy_error(error),
-            })
-    })
-    .map_err(|error| error.to_string())
-}
-
-fn copy_error<E: std::fmt::Display>(error: CopyError<E>) -> String {
-    match error {
-        CopyError::Closed => "the worker is gone".to_owned(),
-        CopyError::Plan(error) => error.to_string(),
-        CopyError::Other(error) => error.to_string(),
+            .scatter(&self.blocks, chunk, self.transfer.skip, bytes);
+        scattered.map_err(|error| match error {
+            CopyError::Other(never) => match never {},
+            CopyError::Closed => abandoned("the worker was dropped"),
+            CopyError::Plan(error) => abandoned(error.to_string()),
+        })
     }
 }

@@ -1,4 +1,4 @@
-//! What an engine registers, as Python tells it.
+//! Registration of an engine's tensors, as Python describes them.
 
 use kvtier_device::{
     Engine, GroupSpec, KvAxisOrder, KvLayout, LayoutHints, MemorySpec, TensorSpec,
@@ -24,11 +24,11 @@ pub enum Storage {
 pub struct CpuStorage {
     address: usize,
     bytes: u64,
-    /// Empty when only this process can reach it.
+    /// Empty if only this process can reach it.
     shm_name: String,
 }
 
-/// What PyTorch's `UntypedStorage._share_cuda_()` returns.
+/// Result of PyTorch's `UntypedStorage._share_cuda_()`.
 type Share = (
     i64,
     Option<Vec<u8>>,
@@ -70,12 +70,12 @@ pub struct Group {
     sliding_window: i64,
 }
 
-/// Everything about a worker's pages; kept for registering again.
+/// Registration of a worker's pages, kept for registering again.
 pub struct Geometry {
     pub descriptors: Vec<TensorDescriptor>,
     pub hint: Option<KvLayoutName>,
     pub groups: Vec<EngineGroupInfo>,
-    /// None when some page is not this process's CPU memory.
+    /// None if some page is not in this process's CPU memory.
     pub pages: Option<Pages>,
 }
 
@@ -90,7 +90,7 @@ fn wire_layout(name: &str) -> Option<KvLayoutName> {
         .find(|layout| layout.name() == name)
 }
 
-/// The dimensions from the largest stride to the smallest, as the memory has them.
+/// The dimensions from the largest stride to the smallest, as they are in memory.
 fn physical_order(tensor: &Tensor) -> Vec<usize> {
     let mut order: Vec<usize> = (0..tensor.shape.len()).collect();
     order.sort_by_key(|&axis| std::cmp::Reverse(tensor.stride[axis]));
@@ -133,7 +133,7 @@ impl Geometry {
             }
             let dtype = Dtype::from_name(&tensor.dtype).ok_or_else(|| {
                 value_error(format!(
-                    "tensors[{index}].dtype: {:?} is no type of torch that the protocol knows",
+                    "tensors[{index}].dtype: {:?} is no type of torch in the protocol",
                     tensor.dtype
                 ))
             })?;
@@ -154,7 +154,7 @@ impl Geometry {
                         nbytes: cpu.bytes,
                         metadata: metadata("cpu"),
                     }));
-                    // The name tells storages apart, no more.
+                    // The name only distinguishes storages.
                     MemorySpec::CpuShm {
                         name: format!("/{}", tensor.storage),
                         nbytes: cpu.bytes,
@@ -204,7 +204,7 @@ impl Geometry {
             kv_layout: order,
             ..LayoutHints::default()
         };
-        // Also for pages the server will copy: what it would refuse without a word is told here.
+        // Also for pages that the server copies: it would refuse an unknown layout without an error text.
         let layout = KvLayout::detect(
             &specs,
             Engine::Vllm,
@@ -222,8 +222,8 @@ impl Geometry {
                     let index: usize = name.get(1..)?.parse().ok()?;
                     match storages.get(index)? {
                         Storage::Cpu(cpu) => {
-                            // SAFETY: the worker's user keeps the tensors alive until it has shut the worker down, as
-                            // its documentation says; they are the engine's and the connector's.
+                            // SAFETY: the caller of `Worker` keeps the tensors alive until it has shut the worker down, as
+                            // its documentation demands; only the engine and the connector use them.
                             Some(unsafe { Memory::new(cpu.address, cpu.bytes as usize) })
                         }
                         Storage::Cuda(_) => None,

@@ -1,21 +1,20 @@
-//! Workers: stores and retrieves that are submitted, run without the GIL, and are asked for when they have finished.
+//! Workers: stores and retrieves that are submitted, run without the GIL, and polled for their results.
 
 mod engine_driven;
 mod geometry;
-mod handed;
-mod numbers;
+mod instance_ids;
 mod pages;
+mod registration;
 mod server_driven;
+mod server_transfers;
 mod start;
+mod state;
 
-use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use kvtier_client::{Client as Native, ClientError, InstanceId, Prompt as Encoded, Scope};
-use kvtier_memory::ForeignSegment;
+use kvtier_client::{Client as Native, Scope, SharedPool};
 use kvtier_proto::key::check_salt;
 use parking_lot::{Condvar, Mutex};
 use pyo3::exceptions::PyRuntimeError;
@@ -25,170 +24,14 @@ use pyo3::types::PyBytes;
 use crate::client::Client;
 use crate::future::{seconds, used_after_fork};
 use crate::prompt::Prompt;
-use geometry::{Geometry, Group, Storage, Tensor};
-use handed::Handed;
-use numbers::Numbers;
-use start::{described, register_in_slices};
+use geometry::{Group, Storage, Tensor};
+use instance_ids::InstanceIds;
+use server_transfers::ServerTransfers;
+use start::{parse_mode_and_geometry, register_in_slices};
+use state::{Core, Finished, Mode, Transfer};
 
-/// Who copies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
-    /// The worker itself, to and from the server's pool, or in messages.
-    Engine,
-    /// The server, from and to the engine's pages.
-    Server,
-}
-
-/// A store or a retrieve on its way.
-struct Transfer {
-    /// The caller's number for it.
-    id: u64,
-    is_store: bool,
-    prompt: Encoded,
-    range: Range<u64>,
-    request_id: String,
-    cache_salt: String,
-    /// One list for each group.
-    block_ids: Vec<Vec<i64>>,
-    /// Tokens at the front of the range that must not be written.
-    skip: u64,
-    event: Vec<u8>,
-    deadline: Instant,
-}
-
-/// How a transfer ended.
-struct Finished {
-    id: u64,
-    outcome: Result<Done, String>,
-}
-
-/// A transfer that the server has said yes to.
-#[derive(Default)]
-struct Done {
-    /// The device event behind which the copy is complete.
-    event: Vec<u8>,
-    /// Of a store, the positions in its range of the chunks that the server took; none where it does not say.
-    chunks: Option<Vec<u64>>,
-}
-
-/// A transfer's end for Python.
-type Ended<'py> = (u64, Bound<'py, PyBytes>, Option<String>, Option<Vec<u64>>);
-
-/// What the server knows of this worker since its last registration.
-struct Registered {
-    instance: InstanceId,
-    /// [`Native::connections`] at the time: later ones lead to a server that may not know it.
-    connections: u64,
-    pool: Pool,
-}
-
-/// The server's pool as this worker sees it; neither where chunks travel in messages anyway.
-#[derive(Default)]
-struct Pool {
-    segment: Option<ForeignSegment>,
-    /// Why a pool that the server has cannot be opened here.
-    obstacle: Option<String>,
-}
-
-/// What the Python object and the threads share.
-struct Core {
-    client: Native,
-    scope: Scope,
-    worker_id: u32,
-    numbers: Mutex<Numbers>,
-    mode: Mode,
-    chunk_tokens: u64,
-    force_pickle: bool,
-    geometry: Geometry,
-    registered: Mutex<Option<Arc<Registered>>>,
-    handed: Handed,
-    finished: Mutex<Vec<Finished>>,
-    arrived: Condvar,
-    /// Stores whose pages this process has not read yet, and whether it is at it.
-    unread: Mutex<HashMap<u64, bool>>,
-}
-
-impl Core {
-    /// The registration, if it is one with the server that is connected now.
-    fn current(&self) -> Option<Arc<Registered>> {
-        let registered = self.registered.lock().clone()?;
-        (registered.connections == self.client.connections()).then_some(registered)
-    }
-
-    fn finish(&self, id: u64, outcome: Result<Vec<u8>, String>) {
-        let done = |event| Done {
-            event,
-            chunks: None,
-        };
-        self.finish_with(id, outcome.map(done));
-    }
-
-    fn finish_with(&self, id: u64, outcome: Result<Done, String>) {
-        self.unread.lock().remove(&id);
-        self.finished.lock().push(Finished { id, outcome });
-        self.arrived.notify_all();
-    }
-
-    /// Finishes what was not answered and whose pages are free.
-    fn finish_free(&self) {
-        for (id, error) in self.handed.take_free() {
-            self.finish(id, Err(error));
-        }
-    }
-
-    /// The server has not answered; the transfer finishes when its pages are free.
-    fn unanswered(&self, id: u64, error: String) {
-        self.handed.unanswered(id, error);
-        // Who waits has to look when that is.
-        drop(self.finished.lock());
-        self.arrived.notify_all();
-    }
-
-    /// Waits for something that has finished, up to `until`.
-    fn wait_for_finished(&self, until: Instant) {
-        loop {
-            self.finish_free();
-            let mut finished = self.finished.lock();
-            if !finished.is_empty() || Instant::now() >= until {
-                return;
-            }
-            let next = self
-                .handed
-                .next_free()
-                .map_or(until, |next| next.min(until));
-            self.arrived.wait_until(&mut finished, next);
-        }
-    }
-
-    /// Waits until the server has let go of all pages, at the latest a moment behind the last deadline.
-    fn wait_for_pages(&self) {
-        loop {
-            self.finish_free();
-            let mut finished = self.finished.lock();
-            if self.handed.is_empty() {
-                return;
-            }
-            match self.handed.next_free() {
-                Some(next) => drop(self.arrived.wait_until(&mut finished, next)),
-                None => self.arrived.wait(&mut finished),
-            }
-        }
-    }
-
-    fn scope_of(&self, transfer: &Transfer) -> Scope {
-        self.scope.clone().with_salt(transfer.cache_salt.clone())
-    }
-}
-
-/// Has the server know that this client takes a refusal's text. Without it a refused registration of pages looks like an
-/// accepted one, since clients of releases before 0.5.5 take no text.
-fn introduce(client: &Native) -> Result<(), ClientError> {
-    match client.get_experimental().join() {
-        Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => Err(error),
-        // Whatever was answered, the question was asked.
-        _ => Ok(()),
-    }
-}
+/// A finished transfer for Python: id, device event, error, chunks.
+type FinishedTuple<'py> = (u64, Bound<'py, PyBytes>, Option<String>, Option<Vec<u64>>);
 
 /// The threads of a worker that copies by itself.
 #[derive(Default)]
@@ -202,19 +45,19 @@ struct Threads {
 pub struct Worker {
     core: Arc<Core>,
     threads: Mutex<Threads>,
-    /// The process that has the threads; a fork of it has not.
+    /// The process that has the threads; a fork of it has none.
     owner: u32,
-    /// What keeps the pages where they are. It goes when [`Worker::drop`] has ended the copies: of a cycle that the
-    /// collector takes apart, the pages might go first.
+    /// Keeps the pages alive. It is dropped after [`Worker::drop`] has ended the copies: if the garbage collector breaks
+    /// a cycle, the pages might be freed first otherwise.
     _keep: Option<Py<PyAny>>,
 }
 
 #[pymethods]
 impl Worker {
-    /// Registers, with the GIL released; each of the three or four requests that this takes is waited for up to the
-    /// client's timeout, and the first that has no answer ends it.
+    /// Registers, with the GIL released. Each of the three or four requests is waited for up to the client's timeout; the
+    /// first one without an answer ends it.
     ///
-    /// The tensors behind `storages` must stay where they are until `shutdown` has returned. `keep` is held as long.
+    /// The tensors of `storages` must stay in place until `shutdown` has returned. `keep` is held as long.
     #[new]
     #[pyo3(signature = (client, *, storages, tensors, groups, kv_layout, mode, chunk_tokens, instance, model_name,
         world_size=1, worker_id=0, num_kv_readers=1, force_pickle=false, keep=None))]
@@ -236,7 +79,7 @@ impl Worker {
         force_pickle: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
-        let (mode, geometry) = described(
+        let (mode, geometry) = parse_mode_and_geometry(
             mode,
             &storages,
             &tensors,
@@ -254,30 +97,31 @@ impl Worker {
                 num_kv_readers,
             },
             worker_id,
-            numbers: Mutex::new(Numbers::new(instance)),
+            instance_ids: Mutex::new(InstanceIds::new(instance)),
             mode,
             chunk_tokens,
             force_pickle,
             geometry,
             registered: Mutex::new(None),
-            handed: Handed::default(),
+            server_transfers: ServerTransfers::default(),
             finished: Mutex::default(),
-            arrived: Condvar::new(),
+            changed: Condvar::new(),
             unread: Mutex::default(),
         });
         register_in_slices(py, &core)?;
-        let told = core
+        let registered_on = core
             .registered
             .lock()
             .as_ref()
-            .map(|known| known.connections);
-        let known = Arc::downgrade(&core);
-        let again = move |client: &Native| {
-            // A worker that is gone has nothing to register.
-            let registered = known.upgrade().map_or(Ok(()), |core| core.register(client));
+            .map(|registered| registered.connections);
+        let weak = Arc::downgrade(&core);
+        let register_again = move |client: &Native| {
+            // A worker that was dropped has nothing to register.
+            let core = weak.upgrade();
+            let registered = core.map_or(Ok(()), |core| registration::register(&core, client));
             registered.map_err(|error| error.obstacle())
         };
-        native.on_recover(told.unwrap_or_default(), Box::new(again));
+        native.on_recover(registered_on.unwrap_or_default(), Box::new(register_again));
         let mut threads = Threads::default();
         if mode == Mode::Engine {
             let mut start = |name: &str| {
@@ -301,7 +145,7 @@ impl Worker {
         })
     }
 
-    /// Checks what a worker would be made of, without a server.
+    /// Checks the arguments of a worker, without a server.
     #[staticmethod]
     #[pyo3(signature = (*, storages, tensors, groups, kv_layout, mode, chunk_tokens))]
     fn check(
@@ -313,27 +157,30 @@ impl Worker {
         chunk_tokens: u64,
     ) -> PyResult<()> {
         let layout = kv_layout.as_deref();
-        described(mode, &storages, &tensors, groups, layout, chunk_tokens).map(drop)
+        parse_mode_and_geometry(mode, &storages, &tensors, groups, layout, chunk_tokens).map(drop)
     }
 
-    /// How bytes travel: `pool`, `pickle`, or `server` where the server copies; none while not registered.
+    /// The way of the bytes: `pool`, `pickle`, or `server` if the server copies; none while not registered.
     #[getter]
     fn transport(&self) -> Option<&'static str> {
         self.check_owner().ok()?;
         let registered = self.core.registered.lock().clone()?;
-        Some(match (self.core.mode, &registered.pool.segment) {
+        Some(match (self.core.mode, registered.pool.segment()) {
             (Mode::Server, _) => "server",
             (Mode::Engine, Some(_)) => "pool",
             (Mode::Engine, None) => "pickle",
         })
     }
 
-    /// Why the server's pool cannot be opened here; none where it can, or where there is none.
+    /// Why the server's pool cannot be opened here; none if it can be, or if there is none.
     #[getter]
     fn pool_obstacle(&self) -> Option<String> {
         self.check_owner().ok()?;
         let registered = self.core.registered.lock().clone()?;
-        registered.pool.obstacle.clone()
+        match &registered.pool {
+            SharedPool::Unused { obstacle } => obstacle.clone(),
+            SharedPool::Absent | SharedPool::Mapped(_) => None,
+        }
     }
 
     /// Whether the server that is connected now knows this worker.
@@ -342,7 +189,7 @@ impl Worker {
         self.check_owner().is_ok() && self.core.current().is_some()
     }
 
-    /// Bytes of one chunk of this worker; none where only the server can tell.
+    /// Bytes per chunk of this worker; none if only the server knows.
     #[getter]
     fn chunk_bytes(&self) -> Option<u64> {
         self.core
@@ -370,8 +217,8 @@ impl Worker {
         timeout: Option<f64>,
     ) -> PyResult<()> {
         self.check_owner()?;
-        // What cannot be meant ends this transfer; an exception would leave the caller with half a batch under way.
-        let described = || -> Result<_, String> {
+        // An invalid argument ends this transfer; an exception would leave the caller with half a batch in flight.
+        let parsed = || -> Result<_, String> {
             Ok((
                 argument::<u64>("start", start)?..argument("end", end)?,
                 argument("request_id", request_id)?,
@@ -383,8 +230,8 @@ impl Worker {
                 skip.map_or(Ok(0), |skip| argument("skip_first_n_tokens", skip))?,
             ))
         };
-        let (range, request_id, cache_salt, block_ids, skip) = match described() {
-            Ok(described) => described,
+        let (range, request_id, cache_salt, block_ids, skip) = match parsed() {
+            Ok(parsed) => parsed,
             Err(error) => {
                 self.core.finish(id, Err(error));
                 return Ok(());
@@ -424,10 +271,10 @@ impl Worker {
         Ok(())
     }
 
-    /// Those of these stores whose pages may still be read; none of the others begins to read its pages any more.
+    /// The ones of these stores whose pages may still be read; the others do not start to read their pages any more.
     fn release_pages(&self, mut ids: Vec<u64>) -> PyResult<Vec<u64>> {
         self.check_owner()?;
-        // Where the server reads them, nobody here knows how far it is.
+        // If the server reads them, its progress is not known here.
         if self.core.mode == Mode::Engine {
             let mut unread = self.core.unread.lock();
             ids.retain(|id| match unread.get(id) {
@@ -442,32 +289,37 @@ impl Worker {
         Ok(ids)
     }
 
-    /// What has finished since the last call: (id, device event, error, positions of the chunks that a store's server
-    /// took where it says so). Waits up to `patience` seconds for something.
+    /// Takes the transfers that have finished since the last call: (id, device event, error, positions of the chunks that
+    /// the server of a store took, if it says which). Waits up to `patience` seconds for one.
     #[pyo3(signature = (patience=0.0))]
-    fn take_finished<'py>(&self, py: Python<'py>, patience: f64) -> PyResult<Vec<Ended<'py>>> {
+    fn take_finished<'py>(
+        &self,
+        py: Python<'py>,
+        patience: f64,
+    ) -> PyResult<Vec<FinishedTuple<'py>>> {
         self.check_owner()?;
         let until = Instant::now() + seconds(patience);
         if patience > 0.0 {
             py.detach(|| self.core.wait_for_finished(until));
         } else {
-            self.core.finish_free();
+            self.core.finish_released();
         }
         let finished = std::mem::take(&mut *self.core.finished.lock());
-        let ended = finished
+        let tuples = finished
             .into_iter()
             .map(|Finished { id, outcome }| match outcome {
                 Ok(done) => (id, PyBytes::new(py, &done.event), None, done.chunks),
                 Err(error) => (id, PyBytes::new(py, &[]), Some(error), None),
             });
-        Ok(ended.collect())
+        Ok(tuples.collect())
     }
 
-    /// Finishes what is under way, ends the threads and unregisters.
+    /// Finishes the transfers, ends the threads and unregisters. It waits for, in this order:
     ///
-    /// It waits, one after the other: for each transfer up to a second behind its deadline; for a registration that is
-    /// under way; for the server's answer to each unregistration, mostly one, up to the client's timeout, and for none
-    /// behind the first that has no answer; and for pages that the server may be at up to a second behind their deadline.
+    /// 1. each transfer, up to a second after its deadline;
+    /// 2. a running registration;
+    /// 3. the server's answer to each unregistration, mostly one, up to the client's timeout, until one has no answer;
+    /// 4. pages that the server may still touch, up to a second after the deadline of their transfer.
     fn shutdown(&self, py: Python<'_>) {
         if self.check_owner().is_ok() {
             py.detach(|| self.stop());
@@ -492,15 +344,15 @@ impl Worker {
             std::mem::take(&mut threads.handles)
         };
         for handle in handles {
-            // A thread that panicked has nothing more to finish.
+            // A thread that panicked has nothing left to finish.
             let _ = handle.join();
         }
-        self.core.stop();
+        registration::stop(&self.core);
     }
 }
 
 impl Drop for Worker {
-    /// Whoever drops it without a shutdown may free the pages next: nobody may touch them then.
+    /// Without a shutdown the pages may be freed next, so nothing may touch them after this.
     fn drop(&mut self) {
         if std::process::id() != self.owner {
             return;
@@ -515,16 +367,11 @@ impl Drop for Worker {
     }
 }
 
-/// An argument as what it has to be, or what is wrong with it.
+/// An argument, converted; the error names it.
 fn argument<'py, T: FromPyObjectOwned<'py>>(
     name: &str,
     value: &Bound<'py, PyAny>,
 ) -> Result<T, String> {
     let extracted = value.extract::<T>().map_err(Into::<PyErr>::into);
     extracted.map_err(|error| format!("{name}: {error}"))
-}
-
-/// What is left until a deadline; none when it has passed.
-fn left(deadline: Instant) -> Option<Duration> {
-    Some(deadline.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero())
 }

@@ -1,4 +1,4 @@
-//! The engine's KV pages in this process's own memory, and the bytes of a chunk in them.
+//! The engine's KV pages in this process's memory, and the bytes of chunks in them.
 
 use std::convert::Infallible;
 
@@ -14,13 +14,13 @@ pub struct Memory {
 
 impl Memory {
     /// # Safety
-    /// `bytes` bytes at `address` stay readable and writable for as long as copies of this value are used, and nobody
-    /// but the engine and its connector writes them.
+    /// `bytes` bytes at `address` stay readable and writable for as long as copies of this value are used, and only the
+    /// engine and its connector write them.
     pub unsafe fn new(address: usize, bytes: usize) -> Self {
         Self { address, bytes }
     }
 
-    /// The address of `len` bytes at `offset`, which are all inside.
+    /// The address of `len` bytes at `offset`. Panics unless they are all inside.
     fn locate(self, offset: u64, len: u64) -> *mut u8 {
         let end = offset.checked_add(len);
         assert!(
@@ -28,24 +28,26 @@ impl Memory {
             "a plan leaves its memory: {len} bytes at {offset} of {}",
             self.bytes
         );
-        // Python told a number: the engine exposed its memory by telling it.
+        // The engine exposed its memory by passing the address as a number.
         std::ptr::with_exposed_provenance_mut(self.address + offset as usize)
     }
 }
 
-/// Pages and how they are laid out.
+/// Pages and their layout.
 #[derive(Debug)]
 pub struct Pages {
     pub layout: KvLayout,
     memories: Vec<Memory>,
-    /// Whether they are still there; locked for reading while a chunk is copied.
-    are_there: RwLock<bool>,
+    /// Whether the pages still exist; locked for reading while a chunk is copied.
+    are_open: RwLock<bool>,
 }
 
-/// Why a chunk could not be copied.
+/// Error of copying a chunk.
 pub enum CopyError<E> {
+    /// The pages do not exist any more.
     Closed,
     Plan(PlanError),
+    /// The error of the function that takes the bytes.
     Other(E),
 }
 
@@ -56,21 +58,21 @@ impl<E> From<PlanError> for CopyError<E> {
 }
 
 impl Pages {
-    /// `memories` are those of the layout, in its order.
+    /// `memories` are in the order of the layout's.
     pub fn new(layout: KvLayout, memories: Vec<Memory>) -> Self {
         Self {
             layout,
             memories,
-            are_there: RwLock::new(true),
+            are_open: RwLock::new(true),
         }
     }
 
-    /// They are about to go: waits for the chunks that are being copied; no other will be.
+    /// Waits for the chunks that are being copied, and lets no other one be copied: the pages are about to be freed.
     pub fn close(&self) {
-        *self.are_there.write() = false;
+        *self.are_open.write() = false;
     }
 
-    /// Bytes of one chunk.
+    /// Bytes per chunk.
     pub fn chunk_bytes(&self) -> u64 {
         self.layout
             .object_groups()
@@ -79,7 +81,7 @@ impl Pages {
             .sum()
     }
 
-    /// Gives every piece of a chunk to `put`, with its offset in the chunk.
+    /// Passes every piece of a chunk to `put`, with its offset in the chunk.
     pub fn gather<E>(
         &self,
         blocks: &BlockTable,
@@ -91,8 +93,8 @@ impl Pages {
             chunk,
             skip_tokens: 0,
         };
-        let are_there = self.are_there.read();
-        if !*are_there {
+        let are_open = self.are_open.read();
+        if !*are_open {
             return Err(CopyError::Closed);
         }
         self.layout.visit_chunk(blocks, request, |planned| {
@@ -106,7 +108,7 @@ impl Pages {
         })
     }
 
-    /// Writes a chunk's bytes into its pages, but for those of the first `skip_tokens` of the request's range.
+    /// Writes a chunk's bytes into its pages, except the pages of the first `skip_tokens` of the request's range.
     pub fn scatter(
         &self,
         blocks: &BlockTable,
@@ -119,8 +121,8 @@ impl Pages {
             chunk,
             skip_tokens,
         };
-        let are_there = self.are_there.read();
-        if !*are_there {
+        let are_open = self.are_open.read();
+        if !*are_open {
             return Err(CopyError::Closed);
         }
         self.layout.visit_chunk(blocks, request, |planned| {

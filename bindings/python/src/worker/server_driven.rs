@@ -1,53 +1,51 @@
 //! Workers whose pages the server copies.
 //!
-//! A transfer without a reply must not end while the server may still read or write the pages, since the engine gives
-//! them to others then: see [`super::handed`].
+//! A transfer without a reply must not end while the server may still read or write the pages, since the engine reuses
+//! them then: see [`super::server_transfers`].
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_client::{Client as Native, ClientError, InstanceId};
+use kvtier_client::{Client as Native, ClientError, InstanceId, SharedPool};
 use kvtier_proto::deadline;
 use kvtier_proto::key::EncodedTokens;
 use kvtier_proto::request::{EngineType, LayoutHints, Registration, Request, Retrieve, Store};
 use kvtier_proto::response::Response;
 use rustix::time::{ClockId, clock_gettime};
 
-use super::{Core, Pool, Transfer};
+use super::state::{Core, Done, Transfer};
 
-impl Core {
-    /// Shows the server where the pages are.
-    pub fn register_server_driven(
-        &self,
-        client: &Native,
-        instance: InstanceId,
-    ) -> Result<Pool, ClientError> {
-        client
-            .register_kv_cache(Registration {
-                instance,
-                tensors: self.geometry.descriptors.clone(),
-                model_name: &self.scope.model_name,
-                world_size: self.scope.world_size,
-                engine: EngineType::Vllm,
-                hints: LayoutHints {
-                    kv_layout: self.geometry.hint,
-                    ..LayoutHints::default()
-                },
-                groups: self.geometry.groups.clone(),
-            })
-            .join()?;
-        Ok(Pool::default())
-    }
+/// Registers the pages. Such a worker uses no pool.
+pub fn register(
+    core: &Core,
+    client: &Native,
+    instance: InstanceId,
+) -> Result<SharedPool, ClientError> {
+    client
+        .register_kv_cache(Registration {
+            instance,
+            tensors: core.geometry.descriptors.clone(),
+            model_name: &core.scope.model_name,
+            world_size: core.scope.world_size,
+            engine: EngineType::Vllm,
+            hints: LayoutHints {
+                kv_layout: core.geometry.hint,
+                ..LayoutHints::default()
+            },
+            groups: core.geometry.groups.clone(),
+        })
+        .join()?;
+    Ok(SharedPool::Absent)
 }
 
-/// The time of the system's monotonic clock, which the server has too.
+/// The time of the system's monotonic clock, which is the server's too.
 fn monotonic() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
-    // It starts at nought and never goes back.
+    // It starts at zero and never goes back.
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Has the server copy; the transfer finishes when it has.
+/// Submits a transfer; it finishes when the server has copied.
 pub fn submit(core: &Arc<Core>, transfer: &Transfer) {
     let id = transfer.id;
     let Some(registered) = core.current() else {
@@ -55,7 +53,7 @@ pub fn submit(core: &Arc<Core>, transfer: &Transfer) {
     };
     let instance = registered.instance;
     let scope = core.scope_of(transfer);
-    // A server that was stopped meanwhile must not begin what was given up.
+    // A server that was stopped meanwhile must not start a transfer past its deadline.
     let left = || transfer.deadline.saturating_duration_since(Instant::now());
     let settings = deadline::encode(deadline::from_left(monotonic, left));
     let left = left();
@@ -82,8 +80,8 @@ pub fn submit(core: &Arc<Core>, transfer: &Transfer) {
             skip_first_n_tokens: i64::try_from(transfer.skip).unwrap_or(i64::MAX),
         })
     };
-    core.handed.begin(id, instance, transfer.deadline);
-    let then = Arc::clone(core);
+    core.server_transfers.begin(id, instance, transfer.deadline);
+    let shared = Arc::clone(core);
     core.client.submit_then(&request, left, move |reply| {
         let outcome = reply.and_then(|reply| match reply.response()? {
             Response::Transfer(verdict) => {
@@ -94,18 +92,21 @@ pub fn submit(core: &Arc<Core>, transfer: &Transfer) {
                 message: "an event and a verdict were expected".to_owned(),
             }),
         });
-        let verdict = match outcome {
-            Ok(Some(event)) => Ok(event),
+        let result = match outcome {
+            Ok(Some(event)) => Ok(Done {
+                event,
+                chunks: None,
+            }),
             Ok(None) => Err("the server refused it".to_owned()),
             Err(error @ (ClientError::TooMany { .. } | ClientError::Encode { .. })) => {
                 Err(error.to_string())
             }
             Err(error) => {
-                then.unanswered(id, error.to_string());
-                return then.renew(instance);
+                shared.unanswered(id, error.to_string());
+                return shared.renew(instance);
             }
         };
-        then.handed.end(id);
-        then.finish(id, verdict);
+        shared.server_transfers.end(id);
+        shared.finish(id, result);
     });
 }

@@ -1,4 +1,4 @@
-//! How a worker starts: what it is made of, and its first registration.
+//! Start of a worker: its arguments, and its first registration.
 
 use std::sync::{Arc, mpsc};
 
@@ -6,12 +6,13 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use super::geometry::{Geometry, Group, Storage, Tensor};
-use super::{Core, Mode, engine_driven};
+use super::state::{Core, Mode};
+use super::{engine_driven, registration};
 use crate::errors::exception;
-use crate::future::{LONGEST_WAIT, wait_in_slices};
+use crate::future::{MAX_WAIT, wait_in_slices};
 
-/// The mode of this name, and the pages of a worker in it.
-pub fn described(
+/// Checks the mode and the pages of a worker.
+pub fn parse_mode_and_geometry(
     mode: &str,
     storages: &[Storage],
     tensors: &[Tensor],
@@ -35,7 +36,7 @@ pub fn described(
     Ok((mode, geometry))
 }
 
-/// Registers on a thread of its own, so that Ctrl-C is heard meanwhile.
+/// Registers on a thread of its own, so that Ctrl-C works meanwhile.
 pub fn register_in_slices(py: Python<'_>, core: &Arc<Core>) -> PyResult<()> {
     let thread = |name: &str, work: Box<dyn FnOnce() + Send>| {
         let started = std::thread::Builder::new()
@@ -48,18 +49,18 @@ pub fn register_in_slices(py: Python<'_>, core: &Arc<Core>) -> PyResult<()> {
     thread(
         "kvtier-register",
         Box::new(move || {
-            // The receiver is gone after a signal.
-            let _ = sender.send(registering.register(&registering.client));
+            // After a signal there is no receiver.
+            let _ = sender.send(registration::register(&registering, &registering.client));
         }),
     )?;
     let arrived = move |slice| match receiver.recv_timeout(slice) {
         Err(mpsc::RecvTimeoutError::Timeout) => None,
         outcome => Some(outcome),
     };
-    let outcome = wait_in_slices(py, LONGEST_WAIT, arrived);
+    let outcome = wait_in_slices(py, MAX_WAIT, arrived);
     if outcome.is_err() {
         let core = Arc::clone(core);
-        thread("kvtier-stop", Box::new(move || core.stop()))?;
+        thread("kvtier-stop", Box::new(move || registration::stop(&core)))?;
     }
     match outcome? {
         Some(Ok(registered)) => registered.map_err(|error| exception(&error)),

@@ -1,14 +1,14 @@
-//! How long a lost connection is left alone.
+//! Pauses before a lost connection is tried again.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::time::Duration;
 
 /// The longest pause.
-pub(super) const LONGEST: Duration = Duration::from_secs(1);
+const MAX_PAUSE: Duration = Duration::from_secs(1);
 
-/// Pauses that double up to [`LONGEST`], each shortened at random by up to half, lest all clients of a server come back
-/// in the same moment.
+/// Pauses that double up to [`MAX_PAUSE`], each shortened at random by up to half, so that the clients of a server do not
+/// all reconnect in the same moment.
 pub(super) struct Backoff {
     first: Duration,
     next: Duration,
@@ -16,11 +16,11 @@ pub(super) struct Backoff {
 
 impl Backoff {
     pub(super) fn new(first: Duration) -> Self {
-        let first = first.clamp(Duration::from_millis(1), LONGEST);
+        let first = first.clamp(Duration::from_millis(1), MAX_PAUSE);
         Self { first, next: first }
     }
 
-    /// The connection has been of use: the next loss is a first one.
+    /// Starts again with the first pause, after a connection that was of use.
     pub(super) fn reset(&mut self) {
         self.next = self.first;
     }
@@ -34,7 +34,7 @@ impl Backoff {
 
     fn pause_by(&mut self, random: f64) -> Duration {
         let whole = self.next;
-        self.next = (whole * 2).min(LONGEST);
+        self.next = (whole * 2).min(MAX_PAUSE);
         whole.mul_f64(1.0 - random / 2.0)
     }
 }
@@ -48,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn pauses_double_to_the_longest_and_begin_anew_after_success() {
+    fn pauses_double_up_to_the_limit_until_reset() {
         let mut backoff = Backoff::new(Duration::from_millis(100));
         let mut next = |count: usize| millis((0..count).map(|_| backoff.pause_by(0.0)));
         assert_eq!(next(6), [100, 200, 400, 800, 1000, 1000]);
@@ -57,8 +57,8 @@ mod tests {
     }
 
     #[test]
-    fn each_is_shortened_by_up_to_half() {
-        let mut backoff = Backoff::new(LONGEST);
+    fn pauses_are_shortened_by_up_to_half() {
+        let mut backoff = Backoff::new(MAX_PAUSE);
         assert_eq!(
             millis([0.0, 0.5, 1.0].map(|random| backoff.pause_by(random))),
             [1000, 750, 500]

@@ -1,6 +1,6 @@
-//! The chunk size that a client and its servers have agreed on.
+//! The chunk size on which a client and its servers agree.
 //!
-//! Lengths travel in chunks: a server with another chunk size means other lengths by the same numbers.
+//! Lengths are sent in chunks, so the same numbers mean other lengths to a server with another chunk size.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct ChunkTerms {
     /// Tokens per block of the engine; a chunk is a multiple of it.
     pub block_tokens: u64,
-    /// Tokens per chunk. None: those of the first server that can be used.
+    /// Tokens per chunk. None: the chunk size of the first usable server.
     pub chunk_tokens: Option<u64>,
 }
 
@@ -39,23 +39,23 @@ impl Agreement {
         Some(self.chunk_tokens.load(Ordering::Relaxed)).filter(|tokens| *tokens > 0)
     }
 
-    /// Takes a server's chunk size, the first one for good.
+    /// Accepts a server's chunk size, or returns why it cannot be used. The first one accepted stays.
     ///
     /// # Errors
     /// Why a server with this chunk size cannot be used, and what to do.
-    pub(super) fn accept(&self, endpoint: &str, told: u64) -> Result<(), String> {
+    pub(super) fn accept(&self, endpoint: &str, offered: u64) -> Result<(), String> {
         let block = self.terms.map_or(1, |terms| terms.block_tokens.max(1));
         match self.chunk_tokens() {
-            Some(agreed) if agreed != told => Err(format!(
-                "the server at {endpoint} has chunks of {told} tokens and this engine works with chunks of {agreed}: start the \
+            Some(agreed) if agreed != offered => Err(format!(
+                "the server at {endpoint} has chunks of {offered} tokens and this engine works with chunks of {agreed}: start the \
                  server with --chunk-size {agreed}, or restart the engine"
             )),
-            _ if !told.is_multiple_of(block) => Err(format!(
-                "the engine's block of {block} tokens does not divide the server's chunk of {told} tokens: start the server with \
+            _ if !offered.is_multiple_of(block) => Err(format!(
+                "the engine's block of {block} tokens does not divide the server's chunk of {offered} tokens: start the server with \
                  --chunk-size set to a multiple of the block size, or the engine with another --block-size"
             )),
             _ => {
-                self.chunk_tokens.store(told, Ordering::Relaxed);
+                self.chunk_tokens.store(offered, Ordering::Relaxed);
                 Ok(())
             }
         }

@@ -1,4 +1,4 @@
-//! The result of a request that is still to come.
+//! Futures: results of requests that are in flight.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,19 +9,19 @@ use kvtier_proto::operation::Operation;
 
 use crate::error::ClientError;
 
-/// The result of one request: asked for without waiting ([`Future::try_take`]), waited for ([`Future::wait`],
-/// [`Future::join`]), or given up ([`Future::cancel`]).
+/// The result of one request: polled ([`Future::try_take`]), waited for ([`Future::wait`], [`Future::join`]), or
+/// cancelled ([`Future::cancel`]).
 ///
 /// It is completed at the request's deadline at the latest, whatever the server does: with the response, or with the
-/// error that says why there is none. Dropping it leaves the request on its way.
+/// error that explains why there is none. Dropping it leaves the request in flight.
 #[derive(Debug)]
-#[must_use = "the result is lost with it; Future::forget says that nobody wants it"]
+#[must_use = "the result is lost with it; Future::forget drops it on purpose"]
 pub struct Future<T> {
     slot: Arc<Slot<T>>,
     operation: Operation,
 }
 
-/// Where a result arrives.
+/// The place of the result, shared by a future and its promise.
 #[derive(Debug)]
 struct Slot<T> {
     state: Mutex<State<T>>,
@@ -32,11 +32,11 @@ struct Slot<T> {
 enum State<T> {
     Waiting,
     Arrived(Result<T, ClientError>),
-    /// Taken, or given up.
+    /// Taken, or cancelled.
     Over,
 }
 
-/// The other end of a [`Future`]. Dropped without a result it completes with [`ClientError::Closed`].
+/// The other end of a [`Future`]. Dropping it without a result completes the future with [`ClientError::Closed`].
 #[derive(Debug)]
 pub(super) struct Promise<T> {
     slot: Arc<Slot<T>>,
@@ -44,7 +44,7 @@ pub(super) struct Promise<T> {
     kept: bool,
 }
 
-/// A future and its promise.
+/// Returns a promise and its future.
 pub(super) fn channel<T>(operation: Operation) -> (Promise<T>, Future<T>) {
     let slot = Arc::new(Slot {
         state: Mutex::new(State::Waiting),
@@ -59,7 +59,7 @@ pub(super) fn channel<T>(operation: Operation) -> (Promise<T>, Future<T>) {
 }
 
 impl<T> Promise<T> {
-    /// Completes the future, unless it was given up.
+    /// Completes the future, unless it was cancelled.
     pub(super) fn keep(mut self, result: Result<T, ClientError>) {
         self.kept = true;
         self.slot.fill(result);
@@ -88,37 +88,37 @@ impl<T> Slot<T> {
 }
 
 impl<T> Future<T> {
-    /// What was asked.
+    /// The request's operation.
     #[must_use]
     pub fn operation(&self) -> Operation {
         self.operation
     }
 
-    /// Whether [`Future::try_take`] would give something. Never waits.
+    /// Whether [`Future::try_take`] would return a result. Never waits.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         matches!(*self.slot.state.lock(), State::Arrived(_))
     }
 
-    /// Takes the result if it is there; it is given once. Never waits.
+    /// Takes the result if it has arrived; only one call returns it. Never waits.
     #[must_use]
     pub fn try_take(&self) -> Option<Result<T, ClientError>> {
         take(&mut self.slot.state.lock())
     }
 
-    /// Takes the result, waiting up to `patience` for it; none when it is not there by then, or was taken before.
+    /// Takes the result, waiting up to `timeout` for it; none if it has not arrived by then, or was taken before.
     #[must_use]
-    pub fn wait(&self, patience: Duration) -> Option<Result<T, ClientError>> {
-        take(&mut self.arrival(patience))
+    pub fn wait(&self, timeout: Duration) -> Option<Result<T, ClientError>> {
+        take(&mut self.arrival(timeout))
     }
 
-    /// Waits up to `patience` for the result, which stays to be taken: for several threads that want to see it.
-    pub fn wait_ready(&self, patience: Duration) {
-        drop(self.arrival(patience));
+    /// Waits up to `timeout` for the result without taking it, so several threads can wait.
+    pub fn wait_ready(&self, timeout: Duration) {
+        drop(self.arrival(timeout));
     }
 
-    fn arrival(&self, patience: Duration) -> MutexGuard<'_, State<T>> {
-        let deadline = Instant::now() + patience;
+    fn arrival(&self, timeout: Duration) -> MutexGuard<'_, State<T>> {
+        let deadline = Instant::now() + timeout;
         let mut state = self.slot.state.lock();
         while matches!(*state, State::Waiting) {
             if self
@@ -133,10 +133,10 @@ impl<T> Future<T> {
         state
     }
 
-    /// Waits for the result, which is there at the request's deadline at the latest.
+    /// Waits for the result, which arrives at the request's deadline at the latest.
     ///
     /// # Errors
-    /// What the request failed with; [`ClientError::Cancelled`] when the result was taken before.
+    /// The request's error; [`ClientError::Cancelled`] if the result was taken before.
     pub fn join(self) -> Result<T, ClientError> {
         let mut state = self.slot.state.lock();
         while matches!(*state, State::Waiting) {
@@ -147,12 +147,12 @@ impl<T> Future<T> {
         }))
     }
 
-    /// Lets the request take its course; nobody wants the result.
+    /// Drops the result; the request stays in flight.
     pub fn forget(self) {
         drop(self);
     }
 
-    /// Gives the result up: it is dropped when it comes. The server may still do what it was asked.
+    /// Cancels the future: the result is dropped when it arrives. The server may still serve the request.
     pub fn cancel(self) {
         *self.slot.state.lock() = State::Over;
     }

@@ -1,4 +1,4 @@
-//! Whether the server can be relied on: heartbeats, and what happens when it comes back.
+//! Health of the server: heartbeats, and the recovery when it comes back.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -10,18 +10,18 @@ use parking_lot::{Condvar, Mutex};
 use super::{Client, Shared};
 use crate::error::ClientError;
 
-/// Heartbeats in a row without any answer behind which a connection is given up as lost: it may have died silently.
+/// Heartbeats in a row without any reply after which a connection is dropped as lost: it may have died silently.
 const SILENT_HEARTBEATS: u32 = 3;
 
-/// How it stands with the server.
+/// State of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Health {
     /// It answers, and knows this client's worker.
     Healthy,
     /// There is no connection, or a heartbeat was not answered. Requests may still be submitted and fail in time; an
-    /// engine does better without.
+    /// engine should submit none.
     Degraded,
-    /// It answers again (or for the first time); the client registers again what the server should know.
+    /// It answers again (or for the first time); the client registers again.
     Recovering,
 }
 
@@ -43,14 +43,14 @@ impl std::fmt::Display for Health {
     }
 }
 
-/// Called with each new state, on the client's heartbeat thread; must not wait for long.
+/// Consumer of each new state, called on the client's heartbeat thread, which it must not block for long.
 pub type HealthCallback = Box<dyn Fn(Health) + Send + Sync>;
 
-/// Tells the server again what it has to know, on the client's heartbeat thread. Its error is why the server cannot be
-/// used ([`Client::obstacle`]); none where it did not answer ([`ClientError::obstacle`]).
+/// Registers again, on the client's heartbeat thread. Its error is why the server cannot be used ([`Client::obstacle`]);
+/// none if it did not answer ([`ClientError::obstacle`]).
 pub type RecoverHook = Box<dyn Fn(&Client) -> Result<(), Option<String>> + Send + Sync>;
 
-/// The connection, as the I/O thread sees it.
+/// State of the connection. The I/O thread sets it, the heartbeat thread waits for changes.
 #[derive(Debug, Default)]
 pub(super) struct Link {
     state: Mutex<LinkState>,
@@ -62,8 +62,8 @@ struct LinkState {
     up: bool,
     /// Connections made so far.
     connections: u64,
-    /// The server has to be told again what it should know.
-    again: bool,
+    /// Whether the client has to register again.
+    recover: bool,
     closing: bool,
 }
 
@@ -84,7 +84,7 @@ impl Link {
     }
 
     pub(super) fn recover_again(&self) {
-        self.state.lock().again = true;
+        self.state.lock().recover = true;
         self.changed.notify_all();
     }
 
@@ -93,12 +93,12 @@ impl Link {
         self.state.lock().connections
     }
 
-    /// Waits until the connection is not as `seen` any more, or `until` has come; how it is then.
+    /// Waits until the state differs from `seen`, or for `until`; returns the state then.
     fn wait(&self, seen: LinkState, until: Instant) -> LinkState {
         let mut state = self.state.lock();
         while state.up == seen.up
             && state.connections == seen.connections
-            && !state.again
+            && !state.recover
             && !state.closing
         {
             if self.changed.wait_until(&mut state, until).timed_out() {
@@ -106,12 +106,12 @@ impl Link {
             }
         }
         let now = *state;
-        state.again = false;
+        state.recover = false;
         now
     }
 }
 
-/// The state and who wants to know of it.
+/// The state, and the callbacks for its changes.
 pub(super) struct Watch {
     state: Mutex<WatchState>,
     changed: Condvar,
@@ -122,7 +122,7 @@ pub(super) struct Watch {
 #[derive(PartialEq, Eq)]
 struct WatchState {
     health: Health,
-    /// Why a server that answers cannot be used.
+    /// Why the server cannot be used although it answers.
     obstacle: Option<String>,
 }
 
@@ -149,8 +149,8 @@ impl Watch {
         self.state.lock().obstacle.clone()
     }
 
-    pub(super) fn wait_healthy(&self, patience: Duration) -> bool {
-        let until = Instant::now() + patience;
+    pub(super) fn wait_healthy(&self, timeout: Duration) -> bool {
+        let until = Instant::now() + timeout;
         let mut state = self.state.lock();
         while state.health != Health::Healthy {
             if self.changed.wait_until(&mut state, until).timed_out() {
@@ -168,7 +168,7 @@ impl Watch {
         *self.recover.lock() = Some(Arc::new(hook));
     }
 
-    /// Forgets who wants to know: callbacks may hold what holds the client.
+    /// Drops the callbacks, which may own a handle of the client.
     pub(super) fn clear(&self) {
         self.callbacks.lock().clear();
         *self.recover.lock() = None;
@@ -178,7 +178,7 @@ impl Watch {
         self.change(health, None);
     }
 
-    /// The state before.
+    /// Sets the state; returns the previous one.
     fn change(&self, health: Health, obstacle: Option<String>) -> Health {
         let mut state = self.state.lock();
         let before = state.health;
@@ -187,36 +187,36 @@ impl Watch {
             return before;
         }
         *state = next;
-        // Taken with the state: who asks to be told later is told what comes later.
+        // Taken with the state: a callback that is added later gets later states only.
         let callbacks = self.callbacks.lock().clone();
         drop(state);
         self.changed.notify_all();
         for callback in callbacks {
-            // A panic is its owner's, and printed; the heartbeats go on.
+            // A panic is the callback's, and printed; the heartbeats go on.
             let _ = catch_unwind(AssertUnwindSafe(|| callback(health)));
         }
         before
     }
 }
 
-/// The server does not answer, or cannot be used.
+/// Sets the state of a server that does not answer, or cannot be used.
 fn degrade(shared: &Shared, obstacle: Option<String>) {
     if shared.watch.change(Health::Degraded, obstacle) != Health::Degraded {
         shared.fail_in_flight();
     }
 }
 
-/// Prepares the server of a new connection for use; the error is why it cannot be used, if it has answered.
+/// Agrees on the chunk size and registers again. The error is why the server cannot be used, if it has answered.
 fn recover(shared: &Shared, client: &Client) -> Result<(), Option<String>> {
     if shared.agreement.is_wanted() {
-        let told = client.get_chunk_size().join();
-        let told = told.map_err(|error| error.obstacle())? as u64;
-        shared.agreement.accept(client.endpoint(), told)?;
+        let chunk_tokens = client.get_chunk_size().join();
+        let chunk_tokens = chunk_tokens.map_err(|error| error.obstacle())? as u64;
+        shared.agreement.accept(client.endpoint(), chunk_tokens)?;
     }
     shared.watch.set(Health::Recovering);
     let hook = shared.watch.recover.lock().clone();
     let Some(hook) = hook else { return Ok(()) };
-    // A panic is its owner's, and printed.
+    // A panic is the hook's, and printed.
     catch_unwind(AssertUnwindSafe(|| hook(client))).unwrap_or(Err(None))
 }
 
@@ -225,9 +225,9 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
     let client = Client::internal(Arc::clone(shared));
     let mut seen = LinkState::default();
     let mut next = Instant::now() + interval;
-    // The connection whose server knows all it has to know.
-    let mut known_to = None;
-    // Heartbeats without an answer since the connection was made, or since there was any answer on it.
+    // The connection on which the client has registered.
+    let mut registered_on = None;
+    // Heartbeats without a reply since the connection was made, or since any reply on it.
     let mut silent = 0;
     loop {
         let link = shared.link.wait(seen, next);
@@ -235,9 +235,9 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
             degrade(shared, None);
             return;
         }
-        let is_new = link.connections != seen.connections || link.again;
-        if link.again {
-            known_to = None;
+        let is_new = link.connections != seen.connections || link.recover;
+        if link.recover {
+            registered_on = None;
         }
         if link.connections != seen.connections {
             silent = 0;
@@ -252,22 +252,24 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
             continue;
         }
         next = Instant::now() + interval;
-        let patience = interval.min(shared.timeout());
-        let heard = shared.heard.load(Ordering::Relaxed);
-        let beat = client.beat(patience);
-        let is_silent = matches!(beat, Err(ClientError::Timeout { .. }))
-            && heard == shared.heard.load(Ordering::Relaxed);
+        let timeout = interval.min(shared.timeout());
+        let received = shared.received.load(Ordering::Relaxed);
+        let heartbeat = client.heartbeat(timeout);
+        let is_silent = matches!(heartbeat, Err(ClientError::Timeout { .. }))
+            && received == shared.received.load(Ordering::Relaxed);
         silent = if is_silent { silent + 1 } else { 0 };
-        match beat {
-            Ok(true) if known_to == Some(link.connections) => shared.watch.set(Health::Healthy),
-            // A server on a new connection may be another one. One that says no does not know the worker, or no more.
+        match heartbeat {
+            Ok(true) if registered_on == Some(link.connections) => {
+                shared.watch.set(Health::Healthy)
+            }
+            // A server on a new connection may be another one. One that answers no does not know the worker (any more).
             Ok(_) => match recover(shared, &client) {
                 Ok(()) => {
-                    known_to = Some(link.connections);
+                    registered_on = Some(link.connections);
                     shared.watch.set(Health::Healthy);
                 }
                 Err(obstacle) => {
-                    known_to = None;
+                    registered_on = None;
                     degrade(shared, obstacle);
                 }
             },
@@ -275,7 +277,7 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
         }
         if silent >= SILENT_HEARTBEATS {
             silent = 0;
-            shared.give_up_connection(link.connections);
+            shared.drop_connection(link.connections);
         }
     }
 }
@@ -285,11 +287,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_to_tell_the_server_again_is_told_so_once() {
+    fn requested_recovery_is_reported_once() {
         let link = Link::default();
         link.recover_again();
-        let at_once = || link.wait(LinkState::default(), Instant::now());
-        assert!(at_once().again);
-        assert!(!at_once().again);
+        let state = || link.wait(LinkState::default(), Instant::now());
+        assert!(state().recover);
+        assert!(!state().recover);
     }
 }

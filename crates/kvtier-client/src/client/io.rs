@@ -1,9 +1,11 @@
-//! The thread that owns the socket: requests out, replies in, deadlines, and the loss of the connection.
+//! The I/O thread, which owns the socket: requests out, replies in, deadlines, and the loss of the connection.
 //!
-//! Requests leave only while a connection stands. When it is lost, everything that left and was not answered fails at
-//! once (the server may have done it or not), and the socket is replaced, so that nothing reaches a later server
-//! behind the caller's back, after a pause ([`Backoff`]). What has not left waits for the next connection, or its
-//! deadline; the end of a session waits for a connection however long that takes, since nobody tells it again.
+//! Requests are sent only while a connection is up. When it is lost:
+//!
+//! * Sent requests without a reply fail at once; the server may have served them or not.
+//! * The socket is replaced, after a pause ([`Backoff`]), so that nothing reaches a later server unnoticed.
+//! * Unsent requests wait for the next connection, or their deadline. A session end waits for a connection however long
+//!   that takes, since it is not repeated.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -13,19 +15,21 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use kvtier_proto::frames::ReplyFrames;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::ResponseKind;
 
 use super::backoff::Backoff;
 use super::{Settings, Shared, Sink, Submitted, keep_end};
-use crate::connection::Reply;
 use crate::error::ClientError;
-use crate::outgoing::{Outgoing, check_op};
+use crate::message::{Incoming, Outgoing};
+use crate::socket::dealer;
 
-/// Seconds of silence behind which the system asks whether the other side of a connection is still there, seconds
-/// between two such questions, and how many may stay without an answer: a minute until it is taken for lost.
+/// TCP keepalive: seconds of silence before the first probe, seconds between two probes, and the number of unanswered
+/// probes after which the connection is considered lost. That takes a minute.
 const KEEPALIVE: (i32, i32, i32) = (30, 10, 3);
+
+/// Longest wait for a socket without a deadline.
+const MAX_POLL: Duration = Duration::from_secs(60);
 
 /// A socket and the monitor that receives the events of its connections.
 struct Wire {
@@ -33,22 +37,22 @@ struct Wire {
     socket: zmq::Socket,
 }
 
-/// Where no events are sent.
+/// An endpoint to which no events are sent.
 const NO_MONITOR: &str = "inproc://kvtier-client-no-monitor";
 
 impl Drop for Wire {
-    /// Ends the events before the monitor: libzmq's thread waits for ever to send one that nothing receives, and then
-    /// makes no connection any more. Whether the other place can be bound does not matter.
+    /// Ends the events before the monitor: libzmq's thread would wait forever to send one that nothing receives, and make
+    /// no connection any more. Whether the other endpoint can be bound does not matter.
     fn drop(&mut self) {
         let _ = self.socket.monitor(NO_MONITOR, 0);
     }
 }
 
-/// A request that left.
-struct Pending {
+/// A sent request.
+struct Sent {
     operation: Operation,
     kind: ResponseKind,
-    waited: Duration,
+    timeout: Duration,
     sink: Sink,
 }
 
@@ -59,19 +63,19 @@ pub(super) struct Io {
     wire: Option<Wire>,
     backoff: Backoff,
     /// When to make the next wire, if there is none.
-    again: Instant,
+    reopen_at: Instant,
     up: bool,
     sockets: u64,
-    /// Not sent yet, in order.
-    waiting: VecDeque<Submitted>,
-    /// Ends of sessions that did not leave by their deadline.
-    ends: VecDeque<Outgoing>,
-    sent: HashMap<u64, Pending>,
+    /// In the order of submission.
+    unsent: VecDeque<Submitted>,
+    /// Session ends that were not sent by their deadline.
+    unsent_ends: VecDeque<Outgoing>,
+    sent: HashMap<u64, Sent>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
 }
 
 impl Io {
-    /// Opens the socket, so that an address that is none is an error of the caller's.
+    /// Opens the socket, so that the caller gets the error if the address is invalid.
     pub(super) fn open(shared: Arc<Shared>, settings: Settings) -> Result<Self, ClientError> {
         let mut io = Self {
             shared,
@@ -79,11 +83,11 @@ impl Io {
             settings,
             wire: None,
             backoff: Backoff::new(settings.reconnect),
-            again: Instant::now(),
+            reopen_at: Instant::now(),
             up: false,
             sockets: 0,
-            waiting: VecDeque::new(),
-            ends: VecDeque::new(),
+            unsent: VecDeque::new(),
+            unsent_ends: VecDeque::new(),
             sent: HashMap::new(),
             deadlines: BinaryHeap::new(),
         };
@@ -99,22 +103,23 @@ impl Io {
         self.guarded(Self::serve);
     }
 
-    /// Runs `serve`. If it panics, which is a bug, all that is under way and all that comes fails rather than wait for
-    /// a thread that has ended.
+    /// Runs `serve`. If it panics, which is a bug, all current and later requests fail rather than wait for a thread that
+    /// has ended.
     fn guarded(&mut self, serve: impl FnOnce(&mut Self)) {
         let ended = catch_unwind(AssertUnwindSafe(|| serve(self)));
         self.shared.link.set(false);
         if ended.is_ok() {
-            // What is still here fails as closed: sinks are told when they are dropped.
+            // The remaining requests fail as closed when their sinks are dropped.
             return;
         }
-        let new = self.shared.break_down();
-        let sent = self.sent.drain().map(|(_, pending)| pending.sink);
-        let waiting = self.waiting.drain(..).chain(new).map(|each| each.sink);
-        for sink in sent.chain(waiting) {
+        let not_taken = self.shared.break_down();
+        let sent = self.sent.drain().map(|(_, sent)| sent.sink);
+        let unsent = self.unsent.drain(..).chain(not_taken);
+        let unsent = unsent.map(|request| request.sink);
+        for sink in sent.chain(unsent) {
             let operation = sink.1;
-            sink.tell(Err(ClientError::Broken { operation }));
-            self.shared.one_less();
+            sink.complete(Err(ClientError::Broken { operation }));
+            self.shared.request_ended();
         }
     }
 
@@ -124,75 +129,70 @@ impl Io {
             if self.shared.degraded.swap(false, Ordering::Relaxed) {
                 self.fail_dependent();
             }
-            let backlog = self.send_waiting();
+            let backlog = self.send_unsent();
             self.wait(backlog);
             self.read_monitor();
             self.read_replies();
         }
-        self.send_waiting();
+        self.send_unsent();
     }
 
     fn new_wire(&mut self) -> zmq::Result<Wire> {
         self.sockets += 1;
-        let place = format!("inproc://kvtier-client-monitor-{}", self.sockets);
-        let millis = |span: Duration| i32::try_from(span.as_millis()).unwrap_or(i32::MAX);
-        let socket = self.context.socket(zmq::DEALER)?;
-        socket.set_connect_timeout(5000)?;
-        socket.set_reconnect_ivl(millis(self.settings.reconnect).max(1))?;
-        socket.set_reconnect_ivl_max(1000)?;
-        socket.set_linger(millis(self.settings.linger))?;
-        // Nothing is queued for a connection that does not stand.
+        let events_at = format!("inproc://kvtier-client-monitor-{}", self.sockets);
+        let socket = dealer(&self.context, self.settings.reconnect, self.settings.linger)?;
+        // Nothing is queued for a connection that is not up.
         socket.set_immediate(true)?;
         let (idle, interval, count) = KEEPALIVE;
         socket.set_tcp_keepalive(1)?;
         socket.set_tcp_keepalive_idle(idle)?;
         socket.set_tcp_keepalive_intvl(interval)?;
         socket.set_tcp_keepalive_cnt(count)?;
-        // The same of ZMTP, where the address is no TCP one, or a proxy is between.
+        // The same of ZMTP, for other addresses than TCP ones, and for proxies.
         socket.set_heartbeat_ivl(idle * 1000)?;
         socket.set_heartbeat_timeout(interval * count * 1000)?;
         let events = zmq::SocketEvent::HANDSHAKE_SUCCEEDED.to_raw()
             | zmq::SocketEvent::CONNECT_RETRIED.to_raw()
             | zmq::SocketEvent::DISCONNECTED.to_raw();
-        socket.monitor(&place, i32::from(events))?;
+        socket.monitor(&events_at, i32::from(events))?;
         let monitor = self.context.socket(zmq::PAIR)?;
         monitor.set_linger(0)?;
-        monitor.connect(&place)?;
+        monitor.connect(&events_at)?;
         let wire = Wire { monitor, socket };
         wire.socket.connect(&self.shared.endpoint)?;
         Ok(wire)
     }
 
-    /// Takes what callers submitted; true when the client is closed.
+    /// Takes the submitted requests; returns whether the client is closed.
     fn take_submitted(&mut self) -> bool {
         let mut inbox = self.shared.inbox.lock();
         let closing = inbox.closing;
-        let new = std::mem::take(&mut inbox.new);
-        let ends = std::mem::take(&mut inbox.ends);
+        let requests = std::mem::take(&mut inbox.requests);
+        let ends = std::mem::take(&mut inbox.unsent_ends);
         drop(inbox);
         for end in ends {
-            keep_end(&mut self.ends, end);
+            keep_end(&mut self.unsent_ends, end);
         }
-        for submitted in new {
+        for submitted in requests {
             self.deadlines
                 .push(Reverse((submitted.deadline, submitted.uid)));
-            self.waiting.push_back(submitted);
+            self.unsent.push_back(submitted);
         }
         closing
     }
 
-    /// Sends what waits, as far as the socket takes it; true when something is left.
-    fn send_waiting(&mut self) -> bool {
+    /// Sends unsent requests as far as the socket takes them; returns whether some are left.
+    fn send_unsent(&mut self) -> bool {
         while self.up
             && let Some(wire) = &self.wire
-            && !self.ends.is_empty()
+            && !self.unsent_ends.is_empty()
         {
             match wire.socket.get_events() {
                 Ok(events) if events.contains(zmq::POLLOUT) => {}
                 _ => return true,
             }
-            if let Some(end) = self.ends.pop_front() {
-                // Nobody waits for the reply, which is dropped as late.
+            if let Some(end) = self.unsent_ends.pop_front() {
+                // The reply is dropped as late.
                 let uid = self.shared.next_uid.fetch_add(1, Ordering::Relaxed);
                 let _ = wire
                     .socket
@@ -201,9 +201,9 @@ impl Io {
         }
         while self.up
             && let Some(wire) = &self.wire
-            && let Some(first) = self.waiting.front()
+            && let Some(first) = self.unsent.front()
         {
-            // A message that is refused is lost to the library, so ask first.
+            // libzmq loses a message that it refuses, so ask first.
             match wire.socket.get_events() {
                 Ok(events) if events.contains(zmq::POLLOUT) => {}
                 _ => return true,
@@ -211,13 +211,13 @@ impl Io {
             if first.deadline <= Instant::now() {
                 return false;
             }
-            let Some(next) = self.waiting.pop_front() else {
+            let Some(next) = self.unsent.pop_front() else {
                 return false;
             };
             let Submitted {
                 uid,
                 outgoing,
-                waited,
+                timeout,
                 sink,
                 ..
             } = next;
@@ -229,17 +229,17 @@ impl Io {
                 Ok(()) => {
                     self.sent.insert(
                         uid,
-                        Pending {
+                        Sent {
                             operation,
                             kind,
-                            waited,
+                            timeout,
                             sink,
                         },
                     );
                 }
                 Err(source) => {
-                    self.shared.one_less();
-                    sink.tell(Err(ClientError::Socket {
+                    self.shared.request_ended();
+                    sink.complete(Err(ClientError::Socket {
                         operation,
                         endpoint: self.shared.endpoint.clone(),
                         source,
@@ -250,22 +250,25 @@ impl Io {
         false
     }
 
-    /// Waits for a message, an event, a caller or the next deadline.
+    /// Waits for a message, an event, a submitted request or the next deadline.
     fn wait(&self, backlog: bool) {
         let now = Instant::now();
         let next = self
             .deadlines
             .peek()
-            .map_or(Duration::from_secs(60), |Reverse((deadline, _))| {
+            .map_or(MAX_POLL, |Reverse((deadline, _))| {
                 deadline.saturating_duration_since(now)
             });
         let next = if self.wire.is_none() {
-            next.min(self.again.saturating_duration_since(now))
+            next.min(self.reopen_at.saturating_duration_since(now))
         } else {
             next
         };
-        // Rounded up, lest the last part of a millisecond be spent spinning.
-        let millis = next.as_nanos().div_ceil(1_000_000).min(60_000) as i64;
+        // Rounded up, so that the last part of a millisecond is not spent spinning.
+        let millis = next
+            .as_nanos()
+            .div_ceil(1_000_000)
+            .min(MAX_POLL.as_millis()) as i64;
         let mut items = vec![zmq::PollItem::from_fd(
             self.shared.wake.as_raw_fd(),
             zmq::POLLIN,
@@ -284,10 +287,10 @@ impl Io {
         self.shared.drain_wake();
     }
 
-    /// Follows the connection's fate.
+    /// Reads the events of the connection.
     fn read_monitor(&mut self) {
-        let silent = self.shared.silent.swap(0, Ordering::Relaxed);
-        let mut lost = self.up && silent != 0 && silent == self.shared.link.connections();
+        let dropped = self.shared.lost_connection.swap(0, Ordering::Relaxed);
+        let mut lost = self.up && dropped != 0 && dropped == self.shared.link.connections();
         while let Some(wire) = &self.wire {
             let Ok(event) = wire.monitor.recv_bytes(zmq::DONTWAIT) else {
                 break;
@@ -320,51 +323,51 @@ impl Io {
         }
     }
 
-    /// Makes the next socket when its time has come.
+    /// Makes the next socket if the pause is over.
     fn reopen(&mut self, now: Instant) {
-        if now >= self.again {
+        if now >= self.reopen_at {
             self.wire = self.new_wire().ok();
-            self.again = now + self.backoff.pause();
+            self.reopen_at = now + self.backoff.pause();
         }
     }
 
-    /// The connection is gone.
+    /// Drops a lost connection.
     fn lose(&mut self) {
         self.up = false;
-        self.again = Instant::now() + self.backoff.pause();
+        self.reopen_at = Instant::now() + self.backoff.pause();
         self.shared.link.set(false);
         if let Some(wire) = self.wire.take() {
-            // Nothing that was not sent may be sent later.
+            // What libzmq has not sent must not be sent later.
             let _ = wire.socket.set_linger(0);
         }
-        for (_, pending) in self.sent.drain() {
-            let operation = pending.operation;
-            pending.sink.tell(Err(ClientError::Disconnected {
+        for (_, sent) in self.sent.drain() {
+            let operation = sent.operation;
+            sent.sink.complete(Err(ClientError::Disconnected {
                 operation,
                 endpoint: self.shared.endpoint.clone(),
             }));
-            self.shared.one_less();
+            self.shared.request_ended();
         }
-        // What has not left must not reach a later server, which may mean other lengths.
+        // Unsent ones must not reach a later server, whose chunk size may differ.
         self.fail_dependent();
     }
 
-    /// Fails what is of no use without a server that answers: an engine waits for it, and the server keeps nothing that has
-    /// to be heard of.
+    /// Fails the requests that need a server that answers now: an engine waits for them, and the server keeps nothing for
+    /// them that it has to release.
     fn fail_dependent(&mut self) {
         let sent = self
             .sent
-            .extract_if(|_, pending| is_dependent(pending.operation))
-            .map(|(_, pending)| pending.sink);
-        let (dependent, rest) = std::mem::take(&mut self.waiting)
+            .extract_if(|_, sent| is_dependent(sent.operation))
+            .map(|(_, sent)| sent.sink);
+        let (dependent, rest) = std::mem::take(&mut self.unsent)
             .into_iter()
-            .partition(|each: &Submitted| is_dependent(each.outgoing.operation));
-        self.waiting = rest;
-        let waiting = VecDeque::into_iter(dependent).map(|each| each.sink);
-        for sink in sent.chain(waiting).collect::<Vec<_>>() {
+            .partition(|request: &Submitted| is_dependent(request.outgoing.operation));
+        self.unsent = rest;
+        let unsent = VecDeque::into_iter(dependent).map(|request| request.sink);
+        for sink in sent.chain(unsent).collect::<Vec<_>>() {
             let operation = sink.1;
-            self.shared.one_less();
-            sink.tell(Err(ClientError::Degraded {
+            self.shared.request_ended();
+            sink.complete(Err(ClientError::Degraded {
                 operation,
                 endpoint: self.shared.endpoint.clone(),
             }));
@@ -384,51 +387,47 @@ impl Io {
                     Err(_) => break,
                 }
             }
-            self.file(frames);
+            self.complete(frames);
         }
     }
 
-    /// Completes the request a message answers. Messages that answer none are late, and dropped.
-    fn file(&mut self, mut frames: Vec<zmq::Message>) {
-        self.shared.heard.fetch_add(1, Ordering::Relaxed);
-        let Ok(reply) = ReplyFrames::parse(frames.iter().map(|frame| &**frame)) else {
+    /// Completes the request that a message answers. A message that answers none is late, and dropped.
+    fn complete(&mut self, frames: Vec<zmq::Message>) {
+        self.shared.received.fetch_add(1, Ordering::Relaxed);
+        let Some(incoming) = Incoming::parse(frames) else {
             return;
         };
-        let Ok(uid) = reply.uid_number() else { return };
-        let Some(pending) = self.sent.remove(&uid) else {
+        let Some(sent) = self.sent.remove(&incoming.uid) else {
             return;
         };
         self.backoff.reset();
-        let result = check_op(reply.op, pending.operation).map(|()| {
-            let payload = (frames.len() > 2).then(|| frames.swap_remove(2));
-            Reply::new(uid, pending.operation, pending.kind, payload)
-        });
-        self.shared.one_less();
-        pending.sink.tell(result);
+        let reply = incoming.into_reply(sent.operation, sent.kind);
+        self.shared.request_ended();
+        sent.sink.complete(reply);
     }
 
-    /// Fails what has passed its deadline.
+    /// Fails the requests past their deadline.
     fn expire(&mut self, now: Instant) {
         while let Some(Reverse((deadline, uid))) = self.deadlines.peek().copied() {
             if deadline > now {
                 return;
             }
             self.deadlines.pop();
-            let (operation, waited, sink) = if let Some(pending) = self.sent.remove(&uid) {
-                (pending.operation, pending.waited, pending.sink)
-            } else if let Some(at) = self.waiting.iter().position(|waiting| waiting.uid == uid)
-                && let Some(never_left) = self.waiting.remove(at)
+            let (operation, waited, sink) = if let Some(sent) = self.sent.remove(&uid) {
+                (sent.operation, sent.timeout, sent.sink)
+            } else if let Some(at) = self.unsent.iter().position(|request| request.uid == uid)
+                && let Some(request) = self.unsent.remove(at)
             {
-                let operation = never_left.outgoing.operation;
+                let operation = request.outgoing.operation;
                 if operation == Operation::EndSession {
-                    keep_end(&mut self.ends, never_left.outgoing);
+                    keep_end(&mut self.unsent_ends, request.outgoing);
                 }
-                (operation, never_left.waited, never_left.sink)
+                (operation, request.timeout, request.sink)
             } else {
                 continue;
             };
-            self.shared.one_less();
-            sink.tell(Err(ClientError::Timeout {
+            self.shared.request_ended();
+            sink.complete(Err(ClientError::Timeout {
                 operation,
                 endpoint: self.shared.endpoint.clone(),
                 waited,
@@ -437,6 +436,7 @@ impl Io {
     }
 }
 
+/// Whether a request of this operation fails when the server stops answering.
 fn is_dependent(operation: Operation) -> bool {
     matches!(
         operation,
@@ -457,7 +457,7 @@ mod tests {
     use super::super::{Client, Health};
     use super::*;
 
-    /// Of a client of nobody's, without threads.
+    /// The I/O state of a client without threads.
     fn io() -> Io {
         let settings = Settings::default();
         let shared = Shared::new("tcp://127.0.0.1:9".to_owned(), settings).unwrap();
@@ -465,20 +465,20 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_connection_is_left_alone_for_a_while() {
+    fn lost_connection_is_retried_after_a_pause() {
         let mut io = io();
         io.lose();
         io.read_monitor();
         assert!(io.wire.is_none());
-        let first = io.again;
+        let first = io.reopen_at;
         io.reopen(first);
         assert!(io.wire.is_some());
         // Had there been none, the next try would have come later.
-        assert!(io.again > first);
+        assert!(io.reopen_at > first);
     }
 
     #[test]
-    fn what_has_woken_the_thread_wakes_it_once() {
+    fn wake_up_is_consumed_by_one_wait() {
         let io = io();
         io.shared.wake();
         io.wait(false);
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_connection_is_given_up_and_the_one_behind_it_is_not() {
+    fn silent_connection_is_dropped_and_its_successor_kept() {
         let mut io = io();
         let connect = |io: &mut Io| {
             io.up = true;
@@ -495,12 +495,12 @@ mod tests {
             io.shared.link.connections()
         };
         let first = connect(&mut io);
-        io.shared.give_up_connection(first);
+        io.shared.drop_connection(first);
         io.read_monitor();
         assert!(!io.up && io.wire.is_none());
-        io.reopen(io.again);
+        io.reopen(io.reopen_at);
         connect(&mut io);
-        io.shared.give_up_connection(first);
+        io.shared.drop_connection(first);
         io.read_monitor();
         assert!(io.up && io.wire.is_some());
     }
@@ -520,55 +520,55 @@ mod tests {
         assert!(!other.is_ready());
         // The session that the server may have opened ends.
         io.take_submitted();
-        let waiting: Vec<_> = io
-            .waiting
+        let unsent: Vec<_> = io
+            .unsent
             .iter()
-            .map(|each| each.outgoing.operation)
+            .map(|request| request.outgoing.operation)
             .collect();
-        assert_eq!(waiting, [Operation::Noop, Operation::EndSession]);
+        assert_eq!(unsent, [Operation::Noop, Operation::EndSession]);
     }
 
     #[test]
-    fn ends_of_sessions_that_had_no_room_or_no_time_are_kept() {
+    fn session_ends_are_kept_beyond_limit_and_deadline() {
         let mut io = io();
         let client = Client::internal(Arc::clone(&io.shared));
-        client.end_session("waits too long").forget();
+        client.end_session("late").forget();
         io.take_submitted();
         io.expire(Instant::now() + Duration::from_secs(3600));
         io.shared
             .in_flight
             .store(super::super::MAX_IN_FLIGHT, Ordering::Relaxed);
-        let refused = client.end_session("has no room").join();
+        let refused = client.end_session("beyond the limit").join();
         assert!(matches!(refused, Err(ClientError::TooMany { .. })));
-        // Nothing else is.
+        // Other requests are not kept.
         assert!(client.noop().join().is_err());
         io.take_submitted();
-        assert_eq!(io.ends.len(), 2);
-        assert!(io.waiting.is_empty());
+        assert_eq!(io.unsent_ends.len(), 2);
+        assert!(io.unsent.is_empty());
     }
 
     #[test]
-    fn a_panic_of_the_thread_fails_all_that_is_under_way_and_all_that_comes() {
+    fn panic_of_the_thread_fails_current_and_later_requests() {
         let mut io = io();
         let shared = Arc::clone(&io.shared);
         let client = Client::internal(Arc::clone(&shared));
-        let waiting = client.noop();
+        let current = client.noop();
         io.guarded(|io| {
             io.take_submitted();
             client.noop().forget();
             panic!("a bug");
         });
         let is_broken = |error| matches!(error, ClientError::Broken { .. });
-        assert!(waiting.join().is_err_and(is_broken));
+        assert!(current.join().is_err_and(is_broken));
         assert!(client.noop().join().is_err_and(is_broken));
         assert_eq!(client.in_flight(), 0);
-        // The other thread says so, and ends.
-        let (told, heard) = mpsc::channel();
+        // The other thread reports it, and ends.
+        let (sender, states) = mpsc::channel();
         client.on_health(Box::new(move |health| {
-            let _ = told.send(health);
+            let _ = sender.send(health);
         }));
         shared.watch.set(Health::Healthy);
         super::super::health::run(&shared, Duration::from_secs(600));
-        assert_eq!(heard.iter().take(2).last(), Some(Health::Degraded));
+        assert_eq!(states.iter().take(2).last(), Some(Health::Degraded));
     }
 }

@@ -1,13 +1,13 @@
 //! A client for many threads: requests are submitted without waiting, and their results are futures.
 //!
-//! Two threads serve it: one owns the socket ([`io`]), one watches the server ([`health`]).
+//! It has two threads: one owns the socket ([`io`]), one sends heartbeats ([`health`]).
 
 mod backoff;
-mod calls;
 mod chunk;
 mod future;
 mod health;
 mod io;
+mod lookup;
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -26,36 +26,38 @@ pub use chunk::ChunkTerms;
 pub use future::Future;
 pub use health::{Health, HealthCallback, RecoverHook};
 
-use crate::connection::Reply;
+use crate::answers;
+use crate::calls::{Keyless, server_wait};
 use crate::error::ClientError;
-use crate::outgoing::Outgoing;
+use crate::message::{Outgoing, Reply};
+use crate::socket::with_scheme;
 
-/// Most requests that may be under way at once.
+/// Limit of requests in flight.
 pub const MAX_IN_FLIGHT: usize = 1 << 16;
 
-/// No worker: heartbeats are a scheduler's.
+/// The instance of a scheduler, which is none.
 const NO_INSTANCE: i64 = i64::MIN;
 
-/// Session ends kept at most that could not be sent. Each is some dozens of bytes.
-const MAX_ENDS: usize = 1 << 16;
+/// Limit of unsent session ends that are kept. Each has some dozens of bytes.
+const MAX_UNSENT_ENDS: usize = 1 << 16;
 
 /// How a [`Client`] behaves.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    /// How long each request may take until its result, unless it is submitted with another deadline. Default 10 s.
+    /// Time from submitting a request to its result, unless it is submitted with another deadline. Default 10 s.
     pub timeout: Duration,
-    /// Time between two heartbeats; one that is not answered for as long makes the server degraded. Behind three in a
-    /// row, and no other answer meanwhile, the connection is given up as lost and another one is made. Default 5 s, so a
-    /// connection that died silently is replaced within about 15 s.
+    /// Time between two heartbeats. If one is not answered for as long, the server is degraded. After three in a row,
+    /// and no other reply meanwhile, the connection is considered lost and replaced. Default 5 s, so a connection that
+    /// died silently is replaced within about 15 s.
     pub heartbeat: Duration,
     /// First pause before a lost connection is tried again. Default 100 ms; it doubles up to 1 s, and each is shortened
     /// at random by up to half. The first heartbeat follows a new connection at once, so a server that is back is
     /// healthy again within about a second.
     pub reconnect: Duration,
-    /// How long closing may wait for the last requests to leave. Default 500 ms.
+    /// How long closing may wait for the last requests to be sent. Default 500 ms.
     pub linger: Duration,
-    /// Chunk sizes that can be used. With them each new server is asked for its own before anything else depends on it, and
-    /// one that differs leaves the client degraded. Default: none, nothing is asked.
+    /// Usable chunk sizes. If given, each new server is asked for its chunk size before anything else depends on it, and
+    /// one with another size leaves the client degraded. Default: none, nothing is asked.
     pub chunk: Option<ChunkTerms>,
 }
 
@@ -71,18 +73,18 @@ impl Default for Settings {
     }
 }
 
-/// A connection to a server, for any number of threads. Cloning gives another handle; the last one closes it.
+/// A connection to a server, for any number of threads. A clone is another handle; dropping the last one closes it.
 ///
-/// Each request has a deadline and is over by then, with a response or an error, also when the server is gone, hangs or
-/// comes back as another one. A lost connection fails what was under way at once.
+/// Each request has a deadline and ends by then, with a response or an error, even if the server ends, hangs or
+/// restarts. If the connection is lost, the requests in flight fail at once.
 #[derive(Clone)]
 pub struct Client {
     shared: Arc<Shared>,
-    /// None for the handle that the client's own threads use.
+    /// None for the handle of the client's own threads.
     _handle: Option<Arc<Handle>>,
 }
 
-/// Closes the client when the last handle goes.
+/// Closes the client when it is dropped.
 struct Handle(Arc<Shared>);
 
 impl Drop for Handle {
@@ -91,52 +93,53 @@ impl Drop for Handle {
     }
 }
 
-/// What is done with a request's result.
-type Told = Box<dyn FnOnce(Result<Reply, ClientError>) + Send>;
+/// Consumer of a request's result.
+type OnResult = Box<dyn FnOnce(Result<Reply, ClientError>) + Send>;
 
-/// Who gets a request's result. Dropped untold it says that the client was closed.
-struct Sink(Option<Told>, Operation);
+/// Receiver of one request's result. Dropped without one, it receives [`ClientError::Closed`].
+struct Sink(Option<OnResult>, Operation);
 
 impl Sink {
-    fn tell(mut self, result: Result<Reply, ClientError>) {
-        self.tell_once(result);
+    fn complete(mut self, result: Result<Reply, ClientError>) {
+        self.complete_once(result);
     }
 
-    fn tell_once(&mut self, result: Result<Reply, ClientError>) {
-        if let Some(sink) = self.0.take() {
-            // A panic is its owner's, and printed; the thread that tells serves others too.
-            let _ = catch_unwind(AssertUnwindSafe(|| sink(result)));
+    fn complete_once(&mut self, result: Result<Reply, ClientError>) {
+        if let Some(consume) = self.0.take() {
+            // A panic is the consumer's, and printed; the thread serves other requests too.
+            let _ = catch_unwind(AssertUnwindSafe(|| consume(result)));
         }
     }
 }
 
 impl Drop for Sink {
     fn drop(&mut self) {
-        self.tell_once(Err(ClientError::Closed { operation: self.1 }));
+        self.complete_once(Err(ClientError::Closed { operation: self.1 }));
     }
 }
 
-/// A request on its way to the I/O thread.
+/// A request that the I/O thread has to send.
 struct Submitted {
     uid: u64,
     outgoing: Outgoing,
     deadline: Instant,
-    /// From the submission to the deadline.
-    waited: Duration,
+    /// Time from the submission to the deadline.
+    timeout: Duration,
     sink: Sink,
 }
 
+/// Submitted requests that the I/O thread has not taken yet.
 #[derive(Default)]
 struct Inbox {
-    new: VecDeque<Submitted>,
-    /// Ends of sessions that there was no room for, to be sent all the same.
-    ends: VecDeque<Outgoing>,
+    requests: VecDeque<Submitted>,
+    /// Session ends beyond [`MAX_IN_FLIGHT`], which are sent all the same.
+    unsent_ends: VecDeque<Outgoing>,
     closing: bool,
-    /// The I/O thread has panicked.
+    /// Whether the I/O thread has panicked.
     broken: bool,
 }
 
-/// What the handles and the two threads share.
+/// State of the handles and the two threads.
 struct Shared {
     endpoint: String,
     /// The process that has the threads.
@@ -148,15 +151,15 @@ struct Shared {
     wake: OwnedFd,
     next_uid: AtomicU64,
     in_flight: AtomicUsize,
-    /// Whose heartbeats are sent.
+    /// The instance of heartbeats.
     instance: AtomicI64,
-    /// Messages that came from the server.
-    heard: AtomicU64,
-    /// Number of a connection that is to be given up as lost.
-    silent: AtomicU64,
-    /// The state has turned degraded: lookups and prepares in flight fail.
+    /// Messages received from the server.
+    received: AtomicU64,
+    /// Number of a connection that the I/O thread has to drop as lost; 0 for none.
+    lost_connection: AtomicU64,
+    /// Set when the state turns degraded: lookups and prepares in flight fail.
     degraded: AtomicBool,
-    /// The last try to connect has failed.
+    /// Whether the last try to connect has failed.
     unreachable: AtomicBool,
     link: health::Link,
     watch: health::Watch,
@@ -167,9 +170,9 @@ fn nanos(span: Duration) -> u64 {
     u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// An end of a session that nobody waits for: without it the server would keep the session's leases.
+/// Keeps a session end whose request has failed: without it the server would keep the session's leases.
 fn keep_end(ends: &mut VecDeque<Outgoing>, end: Outgoing) {
-    if ends.len() < MAX_ENDS {
+    if ends.len() < MAX_UNSENT_ENDS {
         ends.push_back(end);
     }
 }
@@ -189,8 +192,8 @@ impl Shared {
             next_uid: AtomicU64::new(0),
             in_flight: AtomicUsize::new(0),
             instance: AtomicI64::new(NO_INSTANCE),
-            heard: AtomicU64::new(0),
-            silent: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+            lost_connection: AtomicU64::new(0),
             degraded: AtomicBool::new(false),
             unreachable: AtomicBool::new(false),
             link: health::Link::default(),
@@ -216,13 +219,14 @@ impl Shared {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
     }
 
-    /// Has the connection of this number, if it stands still, given up as lost.
-    fn give_up_connection(&self, number: u64) {
-        self.silent.store(number, Ordering::Relaxed);
+    /// Drops the connection of this number as lost, if it is still the current one.
+    fn drop_connection(&self, number: u64) {
+        self.lost_connection.store(number, Ordering::Relaxed);
         self.wake();
     }
 
-    fn one_less(&self) {
+    /// Counts a request in flight as ended.
+    fn request_ended(&self) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 
@@ -232,15 +236,15 @@ impl Shared {
         self.wake();
     }
 
-    /// Nobody serves requests any more; gives those that nobody has taken.
+    /// Closes the client after a panic of the I/O thread; returns the requests it has not taken.
     fn break_down(&self) -> VecDeque<Submitted> {
         let mut inbox = self.inbox.lock();
         inbox.closing = true;
         inbox.broken = true;
-        let new = std::mem::take(&mut inbox.new);
+        let requests = std::mem::take(&mut inbox.requests);
         drop(inbox);
         self.link.close();
-        new
+        requests
     }
 
     fn close(&self) {
@@ -257,10 +261,10 @@ impl Shared {
 impl Client {
     /// Connects with default [`Settings`]. `endpoint` is `tcp://host:port`, `ipc://path`, or `host:port`, which means TCP.
     ///
-    /// Returns before the connection is there; [`Client::wait_healthy`] proves that a server answers.
+    /// Returns before the connection is established; [`Client::wait_healthy`] proves that a server answers.
     ///
     /// # Errors
-    /// [`ClientError::Connect`] for an address that is none.
+    /// [`ClientError::Connect`] if the address is invalid.
     pub fn connect(endpoint: &str) -> Result<Self, ClientError> {
         Self::connect_with(endpoint, Settings::default())
     }
@@ -268,14 +272,9 @@ impl Client {
     /// [`Client::connect`] with settings.
     ///
     /// # Errors
-    /// [`ClientError::Connect`] for an address that is none; [`ClientError::System`] when no thread can be started.
+    /// [`ClientError::Connect`] if the address is invalid; [`ClientError::System`] if no thread can be started.
     pub fn connect_with(endpoint: &str, settings: Settings) -> Result<Self, ClientError> {
-        let endpoint = if endpoint.contains("://") {
-            endpoint.to_owned()
-        } else {
-            format!("tcp://{endpoint}")
-        };
-        let shared = Arc::new(Shared::new(endpoint, settings)?);
+        let shared = Arc::new(Shared::new(with_scheme(endpoint), settings)?);
         let io = io::Io::open(Arc::clone(&shared), settings)?;
         // From here on dropping the handle ends the threads that were started.
         let client = Self {
@@ -293,7 +292,7 @@ impl Client {
         Ok(client)
     }
 
-    /// The handle of the client's own threads, which keeps nothing open.
+    /// A handle for the client's own threads, which does not keep the client open.
     fn internal(shared: Arc<Shared>) -> Self {
         Self {
             shared,
@@ -307,25 +306,25 @@ impl Client {
         &self.shared.endpoint
     }
 
-    /// How long each request may take.
+    /// Time from submitting a request to its result.
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.shared.timeout()
     }
 
-    /// Changes how long each later request may take.
+    /// Sets the timeout of later requests.
     pub fn set_timeout(&self, timeout: Duration) {
         self.shared.timeout.store(nanos(timeout), Ordering::Relaxed);
     }
 
-    /// Requests under way.
+    /// Requests in flight.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.shared.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Connections made so far. A number that changed means that the server may be another one, which knows nothing of
-    /// earlier registrations and lookups.
+    /// Connections made so far. If the number has changed, the server may be another one, which knows nothing of earlier
+    /// registrations and lookups.
     #[must_use]
     pub fn connections(&self) -> u64 {
         if self.shared.is_forked() {
@@ -340,7 +339,7 @@ impl Client {
         self.shared.agreement.chunk_tokens()
     }
 
-    /// Why the server that answers cannot be used, and what to do; none while it can, or while none answers.
+    /// Why the server cannot be used although it answers, and what to do; none while it can be, or does not answer.
     #[must_use]
     pub fn obstacle(&self) -> Option<String> {
         if self.shared.is_forked() {
@@ -355,7 +354,7 @@ impl Client {
         self.shared.is_forked()
     }
 
-    /// How it stands with the server. Degraded until the first heartbeat was answered, and after a fork.
+    /// State of the server. Degraded until the first heartbeat is answered, and after a fork.
     #[must_use]
     pub fn health(&self) -> Health {
         if self.shared.is_forked() {
@@ -364,19 +363,19 @@ impl Client {
         self.shared.watch.state()
     }
 
-    /// Whether the last try to connect has failed, as it does at once where nothing listens.
+    /// Whether the last try to connect has failed, as it does at once if nothing listens.
     #[must_use]
     pub fn is_unreachable(&self) -> bool {
         self.shared.unreachable.load(Ordering::Relaxed)
     }
 
-    /// Waits up to `patience` for the server to be healthy; whether it is.
+    /// Waits up to `timeout` for the server to be healthy; returns whether it is.
     #[must_use]
-    pub fn wait_healthy(&self, patience: Duration) -> bool {
-        !self.shared.is_forked() && self.shared.watch.wait_healthy(patience)
+    pub fn wait_healthy(&self, timeout: Duration) -> bool {
+        !self.shared.is_forked() && self.shared.watch.wait_healthy(timeout)
     }
 
-    /// Has `callback` called with each later state, and with [`Health::Degraded`] again when [`Client::obstacle`] changes.
+    /// Calls `callback` with each later state, and with [`Health::Degraded`] again when [`Client::obstacle`] changes.
     pub fn on_health(&self, callback: HealthCallback) {
         if self.shared.is_forked() {
             return;
@@ -384,38 +383,38 @@ impl Client {
         self.shared.watch.add_callback(callback);
     }
 
-    /// Has `hook` called on each connection but the one of this number ([`Client::connections`]), whose server was told,
-    /// and when the server does not know this client's worker any more, before the client is healthy again. It replaces
-    /// an earlier one. It must not hold a [`Client`]: it is given one.
-    pub fn on_recover(&self, told: u64, hook: RecoverHook) {
+    /// Calls `hook` before the client is healthy again: on each connection except `registered_on` (a number of
+    /// [`Client::connections`]), and when the server does not know this client's worker any more. It replaces an earlier
+    /// hook. It must not hold a [`Client`]: it gets one as its argument.
+    pub fn on_recover(&self, registered_on: u64, hook: RecoverHook) {
         if self.shared.is_forked() {
             return;
         }
         self.shared.watch.set_recover(hook);
-        // One that came meanwhile, before there was the hook, has been greeted without it.
-        if told != self.connections() {
+        // A connection that was made before the hook was set became healthy without it.
+        if registered_on != self.connections() {
             self.recover_again();
         }
     }
 
-    /// Has the hook of [`Client::on_recover`] called soon: what the server knew was taken back.
+    /// Calls the hook of [`Client::on_recover`] soon, for a registration that was withdrawn.
     pub fn recover_again(&self) {
         self.shared.link.recover_again();
     }
 
-    /// Whose heartbeats are sent: those of a worker from its registration on, else a scheduler's.
+    /// Sets the instance of heartbeats: a worker's from its registration on; none for a scheduler.
     pub fn set_instance(&self, instance: Option<InstanceId>) {
         let number = instance.map_or(NO_INSTANCE, |instance| instance.0);
         self.shared.instance.store(number, Ordering::Relaxed);
     }
 
-    /// Ends the client: what is under way fails with [`ClientError::Closed`]. Later requests do so at once.
+    /// Closes the client: requests in flight fail with [`ClientError::Closed`], later ones at once.
     pub fn close(&self) {
         self.shared.close();
     }
 
-    /// Submits a request; `sink` is told its result, at its deadline at the latest, on a thread of the client's, which
-    /// it must not keep waiting.
+    /// Submits a request; calls `sink` with its result, at its deadline at the latest, on a thread of the client's, which
+    /// it must not block.
     pub fn submit_then<T: TokenWriter>(
         &self,
         request: &Request<'_, T>,
@@ -425,18 +424,18 @@ impl Client {
         let operation = request.operation();
         let sink = Sink(Some(Box::new(sink)), operation);
         if self.shared.is_forked() {
-            return sink.tell(Err(ClientError::Forked { operation }));
+            return sink.complete(Err(ClientError::Forked { operation }));
         }
         let outgoing = match Outgoing::encode(request) {
             Ok(outgoing) => outgoing,
-            Err(error) => return sink.tell(Err(error)),
+            Err(error) => return sink.complete(Err(error)),
         };
         if self.shared.in_flight.fetch_add(1, Ordering::Relaxed) >= MAX_IN_FLIGHT {
-            self.shared.one_less();
+            self.shared.request_ended();
             if operation == Operation::EndSession {
-                keep_end(&mut self.shared.inbox.lock().ends, outgoing);
+                keep_end(&mut self.shared.inbox.lock().unsent_ends, outgoing);
             }
-            return sink.tell(Err(ClientError::TooMany {
+            return sink.complete(Err(ClientError::TooMany {
                 operation,
                 limit: MAX_IN_FLIGHT,
             }));
@@ -445,27 +444,27 @@ impl Client {
             uid: self.shared.next_uid.fetch_add(1, Ordering::Relaxed),
             outgoing,
             deadline: Instant::now() + timeout,
-            waited: timeout,
+            timeout,
             sink,
         };
         let mut inbox = self.shared.inbox.lock();
         if inbox.closing {
             let broken = inbox.broken;
-            // Told without the lock; a sink that is dropped is told that the client was closed.
+            // Completed without the lock. A sink that is dropped completes with "closed".
             drop(inbox);
-            self.shared.one_less();
+            self.shared.request_ended();
             if broken {
                 let sink = submitted.sink;
-                sink.tell(Err(ClientError::Broken { operation }));
+                sink.complete(Err(ClientError::Broken { operation }));
             }
             return;
         }
-        inbox.new.push_back(submitted);
+        inbox.requests.push_back(submitted);
         drop(inbox);
         self.shared.wake();
     }
 
-    /// Submits a request; `read` makes its response of the reply.
+    /// Submits a request; `read` turns its reply into the result.
     pub fn submit<T: TokenWriter, R: Send + 'static>(
         &self,
         request: &Request<'_, T>,
@@ -477,6 +476,34 @@ impl Client {
             promise.keep(reply.and_then(|reply| read(&reply)));
         });
         future
+    }
+
+    /// Submits a request whose result is the reply itself.
+    pub fn submit_for_reply<T: TokenWriter>(
+        &self,
+        request: &Request<'_, T>,
+        timeout: Duration,
+    ) -> Future<Reply> {
+        let (promise, future) = future::channel(request.operation());
+        self.submit_then(request, timeout, move |reply| promise.keep(reply));
+        future
+    }
+
+    /// Submits a request with the client's timeout, and the time that the server may hold its reply back.
+    pub(crate) fn ask<T: TokenWriter, R: Send + 'static>(
+        &self,
+        request: &Request<'_, T>,
+        read: fn(&Reply) -> Result<R, ClientError>,
+    ) -> Future<R> {
+        self.submit(request, self.timeout() + server_wait(request), read)
+    }
+
+    /// Sends a heartbeat of this client's worker, or of a scheduler, and waits for its reply.
+    fn heartbeat(&self, timeout: Duration) -> Result<bool, ClientError> {
+        let number = self.shared.instance.load(Ordering::Relaxed);
+        let instance = (number != NO_INSTANCE).then_some(InstanceId(number));
+        self.submit(&Keyless::Ping { instance }, timeout, answers::truth)
+            .join()
     }
 }
 

@@ -13,12 +13,12 @@ use kvtier_client::proto::response::Response;
 use kvtier_client::{ChunkTerms, Client, ClientError, Health, InstanceId, Prompt, Scope, Settings};
 
 /// Longer than any test may take.
-const FOR_EVER: Duration = Duration::from_secs(600);
+const MAX_TEST: Duration = Duration::from_secs(600);
 
 fn settings() -> Settings {
     Settings {
-        timeout: FOR_EVER,
-        heartbeat: FOR_EVER,
+        timeout: MAX_TEST,
+        heartbeat: MAX_TEST,
         reconnect: Duration::from_millis(1),
         ..Settings::default()
     }
@@ -29,7 +29,7 @@ fn connect(server: &Server, settings: Settings) -> Client {
 }
 
 /// Answers pings, and the chunk size with 16.
-fn obliging(request: &Request<'_, Vec<u32>>) -> Option<Response<'static>> {
+fn default_answers(request: &Request<'_, Vec<u32>>) -> Option<Response<'static>> {
     match request {
         Request::Ping { .. } => Some(Response::Bool(true)),
         Request::GetChunkSize => Some(Response::Int(16)),
@@ -38,30 +38,30 @@ fn obliging(request: &Request<'_, Vec<u32>>) -> Option<Response<'static>> {
 }
 
 #[test]
-fn a_result_is_polled_waited_for_and_taken_once() {
+fn result_is_polled_awaited_and_taken_once() {
     let (release, held) = mpsc::channel::<()>();
     let server = Server::typed(move |request| {
         if matches!(request, Request::GetChunkSize) {
             held.recv().unwrap();
         }
-        obliging(request)
+        default_answers(request)
     });
     let client = connect(&server, settings());
-    assert!(client.wait_healthy(FOR_EVER));
+    assert!(client.wait_healthy(MAX_TEST));
     let future = client.get_chunk_size();
     assert!(!future.is_ready());
     assert!(future.try_take().is_none());
     assert!(future.wait(Duration::ZERO).is_none());
     assert_eq!(client.in_flight(), 1);
     release.send(()).unwrap();
-    assert_eq!(future.wait(FOR_EVER).unwrap().unwrap(), 16);
+    assert_eq!(future.wait(MAX_TEST).unwrap().unwrap(), 16);
     assert!(future.try_take().is_none(), "given once");
     assert!(matches!(future.join(), Err(ClientError::Cancelled { .. })));
     assert_eq!(client.in_flight(), 0);
 }
 
 #[test]
-fn requests_of_many_threads_get_their_own_answers() {
+fn threads_receive_their_own_answers() {
     let server = Server::typed(|request| match request {
         Request::Ping { .. } => Some(Response::Bool(true)),
         Request::EndSession { .. } => Some(Response::Nothing),
@@ -89,7 +89,7 @@ fn requests_of_many_threads_get_their_own_answers() {
 }
 
 #[test]
-fn a_silent_server_is_a_timeout_at_the_deadline() {
+fn silent_server_is_timeout_at_deadline() {
     let server = Server::typed(|_| None);
     let brief = Settings {
         timeout: Duration::from_millis(50),
@@ -101,8 +101,8 @@ fn a_silent_server_is_a_timeout_at_the_deadline() {
 }
 
 #[test]
-fn without_a_server_requests_end_at_their_deadline() {
-    let nobody = {
+fn requests_without_server_end_at_deadline() {
+    let no_server = {
         let server = Server::typed(|_| None);
         server.endpoint().to_owned()
     };
@@ -110,7 +110,7 @@ fn without_a_server_requests_end_at_their_deadline() {
         timeout: Duration::from_millis(50),
         ..settings()
     };
-    let client = Client::connect_with(&nobody, brief).unwrap();
+    let client = Client::connect_with(&no_server, brief).unwrap();
     let futures: Vec<_> = (0..10).map(|_| client.noop()).collect();
     for future in futures {
         let error = future.join().unwrap_err();
@@ -120,13 +120,13 @@ fn without_a_server_requests_end_at_their_deadline() {
 }
 
 #[test]
-fn a_lost_connection_fails_what_was_under_way_at_once() {
-    let (told, asked) = mpsc::channel();
+fn lost_connection_fails_requests_in_flight_at_once() {
+    let (sender, asked) = mpsc::channel();
     let server = Server::typed(move |request| {
         if matches!(request, Request::Noop) {
-            told.send(()).unwrap();
+            sender.send(()).unwrap();
         }
-        obliging(request)
+        default_answers(request)
     });
     let client = connect(&server, settings());
     let future = client.noop();
@@ -137,23 +137,23 @@ fn a_lost_connection_fails_what_was_under_way_at_once() {
 }
 
 #[test]
-fn a_request_made_while_the_server_is_away_is_answered_by_the_next() {
-    let server = Server::typed(obliging);
+fn request_without_server_is_answered_by_next_one() {
+    let server = Server::typed(default_answers);
     let endpoint = server.endpoint().to_owned();
     let client = connect(&server, settings());
-    assert!(client.wait_healthy(FOR_EVER));
-    let (told, heard) = mpsc::channel();
+    assert!(client.wait_healthy(MAX_TEST));
+    let (sender, receiver) = mpsc::channel();
     client.on_health(Box::new(move |health| {
-        let _ = told.send(health);
+        let _ = sender.send(health);
     }));
     drop(server);
-    assert_eq!(heard.recv().unwrap(), Health::Degraded);
+    assert_eq!(receiver.recv().unwrap(), Health::Degraded);
     let future = client.get_chunk_size();
     assert!(future.try_take().is_none());
-    let _server = Server::typed_at(&endpoint, obliging);
+    let _server = Server::typed_at(&endpoint, default_answers);
     assert_eq!(future.join().unwrap(), 16);
-    assert_eq!(heard.recv().unwrap(), Health::Recovering);
-    assert_eq!(heard.recv().unwrap(), Health::Healthy);
+    assert_eq!(receiver.recv().unwrap(), Health::Recovering);
+    assert_eq!(receiver.recv().unwrap(), Health::Healthy);
     assert_eq!(client.connections(), 2);
 }
 
@@ -161,7 +161,7 @@ fn a_request_made_while_the_server_is_away_is_answered_by_the_next() {
 /// every round.
 #[test]
 fn clients_reconnect_after_each_restart() {
-    let mut server = Server::typed(obliging);
+    let mut server = Server::typed(default_answers);
     let clients: Vec<_> = (0..32).map(|_| connect(&server, settings())).collect();
     for round in 1..=8 {
         for (number, client) in clients.iter().enumerate() {
@@ -170,33 +170,33 @@ fn clients_reconnect_after_each_restart() {
         }
         let address = server.endpoint().to_owned();
         drop(server);
-        server = Server::typed_at(&address, obliging);
+        server = Server::typed_at(&address, default_answers);
     }
 }
 
 #[test]
-fn the_recover_hook_runs_on_a_new_connection_before_the_client_is_healthy() {
-    let server = Server::typed(obliging);
+fn recover_hook_runs_before_new_connection_is_healthy() {
+    let server = Server::typed(default_answers);
     let endpoint = server.endpoint().to_owned();
     let client = connect(&server, settings());
-    assert!(client.wait_healthy(FOR_EVER));
-    let (told, heard) = mpsc::channel();
+    assert!(client.wait_healthy(MAX_TEST));
+    let (sender, receiver) = mpsc::channel();
     client.on_recover(
         1,
         Box::new(move |client| {
             let size = client.get_chunk_size().join().unwrap();
-            told.send((client.health(), size)).unwrap();
+            sender.send((client.health(), size)).unwrap();
             Ok(())
         }),
     );
     drop(server);
-    let _server = Server::typed_at(&endpoint, obliging);
-    assert_eq!(heard.recv().unwrap(), (Health::Recovering, 16));
-    assert!(client.wait_healthy(FOR_EVER));
+    let _server = Server::typed_at(&endpoint, default_answers);
+    assert_eq!(receiver.recv().unwrap(), (Health::Recovering, 16));
+    assert!(client.wait_healthy(MAX_TEST));
 }
 
 #[test]
-fn a_server_that_does_not_know_the_worker_makes_it_register_again() {
+fn unknown_worker_registers_again() {
     let knows = Arc::new(AtomicBool::new(false));
     let known = Arc::clone(&knows);
     let server = Server::typed(move |request| match request {
@@ -210,16 +210,16 @@ fn a_server_that_does_not_know_the_worker_makes_it_register_again() {
         ..settings()
     };
     let client = connect(&server, quick);
-    assert!(client.wait_healthy(FOR_EVER));
-    let (told, heard) = mpsc::channel();
+    assert!(client.wait_healthy(MAX_TEST));
+    let (sender, receiver) = mpsc::channel();
     let hook = move |_: &Client| {
         knows.store(true, Ordering::Relaxed);
-        told.send(()).map_err(|_| None)
+        sender.send(()).map_err(|_| None)
     };
     client.on_recover(1, Box::new(hook));
     client.set_instance(Some(InstanceId(7)));
-    heard.recv().unwrap();
-    assert!(client.wait_healthy(FOR_EVER));
+    receiver.recv().unwrap();
+    assert!(client.wait_healthy(MAX_TEST));
 }
 
 /// Answers pings, and the chunk size with `tokens`.
@@ -228,12 +228,12 @@ fn with_chunk(
 ) -> impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static {
     move |request| match request {
         Request::GetChunkSize => Some(Response::Int(tokens)),
-        request => obliging(request),
+        request => default_answers(request),
     }
 }
 
 #[test]
-fn server_with_another_chunk_size_is_not_used_until_it_matches() {
+fn server_with_other_chunk_size_is_not_used() {
     let terms = ChunkTerms {
         block_tokens: 4,
         chunk_tokens: None,
@@ -245,15 +245,15 @@ fn server_with_another_chunk_size_is_not_used_until_it_matches() {
     let server = Server::typed(with_chunk(16));
     let endpoint = server.endpoint().to_owned();
     let client = connect(&server, settings);
-    assert!(client.wait_healthy(FOR_EVER));
+    assert!(client.wait_healthy(MAX_TEST));
     assert_eq!(client.chunk_tokens(), Some(16));
     let (hooked, hooks) = mpsc::channel();
     client.on_recover(1, Box::new(move |_| hooked.send(()).map_err(|_| None)));
-    let (told, states) = mpsc::channel();
-    client.on_health(Box::new(move |health| told.send(health).unwrap()));
+    let (sender, states) = mpsc::channel();
+    client.on_health(Box::new(move |health| sender.send(health).unwrap()));
     drop(server);
     let server = Server::typed_at(&endpoint, with_chunk(8));
-    // Once for the lost connection, once for the chunk size; the hook that registers is not called.
+    // Once for the lost connection, once for the chunk size; the recover hook is not called.
     assert_eq!(states.recv().unwrap(), Health::Degraded);
     assert_eq!(states.recv().unwrap(), Health::Degraded);
     let obstacle = client.obstacle().unwrap();
@@ -261,22 +261,22 @@ fn server_with_another_chunk_size_is_not_used_until_it_matches() {
     assert!(hooks.try_recv().is_err());
     drop(server);
     let _server = Server::typed_at(&endpoint, with_chunk(16));
-    assert!(client.wait_healthy(FOR_EVER));
+    assert!(client.wait_healthy(MAX_TEST));
     assert_eq!(client.obstacle(), None);
     hooks.recv().unwrap();
 }
 
 #[test]
-fn lookup_that_claims_more_than_asked_fails_and_ends_its_session() {
-    let (told, ended) = mpsc::channel();
+fn lookup_with_too_many_hits_fails_and_ends_session() {
+    let (sender, ended) = mpsc::channel();
     let server = Server::typed(move |request| match request {
         Request::Lookup { .. } => Some(Response::Nothing),
         Request::WaitPrefetchStatus { .. } => Some(Response::Int(4)),
         Request::EndSession { request_id } => {
-            told.send((*request_id).to_owned()).unwrap();
+            sender.send((*request_id).to_owned()).unwrap();
             Some(Response::Nothing)
         }
-        request => obliging(request),
+        request => default_answers(request),
     });
     let terms = ChunkTerms {
         block_tokens: 16,
@@ -300,40 +300,40 @@ fn lookup_that_claims_more_than_asked_fails_and_ends_its_session() {
 }
 
 #[test]
-fn what_was_taken_back_is_told_again_on_the_same_connection() {
-    let server = Server::typed(obliging);
+fn withdrawn_registration_is_renewed_on_same_connection() {
+    let server = Server::typed(default_answers);
     let client = connect(&server, settings());
-    assert!(client.wait_healthy(FOR_EVER));
-    let (told, heard) = mpsc::channel();
-    client.on_recover(1, Box::new(move |_| told.send(()).map_err(|_| None)));
+    assert!(client.wait_healthy(MAX_TEST));
+    let (sender, receiver) = mpsc::channel();
+    client.on_recover(1, Box::new(move |_| sender.send(()).map_err(|_| None)));
     client.recover_again();
-    heard.recv().unwrap();
-    assert!(client.wait_healthy(FOR_EVER));
+    receiver.recv().unwrap();
+    assert!(client.wait_healthy(MAX_TEST));
     assert_eq!(client.connections(), 1);
 }
 
 #[test]
-fn a_hook_that_is_set_behind_a_connection_it_has_not_told_is_called() {
-    let server = Server::typed(obliging);
+fn recover_hook_runs_for_connection_it_missed() {
+    let server = Server::typed(default_answers);
     let client = connect(&server, settings());
-    assert!(client.wait_healthy(FOR_EVER));
-    let (told, heard) = mpsc::channel();
-    client.on_recover(0, Box::new(move |_| told.send(()).map_err(|_| None)));
-    heard.recv().unwrap();
+    assert!(client.wait_healthy(MAX_TEST));
+    let (sender, receiver) = mpsc::channel();
+    client.on_recover(0, Box::new(move |_| sender.send(()).map_err(|_| None)));
+    receiver.recv().unwrap();
 }
 
 #[test]
-fn a_hook_that_fails_or_panics_is_tried_again_with_the_next_heartbeat() {
-    let server = Server::typed(obliging);
+fn failed_recover_hook_is_retried_with_next_heartbeat() {
+    let server = Server::typed(default_answers);
     let quick = Settings {
         heartbeat: Duration::from_millis(5),
         ..settings()
     };
     let client = connect(&server, quick);
-    assert!(client.wait_healthy(FOR_EVER));
-    let (told, heard) = mpsc::channel();
+    assert!(client.wait_healthy(MAX_TEST));
+    let (sender, receiver) = mpsc::channel();
     client.on_health(Box::new(move |health| {
-        let _ = told.send(health);
+        let _ = sender.send(health);
     }));
     let tries = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&tries);
@@ -341,43 +341,43 @@ fn a_hook_that_fails_or_panics_is_tried_again_with_the_next_heartbeat() {
         1,
         Box::new(move |_| match counted.fetch_add(1, Ordering::Relaxed) {
             0 => Err(None),
-            1 => panic!("a bug of the caller's"),
+            1 => panic!("a bug of the caller"),
             _ => Ok(()),
         }),
     );
     client.recover_again();
-    while heard.recv().unwrap() != Health::Healthy {}
+    while receiver.recv().unwrap() != Health::Healthy {}
     assert_eq!(tries.load(Ordering::Relaxed), 3);
 }
 
 #[test]
-fn a_panic_of_the_callers_harms_nobody_else() {
-    let server = Server::typed(obliging);
+fn panic_in_callback_affects_no_other_request() {
+    let server = Server::typed(default_answers);
     let client = connect(&server, settings());
-    let (told, heard) = mpsc::channel();
-    client.on_health(Box::new(|_| panic!("a bug of the caller's")));
+    let (sender, receiver) = mpsc::channel();
+    client.on_health(Box::new(|_| panic!("a bug of the caller")));
     client.on_health(Box::new(move |health| {
-        let _ = told.send(health);
+        let _ = sender.send(health);
     }));
     let ping: Request<'_, EncodedTokens<'_>> = Request::Ping { instance: None };
-    client.submit_then(&ping, FOR_EVER, |_| panic!("a bug of the caller's"));
+    client.submit_then(&ping, MAX_TEST, |_| panic!("a bug of the caller"));
     assert_eq!(client.get_chunk_size().join().unwrap(), 16);
-    while heard.recv().unwrap() != Health::Healthy {}
+    while receiver.recv().unwrap() != Health::Healthy {}
 }
 
 #[test]
-fn several_threads_wait_for_one_result_and_one_takes_it() {
+fn several_threads_wait_and_one_takes_result() {
     let (release, held) = mpsc::channel::<()>();
     let server = Server::typed(move |request| {
         if matches!(request, Request::GetChunkSize) {
             held.recv().unwrap();
         }
-        obliging(request)
+        default_answers(request)
     });
     let client = connect(&server, settings());
     let future = client.get_chunk_size();
     std::thread::scope(|scope| {
-        let waiting = [(); 2].map(|()| scope.spawn(|| future.wait_ready(FOR_EVER)));
+        let waiting = [(); 2].map(|()| scope.spawn(|| future.wait_ready(MAX_TEST)));
         release.send(()).unwrap();
         for thread in waiting {
             thread.join().unwrap();
@@ -388,26 +388,26 @@ fn several_threads_wait_for_one_result_and_one_takes_it() {
 }
 
 #[test]
-fn a_missed_heartbeat_makes_the_server_degraded_and_the_next_good_one_healthy() {
+fn missed_heartbeat_degrades_and_next_one_heals() {
     let pings = AtomicUsize::new(0);
     let server = Server::typed(move |request| match request {
         Request::Ping { .. } if pings.fetch_add(1, Ordering::Relaxed) == 1 => None,
-        request => obliging(request),
+        request => default_answers(request),
     });
     let quick = Settings {
         heartbeat: Duration::from_millis(100),
         ..settings()
     };
     let client = connect(&server, quick);
-    let (told, heard) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     client.on_health(Box::new(move |health| {
-        let _ = told.send(health);
+        let _ = sender.send(health);
     }));
-    while heard.recv().unwrap() != Health::Degraded {}
-    while heard.recv().unwrap() != Health::Healthy {}
+    while receiver.recv().unwrap() != Health::Degraded {}
+    while receiver.recv().unwrap() != Health::Healthy {}
 }
 
-/// Passes connections on to `target`; the first one it swallows from the moment when `swallow` is set: both sides live on.
+/// Forwards connections to `target`. Once `swallow` is set, it drops the bytes of the first one, which stays open.
 fn proxy(target: &str, swallow: Arc<AtomicBool>) -> String {
     let target = target.strip_prefix("tcp://").unwrap().to_owned();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -429,7 +429,7 @@ fn proxy(target: &str, swallow: Arc<AtomicBool>) -> String {
                             return;
                         }
                     }
-                    // The end of one side is not told to the other.
+                    // The end of one side is not forwarded to the other.
                 });
             }
         }
@@ -438,8 +438,8 @@ fn proxy(target: &str, swallow: Arc<AtomicBool>) -> String {
 }
 
 #[test]
-fn a_connection_that_died_silently_is_replaced() {
-    let server = Server::typed(obliging);
+fn silently_dead_connection_is_replaced() {
+    let server = Server::typed(default_answers);
     let swallow = Arc::new(AtomicBool::new(false));
     let quick = Settings {
         heartbeat: Duration::from_millis(50),
@@ -447,41 +447,41 @@ fn a_connection_that_died_silently_is_replaced() {
     };
     let client = Client::connect_with(&proxy(server.endpoint(), Arc::clone(&swallow)), quick);
     let client = client.unwrap();
-    assert!(client.wait_healthy(FOR_EVER));
-    let (told, heard) = mpsc::channel();
+    assert!(client.wait_healthy(MAX_TEST));
+    let (sender, receiver) = mpsc::channel();
     client.on_health(Box::new(move |health| {
-        let _ = told.send(health);
+        let _ = sender.send(health);
     }));
     swallow.store(true, Ordering::SeqCst);
-    while heard.recv().unwrap() != Health::Degraded {}
-    while heard.recv().unwrap() != Health::Healthy {}
+    while receiver.recv().unwrap() != Health::Degraded {}
+    while receiver.recv().unwrap() != Health::Healthy {}
     assert!(client.connections() >= 2);
     assert_eq!(client.get_chunk_size().join().unwrap(), 16);
 }
 
 #[test]
-fn the_end_of_a_session_leaves_when_there_is_a_connection_however_late() {
-    let nobody = Server::typed(|_| None).endpoint().to_owned();
+fn session_end_is_sent_however_late_server_starts() {
+    let no_server = Server::typed(|_| None).endpoint().to_owned();
     let brief = Settings {
         timeout: Duration::from_millis(20),
         ..settings()
     };
-    let client = Client::connect_with(&nobody, brief).unwrap();
+    let client = Client::connect_with(&no_server, brief).unwrap();
     let late = client.end_session("request").join().unwrap_err();
     assert!(matches!(late, ClientError::Timeout { .. }), "{late}");
-    let (told, ended) = mpsc::channel();
-    let _server = Server::typed_at(&nobody, move |request| match request {
+    let (sender, ended) = mpsc::channel();
+    let _server = Server::typed_at(&no_server, move |request| match request {
         Request::EndSession { request_id } => {
-            told.send((*request_id).to_owned()).unwrap();
+            sender.send((*request_id).to_owned()).unwrap();
             Some(Response::Nothing)
         }
-        request => obliging(request),
+        request => default_answers(request),
     });
     assert_eq!(ended.recv().unwrap(), "request");
 }
 
 #[test]
-fn a_lookup_is_asked_for_until_its_result_is_known() {
+fn lookup_is_polled_until_result_is_known() {
     let asked = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&asked);
     let server = Server::typed(move |request| match request {
@@ -490,7 +490,7 @@ fn a_lookup_is_asked_for_until_its_result_is_known() {
             0 | 1 => Some(Response::Nothing),
             _ => Some(Response::Int(3)),
         },
-        request => obliging(request),
+        request => default_answers(request),
     });
     let client = connect(&server, settings());
     let (scope, prompt) = (Scope::new("model"), Prompt::new(&[1; 48]));
@@ -500,14 +500,14 @@ fn a_lookup_is_asked_for_until_its_result_is_known() {
 }
 
 #[test]
-fn a_lookup_that_is_given_up_has_its_session_ended() {
-    let (told, ended) = mpsc::channel();
+fn timed_out_lookup_ends_its_session() {
+    let (sender, ended) = mpsc::channel();
     let server = Server::typed(move |request| match request {
         Request::EndSession { request_id } => {
-            told.send((*request_id).to_owned()).unwrap();
+            sender.send((*request_id).to_owned()).unwrap();
             Some(Response::Nothing)
         }
-        request => obliging(request),
+        request => default_answers(request),
     });
     let brief = Settings {
         timeout: Duration::from_millis(50),
@@ -522,13 +522,13 @@ fn a_lookup_that_is_given_up_has_its_session_ended() {
 }
 
 #[test]
-fn closing_fails_what_is_under_way_and_all_that_comes_later() {
+fn closing_fails_current_and_later_requests() {
     let server = Server::typed(|request| match request {
         Request::Noop => None,
-        request => obliging(request),
+        request => default_answers(request),
     });
     let client = connect(&server, settings());
-    assert!(client.wait_healthy(FOR_EVER));
+    assert!(client.wait_healthy(MAX_TEST));
     let future = client.noop();
     client.close();
     assert!(matches!(future.join(), Err(ClientError::Closed { .. })));
@@ -539,22 +539,22 @@ fn closing_fails_what_is_under_way_and_all_that_comes_later() {
 }
 
 #[test]
-fn a_cancelled_result_is_dropped_and_later_ones_still_come() {
-    let server = Server::typed(obliging);
+fn cancelled_result_is_dropped_and_later_ones_arrive() {
+    let server = Server::typed(default_answers);
     let client = connect(&server, settings());
     client.get_chunk_size().cancel();
     assert_eq!(client.get_chunk_size().join().unwrap(), 16);
 }
 
 #[test]
-fn garbage_from_the_server_is_skipped() {
+fn garbage_from_server_is_skipped() {
     let server = Server::raw_at(crate::support::ANYWHERE, |request| {
         let (uid, op) = (request[0].clone(), request[1].clone());
         vec![
             vec![vec![]],
             vec![b"not msgpack \xc1".to_vec(), op.clone()],
             vec![vec![0xcd, 0xff, 0xff], op.clone(), vec![0x10]],
-            // Of another operation, which is an error of this request alone.
+            // Of another operation, which is an error of this request only.
             vec![uid.clone(), vec![0x7f], vec![0x10]],
             vec![uid, op, vec![0x10]],
         ]
@@ -566,7 +566,7 @@ fn garbage_from_the_server_is_skipped() {
 }
 
 #[test]
-fn an_address_that_is_none_is_an_error() {
+fn invalid_address_is_error() {
     let error = Client::connect("bogus://x").unwrap_err();
     assert!(matches!(error, ClientError::Connect { .. }), "{error}");
 }

@@ -18,7 +18,7 @@ fn connect(server: &Server) -> Connection {
     Connection::connect_with(server.endpoint(), options).unwrap()
 }
 
-fn impatient(server: &Server) -> Connection {
+fn with_short_timeout(server: &Server) -> Connection {
     let options = Options {
         timeout: Duration::from_millis(20),
         ..Options::default()
@@ -29,7 +29,7 @@ fn impatient(server: &Server) -> Connection {
 type Plain<'a> = Request<'a, Vec<u32>>;
 
 #[test]
-fn every_call_without_a_worker_is_typed() {
+fn calls_without_worker_are_typed() {
     let mut queries = 0;
     let server = Server::typed(move |request| {
         Some(match request {
@@ -103,7 +103,7 @@ fn every_call_without_a_worker_is_typed() {
 }
 
 #[test]
-fn a_prompt_is_encoded_as_its_tokens_are() {
+fn prompt_is_encoded_as_its_tokens() {
     let tokens = [0, 127, 128, 255, 256, 65_535, 65_536, u32::MAX];
     let prompt = Prompt::new(&tokens);
     let mut plain = Vec::new();
@@ -127,9 +127,9 @@ fn a_prompt_is_encoded_as_its_tokens_are() {
 }
 
 #[test]
-fn silence_ends_at_the_deadline_and_names_the_operation() {
+fn silent_server_is_timeout_that_names_operation() {
     let server = Server::typed(|_| None);
-    let mut connection = impatient(&server);
+    let mut connection = with_short_timeout(&server);
     let error = connection.get_chunk_size().unwrap_err();
     assert!(
         matches!(
@@ -149,7 +149,7 @@ fn silence_ends_at_the_deadline_and_names_the_operation() {
 }
 
 #[test]
-fn a_server_that_is_not_there_is_a_timeout_too() {
+fn missing_server_is_timeout() {
     let endpoint = Server::typed(|_| None).endpoint().to_owned();
     let options = Options {
         timeout: Duration::from_millis(20),
@@ -167,7 +167,7 @@ fn a_server_that_is_not_there_is_a_timeout_too() {
 }
 
 #[test]
-fn an_address_that_is_none_is_refused_at_once() {
+fn invalid_address_is_refused_at_once() {
     for bad in ["tcp://", "gopher://x:1", "tcp://127.0.0.1:notaport"] {
         let error = Connection::connect(bad).unwrap_err();
         assert!(matches!(error, ClientError::Connect { .. }), "{error}");
@@ -176,7 +176,7 @@ fn an_address_that_is_none_is_refused_at_once() {
 }
 
 #[test]
-fn an_error_text_in_place_of_the_operation_is_told() {
+fn error_text_instead_of_operation_is_reported() {
     let server = Server::raw_at(crate::support::ANYWHERE, |frames| {
         let mut text = Vec::new();
         kvtier_client::proto::wire::write_str(&mut text, "error: no such model");
@@ -190,14 +190,14 @@ fn an_error_text_in_place_of_the_operation_is_told() {
 }
 
 #[test]
-fn the_operation_may_come_back_as_a_name_or_in_any_width() {
+fn reply_may_name_operation_in_any_encoding() {
     for op in [vec![0x18], vec![0xcd, 0, 0x18], b"\xa4noop".to_vec()] {
         let server = Server::raw_at(crate::support::ANYWHERE, move |frames| {
             vec![vec![frames[0].clone(), op.clone(), b"\xa2OK".to_vec()]]
         });
         assert_eq!(connect(&server).noop().unwrap(), "OK");
     }
-    // The number of another operation is an answer to nothing that was asked.
+    // The number of another operation is no answer to this request.
     let server = Server::raw_at(crate::support::ANYWHERE, |frames| {
         vec![vec![frames[0].clone(), vec![0x15], b"\xa2OK".to_vec()]]
     });
@@ -206,7 +206,7 @@ fn the_operation_may_come_back_as_a_name_or_in_any_width() {
 }
 
 #[test]
-fn a_reply_of_another_type_is_an_error_of_its_request_alone() {
+fn reply_of_other_type_fails_only_its_request() {
     let server = Server::typed(|request| match request {
         Request::GetChunkSize => Some(Response::Int(-1)),
         Request::Noop => Some(Response::Nothing),
@@ -246,7 +246,7 @@ fn replies_are_matched_by_number_in_any_order() {
         assert_eq!(reply.response().unwrap(), Response::Int(number as i64));
         assert_eq!(reply.ticket(), *ticket);
     }
-    // A ticket is good once.
+    // A ticket can be used once.
     assert!(matches!(
         connection.receive(tickets[0]),
         Err(ClientError::UnknownTicket { uid: 0 })
@@ -254,7 +254,7 @@ fn replies_are_matched_by_number_in_any_order() {
 }
 
 #[test]
-fn forgotten_and_late_replies_harm_nobody() {
+fn forgotten_and_late_replies_are_dropped() {
     // Answers nothing but the third request; then everything, twice.
     let mut held = Vec::new();
     let server = Server::raw_at(crate::support::ANYWHERE, move |frames| {
@@ -283,7 +283,7 @@ fn forgotten_and_late_replies_harm_nobody() {
 }
 
 #[test]
-fn garbage_from_the_server_is_skipped() {
+fn garbage_from_server_is_skipped() {
     let server = Server::raw_at(crate::support::ANYWHERE, |frames| {
         vec![
             vec![vec![]],
@@ -296,7 +296,7 @@ fn garbage_from_the_server_is_skipped() {
 }
 
 #[test]
-fn whichever_reply_comes_first_can_be_waited_for() {
+fn receive_any_returns_first_reply() {
     let server = Server::typed(|request| match request {
         Request::Ping { .. } => Some(Response::Bool(true)),
         _ => None,

@@ -1,4 +1,4 @@
-//! The client against servers that are scripted, and one that is real.
+//! The client against scripted servers.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

@@ -8,7 +8,7 @@ use crate::support::Server;
 use kvtier_client::proto::descriptor::{Dtype, TensorDescriptor};
 use kvtier_client::proto::key::CacheKey;
 use kvtier_client::proto::pickle::{self, Limits, TensorToWrite, WriteError};
-use kvtier_client::proto::request::Request;
+use kvtier_client::proto::request::{ABORT_STORE, Request};
 use kvtier_client::proto::response::{
     EngineDriven, PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget,
 };
@@ -18,21 +18,22 @@ use kvtier_client::{
 };
 use kvtier_memory::{Arena, ArenaKind, Extent, ForeignSegment};
 
-/// Tokens in a chunk of the small cache.
+/// Tokens per chunk of the small cache.
 const CHUNK: usize = 8;
-/// Bytes of a chunk with the geometry of the tests: 2 planes, 3 layers, 8 tokens, 5 values of 2 bytes.
+/// Bytes per chunk in the geometry of the tests: 2 planes, 3 layers, 8 tokens, 5 values of 2 bytes.
 const CHUNK_BYTES: usize = 2 * 3 * CHUNK * 5 * 2;
 const SHAPE: [u64; 4] = [2, 3, CHUNK as u64, 5];
 
 /// Chunks by salt and prefix.
 type Chunks = HashMap<(String, Vec<u32>), Vec<u8>>;
 
-/// What a test looks at from outside.
+/// State of the small cache that tests inspect.
 #[derive(Default)]
 struct Seen {
     chunks: Chunks,
     unregistered: Vec<InstanceId>,
     commits: usize,
+    aborted_stores: usize,
     /// Answers for tests of bad servers.
     slot_length: Option<u64>,
     refuse_commits: bool,
@@ -104,6 +105,10 @@ fn serve(seen: Arc<Mutex<Seen>>, pool: Option<Arena>) -> Server {
                     }
                 });
                 Response::PrepareStore(PrepareStore { target })
+            }
+            Request::CommitStore { data, .. } if *data == ABORT_STORE => {
+                seen.aborted_stores += 1;
+                Response::Bool(true)
             }
             Request::CommitStore { key, data, .. } => {
                 seen.commits += 1;
@@ -287,7 +292,7 @@ fn store_and_retrieve(worker: &mut EngineDrivenWorker) -> usize {
 }
 
 #[test]
-fn chunks_travel_through_the_shared_pool() {
+fn chunks_are_copied_through_shared_pool() {
     let seen = Arc::new(Mutex::new(Seen::default()));
     let server = serve(Arc::clone(&seen), Some(shared_pool("shm")));
     let mut worker = EngineDrivenWorker::register(connect(&server), spec()).unwrap();
@@ -299,7 +304,7 @@ fn chunks_travel_through_the_shared_pool() {
 }
 
 #[test]
-fn chunks_travel_pickled_without_a_pool() {
+fn chunks_are_pickled_without_pool() {
     let seen = Arc::new(Mutex::new(Seen::default()));
     let server = serve(Arc::clone(&seen), None);
     let mut worker = EngineDrivenWorker::register(connect(&server), spec()).unwrap();
@@ -308,7 +313,7 @@ fn chunks_travel_pickled_without_a_pool() {
 }
 
 #[test]
-fn a_miss_takes_nothing() {
+fn miss_takes_no_chunk() {
     for pool in [None, Some(shared_pool("miss"))] {
         let server = serve(Arc::default(), pool);
         let mut worker = EngineDrivenWorker::register(connect(&server), spec()).unwrap();
@@ -318,7 +323,7 @@ fn a_miss_takes_nothing() {
 }
 
 #[test]
-fn what_cannot_be_meant_is_refused_before_anything_is_sent() {
+fn invalid_arguments_commit_nothing_and_free_slots() {
     let seen = Arc::new(Mutex::new(Seen::default()));
     let server = serve(Arc::clone(&seen), Some(shared_pool("args")));
     let mut worker = EngineDrivenWorker::register(connect(&server), spec()).unwrap();
@@ -328,11 +333,14 @@ fn what_cannot_be_meant_is_refused_before_anything_is_sent() {
     }
     let short = worker.store(&prompt(), 0..8, "r", |_| vec![1; 3]);
     assert!(short.unwrap_err().to_string().contains("3 bytes"));
-    assert_eq!(seen.lock().unwrap().commits, 0);
+    // A round trip after the abort shows that it was served.
+    worker.connection().get_chunk_size().unwrap();
+    let seen = seen.lock().unwrap();
+    assert_eq!((seen.commits, seen.aborted_stores), (0, 1));
 }
 
 #[test]
-fn odd_answers_of_a_server_are_told() {
+fn invalid_answers_of_server_are_errors() {
     let seen = Arc::new(Mutex::new(Seen {
         slot_length: Some(7),
         ..Seen::default()
@@ -351,7 +359,7 @@ fn odd_answers_of_a_server_are_told() {
 }
 
 #[test]
-fn a_pool_that_cannot_be_opened_means_pickles() {
+fn chunks_are_pickled_if_pool_cannot_be_opened() {
     let server = Server::typed(|request| {
         Some(match request {
             Request::GetChunkSize => Response::Int(CHUNK as i64),
@@ -367,7 +375,7 @@ fn a_pool_that_cannot_be_opened_means_pickles() {
 }
 
 #[test]
-fn the_server_copies_a_workers_blocks() {
+fn server_copies_blocks_of_worker() {
     let seen = Arc::new(Mutex::new(Seen::default()));
     let server = serve(Arc::clone(&seen), None);
     let mut spec = LmcacheDrivenSpec::new(InstanceId(9), Scope::new("m"), 3, 1, 5, 13);
@@ -409,11 +417,11 @@ fn the_server_copies_a_workers_blocks() {
 }
 
 #[test]
-fn a_dropped_worker_unregisters() {
+fn dropped_worker_unregisters() {
     let seen = Arc::new(Mutex::new(Seen::default()));
     let server = serve(Arc::clone(&seen), None);
     drop(EngineDrivenWorker::register(connect(&server), spec()).unwrap());
-    // Dropping waits only until the request has left; a round trip behind it shows that it was served.
+    // Dropping waits only until the request is sent; a round trip after it shows that it was served.
     let mut spec = LmcacheDrivenSpec::new(InstanceId(9), Scope::new("m"), 1, 1, 5, 2);
     spec.block_tokens = 4;
     drop(LmcacheDrivenWorker::register(connect(&server), spec).unwrap());

@@ -12,7 +12,7 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// Room for so many objects; the lowest pieces go first.
+    /// Memory for `objects` objects; the lowest pieces are used first.
     pub fn new(objects: u64) -> Self {
         Self {
             free: (0..objects).rev().map(|piece| piece * OBJECT).collect(),

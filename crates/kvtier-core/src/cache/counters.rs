@@ -1,6 +1,6 @@
-//! The accounting: one tally for every state an object's memory can be in.
+//! Accounting: one tally per state of an object's memory.
 
-/// Objects and the bytes that they take, rounding included.
+/// Objects and the bytes they take, rounding included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tally {
     pub(super) objects: u64,
@@ -13,7 +13,7 @@ impl Tally {
         self.bytes += bytes;
     }
 
-    /// Takes one object off; counts an error, and stays at zero, if it was never added.
+    /// Subtracts one object. Counts an error, and stays at zero, if it was never added.
     pub(super) fn sub(&mut self, bytes: u64, errors: &mut u64) {
         match (self.objects.checked_sub(1), self.bytes.checked_sub(bytes)) {
             (Some(objects), Some(bytes)) => *self = Self { objects, bytes },
@@ -26,7 +26,7 @@ impl Tally {
     }
 }
 
-/// Every object with memory is in exactly one of these.
+/// Tallies by state. Every object with memory is in exactly one of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counters {
     pub(super) staged: Tally,
@@ -34,7 +34,7 @@ pub(super) struct Counters {
     pub(super) doomed: Tally,
 }
 
-/// Counts since the cache was made.
+/// Counts since the cache was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Totals {
     pub(super) lookups: u64,

@@ -1,4 +1,4 @@
-//! What must hold whenever the lock is free: one function for each rule.
+//! Invariants that hold whenever the lock is free: one function per rule.
 
 use super::counters::{Counters, Tally};
 use super::slab::SlotState;
@@ -17,7 +17,7 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: T, known: T) -> Che
 }
 
 impl<A: ExtentAllocator> State<A> {
-    /// All of them.
+    /// Checks all of them.
     pub(super) fn check_invariants(&self) -> Result<(), BrokenInvariant> {
         let checks: [Check<A>; 10] = [
             ("bytes_within_capacity", Self::bytes_within_capacity),
@@ -25,7 +25,7 @@ impl<A: ExtentAllocator> State<A> {
             ("sums_match_slots", Self::sums_match_slots),
             ("tenants_match_slots", Self::tenants_match_slots),
             ("tenants_over_quota_known", Self::tenants_over_quota_known),
-            ("spaces_match_slots", Self::spaces_match_slots),
+            ("namespaces_match_slots", Self::namespaces_match_slots),
             ("index_matches_slots", Self::index_matches_slots),
             ("slots_all_known", Self::slots_all_known),
             ("eviction_order_complete", Self::eviction_order_complete),
@@ -37,7 +37,7 @@ impl<A: ExtentAllocator> State<A> {
         Ok(())
     }
 
-    /// What objects take is what the allocator gave, and no more than there is.
+    /// Objects take the bytes that are allocated, and no more than the capacity.
     fn bytes_within_capacity(&self) -> Checked {
         let Counters {
             staged,
@@ -50,7 +50,7 @@ impl<A: ExtentAllocator> State<A> {
             return Ok(());
         }
         Err(format!(
-            "objects have {objects} bytes of {used} used of {capacity}"
+            "objects have {objects} bytes; {used} are allocated of {capacity}"
         ))
     }
 
@@ -73,12 +73,12 @@ impl<A: ExtentAllocator> State<A> {
     fn recount(&self, mut add: impl FnMut(u32, SlotState, u64)) {
         for (number, slot) in self.slab.iter() {
             if slot.state() != SlotState::Free {
-                add(slot.space, slot.state(), self.footprint(number));
+                add(slot.namespace, slot.state(), self.footprint(number));
             }
         }
     }
 
-    /// The sums are those of the slots.
+    /// The sums match the slots.
     fn sums_match_slots(&self) -> Checked {
         let mut counted = Counters::default();
         self.recount(|_, state, bytes| count(&mut counted, state, bytes));
@@ -92,58 +92,61 @@ impl<A: ExtentAllocator> State<A> {
         same("leased", leased, self.leased)
     }
 
-    /// Every tenant's counters are those of its slots, and only tenants with slots or a grant are known.
+    /// Every tenant's counters match its slots, and only tenants with slots or a grant are known.
     fn tenants_match_slots(&self) -> Checked {
         let mut counted: HashMap<u32, Counters> = HashMap::new();
-        self.recount(|space, state, bytes| {
-            let salt = self.spaces.salt_of(space);
-            count(counted.entry(salt).or_default(), state, bytes);
+        self.recount(|namespace, state, bytes| {
+            let tenant = self.namespaces.tenant_of(namespace);
+            count(counted.entry(tenant).or_default(), state, bytes);
         });
-        let known = self.spaces.tenants.from(0);
+        let known = self.namespaces.tenants.from(0);
         let known = known.map(|(number, tenant)| (number, tenant.counters));
         // A tenant with a grant is known without a slot.
         let known = known.filter(|(_, counters)| *counters != Counters::default());
         same("tenants", counted, known.collect())
     }
 
-    /// Who has too much is in the list of those who have, and nobody else; each tenant's leased bytes are those of its
-    /// slots.
+    /// The list of tenants over quota has exactly those; each tenant's leased bytes match its slots.
     fn tenants_over_quota_known(&self) -> Checked {
         let mut leased: HashMap<u32, u64> = HashMap::new();
         for (number, slot) in self.slab.iter() {
             if slot.state() == SlotState::Resident && slot.leases > 0 {
-                let salt = self.spaces.salt_of(slot.space);
-                *leased.entry(salt).or_default() += self.footprint(number);
+                let tenant = self.namespaces.tenant_of(slot.namespace);
+                *leased.entry(tenant).or_default() += self.footprint(number);
             }
         }
-        let known = self.spaces.tenants.from(0);
+        let known = self.namespaces.tenants.from(0);
         let known = known.map(|(number, tenant)| (number, tenant.leased));
         same(
             "leased of tenants",
             leased,
             known.filter(|(_, bytes)| *bytes > 0).collect(),
         )?;
-        self.spaces.tenants.check()
+        self.namespaces.tenants.check()
     }
 
-    /// Every space is used by exactly its slots, and only spaces with slots are known.
-    fn spaces_match_slots(&self) -> Checked {
+    /// The users of every namespace are its slots, and only namespaces with slots are known.
+    fn namespaces_match_slots(&self) -> Checked {
         let mut counted: HashMap<u32, u64> = HashMap::new();
-        self.recount(|space, _, _| *counted.entry(space).or_default() += 1);
-        let spaces = counted.len();
-        same("users of spaces", counted, self.spaces.users().collect())?;
-        if self.spaces.models_len() > spaces {
-            return Err("a name without a space".to_owned());
+        self.recount(|namespace, _, _| *counted.entry(namespace).or_default() += 1);
+        let namespaces = counted.len();
+        same(
+            "users of namespaces",
+            counted,
+            self.namespaces.users().collect(),
+        )?;
+        if self.namespaces.models_len() > namespaces {
+            return Err("a model name without a namespace".to_owned());
         }
         Ok(())
     }
 
-    /// The index finds every resident object, and nothing else is in it.
+    /// The index has every resident object and no other.
     fn index_matches_slots(&self) -> Checked {
         let mut resident = 0;
         for (number, slot) in self.slab.iter() {
             if slot.state() == SlotState::Resident {
-                same("found", self.find(slot.space, &slot.hash), Some(number))?;
+                same("found", self.find(slot.namespace, &slot.hash), Some(number))?;
                 resident += 1;
             }
         }
@@ -172,7 +175,7 @@ impl<A: ExtentAllocator> State<A> {
         )
     }
 
-    /// The eviction order has every resident object that nobody leases, once, and no other.
+    /// The eviction order has every resident object without a lease, once, and no other.
     fn eviction_order_complete(&self) -> Checked {
         let mut order = self.policy.order()?;
         same("length of the order", order.len(), self.policy.len())?;
@@ -184,7 +187,7 @@ impl<A: ExtentAllocator> State<A> {
         same("evictable slots", evictable, order)
     }
 
-    /// Nothing has failed to add up so far.
+    /// No accounting error occurred so far.
     fn no_accounting_errors(&self) -> Checked {
         same("accounting errors", self.accounting_errors, 0)
     }

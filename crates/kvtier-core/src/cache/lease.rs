@@ -1,65 +1,60 @@
-//! Leases: while one is held, its objects stay where they are.
+//! Leases: while one is held, its objects are not evicted and keep their memory.
 
 use super::slab::SlotRef;
 use super::state::State;
-use super::{Cache, Extent, ExtentAllocator, Space};
+use super::{Cache, Extent, ExtentAllocator};
+use crate::group_row::GroupRow;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// One row of a lookup: an object group on a rank.
-#[derive(Clone, Copy, Debug)]
-pub struct LookupRow<'a> {
-    /// Where the row's objects belong.
-    pub space: Space<'a>,
-    /// Chunks the row needs at the end of a prefix; `None` = all of them (full attention). 0 counts as 1.
-    pub window: Option<u32>,
-}
-
-/// What of a lookup is counted already, for [`Cache::look_again`].
+/// The part of a lookup that was counted, for [`Cache::lookup_again`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counted {
     /// Chunks that it found.
     pub hit_chunks: usize,
-    /// Whether it is counted for its tenant too, which was not known otherwise.
+    /// Whether it was counted for its tenant too. If not, the tenant was unknown.
     pub for_tenant: bool,
 }
 
 impl Counted {
-    /// Nothing more is to be counted.
+    /// A lookup of which nothing more is counted.
     pub const ALL: Self = Self {
         hit_chunks: usize::MAX,
         for_tenant: true,
     };
 }
 
-/// What a lookup found.
+/// Result of a lookup.
 #[derive(Debug)]
 pub struct Lookup<A: ExtentAllocator> {
     /// Chunks in the longest prefix that every row can serve.
     pub hit_chunks: usize,
-    /// What of it is counted.
+    /// The part of it that was counted.
     pub counted: Counted,
-    /// Holds, for each row, exactly the chunks needed for that prefix.
+    /// The lease on exactly the chunks that each row needs for that prefix.
     pub lease: PrefixLease<A>,
 }
 
-/// The hold of a lookup on the prefix it found. Dropping it releases everything in one step.
+/// Lease of a lookup on the prefix it found. Dropping it releases everything in one step.
 #[must_use = "dropping a lease releases its objects"]
 #[derive(Debug)]
 pub struct PrefixLease<A: ExtentAllocator> {
     cache: Cache<A>,
-    rows: Vec<RowHold>,
+    rows: Arc<[GroupRow]>,
+    /// One per row.
+    holds: Vec<HeldChunks>,
     held: usize,
 }
 
-/// The slots one row holds: `slots[i]` is chunk `start + i`, [`SlotRef::NONE`] once released.
+/// The slots that one row holds: `slots[i]` is chunk `start + i`, [`SlotRef::NONE`] once released.
 #[derive(Debug)]
-pub(super) struct RowHold {
+pub(super) struct HeldChunks {
     pub(super) start: usize,
     pub(super) slots: Vec<SlotRef>,
 }
 
-impl RowHold {
-    /// The part of `slots` that these chunks are; chunks outside are passed over.
+impl HeldChunks {
+    /// The part of `slots` of these chunks; chunks outside are ignored.
     fn within(&self, chunks: &Range<usize>) -> Range<usize> {
         let at = |chunk: usize| chunk.saturating_sub(self.start).min(self.slots.len());
         let start = at(chunks.start);
@@ -73,34 +68,39 @@ impl RowHold {
 }
 
 impl<A: ExtentAllocator> PrefixLease<A> {
-    pub(super) fn new(cache: Cache<A>, rows: Vec<RowHold>) -> Self {
-        let held = rows.iter().map(|row| row.slots.len()).sum();
-        Self { cache, rows, held }
+    pub(super) fn new(cache: Cache<A>, rows: Arc<[GroupRow]>, holds: Vec<HeldChunks>) -> Self {
+        let held = holds.iter().map(|hold| hold.slots.len()).sum();
+        Self {
+            cache,
+            rows,
+            holds,
+            held,
+        }
     }
 
-    /// How many rows the lookup had.
-    pub fn rows(&self) -> usize {
-        self.rows.len()
+    /// The rows of the lookup.
+    pub fn rows(&self) -> &Arc<[GroupRow]> {
+        &self.rows
     }
 
-    /// The chunks the lookup pinned for a row; some may have been released since. `None` for no such row.
+    /// The chunks that the lookup pinned for a row; some may have been released since. `None` for an unknown row.
     pub fn pinned(&self, row: usize) -> Option<Range<usize>> {
-        self.rows.get(row).map(RowHold::chunks)
+        self.holds.get(row).map(HeldChunks::chunks)
     }
 
-    /// Whether nothing is held any more.
+    /// Whether nothing is held (any more).
     pub fn is_empty(&self) -> bool {
         self.held == 0
     }
 
-    /// How many objects are held.
+    /// Number of objects held.
     pub fn held(&self) -> usize {
         self.held
     }
 
-    /// A lease of its own on these chunks of one row, in chunk order. `None` unless all of them are held here.
+    /// Returns a separate lease on these chunks of one row, in chunk order; `None` unless all of them are held here.
     pub fn claim(&self, row: usize, chunks: Range<usize>) -> Option<ReadLease<A>> {
-        let row = self.rows.get(row)?;
+        let row = self.holds.get(row)?;
         let within = row.within(&chunks);
         if chunks.start > chunks.end || within.len() != chunks.len() {
             return None;
@@ -124,12 +124,12 @@ impl<A: ExtentAllocator> PrefixLease<A> {
         Some(ReadLease::new(self.cache.clone(), hold))
     }
 
-    /// Releases these chunks of these rows in one step; what is not held is passed over. Gives the number of
-    /// objects released.
+    /// Releases these chunks of these rows in one step; chunks not held are ignored. Returns the number of objects
+    /// released.
     pub fn release_range(&mut self, rows: Range<usize>, chunks: Range<usize>) -> usize {
-        let last = rows.end.min(self.rows.len());
-        let rows = &mut self.rows[rows.start.min(last)..last];
-        let count = |row: &RowHold| {
+        let last = rows.end.min(self.holds.len());
+        let rows = &mut self.holds[rows.start.min(last)..last];
+        let count = |row: &HeldChunks| {
             let slots = &row.slots[row.within(&chunks)];
             slots.iter().filter(|slot| **slot != SlotRef::NONE).count()
         };
@@ -150,15 +150,15 @@ impl<A: ExtentAllocator> Drop for PrefixLease<A> {
     fn drop(&mut self) {
         if self.held > 0 {
             self.cache
-                .locked(|state| state.release(&self.rows, &(0..usize::MAX)));
+                .locked(|state| state.release(&self.holds, &(0..usize::MAX)));
         }
     }
 }
 
 impl<A: ExtentAllocator> State<A> {
-    /// Releases these chunks, the last chunk of all rows first: so it becomes the first to leave, and no row loses
-    /// its front while another still has its tail.
-    fn release(&mut self, rows: &[RowHold], chunks: &Range<usize>) {
+    /// Releases these chunks, the last chunk of all rows first: so it is evicted first, and no row loses its front while
+    /// another still has its tail.
+    fn release(&mut self, rows: &[HeldChunks], chunks: &Range<usize>) {
         let first = rows.iter().map(|row| row.start).min().unwrap_or(0);
         let end = rows.iter().map(|row| row.chunks().end).max().unwrap_or(0);
         for chunk in (first.max(chunks.start)..end.min(chunks.end)).rev() {
@@ -175,14 +175,14 @@ impl<A: ExtentAllocator> State<A> {
     }
 }
 
-/// Held objects in a given order, and their places.
+/// Held objects in a given order, and their extents.
 #[derive(Debug, Default)]
 pub(super) struct OrderedHold {
     pub(super) slots: Vec<SlotRef>,
     pub(super) extents: Vec<Extent>,
 }
 
-/// A hold on objects in a given order, with their places. Dropping it releases everything in one step.
+/// Lease on objects in a given order, with their extents. Dropping it releases everything in one step.
 #[must_use = "dropping a lease releases its objects"]
 #[derive(Debug)]
 pub struct ReadLease<A: ExtentAllocator> {
@@ -195,12 +195,12 @@ impl<A: ExtentAllocator> ReadLease<A> {
         Self { cache, hold }
     }
 
-    /// Where the objects' bytes are, in the order asked for.
+    /// The objects' extents, in the order requested.
     pub fn extents(&self) -> &[Extent] {
         &self.hold.extents
     }
 
-    /// How many objects are held.
+    /// Number of objects held.
     pub fn len(&self) -> usize {
         self.hold.extents.len()
     }

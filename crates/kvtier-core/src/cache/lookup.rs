@@ -1,56 +1,57 @@
 //! `lookup`: the longest prefix that every row can serve, held in the same moment.
 
 use super::ExtentAllocator;
-use super::lease::{Counted, LookupRow, RowHold};
+use super::lease::{Counted, HeldChunks};
 use super::slab::SlotRef;
 use super::state::State;
 use super::tenant::Tenant;
+use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
 use crate::window::needed;
 
-/// What a lookup fills in; its memory is there before the lock is taken.
+/// Result of a lookup, allocated before the lock is taken.
 pub(super) struct LookupBatch {
-    pub(super) holds: Vec<RowHold>,
-    /// Each row's space, if it is known.
-    spaces: Vec<Option<u32>>,
+    pub(super) holds: Vec<HeldChunks>,
+    /// Number of each row's namespace, if it is known.
+    namespaces: Vec<Option<u32>>,
 }
 
 impl LookupBatch {
-    pub(super) fn new(rows: &[LookupRow<'_>], chunks: usize) -> Self {
-        let holds = rows.iter().map(|row| RowHold {
+    pub(super) fn new(rows: &[GroupRow], chunks: usize) -> Self {
+        let holds = rows.iter().map(|row| HeldChunks {
             start: 0,
             slots: Vec::with_capacity(needed(row.window, chunks).len()),
         });
         Self {
             holds: holds.collect(),
-            spaces: Vec::with_capacity(rows.len()),
+            namespaces: Vec::with_capacity(rows.len()),
         }
     }
 }
 
 impl<A: ExtentAllocator> State<A> {
-    /// See [`super::Cache::lookup`]. Looks only at chunks that can still matter: full-attention rows from the front
-    /// to the first gap, the others from the end of what is left, each chunk of a row at most once.
+    /// See [`super::Cache::lookup`]. Examines only chunks that can still matter: full-attention rows from the front
+    /// to the first gap, the others from the end of the remaining prefix, each chunk of a row at most once.
     pub(super) fn lookup(
         &mut self,
-        rows: &[LookupRow<'_>],
+        rows: &[GroupRow],
         hashes: &[ChunkHash],
         batch: &mut LookupBatch,
     ) -> usize {
-        let LookupBatch { holds, spaces } = batch;
-        spaces.extend(rows.iter().map(|row| self.spaces.find(&row.space)));
+        let LookupBatch { holds, namespaces } = batch;
+        namespaces.extend(rows.iter().map(|row| self.namespaces.find(&row.namespace)));
         let mut hit = if rows.is_empty() { 0 } else { hashes.len() };
-        for ((row, hold), space) in rows.iter().zip(&mut *holds).zip(&*spaces) {
+        for ((row, hold), namespace) in rows.iter().zip(&mut *holds).zip(&*namespaces) {
             if row.window.is_none() {
                 let found = hashes[..hit].iter().map_while(|hash| {
-                    let number = self.find((*space)?, hash)?;
+                    let number = self.find((*namespace)?, hash)?;
                     Some(self.slab.reference(number))
                 });
                 hold.slots.extend(found);
                 hit = hold.slots.len();
             }
         }
-        // Rows with a window are asked in turn until all of them have agreed to the same length: an absent chunk
+        // Rows with a window are checked in turn until all of them agree on the same length: an absent chunk
         // within a row's window rules out every length that ends above it.
         let (mut agreed, mut turn) = (0, 0);
         while hit > 0 && agreed < rows.len() {
@@ -58,7 +59,7 @@ impl<A: ExtentAllocator> State<A> {
                 None => None,
                 Some(_) => {
                     let from = needed(rows[turn].window, hit).start;
-                    self.absent(spaces[turn], &hashes[..hit], from, &mut holds[turn])
+                    self.absent(namespaces[turn], &hashes[..hit], from, &mut holds[turn])
                 }
             };
             turn = (turn + 1) % rows.len();
@@ -89,10 +90,10 @@ impl<A: ExtentAllocator> State<A> {
     /// to be present that end at `hold.start`, the last one first.
     fn absent(
         &self,
-        space: Option<u32>,
+        namespace: Option<u32>,
         hashes: &[ChunkHash],
         from: usize,
-        hold: &mut RowHold,
+        hold: &mut HeldChunks,
     ) -> Option<usize> {
         let mut first = hold.start - hold.slots.len();
         if hashes.len() <= first || hold.slots.is_empty() {
@@ -102,7 +103,7 @@ impl<A: ExtentAllocator> State<A> {
         }
         while first > from {
             first -= 1;
-            match space.and_then(|space| self.find(space, &hashes[first])) {
+            match namespace.and_then(|namespace| self.find(namespace, &hashes[first])) {
                 Some(number) => hold.slots.push(self.slab.reference(number)),
                 None => {
                     hold.slots.clear();
@@ -116,7 +117,7 @@ impl<A: ExtentAllocator> State<A> {
     /// Counts a lookup, also for its tenant if that is known.
     pub(super) fn count_lookup(
         &mut self,
-        rows: &[LookupRow<'_>],
+        rows: &[GroupRow],
         requested: usize,
         hit: usize,
     ) -> Counted {
@@ -129,10 +130,10 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// Counts what a lookup found that was counted before.
-    pub(super) fn count_again(
+    /// Counts what a repeated lookup found beyond the first.
+    pub(super) fn count_lookup_again(
         &mut self,
-        rows: &[LookupRow<'_>],
+        rows: &[GroupRow],
         requested: usize,
         hit: usize,
         before: Counted,
@@ -149,8 +150,8 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// Whether the tenant is known.
-    fn count_for_tenant(&mut self, rows: &[LookupRow<'_>], requested: usize, hit: usize) -> bool {
+    /// Returns whether the tenant is known.
+    fn count_for_tenant(&mut self, rows: &[GroupRow], requested: usize, hit: usize) -> bool {
         let Some(tenant) = self.tenant_of(rows) else {
             return false;
         };
@@ -159,22 +160,22 @@ impl<A: ExtentAllocator> State<A> {
         true
     }
 
-    fn tenant_of(&mut self, rows: &[LookupRow<'_>]) -> Option<&mut Tenant> {
-        let tenants = &mut self.spaces.tenants;
-        let number = tenants.find(rows.first()?.space.cache_salt)?;
+    fn tenant_of(&mut self, rows: &[GroupRow]) -> Option<&mut Tenant> {
+        let tenants = &mut self.namespaces.tenants;
+        let number = tenants.find(rows.first()?.namespace.cache_salt())?;
         tenants.get_mut(number)
     }
 
-    /// A lease on all these objects, or on none: fills in their slots, in order.
+    /// Leases all these objects, or none of them: fills in their slots, in order. Returns whether they are leased.
     pub(super) fn lease_all(
         &mut self,
-        space: u32,
+        namespace: u32,
         hashes: &[ChunkHash],
         one: fn(&mut Self, u32) -> SlotRef,
         slots: &mut Vec<SlotRef>,
     ) -> bool {
         for hash in hashes {
-            match self.find(space, hash) {
+            match self.find(namespace, hash) {
                 Some(number) => slots.push(self.slab.reference(number)),
                 None => return false,
             }

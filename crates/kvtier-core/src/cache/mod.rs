@@ -1,41 +1,44 @@
-//! The cache: which objects are resident, who holds them, and who has to leave.
+//! The cache: resident objects, their leases and their eviction.
 //!
 //! One state machine behind one short lock. Calls take the keys of a whole request, so a prefix is held or refused
-//! in one moment. Only metadata is touched under the lock; bytes are written and read by the holders of
+//! in one step. Only metadata is touched under the lock; bytes are written and read by the holders of
 //! reservations and leases, at the extents they name.
 //!
 //! An object's life: reserved (private to its [`Reservation`]) → committed (resident, found by lookups, in the
 //! eviction order) → leased (held by any number of leases, not in the eviction order) → back in the order → evicted
 //! or removed. Objects never move.
 
+mod allocator;
 mod counters;
-mod extent;
+mod eviction;
 mod index;
+mod interner;
 mod invariants;
 mod lease;
 mod lookup;
-mod numbered;
+mod namespaces;
+mod refusal;
 mod removal;
 mod reservation;
 mod reserve;
-mod room;
 mod run;
 mod slab;
-mod space;
 mod state;
 mod stats;
 mod tenant;
 
-pub use extent::{Extent, ExtentAllocator, FreeSpace, Piece};
-pub use lease::{Counted, Lookup, LookupRow, PrefixLease, ReadLease};
+pub use allocator::{ExtentAllocator, FreeSpace};
+pub use kvtier_extent::{Extent, Piece};
+pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
-pub use space::{OwnedSpace, Space};
 pub use stats::{Page, SaltUsage, Stats, Usage};
 
 use crate::eviction::EvictionKind;
+use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
+use crate::object_key::Namespace;
 use crate::quota::{Grant, QuotaConfig};
 use lease::OrderedHold;
 use lookup::LookupBatch;
@@ -48,21 +51,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How a cache behaves.
+/// Configuration of a cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CacheConfig {
-    /// Who leaves when room is needed.
+    /// Eviction policy.
     pub eviction: EvictionKind,
-    /// Keep a list of what was evicted, for [`Cache::take_evicted`]: where the bytes have to be deleted too.
+    /// Whether to list evicted objects for [`Cache::take_evicted`], for a backend whose bytes have to be deleted too.
     pub report_evicted: bool,
-    /// What limits mean, and what holds for tenants without a grant.
+    /// Meaning of limits, and the default for tenants without a grant.
     pub quotas: QuotaConfig,
-    /// In builds with debug assertions: check all invariants after every so many calls. 0 = never. Costs time
-    /// proportional to the number of objects.
+    /// In builds with debug assertions: check all invariants once per this many calls; 0 = never. Takes time proportional
+    /// to the number of objects.
     pub check_invariants_every: u32,
 }
 
-/// Objects and bytes that a call took out.
+/// Objects and bytes that a call evicted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Evicted {
     /// Objects evicted.
@@ -71,29 +74,29 @@ pub struct Evicted {
     pub bytes: u64,
 }
 
-/// What `remove` or `clear` did.
+/// Result of `remove` or `clear`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Removed {
-    /// Objects taken out.
+    /// Objects removed.
     pub objects: usize,
-    /// Their bytes; those of leased objects return with the last lease.
+    /// Their bytes; those of leased objects are freed with the last lease.
     pub bytes: u64,
-    /// Objects left alone because somebody holds a lease and force was not asked for.
+    /// Objects kept because they are leased, without `force`.
     pub kept: usize,
     /// Keys that were not in the cache (`remove` only).
     pub missing: usize,
 }
 
-/// A resident object, or one that was resident until it was evicted.
+/// A resident or just evicted object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResidentObject {
     /// The chunk.
     pub chunk_hash: ChunkHash,
     /// The rest of the key.
-    pub space: OwnedSpace,
+    pub namespace: Arc<Namespace>,
     /// Its bytes.
     pub bytes: u64,
-    /// How many leases are on it.
+    /// Number of leases on it.
     pub leases: u32,
 }
 
@@ -101,19 +104,19 @@ pub struct ResidentObject {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cache invariant {invariant} is broken: {details}")]
 pub struct BrokenInvariant {
-    /// The name of the function that checks it.
+    /// Name of the function that checks it.
     pub invariant: &'static str,
-    /// What was found.
+    /// What was found instead.
     pub details: String,
 }
 
-/// A handle on the cache; clones share it. All times are since one fixed moment, such as the process's start.
+/// Handle to a cache; clones share it. All times are since one fixed moment, such as the process's start.
 pub struct Cache<A: ExtentAllocator> {
     shared: Arc<Shared<A>>,
 }
 
 struct Shared<A: ExtentAllocator> {
-    /// Guards everything there is: metadata only, no bytes, no waiting inside.
+    /// Guards all metadata. No bytes are touched and nothing waits under it.
     state: Mutex<State<A>>,
     /// See [`CacheConfig::check_invariants_every`].
     check_every: u32,
@@ -135,7 +138,7 @@ impl<A: ExtentAllocator> fmt::Debug for Cache<A> {
 }
 
 impl<A: ExtentAllocator> Cache<A> {
-    /// An empty cache over this memory, which must be all free.
+    /// An empty cache over this memory, which must be entirely free.
     pub fn new(allocator: A, config: CacheConfig) -> Self {
         Self {
             shared: Arc::new(Shared {
@@ -146,11 +149,11 @@ impl<A: ExtentAllocator> Cache<A> {
         }
     }
 
-    /// One step under the lock.
+    /// Runs one step under the lock.
     fn locked<T>(&self, step: impl FnOnce(&mut State<A>) -> T) -> T {
         let mut state = self.shared.state.lock();
         let result = step(&mut state);
-        // A second panic while one unwinds would end the process without a word.
+        // A second panic while one unwinds would abort the process without a message.
         let checks = cfg!(debug_assertions) && !std::thread::panicking();
         if checks && self.shared.check_every > 0 {
             let calls = self.shared.calls.fetch_add(1, Ordering::Relaxed);
@@ -163,14 +166,14 @@ impl<A: ExtentAllocator> Cache<A> {
         result
     }
 
-    /// Sets memory aside for those of these keys that are not resident, evicting what must leave for it.
+    /// Reserves memory for those of these keys that are not resident, evicting others for it.
     ///
-    /// Resident keys count as used, and are never evicted to make room for other keys of the same call. A key is
-    /// refused only when no eviction makes a free range as large that the search finds (see `run.rs` for its bounds);
-    /// nothing is evicted for it then, and keys set aside before it stay.
+    /// Resident keys count as used, and are never evicted for other keys of the same call. A key is refused only if the
+    /// search (see `run.rs` for its bounds) finds no eviction that frees a range large enough; then nothing is evicted
+    /// for it, and the keys reserved before it stay reserved.
     ///
     /// # Errors
-    /// [`ReserveError::EmptyObject`]: a request has `len` 0; nothing is set aside.
+    /// [`ReserveError::EmptyObject`]: a request has `len` 0; nothing is reserved.
     pub fn reserve(
         &self,
         now: Duration,
@@ -179,7 +182,7 @@ impl<A: ExtentAllocator> Cache<A> {
         self.reserve_near(now, requests, None)
     }
 
-    /// [`Cache::reserve`] in a part of the memory, as far as that can be had; see [`ExtentAllocator::allocate_near`].
+    /// [`Cache::reserve`] in one part of the memory, if possible; see [`ExtentAllocator::allocate_near`].
     ///
     /// # Errors
     /// As [`Cache::reserve`].
@@ -192,9 +195,9 @@ impl<A: ExtentAllocator> Cache<A> {
         self.reserve_bounded(now, requests, near, None)
     }
 
-    /// [`Cache::reserve_near`] for a writer that may never commit: reserves at most `max_bytes`, rounding included, and of
-    /// a tenant with a limit, soft ones too, no more than that limit staged at once. The keys beyond are refused, and
-    /// evict nothing.
+    /// [`Cache::reserve_near`] for a writer that may never commit: reserves at most `max_bytes`, rounding included, and for
+    /// a tenant with a limit, also a soft one, at most that limit staged at once. Keys beyond that are refused, and evict
+    /// nothing.
     ///
     /// # Errors
     /// As [`Cache::reserve`].
@@ -220,7 +223,7 @@ impl<A: ExtentAllocator> Cache<A> {
         }
         let mut batch = ReserveBatch::new(requests);
         self.locked(|state| {
-            state.tell_time(now);
+            state.advance_clock(now);
             state.reserve(requests, near, staging, &mut batch);
         });
         Ok(Reserved {
@@ -229,71 +232,71 @@ impl<A: ExtentAllocator> Cache<A> {
         })
     }
 
-    /// The longest prefix of `hashes` that every row can serve, held in the same moment: full-attention rows hold
-    /// all its chunks, rows with a window the last of them. A miss holds nothing; so does a lookup without rows.
-    pub fn lookup(&self, now: Duration, rows: &[LookupRow<'_>], hashes: &[ChunkHash]) -> Lookup<A> {
-        self.look(now, rows, hashes, |state, hit| {
+    /// Finds the longest prefix of `hashes` that every row can serve, and leases it in the same step: full-attention rows
+    /// hold all its chunks, rows with a window the last of them. A miss holds nothing; so does a lookup without rows.
+    pub fn lookup(&self, now: Duration, rows: &Arc<[GroupRow]>, hashes: &[ChunkHash]) -> Lookup<A> {
+        self.lookup_counted(now, rows, hashes, |state, hit| {
             state.count_lookup(rows, hashes.len(), hit)
         })
     }
 
-    /// The same for a lookup that has had brought what it did not find: only what it finds beyond is counted.
-    pub fn look_again(
+    /// [`lookup`](Self::lookup), repeated after missing objects were loaded: only what it finds beyond `before` is counted.
+    pub fn lookup_again(
         &self,
         now: Duration,
-        rows: &[LookupRow<'_>],
+        rows: &Arc<[GroupRow]>,
         hashes: &[ChunkHash],
         before: Counted,
     ) -> Lookup<A> {
-        self.look(now, rows, hashes, |state, hit| {
-            state.count_again(rows, hashes.len(), hit, before)
+        self.lookup_counted(now, rows, hashes, |state, hit| {
+            state.count_lookup_again(rows, hashes.len(), hit, before)
         })
     }
 
-    fn look(
+    fn lookup_counted(
         &self,
         now: Duration,
-        rows: &[LookupRow<'_>],
+        rows: &Arc<[GroupRow]>,
         hashes: &[ChunkHash],
         count: impl FnOnce(&mut State<A>, usize) -> Counted,
     ) -> Lookup<A> {
         let mut batch = LookupBatch::new(rows, hashes.len());
         let (hit_chunks, counted) = self.locked(|state| {
-            state.tell_time(now);
+            state.advance_clock(now);
             let hit = state.lookup(rows, hashes, &mut batch);
             (hit, count(state, hit))
         });
         Lookup {
             hit_chunks,
             counted,
-            lease: PrefixLease::new(self.clone(), batch.holds),
+            lease: PrefixLease::new(self.clone(), Arc::clone(rows), batch.holds),
         }
     }
 
-    /// A lease on all these objects, in this order, or `None` if one of them is not resident. Counts as a use.
+    /// Leases all these objects, in this order; `None` if one of them is not resident. Counts as a use.
     pub fn pin(
         &self,
         now: Duration,
-        space: &Space<'_>,
+        namespace: &Namespace,
         hashes: &[ChunkHash],
     ) -> Option<ReadLease<A>> {
-        self.lease(now, space, hashes, State::pin)
+        self.lease(now, namespace, hashes, State::pin)
     }
 
-    /// The same for the cache's own ends, such as writing objects elsewhere: counts as no use.
+    /// [`pin`](Self::pin) for the server's own purposes, such as writing objects to a tier: does not count as a use.
     pub fn hold(
         &self,
         now: Duration,
-        space: &Space<'_>,
+        namespace: &Namespace,
         hashes: &[ChunkHash],
     ) -> Option<ReadLease<A>> {
-        self.lease(now, space, hashes, State::hold)
+        self.lease(now, namespace, hashes, State::hold)
     }
 
     fn lease(
         &self,
         now: Duration,
-        space: &Space<'_>,
+        namespace: &Namespace,
         hashes: &[ChunkHash],
         one: fn(&mut State<A>, u32) -> SlotRef,
     ) -> Option<ReadLease<A>> {
@@ -302,9 +305,9 @@ impl<A: ExtentAllocator> Cache<A> {
             extents: Vec::with_capacity(hashes.len()),
         };
         let pinned = self.locked(|state| {
-            state.tell_time(now);
-            let pinned = match state.spaces.find(space) {
-                Some(space) => state.lease_all(space, hashes, one, &mut hold.slots),
+            state.advance_clock(now);
+            let pinned = match state.namespaces.find(namespace) {
+                Some(namespace) => state.lease_all(namespace, hashes, one, &mut hold.slots),
                 None => hashes.is_empty(),
             };
             if pinned {
@@ -316,27 +319,28 @@ impl<A: ExtentAllocator> Cache<A> {
         pinned.then(|| ReadLease::new(self.clone(), hold))
     }
 
-    /// Which of these objects are resident, in order.
-    pub fn contains(&self, space: &Space<'_>, hashes: &[ChunkHash]) -> Vec<bool> {
+    /// Whether each of these objects is resident.
+    pub fn contains(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Vec<bool> {
         let mut resident = Vec::with_capacity(hashes.len());
         self.locked(|state| {
-            let space = state.spaces.find(space);
-            let is_resident = |hash| space.is_some_and(|space| state.find(space, hash).is_some());
+            let number = state.namespaces.find(namespace);
+            let is_resident =
+                |hash| number.is_some_and(|number| state.find(number, hash).is_some());
             resident.extend(hashes.iter().map(is_resident));
         });
         resident
     }
 
-    /// Counts these objects as used now; the last chunk stays the first to leave. Gives how many are resident.
-    pub fn touch(&self, now: Duration, space: &Space<'_>, hashes: &[ChunkHash]) -> usize {
+    /// Records a use of these objects; the last chunk becomes the oldest. Returns how many are resident.
+    pub fn touch(&self, now: Duration, namespace: &Namespace, hashes: &[ChunkHash]) -> usize {
         self.locked(|state| {
-            state.tell_time(now);
-            let Some(space) = state.spaces.find(space) else {
+            state.advance_clock(now);
+            let Some(namespace) = state.namespaces.find(namespace) else {
                 return 0;
             };
             let mut touched = 0;
             for hash in hashes.iter().rev() {
-                if let Some(number) = state.find(space, hash) {
+                if let Some(number) = state.find(namespace, hash) {
                     state.touch(number);
                     touched += 1;
                 }
@@ -345,14 +349,14 @@ impl<A: ExtentAllocator> Cache<A> {
         })
     }
 
-    /// Takes these objects out. With `force` also leased ones: they disappear at once, their memory returns with
-    /// the last lease.
-    pub fn remove(&self, space: &Space<'_>, hashes: &[ChunkHash], force: bool) -> Removed {
-        self.locked(|state| state.remove(space, hashes, force))
+    /// Removes these objects. With `force` also leased ones: they disappear at once, their memory is freed with the last
+    /// lease.
+    pub fn remove(&self, namespace: &Namespace, hashes: &[ChunkHash], force: bool) -> Removed {
+        self.locked(|state| state.remove(namespace, hashes, force))
     }
 
-    /// Takes out everything that was resident at the call, in slices, so that others get in between; what they
-    /// store meanwhile may stay or go. Reservations stay as they are. `force` as in [`remove`](Self::remove).
+    /// Removes everything that is resident at the call, in slices, so that other calls get in between; objects that they
+    /// store meanwhile may stay or be removed. Reservations stay. `force` as in [`remove`](Self::remove).
     pub fn clear(&self, force: bool) -> Removed {
         const SLICE: u32 = 4096;
         let slots = self.locked(|state| state.slab.slots() as u32);
@@ -364,39 +368,39 @@ impl<A: ExtentAllocator> Cache<A> {
         removed
     }
 
-    /// Evicts in policy order until `bytes_wanted` bytes of objects or `max_objects` objects are gone, or nothing
-    /// evictable is left. One slice of a background pass: keep `max_objects` small (some hundreds), so that others
+    /// Evicts in policy order until `bytes_wanted` bytes of objects or `max_objects` objects are evicted, or nothing
+    /// evictable is left. One slice of a background pass: keep `max_objects` small (some hundreds), so that other calls
     /// get in between.
     pub fn evict(&self, now: Duration, bytes_wanted: u64, max_objects: usize) -> Evicted {
         self.locked(|state| {
-            state.tell_time(now);
+            state.advance_clock(now);
             state.evict(bytes_wanted, max_objects)
         })
     }
 
-    /// Evicts from tenants that have too much, their own least recently used first, until none has or `max_objects`
-    /// are gone. One slice of a background pass; constant time when nobody has too much.
+    /// Evicts from tenants over quota, their own least recently used first, until none is or `max_objects` are evicted. One
+    /// slice of a background pass; constant time if no tenant is over quota.
     pub fn evict_over_quota(&self, now: Duration, max_objects: usize) -> Evicted {
         self.locked(|state| {
-            state.tell_time(now);
+            state.advance_clock(now);
             state.evict_over_quota(max_objects)
         })
     }
 
-    /// Sets what a tenant may have, or with `None` takes that back, so that the default holds. Nothing is evicted
-    /// by this call: where a limit sinks, follow it by [`evict_over_quota`](Self::evict_over_quota).
+    /// Sets a tenant's grant; `None` removes it, so that the default applies. Nothing is evicted by this call: after
+    /// lowering a limit, call [`evict_over_quota`](Self::evict_over_quota).
     pub fn set_grant(&self, salt: &str, grant: Option<Grant>) {
         self.locked(|state| state.set_grant(salt, grant));
     }
 
-    /// What was evicted since the last call, in order; always empty without [`CacheConfig::report_evicted`]. A cache
-    /// that reports must be asked after each `reserve` and `evict`: the list is kept until then.
+    /// Takes the list of objects evicted since the last call, in order; always empty without
+    /// [`CacheConfig::report_evicted`]. With it, call this after each `reserve` and `evict`: the list grows until then.
     pub fn take_evicted(&self) -> Vec<ResidentObject> {
         self.locked(|state| state.evicted.as_mut().map(std::mem::take))
             .unwrap_or_default()
     }
 
-    /// Room taken and room there is; cheap.
+    /// Used and total capacity; cheap.
     pub fn usage(&self) -> Usage {
         self.locked(|state| Usage {
             used_bytes: state.allocator.used(),
@@ -422,12 +426,12 @@ impl<A: ExtentAllocator> Cache<A> {
         self.locked(|state| state.stats())
     }
 
-    /// What one tenant has; `None` for a tenant that has nothing, not even a grant.
+    /// Usage of one tenant; `None` for one with neither objects nor a grant.
     pub fn salt_usage(&self, salt: &str) -> Option<SaltUsage> {
         self.locked(|state| state.salt_usage(salt))
     }
 
-    /// All counters and those of some tenants, taken at one moment, so that these are parts of those.
+    /// All counters and those of some tenants, taken at one moment, so that they add up.
     pub fn stats_with<S: AsRef<str>>(&self, salts: &[S]) -> (Stats, Vec<Option<SaltUsage>>) {
         self.locked(|state| {
             let usages = salts.iter().map(|salt| state.salt_usage(salt.as_ref()));
@@ -435,10 +439,10 @@ impl<A: ExtentAllocator> Cache<A> {
         })
     }
 
-    /// What each tenant has that has anything or a grant, at most `limit` of them; start with `from` 0.
+    /// Usage of tenants with objects or a grant, at most `limit` of them; start with `from` 0.
     pub fn salts(&self, from: u32, limit: usize) -> Page<SaltUsage> {
         self.locked(|state| {
-            let mut salts = state.spaces.tenants.from(from);
+            let mut salts = state.namespaces.tenants.from(from);
             let entries = salts.by_ref().take(limit);
             let entries = entries.map(|(_, salt)| SaltUsage::of(salt)).collect();
             let next = salts.next().map(|(number, _)| number);
@@ -446,24 +450,26 @@ impl<A: ExtentAllocator> Cache<A> {
         })
     }
 
-    /// The spaces that have anything, at most `limit` of them; start with `from` 0.
-    pub fn spaces(&self, from: u32, limit: usize) -> Page<OwnedSpace> {
+    /// The namespaces with objects, at most `limit` of them; start with `from` 0.
+    pub fn namespaces(&self, from: u32, limit: usize) -> Page<Arc<Namespace>> {
         self.locked(|state| {
-            let mut spaces = state.spaces.spaces_from(from);
-            let entries = spaces.by_ref().take(limit);
-            let entries = entries.map(|(_, space)| space).collect();
-            let next = spaces.next().map(|(number, _)| number);
+            let mut namespaces = state.namespaces.from(from);
+            let entries = namespaces.by_ref().take(limit);
+            let entries = entries
+                .map(|(_, namespace)| Arc::clone(namespace))
+                .collect();
+            let next = namespaces.next().map(|(number, _)| number);
             Page { entries, next }
         })
     }
 
-    /// The resident objects, from a look at no more than `limit` slots; start with `from` 0. A page may be empty
-    /// and still have a next one.
+    /// The resident objects among at most `limit` slots; start with `from` 0. A page may be empty and still have a next
+    /// one.
     pub fn objects(&self, from: u32, limit: usize) -> Page<ResidentObject> {
         self.locked(|state| state.objects(from, limit))
     }
 
-    /// Checks everything that must always hold. Takes time proportional to the number of objects, under the lock.
+    /// Checks all invariants. Takes time proportional to the number of objects, under the lock.
     ///
     /// # Errors
     /// The first invariant found broken.

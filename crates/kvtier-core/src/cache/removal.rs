@@ -1,24 +1,26 @@
-//! Taking objects out on request, and listing those that are in.
+//! Removal on request, and listings.
 
 use super::slab::SlotState;
 use super::state::State;
-use super::{ExtentAllocator, Page, Removed, ResidentObject, Space};
+use super::{ExtentAllocator, Page, Removed, ResidentObject};
 use crate::hashing::ChunkHash;
+use crate::object_key::Namespace;
 use std::ops::Range;
+use std::sync::Arc;
 
 impl<A: ExtentAllocator> State<A> {
     /// See [`super::Cache::remove`].
     pub(super) fn remove(
         &mut self,
-        space: &Space<'_>,
+        namespace: &Namespace,
         hashes: &[ChunkHash],
         force: bool,
     ) -> Removed {
         let mut removed = Removed::default();
         for hash in hashes {
-            // The space is forgotten with its last object, so it is looked up again for each.
-            let space = self.spaces.find(space);
-            match space.and_then(|space| self.find(space, hash)) {
+            // The namespace is removed with its last object, so it is looked up again for each.
+            let number = self.namespaces.find(namespace);
+            match number.and_then(|namespace| self.find(namespace, hash)) {
                 Some(number) => self.remove_one(number, force, &mut removed),
                 None => removed.missing += 1,
             }
@@ -31,7 +33,7 @@ impl<A: ExtentAllocator> State<A> {
             removed.kept += 1;
             return;
         }
-        removed.bytes += self.take_out(number);
+        removed.bytes += self.remove_object(number);
         removed.objects += 1;
         self.totals.removed += 1;
     }
@@ -58,7 +60,7 @@ impl<A: ExtentAllocator> State<A> {
             }
             Some(ResidentObject {
                 chunk_hash: slot.hash,
-                space: self.spaces.owned(slot.space)?,
+                namespace: Arc::clone(self.namespaces.get(slot.namespace)?),
                 bytes: slot.extent.len,
                 leases: slot.leases,
             })

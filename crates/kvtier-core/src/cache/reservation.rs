@@ -1,86 +1,88 @@
-//! Memory set aside for objects whose bytes are still being written.
+//! Reservations: memory of objects whose bytes are still being written.
 
 use super::lease::OrderedHold;
 use super::slab::SlotRef;
-use super::{Cache, Extent, ExtentAllocator, ReadLease, Space};
+use super::{Cache, Extent, ExtentAllocator, ReadLease};
 use crate::hashing::ChunkHash;
+use crate::object_key::Namespace;
 use std::cmp::Reverse;
 use std::mem;
+use std::sync::Arc;
 use std::time::Duration;
 
-/// Objects of one space and one size that somebody wants to write.
+/// Objects of one namespace and one size to reserve memory for.
 #[derive(Clone, Copy, Debug)]
 pub struct ReserveRequest<'a> {
-    /// Where the objects belong.
-    pub space: Space<'a>,
+    /// The objects' namespace.
+    pub namespace: &'a Arc<Namespace>,
     /// The chunks, in prefix order.
     pub hashes: &'a [ChunkHash],
     /// Bytes of each object, at least 1.
     pub len: u64,
 }
 
-/// What became of one requested key.
+/// Outcome of one requested key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyOutcome {
     /// The object is in the cache already; nothing to write.
     AlreadyResident,
-    /// Memory is set aside.
+    /// Memory is reserved.
     Reserved(Extent),
-    /// No memory, and no eviction that would make a free range as large.
+    /// No memory is free, and no eviction would free a range large enough.
     NoMemory,
-    /// The tenant's limit leaves no room, and it has nothing left that could be evicted.
+    /// The tenant's limit is reached, and none of its objects may be evicted.
     OverQuota,
     /// The call may not reserve more: [`Cache::reserve_staged`].
     OverStaging,
 }
 
-/// A `reserve` that was refused as a whole; nothing was set aside.
+/// A `reserve` that was refused as a whole; nothing was reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReserveError {
     /// An object without bytes cannot be stored.
     #[error("len of reserve request {request} is 0: allowed is 1 or more bytes")]
     EmptyObject {
-        /// Which of the requests.
+        /// Index of the request.
         request: usize,
     },
 }
 
-/// What a `reserve` achieved.
+/// Result of a `reserve`.
 #[derive(Debug)]
 pub struct Reserved<A: ExtentAllocator> {
-    /// The memory set aside; possibly none.
+    /// The reserved memory; possibly none.
     pub reservation: Reservation<A>,
-    /// One outcome a key, the requests' keys in order, one request after the other.
+    /// One outcome per key, in the order of the requests and their keys.
     pub outcomes: Vec<KeyOutcome>,
 }
 
 /// One object being written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Staged {
-    /// Which of the requests asked for it.
+    /// Index of its request.
     pub request: u32,
-    /// Which of that request's hashes it is.
+    /// Index in that request's hashes.
     pub position: u32,
-    /// Where its bytes go.
+    /// The memory for its bytes.
     pub extent: Extent,
     pub(super) slot: SlotRef,
 }
 
-/// What a commit achieved. Counts objects.
+/// Result of a commit, in objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Committed {
     /// New in the cache.
     pub inserted: usize,
     /// Bytes of those.
     pub inserted_bytes: u64,
-    /// Dropped, because the key had become resident meanwhile; its first writer wins.
+    /// Dropped, because the key had become resident meanwhile: the first writer wins.
     pub duplicates: usize,
-    /// Given up by `commit_subset`.
+    /// Aborted by `commit_subset`.
     pub aborted: usize,
 }
 
-/// Memory set aside, private to its holder until committed. Dropping it gives the memory back.
-#[must_use = "dropping a reservation gives its memory back"]
+/// Reserved memory, private to its holder until committed. Dropping it aborts.
+#[must_use = "dropping a reservation frees its memory"]
 #[derive(Debug)]
 pub struct Reservation<A: ExtentAllocator> {
     cache: Cache<A>,
@@ -92,17 +94,17 @@ impl<A: ExtentAllocator> Reservation<A> {
         Self { cache, staged }
     }
 
-    /// The objects to write, in the order in which they were asked for.
+    /// The objects to write, in the order of the requests.
     pub fn staged(&self) -> &[Staged] {
         &self.staged
     }
 
-    /// Where to write, one extent an object, in the order of [`staged`](Self::staged).
+    /// The memory to write to, one extent per object, in the order of [`staged`](Self::staged).
     pub fn extents(&self) -> impl ExactSizeIterator<Item = Extent> + '_ {
         self.staged.iter().map(|staged| staged.extent)
     }
 
-    /// How many objects to write.
+    /// Number of objects to write.
     pub fn len(&self) -> usize {
         self.staged.len()
     }
@@ -112,12 +114,12 @@ impl<A: ExtentAllocator> Reservation<A> {
         self.staged.is_empty()
     }
 
-    /// Makes all objects visible. Their bytes must be written.
+    /// Makes all objects resident. Their bytes must have been written.
     pub fn commit(self, now: Duration) -> Committed {
         self.commit_subset(now, |_| true)
     }
 
-    /// Makes those objects visible that `keep` says yes to, and gives up the others, in one step.
+    /// Makes the objects resident that `keep` accepts, and aborts the others, in one step.
     pub fn commit_subset(mut self, now: Duration, keep: impl FnMut(&Staged) -> bool) -> Committed {
         let keep: Vec<bool> = self.staged.iter().map(keep).collect();
         let staged = mem::take(&mut self.staged);
@@ -126,14 +128,13 @@ impl<A: ExtentAllocator> Reservation<A> {
         }
         let order = last_chunk_first(&staged);
         self.cache.locked(|state| {
-            state.tell_time(now);
+            state.advance_clock(now);
             state.commit(&staged, order, &keep)
         })
     }
 
-    /// Makes all objects visible and leases them in the same moment, so that nothing can evict them first. Where
-    /// another writer was first, the lease is on that writer's object. The lease's order is that of
-    /// [`staged`](Self::staged).
+    /// Makes all objects resident and leases them in the same step, so that none is evicted in between. If another writer
+    /// was first, the lease is on that writer's object. The lease's order is that of [`staged`](Self::staged).
     pub fn commit_leased(mut self, now: Duration) -> (Committed, ReadLease<A>) {
         let staged = mem::take(&mut self.staged);
         let mut hold = OrderedHold {
@@ -144,14 +145,14 @@ impl<A: ExtentAllocator> Reservation<A> {
         if !staged.is_empty() {
             let order = last_chunk_first(&staged);
             committed = self.cache.locked(|state| {
-                state.tell_time(now);
+                state.advance_clock(now);
                 state.commit_leased(&staged, order, &mut hold)
             });
         }
         (committed, ReadLease::new(self.cache.clone(), hold))
     }
 
-    /// Gives the memory back; the same as dropping.
+    /// Frees the memory; the same as dropping.
     pub fn abort(self) {}
 }
 
@@ -167,8 +168,8 @@ impl<A: ExtentAllocator> Drop for Reservation<A> {
     }
 }
 
-/// The order in which staged objects become resident: the last chunk of all requests first, because it is worth
-/// least without the others and should be the first to leave.
+/// The order in which staged objects become resident: the last chunk of all requests first, because it is worth least
+/// without the others and should be evicted first.
 fn last_chunk_first(staged: &[Staged]) -> impl Iterator<Item = usize> + use<> {
     let one_request =
         staged.first().map(|first| first.request) == staged.last().map(|last| last.request);

@@ -2,19 +2,19 @@
 
 use super::ExtentAllocator;
 use super::lease::OrderedHold;
+use super::refusal::Refusal;
 use super::reservation::{Committed, KeyOutcome, ReserveRequest, Staged};
-use super::room::NoRoom;
 use super::slab::SlotRef;
 use super::state::State;
 
 /// Marks a key that is not resident.
 const MISSING: SlotRef = SlotRef::NONE;
 
-/// What a `reserve` fills in; its memory is there before the lock is taken.
+/// Result of a `reserve`, allocated before the lock is taken.
 pub(super) struct ReserveBatch {
     pub(super) outcomes: Vec<KeyOutcome>,
     pub(super) staged: Vec<Staged>,
-    /// One for each key: its resident object, held while the batch lasts.
+    /// Per key: its resident object, held during the batch.
     held: Vec<SlotRef>,
 }
 
@@ -32,7 +32,7 @@ impl ReserveBatch {
 impl<A: ExtentAllocator> State<A> {
     /// See [`super::Cache::reserve`].
     ///
-    /// Resident keys are held until the end, so that room for the tail of a prefix is never made of its head.
+    /// Resident keys are held until the end, so that the head of a prefix is never evicted for its tail.
     pub(super) fn reserve(
         &mut self,
         requests: &[ReserveRequest<'_>],
@@ -43,9 +43,9 @@ impl<A: ExtentAllocator> State<A> {
         self.warm = 0;
         let mut staging_left = staging.unwrap_or(u64::MAX);
         for request in requests {
-            let space = self.spaces.find(&request.space);
+            let namespace = self.namespaces.find(request.namespace);
             for hash in request.hashes {
-                let found = space.and_then(|space| self.find(space, hash));
+                let found = namespace.and_then(|namespace| self.find(namespace, hash));
                 batch
                     .held
                     .push(found.map_or(MISSING, |number| self.pin(number)));
@@ -53,9 +53,9 @@ impl<A: ExtentAllocator> State<A> {
         }
         let mut held = batch.held.iter();
         for (request, which) in requests.iter().zip(0..) {
-            let space = self.spaces.open(&request.space);
+            let namespace = self.namespaces.open(request.namespace);
             let taken = self.allocator.footprint(request.len);
-            // Of two equal objects the second is not searched for when the first was not placed.
+            // Objects of a request are equal in size: if one was refused, so are those after it.
             let mut refused = None;
             for ((hash, held), position) in request.hashes.iter().zip(&mut held).zip(0..) {
                 if *held != MISSING {
@@ -64,18 +64,18 @@ impl<A: ExtentAllocator> State<A> {
                 }
                 let more = request.hashes.len() - 1 - position;
                 let staged = match refused {
-                    Some(no_room) => Err(no_room),
-                    None if taken > staging_left => Err(NoRoom::Staging),
-                    None if staging.is_some() && !self.may_stage(space, taken) => {
-                        Err(NoRoom::Quota)
+                    Some(refusal) => Err(refusal),
+                    None if taken > staging_left => Err(Refusal::Staging),
+                    None if staging.is_some() && !self.may_stage(namespace, taken) => {
+                        Err(Refusal::Quota)
                     }
-                    None => self.stage(space, *hash, request.len, near, more),
+                    None => self.stage(namespace, *hash, request.len, near, more),
                 };
                 let (extent, slot) = match staged {
                     Ok(staged) => staged,
-                    Err(no_room) => {
-                        refused = Some(no_room);
-                        batch.outcomes.push(self.refuse(space, no_room));
+                    Err(refusal) => {
+                        refused = Some(refusal);
+                        batch.outcomes.push(self.refuse(namespace, refusal));
                         continue;
                     }
                 };
@@ -88,9 +88,10 @@ impl<A: ExtentAllocator> State<A> {
                     slot,
                 });
             }
-            self.spaces.drop_user(space, &mut self.accounting_errors);
+            self.namespaces
+                .drop_user(namespace, &mut self.accounting_errors);
         }
-        // Last chunk first, over all requests together: the chunk that is worth least alone becomes the oldest.
+        // Last chunk first, across all requests: the chunk that is worth least alone becomes the oldest.
         let longest = requests.iter().map(|request| request.hashes.len()).max();
         for position in (0..longest.unwrap_or(0)).rev() {
             let mut start = 0;
@@ -103,13 +104,39 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// Whether the limit of a space's tenant, soft ones too, leaves it another staged object. It may always have one.
-    fn may_stage(&self, space: u32, bytes: u64) -> bool {
-        let tenant = self.spaces.tenants.get(self.spaces.salt_of(space));
+    /// Counts a refusal.
+    fn refuse(&mut self, namespace: u32, why: Refusal) -> KeyOutcome {
+        let tenant = self.namespaces.tenant_of(namespace);
+        let tenant = self.namespaces.tenants.get_mut(tenant);
+        match why {
+            Refusal::Memory => {
+                self.totals.refused += 1;
+                if let Some(tenant) = tenant {
+                    tenant.totals.refused += 1;
+                }
+                KeyOutcome::NoMemory
+            }
+            Refusal::Quota => {
+                self.totals.over_quota += 1;
+                if let Some(tenant) = tenant {
+                    tenant.totals.over_quota += 1;
+                }
+                KeyOutcome::OverQuota
+            }
+            Refusal::Staging => KeyOutcome::OverStaging,
+        }
+    }
+
+    /// Whether the limit of the tenant, also a soft one, allows it another staged object. It may always have one.
+    fn may_stage(&self, namespace: u32, bytes: u64) -> bool {
+        let tenant = self
+            .namespaces
+            .tenants
+            .get(self.namespaces.tenant_of(namespace));
         !self.policy.isolates() || tenant.is_none_or(|tenant| tenant.may_stage(bytes))
     }
 
-    /// Admits the staged objects that `keep` marks and gives up the others, in this order.
+    /// Admits the staged objects that `keep` marks and aborts the others, in this order.
     pub(super) fn commit(
         &mut self,
         staged: &[Staged],

@@ -1,29 +1,28 @@
-//! Runs: free pieces and evictable objects that adjoin, for an object that is larger than the next victim.
+//! Runs: adjoining free pieces and evictable objects, for an object that is larger than the next victim.
 //!
-//! The cheapest run found is evicted as a whole, so an eviction is never in vain. An object costs its bytes by how long
-//! it has been idle. Objects never move, so leased and staged ones are walls between runs.
+//! The cheapest run found is evicted as a whole, so an eviction is never in vain. An object costs its bytes divided by
+//! its idle time. Objects never move, so leased and staged ones are walls between runs.
 //!
-//! A run is what an object falls back on: before, victims leave in policy order while little of the memory is free
-//! (`State::make_hole_of_many`), as recency predicts hits better than adjacency. Simulated with two models on 8 GiB, whose
+//! A run is the last resort: before, victims are evicted in policy order while little of the memory is free
+//! (`State::allocate_by_run`), as recency predicts hits better than adjacency. Simulated with two models on 8 GiB, whose
 //! objects are 1:4, 1:3.5, 1:32 and 1:3.3 in size, hit rates are within 0.8 points of evicting in policy order until a
-//! hole appears, and 4 to 9 % more of the memory is in use at 1:32; placing large objects from the other end of the arena
+//! large enough range is free, and 4 to 9 % more of the memory is in use at 1:32; placing large objects from the other end of the arena
 //! gains nothing and refused some, so there are no size classes. `examples/fragmentation.rs`; figures in
 //! `benches/runs/2026-11-22/fragmentation.tsv`.
 //!
 //! Work under the lock is bounded, for each reserved object:
 //!
-//! | step | pieces at most |
+//! | step | most pieces |
 //! | --- | --- |
 //! | around each of the next [`SEEDS`] victims | 2 x [`REACH`], and less once they have the bytes |
-//! | if none of them is in a run: onwards from where the last such search ended | [`SWEEP`] |
+//! | if none of them is in a run: from the end of the last such search | [`SWEEP`] |
 //!
-//! In an arena of up to [`SWEEP`] pieces a run is found if there is one; in a larger one by later searches.
+//! In an arena of up to [`SWEEP`] pieces a run is found if one exists; in a larger one by later searches.
 
-use super::ExtentAllocator;
-use super::extent::Piece;
-use super::room::NoRoom;
+use super::refusal::Refusal;
 use super::slab::SlotState;
 use super::state::State;
+use super::{ExtentAllocator, Piece};
 use std::ops::Range;
 
 /// Victims whose neighbourhood is searched.
@@ -32,14 +31,14 @@ const SEEDS: usize = 8;
 const REACH: usize = 256;
 /// Pieces searched in address order.
 const SWEEP: usize = 4096;
-/// Units of cost of a byte used right now.
+/// Cost of a byte used just now.
 const COST_SCALE: u64 = 256;
 
-/// A piece that is free, or could be.
+/// A piece that is free or can be freed.
 #[derive(Clone, Copy, Debug)]
 struct Movable {
     bytes: u64,
-    /// The object to evict; `None` if the piece is free.
+    /// The object to evict; `None` for a free piece.
     owner: Option<u32>,
     cost: u64,
 }
@@ -47,8 +46,8 @@ struct Movable {
 /// Decides which pieces of one neighbourhood are movable for a store of one tenant.
 struct Judge<'a, A> {
     state: &'a State<A>,
-    salt: u32,
-    /// Tenants with a reserved share, and their bytes that may leave beside those judged movable so far.
+    tenant: u32,
+    /// Tenants with a reserved share, and their bytes that may still be evicted beside those judged movable so far.
     shares: Vec<(u32, u64)>,
 }
 
@@ -66,7 +65,7 @@ impl<A: ExtentAllocator> Judge<'_, A> {
         if slot.state() != SlotState::Resident || slot.leases > 0 {
             return None;
         }
-        self.take_share(self.state.spaces.salt_of(slot.space), bytes)?;
+        self.take_share(self.state.namespaces.tenant_of(slot.namespace), bytes)?;
         let idle_ticks = self.state.clock.saturating_sub(slot.used_at);
         Some(Movable {
             bytes,
@@ -75,18 +74,18 @@ impl<A: ExtentAllocator> Judge<'_, A> {
         })
     }
 
-    /// Takes an object's bytes from what may leave of its tenant; `None` where its reserved share forbids it.
-    fn take_share(&mut self, salt: u32, bytes: u64) -> Option<()> {
-        let tenant = self.state.spaces.tenants.get(salt)?;
-        let Some(unreserved) = tenant.unreserved() else {
+    /// Takes an object's bytes from those that may be evicted of its tenant; `None` if its reserved share forbids it.
+    fn take_share(&mut self, tenant: u32, bytes: u64) -> Option<()> {
+        let owner = self.state.namespaces.tenants.get(tenant)?;
+        let Some(unreserved) = owner.unreserved() else {
             return Some(());
         };
-        if salt == self.salt || tenant.is_over() {
+        if tenant == self.tenant || owner.is_over() {
             return Some(());
         }
-        let at = self.shares.iter().position(|(known, _)| *known == salt);
+        let at = self.shares.iter().position(|(known, _)| *known == tenant);
         let at = at.unwrap_or_else(|| {
-            self.shares.push((salt, unreserved));
+            self.shares.push((tenant, unreserved));
             self.shares.len() - 1
         });
         let left = &mut self.shares[at].1;
@@ -103,7 +102,7 @@ struct Cheapest {
 }
 
 impl Cheapest {
-    /// Compares the shortest runs of a stretch of adjoining pieces; the first of equal ones stays.
+    /// Compares the shortest runs of a stretch of adjoining pieces; of equal ones the first is kept.
     fn compare(&mut self, stretch: &[Movable]) {
         let (mut start, mut bytes, mut cost) = (0, 0, 0);
         let mut found: Option<Range<usize>> = None;
@@ -129,43 +128,42 @@ impl Cheapest {
 }
 
 impl<A: ExtentAllocator> State<A> {
-    /// Objects whose eviction leaves a free range of `bytes` bytes, in order of address. `over`: the storing tenant if it
-    /// is over its strict limit, so that its own objects are looked at first.
+    /// Objects whose eviction leaves a free range of `bytes` bytes, in address order. `over`: the storing tenant if it is
+    /// over its strict limit, so that its own objects are examined first.
     pub(super) fn cheapest_run(
         &mut self,
-        salt: u32,
+        tenant: u32,
         bytes: u64,
         over: Option<u32>,
-    ) -> Result<Vec<u32>, NoRoom> {
+    ) -> Result<Vec<u32>, Refusal> {
         let mut cheapest = Cheapest {
             bytes,
             cost: 0,
             members: None,
         };
-        for seed in self.seeds(salt, over) {
-            self.search_around(seed, salt, &mut cheapest);
+        for seed in self.seeds(tenant, over) {
+            self.search_around(seed, tenant, &mut cheapest);
         }
         if cheapest.members.is_none() {
-            self.sweep(salt, &mut cheapest);
+            self.sweep(tenant, &mut cheapest);
         }
-        cheapest.members.ok_or(NoRoom::Memory)
+        cheapest.members.ok_or(Refusal::Memory)
     }
 
-    /// The next victims of the tenant that is to lose objects: one over its quota, or the policy's choice, or the storing
-    /// tenant itself.
-    fn seeds(&mut self, salt: u32, over: Option<u32>) -> Vec<u32> {
+    /// The next victims, of a tenant over quota, else of the policy's choice, else of the storing tenant.
+    fn seeds(&mut self, tenant: u32, over: Option<u32>) -> Vec<u32> {
         let source = over
-            .or_else(|| self.over_quota_for(salt))
-            .or_else(|| self.policy.victim().is_none().then_some(salt));
+            .or_else(|| self.over_quota_for(tenant))
+            .or_else(|| self.policy.victim().is_none().then_some(tenant));
         let mut seeds = Vec::with_capacity(SEEDS);
         self.policy.upcoming(source, SEEDS, &mut seeds);
         seeds
     }
 
-    fn search_around(&self, seed: u32, salt: u32, cheapest: &mut Cheapest) {
+    fn search_around(&self, seed: u32, tenant: u32, cheapest: &mut Cheapest) {
         let offset = self.slab.at(seed).extent.offset;
-        let mut judge = self.judge(salt);
-        // From the seed on and left of it, each until it has the bytes by itself.
+        let mut judge = self.judge(tenant);
+        // To the right of the seed, itself included, and to the left, each until it has enough bytes.
         let mut gather = |side: &mut Vec<Movable>, piece| {
             let Some(movable) = judge.movable(piece) else {
                 return false;
@@ -189,12 +187,12 @@ impl<A: ExtentAllocator> State<A> {
         cheapest.compare(&stretch);
     }
 
-    fn sweep(&mut self, salt: u32, cheapest: &mut Cheapest) {
+    fn sweep(&mut self, tenant: u32, cheapest: &mut Cheapest) {
         let (first, end) = (self.hand, self.allocator.capacity());
-        // Where the stretch that is being gathered starts, and where the next piece does.
+        // Start of the current stretch, and of the next piece.
         let (mut start, mut at, mut left) = (first, first, SWEEP);
         while left > 0 && at < end {
-            let mut judge = self.judge(salt);
+            let mut judge = self.judge(tenant);
             let mut stretch = Vec::new();
             let part = at;
             start = at;
@@ -223,10 +221,10 @@ impl<A: ExtentAllocator> State<A> {
         };
     }
 
-    fn judge(&self, salt: u32) -> Judge<'_, A> {
+    fn judge(&self, tenant: u32) -> Judge<'_, A> {
         Judge {
             state: self,
-            salt,
+            tenant,
             shares: Vec::new(),
         }
     }

@@ -1,19 +1,19 @@
-//! The slots: one cache line of facts for every object that has memory.
+//! Slots: one cache line of facts per object that has memory.
 
 use super::Extent;
 use crate::block_vec::BlockVec;
 use crate::hashing::ChunkHash;
 
-/// What a slot stands for.
+/// State of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SlotState {
-    /// Nothing; the slot is in the list of free ones.
+    /// No object; the slot is in the free list.
     Free,
-    /// An object being written, known to its reservation only.
+    /// An object being written, visible to its reservation only.
     Staged,
     /// An object that lookups find.
     Resident,
-    /// An object removed by force while leased: invisible, its memory in use until the last lease ends.
+    /// An object removed by force while leased: invisible, its memory is freed with the last lease.
     Doomed,
 }
 
@@ -23,9 +23,9 @@ pub(super) enum SlotState {
 pub(super) struct Slot {
     pub(super) hash: ChunkHash,
     pub(super) extent: Extent,
-    /// The interned space; the next free slot while this one is free.
-    pub(super) space: u32,
-    /// The state in the low two bits, whether it was used in the next, above them how often the slot has been freed.
+    /// Number of the namespace; the next free slot while this one is free.
+    pub(super) namespace: u32,
+    /// The state in the low two bits, whether it was used in the next, above them how often the slot was freed.
     life: u32,
     /// How many leases are held.
     pub(super) leases: u32,
@@ -53,12 +53,12 @@ impl Slot {
         self.life = self.life & !0b11 | state as u32;
     }
 
-    /// Notes that a leased object was used, for when it returns to the eviction order.
+    /// Records a use of a leased object, for its return to the eviction order.
     pub(super) fn note_use(&mut self) {
         self.life |= USED;
     }
 
-    /// Whether the object was used since this was last asked.
+    /// Whether the object was used since the last call.
     pub(super) fn take_use(&mut self) -> bool {
         let was_used = self.life & USED != 0;
         self.life &= !USED;
@@ -70,7 +70,7 @@ impl Slot {
     }
 }
 
-/// A slot at one point of its life: a reference kept beyond the slot's end is recognised.
+/// A slot and its generation: a reference kept beyond the life of its object is recognised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SlotRef {
     pub(super) slot: u32,
@@ -86,16 +86,16 @@ impl SlotRef {
 }
 
 const NO_SLOT: u32 = u32::MAX;
-/// More slots than this are not made, so that `u32::MAX` and its neighbour stay free for lists' own use.
+/// Most slots, so that `u32::MAX` and its neighbour stay free for markers in lists.
 const MAX_SLOTS: usize = 1 << 31;
-/// Slots come in blocks, so that growing never moves what is there: 64 KiB at a time under the lock.
+/// Slots per block: growing allocates 64 KiB under the lock and moves nothing.
 const BLOCK: usize = 1024;
 
 /// All slots, by number.
 #[derive(Debug)]
 pub(super) struct Slab {
     slots: BlockVec<Slot, BLOCK>,
-    /// Slots below this number have been handed out at least once.
+    /// Slots below this number were used at least once.
     known: u32,
     first_free: u32,
     live: usize,
@@ -113,17 +113,22 @@ impl Default for Slab {
 }
 
 impl Slab {
-    /// A slot for a new object, or `None` when there can be no more.
-    pub(super) fn take(&mut self, hash: ChunkHash, space: u32, extent: Extent) -> Option<SlotRef> {
+    /// Takes a slot for a new object; `None` if all are in use.
+    pub(super) fn take(
+        &mut self,
+        hash: ChunkHash,
+        namespace: u32,
+        extent: Extent,
+    ) -> Option<SlotRef> {
         let number = match self.first_free {
-            NO_SLOT => self.another()?,
+            NO_SLOT => self.grow()?,
             number => number,
         };
         let slot = self.at_mut(number);
-        let next = slot.space;
+        let next = slot.namespace;
         slot.hash = hash;
         slot.extent = extent;
-        slot.space = space;
+        slot.namespace = namespace;
         slot.leases = 0;
         slot.set_state(SlotState::Staged);
         let generation = slot.generation();
@@ -135,18 +140,18 @@ impl Slab {
         })
     }
 
-    /// Ends the life of a slot.
-    pub(super) fn give_back(&mut self, number: u32) {
+    /// Frees a slot.
+    pub(super) fn free(&mut self, number: u32) {
         let next = self.first_free;
         let slot = self.at_mut(number);
         slot.life = slot.generation().wrapping_add(1) << FACT_BITS;
-        slot.space = next;
+        slot.namespace = next;
         self.first_free = number;
         self.live -= 1;
     }
 
-    /// A slot never handed out before.
-    fn another(&mut self) -> Option<u32> {
+    /// A slot never used before.
+    fn grow(&mut self) -> Option<u32> {
         let number = self.known;
         if number as usize == MAX_SLOTS {
             return None;
@@ -154,7 +159,7 @@ impl Slab {
         self.slots.grow_to(number, || Slot {
             hash: ChunkHash([0; 32]),
             extent: Extent { offset: 0, len: 0 },
-            space: NO_SLOT,
+            namespace: NO_SLOT,
             life: 0,
             leases: 0,
             used_at: 0,
@@ -163,7 +168,7 @@ impl Slab {
         Some(number)
     }
 
-    /// The slot of this number, which must have been handed out once.
+    /// The slot of this number, which must have been used once.
     pub(super) fn at(&self, number: u32) -> &Slot {
         &self.slots[number]
     }
@@ -173,7 +178,7 @@ impl Slab {
         &mut self.slots[number]
     }
 
-    /// The referred slot, unless its life has ended since.
+    /// The slot, unless it was freed since.
     pub(super) fn get(&self, reference: SlotRef) -> Option<&Slot> {
         let slot = self.slots.get(reference.slot)?;
         (slot.generation() == reference.generation && slot.state() != SlotState::Free)
@@ -188,12 +193,12 @@ impl Slab {
         }
     }
 
-    /// How many slots were handed out at least once, free ones included.
+    /// Number of slots used at least once, free ones included.
     pub(super) fn slots(&self) -> usize {
         self.known as usize
     }
 
-    /// How many slots stand for an object.
+    /// Number of slots that have an object.
     pub(super) fn live(&self) -> usize {
         self.live
     }
@@ -203,17 +208,20 @@ impl Slab {
         (0..self.known).zip(self.slots.iter())
     }
 
-    /// How many slots are in the list of free ones; an error when the list has a loop or a used slot.
+    /// Number of slots in the free list.
+    ///
+    /// # Errors
+    /// The list has a loop or a used slot.
     pub(super) fn count_free(&self) -> Result<usize, String> {
         let mut count = 0;
         let mut at = self.first_free;
         while at != NO_SLOT {
             let slot = self.at(at);
             if slot.state() != SlotState::Free || count == self.slots() {
-                return Err(format!("slot {at} in the list of free slots is {slot:?}"));
+                return Err(format!("slot {at} in the free list is {slot:?}"));
             }
             count += 1;
-            at = slot.space;
+            at = slot.namespace;
         }
         Ok(count)
     }
@@ -233,24 +241,24 @@ mod tests {
     }
 
     #[test]
-    fn a_reference_ends_with_its_slot_s_life() {
+    fn reference_of_freed_slot_is_recognised() {
         let mut slab = Slab::default();
         let old = take(&mut slab);
         assert_eq!(slab.get(old).map(Slot::state), Some(SlotState::Staged));
-        slab.give_back(old.slot);
+        slab.free(old.slot);
         assert!(slab.get(old).is_none());
         let new = take(&mut slab);
-        assert_eq!(new.slot, old.slot, "free slots are used again");
+        assert_eq!(new.slot, old.slot, "free slots are reused");
         assert!(slab.get(old).is_none());
         assert!(slab.get(new).is_some());
         assert!(slab.get(SlotRef::NONE).is_none());
     }
 
     #[test]
-    fn slots_are_counted_beyond_a_block() {
+    fn slots_are_counted_across_blocks() {
         let mut slab = Slab::default();
         let taken: Vec<_> = (0..BLOCK + 1).map(|_| take(&mut slab)).collect();
-        taken[..10].iter().for_each(|r| slab.give_back(r.slot));
+        taken[..10].iter().for_each(|r| slab.free(r.slot));
         assert_eq!((slab.slots(), slab.live()), (BLOCK + 1, BLOCK - 9));
         assert_eq!(slab.count_free(), Ok(10));
         slab.at_mut(0).set_state(SlotState::Resident);

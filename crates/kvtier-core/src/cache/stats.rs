@@ -1,4 +1,4 @@
-//! What the cache says about itself.
+//! Statistics of the cache.
 
 use super::ExtentAllocator;
 use super::state::{State, TICKS_PER_SECOND};
@@ -6,15 +6,14 @@ use super::tenant::Tenant;
 use crate::quota::Grant;
 use std::sync::Arc;
 
-/// A snapshot of the counters, all taken at one moment.
+/// Snapshot of all counters, taken at one moment.
 ///
-/// Totals count from the cache's creation. "Bytes" are those that objects take of the memory, the allocator's rounding
-/// included.
+/// Totals count from the cache's creation. Bytes include the allocator's rounding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Bytes the allocator has in all.
+    /// Bytes of the allocator in all.
     pub capacity_bytes: u64,
-    /// Bytes the allocator has handed out.
+    /// Bytes allocated.
     pub used_bytes: u64,
     /// Resident objects.
     pub objects: u64,
@@ -28,23 +27,23 @@ pub struct Stats {
     pub leased_objects: u64,
     /// Bytes of those.
     pub leased_bytes: u64,
-    /// Objects removed by force while leased; their memory returns with the last lease.
+    /// Objects removed by force while leased; their memory is freed with the last lease.
     pub doomed_objects: u64,
     /// Bytes of those.
     pub doomed_bytes: u64,
-    /// Objects that could be evicted now.
+    /// Objects that may be evicted now.
     pub evictable_objects: u64,
-    /// Spaces with at least one object.
-    pub spaces: u64,
-    /// Cache salts with at least one object or a grant.
+    /// Namespaces with at least one object.
+    pub namespaces: u64,
+    /// Tenants with at least one object or a grant.
     pub salts: u64,
     /// Lookups so far.
     pub lookups_total: u64,
-    /// Chunks that lookups asked for.
+    /// Chunks that lookups requested.
     pub requested_chunks_total: u64,
     /// Chunks of the prefixes that lookups found.
     pub hit_chunks_total: u64,
-    /// Objects evicted to make room, by `reserve` or by `evict`.
+    /// Objects evicted, by `reserve` or by `evict`.
     pub evicted_objects_total: u64,
     /// Bytes of those.
     pub evicted_bytes_total: u64,
@@ -54,32 +53,32 @@ pub struct Stats {
     pub refused_total: u64,
     /// Keys a `reserve` refused because of the tenant's limit.
     pub over_quota_total: u64,
-    /// Tenants that have too much right now.
+    /// Tenants over quota now.
     pub over_quota_salts: u64,
     /// Staged objects that became resident.
     pub committed_total: u64,
     /// Staged objects that were dropped at commit, because another reservation of the key had been first.
     pub duplicates_total: u64,
-    /// Staged objects that were given up.
+    /// Staged objects that were aborted.
     pub aborted_total: u64,
-    /// Objects taken out by `remove` or `clear`.
+    /// Objects removed by `remove` or `clear`.
     pub removed_total: u64,
-    /// Times a counter or a lease did not add up: a bug in the cache. 0 in a healthy one.
+    /// Accounting errors of counters and leases: bugs in the cache. 0 in a healthy one.
     pub accounting_errors: u64,
-    /// Bytes of bookkeeping held: slots, index, eviction order and interned names, the allocator's excluded.
+    /// Bytes of bookkeeping: slots, index, eviction order and interned names, the allocator's excluded.
     pub bookkeeping_bytes: u64,
 }
 
-/// Room taken and room there is, in bytes.
+/// Used and total capacity, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// What the allocator has handed out.
+    /// Bytes allocated.
     pub used_bytes: u64,
-    /// What it has in all.
+    /// Bytes in all.
     pub capacity_bytes: u64,
 }
 
-/// What one tenant has in the cache.
+/// Usage of one tenant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SaltUsage {
     /// The cache salt; empty for none.
@@ -90,14 +89,14 @@ pub struct SaltUsage {
     pub bytes: u64,
     /// Bytes reserved and not yet committed.
     pub staged_bytes: u64,
-    /// All its bytes, as limits count them: also those being written, and removed ones that are still leased.
+    /// All its bytes as limits count them: also those being written, and removed ones that are still leased.
     pub counted_bytes: u64,
-    /// What the operator granted; `None` = the default holds.
+    /// The operator's grant; `None` = the default applies.
     pub grant: Option<Grant>,
-    /// Whether it has too much and is being brought back.
+    /// Whether it is over quota and being evicted from.
     pub over_quota: bool,
-    /// Chunks that its lookups asked for, as long as it is known: a tenant that has nothing, not even a grant, is
-    /// forgotten with its counts. So for all counts below.
+    /// Chunks that its lookups requested. A tenant with neither objects nor a grant is removed with its counts; so for
+    /// all counts below.
     pub requested_chunks_total: u64,
     /// Chunks of the prefixes that its lookups found.
     pub hit_chunks_total: u64,
@@ -115,13 +114,13 @@ pub struct SaltUsage {
     pub over_quota_total: u64,
 }
 
-/// A part of a long list, and where the next part starts.
+/// Page of a long list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Page<T> {
-    /// The entries of this part.
+    /// The entries of this page.
     pub entries: Vec<T>,
-    /// What to pass to get the next part; `None` after the last one. Entries that come or go between two calls may
-    /// be seen or missed.
+    /// What to pass to get the next page; `None` after the last one. Entries inserted or removed between two calls may be
+    /// seen or missed.
     pub next: Option<u32>,
 }
 
@@ -150,8 +149,8 @@ impl SaltUsage {
 
 impl<A: ExtentAllocator> State<A> {
     pub(super) fn salt_usage(&self, salt: &str) -> Option<SaltUsage> {
-        let tenant = self.spaces.tenants.find(salt)?;
-        self.spaces.tenants.get(tenant).map(SaltUsage::of)
+        let tenant = self.namespaces.tenants.find(salt)?;
+        self.namespaces.tenants.get(tenant).map(SaltUsage::of)
     }
 
     pub(super) fn stats(&self) -> Stats {
@@ -159,7 +158,7 @@ impl<A: ExtentAllocator> State<A> {
         let bookkeeping = self.slab.bookkeeping_bytes()
             + self.index.bookkeeping_bytes()
             + self.policy.bookkeeping_bytes()
-            + self.spaces.bookkeeping_bytes();
+            + self.namespaces.bookkeeping_bytes();
         Stats {
             capacity_bytes: self.allocator.capacity(),
             used_bytes: self.allocator.used(),
@@ -172,8 +171,8 @@ impl<A: ExtentAllocator> State<A> {
             doomed_objects: counters.doomed.objects,
             doomed_bytes: counters.doomed.bytes,
             evictable_objects: self.policy.len() as u64,
-            spaces: self.spaces.spaces_len() as u64,
-            salts: self.spaces.tenants.len() as u64,
+            namespaces: self.namespaces.len() as u64,
+            salts: self.namespaces.tenants.len() as u64,
             lookups_total: totals.lookups,
             requested_chunks_total: totals.requested_chunks,
             hit_chunks_total: totals.hit_chunks,
@@ -182,7 +181,7 @@ impl<A: ExtentAllocator> State<A> {
             last_evicted_idle_seconds: u64::from(totals.last_evicted_idle_ticks / TICKS_PER_SECOND),
             refused_total: totals.refused,
             over_quota_total: totals.over_quota,
-            over_quota_salts: self.spaces.tenants.over().len() as u64,
+            over_quota_salts: self.namespaces.tenants.over().len() as u64,
             committed_total: totals.committed,
             duplicates_total: totals.duplicates,
             aborted_total: totals.aborted,

@@ -1,17 +1,16 @@
-//! Tenants: for whom bytes are counted, what each of them may have, and who has too much.
+//! Tenants: the bytes, grants and quota state of each.
 
 use super::counters::{Counters, Tally};
-use super::numbered::Numbered;
-use super::space::name_bytes;
+use super::interner::{Interner, name_bytes};
 use crate::quota::{Grant, Marks, QuotaConfig, QuotaMode};
 use foldhash::quality::RandomState;
 use std::hash::BuildHasher;
 use std::sync::Arc;
 
-/// `over_at` of a tenant that has not too much.
+/// `over_at` of a tenant that is not over quota.
 const NOT_OVER: u32 = u32::MAX;
 
-/// Counts of one tenant since it is known.
+/// Counts of one tenant since it was inserted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct TenantTotals {
     pub(super) requested_chunks: u64,
@@ -22,11 +21,11 @@ pub(super) struct TenantTotals {
     pub(super) over_quota: u64,
 }
 
-/// A tenant that has anything in the cache, or a grant.
+/// A tenant with objects or a grant.
 #[derive(Debug)]
 pub(super) struct Tenant {
     pub(super) name: Arc<str>,
-    spaces: u32,
+    namespaces: u32,
     pub(super) counters: Counters,
     /// Bytes of the largest object since it last had none.
     largest: u64,
@@ -34,16 +33,16 @@ pub(super) struct Tenant {
     pub(super) grant: Option<Grant>,
     limit: Option<u64>,
     marks: Marks,
-    /// Its place among those who have too much.
+    /// Its place in the list of tenants over quota.
     over_at: u32,
     /// Bytes of resident objects with leases.
     pub(super) leased: u64,
-    /// Others may not evict anything more of it, as the policy was told.
+    /// Whether others may not evict more of it, as passed to the policy.
     protected: bool,
 }
 
 impl Tenant {
-    /// All its bytes, being written, removed and still leased ones included.
+    /// All its bytes, also those being written, and removed ones that are still leased.
     pub(super) fn bytes(&self) -> u64 {
         let Counters {
             staged,
@@ -53,12 +52,12 @@ impl Tenant {
         staged.bytes + resident.bytes + doomed.bytes
     }
 
-    /// Bytes that could leave: those of resident objects without leases.
+    /// Bytes that may be evicted: those of resident objects without leases.
     pub(super) fn evictable(&self) -> u64 {
         self.counters.resident.bytes.saturating_sub(self.leased)
     }
 
-    /// Whether its limit leaves it this many staged bytes more. It may always have one staged object.
+    /// Whether its limit allows it `bytes` more staged bytes. It may always have one staged object.
     pub(super) fn may_stage(&self, bytes: u64) -> bool {
         let staged = self.counters.staged.bytes;
         self.limit
@@ -71,20 +70,20 @@ impl Tenant {
         (reserved > 0).then(|| self.counters.resident.bytes.saturating_sub(reserved))
     }
 
-    /// Whether others may evict an object, whichever it is.
+    /// Whether others may evict any of its objects.
     fn spares(&self) -> bool {
         let reserved = self.grant.map_or(0, |grant| grant.reserved);
         reserved == 0 || self.counters.resident.bytes >= reserved.saturating_add(self.largest)
     }
 
-    /// Notes whether others may evict from it; tells if that has changed.
+    /// Updates whether it is protected from others; returns the new value if it changed.
     fn protect(&mut self) -> Option<bool> {
         let protected = !self.spares();
         (std::mem::replace(&mut self.protected, protected) != protected).then_some(protected)
     }
 
-    /// Whether with so many bytes it begins or ceases to have too much.
-    fn has_changed_sides(&self, bytes: u64) -> bool {
+    /// Whether `bytes` bytes take it over quota or back below.
+    fn crosses_mark(&self, bytes: u64) -> bool {
         match self.is_over() {
             true => bytes <= self.marks.low,
             false => bytes > self.marks.high,
@@ -96,13 +95,13 @@ impl Tenant {
     }
 }
 
-/// All tenants. One without a grant is forgotten with its last space.
+/// All tenants. One without a grant is removed with its last namespace.
 #[derive(Debug, Default)]
 pub(super) struct Tenants {
     seed: RandomState,
-    known: Numbered<Tenant>,
+    known: Interner<Tenant>,
     config: QuotaConfig,
-    /// Those who have too much.
+    /// Tenants over quota, in no order.
     over: Vec<u32>,
     name_bytes: usize,
 }
@@ -128,14 +127,14 @@ impl Tenants {
         self.known.get_mut(number)
     }
 
-    fn find_or_make(&mut self, name: &str) -> u32 {
+    fn find_or_insert(&mut self, name: &str) -> u32 {
         if let Some(number) = self.find(name) {
             return number;
         }
         let limit = self.config.default_limit;
         let tenant = Tenant {
             name: Arc::from(name),
-            spaces: 0,
+            namespaces: 0,
             counters: Counters::default(),
             largest: 0,
             totals: TenantTotals::default(),
@@ -152,44 +151,46 @@ impl Tenants {
         self.known.insert(seed.hash_one(name), tenant, rehash)
     }
 
-    /// The number of a tenant, made if need be, with one more space.
-    pub(super) fn open(&mut self, name: &str) -> u32 {
-        let number = self.find_or_make(name);
+    /// Adds a namespace to a tenant, inserted if it is unknown. Returns its number and its name.
+    pub(super) fn open(&mut self, name: &Arc<str>) -> (u32, Arc<str>) {
+        let number = self.find_or_insert(name);
+        let mut name = Arc::clone(name);
         if let Some(tenant) = self.get_mut(number) {
-            tenant.spaces += 1;
+            tenant.namespaces += 1;
+            name = Arc::clone(&tenant.name);
         }
-        number
+        (number, name)
     }
 
-    /// One space less.
+    /// Removes a namespace of a tenant.
     pub(super) fn close(&mut self, number: u32, errors: &mut u64) {
         let Some(tenant) = self.get_mut(number) else {
             *errors += 1;
             return;
         };
-        tenant.spaces -= 1;
-        if tenant.spaces == 0 && tenant.counters != Counters::default() {
+        tenant.namespaces -= 1;
+        if tenant.namespaces == 0 && tenant.counters != Counters::default() {
             *errors += 1;
         }
-        self.forget_idle(number);
+        self.remove_if_idle(number);
     }
 
-    fn forget_idle(&mut self, number: u32) {
-        let idle = |tenant: &&Tenant| tenant.spaces == 0 && tenant.grant.is_none();
+    fn remove_if_idle(&mut self, number: u32) {
+        let idle = |tenant: &&Tenant| tenant.namespaces == 0 && tenant.grant.is_none();
         let Some(tenant) = self.get(number).filter(idle) else {
             return;
         };
         let hash = self.seed.hash_one(&*tenant.name);
         self.name_bytes -= name_bytes(&tenant.name);
-        self.leave_over(number);
+        self.remove_over(number);
         self.known.remove(hash, number);
     }
 
-    /// Sets or takes a grant. Gives the tenant and whether it is protected, if that has changed. `None` for a tenant that
-    /// nobody knows changes nothing.
+    /// Sets or removes a grant. Returns the tenant and whether it is protected, if that changed. Removing the grant of an
+    /// unknown tenant changes nothing.
     pub(super) fn set_grant(&mut self, name: &str, grant: Option<Grant>) -> Option<(u32, bool)> {
         let number = match grant {
-            Some(_) => self.find_or_make(name),
+            Some(_) => self.find_or_insert(name),
             None => self.find(name)?,
         };
         let tenant = self.known.get_mut(number)?;
@@ -201,16 +202,16 @@ impl Tenants {
         tenant.limit = holds.limit;
         tenant.marks = self.config.marks(holds);
         let protected = tenant.protect();
-        self.settle(number);
-        self.forget_idle(number);
+        self.update_over(number);
+        self.remove_if_idle(number);
         Some((number, protected?))
     }
 
-    /// Counts what `change` does to a tenant's objects, the largest of which has so many bytes or more. Gives whether it
-    /// is protected, if that has changed.
+    /// Applies `change` to the counters of a tenant for an object of `bytes` bytes. Returns whether the tenant is
+    /// protected, if that changed.
     ///
     /// # Errors
-    /// Nobody knows the tenant.
+    /// The tenant is unknown.
     pub(super) fn count(
         &mut self,
         number: u32,
@@ -225,20 +226,20 @@ impl Tenants {
             _ => tenant.largest.max(bytes),
         };
         let protected = tenant.protect();
-        if tenant.has_changed_sides(all) {
-            self.settle(number);
+        if tenant.crosses_mark(all) {
+            self.update_over(number);
         }
         Ok(protected)
     }
 
-    /// After a tenant's bytes or limits have changed: whether it has too much.
-    fn settle(&mut self, number: u32) {
+    /// Updates the list of tenants over quota after a tenant's bytes or limits changed.
+    fn update_over(&mut self, number: u32) {
         let Some(tenant) = self.known.get_mut(number) else {
             return;
         };
-        if tenant.has_changed_sides(tenant.bytes()) {
+        if tenant.crosses_mark(tenant.bytes()) {
             if tenant.is_over() {
-                self.leave_over(number);
+                self.remove_over(number);
             } else {
                 tenant.over_at = self.over.len() as u32;
                 self.over.push(number);
@@ -246,7 +247,7 @@ impl Tenants {
         }
     }
 
-    fn leave_over(&mut self, number: u32) {
+    fn remove_over(&mut self, number: u32) {
         let Some(tenant) = self.known.get_mut(number).filter(|t| t.is_over()) else {
             return;
         };
@@ -259,12 +260,12 @@ impl Tenants {
         }
     }
 
-    /// Those who have too much, in no order.
+    /// The tenants over quota, in no order.
     pub(super) fn over(&self) -> &[u32] {
         &self.over
     }
 
-    /// The limit that a tenant's stores must not pass, if there is one.
+    /// The limit that a tenant's stores must not exceed.
     pub(super) fn strict_limit(&self, number: u32) -> Option<u64> {
         match self.config.mode {
             QuotaMode::Soft => None,
@@ -282,22 +283,22 @@ impl Tenants {
         self.known.len()
     }
 
-    /// What must hold of the list of those who have too much.
+    /// Checks the list of tenants over quota.
     pub(super) fn check(&self) -> Result<(), String> {
         for (at, &number) in self.over.iter().enumerate() {
             let place = self.get(number).map(|tenant| tenant.over_at as usize);
             if place != Some(at) {
                 return Err(format!(
-                    "tenant {number} is at {at} but says it is at {place:?}"
+                    "tenant {number} is at {at} of the list but has {place:?}"
                 ));
             }
         }
         for (number, tenant) in self.from(0) {
             let bytes = tenant.bytes();
             let is_listed = self.over.get(tenant.over_at as usize) == Some(&number);
-            let wrong = tenant.has_changed_sides(bytes) || tenant.is_over() != is_listed;
+            let wrong = tenant.crosses_mark(bytes) || tenant.is_over() != is_listed;
             let wrong = wrong || tenant.protected == tenant.spares();
-            if wrong || (tenant.spaces == 0 && tenant.grant.is_none()) {
+            if wrong || (tenant.namespaces == 0 && tenant.grant.is_none()) {
                 return Err(format!("tenant {number} has {bytes} bytes: {tenant:?}"));
             }
         }

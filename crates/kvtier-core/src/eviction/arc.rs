@@ -1,11 +1,13 @@
-//! Adaptive replacement: objects used once and objects used again, balanced by what was missed.
+//! ARC: objects used once (T1) and objects used again (T2), balanced by the misses on keys evicted from each (B1, B2).
 //!
-//! After N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003), whose lists T1, T2,
-//! B1 and B2 are here `once`, `again`, `once_gone` and `again_gone`. Differences, the first two as in LMCache 0.5.6:
-//! nobody says how many objects fit, so the capacity is the most there ever were; a victim is chosen without knowing
-//! for whom; and each of the two lists of keys may be as long as the capacity, whatever the others hold.
+//! After N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST 2003). Differences, the
+//! first two as in LMCache 0.5.6:
 //!
-//! Objects are counted, not bytes: an object of any size is one.
+//! * the number of objects that fit is unknown, so the capacity `c` is the most there ever were
+//! * a victim is chosen without knowing the object it is evicted for
+//! * B1 and B2 may each be as long as the capacity, independent of the other lists
+//!
+//! Objects are counted, not bytes: an object of any size counts one.
 
 mod ghosts;
 #[cfg(test)]
@@ -15,57 +17,60 @@ use super::{Candidate, EvictionPolicy, Lru};
 use crate::block_vec::BlockVec;
 use ghosts::Ghosts;
 
-/// What is remembered of a slot.
+/// State of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Use {
-    /// No object had it yet.
-    Never,
-    /// A new object, not used yet.
+enum SlotState {
+    /// Not used by any object yet.
+    Unused,
+    /// Has a new object, in no list yet.
     New,
-    /// A new object that was here before, not used yet.
+    /// Has a new object whose key was in B1 or B2, in no list yet.
     Returned,
-    /// The object, leased or not, belongs to those used once.
-    Once,
-    /// To those used again.
-    Again,
+    /// Has an object of T1, leased or not.
+    T1,
+    /// Has an object of T2, leased or not.
+    T2,
 }
 
-/// Four lists: 17 bytes a slot, and about 30 for each of the keys of objects that left, at most two a slot.
+/// ARC policy. Its four lists take 17 bytes per slot, and about 30 per key in B1 and B2, of which there are at most two
+/// per slot.
 #[derive(Debug, Default)]
-pub struct Adaptive {
-    once: Lru,
-    again: Lru,
-    /// Keys of those evicted from `once`.
-    once_gone: Ghosts,
-    /// Keys of those evicted from `again`.
-    again_gone: Ghosts,
-    /// How long `once` should be: 0 to `capacity`. It changes by fractions.
+pub struct ArcPolicy {
+    /// Objects used once.
+    t1: Lru,
+    /// Objects used again.
+    t2: Lru,
+    /// Keys evicted from T1.
+    b1: Ghosts,
+    /// Keys evicted from T2.
+    b2: Ghosts,
+    /// Target length of T1, the paper's `p`: 0 to `capacity`. It changes by fractions.
     target: f64,
-    uses: BlockVec<Use, 4096>,
-    /// Slots that ever had an object; as slots are reused, the most objects there ever were.
+    slots: BlockVec<SlotState, 4096>,
+    /// Slots that ever had an object; as slots are reused, the most objects there ever were. The paper's `c`.
     capacity: usize,
 }
 
-impl Adaptive {
-    fn used(&self, slot: u32) -> Use {
-        self.uses.get(slot).copied().unwrap_or(Use::Never)
+impl ArcPolicy {
+    fn state(&self, slot: u32) -> SlotState {
+        self.slots.get(slot).copied().unwrap_or(SlotState::Unused)
     }
 
-    fn set(&mut self, slot: u32, used: Use) {
-        self.uses.grow_to(slot, || Use::Never);
-        if std::mem::replace(&mut self.uses[slot], used) == Use::Never {
+    fn set(&mut self, slot: u32, state: SlotState) {
+        self.slots.grow_to(slot, || SlotState::Unused);
+        if std::mem::replace(&mut self.slots[slot], state) == SlotState::Unused {
             self.capacity += 1;
         }
     }
 
-    /// Whether the key is one of an object that was evicted. It is forgotten, and those of its kind get more room: the
-    /// more, the fewer of that kind are remembered.
-    fn recall(&mut self, key: u64) -> bool {
-        let (once, again) = (self.once_gone.len() as f64, self.again_gone.len() as f64);
-        if self.once_gone.forget(key) {
-            self.target += (again / once).max(1.0);
-        } else if self.again_gone.forget(key) {
-            self.target -= (once / again).max(1.0);
+    /// Removes a key from B1 or B2 and adapts the target in favour of its list: the more, the shorter that list is. Returns
+    /// whether the key was in one of them.
+    fn adapt(&mut self, key: u64) -> bool {
+        let (b1, b2) = (self.b1.len() as f64, self.b2.len() as f64);
+        if self.b1.remove(key) {
+            self.target += (b2 / b1).max(1.0);
+        } else if self.b2.remove(key) {
+            self.target -= (b1 / b2).max(1.0);
         } else {
             return false;
         }
@@ -73,114 +78,114 @@ impl Adaptive {
         true
     }
 
-    /// How many of those used once leave before any of those used again.
-    fn once_first(&self) -> usize {
-        let len = self.once.len();
+    /// Number of objects of T1 that are evicted before any of T2.
+    fn t1_first(&self) -> usize {
+        let len = self.t1.len();
         (len + 1).saturating_sub(self.target as usize).min(len)
     }
 
-    /// The order of a list whose objects must be of this kind.
-    fn checked(&self, list: &Lru, kind: Use) -> Result<Vec<u32>, String> {
+    /// The order of a list whose slots must be in this state.
+    fn checked(&self, list: &Lru, kind: SlotState) -> Result<Vec<u32>, String> {
         let order = list.order()?;
-        match order.iter().find(|&&slot| self.used(slot) != kind) {
+        match order.iter().find(|&&slot| self.state(slot) != kind) {
             None => Ok(order),
             Some(&slot) => Err(format!(
-                "slot {slot}, used {:?}, is in the list of {kind:?}",
-                self.used(slot)
+                "slot {slot}, in state {:?}, is in the list of {kind:?}",
+                self.state(slot)
             )),
         }
     }
 }
 
-impl EvictionPolicy for Adaptive {
+impl EvictionPolicy for ArcPolicy {
     fn name(&self) -> &'static str {
         super::EvictionKind::Arc.name()
     }
 
     fn admit(&mut self, candidate: Candidate, key: u64) {
-        let used = match self.recall(key) {
-            true => Use::Returned,
-            false => Use::New,
+        let state = match self.adapt(key) {
+            true => SlotState::Returned,
+            false => SlotState::New,
         };
-        self.set(candidate.slot, used);
+        self.set(candidate.slot, state);
     }
 
     fn evicted(&mut self, candidate: Candidate, key: u64) {
-        match self.used(candidate.slot) {
-            Use::Once => self.once_gone.remember(key, self.capacity),
-            Use::Again => self.again_gone.remember(key, self.capacity),
-            Use::Never | Use::New | Use::Returned => {}
+        match self.state(candidate.slot) {
+            SlotState::T1 => self.b1.insert(key, self.capacity),
+            SlotState::T2 => self.b2.insert(key, self.capacity),
+            SlotState::Unused | SlotState::New | SlotState::Returned => {}
         }
     }
 
     fn insert(&mut self, candidate: Candidate, was_used: bool) {
-        match (self.used(candidate.slot), was_used) {
-            (Use::Never | Use::New, _) | (Use::Once, false) => {
-                self.set(candidate.slot, Use::Once);
-                self.once.insert(candidate, was_used);
+        match (self.state(candidate.slot), was_used) {
+            (SlotState::Unused | SlotState::New, _) | (SlotState::T1, false) => {
+                self.set(candidate.slot, SlotState::T1);
+                self.t1.insert(candidate, was_used);
             }
-            (Use::Returned | Use::Again, _) | (Use::Once, true) => {
-                self.set(candidate.slot, Use::Again);
-                self.again.insert(candidate, was_used);
+            (SlotState::Returned | SlotState::T2, _) | (SlotState::T1, true) => {
+                self.set(candidate.slot, SlotState::T2);
+                self.t2.insert(candidate, was_used);
             }
         }
     }
 
-    fn withdraw(&mut self, candidate: Candidate) {
-        self.once.withdraw(candidate);
-        self.again.withdraw(candidate);
+    fn remove(&mut self, candidate: Candidate) {
+        self.t1.remove(candidate);
+        self.t2.remove(candidate);
     }
 
     fn touch(&mut self, candidate: Candidate) {
         let before = self.len();
-        self.withdraw(candidate);
+        self.remove(candidate);
         if self.len() < before {
             self.insert(candidate, true);
         }
     }
 
     fn victim(&mut self) -> Option<u32> {
-        let once = self.once.victim();
-        match self.once_first() {
-            0 => self.again.victim().or(once),
-            _ => once,
+        let t1 = self.t1.victim();
+        match self.t1_first() {
+            0 => self.t2.victim().or(t1),
+            _ => t1,
         }
     }
 
     fn upcoming(&self, _: Option<u32>, limit: usize, slots: &mut Vec<u32>) {
         let limit = limit.min(self.len());
-        let once_first = self.once_first().min(limit);
+        let t1_first = self.t1_first().min(limit);
         let end = slots.len() + limit;
-        self.once.upcoming(None, once_first, slots);
-        self.again.upcoming(None, end - slots.len(), slots);
-        // The others used once: those that came first are passed over.
+        self.t1.upcoming(None, t1_first, slots);
+        self.t2.upcoming(None, end - slots.len(), slots);
+        // The rest of T1, without those taken above.
         let (at, left) = (slots.len(), end - slots.len());
         if left > 0 {
-            self.once.upcoming(None, once_first + left, slots);
-            slots.drain(at..at + once_first);
+            self.t1.upcoming(None, t1_first + left, slots);
+            slots.drain(at..at + t1_first);
         }
     }
 
     fn len(&self) -> usize {
-        self.once.len() + self.again.len()
+        self.t1.len() + self.t2.len()
     }
 
     fn order(&self) -> Result<Vec<u32>, String> {
-        for ghosts in [&self.once_gone, &self.again_gone] {
+        for ghosts in [&self.b1, &self.b2] {
             ghosts.check(self.capacity)?;
         }
-        let mut order = self.checked(&self.once, Use::Once)?;
-        let last = order.split_off(self.once_first());
-        order.extend(self.checked(&self.again, Use::Again)?);
+        let mut order = self.checked(&self.t1, SlotState::T1)?;
+        let last = order.split_off(self.t1_first());
+        order.extend(self.checked(&self.t2, SlotState::T2)?);
         order.extend(last);
         Ok(order)
     }
 
     fn bookkeeping_bytes(&self) -> usize {
-        self.once.bookkeeping_bytes()
-            + self.again.bookkeeping_bytes()
-            + self.once_gone.bookkeeping_bytes()
-            + self.again_gone.bookkeeping_bytes()
-            + self.uses.bookkeeping_bytes()
+        self.t1.bookkeeping_bytes()
+            + self.t2.bookkeeping_bytes()
+            + self.b1.bookkeeping_bytes()
+            + self.b2.bookkeeping_bytes()
+            + self.slots.bookkeeping_bytes()
     }
 }

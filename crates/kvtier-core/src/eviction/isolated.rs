@@ -1,18 +1,18 @@
-//! One order for each tenant; among tenants, the object that was used longest ago leaves first.
+//! Isolated LRU: one order per tenant; among tenants, the least recently used object is evicted first.
 
 use super::list::{Links, List, NONE};
 use super::{Candidate, EvictionPolicy};
 
-/// Tenants compared at once. With up to so many to choose from, the order is exactly that of LRU; with more, the oldest
-/// of some is taken, in turn, so that the cost does not grow with the tenants.
+/// Tenants compared at once. With up to this many evictable tenants the order is exactly that of LRU; with more, some are
+/// compared at a time, in turn, so that the cost does not grow with the tenants.
 const COMPARED: usize = 8;
 
-/// A tenant's list.
+/// List of a tenant.
 #[derive(Clone, Copy, Debug)]
 struct Tenant {
     list: List,
-    /// Its place among those who may lose an object; `NONE` if it may not.
-    open_at: u32,
+    /// Its place among the evictable tenants; `NONE` if it is not one.
+    evictable_at: u32,
     protected: bool,
 }
 
@@ -20,43 +20,43 @@ impl Default for Tenant {
     fn default() -> Self {
         Self {
             list: List::default(),
-            open_at: NONE,
+            evictable_at: NONE,
             protected: false,
         }
     }
 }
 
-/// A tenant that may lose an object, with what a comparison needs, so that one reads neighbours in memory only.
+/// A tenant that may lose an object, with what a comparison needs, so that comparisons read adjacent memory only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Open {
-    salt: u32,
+struct Evictable {
+    tenant: u32,
     /// When its oldest object was used.
     oldest_used: u64,
 }
 
-/// Who loses objects, up to which use: the tenant compared with it has an older one then. So a tenant's objects leave in
-/// runs, as they came, and what they share is in the processor's cache.
+/// The tenant to evict from, up to the use `until`: from then on a tenant compared with it has an older object. So a
+/// tenant's objects are evicted in runs, as they came, and their shared metadata is in the processor's cache.
 #[derive(Clone, Copy, Debug)]
 struct Loser {
-    salt: u32,
+    tenant: u32,
     until: u64,
 }
 
-const NOBODY: Loser = Loser {
-    salt: NONE,
+const NO_LOSER: Loser = Loser {
+    tenant: NONE,
     until: 0,
 };
 
-/// A list for each tenant. The fact of a slot is the number of its use, counted over all slots. 16 bytes a slot, 24 a
-/// tenant, 16 for each that may lose an object.
+/// One list per tenant. The fact of a slot is the number of its use, counted over all slots. 16 bytes per slot, 24 per
+/// tenant, 16 more per evictable one.
 #[derive(Debug)]
 pub struct IsolatedLru {
     links: Links<u64>,
-    /// By the salt's number.
+    /// By number.
     tenants: Vec<Tenant>,
-    /// Tenants that have something and are not protected.
-    open: Vec<Open>,
-    /// Where in `open` the next comparison starts.
+    /// Tenants that have objects and are not protected.
+    evictable: Vec<Evictable>,
+    /// Where in `evictable` the next comparison starts.
     turn: usize,
     loser: Loser,
     uses: u64,
@@ -68,9 +68,9 @@ impl Default for IsolatedLru {
         Self {
             links: Links::default(),
             tenants: Vec::new(),
-            open: Vec::new(),
+            evictable: Vec::new(),
             turn: 0,
-            loser: NOBODY,
+            loser: NO_LOSER,
             uses: 0,
             len: 0,
         }
@@ -78,21 +78,21 @@ impl Default for IsolatedLru {
 }
 
 impl IsolatedLru {
-    fn know(&mut self, salt: u32) {
-        if salt as usize >= self.tenants.len() {
-            self.tenants.resize(salt as usize + 1, Tenant::default());
+    fn grow_to(&mut self, tenant: u32) {
+        if tenant as usize >= self.tenants.len() {
+            self.tenants.resize(tenant as usize + 1, Tenant::default());
         }
     }
 
-    fn unlink(&mut self, Candidate { slot, salt }: Candidate) {
-        let list = &mut self.tenants[salt as usize].list;
+    fn unlink(&mut self, Candidate { slot, tenant }: Candidate) {
+        let list = &mut self.tenants[tenant as usize].list;
         self.links.unlink(list, slot);
         self.len -= 1;
     }
 
-    fn push(&mut self, Candidate { slot, salt }: Candidate) {
+    fn push(&mut self, Candidate { slot, tenant }: Candidate) {
         self.uses += 1;
-        let list = &mut self.tenants[salt as usize].list;
+        let list = &mut self.tenants[tenant as usize].list;
         self.links.push(list, slot, self.uses);
         self.len += 1;
     }
@@ -102,55 +102,58 @@ impl IsolatedLru {
         self.links.get(slot).unwrap_or(0)
     }
 
-    /// After a tenant's list or protection has changed: whether it may lose an object, and when that was used.
-    fn settle(&mut self, salt: u32) {
+    /// Updates the list of evictable tenants after a tenant's list or protection changed.
+    fn update_evictable(&mut self, tenant: u32) {
         let Tenant {
             list: List { oldest, .. },
-            open_at,
+            evictable_at,
             protected,
-        } = self.tenants[salt as usize];
+        } = self.tenants[tenant as usize];
         let may_lose = oldest != NONE && !protected;
-        match (may_lose, open_at) {
+        match (may_lose, evictable_at) {
             (false, NONE) => {}
             (true, NONE) => {
                 let oldest_used = self.used(oldest);
-                self.tenants[salt as usize].open_at = self.open.len() as u32;
-                self.open.push(Open { salt, oldest_used });
+                self.tenants[tenant as usize].evictable_at = self.evictable.len() as u32;
+                self.evictable.push(Evictable {
+                    tenant,
+                    oldest_used,
+                });
                 if oldest_used < self.loser.until {
-                    self.loser = NOBODY;
+                    self.loser = NO_LOSER;
                 }
             }
-            (true, at) => self.open[at as usize].oldest_used = self.used(oldest),
+            (true, at) => self.evictable[at as usize].oldest_used = self.used(oldest),
             (false, at) => {
-                self.tenants[salt as usize].open_at = NONE;
-                self.open.swap_remove(at as usize);
-                if let Some(moved) = self.open.get(at as usize) {
-                    self.tenants[moved.salt as usize].open_at = at;
+                self.tenants[tenant as usize].evictable_at = NONE;
+                self.evictable.swap_remove(at as usize);
+                if let Some(moved) = self.evictable.get(at as usize) {
+                    self.tenants[moved.tenant as usize].evictable_at = at;
                 }
             }
         }
     }
 
-    /// The next object of the loser, while it is one.
+    /// The next object of the current loser.
     fn losing(&self) -> Option<u32> {
-        let Loser { salt, until } = self.loser;
-        let tenant = self.tenants.get(salt as usize)?;
-        let open = self.open.get(tenant.open_at as usize)?;
+        let Loser { tenant, until } = self.loser;
+        let tenant = self.tenants.get(tenant as usize)?;
+        let open = self.evictable.get(tenant.evictable_at as usize)?;
         (open.oldest_used <= until).then_some(tenant.list.oldest)
     }
 
-    /// Compares some tenants.
+    /// Compares some tenants and makes the one with the oldest object the loser. Returns that object.
     fn choose(&mut self) -> Option<u32> {
-        let many = self.open.len();
+        let many = self.evictable.len();
         if many <= COMPARED {
             self.turn = 0;
         } else {
             self.turn %= many;
         }
-        let (mut first, mut second) = (None::<Open>, u64::MAX);
+        let (mut first, mut second) = (None::<Evictable>, u64::MAX);
         for step in 0..many.min(COMPARED) {
             let at = self.turn + step;
-            let open = self.open[if at < many { at } else { at - many }];
+            let open = self.evictable[if at < many { at } else { at - many }];
             match first {
                 Some(older) if older.oldest_used < open.oldest_used => {
                     second = second.min(open.oldest_used);
@@ -162,12 +165,12 @@ impl IsolatedLru {
             }
         }
         self.turn += COMPARED;
-        let salt = first?.salt;
+        let tenant = first?.tenant;
         self.loser = Loser {
-            salt,
+            tenant,
             until: second,
         };
-        Some(self.tenants[salt as usize].list.oldest)
+        Some(self.tenants[tenant as usize].list.oldest)
     }
 }
 
@@ -177,20 +180,20 @@ impl EvictionPolicy for IsolatedLru {
     }
 
     fn insert(&mut self, candidate: Candidate, _: bool) {
-        let Candidate { slot, salt } = candidate;
+        let Candidate { slot, tenant } = candidate;
         self.links.grow_to(slot);
-        self.know(salt);
+        self.grow_to(tenant);
         if self.links.contains(slot) {
             self.unlink(candidate);
         }
         self.push(candidate);
-        self.settle(salt);
+        self.update_evictable(tenant);
     }
 
-    fn withdraw(&mut self, candidate: Candidate) {
+    fn remove(&mut self, candidate: Candidate) {
         if self.links.contains(candidate.slot) {
             self.unlink(candidate);
-            self.settle(candidate.salt);
+            self.update_evictable(candidate.tenant);
         }
     }
 
@@ -198,7 +201,7 @@ impl EvictionPolicy for IsolatedLru {
         if self.links.contains(candidate.slot) {
             self.unlink(candidate);
             self.push(candidate);
-            self.settle(candidate.salt);
+            self.update_evictable(candidate.tenant);
         }
     }
 
@@ -210,19 +213,19 @@ impl EvictionPolicy for IsolatedLru {
         true
     }
 
-    fn victim_of(&self, salt: u32) -> Option<u32> {
-        self.tenants.get(salt as usize)?.list.oldest()
+    fn victim_of(&self, tenant: u32) -> Option<u32> {
+        self.tenants.get(tenant as usize)?.list.oldest()
     }
 
-    fn protect(&mut self, salt: u32, protected: bool) {
-        self.know(salt);
-        self.tenants[salt as usize].protected = protected;
-        self.settle(salt);
+    fn protect(&mut self, tenant: u32, protected: bool) {
+        self.grow_to(tenant);
+        self.tenants[tenant as usize].protected = protected;
+        self.update_evictable(tenant);
     }
 
-    fn upcoming(&self, salt: Option<u32>, limit: usize, slots: &mut Vec<u32>) {
-        let first = match salt {
-            Some(salt) => self.victim_of(salt),
+    fn upcoming(&self, tenant: Option<u32>, limit: usize, slots: &mut Vec<u32>) {
+        let first = match tenant {
+            Some(tenant) => self.victim_of(tenant),
             None => self.losing(),
         };
         slots.extend(self.links.from(first).take(limit));
@@ -234,27 +237,32 @@ impl EvictionPolicy for IsolatedLru {
 
     fn order(&self) -> Result<Vec<u32>, String> {
         let mut order = Vec::with_capacity(self.len);
-        for (salt, tenant) in self.tenants.iter().enumerate() {
+        for (number, tenant) in self.tenants.iter().enumerate() {
             let slots = self.links.check(&tenant.list);
-            let slots = slots.map_err(|error| format!("tenant {salt}: {error}"))?;
+            let slots = slots.map_err(|error| format!("tenant {number}: {error}"))?;
             if !slots.is_sorted_by(|(used, _), (later, _)| used < later) {
                 return Err(format!(
-                    "tenant {salt} was used in another order: {slots:?}"
+                    "tenant {number} is not in the order of use: {slots:?}"
                 ));
             }
             order.extend(slots);
             let may_lose = tenant.list.len > 0 && !tenant.protected;
-            let open = Open {
-                salt: salt as u32,
+            let open = Evictable {
+                tenant: number as u32,
                 oldest_used: self.used(tenant.list.oldest),
             };
-            let is_open = self.open.get(tenant.open_at as usize) == Some(&open);
-            if may_lose != is_open {
-                return Err(format!("tenant {salt} may lose objects or not: {tenant:?}"));
+            let is_listed = self.evictable.get(tenant.evictable_at as usize) == Some(&open);
+            if may_lose != is_listed {
+                return Err(format!(
+                    "the list of tenants to evict from is wrong about tenant {number}: {tenant:?}"
+                ));
             }
         }
-        let open = self.tenants.iter().filter(|tenant| tenant.open_at != NONE);
-        if order.len() != self.len || open.count() != self.open.len() {
+        let open = self
+            .tenants
+            .iter()
+            .filter(|tenant| tenant.evictable_at != NONE);
+        if order.len() != self.len || open.count() != self.evictable.len() {
             return Err(format!(
                 "the lists hold {} slots; expected {}",
                 order.len(),
@@ -268,7 +276,7 @@ impl EvictionPolicy for IsolatedLru {
     fn bookkeeping_bytes(&self) -> usize {
         self.links.bookkeeping_bytes()
             + self.tenants.capacity() * size_of::<Tenant>()
-            + self.open.capacity() * size_of::<Open>()
+            + self.evictable.capacity() * size_of::<Evictable>()
     }
 }
 
@@ -278,25 +286,25 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn of(salt: u32, slot: u32) -> Candidate {
-        Candidate { slot, salt }
+    fn of(tenant: u32, slot: u32) -> Candidate {
+        Candidate { slot, tenant }
     }
 
-    /// Takes the victims one after the other.
-    fn drain(policy: &mut dyn EvictionPolicy, salt_of: impl Fn(u32) -> u32) -> Vec<u32> {
+    /// Removes the victims one after the other.
+    fn drain(policy: &mut dyn EvictionPolicy, tenant_of: impl Fn(u32) -> u32) -> Vec<u32> {
         let mut left = Vec::new();
         while let Some(slot) = policy.victim() {
-            policy.withdraw(of(salt_of(slot), slot));
+            policy.remove(of(tenant_of(slot), slot));
             left.push(slot);
         }
         left
     }
 
     #[test]
-    fn a_tenant_loses_its_own_oldest() {
+    fn victim_of_tenant_is_its_own_oldest() {
         let mut policy = IsolatedLru::default();
-        for (salt, slot) in [(0, 1), (1, 2), (0, 3), (1, 9000)] {
-            policy.insert(of(salt, slot), false);
+        for (tenant, slot) in [(0, 1), (1, 2), (0, 3), (1, 9000)] {
+            policy.insert(of(tenant, slot), false);
         }
         policy.touch(of(1, 2));
         assert_eq!(policy.victim_of(1), Some(9000));
@@ -306,14 +314,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_protected_is_named_for_its_tenant_only() {
+    fn protected_objects_are_victims_of_their_tenant_only() {
         let mut policy = IsolatedLru::default();
         policy.insert(of(0, 1), false);
         policy.protect(0, true);
         policy.protect(5, true);
         policy.insert(of(5, 7), false);
         assert_eq!(policy.victim(), None);
-        policy.withdraw(of(5, 7));
+        policy.remove(of(5, 7));
         policy.insert(of(0, 2), false);
         assert_eq!(policy.victim(), None);
         assert_eq!(policy.victim_of(0), Some(1));
@@ -325,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn all_leave_in_the_end_however_many_tenants() {
+    fn all_objects_are_evicted_with_many_tenants() {
         let mut policy = IsolatedLru::default();
         for slot in 0..1000 {
             policy.insert(of(slot % 100, slot), false);
@@ -333,25 +341,25 @@ mod tests {
         let left = drain(&mut policy, |slot| slot % 100);
         assert_eq!(left.len(), 1000);
         assert!(policy.order().unwrap().is_empty());
-        // Not the exact order, but never a young tenant's while older ones are left.
+        // Not the exact order, but never a young object while much older ones are left.
         let late = left[..300].iter().filter(|&&slot| slot >= 900).count();
-        assert_eq!(late, 0, "the youngest left among the first");
+        assert_eq!(late, 0, "the youngest were evicted among the first");
     }
 
     proptest! {
         /// With few tenants the order is that of one list.
         #[test]
-        fn few_tenants_are_one_lru(
+        fn few_tenants_equal_one_lru(
             steps in prop::collection::vec((0..3u8, 0..COMPARED as u32, 0..40u32), 0..200)
         ) {
             let (mut isolated, mut lru) = (IsolatedLru::default(), Lru::default());
-            for (step, salt, slot) in steps {
+            for (step, tenant, slot) in steps {
                 // A slot belongs to one tenant while it lives.
-                let candidate = of(salt, salt * 40 + slot);
+                let candidate = of(tenant, tenant * 40 + slot);
                 for policy in [&mut isolated as &mut dyn EvictionPolicy, &mut lru] {
                     match step {
                         0 => policy.insert(candidate, false),
-                        1 => policy.withdraw(candidate),
+                        1 => policy.remove(candidate),
                         _ => policy.touch(candidate),
                     }
                 }

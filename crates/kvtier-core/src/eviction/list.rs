@@ -1,4 +1,4 @@
-//! Lists through one table of links: a slot is in at most one of them, and leaves it without a search.
+//! Linked lists over one table of links: a slot is in at most one of them, and is removed without a search.
 
 use crate::block_vec::BlockVec;
 
@@ -7,7 +7,7 @@ pub(super) const NONE: u32 = u32::MAX;
 /// `older` of a slot that is in no list.
 const OUT: u32 = u32::MAX - 1;
 
-/// The neighbours of a slot, and what its list keeps of it.
+/// The neighbours of a slot, and a fact that its list keeps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Link<F> {
     older: u32,
@@ -39,7 +39,7 @@ impl List {
     }
 }
 
-/// The links of all slots: 8 bytes each, and those of the fact.
+/// The links of all slots: 8 bytes each, plus the fact.
 #[derive(Debug, Default)]
 pub(super) struct Links<F> {
     links: BlockVec<Link<F>, 4096>,
@@ -64,7 +64,7 @@ impl<F: Copy + Default> Links<F> {
         self.get(slot).is_some()
     }
 
-    /// Takes a slot out of the list that it is in.
+    /// Removes a slot from its list.
     pub(super) fn unlink(&mut self, list: &mut List, slot: u32) {
         let link = &mut self.links[slot];
         let (older, newer) = (link.older, link.newer);
@@ -80,7 +80,7 @@ impl<F: Copy + Default> Links<F> {
         list.len -= 1;
     }
 
-    /// Adds a slot that is in no list as the newest.
+    /// Appends a slot that is in no list, as the newest.
     pub(super) fn push(&mut self, list: &mut List, slot: u32, fact: F) {
         let older = std::mem::replace(&mut list.newest, slot);
         self.links[slot] = Link {
@@ -103,7 +103,10 @@ impl<F: Copy + Default> Links<F> {
         })
     }
 
-    /// The slots of a list and their facts, oldest first; an error that says what is wrong if it is damaged.
+    /// The slots of a list and their facts, oldest first.
+    ///
+    /// # Errors
+    /// A description of the damage to the list.
     pub(super) fn check(&self, list: &List) -> Result<Vec<(F, u32)>, String> {
         let mut slots = Vec::with_capacity(list.len);
         let (mut before, mut at) = (NONE, list.oldest);

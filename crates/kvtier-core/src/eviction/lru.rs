@@ -1,9 +1,9 @@
-//! The least recently used object leaves first.
+//! LRU: the least recently used object is evicted first.
 
 use super::list::{Links, List};
 use super::{Candidate, EvictionPolicy};
 
-/// One list.
+/// LRU policy: one list.
 #[derive(Debug, Default)]
 pub struct Lru {
     links: Links<()>,
@@ -24,7 +24,7 @@ impl EvictionPolicy for Lru {
         self.links.push(&mut self.list, slot, ());
     }
 
-    fn withdraw(&mut self, candidate: Candidate) {
+    fn remove(&mut self, candidate: Candidate) {
         if self.links.contains(candidate.slot) {
             self.links.unlink(&mut self.list, candidate.slot);
         }
@@ -65,11 +65,11 @@ mod tests {
     use super::*;
 
     fn candidate(slot: u32) -> Candidate {
-        Candidate { slot, salt: 0 }
+        Candidate { slot, tenant: 0 }
     }
 
     #[test]
-    fn the_oldest_leaves_first_and_a_touch_makes_young() {
+    fn oldest_is_victim_and_touch_makes_young() {
         let mut lru = Lru::default();
         for slot in [3, 1, 9000] {
             lru.insert(candidate(slot), false);
@@ -77,7 +77,7 @@ mod tests {
         assert_eq!(lru.order().unwrap(), [3, 1, 9000]);
         lru.touch(candidate(3));
         assert_eq!(lru.victim(), Some(1));
-        lru.withdraw(candidate(9000));
+        lru.remove(candidate(9000));
         assert_eq!(lru.order().unwrap(), [1, 3]);
         assert_eq!(lru.len(), 2);
         for (limit, expected) in [(9, &[1, 3][..]), (1, &[1]), (0, &[])] {
@@ -90,13 +90,13 @@ mod tests {
     #[test]
     fn unknown_slots_are_ignored() {
         let mut lru = Lru::default();
-        lru.withdraw(candidate(70_000));
+        lru.remove(candidate(70_000));
         lru.touch(candidate(5));
         assert!(lru.is_empty());
         assert_eq!(lru.victim(), None);
         lru.insert(candidate(5), false);
-        lru.withdraw(candidate(5));
-        lru.withdraw(candidate(5));
+        lru.remove(candidate(5));
+        lru.remove(candidate(5));
         assert!(lru.is_empty());
         assert_eq!(lru.order().unwrap(), Vec::<u32>::new());
     }

@@ -1,6 +1,6 @@
-//! In which order objects leave a full cache.
+//! Eviction policies: the order in which objects are evicted from a full cache.
 //!
-//! One policy a file. The cache tells the policy which objects could leave; the policy says which one goes next.
+//! One policy per file. The cache inserts evictable objects into the policy; the policy names the next victim.
 
 mod arc;
 mod isolated;
@@ -8,7 +8,7 @@ mod list;
 mod lru;
 mod noop;
 
-pub use arc::Adaptive;
+pub use arc::ArcPolicy;
 pub use isolated::IsolatedLru;
 pub use lru::Lru;
 pub use noop::Noop;
@@ -16,23 +16,23 @@ pub use noop::Noop;
 use std::fmt;
 use std::str::FromStr;
 
-/// An object as a policy sees it: the number of its slot, and the tenant it is counted for.
+/// An object as a policy sees it: its slot and its tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// The object's slot. Small and dense; reused once the object is gone.
+    /// The object's slot. Small and dense; reused once the object was removed.
     pub slot: u32,
-    /// The interned cache salt, for policies that treat tenants apart.
-    pub salt: u32,
+    /// The tenant's number, for policies that keep tenants separate.
+    pub tenant: u32,
 }
 
 /// The eviction order.
 ///
-/// The caller guarantees: an object is inserted when nobody holds a lease on it, and withdrawn before anybody gets
-/// one or it disappears, so whatever [`victim`](Self::victim) names may leave at once. A slot is inserted at most
-/// once at a time. Objects of one batch are inserted and touched from the last chunk to the first.
+/// The caller guarantees: an object is inserted while it has no lease, and removed before it gets one or is removed from
+/// the cache, so that the [`victim`](Self::victim) may be evicted at once. A slot is inserted at most once at a time.
+/// Objects of one batch are inserted and touched from the last chunk to the first.
 ///
-/// The implementer guarantees: no allocation per object beyond dense tables by slot and a bounded memory of keys
-/// that left, constant time a call, and no answer but an inserted slot.
+/// The implementer guarantees: no allocation per object beyond dense tables by slot and a bounded memory of evicted keys,
+/// constant time per call, and victims that are inserted slots.
 pub trait EvictionPolicy: Send + fmt::Debug {
     /// The policy's name in configuration.
     fn name(&self) -> &'static str;
@@ -42,78 +42,77 @@ pub trait EvictionPolicy: Send + fmt::Debug {
         true
     }
 
-    /// A new object is in the cache; an insertion follows. `key` is a hash of the object's key, the same each time the
-    /// key comes back.
+    /// Records a new object of the cache; an insertion follows. `key` is a hash of the object's key, the same whenever the
+    /// key returns.
     fn admit(&mut self, _candidate: Candidate, _key: u64) {}
 
-    /// The object was withdrawn and left the cache to make room.
+    /// Records the eviction of an object, which was removed before.
     fn evicted(&mut self, _candidate: Candidate, _key: u64) {}
 
-    /// The object may leave from now on. `was_used`: somebody used it while it could not, other than by bringing it here.
+    /// Inserts an object that may be evicted from now on. `was_used`: it was used while it was not inserted, storing it
+    /// aside.
     fn insert(&mut self, candidate: Candidate, was_used: bool);
 
-    /// The object may no longer be named: it is leased or gone. Does nothing for an object not inserted.
-    fn withdraw(&mut self, candidate: Candidate);
+    /// Removes an object that is leased or no longer in the cache. Does nothing if it is not inserted.
+    fn remove(&mut self, candidate: Candidate);
 
-    /// An inserted object has been used.
+    /// Records a use of an inserted object.
     fn touch(&mut self, candidate: Candidate);
 
-    /// The object that should leave next; it stays inserted until withdrawn. `None`: nothing may leave.
+    /// The object to evict next; it stays inserted until removed. `None`: nothing may be evicted.
     fn victim(&mut self) -> Option<u32>;
 
-    /// Whether every tenant has an order of its own, so that limits and shares can hold.
+    /// Whether every tenant has its own order, so that limits and shares can be enforced.
     fn isolates(&self) -> bool {
         false
     }
 
-    /// The object of one tenant that should leave next, protected or not; `None` where tenants have no order of their
-    /// own.
-    fn victim_of(&self, _salt: u32) -> Option<u32> {
+    /// The object of one tenant to evict next, protected or not; `None` if tenants have no orders of their own.
+    fn victim_of(&self, _tenant: u32) -> Option<u32> {
         None
     }
 
-    /// From now on [`victim`](Self::victim) must not, or may again, name objects of this tenant. Only for policies that
-    /// isolate.
-    fn protect(&mut self, _salt: u32, _protected: bool) {}
+    /// Forbids, or allows again, [`victim`](Self::victim) to name objects of this tenant. Only for policies that isolate.
+    fn protect(&mut self, _tenant: u32, _protected: bool) {}
 
-    /// Appends the objects that will probably leave next, of one tenant or of all, at most `limit`: a hint, so that a
-    /// batch of evictions can fetch what it needs from memory at once instead of one after the other.
-    fn upcoming(&self, salt: Option<u32>, limit: usize, slots: &mut Vec<u32>);
+    /// Appends the objects that will probably be evicted next, of one tenant or of all, at most `limit`: a hint, so that a
+    /// batch of evictions fetches their metadata from memory at once instead of one after the other.
+    fn upcoming(&self, tenant: Option<u32>, limit: usize, slots: &mut Vec<u32>);
 
-    /// How many objects could leave.
+    /// Number of objects inserted.
     fn len(&self) -> usize;
 
-    /// Whether nothing could leave.
+    /// Whether no object is inserted.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The objects in the order in which they would leave, protected ones included, for invariant checks and tests.
+    /// The objects in eviction order, protected ones included, for invariant checks and tests.
     ///
     /// # Errors
-    /// Says what is wrong when the policy's own structure is damaged.
+    /// A description of the damage to the policy's own structure.
     fn order(&self) -> Result<Vec<u32>, String>;
 
-    /// Bytes of bookkeeping held.
+    /// Bytes of bookkeeping.
     fn bookkeeping_bytes(&self) -> usize;
 }
 
 /// The policies by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EvictionKind {
-    /// The least recently used object leaves first.
+    /// Evicts the least recently used object.
     #[default]
     Lru,
-    /// Each tenant has an order of its own; the least recently used object of all that may leave goes first.
+    /// Each tenant has its own order; evicts the least recently used object of all unprotected tenants.
     IsolatedLru,
     /// Adaptive replacement: objects used once and objects used again, balanced by what was missed.
     Arc,
-    /// Nothing ever leaves by itself.
+    /// Evicts nothing.
     Noop,
 }
 
 impl EvictionKind {
-    /// The name in configuration and in what the server tells.
+    /// The name in configuration and status.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lru => "LRU",
@@ -128,19 +127,19 @@ impl EvictionKind {
         match self {
             Self::Lru => Box::new(Lru::default()),
             Self::IsolatedLru => Box::new(IsolatedLru::default()),
-            Self::Arc => Box::new(Adaptive::default()),
+            Self::Arc => Box::new(ArcPolicy::default()),
             Self::Noop => Box::new(Noop::default()),
         }
     }
 }
 
-/// The name is no eviction policy.
+/// Unknown name of an eviction policy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "eviction policy {name:?} is unknown: allowed are LRU, IsolatedLRU (or UserLRU), ARC and noop"
 )]
 pub struct UnknownPolicy {
-    /// What was given.
+    /// The given name.
     pub name: String,
 }
 

@@ -1,8 +1,8 @@
-//! Nothing ever leaves by itself: the cache fills up and then refuses.
+//! No eviction: a full cache refuses.
 
 use super::{Candidate, EvictionPolicy};
 
-/// Names no victim, ever.
+/// Policy that never names a victim.
 #[derive(Debug, Default)]
 pub struct Noop(());
 
@@ -17,7 +17,7 @@ impl EvictionPolicy for Noop {
 
     fn insert(&mut self, _: Candidate, _: bool) {}
 
-    fn withdraw(&mut self, _: Candidate) {}
+    fn remove(&mut self, _: Candidate) {}
 
     fn touch(&mut self, _: Candidate) {}
 

@@ -1,9 +1,9 @@
-//! Which chunks a request means by its token range.
+//! Chunks of a token range.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
-/// The chunks meant by `start..end` of a lookup or a release, in tokens; never fails.
+/// The chunks of `start..end` of a lookup or a release, in tokens; never fails.
 ///
 /// As LMCache 0.5.6: an end past the prompt is the prompt's end, an unaligned end is rounded down, an unaligned start
 /// is rounded up, and what is left may be empty.
@@ -20,9 +20,9 @@ pub fn lookup_chunks(
     start..end
 }
 
-/// The chunks meant by `start..end` of a store or a retrieve, in tokens; `start == end` means none.
+/// The chunks of `start..end` of a store or a retrieve, in tokens; `start == end` is none.
 ///
-/// These ranges say where bytes go, so nothing is rounded: both ends lie on chunk borders within the prompt.
+/// These ranges decide where bytes go, so nothing is rounded: both ends lie on chunk borders within the prompt.
 pub fn store_chunks(
     chunk_size: NonZeroUsize,
     token_count: usize,
@@ -90,7 +90,7 @@ mod tests {
     const SIZE: NonZeroUsize = NonZeroUsize::new(4).unwrap();
 
     #[test]
-    fn a_lookup_takes_any_range() {
+    fn lookup_accepts_any_range() {
         let chunks = |start, end| lookup_chunks(SIZE, 18, start, end);
         assert_eq!(chunks(0, 16), 0..4);
         assert_eq!(chunks(0, u64::MAX), 0..4);
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_takes_whole_chunks_of_the_prompt() {
+    fn store_accepts_whole_chunks_only() {
         let chunks = |start, end| store_chunks(SIZE, 18, start, end);
         assert_eq!(chunks(0, 16), Ok(0..4));
         assert_eq!(chunks(8, 8), Ok(2..2));

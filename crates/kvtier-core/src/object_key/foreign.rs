@@ -1,14 +1,14 @@
-//! Keys as other programs write them, whose hashes may have any length.
+//! Keys written by other programs, whose hashes may have any length.
 
+use super::text::hash_bytes;
 use super::{KeyError, KeyText, ObjectKey, check_cache_salt, check_model_name};
 use crate::hashing::ChunkHash;
-use kvtier_proto::wire::{DecodeError, InField, Reader};
 use serde::{Deserialize, Serialize};
 
-/// An object key found outside: in a directory, a bucket or a peer's message.
+/// Object key from outside: of a directory, a bucket or a request.
 ///
-/// It differs from [`ObjectKey`] only in its hash, which has 8 bytes where LMCache hashed with Python's `hash()` and
-/// may have any number where somebody typed it. Model name and salt were checked.
+/// It differs from [`ObjectKey`] only in its hash, which has 8 bytes if LMCache hashed with Python's `hash()`, and any
+/// number if it was typed. Model name and salt were checked.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ForeignKey {
     chunk_hash: Vec<u8>,
@@ -43,7 +43,7 @@ impl ForeignKey {
         &self.chunk_hash
     }
 
-    /// The key's forms in text and MessagePack.
+    /// The key's forms in text.
     pub fn text(&self) -> KeyText<'_> {
         KeyText {
             chunk_hash: &self.chunk_hash,
@@ -52,37 +52,6 @@ impl ForeignKey {
             object_group_id: self.object_group_id,
             cache_salt: &self.cache_salt,
         }
-    }
-
-    /// Reads [`KeyText::to_msgpack`] back: unknown fields are skipped, group and salt may be absent.
-    pub fn from_msgpack(bytes: &[u8]) -> Result<Self, DecodeError> {
-        let (mut hash, mut model, mut rank) = (None, None, None);
-        let (mut group, mut salt) = (0, "");
-        let mut reader = Reader::new(bytes);
-        reader.map(|name, value| {
-            match name {
-                "chunk_hash" => hash = Some(value.bin()?),
-                "model_name" => model = Some(value.str()?),
-                "kv_rank" => rank = Some(value.int()?),
-                "object_group_id" => group = value.int()?,
-                "cache_salt" => salt = value.str()?,
-                _ => value.skip()?,
-            }
-            Ok(())
-        })?;
-        reader.finish()?;
-        let missing = || DecodeError::new("the field is missing and has no default");
-        let hash = hash.ok_or_else(missing).in_field("chunk_hash")?;
-        let model = model.ok_or_else(missing).in_field("model_name")?;
-        let rank = rank.ok_or_else(missing).in_field("kv_rank")?;
-        Self::new(
-            hash.to_vec(),
-            model.to_owned(),
-            rank,
-            group,
-            salt.to_owned(),
-        )
-        .map_err(|error| DecodeError::new(error.to_string()))
     }
 }
 
@@ -140,7 +109,7 @@ impl TryFrom<EncodedObjectKey> for ForeignKey {
     type Error = KeyError;
 
     fn try_from(key: EncodedObjectKey) -> Result<Self, KeyError> {
-        let hash = super::parse::hash_bytes(&key.chunk_hash_hex)
+        let hash = hash_bytes(&key.chunk_hash_hex)
             .ok_or_else(|| KeyError::HashHex(key.chunk_hash_hex.clone()))?;
         Self::new(
             hash,

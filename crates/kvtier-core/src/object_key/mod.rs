@@ -1,6 +1,7 @@
-//! The full identity of a stored object, its forms in text, JSON and MessagePack, and how a request names objects.
+//! Identity of stored objects: namespaces, keys, their forms in text and JSON, and the scope of a request.
 
 mod foreign;
+mod namespace;
 mod parse;
 mod salt_key;
 mod scope;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 pub use kvtier_proto::key::MAX_SALT_BYTES;
 
 pub use foreign::{EncodedObjectKey, ForeignKey};
+pub use namespace::Namespace;
 pub use parse::ParseError;
 pub use salt_key::SaltKey;
 pub use scope::{KeyScope, MAX_WORLD_SIZE};
@@ -22,13 +24,13 @@ pub use text::{KeyShape, KeyText};
 /// Packs world size and worker number as LMCache 0.5.6 does with `local` equal to `global`:
 /// `(world_size << 24) | (worker << 16) | (world_size << 8) | worker`.
 ///
-/// Nothing is masked, so large numbers run into each other exactly as they do in LMCache; [`KeyScope`] refuses
-/// those that would make two workers one.
+/// Nothing is masked, so large numbers overlap exactly as they do in LMCache; [`KeyScope`] refuses those that would give
+/// two workers one rank.
 pub fn kv_rank(world_size: u32, worker: u32) -> u64 {
     kv_rank_parts(world_size, worker, world_size, worker)
 }
 
-/// [`kv_rank`] with the local numbers given apart.
+/// [`kv_rank`] with separate local numbers.
 pub fn kv_rank_parts(
     world_size: u32,
     global_rank: u32,
@@ -39,12 +41,6 @@ pub fn kv_rank_parts(
         | u64::from(global_rank) << 16
         | u64::from(local_world_size) << 8
         | u64::from(local_rank)
-}
-
-/// The world size packed into a [`kv_rank`], as LMCache reads it back: its low eight bits.
-pub fn world_size_of(kv_rank: u64) -> u32 {
-    // Masked to eight bits, so it fits.
-    (kv_rank >> 24 & 0xff) as u32
 }
 
 /// Checks a model name as part of an object key: it has no `@`, which separates the fields of the text forms.
@@ -60,7 +56,7 @@ pub fn check_cache_salt(cache_salt: &str) -> Result<(), KeyError> {
     kvtier_proto::key::check_salt(cache_salt).map_err(|error| KeyError::CacheSalt(error.message))
 }
 
-/// Values that cannot be part of an object key.
+/// Value that cannot be part of an object key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
     /// The model name holds an `@`.
@@ -87,20 +83,30 @@ pub enum KeyError {
     HashHex(String),
 }
 
-/// What one stored object is: one chunk, of one model, on one rank, for one object group and one tenant.
+/// Name of one stored object: a chunk of a namespace. Second tiers store objects under it, so it has no layout.
 ///
-/// All fields take part in equality. A key that exists is valid: its model name and salt were checked.
+/// All fields take part in equality. A key that exists is valid, because its namespace is.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ObjectKey {
     chunk_hash: ChunkHash,
-    model_name: Arc<str>,
-    kv_rank: u64,
-    object_group_id: u32,
-    cache_salt: Arc<str>,
+    /// Of layout 0.
+    namespace: Arc<Namespace>,
 }
 
 impl ObjectKey {
-    /// A key from its parts. To derive many keys from one request, use [`KeyScope`], which shares the strings.
+    /// The key of a chunk of a namespace. To make many keys, pass a namespace [without
+    /// layout](Namespace::without_layout), which they share.
+    pub fn of(namespace: &Arc<Namespace>, chunk_hash: ChunkHash) -> Self {
+        Self {
+            chunk_hash,
+            namespace: namespace.without_layout(),
+        }
+    }
+
+    /// A key from its parts.
+    ///
+    /// # Errors
+    /// See [`Namespace::new`].
     pub fn new(
         chunk_hash: ChunkHash,
         model_name: impl Into<Arc<str>>,
@@ -108,15 +114,10 @@ impl ObjectKey {
         object_group_id: u32,
         cache_salt: impl Into<Arc<str>>,
     ) -> Result<Self, KeyError> {
-        let (model_name, cache_salt) = (model_name.into(), cache_salt.into());
-        check_model_name(&model_name)?;
-        check_cache_salt(&cache_salt)?;
+        let namespace = Namespace::new(model_name, kv_rank, object_group_id, 0, cache_salt)?;
         Ok(Self {
             chunk_hash,
-            model_name,
-            kv_rank,
-            object_group_id,
-            cache_salt,
+            namespace: Arc::new(namespace),
         })
     }
 
@@ -125,34 +126,39 @@ impl ObjectKey {
         self.chunk_hash
     }
 
+    /// The rest of the key. Its layout is 0.
+    pub fn namespace(&self) -> &Arc<Namespace> {
+        &self.namespace
+    }
+
     /// The model's name as the engine gave it.
     pub fn model_name(&self) -> &Arc<str> {
-        &self.model_name
+        self.namespace.model_name()
     }
 
     /// World size and rank, packed; see [`kv_rank`].
     pub fn kv_rank(&self) -> u64 {
-        self.kv_rank
+        self.namespace.kv_rank()
     }
 
-    /// The object group, 0 unless groups are stored apart.
+    /// The object group, 0 unless groups are stored separately.
     pub fn object_group_id(&self) -> u32 {
-        self.object_group_id
+        self.namespace.object_group_id()
     }
 
     /// The tenant; empty for none.
     pub fn cache_salt(&self) -> &Arc<str> {
-        &self.cache_salt
+        self.namespace.cache_salt()
     }
 
-    /// The key's forms in text and MessagePack.
+    /// The key's forms in text.
     pub fn text(&self) -> KeyText<'_> {
         KeyText {
             chunk_hash: &self.chunk_hash.0,
-            model_name: &self.model_name,
-            kv_rank: self.kv_rank,
-            object_group_id: self.object_group_id,
-            cache_salt: &self.cache_salt,
+            model_name: self.model_name(),
+            kv_rank: self.kv_rank(),
+            object_group_id: self.object_group_id(),
+            cache_salt: self.cache_salt(),
         }
     }
 

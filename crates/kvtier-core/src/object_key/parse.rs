@@ -1,12 +1,12 @@
 //! Reading the text forms of keys, as leniently as LMCache 0.5.6 does and no more.
 
+use super::text::hash_bytes;
 use super::{ForeignKey, KeyError, KeyShape};
 
-/// Hex digits from which on a third field is a hash rather than a group: a group has at most eight, a hash
-/// at least sixteen.
+/// Fewest hex digits of a hash: a third field with fewer is a group, which has at most eight.
 const HASH_DIGITS: usize = 16;
 
-/// Text that is not a key.
+/// Text that is no key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParseError {
     /// The file name has another extension.
@@ -34,7 +34,7 @@ impl ForeignKey {
     /// for hashes of 8 bytes and more.
     ///
     /// Numbers may have a `0x`, a sign, underscores and white space around them; hashes may be upper case, with white
-    /// space between their bytes; an empty last field is no salt. The reader this follows is Python's.
+    /// space between their bytes; an empty last field is no salt. This follows Python's reader.
     pub fn parse_name(name: &str, shape: Option<KeyShape>) -> Result<Self, ParseError> {
         let fields: Vec<&str> = name.split('@').collect();
         let grouped = match shape {
@@ -102,23 +102,4 @@ fn number(text: &str) -> Option<u64> {
         return None;
     }
     u64::from_str_radix(&digits.replace('_', ""), 16).ok()
-}
-
-/// Python's `bytes.fromhex`: pairs of digits, white space between pairs.
-pub(super) fn hash_bytes(text: &str) -> Option<Vec<u8>> {
-    let digit = |byte: u8| char::from(byte).to_digit(16);
-    let mut bytes = Vec::with_capacity(text.len() / 2);
-    let mut rest = text.as_bytes();
-    while let Some((&first, after)) = rest.split_first() {
-        rest = after;
-        // ASCII white space as Python counts it, vertical tab included.
-        if first.is_ascii_whitespace() || first == 0x0b {
-            continue;
-        }
-        let (&second, after) = rest.split_first()?;
-        rest = after;
-        // Two hex digits make at most 255.
-        bytes.push((digit(first)? << 4 | digit(second)?) as u8);
-    }
-    Some(bytes)
 }

@@ -14,8 +14,8 @@ const CONTEXT: &str = "kvtier 2026 cache salts";
 
 /// Makes hashed salts from a secret: `h1-` and 32 hex digits, the first half of a keyed BLAKE3.
 ///
-/// Keyed, because salts are often names that can be guessed: of a plain hash anybody who sees a directory could find
-/// them by trying. The same secret gives the same hashes in every process, so servers that share it share tenants.
+/// Keyed, because salts are often names that can be guessed: with a plain hash, they could be found by trying from
+/// the names in a directory. The same secret gives the same hashes in every process, so servers that share it share tenants.
 #[derive(Clone)]
 pub struct SaltKey([u8; 32]);
 
@@ -34,7 +34,7 @@ impl SaltKey {
         format!("{PREFIX}{}", &hash.to_hex()[..DIGITS])
     }
 
-    /// The same for a salt from somebody who may name tenants by their hashes, as listings show them.
+    /// [`hashed`](Self::hashed) for a caller that may name tenants by their hashes, as listings show them.
     pub fn hashed_once<'a>(&self, salt: &'a str) -> Cow<'a, str> {
         let digits = salt.strip_prefix(PREFIX).unwrap_or_default();
         let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
@@ -44,7 +44,7 @@ impl SaltKey {
         }
     }
 
-    /// Tells two keys apart, and nothing about either.
+    /// Distinguishes two keys without revealing either.
     pub fn fingerprint(&self) -> String {
         let hash = blake3::keyed_hash(&self.0, b"");
         hash.to_hex()[..8].to_owned()
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_may_name_hashes_is_taken_at_their_word() {
+    fn hashed_salt_is_kept_by_hashed_once_only() {
         let key = SaltKey::new(b"secret");
         let hashed = key.hashed("acme");
         assert_eq!(key.hashed_once(&hashed), hashed);

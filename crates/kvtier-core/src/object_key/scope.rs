@@ -1,17 +1,16 @@
-//! From a request's key to the objects it means.
+//! The scope of a request's key.
 
-use super::{KeyError, ObjectKey, check_cache_salt, check_model_name, kv_rank};
-use crate::hashing::ChunkHash;
+use super::{KeyError, Namespace, check_cache_salt, check_model_name, kv_rank};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Most workers that share a model's KV.
 ///
-/// A rank packs the worker into eight bits. Beyond that two workers can get the same rank, and one would read the
-/// other's bytes; LMCache does not check it.
+/// A rank packs the worker into eight bits. Beyond that two workers can get the same rank, and one would read the bytes
+/// of the other; LMCache does not check it.
 pub const MAX_WORLD_SIZE: u32 = 256;
 
-/// Whose objects a request means: a model, a tenant, and one worker or all of them.
+/// Scope of a request: a model, a tenant, and one worker or all of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyScope {
     model_name: Arc<str>,
@@ -64,12 +63,12 @@ impl KeyScope {
         self.world_size
     }
 
-    /// The workers meant.
+    /// The workers in scope.
     pub fn workers(&self) -> Range<u32> {
         self.workers.clone()
     }
 
-    /// The ranks meant, in worker order.
+    /// Their ranks, in worker order.
     pub fn kv_ranks(&self) -> impl ExactSizeIterator<Item = u64> + Clone + use<> {
         let world_size = self.world_size;
         self.workers
@@ -77,38 +76,14 @@ impl KeyScope {
             .map(move |worker| kv_rank(world_size, worker))
     }
 
-    /// The rows of a lookup, as (object group, rank): group after group, ranks within.
-    pub fn rows(&self, object_groups: &[u32]) -> impl Iterator<Item = (u32, u64)> {
-        object_groups
-            .iter()
-            .flat_map(|&group| self.kv_ranks().map(move |rank| (group, rank)))
-    }
-
-    /// The keys of one object group: chunk after chunk, ranks within.
-    pub fn object_keys(
-        &self,
-        object_group_id: u32,
-        hashes: &[ChunkHash],
-    ) -> impl Iterator<Item = ObjectKey> {
-        hashes.iter().flat_map(move |&hash| {
-            self.kv_ranks()
-                .map(move |rank| self.object_key(hash, rank, object_group_id))
-        })
-    }
-
-    /// The key of one object. Shares this scope's strings.
-    pub fn object_key(
-        &self,
-        chunk_hash: ChunkHash,
-        kv_rank: u64,
-        object_group_id: u32,
-    ) -> ObjectKey {
-        ObjectKey {
-            chunk_hash,
-            model_name: Arc::clone(&self.model_name),
+    /// The namespace of one rank, object group and layout. Shares this scope's strings.
+    pub fn namespace(&self, kv_rank: u64, object_group_id: u32, layout: u64) -> Arc<Namespace> {
+        Arc::new(Namespace::of_checked(
+            &self.model_name,
             kv_rank,
             object_group_id,
-            cache_salt: Arc::clone(&self.cache_salt),
-        }
+            layout,
+            &self.cache_salt,
+        ))
     }
 }

@@ -10,7 +10,7 @@ const HASH_DIGITS: usize = 16;
 
 /// A salt that may be printed anywhere: as `~` and eight hex digits of its BLAKE3, `_default` for none.
 ///
-/// Equal salts look the same in every server, so lines can be compared; nobody can read one back who cannot guess it.
+/// Equal salts look the same in every server, so lines can be compared; a salt can be found only by guessing it.
 #[derive(Clone, Copy, Debug)]
 pub struct ShownSalt<'a>(pub &'a str);
 
@@ -66,7 +66,7 @@ mod tests {
     use crate::object_key::{KeyShape, ObjectKey};
 
     #[test]
-    fn names_of_every_shape_tell_all_but_the_salt() {
+    fn names_of_every_shape_hide_only_the_salt() {
         for salt in ["acme", "ünïcode", "..", "x.data", "0123456789abcdef"] {
             let key = ObjectKey::new(ChunkHash([0xab; 32]), "m/x", 0x0101_0101, 3, salt).unwrap();
             let hidden = ShownSalt(salt).to_string();

@@ -1,6 +1,5 @@
-//! Writing keys: names in second tiers, file names, and the MessagePack of peers.
+//! Text forms of keys: names in second tiers and file names.
 
-use kvtier_proto::wire;
 use std::fmt::Write;
 
 /// The field layout of a key's text forms, which changed between releases of LMCache.
@@ -55,23 +54,6 @@ impl KeyText<'_> {
         name
     }
 
-    /// The MessagePack map that LMCache 0.5.6 peers exchange.
-    pub fn to_msgpack(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(128 + self.model_name.len() + self.cache_salt.len());
-        wire::write_map_len(&mut out, 5);
-        wire::write_str(&mut out, "chunk_hash");
-        wire::write_bin(&mut out, self.chunk_hash);
-        wire::write_str(&mut out, "model_name");
-        wire::write_str(&mut out, self.model_name);
-        wire::write_str(&mut out, "kv_rank");
-        wire::write_uint(&mut out, self.kv_rank);
-        wire::write_str(&mut out, "object_group_id");
-        wire::write_uint(&mut out, u64::from(self.object_group_id));
-        wire::write_str(&mut out, "cache_salt");
-        wire::write_str(&mut out, self.cache_salt);
-        out
-    }
-
     fn fields(&self, model_name: &str, rank_prefix: &str, shape: KeyShape) -> String {
         let length = model_name.len() + self.chunk_hash.len() * 2 + self.cache_salt.len() + 32;
         let mut text = String::with_capacity(length);
@@ -97,4 +79,23 @@ const HEX: &[u8; 16] = b"0123456789abcdef";
 
 fn push(text: &mut String, part: std::fmt::Arguments<'_>) {
     text.write_fmt(part).expect("a String takes any text");
+}
+
+/// Python's `bytes.fromhex`: pairs of digits, white space between pairs.
+pub(super) fn hash_bytes(text: &str) -> Option<Vec<u8>> {
+    let digit = |byte: u8| char::from(byte).to_digit(16);
+    let mut bytes = Vec::with_capacity(text.len() / 2);
+    let mut rest = text.as_bytes();
+    while let Some((&first, after)) = rest.split_first() {
+        rest = after;
+        // ASCII white space as Python counts it, vertical tab included.
+        if first.is_ascii_whitespace() || first == 0x0b {
+            continue;
+        }
+        let (&second, after) = rest.split_first()?;
+        rest = after;
+        // Two hex digits make at most 255.
+        bytes.push((digit(first)? << 4 | digit(second)?) as u8);
+    }
+    Some(bytes)
 }

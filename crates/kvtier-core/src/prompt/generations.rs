@@ -1,7 +1,7 @@
-//! What the prompt memory holds: two generations of entries, the younger of which is being filled.
+//! Entries of the prompt memory, in two generations: the young one is being filled.
 //!
-//! Nothing in here allocates, hashes or frees while the caller holds its lock: tables come with all the room they will
-//! ever need, entries come made, and what leaves is handed back.
+//! Nothing in here allocates, hashes or frees while the caller holds its lock: tables are allocated at full
+//! capacity, entries are passed in, and removed ones are returned.
 
 use crate::hashing::ChunkHash;
 use hashbrown::HashTable;
@@ -12,7 +12,7 @@ pub(super) type Table = HashTable<Entry>;
 /// Bytes of heap an entry takes beside its chunk's raw bytes: two hashes and the allocator's own.
 const ENTRY_BYTES: usize = 2 * ChunkHash::LEN + 16;
 
-/// Bytes a table takes per entry it has room for: an entry and a control byte, where a table of a power of two of
+/// Bytes a table takes per entry of its capacity: an entry and a control byte, where a table of a power of two of
 /// slots is filled to 7/16 at worst.
 const SLOT_BYTES: usize = (size_of::<Entry>() + 1) * 16 / 7 + 1;
 
@@ -113,7 +113,7 @@ impl Limits {
         size.entries <= self.0.entries && size.bytes <= self.0.bytes
     }
 
-    /// A table with room for a whole generation.
+    /// A table with capacity for a whole generation.
     pub(super) fn table(&self) -> Table {
         Table::with_capacity(self.0.entries)
     }
@@ -139,7 +139,7 @@ impl Generation {
     }
 
     fn insert(&mut self, entry: Entry) {
-        // The caller made sure of the room, so the table does not grow.
+        // The caller checked the capacity, so the table does not grow.
         debug_assert!(self.table.len() < self.table.capacity());
         self.size = self.size.plus(entry.size());
         self.table
@@ -247,8 +247,8 @@ impl Generations {
         Retired(std::mem::replace(&mut self.old, grown))
     }
 
-    /// Takes `arrivals` in, as far as they are still where a walk saw them, or not there yet. The caller has made
-    /// sure that there is room. What is not needed stays in `arrivals`.
+    /// Takes `arrivals` in, as far as they are still where a walk saw them, or not there yet. The caller has
+    /// checked the capacity. Entries not needed stay in `arrivals`.
     pub(super) fn admit(&mut self, arrivals: &mut Arrivals, retired: Option<&mut Retired>) {
         // Entries that were old during the walk have just been retired if there was a turn.
         let from = match retired {

@@ -7,7 +7,7 @@
 //! The last tokens, too few for a chunk, have no hash; they are decoded every time, to check them.
 //!
 //! Bytes and the hash before them are always compared whole. What the table is searched by only decides where to
-//! look, so whoever fills the memory with prompts, or finds two that collide, causes misses and never a wrong hash.
+//! look, so a client that fills the memory with prompts, or finds two that collide, causes misses and never a wrong hash.
 
 mod generations;
 #[cfg(test)]
@@ -31,7 +31,7 @@ const RETIRED_PER_ARRIVAL: usize = 8;
 /// prompts beyond a quarter of a million tokens (at 256 a chunk) lock again.
 const CHUNKS_PER_LOCK: usize = 1024;
 
-/// What a request's token ids come to.
+/// A request's token ids, hashed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prompt {
     /// Token ids in the request.
@@ -69,8 +69,8 @@ pub struct PromptMemory {
     generations: RwLock<Generations>,
     /// The key of the chunk that a prompt started with last time; 0 at first.
     first: AtomicU64,
-    /// A generation on its way out. To free it at once would stop one request for milliseconds, so whoever inserts
-    /// frees a few entries more than that.
+    /// A retired generation. Freeing it at once would stop one request for milliseconds, so every insertion frees a few
+    /// of its entries.
     retired: Mutex<hashbrown::hash_table::IntoIter<Entry>>,
     prompts: AtomicU64,
     chunks_known: AtomicU64,
@@ -239,7 +239,7 @@ impl PromptMemory {
         Some(found)
     }
 
-    /// Where to look for the chunk with these raw bytes behind this hash.
+    /// The search key of the chunk with these raw bytes behind this hash.
     fn search_key(&self, previous: &ChunkHash, raw: &[u8]) -> u64 {
         let mut hasher = self.keys.build_hasher();
         hasher.write(&previous.0);

@@ -149,7 +149,7 @@ fn a_prompt_in_use_outlives_a_flood() {
     }
     // Two generations of a third each; they do get used.
     assert!((10_000..20_000).contains(&most), "{most}");
-    // What nobody used is gone.
+    // Unused entries were removed.
     assert_eq!(counted(&memory, 64, &prompt(1, 64)).chunks_known, 0);
 }
 

@@ -1,36 +1,35 @@
 //! The cache against a naive model of itself: any calls in any order give the same answers, extents included.
 
 use crate::cache_support::model::{Id, Model, ModelStaged, Quotas};
-use crate::cache_support::{FirstFit, NOW, hash, space};
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{
-    Cache, CacheConfig, LookupRow, PrefixLease, ReadLease, Reservation, ReserveRequest, Space,
-};
+use crate::cache_support::{FirstFit, NOW, hash, namespace};
+use kvtier_core::cache::{Cache, CacheConfig, PrefixLease, ReadLease, Reservation, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
+use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::ops::Range;
+use std::sync::Arc;
 
-const SPACES: usize = 5;
+const NAMESPACES: usize = 5;
 const TENANTS: [&str; 3] = ["", "a", "b"];
 const CHUNKS: u32 = 10;
 
-fn space_of(number: usize) -> Space<'static> {
+fn namespace_of(number: usize) -> &'static Arc<Namespace> {
     [
-        space(0, ""),
-        space(1, ""),
-        space(0, "a"),
-        space(1, "a"),
-        space(0, "b"),
+        namespace(0, ""),
+        namespace(1, ""),
+        namespace(0, "a"),
+        namespace(1, "a"),
+        namespace(0, "b"),
     ][number]
 }
 
-/// Which of [`TENANTS`] a space belongs to.
-fn tenant_of(space: usize) -> usize {
-    [0, 0, 1, 1, 2][space]
+/// The tenant of a namespace, in [`TENANTS`].
+fn tenant_of(namespace: usize) -> usize {
+    [0, 0, 1, 1, 2][namespace]
 }
 
 #[derive(Clone, Debug)]
@@ -70,20 +69,20 @@ fn op() -> impl Strategy<Value = Op> {
     let which = any::<Index>;
     let window = prop_oneof![Just(None), (0..4u32).prop_map(Some)];
     prop_oneof![
-        6 => vec((0..SPACES, chunks(), 1..9u64), 1..4).prop_map(Op::Reserve),
+        6 => vec((0..NAMESPACES, chunks(), 1..9u64), 1..4).prop_map(Op::Reserve),
         6 => which().prop_map(Op::Commit),
         1 => (which(), any::<u16>()).prop_map(|(w, keep)| Op::CommitSubset(w, keep)),
         1 => which().prop_map(Op::CommitLeased),
         1 => which().prop_map(Op::Abort),
-        5 => (vec((0..SPACES, window), 0..4), chunks()).prop_map(|(r, c)| Op::Lookup(r, c)),
+        5 => (vec((0..NAMESPACES, window), 0..4), chunks()).prop_map(|(r, c)| Op::Lookup(r, c)),
         2 => (which(), 0..3usize, span(8)).prop_map(|(w, r, c)| Op::Claim(w, r, c)),
         2 => (which(), span(3), span(8)).prop_map(|(w, r, c)| Op::ReleaseRange(w, r, c)),
         3 => which().prop_map(Op::ReleasePrefix),
         3 => which().prop_map(Op::ReleaseRead),
-        1 => (0..SPACES, chunks()).prop_map(|(s, c)| Op::Pin(s, c)),
-        1 => (0..SPACES, chunks()).prop_map(|(s, c)| Op::Touch(s, c)),
+        1 => (0..NAMESPACES, chunks()).prop_map(|(s, c)| Op::Pin(s, c)),
+        1 => (0..NAMESPACES, chunks()).prop_map(|(s, c)| Op::Touch(s, c)),
         1 => (0..60u64, 0..8usize).prop_map(|(b, n)| Op::Evict(b, n)),
-        1 => (0..SPACES, chunks(), any::<bool>()).prop_map(|(s, c, f)| Op::Remove(s, c, f)),
+        1 => (0..NAMESPACES, chunks(), any::<bool>()).prop_map(|(s, c, f)| Op::Remove(s, c, f)),
         1 => any::<bool>().prop_map(Op::Clear),
         3 => (0..TENANTS.len(), option::of(grant())).prop_map(|(t, g)| Op::SetGrant(t, g)),
         2 => (0..8usize).prop_map(Op::EvictOverQuota),
@@ -197,9 +196,11 @@ impl Both {
                     ids.iter().rev().for_each(|&id| self.model.unpin(id));
                 }
             }
-            Op::Pin(space, chunks) => {
-                let lease = self.cache.pin(NOW, &space_of(space), &hashes_of(&chunks));
-                let find = |&chunk| self.model.resident.get(&(space, chunk)).copied();
+            Op::Pin(namespace, chunks) => {
+                let lease = self
+                    .cache
+                    .pin(NOW, namespace_of(namespace), &hashes_of(&chunks));
+                let find = |&chunk| self.model.resident.get(&(namespace, chunk)).copied();
                 let ids: Option<Vec<Id>> = chunks.iter().map(find).collect();
                 assert_eq!(lease.is_some(), ids.is_some());
                 if let (Some(lease), Some(ids)) = (lease, ids) {
@@ -207,23 +208,23 @@ impl Both {
                     self.keep_read(lease, ids);
                 }
             }
-            Op::Touch(space, chunks) => {
+            Op::Touch(namespace, chunks) => {
                 let hashes = hashes_of(&chunks);
-                let touched = self.cache.touch(NOW, &space_of(space), &hashes);
-                assert_eq!(touched, self.model.touch_all(space, &chunks));
+                let touched = self.cache.touch(NOW, namespace_of(namespace), &hashes);
+                assert_eq!(touched, self.model.touch_all(namespace, &chunks));
             }
             Op::Evict(bytes, objects) => {
                 let evicted = self.cache.evict(NOW, bytes, objects);
                 let expected = self.model.evict(bytes, objects);
                 assert_eq!((evicted.objects, evicted.bytes), expected);
             }
-            Op::Remove(space, chunks, force) => {
-                let removed = self
-                    .cache
-                    .remove(&space_of(space), &hashes_of(&chunks), force);
+            Op::Remove(namespace, chunks, force) => {
+                let removed =
+                    self.cache
+                        .remove(namespace_of(namespace), &hashes_of(&chunks), force);
                 let mut counts = (0, 0, 0);
                 for chunk in chunks {
-                    match self.model.remove((space, chunk), force) {
+                    match self.model.remove((namespace, chunk), force) {
                         Some(true) => counts.0 += 1,
                         Some(false) => counts.1 += 1,
                         None => counts.2 += 1,
@@ -271,7 +272,7 @@ impl Both {
             .iter()
             .zip(&hashes)
             .map(|(request, hashes)| ReserveRequest {
-                space: space_of(request.0),
+                namespace: namespace_of(request.0),
                 hashes,
                 len: request.2,
             })
@@ -322,12 +323,13 @@ impl Both {
     fn lookup(&mut self, rows: &[(usize, Option<u32>)], chunks: &[u32]) {
         let real: Vec<_> = rows
             .iter()
-            .map(|&(space, window)| LookupRow {
-                space: space_of(space),
+            .map(|&(namespace, window)| GroupRow {
+                namespace: Arc::clone(namespace_of(namespace)),
                 window,
+                object_bytes: 1,
             })
             .collect();
-        let found = self.cache.lookup(NOW, &real, &hashes_of(chunks));
+        let found = self.cache.lookup(NOW, &real.into(), &hashes_of(chunks));
         let (hit, model_rows) = self.model.lookup(rows, chunks);
         assert_eq!(found.hit_chunks, hit);
         for (row, (start, ids)) in model_rows.iter().enumerate() {
@@ -421,8 +423,8 @@ impl Both {
             model.objects.len() - model.staged.len() - model.resident.len()
         );
         let all = crate::cache_support::hashes(0..CHUNKS);
-        for number in 0..SPACES {
-            let contains = self.cache.contains(&space_of(number), &all);
+        for number in 0..NAMESPACES {
+            let contains = self.cache.contains(namespace_of(number), &all);
             let known = |chunk| model.resident.contains_key(&(number, chunk));
             assert_eq!(contains, (0..CHUNKS).map(known).collect::<Vec<_>>());
         }
@@ -481,7 +483,7 @@ proptest! {
         both.cache.clear(false);
         (0..TENANTS.len()).for_each(|tenant| both.set_grant(tenant, None));
         let stats = both.cache.stats();
-        prop_assert_eq!((stats.used_bytes, stats.objects, stats.spaces, stats.salts), (0, 0, 0, 0));
+        prop_assert_eq!((stats.used_bytes, stats.objects, stats.namespaces, stats.salts), (0, 0, 0, 0));
         prop_assert_eq!((stats.leased_objects, stats.accounting_errors), (0, 0));
     }
 }

@@ -1,8 +1,8 @@
-//! Several threads at once, with real "bytes": whoever holds a lease reads exactly what its key's writer wrote.
+//! Several threads at once, with real "bytes": a lease holder reads exactly what the writer of its key wrote.
 
-use crate::cache_support::{FirstFit, NOW, hash, space};
+use crate::cache_support::{FirstFit, NOW, hash, namespace, row};
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, CacheConfig, Extent, LookupRow, ReserveRequest};
+use kvtier_core::cache::{Cache, CacheConfig, Extent, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -65,7 +65,7 @@ fn store(cache: &Cache<FirstFit>, arena: &[AtomicU64], dice: &mut Dice) {
     let hashes = prompt_hashes(prompt, dice.roll(CHUNKS) + 1);
     let requests: Vec<_> = (0..GROUPS)
         .map(|group| ReserveRequest {
-            space: space(group, ["", "a"][(prompt % 2) as usize]),
+            namespace: namespace(group, ["", "a"][(prompt % 2) as usize]),
             hashes: &hashes,
             len: 7 + 6 * u64::from(group),
         })
@@ -86,16 +86,8 @@ fn read(cache: &Cache<FirstFit>, arena: &[AtomicU64], dice: &mut Dice) {
     let prompt = dice.roll(PROMPTS);
     let hashes = prompt_hashes(prompt, CHUNKS);
     let salt = ["", "a"][(prompt % 2) as usize];
-    let rows = [
-        LookupRow {
-            space: space(0, salt),
-            window: None,
-        },
-        LookupRow {
-            space: space(1, salt),
-            window: Some(dice.roll(6) as u32 + 1),
-        },
-    ];
+    let window = Some(dice.roll(6) as u32 + 1);
+    let rows = [row(0, salt, None), row(1, salt, window)].into();
     let mut found = cache.lookup(NOW, &rows, &hashes);
     for row in 0..2 {
         let chunks = found.lease.pinned(row).unwrap();
@@ -115,9 +107,9 @@ fn disturb(cache: &Cache<FirstFit>, dice: &mut Dice) {
     let hashes = prompt_hashes(dice.roll(PROMPTS), CHUNKS);
     match dice.roll(8) {
         0 => drop(cache.clear(dice.roll(2) == 0)),
-        1 | 2 => drop(cache.remove(&space(0, salt), &hashes[4..10], dice.roll(2) == 0)),
+        1 | 2 => drop(cache.remove(namespace(0, salt), &hashes[4..10], dice.roll(2) == 0)),
         3 | 4 => drop(cache.evict(NOW, dice.roll(300), 20)),
-        5 => drop(cache.touch(NOW, &space(1, salt), &hashes)),
+        5 => drop(cache.touch(NOW, namespace(1, salt), &hashes)),
         6 => drop(cache.objects(0, 500)),
         _ => drop(cache.stats()),
     }
@@ -156,7 +148,7 @@ fn threads_never_read_what_others_wrote() {
     cache.clear(false);
     let stats = cache.stats();
     assert_eq!(
-        (stats.used_bytes, stats.spaces, stats.accounting_errors),
+        (stats.used_bytes, stats.namespaces, stats.accounting_errors),
         (0, 0, 0)
     );
 }

@@ -1,7 +1,7 @@
 //! Adaptive replacement behind the real cache: what it is for.
 
 use crate::cache_support::*;
-use kvtier_core::cache::{Cache, LookupRow};
+use kvtier_core::cache::Cache;
 use kvtier_core::eviction::EvictionKind;
 use proptest::prelude::*;
 use std::ops::Range;
@@ -11,26 +11,23 @@ const CAPACITY: u32 = 100;
 /// A prompt that comes back, of this many chunks.
 const HOT: Range<u32> = 0..40;
 
-/// What an engine does with a prompt: takes what is found, and stores the rest. Gives the chunks found.
+/// Serves a prompt as an engine does: reads the chunks found and stores the rest. Returns the chunks found.
 fn serve(cache: &Cache<FirstFit>, prompt: Range<u32>) -> u32 {
     let keys = hashes(prompt);
-    let row = LookupRow {
-        space: space(0, ""),
-        window: None,
-    };
-    let found = cache.lookup(NOW, &[row], &keys);
+    let row = row(0, "", None);
+    let found = cache.lookup(NOW, &[row.clone()].into(), &keys);
     let hit = found.hit_chunks;
     drop(found);
     assert_eq!(
-        store(cache, space(0, ""), &keys[hit..], 1),
+        store(cache, namespace(0, ""), &keys[hit..], 1),
         keys.len() - hit
     );
     // Written to another tier meanwhile: no use.
-    drop(cache.hold(NOW, &space(0, ""), &keys[hit..]));
+    drop(cache.hold(NOW, namespace(0, ""), &keys[hit..]));
     hit as u32
 }
 
-/// Prompts that nobody asks for twice.
+/// Prompts that are requested once.
 struct Scan(u32);
 
 impl Scan {
@@ -41,13 +38,13 @@ impl Scan {
             assert_eq!(
                 serve(cache, first..self.0),
                 0,
-                "{first} was asked for before"
+                "{first} was requested before"
             );
         }
     }
 }
 
-/// The hot prompt `warm` times, then again and again behind a scan of so many chunks. Gives the chunks found each time.
+/// Serves the hot prompt `warm` times, then ten times behind a scan of `scanned` chunks. Returns the chunks found each time.
 fn hits_behind_scans(eviction: EvictionKind, warm: u32, scanned: u32) -> Vec<u32> {
     let cache = cache_with(u64::from(CAPACITY), eviction);
     let mut scan = Scan(1000);
@@ -121,27 +118,27 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 proptest! {
-    /// The cache's invariants, checked after every call, hold for whatever is done; and room is always made.
+    /// The cache's invariants, checked after every call, hold after any calls, and a store that can be placed is placed.
     #[test]
     fn any_calls_leave_the_cache_sound(ops in prop::collection::vec(op(), 1..60)) {
         let cache = cache_with(30, EvictionKind::Arc);
-        let row = LookupRow { space: space(0, ""), window: None };
+        let row = row(0, "", None);
         let mut held = Vec::new();
         for op in ops {
             match op {
                 Op::Serve(prompt) => {
                     let keys = hashes(prompt);
-                    let found = cache.lookup(NOW, &[row], &keys);
-                    store(&cache, row.space, &keys[found.hit_chunks..], 1);
+                    let found = cache.lookup(NOW, &[row.clone()].into(), &keys);
+                    store(&cache, &row.namespace, &keys[found.hit_chunks..], 1);
                     drop(found);
-                    let present = cache.contains(&row.space, &keys);
+                    let present = cache.contains(&row.namespace, &keys);
                     let present = present.iter().filter(|&&is_present| is_present).count();
-                    // What is held may leave less room than the prompt needs: then nothing else is left to leave.
-                    let could_leave = cache.stats().evictable_objects as usize;
-                    prop_assert!(present == keys.len() || could_leave <= present);
+                    // Held objects may leave too little capacity for the prompt: then nothing else is evictable.
+                    let evictable = cache.stats().evictable_objects as usize;
+                    prop_assert!(present == keys.len() || evictable <= present);
                 }
                 Op::Hold(prompt) => {
-                    let found = cache.lookup(NOW, &[row], &hashes(prompt));
+                    let found = cache.lookup(NOW, &[row.clone()].into(), &hashes(prompt));
                     held.push(found.lease);
                 }
                 Op::Release(n) => {
@@ -150,15 +147,15 @@ proptest! {
                     }
                 }
                 Op::Touch(prompt) => {
-                    cache.touch(NOW, &row.space, &hashes(prompt));
+                    cache.touch(NOW, &row.namespace, &hashes(prompt));
                 }
                 Op::Remove(prompt, force) => {
-                    cache.remove(&row.space, &hashes(prompt), force);
+                    cache.remove(&row.namespace, &hashes(prompt), force);
                 }
                 Op::Evict(objects) => {
-                    let could_leave = cache.stats().evictable_objects as usize;
+                    let evictable = cache.stats().evictable_objects as usize;
                     let evicted = cache.evict(NOW, u64::MAX, objects);
-                    prop_assert_eq!(evicted.objects, objects.min(could_leave));
+                    prop_assert_eq!(evicted.objects, objects.min(evictable));
                 }
             }
         }

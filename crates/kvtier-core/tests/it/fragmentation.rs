@@ -10,20 +10,20 @@ use std::time::Duration;
 fn filled(objects: u32, len: u64) -> Cache<FirstFit> {
     let cache = cache(u64::from(objects) * len);
     assert_eq!(
-        store(&cache, space(0, ""), &hashes(0..objects), len),
+        store(&cache, namespace(0, ""), &hashes(0..objects), len),
         objects as usize
     );
     cache
 }
 
 fn lease(cache: &Cache<FirstFit>, object: u32) -> ReadLease<FirstFit> {
-    let lease = cache.pin(NOW, &space(0, ""), &[hash(object)]);
+    let lease = cache.pin(NOW, namespace(0, ""), &[hash(object)]);
     lease.unwrap()
 }
 
 /// Stores one object of another group.
 fn store_one(cache: &Cache<FirstFit>, object: u32, len: u64) -> bool {
-    store(cache, space(1, ""), &[hash(object)], len) == 1
+    store(cache, namespace(1, ""), &[hash(object)], len) == 1
 }
 
 fn evicted(cache: &Cache<FirstFit>) -> u64 {
@@ -54,8 +54,8 @@ fn two_models_of_unlike_sizes_evict_what_they_need() {
         assert!(store_one(&cache, large, 8));
         assert_eq!(evicted(&cache), u64::from(large + 1) * 4);
     }
-    // Back again: of a large one leaves room for four small ones.
-    assert_eq!(store(&cache, space(0, ""), &hashes(200..204), 2), 4);
+    // The reverse: evicting a large one frees memory for four small ones.
+    assert_eq!(store(&cache, namespace(0, ""), &hashes(200..204), 2), 4);
     assert_eq!(evicted(&cache), 121);
 }
 
@@ -80,9 +80,9 @@ fn run_is_chosen_among_idle_objects() {
     let later = NOW + Duration::from_secs(100);
     let _walls: Vec<_> = (0..16).step_by(5).map(|wall| lease(&cache, wall)).collect();
     // Of the three runs of four, the first two were used again.
-    cache.touch(later, &space(0, ""), &hashes(0..11));
+    cache.touch(later, namespace(0, ""), &hashes(0..11));
     assert!(store_one(&cache, 0, 4));
-    let left = resident(&cache, space(0, ""), 16);
+    let left = resident(&cache, namespace(0, ""), 16);
     assert_eq!(left, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15]);
 }
 
@@ -92,7 +92,7 @@ fn refused_batch_searches_once_and_keeps_what_is_resident() {
     let _walls: Vec<_> = (0..40).step_by(4).map(|wall| lease(&cache, wall)).collect();
     let keys = hashes(0..5);
     let reserved = cache
-        .reserve(NOW, &request(space(1, ""), &keys, 4))
+        .reserve(NOW, &request(namespace(1, ""), &keys, 4))
         .unwrap();
     assert_eq!(reserved.outcomes, [KeyOutcome::NoMemory; 5]);
     assert_eq!((evicted(&cache), cache.stats().refused_total), (0, 5));
@@ -106,29 +106,29 @@ fn run_leaves_a_reserved_share_whole() {
         reserved: 8,
     };
     cache.set_grant("kept", Some(grant));
-    assert_eq!(store(&cache, space(0, "kept"), &hashes(0..10), 1), 10);
-    assert_eq!(store(&cache, space(0, "other"), &hashes(0..6), 1), 6);
+    assert_eq!(store(&cache, namespace(0, "kept"), &hashes(0..10), 1), 10);
+    assert_eq!(store(&cache, namespace(0, "other"), &hashes(0..6), 1), 6);
     // The last two of the kept ones and six of the other's adjoin.
-    assert_eq!(store(&cache, space(1, "other"), &[hash(0)], 9), 0);
+    assert_eq!(store(&cache, namespace(1, "other"), &[hash(0)], 9), 0);
     assert_eq!(evicted(&cache), 0);
-    assert_eq!(store(&cache, space(1, "other"), &[hash(0)], 8), 1);
-    assert_eq!(resident(&cache, space(0, "kept"), 10).len(), 8);
+    assert_eq!(store(&cache, namespace(1, "other"), &[hash(0)], 8), 1);
+    assert_eq!(resident(&cache, namespace(0, "kept"), 10).len(), 8);
 }
 
 /// Found by the model: without a victim left, the run was forgotten.
 #[test]
 fn run_is_evicted_when_no_victim_is_left_in_order() {
     let cache = cache_with(28, EvictionKind::IsolatedLru);
-    assert_eq!(store(&cache, space(0, ""), &hashes(0..1), 1), 1);
-    assert_eq!(store(&cache, space(0, "a"), &hashes(0..6), 1), 6);
-    assert_eq!(store(&cache, space(1, ""), &hashes(0..3), 7), 3);
+    assert_eq!(store(&cache, namespace(0, ""), &hashes(0..1), 1), 1);
+    assert_eq!(store(&cache, namespace(0, "a"), &hashes(0..6), 1), 6);
+    assert_eq!(store(&cache, namespace(1, ""), &hashes(0..3), 7), 3);
     let grant = Grant {
         limit: None,
         reserved: 17,
     };
     cache.set_grant("", Some(grant));
-    // Those of "a" alone are room enough, and so is the small one of the other with them, but no victim in order.
-    assert_eq!(store(&cache, space(1, "a"), &hashes(0..1), 7), 1);
+    // Those of "a" alone free enough, and so is the small one of the other with them, but no victim in order.
+    assert_eq!(store(&cache, namespace(1, "a"), &hashes(0..1), 7), 1);
     assert!(evicted(&cache) <= 7);
 }
 
@@ -146,11 +146,11 @@ fn strict_tenant_refused_for_memory_keeps_its_objects() {
     };
     let cache = Cache::new(FirstFit::new(16, 1), config);
     for tenant in ["a", "b"] {
-        assert_eq!(store(&cache, space(0, tenant), &hashes(0..8), 1), 8);
+        assert_eq!(store(&cache, namespace(0, tenant), &hashes(0..8), 1), 8);
     }
-    let _wall = cache.pin(NOW, &space(0, "a"), &hashes(4..5)).unwrap();
-    let _other = cache.pin(NOW, &space(0, "b"), &hashes(0..4)).unwrap();
-    assert_eq!(store(&cache, space(1, "a"), &[hash(0)], 5), 0);
+    let _wall = cache.pin(NOW, namespace(0, "a"), &hashes(4..5)).unwrap();
+    let _other = cache.pin(NOW, namespace(0, "b"), &hashes(0..4)).unwrap();
+    assert_eq!(store(&cache, namespace(1, "a"), &[hash(0)], 5), 0);
     assert_eq!(evicted(&cache), 0);
 }
 
@@ -164,7 +164,7 @@ fn staged_bytes_end_at_the_bound_of_the_call_and_the_limit_of_the_tenant() {
     cache.set_grant("a", Some(grant));
     let reserve = |tenant, keys: std::ops::Range<u32>, max_bytes| {
         let keys = hashes(keys);
-        let requests = request(space(0, tenant), &keys, 10);
+        let requests = request(namespace(0, tenant), &keys, 10);
         cache
             .reserve_staged(NOW, &requests, None, max_bytes)
             .unwrap()

@@ -88,7 +88,7 @@ fn no_two_workers_share_a_rank() {
 }
 
 #[test]
-fn worlds_that_cannot_be_told_apart_are_refused() {
+fn ambiguous_worlds_are_refused() {
     let scope = |world, worker| KeyScope::new("m", "", world, worker).unwrap_err();
     assert_eq!(scope(0, None), KeyError::WorldSize(0));
     assert_eq!(scope(u32::MAX, None), KeyError::WorldSize(u32::MAX));
@@ -112,14 +112,11 @@ proptest! {
                 prop_assert_eq!(ObjectKey::parse_file_name(&file, None), Ok(key.clone()));
             }
         }
-        let back = ForeignKey::from_msgpack(&key.text().to_msgpack()).unwrap();
-        prop_assert_eq!(ObjectKey::try_from(back), Ok(key));
     }
 
     #[test]
-    fn no_text_or_bytes_panic(text in "[m@0x1_ \\-+a-g.SEP]{0,60}", bytes: Vec<u8>) {
+    fn no_text_panics(text in "[m@0x1_ \\-+a-g.SEP]{0,60}") {
         let _ = ForeignKey::parse_name(&text, None);
         let _ = ForeignKey::parse_file_name(&format!("{text}.data"), None);
-        let _ = ForeignKey::from_msgpack(&bytes);
     }
 }

@@ -41,11 +41,11 @@ fn share(bytes: u64) -> Option<Grant> {
 
 /// Stores chunks of one byte each.
 fn put(cache: &Cache<FirstFit>, salt: &str, chunks: std::ops::Range<u32>) -> usize {
-    store(cache, space(0, salt), &hashes(chunks), 1)
+    store(cache, namespace(0, salt), &hashes(chunks), 1)
 }
 
 fn has(cache: &Cache<FirstFit>, salt: &str) -> Vec<u32> {
-    resident(cache, space(0, salt), 200)
+    resident(cache, namespace(0, salt), 200)
 }
 
 fn bytes(cache: &Cache<FirstFit>, salt: &str) -> u64 {
@@ -89,9 +89,9 @@ fn a_strict_limit_counts_what_is_being_written_and_read() {
     let cache = tenants(QuotaMode::Strict, None);
     cache.set_grant("a", limit(10));
     put(&cache, "a", 0..4);
-    let reading = cache.pin(NOW, &space(0, "a"), &hashes(0..4)).unwrap();
+    let reading = cache.pin(NOW, namespace(0, "a"), &hashes(0..4)).unwrap();
     let writing = cache
-        .reserve(NOW, &request(space(0, "a"), &hashes(10..18), 1))
+        .reserve(NOW, &request(namespace(0, "a"), &hashes(10..18), 1))
         .unwrap();
     let refused = writing.outcomes.iter();
     let refused = refused.filter(|outcome| **outcome == KeyOutcome::OverQuota);
@@ -109,21 +109,21 @@ fn an_object_larger_than_a_strict_limit_evicts_nothing() {
     cache.set_grant("a", limit(10));
     put(&cache, "a", 0..10);
     let large = cache
-        .reserve(NOW, &request(space(0, "a"), &hashes(50..51), 11))
+        .reserve(NOW, &request(namespace(0, "a"), &hashes(50..51), 11))
         .unwrap();
     assert_eq!(large.outcomes, [KeyOutcome::OverQuota]);
     assert_eq!(has(&cache, "a").len(), 10);
 }
 
 #[test]
-fn a_soft_limit_is_kept_by_the_pass_and_costs_nobody_else() {
+fn soft_limit_is_enforced_by_pass_on_its_tenant_only() {
     let cache = tenants(QuotaMode::Soft, None);
     cache.set_grant("a", limit(10));
     put(&cache, "b", 0..20);
     assert_eq!(put(&cache, "a", 0..15), 15);
     assert!(cache.salt_usage("a").unwrap().over_quota);
     let evicted = cache.evict_over_quota(NOW, 1000);
-    // From 0.8 of 10 on it has too much, until a fifth of that is gone.
+    // From 0.8 of 10 on it is over quota, until a fifth of that is evicted.
     assert_eq!((evicted.objects, bytes(&cache, "a")), (9, 6));
     assert_eq!(has(&cache, "a"), [0, 1, 2, 3, 4, 5]);
     assert_eq!(has(&cache, "b").len(), 20);
@@ -196,13 +196,13 @@ fn others_cannot_evict_a_share_but_its_tenant_can() {
     cache.set_grant("a", share(40));
     put(&cache, "a", 0..50);
     put(&cache, "b", 0..50);
-    // Its objects are the oldest, yet only what is beyond the share may leave, and then the guest's own.
+    // Its objects are the oldest, yet only those beyond the share may be evicted, and then the guest's own.
     assert_eq!(put(&cache, "b", 100..150), 50);
     assert_eq!(bytes(&cache, "a"), 40);
     assert_eq!(put(&cache, "b", 50..100), 50);
     assert_eq!(bytes(&cache, "a"), 40);
     // A share is no limit, and what its tenant needs it may take from itself.
-    let hold = cache.pin(NOW, &space(0, "b"), &hashes(50..100)).unwrap();
+    let hold = cache.pin(NOW, namespace(0, "b"), &hashes(50..100)).unwrap();
     assert_eq!(put(&cache, "a", 100..130), 30);
     drop(hold);
     assert!(bytes(&cache, "a") >= 40);
@@ -232,8 +232,8 @@ fn a_tenant_is_known_while_it_has_anything_or_a_grant() {
     assert!(cache.salt_usage("guest").is_none());
     assert!(cache.salt_usage("granted").is_some());
     cache.set_grant("granted", None);
-    cache.set_grant("nobody", None);
-    assert_eq!((cache.stats().salts, cache.stats().spaces), (0, 0));
+    cache.set_grant("unknown", None);
+    assert_eq!((cache.stats().salts, cache.stats().namespaces), (0, 0));
 }
 
 #[test]
@@ -241,11 +241,8 @@ fn counts_of_tenants_add_up() {
     let cache = tenants(QuotaMode::Strict, Some(30));
     for (salt, chunks) in [("a", 0..50), ("b", 0..20), ("c", 0..60), ("a", 60..70)] {
         put(&cache, salt, chunks);
-        let row = kvtier_core::cache::LookupRow {
-            space: space(0, salt),
-            window: None,
-        };
-        drop(cache.lookup(NOW, &[row], &hashes(0..40)));
+        let row = row(0, salt, None);
+        drop(cache.lookup(NOW, &[row.clone()].into(), &hashes(0..40)));
     }
     let (stats, page) = (cache.stats(), cache.salts(0, 10));
     let sum = |part: fn(&kvtier_core::cache::SaltUsage) -> u64| -> u64 {
@@ -277,18 +274,15 @@ fn counts_of_tenants_add_up() {
 
 #[test]
 fn a_second_look_counts_only_what_it_finds_more() {
-    let row = kvtier_core::cache::LookupRow {
-        space: space(0, "a"),
-        window: None,
-    };
+    let row = row(0, "a", None);
     // Known at the first look, or only since something was brought.
     for known in [3, 0] {
         let cache = tenants(QuotaMode::Soft, None);
         put(&cache, "a", 0..known);
-        let first = cache.lookup(NOW, &[row], &hashes(0..10));
+        let first = cache.lookup(NOW, &[row.clone()].into(), &hashes(0..10));
         assert_eq!(first.counted.for_tenant, known > 0);
         put(&cache, "a", known..8);
-        let second = cache.look_again(NOW, &[row], &hashes(0..10), first.counted);
+        let second = cache.lookup_again(NOW, &[row.clone()].into(), &hashes(0..10), first.counted);
         assert_eq!((first.hit_chunks, second.hit_chunks), (known as usize, 8));
         let usage = cache.salt_usage("a").unwrap();
         let counted = (usage.requested_chunks_total, usage.hit_chunks_total);
@@ -324,7 +318,7 @@ fn what_is_being_written_does_not_count_for_a_share() {
     cache.set_grant("a", share(30));
     put(&cache, "a", 0..30);
     let writing = cache
-        .reserve(NOW, &request(space(0, "a"), &hashes(100..120), 1))
+        .reserve(NOW, &request(namespace(0, "a"), &hashes(100..120), 1))
         .unwrap();
     put(&cache, "b", 0..50);
     assert_eq!(put(&cache, "b", 50..100), 50);
@@ -337,9 +331,9 @@ fn nothing_is_evicted_for_a_store_that_is_refused_anyway() {
     let cache = tenants(QuotaMode::Strict, None);
     cache.set_grant("a", limit(20));
     put(&cache, "a", 0..20);
-    let reading = cache.pin(NOW, &space(0, "a"), &hashes(0..15)).unwrap();
+    let reading = cache.pin(NOW, namespace(0, "a"), &hashes(0..15)).unwrap();
     let large = cache
-        .reserve(NOW, &request(space(0, "a"), &hashes(50..51), 6))
+        .reserve(NOW, &request(namespace(0, "a"), &hashes(50..51), 6))
         .unwrap();
     assert_eq!(large.outcomes, [KeyOutcome::OverQuota]);
     assert_eq!(bytes(&cache, "a"), 20);

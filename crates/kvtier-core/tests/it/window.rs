@@ -1,7 +1,9 @@
 //! The longest servable prefix against a model that tries every length.
 
-use kvtier_core::window::{ChunkBitmap, RowPresence, longest_prefix, needed};
+use kvtier_core::window::{ChunkBitmap, longest_prefix, needed};
+use kvtier_core::{GroupRow, Namespace};
 use proptest::prelude::*;
+use std::sync::Arc;
 
 fn bitmap(present: &[bool]) -> ChunkBitmap {
     let mut bits = ChunkBitmap::with_capacity(present.len());
@@ -13,15 +15,16 @@ fn bitmap(present: &[bool]) -> ChunkBitmap {
 
 fn longest(rows: &[(Option<u32>, Vec<bool>)]) -> usize {
     let bitmaps: Vec<ChunkBitmap> = rows.iter().map(|(_, present)| bitmap(present)).collect();
-    let rows: Vec<RowPresence<'_>> = rows
+    let namespace = Arc::new(Namespace::new("m", 1, 0, 0, "").unwrap());
+    let rows: Vec<GroupRow> = rows
         .iter()
-        .zip(&bitmaps)
-        .map(|((window, _), present)| RowPresence {
+        .map(|(window, _)| GroupRow {
+            namespace: Arc::clone(&namespace),
             window: *window,
-            present,
+            object_bytes: 1,
         })
         .collect();
-    longest_prefix(&rows)
+    longest_prefix(&rows, &bitmaps)
 }
 
 /// Tries every length, chunk by chunk, from the longest down.

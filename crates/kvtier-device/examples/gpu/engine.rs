@@ -1,4 +1,4 @@
-//! The other process: an engine that lends pages of the GPU.
+//! The other process: an engine that shares pages on the GPU.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -10,7 +10,7 @@ use kvtier_device::{CudaAllocation, CudaStorage};
 
 use crate::Result;
 
-/// Says to a process of this program that it is the engine: bytes of the pages, a space, the driver's library or nothing.
+/// Marks a process of this program as the engine; value: bytes of the pages, a space, the driver library or nothing.
 pub const VARIABLE: &str = "KVTIER_GPU_EXAMPLE_ENGINE";
 
 /// The word of the pages at a place, counted in words of 8 bytes: splitmix64.
@@ -31,7 +31,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Starts one with so many bytes of pages, which hold [`word`].
+    /// Starts an engine with `bytes` of pages, filled with [`word`].
     pub fn start(bytes: u64, driver: Option<&Path>) -> Result<Self> {
         let driver = driver.map_or(String::new(), |path| path.display().to_string());
         let mut command = Command::new(std::env::current_exe()?);
@@ -62,7 +62,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Has the pages hold [`word`] again.
+    /// Fills the pages with [`word`] again.
     pub fn fill(&mut self) -> Result<()> {
         writeln!(self.say, "fill")?;
         self.answer().map(drop)
@@ -104,7 +104,7 @@ impl Drop for Engine {
     }
 }
 
-/// What the other process does: lends, and fills when it is told to, until nobody tells it anything any more.
+/// Main function of the other process: shares pages and fills them on command, until its input ends.
 pub fn run(settings: &str) -> Result<()> {
     let (bytes, driver) = settings.split_once(' ').ok_or("no bytes and driver")?;
     let bytes: u64 = bytes.parse()?;

@@ -1,15 +1,15 @@
-//! How fast pages of a GPU are copied, and that they are copied rightly; needs a GPU and no PyTorch.
+//! Benchmark and check of copies of GPU pages; needs a GPU and no PyTorch.
 //!
 //! `gpu --out FILE [--driver LIBRARY] [--repeats N] [--mib N] [--dry-run]`
 //!
-//! Starts itself a second time as the engine, which lends its pages by IPC, and opens them as the server does. For each
+//! Starts itself a second time as the engine, which shares its pages by IPC, and opens them as the server does. For each
 //! executor, and for the choice among them (`auto`), pages of 4 KiB to 2 MiB with block ids in random order and in order
 //! are stored, retrieved, and both at once: first with every byte compared, then timed. The same run measures the
 //! link's own limit, plain copies between pinned memory and the GPU. Everything is a median. `--out` gets all of it as
 //! JSON; stdout a table and the figures that are to be reached.
 //!
-//! `--dry-run` does the same with few bytes, for a run over the stand-in for the driver; its speeds say nothing. The exit
-//! status is 0 when everything was measured and every byte was right, whatever the speeds.
+//! `--dry-run` does the same with few bytes, for a run over the fake driver; its speeds are meaningless. The exit status
+//! is 0 if everything was measured and every byte was right, at any speed.
 
 mod engine;
 mod figures;
@@ -156,7 +156,7 @@ impl Rig {
             if let Some(error) = pinning.error {
                 return Err(format!("pinning: {error}").into());
             }
-            if !pinning.under_way {
+            if !pinning.is_running {
                 return Ok(pages);
             }
             if std::time::Instant::now() > deadline {
@@ -393,10 +393,10 @@ mod tests {
     }
 
     #[test]
-    fn a_dry_run_compares_every_byte_and_computes_every_figure() {
+    fn dry_run_checks_every_byte_and_figure() {
         let settings = Settings {
-            driver: Some(kvtier_cuda_standin::standin_path().unwrap()),
-            // Each needs a GPU anew, which tries all of them.
+            driver: Some(kvtier_cuda_fake::fake_driver_path().unwrap()),
+            // Each activates the GPU again, with a trial of all executors.
             executors: vec![Executor::Staged],
             ..Settings::dry()
         };

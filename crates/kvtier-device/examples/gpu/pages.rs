@@ -174,7 +174,7 @@ impl Pages {
         };
         let (tell, hear) = channel();
         let done = move |result: std::result::Result<u64, kvtier_device::DeviceError>| {
-            // Whoever does not wait any more has said why.
+            // A receiver that is gone has reported its error.
             let _ = tell.send((Instant::now(), result.map_err(|error| error.to_string())));
         };
         self.memory.transfer(transfer, Box::new(done));
@@ -204,7 +204,7 @@ impl Pages {
     pub fn check(&self) -> Result<()> {
         let all = Extent::new(0, self.arena.len());
         let base = self.arena.address(all, 0, all.len)?;
-        // SAFETY: the arena is private memory of this process, and nothing is under way.
+        // SAFETY: the arena is private memory of this process, and nothing is in flight.
         unsafe { base.as_ptr().write_bytes(0xa5, all.len as usize) };
         self.run(Direction::Store, 0, 0)?;
         self.compare(0)?;
@@ -223,7 +223,7 @@ impl Pages {
         let places = (0..bytes as usize / 8).skip(words_of_page - 1);
         let places = places.step_by(words_of_page);
         for at in places.clone() {
-            // SAFETY: inside the arena, which starts at a page; nothing is under way.
+            // SAFETY: inside the arena, which starts at a page; nothing is in flight.
             unsafe { base.add(at).write_volatile(0) };
         }
         let deadline = Instant::now() + PATIENCE;
@@ -253,7 +253,7 @@ impl Pages {
         for (chunk, ids) in self.ids[0].chunks(BLOCKS as usize).enumerate() {
             let extent = self.extent(half, chunk as u64);
             let base = self.arena.address(extent, 0, extent.len)?;
-            // SAFETY: inside the arena, aligned, and nothing is under way.
+            // SAFETY: inside the arena, aligned, and nothing is in flight.
             let object = unsafe {
                 std::slice::from_raw_parts(
                     base.cast::<u64>().as_ptr().cast_const(),

@@ -1,11 +1,12 @@
-//! Allocations of other processes, mapped into ours.
+//! Allocations of other processes, mapped into this one.
 //!
-//! The driver's own handle may be opened once in a process: who closes it closes it for everybody. So there is one
-//! table for each GPU, which counts who uses what it opened. Memory in two halves has no such rule, and its handles
-//! (numbers of descriptors in another process) mean other memory tomorrow, so each registration maps it anew.
+//! - By IPC handle (`cuIpcOpenMemHandle`): a process may open an allocation only once, and closing it closes it for all
+//!   users. So one table per GPU counts the users of each open allocation.
+//! - By virtual memory management (segments, fabric handles): each registration maps its own range, because a handle such
+//!   as a descriptor number may later mean other memory.
 //!
-//! The driver may take seconds for a mapping. The table's lock is not held meanwhile: whoever wants the same allocation
-//! waits for it, everybody else goes on.
+//! A driver call may take seconds. The table's lock is not held meanwhile: an entry in [`Entry::Transition`] makes users
+//! of the same allocation wait, and nobody else.
 
 use std::collections::HashMap;
 use std::io;
@@ -24,56 +25,56 @@ use crate::error::LayoutError;
 /// An allocation that could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// What the engine says cannot be right.
+    /// The engine's description is invalid.
     #[error(transparent)]
     Refused(#[from] LayoutError),
-    /// The driver refused.
+    /// The driver returned an error.
     #[error("{what}: {source}; {hint}")]
     Cuda {
-        /// What was tried.
+        /// Operation.
         what: &'static str,
-        /// What it said.
+        /// The driver's error.
         source: CudaError,
-        /// What is needed for it.
+        /// Prerequisite of the operation.
         hint: &'static str,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("{what} of process {pid}: {source}; {hint}")]
     System {
-        /// What was tried.
+        /// Operation.
         what: &'static str,
-        /// The process that lends the memory.
+        /// Process that shares the memory.
         pid: i32,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
-        /// What is needed for it.
+        /// Prerequisite of the operation.
         hint: &'static str,
     },
 }
 
-/// What each way of lending needs.
+/// Prerequisites of each way of sharing.
 const IPC_HINT: &str =
     "needed: a living process other than this one, on this machine, in the same IPC namespace";
 const FD_HINT: &str = "needed: a living process in the same PID namespace that this one may trace";
 const FABRIC_HINT: &str =
     "needed: a living process in the same IMEX domain, and an IMEX channel here";
 
-/// The allocations opened on one GPU. One table serves all that opens on that GPU.
+/// The open allocations of one GPU; one table per GPU.
 #[derive(Debug)]
 pub struct Allocations {
     context: Arc<Context>,
     total_bytes: u64,
-    /// What was opened by the driver's handle.
+    /// Allocations opened by IPC handle.
     opened: Mutex<HashMap<IpcHandle, Entry>>,
-    /// An entry that was being opened or closed no longer is.
-    settled: Condvar,
+    /// Signalled when an entry leaves [`Entry::Transition`].
+    changed: Condvar,
     open: Arc<AtomicUsize>,
 }
 
 #[derive(Debug)]
 enum Entry {
-    /// Somebody has the driver open or close it just now.
-    Settling,
+    /// A thread is opening or closing the allocation.
+    Transition,
     Open(Opened),
 }
 
@@ -81,77 +82,77 @@ enum Entry {
 struct Opened {
     base: DevicePtr,
     bytes: u64,
-    /// Living [`Mapped`]s.
+    /// Number of live [`Mapped`]s.
     users: usize,
-    _counted: Counted,
+    _count: OpenCount,
 }
 
-/// One open allocation in the count of its GPU.
+/// Counts one open allocation of the GPU while it lives.
 #[derive(Debug)]
-struct Counted(Arc<AtomicUsize>);
+struct OpenCount(Arc<AtomicUsize>);
 
-impl Counted {
+impl OpenCount {
     fn new(count: &Arc<AtomicUsize>) -> Self {
         count.fetch_add(1, Ordering::Relaxed);
         Self(Arc::clone(count))
     }
 }
 
-impl Drop for Counted {
+impl Drop for OpenCount {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// The right to settle an entry: it leaves the table when this is dropped, unless it was opened meanwhile.
-struct Settling<'a> {
+/// Exclusive right to open or close an entry. Dropping it removes the entry, unless it was opened.
+struct Transition<'a> {
     table: &'a Allocations,
     handle: &'a IpcHandle,
 }
 
-impl Settling<'_> {
+impl Transition<'_> {
     fn open(&self, opened: Opened) {
         let mut table = self.table.opened.lock();
         table.insert(*self.handle, Entry::Open(opened));
     }
 }
 
-impl Drop for Settling<'_> {
+impl Drop for Transition<'_> {
     fn drop(&mut self) {
         let mut table = self.table.opened.lock();
-        if let Some(Entry::Settling) = table.get(self.handle) {
+        if let Some(Entry::Transition) = table.get(self.handle) {
             table.remove(self.handle);
         }
         drop(table);
-        self.table.settled.notify_all();
+        self.table.changed.notify_all();
     }
 }
 
-/// An allocation, mapped. What is in the table is closed when the last user's is dropped, the rest with this.
+/// A mapped allocation. Dropping the last user of a table entry closes it; a range is unmapped with this.
 #[derive(Debug)]
 pub struct Mapped {
     base: DevicePtr,
     bytes: u64,
-    behind: Behind,
+    backing: Backing,
 }
 
-/// What holds the mapping.
+/// Owner of the mapping.
 #[derive(Debug)]
-enum Behind {
+enum Backing {
     Table(Arc<Allocations>, IpcHandle),
     Range {
         _range: Reservation,
-        _counted: Counted,
+        _count: OpenCount,
     },
 }
 
 impl Mapped {
-    /// Its first byte.
+    /// Address of the first byte.
     pub fn base(&self) -> DevicePtr {
         self.base
     }
 
-    /// How many bytes there really are.
+    /// Actual size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -159,39 +160,38 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        if let Behind::Table(table, handle) = &self.behind {
+        if let Backing::Table(table, handle) = &self.backing {
             table.close(handle);
         }
     }
 }
 
 impl Allocations {
-    /// For one GPU, with nothing open.
+    /// Creates the empty table of one GPU.
     ///
     /// # Errors
-    /// What the driver says about the GPU.
+    /// The driver's error about the GPU.
     pub fn new(context: Arc<Context>) -> Result<Arc<Self>, CudaError> {
         Ok(Arc::new(Self {
             total_bytes: context.device().total_bytes()?,
             context,
             opened: Mutex::default(),
-            settled: Condvar::new(),
+            changed: Condvar::new(),
             open: Arc::default(),
         }))
     }
 
-    /// The GPU's context.
+    /// Context of the GPU.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
     }
 
-    /// Allocations that are open: by the driver's handle each once, whoever uses it; a range of pieces once for each
-    /// registration that has mapped it. Waits for nothing.
+    /// Number of open allocations: one per IPC handle, one per mapped range of a registration. Does not wait.
     pub fn open_count(&self) -> usize {
         self.open.load(Ordering::Relaxed)
     }
 
-    /// Maps what PyTorch lends.
+    /// Maps an allocation that PyTorch shares.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -206,10 +206,10 @@ impl Allocations {
         }
     }
 
-    /// Maps an allocation by the driver's handle, or gives the mapping there is.
+    /// Maps an allocation by IPC handle, or returns the existing mapping.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn open_ipc(self: &Arc<Self>, handle: &IpcHandle) -> Result<Mapped, OpenError> {
         let mut table = self.opened.lock();
         let known = loop {
@@ -218,9 +218,9 @@ impl Allocations {
                     known.users += 1;
                     break Some((known.base, known.bytes));
                 }
-                Some(Entry::Settling) => self.settled.wait(&mut table),
+                Some(Entry::Transition) => self.changed.wait(&mut table),
                 None => {
-                    table.insert(*handle, Entry::Settling);
+                    table.insert(*handle, Entry::Transition);
                     break None;
                 }
             }
@@ -228,18 +228,18 @@ impl Allocations {
         drop(table);
         let (base, bytes) = match known {
             Some(known) => known,
-            None => self.open_anew(handle)?,
+            None => self.open_new(handle)?,
         };
         Ok(Mapped {
             base,
             bytes,
-            behind: Behind::Table(self.clone(), *handle),
+            backing: Backing::Table(self.clone(), *handle),
         })
     }
 
-    /// Opens what the caller has entered as settling; it has one user then.
-    fn open_anew(&self, handle: &IpcHandle) -> Result<(DevicePtr, u64), OpenError> {
-        let settling = Settling {
+    /// Opens the allocation of an entry that the caller put in transition; it has one user then.
+    fn open_new(&self, handle: &IpcHandle) -> Result<(DevicePtr, u64), OpenError> {
+        let transition = Transition {
             table: self,
             handle,
         };
@@ -247,23 +247,23 @@ impl Allocations {
             .context
             .open_memory(handle)
             .map_err(|source| refused("memory by its IPC handle", source, IPC_HINT))?;
-        let bytes = self.bytes_behind(base).inspect_err(|_| {
-            // SAFETY: just opened, and nobody knows of it.
+        let bytes = self.bytes_from(base).inspect_err(|_| {
+            // SAFETY: just opened, and not used yet.
             let _ = unsafe { self.context.close_memory(base) };
         })?;
-        settling.open(Opened {
+        transition.open(Opened {
             base,
             bytes,
             users: 1,
-            _counted: Counted::new(&self.open),
+            _count: OpenCount::new(&self.open),
         });
         Ok((base, bytes))
     }
 
-    /// Maps memory in two halves by its fabric handle. `bytes` is the size of the allocation, as the engine says.
+    /// Maps a physical allocation by fabric handle. `bytes` is its size, as stated by the engine.
     ///
     /// # Errors
-    /// More bytes than the GPU has, or what the driver says.
+    /// More bytes than the GPU has, or the driver's error.
     pub fn open_fabric(&self, handle: &[u8; 64], bytes: u64) -> Result<Mapped, OpenError> {
         self.check_total("alloc_size", bytes)?;
         self.map(bytes, 1, FABRIC_HINT, |_| {
@@ -278,7 +278,7 @@ impl Allocations {
         segment_size: u64,
         handles: &SegmentHandles,
     ) -> Result<Mapped, OpenError> {
-        // What was parsed adds up.
+        // Parsing has checked that the product does not overflow.
         self.check_total("handle[1] segments", segment_size * handles.len() as u64)?;
         match handles {
             SegmentHandles::PosixFds(fds) => {
@@ -297,7 +297,7 @@ impl Allocations {
         }
     }
 
-    /// Maps `count` pieces of `size` bytes one behind the other.
+    /// Maps `count` pieces of `size` bytes contiguously.
     fn map(
         &self,
         size: u64,
@@ -307,7 +307,7 @@ impl Allocations {
     ) -> Result<Mapped, OpenError> {
         let cuda = |source| refused("mapping memory", source, hint);
         let bytes = size * count as u64;
-        // The mappings keep the allocations; what was mapped when something fails is unmapped with the range.
+        // Mappings keep their allocations alive. On an error, the range unmaps the pieces mapped so far.
         let first = import(0)?;
         let mut range = Reservation::new(&self.context, bytes).map_err(cuda)?;
         range.map(&first, size).map_err(cuda)?;
@@ -318,14 +318,14 @@ impl Allocations {
         Ok(Mapped {
             base: range.base(),
             bytes,
-            behind: Behind::Range {
+            backing: Backing::Range {
                 _range: range,
-                _counted: Counted::new(&self.open),
+                _count: OpenCount::new(&self.open),
             },
         })
     }
 
-    /// No memory is larger than its GPU; a larger one would only cost us addresses.
+    /// Refuses sizes above the GPU's memory, which would only reserve addresses.
     fn check_total(&self, field: &str, bytes: u64) -> Result<(), LayoutError> {
         if bytes == 0 || bytes > self.total_bytes {
             return Err(LayoutError::new(
@@ -337,12 +337,12 @@ impl Allocations {
         Ok(())
     }
 
-    fn bytes_behind(&self, base: DevicePtr) -> Result<u64, OpenError> {
+    fn bytes_from(&self, base: DevicePtr) -> Result<u64, OpenError> {
         let (start, bytes) = self
             .context
             .address_range(base)
             .map_err(|source| refused("the size of opened memory", source, IPC_HINT))?;
-        // Opening gives the start of an allocation; count from where we are all the same.
+        // Opening should return the start of an allocation; any other address is handled too.
         let before = base.0.checked_sub(start.0);
         before
             .and_then(|before| bytes.checked_sub(before))
@@ -365,18 +365,18 @@ impl Allocations {
         if known.users > 0 {
             return;
         }
-        let Some(Entry::Open(closing)) = table.insert(*handle, Entry::Settling) else {
+        let Some(Entry::Open(closing)) = table.insert(*handle, Entry::Transition) else {
             return;
         };
         drop(table);
-        let _settling = Settling {
+        let _transition = Transition {
             table: self,
             handle,
         };
-        // SAFETY: the last user is gone, and users end their copies first. Nothing of the other process is waited for,
+        // SAFETY: the last user was dropped, and users end their copies first. Closing does not need the other process,
         // so it may be dead.
         let _ = unsafe { self.context.close_memory(closing.base) };
-        // Counted until here.
+        // Counted as open until here.
         drop(closing);
     }
 }
@@ -385,7 +385,7 @@ fn refused(what: &'static str, source: CudaError, hint: &'static str) -> OpenErr
     OpenError::Cuda { what, source, hint }
 }
 
-/// A process whose descriptors are asked for.
+/// A process that shares memory by file descriptors.
 struct Lender {
     pid: i32,
     process: OwnedFd,

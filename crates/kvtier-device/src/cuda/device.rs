@@ -1,4 +1,4 @@
-//! The GPUs of this machine as a [`Device`]. One is taken into use when its first worker registers.
+//! CUDA device: all GPUs of this machine as one [`Device`]. A GPU is activated when its first worker registers.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,54 +8,54 @@ use std::time::{Duration, Instant};
 use kvtier_memory::{Arena, SegmentError};
 use parking_lot::Mutex;
 
-use super::device_copy::Place;
+use super::device_copy::AddressRange;
 use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
 use super::events::ForeignEvents;
-use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, Pinned, PinningStatus};
+use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, PinnedArena, PinningStatus};
+use super::gpu_slot::GpuSlot;
 use super::owner::Owner;
-use super::slot::Slot;
 use super::storages::Storages;
 use super::uuid::Gpus;
-use crate::device::{Begun, Device, DeviceError, Done, EngineMemory, Transfer};
+use crate::device::{Device, DeviceError, Done, EngineMemory, OnSubmitted, Transfer};
 use crate::layout::KvLayout;
 use crate::physical::visit_block_runs;
 
-/// How long an engine's own work on its fresh pages may take when it registers.
+/// Maximum wait, at registration, for the engine's earlier work on its pages.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How the driver is found and GPUs are used.
+/// Options of the CUDA backend.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CudaOptions {
-    /// The driver's library; `None` is `libcuda.so.1` where the system finds it.
+    /// Path of the driver library; `None` means `libcuda.so.1` as found by the dynamic linker.
     pub library: Option<PathBuf>,
-    /// How GPUs are used.
+    /// Options of each GPU.
     pub gpu: GpuOptions,
 }
 
-/// All GPUs that this process sees.
+/// All GPUs visible to this process.
 pub struct CudaDevice {
     gpus: Gpus,
     driver_version: i32,
     options: GpuOptions,
     arena: Arc<Arena>,
     /// By position in `gpus`.
-    slots: Vec<Slot>,
-    /// The arena is pinned once, for all GPUs, when the first of them is taken into use.
-    pinned: Mutex<Option<Arc<Pinned>>>,
-    /// Held while a GPU is tried out.
+    slots: Vec<GpuSlot>,
+    /// The arena is pinned once for all GPUs, when the first one is activated.
+    pinned: Mutex<Option<Arc<PinnedArena>>>,
+    /// Held during a GPU's trial.
     trials: Mutex<()>,
     next_pages: AtomicU64,
-    /// No further GPU is taken into use.
+    /// No further GPU is activated.
     stopped: AtomicBool,
 }
 
-/// One GPU for `/status` and metrics.
+/// State of one GPU, for `/status` and metrics.
 #[derive(Debug, Clone)]
 pub struct DeviceStatus {
-    /// Position among the GPUs this process sees.
+    /// Index among the GPUs visible to this process.
     pub ordinal: i32,
-    /// What the maker calls it.
+    /// Product name.
     pub name: String,
     /// Lower case, `8-4-4-4-12`.
     pub uuid: String,
@@ -63,22 +63,22 @@ pub struct DeviceStatus {
     pub pci_bus_id: String,
     /// -1 when unknown.
     pub numa_node: i32,
-    /// Why it is of no use, if so.
+    /// Why the GPU is unusable, if it is.
     pub error: Option<String>,
-    /// What it does, if it is in use.
+    /// Readings, if the GPU is in use.
     pub readings: Option<GpuReadings>,
 }
 
 impl CudaDevice {
-    /// Loads the driver and looks what GPUs there are. Takes none of them into use.
+    /// Loads the driver and lists the GPUs without activating any.
     ///
     /// # Errors
-    /// No library, or what the driver says: a machine without a GPU has no such device.
+    /// The library is missing, or the driver's error, for example on a machine without a GPU.
     pub fn find(options: &CudaOptions, arena: Arc<Arena>) -> Result<Self, CudaError> {
         let driver = Driver::load(options.library.as_deref())?;
         let gpus = Gpus::find(&driver)?;
         Ok(Self {
-            slots: gpus.all().iter().map(|_| Slot::default()).collect(),
+            slots: gpus.all().iter().map(|_| GpuSlot::default()).collect(),
             gpus,
             driver_version: driver.version(),
             options: options.gpu,
@@ -90,14 +90,14 @@ impl CudaDevice {
         })
     }
 
-    /// The newest CUDA the driver knows: 12080 is 12.8.
+    /// Newest CUDA version the driver supports: 12080 is 12.8.
     pub fn driver_version(&self) -> i32 {
         self.driver_version
     }
 
-    /// Every GPU that this process sees. Waits for no driver.
+    /// State of every visible GPU. Does not wait for a driver.
     pub fn status(&self) -> Vec<DeviceStatus> {
-        let status = |(gpu, slot): (&super::uuid::Gpu, &Slot)| DeviceStatus {
+        let status = |(gpu, slot): (&super::uuid::Gpu, &GpuSlot)| DeviceStatus {
             ordinal: gpu.device.ordinal(),
             name: gpu.name.clone(),
             uuid: gpu.uuid.clone(),
@@ -105,7 +105,7 @@ impl CudaDevice {
             numa_node: gpu.numa_node,
             error: match slot.used.get() {
                 Some(gpu) => gpu.broken(),
-                None => slot.hangs(),
+                None => slot.hang(),
             },
             readings: slot.used.get().map(|gpu| gpu.readings()),
         };
@@ -117,15 +117,15 @@ impl CudaDevice {
             .collect()
     }
 
-    /// How far pinning has come; `None` before the first GPU is in use.
+    /// Progress of pinning; `None` before the first GPU is in use.
     pub fn pinning(&self) -> Option<PinningStatus> {
         self.pinned.lock().as_ref().map(|pinned| pinned.status())
     }
 
-    /// Begins nothing more on any GPU, and waits until what was begun has ended and everybody was told. Gives the numbers
-    /// of the GPUs that have not ended in [`GpuOptions::leave_timeout`].
+    /// Stops all GPUs and waits until their transfers have ended and were reported. Returns the ordinals of the GPUs that
+    /// have not ended within [`GpuOptions::leave_timeout`].
     pub fn stop(&self) -> Vec<i32> {
-        // One that is being taken into use has nothing to end, but somebody who waits.
+        // A GPU being activated has no transfers, but a registration that waits.
         self.stopped.store(true, Ordering::Release);
         let used: Vec<_> = self.slots.iter().map(|slot| slot.used.get()).collect();
         used.iter().flatten().for_each(|gpu| gpu.stop());
@@ -136,22 +136,24 @@ impl CudaDevice {
         left.map(|(gpu, _)| gpu.device.ordinal()).collect()
     }
 
-    /// Gives up what is pinned, once [`CudaDevice::stop`] has left no GPU.
+    /// Unpins the arena, after [`CudaDevice::stop`] has returned no GPU.
     ///
     /// # Errors
-    /// The bytes that are still pinned, when the driver has given up no piece for [`GpuOptions::leave_timeout`].
+    /// The bytes still pinned, if the driver has unpinned no piece for [`GpuOptions::leave_timeout`].
     pub fn unpin(&self) -> Result<(), u64> {
         let pinned = self.pinned.lock().clone();
         pinned.map_or(Ok(()), |pinned| pinned.unpin())
     }
 
-    /// The GPU, in use.
+    /// Returns the GPU, activating it if needed.
     fn gpu(&self, found: &super::uuid::Gpu) -> Result<Arc<Gpu>, DeviceError> {
         let same = |(gpu, _): &(&super::uuid::Gpu, _)| gpu.uuid == found.uuid;
         let Some((_, slot)) = self.gpus.all().iter().zip(&self.slots).find(same) else {
-            return Err(DeviceError::Broken("it is none of this process's".into()));
+            return Err(DeviceError::Broken(
+                "it is not visible to this process".into(),
+            ));
         };
-        let taking = slot.used.get().is_none().then(|| slot.taking.lock());
+        let activation = slot.used.get().is_none().then(|| slot.activation.lock());
         if let Some(gpu) = slot.used.get() {
             return match gpu.broken() {
                 None => Ok(Arc::clone(gpu)),
@@ -159,27 +161,27 @@ impl CudaDevice {
             };
         }
         let (device, options) = (found.device.clone(), self.options);
-        let (patience, stopped) = (options.trial_timeout, &self.stopped);
+        let (timeout, stopped) = (options.trial_timeout, &self.stopped);
         let prepare = move || NewGpu::prepare(&device);
-        let mut gpu = slot.driven("making its context", patience, stopped, prepare)?;
-        // One after the other, and while nothing is pinned: both would falsify what is tried. A trial that hangs is not
-        // what holds these.
+        let mut gpu = slot.run_with_timeout("making its context", timeout, stopped, prepare)?;
+        // One trial at a time, and not while the arena is pinned: both would falsify the measured rates. A trial that
+        // hangs does not keep these locks.
         let trial = self.trials.lock();
         let pinned = self.pinned.lock().clone();
         let quiet = pinned.as_ref().map(|pinned| pinned.pause());
         let try_out = move || gpu.try_out(&options).map(|profile| (gpu, profile));
-        let (gpu, profile) = slot.driven("its trial", patience, stopped, try_out)?;
+        let (gpu, profile) = slot.run_with_timeout("its trial", timeout, stopped, try_out)?;
         drop(quiet);
         let pinned = pinned.unwrap_or_else(|| {
             let arena = Arc::clone(&self.arena);
-            let (bytes, patience) = (self.options.pin_bytes, self.options.leave_timeout);
-            let pinned = Pinned::start(gpu.context(), arena, bytes, patience);
+            let (bytes, timeout) = (self.options.pin_bytes, self.options.leave_timeout);
+            let pinned = PinnedArena::start(gpu.context(), arena, bytes, timeout);
             Arc::clone(self.pinned.lock().insert(Arc::new(pinned)))
         });
         drop(trial);
         let gpu = Arc::new(gpu.start(profile, pinned, self.options)?);
         let used = slot.used.get_or_init(|| gpu);
-        drop(taking);
+        drop(activation);
         Ok(Arc::clone(used))
     }
 }
@@ -193,13 +195,13 @@ impl Device for CudaDevice {
         let found = self.gpus.of(layout.memories())?;
         let numa_node = u32::try_from(found.numa_node).ok();
         let gpu = self.gpu(found)?;
-        // First: whoever ends before it is known lends nothing any more, and whoever ends later is noticed.
-        let owner = Owner::prove(layout.memories());
+        // First: opening fails for a process that exits before this, and a later exit is noticed.
+        let owner = Owner::identify(layout.memories());
         let mut storages = Storages::open(&gpu.allocations, layout.memories())?;
         if !storages.wait_until_ready(Instant::now() + REGISTRATION_TIMEOUT)? {
-            return Err(DeviceError::NeverReady);
+            return Err(DeviceError::EventTimeout);
         }
-        let places = storages.all().iter().map(|storage| Place {
+        let places = storages.all().iter().map(|storage| AddressRange {
             address: storage.start().0,
             bytes: storage.bytes(),
         });
@@ -210,7 +212,7 @@ impl Device for CudaDevice {
             places,
             layout,
             stopped: AtomicBool::new(false),
-            on_gpu: Arc::clone(gpu.under_way()),
+            on_gpu: Arc::clone(gpu.in_flight()),
             retrieves: Mutex::default(),
             events: ForeignEvents::new(Arc::clone(&gpu.allocations), None),
             _storages: storages,
@@ -224,7 +226,8 @@ impl Device for CudaDevice {
     }
 }
 
-/// One worker's pages on a GPU. Dropped, they are closed when the last copy has ended; nobody waits for the engine.
+/// The pages of one worker on a GPU. Dropping it closes them when the last copy has ended, without waiting for the
+/// engine.
 struct CudaMemory {
     pages: Arc<Pages>,
     owner: Option<Owner>,
@@ -237,8 +240,8 @@ impl EngineMemory for CudaMemory {
         &self.pages.layout
     }
 
-    /// Handles of another process's memory are its own: the counter file of PyTorch's has a random name, the driver's
-    /// are new with each allocation.
+    /// Always: handles identify one allocation. The name of PyTorch's counter file is random, and the driver's handles are
+    /// new for each allocation.
     fn is_current(&self) -> bool {
         true
     }
@@ -247,7 +250,7 @@ impl EngineMemory for CudaMemory {
         self.owner.clone()
     }
 
-    /// The driver takes memory back when its process ends.
+    /// None: the driver frees memory when its process exits.
     fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
         Vec::new()
     }
@@ -264,16 +267,16 @@ impl EngineMemory for CudaMemory {
         self.submit(transfer, None, done);
     }
 
-    fn transfer_in_steps(&self, transfer: Transfer, begun: Begun, done: Done) {
-        self.submit(transfer, Some(begun), done);
+    fn transfer_with_event(&self, transfer: Transfer, submitted: OnSubmitted, done: Done) {
+        self.submit(transfer, Some(submitted), done);
     }
 
     fn stop(&self) {
         self.pages.stopped.store(true, Ordering::Release);
-        self.gpu.nudge();
+        self.gpu.wake_threads();
     }
 
-    /// No event: the answer comes when the bytes are in place.
+    /// No event: the answer is sent when the bytes are in place.
     fn answer_event<'a>(&self, _: &'a [u8]) -> &'a [u8] {
         &[]
     }
@@ -299,8 +302,8 @@ impl EngineMemory for CudaMemory {
             visit_block_runs(plane, id, |at, bytes| {
                 let to = block.len();
                 block.resize(to + bytes as usize, 0);
-                // SAFETY: `open` has shown that every block lies inside its place, which is mapped as long as the
-                // pages are; the vector has room for the bytes, and nothing moves it before the copy has ended.
+                // SAFETY: `open` has checked that every block is inside its memory, which is mapped as long as the pages
+                // live; the vector is large enough, and is not moved before the copy has ended.
                 unsafe {
                     let to = block.as_mut_ptr().add(to);
                     stream.copy_to_host(to, DevicePtr(place.address + at), bytes as usize)?;
@@ -314,12 +317,12 @@ impl EngineMemory for CudaMemory {
 }
 
 impl CudaMemory {
-    /// Hands a transfer to the thread of its GPU. No driver is asked here: one that hangs costs only that GPU.
-    fn submit(&self, transfer: Transfer, begun: Option<Begun>, done: Done) {
+    /// Hands a transfer to the thread of its GPU. Makes no driver call, so a driver that hangs blocks only that GPU.
+    fn submit(&self, transfer: Transfer, submitted: Option<OnSubmitted>, done: Done) {
         let timeout = self.gpu.options().event_timeout;
         let job = Job::new(Arc::clone(&self.pages), transfer, timeout, done);
-        self.gpu.submit(match begun {
-            Some(begun) => job.telling(begun),
+        self.gpu.submit(match submitted {
+            Some(submitted) => job.on_submitted(submitted),
             None => job,
         });
     }

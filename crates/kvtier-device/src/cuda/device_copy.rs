@@ -1,4 +1,4 @@
-//! A plan with addresses in place of offsets: what every way of copying to and from a GPU works on.
+//! Device copies: a plan with addresses instead of offsets, the input of every executor.
 
 use kvtier_memory::{AccessError, CopyLoop, within};
 
@@ -7,23 +7,23 @@ use crate::device::DeviceError;
 use crate::layout::KvLayout;
 use crate::plan::{ChunkRequest, Direction, PlannedCopy, PlannedRun};
 
-/// Loops of a [`DeviceCopy`]: blocks, slots, heads.
+/// Number of loops of a [`DeviceCopy`]: blocks, slots, heads.
 const LOOPS: usize = 3;
-/// The two sides, in errors.
+/// Names of the two sides in errors.
 const MEMORY: &str = "engine's memory";
 const EXTENT: &str = "extent";
 
-/// Bytes that adjoin: one of the engine's memories as it is mapped here, or the extent of an object.
+/// A range of addresses: a mapped memory of the engine, or the extent of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
-    /// The first one.
+pub struct AddressRange {
+    /// First address.
     pub address: u64,
-    /// How many.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-impl Place {
-    /// Itself, if its end is an address.
+impl AddressRange {
+    /// Checks that the end does not overflow.
     #[inline]
     fn checked(self, what: &'static str) -> Result<Self, AccessError> {
         match self.address.checked_add(self.bytes) {
@@ -33,10 +33,10 @@ impl Place {
     }
 }
 
-/// One of a layout's memories. One that is not there has no bytes.
+/// One of a layout's memories. A missing one is empty.
 #[inline]
-fn memory_at(memories: &[Place], index: usize) -> Result<Place, AccessError> {
-    let none = Place {
+fn memory_at(memories: &[AddressRange], index: usize) -> Result<AddressRange, AccessError> {
+    let none = AddressRange {
         address: 0,
         bytes: 0,
     };
@@ -50,28 +50,31 @@ pub struct DeviceCopy {
     pub engine: u64,
     /// First byte in the object.
     pub host: u64,
-    /// Bytes that adjoin on both sides.
+    /// Bytes of a run, contiguous on both sides.
     pub inner_bytes: u64,
-    /// Loops around them, outermost first: the segment's stride is the engine's, the arena's the
-    /// host's.
+    /// Loops around the run, outermost first: the segment's stride is the engine's, the arena's the host's.
     pub loops: [CopyLoop; LOOPS],
 }
 
-/// Bytes that adjoin on both sides.
+/// A run: bytes that are contiguous on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceRun {
     /// First byte in the engine's memory, an address of the device.
     pub engine: u64,
     /// First byte in the object.
     pub host: u64,
-    /// How many.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
 impl DeviceRun {
-    /// A planned run between the memories of its layout and an extent.
+    /// Resolves a planned run between the memories of its layout and an extent.
     #[inline]
-    fn new(planned: PlannedRun, memories: &[Place], extent: Place) -> Result<Self, AccessError> {
+    fn new(
+        planned: PlannedRun,
+        memories: &[AddressRange],
+        extent: AddressRange,
+    ) -> Result<Self, AccessError> {
         let PlannedRun {
             memory,
             segment_offset,
@@ -89,7 +92,7 @@ impl DeviceRun {
         })
     }
 
-    /// Where the bytes come from and where they go.
+    /// Source and target address.
     pub fn source_and_target(&self, direction: Direction) -> (u64, u64) {
         match direction {
             Direction::Store => (self.engine, self.host),
@@ -99,17 +102,17 @@ impl DeviceRun {
 }
 
 impl DeviceCopy {
-    /// A planned copy between the memories of its layout, by their index, and an extent.
+    /// Resolves a planned copy between the memories of its layout, by index, and an extent.
     ///
     /// # Errors
-    /// [`AccessError::OutOfBounds`] or [`AccessError::Overflow`] when it reaches outside either.
+    /// [`AccessError::OutOfBounds`] or [`AccessError::Overflow`] if it exceeds either side.
     ///
     /// # Panics
     /// If the copy has four loops; a plan has at most three.
     pub fn new(
         planned: &PlannedCopy,
-        memories: &[Place],
-        extent: Place,
+        memories: &[AddressRange],
+        extent: AddressRange,
     ) -> Result<Self, AccessError> {
         let copy = &planned.copy;
         let memory = memory_at(memories, planned.memory)?;
@@ -117,7 +120,7 @@ impl DeviceCopy {
         let overflow = |what| AccessError::Overflow { what, index: 0 };
         let [outermost, loops @ ..] = copy.loops;
         assert!(outermost.count == 1, "a planned copy of four loops");
-        // Bytes moved, and on each side those from the first one touched to behind the last one.
+        // Bytes moved, and on each side the span from the first byte to the end of the last one.
         let mut bytes = copy.inner_bytes;
         let (mut engine_span, mut host_span) = (bytes, bytes);
         for step in loops.iter().filter(|step| step.count != 1) {
@@ -137,7 +140,7 @@ impl DeviceCopy {
         }
         within(MEMORY, copy.segment_offset, engine_span, memory.bytes)?;
         within(EXTENT, copy.arena_offset, host_span, extent.bytes)?;
-        // Strides of zero could state endless work inside those bounds.
+        // Strides of zero could describe unlimited work inside those bounds.
         within(EXTENT, 0, bytes, extent.bytes)?;
         Ok(Self {
             engine: memory.address + copy.segment_offset,
@@ -147,17 +150,17 @@ impl DeviceCopy {
         })
     }
 
-    /// Bytes moved. [`DeviceCopy::new`] has shown that an extent has as many.
+    /// Bytes moved, at most those of the extent ([`DeviceCopy::new`]).
     pub fn bytes(&self) -> u64 {
         self.inner_bytes * self.runs()
     }
 
-    /// How often `inner_bytes` are copied.
+    /// Number of runs of `inner_bytes`.
     pub fn runs(&self) -> u64 {
         self.loops.iter().map(|step| step.count).product()
     }
 
-    /// Takes a run in when this is one too and they adjoin on both sides.
+    /// Appends a run if this is a single run and both are adjacent on both sides.
     #[inline]
     fn extend(&mut self, next: DeviceRun) -> bool {
         let adjoins = self.engine + self.inner_bytes == next.engine
@@ -169,8 +172,8 @@ impl DeviceCopy {
         adjoins
     }
 
-    /// Calls `visit` with parts of it of at most `most` bytes, which is a multiple of 16.
-    pub fn each_part(&self, most: u64, visit: &mut impl FnMut(&Self)) {
+    /// Calls `visit` with parts of at most `most` bytes, which is a multiple of 16.
+    pub fn visit_parts(&self, most: u64, visit: &mut impl FnMut(&Self)) {
         let bytes = self.bytes();
         if bytes <= most {
             return match bytes {
@@ -196,8 +199,8 @@ impl DeviceCopy {
             back.engine += most;
             back.host += most;
         }
-        front.each_part(most, visit);
-        back.each_part(most, visit);
+        front.visit_parts(most, visit);
+        back.visit_parts(most, visit);
     }
 
     /// Calls `visit` with every run, in order.
@@ -220,18 +223,18 @@ impl DeviceCopy {
     }
 }
 
-/// How the host's memory is registered with the driver: in pieces of one size, the last one maybe
-/// shorter. A copy by the driver must not reach over a border.
+/// Pieces in which host memory is registered with the driver, all of one size except the last. A copy by the driver must
+/// not cross a border between pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PinnedPieces {
-    /// Where the first piece starts.
+    /// Start address of the first piece.
     pub start: u64,
-    /// Bytes of a piece; 0 when there are no borders.
+    /// Bytes of a piece; 0 if there are no borders.
     pub bytes: u64,
 }
 
 impl PinnedPieces {
-    /// All of the memory is one piece.
+    /// One piece without borders.
     pub const WHOLE: Self = Self { start: 0, bytes: 0 };
 
     /// Bytes from an address to the next border.
@@ -244,34 +247,34 @@ impl PinnedPieces {
     }
 }
 
-/// What the runs of some copies are like, before they are joined with others or cut at borders.
+/// Number and bytes of the runs of some copies, before they are merged or cut at borders.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RunLengths {
-    /// How many.
+    /// Number of runs.
     pub runs: u64,
-    /// Bytes in all of them together.
+    /// Bytes of all runs.
     pub bytes: u64,
 }
 
 impl RunLengths {
-    /// Bytes of a run on average; 0 when there is none.
+    /// Average bytes of a run; 0 without runs.
     pub fn mean(&self) -> u64 {
         self.bytes.checked_div(self.runs).unwrap_or(0)
     }
 }
 
-/// What copies that are run together keep to.
+/// Limits of one piece, the copies that are submitted together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PieceLimits {
-    /// Bytes of all runs at most.
+    /// Maximum bytes.
     pub bytes: u64,
-    /// Runs at most.
+    /// Maximum runs.
     pub runs: u64,
-    /// Copies at most.
+    /// Maximum copies.
     pub copies: usize,
 }
 
-/// Copies to be run together. What adjoins is one copy, also across planes and chunks.
+/// List of copies; adjacent runs are merged, also across planes and chunks.
 #[derive(Debug, Clone, Default)]
 pub struct DeviceCopies {
     copies: Vec<DeviceCopy>,
@@ -279,18 +282,18 @@ pub struct DeviceCopies {
 }
 
 impl DeviceCopies {
-    /// Forgets the copies and keeps their memory.
+    /// Removes the copies and keeps their memory.
     pub fn clear(&mut self) {
         self.copies.clear();
         self.lengths = RunLengths::default();
     }
 
-    /// The copies, in the order of the objects.
+    /// The copies, in object order.
     pub fn as_slice(&self) -> &[DeviceCopy] {
         &self.copies
     }
 
-    /// Appends a copy. One of no bytes is none.
+    /// Appends a copy, unless it is empty.
     pub fn push(&mut self, copy: DeviceCopy) {
         if copy.runs() == 1 {
             self.push_run(DeviceRun {
@@ -319,15 +322,15 @@ impl DeviceCopies {
         }
     }
 
-    /// Appends a copy that is not to be joined with the one before it.
+    /// Appends a copy without merging it with the previous one.
     pub fn push_apart(&mut self, copy: DeviceCopy) {
         self.lengths.runs += copy.runs();
         self.lengths.bytes += copy.bytes();
         self.copies.push(copy);
     }
 
-    /// Appends those of `waiting` from position `from` on, while all together keep to `most`; gives where the next one
-    /// is. One is appended in any case where there was none.
+    /// Appends copies of `waiting` from position `from` on, within the limits `most`; returns the position of the next
+    /// one. An empty list takes at least one.
     pub fn fill(&mut self, waiting: &Self, from: usize, most: PieceLimits) -> usize {
         let fits = |own: &Self, other: RunLengths, copies: usize| {
             own.lengths.bytes + other.bytes <= most.bytes
@@ -340,7 +343,7 @@ impl DeviceCopies {
         {
             let before = self.lengths;
             self.push(*first);
-            // The others were not joined with what is before them there, nor are they here.
+            // The others were not merged with their predecessors in `waiting`, and are not merged here.
             self.copies.extend_from_slice(rest);
             let joined = self.lengths.runs - before.runs < first.runs();
             self.lengths.bytes = before.bytes + waiting.lengths.bytes;
@@ -357,31 +360,22 @@ impl DeviceCopies {
         all.len()
     }
 
-    /// Appends the copies of one chunk and gives their bytes. On an error some may have been
-    /// appended.
+    /// Appends the copies of one chunk and returns their bytes. On an error some may have been appended.
     ///
     /// # Errors
-    /// A chunk that the layout or the block table does not have, an extent shorter than the object,
-    /// or memories that do not have what the layout says.
+    /// A chunk that the layout or the block table does not have, an extent shorter than the object, or memories smaller
+    /// than the layout needs.
     pub fn push_chunk(
         &mut self,
         layout: &KvLayout,
         blocks: &BlockTable,
         request: ChunkRequest,
-        memories: &[Place],
-        extent: Place,
+        memories: &[AddressRange],
+        extent: AddressRange,
     ) -> Result<u64, DeviceError> {
-        if let Some(object) = layout.object_groups().get(request.object_group)
-            && extent.bytes < object.object_bytes
-        {
-            return Err(DeviceError::ExtentTooSmall {
-                len: extent.bytes,
-                needed: object.object_bytes,
-                group: object.index,
-            });
-        }
+        layout.check_extent(request.object_group, extent.bytes)?;
         let before = self.lengths.bytes;
-        // Joined here, where they are smaller.
+        // Merged here as runs, which are smaller than copies.
         layout.visit_spans(blocks, request, |span| {
             match span.run() {
                 Some(run) => self.push_run(DeviceRun::new(run, memories, extent)?),
@@ -392,16 +386,15 @@ impl DeviceCopies {
         Ok(self.lengths.bytes - before)
     }
 
-    /// What the runs are like.
+    /// Number and bytes of the runs.
     pub fn run_lengths(&self) -> RunLengths {
         self.lengths
     }
 
-    /// Calls `visit` with the runs, in order: those that adjoin on both sides as one, and none over
-    /// a border of the pinned pieces.
+    /// Calls `visit` with the runs in order, adjacent ones merged, cut at the borders of the pinned pieces.
     ///
     /// # Errors
-    /// What `visit` returns.
+    /// The error of `visit`.
     pub fn visit_runs<E>(
         &self,
         pieces: PinnedPieces,

@@ -1,61 +1,80 @@
-//! What can go wrong between the driver and us.
+//! Errors of the CUDA driver.
 
-/// A call of the driver that did not do what it was asked.
+/// The result codes that this crate tests for; all others are only shown.
+pub mod code {
+    /// `CUDA_ERROR_INVALID_VALUE`.
+    pub const INVALID_VALUE: i32 = 1;
+    /// `CUDA_ERROR_OUT_OF_MEMORY`.
+    pub const OUT_OF_MEMORY: i32 = 2;
+    /// `CUDA_ERROR_NO_DEVICE`.
+    pub const NO_DEVICE: i32 = 100;
+    /// `CUDA_ERROR_INVALID_CONTEXT`: for example, no context is current, or a process opened its own handle.
+    pub const INVALID_CONTEXT: i32 = 201;
+    /// `CUDA_ERROR_INVALID_HANDLE`.
+    pub const INVALID_HANDLE: i32 = 400;
+    /// `CUDA_ERROR_NOT_READY`: not an error, but "not yet".
+    pub const NOT_READY: i32 = 600;
+    /// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
+    pub const HOST_MEMORY_ALREADY_REGISTERED: i32 = 712;
+    /// `CUDA_ERROR_NOT_SUPPORTED`.
+    pub const NOT_SUPPORTED: i32 = 801;
+}
+
+/// A driver call that failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
-    /// The driver's library is not there, or is no such library.
+    /// The driver library does not exist or cannot be loaded.
     #[error("the CUDA driver library {library} cannot be loaded: {why}")]
     Library {
-        /// Path or name that was tried.
+        /// Path or name of the library.
         library: String,
-        /// What the dynamic linker says.
+        /// Message of the dynamic linker.
         why: String,
     },
-    /// The library lacks a function: it is older than the function.
+    /// The library lacks a function, because it is older than the function.
     #[error("the CUDA driver has no function {function}")]
     Missing {
         /// Name of the function.
         function: &'static str,
     },
-    /// A way of copying that was demanded and does not work.
+    /// The configured executor does not work.
     #[error("the executor {name} cannot be used on this GPU: {why}")]
     Executor {
-        /// Which.
+        /// Name of the executor.
         name: &'static str,
-        /// What it did when it was tried.
+        /// Result of the trial.
         why: String,
     },
-    /// Not an error, but "not yet"; said so often that it is no text to be made each time.
+    /// Not an error, but "not yet"; too frequent to format a text each time.
     #[error("{function}: not ready")]
     NotReady {
         /// Name of the function.
         function: &'static str,
     },
-    /// The driver refused.
+    /// The driver returned an error code.
     #[error("{function}: {name} ({code})")]
     Call {
         /// Name of the function.
         function: &'static str,
-        /// The driver's number, never 0.
+        /// The driver's result code, never 0.
         code: i32,
-        /// The driver's name for it and what it adds to that.
+        /// The driver's name and description of the code.
         name: String,
     },
 }
 
 impl CudaError {
-    /// The driver's number, where the driver was asked.
+    /// The driver's result code, if the driver was called.
     pub fn code(&self) -> Option<i32> {
         match self {
             Self::Call { code, .. } => Some(*code),
-            Self::NotReady { .. } => Some(super::driver::code::NOT_READY),
+            Self::NotReady { .. } => Some(code::NOT_READY),
             Self::Library { .. } | Self::Missing { .. } | Self::Executor { .. } => None,
         }
     }
 
-    /// Whether the driver has given up the context: it takes no more work, and every later call says the same. These are
-    /// the errors of which the manual says that the process must be started anew. What had been begun may still move for
-    /// a moment, and nobody can be asked.
+    /// Whether the context is lost: every later call fails with the same code. The manual says of these errors that the
+    /// process must be restarted. Started work may still write for a moment, and its state cannot be queried.
     pub fn ends_context(&self) -> bool {
         matches!(
             self.code(),
@@ -63,7 +82,7 @@ impl CudaError {
         )
     }
 
-    /// Adds what else is known about a refusal.
+    /// Appends details to the message of a [`CudaError::Call`].
     pub(super) fn with_details(mut self, details: &str) -> Self {
         if let Self::Call { name, .. } = &mut self
             && !details.is_empty()

@@ -1,11 +1,14 @@
-//! Events between processes: what an engine sends with a request, and what it is answered with.
+//! Events between processes: the engine's with a request, and ours with an answer.
 //!
-//! Another process's event is only ever asked whether it is complete. It never goes on a stream of ours: a wait for a
-//! process that died ends never, and takes the stream and all its memory with it.
+//! Another process's event is only queried. No stream of ours waits for it: a wait for a process that died never ends,
+//! and blocks the stream and its memory.
 //!
-//! There are two forms. The driver's own is a handle of 64 bytes. With isolated IPC an event is a place in memory and
-//! the number that will be there: 81 bytes, version 1 (u8), handle of a buffer of 4096 numbers (64 bytes), offset in it
-//! (u64), number (u64), all big-endian. Such a number only grows, and 0 is reached from the start.
+//! | form | bytes |
+//! | --- | --- |
+//! | driver event | 64: the driver's IPC handle |
+//! | timeline event (isolated IPC) | 81, big-endian: version 1 (u8), handle of a buffer of 4096 values (64 bytes), offset in it (u64), value (u64) |
+//!
+//! A timeline event is complete when the value at its offset has reached its own. Values only grow, from 0.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -19,32 +22,32 @@ use super::driver::{
 use super::error::CudaError;
 use crate::error::LayoutError;
 
-/// Bytes of an event of isolated IPC.
+/// Bytes of a timeline event.
 pub const TIMELINE_BYTES: usize = 81;
-/// Version of those.
-const VERSION: u8 = 1;
-/// Bytes of a buffer of numbers.
+/// Version of the timeline events' encoding.
+const TIMELINE_VERSION: u8 = 1;
+/// Bytes of a timeline buffer.
 const BUFFER_BYTES: u64 = 32 << 10;
-/// Bytes of a number.
+/// Bytes of a value.
 const SLOT_BYTES: u64 = 8;
-/// Most buffers of others that one worker's events may be in: a process has one for each GPU.
+/// Maximum number of foreign timeline buffers per worker; a process has one per GPU.
 const MAX_BUFFERS: usize = 64;
-/// Exported events that are kept: LMCache 0.5.6 keeps as many, for an event must live until the other side has opened
-/// it, and must not be recorded anew while it may be asked.
-const EXPORTED: usize = 2048;
+/// Exported events that are kept, as many as by LMCache 0.5.6: an event must live until the other process has opened it,
+/// and must not be recorded again while it may be queried.
+const MAX_EXPORTED: usize = 2048;
 
-/// Opens the events one worker sends.
+/// Opens the events of one worker.
 #[derive(Debug)]
 pub struct ForeignEvents {
     allocations: Arc<Allocations>,
-    /// Buffers of numbers stay open as long as the worker does.
+    /// Timeline buffers, open as long as the worker is registered.
     buffers: Mutex<HashMap<IpcHandle, Arc<Buffer>>>,
-    /// Numbers of our own, which we cannot open.
+    /// Our own timeline, which this process cannot open by its handle.
     own: Option<Arc<Timeline>>,
 }
 
 impl ForeignEvents {
-    /// For one worker. `own` is where our own events are with isolated IPC.
+    /// For one worker. `own` is this process's timeline.
     pub fn new(allocations: Arc<Allocations>, own: Option<Arc<Timeline>>) -> Self {
         Self {
             allocations,
@@ -53,29 +56,29 @@ impl ForeignEvents {
         }
     }
 
-    /// Opens an event by what was sent. No bytes mean that there is nothing to wait for.
+    /// Opens an event by its bytes; empty bytes are a completed event.
     ///
     /// # Errors
-    /// Bytes of neither form, or what the driver says.
+    /// Bytes of neither form, or the driver's error.
     pub fn open(&self, bytes: &[u8]) -> Result<ForeignEvent, OpenError> {
         if bytes.is_empty() {
-            return Ok(ForeignEvent(State::Complete));
+            return Ok(ForeignEvent(EventState::Complete));
         }
         if let Ok(handle) = bytes.try_into() {
             let event = Event::open(self.allocations.context(), &IpcHandle(handle));
             return match event {
-                Ok(event) => Ok(ForeignEvent(State::Driver(event))),
+                Ok(event) => Ok(ForeignEvent(EventState::Driver(event))),
                 Err(source) => Err(cuda(source)),
             };
         }
-        let moment = Moment::parse(bytes)?;
-        if moment.number == 0 {
-            return Ok(ForeignEvent(State::Complete));
+        let event = TimelineEvent::parse(bytes)?;
+        if event.number == 0 {
+            return Ok(ForeignEvent(EventState::Complete));
         }
-        Ok(ForeignEvent(State::Number {
-            buffer: self.buffer(&moment.buffer)?,
-            offset: moment.offset,
-            number: moment.number,
+        Ok(ForeignEvent(EventState::Value {
+            buffer: self.buffer(&event.buffer)?,
+            offset: event.offset,
+            number: event.number,
         }))
     }
 
@@ -92,7 +95,7 @@ impl ForeignEvents {
             )
             .into());
         }
-        // Two may open the same one at once: the later one goes, when the lock is released.
+        // Two threads may open the same buffer; the second mapping is dropped after the lock is released.
         drop(buffers);
         let buffer = Arc::new(self.open_buffer(handle)?);
         let mut buffers = self.buffers.lock();
@@ -108,7 +111,7 @@ impl ForeignEvents {
         let (base, memory) = match own {
             Some(own) => (
                 own.buffer.base(),
-                Memory::Own {
+                BufferMemory::Own {
                     _timeline: own.clone(),
                 },
             ),
@@ -122,11 +125,11 @@ impl ForeignEvents {
                     )
                     .into());
                 }
-                (mapped.base(), Memory::Foreign { _mapped: mapped })
+                (mapped.base(), BufferMemory::Foreign { _mapped: mapped })
             }
         };
         Ok(Buffer {
-            reader: Mutex::new(Reader::new(context).map_err(cuda)?),
+            reader: Mutex::new(ValueReader::new(context).map_err(cuda)?),
             base,
             _memory: memory,
         })
@@ -143,13 +146,13 @@ fn cuda(source: CudaError) -> OpenError {
 
 /// An event of another process.
 #[derive(Debug)]
-pub struct ForeignEvent(State);
+pub struct ForeignEvent(EventState);
 
 #[derive(Debug)]
-enum State {
+enum EventState {
     Complete,
     Driver(Event),
-    Number {
+    Value {
         buffer: Arc<Buffer>,
         offset: u64,
         number: u64,
@@ -157,15 +160,15 @@ enum State {
 }
 
 impl ForeignEvent {
-    /// Whether what it stands for is done. Waits for nothing of the other process.
+    /// Whether the work before the event is done. Does not wait for the other process.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn is_complete(&self) -> Result<bool, CudaError> {
         match &self.0 {
-            State::Complete => Ok(true),
-            State::Driver(event) => event.is_complete(),
-            State::Number {
+            EventState::Complete => Ok(true),
+            EventState::Driver(event) => event.is_complete(),
+            EventState::Value {
                 buffer,
                 offset,
                 number,
@@ -174,15 +177,15 @@ impl ForeignEvent {
     }
 }
 
-/// An event of isolated IPC, as its bytes say.
+/// The fields of a timeline event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Moment {
+struct TimelineEvent {
     buffer: IpcHandle,
     offset: u64,
     number: u64,
 }
 
-impl Moment {
+impl TimelineEvent {
     fn parse(bytes: &[u8]) -> Result<Self, LayoutError> {
         let refuse =
             |value: String, allowed: &str| Err(LayoutError::new("event handle", value, allowed));
@@ -191,32 +194,32 @@ impl Moment {
             return refuse(value, "64 bytes, 81 with isolated IPC, or none");
         };
         let (&[version], rest) = bytes.split_first_chunk().unwrap_or((&[0], &[]));
-        if version != VERSION {
+        if version != TIMELINE_VERSION {
             return refuse(format!("of version {version}"), "version 1");
         }
-        let mut moment = Self {
+        let mut event = Self {
             buffer: IpcHandle([0; 64]),
             offset: 0,
             number: 0,
         };
         let (buffer, numbers) = rest.split_at(64);
-        moment.buffer.0.copy_from_slice(buffer);
+        event.buffer.0.copy_from_slice(buffer);
         if let ([offset, number], []) = numbers.as_chunks() {
-            moment.offset = u64::from_be_bytes(*offset);
-            moment.number = u64::from_be_bytes(*number);
+            event.offset = u64::from_be_bytes(*offset);
+            event.number = u64::from_be_bytes(*number);
         }
-        if moment.offset >= BUFFER_BYTES || !moment.offset.is_multiple_of(SLOT_BYTES) {
+        if event.offset >= BUFFER_BYTES || !event.offset.is_multiple_of(SLOT_BYTES) {
             return refuse(
-                format!("at offset {}", moment.offset),
+                format!("at offset {}", event.offset),
                 "a multiple of 8 below 32768",
             );
         }
-        Ok(moment)
+        Ok(event)
     }
 
     fn write(&self) -> [u8; TIMELINE_BYTES] {
         let mut bytes = [0; TIMELINE_BYTES];
-        bytes[0] = VERSION;
+        bytes[0] = TIMELINE_VERSION;
         bytes[1..65].copy_from_slice(&self.buffer.0);
         bytes[65..73].copy_from_slice(&self.offset.to_be_bytes());
         bytes[73..].copy_from_slice(&self.number.to_be_bytes());
@@ -224,46 +227,45 @@ impl Moment {
     }
 }
 
-/// A buffer of numbers, and what reads them.
+/// An open timeline buffer and its reader.
 #[derive(Debug)]
 struct Buffer {
-    reader: Mutex<Reader>,
+    reader: Mutex<ValueReader>,
     base: DevicePtr,
-    _memory: Memory,
+    _memory: BufferMemory,
 }
 
-/// What holds the buffer.
+/// Owner of the buffer's memory.
 #[derive(Debug)]
-enum Memory {
+enum BufferMemory {
     Own { _timeline: Arc<Timeline> },
     Foreign { _mapped: Mapped },
 }
 
 impl Buffer {
-    /// As [`Reader::has_reached`]; not known while somebody else asks, who is not waited for.
+    /// See [`ValueReader::has_reached`]. `false` while another thread uses the reader.
     fn has_reached(&self, offset: u64, number: u64) -> Result<bool, CudaError> {
         let at = DevicePtr(self.base.0 + offset);
         let Some(mut reader) = self.reader.try_lock() else {
             return Ok(false);
         };
-        // SAFETY: offsets are checked when they are parsed, and the buffer is that large and open as long as its
-        // reader.
+        // SAFETY: parsing checked the offset against the buffer's size, and the buffer is open as long as its reader.
         unsafe { reader.has_reached(at, number) }
     }
 }
 
-/// Reads single numbers of the GPU, on a stream that nobody else puts anything on.
+/// Reads single values of GPU memory on its own stream.
 #[derive(Debug)]
-struct Reader {
+struct ValueReader {
     stream: Stream,
     number: HostBuffer,
-    /// What is being read.
+    /// Address of the read in flight.
     reading: Option<DevicePtr>,
-    /// What was read last. Numbers only grow.
+    /// Last value read per address. Values only grow.
     known: HashMap<DevicePtr, u64>,
 }
 
-impl Reader {
+impl ValueReader {
     fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         Ok(Self {
             stream: Stream::new(context, i32::MIN)?,
@@ -273,11 +275,11 @@ impl Reader {
         })
     }
 
-    /// Whether the number at an address is known to be as large. Waits for nothing: if not, it is being read from here
-    /// on, unless another one still is; whoever asks next hears of it.
+    /// Whether the value at an address is known to have reached `number`. Does not wait: if it is not known, a read is
+    /// started, unless one is in flight, and a later call sees the result.
     ///
     /// # Safety
-    /// Eight bytes of the GPU are at the address, and stay as long as this.
+    /// The address has eight bytes of GPU memory that live as long as this.
     unsafe fn has_reached(&mut self, at: DevicePtr, number: u64) -> Result<bool, CudaError> {
         let context = Arc::clone(self.stream.context());
         let _current = context.enter()?;
@@ -294,10 +296,10 @@ impl Reader {
         Ok(false)
     }
 
-    /// Reads a number and waits for it.
+    /// Reads a value and waits for it.
     ///
     /// # Safety
-    /// As for [`Reader::has_reached`].
+    /// As for [`ValueReader::has_reached`].
     unsafe fn read(&mut self, at: DevicePtr) -> Result<u64, CudaError> {
         let context = Arc::clone(self.stream.context());
         let _current = context.enter()?;
@@ -308,8 +310,10 @@ impl Reader {
         Ok(self.known.get(&at).copied().unwrap_or(0))
     }
 
+    /// Starts to read a value.
+    ///
     /// # Safety
-    /// As for [`Reader::has_reached`]; nothing is being read, and the context is current.
+    /// As for [`ValueReader::has_reached`]; no read is in flight, and the context is current.
     unsafe fn start(&mut self, at: DevicePtr) -> Result<(), CudaError> {
         let to = self.number.base().as_ptr();
         // SAFETY: the caller promises for the source; the destination is as long, ours, and lives.
@@ -318,7 +322,7 @@ impl Reader {
         Ok(())
     }
 
-    /// What was being read is there.
+    /// Stores the result of the completed read.
     fn take(&mut self) {
         if let Some(at) = self.reading.take() {
             // SAFETY: pinned memory begins at a page, and the copy is done.
@@ -328,8 +332,8 @@ impl Reader {
     }
 }
 
-impl Drop for Reader {
-    /// A number that is being read goes into memory that is about to be freed.
+impl Drop for ValueReader {
+    /// Waits for a read in flight, which writes memory that is about to be freed.
     fn drop(&mut self) {
         if self.reading.is_some() {
             let _current = self.stream.context().enter();
@@ -338,38 +342,38 @@ impl Drop for Reader {
     }
 }
 
-/// Our own buffer of numbers, for isolated IPC.
+/// Our own timeline buffer, for isolated IPC.
 #[derive(Debug)]
 pub struct Timeline {
     buffer: DeviceBuffer,
     handle: IpcHandle,
-    /// Number 0 is for trying things out.
+    /// Next free slot; slot 0 is for the trial.
     next: Mutex<u64>,
 }
 
 impl Timeline {
-    /// A buffer with zeros, after trying what is needed for it.
+    /// Allocates a zeroed buffer, after a trial that a stream can write values.
     ///
     /// # Errors
-    /// What the driver says; a GPU or driver that cannot write numbers from a stream.
+    /// The driver's error; a GPU or driver that cannot write values from a stream.
     pub fn new(context: &Arc<Context>) -> Result<Arc<Self>, CudaError> {
         let buffer = context.allocate(BUFFER_BYTES)?;
         let handle = buffer.ipc_handle()?;
-        let mut reader = Reader::new(context)?;
+        let mut reader = ValueReader::new(context)?;
         {
             let _current = context.enter()?;
             // SAFETY: the buffer is ours, and lives until the stream is idle.
             unsafe { reader.stream.fill(buffer.base(), 0, BUFFER_BYTES as usize) }?;
             reader.stream.synchronize()?;
-            // SAFETY: as above; what reads it waits for it.
+            // SAFETY: as above; the read below waits for it.
             unsafe { reader.stream.write_value(buffer.base(), 1) }?;
         }
-        // SAFETY: it is the buffer's first number.
+        // SAFETY: it is the buffer's first value.
         let written = unsafe { reader.read(buffer.base()) }?;
         if written != 1 {
             return Err(CudaError::Call {
                 function: "cuStreamWriteValue64_v2",
-                code: super::driver::code::NOT_SUPPORTED,
+                code: super::error::code::NOT_SUPPORTED,
                 name: format!("the number 1 was written, {written} is there"),
             });
         }
@@ -380,11 +384,11 @@ impl Timeline {
         }))
     }
 
-    /// A place for the events of one stream.
+    /// Returns a free slot for the events of one stream.
     ///
     /// # Errors
-    /// All 4095 places are taken.
-    pub fn lane(self: &Arc<Self>) -> Result<Lane, LayoutError> {
+    /// All 4095 slots are taken.
+    pub fn slot(self: &Arc<Self>) -> Result<TimelineSlot, LayoutError> {
         let mut next = self.next.lock();
         let offset = *next * SLOT_BYTES;
         if offset >= BUFFER_BYTES {
@@ -395,7 +399,7 @@ impl Timeline {
             ));
         }
         *next += 1;
-        Ok(Lane {
+        Ok(TimelineSlot {
             timeline: self.clone(),
             offset,
             last: Mutex::new(0),
@@ -403,38 +407,38 @@ impl Timeline {
     }
 }
 
-/// Where the events of one stream are: a number that grows by one with each.
+/// The timeline slot of one stream: its value grows by one per event.
 #[derive(Debug)]
-pub struct Lane {
+pub struct TimelineSlot {
     timeline: Arc<Timeline>,
     offset: u64,
     last: Mutex<u64>,
 }
 
-impl Lane {
-    /// Records an event behind what is on the stream, and gives its bytes for the other side. Always the same stream,
+impl TimelineSlot {
+    /// Records an event after the work on the stream and returns its bytes for the other process. Always the same stream,
     /// whose context must be current.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn record(&self, stream: &Stream) -> Result<[u8; TIMELINE_BYTES], CudaError> {
-        // Held while it is put on the stream: numbers must arrive in their order.
+        // Held until the write is submitted, so that values are written in order.
         let mut last = self.last.lock();
         let number = *last + 1;
         let at = DevicePtr(self.timeline.buffer.base().0 + self.offset);
-        // SAFETY: inside the buffer, which lives as long as the GPU is in use; nobody else has this place.
+        // SAFETY: inside the buffer, which lives as long as the GPU is in use; the slot has no other user.
         unsafe { stream.write_value(at, number) }?;
         *last = number;
-        let moment = Moment {
+        let event = TimelineEvent {
             buffer: self.timeline.handle,
             offset: self.offset,
             number,
         };
-        Ok(moment.write())
+        Ok(event.write())
     }
 }
 
-/// Events that others ask: each is kept until 2048 later ones were recorded.
+/// Driver events that other processes query: each is kept until 2048 later ones were recorded.
 #[derive(Debug)]
 pub struct ExportedEvents {
     context: Arc<Context>,
@@ -443,9 +447,9 @@ pub struct ExportedEvents {
 }
 
 impl ExportedEvents {
-    /// None yet; they are made as they are needed, and used again when there are 2048.
+    /// Creates an empty ring. Events are created on demand, and reused once there are 2048.
     pub fn new(context: Arc<Context>) -> Self {
-        Self::keeping(context, EXPORTED)
+        Self::keeping(context, MAX_EXPORTED)
     }
 
     fn keeping(context: Arc<Context>, kept: usize) -> Self {
@@ -456,11 +460,11 @@ impl ExportedEvents {
         }
     }
 
-    /// Records an event behind what is on the stream, and gives its handle for the other side. The stream's context
+    /// Records an event after the work on the stream and returns its handle for the other process. The stream's context
     /// must be current.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn record(&self, stream: &Stream) -> Result<[u8; 64], CudaError> {
         let mut ring = self.ring.lock();
         let oldest = (ring.len() >= self.kept)
@@ -487,24 +491,24 @@ mod tests {
     use super::*;
 
     fn refused(bytes: &[u8], text: &str) {
-        let error = Moment::parse(bytes).unwrap_err().to_string();
+        let error = TimelineEvent::parse(bytes).unwrap_err().to_string();
         assert!(error.contains(text), "{error}");
     }
 
     #[test]
-    fn moments_are_read_and_written_as_the_protocol_has_them() {
+    fn timeline_events_are_encoded_as_in_the_protocol() {
         let mut bytes = vec![1];
         bytes.extend(0..64);
         bytes.extend([0, 0, 0, 0, 0, 0, 0, 136]);
         bytes.extend([0, 0, 0, 0, 0, 0, 0, 99]);
-        let moment = Moment::parse(&bytes).unwrap();
-        assert_eq!((moment.offset, moment.number), (136, 99));
-        assert_eq!(moment.buffer.0, std::array::from_fn(|at| at as u8));
-        assert_eq!(moment.write(), *bytes);
+        let event = TimelineEvent::parse(&bytes).unwrap();
+        assert_eq!((event.offset, event.number), (136, 99));
+        assert_eq!(event.buffer.0, std::array::from_fn(|at| at as u8));
+        assert_eq!(event.write(), *bytes);
     }
 
     #[test]
-    fn moments_outside_the_buffer_are_refused() {
+    fn timeline_events_outside_the_buffer_are_refused() {
         let with = |at: usize, byte: u8| {
             let mut bytes = [0; TIMELINE_BYTES];
             bytes[0] = 1;
@@ -517,17 +521,20 @@ mod tests {
         refused(&with(65, 128), "at offset 9223372036854775808;");
         refused(b"stub_ipc_handle", "15 bytes");
         refused(&[0; 80], "80 bytes");
-        assert_eq!(Moment::parse(&with(71, 127)).unwrap().offset, 127 << 8);
+        assert_eq!(
+            TimelineEvent::parse(&with(71, 127)).unwrap().offset,
+            127 << 8
+        );
     }
 
     proptest! {
         #[test]
-        fn any_moment_is_inside_the_buffer(mut bytes in prop::collection::vec(any::<u8>(), 81)) {
+        fn any_timeline_event_is_inside_the_buffer(mut bytes in prop::collection::vec(any::<u8>(), 81)) {
             bytes[0] = 1;
             bytes[65..71].fill(0);
-            if let Ok(moment) = Moment::parse(&bytes) {
-                prop_assert!(moment.offset + 8 <= BUFFER_BYTES);
-                prop_assert_eq!(moment.write().to_vec(), bytes);
+            if let Ok(event) = TimelineEvent::parse(&bytes) {
+                prop_assert!(event.offset + 8 <= BUFFER_BYTES);
+                prop_assert_eq!(event.write().to_vec(), bytes);
             }
         }
     }

@@ -1,31 +1,31 @@
-//! The bytes by which PyTorch lends an allocation (`_share_cuda_()[1]`): read, not opened.
+//! Shareable handles of PyTorch (`_share_cuda_()[1]`): parsed, not opened.
 //!
 //! Layouts, all little-endian:
 //! - 64 bytes: the driver's handle (PyTorch before versions were written).
 //! - version, `c`, 64 bytes: the same; no version so far changed what follows.
-//! - version, `e`, header, handles: an expandable segment, which consists of pieces of equal size. Version 2 (PyTorch
+//! - version, `e`, header, handles: an expandable segment, of pieces of equal size. Version 2 (PyTorch
 //!   2.5 to 2.12) has a header of 24 bytes: process id i32, padding, bytes of a piece u64, number of pieces u64.
 //!   Version 3 (2.13) adds the kind of the handles, an i32 (1: file descriptors of that process, 4 bytes each; 2: fabric
-//!   handles, 64 bytes each), and padding. In version 2 the length of what follows tells the kind.
+//!   handles, 64 bytes each), and padding. In version 2 the length of the rest determines the kind.
 
 use super::driver::IpcHandle;
 use crate::error::LayoutError;
 
-/// What it is in messages.
+/// Name of the field in errors.
 const FIELD: &str = "handle[1]";
 
-/// An allocation another process lends.
+/// Handle of an allocation of another process.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum ShareableHandle {
-    /// One allocation, by the driver's handle.
+    /// One allocation, by IPC handle.
     Legacy(IpcHandle),
-    /// Pieces that are mapped one behind the other.
+    /// Pieces that are mapped contiguously.
     Expandable {
-        /// The process that lends them, in its own PID namespace; above 0.
+        /// Owning process, in its own PID namespace; above 0.
         pid: i32,
-        /// Bytes of each; never 0.
+        /// Bytes per piece; never 0.
         segment_size: u64,
-        /// One for each piece.
+        /// One handle per piece.
         handles: SegmentHandles,
     },
 }
@@ -33,14 +33,14 @@ pub enum ShareableHandle {
 /// The pieces of an expandable segment; at least one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum SegmentHandles {
-    /// Numbers of file descriptors in the lending process.
+    /// File descriptors of the owning process.
     PosixFds(Vec<i32>),
     /// Fabric handles.
     Fabric(Vec<[u8; 64]>),
 }
 
 impl SegmentHandles {
-    /// How many pieces.
+    /// Number of pieces.
     #[expect(clippy::len_without_is_empty, reason = "there is at least one")]
     pub fn len(&self) -> usize {
         match self {
@@ -51,11 +51,11 @@ impl SegmentHandles {
 }
 
 impl ShareableHandle {
-    /// Reads the bytes. Takes no more memory than they do.
+    /// Parses the bytes, allocating no more memory than they take.
     ///
     /// # Errors
-    /// Another length, an unknown kind or version of expandable segments, pieces whose bytes do not add up in 63 bits,
-    /// or numbers that are none of a process or a descriptor.
+    /// Another length, an unknown kind or version of expandable segments, pieces whose total exceeds 63 bits, or an
+    /// invalid process id or descriptor.
     pub fn parse(bytes: &[u8]) -> Result<Self, LayoutError> {
         if let Ok(handle) = bytes.try_into() {
             return Ok(Self::Legacy(IpcHandle(handle)));
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn one_allocation_has_the_same_handle_in_every_version() {
+    fn ipc_handle_is_the_same_in_every_version() {
         let handle: [u8; 64] = std::array::from_fn(|at| at as u8);
         let expected = ShareableHandle::Legacy(IpcHandle(handle));
         assert_eq!(ShareableHandle::parse(&handle).unwrap(), expected);
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_list_of_66_bytes_is_not_taken_for_one_handle() {
+    fn descriptor_list_of_66_bytes_is_no_ipc_handle() {
         let fds: Vec<u8> = (0..10i32).flat_map(i32::to_le_bytes).collect();
         let bytes = write(2, 1, 4096, 10, 1, &fds);
         assert_eq!(bytes.len(), 66);
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_add_up_is_refused_by_name() {
+    fn inconsistent_handles_are_refused_by_field() {
         refused(&[], "0 bytes");
         refused(&[3; 63], "kind 0x03");
         refused(
@@ -269,14 +269,14 @@ mod tests {
         refused(&write(3, 1, 1, 1, 2, &[0; 4]), "kind 2 for 1 segments");
         refused(&write(3, 1, 1, 1, 3, &[0; 4]), "kind 3");
         refused(&write(2, 1, 1, 3, 0, &[0; 13]), "kind unknown");
-        // A count that no message could hold takes no memory.
+        // A count beyond any message allocates nothing.
         refused(&write(2, 1, 1, 1 << 60, 0, &[0; 64]), "64 bytes of handles");
         refused(&write(3, 1, 1, 1, 1, &[255; 4]), "file descriptor -1");
     }
 
     proptest! {
         #[test]
-        fn any_bytes_give_a_handle_or_a_reason(
+        fn any_bytes_are_a_handle_or_an_error(
             bytes in prop::collection::vec(any::<u8>(), 0..200),
             kind in prop::sample::select(b"ce\0".to_vec()),
         ) {
@@ -288,7 +288,7 @@ mod tests {
         }
 
         #[test]
-        fn whatever_is_read_was_written(
+        fn parsed_handle_equals_the_written_one(
             version in 2u8..4,
             pid in 1..i32::MAX,
             size in 1u64..1 << 40,
@@ -304,7 +304,7 @@ mod tests {
                 handles: SegmentHandles::PosixFds(fds),
             };
             prop_assert_eq!(ShareableHandle::parse(&bytes).unwrap(), expected);
-            // 64 bytes of anything are a handle of the driver.
+            // Any 64 bytes are an IPC handle.
             prop_assert_eq!(ShareableHandle::parse(shorter).is_ok(), shorter.len() == 64);
         }
     }

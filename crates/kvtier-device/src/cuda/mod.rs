@@ -1,9 +1,9 @@
-//! Engines whose pages are in the memory of NVIDIA GPUs.
+//! CUDA backend: engine pages in the memory of NVIDIA GPUs.
 //!
-//! Everything goes through the driver's own library, which is looked for when it is first needed: building needs no
-//! toolkit, and a machine without a GPU needs no library.
+//! All calls go to the driver library, which is loaded when the backend is created: building needs no toolkit, and a
+//! machine without a GPU needs no library.
 //!
-//! Facts about handles of PyTorch are those of its releases up to 2.13; facts about the driver are those of CUDA 12.8.
+//! Statements about PyTorch's handles hold for its releases up to 2.13, statements about the driver for CUDA 12.8.
 
 pub mod allocations;
 mod device;
@@ -12,19 +12,19 @@ pub mod driver;
 mod error;
 pub mod events;
 mod gpu;
+mod gpu_slot;
 pub mod handle;
 pub mod kernel;
 pub mod owner;
 pub mod ref_counter;
-mod slot;
 pub mod storages;
 pub mod uuid;
 
 pub use device::{CudaDevice, CudaOptions, DeviceStatus};
 pub use device_copy::{
-    DeviceCopies, DeviceCopy, DeviceRun, PieceLimits, PinnedPieces, Place, RunLengths,
+    AddressRange, DeviceCopies, DeviceCopy, DeviceRun, PieceLimits, PinnedPieces, RunLengths,
 };
-pub use error::CudaError;
+pub use error::{CudaError, code};
 pub use gpu::{
     Executor, GpuOptions, GpuReadings, Moved, PinningStatus, Profile, RUN_BUCKETS, Rates,
     TRIED_RUNS,

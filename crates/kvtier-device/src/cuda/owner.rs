@@ -1,11 +1,11 @@
-//! The process that lends the memory of a registration, as far as it can be proven which one that is: who holds it learns
-//! at once when it ends, and need not guess from silence.
+//! The process that owns the memory of a registration, if that can be proven. Its exit is noticed at once, without a
+//! timeout.
 //!
-//! PyTorch names the process in the names of its counter files. That is a guess and no more: process ids mean something in
-//! one PID namespace only, they are used again, and a name is what somebody wrote. So the process is first held by a
-//! descriptor, which never comes to mean another one; then it must have these very files mapped, as the one whose
-//! PyTorch counts in them has; and then it must still live, so that it was this one that was looked at. Where any of that
-//! fails there is no owner, and nothing is known.
+//! PyTorch's counter files have a process id in their names. That is only a hint: ids are local to a PID namespace and
+//! reused, and a name can be forged. So three steps prove the owner, and without all of them there is none:
+//! 1. Open a pidfd, which never refers to another process.
+//! 2. Check that the process has mapped these very files, as the PyTorch that counts in them has.
+//! 3. Check that it is still alive, so that step 2 has inspected this process.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -18,13 +18,13 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use super::ref_counter::{file_of, process_of};
 use crate::spec::{CudaAllocation, MemorySpec};
 
-/// A process that lives, or has ended, and is no other.
+/// A proven process, by its pidfd; it may have exited.
 #[derive(Debug, Clone)]
 pub struct Owner(Arc<OwnedFd>);
 
 impl Owner {
-    /// The one process that lends all of these memories; `None` when that cannot be proven.
-    pub fn prove(memories: &[MemorySpec]) -> Option<Self> {
+    /// The one process that owns all of these memories; `None` if that cannot be proven.
+    pub fn identify(memories: &[MemorySpec]) -> Option<Self> {
         let names: Option<BTreeSet<_>> = memories.iter().map(counter_file).collect();
         let names = names?;
         let mut processes = names.iter().map(|name| process_of(name));
@@ -36,12 +36,12 @@ impl Owner {
         let files: Option<Vec<_>> = names.iter().map(|name| file_of(name)).collect();
         let has_mapped = has_mapped(number_in_proc(&process)?, files?);
         let owner = Self(Arc::new(process));
-        let lives = Self::ended(std::slice::from_ref(&owner)) == Some(vec![false]);
+        let lives = Self::exited(std::slice::from_ref(&owner)) == Some(vec![false]);
         (has_mapped && lives).then_some(owner)
     }
 
-    /// Which of them have ended, by one call of the system; nothing when it does not say.
-    pub fn ended(owners: &[Self]) -> Option<Vec<bool>> {
+    /// Whether each owner has exited, by one system call; `None` if it fails.
+    pub fn exited(owners: &[Self]) -> Option<Vec<bool>> {
         let fds = owners.iter().map(|owner| PollFd::new(owner, PollFlags::IN));
         let mut fds: Vec<_> = fds.collect();
         let at_once = Timespec::default();
@@ -52,20 +52,20 @@ impl Owner {
 }
 
 impl PartialEq for Owner {
-    /// Whether both are the same proof: another one may be of the same process.
+    /// Whether both are the same proof; unequal ones may be of one process.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
-/// Becomes readable when the process has ended.
+/// Readable when the process has exited.
 impl AsFd for Owner {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-/// The name of the file that counts who uses a memory.
+/// Name of the reference counter file of a memory.
 fn counter_file(memory: &MemorySpec) -> Option<&[u8]> {
     match memory {
         MemorySpec::Cuda(storage) => match &storage.allocation {
@@ -78,11 +78,11 @@ fn counter_file(memory: &MemorySpec) -> Option<&[u8]> {
     }
 }
 
-/// What the process is called in `/proc` as it is mounted here, which may be that of another namespace than ours.
+/// Id of the process in the `/proc` mounted here, which may belong to another PID namespace than ours.
 fn number_in_proc(process: &OwnedFd) -> Option<u32> {
     let info = format!("/proc/self/fdinfo/{}", process.as_raw_fd());
     let info = std::fs::read_to_string(info).ok()?;
     let number = info.lines().find_map(|line| line.strip_prefix("Pid:"))?;
-    // 0 and -1 are none.
+    // 0 and -1: not visible there.
     number.trim().parse().ok().filter(|number| *number > 0)
 }

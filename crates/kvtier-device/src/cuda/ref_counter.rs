@@ -1,8 +1,8 @@
-//! PyTorch's reference counters: what keeps the lending process from giving its memory to others while we use it.
+//! PyTorch's reference counters, which keep the owning process from reusing shared memory.
 //!
-//! A file in shared memory has a header of 64 bytes and 10 000 counters, i64 each. The lender sets one to 1 for each
-//! storage it lends; whoever opened the storage counts it down once when it is done. The file is the other process's:
-//! it is read and written in place and never mapped here, for it may shrink at any time. The lender has it mapped.
+//! A shared-memory file has a header of 64 bytes and 10 000 counters (i64). The owner sets one to 1 per shared storage,
+//! and the process that opened the storage decrements it once when done. The file belongs to the other process and may
+//! shrink at any time, so it is read and written with system calls and never mapped here.
 
 use std::os::fd::OwnedFd;
 
@@ -14,24 +14,24 @@ use rustix::shm::{self, OFlags};
 
 use crate::error::LayoutError;
 
-/// What the names of these files begin with: `/torch_<process>_<random>_<number>`.
+/// Prefix of the file names: `/torch_<process>_<random>_<number>`.
 const PREFIX: &str = "/torch_";
-/// Longest name of a file.
+/// Maximum length of a file name.
 const NAME_MAX: usize = 255;
 /// Bytes before the counters.
 const HEADER_BYTES: u64 = 64;
-/// Counters of a file.
+/// Counters per file.
 const COUNTERS: u64 = 10_000;
 
-/// Links are not followed, and nobody is waited for who would have to open the other end of a pipe.
-const CAREFUL: OFlags = OFlags::from_bits_retain(
+/// Symbolic links are not followed, and opening a pipe does not block.
+const OPEN_FLAGS: OFlags = OFlags::from_bits_retain(
     rustix::fs::OFlags::NOFOLLOW.bits() | rustix::fs::OFlags::NONBLOCK.bits(),
 );
 
-/// Reading and writing are two calls; of the processes that use a storage only ours does both.
-static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+/// Serializes decrements, which read and write in two calls. Only this process decrements its counters.
+static DECREMENT_LOCK: Mutex<()> = Mutex::new(());
 
-/// A counter that is ours to count down: done when this is dropped. Drop it after the mapping.
+/// One use of a storage; dropping it decrements the counter. Drop it after the mapping.
 #[derive(Debug)]
 pub struct RefCounter {
     name: String,
@@ -39,11 +39,10 @@ pub struct RefCounter {
 }
 
 impl RefCounter {
-    /// Looks at the name and the index only: the file need not be there, as it is not when the lender is gone or
-    /// shares no files in memory with us.
+    /// Checks only the name and the index: the file does not exist if the owner has exited or has another `/dev/shm`.
     ///
     /// # Errors
-    /// A name that is no such file's, or an index behind its end.
+    /// A name of another form, or an index beyond the last counter.
     pub fn new(name: &[u8], index: u64) -> Result<Self, LayoutError> {
         let Some(text) = checked(name) else {
             let shown = String::from_utf8_lossy(&name[..name.len().min(64)]).into_owned();
@@ -66,14 +65,14 @@ impl RefCounter {
         })
     }
 
-    /// Counts down; says whether there was something to count.
-    fn give_back(&self) -> Result<bool, Errno> {
-        let _one = ONE_AT_A_TIME.lock();
-        let file = shm::open(&self.name, OFlags::RDWR | CAREFUL, Mode::empty())?;
+    /// Decrements the counter; returns whether it was above 0.
+    fn decrement(&self) -> Result<bool, Errno> {
+        let _one = DECREMENT_LOCK.lock();
+        let file = shm::open(&self.name, OFlags::RDWR | OPEN_FLAGS, Mode::empty())?;
         let stat = rustix::fs::fstat(&file)?;
         let at = HEADER_BYTES + self.index * 8;
-        let has_it = u64::try_from(stat.st_size).is_ok_and(|bytes| bytes >= at + 8);
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || !has_it {
+        let in_file = u64::try_from(stat.st_size).is_ok_and(|bytes| bytes >= at + 8);
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || !in_file {
             return Ok(false);
         }
         let count = read(&file, at)?;
@@ -85,7 +84,7 @@ impl RefCounter {
     }
 }
 
-/// The name, if it is one of such a file.
+/// The name, if it has the form of a counter file's.
 fn checked(name: &[u8]) -> Option<&str> {
     std::str::from_utf8(name).ok().filter(|name| {
         let rest = name.strip_prefix(PREFIX).unwrap_or_default();
@@ -94,19 +93,19 @@ fn checked(name: &[u8]) -> Option<&str> {
     })
 }
 
-/// The process that a file's name says, in that process's own PID namespace; above 0.
+/// Process id in a file's name, in that process's own PID namespace; above 0.
 pub(super) fn process_of(name: &[u8]) -> Option<i32> {
     let (process, _) = checked(name)?.strip_prefix(PREFIX)?.split_once('_')?;
     let digits = process.bytes().all(|byte| byte.is_ascii_digit());
     process.parse().ok().filter(|pid| digits && *pid > 0)
 }
 
-/// The file of this name, if it is there.
+/// The file of this name, if it exists.
 pub(super) fn file_of(name: &[u8]) -> Option<FileId> {
     FileId::named(checked(name)?)
 }
 
-/// 0 when the file ends before.
+/// Reads a counter; 0 if the file ends before it.
 fn read(file: &OwnedFd, at: u64) -> Result<i64, Errno> {
     let mut bytes = [0; 8];
     let read = rustix::io::pread(file, &mut bytes, at)?;
@@ -119,8 +118,8 @@ fn read(file: &OwnedFd, at: u64) -> Result<i64, Errno> {
 
 impl Drop for RefCounter {
     fn drop(&mut self) {
-        // Without the file nobody counts: the lender is gone, or will free its memory when it ends.
-        let _ = self.give_back();
+        // Without the file there is no counter: the owner has exited, or frees its memory when it exits.
+        let _ = self.decrement();
     }
 }
 
@@ -133,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// A file as PyTorch makes it, removed at the end.
+    /// A counter file as PyTorch makes it, removed on drop.
     struct Counters {
         name: String,
         path: PathBuf,
@@ -175,11 +174,11 @@ mod tests {
         }
     }
 
-    /// What PyTorch's files have.
+    /// Size of PyTorch's files.
     const BYTES: u64 = 80_064;
 
     #[test]
-    fn the_counter_goes_down_once_at_the_end_and_no_other_does() {
+    fn drop_decrements_its_own_counter_once() {
         let counters = Counters::new(BYTES);
         for index in 0..10_000 {
             counters.set(index, 1);
@@ -193,7 +192,7 @@ mod tests {
         let mut header = [0; 64];
         counters.file.read_exact_at(&mut header, 0).unwrap();
         assert_eq!(header, [7; 64]);
-        // Nobody's: the lender may have given it to another storage by now, at 0 it has not.
+        // Not decremented below 0.
         drop(counters.counter(9_999));
         assert_eq!(counters.get(9_999), 0);
         counters.set(3, 2);
@@ -206,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_lead_elsewhere_are_refused() {
+    fn names_of_other_files_are_refused() {
         let long = format!("/torch_{}", "1".repeat(300));
         for name in [
             b"".as_slice(),
@@ -230,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_says_the_process_and_leads_to_one_file() {
+    fn name_identifies_the_process_and_the_file() {
         let process = |name: &str| process_of(name.as_bytes());
         assert_eq!(process("/torch_4711_2_3"), Some(4711));
         for name in [
@@ -251,23 +250,23 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_gone_short_or_no_file_is_left_alone() {
+    fn missing_short_and_special_files_are_untouched() {
         let gone = Counters::new(BYTES);
         fs::remove_file(&gone.path).unwrap();
-        assert_eq!(gone.counter(0).give_back(), Err(Errno::NOENT));
+        assert_eq!(gone.counter(0).decrement(), Err(Errno::NOENT));
 
         let short = Counters::new(64 + 8 * 5);
         short.set(4, 1);
-        assert_eq!(short.counter(5).give_back(), Ok(false));
+        assert_eq!(short.counter(5).decrement(), Ok(false));
         assert_eq!(short.file.metadata().unwrap().len(), 64 + 8 * 5);
-        assert_eq!(short.counter(4).give_back(), Ok(true));
+        assert_eq!(short.counter(4).decrement(), Ok(true));
 
         let target = Counters::new(BYTES);
         target.set(0, 1);
         let link = Counters::new(0);
         fs::remove_file(&link.path).unwrap();
         symlink(&target.path, &link.path).unwrap();
-        assert_eq!(link.counter(0).give_back(), Err(Errno::LOOP));
+        assert_eq!(link.counter(0).decrement(), Err(Errno::LOOP));
         assert_eq!(target.get(0), 1);
 
         let pipe = Counters::new(0);
@@ -280,6 +279,6 @@ mod tests {
             0,
         );
         made.unwrap();
-        assert_eq!(pipe.counter(0).give_back(), Ok(false));
+        assert_eq!(pipe.counter(0).decrement(), Ok(false));
     }
 }

@@ -1,4 +1,4 @@
-//! The storages of one registration, open: where each begins, how long it may be used, and what goes back at the end.
+//! The open storages of one registration: their mappings, readiness events and reference counters.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -13,21 +13,21 @@ use super::uuid::{Gpu, Gpus};
 use crate::error::LayoutError;
 use crate::spec::{CudaAllocation, CudaStorage, MemorySpec};
 
-/// Longest pause between two looks at an event.
-const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+/// Maximum interval between two queries of an event.
+const MAX_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// A storage that could not be opened, by its place in [`crate::KvLayout::memories`], which for memory of GPUs is the
-/// place of its tensor in the registration.
+/// A storage that could not be opened, by its index in [`crate::KvLayout::memories`], which for GPU memory is the index
+/// of its tensor in the registration.
 #[derive(Debug, thiserror::Error)]
 #[error("kv_caches[{index}].{source}")]
 pub struct StorageError {
-    /// Its place.
+    /// Index of the storage.
     pub index: usize,
-    /// Why.
+    /// Cause.
     pub source: OpenError,
 }
 
-/// One storage. The mapping goes before the counter does.
+/// One open storage. Its mapping is dropped before its counter.
 #[derive(Debug)]
 pub struct Storage {
     start: DevicePtr,
@@ -37,32 +37,32 @@ pub struct Storage {
 }
 
 impl Storage {
-    /// Its first byte.
+    /// Address of the first byte.
     pub fn start(&self) -> DevicePtr {
         self.start
     }
 
-    /// How many bytes of it may be used.
+    /// Usable bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The allocation it is in, which other storages may be in too.
+    /// The allocation, possibly shared with other storages.
     pub fn allocation(&self) -> &Mapped {
         &self.mapped
     }
 }
 
-/// Every storage of a registration. Dropping it closes what nobody else uses, and waits for nobody.
+/// All storages of a registration. Dropping them closes unused allocations and does not wait for other processes.
 #[derive(Debug)]
 pub struct Storages {
     all: Vec<Storage>,
-    /// Complete before the storages may be used; each is destroyed once it is.
+    /// Events that must complete before the storages are used; each is destroyed once complete.
     pending: Vec<(usize, Event)>,
     context: Arc<Context>,
 }
 
-/// What makes two storages be in the same allocation.
+/// Identity of an allocation within a registration.
 #[derive(PartialEq, Eq, Hash)]
 enum Source {
     Shareable(ShareableHandle),
@@ -73,8 +73,8 @@ impl Storages {
     /// Opens every memory of a registration, each allocation once.
     ///
     /// # Errors
-    /// The first memory that is none of a GPU, cannot be opened, or is larger than its allocation. What was opened
-    /// before it is closed again.
+    /// The first memory that is not on a GPU, cannot be opened, or is larger than its allocation. Storages opened before
+    /// it are closed again.
     pub fn open(
         allocations: &Arc<Allocations>,
         memories: &[MemorySpec],
@@ -101,15 +101,15 @@ impl Storages {
         Ok(storages)
     }
 
-    /// By index of [`crate::KvLayout::memories`].
+    /// The storages, by index of [`crate::KvLayout::memories`].
     pub fn all(&self) -> &[Storage] {
         &self.all
     }
 
-    /// Whether the engine's own work on the storages, from before it registered, is done. Does not wait.
+    /// Whether the engine's work on the storages from before the registration is done. Does not wait.
     ///
     /// # Errors
-    /// What the driver says about one of the events.
+    /// The driver's error about one of the events.
     pub fn are_ready(&mut self) -> Result<bool, StorageError> {
         while let Some((index, event)) = self.pending.last() {
             let _current = self.context.enter().map_err(|source| StorageError {
@@ -128,11 +128,11 @@ impl Storages {
         Ok(true)
     }
 
-    /// Waits for [`Storages::are_ready`], at most until the deadline; says whether they are. A dead engine's event may
-    /// never be complete, so it is asked and not waited for.
+    /// Polls [`Storages::are_ready`] until the deadline; returns whether they are ready. A dead engine's event may never
+    /// complete, so it is polled and not waited for.
     ///
     /// # Errors
-    /// What the driver says about one of the events.
+    /// The driver's error about one of the events.
     pub fn wait_until_ready(&mut self, deadline: Instant) -> Result<bool, StorageError> {
         let mut pause = Duration::from_micros(10);
         loop {
@@ -144,16 +144,16 @@ impl Storages {
                 return Ok(false);
             }
             std::thread::sleep(pause.min(deadline - now));
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            pause = (pause * 2).min(MAX_POLL_INTERVAL);
         }
     }
 }
 
 impl Gpus {
-    /// The one GPU that all memories of a registration are on.
+    /// The GPU of all memories of a registration.
     ///
     /// # Errors
-    /// No memories, memories that are none of a GPU, of one this process does not see, or of several.
+    /// No memories, memories that are not on a GPU, on one not visible to this process, or on several.
     pub fn of(&self, memories: &[MemorySpec]) -> Result<&Gpu, StorageError> {
         let mut found: Option<&Gpu> = None;
         for (index, memory) in memories.iter().enumerate() {
@@ -196,7 +196,7 @@ fn event_error(source: CudaError) -> OpenError {
     }
 }
 
-/// One registration being opened, and what of it was seen already.
+/// A registration being opened: the allocations, counters and events already seen.
 struct Opening<'a> {
     allocations: &'a Arc<Allocations>,
     mapped: HashMap<Source, Arc<Mapped>>,
@@ -233,7 +233,7 @@ impl<'a> Opening<'a> {
         Ok((storage, event.flatten()))
     }
 
-    /// Each counter once, for whoever sends the same wrapper twice has counted once.
+    /// Takes each counter once: a wrapper that is sent twice was counted once.
     fn counter(
         &mut self,
         given: &'a Option<(Vec<u8>, u64)>,
@@ -246,7 +246,7 @@ impl<'a> Opening<'a> {
         }
     }
 
-    /// Each event once.
+    /// Opens each event once.
     fn event(&mut self, handle: &[u8]) -> Result<Option<Event>, OpenError> {
         let Ok(handle) = handle.try_into().map(IpcHandle) else {
             let value = format!("{} bytes", handle.len());

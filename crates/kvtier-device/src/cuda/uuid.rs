@@ -1,7 +1,7 @@
-//! The GPUs of this machine, found by the names engines use for them.
+//! The GPUs of this machine, by UUID.
 //!
-//! The number of a GPU differs from process to process; its UUID does not. PyTorch writes it in lower case,
-//! `8-4-4-4-12`, some releases with `GPU-` before it.
+//! A GPU's ordinal differs between processes, its UUID does not. PyTorch writes it in lower case, `8-4-4-4-12`, in some
+//! releases with the prefix `GPU-`.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,34 +10,34 @@ use super::driver::{Driver, PhysicalDevice};
 use super::error::CudaError;
 use crate::error::LayoutError;
 
-/// One GPU, and what there is to know about it before it is in use.
+/// Description of a GPU that need not be in use.
 #[derive(Debug, Clone)]
 pub struct Gpu {
-    /// The GPU itself; its ordinal is this process's.
+    /// The driver's device.
     pub device: PhysicalDevice,
-    /// What the maker calls it.
+    /// Product name.
     pub name: String,
-    /// What tells it from all others, in lower case, `8-4-4-4-12`, without a prefix.
+    /// UUID in lower case, `8-4-4-4-12`, without a prefix.
     pub uuid: String,
-    /// Domain, bus, device and function, in lower case as the system writes it.
+    /// Domain, bus, device and function, in lower case as in `/sys`.
     pub pci_bus_id: String,
-    /// NUMA node of the host it is at; -1 where the system does not tell.
+    /// NUMA node of the GPU; -1 if unknown.
     pub numa_node: i32,
-    /// Bytes of its memory.
+    /// Bytes of GPU memory.
     pub total_bytes: u64,
 }
 
-/// Every GPU the driver shows to this process, by ordinal.
+/// All GPUs visible to this process, by ordinal.
 #[derive(Debug, Clone)]
 pub struct Gpus {
     all: Vec<Gpu>,
 }
 
 impl Gpus {
-    /// Asks the driver, and `/sys` for the NUMA nodes.
+    /// Lists the GPUs from the driver, and their NUMA nodes from `/sys`.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn find(driver: &Arc<Driver>) -> Result<Self, CudaError> {
         let describe = |device: PhysicalDevice| {
             let pci_bus_id = device.pci_bus_id()?.to_ascii_lowercase();
@@ -56,15 +56,15 @@ impl Gpus {
         })
     }
 
-    /// All of them, by ordinal.
+    /// All GPUs, by ordinal.
     pub fn all(&self) -> &[Gpu] {
         &self.all
     }
 
-    /// The GPU an engine means.
+    /// The GPU with this UUID.
     ///
     /// # Errors
-    /// Text that is no UUID, or that of no GPU this process sees; the error lists those it sees.
+    /// An invalid or unknown UUID; the error lists the visible GPUs.
     pub fn by_uuid(&self, text: &str) -> Result<&Gpu, LayoutError> {
         let wanted = parse_uuid(text).map(|uuid| uuid_text(&uuid));
         let found = self
@@ -87,7 +87,7 @@ impl Gpus {
     }
 }
 
-/// Lower case, `8-4-4-4-12`.
+/// Formats a UUID in lower case, `8-4-4-4-12`.
 pub fn uuid_text(uuid: &[u8; 16]) -> String {
     let mut text = String::with_capacity(36);
     for (at, byte) in uuid.iter().enumerate() {
@@ -99,7 +99,7 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
     text
 }
 
-/// Any case, `8-4-4-4-12`, with or without `GPU-` or `MIG-` before it.
+/// Parses a UUID in any case, `8-4-4-4-12`, with or without the prefix `GPU-` or `MIG-`.
 pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let digits = text
         .strip_prefix("GPU-")
@@ -125,7 +125,7 @@ pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     Some(uuid)
 }
 
-/// What the system says about the slot; -1 when it says nothing.
+/// NUMA node of a PCI device; -1 if unknown.
 fn numa_node(devices: &Path, pci_bus_id: &str) -> i32 {
     std::fs::read_to_string(devices.join(pci_bus_id).join("numa_node"))
         .ok()
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_uuid_is_none() {
+    fn invalid_uuid_is_none() {
         let spoilt = |at: usize, with: &str| {
             let mut text = TEXT.to_owned();
             text.replace_range(at..at + 1, with);
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn the_node_is_unknown_where_the_system_does_not_tell() {
+    fn numa_node_is_unknown_without_a_valid_file() {
         let devices = tempfile::tempdir().unwrap();
         let node = |text: Option<&str>| {
             let id = "0000:3b:00.0";
@@ -203,7 +203,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_uuid_is_read_as_written(uuid in any::<[u8; 16]>()) {
+        fn formatted_uuid_parses_to_itself(uuid in any::<[u8; 16]>()) {
             prop_assert_eq!(parse_uuid(&uuid_text(&uuid)), Some(uuid));
         }
 

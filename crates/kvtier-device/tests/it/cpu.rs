@@ -82,7 +82,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
-    fn copies_like_the_model(seed in any::<u64>()) {
+    fn copies_match_the_model(seed in any::<u64>()) {
         let mut case = random_case(seed, "cpu");
         let segments = lend(&mut case);
         let (layout, memory) = open(&case);
@@ -129,7 +129,7 @@ proptest! {
     }
 
     #[test]
-    fn reads_blocks_as_the_tensor_has_them(seed in any::<u64>()) {
+    fn blocks_are_read_in_tensor_order(seed in any::<u64>()) {
         let mut case = random_case(seed, "cpu");
         let segments = lend(&mut case);
         let (layout, memory) = open(&case);
@@ -214,7 +214,7 @@ fn selected(
 }
 
 #[test]
-fn refuses_what_it_cannot_open_or_copy() {
+fn invalid_memories_and_copies_are_refused() {
     let mut case = random_case(7, "cpu");
     let segments = lend(&mut case);
     let (layout, memory) = open(&case);
@@ -230,7 +230,7 @@ fn refuses_what_it_cannot_open_or_copy() {
     let small = Extent::new(0, needed - 1);
     let error = copy(&*memory, &blocks, request, &arena, small, Direction::Store).unwrap_err();
     assert!(
-        matches!(error, DeviceError::ExtentTooSmall { .. }),
+        matches!(error, DeviceError::Plan(PlanError::ExtentTooSmall { .. })),
         "{error}"
     );
     let outside = Extent::new(arena.len() - needed + 1, needed);
@@ -299,7 +299,7 @@ fn refuses_what_it_cannot_open_or_copy() {
 }
 
 #[test]
-fn what_is_past_its_deadline_moves_nothing() {
+fn transfer_past_its_deadline_moves_nothing() {
     let mut case = random_case(7, "cpu");
     let segments = lend(&mut case);
     let (layout, memory) = open(&case);
@@ -328,7 +328,7 @@ fn what_is_past_its_deadline_moves_nothing() {
     };
     let now = Instant::now();
     let late = end_with(now.checked_sub(Duration::from_secs(1)).unwrap());
-    assert!(matches!(late, Err(DeviceError::TooLate)), "{late:?}");
+    assert!(matches!(late, Err(DeviceError::DeadlinePassed)), "{late:?}");
     assert_eq!(content(&segments), before);
     assert!(end_with(now + Duration::from_secs(3600)).is_ok());
     assert_ne!(content(&segments), before);

@@ -1,11 +1,10 @@
-//! What the CUDA backend makes of plans: copies with addresses of several chunks at once, their
-//! runs, and the work of the kernel.
+//! Plans in the CUDA backend: device copies of several chunks, their runs, and the work lists of the kernel.
 
 use kvtier_device::cuda::kernel::{KernelPlan, Unit};
-use kvtier_device::cuda::{DeviceCopies, DeviceCopy, PinnedPieces, Place};
+use kvtier_device::cuda::{AddressRange, DeviceCopies, DeviceCopy, PinnedPieces};
 use kvtier_device::{
     BlockTable, ChunkRequest, DeviceError, Direction, Engine, KvAxisOrder, KvLayout, LayoutHints,
-    MemorySpec, TensorSpec,
+    MemorySpec, PlanError, TensorSpec,
 };
 use kvtier_memory::CopyLoop;
 use proptest::prelude::*;
@@ -35,25 +34,25 @@ impl Bytes {
         unsafe { std::slice::from_raw_parts_mut(start.add(self.odd), self.len) }
     }
 
-    fn place(&mut self) -> Place {
+    fn place(&mut self) -> AddressRange {
         let bytes = self.as_mut();
-        Place {
+        AddressRange {
             address: bytes.as_mut_ptr().expose_provenance() as u64,
             bytes: bytes.len() as u64,
         }
     }
 }
 
-fn part(place: Place, offset: u64, bytes: u64) -> Place {
+fn part(place: AddressRange, offset: u64, bytes: u64) -> AddressRange {
     assert!(offset + bytes <= place.bytes);
-    Place {
+    AddressRange {
         address: place.address + offset,
         bytes,
     }
 }
 
 /// Ways to run copies; the second has borders where nothing is aligned.
-fn run(way: usize, copies: &DeviceCopies, host: Place, direction: Direction) {
+fn run(way: usize, copies: &DeviceCopies, host: AddressRange, direction: Direction) {
     match way {
         0 => launch(copies, direction),
         1 => {
@@ -72,7 +71,7 @@ proptest! {
 
     /// All chunks and object groups of a request in one go, at any alignment.
     #[test]
-    fn whole_requests_like_the_model(seed in any::<u64>()) {
+    fn requests_match_the_model(seed in any::<u64>()) {
         let mut case = random_case(seed, "device_copies");
         let random = &mut Random(!seed);
         let layout = case.layout();
@@ -81,7 +80,7 @@ proptest! {
             .iter()
             .map(|bytes| Bytes::new(bytes, random.pick(&[0, 0, 8, 4, 2, 1])))
             .collect();
-        let places: Vec<Place> = memories.iter_mut().map(Bytes::place).collect();
+        let places: Vec<AddressRange> = memories.iter_mut().map(Bytes::place).collect();
 
         // Extents in an order of their own, some adjoining and some apart.
         let mut extents = Vec::new();
@@ -153,7 +152,7 @@ proptest! {
 
     /// Long and short runs in any nesting of loops on either side, of many tiles.
     #[test]
-    fn any_copy_both_ways(seed in any::<u64>()) {
+    fn any_copy_works_in_both_directions(seed in any::<u64>()) {
         let random = &mut Random(seed);
         let unit = random.pick(&[1, 2, 4, 8, 16]);
         let run_units = match random.within(0, 3) {
@@ -233,7 +232,7 @@ fn model(
     shape: &[u64],
     order: KvAxisOrder,
     chunk_tokens: u64,
-) -> (KvLayout, Vec<Place>) {
+) -> (KvLayout, Vec<AddressRange>) {
     let bytes = 2 * shape.iter().product::<u64>();
     let tensors: Vec<TensorSpec> = (0..layers)
         .map(|layer| TensorSpec {
@@ -255,7 +254,7 @@ fn model(
     let layout =
         KvLayout::detect(&tensors, Engine::Vllm, &hints, &[], chunk_tokens, false).unwrap();
     let places = (0..layers)
-        .map(|layer| Place {
+        .map(|layer| AddressRange {
             address: 0x7f00_0000_0000 + layer * bytes.next_multiple_of(2 << 20),
             bytes,
         })
@@ -264,7 +263,12 @@ fn model(
 }
 
 /// All chunks of a request, their objects one behind the other.
-fn plan_all(layout: &KvLayout, places: &[Place], ids: &[i64], chunks: usize) -> DeviceCopies {
+fn plan_all(
+    layout: &KvLayout,
+    places: &[AddressRange],
+    ids: &[i64],
+    chunks: usize,
+) -> DeviceCopies {
     let table = BlockTable::check(layout, &[ids], chunks).unwrap();
     let object_bytes = layout.object_groups()[0].object_bytes;
     let mut copies = DeviceCopies::default();
@@ -274,7 +278,7 @@ fn plan_all(layout: &KvLayout, places: &[Place], ids: &[i64], chunks: usize) -> 
             chunk,
             skip_tokens: 0,
         };
-        let extent = Place {
+        let extent = AddressRange {
             address: 0x5500_0000_0000 + chunk as u64 * object_bytes,
             bytes: object_bytes,
         };
@@ -286,7 +290,7 @@ fn plan_all(layout: &KvLayout, places: &[Place], ids: &[i64], chunks: usize) -> 
 }
 
 #[test]
-fn chunks_that_adjoin_on_both_sides_are_one_run() {
+fn adjacent_chunks_are_one_run() {
     // One latent layer: an object is the bytes of its blocks.
     let (layout, places) = model(1, &[100, 64, 576], KvAxisOrder::Nhd, 256);
     let ids: Vec<i64> = (5..25).collect();
@@ -301,7 +305,7 @@ fn chunks_that_adjoin_on_both_sides_are_one_run() {
 /// What a plan weighs, for the models of the design's table: the numbers that the kernel's
 /// documentation gives.
 #[test]
-fn a_plan_is_small_beside_what_it_moves() {
+fn plan_is_small_compared_with_its_bytes() {
     let weigh = |layers, shape: &[u64], order, ids: &[i64]| {
         let (layout, places) = model(layers, shape, order, 256);
         let copies = plan_all(&layout, &places, ids, 1);
@@ -338,17 +342,17 @@ fn a_plan_is_small_beside_what_it_moves() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn copies_beyond_their_memory_are_refused() {
     let (layout, mut places) = model(2, &[10, 16, 2, 8], KvAxisOrder::Nhd, 32);
     let table = BlockTable::check(&layout, &[[3, 9]], 1).unwrap();
     let bytes = layout.object_groups()[0].object_bytes;
-    let push = |object_group, chunk, places: &[Place], bytes| {
+    let push = |object_group, chunk, places: &[AddressRange], bytes| {
         let request = ChunkRequest {
             object_group,
             chunk,
             skip_tokens: 0,
         };
-        let extent = Place {
+        let extent = AddressRange {
             address: 4096,
             bytes,
         };
@@ -356,12 +360,14 @@ fn what_does_not_fit_is_refused() {
     };
     assert_eq!(push(0, 0, &places, bytes).unwrap(), bytes);
     let error = push(0, 0, &places, bytes - 1).unwrap_err();
-    assert!(matches!(error, DeviceError::ExtentTooSmall { needed, .. } if needed == bytes));
+    assert!(
+        matches!(error, DeviceError::Plan(PlanError::ExtentTooSmall { needed, .. }) if needed == bytes)
+    );
     let error = push(0, 1, &places, bytes).unwrap_err();
     assert!(matches!(error, DeviceError::Plan(_)), "{error}");
     let error = push(1, 0, &places, bytes).unwrap_err();
     assert!(matches!(error, DeviceError::Plan(_)), "{error}");
-    // The layout says what the engine said; this is what is really mapped.
+    // The layout has the stated sizes; these are the mapped ones.
     places[1].bytes -= 1;
     let error = push(0, 0, &places, bytes).unwrap_err();
     assert_eq!(

@@ -2,9 +2,9 @@
 
 use crate::model::apply;
 use kvtier_device::cuda::kernel::{KernelPlan, KernelWork, THREADS, Unit};
-use kvtier_device::cuda::{DeviceCopies, DeviceCopy, PinnedPieces, Place};
+use kvtier_device::cuda::{AddressRange, DeviceCopies, DeviceCopy, PinnedPieces};
 // What has the kernel, compiled for this processor.
-use kvtier_cuda_standin as _;
+use kvtier_cuda_fake as _;
 use kvtier_device::{Direction, PlannedCopy};
 
 /// Runs copies between memories and an object, one way; a copy outside them panics.
@@ -19,11 +19,11 @@ pub const EXECUTORS: [(&str, Executor); 3] = [
 
 /// With the addresses that the vectors have.
 fn placed(copies: &[PlannedCopy], memories: &mut [Vec<u8>], object: &mut [u8]) -> DeviceCopies {
-    let place = |bytes: &mut [u8]| Place {
+    let place = |bytes: &mut [u8]| AddressRange {
         address: bytes.as_mut_ptr().expose_provenance() as u64,
         bytes: bytes.len() as u64,
     };
-    let memories: Vec<Place> = memories.iter_mut().map(|memory| place(memory)).collect();
+    let memories: Vec<AddressRange> = memories.iter_mut().map(|memory| place(memory)).collect();
     let extent = place(object);
     let mut placed = DeviceCopies::default();
     for copy in copies {

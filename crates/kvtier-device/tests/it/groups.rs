@@ -3,7 +3,6 @@
 use kvtier_device::{
     BlockTable, ChunkRequest, CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder,
     KvFormat, KvLayout, LayoutError, LayoutHints, MemorySpec, PlanError, TensorSpec,
-    engine_driven_shape,
 };
 
 use crate::model::row_major;
@@ -44,7 +43,7 @@ fn detect(
 }
 
 #[test]
-fn describes_a_registration_as_the_status_page_shows_it() {
+fn description_has_the_status_fields() {
     let layout = detect(&layers(4, &[2, 256, 16, 2, 64]), &[], false).unwrap();
     let status = layout.describe();
     assert_eq!(status.num_layers, 4);
@@ -79,7 +78,7 @@ fn describes_a_registration_as_the_status_page_shows_it() {
 }
 
 #[test]
-fn the_default_axis_order_depends_on_the_memory() {
+fn default_axis_order_depends_on_the_memory() {
     let shape = [2, 8, 4, 2, 3];
     let none = LayoutHints::default();
     let mut tensors = layers(1, &shape);
@@ -97,10 +96,10 @@ fn the_default_axis_order_depends_on_the_memory() {
     assert_eq!(format(&tensors), KvFormat::NL_X_TWO_NB_BS_NH_HS);
 }
 
-/// Handles may be equal and mean the same allocation, or storages in it may overlap: only opening them tells. Until
-/// then each tensor has the bytes its own storage is said to have.
+/// Handles may be equal, or storages may overlap, which is known only when they are opened. Until then each tensor has its
+/// own memory of the stated size.
 #[test]
-fn memory_of_a_gpu_is_one_for_each_tensor() {
+fn each_gpu_tensor_has_its_own_memory() {
     let mut tensors = layers(2, &[2, 8, 16, 2, 4]);
     let span = 2 * 8 * 16 * 2 * 4 * 2;
     for tensor in &mut tensors {
@@ -129,7 +128,7 @@ fn memory_of_a_gpu_is_one_for_each_tensor() {
 }
 
 #[test]
-fn a_segment_is_one_memory_however_large_it_is_said_to_be() {
+fn segment_with_different_sizes_is_one_memory() {
     let mut tensors = layers(3, &[2, 8, 16, 2, 4]);
     for (tensor, size) in tensors.iter_mut().zip([8192, 65536, 4096 * 4]) {
         tensor.memory = MemorySpec::CpuShm {
@@ -210,7 +209,7 @@ fn object_groups_follow_windows_only_when_separated() {
 }
 
 #[test]
-fn refuses_groups_that_do_not_match_the_tensors() {
+fn groups_that_do_not_match_are_refused() {
     let mut tensors = layers(3, &[2, 64, 16, 2, 4]);
     tensors.push(tensor(3, ("float16", 2), &[2, 64, 16, 4, 4]));
     let refused = |groups: &[GroupSpec], text: &str| {
@@ -248,7 +247,11 @@ fn refuses_groups_that_do_not_match_the_tensors() {
     }
     // Layers in no group are skipped.
     let layout = detect(&tensors, &[group(&[1, 2])], false).unwrap();
-    assert_eq!((layout.num_layers(), layout.registered_layers()), (2, 4));
+    assert_eq!(layout.num_layers(), 2);
+    assert_eq!(
+        layout.group_of_layer(4).unwrap_err().to_string(),
+        "layer is 4; allowed: 0 to below 4, and part of a group"
+    );
     assert_eq!(layout.grouped_layers().collect::<Vec<_>>(), [1, 2]);
     assert!(layout.group_of_layer(0).is_err());
     // One token of the tensors may stand for several of the model.
@@ -258,7 +261,7 @@ fn refuses_groups_that_do_not_match_the_tensors() {
 }
 
 #[test]
-fn plans_are_as_few_runs_as_the_bytes_allow() {
+fn plans_have_the_fewest_runs() {
     let runs = |shape: &[u64], hints: LayoutHints, ids: &[i64]| {
         let tensors = layers(3, shape);
         let layout = KvLayout::detect(&tensors, Engine::Vllm, &hints, &[], 64, false).unwrap();
@@ -309,7 +312,7 @@ fn plans_are_as_few_runs_as_the_bytes_allow() {
 }
 
 #[test]
-fn runs_join_across_planes_that_adjoin() {
+fn runs_merge_across_adjacent_planes() {
     // All layers of a block side by side, one block a chunk: a whole object is one run.
     let (blocks, slots, heads, content, count) = (8, 16, 2, 4, 3);
     let row = slots * heads * content;
@@ -340,7 +343,7 @@ fn runs_join_across_planes_that_adjoin() {
 }
 
 #[test]
-fn skips_whole_blocks_from_the_front_of_the_range() {
+fn skip_rounds_down_to_whole_blocks() {
     let tensors = layers(1, &[2, 64, 16, 2, 4]);
     let layout = KvLayout::detect(&tensors, Engine::Vllm, &nhd(), &[], 64, false).unwrap();
     let ids: Vec<i64> = (0..8).collect();
@@ -368,7 +371,7 @@ fn skips_whole_blocks_from_the_front_of_the_range() {
 }
 
 #[test]
-fn a_chunk_without_data_of_every_layer_is_told() {
+fn chunk_with_null_blocks_has_no_data() {
     let tensors = layers(5, &[2, 64, 16, 2, 4]);
     let infos = windowed();
     let layout = detect(&tensors, &infos, true).unwrap();
@@ -404,7 +407,7 @@ fn a_chunk_without_data_of_every_layer_is_told() {
 }
 
 #[test]
-fn of_recurrent_state_the_last_block_of_a_chunk_counts() {
+fn recurrent_state_needs_only_the_last_block() {
     let tensors = layers(5, &[2, 64, 16, 2, 4]);
     let mut infos = windowed();
     infos[2].recurrent_state = true;
@@ -520,10 +523,4 @@ fn block_ids_are_checked_by_count_and_by_value() {
 
 fn layout_of_one() -> KvLayout {
     detect(&layers(1, &[2, 64, 16, 2, 4]), &[], false).unwrap()
-}
-
-#[test]
-fn engine_driven_objects_have_the_same_shape() {
-    assert_eq!(engine_driven_shape(false, 4, 256, 128), [2, 4, 256, 128]);
-    assert_eq!(engine_driven_shape(true, 4, 256, 128), [4, 256, 128]);
 }

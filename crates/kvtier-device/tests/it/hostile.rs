@@ -16,7 +16,7 @@ fn refused(tensor: TensorSpec, text: &str) {
 }
 
 #[test]
-fn tensors_that_lie_are_refused() {
+fn inconsistent_tensors_are_refused() {
     let good = || tensor(0, ("float16", 2), &[2, 8, 16, 2, 4]);
     let with = |change: fn(&mut TensorSpec)| {
         let mut tensor = good();
@@ -273,7 +273,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]
 
     #[test]
-    fn nothing_panics_and_no_copy_leaves_its_memory(
+    fn random_input_never_panics_or_escapes(
         tensors in prop::collection::vec(any_tensor(), 0..4),
         groups in prop_oneof![3 => Just(vec![]), 1 => prop::collection::vec(any_group(), 0..4)],
         hints in any_hints(),

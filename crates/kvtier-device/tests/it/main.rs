@@ -1,13 +1,18 @@
-//! Formats, layouts, plans and the CPU backend, from outside.
+//! Formats, layouts, plans, the CPU backend and the CUDA backend, from outside.
+//!
+//! The tests over the fake driver share it with their process: each holds `lender::FakeDriver::alone` while it runs.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod convert;
 mod cpu;
+mod cuda_device;
+mod cuda_mapping;
 mod device_copies;
 mod executors;
 mod groups;
 mod hostile;
+mod lender;
 mod model;
 mod plan;
 mod vectors;

@@ -9,7 +9,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn stores_and_retrieves_like_the_model(seed in any::<u64>()) {
+    fn stores_and_retrieves_match_the_model(seed in any::<u64>()) {
         let case = random_case(seed, "plan");
         let layout = case.layout();
         for (kernel, group) in layout.kernel_groups().iter().zip(&case.groups) {
@@ -57,7 +57,7 @@ proptest! {
     }
 
     #[test]
-    fn repeated_blocks_are_stored_as_often_as_named(seed in any::<u64>(), which in any::<u16>()) {
+    fn repeated_blocks_are_stored_repeatedly(seed in any::<u64>(), which in any::<u16>()) {
         let mut case = random_case(seed, "plan");
         for group in &mut case.groups {
             let (from, to) = (which as usize % group.ids.len(), which as usize / 7 % group.ids.len());

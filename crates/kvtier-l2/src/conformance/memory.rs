@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvtier_memory::{Arena, ArenaKind, Extent, ExtentAllocator};
+use kvtier_memory::{Arena, ArenaKind, Extent, FreeExtents};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -14,7 +14,7 @@ pub struct Memory(Arc<Pool>);
 
 struct Pool {
     arena: Arc<Arena>,
-    extents: Mutex<ExtentAllocator>,
+    extents: Mutex<FreeExtents>,
     freed: Notify,
 }
 
@@ -44,7 +44,7 @@ impl Memory {
     #[must_use]
     pub fn new(bytes: u64) -> Self {
         let arena = Arena::create(ArenaKind::Anonymous, bytes).expect("memory for an arena");
-        let extents = ExtentAllocator::new(arena.len()).expect("an arena that can be divided");
+        let extents = FreeExtents::new(arena.len()).expect("an arena that can be divided");
         Self(Arc::new(Pool {
             arena: Arc::new(arena),
             extents: Mutex::new(extents),

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use kvtier_core::cache::ResidentObject;
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{Grant, QuotaMode};
 
-use super::{Tier, key_of};
+use super::Tier;
 use crate::error::L2Error;
 
 /// Objects evicted under one hold of the index's lock, and deleted with one call.
@@ -73,13 +74,13 @@ impl Tier {
     }
 
     fn evicted(&self) -> Vec<(ObjectKey, u64)> {
-        let key = |object| {
-            let key = key_of(&object)?;
+        let key = |object: ResidentObject| {
+            let key = ObjectKey::of(&object.namespace, object.chunk_hash);
             self.unsure.settle(&key);
-            Some((key, object.bytes))
+            (key, object.bytes)
         };
         let evicted = self.index.take_evicted().into_iter();
-        evicted.filter_map(key).collect()
+        evicted.map(key).collect()
     }
 
     /// Whether there is more than the capacity, with what is to be deleted.

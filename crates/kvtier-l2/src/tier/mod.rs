@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
-use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, ResidentObject, Space, Stats};
+use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{QuotaConfig, QuotaMode};
@@ -127,29 +127,6 @@ pub struct Tier {
     /// Lines about objects that are not what was stored, and about deletes.
     damaged: Warned,
     undeleted: Warned,
-}
-
-/// The place of a key in the index. Layouts are not part of names in a backend.
-fn space(key: &ObjectKey) -> Space<'_> {
-    Space {
-        model_name: key.model_name(),
-        kv_rank: key.kv_rank(),
-        object_group_id: key.object_group_id(),
-        layout: 0,
-        cache_salt: key.cache_salt(),
-    }
-}
-
-fn key_of(object: &ResidentObject) -> Option<ObjectKey> {
-    let space = &object.space;
-    ObjectKey::new(
-        object.chunk_hash,
-        Arc::clone(&space.model_name),
-        space.kv_rank,
-        space.object_group_id,
-        Arc::clone(&space.cache_salt),
-    )
-    .ok()
 }
 
 impl Tier {
@@ -265,7 +242,7 @@ impl Tier {
     fn pin(&self, key: &ObjectKey) -> Option<TierLease> {
         let lease = self
             .index
-            .pin(self.now(), &space(key), &[key.chunk_hash()])?;
+            .pin(self.now(), key.namespace(), &[key.chunk_hash()])?;
         Some(TierLease {
             _lease: Some(lease),
         })
@@ -337,7 +314,7 @@ impl Tier {
                             | ErrorKind::Refused
                     ) {
                         self.index
-                            .remove(&space(&object.key), &[object.key.chunk_hash()], true);
+                            .remove(object.key.namespace(), &[object.key.chunk_hash()], true);
                         self.unsure.settle(&object.key);
                     }
                     if error.kind() == ErrorKind::Corrupt
@@ -359,8 +336,11 @@ impl Tier {
             return keys.iter().map(|_| Err(self.read_only())).collect();
         }
         let marked = self.condemned.mark(&keys);
-        let remove = |key| {
-            let remove = || self.index.remove(&space(key), &[key.chunk_hash()], force);
+        let remove = |key: &ObjectKey| {
+            let remove = || {
+                self.index
+                    .remove(key.namespace(), &[key.chunk_hash()], force)
+            };
             let was = marked.take_out(key, remove);
             if was.objects > 0 {
                 self.unsure.settle(key);

@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, ReadLease, Space};
+use kvtier_core::cache::{Cache, ReadLease};
 use kvtier_core::quota::QuotaMode;
+use kvtier_core::{ChunkHash, Namespace};
 use parking_lot::Mutex;
 use tokio::time::sleep;
 
 use super::budget::Budget;
-use super::{Adopted, Listed, Tier, space};
+use super::{Adopted, Listed, Tier};
 use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
 
@@ -198,14 +198,14 @@ impl Tier {
         let (mut held, mut from) = (Vec::new(), 0);
         loop {
             let page = self.index.objects(from, SLICE);
-            let mut spaces = BTreeMap::<_, Vec<_>>::new();
+            let mut by_namespace = BTreeMap::<_, Vec<_>>::new();
             // A lease gives back its last one first.
             for object in page.entries.into_iter().rev() {
-                let hashes = spaces.entry(object.space).or_default();
+                let hashes = by_namespace.entry(object.namespace).or_default();
                 hashes.push(object.chunk_hash);
             }
-            for (space, hashes) in &spaces {
-                self.hold(&space.as_space(), hashes, &mut held);
+            for (namespace, hashes) in &by_namespace {
+                self.hold(namespace, hashes, &mut held);
             }
             match page.next {
                 Some(next) => from = next,
@@ -216,13 +216,13 @@ impl Tier {
     }
 
     /// Holds on those that are still there.
-    fn hold(&self, space: &Space<'_>, hashes: &[ChunkHash], held: &mut Vec<ReadLease<Budget>>) {
-        match self.index.hold(self.now(), space, hashes) {
+    fn hold(&self, namespace: &Namespace, hashes: &[ChunkHash], held: &mut Vec<ReadLease<Budget>>) {
+        match self.index.hold(self.now(), namespace, hashes) {
             Some(lease) => held.push(lease),
             None if hashes.len() > 1 => {
                 let (left, right) = hashes.split_at(hashes.len() / 2);
-                self.hold(space, left, held);
-                self.hold(space, right, held);
+                self.hold(namespace, left, held);
+                self.hold(namespace, right, held);
             }
             None => {}
         }
@@ -241,7 +241,7 @@ fn sorted(index: &Cache<Budget>, mut objects: Vec<Listed>, may_evict: bool) -> V
 
 fn is_new(index: &Cache<Budget>, object: &Listed) -> bool {
     let hash = object.key.chunk_hash();
-    !index.contains(&space(&object.key), &[hash])[0]
+    !index.contains(object.key.namespace(), &[hash])[0]
 }
 
 fn unknown(why: impl std::fmt::Display) -> L2Error {

@@ -9,7 +9,7 @@ use super::budget::Budget;
 use super::condemned::Claim;
 use super::unsent::Waiting;
 use super::writing::Begun;
-use super::{Adopted, Tier, space};
+use super::{Adopted, Tier};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::StoreItem;
@@ -229,7 +229,7 @@ impl Tier {
         let bytes = self.adapter.size_of(item.object.len);
         let is_unsure = self.unsure.has(key);
         let mut unsent = Some(self.unsent.add(key.cache_salt(), bytes));
-        if !is_unsure && self.index.contains(&space(key), &[key.chunk_hash()])[0] {
+        if !is_unsure && self.index.contains(key.namespace(), &[key.chunk_hash()])[0] {
             // Counts as used; unless it was evicted just now, it is there.
             if self.reserve(key, bytes)?.is_none() {
                 return Ok(None);
@@ -256,7 +256,7 @@ impl Tier {
             }
             let held = self
                 .index
-                .hold(self.now(), &space(key), &[key.chunk_hash()]);
+                .hold(self.now(), key.namespace(), &[key.chunk_hash()]);
             if held.is_some() {
                 // It may be there already.
                 unsent = None;
@@ -285,7 +285,7 @@ impl Tier {
     ) -> Result<Option<Reservation<Budget>>, L2Error> {
         let hash = key.chunk_hash();
         let request = ReserveRequest {
-            space: space(key),
+            namespace: key.namespace(),
             hashes: std::slice::from_ref(&hash),
             len: bytes.max(1),
         };

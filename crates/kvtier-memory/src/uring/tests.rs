@@ -140,7 +140,7 @@ fn a_refusal_says_why() {
     assert!(!ring.is_broken());
 }
 
-/// A pipe that nobody has written to yet: a read of it ends when we want it to.
+/// A pipe that is empty: a read of it ends when the test writes to it.
 fn pipe() -> (File, File) {
     let (reader, writer) = io::pipe().unwrap();
     (
@@ -149,7 +149,7 @@ fn pipe() -> (File, File) {
     )
 }
 
-/// Does something when it is given up.
+/// Runs a function on drop.
 struct Held {
     _hold: Arc<()>,
     at_end: Option<Box<dyn FnOnce() + Send>>,
@@ -220,7 +220,7 @@ fn a_panic_waits_for_what_is_under_way() {
 }
 
 #[test]
-fn a_ring_that_fails_gives_nothing_up() {
+fn failed_ring_frees_nothing() {
     let Some(mut ring) = ring(2) else { return };
     let (arena, hold) = (arena(), Arc::new(()));
     let (reader, writer) = pipe();
@@ -246,7 +246,7 @@ fn a_ring_that_fails_gives_nothing_up() {
         "the system may still write there"
     );
     drop(writer);
-    // SAFETY: made above, and nobody else's.
+    // SAFETY: made above, and used nowhere else.
     unsafe { libc::close(real) };
     let _ = (&reader).read(&mut [0]);
 }

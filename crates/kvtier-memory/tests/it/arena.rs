@@ -108,7 +108,10 @@ fn sizes_are_checked() {
     }
     let error = Arena::create(shm(&unique_name()), 1 << 62).unwrap_err();
     assert!(
-        matches!(error, ArenaError::NoRoom { .. } | ArenaError::System { .. }),
+        matches!(
+            error,
+            ArenaError::OutOfMemory { .. } | ArenaError::System { .. }
+        ),
         "{error}"
     );
 }

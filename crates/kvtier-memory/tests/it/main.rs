@@ -2,7 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-mod allocator;
 mod arena;
 mod copy;
 mod file;

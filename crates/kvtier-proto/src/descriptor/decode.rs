@@ -122,7 +122,7 @@ fn cuda_vmm(mut fields: Fields<'_>) -> Result<CudaVmm, DecodeError> {
     Ok(descriptor)
 }
 
-/// Only the version is looked at: these vendors' members are not ours to judge.
+/// Checks only the version: the members of these vendors are opaque here.
 fn opaque(
     vendor: OpaqueVendor,
     mut fields: Fields<'_>,

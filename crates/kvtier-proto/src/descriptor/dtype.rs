@@ -1,4 +1,4 @@
-//! The element types a tensor can have, by the names PyTorch 2.13 gives them.
+//! Element types of tensors, by their PyTorch 2.13 names.
 
 use crate::wire::{DecodeError, name_shown};
 

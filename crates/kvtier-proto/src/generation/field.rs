@@ -49,7 +49,7 @@ impl Field {
 
     /// Whether a real client may have sent `payload` for this field, judged by its first bytes.
     ///
-    /// Stricter than decoding: it tells forms apart that decoding would both take, and expects ints where
+    /// Stricter than decoding: it distinguishes forms that decoding would both accept, and expects ints where
     /// decoding is lenient. Only used to choose between rows that fit otherwise.
     #[must_use]
     pub fn looks_like(self, payload: &[u8]) -> bool {
@@ -97,8 +97,8 @@ impl Field {
 }
 
 impl KeyForm {
-    /// Whether a key with so many fields may be of this form. Full keys of 0.5.3 and 0.5.4 have no more
-    /// fields than salted ones; a count that no release sends tells nothing.
+    /// Whether a key with `fields` fields may be of this form. Full keys of 0.5.3 and 0.5.4 have no more
+    /// fields than salted ones; a count that no release sends proves nothing.
     fn may_have(self, fields: usize) -> bool {
         match fields {
             7 => self == Self::Unsalted,

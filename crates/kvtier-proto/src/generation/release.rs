@@ -64,7 +64,7 @@ impl Release {
     /// What a request of this generation proves.
     ///
     /// New with 0.5.5: get_experimental as 32 (before: 40), two fields of the key, `num_physical_slots`, two fields of
-    /// each layer group. New with 0.5.6: names, a clear that says whether to force, tensors that are described.
+    /// each layer group. New with 0.5.6: names, a clear with a `force` flag, tensors that are described.
     pub(super) fn proved(
         spec: &OperationSpec,
         id: OperationId<'_>,

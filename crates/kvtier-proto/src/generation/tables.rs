@@ -44,7 +44,7 @@ const fn named(operation: Operation, payloads: &'static [Field], response: Kind)
     }
 }
 
-// Payload lists that several rows share. The suffix tells the key's or the list's form.
+// Payload lists that several rows share. The suffix names the form of the key or the list.
 
 const INSTANCE: &[Field] = &[Field::InstanceId];
 const REQUEST: &[Field] = &[Field::RequestId];

@@ -1,7 +1,10 @@
 //! The bytes of a pickle: fixed numbers, sized pieces and lines, never past the end.
 
-use super::machine::error;
 use crate::wire::DecodeError;
+
+pub(super) fn error(message: impl Into<String>) -> DecodeError {
+    DecodeError::at("pickle", message)
+}
 
 /// Bytes being read, and how far.
 #[derive(Debug)]

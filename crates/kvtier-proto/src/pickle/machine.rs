@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::globals::Global;
-use super::input::Input;
+use super::input::{Input, error};
 use crate::wire::DecodeError;
 
 /// Most unclosed marks. Real pickles nest four.
@@ -119,7 +119,7 @@ impl Budget {
     }
 }
 
-/// Runs the pickle at the start of `input`. Gives the tables, the result and the bytes the pickle took.
+/// Runs the pickle at the start of `input`. Returns the tables, the result and the length of the pickle in bytes.
 pub(super) fn run<'a>(
     input: &'a [u8],
     budget: &mut Budget,
@@ -133,10 +133,6 @@ pub(super) fn run<'a>(
     };
     let result = run.all(budget)?;
     Ok((run.machine, result, run.input.at()))
-}
-
-pub(super) fn error(message: impl Into<String>) -> DecodeError {
-    DecodeError::at("pickle", message)
 }
 
 struct Run<'a> {

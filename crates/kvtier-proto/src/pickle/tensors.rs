@@ -51,7 +51,7 @@ impl<'a> PickledTensor<'a> {
         })
     }
 
-    /// Gives all bytes of the tensor in row-major order, in the longest pieces that lie together in the message.
+    /// Passes on all bytes of the tensor in row-major order, in the longest pieces that lie together in the message.
     pub fn for_each_run(&self, mut take: impl FnMut(&'a [u8])) {
         if self.shape.contains(&0) {
             return;

@@ -2,7 +2,8 @@
 
 use super::types::{
     AllocationRecord, EngineDrivenContext, EngineGroupInfo, EngineType, InstanceId, JobRef,
-    LayoutDescriptor, LayoutHints, MatchedSegment, ObjectKeyParts, Seconds,
+    LayoutDescriptor, LayoutHints, MAX_GROUPS, MAX_TENSORS, MatchedSegment, ObjectKeyParts,
+    Seconds,
 };
 use super::{
     BlockAllocation, Registration, Request, Retrieve, RetrieveMatched, RopeRegistration, Store,
@@ -14,11 +15,6 @@ use crate::key::{CacheKey, TokenReader};
 use crate::lenient;
 use crate::operation::Operation;
 use crate::wire::{self, DecodeError, InField, Reader};
-
-/// Most tensors of one registration. Real ones have a few for each layer.
-pub const MAX_TENSORS: usize = 4096;
-/// Most groups of layers, each with block ids of its own. Real models have a few.
-pub const MAX_GROUPS: usize = 4096;
 
 impl<'a, T> Request<'a, T> {
     /// Decodes the payload frames of a request by its row.
@@ -195,7 +191,7 @@ struct Payloads<'s, 'a, R> {
 }
 
 impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
-    /// The next frame and its field, if `wanted` says so.
+    /// The next frame and its field, if `wanted` accepts it.
     fn next_if(&mut self, wanted: impl FnOnce(Field) -> bool) -> Option<(Field, &'a [u8])> {
         let (&field, fields) = self.fields.split_first()?;
         let (&frame, frames) = self.frames.split_first()?;

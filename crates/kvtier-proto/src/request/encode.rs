@@ -218,7 +218,7 @@ impl<'a, T> Request<'a, T> {
         }
     }
 
-    /// The worker the request comes from, if it says so.
+    /// The worker that the request names as its sender.
     #[must_use]
     pub fn instance(&self) -> Option<InstanceId> {
         match self {

@@ -12,6 +12,11 @@ pub use records::{AllocationRecord, LayoutDescriptor, MatchedSegment, ObjectKeyP
 use crate::key::required;
 use crate::wire::{self, DecodeError, Reader};
 
+/// Most tensors of one registration. Real ones have a few per layer.
+pub const MAX_TENSORS: usize = 4096;
+/// Most groups of layers, each with its own block ids. Real models have a few.
+pub const MAX_GROUPS: usize = 4096;
+
 /// A registered engine worker, as the engine numbers it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct InstanceId(pub i64);
@@ -22,7 +27,7 @@ impl std::fmt::Display for InstanceId {
     }
 }
 
-/// Which lookup a query is about.
+/// Reference to a lookup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum JobRef<'a> {
     /// By the engine's request: from 0.4.4.
@@ -87,7 +92,7 @@ pub struct EngineDrivenContext<'a> {
     pub dtype: &'a str,
     /// Whether K and V share one plane (MLA, or fused).
     pub use_mla: bool,
-    /// Token slots of one chunk; absent means one a token.
+    /// Token slots of one chunk; absent means one per token.
     pub num_physical_slots: Option<i64>,
 }
 

@@ -33,7 +33,7 @@ impl<'a> Reader<'a> {
         self.rest
     }
 
-    /// Goes `count` bytes on. For callers that decoded a part of [`Reader::rest`] themselves.
+    /// Skips `count` bytes. For callers that decoded a part of [`Reader::rest`] themselves.
     pub fn advance(&mut self, count: usize) -> Result<(), DecodeError> {
         self.take(count).map(|_| ())
     }
@@ -54,7 +54,7 @@ impl<'a> Reader<'a> {
         self.rest.first().copied().ok_or_else(truncated)
     }
 
-    /// Consumes a nil if one is next; says whether it did.
+    /// Consumes a nil if one is next; returns whether it did.
     pub fn nil(&mut self) -> Result<bool, DecodeError> {
         let is_nil = self.peek()? == 0xc0;
         if is_nil {

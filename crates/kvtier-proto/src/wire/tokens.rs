@@ -9,7 +9,7 @@ use super::reader::{Reader, truncated};
 
 /// Ids recognised at a time when all have three bytes.
 const RUN: usize = 5;
-/// Bytes looked at for a run: 15, and one more for a whole word.
+/// Bytes examined for a run: 15, and one more for a whole word.
 const RUN_WINDOW: usize = 16;
 /// Ids that go through the table before the next run is tried.
 const MIXED: usize = 8;

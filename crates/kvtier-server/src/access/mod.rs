@@ -7,28 +7,15 @@ mod watching;
 
 use std::ffi::OsString;
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use kvtier_config::{HttpConfig, TOKENS_VARIABLE, is_loopback};
 use tokio_rustls::rustls;
 
 pub(crate) use tokens::{Role, Tokens};
 use watched::Watched;
-
-/// Holds tokens as the file does, with line ends or `;` between them.
-pub const TOKENS_VARIABLE: &str = "KVTIER_HTTP_TOKENS";
-
-/// What the flags say about it.
-pub(crate) struct Wanted {
-    /// `--http-host`.
-    pub(crate) host: String,
-    pub(crate) token_file: Option<PathBuf>,
-    /// What [`TOKENS_VARIABLE`] has.
-    pub(crate) variable: Option<OsString>,
-    pub(crate) tls_cert: Option<PathBuf>,
-    pub(crate) tls_key: Option<PathBuf>,
-}
 
 /// Tokens and certificates; both are read again by [`Access::look`] when their files have changed.
 pub struct Access {
@@ -43,10 +30,11 @@ impl Access {
     ///
     /// # Errors
     /// One line that names the flag: a bad file, or a host beyond loopback without tokens.
-    pub(crate) fn open(wanted: Wanted) -> Result<Self, String> {
-        let tls = match (wanted.tls_cert, wanted.tls_key) {
+    pub(crate) fn open(config: &HttpConfig) -> Result<Self, String> {
+        let tls = match (&config.tls_cert, &config.tls_key) {
             (None, None) => None,
             (Some(cert), Some(key)) => {
+                let (cert, key) = (cert.clone(), key.clone());
                 let paths = vec![cert.clone(), key.clone()];
                 let make = move |contents: &[Vec<u8>]| {
                     tls::settings((&cert, &contents[0]), (&key, &contents[1]))
@@ -63,8 +51,8 @@ impl Access {
             ),
         };
         let access = Self {
-            tokens: tokens(wanted.token_file, wanted.variable)?,
-            host: wanted.host,
+            tokens: tokens(config.token_file.clone(), config.tokens.clone())?,
+            host: config.host.clone(),
             tls,
         };
         match access.is_local() {
@@ -149,11 +137,6 @@ impl fmt::Debug for Access {
     }
 }
 
-/// Whether only this host reaches an address.
-pub(crate) fn is_loopback(ip: IpAddr) -> bool {
-    ip.to_canonical().is_loopback()
-}
-
 /// Those of the file and of the variable.
 fn tokens(
     file: Option<PathBuf>,
@@ -193,11 +176,11 @@ fn tokens(
 mod tests {
     use super::*;
 
-    fn wanted(host: &str) -> Wanted {
-        Wanted {
+    fn wanted(host: &str) -> HttpConfig {
+        HttpConfig {
             host: host.to_owned(),
             token_file: None,
-            variable: None,
+            tokens: None,
             tls_cert: None,
             tls_key: None,
         }
@@ -212,19 +195,19 @@ mod tests {
             "::ffff:127.0.0.1",
             "localhost",
         ] {
-            let access = Access::open(wanted(host)).unwrap();
+            let access = Access::open(&wanted(host)).unwrap();
             assert!(access.warnings().is_empty() && access.tokens().is_none());
         }
         for host in ["0.0.0.0", "::", "10.0.0.1", "fe80::1", "::ffff:10.0.0.1"] {
-            let told = Access::open(wanted(host)).unwrap_err();
+            let told = Access::open(&wanted(host)).unwrap_err();
             assert!(
                 told.starts_with(&format!("--http-host: {host} is reachable")),
                 "{told}"
             );
             assert!(told.contains("--http-token-file FILE") && told.contains("KVTIER_HTTP_TOKENS"));
             let mut with = wanted(host);
-            with.variable = Some("read a 0123456789abcdef".into());
-            let access = Access::open(with).unwrap();
+            with.tokens = Some("read a 0123456789abcdef".into());
+            let access = Access::open(&with).unwrap();
             assert!(
                 access
                     .warnings()
@@ -236,7 +219,7 @@ mod tests {
 
     #[test]
     fn what_a_name_stands_for_counts_once_it_is_bound() {
-        let access = Access::open(wanted("node-7")).unwrap();
+        let access = Access::open(&wanted("node-7")).unwrap();
         assert_eq!(access.obstacle("127.0.0.1:1".parse().unwrap()), None);
         let told = access.obstacle("10.0.0.1:1".parse().unwrap()).unwrap();
         assert!(
@@ -253,8 +236,8 @@ mod tests {
             std::fs::write(&path, file).unwrap();
             let mut wanted = wanted("::1");
             wanted.token_file = Some(path.clone());
-            wanted.variable = Some(variable.into());
-            Access::open(wanted)
+            wanted.tokens = Some(variable.into());
+            Access::open(&wanted)
         };
         let variable = "read a MARKER-456789abcdef; admin b MARKER-456789abcdeX";
         let access = with("admin c MARKER-456789abcdeY\n", variable).unwrap();
@@ -289,7 +272,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         let mut gone = wanted("::1");
         gone.token_file = Some(path);
-        let error = Access::open(gone).unwrap_err();
+        let error = Access::open(&gone).unwrap_err();
         assert!(
             error.starts_with("--http-token-file: /") && error.contains("cannot be read"),
             "{error}"
@@ -300,11 +283,11 @@ mod tests {
     fn a_certificate_needs_its_key() {
         let mut half = wanted("::1");
         half.tls_cert = Some("c.pem".into());
-        assert!(Access::open(half).unwrap_err().contains("give both"));
+        assert!(Access::open(&half).unwrap_err().contains("give both"));
         let mut gone = wanted("::1");
         gone.tls_cert = Some("/nowhere/c.pem".into());
         gone.tls_key = Some("/nowhere/k.pem".into());
-        let told = Access::open(gone).unwrap_err();
+        let told = Access::open(&gone).unwrap_err();
         assert!(
             told.starts_with("--http-tls-cert, --http-tls-key: /nowhere/c.pem cannot be read"),
             "{told}"

@@ -11,7 +11,7 @@ use super::limits::{
 };
 use super::request::Job;
 use crate::budget::Budget;
-use crate::engine::Engine;
+use kvtier_engine::Engine;
 
 /// The part of a client that its jobs carry around. The engine forgets the connection with the last of them.
 pub struct Peer {
@@ -65,10 +65,11 @@ impl Client {
             .undecided
             .as_ref()
             .map_or(0, |waiting| waiting.jobs.len());
-        if waiting < MAX_UNDECIDED && job.bytes <= MAX_UNDECIDED_BYTES {
-            job.charge = self.undecided_bytes.take(job.bytes + JOB_BYTES);
+        let sender = &mut job.sender;
+        if waiting < MAX_UNDECIDED && sender.bytes <= MAX_UNDECIDED_BYTES {
+            sender.charge = self.undecided_bytes.take(sender.bytes + JOB_BYTES);
         }
-        if job.charge.is_none() {
+        if sender.charge.is_none() {
             return Some(job);
         }
         let undecided = self.undecided.get_or_insert_with(|| Undecided {

@@ -10,7 +10,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::client::Client;
 use super::limits::MAX_SMALL_OUTPUT;
-use super::outbox::Reply;
+use super::outbox::Outgoing;
 use super::output::Output;
 use super::poll::Interest;
 
@@ -180,7 +180,7 @@ impl Connection {
     }
 
     /// Queues a reply.
-    pub fn push(&mut self, reply: Reply) {
+    pub fn push(&mut self, reply: Outgoing) {
         self.output.push_reply(reply);
     }
 

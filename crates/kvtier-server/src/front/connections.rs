@@ -13,11 +13,11 @@ use rustix::io::Errno;
 use super::client::Client;
 use super::clock::Clock;
 use super::connection::{Closed, Connection, SCRATCH_BYTES};
-use super::outbox::Reply;
+use super::outbox::Outgoing;
 use super::poll::{Interest, Poller, Ready};
-use super::seldom::Seldom;
 use super::socket::RequestSocket;
-use crate::metrics::Metrics;
+use kvtier_engine::seldom::Seldom;
+use kvtier_metrics::Metrics;
 
 /// Tokens that are no connection's number.
 const LISTENER: u64 = u64::MAX;
@@ -192,7 +192,7 @@ impl Connections {
     }
 
     /// Queues a reply. Returns whether its connection is open.
-    pub fn push(&mut self, reply: Reply) -> bool {
+    pub fn push(&mut self, reply: Outgoing) -> bool {
         let id = reply.connection;
         let Some(connection) = self.open.get_mut(&id) else {
             return false;

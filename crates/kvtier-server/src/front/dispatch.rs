@@ -10,12 +10,12 @@ use kvtier_proto::response::ResponseKind;
 use kvtier_proto::wire::DecodeError;
 
 use super::client::Client;
-use super::limits::{self, JOB_BYTES, MAX_HEAD};
-use super::outbox::Reply;
-use super::request::{Job, Server, error_frame};
-use super::seldom::Seldom;
+use super::limits::{self, MAX_HEAD};
+use super::outbox::Outgoing;
+use super::request::{Job, RequestSender, Server, error_frame};
 use super::serve::Front;
-use crate::engine::Answer;
+use kvtier_engine::Answer;
+use kvtier_engine::seldom::Seldom;
 
 impl Front {
     /// Serves a message of connection `id`, or queues it.
@@ -78,17 +78,18 @@ impl Front {
         let payloads: Vec<_> = frames.collect();
         let bytes = payloads.iter().map(|payload| payload.len() as u64).sum();
         let mut job = Job {
-            peer: Arc::clone(&client.peer),
-            uid,
-            op,
+            sender: RequestSender {
+                peer: Arc::clone(&client.peer),
+                uid,
+                op,
+                bytes,
+                charge: None,
+                resolved,
+                received,
+            },
             payloads,
-            bytes,
-            charge: None,
-            resolved,
-            takes_text: resolved.release.takes_text_op(),
-            received,
         };
-        if needs_decision(&job.resolved) {
+        if needs_decision(&resolved) {
             match client.defer(job, now) {
                 None => return,
                 Some(refused) => job = refused,
@@ -113,8 +114,7 @@ impl Front {
         if job.is_quick() && lane.is_idle() {
             return self.serve_now(job);
         }
-        job.charge = job.peer.requests.take(bytes + JOB_BYTES);
-        if job.charge.is_none() {
+        if !job.sender.take_memory() {
             return self.refuse(job, "queue_full");
         }
         if let Err(job) = pool.push(lane, job) {
@@ -132,26 +132,22 @@ impl Front {
     }
 
     fn serve_now(&mut self, job: Job) {
-        for reply in self.server.answer(job, &mut None) {
-            self.send(reply);
-        }
+        self.server.serve(job, None);
     }
 
     /// Answers with the operation's "no" a request that would take too much memory.
     fn refuse(&mut self, job: Job, reason: &'static str) {
         static SAID: Seldom = Seldom::new();
-        if let Some(left_out) = SAID.due(job.received) {
+        if let Some(left_out) = SAID.due(job.sender.received) {
             tracing::warn!(
-                operation = job.resolved.spec.operation.name(),
-                bytes = job.bytes,
+                operation = job.sender.spec().operation.name(),
+                bytes = job.sender.bytes,
                 reason,
                 left_out,
                 "a client's request was refused"
             );
         }
-        for reply in self.server.refuse(job, reason) {
-            self.send(reply);
-        }
+        self.server.refuse(job.sender, reason);
     }
 }
 
@@ -173,7 +169,7 @@ fn unresolved(
     message: &RequestFrames<'_>,
     error: &Unresolved,
     received: Instant,
-) -> Option<Reply> {
+) -> Option<Outgoing> {
     server.engine.metrics().malformed_messages.inc();
     static SAID: Seldom = Seldom::new();
     if let Some(left_out) = SAID.due(received) {
@@ -198,7 +194,7 @@ fn unresolved(
         _ if id.is_none() => return None,
         _ => (message.op.to_vec(), answer.payload),
     };
-    Some(Reply {
+    Some(Outgoing {
         connection: client.peer.id,
         uid: message.uid.to_vec(),
         op,

@@ -55,10 +55,18 @@ struct Ready<J> {
     queue: Sender<Ready<J>>,
 }
 
-/// A lane's turn: until it is dropped nothing else of the lane runs.
-pub struct Turn<J>(Ready<J>);
+/// A lane's turn: until its last clone is dropped nothing else of the lane runs.
+pub struct Turn<J>(Arc<TurnEnd<J>>);
 
-impl<J> Drop for Turn<J> {
+impl<J> Clone for Turn<J> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+struct TurnEnd<J>(Ready<J>);
+
+impl<J> Drop for TurnEnd<J> {
     fn drop(&mut self) {
         let Ready { lane, queue } = &self.0;
         let mut state = lane.state.lock();
@@ -164,7 +172,7 @@ impl<J> Drop for Pool<J> {
 /// Runs the next job of a lane.
 fn serve<J>(ready: Ready<J>, run: &impl Fn(J, Turn<J>)) {
     let job = ready.lane.state.lock().jobs.pop_front();
-    let turn = Turn(ready);
+    let turn = Turn(Arc::new(TurnEnd(ready)));
     if let Some(job) = job {
         run(job, turn);
     }

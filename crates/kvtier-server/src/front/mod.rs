@@ -17,7 +17,6 @@ mod outbox;
 mod output;
 mod poll;
 mod request;
-pub(crate) mod seldom;
 mod serve;
 mod socket;
 #[cfg(test)]
@@ -27,9 +26,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use crate::config::ServerConfig;
-use crate::engine::Engine;
 use crate::health::Health;
+use kvtier_config::ServerConfig;
+use kvtier_engine::Engine;
 use lanes::Pool;
 use outbox::Outbox;
 use request::Server;
@@ -61,8 +60,10 @@ impl FrontEnd {
         let server = Arc::new(Server::new(engine, health, outbox.clone()));
         let pool = |name, threads| {
             let server = Arc::clone(&server);
-            Pool::start(name, threads, move |job, turn| server.run(job, turn))
-                .map_err(|error| format!("no thread: {error}"))
+            Pool::start(name, threads, move |job, turn| {
+                server.serve(job, Some(turn))
+            })
+            .map_err(|error| format!("no thread: {error}"))
         };
         let pools = [
             pool("kvtier-transfer", config.transfer_workers)?,

@@ -1,10 +1,19 @@
-//! Replies on their way from the pools to the thread that owns the socket.
+//! Messages to clients, on their way to the thread that owns the socket.
 //!
-//! A channel carries them; an eventfd wakes the socket's thread, once for any number of replies that wait.
+//! A channel carries them. The eventfd is written only if that thread sleeps, and once per sleep:
+//!
+//! | [`Wake::state`] | set by | meaning |
+//! | --- | --- | --- |
+//! | `ASLEEP` | the socket's thread, before it waits | whoever sends writes the eventfd |
+//! | `AWAKE` | the socket's thread, after it waited | it drains the channel before its next sleep |
+//! | `WOKEN` | whoever sends | the same; and there is something, so the thread does not sleep |
+//!
+//! Every change is a swap with acquire and release: it takes over what the previous one published, so a message sent
+//! before the state became `WOKEN` is seen by the drain that follows the next swap of the socket's thread.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use rustix::event::{EventfdFlags, eventfd};
@@ -12,7 +21,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::budget::Charge;
 
 /// One message to a client.
-pub struct Reply {
+pub struct Outgoing {
     /// Number of the client's connection.
     pub connection: u64,
     /// The request's uid frame.
@@ -25,23 +34,26 @@ pub struct Reply {
     pub charge: Option<Charge>,
 }
 
+const ASLEEP: u8 = 0;
+const AWAKE: u8 = 1;
+const WOKEN: u8 = 2;
+
 struct Wake {
     fd: OwnedFd,
-    /// Set by whoever wrote the eventfd, cleared by the reader before it drains the channel.
-    signalled: AtomicBool,
+    state: AtomicU8,
 }
 
-/// Where the pools put replies. The channel is bounded in number by the requests under way, which the lanes bound, and in
+/// Where messages are sent, from any thread. The channel is bounded in number by the requests under way, which the lanes bound, and in
 /// bytes by what is charged for them.
 #[derive(Clone)]
 pub struct Outbox {
-    replies: Sender<Reply>,
+    messages: Sender<Outgoing>,
     wake: Arc<Wake>,
 }
 
 /// Where the socket's thread takes them.
 pub struct Inbox {
-    replies: Receiver<Reply>,
+    messages: Receiver<Outgoing>,
     wake: Arc<Wake>,
 }
 
@@ -53,32 +65,32 @@ pub fn outbox() -> std::io::Result<(Outbox, Inbox)> {
     let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
     let wake = Arc::new(Wake {
         fd,
-        signalled: AtomicBool::new(false),
+        state: AtomicU8::new(AWAKE),
     });
     let (sender, receiver) = unbounded();
     Ok((
         Outbox {
-            replies: sender,
+            messages: sender,
             wake: Arc::clone(&wake),
         },
         Inbox {
-            replies: receiver,
+            messages: receiver,
             wake,
         },
     ))
 }
 
 impl Outbox {
-    /// Hands a reply over.
-    pub fn send(&self, reply: Reply) {
+    /// Hands a message over.
+    pub fn send(&self, message: Outgoing) {
         // Fails only when the socket's thread is gone, and then there is nobody to answer to.
-        let _ = self.replies.send(reply);
+        let _ = self.messages.send(message);
         self.wake();
     }
 
     /// Wakes the socket's thread.
     pub fn wake(&self) {
-        if !self.wake.signalled.swap(true, Ordering::AcqRel) {
+        if self.wake.state.swap(WOKEN, Ordering::AcqRel) == ASLEEP {
             // An eventfd refuses a write only when its counter would overflow, and then it is readable anyway.
             let _ = rustix::io::write(&self.wake.fd, &1_u64.to_ne_bytes());
         }
@@ -91,24 +103,25 @@ impl Inbox {
         self.wake.fd.as_fd()
     }
 
-    /// Takes the replies that wait. Costs next to nothing when there are none.
-    pub fn drain(&self) -> impl Iterator<Item = Reply> + '_ {
-        if self.wake.signalled.load(Ordering::Acquire) {
-            self.clear();
-        }
-        self.replies.try_iter()
+    /// Takes the messages that wait.
+    pub fn drain(&self) -> impl Iterator<Item = Outgoing> + '_ {
+        self.messages.try_iter()
     }
 
-    /// Takes the signal back. To be called when the descriptor is readable: a signal may come after its reply was drained.
+    /// Begins a sleep. Returns false if there is something to drain, or a wake-up: then the thread must not sleep.
+    pub fn begin_sleep(&self) -> bool {
+        self.wake.state.swap(ASLEEP, Ordering::AcqRel) != WOKEN
+    }
+
+    /// Ends a sleep. The channel must be drained before the next one.
+    pub fn end_sleep(&self) {
+        self.wake.state.swap(AWAKE, Ordering::AcqRel);
+    }
+
+    /// Resets the eventfd, which is readable.
     pub fn clear(&self) {
-        // The read comes first: after the flag it could swallow the signal of a reply still to come.
         let mut counter = [0; 8];
         let _ = rustix::io::read(&self.wake.fd, &mut counter);
-        // The flag is swapped, not stored. Whoever finds it set writes no eventfd and relies on the drain that follows here
-        // to see its reply. A swap takes the value that the last of them left, so what they sent before is visible
-        // from here on; whoever comes later finds the flag clear and writes. A plain store takes nothing from them, and may
-        // even become visible after the drain has looked: that reply would wait until something else wakes the thread.
-        self.wake.signalled.swap(false, Ordering::AcqRel);
     }
 }
 
@@ -124,17 +137,52 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_that_was_taken_back_wakes_nobody_again() {
+    fn only_a_sleeping_thread_is_woken_and_only_once() {
         let (outbox, inbox) = outbox().unwrap();
-        for take_back in [Inbox::clear, |inbox: &Inbox| {
-            assert_eq!(inbox.drain().count(), 0)
-        }] {
-            assert!(!is_readable(&inbox));
-            outbox.wake();
-            outbox.wake();
-            assert!(is_readable(&inbox));
-            take_back(&inbox);
-            assert!(!is_readable(&inbox));
-        }
+        outbox.wake();
+        assert!(!is_readable(&inbox), "it is awake");
+        assert!(!inbox.begin_sleep(), "there was a wake-up");
+        inbox.end_sleep();
+        assert!(inbox.begin_sleep());
+        outbox.wake();
+        outbox.wake();
+        assert!(is_readable(&inbox));
+        inbox.clear();
+        inbox.end_sleep();
+        assert!(!is_readable(&inbox));
+        assert!(inbox.begin_sleep());
+    }
+
+    #[test]
+    fn message_is_never_left_to_a_sleeping_thread() {
+        const MESSAGES: u64 = 20_000;
+        let (outbox, inbox) = outbox().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                let outbox = outbox.clone();
+                scope.spawn(move || {
+                    for number in 0..MESSAGES {
+                        outbox.send(Outgoing {
+                            connection: number,
+                            uid: Vec::new(),
+                            op: Vec::new(),
+                            payload: None,
+                            charge: None,
+                        });
+                    }
+                });
+            }
+            let mut received = 0;
+            while received < 2 * MESSAGES as usize {
+                received += inbox.drain().count();
+                if received < 2 * MESSAGES as usize && inbox.begin_sleep() {
+                    // Hangs if a message was sent without a signal.
+                    let mut fds = [PollFd::new(&inbox.wake.fd, PollFlags::IN)];
+                    poll(&mut fds, None).unwrap();
+                    inbox.clear();
+                }
+                inbox.end_sleep();
+            }
+        });
     }
 }

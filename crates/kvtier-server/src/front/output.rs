@@ -12,7 +12,7 @@ use kvtier_zmtp::write_frame_header;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
-use super::outbox::Reply;
+use super::outbox::Outgoing;
 use crate::budget::Charge;
 
 /// Buffers handed to the system at once.
@@ -61,8 +61,8 @@ impl Output {
     }
 
     /// Appends a message.
-    pub fn push_reply(&mut self, reply: Reply) {
-        let Reply {
+    pub fn push_reply(&mut self, reply: Outgoing) {
+        let Outgoing {
             uid,
             op,
             payload,
@@ -165,8 +165,8 @@ mod tests {
 
     use super::*;
 
-    fn reply(byte: u8, payload: usize, charge: Option<Charge>) -> Reply {
-        Reply {
+    fn reply(byte: u8, payload: usize, charge: Option<Charge>) -> Outgoing {
+        Outgoing {
             connection: 0,
             uid: vec![byte],
             op: vec![byte],

@@ -1,4 +1,4 @@
-//! One request on its way through a pool: decode, handle, reply.
+//! One request: decode, handle, reply.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -12,30 +12,34 @@ use kvtier_proto::response::{Response, ResponseKind};
 use super::client::Peer;
 use super::lanes::Turn;
 use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
-use super::outbox::{Outbox, Reply};
-use super::seldom::Seldom;
+use super::outbox::{Outbox, Outgoing};
 use crate::budget::Charge;
-use crate::engine::{Answer, Begin, Caller, Engine, Handled, Responder};
 use crate::health::Health;
+use kvtier_engine::seldom::Seldom;
+use kvtier_engine::{Answer, Caller, Engine, Reply, ReplyTarget};
 
 /// A request whose frames are still undecoded.
 pub struct Job {
-    /// Who asks.
+    /// Who asks, and for which operation.
+    pub sender: RequestSender,
+    /// The payload frames; token ids and pickled data stay in them while the request is handled.
+    pub payloads: Vec<Vec<u8>>,
+}
+
+/// What the answer to a request needs of it.
+pub struct RequestSender {
+    /// The client.
     pub peer: Arc<Peer>,
     /// The request's uid frame.
     pub uid: Vec<u8>,
     /// The request's operation frame.
     pub op: Vec<u8>,
-    /// The payload frames; token ids and pickled data stay in them to the end.
-    pub payloads: Vec<Vec<u8>>,
     /// Bytes of the payload frames.
     pub bytes: u64,
     /// Those bytes in the budget of its connection, if it, or its answer, has to wait.
     pub charge: Option<Charge>,
     /// The row of the table that the request is read by.
     pub resolved: Resolved,
-    /// Whether its client survives a text in place of the operation's frame.
-    pub takes_text: bool,
     /// When its message was taken from the socket.
     pub received: Instant,
 }
@@ -61,7 +65,7 @@ impl Job {
     /// memory and walks no long list.
     pub fn is_quick(&self) -> bool {
         matches!(
-            self.spec().operation,
+            self.sender.spec().operation,
             Operation::Lookup
                 | Operation::QueryPrefetchStatus
                 | Operation::WaitPrefetchStatus
@@ -69,20 +73,22 @@ impl Job {
                 | Operation::PrepareStore
                 | Operation::CommitStore
                 | Operation::CommitRetrieve
-        ) && self.bytes <= QUICK_BYTES
-    }
-
-    /// The operation's table row.
-    fn spec(&self) -> &'static OperationSpec {
-        self.resolved.spec
+        ) && self.sender.bytes <= QUICK_BYTES
     }
 
     /// The message it came as.
     pub fn into_frames(self) -> Vec<Vec<u8>> {
-        [self.uid, self.op]
+        [self.sender.uid, self.sender.op]
             .into_iter()
             .chain(self.payloads)
             .collect()
+    }
+}
+
+impl RequestSender {
+    /// The operation's table row.
+    pub fn spec(&self) -> &'static OperationSpec {
+        self.resolved.spec
     }
 
     fn caller(&self) -> Caller {
@@ -91,6 +97,54 @@ impl Job {
             release: self.resolved.release,
             knows_chunk_size: self.resolved.knows_chunk_size,
         }
+    }
+
+    /// Takes memory for a request that waits, once. Returns false if its connection, or all together, have too much.
+    pub fn take_memory(&mut self) -> bool {
+        if self.charge.is_none() {
+            self.charge = self.peer.requests.take(self.bytes + JOB_BYTES);
+        }
+        self.charge.is_some()
+    }
+
+    fn refusal(&self, reason: &'static str) -> Answer {
+        Answer::refusal(self.spec().operation, self.spec().response, reason)
+    }
+}
+
+/// A request that has no answer yet.
+struct Unanswered {
+    server: Arc<Server>,
+    sender: RequestSender,
+    /// The turn of its lane, if what its connection has sent behind it waits for the answer.
+    turn: Option<Turn<Job>>,
+    _counted: Arc<()>,
+}
+
+impl ReplyTarget for Unanswered {
+    fn send(self: Box<Self>, answer: Option<Answer>) {
+        let Self { server, sender, .. } = *self;
+        let answer = answer.unwrap_or_else(|| match std::thread::panicking() {
+            true => server.panicked(&sender),
+            // At the end, when what it waited for ends too.
+            false => sender.refusal("given_up"),
+        });
+        server.send(sender, answer);
+    }
+
+    fn defer(&mut self) -> bool {
+        self.sender.take_memory()
+    }
+
+    fn hold_turn(&mut self, hold: bool) {
+        if !hold {
+            self.turn = None;
+        }
+    }
+
+    fn refuse(self: Box<Self>) {
+        let answer = self.sender.refusal("queue_full");
+        self.send(Some(answer));
     }
 }
 
@@ -105,187 +159,162 @@ impl Server {
         }
     }
 
-    /// Whether there are requests whose answer is to come and that no pool holds.
+    /// Whether there are requests whose answer is to come.
     pub fn has_unanswered(&self) -> bool {
         Arc::strong_count(&self.unanswered) > 1
     }
 
-    /// Serves a request and sends its answer through the outbox. Its lane goes on then, or when what the request needs
-    /// is done.
-    pub fn run(self: &Arc<Self>, job: Job, turn: Turn<Job>) {
-        let mut turn = Some(turn);
-        for reply in self.answer(job, &mut turn) {
-            self.outbox.send(reply);
-        }
+    /// Serves a request, whose answer goes through the outbox: whatever happens, there is one. The lane goes on when this
+    /// returns, or with the answer if nothing may pass it.
+    pub fn serve(self: &Arc<Self>, job: Job, turn: Option<Turn<Job>>) {
+        let Job { sender, payloads } = job;
+        let (resolved, caller) = (sender.resolved, sender.caller());
+        let may_answer_much = !sender.peer.replies.is_full();
+        let reply = self.reply(sender, turn.clone());
+        // What is caught has been printed, and the reply that was dropped says so.
+        let _ = catch_unwind(AssertUnwindSafe(|| {
+            self.handle(&resolved, caller, may_answer_much, &payloads, reply);
+        }));
+        drop(turn);
     }
 
-    /// Serves a request. Whatever happens, there is an answer; a stream has two messages, and an answer that has to wait
-    /// goes through the outbox when it is there. The turn is taken by one that nothing may pass.
-    pub fn answer(
-        self: &Arc<Self>,
-        job: Job,
-        turn: &mut Option<Turn<Job>>,
-    ) -> impl Iterator<Item = Reply> + use<> {
-        let handled = catch_unwind(AssertUnwindSafe(|| self.serve(&job)))
-            .unwrap_or_else(|_| self.panicked(&job).into());
-        let refused = |job: Job| {
-            let (operation, kind) = (job.spec().operation, job.spec().response);
-            self.replies(job, Answer::refusal(operation, kind, "queue_full"))
-        };
-        let now = match handled {
-            Handled::Now(answer) => Some(self.replies(job, answer)),
-            Handled::Later(begin) => self.later(job, begin, None).map(refused),
-            Handled::InTurn(begin) => self.later(job, begin, turn.take()).map(refused),
-        };
-        now.into_iter().flatten()
-    }
-
-    /// Begins what a request waits for; gives it back when too much waits already.
-    pub(super) fn later(
-        self: &Arc<Self>,
-        mut job: Job,
-        begin: Begin,
-        turn: Option<Turn<Job>>,
-    ) -> Option<Job> {
-        if job.charge.is_none() {
-            // It was served as it came, and is kept from here on.
-            job.charge = job.peer.requests.take(job.bytes + JOB_BYTES);
-        }
-        if job.charge.is_none() {
-            return Some(job);
-        }
-        let responder = self.responder(job, turn);
-        // A panic drops the responder, which says so.
-        let _ = catch_unwind(AssertUnwindSafe(|| begin(responder)));
-        None
-    }
-
-    /// Sends the answer to a job when it is there, and ends the turn.
-    fn responder(self: &Arc<Self>, job: Job, turn: Option<Turn<Job>>) -> Responder {
-        let (server, unanswered) = (Arc::clone(self), Arc::clone(&self.unanswered));
-        Responder::new(move |answer| {
-            let answer = answer.unwrap_or_else(|| match std::thread::panicking() {
-                true => server.panicked(&job),
-                // At the end, when what it waited for ends too.
-                false => Answer::refusal(job.spec().operation, job.spec().response, "given_up"),
-            });
-            for reply in server.replies(job, answer) {
-                server.outbox.send(reply);
-            }
-            drop((unanswered, turn));
+    /// The handle that answers a request.
+    pub(super) fn reply(self: &Arc<Self>, sender: RequestSender, turn: Option<Turn<Job>>) -> Reply {
+        Reply::new(Unanswered {
+            server: Arc::clone(self),
+            sender,
+            turn,
+            _counted: Arc::clone(&self.unanswered),
         })
     }
 
-    /// Notes a panic, which has been printed, and gives the answer to the request that met it.
-    fn panicked(&self, job: &Job) -> Answer {
-        let operation = job.spec().operation;
+    /// Notes a panic, which has been printed. Returns the answer to the request that met it.
+    fn panicked(&self, sender: &RequestSender) -> Answer {
         // State under a lock may be half changed, so the health says it for good.
-        self.health.poison(operation.name());
+        self.health.poison(sender.spec().operation.name());
         self.engine.metrics().handler_panics.inc();
-        Answer::refusal(operation, job.spec().response, "panic")
+        sender.refusal("panic")
     }
 
     /// Answers with the operation's "no", without serving.
-    pub fn refuse(
-        self: &Arc<Self>,
-        job: Job,
-        reason: &'static str,
-    ) -> impl Iterator<Item = Reply> + use<> {
-        let answer = Answer::refusal(job.spec().operation, job.spec().response, reason);
-        self.replies(job, answer)
+    pub fn refuse(&self, sender: RequestSender, reason: &'static str) {
+        let answer = sender.refusal(reason);
+        self.send(sender, answer);
     }
 
-    fn serve(&self, job: &Job) -> Handled {
-        let spec = job.spec();
+    fn handle(
+        &self,
+        resolved: &Resolved,
+        caller: Caller,
+        may_answer_much: bool,
+        payloads: &[Vec<u8>],
+        reply: Reply,
+    ) {
+        let spec = resolved.spec;
+        let refusal = |reason| Answer::refusal(spec.operation, spec.response, reason);
         // The readings of generations differ, and so may the answers they take: but for those without a payload.
-        if !job.resolved.certain && spec.response != ResponseKind::Nothing {
-            return Answer::nothing().because("uncertain_generation").into();
+        if !resolved.certain && spec.response != ResponseKind::Nothing {
+            return reply.answer(Answer::nothing().because("uncertain_generation"));
         }
-        if job.resolved.generation != Generation::G6 {
-            return self.serve_older(job);
+        if resolved.generation != Generation::G6 {
+            return self.handle_older(spec, caller, reply);
         }
-        if answers_much(spec.operation) && job.peer.replies.is_full() {
-            return Answer::refusal(spec.operation, spec.response, "replies_unread").into();
+        if answers_much(spec.operation) && !may_answer_much {
+            return reply.answer(refusal("replies_unread"));
         }
-        let payloads: Vec<&[u8]> = job.payloads.iter().map(Vec::as_slice).collect();
+        let payloads: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
-            Ok(request) => self.engine.handle(job.caller(), &request),
+            Ok(request) => self.engine.handle(caller, &request, reply),
             Err(error) => {
                 static SAID: Seldom = Seldom::new();
                 if let Some(left_out) = SAID.due(Instant::now()) {
                     let operation = spec.operation.name();
                     tracing::warn!(operation, %error, left_out, "a request could not be decoded");
                 }
-                Answer::refusal_with(spec.operation, spec.response, "undecodable", &error).into()
+                let (operation, kind) = (spec.operation, spec.response);
+                reply.answer(Answer::refusal_with(operation, kind, "undecodable", &error));
             }
         }
     }
 
     /// A client of a generation that is recognised and not served yet: it gets the "no" of each operation, so that it
     /// runs without a cache instead of waiting.
-    fn serve_older(&self, job: &Job) -> Handled {
-        let spec = job.spec();
+    fn handle_older(&self, spec: &OperationSpec, caller: Caller, reply: Reply) {
         match spec.operation {
-            Operation::GetChunkSize => self.engine.handle(job.caller(), &Request::GetChunkSize),
-            Operation::Ping => self.engine.ping_of_unserved(job.caller()).into(),
-            operation => Answer::refusal(operation, spec.response, "older_generation").into(),
+            Operation::GetChunkSize => self.engine.handle(caller, &Request::GetChunkSize, reply),
+            Operation::Ping => reply.answer(self.engine.ping_of_unserved(caller)),
+            operation => {
+                reply.answer(Answer::refusal(
+                    operation,
+                    spec.response,
+                    "older_generation",
+                ));
+            }
         }
     }
 
-    fn replies(self: &Arc<Self>, job: Job, answer: Answer) -> impl Iterator<Item = Reply> + use<> {
-        let reported = match answer.refused {
-            Some(_) => self.report(job, answer),
-            None => Some((job, answer)),
+    fn send(&self, sender: RequestSender, answer: Answer) {
+        let to_send = match answer.refused {
+            Some(_) => self.report(sender, answer),
+            None => Some((sender, answer)),
         };
-        reported
-            .map(|(job, answer)| self.frames(job, answer))
-            .into_iter()
-            .flatten()
+        if let Some((sender, answer)) = to_send {
+            for message in self.messages(sender, answer) {
+                self.outbox.send(message);
+            }
+        }
     }
 
-    /// Gives back a "no", unless the client would not notice or not survive it: then its next ping says so.
-    fn report(&self, job: Job, answer: Answer) -> Option<(Job, Answer)> {
-        let caller = job.caller();
+    /// Returns a "no" to send, unless the client would not notice or not survive it: then its next ping says so.
+    fn report(&self, sender: RequestSender, answer: Answer) -> Option<(RequestSender, Answer)> {
+        let caller = sender.caller();
         if caller.release != Release::Before0_5_5 {
-            return Some((job, answer));
+            return Some((sender, answer));
         }
-        let held = match job.spec().operation {
+        let held = match sender.spec().operation {
             Operation::PrepareRetrieve => {
                 // What is held needs no memory of the request, and keeps neither its connection nor the server.
                 let outbox = self.outbox.clone();
-                let replies: Vec<_> = self.frames(job, answer).collect();
-                Some(Responder::new(move |_| {
-                    replies.into_iter().for_each(|reply| outbox.send(reply));
+                let messages: Vec<_> = self.messages(sender, answer).collect();
+                Some(Reply::new(move |_| {
+                    messages
+                        .into_iter()
+                        .for_each(|message| outbox.send(message));
                 }))
             }
-            Operation::Store if !lacks_event(&answer) => return Some((job, answer)),
+            Operation::Store if !lacks_event(&answer) => return Some((sender, answer)),
             Operation::Store | Operation::Retrieve => {
                 let reason = answer.refused.unwrap_or_default();
                 self.engine
                     .metrics()
-                    .refused(job.spec().operation.name(), reason);
+                    .refused(sender.spec().operation.name(), reason);
                 None
             }
-            _ => return Some((job, answer)),
+            _ => return Some((sender, answer)),
         };
         self.engine.refuse_by_ping(caller, held);
         None
     }
 
-    /// The messages of an answer.
-    fn frames(&self, job: Job, answer: Answer) -> impl Iterator<Item = Reply> + use<> {
-        let operation = job.spec().operation.name();
+    /// The messages of an answer; a stream has two.
+    fn messages(
+        &self,
+        sender: RequestSender,
+        answer: Answer,
+    ) -> impl Iterator<Item = Outgoing> + use<> {
+        let operation = sender.spec().operation.name();
         let metrics = self.engine.metrics();
         if let Some(reason) = answer.refused {
             metrics.refused(operation, reason);
         }
-        metrics.answered(operation, job.received.elapsed());
-        let Job { peer, uid, op, .. } = job;
-        let (op, payload) = match answer.error.filter(|_| job.takes_text) {
+        metrics.answered(operation, sender.received.elapsed());
+        let takes_text = sender.resolved.release.takes_text_op();
+        let RequestSender { peer, uid, op, .. } = sender;
+        let (op, payload) = match answer.error.filter(|_| takes_text) {
             Some(text) => (error_frame(&text), None),
             None => (op, answer.payload),
         };
-        let end = answer.ends_stream.then(|| Reply {
+        let end = answer.ends_stream.then(|| Outgoing {
             connection: peer.id,
             uid: uid.clone(),
             op: op.clone(),
@@ -296,7 +325,7 @@ impl Server {
             .as_ref()
             .filter(|payload| payload.len() > SMALL_REPLY)
             .map(|payload| peer.replies.take_anyway(payload.len() as u64));
-        std::iter::once(Reply {
+        std::iter::once(Outgoing {
             connection: peer.id,
             uid,
             op,

@@ -11,10 +11,10 @@ use super::client::Budgets;
 use super::connections::{Bounds, Connections, Happened};
 use super::lanes::Pool;
 use super::limits;
-use super::outbox::{Inbox, Reply};
+use super::outbox::{Inbox, Outgoing};
 use super::request::{Job, Server};
-use super::seldom::Seldom;
 use super::socket::RequestSocket;
+use kvtier_engine::seldom::Seldom;
 
 /// How long to look for more work before sleeping. A request that follows a reply, and a reply that a pool is about to
 /// give, come sooner than this; being woken for them costs more, most of all on virtual machines.
@@ -122,7 +122,7 @@ impl Front {
     pub(super) fn turn(&mut self, timeout: Duration) -> std::io::Result<bool> {
         let mut worked = self.send_replies();
         let mut happened = std::mem::take(&mut self.happened);
-        self.connections.wait(timeout, &mut happened)?;
+        self.wait(timeout, &mut happened)?;
         for what in happened.drain(..) {
             match what {
                 Happened::Wake => {
@@ -134,8 +134,18 @@ impl Front {
             }
         }
         self.happened = happened;
-        self.connections.write_queued();
+        // What was answered at once.
+        worked |= self.send_replies();
         Ok(worked)
+    }
+
+    /// Waits for the sockets and for replies.
+    fn wait(&mut self, timeout: Duration, happened: &mut Vec<Happened>) -> std::io::Result<()> {
+        let sleeps = !timeout.is_zero() && self.inbox.begin_sleep();
+        let timeout = if sleeps { timeout } else { Duration::ZERO };
+        let waited = self.connections.wait(timeout, happened);
+        self.inbox.end_sleep();
+        waited
     }
 
     /// Serves or queues what a connection has sent. Returns whether more is likely to follow at once: not after a
@@ -164,7 +174,7 @@ impl Front {
     }
 
     /// Queues a reply for its connection.
-    pub(super) fn send(&mut self, reply: Reply) {
+    pub(super) fn send(&mut self, reply: Outgoing) {
         let connection = reply.connection;
         if !self.connections.push(reply) {
             self.server.engine.metrics().undeliverable.inc();
@@ -228,7 +238,7 @@ impl Front {
     fn send_within(&mut self, timeout: Duration) -> std::io::Result<()> {
         self.send_replies();
         let mut happened = std::mem::take(&mut self.happened);
-        self.connections.wait(timeout, &mut happened)?;
+        self.wait(timeout, &mut happened)?;
         for what in happened.drain(..) {
             match what {
                 Happened::Wake => self.inbox.clear(),

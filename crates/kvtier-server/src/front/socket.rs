@@ -12,7 +12,7 @@ use rustix::net::{
 
 use super::interface::ipv4_address;
 use super::ipc::{self, SocketFile};
-use crate::config::ServerConfig;
+use kvtier_config::ServerConfig;
 
 /// Connections that may wait to be accepted, if the system allows as many.
 pub(super) const BACKLOG: i32 = 1024;

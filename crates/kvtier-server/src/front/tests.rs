@@ -13,9 +13,9 @@ use kvtier_proto::generation::Generation;
 use super::client::Client;
 use super::connections::Bounds;
 use super::limits::{JOB_BYTES, MAX_HEAD};
-use super::request::{Job, error_frame};
+use super::request::{Job, RequestSender, error_frame};
 use super::*;
-use crate::metrics::Metrics;
+use kvtier_metrics::Metrics;
 
 struct ByHand {
     /// Lets one job run for each message, and all once it is dropped. First, so that nothing waits for it at the end.
@@ -56,7 +56,7 @@ impl ByHand {
             Pool::start(name, 1, move |job, turn| {
                 // An error is the gate that was dropped.
                 let _ = told.recv();
-                server.run(job, turn);
+                server.serve(job, Some(turn));
             })
             .unwrap()
         };
@@ -134,17 +134,16 @@ impl ByHand {
             .resolve(&message, &[Generation::G6])
             .unwrap();
         let payloads: Vec<_> = frames[2..].iter().map(|payload| payload.to_vec()).collect();
-        Job {
+        let sender = RequestSender {
             peer: Arc::clone(&self.another.peer),
             uid: frames[0].to_vec(),
             op: frames[1].to_vec(),
             bytes: payloads.iter().map(|payload| payload.len() as u64).sum(),
-            payloads,
             charge: None,
             resolved,
-            takes_text: false,
             received: Instant::now(),
-        }
+        };
+        Job { sender, payloads }
     }
 
     /// What has been answered since the last look.
@@ -220,12 +219,7 @@ fn requests_whose_answers_are_to_come_are_counted_until_they_have_come() {
     let server = Arc::clone(&by_hand.front.server);
     let mut wait = |uid| {
         let job = by_hand.job(&[&[uid], &[13], &text(3)]);
-        let (keep, kept) = bounded(1);
-        let begin = Box::new(move |responder| drop(keep.send(responder)));
-        let refused = server.later(job, begin, None);
-        let waiting = kept.recv().ok();
-        assert!(waiting.is_some() != refused.is_some());
-        waiting
+        server.reply(job.sender, None).later()
     };
     let waiting = [wait(1), wait(2)];
     assert!(waiting.iter().all(Option::is_some) && wait(3).is_none());
@@ -318,7 +312,7 @@ fn no_client_fills_the_log() {
 fn the_limit_of_a_frame_is_told() {
     // MessagePack's, whatever the flag says.
     assert_eq!(limits::max_frame(u64::MAX) >> 30, 4);
-    let reference = crate::config::reference_markdown();
+    let reference = kvtier_config::reference_markdown();
     let mut lines = reference.lines();
     let flag = lines.find(|line| line.contains("`--max-message-gb`"));
     assert!(flag.unwrap().contains("no frame above 4 GiB"));

@@ -11,7 +11,7 @@ use super::audit::{Told, told};
 use super::body::Body;
 use super::payload::Payload;
 use super::{ApiError, State, TIERS, apart, engine};
-use crate::engine::ChecksumError;
+use kvtier_engine::ChecksumError;
 
 /// Checksums read every byte they are asked about, so one request at a time does.
 static CHECKSUMS: Semaphore = Semaphore::const_new(1);

@@ -390,9 +390,8 @@ mod tests {
     async fn start(connections: usize) -> (SocketAddr, impl Future<Output = ()>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let access = crate::config::ServerConfig::from_flags(&["--l1-size-gb", "0.01"])
-            .unwrap()
-            .access;
+        let config = kvtier_config::ServerConfig::from_flags(&["--l1-size-gb", "0.01"]).unwrap();
+        let access = Arc::new(Access::open(&config.http).unwrap());
         let router = Router::new()
             .route(OPEN, get(async || "well"))
             .route("/", get(async || "here"))

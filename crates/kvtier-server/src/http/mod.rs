@@ -34,8 +34,8 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::access::Access;
-use crate::engine::Engine;
 use crate::health::Health;
+use kvtier_engine::Engine;
 
 pub use payload::Bodies;
 

@@ -18,8 +18,8 @@ use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::clip;
 use super::{ApiError, State, TIERS, apart, engine};
-use crate::engine::Engine;
-use crate::l2::{Cursor, L2};
+use kvtier_engine::Engine;
+use kvtier_tiers::{Cursor, L2};
 
 /// Most keys of one deletion.
 const MAX_KEYS: usize = 10_000;
@@ -132,10 +132,10 @@ fn list_l1(
     let entries = objects.into_iter().map(|object| {
         let key = EncodedObjectKey {
             chunk_hash_hex: hex::encode(object.chunk_hash.as_bytes()),
-            model_name: object.space.model_name.to_string(),
-            kv_rank: object.space.kv_rank,
-            object_group_id: object.space.object_group_id,
-            cache_salt: object.space.cache_salt.to_string(),
+            model_name: object.namespace.model_name().to_string(),
+            kv_rank: object.namespace.kv_rank(),
+            object_group_id: object.namespace.object_group_id(),
+            cache_salt: object.namespace.cache_salt().to_string(),
         };
         json!({ "key": key, "size_bytes": object.bytes, "leases": object.leases })
     });

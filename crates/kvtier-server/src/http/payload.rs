@@ -181,8 +181,9 @@ mod tests {
     use tokio_stream_of::stream_of;
 
     use super::*;
-    use crate::config::ServerConfig;
+    use crate::access::Access;
     use crate::health::Health;
+    use kvtier_config::ServerConfig;
 
     /// Bodies that arrive in parts.
     mod tokio_stream_of {
@@ -221,7 +222,7 @@ mod tests {
         Arc::new(Api {
             engine: OnceLock::new(),
             health: Arc::new(Health::default()),
-            access: config.access,
+            access: Arc::new(Access::open(&config.http).unwrap()),
             bodies: Arc::new(Bodies::new(received)),
         })
     }

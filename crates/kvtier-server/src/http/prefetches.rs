@@ -9,7 +9,7 @@ use super::audit::{Told, hidden, told};
 use super::body::Body;
 use super::payload::Payload;
 use super::{ApiError, State, TIERS, engine};
-use crate::engine::{Engine, WarmError, WarmUp};
+use kvtier_engine::{Engine, WarmError, WarmUp};
 
 /// Largest body: as many tokens as are allowed, of ten digits each, with room for commas and blanks.
 const BODY_LIMIT: usize = 16 << 20;

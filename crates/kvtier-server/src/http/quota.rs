@@ -20,8 +20,9 @@ use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::{Wanted, clip, gib, parse_many};
 use super::{Api, ApiError, State, apart};
-use crate::engine::Engine;
-use crate::quota::{ChangeError, Changes, Entry, InTier, Limit, Look};
+use kvtier_config::Limit;
+use kvtier_engine::Engine;
+use kvtier_tenants::{ChangeError, Changes, Entry, InTier, Look};
 
 /// How the tenant without a salt is called in paths and answers.
 const DEFAULT: &str = "_default";

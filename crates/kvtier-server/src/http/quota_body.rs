@@ -7,8 +7,9 @@ use serde_json::{Map, Value, json};
 use super::body::too_many_values;
 use super::json::{self, EntriesError, JsonError};
 
-use crate::config::{GIB, Place};
-use crate::quota::{Entry, Limit, MAX_BYTES, MAX_TENANTS, TierEntry, only_set, parse_size};
+use kvtier_config::{GIB, Place};
+use kvtier_config::{Limit, MAX_BYTES, parse_size};
+use kvtier_tenants::{Entry, MAX_TENANTS, TierEntry, only_set};
 
 /// What a body asks for.
 #[derive(Debug)]

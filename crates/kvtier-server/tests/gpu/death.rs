@@ -74,11 +74,12 @@ fn an_engine_that_dies_as_it_is_registered_is_gone_at_once() {
     let file = engine.counters();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/death");
     worker.counter = Some((file.0.clone().into(), 0));
-    bed.standin.script("clear; hold cuMemGetAddressRange_v2@1");
+    bed.fake_driver
+        .script("clear; hold cuMemGetAddressRange_v2@1");
     let registered = worker.send_registration();
     bed.called("cuMemGetAddressRange_v2", 1);
     engine.kill();
-    bed.standin.script("release");
+    bed.fake_driver.script("release");
     worker.done(registered);
     // The server looks by itself, too.
     bed.pass(Duration::ZERO);

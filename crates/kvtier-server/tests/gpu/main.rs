@@ -1,10 +1,9 @@
-//! The server in one process with its clients, and a second process whose pages are on a GPU, over the stand-in for the
-//! driver.
+//! The server in one process with its clients, and a second process whose pages are on a GPU, over the fake CUDA driver.
 
 #![expect(clippy::unwrap_used, reason = "test")]
 
 mod death;
-#[path = "../../../kvtier-device/tests/common/lender.rs"]
+#[path = "../../../kvtier-device/tests/it/lender.rs"]
 #[expect(dead_code, reason = "the rest is for the tests of the device")]
 mod lender;
 mod registration;

@@ -30,13 +30,13 @@ fn a_registration_holds_up_only_what_its_connection_sent_behind_it() {
         .enumerate()
     {
         let seed = 10 * number as u32;
-        bed.standin.script(&format!("clear; hold {function}@1"));
+        bed.fake_driver.script(&format!("clear; hold {function}@1"));
         let registered = worker.send_registration();
         let stored = worker.send_store(seed, b"");
         bed.called(function, 1);
         others_go_on(&bed, seed + 1);
         let before = bed.readings().objects;
-        bed.standin.script("release");
+        bed.fake_driver.script("release");
         worker.done(registered);
         assert!(worker.has_stored(stored));
         assert_eq!(bed.readings().objects, before + 1);
@@ -47,14 +47,14 @@ fn a_registration_holds_up_only_what_its_connection_sent_behind_it() {
 
     let registered = worker.send_registration();
     worker.done(registered);
-    bed.standin.script("clear; hold cuIpcCloseMemHandle@1");
+    bed.fake_driver.script("clear; hold cuIpcCloseMemHandle@1");
     let unregistered = worker.send_unregistration();
     let registered = worker.send_registration();
     let stored = worker.send_store(30, b"");
     bed.called("cuIpcCloseMemHandle", 1);
     others_go_on(&bed, 31);
     assert_eq!(bed.open_allocations(), Some(1));
-    bed.standin.script("release");
+    bed.fake_driver.script("release");
     worker.done(unregistered);
     worker.done(registered);
     assert!(worker.has_stored(stored));
@@ -70,7 +70,7 @@ fn memory_of_workers_that_are_given_up_is_closed_apart() {
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/silent");
     let registered = worker.send_registration();
     worker.done(registered);
-    bed.standin.script("clear; hold cuIpcCloseMemHandle@1");
+    bed.fake_driver.script("clear; hold cuIpcCloseMemHandle@1");
     let mut successor = Worker::new(&bed, &mut second, 1, "gpu/silent");
     let registered = successor.send_registration();
     bed.called("cuIpcCloseMemHandle", 1);
@@ -78,16 +78,16 @@ fn memory_of_workers_that_are_given_up_is_closed_apart() {
         let answered = scope.spawn(|| successor.done(registered));
         others_go_on(&bed, 2);
         assert!(!answered.is_finished());
-        bed.standin.script("release");
+        bed.fake_driver.script("release");
     });
     assert_eq!(bed.open_allocations(), Some(1));
-    bed.standin.script("hold cuIpcCloseMemHandle@1");
+    bed.fake_driver.script("hold cuIpcCloseMemHandle@1");
     bed.pass(bed.engine().config().registration_grace * 2);
     assert_eq!(bed.readings().instances, 0);
     bed.called("cuIpcCloseMemHandle", 2);
     others_go_on(&bed, 1);
     assert_eq!(bed.open_allocations(), Some(1));
-    bed.standin.script("release");
+    bed.fake_driver.script("release");
     bed.ends_clean();
 }
 
@@ -96,12 +96,13 @@ fn an_engine_that_dies_while_it_registers_leaves_nothing() {
     let bed = Bed::start();
     let mut engine = Lender::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/dies");
-    bed.standin.script("clear; hold cuIpcOpenMemHandle_v2@1");
+    bed.fake_driver
+        .script("clear; hold cuIpcOpenMemHandle_v2@1");
     let registered = worker.send_registration();
     let stored = worker.send_store(1, b"");
     bed.called("cuIpcOpenMemHandle_v2", 1);
     engine.kill();
-    bed.standin.script("release");
+    bed.fake_driver.script("release");
     worker.done(registered);
     assert!(!worker.has_stored(stored));
     assert_eq!(bed.open_allocations(), Some(0));
@@ -119,11 +120,11 @@ fn an_event_that_the_driver_hangs_over_holds_up_no_other_worker() {
     let registered = worker.send_registration();
     worker.done(registered);
     let event = engine.bytes("event");
-    bed.standin.script("clear; hold cuIpcOpenEventHandle@1");
+    bed.fake_driver.script("clear; hold cuIpcOpenEventHandle@1");
     let stored = worker.send_store(1, &event);
     bed.called("cuIpcOpenEventHandle", 1);
     others_go_on(&bed, 2);
-    bed.standin.script("release");
+    bed.fake_driver.script("release");
     assert!(worker.has_stored(stored));
     bed.ends_clean();
 }
@@ -134,7 +135,7 @@ fn a_server_ends_amid_a_trial() {
     let bed = Bed::start();
     let mut engine = Lender::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/trial");
-    bed.standin.script("clear; hold cuLaunchKernel@1");
+    bed.fake_driver.script("clear; hold cuLaunchKernel@1");
     let registered = worker.send_registration();
     bed.called("cuLaunchKernel", 1);
     bed.ends_with_a_hang();
@@ -152,14 +153,14 @@ fn a_gpu_is_healthy_again_when_its_driver_comes_back() {
     assert!(healthy(1));
     let mut engine = Lender::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/back");
-    bed.standin.script("hold cuDevicePrimaryCtxRetain@1");
+    bed.fake_driver.script("hold cuDevicePrimaryCtxRetain@1");
     let refused = worker.send_registration();
     worker.done(refused);
     assert!(healthy(0));
-    bed.standin.script("release");
+    bed.fake_driver.script("release");
     wait(|| healthy(1));
     // Nobody has it in use.
     assert_eq!(bed.open_allocations(), None);
-    wait(|| bed.standin.count("live.contexts") == 0);
+    wait(|| bed.fake_driver.count("live.contexts") == 0);
     bed.ends_clean();
 }

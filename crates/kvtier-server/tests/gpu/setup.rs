@@ -7,21 +7,21 @@ use kvtier_client::proto::descriptor::{Cuda, CudaHandle, Dtype, TensorDescriptor
 use kvtier_client::proto::request::{EngineType, LayoutHints, Registration, Request, Store};
 use kvtier_client::proto::response::Response;
 use kvtier_client::{Connection, InstanceId, Scope, Ticket};
-use kvtier_cuda_standin::standin_path;
+use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::GpuOptions;
 use serde_json::Value;
 
-use crate::lender::{Lender, StandIn, UUID, unhex};
+use crate::lender::{FakeDriver, Lender, UUID, unhex};
 use crate::support::{CHUNK, TestServer, prompt, range};
 
 /// Pages of a worker, one token each, and their bytes.
 const BLOCKS: u64 = 64;
 const PAGE: u64 = 64;
 
-/// A server with one thread for transfers, over the stand-in, and nobody else at it.
+/// A server with one thread for transfers, over the fake driver, and nobody else at it.
 pub struct Bed {
     server: TestServer,
-    pub standin: StandIn,
+    pub fake_driver: FakeDriver,
     _alone: MutexGuard<'static, ()>,
 }
 
@@ -32,9 +32,9 @@ impl Bed {
 
     /// With what no flag says of how GPUs are used.
     pub fn with(options: impl FnOnce(&mut GpuOptions)) -> Self {
-        let (standin, alone) = StandIn::alone();
-        standin.script("reset; clear; devices=2");
-        let driver = standin_path().unwrap();
+        let (fake_driver, alone) = FakeDriver::alone();
+        fake_driver.script("reset; clear; devices=2");
+        let driver = fake_driver_path().unwrap();
         let flags = [
             "--cuda-driver",
             driver.to_str().unwrap(),
@@ -47,7 +47,7 @@ impl Bed {
             server: TestServer::start_with(&flags, |config| {
                 options(&mut config.cuda.as_mut().unwrap().gpu);
             }),
-            standin,
+            fake_driver,
             _alone: alone,
         }
     }
@@ -62,31 +62,31 @@ impl Bed {
     /// Stores that have not ended on the first GPU, which is in use.
     pub fn stores_under_way(&self) -> u64 {
         let gpus = self.server.readings().gpus;
-        gpus[0].readings.as_ref().unwrap().under_way[0]
+        gpus[0].readings.as_ref().unwrap().in_flight[0]
     }
 
     /// Waits until the driver was called so often.
     pub fn called(&self, function: &str, times: u64) {
-        wait(|| self.standin.count(function) >= times);
+        wait(|| self.fake_driver.count(function) >= times);
     }
 
     /// Stops the server while something hangs, of which the driver lets go then.
     pub fn ends_with_a_hang(self) {
         drop(self.server);
-        self.standin.script("release");
-        wait(|| self.standin.count("live.contexts") == 0);
-        assert_eq!(self.standin.violations(), "");
+        self.fake_driver.script("release");
+        wait(|| self.fake_driver.count("live.contexts") == 0);
+        assert_eq!(self.fake_driver.violations(), "");
     }
 
     /// Stops the server: nothing is open then, and everything was done by the rules of the driver.
     pub fn ends_clean(self) {
         self.server.assert_sound();
         drop(self.server);
-        assert_eq!(self.standin.violations(), "");
+        assert_eq!(self.fake_driver.violations(), "");
         for what in [
             "memory", "physical", "host", "streams", "events", "contexts",
         ] {
-            assert_eq!(self.standin.count(&format!("live.{what}")), 0, "{what}");
+            assert_eq!(self.fake_driver.count(&format!("live.{what}")), 0, "{what}");
         }
     }
 }

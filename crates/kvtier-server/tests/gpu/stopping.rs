@@ -31,7 +31,7 @@ fn a_gpu_that_hangs_is_in_the_log_once() {
     let registered = worker.send_registration();
     worker.done(registered);
     // The trial may have chosen copies or the kernel.
-    bed.standin.script("clear; hold d2h; hold kernel");
+    bed.fake_driver.script("clear; hold d2h; hold kernel");
     let _stored = worker.send_store(1, b"");
     bed.called("cuEventRecord", 1);
     wait(|| bed.stores_under_way() == 1);

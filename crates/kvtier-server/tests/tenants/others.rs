@@ -66,7 +66,7 @@ fn deleting_and_warming_are_for_the_tenant_that_is_named() {
     assert_eq!(objects.len(), 6);
     let of_a = objects
         .iter()
-        .filter(|object| &*object.space.cache_salt == "a");
+        .filter(|object| &**object.namespace.cache_salt() == "a");
     let keys = of_a.map(|object| {
         let key = ObjectKey::new(object.chunk_hash, "others", kv_rank(1, 0), 0, "a").unwrap();
         serde_json::to_value(EncodedObjectKey::from(key.text())).unwrap()

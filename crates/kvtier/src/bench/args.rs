@@ -1,4 +1,4 @@
-//! What can be said on the command line.
+//! Arguments of `kvtier bench`.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,123 +18,123 @@ pub(crate) struct BenchArgs {
     pub(crate) load: LoadArgs,
 }
 
-/// What is no load.
+/// Subcommands that generate no load on a server.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
     /// Start a server several times; measure the time to its first answer, and its idle memory.
     Start(StartArgs),
     /// Compare JSON reports of two servers: medians over the files of each, and their ratio.
     Compare(CompareArgs),
-    /// Measure a second tier by itself, beside plain files where it keeps files; no server is needed.
+    /// Measure a second tier without a server; if it keeps files, compare it with plain files.
     L2(L2Args),
 }
 
-/// Which tier, and what with.
+/// Arguments of `kvtier bench l2`.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct L2Args {
     /// The tier, as for `kvtier server --l2-adapter`.
     #[arg(long, value_name = "JSON")]
     pub(crate) l2_adapter: String,
-    /// Objects of a round.
+    /// Objects per round.
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
     pub(crate) num_keys: u32,
-    /// KiB of one object.
+    /// KiB per object.
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=262_144))]
     pub(crate) data_size_kb: u32,
-    /// Rounds that are measured, after one that is not.
+    /// Measured rounds, after one to warm up.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) rounds: u32,
-    /// Write the report as JSON to a file too.
+    /// Also write the report as JSON to a file.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
 
-/// What a scenario cannot do without.
+/// Error of a replay without a trace.
 pub(crate) const NEEDS_TRACE: &str = "a replay needs a trace: --trace FILE";
 
-/// What a scenario cannot do without.
+/// Error of the memory scenario without a process.
 pub(crate) const NEEDS_PID: &str = "the memory scenario needs the server's process: --pid PID";
 
-/// Which load, and where.
+/// Arguments of the load.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct LoadArgs {
     /// Request socket of the server: host:port, tcp://host:port or ipc://path [default: tcp://127.0.0.1:5555].
     #[arg(value_name = "URL", value_parser = requests)]
     server: Option<String>,
-    /// The same.
+    /// The same as the argument.
     #[arg(long, value_parser = requests, conflicts_with = "server")]
     url: Option<String>,
-    /// What to measure; default is everything but replay, tenants and memory. May be repeated or separated by commas.
+    /// Scenarios; default is all except replay, tenants and memory. May be repeated or separated by commas.
     #[arg(long, value_enum, value_delimiter = ',')]
     pub(crate) scenario: Vec<Scenario>,
     /// Clients of the mixed and replay scenarios.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) clients: u32,
-    /// Tokens of the prompts that are looked up and whose chunks are retrieved.
+    /// Tokens per prompt in lookups and retrieves.
     #[arg(long, default_value_t = 32_768, value_parser = clap::value_parser!(u32).range(1..=4_194_304))]
     pub(crate) prompt_tokens: u32,
-    /// Different prompts that lookups take in turn.
+    /// Number of prompts that lookups use in turn.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) prompts: u32,
-    /// Another server, to which each lookup of the lookup-hit scenario goes too, in turn: what the machine does meanwhile
-    /// befalls both. Its row has the ratios.
+    /// Another server for the lookup-hit scenario: lookups go to both in turn, so other load of the machine affects both.
+    /// Its row has the ratios.
     #[arg(long, value_name = "URL", value_parser = requests)]
     pub(crate) beside: Option<String>,
-    /// How long each latency scenario is measured, in seconds or as in 500ms, 30s, 2m, after a tenth of it to warm up.
+    /// Duration of each latency scenario, in seconds or as in 500ms, 30s, 2m, after a tenth of it to warm up.
     #[arg(long, default_value = "3s", value_parser = duration)]
     pub(crate) duration: Duration,
-    /// Measure this many requests (a client) instead of a duration.
+    /// Measure this number of requests per client instead of a duration.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) requests: Option<u64>,
-    /// Requests a second and client, at fixed times; default is the next as soon as the last was answered.
+    /// Requests per second and client, at fixed times; default is the next as soon as the last was answered.
     #[arg(long, value_parser = rate)]
     pub(crate) rate: Option<f64>,
-    /// Stores a second of the writer beside the mixed lookups; 0 for none.
+    /// Stores per second of the writer in the mixed scenario; 0 for none.
     #[arg(long, default_value_t = 100.0, value_parser = rate_or_none)]
     pub(crate) writer_rate: f64,
-    /// Where tokens and bytes come from.
+    /// Seed of tokens and bytes.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Bytes of a chunk in the transfer scenarios, such as 2MiB; a multiple of 4 bytes a token of the chunk.
+    /// Bytes per chunk in the transfer scenarios, such as 2MiB; a multiple of 4 bytes per token of the chunk.
     #[arg(long, default_value = "2MiB", value_parser = bytes)]
     pub(crate) chunk_bytes: u64,
-    /// Chunks in one transfer request.
+    /// Chunks per transfer request.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) chunks_per_request: u32,
-    /// Take neighbouring blocks, as a fresh engine has them, instead of blocks in random order.
+    /// Use consecutive blocks, like a fresh engine, instead of blocks in random order.
     #[arg(long)]
     pub(crate) ordered_blocks: bool,
-    /// Bytes that each transfer scenario stores in all; should fit into the server's memory.
+    /// Total bytes stored by each transfer scenario; should fit into the server's memory.
     #[arg(long, default_value = "384MiB", value_parser = bytes)]
     pub(crate) volume: u64,
-    /// Send chunks pickled, even where the server has a shared pool.
+    /// Send chunks pickled, even if the server has a shared pool.
     #[arg(long)]
     pub(crate) pickle: bool,
-    /// How long any request may take, in seconds or as in 500ms, 30s, 2m. The first that takes longer ends the run.
+    /// Timeout of each request, in seconds or as in 500ms, 30s, 2m. The first timeout ends the run.
     #[arg(long, default_value = "10s", value_parser = duration)]
     pub(crate) timeout: Duration,
-    /// Ask the server to drop unused chunks before each scenario. For servers that nobody else uses.
+    /// Drop unused chunks of the server before each scenario. For servers without other clients.
     #[arg(long)]
     pub(crate) clear: bool,
     /// Trace to replay: JSON lines with timestamp (ms), input_length, output_length, hash_ids (of 512 tokens each).
     #[arg(long)]
     pub(crate) trace: Option<PathBuf>,
-    /// Requests of the trace to replay.
+    /// Number of requests to replay.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) limit: u64,
-    /// Replay at the trace's own times, this many times as fast; default is as fast as it goes.
+    /// Replay at the trace's own times, accelerated by this factor; default is as fast as possible.
     #[arg(long, value_parser = rate)]
     pub(crate) speed: Option<f64>,
-    /// Tenants of the tenants scenario.
+    /// Number of tenants in the tenants scenario.
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     pub(crate) tenants: u32,
-    /// Bytes of a chunk in all other scenarios.
+    /// Bytes per chunk in all other scenarios.
     #[arg(long, default_value = "4KiB", value_parser = bytes)]
     pub(crate) small_chunk_bytes: u64,
-    /// Objects that the memory scenario stores.
+    /// Objects stored by the memory scenario.
     #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) objects: u64,
-    /// Process of the server, for its memory.
+    /// Process id of the server, to read its memory.
     #[arg(long)]
     pub(crate) pid: Option<u32>,
     /// Name of the server in reports; default is its address.
@@ -146,7 +146,7 @@ pub(crate) struct LoadArgs {
 }
 
 impl LoadArgs {
-    /// Where the server is.
+    /// The server's address.
     pub(crate) fn url(&self) -> &str {
         let given = self.server.as_deref().or(self.url.as_deref());
         given.unwrap_or(REQUESTS)
@@ -162,7 +162,7 @@ impl LoadArgs {
         }
     }
 
-    /// The scenarios to run, in order. Giving a trace without naming scenarios means the replay.
+    /// The scenarios to run, in order. A trace without scenarios means the replay.
     pub(crate) fn scenarios(&self) -> Vec<Scenario> {
         match (self.scenario.is_empty(), &self.trace) {
             (false, _) => self.scenario.clone(),
@@ -171,28 +171,28 @@ impl LoadArgs {
         }
     }
 
-    /// What the scenarios need and was not given, all of it.
-    pub(crate) fn lacks(&self) -> Option<String> {
-        let lacks = |scenario| match scenario {
+    /// All missing arguments of the scenarios.
+    pub(crate) fn missing(&self) -> Option<String> {
+        let missing = |scenario| match scenario {
             Scenario::Replay if self.trace.is_none() => Some(NEEDS_TRACE),
             Scenario::Memory if self.pid.is_none() => Some(NEEDS_PID),
             _ => None,
         };
-        let mut all: Vec<_> = self.scenarios().into_iter().filter_map(lacks).collect();
+        let mut all: Vec<_> = self.scenarios().into_iter().filter_map(missing).collect();
         all.sort_unstable();
         all.dedup();
         (!all.is_empty()).then(|| all.join("; "))
     }
 }
 
-/// One thing to measure.
+/// A scenario to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Scenario {
     /// Round trip of the smallest request.
     Ping,
-    /// Lookup of a prompt whose chunks are all cached, until the result is known.
+    /// Lookup of a cached prompt, until the result is known.
     LookupHit,
-    /// Lookup of a prompt that was never seen.
+    /// Lookup of a new prompt.
     LookupMiss,
     /// prepare_retrieve and commit_retrieve of all chunks of a prompt, without reading them.
     RetrieveBookkeeping,
@@ -200,20 +200,20 @@ pub(crate) enum Scenario {
     StoreBookkeeping,
     /// Store and retrieve of a worker that copies by itself.
     EngineDriven,
-    /// Store and retrieve of a worker whose pages the server copies, beside a plain memory copy.
+    /// Store and retrieve of a worker whose pages the server copies, compared with a plain memory copy.
     LmcacheDriven,
-    /// Several clients looking up, a writer beside them.
+    /// Lookups of several clients, with a concurrent writer.
     Mixed,
-    /// A trace of a real service, with small objects. Needs --trace.
+    /// Replay of a recorded trace, with small objects. Needs --trace.
     Replay,
-    /// Stores of many tenants in random order, reading back now and then; the salts are tenant-0, tenant-1 ...
+    /// Stores of many tenants in random order, with some retrieves; the salts are tenant-0, tenant-1 ...
     Tenants,
-    /// The server's memory for each of many tiny objects. Needs --pid.
+    /// The server's memory per object, with many tiny objects. Needs --pid.
     Memory,
 }
 
 impl Scenario {
-    /// What runs when nothing is asked for.
+    /// The default scenarios.
     const TABLE: [Self; 8] = [
         Self::Ping,
         Self::LookupHit,
@@ -235,25 +235,25 @@ impl Scenario {
 /// Arguments of `kvtier bench start`.
 #[derive(Debug, Args)]
 pub(crate) struct StartArgs {
-    /// Request socket the server will answer at: host:port, tcp://host:port or ipc://path.
+    /// Request socket of the server to start: host:port, tcp://host:port or ipc://path.
     #[arg(value_name = "URL", required_unless_present = "url", value_parser = requests)]
     server: Option<String>,
-    /// The same.
+    /// The same as the argument.
     #[arg(long, value_parser = requests, conflicts_with = "server")]
     url: Option<String>,
-    /// How often to start it.
+    /// Number of starts.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) rounds: u32,
-    /// How long it may take, in seconds or as in 500ms, 30s, 2m.
+    /// Timeout of each start, in seconds or as in 500ms, 30s, 2m.
     #[arg(long, default_value = "120s", value_parser = duration)]
     pub(crate) timeout: Duration,
-    /// How long to leave it idle before its memory is read, in seconds or as in 500ms, 30s, 2m.
+    /// Idle time before its memory is read, in seconds or as in 500ms, 30s, 2m.
     #[arg(long, default_value = "1s", value_parser = duration)]
     pub(crate) settle: Duration,
     /// Name of the server in reports; default is its program.
     #[arg(long)]
     pub(crate) label: Option<String>,
-    /// Where the server's output goes; default is nowhere.
+    /// File for the server's output; default is none.
     #[arg(long)]
     pub(crate) log: Option<PathBuf>,
     /// Write the report as JSON to a file, or with `-` to stdout instead of the table.
@@ -265,7 +265,7 @@ pub(crate) struct StartArgs {
 }
 
 impl StartArgs {
-    /// Where the server will be.
+    /// The server's address.
     pub(crate) fn url(&self) -> Option<&str> {
         self.server.as_deref().or(self.url.as_deref())
     }
@@ -274,15 +274,15 @@ impl StartArgs {
 /// Arguments of `kvtier bench compare`.
 #[derive(Debug, Args)]
 pub(crate) struct CompareArgs {
-    /// Reports of the server to compare with.
+    /// Reports of the base server.
     #[arg(long, required = true, num_args = 1..)]
     pub(crate) base: Vec<PathBuf>,
-    /// Reports of the server in question.
+    /// Reports of the compared server.
     #[arg(long, required = true, num_args = 1..)]
     pub(crate) ours: Vec<PathBuf>,
 }
 
-/// A number of bytes, or one with the unit KiB, MiB or GiB.
+/// Parses a size: bytes, or a number with the unit KiB, MiB or GiB.
 fn bytes(text: &str) -> Result<u64, String> {
     let units = [
         ("KiB", 1024.0),
@@ -294,7 +294,7 @@ fn bytes(text: &str) -> Result<u64, String> {
         split_unit(text, &units).ok_or("expected a size such as 4096, 64KiB, 2MiB or 1GiB")?;
     let size = number * scale;
     if !(1.0..=1e15).contains(&size) || size.fract() != 0.0 {
-        return Err(format!("{text} is no positive whole number of bytes"));
+        return Err(format!("{text} is not a positive whole number of bytes"));
     }
     Ok(size as u64)
 }

@@ -1,4 +1,4 @@
-//! Two servers side by side: medians over several reports of each.
+//! `kvtier bench compare`: two servers side by side, medians over several reports of each.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,13 @@ use super::args::CompareArgs;
 use super::record::Row;
 use super::report::{Report, new_table, number, time};
 
-/// A number of a row that is worth comparing.
+/// A number of a row to compare.
 struct Figure {
     name: &'static str,
     pick: fn(&Row) -> Option<f64>,
     show: fn(f64) -> String,
     /// Whether less is better.
-    less: bool,
+    less_is_better: bool,
 }
 
 const FIGURES: [Figure; 9] = [
@@ -24,55 +24,55 @@ const FIGURES: [Figure; 9] = [
         name: "p50",
         pick: |row| row.latency_us.map(|latency| latency.p50),
         show: time,
-        less: true,
+        less_is_better: true,
     },
     Figure {
         name: "p99",
         pick: |row| row.latency_us.map(|latency| latency.p99),
         show: time,
-        less: true,
+        less_is_better: true,
     },
     Figure {
         name: "p99.9",
         pick: |row| row.latency_us.map(|latency| latency.p999),
         show: time,
-        less: true,
+        less_is_better: true,
     },
     Figure {
         name: "per s",
         pick: |row| row.per_second,
         show: number,
-        less: false,
+        less_is_better: false,
     },
     Figure {
         name: "GB/s",
         pick: |row| row.gb_per_second,
         show: number,
-        less: false,
+        less_is_better: false,
     },
     Figure {
         name: "of memcpy",
         pick: |row| row.facts.get("of memcpy").copied(),
         show: number,
-        less: false,
+        less_is_better: false,
     },
     Figure {
         name: "of memcpy in runs",
         pick: |row| row.facts.get("of memcpy in runs").copied(),
         show: number,
-        less: false,
+        less_is_better: false,
     },
     Figure {
         name: "private MiB",
         pick: |row| row.facts.get("private MiB").copied(),
         show: number,
-        less: true,
+        less_is_better: true,
     },
     Figure {
         name: "B an object",
         pick: |row| row.facts.get("B an object").copied(),
         show: number,
-        less: true,
+        less_is_better: true,
     },
 ];
 
@@ -100,7 +100,7 @@ pub(crate) fn run(args: &CompareArgs) -> anyhow::Result<ExitCode> {
             }
             let ratio = match (base, ours) {
                 (Some(base), Some(ours)) if base > 0.0 && ours > 0.0 => {
-                    let ratio = if figure.less {
+                    let ratio = if figure.less_is_better {
                         base / ours
                     } else {
                         ours / base
@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_skip_reports_without_the_row() {
+    fn medians_skip_reports_without_row() {
         let report = |value: Option<f64>| {
             let mut report = Report::bare("x".to_owned(), "tcp://x:1", 256, 1);
             if let Some(value) = value {

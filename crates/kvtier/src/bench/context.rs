@@ -1,4 +1,4 @@
-//! What all scenarios share: the server, names that no other run has, pacing, and the wish to stop.
+//! Context of all scenarios: the server, names unique to the run, pacing, and the stop flag.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
@@ -15,14 +15,14 @@ use super::args::LoadArgs;
 use crate::address::expect_listener;
 use crate::pattern;
 
-/// The run.
+/// Context of one run.
 pub(crate) struct Context {
     pub(crate) args: LoadArgs,
     /// Address of the server.
     pub(crate) url: String,
-    /// Tokens in a chunk, as the server says.
+    /// Tokens per chunk of the server.
     pub(crate) chunk_tokens: usize,
-    /// Part of all names of this run: what earlier runs stored is never found.
+    /// Part of all names of this run, so that chunks of earlier runs never hit.
     run: u64,
     stop: Arc<AtomicBool>,
     instances: AtomicI64,
@@ -30,7 +30,7 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Asks the server for its chunk size: a server that is not there or does not answer ends the run here.
+    /// Asks the server for its chunk size. A server that does not answer ends the run here.
     pub(crate) fn new(args: LoadArgs) -> anyhow::Result<Self> {
         let url = args.url().to_owned();
         expect_listener(&url, args.timeout)?;
@@ -43,7 +43,7 @@ impl Context {
             chunk_tokens: 0,
             run,
             stop: crate::signals::stop_flag()?,
-            // Away from process ids, which real workers use.
+            // Outside the range of process ids, which real workers use.
             instances: AtomicI64::new((1 << 40) | ((run >> 24) as i64 & 0xff_ffff_f000)),
             requests: AtomicU64::new(0),
         };
@@ -51,7 +51,7 @@ impl Context {
         Ok(context)
     }
 
-    /// A connection of its own.
+    /// A new connection.
     pub(crate) fn connect(&self) -> anyhow::Result<Connection> {
         let options = Options {
             timeout: self.args.timeout,
@@ -60,17 +60,17 @@ impl Context {
         Ok(Connection::connect_with(&self.url, options)?)
     }
 
-    /// Model and tenant for one scenario. The tenant is this run's.
+    /// Model and tenant of one scenario. The tenant is unique to the run.
     pub(crate) fn scope(&self, scenario: &str) -> Scope {
         Scope::new(format!("kvtier-bench-{scenario}")).with_salt(format!("bench-{:016x}", self.run))
     }
 
-    /// A number for a worker.
+    /// An unused instance id.
     pub(crate) fn instance(&self) -> InstanceId {
         InstanceId(self.instances.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// A name for a request.
+    /// An unused request id.
     pub(crate) fn request_id(&self) -> String {
         let number = self.requests.fetch_add(1, Ordering::Relaxed);
         format!("bench-{:016x}-{number}", self.run)
@@ -81,17 +81,17 @@ impl Context {
         pattern::tokens(pattern::mix(self.args.seed ^ pattern::mix(number)), count)
     }
 
-    /// Whether somebody wants the run to end.
-    pub(crate) fn stopped(&self) -> bool {
+    /// Whether a signal has stopped the run.
+    pub(crate) fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// A registered worker with small chunks, for scenarios that measure bookkeeping.
+    /// A registered worker with small chunks, for scenarios that do not measure copies.
     pub(crate) fn small_worker(&self, scope: &Scope) -> anyhow::Result<EngineDrivenWorker> {
         self.engine_driven(scope, self.args.small_chunk_bytes)
     }
 
-    /// A registered worker that copies by itself, with chunks of that size.
+    /// A registered worker that copies by itself, with chunks of this size.
     pub(crate) fn engine_driven(
         &self,
         scope: &Scope,
@@ -108,7 +108,7 @@ impl Context {
         )
     }
 
-    /// A bar for a scenario, on a terminal only.
+    /// The progress bar of a scenario, on a terminal only.
     pub(crate) fn bar(&self, name: &str, total: u64) -> ProgressBar {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
         let style = ProgressStyle::with_template("{msg:24} [{bar:40}] {percent:>3} % {elapsed}")
@@ -132,13 +132,13 @@ impl Context {
     }
 }
 
-/// Layers and values a token of two planes of bfloat16 that make chunks of that many bytes.
+/// Layers, and values per token, of chunks of this size with two planes of bfloat16.
 pub(crate) fn geometry(chunk_bytes: u64, chunk_tokens: u64) -> anyhow::Result<(u64, u64)> {
     let row = 4 * chunk_tokens;
     let values = chunk_bytes / row;
     anyhow::ensure!(
         values > 0 && chunk_bytes.is_multiple_of(row),
-        "a chunk of {chunk_bytes} bytes is not possible: with the server's {chunk_tokens} tokens a chunk, allowed are \
+        "a chunk of {chunk_bytes} bytes is not possible: with the server's {chunk_tokens} tokens per chunk, allowed are \
          multiples of {row} bytes"
     );
     let layers = [4, 2, 1]
@@ -148,7 +148,7 @@ pub(crate) fn geometry(chunk_bytes: u64, chunk_tokens: u64) -> anyhow::Result<(u
     Ok((layers, values / layers))
 }
 
-/// Tokens of a block: 16 as vLLM has it, or what divides the chunk.
+/// Tokens per block: 16 as in vLLM, or a smaller divisor of the chunk.
 pub(crate) fn block_tokens(chunk_tokens: u64) -> u64 {
     [16, 8, 4, 2]
         .into_iter()
@@ -156,11 +156,11 @@ pub(crate) fn block_tokens(chunk_tokens: u64) -> u64 {
         .unwrap_or(1)
 }
 
-/// The loop of one client: how long, when each request is due, and what counts.
+/// The loop of one client: its end, the time of each request, and the warm-up.
 pub(crate) struct Pace<'c> {
     context: &'c Context,
     bar: ProgressBar,
-    /// Requests left, the first of them to warm up.
+    /// Requests left, and the number of them that are measured; the others warm up.
     requests: Option<(u64, u64)>,
     measured_from: Instant,
     end: Instant,
@@ -171,7 +171,7 @@ pub(crate) struct Pace<'c> {
 }
 
 impl<'c> Pace<'c> {
-    /// Goes on until somebody stops the run; every request counts.
+    /// A loop without end, until the run is stopped; every request is measured.
     pub(crate) fn endless(context: &'c Context, rate: Option<f64>) -> Self {
         let now = Instant::now();
         let mut pace = Self::new(context, ProgressBar::hidden(), rate);
@@ -201,9 +201,9 @@ impl<'c> Pace<'c> {
         }
     }
 
-    /// The next request, when it is due; none when the loop is over.
+    /// Waits until the next request is due; none at the end of the loop.
     pub(crate) fn next(&mut self) -> Option<Turn> {
-        if self.context.stopped() {
+        if self.context.is_stopped() {
             return None;
         }
         let now = Instant::now();
@@ -245,7 +245,7 @@ impl<'c> Pace<'c> {
         })
     }
 
-    /// Time since the first request that counted.
+    /// Time since the first measured request.
     pub(crate) fn measured(&self) -> Duration {
         self.first_measured
             .map_or(Duration::ZERO, |first| first.elapsed())
@@ -256,21 +256,21 @@ impl<'c> Pace<'c> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Turn {
     due: Option<Instant>,
-    /// Whether it counts; the first ones warm up.
+    /// Whether it is measured; the first ones warm up.
     pub(crate) measured: bool,
     /// Counted from 1.
     pub(crate) number: u64,
 }
 
 impl Turn {
-    /// When its latency starts: when it was due, or now.
+    /// The start of its latency: when it was due, or now.
     pub(crate) fn start(&self) -> Instant {
         self.due.unwrap_or_else(Instant::now)
     }
 }
 
 /// Stores a prompt's chunks and waits until a lookup finds all of them (LMCache's server answers a store some time
-/// before it can be read).
+/// before its chunks can be retrieved).
 pub(crate) fn make_resident(
     worker: &mut EngineDrivenWorker,
     context: &Context,
@@ -287,7 +287,7 @@ pub(crate) fn make_resident(
         pattern::chunk(seeds[index as usize], size)
     })?;
     worker.connection().end_session(&request)?;
-    let give_up = Instant::now() + context.args.timeout;
+    let deadline = Instant::now() + context.args.timeout;
     loop {
         let request = context.request_id();
         let hits = worker.lookup(&prompt, &request)?;
@@ -299,9 +299,9 @@ pub(crate) fn make_resident(
             return Ok(prompt);
         }
         anyhow::ensure!(
-            Instant::now() < give_up,
-            "a prompt of {chunks} chunks was stored ({} were taken), but {:?} later a lookup finds {hits}; has the \
-             server room for it?",
+            Instant::now() < deadline,
+            "a prompt of {chunks} chunks was stored ({} were taken), but {:?} later a lookup finds {hits}; does the \
+             server have space for it?",
             stored.chunks.len(),
             context.args.timeout
         );

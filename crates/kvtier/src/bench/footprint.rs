@@ -1,4 +1,4 @@
-//! The server's memory for each object it keeps, apart from the object's bytes.
+//! The server's memory per object, without the object's bytes.
 
 use anyhow::Context as _;
 use kvtier_client::proto::descriptor::Dtype;
@@ -10,7 +10,7 @@ use super::record::{Recorder, Row};
 use super::report::Report;
 use crate::pattern;
 
-/// Chunks of one prompt.
+/// Chunks per prompt.
 const CHUNKS: usize = 64;
 
 /// A process's resident memory in bytes, by kind.
@@ -18,9 +18,9 @@ const CHUNKS: usize = 64;
 pub(crate) struct Resident {
     /// All of it.
     pub(crate) all: u64,
-    /// Private memory: all but an arena in shared memory.
+    /// Private memory: all except an arena in shared memory.
     pub(crate) anonymous: u64,
-    /// Shared memory: a pool that is shared with workers.
+    /// Shared memory: the pool of the workers.
     pub(crate) shared: u64,
 }
 
@@ -65,7 +65,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
     let mut pace = Pace::endless(context, None);
     while stored < context.args.objects {
         let Some(turn) = pace.next() else { break };
-        // One byte a token on the wire: a million objects are 256 million tokens.
+        // One byte per token on the wire: a million objects are 256 million tokens.
         let seed = pattern::mix(context.args.seed ^ pattern::mix(6 << 40 | turn.number));
         let tokens: Vec<u32> = (0..(CHUNKS * context.chunk_tokens) as u64)
             .map(|index| (pattern::mix(seed.wrapping_add(index)) & 0x7f) as u32)
@@ -121,11 +121,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn our_own_memory_can_be_read() {
+    fn memory_of_this_process_is_read() {
         let resident = resident(std::process::id()).unwrap();
         assert!(resident.all >= resident.anonymous + resident.shared);
         assert!(resident.anonymous > 0);
-        // Larger than any process id Linux gives.
+        // Larger than any process id of Linux.
         assert!(super::resident(1 << 23).is_err());
     }
 }

@@ -1,6 +1,6 @@
-//! How fast a second tier is: an adapter with all its guards, beside the same files moved with plain system calls.
+//! `kvtier bench l2`: speed of a second tier, with all its guards, compared with plain system calls on the same files.
 //!
-//! Both move the same objects, in turn, in the same run: what the machine does meanwhile befalls both.
+//! Both move the same objects, in turn, in the same run, so other load of the machine affects both.
 
 use std::io::Write as _;
 use std::os::fd::AsFd;
@@ -20,13 +20,13 @@ use serde_json::json;
 use super::args::L2Args;
 use crate::pattern;
 
-/// Where the arena's objects begin.
+/// Alignment of objects in the arena.
 const ALIGNMENT: u64 = 4096;
 
-/// Memory that the objects take turns in.
+/// Size of the arena, which the objects share.
 const ARENA_BYTES: u64 = 256 << 20;
 
-/// Seconds of each step.
+/// Seconds per step.
 #[derive(Debug, Clone, Copy, Default)]
 struct Times {
     store: f64,
@@ -34,7 +34,7 @@ struct Times {
     load: f64,
 }
 
-/// The objects of a run: as many as asked for, of one size.
+/// The objects of a run, all of one size.
 struct Objects {
     specs: Vec<ObjectSpec>,
     arena: Arc<Arena>,
@@ -71,7 +71,7 @@ impl Objects {
         })
     }
 
-    /// Where an object's bytes are; some share theirs when there are many.
+    /// The extent of an object; if there are many, some share one.
     fn extent(&self, number: usize) -> Extent {
         let slot = self.len.next_multiple_of(ALIGNMENT);
         let slots = self.arena.len() / slot;
@@ -82,7 +82,7 @@ impl Objects {
         Buffer::new(Arc::clone(&self.arena), self.extent(number), Arc::new(()))
     }
 
-    /// The checksums of what is stored, to compare after the loads.
+    /// Checksums of the objects, to compare after the loads.
     fn checksums(&self) -> anyhow::Result<Vec<u64>> {
         let checksum = |number| Ok(self.arena.checksum64(self.extent(number))?);
         (0..self.specs.len()).map(checksum).collect()
@@ -122,11 +122,11 @@ async fn adapter(
     objects: &Objects,
 ) -> anyhow::Result<Times> {
     let adapter: Arc<dyn Adapter> = registry.open(config)?;
-    // As behind a server, which knows what was there before its first store has long ended.
+    // As in a server, which has recovered long before its first store ends.
     adapter.recover(&|_| true).await?;
     let number = || objects.specs.iter().cloned().enumerate();
     let keys: Vec<_> = objects.specs.iter().map(|spec| spec.key.clone()).collect();
-    // What an earlier run has left would not be stored again.
+    // Objects of an earlier run would not be stored again.
     adapter.delete(keys.clone()).await;
     let before = objects.checksums()?;
 
@@ -160,7 +160,7 @@ async fn adapter(
     }
     let load = start.elapsed().as_secs_f64();
     if objects.checksums()? != before {
-        bail!("what was loaded is not what was stored");
+        bail!("the loaded bytes differ from the stored ones");
     }
     for deleted in adapter.delete(keys).await {
         deleted.context("a delete failed")?;
@@ -173,23 +173,23 @@ async fn adapter(
     })
 }
 
-/// The least that anybody has to do: one file an object, published by a rename, by as many threads.
+/// The minimum of any implementation: one file per object, published by a rename, with the same number of threads.
 fn plain_files(objects: &Objects, base: &Path, config: &AdapterConfig) -> anyhow::Result<Times> {
-    let place = base.join(format!(".kvtier-bench-{}", std::process::id()));
-    std::fs::create_dir_all(&place)?;
-    let times = plain_files_in(objects, &place, config);
-    std::fs::remove_dir_all(&place)?;
+    let directory = base.join(format!(".kvtier-bench-{}", std::process::id()));
+    std::fs::create_dir_all(&directory)?;
+    let times = plain_files_in(objects, &directory, config);
+    std::fs::remove_dir_all(&directory)?;
     times
 }
 
 fn plain_files_in(
     objects: &Objects,
-    place: &Path,
+    directory: &Path,
     config: &AdapterConfig,
 ) -> anyhow::Result<Times> {
     let base = rustix::fs::openat(
         CWD,
-        place,
+        directory,
         OFlags::DIRECTORY | OFlags::CLOEXEC,
         Mode::empty(),
     )?;

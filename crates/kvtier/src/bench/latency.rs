@@ -1,4 +1,4 @@
-//! Round trips that move no chunk: ping and the bookkeeping of transfers.
+//! Round trips without copies: ping, and the bookkeeping of transfers.
 
 use anyhow::Context as _;
 use kvtier_client::Prompt;
@@ -8,7 +8,7 @@ use super::context::{Context, make_resident};
 use super::record::Recorder;
 use super::report::Report;
 
-/// The smallest request there is.
+/// Runs pings, the smallest requests.
 pub(crate) fn ping(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let bar = context.bar("ping", context.bar_total());
     let mut connection = context.connect()?;
@@ -32,7 +32,7 @@ pub(crate) fn ping(context: &Context, report: &mut Report) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Where are all these chunks, and I have read them: for a whole prompt, after its lookup.
+/// Runs prepare_retrieve and commit_retrieve of a whole prompt, after its lookup.
 pub(crate) fn retrieve_bookkeeping(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let scope = context.scope("retrieve-bookkeeping");
     let mut worker = context.small_worker(&scope)?;
@@ -80,7 +80,7 @@ pub(crate) fn retrieve_bookkeeping(context: &Context, report: &mut Report) -> an
     Ok(())
 }
 
-/// Where may I write this chunk, and I have written it: a new one each time.
+/// Runs prepare_store and commit_store of one new chunk.
 pub(crate) fn store_bookkeeping(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let scope = context.scope("store-bookkeeping");
     let mut worker = context.small_worker(&scope)?;

@@ -1,4 +1,4 @@
-//! Lookups, alone on the server.
+//! Lookups without other load on the server.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use super::context::{Context, Pace, make_resident};
 use super::record::Recorder;
 use super::report::Report;
 
-/// Prompts whose chunks are all there.
+/// Looks up prompts whose chunks are all cached.
 pub(crate) fn hit(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     if let Some(url) = &context.args.beside {
         return hit_beside(context, &Context::new(context.args.at(url))?, report);
@@ -41,7 +41,7 @@ pub(crate) fn hit(context: &Context, report: &mut Report) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// The same lookups at two servers, in turn.
+/// Runs the same lookups at two servers, in turn.
 fn hit_beside(context: &Context, other: &Context, report: &mut Report) -> anyhow::Result<()> {
     let mut sides = Vec::new();
     for context in [context, other] {
@@ -53,12 +53,12 @@ fn hit_beside(context: &Context, other: &Context, report: &mut Report) -> anyhow
     let bar = context.bar("lookup hit", context.bar_total());
     let mut pace = context.pace(&bar);
     while let Some(turn) = pace.next() {
-        // Neither is always the first.
+        // So that neither is always the first.
         sides.swap(0, 1);
         for (context, scope, worker, prompts, recorder) in &mut sides {
             let prompt = &prompts[turn.number as usize % prompts.len()];
             let (server, measured) = (worker.connection(), turn.measured);
-            one(
+            look_up(
                 context,
                 server,
                 scope,
@@ -90,10 +90,10 @@ fn hit_beside(context: &Context, other: &Context, report: &mut Report) -> anyhow
     Ok(())
 }
 
-/// A new prompt each time.
+/// Looks up a new prompt each time.
 pub(crate) fn miss(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let scope = context.scope("lookup-miss");
-    // Without a registered worker of the model every lookup is a miss, for want of a layout.
+    // Without a registered worker of the model there is no layout, and every lookup is a miss.
     let mut worker = context.small_worker(&scope)?;
     let bar = context.bar("lookup miss", context.bar_total());
     let mut recorder = Recorder::new();
@@ -109,7 +109,7 @@ pub(crate) fn miss(context: &Context, report: &mut Report) -> anyhow::Result<()>
         let latency = start.elapsed();
         connection.end_session(&request)?;
         if hits != 0 {
-            recorder.mismatch(|| format!("a prompt never seen before has {hits} chunks"));
+            recorder.mismatch(|| format!("a new prompt has {hits} chunks"));
         } else if turn.measured {
             recorder.success(latency, 0);
         }
@@ -125,7 +125,7 @@ pub(crate) fn miss(context: &Context, report: &mut Report) -> anyhow::Result<()>
     Ok(())
 }
 
-/// As many prompts as asked for, stored.
+/// Stores `--prompts` prompts.
 pub(crate) fn resident_prompts(
     context: &Context,
     worker: &mut kvtier_client::EngineDrivenWorker,
@@ -144,7 +144,7 @@ pub(crate) fn chunks(context: &Context, prompt: &Prompt) -> u64 {
     prompt.len() as u64 / context.chunk_tokens as u64
 }
 
-/// Looks resident prompts up in turn until the loop is over. What a lookup pins is freed before the next one.
+/// Looks resident prompts up in turn until the end of the loop. The leases of a lookup end before the next one.
 pub(crate) fn repeat(
     context: &Context,
     pace: &mut Pace<'_>,
@@ -156,7 +156,7 @@ pub(crate) fn repeat(
     while let Some(turn) = pace.next() {
         let prompt = &prompts[turn.number as usize % prompts.len()];
         let start = || turn.start();
-        one(
+        look_up(
             context,
             connection,
             scope,
@@ -170,7 +170,7 @@ pub(crate) fn repeat(
 }
 
 /// Looks a resident prompt up.
-fn one(
+fn look_up(
     context: &Context,
     connection: &mut Connection,
     scope: &Scope,

@@ -1,16 +1,16 @@
-//! What this machine can do at most: one thread copying memory, with caches as warm as in a transfer.
+//! Speed limit of this machine: one thread copying memory, with caches as warm as in a transfer.
 //!
-//! A transfer has one side that the worker has just touched (its blocks, or its buffer) and one that nobody has for
-//! long (a piece of the server's memory). A copy between two cold buffers would be slower, and flatter the server.
+//! A transfer has a warm side that the worker has just touched (its blocks, or its buffer) and a cold one (a piece of the
+//! server's memory). A copy between two cold buffers would be slower, and make the server look better.
 
 use std::time::{Duration, Instant};
 
 use crate::pattern;
 
 /// Bytes of the cold side: more than caches hold.
-const COLD: usize = 192 << 20;
+const COLD_BYTES: usize = 192 << 20;
 
-/// Which way the copy goes.
+/// Direction of the copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Way {
     /// From the warm side to the cold one.
@@ -19,14 +19,14 @@ pub(crate) enum Way {
     Retrieve,
 }
 
-/// 10^9 bytes a second that one thread copies, in pieces of `piece` bytes, between a side of `warm` bytes that was
-/// just written and successive parts of a cold one: the median over one pass of the cold side. All pages were
-/// touched before.
+/// Speed of one thread in 10^9 bytes per second. It copies in pieces of `piece` bytes, between a side of `warm` bytes that
+/// was just written and successive parts of a cold one. The median over one pass of the cold side; all pages were touched
+/// before.
 pub(crate) fn gb_per_second(way: Way, warm: usize, piece: usize) -> f64 {
-    let warm = warm.clamp(1, COLD / 4);
+    let warm = warm.clamp(1, COLD_BYTES / 4);
     let piece = piece.clamp(1, warm);
     let mut near = vec![0_u8; warm];
-    let mut far: Vec<u8> = vec![1; COLD];
+    let mut far: Vec<u8> = vec![1; COLD_BYTES];
     let mut speeds: Vec<f64> = far
         .chunks_exact_mut(warm)
         .zip(0..)

@@ -1,4 +1,4 @@
-//! Several schedulers looking up long prompts while a worker stores.
+//! Lookups of long prompts by several schedulers while a worker stores.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::record::Recorder;
 use super::report::Report;
 use crate::pattern;
 
-/// All clients start together; the writer stops when the last of them has.
+/// Runs the clients and the writer. All start together; the writer stops after the last client.
 pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let scope = context.scope("mixed");
     let mut worker = context.small_worker(&scope)?;
@@ -73,7 +73,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// With a number of requests each client counts its own.
+/// Number of clients that count their own requests.
 fn request_share(context: &Context) -> u64 {
     match context.args.requests {
         Some(_) => u64::from(context.args.clients),
@@ -81,7 +81,7 @@ fn request_share(context: &Context) -> u64 {
     }
 }
 
-/// Stores one new chunk after the other, at the writer's own times, until the readers are done.
+/// Stores one new chunk after another, at the writer's own times, until the readers have finished.
 fn write(
     context: &Context,
     worker: &mut EngineDrivenWorker,
@@ -114,7 +114,7 @@ fn write(
     Ok(Some((recorder, pace.measured())))
 }
 
-/// What a thread returned; a panic goes on here.
+/// The result of a thread; its panic continues here.
 fn joined<T>(outcome: std::thread::Result<anyhow::Result<T>>) -> anyhow::Result<T> {
     outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

@@ -1,12 +1,12 @@
 //! `kvtier bench`: a load generator for any server of the LMCache MP protocol.
 //!
-//! It measures round trips with a blocking DEALER socket a client, the way an engine's process has one. Latencies are
-//! those of single calls (or of the two or three calls a row names), without the calls that only clean up. By default
-//! each client sends its next request when the last one was answered (closed loop), so a server that stalls is asked
-//! less often and its stalls are under-represented ("coordinated omission"); with `--rate` requests have intended
-//! times, and latency counts from those, whether or not the request could be sent then.
+//! It measures round trips with one blocking DEALER socket per client, like an engine's process. Latencies are those of
+//! single calls (or of the two or three calls that a row names), without cleanup. By default each client sends its next
+//! request when the last one was answered (closed loop), so a server that stalls receives fewer requests and its stalls
+//! are under-represented ("coordinated omission"). With `--rate` requests have intended times, and their latency counts
+//! from those, even if they are sent later.
 //!
-//! Every chunk that is stored has bytes derived from its whole prefix, and every chunk retrieved is compared.
+//! Every stored chunk has bytes derived from its whole prefix, and every retrieved chunk is compared.
 
 mod args;
 mod compare;
@@ -36,7 +36,7 @@ use report::Report;
 use crate::USAGE;
 use crate::out::complain;
 
-/// Runs the command; the exit code says whether all requests succeeded and all bytes were right.
+/// Runs the command. Exit code 0 if all requests succeeded and all bytes were correct.
 pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     match args.command {
         Some(BenchCommand::Start(args)) => start::run(&args),
@@ -47,8 +47,8 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn load(args: LoadArgs) -> anyhow::Result<ExitCode> {
-    if let Some(lacks) = args.lacks() {
-        complain("bench", lacks);
+    if let Some(missing) = args.missing() {
+        complain("bench", missing);
         return Ok(ExitCode::from(USAGE));
     }
     let json = args.json.clone();
@@ -57,7 +57,7 @@ fn load(args: LoadArgs) -> anyhow::Result<ExitCode> {
     let outcome = scenarios(&context, &mut report);
     if let Err(error) = &outcome {
         report.abort(format!("{error:#}"));
-    } else if context.stopped() {
+    } else if context.is_stopped() {
         report.abort("interrupted".to_owned());
     }
     report
@@ -71,10 +71,10 @@ fn load(args: LoadArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Runs the scenarios in the order given. The first request that gets no reply ends the run.
+/// Runs the scenarios in order. The first request without a reply ends the run.
 fn scenarios(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     for scenario in &context.args.scenarios() {
-        if context.stopped() {
+        if context.is_stopped() {
             break;
         }
         if context.args.clear {

@@ -1,19 +1,16 @@
-//! What happened to the requests of one row.
+//! Results of the requests of one row.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
-/// Longest latency that is told apart, in nanoseconds: an hour.
-const LONGEST: u64 = 3_600_000_000_000;
+use crate::latencies::Latencies;
 
-/// Latencies and failures, while they happen.
+/// Recorder of latencies and failures.
 #[derive(Debug, Clone)]
 pub(crate) struct Recorder {
-    /// Nanoseconds, to three digits.
-    latencies: Histogram<u64>,
+    latencies: Latencies,
     /// Time in all measured requests.
     busy: Duration,
     bytes: u64,
@@ -25,8 +22,7 @@ pub(crate) struct Recorder {
 impl Recorder {
     pub(crate) fn new() -> Self {
         Self {
-            latencies: Histogram::new_with_bounds(1, LONGEST, 3)
-                .expect("the bounds and digits are allowed"),
+            latencies: Latencies::new(),
             busy: Duration::ZERO,
             bytes: 0,
             failed: 0,
@@ -35,29 +31,28 @@ impl Recorder {
         }
     }
 
-    /// A request that did what it should.
+    /// Records a request that succeeded.
     pub(crate) fn success(&mut self, latency: Duration, bytes: u64) {
-        self.latencies
-            .saturating_record((latency.as_nanos() as u64).max(1));
+        self.latencies.record(latency);
         self.busy += latency;
         self.bytes += bytes;
     }
 
-    /// A request that was answered, but did not do what it should.
+    /// Records a request that was answered, and failed.
     pub(crate) fn failure(&mut self, why: impl FnOnce() -> String) {
         self.failed += 1;
         self.first_failure.get_or_insert_with(why);
     }
 
-    /// A chunk that came back with other bytes.
+    /// Records a chunk that was retrieved with wrong bytes.
     pub(crate) fn mismatch(&mut self, why: impl FnOnce() -> String) {
         self.mismatched += 1;
         self.first_failure.get_or_insert_with(why);
     }
 
-    /// Adds what another client recorded.
+    /// Adds the records of another client.
     pub(crate) fn add(&mut self, other: Self) {
-        self.latencies += other.latencies;
+        self.latencies.add(&other.latencies);
         self.busy += other.busy;
         self.bytes += other.bytes;
         self.failed += other.failed;
@@ -67,25 +62,24 @@ impl Recorder {
 
     /// The row, for clients that ran for `wall`, without the warm-up.
     pub(crate) fn row(&self, name: impl Into<String>, wall: Duration) -> Row {
-        let micros = |nanos: u64| nanos as f64 / 1000.0;
-        let at = |quantile| micros(self.latencies.value_at_quantile(quantile));
-        let some = !self.latencies.is_empty();
-        let latency = some.then(|| Latency {
+        let count = self.latencies.count();
+        let at = |quantile| self.latencies.micros_at(quantile);
+        let latency = (count > 0).then(|| Latency {
             p50: at(0.5),
             p90: at(0.9),
             p99: at(0.99),
             p999: at(0.999),
-            max: micros(self.latencies.max()),
-            mean: self.latencies.mean() / 1000.0,
+            max: self.latencies.max_micros(),
+            mean: self.latencies.mean_micros(),
         });
         let gb = self.bytes as f64 / 1e9;
         Row {
             name: name.into(),
-            count: self.latencies.len(),
+            count,
             failed: self.failed,
             mismatched: self.mismatched,
             latency_us: latency,
-            per_second: rate(self.latencies.len() as f64, wall),
+            per_second: rate(count as f64, wall),
             gb_per_second: (self.bytes > 0).then(|| rate(gb, self.busy)).flatten(),
             first_failure: self.first_failure.clone(),
             facts: BTreeMap::new(),
@@ -112,21 +106,21 @@ pub(crate) struct Latency {
 /// One row of the report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Row {
-    /// What was measured.
+    /// Name of the measurement.
     pub(crate) name: String,
-    /// Requests that did what they should.
+    /// Requests that succeeded.
     pub(crate) count: u64,
-    /// Requests that did not.
+    /// Requests that failed.
     pub(crate) failed: u64,
     /// Chunks with wrong bytes.
     pub(crate) mismatched: u64,
-    /// Latencies; none when nothing was measured.
+    /// Latencies; none if nothing was measured.
     pub(crate) latency_us: Option<Latency>,
-    /// Requests a second of wall time, all clients together, cleaning up included.
+    /// Requests per second of wall time, of all clients together, including cleanup.
     pub(crate) per_second: Option<f64>,
-    /// Chunk bytes in 10^9 for each second spent in requests.
+    /// 10^9 chunk bytes per second spent in requests.
     pub(crate) gb_per_second: Option<f64>,
-    /// What the first failure was.
+    /// The first failure.
     pub(crate) first_failure: Option<String>,
     /// Other numbers of this row, by name.
     pub(crate) facts: BTreeMap<String, f64>,
@@ -138,7 +132,7 @@ impl Row {
         Recorder::new().row(name, Duration::ZERO)
     }
 
-    /// The same with one more number.
+    /// Adds a number.
     pub(crate) fn fact(mut self, name: &str, value: f64) -> Self {
         self.facts.insert(name.to_owned(), value);
         self

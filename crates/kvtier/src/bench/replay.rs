@@ -1,7 +1,7 @@
-//! A trace of a real service, with the tokens made from its block ids and small objects.
+//! Replay of a recorded trace, with tokens derived from its block ids, and small objects.
 //!
-//! For each request: look the prompt up, retrieve and compare what is cached, store the rest, end the session; what
-//! an engine does that has no cache of its own.
+//! Each request is looked up, its hits are retrieved and compared, the rest is stored, and its session ends, like the
+//! requests of an engine without a prefix cache.
 
 use std::io::{BufRead, BufReader};
 use std::sync::Mutex;
@@ -17,24 +17,24 @@ use super::record::{Recorder, Row};
 use super::report::Report;
 use crate::pattern;
 
-/// Tokens that one id of the trace stands for (Mooncake traces, FAST'25).
+/// Tokens per id of the trace (Mooncake traces, FAST'25).
 const TOKENS_PER_ID: usize = 512;
 
-/// Longest prompt that is believed.
-const LONGEST: usize = 4 << 20;
+/// Longest valid prompt, in tokens.
+const MAX_PROMPT: usize = 4 << 20;
 
-/// One line of a trace. What is answered does not matter here.
+/// One line of a trace. Its output length is ignored.
 #[derive(Debug, Deserialize)]
 struct Line {
-    /// Milliseconds since the trace began.
+    /// Milliseconds since the start of the trace.
     timestamp: u64,
     /// Tokens of the prompt.
     input_length: usize,
-    /// One id for each 512 tokens of the prompt; equal ids mean equal prefixes up to there.
+    /// One id per 512 tokens of the prompt; equal ids mean equal prefixes up to there.
     hash_ids: Vec<u64>,
 }
 
-/// What one client found.
+/// Results of one client.
 struct Outcome {
     lookups: Recorder,
     retrieves: Recorder,
@@ -66,7 +66,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
                         asked_tokens: 0,
                         hit_tokens: 0,
                     };
-                    while !context.stopped() {
+                    while !context.is_stopped() {
                         let next = queue.lock().map_or(None, |mut lines| lines.next());
                         let Some(line) = next else { break };
                         let due = due(context, started, line);
@@ -123,7 +123,7 @@ fn add_rows(
     Ok(())
 }
 
-/// When a request is due, if the trace's own times are kept.
+/// When a request is due, if the trace's own times are used.
 fn due(context: &Context, started: Instant, line: &Line) -> Option<Instant> {
     let speed = context.args.speed?;
     let offset = Duration::try_from_secs_f64(line.timestamp as f64 / 1000.0 / speed).ok()?;
@@ -154,7 +154,7 @@ fn replay(
     if hit_end > range.end {
         outcome
             .lookups
-            .mismatch(|| format!("{hits} chunks are found of a prompt of {}", seeds.len()));
+            .mismatch(|| format!("{hits} chunks hit of a prompt of {}", seeds.len()));
         return Ok(());
     }
     if hits > 0 {
@@ -184,7 +184,7 @@ fn replay(
             .map(|seed| pattern::chunk(*seed, size))
             .collect();
         let start = Instant::now();
-        // A full server may take less than all; the hit rate shows it.
+        // A full server may take fewer chunks, which the hit rate shows.
         let stored = worker.store(&prompt, hit_end..range.end, &request, |index| {
             &chunks[index as usize]
         })?;
@@ -219,11 +219,11 @@ fn read(path: &std::path::Path, limit: u64) -> anyhow::Result<Vec<Line>> {
         let place = || format!("{}, line {}", path.display(), number + 1);
         let line: Line = serde_json::from_str(&text).with_context(place)?;
         anyhow::ensure!(
-            line.hash_ids.len() <= LONGEST / TOKENS_PER_ID,
+            line.hash_ids.len() <= MAX_PROMPT / TOKENS_PER_ID,
             "{}: hash_ids has {} ids, at most {} are allowed",
             place(),
             line.hash_ids.len(),
-            LONGEST / TOKENS_PER_ID
+            MAX_PROMPT / TOKENS_PER_ID
         );
         lines.push(line);
     }
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_line_is_named() {
+    fn invalid_line_is_named() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         writeln!(file, "{{}}").unwrap();
         let error = format!("{:#}", read(file.path(), 10).unwrap_err());

@@ -1,4 +1,4 @@
-//! The table for people and the JSON for programs.
+//! The report: a table, or JSON for programs.
 
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -9,20 +9,20 @@ use serde::{Deserialize, Serialize};
 use super::context::Context;
 use super::record::Row;
 
-/// Everything a run found out.
+/// Results of a run.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Report {
     /// Version of this program.
     pub(crate) version: String,
-    /// The server, as its user calls it.
+    /// The server's name.
     pub(crate) label: String,
     /// Its address.
     pub(crate) url: String,
-    /// Tokens in a chunk.
+    /// Tokens per chunk.
     pub(crate) chunk_tokens: usize,
-    /// Where tokens and bytes came from.
+    /// Seed of tokens and bytes.
     pub(crate) seed: u64,
-    /// CPUs this program may use.
+    /// CPUs available to this program.
     pub(crate) cpus: usize,
     /// The rows, in the order they were measured.
     pub(crate) rows: Vec<Row>,
@@ -54,7 +54,7 @@ impl Report {
         }
     }
 
-    /// Adds a row; on a terminal it is told at once.
+    /// Adds a row; on a terminal it is also printed at once.
     pub(crate) fn add(&mut self, row: Row) {
         if std::io::stderr().is_terminal() {
             let p50 = row
@@ -69,7 +69,7 @@ impl Report {
         self.aborted = Some(why);
     }
 
-    /// Whether all requests succeeded with the right bytes.
+    /// Whether all requests succeeded with the correct bytes.
     pub(crate) fn is_good(&self) -> bool {
         self.aborted.is_none()
             && self
@@ -117,7 +117,7 @@ impl Report {
                     String::new()
                 },
                 latency(|l| l.p50),
-                // A percentile of fewer requests than it has parts is only their maximum.
+                // With too few requests a high percentile is only their maximum.
                 if row.count < 100 {
                     String::new()
                 } else {
@@ -136,7 +136,7 @@ impl Report {
         table
     }
 
-    /// What else is known of the rows, and what went wrong, in words.
+    /// The facts of the rows, and the failures.
     fn remarks(&self) -> Vec<String> {
         let mut lines = Vec::new();
         for row in self.rows.iter().filter(|row| !row.facts.is_empty()) {
@@ -167,17 +167,17 @@ impl Report {
 }
 
 /// Columns of the narrowest terminal that tables are fitted to.
-const LEAST_WIDTH: u16 = 40;
+const MIN_WIDTH: u16 = 40;
 
-/// An empty table; all columns but the first hold numbers, a last one without a name holds remarks.
+/// An empty table. All columns except the first hold numbers; a last one without a name holds remarks.
 pub(crate) fn new_table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table
         .load_style(presets::UTF8_HORIZONTAL_ONLY)
         .set_content_arrangement(ContentArrangement::Dynamic)
         .set_header(header.iter().copied());
-    // A terminal that tells no width, or none of use, would have a letter in a line.
-    if table.width().is_some_and(|width| width < LEAST_WIDTH) {
+    // A terminal with a wrong width would get one letter per line.
+    if table.width().is_some_and(|width| width < MIN_WIDTH) {
         table.set_content_arrangement(ContentArrangement::Disabled);
     }
     for (column, name) in table.column_iter_mut().zip(header).skip(1) {
@@ -188,7 +188,7 @@ pub(crate) fn new_table(header: &[&str]) -> Table {
     table
 }
 
-/// Microseconds for people.
+/// Microseconds with a fitting unit.
 pub(crate) fn time(micros: f64) -> String {
     match micros {
         m if m < 1000.0 => format!("{m:.1} us"),
@@ -197,7 +197,7 @@ pub(crate) fn time(micros: f64) -> String {
     }
 }
 
-/// A number with some three digits.
+/// A number with about three digits.
 pub(crate) fn number(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),

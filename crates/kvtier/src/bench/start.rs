@@ -1,4 +1,4 @@
-//! How long a server takes from its command to its first answer, and what it weighs then.
+//! `kvtier bench start`: time from a server's start to its first answer, and its idle memory.
 
 use std::fs::File;
 use std::io::{Read, Write as _};
@@ -19,22 +19,22 @@ use super::report::Report;
 use crate::address::listens;
 use crate::signals::stop_flag;
 
-/// How often the address is tried until the server answers.
-const TRY_EVERY: Duration = Duration::from_millis(1);
+/// Interval between attempts to connect.
+const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How long a server may take to end when asked to.
-const ENDS_WITHIN: Duration = Duration::from_secs(20);
+/// Time for a server to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How often a server that does not answer yet is looked after.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Interval between checks that a server which does not answer yet still runs.
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Bytes of the end of its stderr that are shown of a server that failed.
-const TAIL: usize = 2048;
+/// Bytes shown of the end of a failed server's stderr.
+const TAIL_BYTES: usize = 2048;
 
-/// A server that ends with us.
+/// A child process that is stopped on drop.
 struct Server {
     child: Child,
-    /// Gets the end of its stderr when that is closed.
+    /// Receives the end of its stderr when that is closed.
     tail: Receiver<Vec<u8>>,
 }
 
@@ -63,19 +63,19 @@ impl Server {
             .stdin(Stdio::null())
             .stdout(output)
             .stderr(Stdio::piped())
-            // A terminal's Ctrl-C is for us; the server is then stopped in order.
+            // A terminal's Ctrl-C interrupts only this process, which then stops the server in order.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {program}"))?;
         let (closed, tail) = channel();
         if let Some(stderr) = child.stderr.take() {
-            // Whoever it is for may be gone.
+            // The receiver may have been dropped.
             std::thread::spawn(move || drop(closed.send(drain(stderr, log))));
         }
         Ok(Self { child, tail })
     }
 
-    /// What went wrong, with the server's last words. It is stopped.
+    /// Stops the server; returns the error with the end of its stderr.
     fn failed(mut self, error: anyhow::Error) -> anyhow::Error {
         if let Err(error) = self.stop() {
             return error;
@@ -88,7 +88,7 @@ impl Server {
         }
     }
 
-    /// Asks it to end, by its id; insists after a while.
+    /// Sends SIGTERM to the process; kills it after a timeout.
     fn stop(&mut self) -> anyhow::Result<Duration> {
         let start = Instant::now();
         if self.child.try_wait()?.is_some() {
@@ -97,7 +97,7 @@ impl Server {
         if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
             kill_process(pid, Signal::TERM).context("asking the server to end")?;
         }
-        while start.elapsed() < ENDS_WITHIN {
+        while start.elapsed() < STOP_TIMEOUT {
             if self.child.try_wait()?.is_some() {
                 return Ok(start.elapsed());
             }
@@ -116,18 +116,18 @@ impl Drop for Server {
     }
 }
 
-/// Reads to the end, for the log if there is one; returns the last lines.
+/// Copies the output to the log, if there is one; returns its last lines.
 fn drain(mut stderr: impl Read, mut log: Option<File>) -> Vec<u8> {
     let mut tail = Vec::new();
-    let mut buffer = [0; TAIL];
+    let mut buffer = [0; TAIL_BYTES];
     while let Ok(read @ 1..) = stderr.read(&mut buffer) {
         let bytes = &buffer[..read];
-        // A log that cannot be written is no reason to let the server wait.
+        // A log that cannot be written must not block the server.
         let _ = log.as_mut().map(|log| log.write_all(bytes));
         tail.extend_from_slice(bytes);
-        tail.drain(..tail.len().saturating_sub(TAIL));
+        tail.drain(..tail.len().saturating_sub(TAIL_BYTES));
     }
-    if tail.len() == TAIL
+    if tail.len() == TAIL_BYTES
         && let Some(end) = tail.iter().position(|byte| *byte == b'\n')
     {
         tail.drain(..=end);
@@ -155,7 +155,7 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
         }
         anyhow::ensure!(
             !listens(url, args.timeout)?,
-            "something listens at {url} already"
+            "something already listens at {url}"
         );
         let begin = Instant::now();
         let mut server = Server::start(args)?;
@@ -193,7 +193,7 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Waits for the first answered request; returns it: tokens in a chunk.
+/// Waits for the first answered request; returns its answer, tokens per chunk.
 fn first_answer(
     url: &str,
     args: &StartArgs,
@@ -201,7 +201,7 @@ fn first_answer(
     begin: Instant,
     stopped: impl Fn() -> bool,
 ) -> anyhow::Result<usize> {
-    // ZMQ pauses between attempts to connect, which would be measured too; so it first tries when somebody listens.
+    // ZMQ pauses between attempts to connect, which would be measured too, so it connects only when something listens.
     while !listens(url, args.timeout)? {
         if let Some(status) = server.child.try_wait()? {
             anyhow::bail!("the server ended before it listened: {status}");
@@ -212,26 +212,29 @@ fn first_answer(
             "the server did not listen at {url} within {:?}",
             args.timeout
         );
-        std::thread::sleep(TRY_EVERY);
+        std::thread::sleep(CONNECT_INTERVAL);
     }
-    // A request waits for its whole time, also for a server that has ended; so it is made elsewhere.
+    // A request waits for its whole timeout, even if the server has ended, so it runs on another thread.
     let (answered, answer) = channel();
     let (to, options) = (
         url.to_owned(),
         Options {
-            timeout: args.timeout.saturating_sub(begin.elapsed()).max(LOOK_EVERY),
-            reconnect: TRY_EVERY,
+            timeout: args
+                .timeout
+                .saturating_sub(begin.elapsed())
+                .max(CHECK_INTERVAL),
+            reconnect: CONNECT_INTERVAL,
             ..Options::default()
         },
     );
     std::thread::spawn(move || {
         let tokens =
             Connection::connect_with(&to, options).and_then(|mut server| server.get_chunk_size());
-        // Nobody waits for it once the server has ended.
+        // There is no receiver once the server has ended.
         let _ = answered.send(tokens);
     });
     loop {
-        match answer.recv_timeout(LOOK_EVERY) {
+        match answer.recv_timeout(CHECK_INTERVAL) {
             Ok(tokens) => return Ok(tokens?),
             Err(RecvTimeoutError::Disconnected) => anyhow::bail!("the request was not made"),
             Err(RecvTimeoutError::Timeout) => {}

@@ -1,4 +1,4 @@
-//! Stores of many tenants in random order, and each now and then reads back what it stored last.
+//! Stores of many tenants in random order; sometimes a tenant retrieves what it stored last.
 
 use std::collections::HashMap;
 
@@ -9,11 +9,11 @@ use super::record::Recorder;
 use super::report::Report;
 use crate::pattern;
 
-/// Every so many stores one prompt is read back.
-const READ_EVERY: u64 = 16;
+/// One prompt is retrieved per this number of stores.
+const RETRIEVE_INTERVAL: u64 = 16;
 
-/// Prompts of one chunk each. What a quota refuses, or has evicted meanwhile, is told and is no failure; bytes that are
-/// not the tenant's own are.
+/// Runs with prompts of one chunk. Stores that a quota refuses and chunks that were evicted are counted, not failures;
+/// wrong bytes are failures.
 pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let tenants = u64::from(context.args.tenants);
     let mut worker = context.small_worker(&context.scope("tenants"))?;
@@ -24,7 +24,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
     let mut last: HashMap<u64, u64> = HashMap::new();
     let mut pace = context.pace(&bar);
     while let Some(turn) = pace.next() {
-        // Whoever sets quotas has to know the names, so they are the same in each run.
+        // The names are the same in each run, so that quotas can be set for them.
         let tenant = pattern::mix(context.args.seed ^ turn.number) % tenants;
         worker.set_salt(format!("tenant-{tenant}"));
         let prompt_of = |number: u64| {
@@ -50,7 +50,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
         }
         let Some(&number) = last
             .get(&tenant)
-            .filter(|_| turn.number.is_multiple_of(READ_EVERY))
+            .filter(|_| turn.number.is_multiple_of(RETRIEVE_INTERVAL))
         else {
             continue;
         };

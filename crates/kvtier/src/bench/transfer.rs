@@ -1,4 +1,4 @@
-//! Chunks into the server and back, in both transfer modes.
+//! Stores and retrieves, in both transfer modes.
 
 use std::time::{Duration, Instant};
 
@@ -11,14 +11,14 @@ use super::record::{Recorder, Row};
 use super::report::Report;
 use crate::pattern;
 
-/// One request of the scenario: a prompt and what its chunks hold.
+/// One request of the scenario: a prompt and the seeds of its chunks.
 struct Job {
     prompt: Prompt,
     seeds: Vec<u64>,
     store_request: String,
 }
 
-/// Requests that a scenario measures, behind one in eight (at least one) that warms up.
+/// Numbers of requests to warm up (one in eight, at least one) and to measure.
 fn jobs(context: &Context, chunk_bytes: usize) -> (u64, u64) {
     let each = u64::from(context.args.chunks_per_request) * chunk_bytes as u64;
     let wanted = context
@@ -46,16 +46,16 @@ fn job(context: &Context, base: u64, number: u64) -> Job {
     }
 }
 
-/// Page faults of this thread that took no I/O: 256 a MiB are pages that it touches for the first time.
+/// Page faults of this thread without I/O: 256 per MiB if it touches all pages for the first time.
 fn page_faults() -> u64 {
     let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap_or_default();
-    // The name before the bracket may hold anything.
+    // The name before the bracket may contain anything.
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
     let minor = fields.split_whitespace().nth(7);
     minor.and_then(|minor| minor.parse().ok()).unwrap_or(0)
 }
 
-/// The worker writes and reads the server's pool itself, or sends and gets pickles.
+/// Measures a worker that copies by itself.
 pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let scope = context.scope("engine-driven");
     let mut worker = context.engine_driven(&scope, context.args.chunk_bytes)?;
@@ -71,12 +71,12 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
     let mut done = Vec::new();
     let mut store_wall = Duration::ZERO;
     let (mut faults, mut stored_bytes) = (0, 0);
-    // The worker reads into one buffer, again and again.
+    // The worker reads all chunks into one buffer.
     let warm = [size * context.args.chunks_per_request as usize, size];
     let before = copies(warm, size);
 
     for number in 0..warm_up + measured {
-        if context.stopped() {
+        if context.is_stopped() {
             break;
         }
         bar.inc(1);
@@ -96,7 +96,7 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
         let faults_after = page_faults();
         worker.connection().end_session(&job.store_request)?;
         if stored.chunks.len() != job.seeds.len() {
-            stores.failure(|| took(stored.chunks.len(), job.seeds.len()));
+            stores.failure(|| not_all_taken(stored.chunks.len(), job.seeds.len()));
         } else if number >= warm_up {
             stores.success(latency, stored.bytes);
             faults += faults_after - faults_before;
@@ -107,17 +107,17 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
     }
 
     let mut retrieves = Recorder::new();
-    let mut patience = PATIENCE;
+    let mut timeout = VISIBLE_TIMEOUT;
     let mut retrieve_wall = Duration::ZERO;
     for (number, job) in (0..).zip(&done) {
-        if context.stopped() {
+        if context.is_stopped() {
             break;
         }
         bar.inc(1);
         let request = context.request_id();
         let wanted = job.seeds.len() as u64;
         let whole = Instant::now();
-        let hits = until_found(context, &mut patience, wanted, &request, |request| {
+        let hits = until_found(context, &mut timeout, wanted, &request, |request| {
             worker.lookup(&job.prompt, request)
         })?;
         if hits == wanted {
@@ -141,7 +141,7 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
                 Some(_) => {}
             }
         } else {
-            retrieves.failure(|| lost(hits, wanted));
+            retrieves.failure(|| evicted(hits, wanted));
         }
         worker.connection().end_session(&request)?;
     }
@@ -164,7 +164,7 @@ pub(crate) fn engine_driven(context: &Context, report: &mut Report) -> anyhow::R
     Ok(())
 }
 
-/// The server copies from the worker's pages, and back into others.
+/// Measures a worker whose pages the server copies, from some blocks and back into others.
 pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let scope = context.scope("lmcache-driven");
     let per_request = u64::from(context.args.chunks_per_request);
@@ -183,7 +183,7 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
     let before = (copies(warm, size), copies(warm, run));
 
     for number in 0..warm_up + measured {
-        if context.stopped() {
+        if context.is_stopped() {
             break;
         }
         bar.inc(1);
@@ -207,16 +207,16 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
     }
 
     let mut retrieves = Recorder::new();
-    let mut patience = PATIENCE;
+    let mut timeout = VISIBLE_TIMEOUT;
     let mut retrieve_wall = Duration::ZERO;
     for (number, job) in (0..).zip(&done) {
-        if context.stopped() {
+        if context.is_stopped() {
             break;
         }
         bar.inc(1);
         let request = context.request_id();
         let whole = Instant::now();
-        let hits = until_found(context, &mut patience, per_request, &request, |request| {
+        let hits = until_found(context, &mut timeout, per_request, &request, |request| {
             worker.lookup(&job.prompt, request)
         })?;
         if hits == per_request {
@@ -239,7 +239,7 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
                 }
             }
         } else {
-            retrieves.failure(|| lost(hits, per_request));
+            retrieves.failure(|| evicted(hits, per_request));
         }
         worker.connection().end_session(&request)?;
     }
@@ -263,7 +263,7 @@ pub(crate) fn lmcache_driven(context: &Context, report: &mut Report) -> anyhow::
     Ok(())
 }
 
-/// A worker with room for one request's blocks twice, behind the null block.
+/// A worker with the null block and twice the blocks of a request.
 fn paged_worker(
     context: &Context,
     scope: &Scope,
@@ -290,8 +290,8 @@ fn paged_worker(
         .context("registering a worker whose pages the server copies")
 }
 
-/// Block ids to store from, and others to retrieve to, in the random order that an engine's allocator ends up with,
-/// unless neighbours are wanted.
+/// Block ids to store from, and others to retrieve to: in random order, like those of an engine's allocator after a while,
+/// unless `--ordered-blocks`.
 fn blocks(context: &Context, worker: &LmcacheDrivenWorker, chunks: u64) -> (Vec<i64>, Vec<i64>) {
     let count = (chunks * worker.blocks_per_chunk()) as i64;
     let shuffled = |first: i64| {
@@ -304,20 +304,20 @@ fn blocks(context: &Context, worker: &LmcacheDrivenWorker, chunks: u64) -> (Vec<
     (shuffled(1), shuffled(1 + count))
 }
 
-fn lost(hits: u64, stored: u64) -> String {
+fn evicted(hits: u64, stored: u64) -> String {
     format!(
-        "{hits} of {stored} stored chunks are found; evicted? --volume (or what --requests store) has to be less than L1"
+        "{hits} of {stored} stored chunks are found; evicted? --volume (or the bytes of --requests) has to be less than L1"
     )
 }
 
-/// How long chunks may take to be found after their store was answered: LMCache's server answers some time before.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Time for chunks to be found after their store was answered: LMCache's server answers some time before.
+const VISIBLE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Looks up until all stored chunks are found or patience has run out, which it does once: a server that has lost
-/// chunks, for want of room, will not find the next ones for waiting either.
+/// Looks up until all stored chunks are found, or for `timeout`. After one timeout the next lookups do not wait: a server
+/// that has evicted chunks will not find later ones by waiting either.
 fn until_found(
     context: &Context,
-    patience: &mut Duration,
+    timeout: &mut Duration,
     wanted: u64,
     request: &str,
     mut lookup: impl FnMut(&str) -> Result<u64, kvtier_client::ClientError>,
@@ -325,18 +325,18 @@ fn until_found(
     let start = Instant::now();
     loop {
         let hits = lookup(request)?;
-        if hits >= wanted || context.stopped() {
+        if hits >= wanted || context.is_stopped() {
             return Ok(hits);
         }
-        if start.elapsed() >= *patience {
-            *patience = Duration::ZERO;
+        if start.elapsed() >= *timeout {
+            *timeout = Duration::ZERO;
             return Ok(hits);
         }
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Bytes that lie together in the worker's blocks and in the chunk: of one plane of one layer, a block or all of them.
+/// Contiguous bytes in both the worker's blocks and the chunk: a block of one plane of one layer, or all of them.
 fn run_bytes(context: &Context, worker: &LmcacheDrivenWorker) -> usize {
     let all = worker.chunk_bytes() / (2 * worker.spec().layers as usize);
     match context.args.ordered_blocks {
@@ -345,7 +345,7 @@ fn run_bytes(context: &Context, worker: &LmcacheDrivenWorker) -> usize {
     }
 }
 
-/// Speeds of plain copies either way, with that many bytes on the warm side of each.
+/// Speeds of plain copies in either direction, with this number of bytes on the warm side of each.
 fn copies(warm: [usize; 2], chunk_bytes: usize) -> [f64; 2] {
     [
         memcpy::gb_per_second(Way::Store, warm[0], chunk_bytes),
@@ -353,7 +353,7 @@ fn copies(warm: [usize; 2], chunk_bytes: usize) -> [f64; 2] {
     ]
 }
 
-/// The row with the plain copy's speed, and its own beside it.
+/// Adds the plain copy's speed to the row, and the ratio.
 fn with_copy(row: Row, memcpy: f64) -> Row {
     let ratio = ratio(&row, memcpy);
     let row = row.fact("memcpy GB/s", memcpy);
@@ -363,13 +363,13 @@ fn with_copy(row: Row, memcpy: f64) -> Row {
     }
 }
 
-/// The row's median speed in that of a copy. All its requests move the same bytes, so its mean speed is that of its
-/// mean latency.
+/// The row's median speed divided by that of a copy. All its requests move the same bytes, so its mean speed is that of
+/// its mean latency.
 fn ratio(row: &Row, memcpy: f64) -> Option<f64> {
     let (speed, latency) = row.gb_per_second.zip(row.latency_us)?;
     Some(speed * latency.mean / latency.p50 / memcpy)
 }
 
-fn took(stored: usize, wanted: usize) -> String {
+fn not_all_taken(stored: usize, wanted: usize) -> String {
     format!("the server took {stored} of {wanted} new chunks; is it full?")
 }

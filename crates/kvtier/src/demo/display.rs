@@ -1,4 +1,4 @@
-//! How far the demo is: a bar on a terminal, a line every other second elsewhere.
+//! Progress of the demo: a bar on a terminal, elsewhere a line every two seconds.
 
 use std::cell::Cell;
 use std::io::IsTerminal as _;
@@ -10,9 +10,9 @@ use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use super::engine::Kind;
 use super::workload::{Progress, TENANTS};
 
-const LINE_EVERY: Duration = Duration::from_secs(2);
+const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Writes to stderr, so that stdout has the result alone.
+/// The progress display, on stderr, so that stdout has the result only.
 pub(super) struct Display {
     bar: Option<ProgressBar>,
     began: Instant,
@@ -47,7 +47,7 @@ impl Display {
                 bar.set_position(self.began.elapsed().as_millis() as u64);
                 bar.set_message(text(progress));
             }
-            None if self.last_line.get().elapsed() >= LINE_EVERY => {
+            None if self.last_line.get().elapsed() >= LINE_INTERVAL => {
                 self.last_line.set(Instant::now());
                 eprintln!(
                     "{:5.1} s  {}",
@@ -69,7 +69,7 @@ impl Display {
 fn text(progress: &Progress) -> String {
     let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
     let faults = match get(&progress.faults) {
-        0 => "all bytes right".to_owned(),
+        0 => "all bytes correct".to_owned(),
         faults => format!("{faults} FAULTS"),
     };
     format!(

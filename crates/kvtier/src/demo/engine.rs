@@ -1,4 +1,4 @@
-//! One engine worker of either kind, as far as a conversation cares: look up, load, save.
+//! An engine worker of any kind: lookup, retrieve, store.
 
 use std::time::{Duration, Instant};
 
@@ -12,24 +12,24 @@ use crate::pattern;
 /// Model name of the engines that copy by themselves.
 pub(super) const MODEL: &str = "kvtier/demo";
 
-/// Model name of the engines whose pages the server copies: their objects are bound to the format of their pages, so
-/// they share none with the others.
+/// Model name of the engines whose pages the server copies: their objects have the format of their pages, so they share
+/// none with the others.
 const PAGES_MODEL: &str = "kvtier/demo-pages";
 
-/// Its KV: layers, heads, values in a head. In bfloat16 a chunk of 256 tokens has 512 KiB.
+/// KV geometry: layers, heads, values per head. In bfloat16 a chunk of 256 tokens has 512 KiB.
 const LAYERS: u64 = 4;
 const HEADS: u64 = 2;
 const HEAD_SIZE: u64 = 64;
 
-/// Bytes of one token's keys and values.
+/// KV bytes per token.
 pub(super) const TOKEN_BYTES: u64 = 2 * LAYERS * HEADS * HEAD_SIZE * 2;
 
-/// How an engine's bytes travel.
+/// The way of an engine's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// The engine copies, into and out of the server's shared pool.
     Pool,
-    /// The engine sends and receives its chunks pickled.
+    /// The engine sends and receives pickled chunks.
     Pickle,
     /// The server copies, out of and into the engine's pages.
     Pages,
@@ -38,7 +38,7 @@ pub(super) enum Kind {
 impl Kind {
     pub(super) const ALL: [Self; 3] = [Self::Pool, Self::Pickle, Self::Pages];
 
-    /// As the report calls it.
+    /// Its name in the report.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Pool => "engine-driven, shared pool",
@@ -49,28 +49,28 @@ impl Kind {
 }
 
 enum Worker {
-    Copies(EngineDrivenWorker),
-    Paged(LmcacheDrivenWorker),
+    EngineDriven(EngineDrivenWorker),
+    LmcacheDriven(LmcacheDrivenWorker),
 }
 
 /// A registered worker of one tenant.
 pub(super) struct Engine {
     worker: Worker,
-    /// Chunks on their way, one behind the other.
+    /// The chunks of one transfer.
     buffer: Vec<u8>,
-    /// What pages hold before a load, so that old bytes never pass for loaded ones.
+    /// Contents of pages before a retrieve, so that old bytes are never taken for retrieved ones.
     blank: Vec<u8>,
-    saved: bool,
+    has_stored: bool,
 }
 
 impl Engine {
-    /// Connects and registers. `longest` is the number of chunks of the longest prompt.
+    /// Connects and registers. `max_chunks` is the number of chunks of the longest prompt.
     pub(super) fn start(
         endpoint: &str,
         kind: Kind,
         instance: i64,
         tenant: &str,
-        longest: usize,
+        max_chunks: usize,
     ) -> Result<Self, ClientError> {
         let connection = Connection::connect(endpoint)?;
         let model = if kind == Kind::Pages {
@@ -85,75 +85,77 @@ impl Engine {
                     force_pickle: kind == Kind::Pickle,
                     ..EngineDrivenSpec::new(instance, scope, LAYERS, HEADS * HEAD_SIZE)
                 };
-                Worker::Copies(EngineDrivenWorker::register(connection, spec)?)
+                Worker::EngineDriven(EngineDrivenWorker::register(connection, spec)?)
             }
             Kind::Pages => {
                 let mut spec = LmcacheDrivenSpec::new(instance, scope, LAYERS, HEADS, HEAD_SIZE, 0);
                 let mut connection = connection;
                 let per_chunk = connection.get_chunk_size()? as u64 / spec.block_tokens;
                 // Block 0 is the null block.
-                spec.blocks = 1 + per_chunk * longest as u64;
-                Worker::Paged(LmcacheDrivenWorker::register(connection, spec)?)
+                spec.blocks = 1 + per_chunk * max_chunks as u64;
+                Worker::LmcacheDriven(LmcacheDrivenWorker::register(connection, spec)?)
             }
         };
         let mut engine = Self {
             worker,
             buffer: Vec::new(),
             blank: Vec::new(),
-            saved: false,
+            has_stored: false,
         };
         engine.blank = vec![0xA5; engine.chunk_bytes()];
         Ok(engine)
     }
 
-    /// How its bytes really travel: a server without a shared pool makes everybody pickle.
+    /// The actual way of its bytes: without a shared pool, engines that copy by themselves pickle.
     pub(super) fn kind(&self) -> Kind {
         match &self.worker {
-            Worker::Copies(worker) if worker.transport() == Transport::SharedPool => Kind::Pool,
-            Worker::Copies(_) => Kind::Pickle,
-            Worker::Paged(_) => Kind::Pages,
+            Worker::EngineDriven(worker) if worker.transport() == Transport::SharedPool => {
+                Kind::Pool
+            }
+            Worker::EngineDriven(_) => Kind::Pickle,
+            Worker::LmcacheDriven(_) => Kind::Pages,
         }
     }
 
-    /// Whether what hit can be loaded for sure. A server with a pool offers it to everybody, and learns from the first
-    /// chunk that comes pickled who cannot reach it; until then such an engine's loads are misses.
-    pub(super) fn can_load(&self) -> bool {
-        self.kind() != Kind::Pickle || self.saved
+    /// Whether hits can be retrieved. A server with a pool offers it to all engines, and learns from an engine's first
+    /// pickled chunk that it does not use the pool; until then the engine's retrieves are misses.
+    pub(super) fn can_retrieve(&self) -> bool {
+        self.kind() != Kind::Pickle || self.has_stored
     }
 
     pub(super) fn chunk_bytes(&self) -> usize {
         match &self.worker {
-            Worker::Copies(worker) => worker.chunk_bytes(),
-            Worker::Paged(worker) => worker.chunk_bytes(),
+            Worker::EngineDriven(worker) => worker.chunk_bytes(),
+            Worker::LmcacheDriven(worker) => worker.chunk_bytes(),
         }
     }
 
     fn chunk_tokens(&self) -> u64 {
         match &self.worker {
-            Worker::Copies(worker) => worker.chunk_tokens() as u64,
-            Worker::Paged(worker) => worker.chunk_tokens() as u64,
+            Worker::EngineDriven(worker) => worker.chunk_tokens() as u64,
+            Worker::LmcacheDriven(worker) => worker.chunk_tokens() as u64,
         }
     }
 
     pub(super) fn connection(&mut self) -> &mut Connection {
         match &mut self.worker {
-            Worker::Copies(worker) => worker.connection(),
-            Worker::Paged(worker) => worker.connection(),
+            Worker::EngineDriven(worker) => worker.connection(),
+            Worker::LmcacheDriven(worker) => worker.connection(),
         }
     }
 
     /// Chunks of the prompt's longest cached prefix.
     pub(super) fn lookup(&mut self, prompt: &Prompt, request: &str) -> Result<usize, ClientError> {
         let chunks = match &mut self.worker {
-            Worker::Copies(worker) => worker.lookup(prompt, request)?,
-            Worker::Paged(worker) => worker.lookup(prompt, request)?,
+            Worker::EngineDriven(worker) => worker.lookup(prompt, request)?,
+            Worker::LmcacheDriven(worker) => worker.lookup(prompt, request)?,
         };
         Ok(chunks as usize)
     }
 
-    /// Loads the first `chunks` chunks, which a lookup must have found. None is a miss; else the time it took, and the
-    /// bytes.
-    pub(super) fn load(
+    /// Retrieves the first `chunks` chunks, which a lookup must have found; returns the latency and the bytes, or none for
+    /// a miss.
+    pub(super) fn retrieve(
         &mut self,
         prompt: &Prompt,
         request: &str,
@@ -163,24 +165,24 @@ impl Engine {
         self.buffer.clear();
         let buffer = &mut self.buffer;
         match &mut self.worker {
-            Worker::Copies(worker) => {
+            Worker::EngineDriven(worker) => {
                 let began = Instant::now();
-                let loaded = worker.retrieve(prompt, range, request, |_, bytes| {
+                let retrieved = worker.retrieve(prompt, range, request, |_, bytes| {
                     buffer.extend_from_slice(bytes);
                 })?;
                 let took = began.elapsed();
-                Ok(loaded.map(|_| (took, &*self.buffer)))
+                Ok(retrieved.map(|_| (took, &*self.buffer)))
             }
-            Worker::Paged(worker) => {
+            Worker::LmcacheDriven(worker) => {
                 let blocks = blocks(worker, 0..chunks);
                 let per_chunk = worker.blocks_per_chunk() as usize;
                 for blocks in blocks.chunks(per_chunk) {
                     worker.write_chunk(blocks, &self.blank)?;
                 }
                 let began = Instant::now();
-                let loaded = worker.retrieve(prompt, range, request, &blocks, 0)?;
+                let retrieved = worker.retrieve(prompt, range, request, &blocks, 0)?;
                 let took = began.elapsed();
-                if !loaded {
+                if !retrieved {
                     return Ok(None);
                 }
                 let mut chunk = Vec::new();
@@ -193,33 +195,33 @@ impl Engine {
         }
     }
 
-    /// Saves the chunks from `first` on, with the bytes of their numbers. The time it took, and the bytes sent.
-    pub(super) fn save(
+    /// Stores the chunks from `first` on, with the bytes of their seeds; returns the latency, and the bytes sent.
+    pub(super) fn store(
         &mut self,
         prompt: &Prompt,
         request: &str,
         first: usize,
-        numbers: &[u64],
+        seeds: &[u64],
     ) -> Result<(Duration, u64), ClientError> {
         let len = self.chunk_bytes();
         let start = first as u64 * self.chunk_tokens();
-        let range = start..start + numbers.len() as u64 * self.chunk_tokens();
-        self.buffer.resize(numbers.len() * len, 0);
-        for (bytes, number) in self.buffer.chunks_exact_mut(len).zip(numbers) {
-            pattern::fill(*number, bytes);
+        let range = start..start + seeds.len() as u64 * self.chunk_tokens();
+        self.buffer.resize(seeds.len() * len, 0);
+        for (bytes, seed) in self.buffer.chunks_exact_mut(len).zip(seeds) {
+            pattern::fill(*seed, bytes);
         }
-        self.saved = true;
+        self.has_stored = true;
         let buffer = &self.buffer;
         match &mut self.worker {
-            Worker::Copies(worker) => {
+            Worker::EngineDriven(worker) => {
                 let began = Instant::now();
                 let stored = worker.store(prompt, range, request, |index| {
                     &buffer[index as usize * len..][..len]
                 })?;
                 Ok((began.elapsed(), stored.bytes))
             }
-            Worker::Paged(worker) => {
-                let blocks = blocks(worker, first..first + numbers.len());
+            Worker::LmcacheDriven(worker) => {
+                let blocks = blocks(worker, first..first + seeds.len());
                 let per_chunk = worker.blocks_per_chunk() as usize;
                 for (blocks, bytes) in blocks.chunks(per_chunk).zip(buffer.chunks_exact(len)) {
                     worker.write_chunk(blocks, bytes)?;
@@ -238,13 +240,13 @@ impl Engine {
     /// Unregisters.
     pub(super) fn stop(self) -> Result<(), ClientError> {
         match self.worker {
-            Worker::Copies(worker) => worker.close().map(drop),
-            Worker::Paged(worker) => worker.close().map(drop),
+            Worker::EngineDriven(worker) => worker.close().map(drop),
+            Worker::LmcacheDriven(worker) => worker.close().map(drop),
         }
     }
 }
 
-/// The blocks of a prompt's chunks, behind the null block.
+/// The blocks of a prompt's chunks, which follow the null block.
 fn blocks(worker: &LmcacheDrivenWorker, chunks: std::ops::Range<usize>) -> Vec<i64> {
     let per_chunk = worker.blocks_per_chunk();
     let block = |chunk: usize| 1 + (chunk as u64 * per_chunk) as i64;

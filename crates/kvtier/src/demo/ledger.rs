@@ -1,42 +1,42 @@
-//! What the cache can have, and what it must have.
+//! Bounds of what the cache holds: chunks it may have, and chunks it must have.
 
 use std::collections::HashSet;
 use std::sync::Mutex;
 
-/// Chunk numbers whose store was begun, and those whose store was answered.
+/// Seeds of the chunks whose store was started, and of those whose store was answered.
 ///
-/// A hit beyond what was begun is somebody else's data, or none; while nothing is evicted, a hit short of what was
-/// answered is lost data. Each mutex guards its set.
+/// A hit beyond the started ones is another tenant's data, or none; while nothing is evicted, a hit short of the answered
+/// ones is lost data. Each mutex guards its set.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
-    begun: Mutex<HashSet<u64>>,
+    started: Mutex<HashSet<u64>>,
     stored: Mutex<HashSet<u64>>,
 }
 
 impl Ledger {
     /// A store of these chunks is about to be sent.
-    pub(super) fn begin(&self, chunks: &[u64]) {
-        add(&self.begun, chunks);
+    pub(super) fn start(&self, chunks: &[u64]) {
+        add(&self.started, chunks);
     }
 
-    /// That store was answered: from now on it can be read.
+    /// That store was answered: from now on it can be retrieved.
     pub(super) fn stored(&self, chunks: &[u64]) {
         add(&self.stored, chunks);
     }
 
-    /// The longest prefix that a lookup may find, if it was answered by now.
+    /// The longest prefix that a lookup which was answered by now may find.
     pub(super) fn most(&self, chunks: &[u64]) -> usize {
-        prefix(&self.begun, chunks)
+        prefix(&self.started, chunks)
     }
 
-    /// The shortest prefix that a lookup must find while nothing is evicted, if it is sent from now on.
+    /// The shortest prefix that a lookup which is sent from now on must find, while nothing is evicted.
     pub(super) fn least(&self, chunks: &[u64]) -> usize {
         prefix(&self.stored, chunks)
     }
 
     /// The cache was cleared.
     pub(super) fn clear(&self) {
-        lock(&self.begun).clear();
+        lock(&self.started).clear();
         lock(&self.stored).clear();
     }
 }
@@ -66,7 +66,7 @@ mod tests {
     #[test]
     fn bounds_are_prefixes() {
         let ledger = Ledger::default();
-        ledger.begin(&[1, 2, 4]);
+        ledger.start(&[1, 2, 4]);
         ledger.stored(&[1, 4]);
         assert_eq!(
             (ledger.most(&[1, 2, 3, 4]), ledger.least(&[1, 2, 3, 4])),

@@ -1,17 +1,19 @@
 //! `kvtier demo`: a whole server in this process, and engines that talk to it through its real socket.
 //!
-//! Twelve engine workers (four tenants times three ways for bytes to travel) serve conversations that grow turn by turn
-//! behind one shared system prompt. Each turn is what an engine does: look the prompt up, load what hit, save the rest.
-//! First everything fits, and every hit must be complete; then far more is said than fits, and the cache has to evict.
-//! Every chunk that comes back is compared with the bytes its tenant and its whole prefix stand for, and tenants keep
-//! asking for each other's prompts. With `--l2`, a second server then shows that prompts come back from a directory.
-//! The command succeeds only if all of it was right.
+//! Twelve engine workers (four tenants times three kinds of transport) serve conversations that grow turn by turn after
+//! one shared system prompt. Each turn looks the prompt up, retrieves the hits, and stores the rest.
+//!
+//! 1. Everything fits, and every hit must be complete.
+//! 2. Far more is stored than fits, and the cache has to evict.
+//! 3. With `--l2`, a second server retrieves prompts from a directory.
+//!
+//! Every retrieved chunk is compared with the bytes of its tenant and its whole prefix, and tenants keep looking up each
+//! other's prompts. The command succeeds only if all answers were correct.
 
 mod conversation;
 mod display;
 mod engine;
 mod ledger;
-mod numbers;
 mod report;
 mod tally;
 mod tier;
@@ -31,35 +33,34 @@ use crate::signals;
 use display::Display;
 use engine::Kind;
 use report::{Phase, Report};
-use tally::{Counts, Faults, KindLatencies};
-use workload::{Party, Stage, TENANTS};
+use tally::Faults;
+use workload::{EngineGroup, Setup, TENANTS};
 
-/// What names of pools begin with; the process id follows.
+/// Prefix of pool names; the process id follows.
 const POOL_PREFIX: &str = "kvtier_demo_";
 
 /// Share of L1 that the first phase may fill: below the watermark at which the server starts to evict.
-const ROOMY: f64 = 0.75;
+const MAX_FILL: f64 = 0.75;
 
-/// In the second phase at least so many times the size of L1 is stored.
-const PRESSURE: u64 = 2;
+/// Bytes stored in the second phase, at least, as a multiple of L1's size.
+const OVERCOMMIT: u64 = 2;
 
 /// Arguments of `kvtier demo`.
 #[derive(Debug, Args)]
 pub struct DemoArgs {
-    /// How long the two phases take together, 0 to 3600; each is played at least once
+    /// Seconds of the two phases together, 0 to 3600; each runs at least once
     #[arg(long, default_value_t = 8.0, value_parser = seconds)]
     seconds: f64,
-    /// Turns of each conversation
+    /// Turns per conversation
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
     turns: u32,
-    /// What is said, and in which order
+    /// Seed of the conversations and their order
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Size of the server's L1 in GiB
     #[arg(long, value_name = "GB", default_value_t = 0.25)]
     l1_size_gb: f64,
-    /// A directory for a second tier: at the end, a server with it shows that prompts come back when L1 was emptied.
-    /// What it writes there stays
+    /// Directory for a second tier: at the end, a server with it retrieves prompts after L1 was emptied. Its files stay
     #[arg(long, value_name = "DIR")]
     l2: Option<String>,
     /// Print the result as JSON instead of tables
@@ -76,11 +77,11 @@ fn seconds(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Runs the demo. Exit code 0 if all was right, 1 if not, 130 after Ctrl-C.
+/// Runs the demo. Exit code 0 if all answers were correct, 1 if not, 130 after Ctrl-C.
 pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     let stop = signals::stop_flag()?;
     let config = server_config(args, None)?;
-    // Before anything is played, so that a directory that cannot be used is told at once.
+    // Before the demo starts, so that a directory that cannot be used is reported at once.
     let tiered = args.l2.as_deref().map(|dir| server_config(args, Some(dir)));
     let tiered = tiered.transpose()?;
     let _log = kvtier_server::logging::init(&config).context("no thread for the log")?;
@@ -102,9 +103,9 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// Those of the server that no flag at all gives, but for its ports, its size, the name of its pool, and its tier.
+/// The configuration of a server without flags, except for its ports, its size, the name of its pool, and its tier.
 fn server_config(args: &DemoArgs, l2: Option<&str>) -> anyhow::Result<ServerConfig> {
-    // A demo that was killed could not remove its own, and no other one has its name.
+    // A demo that was killed has not removed its pool, and no other one uses its name.
     kvtier_server::remove_stale_pools(POOL_PREFIX);
     let (size, pool) = (
         format!("--l1-size-gb={}", args.l1_size_gb),
@@ -126,7 +127,7 @@ fn server_config(args: &DemoArgs, l2: Option<&str>) -> anyhow::Result<ServerConf
     if let Some(obstacle) = config.l2.as_ref().and_then(|l2| l2.obstacle()) {
         anyhow::bail!(obstacle);
     }
-    // Where /dev/shm is small, the demo does without the pool, as a server without flags does.
+    // If /dev/shm is small, the demo runs without the pool, as a server without flags does.
     config.shm_required = false;
     Ok(config)
 }
@@ -135,89 +136,89 @@ fn play(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> anyhow::Resu
     let began = Instant::now();
     let config = server.engine().config();
     let chunk_tokens = config.chunk_size as usize;
-    let longest = conversation::longest(args.turns, chunk_tokens);
-    let stage = stage(args, server, stop);
+    let max_chunks = conversation::max_chunks(args.turns, chunk_tokens);
+    let setup = setup(args, server, stop);
     let capacity = (config.l1_bytes / (chunk_tokens as u64 * engine::TOKEN_BYTES)) as usize;
-    let shared = conversation::shared(chunk_tokens);
-    // Engines whose pages the server copies have the shared part for themselves.
-    let needed = TENANTS.len() * (Kind::ALL.len() * (longest - shared) + 2 * shared);
+    let shared = conversation::shared_chunks(chunk_tokens);
+    // Engines whose pages the server copies share no objects with the others, so their shared part counts again.
+    let needed = TENANTS.len() * (Kind::ALL.len() * (max_chunks - shared) + 2 * shared);
     anyhow::ensure!(
-        needed as f64 <= capacity as f64 * ROOMY,
+        needed as f64 <= capacity as f64 * MAX_FILL,
         "--turns {}: the first phase may need {needed} chunks, and L1 has {capacity}; give fewer turns or a larger \
          --l1-size-gb",
         args.turns
     );
-    let mut parties = Kind::ALL
+    let mut groups = Kind::ALL
         .iter()
         .zip(0..)
-        .map(|(kind, number)| Party::start(&stage, *kind, number, longest))
+        .map(|(kind, number)| EngineGroup::start(&setup, *kind, number, max_chunks))
         .collect::<Result<Vec<_>, _>>()
         .context("an engine could not register")?;
-    let mut report = Report::new(args.seed, config, parties[0].chunk_bytes());
+    let mut report = Report::new(args.seed, config, groups[0].chunk_bytes());
     let display = Display::new(
         args.seconds,
-        parties.iter().map(|party| party.latencies.kind),
+        groups.iter().map(|group| group.latencies.kind),
     );
     let half = Duration::from_secs_f64(args.seconds / 2.0);
 
     let mut phase = Phase::begin("all fits", server);
-    while phase.rounds == 0 || (phase.elapsed() < half && !stage.stopped()) {
-        side_by_side(&stage, &display, &mut parties, |party| {
-            party.converse(&stage)
+    while phase.rounds == 0 || (phase.elapsed() < half && !setup.is_stopped()) {
+        side_by_side(&setup, &display, &mut groups, |group| {
+            group.converse(&setup)
         });
         phase.rounds += 1;
-        clear(&stage, server, &mut report.faults);
+        clear(&setup, server, &mut report.faults);
     }
-    phase.end(server, &mut parties);
+    phase.end(server, &mut groups);
     if phase.evicted_objects > 0 {
-        report.faults.note(format!(
-            "{} objects were evicted although all fits",
+        report.faults.push(format!(
+            "{} objects were evicted although everything fits",
             phase.evicted_objects
         ));
     }
     report.phases.push(phase);
 
-    if !stage.stopped() {
+    if !setup.is_stopped() {
         let mut phase = Phase::begin("under pressure", server);
         let (start, least) = (
             phase.began,
-            config.l1_bytes * PRESSURE / parties.len() as u64,
+            config.l1_bytes * OVERCOMMIT / groups.len() as u64,
         );
-        // Twice as many conversations as fit, half of the way through on average.
+        // Twice as many conversations as fit, at half of their length on average.
         let at_once =
-            (2 * capacity / (TENANTS.len() * parties.len()) / (longest / 2).max(1)).max(2);
-        side_by_side(&stage, &display, &mut parties, |party| {
-            party.crowd(&stage, at_once, |stored| {
+            (2 * capacity / (TENANTS.len() * groups.len()) / (max_chunks / 2).max(1)).max(2);
+        side_by_side(&setup, &display, &mut groups, |group| {
+            group.overcommit(&setup, at_once, |stored| {
                 stored >= least && start.elapsed() >= half
             })
         });
         phase.rounds = 1;
-        phase.end(server, &mut parties);
-        if phase.evicted_objects == 0 && !stage.stopped() {
+        phase.end(server, &mut groups);
+        if phase.evicted_objects == 0 && !setup.is_stopped() {
             report
                 .faults
-                .note("nothing was evicted although far more was stored than fits".to_owned());
+                .push("no object was evicted although far more was stored than fits".to_owned());
         }
-        clear(&stage, server, &mut report.faults);
+        clear(&setup, server, &mut report.faults);
         report.phases.push(phase);
     }
     display.finish();
-    for party in &mut parties {
-        if let Err(error) = party.stop() {
+    for group in &mut groups {
+        if let Err(error) = group.stop() {
             report
                 .faults
-                .note(format!("an engine could not unregister: {error}"));
+                .push(format!("an engine could not unregister: {error}"));
         }
-        report.latencies.push(party.latencies.clone());
-        report.faults.add(std::mem::take(&mut party.faults));
+        report.latencies.push(group.latencies.clone());
+        report.faults.add(std::mem::take(&mut group.faults));
     }
-    nothing_is_left(server, &mut report.faults);
-    report.close(began.elapsed(), stage.stopped());
+    check_leaks(server, &mut report.faults);
+    report.close(began.elapsed(), setup.is_stopped());
     Ok(report)
 }
 
-fn stage(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> Stage {
-    Stage {
+fn setup(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> Setup {
+    Setup {
         endpoint: server.endpoint().to_owned(),
         seed: args.seed,
         turns: args.turns,
@@ -229,7 +230,7 @@ fn stage(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> Stage {
     }
 }
 
-/// The part with a second tier, on a server that has one.
+/// Plays the part with a second tier, on a server that has one.
 fn recall(
     args: &DemoArgs,
     server: &Server,
@@ -237,58 +238,58 @@ fn recall(
     report: &mut Report,
 ) -> anyhow::Result<()> {
     let began = Instant::now();
-    let stage = stage(args, server, stop);
-    let longest = conversation::longest(args.turns, stage.chunk_tokens);
-    report.recall = Some(tier::play(&stage, server, longest, &mut report.faults)?);
-    nothing_is_left(server, &mut report.faults);
-    report.close(report.took + began.elapsed(), stage.stopped());
+    let setup = setup(args, server, stop);
+    let max_chunks = conversation::max_chunks(args.turns, setup.chunk_tokens);
+    report.recall = Some(tier::play(&setup, server, max_chunks, &mut report.faults)?);
+    check_leaks(server, &mut report.faults);
+    report.close(report.took + began.elapsed(), setup.is_stopped());
     Ok(())
 }
 
-/// Runs `serve` for all parties, each on a thread of its own.
-fn side_by_side<F>(stage: &Stage, display: &Display, parties: &mut [Party], serve: F)
+/// Runs `serve` for all groups, each on its own thread.
+fn side_by_side<F>(setup: &Setup, display: &Display, groups: &mut [EngineGroup], serve: F)
 where
-    F: Fn(&mut Party) -> Result<(), kvtier_client::ClientError> + Sync,
+    F: Fn(&mut EngineGroup) -> Result<(), kvtier_client::ClientError> + Sync,
 {
     std::thread::scope(|scope| {
-        let threads: Vec<_> = parties
+        let threads: Vec<_> = groups
             .iter_mut()
-            .map(|party| {
+            .map(|group| {
                 let serve = &serve;
                 scope.spawn(move || {
-                    if let Err(error) = serve(party) {
-                        party.faults.note(format!("an engine gave up: {error}"));
+                    if let Err(error) = serve(group) {
+                        group.faults.push(format!("an engine failed: {error}"));
                     }
                 })
             })
             .collect();
         while threads.iter().any(|thread| !thread.is_finished()) {
-            display.show(&stage.progress);
+            display.show(&setup.progress);
             std::thread::sleep(Duration::from_millis(20));
         }
     });
 }
 
-/// Drops everything, as `reset_prefix_cache` of vLLM does; nobody holds anything any more, so nothing may stay.
-fn clear(stage: &Stage, server: &Server, faults: &mut Faults) {
+/// Clears the cache, as `reset_prefix_cache` of vLLM does; nothing is leased any more, so nothing may stay.
+fn clear(setup: &Setup, server: &Server, faults: &mut Faults) {
     let cleared =
-        Connection::connect(&stage.endpoint).and_then(|mut connection| connection.clear(false));
+        Connection::connect(&setup.endpoint).and_then(|mut connection| connection.clear(false));
     if let Err(error) = cleared {
-        faults.note(format!("the cache could not be cleared: {error}"));
+        faults.push(format!("the cache could not be cleared: {error}"));
         return;
     }
-    stage.ledgers.iter().for_each(ledger::Ledger::clear);
+    setup.ledgers.iter().for_each(ledger::Ledger::clear);
     let left = server.engine().readings();
     if left.objects + left.used_bytes > 0 {
-        faults.note(format!(
+        faults.push(format!(
             "{} objects and {} bytes stayed after a clear ({} objects leased)",
             left.objects, left.used_bytes, left.leased_objects
         ));
     }
 }
 
-/// All engines are gone: whatever is left of them in the server is a leak.
-fn nothing_is_left(server: &Server, faults: &mut Faults) {
+/// Checks for leaks after all engines have unregistered.
+fn check_leaks(server: &Server, faults: &mut Faults) {
     let left = server.engine().readings();
     for (what, count) in [
         ("engines", left.instances),
@@ -298,31 +299,10 @@ fn nothing_is_left(server: &Server, faults: &mut Faults) {
         ("accounting errors", left.accounting_errors),
     ] {
         if count > 0 {
-            faults.note(format!("{count} {what} are left in the server"));
+            faults.push(format!("{count} {what} are left in the server"));
         }
     }
     if let Some(reason) = server.health().reason() {
-        faults.note(format!("the server is not healthy: {reason}"));
+        faults.push(format!("the server is not healthy: {reason}"));
     }
-}
-
-/// Adds up what all parties counted, and lets them begin anew.
-fn take_counts(parties: &mut [Party]) -> Counts {
-    let mut all = Counts::default();
-    for party in parties {
-        all.add(&std::mem::take(&mut party.counts));
-    }
-    all
-}
-
-/// Latencies of engines that turned out to be of one kind, together.
-fn by_kind(latencies: &[KindLatencies]) -> Vec<KindLatencies> {
-    let mut kinds: Vec<KindLatencies> = Vec::new();
-    for one in latencies {
-        match kinds.iter_mut().find(|known| known.kind == one.kind) {
-            Some(known) => known.add(one),
-            None => kinds.push(one.clone()),
-        }
-    }
-    kinds
 }

@@ -1,4 +1,4 @@
-//! The result: tables for people, JSON for programs.
+//! The report: tables, or JSON for programs.
 
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -8,10 +8,10 @@ use indicatif::HumanBytes;
 use kvtier_server::{Server, ServerConfig};
 use serde_json::{Value, json};
 
-use super::tally::{Counts, Faults, KindLatencies, Latencies};
+use super::tally::{Counts, Faults, KindLatencies};
 use super::tier::Recall;
-use super::workload::{Party, TENANTS};
-use super::{by_kind, take_counts};
+use super::workload::{EngineGroup, TENANTS};
+use crate::latencies::Latencies;
 
 /// One of the two phases.
 pub(super) struct Phase {
@@ -39,10 +39,12 @@ impl Phase {
         self.began.elapsed()
     }
 
-    /// Takes over what the parties have counted since it began.
-    pub(super) fn end(&mut self, server: &Server, parties: &mut [Party]) {
+    /// Takes the counts of the groups since its start.
+    pub(super) fn end(&mut self, server: &Server, groups: &mut [EngineGroup]) {
         self.took = self.began.elapsed();
-        self.counts = take_counts(parties);
+        for group in groups {
+            self.counts.add(&std::mem::take(&mut group.counts));
+        }
         self.evicted_objects = server.engine().readings().evicted_objects - self.evicted_objects;
     }
 
@@ -70,7 +72,7 @@ fn counts_json(counts: &Counts) -> Value {
     })
 }
 
-/// Everything the demo found out.
+/// Results of the demo.
 pub(super) struct Report {
     seed: u64,
     chunk_tokens: u32,
@@ -80,7 +82,7 @@ pub(super) struct Report {
     pub(super) phases: Vec<Phase>,
     pub(super) latencies: Vec<KindLatencies>,
     pub(super) faults: Faults,
-    /// What a second tier gave back, if there was one.
+    /// What was retrieved from a second tier, if there was one.
     pub(super) recall: Option<Recall>,
     pub(super) interrupted: bool,
     pub(super) ok: bool,
@@ -103,10 +105,10 @@ impl Report {
         }
     }
 
-    /// Nothing more will be added.
+    /// Completes the report.
     pub(super) fn close(&mut self, took: Duration, interrupted: bool) {
         self.took = took;
-        self.latencies = by_kind(&self.latencies);
+        self.latencies = KindLatencies::merged(&self.latencies);
         self.interrupted = interrupted;
         self.ok = self.faults.count == 0 && !interrupted;
     }
@@ -119,7 +121,7 @@ impl Report {
         total
     }
 
-    /// To stdout.
+    /// Prints it to stdout.
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
         let mut out = crate::out::stdout();
         if json {
@@ -130,8 +132,8 @@ impl Report {
         let total = self.total();
         writeln!(
             out,
-            "{} chunks of {} came back and were compared; tenants looked {} times for each other's prompts and tried \
-             {} times to load from them.",
+            "{} chunks of {} were retrieved and compared; tenants looked up each other's prompts {} times and tried {} times \
+             to retrieve from them.",
             total.verified_chunks,
             HumanBytes(self.chunk_bytes),
             total.foreign_lookups,
@@ -140,18 +142,18 @@ impl Report {
         if let Some(recall) = &self.recall {
             writeln!(
                 out,
-                "With L1 emptied, {} chunks ({}) came back from the second tier and were compared.",
+                "With L1 emptied, {} chunks ({}) were retrieved from the second tier and compared.",
                 recall.chunks,
                 HumanBytes(recall.bytes)
             )?;
         }
-        for fault in &self.faults.told {
+        for fault in &self.faults.described {
             writeln!(out, "WRONG: {fault}")?;
         }
         let verdict = match (self.faults.count, self.interrupted) {
-            (0, false) => "All of it was right.".to_owned(),
-            (0, true) => "Interrupted; until then all was right.".to_owned(),
-            (faults, _) => format!("{faults} things were wrong."),
+            (0, false) => "All answers were correct.".to_owned(),
+            (0, true) => "Interrupted; until then all answers were correct.".to_owned(),
+            (faults, _) => format!("{faults} faults."),
         };
         writeln!(
             out,
@@ -189,7 +191,7 @@ impl Report {
             "total": counts_json(&self.total()),
             "phases": phases,
             "latency_us": latencies,
-            "faults": { "count": self.faults.count, "first": self.faults.told },
+            "faults": { "count": self.faults.count, "first": self.faults.described },
         });
         if let Some(recall) = &self.recall {
             value["l2"] =
@@ -231,7 +233,6 @@ impl Report {
                 ("store", &kind.store),
                 ("retrieve", &kind.retrieve),
             ] {
-                let micros = |nanos: u64| time(nanos as f64 / 1000.0);
                 let name = if operation == "lookup" {
                     kind.kind.name()
                 } else {
@@ -240,10 +241,10 @@ impl Report {
                 table.add_row([
                     name.to_owned(),
                     operation.to_owned(),
-                    latencies.len().to_string(),
-                    micros(latencies.value_at_quantile(0.5)),
-                    micros(latencies.value_at_quantile(0.99)),
-                    micros(latencies.max()),
+                    latencies.count().to_string(),
+                    time(latencies.micros_at(0.5)),
+                    time(latencies.micros_at(0.99)),
+                    time(latencies.max_micros()),
                 ]);
             }
         }
@@ -252,12 +253,11 @@ impl Report {
 }
 
 fn latency_json(latencies: &Latencies) -> Value {
-    let micros = |nanos: u64| nanos as f64 / 1000.0;
     json!({
-        "count": latencies.len(),
-        "p50": micros(latencies.value_at_quantile(0.5)),
-        "p99": micros(latencies.value_at_quantile(0.99)),
-        "max": micros(latencies.max()),
+        "count": latencies.count(),
+        "p50": latencies.micros_at(0.5),
+        "p99": latencies.micros_at(0.99),
+        "max": latencies.max_micros(),
     })
 }
 
@@ -274,7 +274,7 @@ fn table(header: &[&str]) -> Table {
     table
 }
 
-/// Microseconds for people.
+/// Microseconds with a fitting unit.
 fn time(micros: f64) -> String {
     match micros {
         m if m < 1000.0 => format!("{m:.0} us"),

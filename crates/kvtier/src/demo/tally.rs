@@ -1,25 +1,12 @@
-//! What happened: counts, latencies and everything that was wrong.
-
-use std::time::Duration;
-
-use hdrhistogram::Histogram;
+//! Results: counts, latencies and faults.
 
 use super::engine::Kind;
+use crate::latencies::Latencies;
 
-/// Longest latency that is told apart, in nanoseconds: a minute.
-const LONGEST: u64 = 60_000_000_000;
+/// Faults that are described; further ones are only counted.
+const MAX_DESCRIBED: usize = 10;
 
-/// Wrong things that are told in words; the rest is only counted.
-const TOLD: usize = 10;
-
-/// Latencies of one operation.
-pub(super) type Latencies = Histogram<u64>;
-
-fn latencies() -> Latencies {
-    Histogram::new_with_bounds(1, LONGEST, 3).expect("the bounds and digits are allowed")
-}
-
-/// Latencies of one kind of engine.
+/// Latencies of the engines of one kind.
 #[derive(Debug, Clone)]
 pub(super) struct KindLatencies {
     pub(super) kind: Kind,
@@ -32,43 +19,49 @@ impl KindLatencies {
     pub(super) fn new(kind: Kind) -> Self {
         Self {
             kind,
-            lookup: latencies(),
-            store: latencies(),
-            retrieve: latencies(),
+            lookup: Latencies::new(),
+            store: Latencies::new(),
+            retrieve: Latencies::new(),
         }
     }
 
-    pub(super) fn add(&mut self, other: &Self) {
+    /// One entry per kind: engines of different kinds turn out to be of one where the server has no pool.
+    pub(super) fn merged(all: &[Self]) -> Vec<Self> {
+        let mut merged: Vec<Self> = Vec::new();
+        for one in all {
+            match merged.iter_mut().find(|known| known.kind == one.kind) {
+                Some(known) => known.add(one),
+                None => merged.push(one.clone()),
+            }
+        }
+        merged
+    }
+
+    fn add(&mut self, other: &Self) {
         for (mine, theirs) in [
             (&mut self.lookup, &other.lookup),
             (&mut self.store, &other.store),
             (&mut self.retrieve, &other.retrieve),
         ] {
-            // Cannot fail: all have the same bounds.
-            let _ = mine.add(theirs);
+            mine.add(theirs);
         }
     }
-}
-
-/// Notes a latency.
-pub(super) fn record(into: &mut Latencies, took: Duration) {
-    into.saturating_record((took.as_nanos() as u64).max(1));
 }
 
 /// Counts of one phase.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Counts {
-    /// Turns served, each one a lookup, a load of what hit, and a store of the rest.
+    /// Turns served: each is a lookup, a retrieve of the hits, and a store of the rest.
     pub(super) requests: u64,
-    /// Tokens of whole chunks in their prompts, and those of them that hit.
+    /// Tokens of whole chunks in their prompts, and the ones that hit.
     pub(super) asked_tokens: u64,
     pub(super) hit_tokens: u64,
-    /// Bytes sent to the cache, and bytes that came back.
+    /// Bytes stored, and bytes retrieved.
     pub(super) stored_bytes: u64,
     pub(super) retrieved_bytes: u64,
-    /// Chunks that came back and were compared.
+    /// Chunks that were retrieved and compared.
     pub(super) verified_chunks: u64,
-    /// Lookups of another tenant's prompt, and loads of what they must not find.
+    /// Lookups of another tenant's prompt, and retrieves beyond their hits.
     pub(super) foreign_lookups: u64,
     pub(super) foreign_loads: u64,
 }
@@ -85,30 +78,32 @@ impl Counts {
         self.foreign_loads += other.foreign_loads;
     }
 
-    /// Share of the tokens asked for that hit.
+    /// Share of the tokens that hit.
     pub(super) fn hit_rate(&self) -> f64 {
         self.hit_tokens as f64 / self.asked_tokens.max(1) as f64
     }
 }
 
-/// Everything that was wrong.
+/// Violations of what the cache promises.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Faults {
     pub(super) count: u64,
-    pub(super) told: Vec<String>,
+    /// The first ones.
+    pub(super) described: Vec<String>,
 }
 
 impl Faults {
-    pub(super) fn note(&mut self, what: String) {
+    pub(super) fn push(&mut self, fault: String) {
         self.count += 1;
-        if self.told.len() < TOLD {
-            self.told.push(what);
+        if self.described.len() < MAX_DESCRIBED {
+            self.described.push(fault);
         }
     }
 
     pub(super) fn add(&mut self, other: Self) {
         self.count += other.count;
-        let room = TOLD.saturating_sub(self.told.len());
-        self.told.extend(other.told.into_iter().take(room));
+        let free = MAX_DESCRIBED.saturating_sub(self.described.len());
+        self.described
+            .extend(other.described.into_iter().take(free));
     }
 }

@@ -1,4 +1,4 @@
-//! `kvtier quota`: what tenants may have on a server.
+//! `kvtier quota`: quotas of a server's tenants.
 
 mod report;
 
@@ -11,8 +11,8 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
 use kvtier_core::object_key::check_cache_salt;
-use kvtier_server::config::GIB;
-use kvtier_server::quota::{Limit, only_set, parse_size};
+use kvtier_server::config::{GIB, Limit, parse_size};
+use kvtier_server::quota::only_set;
 use serde_json::{Map, Value, json};
 
 use crate::address::HttpArgs;
@@ -20,11 +20,11 @@ use crate::out;
 use crate::units::duration;
 use crate::web::{AccessArgs, Client, refusal};
 
-/// Exit code of a change that was made and has no effect.
+/// Exit code of a change that succeeded without effect.
 const NO_EFFECT: u8 = 3;
 
-/// Tenants asked for at once.
-const PAGE: usize = 1000;
+/// Tenants per request.
+const PAGE_SIZE: usize = 1000;
 
 /// Arguments of `kvtier quota`.
 #[derive(Debug, Args)]
@@ -33,15 +33,15 @@ pub struct QuotaArgs {
     command: QuotaCommand,
 }
 
-/// Where to ask, and how to tell.
+/// Arguments for the server, and the form of the output.
 #[derive(Debug, Args)]
-struct Asking {
+struct ServerArgs {
     #[command(flatten)]
-    server: HttpArgs,
-    /// Print what the server says as it is, JSON
+    address: HttpArgs,
+    /// Print the server's answer unchanged, as JSON
     #[arg(long)]
     json: bool,
-    /// How long to wait for an answer, in seconds or as in 500ms, 30s, 2m
+    /// Timeout of each request, in seconds or as in 500ms, 30s, 2m
     #[arg(long, default_value = "10", value_parser = duration)]
     timeout: Duration,
     #[command(flatten)]
@@ -50,76 +50,76 @@ struct Asking {
 
 #[derive(Debug, Subcommand)]
 enum QuotaCommand {
-    /// Set a tenant's quota, in place of the one before.
+    /// Set a tenant's quota; it replaces an earlier one.
     Set {
         /// The tenant's cache salt; _default for requests without
         #[arg(value_parser = salt)]
         salt: String,
-        /// Most it may have in each tier: unlimited, or a size such as 10GiB; a number alone is GiB
+        /// Limit in each tier: unlimited, or a size such as 10GiB; a number without a unit is GiB
         limit: Limit,
-        /// What others cannot evict of it in each tier, such as 1GiB
+        /// Share of each tier that other tenants cannot evict, such as 1GiB
         #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
         reserved: u64,
-        /// Another limit, or another reserved share, in one tier: l1=1GiB, fs-0=unlimited; may be given several times
+        /// Limit in one tier: l1=1GiB, fs-0=unlimited; may be repeated
         #[arg(long, value_name = "TIER=LIMIT", value_parser = of_tier::<Limit>)]
         tier_limit: Vec<(String, Limit)>,
-        /// Another reserved share in one tier: l1=1GiB; may be given several times
+        /// Reserved share in one tier: l1=1GiB; may be repeated
         #[arg(long, value_name = "TIER=SIZE", value_parser = of_tier_reserved)]
         tier_reserved: Vec<(String, u64)>,
-        /// Exit with 0 in place of 3 where no tier of the server limits tenants
+        /// Exit with 0 instead of 3 if no tier of the server enforces quotas
         #[arg(long)]
         allow_ineffective: bool,
         #[command(flatten)]
-        asking: Asking,
+        server: ServerArgs,
     },
-    /// Show what a tenant uses, and its limits.
+    /// Show a tenant's usage and limits.
     Get {
         /// The tenant's cache salt; _default for requests without
         #[arg(value_parser = salt)]
         salt: String,
         #[command(flatten)]
-        asking: Asking,
+        server: ServerArgs,
     },
-    /// Remove a tenant's quota, so that --quota-default of the server holds.
+    /// Remove a tenant's quota, so that --quota-default of the server applies.
     Delete {
         /// The tenant's cache salt; _default for requests without
         #[arg(value_parser = salt)]
         salt: String,
         #[command(flatten)]
-        asking: Asking,
+        server: ServerArgs,
     },
-    /// Set the quotas of many tenants, all of them or none. Tenants that are not named keep theirs.
+    /// Set the quotas of many tenants, all of them or none. Other tenants keep theirs.
     Import {
-        /// JSON as `kvtier quota list --json` prints it; - is the standard input
+        /// JSON as printed by `kvtier quota list --json`; - for standard input
         #[arg(value_name = "FILE")]
         file: PathBuf,
-        /// Exit with 0 in place of 3 where no tier of the server limits tenants
+        /// Exit with 0 instead of 3 if no tier of the server enforces quotas
         #[arg(long)]
         allow_ineffective: bool,
         #[command(flatten)]
-        asking: Asking,
+        server: ServerArgs,
     },
     /// List the tenants that have a quota.
     List {
-        /// Also those that have objects and no quota
+        /// Also list tenants with objects but without a quota
         #[arg(long)]
         all: bool,
         #[command(flatten)]
-        asking: Asking,
+        server: ServerArgs,
     },
 }
 
-/// A salt that a tenant can have, as a part of a path.
+/// Checks a tenant's salt; returns it as a part of a path.
 fn salt(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err("give _default for requests without a salt".into());
     }
     if text.contains("://") {
         return Err(
-            "that is an address; the tenant comes first, the server last or as --url".into(),
+            "that is an address; give the tenant first, the server last or with --url".into(),
         );
     }
-    // The tenant whose salt is really _default.
+    // The tenant whose salt is literally _default.
     if text != "@_default" {
         check_cache_salt(text).map_err(|error| error.to_string())?;
     }
@@ -155,7 +155,7 @@ fn limit_gb(limit: Limit) -> Value {
     limit.0.map_or_else(|| json!("unlimited"), gib)
 }
 
-/// Does what is asked for. Exit code 1, with one line on stderr, when the server refuses or is not there; 3 for a change
+/// Runs the command. Exit code 1, with one line on stderr, if the server refuses or does not answer; 3 for a change
 /// without effect.
 pub fn run(args: &QuotaArgs) -> anyhow::Result<ExitCode> {
     let outcome = match &args.command {
@@ -166,25 +166,25 @@ pub fn run(args: &QuotaArgs) -> anyhow::Result<ExitCode> {
             tier_limit,
             tier_reserved,
             allow_ineffective,
-            asking,
+            server,
         } => {
             let body = body(*limit, *reserved, tier_limit, tier_reserved);
-            asking
+            server
                 .ask("PUT", &format!("/quota/{salt}"), Some(body))
-                .map(|told| changed(asking, &told, report::change, *allow_ineffective))
+                .map(|answer| changed(server, &answer, report::change, *allow_ineffective))
         }
-        QuotaCommand::Get { salt, asking } => asking
+        QuotaCommand::Get { salt, server } => server
             .ask("GET", &format!("/quota/{salt}"), None)
-            .map(|told| asking.print(&told, report::tenant)),
-        QuotaCommand::Delete { salt, asking } => asking
+            .map(|answer| server.print(&answer, report::tenant)),
+        QuotaCommand::Delete { salt, server } => server
             .ask("DELETE", &format!("/quota/{salt}"), None)
-            .map(|told| changed(asking, &told, report::change, true)),
+            .map(|answer| changed(server, &answer, report::change, true)),
         QuotaCommand::Import {
             file,
             allow_ineffective,
-            asking,
-        } => import(asking, file, *allow_ineffective),
-        QuotaCommand::List { all, asking } => list(asking, *all),
+            server,
+        } => import(server, file, *allow_ineffective),
+        QuotaCommand::List { all, server } => list(server, *all),
     };
     match outcome {
         Ok(code) => Ok(code),
@@ -213,53 +213,56 @@ fn body(
     json!({ "limit_gb": limit_gb(limit), "reserved_gb": gib(reserved), "tiers": tiers })
 }
 
-fn import(asking: &Asking, file: &Path, allow_ineffective: bool) -> anyhow::Result<ExitCode> {
+fn import(server: &ServerArgs, file: &Path, allow_ineffective: bool) -> anyhow::Result<ExitCode> {
     let text = match file.as_os_str() == "-" {
         true => std::io::read_to_string(std::io::stdin()),
         false => std::fs::read_to_string(file),
     };
     let text = text.with_context(|| format!("{} cannot be read", file.display()))?;
     let mut body: Value =
-        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", file.display()))?;
-    // What is only told takes most of a listing.
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", file.display()))?;
+    // Most of a listing is read-only.
     if let Some(users) = body.get_mut("users").and_then(Value::as_object_mut) {
         only_set(users);
     }
-    let told = asking.ask("PUT", "/quota", Some(body))?;
-    Ok(changed(asking, &told, report::import, allow_ineffective))
+    let answer = server.ask("PUT", "/quota", Some(body))?;
+    Ok(changed(server, &answer, report::import, allow_ineffective))
 }
 
 fn changed(
-    asking: &Asking,
-    told: &Value,
+    server: &ServerArgs,
+    answer: &Value,
     report: fn(&Value) -> String,
     allow_ineffective: bool,
 ) -> ExitCode {
-    if told["persisted"] == json!(false) {
+    if answer["persisted"] == json!(false) {
         out::complain(
             "quota",
             "the server has no --quota-file; a restart forgets this",
         );
     }
-    let has_effect = told["enforced"] != json!(false);
+    let has_effect = answer["enforced"] != json!(false);
     if !has_effect {
         let text = "no tier of the server has the eviction policy IsolatedLRU; this has no effect";
         out::complain("quota", text);
     }
-    let printed = asking.print(told, report);
+    let printed = server.print(answer, report);
     match has_effect || allow_ineffective {
         true => printed,
         false => ExitCode::from(NO_EFFECT),
     }
 }
 
-fn list(asking: &Asking, all: bool) -> anyhow::Result<ExitCode> {
+fn list(server: &ServerArgs, all: bool) -> anyhow::Result<ExitCode> {
     let (mut users, mut token) = (Map::new(), String::new());
     loop {
-        let path = format!("/quota?page_size={PAGE}&all={all}{token}");
-        let mut page = asking.ask("GET", &path, None)?;
+        let path = format!("/quota?page_size={PAGE_SIZE}&all={all}{token}");
+        let mut page = server.ask("GET", &path, None)?;
         let Value::Object(some) = page["users"].take() else {
-            anyhow::bail!("{} lists no tenants; is it kvtier?", asking.server.url());
+            anyhow::bail!(
+                "{} lists no tenants; is it a kvtier server?",
+                server.address.url()
+            );
         };
         users.extend(some);
         match page["next_page_token"].as_str() {
@@ -267,28 +270,29 @@ fn list(asking: &Asking, all: bool) -> anyhow::Result<ExitCode> {
             None => break,
         }
     }
-    Ok(asking.print(&json!({ "users": users }), report::list))
+    Ok(server.print(&json!({ "users": users }), report::list))
 }
 
-impl Asking {
-    /// The answer to a request that was granted.
+impl ServerArgs {
+    /// Sends a request; returns the answer, or the refusal as an error.
     fn ask(&self, method: &str, path: &str, body: Option<Value>) -> anyhow::Result<Value> {
         let body = body.map(|body| body.to_string());
-        let (status, text) = Client::new(self.server.url(), &self.access, self.timeout)?
+        let (status, text) = Client::new(self.address.url(), &self.access, self.timeout)?
             .request(method, path, body)?;
         if status != 200 {
-            anyhow::bail!("{} refuses: {}", self.server.url(), refusal(status, &text));
+            anyhow::bail!("{} refuses: {}", self.address.url(), refusal(status, &text));
         }
-        let told: Option<Value> = serde_json::from_str(&text).ok();
-        told.filter(Value::is_object)
-            .with_context(|| format!("{} answers with no JSON object", self.server.url()))
+        let answer: Option<Value> = serde_json::from_str(&text).ok();
+        answer
+            .filter(Value::is_object)
+            .with_context(|| format!("{} answers with no JSON object", self.address.url()))
     }
 
-    fn print(&self, told: &Value, report: fn(&Value) -> String) -> ExitCode {
+    fn print(&self, answer: &Value, report: fn(&Value) -> String) -> ExitCode {
         let mut out = out::stdout();
         let printed = match self.json {
-            true => writeln!(out, "{}", out::json(told)),
-            false => writeln!(out, "{}", report(&out::shown(told))),
+            true => writeln!(out, "{}", out::json(answer)),
+            false => writeln!(out, "{}", report(&out::shown(answer))),
         };
         match printed {
             Ok(()) => ExitCode::SUCCESS,
@@ -305,7 +309,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn salts_become_a_part_of_a_path() {
+    fn salts_are_encoded_in_paths() {
         for (text, path) in [
             ("alice", "alice"),
             ("_default", "_default"),
@@ -322,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn tiers_have_their_own() {
+    fn tiers_have_limits_of_their_own() {
         let limits = [
             of_tier("l1=512MiB").unwrap(),
             of_tier("fs-0=unlimited").unwrap(),

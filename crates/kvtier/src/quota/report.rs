@@ -1,4 +1,4 @@
-//! Tenants for people. What a server does not tell is left out, so LMCache's own server can be asked for single tenants.
+//! Quotas as text. Missing fields are left out, so single tenants of LMCache's own server can be shown too.
 
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{HumanBytes, HumanCount};
@@ -28,7 +28,7 @@ fn limit(value: &Value) -> String {
     }
 }
 
-/// A size in GiB, as LMCache's keys have it.
+/// A size in GiB, as in LMCache's fields.
 fn size(gib: &Value) -> String {
     match gib.as_f64() {
         Some(gib) => HumanBytes((gib * 1_073_741_824.0) as u64).to_string(),
@@ -53,39 +53,46 @@ fn yes(value: &Value) -> &'static str {
     }
 }
 
-/// What became of a change.
-pub(super) fn change(told: &Value) -> String {
-    let salt = told["cache_salt"].as_str().unwrap_or_default();
-    match told["status"].as_str() {
-        Some("ok") => format!("{salt}: at most {}", size(&told["limit_gb"])),
+/// Result of a change.
+pub(super) fn change(answer: &Value) -> String {
+    let salt = answer["cache_salt"].as_str().unwrap_or_default();
+    match answer["status"].as_str() {
+        Some("ok") => format!("{salt}: at most {}", size(&answer["limit_gb"])),
         Some("removed") => format!("{salt}: quota removed"),
         Some("not_found") => format!("{salt}: there was no quota"),
-        _ => told.to_string(),
+        _ => answer.to_string(),
     }
 }
 
-/// What became of many changes.
-pub(super) fn import(told: &Value) -> String {
-    format!("{} quotas set", count(&told["set"]))
+/// Result of an import.
+pub(super) fn import(answer: &Value) -> String {
+    format!("{} quotas set", count(&answer["set"]))
 }
 
 /// One tenant, tier by tier.
-pub(super) fn tenant(told: &Value) -> String {
-    let salt = told["cache_salt"].as_str().unwrap_or_default();
-    let quota = match told["exists"].as_bool() {
+pub(super) fn tenant(answer: &Value) -> String {
+    let salt = answer["cache_salt"].as_str().unwrap_or_default();
+    let quota = match answer["exists"].as_bool() {
         Some(true) => format!(
             "at most {} in each tier, or as below",
-            size(&told["limit_gb"])
+            size(&answer["limit_gb"])
         ),
-        _ => "no quota of its own; the default holds".into(),
+        _ => "no quota of its own; the default applies".into(),
     };
     let mut out = format!("{salt}: {quota}");
-    let Some(tiers) = told["tiers"].as_object() else {
+    let Some(tiers) = answer["tiers"].as_object() else {
         return out;
     };
-    out.push_str(&format!("\nhit rate: {}\n", rate(&told["hit_rate"])));
+    out.push_str(&format!("\nhit rate: {}\n", rate(&answer["hit_rate"])));
     let mut table = table(&[
-        "tier", "enforced", "in use", "limit", "reserved", "too much", "objects", "refused",
+        "tier",
+        "enforced",
+        "in use",
+        "limit",
+        "reserved",
+        "over quota",
+        "objects",
+        "refused",
         "evicted",
     ]);
     for (tier, here) in tiers {
@@ -105,9 +112,9 @@ pub(super) fn tenant(told: &Value) -> String {
     out
 }
 
-/// All tenants, one line a tenant: in use / limit of each tier.
-pub(super) fn list(told: &Value) -> String {
-    let users = told["users"].as_object();
+/// All tenants, one line per tenant: usage / limit of each tier.
+pub(super) fn list(answer: &Value) -> String {
+    let users = answer["users"].as_object();
     let users = users.filter(|users| !users.is_empty());
     let Some(users) = users else {
         return "no tenant has a quota".into();
@@ -116,7 +123,7 @@ pub(super) fn list(told: &Value) -> String {
     let tiers: Vec<_> = tiers.into_iter().flat_map(|tiers| tiers.keys()).collect();
     let mut header = vec!["tenant", "quota"];
     header.extend(tiers.iter().map(|tier| tier.as_str()));
-    header.extend(["too much", "refused", "evicted", "hit rate"]);
+    header.extend(["over quota", "refused", "evicted", "hit rate"]);
     let mut table = table(&header);
     for (salt, user) in users {
         let of_tiers = || tiers.iter().map(|tier| &user["tiers"][tier.as_str()]);
@@ -150,16 +157,16 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn tenants_are_a_line_each() {
+    fn tenants_have_one_line_each() {
         let here = |used: u64, limit: Value| {
             json!({ "enforced": true, "usage_bytes": used, "limit_bytes": limit, "reserved_bytes": 0,
                 "over_quota": used > 1 << 30, "objects": 3, "refused_over_quota": 2, "evicted_objects": 1 })
         };
-        let told = json!({ "users": {
+        let answer = json!({ "users": {
             "a\n\u{1b}[2J": { "exists": true, "limit_gb": 1.0, "hit_rate": 0.25,
                 "tiers": { "l1": here(1 << 31, json!(1 << 30)), "fs-0": here(0, Value::Null) } },
         } });
-        let text = list(&crate::out::shown(&told));
+        let text = list(&crate::out::shown(&answer));
         for part in [
             "a\\n\\u001b[2J",
             "2.00 GiB / 1.00 GiB",
@@ -175,11 +182,11 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_of_lmcaches_has_no_tiers() {
-        let told =
+    fn tenant_of_lmcache_has_no_tiers() {
+        let answer =
             json!({ "cache_salt": "a", "limit_gb": 0.5, "current_usage_gb": 0.0, "exists": true });
         assert_eq!(
-            tenant(&told),
+            tenant(&answer),
             "a: at most 512.00 MiB in each tier, or as below"
         );
         assert_eq!(

@@ -1,4 +1,4 @@
-//! The GPUs of a server: what each is and does, and how much of L1 is pinned for them.
+//! GPUs in the status: state and transfers of each, and how much of L1 is pinned.
 
 use std::fmt::Write as _;
 
@@ -7,8 +7,8 @@ use serde_json::Value;
 
 use super::{line, text};
 
-/// The lines; none for a server that tells nothing of GPUs.
-pub(super) fn tell(out: &mut String, cuda: &Value) {
+/// Appends the lines; none for a server without GPU fields.
+pub(super) fn write(out: &mut String, cuda: &Value) {
     let gpus = match cuda["available"].as_bool() {
         Some(true) => cuda["gpus"].as_array().into_iter().flatten(),
         Some(false) => return line(out, "GPUs", "none", &[text(&cuda["reason"])]),
@@ -33,7 +33,7 @@ fn pinning(pinning: &Value) -> Option<String> {
         pinning["total_bytes"].as_u64()?,
     );
     let how = match (pinning["under_way"] == Value::Bool(true), &pinning["error"]) {
-        (true, _) => ", going on".to_owned(),
+        (true, _) => ", in progress".to_owned(),
         (false, Value::Null) => String::new(),
         (false, error) => format!(", NOT ALL: {}", text(error)),
     };
@@ -45,7 +45,7 @@ fn gpu(gpu: &Value) -> String {
     let mut parts = vec![format!("{}: {}", gpu["ordinal"], text(&gpu["name"]))];
     let state = &gpu["state"];
     if state.is_null() {
-        // One that its first worker could not have, as long as its driver hangs.
+        // Its first worker could not use it, for example because the driver hangs.
         parts.push(match gpu["error"].as_str() {
             Some(error) => format!("NOT HEALTHY: {error}"),
             None => "no worker so far".to_owned(),
@@ -63,11 +63,11 @@ fn gpu(gpu: &Value) -> String {
         let moved = state["moved"].as_array().into_iter().flatten();
         let moved = moved.filter(|moved| moved["direction"] == direction);
         let bytes = moved.filter_map(|moved| moved["bytes"].as_u64()).sum();
-        let under_way = state["transfers_under_way"][direction].as_u64();
+        let in_flight = state["transfers_under_way"][direction].as_u64();
         parts.push(format!(
-            "{} {done} ({} under way)",
+            "{} {done} ({} in flight)",
             HumanBytes(bytes),
-            under_way.unwrap_or(0)
+            in_flight.unwrap_or(0)
         ));
     }
     if let Some(late) = state["event_timeouts"].as_u64().filter(|late| *late > 0) {
@@ -81,14 +81,14 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn told(cuda: &Value) -> String {
+    fn written(cuda: &Value) -> String {
         let mut out = String::new();
-        tell(&mut out, cuda);
+        write(&mut out, cuda);
         out
     }
 
     #[test]
-    fn gpus_are_told_with_what_is_wrong_with_them() {
+    fn gpus_are_listed_with_their_errors() {
         let moved = |direction: &str, bytes: u64| json!({ "direction": direction, "executor": "batch", "bytes": bytes });
         let mut cuda = json!({
             "available": true, "driver_version": 12080,
@@ -108,30 +108,33 @@ mod tests {
             ],
         });
         let gpus = "
-  0: A, healthy, 3 allocations open, 2.00 MiB stored (2 under way), 3.00 MiB retrieved (0 under way)
-  1: B, NOT HEALTHY: CUDA_ERROR_ILLEGAL_ADDRESS, 0 allocations open, 0 B stored (0 under way), \
-0 B retrieved (1 under way), 4 events timed out
+  0: A, healthy, 3 allocations open, 2.00 MiB stored (2 in flight), 3.00 MiB retrieved (0 in flight)
+  1: B, NOT HEALTHY: CUDA_ERROR_ILLEGAL_ADDRESS, 0 allocations open, 0 B stored (0 in flight), \
+0 B retrieved (1 in flight), 4 events timed out
   2: C, no worker so far
   3: D, NOT HEALTHY: its trial has not ended in 60s
 ";
         let first = "GPUs      4, CUDA 12.8";
         let pinned = "1.00 GiB of 4.00 GiB of L1 pinned";
-        assert_eq!(told(&cuda), format!("{first}, {pinned}, going on{gpus}"));
+        assert_eq!(
+            written(&cuda),
+            format!("{first}, {pinned}, in progress{gpus}")
+        );
         cuda["pinning"]["under_way"] = json!(false);
-        assert_eq!(told(&cuda), format!("{first}, {pinned}{gpus}"));
+        assert_eq!(written(&cuda), format!("{first}, {pinned}{gpus}"));
         cuda["pinning"]["error"] = json!("no memory");
         assert_eq!(
-            told(&cuda),
+            written(&cuda),
             format!("{first}, {pinned}, NOT ALL: no memory{gpus}")
         );
         cuda["pinning"] = Value::Null;
-        assert_eq!(told(&cuda), format!("{first}{gpus}"));
+        assert_eq!(written(&cuda), format!("{first}{gpus}"));
     }
 
     #[test]
-    fn a_server_without_gpus_says_why_and_one_that_tells_nothing_has_no_line() {
+    fn missing_gpus_have_reason_and_missing_fields_no_line() {
         let none = json!({ "available": false, "reason": "off" });
-        assert_eq!(told(&none), "GPUs      none, off\n");
-        assert_eq!(told(&Value::Null), "");
+        assert_eq!(written(&none), "GPUs      none, off\n");
+        assert_eq!(written(&Value::Null), "");
     }
 }

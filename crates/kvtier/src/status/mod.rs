@@ -1,4 +1,4 @@
-//! `kvtier status`: a server's `/status` for people.
+//! `kvtier status`: a server's `/status` as text.
 
 mod gpus;
 
@@ -22,24 +22,24 @@ use crate::web::{AccessArgs, Client, refusal};
 pub struct StatusArgs {
     #[command(flatten)]
     server: HttpArgs,
-    /// Print what the server says as it is, JSON
+    /// Print the server's answer unchanged, as JSON
     #[arg(long)]
     json: bool,
-    /// How long to wait for the answer, in seconds or as in 500ms, 30s, 2m
+    /// Timeout, in seconds or as in 500ms, 30s, 2m
     #[arg(long, default_value = "3", value_parser = duration)]
     timeout: Duration,
     #[command(flatten)]
     access: AccessArgs,
 }
 
-/// Prints the status. Exit code 1, with one line on stderr, when the server is not healthy or not there.
+/// Prints the status. Exit code 1, with one line on stderr, if the server is not healthy or does not answer.
 pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     let url = args.server.url();
-    let told = Client::new(url, &args.access, args.timeout).and_then(|client| {
+    let outcome = Client::new(url, &args.access, args.timeout).and_then(|client| {
         let is_healthy = status(url, &client, args.json)?;
         Ok((!is_healthy).then(|| reason(&client)))
     });
-    match told {
+    match outcome {
         Ok(None) => Ok(ExitCode::SUCCESS),
         Ok(Some(reason)) => {
             out::complain("status", format!("{url} is not healthy: {reason}"));
@@ -52,7 +52,7 @@ pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Prints; says whether the server is healthy.
+/// Prints the status; returns whether the server is healthy.
 fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
     let (code, body) = client.get("/status")?;
     let status: Value = serde_json::from_str(&body)
@@ -70,17 +70,17 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
     Ok(status["is_healthy"].as_bool().unwrap_or(false))
 }
 
-/// Why it is not healthy, in the server's words.
+/// The server's reason for not being healthy.
 fn reason(client: &Client) -> String {
-    let told = client
+    let reason = client
         .get("/healthcheck")
         .ok()
         .and_then(|(_, body)| serde_json::from_str::<Value>(&body).ok())
         .and_then(|body| body["reason"].as_str().map(str::to_owned));
-    told.unwrap_or_else(|| "its status says so".to_owned())
+    reason.unwrap_or_else(|| "its status says so".to_owned())
 }
 
-/// The lines. Whatever a server does not tell is left out, so LMCache's own server can be asked as well.
+/// The lines. Missing fields are left out, so it works with LMCache's own server too.
 fn summary(url: &str, status: &Value) -> String {
     let mut out = String::new();
     let health = match status["is_healthy"].as_bool() {
@@ -139,7 +139,7 @@ fn summary(url: &str, status: &Value) -> String {
         line(&mut out, "eviction", policy, &more);
     }
     tiers(&mut out, &status["storage_manager"]);
-    gpus::tell(&mut out, &status["devices"]["cuda"]);
+    gpus::write(&mut out, &status["devices"]["cuda"]);
     quotas(&mut out, &status["quotas"]);
     if let Some(tokens) = status["chunk_size"].as_u64() {
         let hash = status["hash_algorithm"].as_str().unwrap_or("unknown hash");
@@ -153,7 +153,7 @@ fn summary(url: &str, status: &Value) -> String {
     if let Some(sessions) = status["active_sessions"].as_u64() {
         let mut more = Vec::new();
         if let Some(transfers) = status["pending_transfers"].as_u64() {
-            more.push(format!("{transfers} transfers under way"));
+            more.push(format!("{transfers} transfers in flight"));
         }
         if let Some(withheld) = status["withheld_transfers"]
             .as_u64()
@@ -179,7 +179,7 @@ fn line(out: &mut String, name: &str, text: &str, more: &[String]) {
     out.push('\n');
 }
 
-/// What tenants may have, where any tier sees to it.
+/// Appends the quotas, if any tier enforces them.
 fn quotas(out: &mut String, quotas: &Value) {
     let tiers = quotas["enforced_by"].as_array().into_iter().flatten();
     let tiers: Vec<_> = tiers.filter_map(Value::as_str).collect();
@@ -208,7 +208,7 @@ fn quotas(out: &mut String, quotas: &Value) {
     );
 }
 
-/// What waits to be stored, and one line a tier: how it is and what it holds.
+/// Appends the second tiers: what is queued for them, and one line per tier.
 fn tiers(out: &mut String, manager: &Value) {
     let tiers = manager["l2_adapters"].as_array().into_iter().flatten();
     let lines: Vec<_> = tiers.map(tier).collect();
@@ -238,7 +238,7 @@ fn tiers(out: &mut String, manager: &Value) {
     }
 }
 
-/// A tier. Its type's name is LMCache's where nothing better is told.
+/// One tier. The name of its type is LMCache's if the server has no better one.
 fn tier(tier: &Value) -> String {
     let kind = tier["type_name"].as_str().or(tier["type"].as_str());
     let kind = kind.unwrap_or("unknown type");
@@ -280,11 +280,11 @@ fn tier(tier: &Value) -> String {
     }
     let recovery = &tier["recovery"];
     match recovery["state"].as_str() {
-        Some("running") => parts.push("still adopting what was there".to_owned()),
-        Some("failed") => parts.push(format!("could not adopt all: {}", text(&recovery["error"]))),
+        Some("running") => parts.push("recovery in progress".to_owned()),
+        Some("failed") => parts.push(format!("recovery failed: {}", text(&recovery["error"]))),
         Some("done") => {
             let adopted = recovery["objects"].as_u64().filter(|n| *n > 0);
-            parts.extend(adopted.map(|n| format!("{} of them adopted", HumanCount(n))));
+            parts.extend(adopted.map(|n| format!("{} of them recovered", HumanCount(n))));
         }
         _ => {}
     }
@@ -308,27 +308,27 @@ fn tier(tier: &Value) -> String {
     parts.join(", ")
 }
 
-/// One line a registered worker: who it is and what its KV looks like.
+/// The registered workers and their KV, one line per worker and per group.
 fn workers(status: &Value) -> Vec<String> {
     let mut lines = Vec::new();
     let all = |key: &str| status[key].as_object().into_iter().flatten();
-    let who = |id: &String, worker: &Value| {
+    let identity = |id: &String, worker: &Value| {
         format!(
             "{id}: {}, world of {}",
             worker["model_name"].as_str().unwrap_or("unknown model"),
             worker["world_size"]
         )
     };
-    let place = |id: &String| {
+    let device_of = |id: &String| {
         let device = status["devices"]["of_instances"][id].as_str();
         device.map_or_else(String::new, |device| format!(" on {device}"))
     };
     for (id, worker) in all("cache_context_meta") {
         let layout = &worker["kv_cache_layout"];
         lines.push(format!(
-            "{}, lmcache-driven{}, {} layers, {} blocks, {} bytes a token",
-            who(id, worker),
-            place(id),
+            "{}, lmcache-driven{}, {} layers, {} blocks, {} bytes per token",
+            identity(id, worker),
+            device_of(id),
             layout["num_layers"],
             layout["num_blocks"],
             layout["cache_size_per_token"]
@@ -336,7 +336,7 @@ fn workers(status: &Value) -> Vec<String> {
         let groups = layout["kernel_groups"].as_array().into_iter().flatten();
         for group in groups {
             lines.push(format!(
-                "  group {}: {} layers, {} tokens a block, {}, {}",
+                "  group {}: {} layers, {} tokens per block, {}, {}",
                 group["kernel_group_idx"],
                 group["num_layers"],
                 group["tokens_per_block"],
@@ -347,8 +347,8 @@ fn workers(status: &Value) -> Vec<String> {
     }
     for (id, worker) in all("non_cuda_context_meta") {
         lines.push(format!(
-            "{}, engine-driven, {} tokens a block{}",
-            who(id, worker),
+            "{}, engine-driven, {} tokens per block{}",
+            identity(id, worker),
             worker["block_size"],
             if worker["use_mla"] == Value::Bool(true) {
                 ", K and V fused or MLA"
@@ -372,7 +372,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_is_not_told_is_left_out() {
+    fn missing_fields_are_left_out() {
         assert_eq!(
             summary("u", &json!({})),
             "server    u: NOT HEALTHY\nworkers   0\n"
@@ -399,14 +399,14 @@ mod tests {
         );
         assert!(
             text.contains(
-                "\n  7: m, world of 2, engine-driven, 16 tokens a block, K and V fused or MLA\n"
+                "\n  7: m, world of 2, engine-driven, 16 tokens per block, K and V fused or MLA\n"
             ),
             "{text}"
         );
     }
 
     #[test]
-    fn tiers_are_told_with_what_is_wrong_with_them() {
+    fn tiers_are_listed_with_their_errors() {
         let status = json!({ "storage_manager": {
             "store_controller": { "pending_keys_count": 1200, "pending_bytes": 3 << 20, "dropped_objects": 7 },
             "prefetch_controller": { "loading_objects": 2 },
@@ -428,10 +428,10 @@ mod tests {
         } });
         let expected = "\
 L2        4 tiers, 1,200 objects to be stored (3.00 MiB), 7 dropped, 2 being loaded
-  fs-0: fs, healthy, 1.00 GiB of 4.00 GiB in use (25.0 %), 1,234 objects, 1,000 of them adopted
-  fs-1: fs, NOT HEALTHY, breaker of loads open, FULL, 512 B in use, still adopting what was there, \
+  fs-0: fs, healthy, 1.00 GiB of 4.00 GiB in use (25.0 %), 1,234 objects, 1,000 of them recovered
+  fs-1: fs, NOT HEALTHY, breaker of loads open, FULL, 512 B in use, recovery in progress, \
 5 stores failed (deadline 2, full 3), 1 loads failed (corrupt 1)
-  fs-2: fs, healthy, read_only, I/O by uring, could not adopt all: no such directory
+  fs-2: fs, healthy, read_only, I/O by uring, recovery failed: no such directory
   FSL2Adapter, healthy
 ";
         let text = summary("u", &status);

@@ -1,4 +1,4 @@
-//! `kvtier bench` as its user runs it, against `kvtier server`.
+//! `kvtier bench` against `kvtier server`.
 
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
 
-/// A server on ports nobody uses, killed on drop.
+/// A server on free ports, stopped on drop.
 struct Server {
     child: Child,
     port: u16,
@@ -53,7 +53,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // SIGTERM, so that the pool goes away.
+        // SIGTERM, so that the pool is removed.
         let id = self.child.id().to_string();
         let _ = Command::new("kill").arg(id).status();
         let _ = self.child.wait();
@@ -123,7 +123,7 @@ fn the_whole_table_runs_and_every_byte_is_right() {
 }
 
 #[test]
-fn chunks_that_are_evicted_are_told_with_what_to_change() {
+fn evicted_chunks_are_reported_with_flag_to_change() {
     let server = Server::start_with("bench_evicted", "0.01");
     let output = server.bench(&[
         "--scenario=engine-driven",
@@ -139,7 +139,7 @@ fn chunks_that_are_evicted_are_told_with_what_to_change() {
 }
 
 #[test]
-fn a_trace_is_replayed_with_its_hits() {
+fn trace_is_replayed_with_its_hits() {
     let server = Server::start("bench_trace");
     let mut trace = tempfile::NamedTempFile::new().unwrap();
     for ids in ["[1, 2, 3]", "[1, 2, 4]", "[5, 6, 7]", "[1, 2, 3]"] {
@@ -155,14 +155,14 @@ fn a_trace_is_replayed_with_its_hits() {
     let rows = rows(&output);
     let facts = &rows[3]["facts"];
     assert_eq!(facts["requests"], 4.0);
-    // Nothing; two blocks of three; nothing; all three.
+    // Hits: none; two blocks of three; none; all three.
     let rate = facts["hit rate"].as_f64().unwrap();
     assert!((rate - 5.0 / 12.0).abs() < 1e-9, "{rate}");
     assert!(output.status.success());
 }
 
 #[test]
-fn memory_is_told_for_each_object() {
+fn memory_is_reported_per_object() {
     let server = Server::start("bench_memory");
     let pid = server.child.id().to_string();
     let output = server.bench(&["--scenario=memory", "--objects=128", "--pid", &pid]);
@@ -192,13 +192,13 @@ fn two_servers_are_measured_in_turn() {
     for (fact, quantile) in [("p50 of the first's", "p50"), ("p99 of the first's", "p99")] {
         let of = |row: usize| rows[row]["latency_us"][quantile].as_f64().unwrap();
         let told = rows[1]["facts"][fact].as_f64().unwrap();
-        // The last digit may change where numbers are read from a text.
+        // The last digit may change when numbers are parsed from text.
         assert!((told * of(0) / of(1) - 1.0).abs() < 1e-9, "{fact}: {told}");
     }
     assert!(output.status.success());
 }
 
-/// What `kvtier bench` says of a server that it cannot measure.
+/// The error of `kvtier bench` for a server that it cannot measure.
 fn complaint(port: u16, timeout: &str) -> String {
     let output = assert_cmd::Command::new(KVTIER)
         .args(["bench", &format!("tcp://127.0.0.1:{port}")])
@@ -211,7 +211,7 @@ fn complaint(port: u16, timeout: &str) -> String {
 }
 
 #[test]
-fn a_server_that_is_not_there_is_named_at_once() {
+fn missing_server_is_named_at_once() {
     let port = free_port();
     let text = complaint(port, "3600");
     assert!(
@@ -221,7 +221,7 @@ fn a_server_that_is_not_there_is_named_at_once() {
 }
 
 #[test]
-fn a_server_that_does_not_answer_ends_the_run_with_its_name() {
+fn silent_server_ends_run_with_its_name() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let text = complaint(silent.local_addr().unwrap().port(), "50ms");
     assert!(
@@ -231,8 +231,8 @@ fn a_server_that_does_not_answer_ends_the_run_with_its_name() {
 }
 
 #[test]
-fn what_scenarios_lack_is_told_once_and_before_anything_starts() {
-    // Nobody listens there, and nobody is asked.
+fn missing_arguments_are_named_once_before_start() {
+    // Nothing listens there, and nothing is sent.
     let url = format!("127.0.0.1:{}", free_port());
     for (scenarios, lacking) in [
         ("replay", &["--trace"][..]),
@@ -256,7 +256,7 @@ fn what_scenarios_lack_is_told_once_and_before_anything_starts() {
 }
 
 #[test]
-fn starts_are_timed_and_the_server_is_stopped() {
+fn starts_are_timed_and_server_is_stopped() {
     let (port, http_port) = (free_port().to_string(), free_port().to_string());
     let url = format!("tcp://127.0.0.1:{port}");
     let name = format!("bench_start_{}", std::process::id());
@@ -282,7 +282,7 @@ fn starts_are_timed_and_the_server_is_stopped() {
     assert!(TcpStream::connect(format!("127.0.0.1:{port}")).is_err());
 }
 
-/// What `kvtier bench start` says of a command that never answers.
+/// The error of `kvtier bench start` for a command that never answers.
 fn complaint_of_start(url: &str, timeout: &str, command: &[&str]) -> String {
     let output = assert_cmd::Command::new(KVTIER)
         .args(["bench", "start", url, "--timeout", timeout, "--"])
@@ -296,7 +296,7 @@ fn complaint_of_start(url: &str, timeout: &str, command: &[&str]) -> String {
 }
 
 #[test]
-fn a_server_that_dies_at_its_start_is_told_with_its_last_words() {
+fn failed_start_is_reported_with_stderr() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let (port, http_port) = (
         free_port().to_string(),
@@ -310,7 +310,7 @@ fn a_server_that_dies_at_its_start_is_told_with_its_last_words() {
         text.contains("the server ended before it") && text.contains("--http-port"),
         "{text}"
     );
-    // One that hangs is given its time.
+    // A command that hangs is waited for until the timeout.
     for url in [&url, "ipc:///no/such/socket"] {
         let hangs = ["sh", "-c", "echo last words >&2; exec tail -f /dev/null"];
         let text = complaint_of_start(url, "500ms", &hangs);
@@ -322,7 +322,7 @@ fn a_server_that_dies_at_its_start_is_told_with_its_last_words() {
 }
 
 #[test]
-fn a_server_that_dies_while_it_is_asked_is_not_waited_for() {
+fn server_that_dies_during_request_is_not_awaited() {
     let directory = tempfile::tempdir().unwrap();
     let (started, asked) = (
         directory.path().join("started"),
@@ -332,7 +332,7 @@ fn a_server_that_dies_while_it_is_asked_is_not_waited_for() {
     let dies = format!(
         "touch {started:?}; until [ -e {asked:?} ]; do :; done; echo last words >&2; exit 3"
     );
-    // Listens for the server, and lets it die when it has been connected to: once to see whether it is there, once to ask.
+    // Listens for the server, and lets it die after two connections: one to check that it listens, one for the request.
     let listener = std::thread::spawn(move || {
         while !started.exists() {
             std::thread::yield_now();

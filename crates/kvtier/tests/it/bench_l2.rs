@@ -1,4 +1,4 @@
-//! `kvtier bench l2`: what it measures it has also compared.
+//! `kvtier bench l2`: measurements, with the bytes compared.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -11,7 +11,7 @@ fn bench(adapter: &str) -> Command {
 }
 
 #[test]
-fn a_tier_of_files_is_measured_beside_plain_files_and_left_as_it_was() {
+fn tier_of_files_is_compared_with_plain_files() {
     let directory = tempfile::tempdir().unwrap();
     let tier = directory.path().join("tier");
     let report = directory.path().join("report.json");
@@ -44,7 +44,7 @@ fn a_tier_of_files_is_measured_beside_plain_files_and_left_as_it_was() {
 }
 
 #[test]
-fn a_tier_that_fails_to_load_fails_the_bench() {
+fn failed_load_fails_bench() {
     let directory = tempfile::tempdir().unwrap();
     let adapter = format!(
         r#"{{"type":"fault_inject","rate":1,"inner":{{"type":"fs","base_path":"{}"}}}}"#,
@@ -56,7 +56,7 @@ fn a_tier_that_fails_to_load_fails_the_bench() {
 }
 
 #[test]
-fn a_tier_that_cannot_be_is_told_by_key() {
+fn invalid_tier_is_reported_by_key() {
     let output = bench(r#"{"type":"fs"}"#).assert().failure();
     let text = String::from_utf8(output.get_output().stderr.clone()).unwrap();
     assert!(

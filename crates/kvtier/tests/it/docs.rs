@@ -9,9 +9,9 @@ use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
 use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuReadings, Moved, Profile};
 use kvtier_server::metrics::{
-    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, TenantSource, TierCall,
-    TierReadings,
+    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, TierCall, TierReadings,
 };
+use kvtier_server::quota::TenantSource;
 
 fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
@@ -195,8 +195,7 @@ fn the_metrics_page_has_every_series_with_its_type_and_labels() {
         "docs/metrics.md has what does not exist: {unknown:?}"
     );
     // A family that the list above forgets to count would not be missed; its registration is.
-    let source =
-        std::fs::read_to_string(root().join("crates/kvtier-server/src/metrics/mod.rs")).unwrap();
+    let source = std::fs::read_to_string(root().join("crates/kvtier-metrics/src/lib.rs")).unwrap();
     for registration in source.split(".register(").skip(1) {
         let Some(name) = registration.trim_start().strip_prefix('"') else {
             continue;

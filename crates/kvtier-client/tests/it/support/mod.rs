@@ -1,4 +1,4 @@
-//! A server that does what a test says: a ROUTER socket on a thread of its own.
+//! A scripted server: a ROUTER socket on its own thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,14 +24,14 @@ pub struct Server {
 }
 
 impl Server {
-    /// Answers each message with the messages that `answer` gives, at [`ANYWHERE`] or an earlier server's address.
+    /// Answers each message with the messages that `answer` returns, at [`ANYWHERE`] or an earlier server's address.
     pub fn raw_at(
         address: &str,
         mut answer: impl FnMut(Frames) -> Vec<Frames> + Send + 'static,
     ) -> Self {
         let context = zmq::Context::new();
         let socket = context.socket(zmq::ROUTER).unwrap();
-        // libzmq's default waits for ever for a reply to a client that is gone.
+        // libzmq's default waits forever to send a reply to a client that has ended.
         socket.set_linger(0).unwrap();
         // The address of a server that has just ended may be taken for a moment more.
         while let Err(error) = socket.bind(address) {
@@ -61,7 +61,7 @@ impl Server {
         }
     }
 
-    /// Answers each request; none leaves it without an answer.
+    /// Answers each request; none means no reply.
     pub fn typed(
         answer: impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static,
     ) -> Self {

@@ -1,23 +1,23 @@
-//! The keys of objects that left, as far as they are remembered.
+//! Ghosts: keys of evicted objects (B1 and B2).
 
 use super::super::{Candidate, EvictionPolicy, Lru};
 use crate::block_vec::BlockVec;
-use crate::parted::Parted;
+use crate::sharded::Sharded;
 
-/// No number.
+/// End of the free list.
 const NONE: u32 = u32::MAX;
 
-/// Keys, each with a number, in the order in which they came. A key is a hash already: two objects with the same one
-/// count as one object, which costs no more than a wrong guess.
+/// Keys, each with a number, in the order of insertion. A key is a hash: two objects with the same one count as one
+/// object, which costs at most a wrong guess.
 #[derive(Debug)]
 pub(super) struct Ghosts {
     /// By number; for a free number, the next free one.
     keys: BlockVec<u64, 4096>,
-    /// Numbers below this one have been handed out at least once.
+    /// Numbers below this one were used at least once.
     known: u32,
     first_free: u32,
-    numbers: Parted,
-    /// Of the numbers in use; the next to be forgotten first.
+    numbers: Sharded,
+    /// Of the numbers in use; the next to be removed first.
     order: Lru,
 }
 
@@ -27,7 +27,7 @@ impl Default for Ghosts {
             keys: BlockVec::default(),
             known: 0,
             first_free: NONE,
-            numbers: Parted::default(),
+            numbers: Sharded::default(),
             order: Lru::default(),
         }
     }
@@ -36,30 +36,30 @@ impl Default for Ghosts {
 fn candidate(number: u32) -> Candidate {
     Candidate {
         slot: number,
-        salt: 0,
+        tenant: 0,
     }
 }
 
 impl Ghosts {
-    /// Remembers a key as the youngest; of more than `most` keys the oldest is forgotten. `most` never falls.
-    pub(super) fn remember(&mut self, key: u64, most: usize) {
-        self.forget(key);
+    /// Inserts a key as the youngest; of more than `most` keys the oldest is removed. `most` never falls.
+    pub(super) fn insert(&mut self, key: u64, most: usize) {
+        self.remove(key);
         if self.len() >= most
             && let Some(oldest) = self.order.victim()
         {
-            self.forget(self.keys[oldest]);
+            self.remove(self.keys[oldest]);
         }
         let number = self.take(key);
         self.order.insert(candidate(number), false);
         self.numbers.insert(key, number);
     }
 
-    /// Says whether the key was remembered; it no longer is.
-    pub(super) fn forget(&mut self, key: u64) -> bool {
+    /// Removes a key; returns whether it was present.
+    pub(super) fn remove(&mut self, key: u64) -> bool {
         let keys = &self.keys;
         let found = self.numbers.remove(key, |number| keys[number] == key);
         let Some(number) = found else { return false };
-        self.order.withdraw(candidate(number));
+        self.order.remove(candidate(number));
         self.keys[number] = u64::from(self.first_free);
         self.first_free = number;
         true
@@ -69,7 +69,7 @@ impl Ghosts {
         self.order.len()
     }
 
-    /// A number for a key.
+    /// Takes a number for a key.
     fn take(&mut self, key: u64) -> u32 {
         let number = self.first_free;
         if number != NONE {
@@ -83,21 +83,23 @@ impl Ghosts {
         number
     }
 
-    /// The keys, the next to be forgotten first; an error that says what is wrong when there are more than `most`, or
-    /// the structure is damaged.
+    /// The keys, the next to be removed first.
+    ///
+    /// # Errors
+    /// There are more than `most` keys, or the structure is damaged.
     pub(super) fn check(&self, most: usize) -> Result<Vec<u64>, String> {
         let mut keys = Vec::with_capacity(self.len());
         for number in self.order.order()? {
             let key = self.keys[number];
             if self.numbers.find(key, |found| found == number).is_none() {
-                return Err(format!("gone key {key:x} has no entry for {number}"));
+                return Err(format!("ghost key {key:x} has no entry for {number}"));
             }
             keys.push(key);
         }
         let entries = self.numbers.len();
         if keys.len() > most || entries != keys.len() {
             return Err(format!(
-                "{} gone keys of at most {most} have {entries} entries",
+                "{} ghost keys of at most {most} have {entries} entries",
                 keys.len()
             ));
         }

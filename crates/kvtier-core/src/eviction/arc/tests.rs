@@ -2,58 +2,58 @@ use super::*;
 use proptest::prelude::*;
 
 fn of(slot: u32) -> Candidate {
-    Candidate { slot, salt: 0 }
+    Candidate { slot, tenant: 0 }
 }
 
-/// A key for each object, spread over the parts of the tables.
+/// A key per object, spread over the shards of the tables.
 fn key(object: u32) -> u64 {
     u64::from(object).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-fn store(policy: &mut Adaptive, slot: u32, object: u32) {
+fn store(policy: &mut ArcPolicy, slot: u32, object: u32) {
     policy.admit(of(slot), key(object));
     policy.insert(of(slot), false);
 }
 
-fn evict(policy: &mut Adaptive, slot: u32, object: u32) {
-    policy.withdraw(of(slot));
+fn evict(policy: &mut ArcPolicy, slot: u32, object: u32) {
+    policy.remove(of(slot));
     policy.evicted(of(slot), key(object));
 }
 
 /// Objects 0 to `count`, each in the slot of its number, used once.
-fn stored(count: u32) -> Adaptive {
-    let mut policy = Adaptive::default();
+fn stored(count: u32) -> ArcPolicy {
+    let mut policy = ArcPolicy::default();
     for object in 0..count {
         store(&mut policy, object, object);
     }
     policy
 }
 
-/// The objects used once and used again, the oldest first.
+/// Asserts the objects of T1 and T2, the oldest first.
 #[track_caller]
-fn assert_lists(policy: &Adaptive, once: &[u32], again: &[u32]) {
-    let lists = (policy.once.order().unwrap(), policy.again.order().unwrap());
-    assert_eq!(lists, (once.to_vec(), again.to_vec()));
+fn assert_lists(policy: &ArcPolicy, t1: &[u32], t2: &[u32]) {
+    let lists = (policy.t1.order().unwrap(), policy.t2.order().unwrap());
+    assert_eq!(lists, (t1.to_vec(), t2.to_vec()));
     policy.order().unwrap();
 }
 
-/// The keys remembered of those used once and used again, the oldest first.
+/// Asserts the keys in B1 and B2, the oldest first.
 #[track_caller]
-fn assert_gone(policy: &Adaptive, once: &[u32], again: &[u32]) {
+fn assert_ghosts(policy: &ArcPolicy, b1: &[u32], b2: &[u32]) {
     let keys = |objects: &[u32]| objects.iter().copied().map(key).collect::<Vec<u64>>();
-    let gone = [&policy.once_gone, &policy.again_gone].map(|gone| gone.check(usize::MAX).unwrap());
-    assert_eq!(gone, [keys(once), keys(again)]);
+    let ghosts = [&policy.b1, &policy.b2].map(|ghosts| ghosts.check(usize::MAX).unwrap());
+    assert_eq!(ghosts, [keys(b1), keys(b2)]);
 }
 
 #[test]
-fn a_new_object_is_used_once() {
+fn new_object_is_in_t1() {
     let policy = stored(3);
     assert_lists(&policy, &[0, 1, 2], &[]);
     assert_eq!((policy.capacity, policy.target), (3, 0.0));
 }
 
 #[test]
-fn a_touch_is_a_further_use() {
+fn touch_moves_object_to_t2() {
     let mut policy = stored(3);
     policy.touch(of(1));
     assert_lists(&policy, &[0, 2], &[1]);
@@ -64,53 +64,53 @@ fn a_touch_is_a_further_use() {
 }
 
 #[test]
-fn the_end_of_a_lease_is_a_further_use() {
+fn lease_with_use_moves_object_to_t2() {
     let mut policy = stored(3);
-    policy.withdraw(of(1));
+    policy.remove(of(1));
     // Leased: not in the order, so there is nothing to touch.
     policy.touch(of(1));
     assert_lists(&policy, &[0, 2], &[]);
     policy.insert(of(1), true);
     assert_lists(&policy, &[0, 2], &[1]);
     policy.touch(of(0));
-    policy.withdraw(of(1));
+    policy.remove(of(1));
     policy.insert(of(1), true);
     assert_lists(&policy, &[2], &[0, 1]);
 }
 
 #[test]
-fn a_lease_that_nobody_used_changes_nothing() {
+fn lease_without_use_keeps_list() {
     let mut policy = stored(3);
     policy.touch(of(2));
     for slot in [1, 2] {
-        policy.withdraw(of(slot));
+        policy.remove(of(slot));
         policy.insert(of(slot), false);
     }
     assert_lists(&policy, &[0, 1], &[2]);
 }
 
 #[test]
-fn an_evicted_key_is_remembered_with_its_list() {
+fn evicted_keys_of_t1_and_t2_are_in_b1_and_b2() {
     let mut policy = stored(3);
     policy.touch(of(1));
     evict(&mut policy, 0, 0);
     evict(&mut policy, 1, 1);
     assert_lists(&policy, &[2], &[]);
-    assert_gone(&policy, &[0], &[1]);
+    assert_ghosts(&policy, &[0], &[1]);
 }
 
 #[test]
-fn a_removed_key_is_forgotten() {
+fn removed_key_is_no_ghost() {
     let mut policy = stored(3);
-    policy.withdraw(of(0));
+    policy.remove(of(0));
     store(&mut policy, 0, 0);
     assert_lists(&policy, &[1, 2, 0], &[]);
-    assert_gone(&policy, &[], &[]);
+    assert_ghosts(&policy, &[], &[]);
     assert_eq!(policy.target, 0.0);
 }
 
 #[test]
-fn a_key_gone_after_one_use_returns_as_used_again_and_makes_room_for_its_kind() {
+fn hit_in_b1_enters_t2_and_raises_target() {
     let mut policy = stored(8);
     for slot in 1..4 {
         policy.touch(of(slot));
@@ -118,24 +118,24 @@ fn a_key_gone_after_one_use_returns_as_used_again_and_makes_room_for_its_kind() 
     for slot in 0..4 {
         evict(&mut policy, slot, slot);
     }
-    assert_gone(&policy, &[0], &[1, 2, 3]);
-    // Three to one.
+    assert_ghosts(&policy, &[0], &[1, 2, 3]);
+    // B2 is three times as long as B1.
     store(&mut policy, 0, 0);
     assert_eq!(policy.target, 3.0);
     assert_lists(&policy, &[4, 5, 6, 7], &[0]);
-    assert_gone(&policy, &[], &[1, 2, 3]);
-    // One, where those remembered are not fewer.
+    assert_ghosts(&policy, &[], &[1, 2, 3]);
+    // By one, since B1 is not shorter than B2.
     for slot in 4..8 {
         evict(&mut policy, slot, slot);
     }
     store(&mut policy, 4, 5);
     assert_eq!(policy.target, 4.0);
     assert_lists(&policy, &[], &[0, 4]);
-    assert_gone(&policy, &[4, 6, 7], &[1, 2, 3]);
+    assert_ghosts(&policy, &[4, 6, 7], &[1, 2, 3]);
 }
 
 #[test]
-fn a_key_gone_after_more_uses_returns_as_used_again_and_makes_room_for_its_kind() {
+fn hit_in_b2_enters_t2_and_lowers_target() {
     let mut policy = stored(8);
     for slot in 5..8 {
         policy.touch(of(slot));
@@ -144,43 +144,43 @@ fn a_key_gone_after_more_uses_returns_as_used_again_and_makes_room_for_its_kind(
         evict(&mut policy, slot, slot);
     }
     policy.target = 6.0;
-    assert_gone(&policy, &[0, 1, 2, 3, 4], &[5, 6, 7]);
-    // Five to three: fractions count.
+    assert_ghosts(&policy, &[0, 1, 2, 3, 4], &[5, 6, 7]);
+    // B1 to B2 is five to three: fractions count.
     store(&mut policy, 0, 6);
     assert_eq!(policy.target, 6.0 - 5.0 / 3.0);
     assert_lists(&policy, &[], &[0]);
-    assert_gone(&policy, &[0, 1, 2, 3, 4], &[5, 7]);
+    assert_ghosts(&policy, &[0, 1, 2, 3, 4], &[5, 7]);
 }
 
 #[test]
-fn the_target_stays_between_nothing_and_the_capacity() {
+fn target_stays_within_zero_and_capacity() {
     let mut policy = stored(2);
     for expected in [1.0, 2.0, 2.0] {
-        policy.once_gone.remember(7, 2);
+        policy.b1.insert(7, 2);
         policy.admit(of(0), 7);
         assert_eq!(policy.target, expected);
     }
     for expected in [1.0, 0.0, 0.0] {
-        policy.again_gone.remember(7, 2);
+        policy.b2.insert(7, 2);
         policy.admit(of(0), 7);
         assert_eq!(policy.target, expected);
     }
 }
 
 #[test]
-fn those_used_once_leave_while_they_are_not_fewer_than_the_target() {
+fn t1_is_evicted_while_not_shorter_than_target() {
     let mut policy = stored(6);
     policy.touch(of(0));
     policy.touch(of(1));
     for (target, order) in [
-        // With none wanted, all of them, and the others at last.
+        // At target 0 all of T1, then T2.
         (0.0, [2, 3, 4, 5, 0, 1]),
         (1.0, [2, 3, 4, 5, 0, 1]),
         (2.0, [2, 3, 4, 0, 1, 5]),
         // A fraction does not count.
         (3.9, [2, 3, 0, 1, 4, 5]),
         (4.0, [2, 0, 1, 3, 4, 5]),
-        // Fewer than wanted: first the others, then they all the same.
+        // T1 is shorter than the target: T2 first, then T1.
         (5.0, [0, 1, 2, 3, 4, 5]),
         (6.0, [0, 1, 2, 3, 4, 5]),
     ] {
@@ -191,10 +191,10 @@ fn those_used_once_leave_while_they_are_not_fewer_than_the_target() {
 }
 
 #[test]
-fn where_one_list_is_empty_the_other_loses() {
+fn other_list_is_evicted_if_one_is_empty() {
     let mut policy = stored(2);
     policy.target = 2.0;
-    policy.withdraw(of(0));
+    policy.remove(of(0));
     assert_lists(&policy, &[1], &[]);
     assert_eq!(policy.victim(), Some(1));
     policy.target = 0.0;
@@ -204,15 +204,15 @@ fn where_one_list_is_empty_the_other_loses() {
 }
 
 #[test]
-fn a_reused_slot_starts_anew() {
+fn reused_slot_starts_in_t1() {
     let mut policy = stored(2);
     policy.touch(of(0));
     evict(&mut policy, 0, 0);
     store(&mut policy, 0, 70);
     assert_lists(&policy, &[1, 0], &[]);
-    // Removed while leased: the policy hears of it only when the slot has another object.
+    // Removed while leased: the policy learns of it only when the slot has another object.
     policy.touch(of(1));
-    policy.withdraw(of(1));
+    policy.remove(of(1));
     store(&mut policy, 1, 71);
     assert_lists(&policy, &[0, 1], &[]);
     assert_eq!(policy.capacity, 2);
@@ -220,13 +220,13 @@ fn a_reused_slot_starts_anew() {
 
 #[test]
 fn unknown_slots_are_ignored() {
-    let mut policy = Adaptive::default();
-    policy.withdraw(of(70_000));
+    let mut policy = ArcPolicy::default();
+    policy.remove(of(70_000));
     policy.touch(of(5));
     policy.evicted(of(5), key(5));
     assert_eq!((policy.len(), policy.victim()), (0, None));
     assert_lists(&policy, &[], &[]);
-    assert_gone(&policy, &[], &[]);
+    assert_ghosts(&policy, &[], &[]);
 }
 
 #[test]
@@ -235,7 +235,7 @@ fn memory_is_bounded_by_the_capacity() {
     let mut policy = stored(CAPACITY);
     let mut held: Vec<u32> = (0..CAPACITY).collect();
     let mut filled = 0;
-    // Each third object is used again, so that both lists of keys fill up.
+    // Every third object is used again, so that B1 and B2 fill up.
     for object in CAPACITY..20 * CAPACITY {
         policy.target = f64::from(object % 3) * f64::from(CAPACITY) / 2.0;
         let slot = policy.victim().unwrap();
@@ -250,15 +250,15 @@ fn memory_is_bounded_by_the_capacity() {
         }
     }
     policy.order().unwrap();
-    let gone = (policy.once_gone.len(), policy.again_gone.len());
-    assert_eq!(gone, (CAPACITY as usize, CAPACITY as usize));
+    let ghosts = (policy.b1.len(), policy.b2.len());
+    assert_eq!(ghosts, (CAPACITY as usize, CAPACITY as usize));
     assert_eq!(policy.bookkeeping_bytes(), filled);
     let each = filled / CAPACITY as usize;
-    assert!(each < 17 + 2 * 40, "{each} bytes for each object");
+    assert!(each < 17 + 2 * 40, "{each} bytes per object");
 }
 
 #[test]
-fn two_keys_with_one_hash_do_no_harm() {
+fn keys_with_equal_hashes_count_as_one() {
     let mut policy = stored(3);
     store(&mut policy, 3, 0);
     policy.touch(of(1));
@@ -266,23 +266,23 @@ fn two_keys_with_one_hash_do_no_harm() {
         evict(&mut policy, slot, 0);
     }
     evict(&mut policy, 1, 0);
-    assert_gone(&policy, &[0], &[0]);
+    assert_ghosts(&policy, &[0], &[0]);
     store(&mut policy, 0, 0);
-    assert_gone(&policy, &[], &[0]);
+    assert_ghosts(&policy, &[], &[0]);
     policy.order().unwrap();
 }
 
-/// The rules as they are told: vectors, and one victim after the other.
+/// Model of the policy: vectors, and one victim after the other.
 #[derive(Debug, Default)]
 struct Model {
-    /// By slot: the object, whether it was used again, and whether it is leased.
+    /// By slot: the object, whether it is in T2, and whether it is leased.
     slots: Vec<Option<(u32, bool, bool)>>,
-    once: Vec<u32>,
-    again: Vec<u32>,
-    once_gone: Vec<u32>,
-    again_gone: Vec<u32>,
+    t1: Vec<u32>,
+    t2: Vec<u32>,
+    b1: Vec<u32>,
+    b2: Vec<u32>,
     target: f64,
-    most: usize,
+    capacity: usize,
 }
 
 fn take<T: PartialEq>(list: &mut Vec<T>, item: T) -> bool {
@@ -300,59 +300,50 @@ impl Model {
     }
 
     fn order(&self) -> Vec<u32> {
-        let (mut once, mut again) = (self.once.clone(), self.again.clone());
+        let (mut t1, mut t2) = (self.t1.clone(), self.t2.clone());
         let mut order = Vec::new();
-        while once.len() + again.len() > 0 {
-            let is_once = once.len() >= self.target.floor() as usize;
-            let from_once = (is_once || again.is_empty()) && !once.is_empty();
-            order.push(if from_once { &mut once } else { &mut again }.remove(0));
+        while t1.len() + t2.len() > 0 {
+            let is_t1 = t1.len() >= self.target.floor() as usize;
+            let from_t1 = (is_t1 || t2.is_empty()) && !t1.is_empty();
+            order.push(if from_t1 { &mut t1 } else { &mut t2 }.remove(0));
         }
         order
     }
 
     fn admit(&mut self, slot: u32, object: u32) {
-        let (once, again) = (self.once_gone.len() as f64, self.again_gone.len() as f64);
-        let mut is_again = true;
-        if take(&mut self.once_gone, object) {
-            self.target += f64::max(1.0, again / once);
-        } else if take(&mut self.again_gone, object) {
-            self.target -= f64::max(1.0, once / again);
+        let (b1, b2) = (self.b1.len() as f64, self.b2.len() as f64);
+        let mut is_t2 = true;
+        if take(&mut self.b1, object) {
+            self.target += f64::max(1.0, b2 / b1);
+        } else if take(&mut self.b2, object) {
+            self.target -= f64::max(1.0, b1 / b2);
         } else {
-            is_again = false;
+            is_t2 = false;
         }
-        self.slots[slot as usize] = Some((object, is_again, false));
-        self.most = self.most.max(self.resident().len());
-        self.target = self.target.max(0.0).min(self.most as f64);
-        if is_again {
-            &mut self.again
-        } else {
-            &mut self.once
-        }
-        .push(slot);
+        self.slots[slot as usize] = Some((object, is_t2, false));
+        self.capacity = self.capacity.max(self.resident().len());
+        self.target = self.target.max(0.0).min(self.capacity as f64);
+        if is_t2 { &mut self.t2 } else { &mut self.t1 }.push(slot);
     }
 
-    fn withdraw(&mut self, slot: u32) -> bool {
-        take(&mut self.once, slot) || take(&mut self.again, slot)
+    fn remove(&mut self, slot: u32) -> bool {
+        take(&mut self.t1, slot) || take(&mut self.t2, slot)
     }
 
     fn use_again(&mut self, slot: u32) {
-        if let Some((_, again, leased)) = &mut self.slots[slot as usize] {
-            (*again, *leased) = (true, false);
+        if let Some((_, is_t2, leased)) = &mut self.slots[slot as usize] {
+            (*is_t2, *leased) = (true, false);
         }
-        self.again.push(slot);
+        self.t2.push(slot);
     }
 
     fn evict(&mut self, slot: u32) -> u32 {
-        self.withdraw(slot);
-        let (object, again, _) = self.slots[slot as usize].take().unwrap();
-        let gone = if again {
-            &mut self.again_gone
-        } else {
-            &mut self.once_gone
-        };
-        gone.push(object);
-        if gone.len() > self.most {
-            gone.remove(0);
+        self.remove(slot);
+        let (object, is_t2, _) = self.slots[slot as usize].take().unwrap();
+        let ghosts = if is_t2 { &mut self.b2 } else { &mut self.b1 };
+        ghosts.push(object);
+        if ghosts.len() > self.capacity {
+            ghosts.remove(0);
         }
         object
     }
@@ -362,7 +353,7 @@ impl Model {
 enum Step {
     Store(u32),
     Evict,
-    /// The rest name one of the residents.
+    /// This and the following name one of the residents.
     Lease(usize),
     Release(usize),
     Touch(usize),
@@ -383,8 +374,8 @@ fn step() -> impl Strategy<Value = Step> {
 
 const SLOTS: usize = 8;
 
-/// One step of both; the model decides what is possible.
-fn take_step(policy: &mut Adaptive, model: &mut Model, step: Step) {
+/// Runs one step on both; the model decides what is possible.
+fn take_step(policy: &mut ArcPolicy, model: &mut Model, step: Step) {
     let resident = model.resident();
     let nth = |n: usize| resident.get(n % resident.len().max(1)).copied();
     let leased = |model: &Model, slot: u32| model.slots[slot as usize].is_some_and(|it| it.2);
@@ -413,9 +404,9 @@ fn take_step(policy: &mut Adaptive, model: &mut Model, step: Step) {
         }
         Step::Lease(n) => {
             if let Some(slot) = nth(n).filter(|&slot| !leased(model, slot)) {
-                model.withdraw(slot);
+                model.remove(slot);
                 model.slots[slot as usize].as_mut().unwrap().2 = true;
-                policy.withdraw(of(slot));
+                policy.remove(of(slot));
             }
         }
         Step::Release(n) => {
@@ -430,10 +421,10 @@ fn take_step(policy: &mut Adaptive, model: &mut Model, step: Step) {
             }
         }
         Step::Remove(n) => {
-            // Of a leased one the policy hears nothing.
+            // The policy is not called for a leased one.
             if let Some(slot) = nth(n) {
-                if model.withdraw(slot) {
-                    policy.withdraw(of(slot));
+                if model.remove(slot) {
+                    policy.remove(of(slot));
                 }
                 model.slots[slot as usize] = None;
             }
@@ -441,8 +432,8 @@ fn take_step(policy: &mut Adaptive, model: &mut Model, step: Step) {
     }
 }
 
-fn take_step_touch(policy: &mut Adaptive, model: &mut Model, slot: u32) {
-    if model.withdraw(slot) {
+fn take_step_touch(policy: &mut ArcPolicy, model: &mut Model, slot: u32) {
+    if model.remove(slot) {
         model.use_again(slot);
     }
     policy.touch(of(slot));
@@ -450,14 +441,14 @@ fn take_step_touch(policy: &mut Adaptive, model: &mut Model, slot: u32) {
 
 proptest! {
     #[test]
-    fn all_is_as_in_the_model(steps in prop::collection::vec(step(), 0..400)) {
-        let mut policy = Adaptive::default();
+    fn policy_matches_model(steps in prop::collection::vec(step(), 0..400)) {
+        let mut policy = ArcPolicy::default();
         let mut model = Model { slots: vec![None; SLOTS], ..Model::default() };
         for step in steps {
             take_step(&mut policy, &mut model, step);
-            prop_assert_eq!((policy.capacity, policy.target), (model.most, model.target));
-            assert_lists(&policy, &model.once, &model.again);
-            assert_gone(&policy, &model.once_gone, &model.again_gone);
+            prop_assert_eq!((policy.capacity, policy.target), (model.capacity, model.target));
+            assert_lists(&policy, &model.t1, &model.t2);
+            assert_ghosts(&policy, &model.b1, &model.b2);
             let order = model.order();
             prop_assert_eq!(policy.order().unwrap(), &order[..]);
             prop_assert_eq!(policy.victim(), order.first().copied());

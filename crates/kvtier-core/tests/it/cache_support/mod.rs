@@ -1,20 +1,20 @@
-//! What the cache's tests share: an allocator that fragments, and short ways to name things.
+//! Shared by the cache's tests: an allocator that fragments, and short constructors.
 
 pub mod model;
 
-use kvtier_core::ChunkHash;
-use kvtier_core::cache::{
-    Cache, CacheConfig, Extent, ExtentAllocator, Piece, ReserveRequest, Space,
-};
+use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, Piece, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
+use kvtier_core::{ChunkHash, GroupRow, Namespace};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// First fit by address, so it fragments; rounds up to `align`; checks what it is given back.
+/// First fit by address, so it fragments; rounds up to `align`; checks what is freed.
 #[derive(Debug)]
 pub struct FirstFit {
     capacity: u64,
     align: u64,
-    /// Handed-out extents and their owners, by offset.
+    /// Allocated extents and their owners, by offset.
     taken: Vec<(Extent, u32)>,
     used: u64,
 }
@@ -32,29 +32,30 @@ impl FirstFit {
 
 impl ExtentAllocator for FirstFit {
     fn allocate(&mut self, bytes: u64, owner: u32) -> Option<Extent> {
-        assert!(bytes > 0, "asked for an empty extent");
-        let room = bytes.next_multiple_of(self.align);
+        assert!(bytes > 0, "an empty extent was requested");
+        let taken_bytes = bytes.next_multiple_of(self.align);
         let mut offset = 0;
         let mut at = 0;
         for (taken, _) in &self.taken {
-            if taken.offset - offset >= room {
+            if taken.offset - offset >= taken_bytes {
                 break;
             }
             offset = taken.offset + taken.len.next_multiple_of(self.align);
             at += 1;
         }
-        if offset + room > self.capacity {
+        if offset + taken_bytes > self.capacity {
             return None;
         }
         let extent = Extent { offset, len: bytes };
         self.taken.insert(at, (extent, owner));
-        self.used += room;
+        self.used += taken_bytes;
         Some(extent)
     }
 
     fn free(&mut self, extent: Extent) {
         let at = self.taken.binary_search_by_key(&extent, |taken| taken.0);
-        self.taken.remove(at.expect("freed what was not taken"));
+        self.taken
+            .remove(at.expect("an extent was freed that is not taken"));
         self.used -= extent.len.next_multiple_of(self.align);
     }
 
@@ -101,7 +102,7 @@ impl FirstFit {
             push(taken.offset, len, Some(*owner));
             end = taken.offset + len;
         }
-        // What is less than a unit is nothing.
+        // A rest of less than a unit is not used.
         let units = self.capacity / self.align * self.align;
         if units > end {
             push(end, units - end, None);
@@ -122,13 +123,25 @@ pub fn hashes(numbers: std::ops::Range<u32>) -> Vec<ChunkHash> {
     numbers.map(hash).collect()
 }
 
-pub fn space(group: u32, salt: &str) -> Space<'_> {
-    Space {
-        model_name: "some/model",
-        kv_rank: 0x0101_0000,
-        object_group_id: group,
-        layout: 0,
-        cache_salt: salt,
+/// The namespace of a group and a tenant, which lives as long as the tests.
+pub fn namespace(group: u32, salt: &str) -> &'static Arc<Namespace> {
+    static KNOWN: Mutex<BTreeMap<(u32, String), &'static Arc<Namespace>>> =
+        Mutex::new(BTreeMap::new());
+    KNOWN
+        .lock()
+        .unwrap()
+        .entry((group, salt.to_owned()))
+        .or_insert_with(|| {
+            let namespace = Namespace::new("some/model", 0x0101_0000, group, 0, salt);
+            Box::leak(Box::new(Arc::new(namespace.unwrap())))
+        })
+}
+
+pub fn row(group: u32, salt: &str, window: Option<u32>) -> GroupRow {
+    GroupRow {
+        namespace: Arc::clone(namespace(group, salt)),
+        window,
+        object_bytes: 1,
     }
 }
 
@@ -145,18 +158,33 @@ pub fn cache_with(capacity: u64, eviction: EvictionKind) -> Cache<FirstFit> {
     Cache::new(FirstFit::new(capacity, 1), config)
 }
 
-pub fn request<'a>(space: Space<'a>, hashes: &'a [ChunkHash], len: u64) -> [ReserveRequest<'a>; 1] {
-    [ReserveRequest { space, hashes, len }]
+pub fn request<'a>(
+    namespace: &'a Arc<Namespace>,
+    hashes: &'a [ChunkHash],
+    len: u64,
+) -> [ReserveRequest<'a>; 1] {
+    [ReserveRequest {
+        namespace,
+        hashes,
+        len,
+    }]
 }
 
-/// Reserves and commits; gives how many became resident.
-pub fn store(cache: &Cache<FirstFit>, space: Space<'_>, hashes: &[ChunkHash], len: u64) -> usize {
-    let reserved = cache.reserve(NOW, &request(space, hashes, len)).unwrap();
+/// Reserves and commits; returns how many became resident.
+pub fn store(
+    cache: &Cache<FirstFit>,
+    namespace: &Arc<Namespace>,
+    hashes: &[ChunkHash],
+    len: u64,
+) -> usize {
+    let reserved = cache
+        .reserve(NOW, &request(namespace, hashes, len))
+        .unwrap();
     reserved.reservation.commit(NOW).inserted
 }
 
-/// The numbers of the resident chunks of a space, out of `0..count`.
-pub fn resident(cache: &Cache<FirstFit>, space: Space<'_>, count: u32) -> Vec<u32> {
-    let contains = cache.contains(&space, &hashes(0..count));
+/// The numbers of the resident chunks of a namespace, out of `0..count`.
+pub fn resident(cache: &Cache<FirstFit>, namespace: &Namespace, count: u32) -> Vec<u32> {
+    let contains = cache.contains(namespace, &hashes(0..count));
     (0..count).filter(|&n| contains[n as usize]).collect()
 }

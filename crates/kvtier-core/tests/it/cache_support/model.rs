@@ -5,7 +5,7 @@ use kvtier_core::cache::{Extent, ExtentAllocator, KeyOutcome, Piece};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use std::collections::BTreeMap;
 
-/// Which space, which chunk.
+/// Which namespace, which chunk.
 pub type Key = (usize, u32);
 /// An object for as long as it has memory.
 pub type Id = usize;
@@ -30,7 +30,7 @@ pub struct Quotas {
 pub struct Model {
     pub memory: FirstFit,
     evicts: bool,
-    /// The tenant of a space.
+    /// The tenant of a namespace.
     pub tenant_of: fn(usize) -> usize,
     pub quotas: Option<Quotas>,
     /// Bytes of each tenant's largest object since it last had none.
@@ -40,7 +40,7 @@ pub struct Model {
     pub objects: BTreeMap<Id, Object>,
     pub staged: Vec<Id>,
     pub resident: BTreeMap<Key, Id>,
-    /// Resident objects without leases, the next to leave first.
+    /// Resident objects without leases, the next to be evicted first.
     pub order: Vec<Id>,
     pub evicted: u64,
     pub refused: u64,
@@ -129,7 +129,7 @@ impl Model {
         grant.map_or(quotas.config.default_limit, |grant| grant.limit)
     }
 
-    /// Whether the tenant has too much: from the watermark on, until a ratio of that is gone.
+    /// Whether the tenant is over quota: from the watermark on, until a ratio of that is evicted.
     fn settle(&mut self, tenant: usize) {
         let (bytes, limit) = (self.tenant_bytes(tenant), self.limit(tenant));
         if bytes == 0 {
@@ -167,7 +167,7 @@ impl Model {
         self.settle(tenant);
     }
 
-    /// The place in the order of a tenant's next one to leave.
+    /// The place in the order of a tenant's next victim.
     fn oldest_of(&self, tenant: usize) -> Option<usize> {
         let own = |id: &Id| (self.tenant_of)(self.objects[id].key.0) == tenant;
         self.quotas.as_ref()?;
@@ -211,7 +211,7 @@ impl Model {
         grant.map_or(0, |grant| grant.reserved)
     }
 
-    /// Whether a piece is free or its object may leave for a store of this tenant. `left` has what may leave of tenants
+    /// Whether a piece is free or its object may be evicted for a store of this tenant. `left` has the evictable bytes of tenants
     /// with a reserved share.
     fn is_movable(&self, piece: &Piece, tenant: usize, left: &mut BTreeMap<usize, u64>) -> bool {
         let Some(id) = piece.owner.map(|owner| owner as Id) else {
@@ -335,10 +335,10 @@ impl Model {
         }
     }
 
-    pub fn touch_all(&mut self, space: usize, chunks: &[u32]) -> usize {
+    pub fn touch_all(&mut self, namespace: usize, chunks: &[u32]) -> usize {
         let ids: Vec<_> = chunks
             .iter()
-            .filter_map(|&c| self.resident.get(&(space, c)))
+            .filter_map(|&c| self.resident.get(&(namespace, c)))
             .copied()
             .collect();
         for &id in ids.iter().rev() {
@@ -450,16 +450,16 @@ impl Model {
         requests: &[(usize, Vec<u32>, u64)],
     ) -> (Vec<KeyOutcome>, Vec<ModelStaged>) {
         let mut held = Vec::new();
-        for (request, (space, chunks, _)) in requests.iter().enumerate() {
+        for (request, (namespace, chunks, _)) in requests.iter().enumerate() {
             for (position, &chunk) in chunks.iter().enumerate() {
-                if let Some(&id) = self.resident.get(&(*space, chunk)) {
+                if let Some(&id) = self.resident.get(&(*namespace, chunk)) {
                     self.pin(id);
                     held.push((position, request, id));
                 }
             }
         }
         let (mut outcomes, mut staged) = (Vec::new(), Vec::new());
-        for (request, (space, chunks, len)) in requests.iter().enumerate() {
+        for (request, (namespace, chunks, len)) in requests.iter().enumerate() {
             for (position, &chunk) in chunks.iter().enumerate() {
                 if held
                     .iter()
@@ -468,11 +468,11 @@ impl Model {
                     outcomes.push(KeyOutcome::AlreadyResident);
                     continue;
                 }
-                let tenant = (self.tenant_of)(*space);
+                let tenant = (self.tenant_of)(*namespace);
                 match self.allocate(tenant, *len) {
                     Ok(extent) => {
                         let object = Object {
-                            key: (*space, chunk),
+                            key: (*namespace, chunk),
                             extent,
                             leases: 0,
                         };
@@ -502,7 +502,7 @@ impl Model {
         (outcomes, staged)
     }
 
-    /// Gives the counts (inserted, duplicates, aborted), and with `lease` the objects leased, in `staged`'s order.
+    /// Returns the counts (inserted, duplicates, aborted), and with `lease` the objects leased, in `staged`'s order.
     pub fn commit(
         &mut self,
         staged: &[ModelStaged],
@@ -543,7 +543,7 @@ impl Model {
         (counts, if lease { leased } else { Vec::new() })
     }
 
-    /// Tries every length from the longest. Gives it, and for each row where its chunks start and what they are.
+    /// Tries every length from the longest. Returns it, and per row where its chunks start and what they are.
     pub fn lookup(
         &mut self,
         rows: &[(usize, Option<u32>)],
@@ -555,23 +555,23 @@ impl Model {
         };
         let serves = |hit: &usize| {
             !rows.is_empty()
-                && rows.iter().all(|&(space, window)| {
+                && rows.iter().all(|&(namespace, window)| {
                     let needed = &chunks[first(window, *hit)..*hit];
                     needed
                         .iter()
-                        .all(|&chunk| self.resident.contains_key(&(space, chunk)))
+                        .all(|&chunk| self.resident.contains_key(&(namespace, chunk)))
                 })
         };
         let hit = (1..=chunks.len()).rev().find(serves).unwrap_or(0);
         let rows: Vec<_> = rows
             .iter()
-            .map(|&(space, window)| {
+            .map(|&(namespace, window)| {
                 let start = first(window, hit);
                 let needed = chunks[start..hit].iter();
                 (
                     start,
                     needed
-                        .map(|&c| self.resident[&(space, c)])
+                        .map(|&c| self.resident[&(namespace, c)])
                         .collect::<Vec<_>>(),
                 )
             })

@@ -6,11 +6,11 @@ const MEMORY_AT: u64 = 0x7f00_0000_0000;
 const EXTENT_AT: u64 = 0x5500_0000_0000;
 
 fn placed(copy: AffineCopy) -> Result<DeviceCopy, AccessError> {
-    let memory = Place {
+    let memory = AddressRange {
         address: MEMORY_AT,
         bytes: 10_000,
     };
-    let extent = Place {
+    let extent = AddressRange {
         address: EXTENT_AT,
         bytes: 4_000,
     };
@@ -26,7 +26,7 @@ fn step(count: u64, segment_stride: u64, arena_stride: u64) -> CopyLoop {
 }
 
 #[test]
-fn a_copy_may_reach_to_the_ends_and_no_further() {
+fn copy_may_reach_the_ends_only() {
     let loops = [step(2, 5_000, 2_000), step(4, 1_000, 500)];
     let exact = placed(AffineCopy::new(1_500, 0, 500, &loops)).expect("fits");
     assert_eq!((exact.engine, exact.host), (MEMORY_AT + 1_500, EXTENT_AT));
@@ -45,7 +45,7 @@ fn a_copy_may_reach_to_the_ends_and_no_further() {
 }
 
 #[test]
-fn numbers_that_overflow_are_refused() {
+fn overflowing_copies_are_refused() {
     for copy in [
         AffineCopy::new(u64::MAX, 0, 1, &[]),
         AffineCopy::new(0, u64::MAX, 1, &[]),
@@ -57,7 +57,7 @@ fn numbers_that_overflow_are_refused() {
     ] {
         placed(copy).expect_err("outside");
     }
-    let at_the_end = Place {
+    let at_the_end = AddressRange {
         address: u64::MAX - 5,
         bytes: 10,
     };
@@ -68,13 +68,13 @@ fn numbers_that_overflow_are_refused() {
     for places in [
         (
             at_the_end,
-            Place {
+            AddressRange {
                 address: 0,
                 bytes: 10,
             },
         ),
         (
-            Place {
+            AddressRange {
                 address: 0,
                 bytes: 10,
             },
@@ -86,7 +86,7 @@ fn numbers_that_overflow_are_refused() {
     DeviceCopy::new(
         &planned,
         &[],
-        Place {
+        AddressRange {
             address: 0,
             bytes: 10,
         },
@@ -95,7 +95,7 @@ fn numbers_that_overflow_are_refused() {
 }
 
 #[test]
-fn nothing_is_no_copy() {
+fn empty_copies_are_dropped() {
     let mut copies = DeviceCopies::default();
     for copy in [
         AffineCopy::new(u64::MAX, 0, 0, &[step(7, 5, 5)]),
@@ -109,7 +109,7 @@ fn nothing_is_no_copy() {
 }
 
 #[test]
-fn what_adjoins_on_both_sides_is_one_copy() {
+fn adjacent_copies_are_merged() {
     let run =
         |engine, host, bytes| placed(AffineCopy::new(engine, host, bytes, &[])).expect("fits");
     let mut copies = DeviceCopies::default();
@@ -135,7 +135,7 @@ fn what_adjoins_on_both_sides_is_one_copy() {
     assert_eq!(lengths.mean(), 83);
 }
 
-/// Whole lists go at once, parts one by one, and nobody sees which.
+/// Whole lists are appended at once, parts one by one, with the same result.
 #[test]
 fn pieces_are_filled_up_to_their_limits() {
     let run = |at, bytes| placed(AffineCopy::new(at, at, bytes, &[])).expect("fits");
@@ -169,7 +169,7 @@ fn pieces_are_filled_up_to_their_limits() {
         assert_eq!(filled(&before, 1, PieceLimits { bytes: 139, ..most }), 1);
         assert_eq!(filled(&before, 1, PieceLimits { runs: 5, ..most }), 2);
         assert_eq!(filled(&before, 1, PieceLimits { copies: 2, ..most }), 2);
-        // One is taken in any case where there is none.
+        // An empty list takes at least one.
         let none = PieceLimits {
             bytes: 1,
             runs: 1,
@@ -182,7 +182,7 @@ fn pieces_are_filled_up_to_their_limits() {
 }
 
 #[test]
-fn runs_are_joined_first_and_then_cut_at_borders() {
+fn runs_are_merged_before_they_are_cut() {
     let mut copies = DeviceCopies::default();
     // The last step of the loop adjoins the copy behind it.
     copies.push(placed(AffineCopy::new(0, 0, 100, &[step(2, 200, 100)])).expect("fits"));
@@ -221,7 +221,7 @@ fn runs_are_joined_first_and_then_cut_at_borders() {
 }
 
 #[test]
-fn an_error_of_the_visitor_ends_the_visit() {
+fn visitor_error_ends_the_visit() {
     let mut copies = DeviceCopies::default();
     copies.push(placed(AffineCopy::new(0, 0, 1, &[step(5, 2, 2)])).expect("fits"));
     let mut seen = 0;
@@ -233,7 +233,7 @@ fn an_error_of_the_visitor_ends_the_visit() {
 }
 
 #[test]
-fn directions() {
+fn run_direction_selects_source_and_target() {
     let run = DeviceRun {
         engine: 1,
         host: 2,

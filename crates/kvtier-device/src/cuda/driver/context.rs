@@ -8,25 +8,25 @@ use super::Driver;
 use super::table::Raw;
 use crate::cuda::error::CudaError;
 
-/// Facts about a GPU that are numbers; the value is the driver's number for the fact.
+/// Numeric attributes of a GPU, by the driver's attribute number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Attribute {
-    /// Processors (SMs).
+    /// Streaming multiprocessors.
     MultiprocessorCount = 16,
-    /// First half of the compute capability.
+    /// Major number of the compute capability.
     ComputeCapabilityMajor = 75,
-    /// Second half of the compute capability.
+    /// Minor number of the compute capability.
     ComputeCapabilityMinor = 76,
-    /// 1 when one address space covers host and GPUs.
+    /// 1 if one address space covers host and GPUs.
     UnifiedAddressing = 41,
-    /// 1 when the GPU reaches registered memory of the host at the host's own addresses.
+    /// 1 if the GPU accesses registered host memory at the host's addresses.
     HostPointersOfRegisteredMemory = 91,
-    /// Copies that can run at the same time.
+    /// Copy engines: copies that can run concurrently.
     AsyncEngineCount = 40,
 }
 
-/// One GPU, not yet in use.
+/// A GPU without a context.
 #[derive(Debug, Clone)]
 pub struct PhysicalDevice {
     driver: Arc<Driver>,
@@ -46,38 +46,38 @@ impl PhysicalDevice {
         })
     }
 
-    /// Position among the GPUs this process sees.
+    /// Index among the GPUs visible to this process.
     pub fn ordinal(&self) -> i32 {
         self.ordinal
     }
 
-    /// The driver it belongs to.
+    /// The driver that listed the GPU.
     pub fn driver(&self) -> &Arc<Driver> {
         &self.driver
     }
 
-    /// What the maker calls it.
+    /// Product name.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn name(&self) -> Result<String, CudaError> {
-        // SAFETY: the driver writes at most as many bytes as it is told, the last one zero.
+        // SAFETY: the driver writes at most `len` bytes, the last one zero.
         self.text(|at, len| unsafe { self.driver.cuDeviceGetName(at, len, self.raw) })
     }
 
     /// Domain, bus, device and function in hexadecimal, such as `0000:3b:00.0`, as the driver writes it.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn pci_bus_id(&self) -> Result<String, CudaError> {
-        // SAFETY: the driver writes at most as many bytes as it is told, the last one zero.
+        // SAFETY: the driver writes at most `len` bytes, the last one zero.
         self.text(|at, len| unsafe { self.driver.cuDeviceGetPCIBusId(at, len, self.raw) })
     }
 
-    /// What tells it from all other GPUs.
+    /// UUID of the GPU.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn uuid(&self) -> Result<[u8; 16], CudaError> {
         let mut uuid = [0; 16];
         // SAFETY: the address is that of 16 live bytes.
@@ -85,10 +85,10 @@ impl PhysicalDevice {
         Ok(uuid)
     }
 
-    /// Bytes of its memory.
+    /// Bytes of GPU memory.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn total_bytes(&self) -> Result<u64, CudaError> {
         let mut bytes = 0;
         // SAFETY: the address is that of a live integer.
@@ -96,10 +96,10 @@ impl PhysicalDevice {
         Ok(bytes as u64)
     }
 
-    /// A fact about it.
+    /// Value of an attribute.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn attribute(&self, attribute: Attribute) -> Result<i32, CudaError> {
         let mut value = 0;
         // SAFETY: the address is that of a live integer.
@@ -112,32 +112,32 @@ impl PhysicalDevice {
 
     fn text(
         &self,
-        ask: impl FnOnce(*mut c_char, c_int) -> Result<(), CudaError>,
+        read: impl FnOnce(*mut c_char, c_int) -> Result<(), CudaError>,
     ) -> Result<String, CudaError> {
         let mut bytes = [0u8; 256];
-        ask(bytes.as_mut_ptr().cast(), bytes.len() as c_int)?;
+        read(bytes.as_mut_ptr().cast(), bytes.len() as c_int)?;
         Ok(CStr::from_bytes_until_nul(&bytes)
             .map(|text| text.to_string_lossy().into_owned())
             .unwrap_or_default())
     }
 }
 
-/// The primary context of a GPU, which PyTorch in the same process would use too. Released when dropped.
+/// The primary context of a GPU, shared by all libraries of the process. Released when dropped.
 pub struct Context {
     device: PhysicalDevice,
     raw: Raw,
 }
 
-// SAFETY: a context is a name; the driver's functions may be called from any thread.
+// SAFETY: a context is a handle; the driver's functions may be called from any thread.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Takes the GPU into use: its memory for the context (some hundred MiB) is spent from here on.
+    /// Creates or retains the context, which takes some hundred MiB of GPU memory.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn retain(device: &PhysicalDevice) -> Result<Arc<Self>, CudaError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the address is that of a live pointer.
@@ -148,35 +148,35 @@ impl Context {
         }))
     }
 
-    /// The GPU.
+    /// GPU of the context.
     pub fn device(&self) -> &PhysicalDevice {
         &self.device
     }
 
-    /// The driver.
+    /// Driver of the context.
     pub fn driver(&self) -> &Arc<Driver> {
         &self.device.driver
     }
 
-    /// The driver's number of the GPU.
+    /// The driver's handle of the GPU.
     pub(super) fn raw_device(&self) -> c_int {
         self.device.raw
     }
 
-    /// Makes it the context of the calling thread for good. What copies, launches or records on a stream needs that;
-    /// everything else here does it by itself for as long as it takes.
+    /// Makes it the calling thread's context permanently. Copies, launches and records on a stream need that; all other
+    /// functions here make it current for the duration of the call.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn make_current(&self) -> Result<(), CudaError> {
         // SAFETY: the context is retained.
         unsafe { self.driver().cuCtxSetCurrent(self.raw) }
     }
 
-    /// Makes it the context of the calling thread until the result is dropped.
+    /// Makes it the calling thread's context until the result is dropped.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn enter(&self) -> Result<Current<'_>, CudaError> {
         let mut previous = ptr::null_mut();
         // SAFETY: the address is that of a live pointer.
@@ -191,10 +191,10 @@ impl Context {
         })
     }
 
-    /// Waits for everything on the GPU.
+    /// Waits for all work of the context.
     ///
     /// # Errors
-    /// What the driver says, also about work that failed earlier.
+    /// The driver's error, possibly of earlier asynchronous work.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         let _current = self.enter()?;
         // SAFETY: takes no addresses.
@@ -204,7 +204,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once, and every owner of something in it holds it too.
+        // SAFETY: retained once, and every object of the context holds a reference to this.
         let _ = unsafe { self.driver().cuDevicePrimaryCtxRelease_v2(self.device.raw) };
     }
 }
@@ -215,7 +215,7 @@ impl std::fmt::Debug for Context {
     }
 }
 
-/// A context is current; the one before it is again when this is dropped.
+/// Guard of a current context; the previous one is restored when this is dropped.
 pub struct Current<'a> {
     driver: &'a Driver,
     previous: Option<Raw>,

@@ -1,27 +1,26 @@
-//! Events: whether what was on a stream before them is done.
+//! Events: whether the work that a stream had before them is done.
 
 use std::ptr;
 use std::sync::Arc;
 
-use super::IpcHandle;
 use super::context::Context;
 use super::stream::Stream;
-use super::table::Raw;
+use super::table::{IpcHandle, Raw, is_ready};
 use crate::cuda::error::CudaError;
 
-/// What an event is for.
+/// Purpose of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EventFlags {
-    /// To be asked in this process.
+    /// Queried in this process.
     Plain,
-    /// To be asked in this process, and to tell times ([`Event::milliseconds_since`]).
+    /// Queried in this process, and measures time ([`Event::milliseconds_since`]).
     Timed,
-    /// To be opened by other processes.
+    /// Opened by other processes.
     Shared,
 }
 
 impl EventFlags {
-    /// `CU_EVENT_DISABLE_TIMING` is 2, `CU_EVENT_INTERPROCESS` 4, which must not tell times.
+    /// `CU_EVENT_DISABLE_TIMING` is 2, `CU_EVENT_INTERPROCESS` 4, which requires timing to be disabled.
     fn raw(self) -> u32 {
         match self {
             Self::Plain => 2,
@@ -31,23 +30,23 @@ impl EventFlags {
     }
 }
 
-/// An event, of this process or opened; destroyed when dropped.
+/// An event of this process, or an opened one of another; destroyed when dropped.
 #[derive(Debug)]
 pub struct Event {
     context: Arc<Context>,
     raw: Raw,
 }
 
-// SAFETY: an event is a name; the driver's functions may be called from any thread.
+// SAFETY: an event is a handle; the driver's functions may be called from any thread.
 unsafe impl Send for Event {}
 // SAFETY: as above.
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// A new event; one that was never recorded is complete.
+    /// Creates an event; one that was never recorded is complete.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn new(context: &Arc<Context>, flags: EventFlags) -> Result<Self, CudaError> {
         let _current = context.enter()?;
         let mut raw = ptr::null_mut();
@@ -62,7 +61,7 @@ impl Event {
     /// Opens an event of another process.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn open(context: &Arc<Context>, handle: &IpcHandle) -> Result<Self, CudaError> {
         let _current = context.enter()?;
         let mut raw = ptr::null_mut();
@@ -74,10 +73,10 @@ impl Event {
         })
     }
 
-    /// The name by which other processes open it; only for [`EventFlags::Shared`].
+    /// Handle by which other processes open the event; only for [`EventFlags::Shared`].
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn ipc_handle(&self) -> Result<IpcHandle, CudaError> {
         let _current = self.context.enter()?;
         let mut handle = IpcHandle([0; 64]);
@@ -90,29 +89,30 @@ impl Event {
         Ok(handle)
     }
 
-    /// From here on it stands for what is on the stream now. The stream's context must be current.
+    /// Makes the event stand for all work now on the stream. The stream's context must be current.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         // SAFETY: both live.
         unsafe { self.context.driver().cuEventRecord(self.raw, stream.raw()) }
     }
 
-    /// Whether what it stands for is done. Does not wait.
+    /// Whether the work before the event is done. Does not wait.
     ///
     /// # Errors
-    /// What the driver says, also about work that failed earlier.
+    /// The driver's error, possibly of earlier asynchronous work.
     pub fn is_complete(&self) -> Result<bool, CudaError> {
         let driver = self.context.driver();
         // SAFETY: it lives.
-        driver.ready(unsafe { driver.cuEventQuery(self.raw) })
+        is_ready(unsafe { driver.cuEventQuery(self.raw) })
     }
 
-    /// Waits. Only for events of this process: nobody can end a wait for another one's.
+    /// Waits until the event is complete. Only for events of this process: a wait for another process's event cannot be
+    /// cancelled.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: it lives.
         unsafe { self.context.driver().cuEventSynchronize(self.raw) }
@@ -121,7 +121,7 @@ impl Event {
     /// Milliseconds between two events, both [`EventFlags::Timed`] and complete.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn milliseconds_since(&self, start: &Event) -> Result<f32, CudaError> {
         let _current = self.context.enter()?;
         let mut milliseconds = 0.0;
@@ -133,16 +133,28 @@ impl Event {
         }?;
         Ok(milliseconds)
     }
+}
 
-    pub(super) fn raw(&self) -> Raw {
-        self.raw
+impl Stream {
+    /// Delays later work of the stream until an event of this process is complete. With an event of another process the
+    /// stream could wait for ever, and a wait cannot be cancelled.
+    ///
+    /// # Errors
+    /// The driver's error.
+    pub fn wait_event(&self, event: &Event) -> Result<(), CudaError> {
+        // SAFETY: both live.
+        unsafe {
+            self.context()
+                .driver()
+                .cuStreamWaitEvent(self.raw(), event.raw, 0)
+        }
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
         let _current = self.context.enter();
-        // SAFETY: made once and destroyed once; the driver keeps it until the stream got there.
+        // SAFETY: created once and destroyed once; the driver keeps it until the stream has reached it.
         let _ = unsafe { self.context.driver().cuEventDestroy_v2(self.raw) };
     }
 }

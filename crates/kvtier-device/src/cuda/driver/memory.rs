@@ -1,21 +1,22 @@
-//! Memory of a GPU, pinned memory of the host, and what other processes share.
+//! GPU memory, pinned host memory, and the memory of other processes.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
+use super::DevicePtr;
 use super::context::Context;
-use super::{DevicePtr, IpcHandle};
-use crate::cuda::error::CudaError;
+use super::table::IpcHandle;
+use crate::cuda::error::{CudaError, code};
 
-/// Opened memory may be of a GPU that reaches another one's memory.
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: opened memory may be on a peer GPU.
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
-/// Pinned for all contexts.
+/// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
 const PORTABLE: u32 = 1;
-/// Has an address on the GPU.
+/// `CU_MEMHOSTALLOC_DEVICEMAP`: mapped into the GPU's address space.
 const DEVICE_MAP: u32 = 2;
 
-/// Memory of the GPU, freed when dropped.
+/// GPU memory, freed when dropped.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     context: Arc<Context>,
@@ -24,25 +25,25 @@ pub struct DeviceBuffer {
 }
 
 impl DeviceBuffer {
-    /// Its first byte.
+    /// Address of the first byte.
     pub fn base(&self) -> DevicePtr {
         self.base
     }
 
-    /// How many bytes it has.
+    /// Size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The context it lives in.
+    /// Context of the memory.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
     }
 
-    /// The name by which other processes open it.
+    /// Handle by which other processes open the memory.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn ipc_handle(&self) -> Result<IpcHandle, CudaError> {
         let _current = self.context.enter()?;
         let mut handle = IpcHandle([0; 64]);
@@ -64,7 +65,7 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// Pinned memory of the host that the driver allocated, zeroed; freed when dropped.
+/// Pinned host memory that the driver allocated, zeroed; freed when dropped.
 #[derive(Debug)]
 pub struct HostBuffer {
     context: Arc<Context>,
@@ -72,18 +73,18 @@ pub struct HostBuffer {
     bytes: usize,
 }
 
-// SAFETY: it is plain memory; whoever uses the address answers for it.
+// SAFETY: it is plain memory; users of the address answer for their accesses.
 unsafe impl Send for HostBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for HostBuffer {}
 
 impl HostBuffer {
-    /// Its first byte.
+    /// Address of the first byte.
     pub fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// How many bytes it has.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -101,7 +102,7 @@ impl Drop for HostBuffer {
     }
 }
 
-/// Memory of the host that others own, pinned for all GPUs until this is dropped.
+/// Host memory of another owner, pinned for all GPUs until this is dropped.
 #[derive(Debug)]
 pub struct RegisteredHost {
     context: Arc<Context>,
@@ -116,7 +117,7 @@ unsafe impl Sync for RegisteredHost {}
 impl Drop for RegisteredHost {
     fn drop(&mut self) {
         let _current = self.context.enter();
-        // SAFETY: registered once and given up once.
+        // SAFETY: registered once and unregistered once.
         let _ = unsafe {
             self.context
                 .driver()
@@ -126,10 +127,10 @@ impl Drop for RegisteredHost {
 }
 
 impl Context {
-    /// Memory of the GPU; what is in it is undefined.
+    /// Allocates GPU memory, uninitialised.
     ///
     /// # Errors
-    /// What the driver says; 0 bytes are refused.
+    /// The driver's error; 0 bytes are refused.
     pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<DeviceBuffer, CudaError> {
         let _current = self.enter()?;
         let mut base = 0;
@@ -142,10 +143,10 @@ impl Context {
         })
     }
 
-    /// Pinned memory of the host, zeroed.
+    /// Allocates pinned host memory, zeroed.
     ///
     /// # Errors
-    /// What the driver says; 0 bytes are refused.
+    /// The driver's error; 0 bytes are refused.
     pub fn allocate_host(self: &Arc<Self>, bytes: usize) -> Result<HostBuffer, CudaError> {
         let _current = self.enter()?;
         let mut base: *mut c_void = ptr::null_mut();
@@ -157,11 +158,11 @@ impl Context {
         let Some(base) = NonNull::new(base.cast::<u8>()) else {
             return Err(CudaError::Call {
                 function: "cuMemHostAlloc",
-                code: super::code::INVALID_VALUE,
+                code: code::INVALID_VALUE,
                 name: format!("no memory for {bytes} bytes"),
             });
         };
-        // SAFETY: just allocated, with so many bytes.
+        // SAFETY: just allocated with this size.
         unsafe { base.as_ptr().write_bytes(0, bytes) };
         Ok(HostBuffer {
             context: self.clone(),
@@ -170,13 +171,13 @@ impl Context {
         })
     }
 
-    /// Pins memory of the host for all GPUs and gives it addresses there.
+    /// Pins host memory for all GPUs and maps it into their address spaces.
     ///
     /// # Errors
-    /// What the driver says, [`super::code::HOST_MEMORY_ALREADY_REGISTERED`] among others.
+    /// The driver's error, for example [`code::HOST_MEMORY_ALREADY_REGISTERED`].
     ///
     /// # Safety
-    /// The memory stays mapped until the result is dropped, and nobody writes it while a copy that was started reads it.
+    /// The memory stays mapped until the result is dropped, and is not written while a started copy reads it.
     pub unsafe fn register_host(
         self: &Arc<Self>,
         base: NonNull<u8>,
@@ -194,10 +195,10 @@ impl Context {
         })
     }
 
-    /// The GPU's address of a byte of pinned memory.
+    /// The GPU's address of a byte of pinned host memory.
     ///
     /// # Errors
-    /// Memory that is not pinned, or what the driver says.
+    /// The driver's error, for example for memory that is not pinned.
     pub fn host_device_pointer(&self, host: NonNull<u8>) -> Result<DevicePtr, CudaError> {
         let _current = self.enter()?;
         let mut device = 0;
@@ -209,10 +210,10 @@ impl Context {
         Ok(DevicePtr(device))
     }
 
-    /// The allocation an address of the GPU lies in: its first byte and its bytes.
+    /// Start and size of the allocation that contains a GPU address.
     ///
     /// # Errors
-    /// What the driver says, about an address of no allocation among others.
+    /// The driver's error, for example for an address outside all allocations.
     pub fn address_range(&self, address: DevicePtr) -> Result<(DevicePtr, u64), CudaError> {
         let _current = self.enter()?;
         let (mut base, mut bytes) = (0, 0);
@@ -224,10 +225,10 @@ impl Context {
         Ok((DevicePtr(base), bytes as u64))
     }
 
-    /// Opens an allocation of another process; gives its first byte. One process cannot open its own.
+    /// Opens an allocation of another process and returns its address. A process cannot open its own.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn open_memory(&self, handle: &IpcHandle) -> Result<DevicePtr, CudaError> {
         let _current = self.enter()?;
         let mut base = 0;
@@ -239,13 +240,13 @@ impl Context {
         Ok(DevicePtr(base))
     }
 
-    /// Closes what [`Context::open_memory`] gave.
+    /// Closes memory that [`Context::open_memory`] opened.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     ///
     /// # Safety
-    /// Nothing that was started uses the memory any more, and nobody else closes it.
+    /// No started work uses the memory any more, and it is closed only once.
     pub unsafe fn close_memory(&self, base: DevicePtr) -> Result<(), CudaError> {
         let _current = self.enter()?;
         // SAFETY: promised by the caller.

@@ -1,4 +1,4 @@
-//! Code for the GPU.
+//! GPU code: modules and kernels.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
@@ -12,32 +12,32 @@ use crate::cuda::error::CudaError;
 /// `CU_JIT_ERROR_LOG_BUFFER` and `CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES`.
 const ERROR_LOG: [c_int; 2] = [5, 6];
 
-/// Loaded code; unloaded when dropped.
+/// A loaded module; unloaded when dropped.
 #[derive(Debug)]
 pub struct Module {
     context: Arc<Context>,
     raw: Raw,
 }
 
-// SAFETY: a module is a name; the driver's functions may be called from any thread.
+// SAFETY: a module is a handle; the driver's functions may be called from any thread.
 unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads PTX text, which the driver translates for this GPU (and remembers on disk).
+    /// Loads PTX text, which the driver compiles for this GPU (and caches on disk).
     ///
     /// # Errors
-    /// What the driver says, with what its translator says.
+    /// The driver's error, with the log of its compiler.
     ///
     /// # Safety
-    /// Code that is loaded can be launched: the text is our own.
+    /// Loaded code can be launched, so the text must be trusted.
     pub unsafe fn load(context: &Arc<Context>, ptx: &CStr) -> Result<Arc<Self>, CudaError> {
         let _current = context.enter()?;
         let mut log = vec![0u8; 4096];
         let values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
         let mut raw = ptr::null_mut();
-        // SAFETY: the text ends with a zero byte, and the lists have as many entries as is said.
+        // SAFETY: the text ends with a zero byte, and the lists have the stated number of entries.
         let loaded = unsafe {
             context.driver().cuModuleLoadDataEx(
                 &mut raw,
@@ -57,10 +57,10 @@ impl Module {
         }))
     }
 
-    /// A function of it.
+    /// Looks up a kernel by name.
     ///
     /// # Errors
-    /// What the driver says, about a name that is not there among others.
+    /// The driver's error, for example for an unknown name.
     pub fn kernel(self: &Arc<Self>, name: &CStr) -> Result<Kernel, CudaError> {
         let _current = self.context.enter()?;
         let mut raw = ptr::null_mut();
@@ -85,16 +85,16 @@ impl Drop for Module {
     }
 }
 
-/// How many threads run a kernel.
+/// Blocks and threads of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
     /// Blocks.
     pub blocks: u32,
-    /// Threads of a block, at most 1024.
+    /// Threads per block, at most 1024.
     pub threads: u32,
 }
 
-/// A function that runs on the GPU.
+/// A function of a module that runs on the GPU.
 #[derive(Debug, Clone)]
 pub struct Kernel {
     module: Arc<Module>,
@@ -107,15 +107,15 @@ unsafe impl Send for Kernel {}
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
-    /// Puts one run on a stream. `arguments` are the addresses of the arguments, which are read before the call
+    /// Launches the kernel on a stream. `arguments` are the addresses of the arguments, which are read before the call
     /// returns. The stream's context must be current.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     ///
     /// # Safety
-    /// The arguments are as many and of the types the code expects, what they point to lives until the run is done,
-    /// and the module lives until then too.
+    /// The arguments have the number and types that the kernel expects; the memory they point to, and the module, live
+    /// until the launch is done.
     pub unsafe fn launch(
         &self,
         stream: &Stream,

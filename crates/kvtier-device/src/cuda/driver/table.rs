@@ -1,14 +1,25 @@
 //! The functions of the driver by exported name, with the signatures of `cuda.h` 12.8.
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ptr;
 
 use libloading::Library;
 
-use super::{Driver, IpcHandle};
-use crate::cuda::error::CudaError;
+use crate::cuda::error::{CudaError, code};
 
-/// An opaque name the driver gave for a context, stream, event, module or function.
+/// The driver's opaque handle of a context, stream, event, module or function.
 pub(super) type Raw = *mut c_void;
+
+/// Handle of an allocation or event that other processes can open: 64 bytes, opaque to everything but the driver.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct IpcHandle(pub [u8; 64]);
+
+impl std::fmt::Debug for IpcHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "IpcHandle({:02x?}..)", &self.0[..8])
+    }
+}
 
 /// `CUmemLocation`.
 #[derive(Debug, Clone, Copy, Default)]
@@ -26,17 +37,6 @@ pub struct Access {
     pub flags: c_uint,
 }
 
-/// `CUmemAllocationProp`.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-pub struct AllocationProperties {
-    pub kind: c_uint,
-    pub handle_kinds: c_uint,
-    pub location: Location,
-    pub win32: *mut c_void,
-    pub flags: [u8; 8],
-}
-
 /// `CUmemcpyAttributes`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -47,38 +47,14 @@ pub struct CopyAttributes {
     pub flags: c_uint,
 }
 
-/// `CUDA_MEMCPY2D`.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-pub struct Copy2d {
-    pub src_x: usize,
-    pub src_y: usize,
-    pub src_kind: c_uint,
-    pub src_host: *const c_void,
-    pub src_device: u64,
-    pub src_array: *mut c_void,
-    pub src_pitch: usize,
-    pub dst_x: usize,
-    pub dst_y: usize,
-    pub dst_kind: c_uint,
-    pub dst_host: *mut c_void,
-    pub dst_device: u64,
-    pub dst_array: *mut c_void,
-    pub dst_pitch: usize,
-    pub row_bytes: usize,
-    pub rows: usize,
-}
-
 const _: () = {
     assert!(size_of::<IpcHandle>() == 64);
     assert!(size_of::<Access>() == 12);
-    assert!(size_of::<AllocationProperties>() == 32);
     assert!(size_of::<CopyAttributes>() == 24);
-    assert!(size_of::<Copy2d>() == 128);
 };
 
-/// `cuMemcpyBatchAsync` as CUDA 12.8 has it: destinations, sources, sizes, how many, attributes, first copy of each
-/// attribute, how many, where the index of a copy that failed goes, stream.
+/// `cuMemcpyBatchAsync` of CUDA 12.8: destinations, sources, sizes, number of copies, attributes, first copy of each
+/// attribute, number of attributes, index of the copy that failed (written), stream.
 pub(super) type BatchCopy = unsafe extern "C" fn(
     *const u64,
     *const u64,
@@ -91,25 +67,27 @@ pub(super) type BatchCopy = unsafe extern "C" fn(
     Raw,
 ) -> c_int;
 
-/// What the driver calls when a stream gets there.
+/// A function that the driver calls in stream order.
 pub type HostFunction = unsafe extern "C" fn(*mut c_void);
 
-/// `cuGetErrorName` and `cuGetErrorString`: the text of a result, which is never freed.
+/// `cuGetErrorName` and `cuGetErrorString`: the text of a result code, which is never freed.
 pub(super) type ErrorText = unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int;
 
 macro_rules! table {
     ($($name:ident($($argument:ident: $type:ty),*);)*) => {
-        /// Where each function is, if the library has it.
+        /// The address of each function that the library has.
         #[expect(non_snake_case, reason = "the driver's names")]
-        pub(super) struct Table {
-            $(pub(super) $name: Option<unsafe extern "C" fn($($type),*) -> c_int>,)*
-            pub(super) error_name: Option<ErrorText>,
-            pub(super) error_meaning: Option<ErrorText>,
+        pub struct Table {
+            $($name: Option<unsafe extern "C" fn($($type),*) -> c_int>,)*
+            error_name: Option<ErrorText>,
+            error_description: Option<ErrorText>,
         }
 
         impl Table {
+            /// Looks up every function.
+            ///
             /// # Safety
-            /// What the library has under these names must have these signatures.
+            /// The library's functions of these names must have these signatures.
             pub(super) unsafe fn load(library: &Library) -> Self {
                 Self {
                     // SAFETY: promised by the caller.
@@ -117,7 +95,7 @@ macro_rules! table {
                     // SAFETY: promised by the caller.
                     error_name: unsafe { library.get("cuGetErrorName") }.ok().map(|found| *found),
                     // SAFETY: promised by the caller.
-                    error_meaning: unsafe { library.get("cuGetErrorString") }.ok().map(|found| *found),
+                    error_description: unsafe { library.get("cuGetErrorString") }.ok().map(|found| *found),
                 }
             }
 
@@ -130,21 +108,60 @@ macro_rules! table {
             }
         }
 
-        /// The functions themselves, with results in place of numbers.
+        /// The functions, with errors instead of result codes.
         ///
         /// # Safety
-        /// For each of them, what the driver's manual demands of the arguments: live addresses and names.
+        /// For each of them, what the driver's manual demands of the arguments: live addresses and handles.
         #[expect(non_snake_case, reason = "the driver's names")]
         #[expect(clippy::too_many_arguments, reason = "the driver's signatures")]
-        impl Driver {
+        impl Table {
             $(pub(super) unsafe fn $name(&self, $($argument: $type),*) -> Result<(), CudaError> {
                 const NAME: &str = stringify!($name);
-                let function = self.table.$name.ok_or(CudaError::Missing { function: NAME })?;
+                let function = self.$name.ok_or(CudaError::Missing { function: NAME })?;
                 // SAFETY: promised by the caller.
                 self.check(NAME, unsafe { function($($argument),*) })
             })*
         }
     };
+}
+
+impl Table {
+    /// Turns the result code of `function` into an error.
+    pub(super) fn check(&self, function: &'static str, code: i32) -> Result<(), CudaError> {
+        match code {
+            0 => return Ok(()),
+            code::NOT_READY => return Err(CudaError::NotReady { function }),
+            _ => {}
+        }
+        let text = |lookup: Option<ErrorText>| {
+            let mut text: *const c_char = ptr::null();
+            // SAFETY: the address is that of a live pointer.
+            if unsafe { lookup?(code, &mut text) } != 0 || text.is_null() {
+                return None;
+            }
+            // SAFETY: the driver's texts end with a zero byte and are never freed.
+            Some(unsafe { CStr::from_ptr(text) }.to_string_lossy())
+        };
+        let name = text(self.error_name).unwrap_or_else(|| "unknown error".into());
+        let explained = match text(self.error_description) {
+            Some(description) => format!("{name}, {description}"),
+            None => name.into_owned(),
+        };
+        Err(CudaError::Call {
+            function,
+            code,
+            name: explained,
+        })
+    }
+}
+
+/// Turns "not ready" into `Ok(false)`.
+pub(super) fn is_ready(result: Result<(), CudaError>) -> Result<bool, CudaError> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(CudaError::NotReady { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 table! {
@@ -177,10 +194,7 @@ table! {
     cuIpcOpenMemHandle_v2(address: *mut u64, handle: IpcHandle, flags: c_uint);
     cuIpcCloseMemHandle(address: u64);
 
-    cuMemCreate(allocation: *mut u64, bytes: usize, properties: *const AllocationProperties, flags: u64);
     cuMemRelease(allocation: u64);
-    cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const AllocationProperties, option: c_uint);
-    cuMemExportToShareableHandle(handle: *mut c_void, allocation: u64, kind: c_uint, flags: u64);
     cuMemImportFromShareableHandle(allocation: *mut u64, handle: *mut c_void, kind: c_uint);
     cuMemAddressReserve(address: *mut u64, bytes: usize, alignment: usize, wanted: u64, flags: u64);
     cuMemAddressFree(address: u64, bytes: usize);
@@ -193,13 +207,11 @@ table! {
     cuStreamQuery(stream: Raw);
     cuStreamSynchronize(stream: Raw);
     cuStreamWaitEvent(stream: Raw, event: Raw, flags: c_uint);
-    cuStreamWaitValue64_v2(stream: Raw, address: u64, value: u64, flags: c_uint);
     cuStreamWriteValue64_v2(stream: Raw, address: u64, value: u64, flags: c_uint);
     cuLaunchHostFunc(stream: Raw, function: HostFunction, argument: *mut c_void);
     cuMemcpyAsync(destination: u64, source: u64, bytes: usize, stream: Raw);
     cuMemcpyHtoDAsync_v2(destination: u64, source: *const c_void, bytes: usize, stream: Raw);
     cuMemcpyDtoHAsync_v2(destination: *mut c_void, source: u64, bytes: usize, stream: Raw);
-    cuMemcpy2DAsync_v2(copy: *const Copy2d, stream: Raw);
     cuMemsetD8Async(address: u64, value: u8, bytes: usize, stream: Raw);
 
     cuEventCreate(event: *mut Raw, flags: c_uint);

@@ -1,4 +1,4 @@
-//! The ways of copying, and the stream of one direction that they are put on.
+//! Executors (ways of copying) and the copy lane of one direction, which submits pieces to its streams.
 
 use std::ffi::{CString, c_void};
 use std::ptr::NonNull;
@@ -11,50 +11,50 @@ use super::super::driver::{
     Kernel, Module, SourceOrder, Stream,
 };
 use super::super::error::CudaError;
-use super::super::events::{ExportedEvents, Lane as TimelineLane, TIMELINE_BYTES};
+use super::super::events::{ExportedEvents, TIMELINE_BYTES, TimelineSlot};
 use super::super::kernel::{KernelPlan, PTX, THREADS, Unit};
 use super::staging::StagedRanges;
 use crate::plan::Direction;
 use kvtier_memory::CopyLoop;
 
-/// Pieces of one direction that are handed to the GPU before the first is done. With [`PIECE`] they are a
-/// millisecond of work on a link of 55 GB/s, so the link stays busy while the thread does something else.
+/// Pieces of one direction in flight. With [`PIECE`] they are a millisecond of work on a link of 55 GB/s, so the link
+/// stays busy while the thread does other work.
 pub(super) const SLOTS: usize = 4;
-/// Bytes, runs and copies of a piece at most. The runs, a multiple of 16: the copy engines take a microsecond or more for
-/// each, and the thread does nothing else while it starts a piece.
+/// Limits of a piece. The runs, a multiple of 16, are limited because the copy engines take a microsecond or more per run,
+/// and the thread does nothing else while it submits a piece.
 pub(super) const PIECE: PieceLimits = PieceLimits {
     bytes: 16 << 20,
     runs: 16 << 10,
     copies: 4096,
 };
-/// Room for the items and tiles of a piece: 96 bytes a copy, 16 a tile of 16 KiB, and at most one more tile a copy.
+/// Bytes for the items and tiles of a piece: 96 per copy, 16 per tile of 16 KiB, and at most one more tile per copy.
 const PLAN_BYTES: usize = PIECE.copies * (96 + 16) + (PIECE.bytes as usize >> 14) * 16 + 4096;
-/// Room for the bytes of a piece on the GPU, and for their places to be as far off 16 bytes as in the arena.
+/// Staging bytes of a piece on the GPU, with padding to keep each range's alignment modulo 16 of the arena.
 const STAGING_BYTES: u64 = PIECE.bytes + (PIECE.copies as u64) * 32;
-/// Blocks of a kernel that reads or writes the host's memory: 32 KiB under way in each fill a link of 64 GB/s with a
+/// Blocks of a kernel that accesses host memory: with 32 KiB in flight in each they saturate a link of 64 GB/s with a
 /// latency of 2 us four times over.
 const LINK_BLOCKS: u32 = 16;
-/// Blocks of a kernel that stays on the GPU.
+/// Blocks of a kernel that accesses only GPU memory.
 const LOCAL_BLOCKS: u32 = 64;
 
 /// A way of copying.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Executor {
-    /// The copy engines, all runs of a piece by one call (drivers of CUDA 12.8 and later).
+    /// Copy engines, one call for all runs of a piece (drivers since CUDA 12.8).
     Batch,
-    /// Our kernel between pages and a buffer on the GPU, the copy engines between that and the host.
+    /// The copy kernel between pages and a staging buffer on the GPU, copy engines between that and the host.
     Staged,
-    /// Our kernel, straight between pages and pinned memory.
+    /// The copy kernel, directly between pages and pinned host memory.
     Kernel,
-    /// The copy engines, one call a run.
+    /// Copy engines, one call per run.
     Plain,
 }
 
 impl Executor {
-    /// All of them. Of two that are as fast, the first disturbs a model that runs beside it less.
+    /// All executors. Of two that are equally fast, the first interferes less with a concurrently running model.
     pub const ALL: [Self; 4] = [Self::Batch, Self::Staged, Self::Kernel, Self::Plain];
 
-    /// The one to use with such memory.
+    /// The executor to use in its place for such host memory.
     pub(super) fn with(self, host: HostMemory) -> Self {
         match self {
             Self::Batch if host < HostMemory::Pinned => Self::Plain,
@@ -74,20 +74,20 @@ impl Executor {
     }
 }
 
-/// What the host's side of a piece is, each the one before it and more.
+/// Properties of the host memory of a piece, each level including the previous one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum HostMemory {
-    /// Memory as any other.
+    /// Ordinary memory.
     #[default]
     Pageable,
-    /// Pinned.
+    /// Pinned memory.
     Pinned,
-    /// Each chunk in one pinned piece, and the GPU sees it at the host's own addresses.
+    /// Each chunk in one pinned piece, at equal addresses on host and GPU.
     Mapped,
 }
 
 impl HostMemory {
-    /// What registered memory is to a GPU.
+    /// The level of registered memory on a GPU.
     pub fn of_registered(context: &Context, start: NonNull<u8>) -> Self {
         let device = context.device();
         let own = device.attribute(Attribute::HostPointersOfRegisteredMemory);
@@ -99,7 +99,7 @@ impl HostMemory {
     }
 }
 
-/// What a GPU can copy with.
+/// Context and loaded kernels of a GPU.
 #[derive(Debug)]
 pub(super) struct Tools {
     pub context: Arc<Context>,
@@ -108,7 +108,7 @@ pub(super) struct Tools {
 }
 
 impl Tools {
-    /// Looks what there is. That the kernel cannot be loaded is no error: there are other ways.
+    /// Loads the kernels. A failure is not an error, because other executors need none.
     pub fn find(context: &Arc<Context>) -> Self {
         Self {
             context: Arc::clone(context),
@@ -116,11 +116,11 @@ impl Tools {
         }
     }
 
-    /// Why an executor cannot be used here at all.
+    /// Why an executor is unavailable on this GPU.
     pub fn obstacle(&self, executor: Executor) -> Option<String> {
         match (executor, &self.kernels) {
             (Executor::Plain, _) => None,
-            (Executor::Batch, _) => (!self.context.driver().copies_in_batches())
+            (Executor::Batch, _) => (!self.context.driver().has_batch_copy())
                 .then(|| "the driver is older than CUDA 12.8".to_owned()),
             (Executor::Kernel | Executor::Staged, kernels) => {
                 kernels.as_ref().err().map(ToString::to_string)
@@ -131,63 +131,63 @@ impl Tools {
 
 fn load_kernels(context: &Arc<Context>) -> Result<Vec<Kernel>, CudaError> {
     let text = |text: &str| {
-        // Our own texts have no zero bytes; one that had is a kernel without a name.
+        // Our texts contain no zero bytes; an empty name fails to load.
         CString::new(text).unwrap_or_default()
     };
-    // SAFETY: the text is ours.
+    // SAFETY: the text is part of this crate.
     let module = unsafe { Module::load(context, &text(PTX)) }?;
     let kernel = |unit: Unit| module.kernel(&text(unit.kernel()));
     Unit::ALL.into_iter().map(kernel).collect()
 }
 
-/// The streams of one direction, and what its pieces need until they are done.
+/// The streams of one direction and the slots of its pieces in flight.
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct CopyLane {
     tools: Arc<Tools>,
     direction: Direction,
     stream: Stream,
-    /// Of [`Executor::Staged`], whose kernel for one piece runs beside the copy of another one: the kernels.
+    /// Stream of the kernels of [`Executor::Staged`], which run concurrently with the copies of other pieces.
     kernels: Stream,
-    /// The slot of the last piece that ends there.
-    beside: Option<usize>,
-    slots: Vec<Slot>,
+    /// Slot of the last piece whose final step is on `kernels`.
+    last_on_kernels: Option<usize>,
+    slots: Vec<PieceSlot>,
     batch: CopyBatch,
     plan: KernelPlan,
     staged: DeviceCopies,
     whole: DeviceCopies,
     ranges: StagedRanges,
-    /// When the GPU had no memory for a buffer, until it has again.
-    refused: Option<Instant>,
+    /// When the GPU last had no memory for a staging buffer; `None` after a success.
+    staging_refused_at: Option<Instant>,
 }
 
-/// What a launch of the kernel touches beside pages.
+/// Memory that a kernel accesses besides pages.
 #[derive(Debug, Clone, Copy)]
-enum Reach {
+enum KernelTarget {
     /// Pinned memory of the host.
     Host,
-    /// A buffer on the GPU.
+    /// Staging buffer on the GPU.
     Gpu,
 }
 
-/// What one piece needs until it is done.
+/// Resources of one piece until it is done.
 #[derive(Debug)]
-struct Slot {
+struct PieceSlot {
     done: Event,
-    /// The first of a staged piece's two steps is done.
+    /// Completes after the first step of a staged piece.
     half: Event,
-    /// Whether `done` stands for the piece. It could not be recorded otherwise.
+    /// Whether `done` was recorded for the piece; recording may fail.
     recorded: bool,
-    /// Where the kernel reads its plan; there if there is a kernel.
+    /// Memory from which the kernel reads its plan, if the kernel is loaded.
     plan: Option<HostBuffer>,
-    /// Made when there first has to be [room](Lane::has_room).
+    /// Allocated on first use by [`CopyLane::has_staging_buffer`].
     staging: Option<DeviceBuffer>,
 }
 
-impl Lane {
-    /// Streams of its own. The retrieves' go first: somebody waits for their bytes.
+impl CopyLane {
+    /// Creates the streams. Retrieves have the higher priority, because engines wait for their bytes.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn new(tools: &Arc<Tools>, direction: Direction, slots: usize) -> Result<Self, CudaError> {
         let priority = match direction {
             Direction::Retrieve => i32::MIN,
@@ -196,7 +196,7 @@ impl Lane {
         let context = &tools.context;
         let plan = || context.allocate_host(PLAN_BYTES);
         let slot = |_| {
-            Ok(Slot {
+            Ok(PieceSlot {
                 done: Event::new(context, EventFlags::Plain)?,
                 half: Event::new(context, EventFlags::Plain)?,
                 recorded: true,
@@ -207,7 +207,7 @@ impl Lane {
         Ok(Self {
             stream: Stream::new(context, priority)?,
             kernels: Stream::new(context, priority)?,
-            beside: None,
+            last_on_kernels: None,
             slots: (0..slots).map(slot).collect::<Result<_, CudaError>>()?,
             tools: Arc::clone(tools),
             direction,
@@ -216,22 +216,22 @@ impl Lane {
             staged: DeviceCopies::default(),
             whole: DeviceCopies::default(),
             ranges: StagedRanges::default(),
-            refused: None,
+            staging_refused_at: None,
         })
     }
 
-    /// How many pieces it can have under way.
+    /// Maximum pieces in flight.
     pub fn slots(&self) -> usize {
         self.slots.len()
     }
 
-    /// Whether a slot has a buffer on the GPU, which [`Executor::Staged`] needs. One that it lacks is asked for now,
-    /// but not within `pause` after the GPU had no memory for one: an engine may have taken all there is, and asking takes
-    /// the driver longer than a piece.
+    /// Whether a slot has the staging buffer that [`Executor::Staged`] needs. A missing one is allocated, unless an
+    /// allocation failed within `pause`: an engine may have taken all GPU memory, and a failing allocation takes longer
+    /// than a piece.
     ///
     /// # Errors
-    /// What the driver says when it [ends the context](CudaError::ends_context).
-    pub fn has_room(
+    /// Driver errors that [end the context](CudaError::ends_context).
+    pub fn has_staging_buffer(
         &mut self,
         slot: usize,
         now: Instant,
@@ -239,23 +239,23 @@ impl Lane {
     ) -> Result<bool, CudaError> {
         let place = &mut self.slots[slot].staging;
         let waits = |since: Instant| now.saturating_duration_since(since) < pause;
-        if place.is_some() || self.refused.is_some_and(waits) {
+        if place.is_some() || self.staging_refused_at.is_some_and(waits) {
             return Ok(place.is_some());
         }
         match self.tools.context.allocate(STAGING_BYTES) {
             Ok(buffer) => {
                 *place = Some(buffer);
-                self.refused = None;
+                self.staging_refused_at = None;
             }
             Err(error) if error.ends_context() => return Err(error),
             Err(error) => {
-                if self.refused.replace(now).is_none() {
+                if self.staging_refused_at.replace(now).is_none() {
                     let direction = self.direction;
                     tracing::warn!(
                         gpu = self.tools.context.device().ordinal(),
                         ?direction,
                         %error,
-                        "a GPU has no memory to stage copies in; until it has, they go without"
+                        "no GPU memory for a staging buffer; copying without until there is"
                     );
                 }
             }
@@ -263,16 +263,16 @@ impl Lane {
         Ok(place.is_some())
     }
 
-    /// Puts a piece on the streams; gives the executor that was used, which is another one where the piece does not
-    /// suit the one that was chosen. Also on an error, the slot is in use until [`Lane::is_done`].
+    /// Submits a piece; returns the executor used, which differs from the chosen one if that does not support the piece.
+    /// The slot is in use until [`CopyLane::is_done`], also after an error.
     ///
     /// # Errors
-    /// What the driver says. Some of the piece may have been started.
+    /// The driver's error. Part of the piece may have been started.
     ///
     /// # Safety
-    /// The context is current. Every address of the copies is good to read or write until the slot is done, the host's
-    /// addresses also for the GPU if the executor is [`Executor::Kernel`]. The slot is done.
-    pub unsafe fn put(
+    /// The context is current. Every address of the copies is valid until the slot is done, the host's also for the GPU if
+    /// the executor is [`Executor::Kernel`]. The slot is done.
+    pub unsafe fn submit(
         &mut self,
         slot: usize,
         executor: Executor,
@@ -280,73 +280,77 @@ impl Lane {
         pieces: PinnedPieces,
     ) -> Result<Executor, CudaError> {
         // SAFETY: promised by the caller.
-        let put = self.keep_order(executor).and_then(|()| unsafe {
+        let submitted = self.keep_order(executor).and_then(|()| unsafe {
             match executor {
                 Executor::Plain => self.plain(copies, pieces).map(|()| Executor::Plain),
                 Executor::Batch => self.batch(copies, pieces).map(|()| Executor::Batch),
                 Executor::Kernel => self
-                    .launch(slot, copies, Reach::Host)
+                    .launch(slot, copies, KernelTarget::Host)
                     .map(|()| Executor::Kernel),
                 Executor::Staged => self.staged(slot, copies, pieces),
             }
         });
-        let beside = self.direction == Direction::Retrieve && put == Ok(Executor::Staged);
-        if beside {
-            self.beside = Some(slot);
+        let last_on_kernels =
+            self.direction == Direction::Retrieve && submitted == Ok(Executor::Staged);
+        if last_on_kernels {
+            self.last_on_kernels = Some(slot);
         }
         let done = &self.slots[slot].done;
-        let recorded = match &put {
-            Ok(_) if beside => done.record(&self.kernels),
+        let recorded = match &submitted {
+            Ok(_) if last_on_kernels => done.record(&self.kernels),
             Ok(_) => done.record(&self.stream),
-            // What was started of it may be on either.
+            // Started parts may be on either stream.
             Err(_) => self
                 .step(slot, &self.kernels, &self.stream)
                 .and_then(|()| done.record(&self.stream)),
         };
         self.slots[slot].recorded = recorded.is_ok();
-        put.and_then(|used| recorded.map(|()| used))
+        submitted.and_then(|used| recorded.map(|()| used))
     }
 
-    /// The handle of an event that is complete when everything that is on the streams now is done.
+    /// Records an event after all submitted pieces and returns its handle.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn export_event(&self, exported: &ExportedEvents) -> Result<[u8; 64], CudaError> {
         self.join()?;
         exported.record(&self.stream)
     }
 
-    /// The same as an event of isolated IPC. `numbers` is used for no other stream.
+    /// Records a timeline event after all submitted pieces. `slot` has no other stream.
     ///
     /// # Errors
-    /// What the driver says.
-    pub fn export_number(&self, numbers: &TimelineLane) -> Result<[u8; TIMELINE_BYTES], CudaError> {
+    /// The driver's error.
+    pub fn export_timeline_event(
+        &self,
+        slot: &TimelineSlot,
+    ) -> Result<[u8; TIMELINE_BYTES], CudaError> {
         self.join()?;
-        numbers.record(&self.stream)
+        slot.record(&self.stream)
     }
 
-    /// Pages are written in the order in which that was asked for: a piece whose last step is on the stream itself waits
-    /// for those whose last step is beside it.
+    /// Keeps writes to pages in submission order: a piece whose last step is on `stream` waits for those whose last step is
+    /// on `kernels`.
     fn keep_order(&mut self, executor: Executor) -> Result<(), CudaError> {
         if executor != Executor::Staged {
             self.join()?;
-            self.beside = None;
+            self.last_on_kernels = None;
         }
         Ok(())
     }
 
-    /// What comes next on the stream waits for all pieces. If the slot was used again since, its piece had ended.
+    /// Makes later work of `stream` wait for all pieces. If the slot has been reused since, its piece has ended.
     fn join(&self) -> Result<(), CudaError> {
-        match self.beside {
+        match self.last_on_kernels {
             Some(slot) => self.stream.wait_event(&self.slots[slot].done),
             None => Ok(()),
         }
     }
 
-    /// Whether everything that was put on the streams is done.
+    /// Whether all submitted work is done.
     ///
     /// # Errors
-    /// What the driver says about it.
+    /// The driver's error about it.
     pub fn is_idle(&self) -> Result<bool, CudaError> {
         Ok(self.stream.is_idle()? && self.kernels.is_idle()?)
     }
@@ -354,7 +358,7 @@ impl Lane {
     /// Whether the piece in a slot is done.
     ///
     /// # Errors
-    /// What the driver says about it. Unless that [ends the context](CudaError::ends_context), the piece may still move.
+    /// The driver's error about it. Unless that [ends the context](CudaError::ends_context), the piece may still run.
     pub fn is_done(&self, slot: usize) -> Result<bool, CudaError> {
         let slot = &self.slots[slot];
         match slot.recorded {
@@ -363,16 +367,16 @@ impl Lane {
         }
     }
 
-    /// Waits for everything that was put on the streams.
+    /// Waits for all submitted work.
     ///
     /// # Errors
-    /// What the driver says about it.
+    /// The driver's error about it.
     pub fn finish(&self) -> Result<(), CudaError> {
         self.stream.synchronize()?;
         self.kernels.synchronize()
     }
 
-    /// Gives the buffers on the GPU back, when everything that was put on the streams is done.
+    /// Frees the staging buffers. All submitted work must be done.
     pub fn drop_staging(&mut self) {
         for slot in &mut self.slots {
             slot.staging = None;
@@ -382,7 +386,7 @@ impl Lane {
     unsafe fn plain(&self, copies: &DeviceCopies, pieces: PinnedPieces) -> Result<(), CudaError> {
         copies.visit_runs(pieces, |run| {
             let (source, target) = run.source_and_target(self.direction);
-            // SAFETY: promised by the caller of `put`.
+            // SAFETY: promised by the caller of `submit`.
             unsafe { self.stream.copy(target, source, run.bytes as usize) }
         })
     }
@@ -402,21 +406,21 @@ impl Lane {
             Ok(())
         });
         let Ok(()) = collected;
-        // SAFETY: promised by the caller of `put`. Nobody writes the sources: pages are ready before anything of them
-        // is put on a stream, and objects are read-only while they are leased.
+        // SAFETY: promised by the caller of `submit`. The sources are not written: pages are ready before any of their
+        // copies is submitted, and objects are read-only while leased.
         unsafe { self.stream.copy_batch(&self.batch, SourceOrder::Any) }
     }
 
-    /// Runs the kernel over the copies. They are at most a [`PIECE`].
+    /// Launches the kernel for copies within the limits of a [`PIECE`].
     unsafe fn launch(
         &mut self,
         slot: usize,
         copies: &DeviceCopies,
-        reach: Reach,
+        target: KernelTarget,
     ) -> Result<(), CudaError> {
-        let (stream, most_blocks) = match reach {
-            Reach::Host => (&self.stream, LINK_BLOCKS),
-            Reach::Gpu => (&self.kernels, LOCAL_BLOCKS),
+        let (stream, most_blocks) = match target {
+            KernelTarget::Host => (&self.stream, LINK_BLOCKS),
+            KernelTarget::Gpu => (&self.kernels, LOCAL_BLOCKS),
         };
         let kernels = self.tools.kernels.as_ref().map_err(Clone::clone)?;
         self.plan.clear();
@@ -426,7 +430,7 @@ impl Lane {
         };
         let mut used = 0;
         for (unit, work) in self.plan.launches() {
-            // What the driver allocated has one address for host and GPU.
+            // Memory that the driver allocated has one address for host and GPU.
             let mut place = |bytes: &[u8]| -> Result<u64, CudaError> {
                 let at = used;
                 if bytes.len() > PLAN_BYTES - at {
@@ -437,14 +441,14 @@ impl Lane {
                     });
                 }
                 used = at + bytes.len();
-                // SAFETY: it fits, as was just looked at, and whoever used the slot before is done.
+                // SAFETY: the size was just checked, and the slot's previous piece is done.
                 unsafe {
                     let to = host.base().as_ptr().add(at);
                     std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
                     Ok(to as u64)
                 }
             };
-            // Both are multiples of 16 bytes, as their alignment is.
+            // Both have sizes that are multiples of 16 bytes, their alignment.
             let mut items = place(work.item_bytes())?;
             let mut tiles = place(work.tile_bytes())?;
             let mut count = work.tiles().len() as u32;
@@ -457,8 +461,8 @@ impl Lane {
                 (&raw mut tiles).cast(),
                 (&raw mut count).cast(),
             ];
-            // SAFETY: these are the kernel's three parameters; the lists stay as they are until the slot is done, and
-            // the caller of `put` promises for the addresses in them.
+            // SAFETY: these are the kernel's three parameters; the lists are unchanged until the slot is done, and the
+            // caller of `submit` promises for the addresses in them.
             unsafe { kernels[unit as usize].launch(stream, grid, &mut arguments) }?;
         }
         Ok(())
@@ -497,24 +501,24 @@ impl Lane {
                 loops: [CopyLoop::ONCE; 3],
             });
         }
-        // SAFETY: the buffer has room for all ranges and is this slot's; the rest as for this function.
+        // SAFETY: the buffer fits all ranges and belongs to this slot; the rest as for this function.
         let put = unsafe {
             match self.direction {
                 Direction::Store => self
-                    .launch(slot, &staged, Reach::Gpu)
+                    .launch(slot, &staged, KernelTarget::Gpu)
                     .and_then(|()| self.step(slot, &self.kernels, &self.stream))
                     .and_then(|()| self.plain(&whole, pieces)),
                 Direction::Retrieve => self
                     .plain(&whole, pieces)
                     .and_then(|()| self.step(slot, &self.stream, &self.kernels))
-                    .and_then(|()| self.launch(slot, &staged, Reach::Gpu)),
+                    .and_then(|()| self.launch(slot, &staged, KernelTarget::Gpu)),
             }
         };
         (self.staged, self.whole) = (staged, whole);
         put.map(|()| Executor::Staged)
     }
 
-    /// What comes next on one stream waits for what is on another.
+    /// Makes later work of `then` wait for the work on `first`.
     fn step(&self, slot: usize, first: &Stream, then: &Stream) -> Result<(), CudaError> {
         let half = &self.slots[slot].half;
         half.record(first)?;
@@ -522,8 +526,8 @@ impl Lane {
     }
 }
 
-impl Drop for Lane {
-    /// What the streams may still use is not given back.
+impl Drop for CopyLane {
+    /// Leaks resources that the streams may still use.
     fn drop(&mut self) {
         let _current = self.tools.context.enter();
         let in_use = match self.is_idle() {
@@ -532,7 +536,7 @@ impl Drop for Lane {
         };
         if in_use {
             std::mem::forget(std::mem::take(&mut self.slots));
-            // The kernel too.
+            // The kernels too.
             std::mem::forget(Arc::clone(&self.tools));
         }
     }

@@ -1,4 +1,4 @@
-//! One transfer on its way through a GPU.
+//! Job: one transfer in flight on a GPU.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -6,38 +6,37 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::super::device_copy::{DeviceCopies, Place};
+use super::super::device_copy::{AddressRange, DeviceCopies};
 use super::super::events::{ForeignEvent, ForeignEvents};
 use super::super::storages::Storages;
 use super::executor::{HostMemory, PIECE};
-use super::pinned::Pinned;
-use crate::device::{Begun, DeviceError, Done, Transfer};
+use super::pinned::PinnedArena;
+use crate::device::{DeviceError, Done, OnSubmitted, Transfer};
 use crate::layout::KvLayout;
 use crate::plan::Direction;
 
-/// Longest pause between two questions about an event.
-const LONGEST_PAUSE: Duration = Duration::from_micros(500);
+/// Maximum interval between two queries of an event.
+const MAX_POLL_INTERVAL: Duration = Duration::from_micros(500);
 
-/// One worker's pages as the thread of its GPU knows them.
+/// The pages of one worker, as used by the threads of its GPU.
 #[derive(Debug)]
 pub(in super::super) struct Pages {
-    /// Tells workers apart.
+    /// Identifies the worker.
     pub number: u64,
     pub layout: Arc<KvLayout>,
     /// By index of [`KvLayout::memories`].
-    pub places: Vec<Place>,
-    /// Nothing more of it is begun.
+    pub places: Vec<AddressRange>,
+    /// No further copy starts.
     pub stopped: AtomicBool,
-    /// Transfers of everybody on the GPU that have not ended, by direction.
+    /// Transfers of all workers in flight on the GPU, by direction.
     pub on_gpu: Arc<[AtomicU64; 2]>,
     pub retrieves: Mutex<Retrieves>,
     pub events: ForeignEvents,
-    /// What keeps the places mapped.
+    /// Keeps the memories mapped.
     pub _storages: Storages,
 }
 
-/// Where the retrieves of a worker are that have not ended: with one of the GPU's threads all of them, so that its pages are
-/// written in the order in which that was asked for.
+/// The retrieves of a worker in flight. All are on one thread of the GPU, so that pages are written in request order.
 #[derive(Debug, Default)]
 pub(in super::super) struct Retrieves {
     thread: usize,
@@ -45,7 +44,7 @@ pub(in super::super) struct Retrieves {
 }
 
 impl Retrieves {
-    /// One more; gives the thread that has the others, or the one that suits it.
+    /// Adds one; returns the thread that has the others, or else `suits`.
     pub fn enter(&mut self, suits: usize) -> usize {
         if self.count == 0 {
             self.thread = suits;
@@ -55,126 +54,126 @@ impl Retrieves {
     }
 }
 
-/// A transfer. Dropped, whoever waits for it is told how it ended: that it failed, unless it [ended](Job::end) well. No piece
-/// of it may be with the GPU then.
+/// A transfer. Dropping it reports a failure, unless [`Job::finish`] has set the result. No piece of it may be in flight
+/// then.
 pub(in super::super) struct Job {
-    /// Told when everything of it is with the GPU.
-    begun: Option<Begun>,
+    /// Called when all of its pieces are submitted.
+    on_submitted: Option<OnSubmitted>,
     event: Event,
     pub transfer: Transfer,
     pub pages: Arc<Pages>,
-    /// Counted among the worker's retrieves.
-    entered: bool,
-    /// When it was handed over, and when it is given up if the event is not complete by then.
-    since: Instant,
+    /// Whether it is counted in the worker's [`Retrieves`].
+    counted_as_retrieve: bool,
+    /// Time of submission, and of the timeout of its event.
+    submitted_at: Instant,
     event_deadline: Option<Instant>,
-    /// When to ask the event again.
-    ask_at: Instant,
+    /// Time of the next query of the event.
+    next_poll: Instant,
     next_chunk: usize,
-    /// Copies of the chunk that was planned last, and how many of them were taken.
+    /// Copies of the chunk planned last, and the number of them in pieces.
     planned: DeviceCopies,
     taken: usize,
-    /// Where the object of that chunk is.
+    /// Host memory of that chunk's object.
     host: HostMemory,
-    /// Pieces handed to the GPU that are not done.
+    /// Pieces in flight.
     pieces: usize,
     moved: u64,
-    /// Nothing of it waits to be begun.
-    has_left: bool,
-    /// Why nothing more of it is begun.
+    /// Whether it has left its queue: no piece will be submitted.
+    is_dequeued: bool,
+    /// First error; no piece is submitted after it.
     error: Option<DeviceError>,
-    /// The last field: who hears of the last transfer may free the pages, so they are let go of before.
-    told: Told,
+    /// The last field: the callback of the last transfer may free the pages, so `pages` is dropped before.
+    completion: Completion,
 }
 
-/// What the engine sent to say when its pages are ready.
+/// State of the engine's event, after which its pages are ready.
 enum Event {
-    /// Not looked at.
+    /// Not opened yet.
     Sent,
-    /// They are when this is complete.
+    /// Opened, not known to be complete.
     Opened(ForeignEvent),
-    /// They are.
+    /// The pages are ready.
     Complete,
 }
 
-/// Who waits for a transfer, and how it ended, once that is known. Told when it is dropped.
-struct Told {
+/// The callback of a transfer and its result. Dropping it calls the callback.
+struct Completion {
     done: Option<Done>,
     result: Option<Result<u64, DeviceError>>,
 }
 
-impl Drop for Told {
+impl Drop for Completion {
     fn drop(&mut self) {
         let Some(done) = self.done.take() else {
             return;
         };
-        let lost = || Err(DeviceError::Broken("nobody is left to end this".into()));
+        let lost = || Err(DeviceError::Broken("the transfer was lost".into()));
         let result = self.result.take().unwrap_or_else(lost);
-        // A panic there is theirs. What is caught has been printed, and the responder inside says it to the health.
+        // A panic in the callback is the caller's: it has been printed, and its reply handle reports it to /healthcheck.
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| done(result)));
     }
 }
 
-/// What a piece is made of, beside its copies.
+/// Properties of a piece besides its copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PieceFacts {
     pub bytes: u64,
-    /// What all of its host memory is, at least.
+    /// Lowest level of its host memory.
     pub host: HostMemory,
-    /// Nothing comes after it.
+    /// Whether it is the last piece of its job.
     pub last: bool,
 }
 
 impl Job {
-    /// `event_timeout` is how long its event may take from now on.
+    /// Creates a job whose event must complete within `event_timeout`.
     pub fn new(pages: Arc<Pages>, transfer: Transfer, event_timeout: Duration, done: Done) -> Self {
-        let since = Instant::now();
+        let submitted_at = Instant::now();
         pages.on_gpu[transfer.direction as usize].fetch_add(1, Ordering::Relaxed);
         Self {
-            begun: None,
+            on_submitted: None,
             event: Event::Sent,
             transfer,
             pages,
-            entered: false,
-            since,
-            event_deadline: since.checked_add(event_timeout),
-            ask_at: since,
+            counted_as_retrieve: false,
+            submitted_at,
+            event_deadline: submitted_at.checked_add(event_timeout),
+            next_poll: submitted_at,
             next_chunk: 0,
             planned: DeviceCopies::default(),
             taken: 0,
             host: HostMemory::Pageable,
             pieces: 0,
             moved: 0,
-            has_left: false,
+            is_dequeued: false,
             error: None,
-            told: Told {
+            completion: Completion {
                 done: Some(done),
                 result: None,
             },
         }
     }
 
-    /// Whom to tell when everything of it is with the GPU.
-    pub fn telling(mut self, begun: Begun) -> Self {
-        self.begun = Some(begun);
+    /// Sets the callback for when all pieces are submitted.
+    pub fn on_submitted(mut self, on_submitted: OnSubmitted) -> Self {
+        self.on_submitted = Some(on_submitted);
         self
     }
 
-    /// Counts it among its worker's retrieves if it is one; gives the thread that has them, or the one that suits it.
+    /// Counts it in its worker's retrieves, if it is one; returns the thread that has them, or else `suits`.
     pub(super) fn enter(&mut self, suits: usize) -> usize {
         match self.transfer.direction {
             Direction::Store => suits,
             Direction::Retrieve => {
-                self.entered = true;
+                self.counted_as_retrieve = true;
                 self.pages.retrieves.lock().enter(suits)
             }
         }
     }
 
-    /// Opens the engine's event, unless that was done. The engine keeps it only so long.
+    /// Opens the engine's event, if not done yet. The engine keeps it only for a limited time.
     ///
     /// # Errors
-    /// Bytes that are no event, or what the driver says.
+    /// An invalid event handle, or the driver's error.
     pub(super) fn open_event(&mut self) -> Result<(), DeviceError> {
         if let Event::Sent = self.event {
             let opened = self.pages.events.open(&self.transfer.event);
@@ -183,49 +182,48 @@ impl Job {
         Ok(())
     }
 
-    /// Takes whom to tell that everything of it is with the GPU; nobody when something of it failed.
-    pub fn take_begun(&mut self) -> Option<Begun> {
-        self.begun.take().filter(|_| self.error.is_none())
+    /// Takes the callback for when all pieces are submitted; `None` after a failure.
+    pub fn take_on_submitted(&mut self) -> Option<OnSubmitted> {
+        self.on_submitted.take().filter(|_| self.error.is_none())
     }
 
-    /// Whether a piece of it can be begun now. An event is asked less and less often: what it costs to find out late
-    /// is little beside what was waited for already.
+    /// Whether a piece can be submitted now. The interval between queries of the event grows with the time waited.
     ///
     /// # Errors
-    /// Why none can any more.
+    /// The job has failed: stopped, past its deadline, or an event error or timeout.
     pub fn is_ready(&mut self, now: Instant) -> Result<bool, DeviceError> {
         if self.pages.stopped.load(Ordering::Acquire) {
             return Err(DeviceError::Stopped);
         }
-        self.transfer.in_time(now)?;
+        self.transfer.check_deadline(now)?;
         self.open_event()?;
         let Event::Opened(event) = &self.event else {
             return Ok(true);
         };
         let last = self.event_deadline.is_some_and(|deadline| now >= deadline);
-        if now >= self.ask_at || last {
+        if now >= self.next_poll || last {
             if event.is_complete()? {
                 self.event = Event::Complete;
                 return Ok(true);
             }
-            let waited = now.saturating_duration_since(self.since);
-            self.ask_at = now + (waited / 16).min(LONGEST_PAUSE);
+            let waited = now.saturating_duration_since(self.submitted_at);
+            self.next_poll = now + (waited / 16).min(MAX_POLL_INTERVAL);
         }
         match last {
-            true => Err(DeviceError::NeverReady),
+            true => Err(DeviceError::EventTimeout),
             false => Ok(false),
         }
     }
 
-    /// Fills `piece` with the next piece; `None` when there is none. `chunk` is anybody's.
+    /// Fills `piece` with the next piece; `None` after the last one. `chunk` is scratch memory.
     ///
     /// # Errors
-    /// A chunk that cannot be.
+    /// An invalid chunk.
     pub(super) fn next_piece(
         &mut self,
         piece: &mut DeviceCopies,
         chunk: &mut DeviceCopies,
-        pinned: &Pinned,
+        pinned: &PinnedArena,
     ) -> Result<Option<PieceFacts>, DeviceError> {
         piece.clear();
         let mut facts = PieceFacts {
@@ -251,11 +249,11 @@ impl Job {
         Ok((facts.bytes > 0).then_some(facts))
     }
 
-    /// Plans the next chunk; says whether there was one.
+    /// Plans the next chunk; `false` after the last one.
     fn plan_chunk(
         &mut self,
         parts: &mut DeviceCopies,
-        pinned: &Pinned,
+        pinned: &PinnedArena,
     ) -> Result<bool, DeviceError> {
         let Transfer {
             arena,
@@ -270,7 +268,7 @@ impl Job {
         self.taken = 0;
         self.planned.clear();
         let address = arena.address(chunk.extent, 0, chunk.extent.len)?;
-        let extent = Place {
+        let extent = AddressRange {
             address: address.as_ptr() as u64,
             bytes: chunk.extent.len,
         };
@@ -280,60 +278,60 @@ impl Job {
         self.host = pinned.memory_of(arena, chunk.extent);
         let lengths = planned.run_lengths();
         if lengths.bytes > PIECE.bytes || lengths.runs > PIECE.runs {
-            // There may be copies that are too much for a piece.
+            // Single copies may exceed the limits of a piece.
             parts.clear();
             for copy in planned.as_slice() {
                 // A multiple of 16, as the number of runs is.
                 let most = copy.inner_bytes.saturating_mul(PIECE.runs);
-                copy.each_part(most.min(PIECE.bytes), &mut |part| parts.push_apart(*part));
+                copy.visit_parts(most.min(PIECE.bytes), &mut |part| parts.push_apart(*part));
             }
             std::mem::swap(planned, parts);
         }
         Ok(true)
     }
 
-    /// Nothing more of it is begun.
+    /// Records the first error; no piece is submitted after it.
     pub fn fail(&mut self, error: DeviceError) {
         self.error.get_or_insert(error);
     }
 
-    /// A piece of it was handed to the GPU.
-    pub fn piece_begun(&mut self) {
+    /// Counts a submitted piece.
+    pub fn piece_submitted(&mut self) {
         self.pieces += 1;
     }
 
-    /// A piece of it has ended, after moving so many bytes.
+    /// Counts an ended piece that has moved `bytes`.
     pub fn piece_ended(&mut self, bytes: u64) {
         self.pieces -= 1;
         self.moved += bytes;
     }
 
-    /// Nothing of it waits any more.
-    pub fn leave_queue(&mut self) {
-        self.has_left = true;
+    /// Marks it as having left its queue.
+    pub fn mark_dequeued(&mut self) {
+        self.is_dequeued = true;
     }
 
-    /// Whether nothing of it waits or is with the GPU.
-    pub fn is_over(&self) -> bool {
-        self.has_left && self.pieces == 0
+    /// Whether it has left its queue and has no piece in flight.
+    pub fn is_finished(&self) -> bool {
+        self.is_dequeued && self.pieces == 0
     }
 
-    /// Whether nothing more of it is begun.
+    /// Whether it has failed.
     pub fn has_failed(&self) -> bool {
         self.error.is_some()
     }
 
-    /// Whether nothing of it was ever handed to the GPU, not even in part.
-    pub fn is_untouched(&self) -> bool {
+    /// Whether no piece of it was ever submitted.
+    pub fn has_not_started(&self) -> bool {
         self.next_chunk == 0
     }
 
-    /// It is over: tells how it ended.
-    pub fn end(mut self, now: Instant) {
-        self.told.result = Some(match self.error.take() {
+    /// Reports the result.
+    pub fn finish(mut self, now: Instant) {
+        self.completion.result = Some(match self.error.take() {
             Some(error) => Err(error),
-            // Pages that were given up may be somebody else's by now.
-            None => self.transfer.in_time(now).map(|()| self.moved),
+            // After the deadline the engine may have reused the pages.
+            None => self.transfer.check_deadline(now).map(|()| self.moved),
         });
     }
 }
@@ -342,7 +340,7 @@ impl Drop for Job {
     fn drop(&mut self) {
         let direction = self.transfer.direction;
         self.pages.on_gpu[direction as usize].fetch_sub(1, Ordering::Relaxed);
-        if self.entered {
+        if self.counted_as_retrieve {
             self.pages.retrieves.lock().count -= 1;
         }
     }
@@ -355,15 +353,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_for_a_transfer_that_is_lost_is_told() {
+    fn lost_transfer_reports_a_failure() {
         let (say, hear) = mpsc::channel();
         let done: Done = Box::new(move |result| say.send(result).unwrap());
-        drop(Told {
+        drop(Completion {
             done: Some(done),
             result: None,
         });
-        let told = hear.recv().unwrap();
-        assert!(matches!(told, Err(DeviceError::Broken(_))), "{told:?}");
+        let completion = hear.recv().unwrap();
+        assert!(
+            matches!(completion, Err(DeviceError::Broken(_))),
+            "{completion:?}"
+        );
         assert!(hear.recv().is_err());
     }
 }

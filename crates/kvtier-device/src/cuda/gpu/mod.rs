@@ -1,22 +1,22 @@
-//! One GPU: a thread that feeds the streams of stores and those of retrieves.
+//! One GPU in use: its two feeder threads, their mailboxes, and the state shared with them.
 //!
-//! The thread alone puts work on the streams. It takes transfers of workers by turns, a piece at a time, retrieves
-//! before stores; asks a worker's event before it touches the worker's pages, so that no stream ever waits for somebody
-//! else; and looks at what is done by asking, microseconds apart while there is something to ask for. With nothing to
-//! do it sleeps.
+//! A feeder thread alone submits work to its streams:
+//! - It takes transfers of the workers round-robin, one piece at a time, retrieves before stores.
+//! - It polls a worker's event before it accesses the worker's pages, so no stream ever waits for another process.
+//! - It polls for completed pieces, microseconds apart while any are in flight, and sleeps otherwise.
 //!
-//! A second such thread, with two streams of its own, has the transfers that touch memory which is not pinned: the driver
-//! copies that itself, in the thread that asks for it, and nothing else of the GPU is to wait for it. A worker's
-//! retrieves follow each other to the same thread as long as one is under way, so that they write its pages in order.
+//! The second feeder, with its own streams, has the transfers of host memory that is not pinned: the driver copies that
+//! in the calling thread, and nothing else of the GPU should wait for it. A worker's retrieves stay on one thread while
+//! one is in flight, so that its pages are written in order.
 
 mod executor;
+mod fair_queue;
 mod job;
 mod pinned;
 mod profile;
 mod readings;
 mod staging;
 mod thread;
-mod turns;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,33 +33,32 @@ use crate::plan::Direction;
 
 pub use executor::Executor;
 pub(super) use job::{Job, Pages};
-pub(super) use pinned::Pinned;
+pub(super) use pinned::PinnedArena;
 pub use pinned::PinningStatus;
 pub use profile::{Profile, Rates, TRIED_RUNS};
 pub use readings::{Moved, RUN_BUCKETS};
 
-/// Positions of the mailboxes: of the thread for memory that is pinned, and of the one for any.
+/// Indices of the mailboxes: of the thread for pinned memory, and of the one for any memory.
 const PINNED: usize = 0;
 const PAGEABLE: usize = 1;
-/// Pieces of a direction under way with the second one: the driver does not come back before they are done.
+/// Pieces per direction in flight on the second thread: the driver returns only when they are done.
 const PAGEABLE_SLOTS: usize = 1;
 
-/// How GPUs are used.
+/// Options of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuOptions {
-    /// The executor for everything; `None` chooses for each piece by what was tried at start.
+    /// The executor for all pieces; `None` chooses per piece by the rates of the trial.
     pub executor: Option<Executor>,
-    /// How long a worker's event may take to be complete before its transfer fails.
+    /// Timeout of a worker's event, after which its transfer fails.
     pub event_timeout: Duration,
-    /// Bytes of the arena that are pinned at a time, rounded up to whole pages. Copies are cut where these adjoin.
+    /// Bytes of the arena pinned by one call, rounded up to whole pages. Copies are cut at the borders.
     pub pin_bytes: u64,
-    /// How long the driver may take for each of two steps of taking a GPU into use: to make its context, and to try it
-    /// out.
+    /// Timeout of each of the two steps of activating a GPU: creating its context, and its trial.
     pub trial_timeout: Duration,
-    /// How long a GPU that had no memory for a buffer to stage copies in is not asked for one again.
+    /// Time between two attempts to allocate a staging buffer after a failure.
     pub staging_pause: Duration,
-    /// How long stopping or dropping a GPU waits for what is with it, and for the driver to give up a piece of the arena.
-    /// What has not ended then never does: its memory is lost.
+    /// How long stopping or dropping a GPU waits for its transfers, and for the driver to unpin a piece of the arena. The
+    /// memory of transfers that have not ended then is leaked.
     pub leave_timeout: Duration,
 }
 
@@ -67,13 +66,13 @@ impl Default for GpuOptions {
     fn default() -> Self {
         Self {
             executor: None,
-            // An engine's step takes milliseconds, its compilation of kernels seconds.
+            // An engine's step takes milliseconds, the compilation of its kernels seconds.
             event_timeout: Duration::from_secs(30),
-            // Larger ones hold up other calls of the driver for longer than a transfer takes.
+            // Larger ones block other driver calls for longer than a transfer takes.
             pin_bytes: 256 << 20,
-            // A second or two; some ten where the driver has to start many GPUs first.
+            // A second or two; about ten if the driver has to initialise many GPUs first.
             trial_timeout: Duration::from_secs(60),
-            // Engines take memory and give it back when they start and end.
+            // Free GPU memory changes when engines start and end.
             staging_pause: Duration::from_secs(10),
             // Pieces take a millisecond.
             leave_timeout: Duration::from_secs(10),
@@ -81,60 +80,60 @@ impl Default for GpuOptions {
     }
 }
 
-/// What others give the thread, and what it tells them.
+/// State shared between the GPU's threads and its users.
 #[derive(Debug)]
 struct Shared {
-    /// Of the thread for pinned memory, and of the one for the rest.
+    /// By index [`PINNED`] and [`PAGEABLE`].
     mailboxes: [Mailbox; 2],
     end: Mutex<End>,
-    /// The threads have ended.
+    /// Signalled when the threads have ended.
     ended: Condvar,
     counters: readings::Counters,
     profile: RwLock<Profile>,
     options: GpuOptions,
-    /// Transfers that have not ended, by direction.
-    under_way: Arc<[AtomicU64; 2]>,
-    /// Why the GPU is of no use any more.
+    /// Transfers in flight, by direction.
+    in_flight: Arc<[AtomicU64; 2]>,
+    /// Why the GPU is unusable, if it is.
     broken: Mutex<Option<String>>,
     event_timeouts: AtomicU64,
 }
 
-/// What one of the threads is given.
+/// Mailbox of one thread.
 #[derive(Debug, Default)]
 struct Mailbox {
     inbox: Mutex<Inbox>,
-    /// The inbox has something for the thread.
+    /// Signalled when the inbox has changed.
     wake: Condvar,
 }
 
 #[derive(Default)]
 struct Inbox {
     jobs: Vec<Job>,
-    /// Something changed that the thread should look at.
-    nudged: bool,
+    /// The thread should check its jobs again.
+    recheck: bool,
     stop: bool,
-    /// Nobody takes anything from here any more.
+    /// The thread has ended: jobs are refused.
     closed: bool,
 }
 
 #[derive(Debug, Default)]
 struct End {
-    /// Since when the threads are to end.
+    /// When the threads were told to stop.
     stopped: Option<Instant>,
     ended: bool,
 }
 
 impl Mailbox {
-    /// Takes no more, if there is nothing left to take; says whether so.
+    /// Closes the inbox if it is empty; returns whether it was.
     fn close(&self) -> bool {
         let mut inbox = self.inbox.lock();
         inbox.closed = inbox.jobs.is_empty();
         inbox.closed
     }
 
-    /// Has the thread look at what waits, soon.
-    fn nudge(&self) {
-        self.inbox.lock().nudged = true;
+    /// Makes the thread check its jobs.
+    fn wake_threads(&self) {
+        self.inbox.lock().recheck = true;
         self.wake.notify_one();
     }
 
@@ -145,14 +144,14 @@ impl Mailbox {
 }
 
 impl Shared {
-    /// Nothing is begun any more, because of this error.
-    fn broke(&self, error: &dyn std::fmt::Display) {
+    /// Marks the GPU as unusable because of this error.
+    fn set_broken(&self, error: &dyn std::fmt::Display) {
         self.broken.lock().get_or_insert_with(|| error.to_string());
     }
 
-    /// There is no thread for a mailbox any more: what it has not taken fails.
-    fn give_up(&self, mailbox: usize, why: &str) {
-        self.broke(&why);
+    /// Closes the mailbox of a dead thread and fails the jobs in it.
+    fn abandon(&self, mailbox: usize, why: &str) {
+        self.set_broken(&why);
         let mut inbox = self.mailboxes[mailbox].inbox.lock();
         inbox.closed = true;
         let jobs = std::mem::take(&mut inbox.jobs);
@@ -160,25 +159,25 @@ impl Shared {
         jobs.into_iter().for_each(|job| self.refuse(job));
     }
 
-    /// The executor for a piece: what is demanded, as far as there is memory for it, or the best.
+    /// The executor for a piece: the configured one, as far as the memory allows, or the best.
     fn choose(
         &self,
         direction: Direction,
         mean: u64,
         host: executor::HostMemory,
-        room: bool,
+        can_stage: bool,
     ) -> Executor {
         match self.options.executor.map(|executor| executor.with(host)) {
-            Some(Executor::Staged) if !room => Executor::Plain,
+            Some(Executor::Staged) if !can_stage => Executor::Plain,
             Some(executor) => executor,
-            None => self.profile.read().choose(direction, mean, host, room),
+            None => self.profile.read().choose(direction, mean, host, can_stage),
         }
     }
 
     fn refuse(&self, mut job: Job) {
         let why = self.broken.lock().clone();
         job.fail(why.map_or(DeviceError::Stopped, DeviceError::Broken));
-        job.end(Instant::now());
+        job.finish(Instant::now());
     }
 }
 
@@ -188,17 +187,16 @@ impl std::fmt::Debug for Inbox {
     }
 }
 
-/// A GPU in use. Dropping it lets what is with the GPU end, and fails the rest.
+/// A GPU in use. Dropping it waits for submitted pieces and fails the other transfers.
 pub(super) struct Gpu {
     shared: Arc<Shared>,
-    pinned: Arc<Pinned>,
+    pinned: Arc<PinnedArena>,
     thread: Option<JoinHandle<()>>,
     complete: CompleteEvent,
     pub allocations: Arc<Allocations>,
 }
 
-/// An event that was recorded once, while the GPU had nothing to do, and is kept: its handle stays good, however many
-/// engines open it and however often.
+/// A completed event, recorded once and kept: engines may open its handle any number of times.
 #[derive(Debug)]
 struct CompleteEvent {
     handle: IpcHandle,
@@ -219,42 +217,42 @@ impl CompleteEvent {
     }
 }
 
-/// What a GPU does, for metrics and `/status`.
+/// Readings of a GPU, for metrics and `/status`.
 #[derive(Debug, Clone)]
 pub struct GpuReadings {
-    /// What was moved: direction, executor, amounts. Only what is not 0.
+    /// Totals by direction and executor, without zeros.
     pub moved: Vec<(Direction, Executor, Moved)>,
-    /// Runs by length, in buckets of [`RUN_BUCKETS`]: of stores, and of retrieves.
+    /// Runs by length, in buckets of [`RUN_BUCKETS`]: stores, retrieves.
     pub runs: [[u64; RUN_BUCKETS.len() + 1]; 2],
-    /// Transfers that have not ended: stores, retrieves.
-    pub under_way: [u64; 2],
-    /// Transfers that failed because the worker's pages were never ready.
+    /// Transfers in flight: stores, retrieves.
+    pub in_flight: [u64; 2],
+    /// Transfers that failed because the worker's event timed out.
     pub event_timeouts: u64,
-    /// What was tried out.
+    /// Result of the trial.
     pub profile: Profile,
-    /// Why the GPU is of no use any more, if so.
+    /// Why the GPU is unusable, if it is.
     pub broken: Option<String>,
-    /// Allocations of workers that are open, see [`Allocations::open_count`].
+    /// Open allocations of workers, see [`Allocations::open_count`].
     pub open_allocations: usize,
 }
 
-/// A GPU that is being taken into use.
+/// A GPU during activation.
 pub(super) struct NewGpu {
     ordinal: i32,
     context: Arc<Context>,
     complete: CompleteEvent,
     allocations: Arc<Allocations>,
     tools: Arc<executor::Tools>,
-    lanes: [executor::Lane; 2],
-    /// For memory that is not pinned.
-    pageable_lanes: [executor::Lane; 2],
+    lanes: [executor::CopyLane; 2],
+    /// Lanes for memory that is not pinned.
+    pageable_lanes: [executor::CopyLane; 2],
 }
 
 impl NewGpu {
-    /// Makes its context, which takes a second or two, and some hundred MiB of its memory.
+    /// Creates the context, which takes a second or two and some hundred MiB of GPU memory.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn prepare(device: &PhysicalDevice) -> Result<Self, CudaError> {
         let context = Context::retain(device)?;
         let allocations = Allocations::new(Arc::clone(&context))?;
@@ -262,8 +260,8 @@ impl NewGpu {
         let tools = Arc::new(executor::Tools::find(&context));
         let lanes = |slots| -> Result<_, CudaError> {
             Ok([
-                executor::Lane::new(&tools, Direction::Store, slots)?,
-                executor::Lane::new(&tools, Direction::Retrieve, slots)?,
+                executor::CopyLane::new(&tools, Direction::Store, slots)?,
+                executor::CopyLane::new(&tools, Direction::Retrieve, slots)?,
             ])
         };
         let lanes = (lanes(executor::SLOTS)?, lanes(PAGEABLE_SLOTS)?);
@@ -278,19 +276,19 @@ impl NewGpu {
         })
     }
 
-    /// Its context.
+    /// Context of the GPU.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
     }
 
-    /// Tries its executors out, some 100 ms. Only true while nothing else keeps the driver busy.
+    /// Measures the executors, which takes about 100 ms. The driver must be idle otherwise.
     ///
     /// # Errors
-    /// What the driver says, or an executor that has to work and does not.
+    /// The driver's error, or a required executor that does not work.
     pub fn try_out(&mut self, options: &GpuOptions) -> Result<Profile, CudaError> {
         let _current = self.context.enter()?;
         let profile = profile::try_out(&self.tools, self.lanes.each_mut())?;
-        // What is demanded gives way where memory is not as it needs it; that is no obstacle.
+        // The configured executor is replaced where its memory does not suit; that is no error.
         let demanded = options.executor;
         let demanded = demanded.map(|executor| executor.with(profile.registered));
         for needed in [Some(Executor::Plain), demanded] {
@@ -303,14 +301,14 @@ impl NewGpu {
         Ok(profile)
     }
 
-    /// Starts its threads.
+    /// Starts the threads.
     ///
     /// # Errors
-    /// What the system says when it gives no thread.
+    /// The system's error if a thread cannot be started.
     pub fn start(
         self,
         profile: Profile,
-        pinned: Arc<Pinned>,
+        pinned: Arc<PinnedArena>,
         options: GpuOptions,
     ) -> Result<Gpu, CudaError> {
         let shared = Arc::new(Shared {
@@ -320,7 +318,7 @@ impl NewGpu {
             counters: readings::Counters::default(),
             profile: RwLock::new(profile),
             options,
-            under_way: Default::default(),
+            in_flight: Default::default(),
             broken: Mutex::default(),
             event_timeouts: AtomicU64::new(0),
         });
@@ -345,16 +343,16 @@ impl NewGpu {
                 name: error.to_string(),
             })
         };
-        // Ends when the others have ended, with all that is over.
+        // Reports finished jobs; ends after both feeders.
         let end_all = move || {
-            over.into_iter().for_each(|job| job.end(Instant::now()));
+            over.into_iter().for_each(|job| job.finish(Instant::now()));
             ending.end.lock().ended = true;
             ending.ended.notify_all();
         };
         let thread = spawn("gpu-end", Box::new(end_all))?;
         for (feeder, name) in feeders.into_iter().zip(["gpu", "gpu-slow"]) {
             let spawned = spawn(name, Box::new(move || feeder.run()));
-            // One alone would be a GPU that does half of what it is asked for.
+            // With one feeder alone, half of the transfers would never run.
             spawned.inspect_err(|_| shared.mailboxes.iter().for_each(Mailbox::stop))?;
         }
         Ok(Gpu {
@@ -368,22 +366,22 @@ impl NewGpu {
 }
 
 impl Gpu {
-    /// Handle of an event that is complete.
+    /// Handle of a completed event.
     pub fn complete_event(&self) -> &[u8] {
         &self.complete.handle.0
     }
 
-    /// The executor settings it runs with.
+    /// Options of this GPU.
     pub fn options(&self) -> GpuOptions {
         self.shared.options
     }
 
-    /// Where transfers that have not ended are counted, by direction.
-    pub fn under_way(&self) -> &Arc<[AtomicU64; 2]> {
-        &self.shared.under_way
+    /// Counters of the transfers in flight, by direction.
+    pub fn in_flight(&self) -> &Arc<[AtomicU64; 2]> {
+        &self.shared.in_flight
     }
 
-    /// Hands a transfer over; it ends some time.
+    /// Hands a transfer to the thread for its memory.
     pub fn submit(&self, mut job: Job) {
         let (arena, mut chunks) = (&job.transfer.arena, job.transfer.chunks.iter());
         let pageable = chunks.any(|chunk| {
@@ -401,19 +399,19 @@ impl Gpu {
         mailbox.wake.notify_one();
     }
 
-    /// Has the threads look at what waits, soon.
-    pub fn nudge(&self) {
-        self.shared.mailboxes.iter().for_each(Mailbox::nudge);
+    /// Makes the threads check their jobs.
+    pub fn wake_threads(&self) {
+        self.shared.mailboxes.iter().for_each(Mailbox::wake_threads);
     }
 
-    /// Begins nothing more. What is with the GPU ends as it would, the rest is refused.
+    /// Stops: submitted pieces finish, all other transfers are refused.
     pub fn stop(&self) {
         let shared = &self.shared;
         shared.end.lock().stopped.get_or_insert_with(Instant::now);
         shared.mailboxes.iter().for_each(Mailbox::stop);
     }
 
-    /// Waits until everything has ended and was told, if it was stopped. Gives up when that takes too long.
+    /// Waits until all transfers have ended and were reported; `false` after [`GpuOptions::leave_timeout`] from the stop.
     pub fn wait_end(&self) -> bool {
         let shared = &self.shared;
         let mut end = shared.end.lock();
@@ -425,7 +423,7 @@ impl Gpu {
         !result.timed_out()
     }
 
-    /// Why it is of no use any more, if so.
+    /// Why the GPU is unusable, if it is.
     pub fn broken(&self) -> Option<String> {
         self.shared.broken.lock().clone()
     }
@@ -445,8 +443,8 @@ impl Gpu {
         GpuReadings {
             moved: moved.filter(|(_, _, moved)| moved.pieces > 0).collect(),
             runs: directions.map(|direction| shared.counters.run_lengths(direction)),
-            under_way: directions
-                .map(|direction| shared.under_way[direction as usize].load(Ordering::Relaxed)),
+            in_flight: directions
+                .map(|direction| shared.in_flight[direction as usize].load(Ordering::Relaxed)),
             event_timeouts: shared.event_timeouts.load(Ordering::Relaxed),
             profile: shared.profile.read().clone(),
             broken: self.broken(),
@@ -461,10 +459,10 @@ impl Drop for Gpu {
         let Some(thread) = self.thread.take() else {
             return;
         };
-        // Of the thread itself the last owner was what a transfer held. It ends by itself. Else it may have been left,
-        // and keeps what the GPU may still touch.
+        // If this runs on the thread itself, a transfer held the last reference and the thread ends by itself. If the wait
+        // times out, the thread keeps the memory that the GPU may still access.
         if thread.thread().id() != std::thread::current().id() && self.wait_end() {
-            // It has nothing left to do.
+            // The thread is about to return.
             let _ = thread.join();
         }
     }

@@ -1,8 +1,8 @@
-//! The arena, pinned: known to the driver, so that GPUs reach it by themselves and at full speed.
+//! Pinning of the arena: memory registered with the driver, which GPUs access directly and at full speed.
 //!
-//! Pinning takes seconds for a large arena (the driver touches every page), so it goes on in the background, piece by
-//! piece, while the server serves. What is not pinned yet, or cannot be, is copied all the same; the driver then goes
-//! through buffers of its own, and a copy keeps the thread that starts it.
+//! Pinning takes seconds for a large arena (the driver touches every page), so it runs in the background, piece by piece,
+//! while the server serves. Pieces that are not pinned are copied too, through the driver's buffers, and such a copy blocks
+//! the thread that starts it.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -17,60 +17,60 @@ use super::super::device_copy::PinnedPieces;
 use super::super::driver::{Context, RegisteredHost};
 use super::executor::HostMemory;
 
-/// Threads that pin, and later unpin. The work is the kernel's, page by page; more of them gain little (LMCache uses
-/// one).
+/// Threads that pin, and later unpin. The operating system does the work page by page; more threads gain little (LMCache
+/// uses one).
 const THREADS: usize = 4;
 
-/// How far pinning has come.
+/// Progress of pinning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PinningStatus {
-    /// Bytes that are pinned.
+    /// Pinned bytes.
     pub bytes: u64,
     /// Bytes of the arena.
     pub total: u64,
-    /// Whether it goes on.
-    pub under_way: bool,
-    /// Why some piece could not be pinned, the last time.
+    /// Whether pinning is running.
+    pub is_running: bool,
+    /// Error of the last piece that could not be pinned.
     pub error: Option<String>,
 }
 
-/// One arena and what of it is pinned.
-pub(in super::super) struct Pinned {
+/// An arena and its pinned pieces.
+pub(in super::super) struct PinnedArena {
     shared: Arc<Shared>,
-    /// Without senders once the threads that pin have ended.
+    /// Progress of the pinning threads; disconnected once they have ended.
     pinning: Mutex<Receiver<()>>,
-    /// How long the driver may take for a piece when somebody waits for it.
-    patience: Duration,
-    /// What came of [`Pinned::unpin`].
+    /// Timeout of a driver call per piece, when a caller waits for it.
+    timeout: Duration,
+    /// Result of [`PinnedArena::unpin`].
     unpinned: OnceLock<Result<(), u64>>,
 }
 
 struct Shared {
     // Before the arena, which must stay mapped while pieces are registered.
     registered: Mutex<Vec<(u64, RegisteredHost)>>,
-    /// Bytes of a piece, the last one maybe fewer.
+    /// Bytes of a piece; the last one may be shorter.
     piece_bytes: u64,
     pieces: Vec<AtomicBool>,
     next: AtomicUsize,
     bytes: AtomicU64,
     left: AtomicUsize,
     stop: AtomicBool,
-    /// Every piece has one address for host and GPUs.
+    /// Whether every piece has one address for host and GPUs.
     same_address: AtomicBool,
-    /// Held by who needs the driver for itself, and shared by who pins a piece.
-    quiet: RwLock<()>,
+    /// Locked exclusively to pause pinning, shared while a piece is pinned.
+    pause_lock: RwLock<()>,
     error: Mutex<Option<String>>,
     arena: Arc<Arena>,
 }
 
-impl Pinned {
-    /// Begins to pin, so many bytes at a time, in whole pages. It is never waited any longer than `patience` for a
-    /// driver that does nothing.
+impl PinnedArena {
+    /// Starts to pin the arena, `piece_bytes` at a time, in whole pages. Waits of other functions end after `timeout`
+    /// without progress.
     pub fn start(
         context: &Arc<Context>,
         arena: Arc<Arena>,
         piece_bytes: u64,
-        patience: Duration,
+        timeout: Duration,
     ) -> Self {
         let page = arena.page_bytes();
         let piece_bytes = piece_bytes.clamp(page, arena.len()).next_multiple_of(page);
@@ -84,13 +84,13 @@ impl Pinned {
             left: AtomicUsize::new(count),
             stop: AtomicBool::new(false),
             same_address: AtomicBool::new(true),
-            quiet: RwLock::new(()),
+            pause_lock: RwLock::new(()),
             error: Mutex::default(),
             arena,
         });
-        let pinning = Shared::on_threads(&shared, "pin", count, {
+        let pinning = Shared::run_on_threads(&shared, "pin", count, {
             let context = Arc::clone(context);
-            move |shared: &Shared, did: &_| shared.pin(&context, did)
+            move |shared: &Shared, progress: &_| shared.pin(&context, progress)
         });
         let pinning = Mutex::new(pinning.unwrap_or_else(|error| {
             *shared.error.lock() = Some(format!("no thread: {error}"));
@@ -100,16 +100,16 @@ impl Pinned {
         Self {
             shared,
             pinning,
-            patience,
+            timeout,
             unpinned: OnceLock::new(),
         }
     }
 
-    /// Pins no more, and gives up what is pinned: no copy may need it any more. Done once; who asks again is told the same.
+    /// Stops pinning and unpins all pieces; no copy may use them any more. Later calls return the same result.
     ///
     /// # Errors
-    /// The bytes that are still pinned, when the driver did nothing for as long as it is waited for. They are given up
-    /// by what it has not answered yet, or at the end of the process.
+    /// The bytes still pinned after a timeout without progress. They are unpinned by the call that hangs, or when the
+    /// process ends.
     pub fn unpin(&self) -> Result<(), u64> {
         *self.unpinned.get_or_init(|| self.unpin_all())
     }
@@ -117,19 +117,19 @@ impl Pinned {
     fn unpin_all(&self) -> Result<(), u64> {
         let shared = &self.shared;
         shared.stop.store(true, Ordering::Relaxed);
-        let unpinned = self.ends(&self.pinning.lock()) && {
+        let unpinned = self.join_threads(&self.pinning.lock()) && {
             for piece in &shared.pieces {
                 piece.store(false, Ordering::Release);
             }
             let count = shared.registered.lock().len();
-            let unpinning = Shared::on_threads(shared, "unpin", count, Shared::unpin);
-            // Without a thread it is done here.
+            let unpinning = Shared::run_on_threads(shared, "unpin", count, Shared::unpin);
+            // Without a thread, unpin here.
             let unpinning = unpinning.unwrap_or_else(|_| {
-                let (did, unpinning) = channel();
-                shared.unpin(&did);
+                let (progress, unpinning) = channel();
+                shared.unpin(&progress);
                 unpinning
             });
-            self.ends(&unpinning)
+            self.join_threads(&unpinning)
         };
         match unpinned {
             true => Ok(()),
@@ -137,23 +137,22 @@ impl Pinned {
         }
     }
 
-    /// Waits for threads to end as long as they get on.
-    fn ends(&self, threads: &Receiver<()>) -> bool {
+    /// Waits for the threads to end; `false` after a timeout without progress.
+    fn join_threads(&self, threads: &Receiver<()>) -> bool {
         loop {
-            match threads.recv_timeout(self.patience) {
+            match threads.recv_timeout(self.timeout) {
                 Ok(()) => {}
                 Err(error) => return error == RecvTimeoutError::Disconnected,
             }
         }
     }
 
-    /// Nothing is pinned until the result is dropped. Waits for the pieces that are being pinned, but for no driver that
-    /// does nothing.
+    /// Pauses pinning until the result is dropped. Waits for the pieces being pinned; `None` on a timeout.
     pub fn pause(&self) -> Option<RwLockWriteGuard<'_, ()>> {
-        self.shared.quiet.try_write_for(self.patience)
+        self.shared.pause_lock.try_write_for(self.timeout)
     }
 
-    /// What an extent of an arena is.
+    /// Level of the host memory of an extent.
     pub(super) fn memory_of(&self, arena: &Arc<Arena>, extent: Extent) -> HostMemory {
         let shared = &self.shared;
         let end = extent.offset.checked_add(extent.len);
@@ -175,7 +174,7 @@ impl Pinned {
         }
     }
 
-    /// The borders that no copy may cross.
+    /// The pieces, whose borders no copy may cross.
     pub fn pieces(&self) -> PinnedPieces {
         PinnedPieces {
             start: self.shared.arena.base().as_ptr() as u64,
@@ -188,7 +187,7 @@ impl Pinned {
         PinningStatus {
             bytes: shared.bytes.load(Ordering::Relaxed),
             total: shared.arena.len(),
-            under_way: shared.left.load(Ordering::Relaxed) > 0
+            is_running: shared.left.load(Ordering::Relaxed) > 0
                 && !shared.stop.load(Ordering::Relaxed),
             error: shared.error.lock().clone(),
         }
@@ -196,60 +195,60 @@ impl Pinned {
 }
 
 impl Shared {
-    /// Runs something on a few threads; gives what they say that they did, and nothing any more when all have ended.
-    fn on_threads(
+    /// Runs `run` on a few threads. The receiver gets their progress and is disconnected when all have ended.
+    fn run_on_threads(
         this: &Arc<Self>,
         name: &str,
         pieces: usize,
         run: impl Fn(&Self, &Sender<()>) + Clone + Send + 'static,
     ) -> std::io::Result<Receiver<()>> {
-        let (did, receiver) = channel();
+        let (progress, receiver) = channel();
         for number in 0..THREADS.min(pieces) {
-            let (this, did, run) = (Arc::clone(this), did.clone(), run.clone());
+            let (this, progress, run) = (Arc::clone(this), progress.clone(), run.clone());
             let run = move || {
-                run(&this, &did);
-                // Whoever hears that it has ended finds nothing held by it.
+                run(&this, &progress);
+                // Dropped first, so that nothing is held once the receiver is disconnected.
                 drop((run, this));
-                drop(did);
+                drop(progress);
             };
             let thread = std::thread::Builder::new().name(format!("kvtier-{name}-{number}"));
             match thread.spawn(run) {
                 Ok(_) => {}
                 Err(error) if number == 0 => return Err(error),
-                // Fewer will do.
+                // Fewer threads suffice.
                 Err(_) => break,
             }
         }
         Ok(receiver)
     }
 
-    fn unpin(&self, did: &Sender<()>) {
+    fn unpin(&self, progress: &Sender<()>) {
         loop {
-            // The lock is not held over the driver's call.
+            // The lock is not held during the driver call.
             let Some((bytes, piece)) = self.registered.lock().pop() else {
                 return;
             };
             drop(piece);
             self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-            // Nobody may listen any more.
-            let _ = did.send(());
+            // The receiver may have timed out.
+            let _ = progress.send(());
         }
     }
 
-    fn pin(&self, context: &Arc<Context>, did: &Sender<()>) {
+    fn pin(&self, context: &Arc<Context>, progress: &Sender<()>) {
         loop {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
             if number >= self.pieces.len() || self.stop.load(Ordering::Relaxed) {
                 return;
             }
-            let _quiet = self.quiet.read();
+            let _running = self.pause_lock.read();
             let offset = number as u64 * self.piece_bytes;
             let bytes = self.piece_bytes.min(self.arena.len() - offset);
             if let Err(error) = self.pin_piece(context, number, offset, bytes) {
                 *self.error.lock() = Some(format!("{bytes} bytes from {offset} on: {error}"));
             }
             self.left.fetch_sub(1, Ordering::Relaxed);
-            let _ = did.send(());
+            let _ = progress.send(());
         }
     }
 
@@ -265,11 +264,11 @@ impl Shared {
             .arena
             .address(all, offset, bytes)
             .map_err(|error| error.to_string())?;
-        // SAFETY: the arena stays mapped until `registered` is empty, which is declared before it; who writes what of
-        // it when is decided by who hands out extents.
+        // SAFETY: the arena stays mapped until `registered`, which is declared before it, is empty; the owners of extents
+        // coordinate writes.
         let registered = unsafe { context.register_host(start, bytes as usize) };
         let registered = registered.map_err(|error| error.to_string())?;
-        // From here on copies may rely on it, whatever else is said.
+        // Stored first: from here on copies may rely on it.
         self.registered.lock().push((bytes, registered));
         if HostMemory::of_registered(context, start) != HostMemory::Mapped {
             self.same_address.store(false, Ordering::Release);
@@ -280,14 +279,14 @@ impl Shared {
     }
 }
 
-impl Drop for Pinned {
+impl Drop for PinnedArena {
     fn drop(&mut self) {
-        // What is left is held by the threads that wait for the driver, the arena too.
+        // After a timeout the waiting threads keep the rest, with the arena.
         let _ = self.unpin();
     }
 }
 
-impl std::fmt::Debug for Pinned {
+impl std::fmt::Debug for PinnedArena {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.status().fmt(f)
     }

@@ -1,4 +1,4 @@
-//! How fast each executor is on this GPU, and whether it is right: tried out before the GPU is used.
+//! Trial of a GPU's executors: their rates, and whether they copy correctly, before the GPU is used.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use kvtier_memory::{Arena, ArenaKind, CopyLoop};
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
-use super::super::driver::code::OUT_OF_MEMORY;
 use super::super::driver::{Context, DeviceBuffer, RegisteredHost, Stream};
 use super::super::error::CudaError;
+use super::super::error::code::OUT_OF_MEMORY;
 use super::super::kernel::Unit;
-use super::executor::{Executor, HostMemory, Lane, SLOTS, Tools};
+use super::executor::{CopyLane, Executor, HostMemory, SLOTS, Tools};
 use crate::plan::Direction;
 
-/// Lengths of runs that are tried, in bytes.
+/// Run lengths of the trial, in bytes.
 pub const TRIED_RUNS: [u64; 8] = [
     256,
     1 << 10,
@@ -25,111 +25,111 @@ pub const TRIED_RUNS: [u64; 8] = [
     64 << 10,
     256 << 10,
 ];
-/// Bytes of a piece in a trial: enough for a full link, but no more than this many runs, for the slowest executor takes a
-/// microsecond for each.
+/// Limits of a piece in the trial: enough bytes to fill the link, but few runs, because the slowest executor takes a
+/// microsecond per run.
 const TRIAL_BYTES: u64 = 2 << 20;
 const TRIAL_RUNS: u64 = 512;
-/// Memory of a trial: a piece for each slot.
+/// Memory of the trial: one piece per slot.
 const BENCH_BYTES: u64 = SLOTS as u64 * TRIAL_BYTES;
-/// Trials of each; the best counts.
+/// Rounds per measurement; the best counts.
 const ROUNDS: u32 = 3;
-/// What the side that is written has in it before.
-const UNTOUCHED: u8 = 0xa5;
-/// How much slower an executor may be than the fastest and be taken because it disturbs less. Without NVIDIA's MPS a
-/// kernel of ours and the model's take turns, so what keeps no multiprocessor busy is worth some speed.
-const AS_FAST: f64 = 0.9;
-/// The obstacle that may go by itself.
-const NO_ROOM: &str = "the GPU has no memory for its buffers";
+/// Content of the target side before a copy.
+const FILLER: u8 = 0xa5;
+/// Minimum rate, relative to the fastest executor, of one that is preferred because it interferes less. Without NVIDIA's
+/// MPS our kernel and the model's take turns, so not using multiprocessors is worth some speed.
+const MIN_RELATIVE_RATE: f64 = 0.9;
+/// The reason for an unavailable executor that may disappear later.
+const NO_STAGING_MEMORY: &str = "the GPU has no memory for its buffers";
 
-/// Bytes a second that each executor reached, by direction, executor and [`TRIED_RUNS`]; `None` where it cannot be
-/// used.
+/// Bytes per second by direction, executor and [`TRIED_RUNS`]; `None` if the executor is unavailable.
 pub type Rates = [[[Option<f64>; TRIED_RUNS.len()]; Executor::ALL.len()]; 2];
 
-/// What is known of a GPU's executors.
+/// Result of the trial.
 #[derive(Debug, Clone, Default)]
 pub struct Profile {
-    /// How fast they are.
+    /// Measured rates.
     pub rates: Rates,
-    /// Why some cannot be used: name and reason.
+    /// Unavailable executors and the reasons.
     pub obstacles: Vec<(Executor, String)>,
-    /// What memory that is registered is to this GPU.
+    /// Level of registered host memory on this GPU.
     pub(super) registered: HostMemory,
 }
 
 impl Profile {
-    /// The executor for a piece whose runs have `mean` bytes on average and are in such memory of the host, with room
-    /// to stage it or without.
+    /// The executor for a piece with `mean` bytes per run in host memory of level `host`. `can_stage`: whether it has a
+    /// staging buffer.
     pub(super) fn choose(
         &self,
         direction: Direction,
         mean: u64,
         host: HostMemory,
-        room: bool,
+        can_stage: bool,
     ) -> Executor {
-        // The longest one tried that is no longer.
+        // The longest measured run that is not longer.
         let tried = TRIED_RUNS.partition_point(|run| *run <= mean);
         let tried = tried.saturating_sub(1);
         let rate = |executor: &Executor| {
             let usable = executor.with(host) == *executor;
-            let usable = usable && (room || *executor != Executor::Staged);
+            let usable = usable && (can_stage || *executor != Executor::Staged);
             self.rates[direction as usize][*executor as usize][tried].filter(|_| usable)
         };
         let best = Executor::ALL.iter().filter_map(rate).fold(0.0, f64::max);
-        let fast = |executor: &Executor| rate(executor).is_some_and(|rate| rate >= AS_FAST * best);
+        let fast = |executor: &Executor| {
+            rate(executor).is_some_and(|rate| rate >= MIN_RELATIVE_RATE * best)
+        };
         Executor::ALL
             .into_iter()
             .find(fast)
             .unwrap_or(Executor::Plain)
     }
 
-    /// Why an executor cannot be used, if it cannot.
+    /// Why an executor is unavailable, if it is.
     pub(super) fn obstacle(&self, executor: Executor) -> Option<&(Executor, String)> {
         self.obstacles.iter().find(|(other, _)| *other == executor)
     }
 
-    /// Whether [`Executor::Staged`] was not tried, for the GPU had no memory for that.
-    pub(super) fn lacks_room(&self) -> bool {
+    /// Whether [`Executor::Staged`] was not measured, because the GPU had no memory for it.
+    pub(super) fn lacks_staging_memory(&self) -> bool {
         let staged = self.obstacle(Executor::Staged);
-        staged.is_some_and(|(_, why)| why == NO_ROOM)
+        staged.is_some_and(|(_, why)| why == NO_STAGING_MEMORY)
     }
 }
 
-/// Tries every executor both ways, on idle lanes for stores and retrieves. An executor that cannot be used, fails, or
-/// moves wrong bytes is left out.
+/// Measures every executor in both directions, on idle lanes. Executors that are unavailable, fail, or copy wrong bytes
+/// get no rate.
 ///
 /// # Errors
-/// What the driver says where it is about more than an executor.
-pub(super) fn try_out(tools: &Tools, mut lanes: [&mut Lane; 2]) -> Result<Profile, CudaError> {
-    let bench = Bench::new(&tools.context)?;
+/// Driver errors that concern more than one executor.
+pub(super) fn try_out(tools: &Tools, mut lanes: [&mut CopyLane; 2]) -> Result<Profile, CudaError> {
+    let trial = TrialMemory::new(&tools.context)?;
     let mut profile = Profile {
-        registered: bench.memory,
+        registered: trial.memory,
         ..Profile::default()
     };
     for executor in Executor::ALL {
-        if let Err(error) = bench.try_one(tools, &mut lanes, executor, &mut profile) {
-            return Err(bench.lost(error));
+        if let Err(error) = trial.try_executor(tools, &mut lanes, executor, &mut profile) {
+            return Err(trial.keep_while_in_use(error));
         }
     }
     Ok(profile)
 }
 
-/// Tries [`Executor::Staged`] where the GPU [had no memory for that](Profile::lacks_room); nothing when it has none yet,
-/// or when the driver refuses what a trial needs: the GPU serves without.
+/// Measures [`Executor::Staged`] after the GPU [had no memory for it](Profile::lacks_staging_memory). `None` if there is
+/// still none, or the driver refuses the memory of the trial: the GPU serves without.
 ///
 /// # Errors
-/// What the driver says where the GPU is of no use any more: when it ended the context, or when nobody knows what still
-/// moves on the lanes.
+/// Errors after which the GPU is unusable: the context is lost, or the state of the lanes is unknown.
 pub(super) fn try_staged(
     tools: &Tools,
-    mut lanes: [&mut Lane; 2],
+    mut lanes: [&mut CopyLane; 2],
     known: &Profile,
 ) -> Result<Option<Profile>, CudaError> {
-    // Most often there is no more than before, and that is found out by this alone.
-    if !lanes[0].has_room(0, Instant::now(), Duration::ZERO)? {
+    // Usually there is still no memory, which this alone detects.
+    if !lanes[0].has_staging_buffer(0, Instant::now(), Duration::ZERO)? {
         return Ok(None);
     }
-    let bench = match Bench::new(&tools.context) {
-        Ok(bench) => bench,
+    let trial = match TrialMemory::new(&tools.context) {
+        Ok(trial) => trial,
         Err(error) if error.ends_context() => return Err(error),
         Err(_) => {
             lanes[0].drop_staging();
@@ -139,45 +139,45 @@ pub(super) fn try_staged(
     let mut profile = known.clone();
     let others = |(executor, _): &(Executor, String)| *executor != Executor::Staged;
     profile.obstacles.retain(others);
-    match bench.try_one(tools, &mut lanes, Executor::Staged, &mut profile) {
-        Ok(()) => Ok(Some(profile).filter(|profile| !profile.lacks_room())),
-        Err(error) if error.ends_context() || bench.settle(&lanes).is_err() => {
-            Err(bench.lost(error))
+    match trial.try_executor(tools, &mut lanes, Executor::Staged, &mut profile) {
+        Ok(()) => Ok(Some(profile).filter(|profile| !profile.lacks_staging_memory())),
+        Err(error) if error.ends_context() || trial.synchronize(&lanes).is_err() => {
+            Err(trial.keep_while_in_use(error))
         }
         Err(error) => {
             tracing::warn!(
                 gpu = tools.context.device().ordinal(),
                 %error,
-                "whether copies can be staged could not be tried; it is tried again"
+                "trial of staged copies failed; trying again later"
             );
-            lanes.into_iter().for_each(Lane::drop_staging);
+            lanes.into_iter().for_each(CopyLane::drop_staging);
             Ok(None)
         }
     }
 }
 
-/// Memory on both sides for trials, the host's as the arena's is: the system's, and registered.
-struct Bench {
+/// Memory of the trial on both sides. The host's is registered, as the arena's is.
+struct TrialMemory {
     stream: Stream,
     pages: DeviceBuffer,
     // Before the memory, which must stay mapped while it is registered.
     registered: Result<RegisteredHost, CudaError>,
     host: Arena,
-    /// What the host's memory is to the GPU.
+    /// Level of the host memory.
     memory: HostMemory,
-    /// Bytes that tell their position.
+    /// Bytes that depend on their position.
     pattern: Vec<u8>,
 }
 
-/// Pieces that are moved together, each in a slot of its own.
+/// Pieces that are in flight together, each in its own slot.
 struct Load {
     what: String,
     pieces: Vec<DeviceCopies>,
-    /// Bytes from the start of each side that they are within.
+    /// Bytes from the start of each side that contain them.
     reach: usize,
 }
 
-impl Bench {
+impl TrialMemory {
     fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let host = Arena::create(ArenaKind::Anonymous, BENCH_BYTES);
         let host = host.map_err(|error| CudaError::Call {
@@ -185,7 +185,7 @@ impl Bench {
             code: -1,
             name: error.to_string(),
         })?;
-        // SAFETY: it is given up before the memory is, and nobody else has the memory.
+        // SAFETY: unregistered before the memory is freed, and the memory has no other user.
         let registered = unsafe { context.register_host(host.base(), BENCH_BYTES as usize) };
         let memory = match &registered {
             Ok(_) => HostMemory::of_registered(context, host.base()),
@@ -202,7 +202,7 @@ impl Bench {
         })
     }
 
-    /// Why the host's memory is nothing for an executor, if it is not.
+    /// Why the host memory does not suit an executor, if it does not.
     fn obstacle(&self, executor: Executor) -> Option<String> {
         if executor.with(self.memory) == executor {
             return None;
@@ -213,26 +213,26 @@ impl Bench {
         })
     }
 
-    /// Waits for what a trial that failed has begun.
-    fn settle(&self, lanes: &[&mut Lane; 2]) -> Result<(), CudaError> {
+    /// Waits for the work of a failed trial.
+    fn synchronize(&self, lanes: &[&mut CopyLane; 2]) -> Result<(), CudaError> {
         self.stream.synchronize()?;
         lanes.iter().try_for_each(|lane| lane.finish())
     }
 
-    /// Is not given back after this error, if something may still use it.
-    fn lost(self, error: CudaError) -> CudaError {
+    /// Leaks the memory if work may still use it after this error; returns the error.
+    fn keep_while_in_use(self, error: CudaError) -> CudaError {
         if !error.ends_context() {
-            // Nobody knows whether anything still moves.
+            // Copies may still run.
             std::mem::forget(self);
         }
         error
     }
 
-    /// Tries one executor, and enters what comes of it. After an error, nobody knows whether anything still moves.
-    fn try_one(
+    /// Measures one executor and enters the result in the profile. After an error copies may still run.
+    fn try_executor(
         &self,
         tools: &Tools,
-        lanes: &mut [&mut Lane; 2],
+        lanes: &mut [&mut CopyLane; 2],
         executor: Executor,
         profile: &mut Profile,
     ) -> Result<(), CudaError> {
@@ -250,17 +250,17 @@ impl Bench {
         Ok(())
     }
 
-    /// Tries one executor; gives what is wrong with it.
+    /// Measures one executor; returns why it is unavailable, if it is.
     fn executor(
         &self,
-        lanes: &mut [&mut Lane; 2],
+        lanes: &mut [&mut CopyLane; 2],
         executor: Executor,
         rates: &mut Rates,
     ) -> Result<Option<String>, CudaError> {
         for direction in [Direction::Store, Direction::Retrieve] {
             let lane = &mut *lanes[direction as usize];
             let wrong = self.one_way(lane, direction, executor, rates)?;
-            // Whoever is not chosen needs none, and the other way needs as much.
+            // Not needed if another executor is chosen, and the other direction needs as much.
             lane.drop_staging();
             if wrong.is_some() {
                 return Ok(wrong);
@@ -271,39 +271,39 @@ impl Bench {
 
     fn one_way(
         &self,
-        lane: &mut Lane,
+        lane: &mut CopyLane,
         direction: Direction,
         executor: Executor,
         rates: &mut Rates,
     ) -> Result<Option<String>, CudaError> {
         let mut slots = SLOTS;
         if executor == Executor::Staged {
-            // Engines register when they have taken their memory, so there may be room for few.
+            // Engines register after allocating their memory, so there may be memory for few slots.
             slots = 0;
-            while slots < SLOTS && lane.has_room(slots, Instant::now(), Duration::ZERO)? {
+            while slots < SLOTS && lane.has_staging_buffer(slots, Instant::now(), Duration::ZERO)? {
                 slots += 1;
             }
             if slots == 0 {
-                return Ok(Some(NO_ROOM.to_owned()));
+                return Ok(Some(NO_STAGING_MEMORY.to_owned()));
             }
         }
         for (tried, run) in TRIED_RUNS.into_iter().enumerate() {
             let load = self.runs_of(run, slots as u64);
-            match self.load(lane, direction, executor, &load, ROUNDS)? {
+            match self.measure(lane, direction, executor, &load, ROUNDS)? {
                 Ok(rate) => rates[direction as usize][executor as usize][tried] = Some(rate),
                 Err(wrong) => return Ok(Some(wrong)),
             }
         }
-        let tried = self.load(lane, direction, executor, &self.crooked(), 1)?;
+        let tried = self.measure(lane, direction, executor, &self.unaligned(), 1)?;
         Ok(tried.err())
     }
 
-    /// Moves a load some times over, and looks at every byte of the side that is written; gives the bytes a second of
-    /// the fastest time, or what is wrong. Its pieces are under way at once, as in earnest: what starting one takes
-    /// counts only as far as it holds up the one before it.
-    fn load(
+    /// Copies a load `rounds` times and verifies every byte of the target; returns the best bytes per second, or why the
+    /// executor is unavailable. The pieces are in flight together, as in service: submission time counts only as far as
+    /// it delays other pieces.
+    fn measure(
         &self,
-        lane: &mut Lane,
+        lane: &mut CopyLane,
         direction: Direction,
         executor: Executor,
         load: &Load,
@@ -313,25 +313,25 @@ impl Bench {
         let mut best = f64::INFINITY;
         for _ in 0..rounds {
             let began = Instant::now();
-            let put = load.pieces.iter().enumerate().map(|(slot, copies)| {
+            let submitted = load.pieces.iter().enumerate().map(|(slot, copies)| {
                 // SAFETY: the copies are inside the two memories, which live until the lane has finished; the context
                 // is current, and every slot is done.
-                unsafe { lane.put(slot, executor, copies, PinnedPieces::WHOLE) }
+                unsafe { lane.submit(slot, executor, copies, PinnedPieces::WHOLE) }
             });
-            let put: Result<Vec<Executor>, CudaError> = put.collect();
+            let submitted: Result<Vec<Executor>, CudaError> = submitted.collect();
             lane.finish()?;
             best = best.min(began.elapsed().as_secs_f64());
-            match put {
+            match submitted {
                 Ok(used) => {
                     if let Some(other) = used.iter().find(|used| **used != executor) {
-                        return Ok(Err(format!("it gave way to {}", other.name())));
+                        return Ok(Err(format!("it was replaced by {}", other.name())));
                     }
                 }
                 Err(error) if error.ends_context() => return Err(error),
                 Err(error)
                     if executor == Executor::Staged && error.code() == Some(OUT_OF_MEMORY) =>
                 {
-                    return Ok(Err(NO_ROOM.to_owned()));
+                    return Ok(Err(NO_STAGING_MEMORY.to_owned()));
                 }
                 Err(error) => return Ok(Err(error.to_string())),
             }
@@ -350,7 +350,7 @@ impl Bench {
         Ok(Ok(bytes as f64 / best))
     }
 
-    /// Runs that adjoin on neither side with the one before: in each piece, the last one first on one side.
+    /// Runs that are not adjacent to the previous one: each piece reverses their order on one side.
     fn runs_of(&self, run: u64, slots: u64) -> Load {
         let runs = (TRIAL_BYTES / run).min(TRIAL_RUNS);
         let piece = |slot: u64| {
@@ -369,9 +369,9 @@ impl Bench {
         }
     }
 
-    /// Copies with loops in another order on each side, and runs longer than a tile, each of them with addresses and
-    /// lengths that are multiples of 16, 8, 4, 2 and 1: all that the kernel has code for.
-    fn crooked(&self) -> Load {
+    /// Copies with loops in another order on each side, and runs longer than a tile, with addresses and lengths that are
+    /// multiples of 16, 8, 4, 2 and 1: every code path of the kernel.
+    fn unaligned(&self) -> Load {
         let mut copies = DeviceCopies::default();
         let mut at = 0;
         for unit in Unit::ALL.map(Unit::bytes) {
@@ -411,27 +411,27 @@ impl Bench {
         }
     }
 
-    /// Puts the pattern into the side that is read, and something else into the other.
+    /// Fills the source side with the pattern and the target side with [`FILLER`].
     fn fill(&self, direction: Direction, reach: usize) -> Result<(), CudaError> {
         let (pages, start) = (self.pages.base(), self.host.base().as_ptr());
-        // SAFETY: the memory is ours, has these bytes, and nothing copies now.
+        // SAFETY: the memory is ours, has this size, and no copy is running.
         let host = unsafe { std::slice::from_raw_parts_mut(start, reach) };
         host.copy_from_slice(&self.pattern[..reach]);
-        // SAFETY: both sides have these bytes and live until the stream has ended, here.
+        // SAFETY: both sides have this size and live until the stream is synchronized below.
         unsafe {
             match direction {
                 Direction::Store => self.stream.copy_to_device(pages, start, reach),
-                Direction::Retrieve => self.stream.fill(pages, UNTOUCHED, reach),
+                Direction::Retrieve => self.stream.fill(pages, FILLER, reach),
             }
         }?;
         self.stream.synchronize()?;
         if direction == Direction::Store {
-            host.fill(UNTOUCHED);
+            host.fill(FILLER);
         }
         Ok(())
     }
 
-    /// The first byte of the side that was written that is not as it should be, if there is one.
+    /// Offset of the first wrong byte of the target side, if any.
     fn first_wrong(&self, direction: Direction, load: &Load) -> Result<Option<usize>, CudaError> {
         let start = self.host.base().as_ptr();
         if direction == Direction::Retrieve {
@@ -444,7 +444,7 @@ impl Bench {
         }
         // SAFETY: as in `fill`.
         let written = unsafe { std::slice::from_raw_parts(start.cast_const(), load.reach) };
-        let mut expected = vec![UNTOUCHED; load.reach];
+        let mut expected = vec![FILLER; load.reach];
         for piece in &load.pieces {
             let visited: Result<(), Infallible> = piece.visit_runs(PinnedPieces::WHOLE, |run| {
                 let engine = (run.engine - self.pages.base().0) as usize;
@@ -459,7 +459,7 @@ impl Bench {
             });
             let Ok(()) = visited;
         }
-        // All at once first: most are right.
+        // One comparison first, as results are usually right.
         Ok(match written == expected {
             true => None,
             false => written
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fastest_is_chosen_and_copy_engines_when_they_are_as_fast() {
+    fn fastest_executor_wins_and_copy_engines_win_ties() {
         let choose =
             |rates: &[_], host| profile(rates).choose(Direction::Store, 4 << 10, host, true);
         let all = [
@@ -514,14 +514,14 @@ mod tests {
         assert_eq!(choose(&near, pinned), Executor::Batch);
         assert_eq!(choose(&near, pageable), Executor::Plain);
         assert_eq!(choose(&[], mapped), Executor::Plain);
-        let without_room = |host| profile(&all).choose(Direction::Store, 4 << 10, host, false);
-        assert_eq!(without_room(mapped), Executor::Kernel);
-        assert_eq!(without_room(pinned), Executor::Batch);
-        assert_eq!(without_room(pageable), Executor::Plain);
+        let without_staging = |host| profile(&all).choose(Direction::Store, 4 << 10, host, false);
+        assert_eq!(without_staging(mapped), Executor::Kernel);
+        assert_eq!(without_staging(pinned), Executor::Batch);
+        assert_eq!(without_staging(pageable), Executor::Plain);
     }
 
     #[test]
-    fn a_length_is_taken_for_the_longest_that_was_tried_below_it() {
+    fn run_length_uses_the_rate_measured_below_it() {
         let mut profile = Profile::default();
         for (tried, executor) in [
             (0, Executor::Kernel),

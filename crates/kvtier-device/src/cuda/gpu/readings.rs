@@ -1,4 +1,4 @@
-//! What a GPU has moved, for metrics and `/status`.
+//! Copy counters of a GPU, for metrics and `/status`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -9,18 +9,18 @@ use crate::plan::Direction;
 /// Upper bounds of the buckets of run lengths, in bytes; the last bucket has none.
 pub const RUN_BUCKETS: [u64; 6] = [256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10];
 
-/// What was moved one way by one executor.
+/// Totals of one direction and executor.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Moved {
     /// Bytes.
     pub bytes: u64,
-    /// Pieces, which are what an executor is given at a time.
+    /// Pieces.
     pub pieces: u64,
-    /// Nanoseconds from handing a piece to the GPU to seeing that it is done; pieces overlap.
+    /// Nanoseconds from submitting a piece to seeing its completion; pieces overlap.
     pub nanos: u64,
 }
 
-/// What was moved since start, by direction and executor.
+/// Counters since start, by direction and executor.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     moved: [[Counter; Executor::ALL.len()]; 2],
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_counts_in_the_first_bucket_that_holds_it() {
+    fn run_counts_in_the_first_bucket_that_fits() {
         let counters = Counters::default();
         for (bytes, count) in [(1, 1), (256, 2), (257, 4), (256 << 10, 8), (u64::MAX, 16)] {
             counters.runs(Direction::Store, bytes, count);

@@ -1,8 +1,8 @@
-//! Where the bytes of a piece are while they are on the GPU and not yet in pages, or not yet in the arena.
+//! Staging layout: places of a piece's bytes in its staging buffer on the GPU.
 
 use super::super::device_copy::DeviceCopy;
 
-/// Bytes that adjoin in the arena, and where they are staged.
+/// A contiguous range of the arena and its address in the staging buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StagedRange {
     pub host: u64,
@@ -10,11 +10,11 @@ pub(super) struct StagedRange {
     pub staged: u64,
 }
 
-/// The ranges of a piece, by address. Made once and used for many pieces.
+/// The ranges of a piece, by address; reused for many pieces.
 #[derive(Debug, Default)]
 pub(super) struct StagedRanges {
     ranges: Vec<StagedRange>,
-    /// Where each copy begins and ends.
+    /// Start and end of each copy.
     spans: Vec<(u64, u64)>,
 }
 
@@ -23,23 +23,23 @@ impl StagedRanges {
         &self.ranges
     }
 
-    /// Where the byte at an address of the host, which is in one of the ranges, is staged.
+    /// Staging address of a host address, which is in one of the ranges.
     pub fn staged(&self, host: u64) -> u64 {
         let after = self.ranges.partition_point(|range| range.host <= host);
         let range = &self.ranges[after - 1];
         range.staged + (host - range.host)
     }
 
-    /// Gives the bytes that copies touch in the arena places in a buffer, as far off a multiple of 16 as they are
-    /// there. Says whether it could: not when there are holes, bytes that no copy touches between those of one (copying
-    /// the whole would write them too), and not when the buffer is too small.
-    pub fn fill(&mut self, copies: &[DeviceCopy], buffer: u64, room: u64) -> bool {
+    /// Assigns the arena bytes of the copies to places in a buffer, with the same alignment modulo 16. Returns `false` if
+    /// the copies have holes (bytes of the span that no copy moves, which staging would overwrite) or the buffer is too
+    /// small.
+    pub fn fill(&mut self, copies: &[DeviceCopy], buffer: u64, buffer_bytes: u64) -> bool {
         let Self { ranges, spans } = self;
         ranges.clear();
         spans.clear();
         let mut bytes = 0u64;
         for copy in copies {
-            // A copy lies inside its extent, so nothing here overflows.
+            // A copy is inside its extent, so nothing here overflows.
             let steps = |step: &kvtier_memory::CopyLoop| (step.count - 1) * step.arena_stride;
             let span = copy.inner_bytes + copy.loops.iter().map(steps).sum::<u64>();
             spans.push((copy.host, copy.host + span));
@@ -58,7 +58,7 @@ impl StagedRanges {
                 }),
             }
         }
-        // Copies do not overlap where they write, and each reads what it moves once: equal sums mean no holes.
+        // Copies do not overlap on either side, so equal sums mean that there are no holes.
         if ranges.iter().map(|range| range.bytes).sum::<u64>() != bytes {
             return false;
         }
@@ -68,7 +68,7 @@ impl StagedRanges {
             used = at + range.bytes;
             range.staged = buffer + at;
         }
-        used <= room
+        used <= buffer_bytes
     }
 }
 
@@ -94,8 +94,8 @@ mod tests {
     }
 
     #[test]
-    fn copies_that_interleave_are_one_range() {
-        // Two heads of four tokens, and a run that adjoins.
+    fn interleaved_copies_are_one_range() {
+        // Two heads of four tokens, and an adjacent run.
         let copies = [
             copy(1000, 8, 4, 16),
             copy(1008, 8, 4, 16),
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_apart_are_staged_apart_and_as_aligned() {
+    fn separate_ranges_keep_their_alignment() {
         let copies = [copy(5003, 5, 1, 0), copy(1000, 8, 1, 0)];
         let mut ranges = StagedRanges::default();
         assert!(ranges.fill(&copies, 4096, 64));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_are_not_staged() {
+    fn copies_with_holes_are_not_staged() {
         let copies = [copy(1000, 8, 4, 16)];
         assert!(!StagedRanges::default().fill(&copies, 4096, 1 << 20));
     }

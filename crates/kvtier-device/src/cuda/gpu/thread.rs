@@ -1,4 +1,4 @@
-//! The thread of a GPU.
+//! Feeder: the thread that submits pieces to the streams of a GPU.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -10,89 +10,88 @@ use std::time::{Duration, Instant};
 
 use super::super::device_copy::DeviceCopies;
 use super::super::error::CudaError;
-use super::super::events::{ExportedEvents, Lane as TimelineLane, TIMELINE_BYTES, Timeline};
-use super::executor::{Executor, Lane, Tools};
+use super::super::events::{ExportedEvents, TIMELINE_BYTES, Timeline, TimelineSlot};
+use super::executor::{CopyLane, Executor, Tools};
+use super::fair_queue::FairQueue;
 use super::job::Job;
-use super::pinned::Pinned;
+use super::pinned::PinnedArena;
 use super::profile;
-use super::turns::Turns;
 use super::{Mailbox, PINNED, Shared};
 use crate::device::DeviceError;
 use crate::plan::Direction;
 
-/// How long the thread asks without a pause after something last happened; most pieces are done, and most events
-/// complete, within it.
-const SPIN: Duration = Duration::from_micros(50);
-/// Pause between two looks while the GPU has pieces: the delay of an answer, at most.
-const PAUSE: Duration = Duration::from_micros(20);
-/// Pause between two looks at events alone. An engine's step takes milliseconds.
-const LONG_PAUSE: Duration = Duration::from_micros(100);
+/// How long the thread polls without sleeping after the last progress. Most pieces and events complete within it.
+const SPIN_TIME: Duration = Duration::from_micros(50);
+/// Poll interval while pieces are in flight: the maximum delay of an answer.
+const PIECE_POLL_INTERVAL: Duration = Duration::from_micros(20);
+/// Poll interval while only events are pending. An engine's step takes milliseconds.
+const EVENT_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// Pause between two looks at a GPU that is of no use any more.
-const BROKEN_PAUSE: Duration = Duration::from_millis(10);
-/// How long what is with the GPU is kept from others after an error. The driver says of some errors that nothing of the
-/// context goes on, but an engine of the GPU may still finish what it was given; 8 pieces take a few milliseconds.
+/// Poll interval of an unusable GPU.
+const BROKEN_POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// How long memory of submitted pieces stays reserved after the context is lost. The driver runs nothing more of the
+/// context, but a copy engine may still finish its work; 8 pieces take a few milliseconds.
 const CONTEXT_GRACE: Duration = Duration::from_secs(1);
-/// The same for errors that say nothing about what goes on. Whatever it was, it has ended or never will.
+/// The same after other errors, which leave open whether work still runs. By then it has ended or never will.
 const ERROR_GRACE: Duration = Duration::from_secs(30);
 
-/// One direction.
-struct Line {
-    lane: Lane,
+/// The queue and the pieces in flight of one direction.
+struct DirectionQueue {
+    lane: CopyLane,
     direction: Direction,
-    /// Jobs of which not everything was handed to the GPU, by worker.
-    waiting: Turns<u64, u64>,
-    /// Pieces with the GPU; they end in this order.
+    /// Jobs with pieces to submit, by worker.
+    waiting: FairQueue<u64, u64>,
+    /// Pieces in flight; they end in this order.
     pieces: VecDeque<Piece>,
     free: Vec<usize>,
-    /// Since when the driver has only errors to say about the first of them.
+    /// Since when queries of the first piece have failed.
     failing: Option<Instant>,
-    /// Its events of isolated IPC, once there is one.
-    numbers: Option<TimelineLane>,
+    /// Slot of its timeline events, once there is one.
+    timeline_slot: Option<TimelineSlot>,
 }
 
-/// A piece with the GPU.
+/// A piece in flight.
 struct Piece {
     slot: usize,
     job: u64,
     bytes: u64,
     executor: Executor,
-    since: Instant,
+    submitted_at: Instant,
 }
 
-/// What became of a look at a job.
-enum Look {
-    /// It has to wait: its pages are not ready, or all slots are in use.
-    NotYet,
-    /// A piece of it was handed to the GPU, and there is more.
-    Begun,
-    /// Everything was handed to the GPU.
-    All,
+/// Result of trying to submit the next piece of a job.
+enum Progress {
+    /// Not possible yet: its pages are not ready, or all slots are in use.
+    Waiting,
+    /// A piece was submitted, and there are more.
+    PieceSubmitted,
+    /// All pieces are submitted.
+    AllSubmitted,
 }
 
-/// What the thread owns.
+/// State of the thread.
 pub(super) struct Feeder {
     shared: Arc<Shared>,
-    /// Which of the mailboxes is its own.
+    /// Index of its mailbox.
     mailbox: usize,
     tools: Arc<Tools>,
-    /// When to try what the GPU had no memory for.
+    /// When to repeat the trial of staged copies, if it lacked memory.
     retry_at: Option<Instant>,
-    /// No piece is begun, for that is to be tried when the last one has ended.
-    held: bool,
+    /// Whether submission is paused until all pieces have ended, for that trial.
+    is_paused: bool,
     /// Retrieves first.
-    lines: [Line; 2],
+    lines: [DirectionQueue; 2],
     jobs: HashMap<u64, Job>,
     next_job: u64,
-    /// Jobs whose events are to be opened: soon, and one at a time, for the driver takes some microseconds.
+    /// Jobs whose events are not open yet. One is opened per round, because the driver takes some microseconds.
     unopened: VecDeque<u64>,
-    /// The piece that is being made, and the chunk it is made from.
+    /// Scratch memory: the next piece, and the chunk it is made from.
     piece: DeviceCopies,
     chunk: DeviceCopies,
-    pinned: Arc<Pinned>,
+    pinned: Arc<PinnedArena>,
     exported: ExportedEvents,
     timeline: Option<Arc<Timeline>>,
-    ends: Sender<Job>,
+    finished: Sender<Job>,
 }
 
 impl Feeder {
@@ -100,30 +99,31 @@ impl Feeder {
         shared: Arc<Shared>,
         mailbox: usize,
         tools: Arc<Tools>,
-        [store, retrieve]: [Lane; 2],
-        pinned: Arc<Pinned>,
-        ends: Sender<Job>,
+        [store, retrieve]: [CopyLane; 2],
+        pinned: Arc<PinnedArena>,
+        finished: Sender<Job>,
     ) -> Self {
-        let line = |lane: Lane, direction| Line {
+        let line = |lane: CopyLane, direction| DirectionQueue {
             free: (0..lane.slots()).collect(),
             lane,
             direction,
-            waiting: Turns::default(),
+            waiting: FairQueue::default(),
             pieces: VecDeque::new(),
             failing: None,
-            numbers: None,
+            timeline_slot: None,
         };
-        // One of the threads is enough.
-        let lacks_room = mailbox == PINNED && shared.profile.read().lacks_room();
+        // Only one of the threads repeats the trial.
+        let lacks_staging_memory =
+            mailbox == PINNED && shared.profile.read().lacks_staging_memory();
         let pause = shared.options.staging_pause;
         Self {
-            retry_at: lacks_room.then(|| later(pause)).flatten(),
+            retry_at: lacks_staging_memory.then(|| after(pause)).flatten(),
             shared,
             mailbox,
             exported: ExportedEvents::new(Arc::clone(&tools.context)),
             timeline: None,
             tools,
-            held: false,
+            is_paused: false,
             lines: [
                 line(retrieve, Direction::Retrieve),
                 line(store, Direction::Store),
@@ -134,17 +134,17 @@ impl Feeder {
             piece: DeviceCopies::default(),
             chunk: DeviceCopies::default(),
             pinned,
-            ends,
+            finished,
         }
     }
 
-    /// Runs until it is told to stop and everything with the GPU has ended.
+    /// Runs until it is stopped and all pieces in flight have ended.
     pub fn run(mut self) {
         let served = catch_unwind(AssertUnwindSafe(|| self.serve()));
         if served.is_err() {
-            self.give_up();
+            self.abandon();
         } else if self.shared.broken.lock().is_none() {
-            // All pieces are done, and the streams know it a moment later.
+            // All pieces are done; the streams become idle a moment later.
             for line in &self.lines {
                 let _ = line.lane.finish();
             }
@@ -152,10 +152,10 @@ impl Feeder {
     }
 
     fn serve(&mut self) {
-        // A pause of 20 us would otherwise take 70.
+        // A sleep of 20 us would otherwise take 70.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         if let Err(error) = self.tools.context.make_current() {
-            self.shared.broke(&error);
+            self.shared.set_broken(&error);
         }
         let mut last_work = Instant::now();
         loop {
@@ -163,8 +163,8 @@ impl Feeder {
             let mut worked = self.open_event();
             self.try_staged();
             for line in 0..self.lines.len() {
-                worked |= self.collect(line);
-                worked |= self.feed(line, stop);
+                worked |= self.collect_done(line);
+                worked |= self.submit_next(line, stop);
             }
             if stop && self.jobs.is_empty() && self.mailbox().close() {
                 return;
@@ -172,43 +172,43 @@ impl Feeder {
             let now = Instant::now();
             if worked {
                 last_work = now;
-            } else if !self.jobs.is_empty() && now - last_work < SPIN {
+            } else if !self.jobs.is_empty() && now - last_work < SPIN_TIME {
                 std::hint::spin_loop();
             } else {
-                self.rest();
+                self.sleep();
             }
         }
     }
 
-    /// After a panic: fails everything, what the GPU may have something of once the streams are idle. The books are not
+    /// Fails all jobs after a panic, those with submitted pieces once the streams are idle. The state of this thread is not
     /// trusted.
-    fn give_up(&mut self) {
+    fn abandon(&mut self) {
         self.shared
-            .give_up(self.mailbox, "its thread ended in a panic");
-        let untouched = self.jobs.extract_if(|_, job| job.is_untouched());
+            .abandon(self.mailbox, "its thread ended in a panic");
+        let untouched = self.jobs.extract_if(|_, job| job.has_not_started());
         untouched.for_each(|(_, job)| self.shared.refuse(job));
-        for Line { lane, failing, .. } in &mut self.lines {
-            let mut given_up = |error| is_given_up(failing, &error);
-            while !lane.is_idle().unwrap_or_else(&mut given_up) {
-                std::thread::sleep(BROKEN_PAUSE);
+        for DirectionQueue { lane, failing, .. } in &mut self.lines {
+            let mut grace_over = |error| grace_is_over(failing, &error);
+            while !lane.is_idle().unwrap_or_else(&mut grace_over) {
+                std::thread::sleep(BROKEN_POLL_INTERVAL);
             }
         }
         let jobs = self.jobs.drain();
         jobs.for_each(|(_, job)| self.shared.refuse(job));
     }
 
-    /// Tries what the GPU had no memory for, when it is time to and nothing is with the GPU. That takes as long as some
-    /// hundred pieces, once there is memory.
+    /// Repeats the trial of staged copies when it is due and no piece is in flight. With memory available, it takes as long
+    /// as some hundred pieces.
     fn try_staged(&mut self) {
         let is_time = self.retry_at.is_some_and(|at| Instant::now() >= at);
         let broken = is_time && self.shared.broken.lock().is_some();
         if broken {
-            // Never again. A time that stays in the past would be no rest.
+            // Never again: a time in the past would keep the thread from sleeping.
             self.retry_at = None;
         }
         let wanted = is_time && !broken;
-        self.held = wanted && self.lines.iter().any(|line| !line.pieces.is_empty());
-        if !wanted || self.held {
+        self.is_paused = wanted && self.lines.iter().any(|line| !line.pieces.is_empty());
+        if !wanted || self.is_paused {
             return;
         }
         self.retry_at = None;
@@ -217,16 +217,16 @@ impl Feeder {
         let lanes = [&mut store.lane, &mut retrieve.lane];
         match profile::try_staged(&self.tools, lanes, &known) {
             Ok(Some(profile)) => *self.shared.profile.write() = profile,
-            Ok(None) => self.retry_at = later(self.shared.options.staging_pause),
-            Err(error) => self.shared.broke(&error),
+            Ok(None) => self.retry_at = after(self.shared.options.staging_pause),
+            Err(error) => self.shared.set_broken(&error),
         }
     }
 
-    /// Takes what was handed over; says whether to stop.
+    /// Takes new jobs from the mailbox; returns whether to stop.
     fn take(&mut self) -> bool {
         let mut inbox = self.mailbox().inbox.lock();
         let jobs = std::mem::take(&mut inbox.jobs);
-        inbox.nudged = false;
+        inbox.recheck = false;
         let stop = inbox.stop;
         drop(inbox);
         for job in jobs {
@@ -240,15 +240,15 @@ impl Feeder {
         stop
     }
 
-    /// Opens the next event; says whether there was one. Whose event is none has no turn to wait for.
+    /// Opens the next event; returns whether there was one. A job with an invalid event fails at once.
     fn open_event(&mut self) -> bool {
         let Some(id) = self.unopened.pop_front() else {
             return false;
         };
         let opened = self.jobs.get_mut(&id).map(Job::open_event);
         if let Some(Err(error)) = opened {
-            self.failed(id, error);
-            self.drop_out(id);
+            self.fail_job(id, error);
+            self.dequeue(id);
         }
         true
     }
@@ -261,11 +261,11 @@ impl Feeder {
         usize::from(self.lines[0].direction != direction)
     }
 
-    /// Sleeps until something is handed over, or it is time to ask again.
-    fn rest(&self) {
+    /// Sleeps until the mailbox changes or the next poll is due.
+    fn sleep(&self) {
         let mailbox = self.mailbox();
         let mut inbox = mailbox.inbox.lock();
-        if !inbox.jobs.is_empty() || inbox.nudged || inbox.stop && self.jobs.is_empty() {
+        if !inbox.jobs.is_empty() || inbox.recheck || inbox.stop && self.jobs.is_empty() {
             return;
         }
         if self.jobs.is_empty() {
@@ -278,17 +278,17 @@ impl Feeder {
             return;
         }
         let pause = if self.lines.iter().any(|line| line.failing.is_some()) {
-            BROKEN_PAUSE
+            BROKEN_POLL_INTERVAL
         } else if self.lines.iter().all(|line| line.pieces.is_empty()) {
-            LONG_PAUSE
+            EVENT_POLL_INTERVAL
         } else {
-            PAUSE
+            PIECE_POLL_INTERVAL
         };
         mailbox.wake.wait_for(&mut inbox, pause);
     }
 
-    /// Takes back the pieces that are done; says whether there were any.
-    fn collect(&mut self, line: usize) -> bool {
+    /// Collects the pieces that are done; returns whether there were any.
+    fn collect_done(&mut self, line: usize) -> bool {
         let mut any = false;
         let line = &mut self.lines[line];
         while let Some(piece) = line.pieces.front() {
@@ -296,8 +296,8 @@ impl Feeder {
                 Ok(true) => None,
                 Ok(false) => break,
                 Err(error) => {
-                    self.shared.broke(&error);
-                    if !is_given_up(&mut line.failing, &error) {
+                    self.shared.set_broken(&error);
+                    if !grace_is_over(&mut line.failing, &error) {
                         break;
                     }
                     Some(error)
@@ -311,7 +311,7 @@ impl Feeder {
             let bytes = match &error {
                 Some(_) => 0,
                 None => {
-                    let (counters, took) = (&self.shared.counters, piece.since.elapsed());
+                    let (counters, took) = (&self.shared.counters, piece.submitted_at.elapsed());
                     counters.piece(line.direction, piece.executor, piece.bytes, took);
                     piece.bytes
                 }
@@ -324,39 +324,39 @@ impl Feeder {
                 }
                 job.piece_ended(bytes);
             }
-            end_if_over(&mut self.jobs, &self.ends, id);
+            hand_on_if_finished(&mut self.jobs, &self.finished, id);
         }
         any
     }
 
-    /// Hands a piece to the GPU if there is room, one only: the other direction is not to wait while a list of a
-    /// thousand pages is made. Says whether it did anything.
-    fn feed(&mut self, line: usize, stop: bool) -> bool {
+    /// Submits at most one piece, so that planning a thousand pages does not delay the other direction. Returns whether it
+    /// made progress.
+    fn submit_next(&mut self, line: usize, stop: bool) -> bool {
         let mut any = false;
-        // Each worker is looked at once more after anything was done. Who has to wait comes last, so that when all
-        // have to, their order stays.
+        // Every worker is tried again after any progress. A worker that has to wait goes to the end; if all wait, their
+        // order is unchanged.
         let mut left = self.lines[line].waiting.keys();
         while left > 0
             && let Some(&id) = self.lines[line].waiting.head()
         {
-            match self.look_at(line, id, stop) {
-                Ok(Look::NotYet) => {
+            match self.submit_piece(line, id, stop) {
+                Ok(Progress::Waiting) => {
                     self.lines[line].waiting.pass();
                     left -= 1;
                     continue;
                 }
-                Ok(Look::Begun) => {
+                Ok(Progress::PieceSubmitted) => {
                     self.lines[line].waiting.pass();
                     return true;
                 }
-                Ok(Look::All) => {
-                    self.tell_begun(line, id);
-                    self.leave(line, id);
+                Ok(Progress::AllSubmitted) => {
+                    self.report_submitted(line, id);
+                    self.dequeue_head(line, id);
                     return true;
                 }
                 Err(error) => {
-                    self.failed(id, error);
-                    self.leave(line, id);
+                    self.fail_job(id, error);
+                    self.dequeue_head(line, id);
                 }
             }
             any = true;
@@ -365,8 +365,8 @@ impl Feeder {
         any
     }
 
-    /// Begins the next piece of a job, if it can be begun.
-    fn look_at(&mut self, line: usize, id: u64, stop: bool) -> Result<Look, DeviceError> {
+    /// Submits the next piece of a job, if possible.
+    fn submit_piece(&mut self, line: usize, id: u64, stop: bool) -> Result<Progress, DeviceError> {
         if let Some(error) = self.shared.broken.lock().clone() {
             return Err(DeviceError::Broken(error));
         }
@@ -374,102 +374,101 @@ impl Feeder {
             return Err(DeviceError::Stopped);
         }
         let Some(job) = self.jobs.get_mut(&id) else {
-            return Ok(Look::All);
+            return Ok(Progress::AllSubmitted);
         };
         if job.has_failed() {
-            return Ok(Look::All);
+            return Ok(Progress::AllSubmitted);
         }
         let line = &mut self.lines[line];
         let ready = job.is_ready(Instant::now())?;
-        let Some(&slot) = line.free.last().filter(|_| ready && !self.held) else {
-            return Ok(Look::NotYet);
+        let Some(&slot) = line.free.last().filter(|_| ready && !self.is_paused) else {
+            return Ok(Progress::Waiting);
         };
         let Some(facts) = job.next_piece(&mut self.piece, &mut self.chunk, &self.pinned)? else {
-            return Ok(Look::All);
+            return Ok(Progress::AllSubmitted);
         };
         let host = facts.host.min(self.shared.profile.read().registered);
         let lengths = self.piece.run_lengths();
         let (mean, shared) = (lengths.mean(), &self.shared);
-        let since = Instant::now();
+        let submitted_at = Instant::now();
         let mut chosen = shared.choose(line.direction, mean, host, true);
         if chosen == Executor::Staged {
             let pause = shared.options.staging_pause;
-            let room = line.lane.has_room(slot, since, pause)?;
-            chosen = shared.choose(line.direction, mean, host, room);
+            let can_stage = line.lane.has_staging_buffer(slot, submitted_at, pause)?;
+            chosen = shared.choose(line.direction, mean, host, can_stage);
         }
         shared.counters.runs(line.direction, mean, lengths.runs);
-        // SAFETY: the context is current on this thread. The pages stay mapped as long as the job, which lives until
-        // its last piece is done; the arena and its extents are held by the job too. The copies were checked against
-        // the mapped pages and the extent, and the kernel is only chosen for memory that the GPU sees at the host's
-        // addresses. The slot is free.
-        let put = unsafe {
+        // SAFETY: the context is current on this thread. The job keeps the pages mapped and holds the arena and its
+        // extents, and lives until its last piece is done. The copies were checked against the mapped pages and the
+        // extent, and the kernel is only chosen for memory with equal addresses on host and GPU. The slot is free.
+        let submitted = unsafe {
             let pieces = self.pinned.pieces();
-            line.lane.put(slot, chosen, &self.piece, pieces)
+            line.lane.submit(slot, chosen, &self.piece, pieces)
         };
-        // Some of it may have been started, whatever it says; it is done when the stream got there.
+        // Also after an error part of it may have been started; it is done when the stream is.
         line.free.pop();
-        job.piece_begun();
+        job.piece_submitted();
         line.pieces.push_back(Piece {
             slot,
             job: id,
             bytes: facts.bytes,
-            executor: *put.as_ref().unwrap_or(&chosen),
-            since,
+            executor: *submitted.as_ref().unwrap_or(&chosen),
+            submitted_at,
         });
-        put?;
+        submitted?;
         Ok(match facts.last {
-            true => Look::All,
-            false => Look::Begun,
+            true => Progress::AllSubmitted,
+            false => Progress::PieceSubmitted,
         })
     }
 
-    /// Tells whoever wants to know that everything of a job is with the GPU, and the event that is complete when it is
-    /// done. Without an event its end is all there is to tell.
-    fn tell_begun(&mut self, line: usize, id: u64) {
+    /// Reports that all pieces of a job are submitted, with the event that completes when they are done. If no event can be
+    /// recorded, only the end is reported.
+    fn report_submitted(&mut self, line: usize, id: u64) {
         let Some(job) = self.jobs.get_mut(&id) else {
             return;
         };
-        let Some(begun) = job.take_begun() else {
+        let Some(on_submitted) = job.take_on_submitted() else {
             return;
         };
-        // In the form that the engine's own had.
+        // In the form of the request's event.
         let event = match job.transfer.event.len() {
-            TIMELINE_BYTES => self.number(line).ok().map(|number| number.to_vec()),
+            TIMELINE_BYTES => self.timeline_event(line).ok().map(|event| event.to_vec()),
             _ => {
                 let event = self.lines[line].lane.export_event(&self.exported);
                 event.ok().map(|event| event.to_vec())
             }
         };
         if let Some(event) = event {
-            // What is caught has been printed; whoever is to be told is told at the end.
-            let _ = catch_unwind(AssertUnwindSafe(|| begun(&event)));
+            // A caught panic has been printed; the end of the job is reported as usual.
+            let _ = catch_unwind(AssertUnwindSafe(|| on_submitted(&event)));
         }
     }
 
-    /// An event of isolated IPC behind what is on a stream. The first one makes the buffer that they are in.
-    fn number(&mut self, line: usize) -> Result<[u8; TIMELINE_BYTES], DeviceError> {
+    /// Records a timeline event after all submitted pieces. The first one allocates the timeline.
+    fn timeline_event(&mut self, line: usize) -> Result<[u8; TIMELINE_BYTES], DeviceError> {
         let line = &mut self.lines[line];
-        let numbers = match &mut line.numbers {
-            Some(numbers) => numbers,
+        let timeline_slot = match &mut line.timeline_slot {
+            Some(timeline_slot) => timeline_slot,
             none => {
                 let timeline = match &self.timeline {
                     Some(timeline) => Arc::clone(timeline),
                     None => Arc::clone(self.timeline.insert(Timeline::new(&self.tools.context)?)),
                 };
-                none.insert(timeline.lane()?)
+                none.insert(timeline.slot()?)
             }
         };
-        Ok(line.lane.export_number(numbers)?)
+        Ok(line.lane.export_timeline_event(timeline_slot)?)
     }
 
-    /// Nothing more of a job is begun.
-    fn failed(&mut self, id: u64, error: DeviceError) {
+    /// Records the error of a job; no piece of it is submitted any more.
+    fn fail_job(&mut self, id: u64, error: DeviceError) {
         match &error {
-            DeviceError::NeverReady => {
+            DeviceError::EventTimeout => {
                 self.shared.event_timeouts.fetch_add(1, Ordering::Relaxed);
             }
             DeviceError::Cuda(error) if error.ends_context() => {
-                self.shared.broke(&error);
+                self.shared.set_broken(&error);
             }
             _ => {}
         }
@@ -478,30 +477,29 @@ impl Feeder {
         }
     }
 
-    /// A job leaves its queue, whoever is before it.
-    fn drop_out(&mut self, id: u64) {
+    /// Removes a job from its queue, at any position.
+    fn dequeue(&mut self, id: u64) {
         if let Some(job) = self.jobs.get_mut(&id) {
             let (worker, direction) = (job.pages.number, job.transfer.direction);
-            job.leave_queue();
+            job.mark_dequeued();
             let line = self.line_of(direction);
             self.lines[line].waiting.remove(worker, &id);
         }
-        end_if_over(&mut self.jobs, &self.ends, id);
+        hand_on_if_finished(&mut self.jobs, &self.finished, id);
     }
 
-    /// The job whose turn it is leaves its queue.
-    fn leave(&mut self, line: usize, id: u64) {
+    /// Removes the job whose turn it is from its queue.
+    fn dequeue_head(&mut self, line: usize, id: u64) {
         self.lines[line].waiting.pop();
         if let Some(job) = self.jobs.get_mut(&id) {
-            job.leave_queue();
+            job.mark_dequeued();
         }
-        end_if_over(&mut self.jobs, &self.ends, id);
+        hand_on_if_finished(&mut self.jobs, &self.finished, id);
     }
 }
 
-/// Whether the driver has had nothing but errors to say, this one now, for as long as what is with the GPU is kept from
-/// others.
-fn is_given_up(failing: &mut Option<Instant>, error: &CudaError) -> bool {
+/// Whether queries have failed for the grace period of this error.
+fn grace_is_over(failing: &mut Option<Instant>, error: &CudaError) -> bool {
     let grace = match error.ends_context() {
         true => CONTEXT_GRACE,
         false => ERROR_GRACE,
@@ -509,18 +507,17 @@ fn is_given_up(failing: &mut Option<Instant>, error: &CudaError) -> bool {
     failing.get_or_insert_with(Instant::now).elapsed() >= grace
 }
 
-/// Never, where that is too late to be told.
-fn later(pause: Duration) -> Option<Instant> {
+/// The time after `pause`; `None` on overflow.
+fn after(pause: Duration) -> Option<Instant> {
     Instant::now().checked_add(pause)
 }
 
-/// Hands on a job of which nothing is waiting or with the GPU any more: what is done with it takes longer than this
-/// thread has.
-fn end_if_over(jobs: &mut HashMap<u64, Job>, ends: &Sender<Job>, id: u64) {
+/// Hands a finished job to the thread that reports results, which may take long.
+fn hand_on_if_finished(jobs: &mut HashMap<u64, Job>, finished: &Sender<Job>, id: u64) {
     if let Entry::Occupied(job) = jobs.entry(id)
-        && job.get().is_over()
+        && job.get().is_finished()
     {
-        // Whoever takes them ends after this thread.
-        let _ = ends.send(job.remove());
+        // The receiver outlives this thread.
+        let _ = finished.send(job.remove());
     }
 }

@@ -21,7 +21,7 @@ fn copy(inner_bytes: u64, loops: [(u64, u64, u64); 3]) -> DeviceCopy {
 const ONCE: (u64, u64, u64) = (1, 0, 0);
 
 #[test]
-fn the_ptx_was_made_of_the_source() {
+fn ptx_matches_the_source() {
     let hash: String = Sha256::digest(SOURCE)
         .iter()
         .map(|byte| format!("{byte:02x}"))
@@ -32,7 +32,7 @@ fn the_ptx_was_made_of_the_source() {
 }
 
 #[test]
-fn the_ptx_is_for_old_drivers_and_has_every_kernel_with_its_parameters() {
+fn ptx_has_every_kernel_for_old_drivers() {
     assert!(PTX.contains("\n.version 6.4\n"));
     assert!(PTX.contains("\n.target sm_75\n"));
     assert_eq!(PTX.matches(".entry ").count(), Unit::ALL.len());
@@ -52,7 +52,7 @@ fn the_ptx_is_for_old_drivers_and_has_every_kernel_with_its_parameters() {
 }
 
 #[test]
-fn the_unit_divides_everything_that_is_used() {
+fn unit_divides_all_addresses_and_lengths() {
     let whole = copy(4096, [(3, 8192, 4096), ONCE, ONCE]);
     assert_eq!(Unit::of(&whole), Unit::Sixteen);
     let odd = |change: fn(&mut DeviceCopy)| {
@@ -73,7 +73,7 @@ fn the_unit_divides_everything_that_is_used() {
 }
 
 #[test]
-fn an_item_steps_by_a_warp() {
+fn item_steps_by_one_warp() {
     let step = |copy: &DeviceCopy| {
         let mut work = KernelWork::default();
         work.push(copy, Direction::Store, Unit::of(copy));
@@ -104,7 +104,7 @@ fn an_item_steps_by_a_warp() {
 }
 
 #[test]
-fn tiles_cover_an_item_once_and_know_whether_they_are_straight() {
+fn tiles_cover_an_item_once() {
     // Runs of 24 KiB: of three tiles two lie in one run.
     let mut plan = KernelPlan::default();
     plan.push(
@@ -134,7 +134,7 @@ fn tiles_cover_an_item_once_and_know_whether_they_are_straight() {
 }
 
 #[test]
-fn copies_of_other_units_are_launches_of_their_own() {
+fn each_unit_has_its_own_launch() {
     let mut plan = KernelPlan::default();
     let short = copy(4, [(64, 4, 132), ONCE, ONCE]);
     plan.push(
@@ -149,7 +149,7 @@ fn copies_of_other_units_are_launches_of_their_own() {
 }
 
 #[test]
-fn what_is_too_long_for_an_item_becomes_several() {
+fn long_copies_become_several_items() {
     let every_run = |copies: &[DeviceCopy]| {
         let mut runs = Vec::new();
         for copy in copies {
@@ -167,12 +167,12 @@ fn what_is_too_long_for_an_item_becomes_several() {
     let looped = copy(48, [(5, 9000, 8000), (3, 2000, 1500), (7, 100, 200)]);
     for most in [48, 96, 144, 1008, 4096] {
         let mut parts = Vec::new();
-        looped.each_part(most, &mut |part| parts.push(*part));
+        looped.visit_parts(most, &mut |part| parts.push(*part));
         assert!(parts.iter().all(|part| part.bytes() <= most));
         assert_eq!(every_run(&parts), every_run(&[looped]));
     }
     let mut parts = Vec::new();
-    copy(10_000, [ONCE; 3]).each_part(4096, &mut |part| {
+    copy(10_000, [ONCE; 3]).visit_parts(4096, &mut |part| {
         parts.push((part.engine - (1 << 40), part.host - (1 << 20), part.bytes()));
     });
     assert_eq!(

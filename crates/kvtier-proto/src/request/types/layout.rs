@@ -1,4 +1,4 @@
-//! What a registration tells about its tensors: engine, layout hints, groups of layers.
+//! Description of the tensors of a registration: engine, layout hints, groups of layers.
 
 use super::write_ints;
 use crate::key::required;
@@ -155,7 +155,7 @@ pub struct EngineGroupInfo {
     pub tokens_per_block: i64,
     /// Sliding window in tokens; -1 for none.
     pub sw_size_tokens: i64,
-    /// Keeps object groups apart that would otherwise be one.
+    /// Separates object groups that would otherwise be one.
     pub extra_object_group_tag: i64,
     /// Whether the layers keep a recurrent state instead of keys and values.
     pub recurrent_state: bool,

@@ -1,8 +1,7 @@
 //! Records that travel in lists: telemetry, blending, and servers among each other.
 
-use super::write_ints;
+use super::{MAX_GROUPS, write_ints};
 use crate::key::{check_salt, required};
-use crate::request::MAX_GROUPS;
 use crate::wire::{self, DecodeError, Reader, name_shown};
 
 /// Which blocks one request got.

@@ -13,7 +13,7 @@ use super::super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::super::connections::Bounds;
 use super::super::{outbox, serve};
 use super::{Arc, ByHand};
-use crate::engine::{Caller, Responder};
+use kvtier_engine::{Caller, Reply};
 
 #[test]
 fn full_port_closes_the_oldest_connection_without_a_request() {
@@ -103,7 +103,7 @@ fn client_that_takes_nothing_for_a_minute_is_closed() {
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
     peer.write_all(&handshake()).unwrap();
     deaf.read(&mut scratch, &mut messages, start).unwrap();
-    let reply = || outbox::Reply {
+    let reply = || outbox::Outgoing {
         connection: 0,
         uid: vec![1],
         op: vec![1],
@@ -286,7 +286,8 @@ fn engine_forgets_a_connection_that_ends() {
     };
     let is_sent = Arc::new(AtomicBool::new(false));
     let held = Arc::clone(&is_sent);
-    let held = Responder::new(move |_| held.store(true, Ordering::Relaxed));
+    let held =
+        Reply::new(move |_: Option<kvtier_engine::Answer>| held.store(true, Ordering::Relaxed));
     engine.refuse_by_ping(caller, Some(held));
     assert_eq!(engine.known_connections(), 1);
     server.client = zmq::Context::new().socket(zmq::DEALER).unwrap();
@@ -324,7 +325,7 @@ fn client_that_has_read_meanwhile_is_written_to() {
     peer.write_all(&handshake()).unwrap();
     slow.read(&mut scratch, &mut messages, start).unwrap();
     while slow.held_bytes() < 1 << 20 {
-        slow.push(outbox::Reply {
+        slow.push(outbox::Outgoing {
             connection: 0,
             uid: vec![1],
             op: vec![1],

@@ -84,7 +84,7 @@ fn commands_take_a_token_from_a_file_or_the_environment() {
         &[],
     ));
     assert!(
-        told.contains("--token-file: that is no token") && !told.contains("words"),
+        told.contains("--token-file: that is not a token") && !told.contains("words"),
         "{told}"
     );
     // Probes carry none.

@@ -37,7 +37,7 @@ fn status_and_ping_of_a_server_that_is_there() {
             );
         }
     }
-    // By position too, and without a scheme each command means its own port.
+    // As an argument too; without a scheme each command uses its own port.
     let (requests, http) = (
         &server.requests["tcp://".len()..],
         &server.http["http://".len()..],
@@ -70,7 +70,7 @@ fn status_and_ping_of_a_server_that_is_there() {
             lines(&output.stderr)
         );
     }
-    // Each is asked at the other's door.
+    // Each command with the other port.
     let http_of_requests = server.requests.replace("tcp://", "http://");
     let requests_of_http = server.http.replace("http://", "tcp://");
     for (command, url, hint) in [
@@ -84,7 +84,7 @@ fn status_and_ping_of_a_server_that_is_there() {
 }
 
 #[test]
-fn status_shows_the_tiers_and_that_there_are_no_gpus() {
+fn status_shows_tiers_and_missing_gpus() {
     let directory = tempfile::tempdir().unwrap();
     let adapter = format!(r#"{{"type":"fs","base_path":{:?}}}"#, directory.path());
     let no_gpus = ["--cuda-driver", "off"];
@@ -122,8 +122,8 @@ fn status_and_ping_of_a_closed_port() {
 }
 
 #[test]
-fn a_server_that_does_not_answer_in_time_is_told_so() {
-    // Connections are made, and nobody reads from them.
+fn timeout_of_http_server_is_reported() {
+    // Connections are accepted by the system, and never read.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let http = format!("http://{}", listener.local_addr().unwrap());
     for args in [&["status"][..], &["ping"], &["quota", "list"]] {
@@ -134,7 +134,7 @@ fn a_server_that_does_not_answer_in_time_is_told_so() {
 }
 
 #[test]
-fn addresses_that_are_none_are_usage_errors() {
+fn invalid_addresses_are_usage_errors() {
     for (args, allowed) in [
         (&["status", "tcp://a:1"][..], "http://host:port"),
         (&["status", "--url", "tcp://a:1"], "http://host:port"),

@@ -61,7 +61,7 @@ fn the_demo_is_right_and_its_figures_add_up() {
     assert!(number(&tight["evicted_objects"]) > 0);
     for phase in phases {
         assert!(number(&phase["hit_tokens"]) <= number(&phase["asked_tokens"]));
-        // What hit was loaded, but for the first request of those who have not shown that they pickle.
+        // Hits were retrieved, except in the first request of engines that pickle.
         let (chunk_bytes, verified) = (
             number(&report["chunk_bytes"]),
             number(&phase["verified_chunks"]),
@@ -84,7 +84,7 @@ fn a_demo_with_a_directory_gets_its_prompts_back_from_there() {
     let path = directory.path().to_str().unwrap();
     let flags = ["demo", "--turns", "2", "--seconds", "0", "--json"];
     let demo = |path| kvtier(&[&flags[..], &["--l1-size-gb", "0.0625", "--l2", path]].concat());
-    // The second one finds what the first has written.
+    // The second demo finds the files of the first.
     let chunks = [(); 2].map(|()| {
         let output = demo(path);
         assert!(output.status.success(), "{:?}", lines(&output.stderr));
@@ -111,7 +111,7 @@ fn a_demo_with_a_directory_gets_its_prompts_back_from_there() {
 }
 
 #[test]
-fn a_demo_removes_the_pool_of_one_that_was_killed() {
+fn demo_removes_pool_of_killed_demo() {
     let mut killed = Command::new(KVTIER)
         .args(["demo", "--l1-size-gb", "0.0625", "--turns", "1"])
         .args(["--seconds", "3600"])
@@ -127,13 +127,13 @@ fn a_demo_removes_the_pool_of_one_that_was_killed() {
     killed.kill().unwrap();
     killed.wait().unwrap();
     assert!(std::fs::exists(&pool).unwrap());
-    // One that ends at once is enough.
+    // A demo that ends at once is enough.
     kvtier(&["demo", "--turns", "60", "--l1-size-gb", "0.0625"]);
     assert!(!std::fs::exists(&pool).unwrap());
 }
 
 #[test]
-fn a_demo_that_cannot_be_played_says_why() {
+fn demo_that_does_not_fit_is_refused_with_reason() {
     let output = kvtier(&["demo", "--turns", "60", "--l1-size-gb", "0.0625"]);
     let line = complaint(&output, 1);
     assert!(

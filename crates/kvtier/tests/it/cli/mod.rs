@@ -105,7 +105,7 @@ impl Drop for Server {
 }
 
 #[test]
-fn who_stops_reading_ends_no_command_with_a_panic() {
+fn closed_stdout_causes_no_panic() {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     let output = Command::new(env!("CARGO_BIN_EXE_kvtier"))
@@ -134,7 +134,7 @@ fn help_names_every_command() {
 }
 
 #[test]
-fn the_version_names_release_and_target() {
+fn version_names_release_and_target() {
     let [flag, command] = [["--version"], ["version"]].map(|args| {
         let output = kvtier(&args);
         assert!(output.status.success() && output.stderr.is_empty());
@@ -150,7 +150,7 @@ fn the_version_names_release_and_target() {
 }
 
 #[test]
-fn complaints_have_one_form_and_bad_usage_exit_code_2() {
+fn errors_have_one_form_and_bad_usage_exits_with_2() {
     let closed = format!("127.0.0.1:{}", free_port());
     let web = format!("http://{closed}");
     for (args, code) in [

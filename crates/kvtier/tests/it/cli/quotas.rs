@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::{Server, complaint, kvtier, lines};
 
 #[test]
-fn a_quota_that_has_no_effect_says_so() {
+fn quota_without_effect_is_reported() {
     let server = Server::start_with(&["--shm-name", ""]);
     let args = ["quota", "set", "alice", "1", "--url", &server.http];
     let set = kvtier(&args);
@@ -86,7 +86,7 @@ fn quotas_are_set_told_listed_and_taken_away() {
         "{:?}",
         lines(&status.stdout)
     );
-    // What was listed is set again.
+    // The listed quotas are set again.
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("listed");
     let (listed, file) = (told(&["list", "--all", "--json"]), file.to_str().unwrap());

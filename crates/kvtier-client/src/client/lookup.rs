@@ -1,0 +1,106 @@
+//! Lookups of a [`Client`]: a request, then questions for its result until it is known.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvtier_proto::key::{CacheKey, TokenWriter};
+use kvtier_proto::operation::Operation;
+use kvtier_proto::request::Request;
+
+use super::future::{Promise, channel};
+use super::{Client, Future};
+use crate::answers;
+use crate::calls::wait_request;
+use crate::error::ClientError;
+
+/// How long the server may wait for a lookup's result before it is asked again.
+const MAX_SERVER_WAIT: Duration = Duration::from_secs(1);
+
+impl Client {
+    /// Looks a prompt up and asks until the result is known: chunks of the longest cached prefix, which are leased
+    /// until they are retrieved or freed. A lookup that fails at its deadline ends its session, so that it holds nothing.
+    ///
+    /// A result of more chunks than were asked for is an error.
+    pub fn lookup_hits<T: TokenWriter + Clone>(&self, key: &CacheKey<'_, T>) -> Future<u64> {
+        self.lookup_hits_within(key, self.timeout())
+    }
+
+    /// As [`Client::lookup_hits`], with its own deadline.
+    pub fn lookup_hits_within<T: TokenWriter + Clone>(
+        &self,
+        key: &CacheKey<'_, T>,
+        timeout: Duration,
+    ) -> Future<u64> {
+        let (promise, future) = channel(Operation::Lookup);
+        let poll = LookupPoll {
+            client: Self::internal(Arc::clone(&self.shared)),
+            request_id: key.request_id.to_owned(),
+            deadline: Instant::now() + timeout,
+            timeout,
+            limit: key.end / self.chunk_tokens().unwrap_or(1),
+            promise,
+        };
+        let request = Request::Lookup {
+            key: key.clone(),
+            tp_size: i64::from(key.world_size),
+        };
+        self.submit_then(&request, timeout, move |reply| {
+            match reply.and_then(|reply| answers::nothing(&reply)) {
+                Ok(()) => poll.ask(),
+                Err(error) => poll.fail(error),
+            }
+        });
+        future
+    }
+}
+
+/// A lookup whose result is awaited.
+struct LookupPoll {
+    client: Client,
+    request_id: String,
+    deadline: Instant,
+    timeout: Duration,
+    /// The largest valid result in chunks; in tokens if the chunk size is unknown.
+    limit: u64,
+    promise: Promise<u64>,
+}
+
+impl LookupPoll {
+    fn ask(self) {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let error = ClientError::Timeout {
+                operation: Operation::Lookup,
+                endpoint: self.client.endpoint().to_owned(),
+                waited: self.timeout,
+            };
+            return self.fail(error);
+        }
+        // The server answers before the client's own deadline, which is for a server that does not.
+        let wait = MAX_SERVER_WAIT.min(left.mul_f64(0.9));
+        let client = self.client.clone();
+        let request_id = self.request_id.clone();
+        client.submit_then(
+            &wait_request(&request_id, wait),
+            left,
+            move |reply| match reply.and_then(|reply| answers::hits(&reply, self.limit)) {
+                Ok(Some(chunks)) => self.promise.keep(Ok(chunks)),
+                Ok(None) => self.ask(),
+                Err(error) => self.fail(error),
+            },
+        );
+    }
+
+    fn fail(self, error: ClientError) {
+        // Sessions of a lost connection and of a closed client end by themselves.
+        if matches!(
+            error,
+            ClientError::Timeout { .. }
+                | ClientError::Degraded { .. }
+                | ClientError::Unexpected { .. }
+        ) {
+            self.client.end_session(&self.request_id).forget();
+        }
+        self.promise.keep(Err(error));
+    }
+}

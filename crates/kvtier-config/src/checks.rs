@@ -1,0 +1,34 @@
+//! Checks that flags have in common, and their error.
+
+use std::time::Duration;
+
+use super::{ConfigError, GIB};
+
+pub(super) fn refuse(flag: &str, value: impl std::fmt::Display, allowed: &str) -> ConfigError {
+    ConfigError(format!("--{flag}: {value} is not allowed; {allowed}"))
+}
+
+pub(super) fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration, ConfigError> {
+    if value.is_finite() && (min..=31_536_000.0).contains(&value) {
+        Ok(Duration::from_secs_f64(value))
+    } else {
+        Err(refuse(
+            flag,
+            value,
+            &format!("give seconds from {min} to 31536000 (a year)"),
+        ))
+    }
+}
+
+pub(super) fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
+    // 2^20 GiB keeps every later product of sizes inside 64 bits.
+    if value.is_finite() && value > 0.0 && value <= 1_048_576.0 {
+        Ok((value * GIB as f64) as u64)
+    } else {
+        Err(refuse(
+            flag,
+            value,
+            "give a size in GiB above 0 and at most 1048576",
+        ))
+    }
+}

@@ -1,0 +1,17 @@
+//! The command line: our flags, and the ones of LMCache that are only known.
+
+use clap::{Command, CommandFactory as _};
+
+use super::flags::ServerArgs;
+use super::peer;
+
+/// The whole command.
+pub(super) fn command() -> Command {
+    // A number below 0 is a value, of which its flag says what is allowed.
+    ServerArgs::command()
+        .mut_args(|arg| {
+            let takes_values = arg.get_action().takes_values();
+            arg.allow_negative_numbers(takes_values)
+        })
+        .args(peer::args())
+}

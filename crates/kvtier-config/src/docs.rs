@@ -1,0 +1,81 @@
+//! The reference page of flags and keys, made from the definitions.
+
+use std::fmt::Write as _;
+
+use super::command::command;
+
+/// `docs/flags.md`: every flag and key of the file, with default, allowed values and meaning.
+pub fn reference_markdown() -> String {
+    let mut out = String::from(
+        "# Flags and configuration keys\n\n\
+         <!-- Generated from the definitions; `KVTIER_WRITE_DOCS=1 cargo test -p kvtier-server reference_page` writes it anew. -->\n\n\
+         Flags of `kvtier server`. The TOML file behind `--config` takes the same names without the dashes in front \
+         (`chunk-size = 256`; `_` works as well); the command line wins over the file. A switch is `true` or `false` \
+         in the file. Names, meanings and defaults are LMCache 0.5.6's where it has the flag; the text says where a \
+         default differs.\n",
+    );
+    let command = command();
+    let mut heading = String::new();
+    for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
+        let Some(name) = arg.get_long() else { continue };
+        let group = arg.get_help_heading().unwrap_or("Other");
+        if group != heading {
+            heading = group.to_string();
+            let _ = write!(
+                out,
+                "\n## {heading}\n\n| flag | default | meaning |\n| --- | --- | --- |\n"
+            );
+        }
+        let default: Vec<_> = arg
+            .get_default_values()
+            .iter()
+            .map(|value| value.to_string_lossy())
+            .collect();
+        let default = if !arg.get_action().takes_values() {
+            "off".into()
+        } else {
+            default.join(" ")
+        };
+        let mut help = arg
+            .get_help()
+            .map(ToString::to_string)
+            .unwrap_or_default()
+            .replace('\n', " ");
+        let values: Vec<_> = arg
+            .get_possible_values()
+            .iter()
+            .map(|value| value.get_name().to_string())
+            .collect();
+        if arg.get_action().takes_values() && !values.is_empty() {
+            let _ = write!(help, " ({})", values.join(", "));
+        }
+        let _ = writeln!(out, "| `--{name}` | {} | {} |", cell(&default), cell(&help));
+    }
+    let (harmless, known): (Vec<_>, Vec<_>) = super::peer::args()
+        .iter()
+        .filter_map(|arg| arg.get_long().map(str::to_owned))
+        .partition(|name| super::peer::HARMLESS.contains(&name.as_str()));
+    let list = |names: Vec<String>| {
+        names
+            .iter()
+            .map(|name| format!("`--{name}`"))
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    let _ = writeln!(
+        out,
+        "\n## Known, without effect\n\n\
+         Accepted so that a command line written for LMCache starts; one warning at start names those that were given.\n\n{}",
+        list(known)
+    );
+    let _ = writeln!(
+        out,
+        "\nAccepted without a warning, for what they ask for is how it is here:\n\n{}",
+        list(harmless)
+    );
+    out
+}
+
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|").replace('<', "&lt;")
+}

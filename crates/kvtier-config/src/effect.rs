@@ -1,0 +1,130 @@
+//! Flags of ours that were given and have no effect beside the others.
+
+use clap::ArgMatches;
+use clap::parser::ValueSource;
+
+use super::command::command;
+
+/// The flags, each with what it needs.
+pub(super) fn without_effect(given: &ArgMatches) -> Vec<String> {
+    let is_given = |id: &str| given.value_source(id) == Some(ValueSource::CommandLine);
+    let text = |id: &str| {
+        let raw = given.get_raw(id).and_then(|mut values| values.next());
+        raw.map_or_else(String::new, |text| text.to_string_lossy().into_owned())
+    };
+    let mut flags = Vec::new();
+    let mut need = |ids: &[&str], needed: &str| {
+        let given = ids.iter().filter(|id| is_given(id));
+        let flag = |id: &&str| format!("--{} (needs {needed})", id.replace('_', "-"));
+        flags.extend(given.map(flag));
+    };
+    let command = command();
+    if !is_given("l2_adapter") {
+        let l2 = command
+            .get_arguments()
+            .filter(|arg| arg.get_help_heading() == Some("L2"));
+        let l2: Vec<_> = l2.map(|arg| arg.get_id().as_str()).collect();
+        need(&l2, "--l2-adapter");
+    }
+    if !text("host").starts_with("ipc://") {
+        need(&["ipc_mode"], "--host ipc://PATH");
+    }
+    if text("eviction_policy").eq_ignore_ascii_case("noop") {
+        let background = ["eviction_trigger_watermark", "eviction_ratio"];
+        need(&background, "an --eviction-policy that evicts");
+    }
+    if is_given("max_gpu_workers") && is_given("max_cpu_workers") {
+        need(
+            &["max_workers"],
+            "--max-gpu-workers or --max-cpu-workers to be left out",
+        );
+    }
+    flags
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::ServerConfig;
+
+    #[test]
+    fn flags_without_effect_are_named_with_what_they_need() {
+        let ignored = |flags: &[&str]| ServerConfig::from_flags(flags).unwrap().ignored;
+        assert!(
+            ignored(&[
+                "--l1-size-gb",
+                "1",
+                "--host",
+                "ipc:///run/k",
+                "--ipc-mode",
+                "0660"
+            ])
+            .is_empty()
+        );
+        let tier = [
+            "--l2-adapter",
+            r#"{"type": "memory"}"#,
+            "--l2-store-policy",
+            "skip_l1",
+        ];
+        if let Ok(config) = ServerConfig::from_flags(&tier) {
+            assert!(config.ignored.is_empty());
+        }
+        assert_eq!(
+            ignored(&[
+                "--l1-size-gb",
+                "1",
+                "--l2-store-policy",
+                "skip_l1",
+                "--l2-store-queue-gb",
+                "0.1",
+                "--l2-min-free-gb",
+                "1"
+            ]),
+            [
+                "--l2-store-policy (needs --l2-adapter)",
+                "--l2-store-queue-gb (needs --l2-adapter)",
+                "--l2-min-free-gb (needs --l2-adapter)",
+            ]
+        );
+        assert_eq!(
+            ignored(&["--ipc-mode", "0660"]),
+            ["--ipc-mode (needs --host ipc://PATH)"]
+        );
+        assert_eq!(
+            ignored(&["--eviction-policy", "NOOP", "--eviction-ratio", "0.5"]),
+            ["--eviction-ratio (needs an --eviction-policy that evicts)"]
+        );
+    }
+
+    #[test]
+    fn strict_flags_refuse_what_has_no_effect() {
+        for flags in [
+            &["--ipc-mode", "0660"][..],
+            &["--coordinator-url", "http://x"],
+            &["--disable-metrics"],
+        ] {
+            assert_eq!(ServerConfig::from_flags(flags).unwrap().ignored.len(), 1);
+            let strict = [flags, &["--strict-flags"]].concat();
+            let error = ServerConfig::from_flags(&strict).unwrap_err().0;
+            assert!(
+                error.starts_with("--strict-flags: without effect: ") && error.contains(flags[0]),
+                "{error}"
+            );
+        }
+        assert!(ServerConfig::from_flags(&["--strict-flags", "--isolated-ipc"]).is_ok());
+    }
+
+    #[test]
+    fn a_store_queue_above_half_of_l1_is_refused() {
+        let queue = |gib: &str| {
+            ServerConfig::from_flags(&["--l1-size-gb", "1", "--l2-store-queue-gb", gib])
+        };
+        assert!(queue("0.5").is_ok());
+        let error = queue("0.6").unwrap_err().0;
+        assert!(
+            error
+                .contains("--l2-store-queue-gb: 0.6 is not allowed; give at most half of L1, 0.50"),
+            "{error}"
+        );
+    }
+}

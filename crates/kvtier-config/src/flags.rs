@@ -1,0 +1,266 @@
+//! The flags of `kvtier server` and their defaults.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use kvtier_core::hashing::HashAlgorithm;
+
+use super::values::{
+    EngineType, EvictionPolicyName, LogFormat, PrefetchPolicy, QuotaModeName, StorePolicy,
+    TransferMode, Transport, WindowedClients, parse_hash, parse_mode,
+};
+use super::{TenantSettings, gpu::GpuSettings};
+use crate::limit::Limit;
+
+/// Flags of `kvtier server`. Names, meanings and defaults are those of LMCache 0.5.6's `lmcache server` where it has
+/// them; where a default differs the help says so.
+#[derive(Debug, Clone, Parser)]
+#[command(
+    name = "kvtier server",
+    version,
+    about = "Serve a KV cache to LMCache clients",
+    args_override_self = true,
+    next_line_help = true
+)]
+pub struct ServerArgs {
+    /// TOML file with the same keys as these flags, without the dashes in front; the command line wins
+    #[arg(long, value_name = "FILE", help_heading = "Configuration")]
+    pub config: Option<PathBuf>,
+    /// Check the configuration and what it asks of the machine (ports, memory, /dev/shm, NUMA nodes, the CUDA driver, the
+    /// tiers' directories), say so, and stop; nothing is made
+    #[arg(long, help_heading = "Configuration")]
+    pub check_config: bool,
+    /// Refuse flags that have no effect; without this, one warning at the start names them
+    #[arg(long, help_heading = "Configuration")]
+    pub strict_flags: bool,
+
+    /// Identity of this server in logs and metrics [default: kvtier-<port>]
+    #[arg(long, help_heading = "Request server")]
+    pub instance_id: Option<String>,
+    /// Transport of the request protocol
+    #[arg(
+        long,
+        value_enum,
+        default_value = "zmq",
+        help_heading = "Request server"
+    )]
+    pub(super) transport: Transport,
+    /// Host to bind the request socket to: localhost, an IP address or a network interface; or ipc:// and a path, which is
+    /// the socket then (LMCache's clients put a colon and their port behind it, as in ipc:///run/kvtier.sock:5555)
+    #[arg(long, default_value = "localhost", help_heading = "Request server")]
+    pub host: String,
+    /// Mode of a request socket that is a path, octal; who may write it may connect
+    #[arg(long, default_value = "0600", value_parser = parse_mode, value_name = "MODE", help_heading = "Request server")]
+    pub ipc_mode: u32,
+    /// Port of the request socket; 0 lets the system choose one
+    #[arg(long, default_value_t = 5555, help_heading = "Request server")]
+    pub port: u16,
+    /// Tokens of one chunk, 1 to 65536; a multiple of the engine's block size
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536), help_heading = "Request server")]
+    pub chunk_size: u32,
+    /// Block id by which an engine denotes absent KV data
+    #[arg(long, default_value_t = 0, help_heading = "Request server")]
+    pub null_block_id: i64,
+    /// Worker threads of each pool, 1 to 256 [default: the number of cores, at most 4; LMCache: 1]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
+    pub max_workers: Option<u16>,
+    /// Threads that copy (store and retrieve), 1 to 256 [default: --max-workers]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
+    pub max_gpu_workers: Option<u16>,
+    /// Threads for lookups and other requests, 1 to 256 [default: --max-workers]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
+    pub max_cpu_workers: Option<u16>,
+    /// How chunk hashes are made: blake3, sha256_cbor, or sha256_cbor_64bit, which is another name of the second
+    #[arg(long, default_value = "blake3", value_parser = parse_hash, help_heading = "Request server")]
+    pub hash_algorithm: HashAlgorithm,
+    /// Kind of cache engine
+    #[arg(
+        long,
+        value_enum,
+        default_value = "default",
+        help_heading = "Request server"
+    )]
+    pub(super) engine_type: EngineType,
+    /// Transfer modes that workers may use (LMCache's default, lmcache_driven, leaves a CPU worker without an answer)
+    #[arg(
+        long,
+        value_enum,
+        default_value = "auto",
+        help_heading = "Request server"
+    )]
+    pub supported_transfer_mode: TransferMode,
+    /// POSIX shared memory segment that holds L1, for engine-driven workers; "" switches it off
+    /// [default: lmcache_l1_pool_kvtier_<port>, if /dev/shm is large enough; LMCache: off]
+    #[arg(long, help_heading = "Request server")]
+    pub shm_name: Option<String>,
+    /// One object group for all layers, however their sliding windows differ (LMCache's default): a chunk is stored only
+    /// while the engine has data for every layer, so hybrid models hit less
+    #[arg(
+        long,
+        overrides_with = "separate_object_groups",
+        help_heading = "Request server"
+    )]
+    pub no_separate_object_groups: bool,
+    #[arg(long, hide = true)]
+    separate_object_groups: bool,
+    /// Workers that register layers with sliding windows or recurrent states: refuse stores and serves nothing of them,
+    /// as LMCache's connector stores blocks of such layers that vLLM may have given to another request by then, and a
+    /// later hit would be wrong; allow serves them like others (docs/vllm.md)
+    #[arg(
+        long,
+        value_enum,
+        default_value = "refuse",
+        help_heading = "Request server"
+    )]
+    pub windowed_clients: WindowedClients,
+    /// Silence in seconds after which a worker that has pinged is taken for dead; 0 (never) or at least 30
+    #[arg(long, default_value_t = 120.0, help_heading = "Request server")]
+    pub worker_reap_timeout_seconds: f64,
+    /// Silence in seconds granted to a worker that registered and has not pinged yet; at least the reap timeout
+    #[arg(long, default_value_t = 3600.0, help_heading = "Request server")]
+    pub worker_registration_grace_seconds: f64,
+    /// Seconds that a stop may take beside --l2-drain-timeout-seconds; then the process ends whatever is under way
+    #[arg(long, default_value_t = 20.0, help_heading = "Request server")]
+    pub stop_timeout_seconds: f64,
+    /// Longest life of a request session in seconds
+    #[arg(long, default_value_t = 600.0, help_heading = "Request server")]
+    pub session_ttl_seconds: f64,
+    /// Largest message a client may send, GiB; no frame above 4 GiB is accepted, whatever it says [default: the size of L1,
+    /// at least 0.25]
+    #[arg(long, value_name = "GB", help_heading = "Request server")]
+    pub max_message_gb: Option<f64>,
+
+    /// Size of L1 in GiB [default: a quarter of the machine's memory, or of the cgroup's limit where that is less; as a
+    /// pool in /dev/shm no more than 45 % of that, since workers keep the pages of an earlier server's pool until they
+    /// have registered with the next one]
+    #[arg(long, value_name = "GB", help_heading = "L1")]
+    pub l1_size_gb: Option<f64>,
+    /// LMCache's form of --l1-size-gb: {"type": "DRAM", "size_gb": 20}; other fields are refused, with the flag for them
+    #[arg(long, value_name = "JSON", help_heading = "L1")]
+    pub l1_manager: Vec<String>,
+    /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
+    #[arg(long, default_value_t = 4096, help_heading = "L1")]
+    pub l1_align_bytes: u64,
+    /// Take L1 from the pool of 2 MiB hugepages (not together with --shm-name)
+    #[arg(long, overrides_with = "no_l1_use_hugepages", help_heading = "L1")]
+    pub l1_use_hugepages: bool,
+    #[arg(long, hide = true)]
+    no_l1_use_hugepages: bool,
+    /// Do not touch L1's pages in the background after start
+    #[arg(long, overrides_with = "l1_prefault", help_heading = "L1")]
+    pub no_l1_prefault: bool,
+    #[arg(long, hide = true)]
+    l1_prefault: bool,
+    /// Seconds after which a reservation that nobody commits is given up
+    #[arg(long, default_value_t = 600.0, help_heading = "L1")]
+    pub l1_write_ttl_seconds: f64,
+    /// Seconds after which a lookup's leases that nobody uses are given up
+    #[arg(long, default_value_t = 300.0, help_heading = "L1")]
+    pub l1_read_ttl_seconds: f64,
+    /// Which objects leave L1 first
+    #[arg(
+        long,
+        value_enum,
+        default_value = "LRU",
+        ignore_case = true,
+        help_heading = "L1"
+    )]
+    pub eviction_policy: EvictionPolicyName,
+    /// Share of L1 in use at which the background pass evicts, above 0 up to 1
+    #[arg(long, default_value_t = 0.8, help_heading = "L1")]
+    pub eviction_trigger_watermark: f64,
+    /// Share of the bytes in use that such a pass evicts, 0 to 1
+    #[arg(long, default_value_t = 0.2, help_heading = "L1")]
+    pub eviction_ratio: f64,
+
+    /// A second tier, as JSON with a "type"; may be given several times, the first one is asked first (docs/l2.md)
+    #[arg(long, value_name = "JSON", help_heading = "L2")]
+    pub l2_adapter: Vec<String>,
+    /// Whether objects stay in L1 once every tier has them (default) or leave it (skip_l1)
+    #[arg(long, value_enum, default_value = "default", help_heading = "L2")]
+    pub l2_store_policy: StorePolicy,
+    /// Whether objects that were loaded stay in L1 until they are evicted (retain) or leave it at the end of their request
+    /// (default, which is LMCache's default: a hot prefix is then read from L2 every time)
+    #[arg(long, value_enum, default_value = "retain", help_heading = "L2")]
+    pub l2_prefetch_policy: PrefetchPolicy,
+    /// Lookups that may ask the tiers at the same time, 1 to 4096; the others wait
+    #[arg(
+        long,
+        default_value_t = 8,
+        value_parser = clap::value_parser!(u16).range(1..=4096),
+        help_heading = "L2"
+    )]
+    pub l2_prefetch_max_in_flight: u16,
+    /// Seconds that a lookup asks the tiers, waiting included; its answer is what is known by then
+    #[arg(long, default_value_t = 2.0, help_heading = "L2")]
+    pub l2_lookup_timeout_seconds: f64,
+    /// Seconds that a lookup waits for what is being loaded; its answer is what is in L1 by then
+    #[arg(long, default_value_t = 15.0, help_heading = "L2")]
+    pub l2_load_timeout_seconds: f64,
+    /// GiB of L1 that may wait for a tier to store them, at most half of L1; more is not stored there [default: a quarter of
+    /// L1, shared by all tiers]
+    #[arg(long, help_heading = "L2")]
+    pub l2_store_queue_gb: Option<f64>,
+    /// Seconds that a stop waits for what is not stored in the tiers yet
+    #[arg(long, default_value_t = 10.0, help_heading = "L2")]
+    pub l2_drain_timeout_seconds: f64,
+    /// GiB of a tier's disk that stay free, 0 or more
+    #[arg(long, default_value_t = 1.0, help_heading = "L2")]
+    pub l2_min_free_gb: f64,
+
+    /// What a tenant's limit means: stores are accepted, and eviction brings the tenant back below the watermark (soft, as
+    /// LMCache has it), or a store that would pass the limit is refused (strict)
+    #[arg(long, value_enum, default_value = "soft", help_heading = "Tenants")]
+    pub(super) quota_mode: QuotaModeName,
+    /// Limit in each tier of tenants that have no quota: unlimited, 0 (nothing, so that quotas are an allow-list) or a size
+    /// such as 10GiB (LMCache: always 0, and what tenants without a quota have is gone within a second; here nobody loses
+    /// data unasked)
+    #[arg(
+        long,
+        value_name = "LIMIT",
+        default_value = "unlimited",
+        help_heading = "Tenants"
+    )]
+    pub(super) quota_default: Limit,
+    /// File that keeps the quotas set over HTTP; made when there is none [default: none, quotas end with the process, as
+    /// LMCache's do]
+    #[arg(long, value_name = "FILE", help_heading = "Tenants")]
+    pub(super) quota_file: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) tenants: TenantSettings,
+
+    #[command(flatten)]
+    pub(super) gpu: GpuSettings,
+
+    /// Host of the HTTP API; beyond loopback it needs tokens
+    #[arg(long, default_value = "127.0.0.1", help_heading = "HTTP")]
+    pub http_host: String,
+    /// Port of the HTTP API; 0 lets the system choose one
+    #[arg(long, default_value_t = 8080, help_heading = "HTTP")]
+    pub http_port: u16,
+    /// A further port that serves only /metrics [default: none; /metrics is on the HTTP port]
+    #[arg(long, help_heading = "HTTP")]
+    pub prometheus_port: Option<u16>,
+    /// File of bearer tokens, a line each: ROLE NAME TOKEN, where ROLE is read or admin; read again when it changes. The
+    /// environment variable KVTIER_HTTP_TOKENS may hold such lines as well, with ; between them (docs/http.md)
+    #[arg(long, value_name = "FILE", help_heading = "HTTP")]
+    pub http_token_file: Option<PathBuf>,
+    /// Certificate chain for TLS on the HTTP ports, PEM, the server's own first; read again when it changes
+    #[arg(long, value_name = "FILE", help_heading = "HTTP")]
+    pub http_tls_cert: Option<PathBuf>,
+    /// Its private key, PEM, not encrypted; read again when it changes
+    #[arg(long, value_name = "FILE", help_heading = "HTTP")]
+    pub http_tls_key: Option<PathBuf>,
+
+    /// Log filter: error, warn, info, debug, trace, off, or per target as in info,kvtier=debug
+    #[arg(
+        long,
+        env = "KVTIER_LOG_LEVEL",
+        default_value = "info",
+        help_heading = "Logs"
+    )]
+    pub log_level: String,
+    /// Shape of log lines
+    #[arg(long, value_enum, default_value = "text", help_heading = "Logs")]
+    pub log_format: LogFormat,
+}

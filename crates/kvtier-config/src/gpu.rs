@@ -1,0 +1,199 @@
+//! How GPUs are found and used.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, ValueEnum};
+use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
+
+use super::ConfigError;
+use super::checks::seconds;
+
+/// Where the CUDA driver's library is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CudaDriver {
+    /// Where the system finds it, if it does.
+    Auto,
+    /// GPUs are not used.
+    Off,
+    /// This file, which must be one.
+    Path(PathBuf),
+}
+
+/// `--l1-numa-nodes`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NumaNodes {
+    /// Those that the GPUs are on, as far as the system tells.
+    Auto,
+    /// Whatever the system does.
+    Off,
+    /// These.
+    List(Vec<u32>),
+}
+
+/// `--gpu-executor`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum ExecutorName {
+    Auto,
+    Batch,
+    Kernel,
+    Staged,
+    Plain,
+}
+
+/// `--gpu-reply`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum GpuReplyName {
+    Done,
+    Event,
+}
+
+/// When a transfer of a worker on a GPU is answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GpuReply {
+    /// When its bytes are in place.
+    Done,
+    /// When it is with the GPU, with an event that is complete when they are.
+    Event,
+}
+
+impl From<GpuReplyName> for GpuReply {
+    fn from(name: GpuReplyName) -> Self {
+        match name {
+            GpuReplyName::Done => Self::Done,
+            GpuReplyName::Event => Self::Event,
+        }
+    }
+}
+
+/// The flags.
+#[derive(Debug, Clone, PartialEq, Args)]
+pub struct GpuSettings {
+    /// Library of the CUDA driver: auto is libcuda.so.1 where the system finds it, and without one workers on GPUs cannot
+    /// register; off uses no GPU; a path must be there
+    #[arg(long, value_name = "auto|off|PATH", default_value = "auto", value_parser = parse_driver, help_heading = "GPU")]
+    pub cuda_driver: CudaDriver,
+    /// How bytes travel between GPUs and L1: what a trial of a GPU found fastest for each length of runs (auto), the copy
+    /// engines by batches, a kernel on pinned memory, a kernel and the copy engines with a buffer between, or the copy
+    /// engines run by run
+    #[arg(long, value_enum, default_value = "auto", help_heading = "GPU")]
+    pub(super) gpu_executor: ExecutorName,
+    /// When transfers of workers on a GPU are answered: when their bytes are in place (done), or when they are with the
+    /// GPU, with an event for the worker to ask (event, as LMCache does; what fails after that is told nobody but the log)
+    #[arg(long, value_enum, default_value = "done", help_heading = "GPU")]
+    pub(super) gpu_reply: GpuReplyName,
+    /// NUMA nodes that L1 comes from: those that the GPUs are on, several with a part of L1 each (auto), wherever it is
+    /// touched first (off), or a list such as 0,1, which take turns
+    #[arg(long, value_name = "auto|off|LIST", default_value = "auto", value_parser = parse_nodes, help_heading = "GPU")]
+    pub l1_numa_nodes: NumaNodes,
+    /// Seconds that an engine's event may take to complete, 0.1 or more; then its store or retrieve fails
+    #[arg(long, default_value_t = 30.0, help_heading = "GPU")]
+    pub(super) gpu_event_timeout_seconds: f64,
+}
+
+fn parse_driver(text: &str) -> Result<CudaDriver, String> {
+    match text {
+        "auto" => Ok(CudaDriver::Auto),
+        "off" => Ok(CudaDriver::Off),
+        path if path.contains('/') => Ok(CudaDriver::Path(path.into())),
+        _ => Err("give auto, off, or a path with a / in it".into()),
+    }
+}
+
+fn parse_nodes(text: &str) -> Result<NumaNodes, String> {
+    match text {
+        "auto" => Ok(NumaNodes::Auto),
+        "off" => Ok(NumaNodes::Off),
+        list => {
+            let nodes = list.split(',').map(|node| node.trim().parse());
+            nodes
+                .collect::<Result<_, _>>()
+                .map(NumaNodes::List)
+                .map_err(|_| "give auto, off, or numbers of nodes with commas between them".into())
+        }
+    }
+}
+
+/// Those of the flags that mean nothing without a GPU and were given, by their names.
+pub(super) fn given(matches: &ArgMatches) -> Vec<String> {
+    let names = matches.ids().map(|id| id.as_str());
+    let given = names.filter(|name| {
+        name.starts_with("gpu_") && matches.value_source(name) == Some(ValueSource::CommandLine)
+    });
+    let mut flags: Vec<_> = given
+        .map(|name| format!("--{}", name.replace('_', "-")))
+        .collect();
+    flags.sort();
+    flags
+}
+
+impl GpuSettings {
+    /// What the device crate wants to know; `None` when GPUs are not used.
+    ///
+    /// # Errors
+    /// A time out of its range.
+    pub(super) fn options(&self) -> Result<Option<CudaOptions>, ConfigError> {
+        let executor = match self.gpu_executor {
+            ExecutorName::Auto => None,
+            ExecutorName::Batch => Some(Executor::Batch),
+            ExecutorName::Kernel => Some(Executor::Kernel),
+            ExecutorName::Staged => Some(Executor::Staged),
+            ExecutorName::Plain => Some(Executor::Plain),
+        };
+        let event_timeout: Duration = seconds(
+            "gpu-event-timeout-seconds",
+            self.gpu_event_timeout_seconds,
+            0.1,
+        )?;
+        let library = match &self.cuda_driver {
+            CudaDriver::Auto => None,
+            CudaDriver::Off => return Ok(None),
+            CudaDriver::Path(path) => Some(path.clone()),
+        };
+        Ok(Some(CudaOptions {
+            library,
+            gpu: GpuOptions {
+                executor,
+                event_timeout,
+                ..GpuOptions::default()
+            },
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::NumaNodes;
+    use crate::ServerConfig;
+
+    #[test]
+    fn a_driver_is_found_given_or_off() {
+        let cuda = |flags: &[&str]| ServerConfig::from_flags(flags).map(|config| config.cuda);
+        assert_eq!(cuda(&[]).unwrap().unwrap().library, None);
+        assert!(cuda(&["--cuda-driver", "off"]).unwrap().is_none());
+        let given = cuda(&["--cuda-driver", "/opt/libcuda.so"])
+            .unwrap()
+            .unwrap();
+        assert_eq!(given.library.unwrap().to_str(), Some("/opt/libcuda.so"));
+        let error = cuda(&["--cuda-driver", "of"]).unwrap_err().to_string();
+        assert!(
+            error.contains("--cuda-driver") && error.contains("give auto, off"),
+            "{error}"
+        );
+        let nodes = |text| {
+            let flags = ["--l1-numa-nodes", text];
+            ServerConfig::from_flags(&flags).map(|config| config.l1_numa_nodes)
+        };
+        assert_eq!(nodes("0, 1").unwrap(), NumaNodes::List(vec![0, 1]));
+        assert_eq!(nodes("auto").unwrap(), NumaNodes::Auto);
+        assert!(
+            nodes("0,x")
+                .unwrap_err()
+                .to_string()
+                .contains("--l1-numa-nodes")
+        );
+        let error = cuda(&["--gpu-event-timeout-seconds", "0"]).unwrap_err();
+        assert!(error.to_string().contains("0.1"), "{error}");
+    }
+}

@@ -1,0 +1,273 @@
+//! The tiers below L1, and how they are used.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kvtier_l2::{AdapterConfig, Registry, redact};
+use rustix::fs::{Access, access};
+
+use super::checks::{gib, refuse, seconds};
+use super::flags::ServerArgs;
+use super::values::{PrefetchPolicy, StorePolicy};
+use super::{ConfigError, GIB};
+
+/// The tiers, the first one asked first, and how they are used.
+#[derive(Debug, Clone)]
+pub struct L2Config {
+    /// The adapters.
+    pub adapters: Vec<AdapterConfig>,
+    /// See [`StorePolicy`].
+    pub store_policy: StorePolicy,
+    /// See [`PrefetchPolicy`].
+    pub prefetch_policy: PrefetchPolicy,
+    /// Lookups that may ask the tiers at the same time; the others wait.
+    pub prefetch_max_in_flight: usize,
+    /// How long a lookup asks the tiers what they have, waiting included.
+    pub lookup_timeout: Duration,
+    /// How long a lookup waits for what is being loaded.
+    pub load_timeout: Duration,
+    /// How long a stop waits for what is not stored yet.
+    pub drain_timeout: Duration,
+    /// Bytes of L1 that may wait for each tier to store them.
+    pub store_queue_bytes: u64,
+    /// Bytes of L1 that may be loaded into at the same time.
+    pub load_bytes: u64,
+    /// Bytes that a tier leaves free of the disk it is on.
+    pub min_free_bytes: u64,
+}
+
+impl L2Config {
+    /// What the tier of this adapter is called: as its `name` says, or by its type and number, the first one having 0.
+    pub fn tier_name(number: usize, adapter: &AdapterConfig) -> String {
+        let own = adapter.name.clone();
+        own.unwrap_or_else(|| format!("{}-{number}", adapter.kind))
+    }
+
+    /// One line a tier, in the order they are asked.
+    pub fn tiers(&self) -> impl Iterator<Item = String> {
+        let line = |(number, adapter): (usize, &AdapterConfig)| {
+            let place = base_path(adapter);
+            let place = place.map_or(String::new(), |path| {
+                format!(" in {}", redact::text(&path.display().to_string()))
+            });
+            let size = adapter.capacity_bytes();
+            let size = size.map_or("without a bound".to_owned(), |bytes| {
+                format!("at most {:.2} GiB", bytes as f64 / GIB as f64)
+            });
+            let name = Self::tier_name(number, adapter);
+            format!("L2 tier {name}: {}{place}, {size}", adapter.kind)
+        };
+        self.adapters.iter().enumerate().map(line)
+    }
+
+    /// What the adapters' users should know.
+    pub fn warnings(&self) -> impl Iterator<Item = String> {
+        let warnings = self.adapters.iter().flat_map(|adapter| &adapter.warnings);
+        warnings.map(|warning| format!("--l2-adapter: {warning}"))
+    }
+
+    /// Why a tier could not be opened, as far as that can be told without making anything: its directory is made where it
+    /// is missing, so what is there of the way to it has to be one that can be written to.
+    pub fn obstacle(&self) -> Option<String> {
+        self.adapters.iter().find_map(|adapter| {
+            let path = base_path(adapter)?;
+            if is_read_only(adapter) {
+                let is_good = path.is_dir() && access(&path, Access::READ_OK | Access::EXEC_OK).is_ok();
+                return (!is_good).then(|| {
+                    format!(
+                        "--l2-adapter: type {:?}: base_path {} cannot be used: with read_only it has to be a directory that \
+                         is there and can be read",
+                        adapter.kind,
+                        path.display()
+                    )
+                });
+            }
+            let there = path.ancestors().find(|part| part.exists());
+            let there = there.unwrap_or(Path::new("/"));
+            let is_good = there.is_dir() && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok()
+                && (there == path || takes_directories(there));
+            (!is_good).then(|| {
+                format!(
+                    "--l2-adapter: type {:?}: base_path {} cannot be used: {} is no directory that can be written to; \
+                     read_only has it only read",
+                    adapter.kind,
+                    path.display(),
+                    there.display()
+                )
+            })
+        })
+    }
+
+    /// Each tier that is written to, and the bytes of the file system that it is or will be on.
+    pub(super) fn file_systems(&self) -> impl Iterator<Item = (String, u64)> {
+        let adapters = self.adapters.iter().enumerate();
+        adapters.filter_map(|(number, adapter)| {
+            let path = base_path(adapter).filter(|_| !is_read_only(adapter))?;
+            let size = path
+                .ancestors()
+                .find_map(|part| rustix::fs::statvfs(part).ok());
+            let bytes = size.map(|size| size.f_blocks.saturating_mul(size.f_frsize))?;
+            Some((Self::tier_name(number, adapter), bytes))
+        })
+    }
+
+    /// The tiers of these flags, all of which are checked; `None` without an adapter.
+    pub(super) fn of(args: &ServerArgs, l1_bytes: u64) -> Result<Option<Self>, ConfigError> {
+        let tiers = args.l2_adapter.len() as u64;
+        let config = Self {
+            adapters: adapters(&args.l2_adapter)?,
+            store_policy: args.l2_store_policy,
+            prefetch_policy: args.l2_prefetch_policy,
+            prefetch_max_in_flight: args.l2_prefetch_max_in_flight.into(),
+            lookup_timeout: seconds(
+                "l2-lookup-timeout-seconds",
+                args.l2_lookup_timeout_seconds,
+                0.001,
+            )?,
+            load_timeout: seconds(
+                "l2-load-timeout-seconds",
+                args.l2_load_timeout_seconds,
+                0.001,
+            )?,
+            drain_timeout: seconds(
+                "l2-drain-timeout-seconds",
+                args.l2_drain_timeout_seconds,
+                0.0,
+            )?,
+            store_queue_bytes: match args.l2_store_queue_gb {
+                Some(size) => store_queue(size, l1_bytes)?,
+                None => l1_bytes / 4 / tiers.max(1),
+            },
+            load_bytes: l1_bytes / 4,
+            min_free_bytes: min_free(args.l2_min_free_gb)?,
+        };
+        refuse_shared_names(&config.adapters)?;
+        refuse_shared_places(&config.adapters)?;
+        Ok((tiers > 0).then_some(config))
+    }
+}
+
+/// What waits is leased, so that a slow tier could fill L1 with it.
+fn store_queue(size: f64, l1_bytes: u64) -> Result<u64, ConfigError> {
+    let bytes = gib("l2-store-queue-gb", size)?;
+    let most = l1_bytes / 2;
+    match bytes > most {
+        false => Ok(bytes),
+        true => Err(refuse(
+            "l2-store-queue-gb",
+            size,
+            &format!("give at most half of L1, {:.2}", most as f64 / GIB as f64),
+        )),
+    }
+}
+
+fn min_free(size: f64) -> Result<u64, ConfigError> {
+    if size == 0.0 {
+        return Ok(0);
+    }
+    let allowed = "give a size in GiB from 0 (all of the disk may be used) to 1048576";
+    gib("l2-min-free-gb", size).map_err(|_| refuse("l2-min-free-gb", size, allowed))
+}
+
+/// Whether directories can be made in this one, which permissions alone do not say, as of /proc.
+fn takes_directories(there: &Path) -> bool {
+    let name = there.join(format!(".kvtier-check-{}", std::process::id()));
+    std::fs::create_dir(&name).is_ok_and(|()| std::fs::remove_dir(&name).is_ok())
+}
+
+/// The directory of an adapter, or of the one inside of it. Absolute, as far as the system says where we are.
+fn base_path(adapter: &AdapterConfig) -> Option<PathBuf> {
+    let Some(path) = adapter.options.find::<&str>("base_path") else {
+        return base_path(adapter.options.find("inner")?);
+    };
+    Some(std::path::absolute(path).unwrap_or_else(|_| path.into()))
+}
+
+pub(super) fn is_read_only(adapter: &AdapterConfig) -> bool {
+    match adapter.options.find::<&AdapterConfig>("inner") {
+        Some(inner) => is_read_only(inner),
+        None => adapter.options.find("read_only").unwrap_or(false),
+    }
+}
+
+/// Where what a tier has is, to tell it from another one of the same name; its type, where it keeps nothing on a disk.
+pub(super) fn location(adapter: &AdapterConfig) -> String {
+    let path = base_path(adapter).map(|path| resolved(&path));
+    path.map_or_else(
+        || adapter.kind.to_owned(),
+        |path| redact::text(&path.display().to_string()),
+    )
+}
+
+/// Limits, metrics and listings know a tier by its name alone.
+fn refuse_shared_names(adapters: &[AdapterConfig]) -> Result<(), ConfigError> {
+    let mut names: BTreeMap<String, usize> = BTreeMap::new();
+    for (number, adapter) in adapters.iter().enumerate() {
+        let name = L2Config::tier_name(number, adapter);
+        if let Some(other) = names.insert(name.clone(), number) {
+            return Err(ConfigError(format!(
+                "--l2-adapter: adapters {other} and {number}, counted from 0, are both called {name:?}; give each its own \"name\""
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Two tiers would evict and count each other's objects in one directory, and hold each object once.
+fn refuse_shared_places(adapters: &[AdapterConfig]) -> Result<(), ConfigError> {
+    let mut places: Vec<(String, PathBuf)> = Vec::new();
+    for (number, adapter) in adapters.iter().enumerate() {
+        let Some(path) = base_path(adapter) else {
+            continue;
+        };
+        let (name, path) = (L2Config::tier_name(number, adapter), resolved(&path));
+        let other = places.iter().find(|(_, other)| {
+            path.starts_with(other) || other.starts_with(&path) || is_same(&path, other)
+        });
+        if let Some((other_name, other)) = other {
+            return Err(ConfigError(format!(
+                "--l2-adapter: base_path {} of {name} and {} of {other_name} are the same directory or one inside the \
+                 other; give each tier its own",
+                path.display(),
+                other.display()
+            )));
+        }
+        places.push((name, path));
+    }
+    Ok(())
+}
+
+/// Without links, as far as the path is there.
+fn resolved(path: &Path) -> PathBuf {
+    let there = path
+        .ancestors()
+        .find_map(|part| Some((part, part.canonicalize().ok()?)));
+    let Some((part, there)) = there else {
+        return path.to_owned();
+    };
+    match path.strip_prefix(part) {
+        Ok(rest) if !rest.as_os_str().is_empty() => there.join(rest),
+        _ => there,
+    }
+}
+
+/// Whether both are there and one directory, be it mounted twice.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let number = |path: &Path| path.metadata().map(|meta| (meta.dev(), meta.ino())).ok();
+    number(one).is_some_and(|one| number(other) == Some(one))
+}
+
+/// Checks the adapters; warnings of theirs are logged at the start.
+fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>, ConfigError> {
+    let registry = Registry::built_in();
+    specs
+        .iter()
+        .map(|spec| {
+            registry
+                .parse_json(spec)
+                .map_err(|error| ConfigError(format!("--l2-adapter: {error}")))
+        })
+        .collect()
+}

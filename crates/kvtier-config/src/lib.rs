@@ -1,0 +1,267 @@
+//! Configuration: one set of definitions for the command line and the TOML file.
+//!
+//! It parses and checks values; it opens no file but the one of `--config`, binds no port and finds no device. Whether
+//! a server could start with a configuration here and now is for the server's preflight checks.
+//!
+//! Every key of the file is a flag without its dashes, so a file is read by turning it into flags that stand before
+//! those of the command line. One parser, one set of names, ranges and error texts; the command line wins.
+
+#![forbid(unsafe_code)]
+
+mod checks;
+mod command;
+mod docs;
+mod effect;
+mod file;
+mod flags;
+mod gpu;
+mod http;
+mod l1_manager;
+mod l2;
+mod limit;
+mod memory;
+mod peer;
+mod quota;
+mod request;
+mod resolve;
+mod show;
+mod tenants;
+mod values;
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+pub use docs::reference_markdown;
+pub use flags::ServerArgs;
+pub use gpu::{GpuReply, NumaNodes};
+pub use http::{HttpConfig, TOKENS_VARIABLE, is_loopback};
+pub use l2::L2Config;
+pub use limit::{Limit, MAX_BYTES, parse_size};
+pub use memory::{HostMemory, L1Origin};
+pub use quota::{Place, QuotaSettings};
+pub use tenants::TenantSettings;
+pub use values::{
+    EvictionPolicyName, LogFormat, PrefetchPolicy, StorePolicy, TransferMode, WindowedClients,
+};
+
+use kvtier_core::hashing::HashAlgorithm;
+use kvtier_device::cuda::CudaOptions;
+use kvtier_l2::redact;
+use kvtier_memory::PoolRoom;
+
+/// Bytes of one "GB" of the flags. LMCache's sizes are GiB under that name.
+pub const GIB: u64 = 1 << 30;
+
+/// Bytes in GiB, for people.
+pub fn in_gib(bytes: u64) -> f64 {
+    bytes as f64 / GIB as f64
+}
+
+/// Why a configuration was refused: one line, naming the flag, its value and what is allowed.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct ConfigError(pub String);
+
+/// What a command line asks for.
+#[derive(Debug)]
+pub enum Parsed {
+    /// Run (or only check) this configuration.
+    Run {
+        /// The checked configuration.
+        config: Box<ServerConfig>,
+        /// `--check-config`: report and stop.
+        check_only: bool,
+    },
+    /// `--help` or `--version`: text to print, then stop.
+    Print(String),
+}
+
+/// A checked configuration; every value is in its range.
+#[derive(Debug, Clone)]
+pub struct ServerConfig {
+    /// Identity of this server in logs and metrics.
+    pub instance_id: String,
+    /// Host of the request socket, as given, or `ipc://` and a path.
+    pub host: String,
+    /// Mode of that path.
+    pub ipc_mode: u32,
+    /// TCP port of the request socket; 0 lets the system choose.
+    pub port: u16,
+    /// Tokens of one chunk.
+    pub chunk_size: u32,
+    /// Block id that stands for "no data" in an engine's block lists.
+    pub null_block_id: i64,
+    /// Threads for copies and the store/retrieve class.
+    pub transfer_workers: usize,
+    /// Threads for lookups and everything else that is not a copy.
+    pub control_workers: usize,
+    /// How chunk hashes are made.
+    pub hash_algorithm: HashAlgorithm,
+    /// Which transfer modes a worker may register for.
+    pub transfer_mode: TransferMode,
+    /// POSIX shm segment that holds the L1 arena; `None` keeps it in anonymous memory.
+    pub shm_name: Option<String>,
+    /// Whether `shm_name` was asked for by name rather than chosen by us.
+    pub shm_required: bool,
+    /// One object group per sliding-window size.
+    pub separate_object_groups: bool,
+    /// Whether workers with sliding windows or recurrent states have a cache.
+    pub windowed_clients: WindowedClients,
+    /// Silence after which a worker that has pinged is taken for dead; `None` never.
+    pub worker_reap_timeout: Option<Duration>,
+    /// Silence granted to a worker that registered but has not pinged yet.
+    pub registration_grace: Duration,
+    /// How long a stop may take, but for what waits to be stored in tiers.
+    pub stop_timeout: Duration,
+    /// Longest life of a request session.
+    pub session_ttl: Duration,
+    /// Bytes of L1.
+    pub l1_bytes: u64,
+    /// Where `l1_bytes` come from.
+    pub l1_origin: L1Origin,
+    /// What this process may use of the machine's memory.
+    pub memory: HostMemory,
+    /// Alignment of every object in L1, bytes, a power of two.
+    pub l1_align_bytes: u64,
+    /// Take L1 from the 2 MiB hugepage pool.
+    pub l1_hugepages: bool,
+    /// Touch all of L1 in the background after start.
+    pub l1_prefault: bool,
+    /// Life of a reservation whose client never commits.
+    pub write_ttl: Duration,
+    /// Life of a lookup's leases that nobody consumes.
+    pub read_ttl: Duration,
+    /// The tiers below L1; `None` without any.
+    pub l2: Option<L2Config>,
+    /// Which objects go first.
+    pub eviction_policy: EvictionPolicyName,
+    /// Share of L1 in use that starts a background eviction pass, (0, 1].
+    pub eviction_trigger_watermark: f64,
+    /// Share of the bytes in use that such a pass frees, [0, 1].
+    pub eviction_ratio: f64,
+    /// What tenants may have.
+    pub quotas: QuotaSettings,
+    /// How tenants are called, and how much is told of each.
+    pub tenants: TenantSettings,
+    /// How GPUs are found and used; `None` when they are not.
+    pub cuda: Option<CudaOptions>,
+    /// Flags that were given and mean nothing without a GPU.
+    pub gpu_flags: Vec<String>,
+    /// When workers on GPUs are answered.
+    pub gpu_reply: GpuReply,
+    /// NUMA nodes that L1 comes from.
+    pub l1_numa_nodes: NumaNodes,
+    /// Where the HTTP API is, and where the secrets are that guard it.
+    pub http: HttpConfig,
+    /// Port of the HTTP API; 0 lets the system choose.
+    pub http_port: u16,
+    /// Extra port that serves only `/metrics`.
+    pub prometheus_port: Option<u16>,
+    /// Largest message a client may send, bytes.
+    pub max_message_bytes: u64,
+    /// Log filter, in the syntax of `tracing`.
+    pub log_level: String,
+    /// Shape of log lines.
+    pub log_format: LogFormat,
+    /// Flags that were given and have no effect: LMCache's that are only known, and ours with what they need.
+    pub ignored: Vec<String>,
+    /// All flags as given, by section, for `GET /config`; without secrets.
+    pub shown: serde_json::Value,
+}
+
+impl ServerConfig {
+    /// Parses the arguments that follow `kvtier server`.
+    ///
+    /// # Errors
+    /// One line naming the flag (or the file's key), the value and what is allowed.
+    pub fn parse<I>(args: I) -> Result<Parsed, ConfigError>
+    where
+        I: IntoIterator<Item = OsString>,
+    {
+        let parsed = file::parse_with_file(args.into_iter().collect());
+        // Whatever was refused may have been, or held, a secret.
+        parsed.map_err(|ConfigError(line)| ConfigError(redact::text(&line)))
+    }
+
+    /// The configuration of `kvtier server` with these flags, for tests and embedding.
+    ///
+    /// # Errors
+    /// As [`ServerConfig::parse`]; asking for help is an error here.
+    pub fn from_flags(args: &[&str]) -> Result<Self, ConfigError> {
+        match Self::parse(args.iter().map(OsString::from))? {
+            Parsed::Run { config, .. } => Ok(*config),
+            Parsed::Print(_) => Err(ConfigError("help is not a configuration".into())),
+        }
+    }
+
+    /// Where the size of L1 comes from, for people.
+    pub fn l1_origin(&self) -> String {
+        match self.l1_origin {
+            L1Origin::Given => "as asked for".to_owned(),
+            L1Origin::Memory => format!("a quarter of {}", self.memory),
+            L1Origin::Shm => "45 % of /dev/shm, so that a restart finds room".to_owned(),
+        }
+    }
+
+    /// What an operator should know of it, except for the tiers' warnings and who may use HTTP.
+    pub fn warnings(&self) -> impl Iterator<Item = String> {
+        let warnings = [
+            self.memory_warning(),
+            self.quota_warning(),
+            self.exposure_warning(),
+        ];
+        let warnings = warnings.into_iter().flatten();
+        warnings.chain(self.room_warnings())
+    }
+
+    /// What it means that a tier is to leave more room than its file system has.
+    fn room_warnings(&self) -> impl Iterator<Item = String> {
+        let l2 = self.l2.iter();
+        l2.flat_map(|l2| {
+            l2.file_systems().filter_map(|(name, size)| {
+                (l2.min_free_bytes >= size).then(|| {
+                    format!(
+                        "--l2-min-free-gb: {:.2} GiB are to stay free where tier {name} is, and the file system has {:.2} \
+                         GiB in all; nothing will be stored there",
+                        in_gib(l2.min_free_bytes),
+                        in_gib(size)
+                    )
+                })
+            })
+        })
+    }
+
+    /// What is wrong with an L1 that this process cannot keep in memory.
+    pub fn memory_warning(&self) -> Option<String> {
+        (self.l1_bytes > self.memory.bytes).then(|| {
+            format!(
+                "--l1-size-gb: L1 of {:.2} GiB is more than {}, {:.2} GiB; as it fills, the system will swap or kill \
+                 the server",
+                in_gib(self.l1_bytes),
+                self.memory,
+                in_gib(self.memory.bytes)
+            )
+        })
+    }
+
+    /// Why the pool that is wanted cannot be in /dev/shm, if it does not fit there, or in place of an old one of its name.
+    pub fn shm_shortage(&self) -> Option<String> {
+        let room = PoolRoom::of(self.shm_name.as_ref()?)?;
+        (room.free < self.l1_bytes).then(|| self.describe_shortage(room.free))
+    }
+
+    /// What to do about a /dev/shm that has only this many bytes for the pool. A segment larger than its file system could
+    /// be made, and would kill whoever touches the part that does not fit.
+    pub fn describe_shortage(&self, room: u64) -> String {
+        format!(
+            "/dev/shm has {:.2} GiB free, L1 needs {:.2} GiB; enlarge it, lower --l1-size-gb, or give --shm-name \"\" to do \
+             without the pool (an earlier server's pool takes its room until each worker that maps it has registered \
+             again or ended; after that, a restart gets the pool)",
+            in_gib(room),
+            in_gib(self.l1_bytes)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,141 @@
+//! Where the request socket is, and what that means for those who can reach it.
+
+use std::net::IpAddr;
+use std::path::Path;
+
+use super::checks::refuse;
+use super::{ConfigError, ServerConfig};
+use crate::http::is_loopback;
+
+/// Begins a `--host` that is the path of a socket.
+const IPC: &str = "ipc://";
+
+/// Most bytes of such a path, which the system bounds.
+const LONGEST: usize = 107;
+
+impl ServerConfig {
+    /// The path of the request socket, where it is one.
+    pub fn ipc_path(&self) -> Option<&Path> {
+        self.host.strip_prefix(IPC).map(Path::new)
+    }
+
+    /// The address of the request socket, for messages. `localhost` is IPv4 loopback, as it is for every client of this
+    /// protocol; any other name is one of an interface.
+    pub fn bind_address(&self) -> String {
+        let host = match self.host.as_str() {
+            ipc if ipc.starts_with(IPC) => return ipc.to_owned(),
+            "localhost" => "127.0.0.1".into(),
+            address if address.contains(':') && !address.starts_with('[') => format!("[{address}]"),
+            host => host.to_string(),
+        };
+        match self.port {
+            0 => format!("tcp://{host}:*"),
+            port => format!("tcp://{host}:{port}"),
+        }
+    }
+
+    /// What it means that others than this host's reach the request socket, if they do.
+    pub fn exposure_warning(&self) -> Option<String> {
+        let host = self.host.trim_start_matches('[').trim_end_matches(']');
+        let is_local = match host.parse::<IpAddr>() {
+            Ok(ip) => is_loopback(ip),
+            Err(_) => self.ipc_path().is_some() || ["localhost", "lo"].contains(&host),
+        };
+        (!is_local).then(|| {
+            format!(
+                "--host {}: the request port is reachable from other hosts and the protocol knows no authentication: whoever \
+                 reaches it reads, replaces and removes the cached data of every tenant; let only engines reach it, or give \
+                 --host ipc://PATH for those on this host",
+                self.host
+            )
+        })
+    }
+}
+
+/// Checks the path of a `--host` that is one.
+pub(super) fn check_host(host: &str) -> Result<(), ConfigError> {
+    let Some(path) = host.strip_prefix(IPC) else {
+        return Ok(());
+    };
+    // Clients take the first two for what has no file, and so no permissions.
+    match path.is_empty()
+        || path.starts_with(['@', '*'])
+        || path.contains('\0')
+        || path.len() > LONGEST
+    {
+        false => Ok(()),
+        true => Err(refuse(
+            "host",
+            format!("{host:?}"),
+            &format!(
+                "give ipc:// and the path of a file, at most {LONGEST} bytes, not beginning with '@' or '*'"
+            ),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::values::parse_mode;
+    use super::*;
+
+    fn config(host: &str) -> Result<ServerConfig, ConfigError> {
+        ServerConfig::from_flags(&["--host", host])
+    }
+
+    #[test]
+    fn who_can_be_reached_from_elsewhere_is_told_what_that_means() {
+        for host in [
+            "localhost",
+            "127.0.0.1",
+            "127.1.2.3",
+            "::1",
+            "[::1]",
+            "lo",
+            "ipc:///run/k",
+        ] {
+            assert_eq!(config(host).unwrap().exposure_warning(), None, "{host}");
+        }
+        for host in ["0.0.0.0", "::", "[::]", "*", "eth0", "10.0.0.1"] {
+            let told = config(host).unwrap().exposure_warning().unwrap();
+            assert!(told.starts_with(&format!("--host {host}: ")) && told.contains("every tenant"));
+        }
+    }
+
+    #[test]
+    fn the_path_of_a_socket_is_taken_as_it_is() {
+        let config = config("ipc:///run/kvtier/a b:5555").unwrap();
+        assert_eq!(config.bind_address(), "ipc:///run/kvtier/a b:5555");
+        assert_eq!(config.ipc_path(), Some(Path::new("/run/kvtier/a b:5555")));
+        assert_eq!(config.ipc_mode, 0o600);
+    }
+
+    #[test]
+    fn paths_without_a_file_and_bad_modes_are_refused() {
+        let long = format!("ipc://{}", "a".repeat(LONGEST + 1));
+        for host in ["ipc://", "ipc://@name", "ipc://*", long.as_str()] {
+            let told = config(host).unwrap_err().0;
+            assert!(
+                told.starts_with("--host: ") && told.contains("give ipc://"),
+                "{told}"
+            );
+        }
+        for (text, mode) in [
+            ("0600", Some(0o600)),
+            ("660", Some(0o660)),
+            ("0o777", Some(0o777)),
+        ]
+        .into_iter()
+        .chain(["", "8", "0400", "01777", "-1", "rw"].map(|text| (text, None)))
+        {
+            assert_eq!(parse_mode(text).ok(), mode, "{text:?}");
+        }
+        let told = ServerConfig::from_flags(&["--ipc-mode", "0400"])
+            .unwrap_err()
+            .0;
+        assert!(
+            told.contains("--ipc-mode") && told.contains("octal"),
+            "{told}"
+        );
+    }
+}

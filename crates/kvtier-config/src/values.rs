@@ -1,0 +1,137 @@
+//! Values of flags: names with a meaning, and texts that are parsed.
+
+use std::str::FromStr as _;
+
+use clap::ValueEnum;
+use kvtier_core::eviction::EvictionKind;
+use kvtier_core::hashing::HashAlgorithm;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
+
+/// Which transfer modes workers may register for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum TransferMode {
+    /// The server copies (STORE, RETRIEVE).
+    LmcacheDriven,
+    /// The worker copies (PREPARE and COMMIT).
+    EngineDriven,
+    /// Both; each worker chooses.
+    Auto,
+}
+
+impl TransferMode {
+    /// Whether a worker may register memory that the server copies.
+    pub fn allows_lmcache_driven(self) -> bool {
+        self != TransferMode::EngineDriven
+    }
+
+    /// Whether a worker may register to copy by itself.
+    pub fn allows_engine_driven(self) -> bool {
+        self != TransferMode::LmcacheDriven
+    }
+}
+
+/// Eviction policies of L1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum EvictionPolicyName {
+    /// Least recently used first; within one prompt the last chunk first.
+    #[value(name = "LRU")]
+    Lru,
+    /// An order for each cache salt, so that quotas hold; the least recently used of all first.
+    #[value(name = "IsolatedLRU", alias = "UserLRU")]
+    IsolatedLru,
+    /// Objects used once and objects used again are kept apart, balanced by what is missed.
+    #[value(name = "ARC")]
+    Arc,
+    /// Nothing is ever evicted; a full cache refuses stores.
+    #[value(name = "noop")]
+    Noop,
+}
+
+impl EvictionPolicyName {
+    /// The policy.
+    pub fn kind(self) -> EvictionKind {
+        match self {
+            EvictionPolicyName::Lru => EvictionKind::Lru,
+            EvictionPolicyName::IsolatedLru => EvictionKind::IsolatedLru,
+            EvictionPolicyName::Arc => EvictionKind::Arc,
+            EvictionPolicyName::Noop => EvictionKind::Noop,
+        }
+    }
+}
+
+/// Whether workers with sliding windows or recurrent states have a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum WindowedClients {
+    /// They register, and nothing of them is stored or served.
+    Refuse,
+    /// They are served like others.
+    Allow,
+}
+
+/// Shape of log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// One readable line an event, coloured on a terminal only.
+    Text,
+    /// One JSON object an event.
+    Json,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Transport {
+    Zmq,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum EngineType {
+    Default,
+}
+
+/// What becomes of an object of L1 once every tier has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum StorePolicy {
+    /// It stays until it is evicted.
+    Default,
+    /// It leaves L1.
+    SkipL1,
+}
+
+/// What becomes of an object that was loaded into L1, once its request has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum PrefetchPolicy {
+    /// It leaves L1, as LMCache's policy of this name has it.
+    Default,
+    /// It stays until it is evicted.
+    Retain,
+}
+
+/// What a limit means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum QuotaModeName {
+    Soft,
+    Strict,
+}
+
+pub(super) fn parse_hash(name: &str) -> Result<HashAlgorithm, String> {
+    name.parse().map_err(|error| format!("{error}"))
+}
+
+/// An octal mode of a socket that its owner can use.
+pub(super) fn parse_mode(text: &str) -> Result<u32, String> {
+    let digits = text.strip_prefix("0o").unwrap_or(text);
+    u32::from_str_radix(digits, 8)
+        .ok()
+        .filter(|mode| mode & !0o777 == 0 && mode & 0o600 == 0o600)
+        .ok_or_else(|| {
+            "give an octal mode from 0600 to 0777 with which the owner reads and writes".into()
+        })
+}
+
+/// Whether this filters log lines as it says. A bare word that is no level would be a target, which silences all others.
+pub(super) fn is_log_filter(text: &str) -> bool {
+    let is_clear = |part: &str| part.contains(['=', '[']) || LevelFilter::from_str(part).is_ok();
+    text.split(',').all(is_clear) && EnvFilter::try_new(text).is_ok()
+}

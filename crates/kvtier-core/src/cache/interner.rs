@@ -1,0 +1,75 @@
+//! Interned values: each has a small number.
+
+use hashbrown::HashTable;
+
+/// Bytes of the two counters of an `Arc`.
+pub(super) const SHARED_COUNTERS: usize = 2 * size_of::<usize>();
+
+/// Heap bytes of a shared name: the text and its counters.
+pub(super) fn name_bytes(name: &str) -> usize {
+    name.len() + SHARED_COUNTERS
+}
+
+/// Table from values to small numbers. The number of a removed value is reused.
+#[derive(Debug)]
+pub(super) struct Interner<T> {
+    pub(super) entries: Vec<Option<T>>,
+    free: Vec<u32>,
+    table: HashTable<u32>,
+}
+
+impl<T> Default for Interner<T> {
+    fn default() -> Self {
+        Self {
+            entries: Vec::new(),
+            free: Vec::new(),
+            table: HashTable::new(),
+        }
+    }
+}
+
+impl<T> Interner<T> {
+    pub(super) fn find(&self, hash: u64, mut matches: impl FnMut(&T) -> bool) -> Option<u32> {
+        self.table
+            .find(hash, |&number| self.get(number).is_some_and(&mut matches))
+            .copied()
+    }
+
+    pub(super) fn get(&self, number: u32) -> Option<&T> {
+        self.entries.get(number as usize)?.as_ref()
+    }
+
+    pub(super) fn get_mut(&mut self, number: u32) -> Option<&mut T> {
+        self.entries.get_mut(number as usize)?.as_mut()
+    }
+
+    pub(super) fn insert(&mut self, hash: u64, value: T, rehash: impl Fn(&T) -> u64) -> u32 {
+        let number = self.free.pop().unwrap_or(self.entries.len() as u32);
+        match self.entries.get_mut(number as usize) {
+            Some(entry) => *entry = Some(value),
+            None => self.entries.push(Some(value)),
+        }
+        let entries = &self.entries;
+        self.table.insert_unique(hash, number, |&other| {
+            entries[other as usize].as_ref().map_or(0, &rehash)
+        });
+        number
+    }
+
+    pub(super) fn remove(&mut self, hash: u64, number: u32) -> Option<T> {
+        let found = self.table.find_entry(hash, |&other| other == number).ok()?;
+        found.remove();
+        self.free.push(number);
+        self.entries[number as usize].take()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.entries.len() - self.free.len()
+    }
+
+    pub(super) fn bookkeeping_bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Option<T>>()
+            + self.free.capacity() * size_of::<u32>()
+            + self.table.allocation_size()
+    }
+}

@@ -1,0 +1,106 @@
+//! A strict fake of the CUDA driver library (`libcuda.so.1`), for tests on machines without a GPU.
+//!
+//! The cdylib exports driver functions with the signatures of `cuda.h`. Device memory is POSIX shared memory, streams are
+//! threads, copies are `memcpy`, and the copy kernel is its own source compiled for the processor; so several processes
+//! can share memory and events through IPC handles, as with a GPU. It shows nothing about speed, nor about driver behaviour
+//! that is not documented. Dependents of the crate also get `kvcopy_host` of `kvcopy_host.cpp`, which runs the kernel
+//! without a driver.
+//!
+//! # Strict
+//! Only the fake driver can read addresses of device memory, and they are never reused. Incorrect calls are answered with
+//! the driver's code and recorded as a *violation*: no current context or the wrong one, handles that
+//! are unknown or destroyed, ranges outside a live allocation, mapping or registration, things closed or freed twice or
+//! while a stream uses them, a process opening its own IPC handle, contexts that end with something left. A batch is copied in
+//! reverse, sources of access order ANY are read at the call, and a kernel that accesses other memory poisons its
+//! context. Device memory starts as zeros, and default streams are ordinary ones: a stream created with flag 0 does not wait
+//! for them.
+//!
+//! # Functions for tests
+//! * `uint64_t fake_driver_count(const char *name)`: calls of a function since the start or the last `clear`. Also
+//!   `violations`; `pageable`: asynchronous copies from or to host memory that is not registered, which wait as the
+//!   driver's do; `batched`: copies in batches; `queued.E`, `started.E` and `bytes.E`: work that came to engine E, work
+//!   it began, and bytes it did, where E is `h2d`, `d2h` or `kernel` (kernels, fills, and copies inside the device);
+//!   `overlaps`: work started while another engine was busy; and live objects: `live.memory` (allocations, openings
+//!   and reservations), `live.physical`, `live.host`, `live.streams`, `live.events`, `live.modules`, `live.contexts`.
+//! * `uint64_t fake_driver_violations(char *to, size_t bytes)`: their number; writes as many lines of their text as fit.
+//! * `int fake_driver_script(const char *text)`: the script below; 1, and a violation, if it cannot be read.
+//!   The variable `KVTIER_CUDA_FAKE` holds one that is read at the first call, and aborts the process if it is wrong.
+//! * The variable `KVTIER_CUDA_FAKE_LOUD` sends violations to stderr, too.
+//!
+//! # Scripts
+//! Statements, separated by `;` or newlines; `#` starts a comment. WHEN is a number K, the K-th from now, or `K+`, all from
+//! the K-th on.
+//!
+//! | statement | meaning | at the start |
+//! | --- | --- | --- |
+//! | `devices=N` | number of devices, 0 to 16, from the next `cuInit` on, which removes none | 1 |
+//! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier fake GPU", `cafe:17:00.0` and up: no machine has it |
+//! | `memory=BYTES` | of each device | 8 GiB |
+//! | `driver=VERSION` | 1000 * major + 10 * minor | 12080 |
+//! | `fail FUNCTION=CODE@WHEN` | these calls answer CODE and do nothing; without `@WHEN` all. FUNCTION may also be a kernel, for its launches | |
+//! | `die FUNCTION@WHEN` | this call kills the process; without `@WHEN` the next | |
+//! | `h2d=RATE`, `d2h=RATE`, `kernel=RATE` | maximum bytes per second of an engine; 0: no limit | 0 |
+//! | `hold ENGINE`, `release` | an engine blocks in its next work; all continue | |
+//! | `hold FUNCTION@WHEN` | these calls are counted and block until `release`; without `@WHEN` all | |
+//! | `event.never=WHEN` | these records of events are never reached | |
+//! | `import.never=WHEN` | these opened events never complete in the opening process | |
+//! | `batch=absent` | no `cuMemcpyBatchAsync`; `present` | `present` |
+//! | `ptx=refused` | every PTX is refused; `accepted` | `accepted` |
+//! | `fabric=absent` | fabric handles are not permitted; `present` | `present` |
+//! | `reset` | all settings as at the start, except devices, memory and driver | |
+//! | `clear` | clears counts and violations | |
+#![expect(
+    clippy::undocumented_unsafe_blocks,
+    reason = "the crate is a C interface: callers' pointers are what its documentation says; other reasons are written down"
+)]
+
+mod abi;
+mod api;
+mod event;
+mod host;
+mod journal;
+mod kernel;
+mod script;
+mod segment;
+mod space;
+mod stream;
+mod world;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Path of this crate's library, for a test to load: `$KVTIER_CUDA_FAKE_LIB`, or beside the test's executable.
+///
+/// # Errors
+/// The searched paths, if it is at none of them.
+pub fn fake_driver_path() -> Result<PathBuf, String> {
+    if let Some(path) = std::env::var_os("KVTIER_CUDA_FAKE_LIB") {
+        return Ok(path.into());
+    }
+    let exe = std::env::current_exe().map_err(|e| e.to_string())?;
+    let looked = exe
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .flat_map(|folder| [folder.to_owned(), folder.join("deps")]);
+    let names: Vec<PathBuf> = looked
+        .map(|folder| folder.join("libkvtier_cuda_fake.so"))
+        .collect();
+    match names.iter().find(|path| path.exists()) {
+        Some(path) => Ok(path.clone()),
+        None => Err(format!("the fake CUDA driver is at none of {names:?}")),
+    }
+}
+
+/// Copies the library to `folder`. Each loaded copy is a driver with its own scripts, counts and memory, beside others in
+/// the process. Copies in one process cannot open each other's handles, as a process cannot open its own.
+///
+/// # Errors
+/// As [`fake_driver_path`], or the copy fails.
+pub fn fake_driver_copy(folder: &Path) -> Result<PathBuf, String> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let to = folder.join(format!("libcuda-{}-{number}.so", std::process::id()));
+    std::fs::copy(fake_driver_path()?, &to).map_err(|e| format!("{}: {e}", to.display()))?;
+    Ok(to)
+}

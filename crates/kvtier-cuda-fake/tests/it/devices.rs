@@ -1,0 +1,104 @@
+//! Several devices, and several drivers.
+
+use std::ffi::{CString, c_char, c_int};
+
+use crate::driver::*;
+
+/// Makes the context of another device current.
+fn enter(device: c_int) {
+    let mut context = 0_u64;
+    assert_eq!(OK, call!(cuInit(0 => u32)));
+    assert_eq!(
+        OK,
+        call!(cuDevicePrimaryCtxRetain(&mut context => *mut u64, device => c_int))
+    );
+    assert_eq!(OK, call!(cuCtxSetCurrent(context => u64)));
+}
+
+fn register(bytes: &[u8], flags: u32) -> c_int {
+    call!(cuMemHostRegister_v2(bytes.as_ptr() => *const u8, bytes.len() => usize, flags => u32))
+}
+
+fn unregister(bytes: &[u8]) -> c_int {
+    call!(cuMemHostUnregister(bytes.as_ptr() => *const u8))
+}
+
+#[test]
+fn objects_belong_to_one_device() {
+    let _alone = alone();
+    let (first, event, at, host) = (stream(), event(2), device_memory(64), vec![1_u8; 64]);
+    script("devices=2");
+    enter(1);
+    violated(sync(first), 201, "the stream is of device 0");
+    violated(
+        to_device(at, &host, first),
+        201,
+        "the stream is of device 0",
+    );
+    violated(call!(cuMemFree_v2(at => u64)), 201, "memory of device 0");
+    let second = stream();
+    violated(
+        to_device(at, &host, second),
+        1,
+        "memory of device 0, touched by device 1",
+    );
+    violated(
+        call!(cuEventRecord(event => u64, second => u64)),
+        400,
+        "the event is of device 0",
+    );
+    // Waiting for another device's event is what events are for.
+    assert_eq!(
+        OK,
+        call!(cuStreamWaitEvent(second => u64, event => u64, 0 => u32))
+    );
+    assert_eq!((OK, OK), (query(event), sync(second)));
+    let mut count = 0;
+    assert_eq!(OK, call!(cuDeviceGetCount(&mut count => *mut c_int)));
+    assert_eq!(2, count);
+    script("devices=1");
+}
+
+#[test]
+fn portable_host_memory_is_for_all_devices() {
+    let _alone = alone();
+    let host = vec![1_u8; 4096];
+    script("devices=2");
+    enter(1);
+    let (stream, at) = (stream(), device_memory(4096));
+    for (flags, pageable) in [(2, 1), (3, 0)] {
+        enter(0);
+        assert_eq!(OK, register(&host, flags));
+        enter(1);
+        assert_eq!(OK, to_device(at, &host, stream));
+        assert_eq!((OK, pageable), (sync(stream), count("pageable")));
+        assert_eq!(OK, unregister(&host));
+        script("clear");
+    }
+    script("devices=1");
+}
+
+#[test]
+fn library_copies_are_independent() {
+    let _alone = alone();
+    let folder = std::env::temp_dir();
+    let path = kvtier_cuda_fake::fake_driver_copy(&folder).unwrap();
+    let name = CString::new(path.to_str().unwrap()).unwrap();
+    // SAFETY: texts with a NUL, and the functions' types.
+    let (init, devices, count_of) = unsafe {
+        let library = libc::dlopen(name.as_ptr(), libc::RTLD_NOW);
+        assert!(!library.is_null());
+        let init: extern "C" fn(u32) -> c_int =
+            std::mem::transmute(libc::dlsym(library, c"cuInit".as_ptr()));
+        let count: extern "C" fn(*const c_char) -> u64 =
+            std::mem::transmute(libc::dlsym(library, c"fake_driver_count".as_ptr()));
+        let devices: extern "C" fn(*mut c_int) -> c_int =
+            std::mem::transmute(libc::dlsym(library, c"cuDeviceGetCount".as_ptr()));
+        (init, devices, count)
+    };
+    std::fs::remove_file(path).unwrap();
+    assert_eq!(3, devices(&mut 0), "before cuInit there is nothing");
+    script("clear; fail cuInit=999");
+    assert_eq!((OK, OK), (init(0), init(0)));
+    assert_eq!((2, 0), (count_of(c"cuInit".as_ptr()), count("cuInit")));
+}

@@ -1,0 +1,282 @@
+//! Where workers' pages can be: shared memory, and the GPUs there are.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvtier_device::cuda::driver::LIBRARY;
+use kvtier_device::cuda::{CudaDevice, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS};
+use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
+use kvtier_memory::Arena;
+use serde_json::{Map, Value, json};
+
+use kvtier_config::ServerConfig;
+use kvtier_metrics::GpuFigures;
+
+/// The devices of this server.
+pub struct Devices {
+    /// The GPUs, or why there are none.
+    cuda: Result<CudaDevice, String>,
+    /// It is in the log that some do not answer.
+    told_left: AtomicBool,
+}
+
+/// Why there are no GPUs; in short where there is no driver, of which the dynamic linker has more to say.
+fn absence(error: &str) -> String {
+    let missing = format!("{LIBRARY}: cannot open shared object file: No such file or directory");
+    match error.contains(&missing) {
+        true => format!("no CUDA driver ({LIBRARY} not found)"),
+        false => error.to_owned(),
+    }
+}
+
+impl Devices {
+    /// Looks what there is. Takes no GPU into use: that is for its first worker.
+    ///
+    /// # Errors
+    /// One line, when a driver that was asked for by its path cannot be used.
+    pub fn find(config: &ServerConfig, arena: &Arc<Arena>) -> Result<Self, String> {
+        let Some(options) = &config.cuda else {
+            return Ok(Self {
+                cuda: Err("this server runs with --cuda-driver off".into()),
+                told_left: AtomicBool::new(false),
+            });
+        };
+        let cuda = CudaDevice::find(options, Arc::clone(arena));
+        match &cuda {
+            Ok(found) => {
+                for gpu in found.status() {
+                    tracing::info!(
+                        gpu = gpu.ordinal,
+                        uuid = gpu.uuid,
+                        pci = gpu.pci_bus_id,
+                        numa_node = gpu.numa_node,
+                        "found {}",
+                        gpu.name
+                    );
+                }
+            }
+            Err(error) if options.library.is_some() => {
+                return Err(format!("--cuda-driver: {error}"));
+            }
+            Err(error) => {
+                let reason = absence(&error.to_string());
+                tracing::info!(reason, "no GPUs: workers on GPUs cannot register");
+            }
+        }
+        Ok(Self {
+            cuda: cuda.map_err(|error| absence(&error.to_string())),
+            told_left: AtomicBool::new(false),
+        })
+    }
+
+    /// What the makers call the GPUs, or why there are none.
+    pub fn names(&self) -> Result<Vec<String>, String> {
+        let gpus = self.cuda.as_ref().map(CudaDevice::status);
+        gpus.map(|gpus| gpus.into_iter().map(|gpu| gpu.name).collect())
+            .map_err(Clone::clone)
+    }
+
+    /// Flags that were given in vain, and why.
+    pub fn warning(&self, config: &ServerConfig) -> Option<String> {
+        let why = self.cuda.as_ref().err()?;
+        let flags = config.gpu_flags.join(", ");
+        (!flags.is_empty()).then(|| format!("{flags}: without effect, no GPU is used: {why}"))
+    }
+
+    /// NUMA nodes that the GPUs are on, as far as the system tells.
+    pub fn numa_nodes(&self) -> Vec<u32> {
+        let gpus = self
+            .cuda
+            .as_ref()
+            .map_or_else(|_| Vec::new(), CudaDevice::status);
+        let nodes = gpus
+            .iter()
+            .filter_map(|gpu| u32::try_from(gpu.numa_node).ok());
+        nodes.collect::<BTreeSet<_>>().into_iter().collect()
+    }
+
+    /// Whether pages are on a GPU, whose driver may take seconds to open and close them.
+    pub fn is_on_gpu(layout: &KvLayout) -> bool {
+        let on_gpu = |memory: &MemorySpec| matches!(memory, MemorySpec::Cuda(_));
+        layout.memories().iter().any(on_gpu)
+    }
+
+    /// Opens a worker's pages on the device where they are.
+    ///
+    /// # Errors
+    /// One line: memory of a kind that no device here has, or what the device says.
+    pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>, String> {
+        let layout = Arc::new(layout);
+        let device: &dyn Device = match &self.cuda {
+            _ if !Self::is_on_gpu(&layout) => &CpuDevice,
+            Ok(cuda) => cuda,
+            Err(why) => {
+                return Err(format!(
+                    "the tensors are on a GPU, and this server uses none: {why}"
+                ));
+            }
+        };
+        let opened = device.open(layout);
+        opened.map(Arc::from).map_err(|error| error.to_string())
+    }
+
+    /// Has what is with the GPUs end, and the rest refused. Everybody is answered then, but for those on a GPU that does
+    /// not answer: that one is waited for some seconds, and gives its number here, at each call.
+    pub fn stop(&self) -> Vec<i32> {
+        let left = self
+            .cuda
+            .as_ref()
+            .map_or_else(|_| Vec::new(), CudaDevice::stop);
+        if !left.is_empty() && !self.told_left.swap(true, Ordering::Relaxed) {
+            tracing::error!(gpus = ?left, "transfers have not ended: what these GPUs use is left to the end of the process");
+        }
+        left
+    }
+
+    /// [`Devices::stop`], and gives up the pinned arena.
+    pub fn close(&self) {
+        let Ok(cuda) = &self.cuda else {
+            return;
+        };
+        if self.stop().is_empty()
+            && let Err(bytes) = cuda.unpin()
+        {
+            tracing::error!(
+                bytes,
+                "the driver does not give up pinned memory: it is left to the end of the process"
+            );
+        }
+    }
+
+    /// Each GPU, for metrics: what was said of one is said anew, also when it came to nothing.
+    pub fn figures(&self) -> Vec<GpuFigures> {
+        let Ok(cuda) = &self.cuda else {
+            return Vec::new();
+        };
+        let figures = cuda.status().into_iter().map(|gpu| GpuFigures {
+            gpu: gpu.ordinal.to_string().into(),
+            healthy: gpu.error.is_none(),
+            readings: gpu.readings,
+        });
+        figures.collect()
+    }
+
+    /// Bytes of the arena that are pinned.
+    pub fn pinned_bytes(&self) -> u64 {
+        let pinning = self.cuda.as_ref().ok().and_then(CudaDevice::pinning);
+        pinning.map_or(0, |pinning| pinning.bytes)
+    }
+
+    /// Why a GPU is of no use any more, if one is.
+    pub fn broken(&self) -> Option<String> {
+        let gpus = self.cuda.as_ref().ok()?.status();
+        gpus.into_iter()
+            .find_map(|gpu| gpu.readings.and_then(|readings| readings.broken))
+    }
+
+    /// For `/status`.
+    pub fn status(&self) -> Value {
+        let cuda = match &self.cuda {
+            Ok(cuda) => cuda,
+            Err(why) => return json!({ "available": false, "reason": why }),
+        };
+        let gpus: Vec<_> = cuda
+            .status()
+            .into_iter()
+            .map(|gpu| {
+                json!({
+                    "ordinal": gpu.ordinal,
+                    "name": gpu.name,
+                    "uuid": gpu.uuid,
+                    "pci_bus_id": gpu.pci_bus_id,
+                    "numa_node": gpu.numa_node,
+                    "in_use": gpu.readings.is_some(),
+                    "error": gpu.error,
+                    "state": gpu.readings.as_ref().map(readings),
+                })
+            })
+            .collect();
+        let pinning = cuda.pinning().map(|pinning| {
+            json!({
+                "pinned_bytes": pinning.bytes,
+                "total_bytes": pinning.total,
+                "under_way": pinning.is_running,
+                "error": pinning.error,
+            })
+        });
+        json!({
+            "available": true,
+            "driver_version": cuda.driver_version(),
+            "pinning": pinning,
+            "gpus": gpus,
+        })
+    }
+}
+
+fn readings(readings: &GpuReadings) -> Value {
+    let moved: Vec<_> = readings
+        .moved
+        .iter()
+        .map(|(direction, executor, moved)| {
+            json!({
+                "direction": direction.name(),
+                "executor": executor.name(),
+                "bytes": moved.bytes,
+                "pieces": moved.pieces,
+                "seconds": moved.nanos as f64 / 1e9,
+            })
+        })
+        .collect();
+    let directions = [Direction::Store, Direction::Retrieve];
+    let by_direction = |value: &dyn Fn(Direction) -> Value| -> Value {
+        let entries = directions.map(|direction| {
+            let name = direction.name().to_owned();
+            (name, value(direction))
+        });
+        Value::Object(entries.into_iter().collect())
+    };
+    let trial = by_direction(&|direction| {
+        let rates = Executor::ALL.map(|executor| {
+            let rates = readings.profile.rates[direction as usize][executor as usize];
+            (
+                executor.name().to_owned(),
+                json!(rates.map(|rate| rate.map(|rate| (rate / 1e6).round() / 1e3))),
+            )
+        });
+        Value::Object(rates.into_iter().collect())
+    });
+    let obstacles: Map<_, _> = readings
+        .profile
+        .obstacles
+        .iter()
+        .map(|(executor, why)| (executor.name().to_owned(), json!(why)))
+        .collect();
+    json!({
+        "healthy": readings.broken.is_none(),
+        "error": readings.broken,
+        "open_allocations": readings.open_allocations,
+        "transfers_under_way": by_direction(&|direction| json!(readings.in_flight[direction as usize])),
+        "event_timeouts": readings.event_timeouts,
+        "moved": moved,
+        "run_length_buckets": RUN_BUCKETS,
+        "runs": by_direction(&|direction| json!(readings.runs[direction as usize])),
+        "trial_run_lengths": TRIED_RUNS,
+        "trial_gb_per_second": trial,
+        "unusable_executors": obstacles,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_driver_is_named_in_short() {
+        let missing = "the CUDA driver library libcuda.so.1 cannot be loaded: libcuda.so.1: cannot open shared object file: \
+                       No such file or directory";
+        assert_eq!(absence(missing), "no CUDA driver (libcuda.so.1 not found)");
+        let other = "no CUDA-capable device is detected";
+        assert_eq!(absence(other), other);
+    }
+}

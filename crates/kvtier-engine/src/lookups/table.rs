@@ -1,0 +1,183 @@
+//! Which lookups there are, by request, age and scheduler. Knows nothing of locks.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+
+use kvtier_core::ChunkHash;
+use kvtier_core::object_key::KeyScope;
+use kvtier_proto::request::InstanceId;
+use tokio::sync::watch;
+
+use super::HeldLookup;
+
+/// Scheduler connections remembered; an engine has one.
+const MAX_SCHEDULERS: usize = 16_384;
+
+pub(super) struct Entry {
+    pub(super) lookup: HeldLookup,
+    /// Age order; also tells a newer lookup of the same request apart.
+    pub(super) serial: u64,
+    /// Nobody has asked for the result yet.
+    pub(super) unread: bool,
+    /// The tiers are still being asked; closed once they were.
+    pub(super) pending: Option<watch::Receiver<()>>,
+    /// Reads so far, by row and chunk; made at the first read of an object that has several readers.
+    pub(super) reads: Vec<u16>,
+    /// Who has been counted there, of which ranks and chunks.
+    pub(super) readers: Vec<(InstanceId, u64, Range<usize>)>,
+    /// Chunks of the hit that the scheduler has freed: no retrieve may have them any more. Made at the first free.
+    pub(super) freed: Vec<bool>,
+}
+
+impl Entry {
+    /// Objects it was made for, whether still held or not.
+    pub(super) fn objects(&self) -> usize {
+        self.lookup.lease.rows().len() * self.lookup.hit_chunks
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Table {
+    pub(super) by_request: HashMap<Box<str>, Vec<Entry>>,
+    /// Serial and request, oldest first; entries that are gone already are passed over.
+    pub(super) ages: VecDeque<(u64, Box<str>)>,
+    pub(super) next_serial: u64,
+    pub(super) len: usize,
+    /// Sum of [`Entry::objects`].
+    pub(super) held: usize,
+    pub(super) schedulers: Schedulers,
+}
+
+/// When each scheduler's connection spoke, counted in words of all of them.
+#[derive(Default)]
+pub(super) struct Schedulers {
+    /// Its first and its last word.
+    words: HashMap<u64, (u64, u64)>,
+    said: u64,
+}
+
+impl Schedulers {
+    pub(super) fn heard(&mut self, connection: u64) {
+        self.said += 1;
+        let said = self.said;
+        self.words.entry(connection).or_insert((said, said)).1 = said;
+        if self.words.len() > MAX_SCHEDULERS {
+            // The longest silent half; whoever is forgotten counts as silent.
+            let mut last: Vec<_> = self.words.values().map(|words| words.1).collect();
+            let (_, &mut middle, _) = last.select_nth_unstable(MAX_SCHEDULERS / 2);
+            self.words.retain(|_, words| words.1 > middle);
+        }
+    }
+
+    /// Whether `earlier` may be where the scheduler of `connection` was before it reconnected.
+    pub(super) fn followed(&self, earlier: u64, connection: u64) -> bool {
+        let first = self.words.get(&connection).map_or(0, |words| words.0);
+        self.words.get(&earlier).is_none_or(|words| words.1 < first)
+    }
+}
+
+impl Table {
+    pub(super) fn remove_where(
+        &mut self,
+        request_id: &str,
+        gone: impl Fn(&Schedulers, &Entry) -> bool,
+    ) -> Vec<Entry> {
+        let Some(entries) = self.by_request.get_mut(request_id) else {
+            return Vec::new();
+        };
+        let taken: Vec<_> = entries
+            .extract_if(.., |entry| gone(&self.schedulers, entry))
+            .collect();
+        if entries.is_empty() {
+            self.by_request.remove(request_id);
+        }
+        self.forget(&taken);
+        taken
+    }
+
+    /// The lookups of a request that a scheduler means which speaks on `connection`.
+    pub(super) fn take_own(&mut self, request_id: &str, connection: u64) -> Vec<Entry> {
+        let own = self.remove_where(request_id, |_, entry| entry.lookup.connection == connection);
+        if !own.is_empty() {
+            return own;
+        }
+        self.remove_where(request_id, |schedulers, entry| {
+            schedulers.followed(entry.lookup.connection, connection)
+        })
+    }
+
+    /// Takes entries out of the totals.
+    pub(super) fn forget(&mut self, taken: &[Entry]) {
+        self.len -= taken.len();
+        self.held -= taken.iter().map(Entry::objects).sum::<usize>();
+    }
+
+    /// The lookups of a request that asked for the same tokens, as far as they found any of these chunks.
+    pub(super) fn readable<'t>(
+        &'t mut self,
+        request_id: &str,
+        scope: &KeyScope,
+        hashes: &[ChunkHash],
+        chunks: &Range<usize>,
+    ) -> impl Iterator<Item = &'t mut Entry> {
+        let entries = self.by_request.get_mut(request_id);
+        entries.into_iter().flatten().filter(move |entry| {
+            let found = &entry.lookup.hashes;
+            let chunks = covered(chunks, found.len());
+            same_scope(&entry.lookup.scope, scope)
+                && hashes.get(chunks.clone()) == found.get(chunks)
+        })
+    }
+
+    /// The lookup of a request that a scheduler means which speaks on `connection`.
+    pub(super) fn own(
+        &mut self,
+        request_id: &str,
+        connection: u64,
+        matches: impl Fn(&Entry) -> bool,
+    ) -> Option<&mut Entry> {
+        let entries = self.by_request.get_mut(request_id)?;
+        let schedulers = &self.schedulers;
+        let own = |entry: &Entry| entry.lookup.connection == connection;
+        let reconnected = !entries.iter().any(own);
+        entries.iter_mut().find(|entry| {
+            let meant = own(entry)
+                || (reconnected && schedulers.followed(entry.lookup.connection, connection));
+            meant && matches(entry)
+        })
+    }
+
+    /// Drops what has gone from the front of the age order, and the order itself when it is mostly empty entries.
+    pub(super) fn trim_ages(&mut self) {
+        let alive = |by_request: &HashMap<Box<str>, Vec<Entry>>,
+                     (serial, request): &(u64, Box<str>)| {
+            by_request
+                .get(request)
+                .is_some_and(|entries| entries.iter().any(|entry| entry.serial == *serial))
+        };
+        while self
+            .ages
+            .front()
+            .is_some_and(|age| !alive(&self.by_request, age))
+        {
+            self.ages.pop_front();
+        }
+        if self.ages.len() > 2 * self.len + 1024 {
+            let by_request = &self.by_request;
+            self.ages.retain(|age| alive(by_request, age));
+        }
+    }
+}
+
+/// The part of `chunks` that lies within the first `hit`.
+pub(super) fn covered(chunks: &Range<usize>, hit: usize) -> Range<usize> {
+    let end = chunks.end.min(hit);
+    chunks.start.min(end)..end
+}
+
+/// Whether two scopes are of the same model, world and tenant; workers aside.
+pub(super) fn same_scope(a: &KeyScope, b: &KeyScope) -> bool {
+    a.model_name() == b.model_name()
+        && a.world_size() == b.world_size()
+        && a.cache_salt() == b.cache_salt()
+}

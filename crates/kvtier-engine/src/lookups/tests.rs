@@ -1,0 +1,140 @@
+use super::*;
+use kvtier_core::GroupRow;
+use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
+
+const HASHES: [ChunkHash; 2] = [ChunkHash([1; 32]), ChunkHash([2; 32])];
+
+fn namespace() -> Arc<Namespace> {
+    scope().namespace(1, 0, 0)
+}
+
+/// A cache that has both chunks.
+fn cache() -> Cache<L1Allocator> {
+    let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
+    let request = ReserveRequest {
+        namespace: &namespace(),
+        hashes: &HASHES,
+        len: 16,
+    };
+    let reserved = cache.reserve(Duration::ZERO, &[request]).expect("a size");
+    let _ = reserved.reservation.commit(Duration::ZERO);
+    cache
+}
+
+fn lease(cache: &Cache<L1Allocator>, chunks: usize) -> PrefixLease<L1Allocator> {
+    let row = GroupRow {
+        namespace: namespace(),
+        window: None,
+        object_bytes: 16,
+    };
+    let found = cache.lookup(Duration::ZERO, &[row].into(), &HASHES[..chunks]);
+    assert_eq!(found.hit_chunks, chunks);
+    found.lease
+}
+
+fn scope() -> KeyScope {
+    KeyScope::new("m", "", 1, None).expect("good names")
+}
+
+/// A lookup that has found one chunk.
+fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
+    HeldLookup {
+        scope: scope(),
+        connection: 7,
+        hashes: HASHES[..1].into(),
+        hit_chunks: 1,
+        lease: lease(cache, 1),
+        readers,
+        until_end: false,
+        loaded: Vec::new(),
+        created: Duration::ZERO,
+    }
+}
+
+/// A lookup that has found one chunk so far, and what ends its wait.
+fn pending(lookups: &Lookups, cache: &Cache<L1Allocator>) -> (u64, watch::Sender<()>) {
+    let (done, pending) = watch::channel(());
+    let lookup = found(cache, 1);
+    (lookups.insert_pending("r", lookup, pending), done)
+}
+
+fn result(cache: &Cache<L1Allocator>) -> PrefetchedLookup {
+    PrefetchedLookup {
+        hit_chunks: 2,
+        hashes: HASHES.into(),
+        lease: lease(cache, 2),
+        loaded: vec![Cell { row: 0, chunk: 1 }],
+    }
+}
+
+#[test]
+fn a_result_takes_the_place_of_what_was_held_and_is_told_once() {
+    let (cache, lookups) = (cache(), Lookups::default());
+    let (serial, done) = pending(&lookups, &cache);
+    let waits = lookups.take_result("r", 7);
+    assert!(matches!(waits, LookupResult::Pending(_)));
+    lookups.complete("r", serial, result(&cache));
+    drop(done);
+    assert_eq!(cache.stats().leased_objects, 2);
+    assert!(matches!(lookups.take_result("r", 7), LookupResult::Hit(2)));
+    assert!(matches!(lookups.take_result("r", 7), LookupResult::Unknown));
+    let grant = lookups.grant("r", &scope(), 1, 0, &HASHES, 0..2);
+    let grant = grant.unwrap();
+    let groups: Vec<_> = grant.iter().map(|row| row.object_group_id()).collect();
+    assert_eq!(groups, [0]);
+    let other = lookups.grant("r", &scope(), 1, 1, &HASHES, 0..2);
+    assert!(other.is_none(), "another layout's");
+    assert_eq!(lookups.end("r", 7).len(), 1);
+    assert_eq!(cache.stats().leased_objects, 0);
+}
+
+#[test]
+fn a_prefetch_that_ends_without_a_result_leaves_that_of_l1() {
+    let (cache, lookups) = (cache(), Lookups::default());
+    let (_, done) = pending(&lookups, &cache);
+    drop(done);
+    assert!(matches!(lookups.take_result("r", 7), LookupResult::Hit(1)));
+    assert!(matches!(lookups.take_result("r", 7), LookupResult::Unknown));
+    drop(lookups.end("r", 7));
+    assert_eq!(cache.stats().leased_objects, 0);
+}
+
+#[test]
+fn a_lookup_that_is_freed_or_ended_before_its_result_is_given_up() {
+    let (cache, lookups) = (cache(), Lookups::default());
+    let give_up: [fn(&Lookups); 2] = [
+        |lookups| lookups.free("r", 7, &scope(), 0..1),
+        |lookups| drop(lookups.end("r", 7)),
+    ];
+    for give_up in give_up {
+        let (serial, done) = pending(&lookups, &cache);
+        assert!(!done.is_closed());
+        give_up(&lookups);
+        assert!(done.is_closed(), "whoever loads for it can stop");
+        assert_eq!(cache.stats().leased_objects, 0);
+        // Too late.
+        lookups.complete("r", serial, result(&cache));
+        assert_eq!(cache.stats().leased_objects, 0);
+        assert_eq!(lookups.counts(), (0, 0));
+    }
+}
+
+/// More of them than are told apart.
+#[test]
+fn every_one_of_many_readers_counts() {
+    let (cache, lookups) = (cache(), Lookups::default());
+    let readers = 2 * MAX_READERS as u16;
+    lookups.insert("r", found(&cache, readers));
+    for reader in 0..readers {
+        assert_eq!(cache.stats().leased_objects, 1, "{reader}");
+        lookups.settle(
+            InstanceId(reader.into()),
+            "r",
+            &scope(),
+            1,
+            &HASHES[..1],
+            0..1,
+        );
+    }
+    assert_eq!(cache.stats().leased_objects, 0);
+}

@@ -1,0 +1,190 @@
+//! Where what is stored goes, and how much may be on its way.
+
+use std::ops::Range;
+
+use kvtier_proto::request::{InstanceId, Retrieve};
+
+use super::super::testing::{CALLER, TestPages, copies_itself, engine, key, reply, store};
+use super::*;
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn what_a_worker_stores_goes_to_the_part_beside_its_device() {
+    let mut engine = engine(&[]);
+    engine.l1 = engine.l1.in_parts(&[3, 5]);
+    let (engine, half) = (Arc::new(engine), 6 * MIB);
+    for (id, numa_node) in [(0, Some(3)), (1, Some(5))] {
+        let pages = TestPages {
+            numa_node,
+            ..TestPages::new(16)
+        };
+        let pages = pages.register(&engine, id);
+        let first = 10 * id as u8;
+        let stored = store(&engine, id, first..first + 2);
+        assert_eq!(stored.try_recv().unwrap().refused, None);
+        let places = pages.places.lock();
+        assert_eq!(places.len(), 2);
+        let is_second = numa_node == Some(5);
+        let right = |place: &u64| (*place >= half) == is_second;
+        assert!(places.iter().all(right), "{places:?}");
+    }
+}
+
+/// An engine with an L1 of 12 chunks that is full, of which 3 may be staged; and the pages of two workers.
+fn full() -> (Arc<Engine>, [Arc<TestPages>; 2]) {
+    let engine = Arc::new(engine(&[]));
+    let pages = [0, 1].map(|id| TestPages::new(MIB).register(&engine, id));
+    for chunk in 100..112 {
+        let stored = store(&engine, 0, chunk..chunk + 1);
+        assert_eq!(stored.try_recv().unwrap().refused, None);
+    }
+    assert_eq!(evicted(&engine), 0);
+    (engine, pages)
+}
+
+fn evicted(engine: &Engine) -> u64 {
+    engine.l1.cache.stats().evicted_objects_total
+}
+
+/// Has no transfer of these workers end.
+fn hold(pages: &[Arc<TestPages>]) {
+    for pages in pages {
+        *pages.held.lock() = Some(Vec::new());
+    }
+}
+
+/// Has those end that were held; gives how many.
+fn end(pages: &[Arc<TestPages>]) -> usize {
+    let held = pages.iter().filter_map(|pages| pages.held.lock().take());
+    let held: Vec<_> = held.flatten().collect();
+    let ended = held.len();
+    held.into_iter().for_each(|done| done(Ok(1)));
+    ended
+}
+
+/// Has a worker store a chunk each; which are refused at once.
+fn refused(engine: &Arc<Engine>, id: i64, chunks: Range<u8>) -> Vec<u8> {
+    let mut refused = Vec::new();
+    for chunk in chunks {
+        if let Ok(answer) = store(engine, id, chunk..chunk + 1).try_recv() {
+            assert_eq!(answer.refused, Some("staging_full"));
+            refused.push(chunk);
+        }
+    }
+    refused
+}
+
+/// Registers workers that never store anything that we copy.
+fn idle(engine: &Engine) {
+    for id in 10..20 {
+        TestPages::new(MIB).register(engine, id);
+        copies_itself(engine, 10 + id);
+    }
+}
+
+#[test]
+fn worker_on_a_slow_device_stages_most_of_the_limit_and_no_more() {
+    let (engine, slow) = full();
+    idle(&engine);
+    hold(&slow);
+    assert_eq!(refused(&engine, 0, 0..6), [2, 3, 4, 5]);
+    assert_eq!(
+        evicted(&engine),
+        2,
+        "nothing is evicted for what is refused"
+    );
+    assert_eq!(end(&slow), 2);
+
+    // Nothing is left of what has ended, well or not.
+    hold(&slow);
+    assert_eq!(refused(&engine, 0, 10..13), [12]);
+    let held = slow[0].held.lock().take().unwrap();
+    let failed = |done: kvtier_device::Done| done(Err(DeviceError::Stopped));
+    held.into_iter().for_each(failed);
+    assert_eq!(engine.staging.staged_bytes(), 0);
+    hold(&slow);
+    assert_eq!(refused(&engine, 0, 20..23), [22]);
+    assert_eq!(end(&slow), 2);
+}
+
+/// A store's memory is bounded by what the allocator takes: a whole MiB for an object of 16 bytes.
+#[test]
+fn small_objects_count_rounded_to_the_alignment() {
+    let engine = Arc::new(engine(&["--l1-align-bytes", "1048576"]));
+    let slow = [TestPages::new(16).register(&engine, 0)];
+    hold(&slow);
+    assert_eq!(refused(&engine, 0, 0..6), [2, 3, 4, 5]);
+    assert_eq!(engine.staging.staged_bytes(), 2 * MIB);
+    assert_eq!(engine.l1.cache.usage().used_bytes, 2 * MIB);
+    assert_eq!(end(&slow), 2);
+    assert_eq!(engine.staging.staged_bytes(), 0);
+}
+
+#[test]
+fn worker_is_served_beside_one_at_its_share() {
+    for others in [false, true] {
+        let (engine, slow) = full();
+        if others {
+            idle(&engine);
+        }
+        hold(&slow);
+        assert_eq!(refused(&engine, 0, 0..3), [2]);
+        assert_eq!(refused(&engine, 1, 10..12), [11]);
+        assert_eq!(refused(&engine, 0, 5..6), [5]);
+        assert_eq!(engine.staging.staged_bytes(), engine.staging.limit());
+        assert_eq!(end(&slow[..1]), 2);
+        // Now there is enough for it.
+        assert_eq!(refused(&engine, 1, 13..15), [14]);
+        assert_eq!(end(&slow[1..]), 2);
+    }
+}
+
+#[test]
+fn resident_chunks_are_stored_whatever_is_staged() {
+    let (engine, slow) = full();
+    hold(&slow);
+    let resident = [0, 1, 2].map(|_| store(&engine, 0, 109..112));
+    // The first two chunks of it.
+    let stored = store(&engine, 0, 0..3);
+    let evicted_so_far = evicted(&engine);
+    assert_eq!(evicted_so_far, 2);
+    let again = store(&engine, 0, 109..112);
+    let more = store(&engine, 0, 111..113);
+    assert_eq!(more.try_recv().unwrap().refused, Some("staging_full"));
+    assert_eq!(evicted(&engine), evicted_so_far);
+    assert_eq!(end(&slow), 5);
+    for stored in resident.into_iter().chain([stored, again]) {
+        assert_eq!(stored.try_recv().unwrap().refused, None);
+    }
+    let told = engine.status(true);
+    let l1 = &told["storage_manager"]["l1_manager"];
+    assert_eq!(l1["staging_limit_bytes"], 3 * MIB);
+    assert_eq!(l1["staging_uncommitted_bytes"], 0);
+    assert_eq!(l1["memory_largest_free_bytes"], 0);
+}
+
+#[test]
+fn a_worker_may_have_so_many_transfers_under_way() {
+    let (engine, _) = full();
+    let instance = engine.instances.get(InstanceId(0)).unwrap();
+    let mut all: Vec<_> = std::iter::from_fn(|| instance.copying().ok()).collect();
+    assert_eq!(all.len(), 4096);
+    let refused = store(&engine, 0, 0..1);
+    let retrieve = Retrieve {
+        key: key(100..101),
+        instance: instance.id,
+        block_ids: vec![vec![1]],
+        event_handle: b"",
+        skip_first_n_tokens: 0,
+    };
+    let (reply, refused_retrieve) = reply();
+    engine.retrieve(CALLER, &retrieve, reply);
+    for refused in [refused, refused_retrieve] {
+        assert_eq!(refused.try_recv().unwrap().refused, Some("lane_full"));
+    }
+    assert_eq!(evicted(&engine), 0);
+    assert_eq!(store(&engine, 1, 0..1).try_recv().unwrap().refused, None);
+    all.pop();
+    assert_eq!(store(&engine, 0, 1..2).try_recv().unwrap().refused, None);
+}

@@ -1,0 +1,219 @@
+//! For tests: an engine, and workers whose pages are nowhere.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, channel};
+
+use kvtier_core::ChunkHash;
+use kvtier_core::prompt::Prompt;
+use kvtier_device::{DeviceError, Done, EngineMemory, KvLayout, OnSubmitted, Transfer};
+use kvtier_memory::SegmentError;
+use kvtier_proto::descriptor::Dtype;
+use kvtier_proto::generation::Release;
+use kvtier_proto::key::CacheKey;
+use kvtier_proto::request::{InstanceId, Store};
+use parking_lot::Mutex;
+
+use super::instances::{Instance, Mode};
+use super::layout::{EngineDrivenLayout, ModelLayout};
+use super::store::InFlightStore;
+use super::{Answer, Caller, Engine, Reply};
+use kvtier_config::ServerConfig;
+use kvtier_metrics::Metrics;
+
+/// A client of 0.5.5 or later that has the chunk size.
+pub const CALLER: Caller = Caller {
+    connection: 1,
+    release: Release::Since0_5_5,
+    knows_chunk_size: true,
+};
+
+/// With 12 MiB of L1, chunks of one token, and these flags.
+pub fn engine(flags: &[&str]) -> Engine {
+    let mut all = vec!["--shm-name", "", "--l1-size-gb", "0.01"];
+    all.extend(["--chunk-size", "1"]);
+    all.extend(flags);
+    let config = Arc::new(ServerConfig::from_flags(&all).unwrap());
+    Engine::new(config, Arc::new(Metrics::new())).unwrap()
+}
+
+/// Pages of a device whose transfers move a byte, or fail, at once; it can tell of an event before.
+pub struct TestPages {
+    pub layout: Arc<KvLayout>,
+    pub fails: bool,
+    pub numa_node: Option<u32>,
+    /// Where the chunks of its transfers were in the arena.
+    pub places: Mutex<Vec<u64>>,
+    /// Transfers that do not end before they are told to, where there are to be any.
+    pub held: Mutex<Option<Vec<Done>>>,
+}
+
+impl TestPages {
+    /// Four pages of one token, of so many bytes each.
+    pub fn new(page_bytes: u64) -> Self {
+        let tensor = kvtier_device::TensorSpec {
+            memory: kvtier_device::MemorySpec::CpuShm {
+                name: "/none".into(),
+                nbytes: 4 * page_bytes,
+            },
+            dtype_size: 1,
+            dtype_name: "uint8".into(),
+            shape: vec![4, 1, page_bytes],
+            stride: vec![page_bytes, page_bytes, 1],
+            storage_offset: 0,
+        };
+        let engine = kvtier_device::Engine::Vllm;
+        let hints = kvtier_device::LayoutHints::default();
+        let layout = KvLayout::detect(&[tensor], engine, &hints, &[], 1, true).unwrap();
+        Self {
+            layout: Arc::new(layout),
+            fails: false,
+            numa_node: None,
+            places: Mutex::default(),
+            held: Mutex::default(),
+        }
+    }
+
+    /// Registers a worker that has them.
+    pub fn register(self, engine: &Engine, id: i64) -> Arc<Self> {
+        let pages = Arc::new(self);
+        let mode = Mode::LmcacheDriven {
+            memory: Arc::clone(&pages) as _,
+            tensors: Vec::new(),
+            hints: Default::default(),
+            groups: Vec::new(),
+        };
+        let layout = ModelLayout::of_pages(&pages.layout);
+        let instance = Instance::new(InstanceId(id), "model", 1, mode, layout, engine.now());
+        assert!(engine.instances.insert(instance).unwrap().is_none());
+        pages
+    }
+}
+
+impl EngineMemory for TestPages {
+    fn layout(&self) -> &Arc<KvLayout> {
+        &self.layout
+    }
+
+    fn is_current(&self) -> bool {
+        true
+    }
+
+    fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
+        Vec::new()
+    }
+
+    fn device(&self) -> &'static str {
+        "test"
+    }
+
+    fn numa_node(&self) -> Option<u32> {
+        self.numa_node
+    }
+
+    fn transfer(&self, transfer: Transfer, done: Done) {
+        let places = transfer.chunks.iter().map(|chunk| chunk.extent.offset);
+        self.places.lock().extend(places);
+        if let Some(held) = &mut *self.held.lock() {
+            return held.push(done);
+        }
+        done(match self.fails {
+            true => Err(DeviceError::Stopped),
+            false => Ok(1),
+        });
+    }
+
+    fn transfer_with_event(&self, transfer: Transfer, begun: OnSubmitted, done: Done) {
+        begun(b"event");
+        self.transfer(transfer, done);
+    }
+
+    fn answer_event<'a>(&self, _: &'a [u8]) -> &'a [u8] {
+        &[]
+    }
+
+    fn read_blocks(
+        &self,
+        _: usize,
+        _: &[i64],
+        _: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}
+
+/// Registers a worker that copies by itself.
+pub fn copies_itself(engine: &Engine, id: i64) {
+    let mode = Mode::EngineDriven {
+        layout: EngineDrivenLayout {
+            dtype: Dtype::from_name("uint8").unwrap(),
+            shape: vec![1, 1, 1],
+            object_bytes: 1,
+            chunk_tokens: 1,
+            block_size: 1,
+            use_mla: true,
+        },
+        pickles: AtomicBool::new(false),
+    };
+    let layout = ModelLayout {
+        groups: Vec::new(),
+        fingerprint: 0,
+        page_bound: false,
+    };
+    let instance = Instance::new(InstanceId(id), "other", 1, mode, layout, engine.now());
+    assert!(engine.instances.insert(instance).unwrap().is_none());
+}
+
+/// The key of a prompt of these chunks, of which no two are alike.
+pub fn key(chunks: Range<u8>) -> CacheKey<'static, Prompt> {
+    CacheKey {
+        model_name: "model",
+        world_size: 1,
+        worker_id: Some(0),
+        start: 0,
+        end: chunks.len() as u64,
+        tokens: Prompt {
+            token_count: chunks.len(),
+            hashes: chunks.map(|chunk| ChunkHash([chunk; 32])).collect(),
+        },
+        request_id: "request",
+        cache_salt: "",
+        request_configs: None,
+        num_kv_readers: None,
+    }
+}
+
+/// Has a worker store these chunks, three at most. The answer comes when it is there.
+pub fn store(engine: &Arc<Engine>, id: i64, chunks: Range<u8>) -> Receiver<Answer> {
+    let store = Store {
+        block_ids: vec![(1..).take(chunks.len()).collect()],
+        key: key(chunks),
+        instance: InstanceId(id),
+        event_handle: b"",
+    };
+    let (reply, answers) = reply();
+    engine.store(CALLER, &store, reply);
+    answers
+}
+
+impl Engine {
+    /// A store of no chunks by a registered worker.
+    pub(crate) fn plan_empty_store(&self, instance: &Arc<Instance>) -> (Transfer, InFlightStore) {
+        let store = Store {
+            block_ids: vec![Vec::new()],
+            key: key(0..0),
+            instance: instance.id,
+            event_handle: b"",
+        };
+        let planned = self.plan_store(CALLER.release, instance, &store, self.now());
+        planned.unwrap()
+    }
+}
+
+/// A reply, and what is answered with it.
+pub fn reply() -> (Reply, Receiver<Answer>) {
+    let (answers, receiver) = channel();
+    let target = move |answer: Option<Answer>| answers.send(answer.unwrap()).unwrap_or_default();
+    (Reply::new(target), receiver)
+}

@@ -1,0 +1,309 @@
+//! Transfers between PREPARE and COMMIT: memory that a client is writing or reading by itself.
+//!
+//! A client maps the arena and copies without us, so nothing but its own word tells that it has stopped: a commit ends a
+//! transfer and gives its memory back. Until then one id has one store: a second PREPARE of it is lent nothing, so that
+//! a COMMIT never means other slots than those that were written. Retrieves of one id are counted, and the last COMMIT
+//! ends them all.
+//!
+//! What is not committed within the write TTL is abandoned ([`Transfers::expire`]): it can no longer be committed, but
+//! its memory stays lent, until a late COMMIT or until:
+//!
+//! | abandoned | memory comes back |
+//! | --- | --- |
+//! | store | one write TTL after its instance has left: a late writer would write into objects of others |
+//! | retrieve | one write TTL later: a later reader harms itself alone, and its COMMIT is answered "no" |
+//!
+//! An instance that has left, was replaced or fell silent keeps its memory for one more write TTL
+//! ([`Transfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a stopped
+//! process may wake up. A COMMIT under its id can be another process's, and ends nothing.
+//!
+//! Memory lent or withheld stays charged to its worker's share of the [staging budget](super::staging), which bounds it.
+//!
+//! The mutex guards the two tables. Reservations and leases are dropped only after it is released; the budget's lock is
+//! taken inside it.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::time::Duration;
+
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::{ReadLease, Reservation};
+use kvtier_proto::key::CacheKey;
+use kvtier_proto::request::InstanceId;
+use parking_lot::Mutex;
+
+use super::staging::Charge;
+use kvtier_l1::L1Allocator;
+
+/// Direction of a transfer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// The client writes.
+    Store,
+    /// The client reads.
+    Retrieve,
+}
+
+/// What makes two PREPAREs or a PREPARE and a COMMIT the same transfer.
+///
+/// LMCache compares the key without its request id; with it, two requests with equal prompts do not share a transfer.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct TransferId {
+    instance: InstanceId,
+    kind: Kind,
+    request_id: Box<str>,
+    model_name: Box<str>,
+    cache_salt: Box<str>,
+    world_size: u32,
+    worker_id: Option<u32>,
+    start: u64,
+    end: u64,
+    /// Stands for all tokens up to the end of the range.
+    last_hash: Option<ChunkHash>,
+}
+
+impl TransferId {
+    /// The transfer a key names.
+    pub fn new<T>(
+        kind: Kind,
+        instance: InstanceId,
+        key: &CacheKey<'_, T>,
+        last_hash: Option<ChunkHash>,
+    ) -> Self {
+        Self {
+            instance,
+            kind,
+            request_id: key.request_id.into(),
+            model_name: key.model_name.into(),
+            cache_salt: key.cache_salt.into(),
+            world_size: key.world_size,
+            worker_id: key.worker_id,
+            start: key.start,
+            end: key.end,
+            last_hash,
+        }
+    }
+}
+
+/// Memory lent to a client.
+pub enum Lent {
+    /// To write.
+    Store(Reservation<L1Allocator>, Charge),
+    /// To read; one lease per object group, of every PREPARE, and one charge per PREPARE.
+    Retrieve(Vec<ReadLease<L1Allocator>>, Vec<Charge>),
+}
+
+/// PREPAREs of one retrieve that may wait for their COMMIT. A worker has one under way; it may have lost some answers.
+const MAX_PREPARED: usize = 8;
+
+/// Transfers known at most. Each holds at least an object of L1, but retrieves may hold the same ones.
+const MAX_TRANSFERS: usize = 65_536;
+
+impl Lent {
+    /// Its instance has left.
+    fn depart(&mut self) {
+        match self {
+            Self::Store(_, charge) => charge.depart(),
+            Self::Retrieve(_, charges) => charges.iter_mut().for_each(Charge::depart),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Store(_, charge) => charge.bytes(),
+            Self::Retrieve(_, charges) => charges.iter().map(Charge::bytes).sum(),
+        }
+    }
+}
+
+struct Pending {
+    lent: Lent,
+    /// PREPAREs whose COMMIT has not come.
+    prepared: usize,
+    /// Time of the first PREPARE.
+    since: Duration,
+}
+
+/// Memory that nobody can commit any more, and whose borrower may still use it.
+struct Withheld {
+    /// When its memory comes back by itself.
+    until: Option<Duration>,
+    /// Its instance has left, so that no COMMIT ends it.
+    has_departed: bool,
+    bytes: u64,
+    lent: Lent,
+}
+
+#[derive(Default)]
+struct Tables {
+    pending: HashMap<TransferId, Pending>,
+    withheld: HashMap<TransferId, Withheld>,
+    /// Of all that is withheld.
+    withheld_bytes: u64,
+}
+
+impl Tables {
+    /// Withholds the transfers that `gone` names; returns how many.
+    fn withhold(
+        &mut self,
+        until: Duration,
+        has_departed: bool,
+        gone: impl Fn(&TransferId, &Pending) -> bool,
+    ) -> usize {
+        // No id is in both tables, so none is displaced here.
+        let taken = self.pending.extract_if(|id, pending| gone(id, pending));
+        let before = self.withheld.len();
+        let sum = &mut self.withheld_bytes;
+        self.withheld.extend(taken.map(|(id, mut pending)| {
+            if has_departed {
+                pending.lent.depart();
+            }
+            let comes_back = has_departed || matches!(pending.lent, Lent::Retrieve(..));
+            let withheld = Withheld {
+                until: comes_back.then_some(until),
+                has_departed,
+                bytes: pending.lent.bytes(),
+                lent: pending.lent,
+            };
+            *sum += withheld.bytes;
+            (id, withheld)
+        }));
+        self.withheld.len() - before
+    }
+}
+
+/// What a COMMIT ends.
+pub enum Finish {
+    /// The transfer.
+    Last(Lent),
+    /// One of several retrieves of it.
+    Earlier,
+    /// One that was given up: there is nothing to commit, and nobody else had its memory until now.
+    GivenUp,
+    /// Nothing that is known.
+    Unknown,
+}
+
+/// All transfers under way.
+#[derive(Default)]
+pub struct Transfers {
+    tables: Mutex<Tables>,
+}
+
+impl Transfers {
+    /// Whether memory is lent under this id, to be committed or not.
+    pub fn is_lent(&self, id: &TransferId) -> bool {
+        let tables = self.tables.lock();
+        tables.pending.contains_key(id) || tables.withheld.contains_key(id)
+    }
+
+    /// Notes what a PREPARE has lent; false, and nothing is lent, when this id has a store under way, too many
+    /// retrieves, or memory of a transfer that was given up: a COMMIT could mean that one. So when there are too many.
+    pub fn begin(&self, id: TransferId, lent: Lent, now: Duration) -> bool {
+        let mut tables = self.tables.lock();
+        let full = tables.pending.len() + tables.withheld.len() >= MAX_TRANSFERS;
+        if full || tables.withheld.contains_key(&id) {
+            drop(tables);
+            drop(lent);
+            return false;
+        }
+        let refused = match (tables.pending.entry(id), lent) {
+            (Entry::Vacant(free), lent) => {
+                free.insert(Pending {
+                    lent,
+                    prepared: 1,
+                    since: now,
+                });
+                None
+            }
+            (Entry::Occupied(mut earlier), lent) => {
+                let earlier = earlier.get_mut();
+                match (&mut earlier.lent, lent) {
+                    (Lent::Retrieve(leases, charges), Lent::Retrieve(more, charge))
+                        if earlier.prepared < MAX_PREPARED =>
+                    {
+                        leases.extend(more);
+                        charges.extend(charge);
+                        earlier.prepared += 1;
+                        None
+                    }
+                    (_, lent) => Some(lent),
+                }
+            }
+        };
+        drop(tables);
+        refused.is_none()
+    }
+
+    /// A PREPARE of a retrieve that was a miss: its client commits all the same, and that COMMIT must not end what
+    /// another PREPARE of the id has lent.
+    pub fn missed(&self, id: &TransferId) {
+        if let Some(pending) = self.tables.lock().pending.get_mut(id)
+            && matches!(pending.lent, Lent::Retrieve(..))
+        {
+            pending.prepared = pending.prepared.saturating_add(1);
+        }
+    }
+
+    /// A COMMIT. A late one ends a transfer that was given up: its memory comes back, and there is nothing to commit.
+    pub fn finish(&self, id: &TransferId) -> Finish {
+        let mut tables = self.tables.lock();
+        if let Some(pending) = tables.pending.get_mut(id) {
+            pending.prepared -= 1;
+            if pending.prepared > 0 {
+                return Finish::Earlier;
+            }
+            return match tables.pending.remove(id) {
+                Some(pending) => Finish::Last(pending.lent),
+                None => Finish::Unknown,
+            };
+        }
+        let late = match tables.withheld.get(id) {
+            Some(held) if !held.has_departed => tables.withheld.remove(id),
+            Some(_) => return Finish::GivenUp,
+            None => return Finish::Unknown,
+        };
+        tables.withheld_bytes -= late.as_ref().map_or(0, |held| held.bytes);
+        drop(tables);
+        drop(late);
+        Finish::GivenUp
+    }
+
+    /// An instance has left, was replaced or fell silent: its transfers can no longer be committed, and their memory
+    /// comes back at `until`. Gives the number of transfers that were under way.
+    pub fn abandon(&self, instance: InstanceId, until: Duration) -> usize {
+        let mut tables = self.tables.lock();
+        for (id, held) in &mut tables.withheld {
+            if id.instance == instance {
+                held.until.get_or_insert(until);
+                held.has_departed = true;
+                held.lent.depart();
+            }
+        }
+        tables.withhold(until, true, |id, _| id.instance == instance)
+    }
+
+    /// Abandons transfers that began more than a write TTL ago and frees withheld memory whose time has come.
+    /// Returns the number of transfers abandoned.
+    pub fn expire(&self, write_ttl: Duration, now: Duration) -> usize {
+        let limit = now.saturating_sub(write_ttl);
+        let mut tables = self.tables.lock();
+        let due: Vec<_> = tables
+            .withheld
+            .extract_if(|_, held| held.until.is_some_and(|until| until <= now))
+            .collect();
+        tables.withheld_bytes -= due.iter().map(|(_, held)| held.bytes).sum::<u64>();
+        let until = now.saturating_add(write_ttl);
+        let given_up = tables.withhold(until, false, |_, pending| pending.since < limit);
+        drop(tables);
+        drop(due);
+        given_up
+    }
+
+    /// Transfers under way, those withheld, and the bytes of these.
+    pub fn counts(&self) -> (usize, usize, u64) {
+        let tables = self.tables.lock();
+        let withheld = tables.withheld.len();
+        (tables.pending.len(), withheld, tables.withheld_bytes)
+    }
+}

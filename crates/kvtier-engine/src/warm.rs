@@ -1,0 +1,304 @@
+//! Prefetches without a request: a prompt comes into L1 before anybody asks for it.
+//!
+//! The mutex guards the table of them; nothing is done under it but looking up.
+
+use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_core::cache::Counted;
+use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_salt};
+use parking_lot::Mutex;
+
+use super::Engine;
+use super::instances::Unserved;
+use super::lookup::prefetch_request;
+use kvtier_tiers::{L2, PrefetchRequest};
+
+/// Most tokens of a prompt.
+const MAX_TOKENS: usize = 1_000_000;
+
+/// Warm-ups under way or waiting for their turn.
+const MAX_PENDING: usize = 16;
+
+/// Results that are remembered.
+const MAX_DONE: usize = 1024;
+
+/// How long they are.
+const KEPT_FOR: Duration = Duration::from_secs(600);
+
+/// Why none was begun.
+#[derive(Debug, thiserror::Error)]
+pub enum WarmError {
+    /// Nothing of the model's workers is served.
+    #[error("nothing of model_name='{model_name}' is served: {}", unserved.name())]
+    NotServed {
+        /// As asked for.
+        model_name: String,
+        /// Why.
+        unserved: Unserved,
+    },
+    /// No worker told how the model's objects are laid out.
+    #[error(
+        "no layout registered for model_name='{model_name}' world_size={world_size}; the model has not allocated KV \
+         cache on this node yet"
+    )]
+    NoLayout {
+        /// As asked for.
+        model_name: String,
+        /// As asked for.
+        world_size: i64,
+    },
+    /// There is nothing below L1.
+    #[error("no L2 adapters configured")]
+    NoTiers,
+    /// Names that no object can have.
+    #[error("{0}")]
+    Key(#[from] KeyError),
+    /// The prompt is too long.
+    #[error("too many token_ids in a single request (limit={MAX_TOKENS}, got={0})")]
+    TooManyTokens(usize),
+    /// There are as many as there may be.
+    #[error(
+        "{MAX_PENDING} prefetches are pending, which is the limit; try again when one of them is completed"
+    )]
+    TooManyPending,
+}
+
+/// How far a warm-up is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WarmUp {
+    /// It waits for its turn, or is under way.
+    Pending,
+    /// It is over.
+    Done(Warmed),
+}
+
+/// What a warm-up came to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Warmed {
+    /// Objects of the prompt in L1 that a lookup would find.
+    pub found_keys: usize,
+    /// Objects that a lookup would find if all of it were there.
+    pub total_keys: usize,
+    /// Chunks of the prefix that L1 has.
+    pub found_chunks: usize,
+    /// Objects that were loaded for it.
+    pub loaded_keys: usize,
+}
+
+/// All warm-ups that are known.
+#[derive(Default)]
+pub struct WarmUps {
+    table: Mutex<Table>,
+    /// One at a time, so that engines' own lookups are not held up for long.
+    turn: tokio::sync::Mutex<()>,
+}
+
+#[derive(Default)]
+struct Table {
+    by_id: HashMap<String, WarmUp>,
+    /// Those that are over, and when they were, oldest first.
+    done: VecDeque<(Duration, String)>,
+}
+
+impl Table {
+    fn forget(&mut self, now: Duration) {
+        while let Some((at, _)) = self.done.front()
+            && (self.done.len() > MAX_DONE || now.saturating_sub(*at) > KEPT_FOR)
+        {
+            if let Some((_, id)) = self.done.pop_front() {
+                self.by_id.remove(&id);
+            }
+        }
+    }
+}
+
+/// A warm-up in the table; one that is dropped without a result is forgotten.
+struct Entry {
+    all: Arc<WarmUps>,
+    id: String,
+}
+
+impl Entry {
+    fn done(self, now: Duration, warmed: Warmed) {
+        let mut table = self.all.table.lock();
+        if let Some(state) = table.by_id.get_mut(&self.id) {
+            *state = WarmUp::Done(warmed);
+            table.done.push_back((now, self.id.clone()));
+            table.forget(now);
+        }
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        let mut table = self.all.table.lock();
+        if table.by_id.get(&self.id) == Some(&WarmUp::Pending) {
+            table.by_id.remove(&self.id);
+        }
+    }
+}
+
+impl WarmUps {
+    fn enter(self: &Arc<Self>, now: Duration) -> Result<Entry, WarmError> {
+        let mut table = self.table.lock();
+        table.forget(now);
+        if table.by_id.len() - table.done.len() >= MAX_PENDING {
+            return Err(WarmError::TooManyPending);
+        }
+        let id = format!("{:016x}{:016x}", random(), random());
+        table.by_id.insert(id.clone(), WarmUp::Pending);
+        Ok(Entry {
+            all: Arc::clone(self),
+            id,
+        })
+    }
+}
+
+/// Names only have to differ.
+fn random() -> u64 {
+    RandomState::new().hash_one(0)
+}
+
+impl Engine {
+    /// Begins to load a prompt; gives the name to ask for the result by, and the number of chunks. Nothing when there is
+    /// no whole chunk.
+    ///
+    /// # Errors
+    /// See [`WarmError`].
+    pub fn warm_up(
+        &self,
+        model_name: &str,
+        world_size: i64,
+        cache_salt: &str,
+        token_ids: &[u32],
+    ) -> Result<Option<(String, usize)>, WarmError> {
+        let workers = u32::try_from(world_size).ok();
+        let workers = workers.filter(|workers| (1..=MAX_WORLD_SIZE).contains(workers));
+        let instances = workers.and_then(|workers| {
+            let model = Arc::from(model_name);
+            self.instances.of_workers(&model, workers, 0..workers)
+        });
+        let (Some(workers), Some(instances)) = (workers, instances) else {
+            return Err(WarmError::NoLayout {
+                model_name: model_name.into(),
+                world_size,
+            });
+        };
+        if let Some(unserved) = instances
+            .iter()
+            .flatten()
+            .find_map(|instance| instance.unserved)
+        {
+            return Err(WarmError::NotServed {
+                model_name: model_name.into(),
+                unserved,
+            });
+        }
+        let l2 = self.l2().ok_or(WarmError::NoTiers)?;
+        check_cache_salt(cache_salt)?;
+        let salt = self.salts.of_operator(cache_salt);
+        let scope = KeyScope::new(model_name, &salt, workers, None)?;
+        if token_ids.len() > MAX_TOKENS {
+            return Err(WarmError::TooManyTokens(token_ids.len()));
+        }
+        if token_ids.len() < self.chunk_size.get() {
+            return Ok(None);
+        }
+        let entry = self.warm_ups.enter(self.now())?;
+        let hashes = self.prompts.hasher().hash_prompt(token_ids);
+        let begun = (entry.id.clone(), hashes.len());
+        let request = Arc::new(prefetch_request(&scope, &instances, &hashes, Counted::ALL));
+        let (l2, clock) = (Arc::clone(l2), Arc::clone(&self.clock));
+        let handle = l2.handle().clone();
+        handle.spawn(async move {
+            let all = Arc::clone(&entry.all);
+            let _turn = all.turn.lock().await;
+            let warmed = load(&l2, &request).await;
+            tracing::debug!(?warmed, "a warm-up has ended");
+            entry.done(clock.now(), warmed);
+        });
+        Ok(Some(begun))
+    }
+
+    /// How far a warm-up is, for ten minutes after it has ended.
+    pub fn warmed_up(&self, id: &str) -> Option<WarmUp> {
+        let mut table = self.warm_ups.table.lock();
+        table.forget(self.now());
+        table.by_id.get(id).copied()
+    }
+}
+
+/// A prefetch has a deadline, since a request waits for it. Nobody waits here, so it is gone on with as long as more
+/// comes; what is there already is held meanwhile, so that it does not leave for the rest.
+async fn load(l2: &Arc<L2>, request: &Arc<PrefetchRequest>) -> Warmed {
+    let chunks = request.hashes.len();
+    let mut found = l2.prefetch(request, || false).await;
+    let mut loaded_keys = found.loaded.len();
+    while !found.loaded.is_empty() && found.lookup.hit_chunks < chunks {
+        let more = l2.prefetch(request, || false).await;
+        loaded_keys += more.loaded.len();
+        if more.lookup.hit_chunks <= found.lookup.hit_chunks {
+            break;
+        }
+        found = more;
+    }
+    let needed = |window: Option<u32>| window.map_or(chunks, |window| chunks.min(window as usize));
+    Warmed {
+        found_keys: found.lookup.lease.held(),
+        total_keys: request.rows.iter().map(|row| needed(row.window)).sum(),
+        found_chunks: found.lookup.hit_chunks,
+        loaded_keys,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn so_many_may_be_pending_and_one_that_is_given_up_is_forgotten() {
+        let all = Arc::new(WarmUps::default());
+        let mut pending: Vec<_> = (0..MAX_PENDING)
+            .map(|_| all.enter(NOW).expect("there is room"))
+            .collect();
+        let refused = all.enter(NOW).map(|entry| entry.id.clone()).unwrap_err();
+        assert_eq!(
+            refused.to_string(),
+            "16 prefetches are pending, which is the limit; try again when one of them is completed"
+        );
+        let given_up = pending.remove(0);
+        let id = given_up.id.clone();
+        drop(given_up);
+        assert!(!all.table.lock().by_id.contains_key(&id));
+        // One that is completed makes room too, and is still known.
+        let done = pending.remove(0);
+        let id = done.id.clone();
+        done.done(NOW, Warmed::default());
+        assert_eq!(all.table.lock().by_id[&id], WarmUp::Done(Warmed::default()));
+        pending.extend((0..2).map(|_| all.enter(NOW).expect("there is room")));
+        assert!(all.enter(NOW).is_err());
+    }
+
+    #[test]
+    fn so_many_results_are_kept_for_so_long() {
+        let all = Arc::new(WarmUps::default());
+        let mut ids = Vec::new();
+        for _ in 0..MAX_DONE + 10 {
+            let entry = all.enter(NOW).expect("there is room");
+            ids.push(entry.id.clone());
+            entry.done(NOW, Warmed::default());
+        }
+        let known = |id: &String| all.table.lock().by_id.contains_key(id);
+        assert_eq!(ids.iter().filter(|id| known(id)).count(), MAX_DONE);
+        assert!(!known(&ids[9]) && known(&ids[10]));
+        all.table.lock().forget(NOW + KEPT_FOR);
+        assert!(known(&ids[10]));
+        all.table.lock().forget(NOW + KEPT_FOR + NOW);
+        assert_eq!(all.table.lock().by_id.len(), 0);
+    }
+}

@@ -1,0 +1,158 @@
+//! What a worker's key names: whose objects, which chunks, and the leases a transfer of them takes.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvtier_core::cache::ReadLease;
+use kvtier_core::hashing::store_chunks;
+use kvtier_core::object_key::KeyScope;
+use kvtier_core::prompt::Prompt;
+use kvtier_core::window::needed;
+use kvtier_proto::key::CacheKey;
+use kvtier_proto::request::InstanceId;
+
+use super::Engine;
+use super::deadline;
+use super::instances::{Copying, Instance};
+use super::lookup::check_names;
+use super::refusal::Refusal;
+use kvtier_l1::L1Allocator;
+
+/// What a worker's key names: whose objects, and which chunks.
+pub(super) struct WorkerRange {
+    pub scope: KeyScope,
+    pub kv_rank: u64,
+    pub worker: u32,
+    pub chunks: Range<usize>,
+}
+
+/// A lease on the chunks of one object group that a transfer needs.
+pub(super) struct Held {
+    pub object_group: u32,
+    /// Counted from the prompt's start.
+    pub chunks: Range<usize>,
+    pub lease: ReadLease<L1Allocator>,
+}
+
+impl Engine {
+    /// What a transfer that we copy needs: what keeps the worker from leaving, when it gives up, and what its key names.
+    pub(super) fn copying(
+        &self,
+        instance: &Arc<Instance>,
+        key: &CacheKey<'_, Prompt>,
+    ) -> Result<(Copying, Option<Instant>, WorkerRange), Refusal> {
+        let copying = instance.copying()?;
+        let deadline = deadline::of(key)?;
+        Ok((copying, deadline, self.worker_range(instance, key)?))
+    }
+
+    /// Checks the key of a registered worker's transfer.
+    pub(super) fn worker_range(
+        &self,
+        instance: &Instance,
+        key: &CacheKey<'_, Prompt>,
+    ) -> Result<WorkerRange, String> {
+        let range = self.key_range(key)?;
+        if let Some(other) = self.instances.learn(instance, range.worker) {
+            tracing::warn!(
+                instance = instance.id.0,
+                other = other.id.0,
+                model = ?instance.model_name,
+                worker = range.worker,
+                "two workers of this number have different KV layouts (such as block sizes): they share no cache, and a \
+                 lookup finds only what both have stored; give their engines different model names"
+            );
+        }
+        Ok(range)
+    }
+
+    /// What the key of a worker's transfer names.
+    pub(super) fn key_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange, String> {
+        check_names(key)?;
+        let worker = key
+            .worker_id
+            .ok_or("worker_id is nil; allowed: the number of a worker")?;
+        let scope = self.scope(key).map_err(|error| error.to_string())?;
+        let chunks = store_chunks(self.chunk_size, key.tokens.token_count, key.start, key.end)
+            .map_err(|error| error.to_string())?;
+        let kv_rank = kvtier_core::kv_rank(key.world_size, worker);
+        Ok(WorkerRange {
+            scope,
+            kv_rank,
+            worker,
+            chunks,
+        })
+    }
+
+    /// The worker of a range is done with what its request's lookup holds of it.
+    pub(super) fn settle(
+        &self,
+        instance: InstanceId,
+        key: &CacheKey<'_, Prompt>,
+        range: &WorkerRange,
+    ) {
+        self.lookups.settle(
+            instance,
+            key.request_id,
+            &range.scope,
+            range.kv_rank,
+            &key.tokens.hashes,
+            range.chunks.clone(),
+        );
+    }
+
+    /// A retrieve is refused, so its worker will not read what the lookup holds for it: an engine computes what it could
+    /// not retrieve, and LMCache's server lets go of it too. One that asks again has what is still there, since the
+    /// lookup goes on saying that it may.
+    pub(super) fn settle_refused(&self, instance: InstanceId, key: &CacheKey<'_, Prompt>) {
+        if let Ok(range) = self.key_range(key) {
+            self.settle(instance, key, &range);
+        }
+    }
+
+    /// Leases of its own for a transfer, one an object group: all that the range needs, or nothing.
+    ///
+    /// The lookup of the request must have found the range for a worker of this layout.
+    pub(super) fn hold(
+        &self,
+        instance: &Instance,
+        key: &CacheKey<'_, Prompt>,
+        range: &WorkerRange,
+    ) -> Option<Vec<Held>> {
+        if instance.unserved.is_some() {
+            return None;
+        }
+        let hashes = &key.tokens.hashes;
+        let layout = instance.layout.fingerprint;
+        let namespaces = self.lookups.grant(
+            key.request_id,
+            &range.scope,
+            range.kv_rank,
+            layout,
+            hashes,
+            range.chunks.clone(),
+        )?;
+        let groups = namespaces.iter().map(|namespace| {
+            let id = namespace.object_group_id();
+            let window = instance
+                .layout
+                .groups
+                .iter()
+                .find(|group| group.id == id)?
+                .window;
+            let chunks = needed(window, range.chunks.end);
+            let chunks = chunks.start.max(range.chunks.start)..range.chunks.end;
+            let lease = self
+                .l1
+                .cache
+                .pin(self.now(), namespace, &hashes[chunks.clone()])?;
+            Some(Held {
+                object_group: id,
+                chunks,
+                lease,
+            })
+        });
+        groups.collect()
+    }
+}

@@ -1,0 +1,14 @@
+//! L1: the arena with the bytes, the allocator that places them in it, and the cache that decides about them.
+//!
+//! It must never know requests, workers or tiers below it.
+#![forbid(unsafe_code)]
+
+mod allocator;
+mod clock;
+mod memory;
+mod tenants;
+
+pub use allocator::L1Allocator;
+pub use clock::Clock;
+pub use memory::{L1, create_arena, divide, rehearse_arena};
+pub use tenants::L1Tenants;

@@ -1,0 +1,224 @@
+//! L1: the arena with the bytes, and the cache that decides about them.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvtier_core::cache::{Cache, CacheConfig};
+use kvtier_core::quota::QuotaConfig;
+use kvtier_memory::{Arena, ArenaError, ArenaKind};
+
+use super::allocator::{L1Allocator, parts};
+use kvtier_config::{NumaNodes, ServerConfig, in_gib};
+use kvtier_tenants::Opened;
+
+/// Bytes of a part, at least: an object lies in one, and none is a tenth as large.
+const LEAST_PART: u64 = 4 << 30;
+
+/// Part of L1 (a quarter) that may be staged at once.
+const STAGING_PART: u64 = 4;
+
+/// Bytes that stand for a pool that is not made.
+const STAND_IN: u64 = 2 << 20;
+
+/// Host memory and the cache over it.
+pub struct L1 {
+    /// The bytes.
+    pub arena: Arc<Arena>,
+    /// Which objects they are.
+    pub cache: Cache<L1Allocator>,
+    /// The NUMA node of each part of the arena; none when it has no parts.
+    nodes: Vec<u32>,
+}
+
+impl L1 {
+    /// The cache over an arena of which nothing was touched yet. `nodes` are those that its memory is to come from; with
+    /// several, each has a part of it.
+    ///
+    /// # Errors
+    /// One line that names what cannot be had.
+    pub fn create(
+        config: &ServerConfig,
+        quotas: &Opened,
+        arena: Arc<Arena>,
+        nodes: &[u32],
+    ) -> Result<Self, String> {
+        let (nodes, allocator) = divide(&arena, config, nodes)?;
+        let cache = Cache::new(
+            allocator,
+            CacheConfig {
+                eviction: config.eviction_policy.kind(),
+                quotas: QuotaConfig {
+                    watermark: config.eviction_trigger_watermark,
+                    ratio: config.eviction_ratio,
+                    ..quotas.config("l1")
+                },
+                ..CacheConfig::default()
+            },
+        );
+        for (salt, grant) in quotas.grants("l1") {
+            cache.set_grant(salt, Some(grant));
+        }
+        Ok(Self {
+            arena,
+            cache,
+            nodes,
+        })
+    }
+
+    /// With a part for each of these nodes, whatever the machine has.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn in_parts(self, nodes: &[u32]) -> Self {
+        let parts = parts(&self.arena, 4096, nodes.len());
+        let allocator = L1Allocator::over(parts, 4096).expect("a good size");
+        Self {
+            cache: Cache::new(allocator, CacheConfig::default()),
+            nodes: nodes.to_vec(),
+            ..self
+        }
+    }
+
+    /// Bytes that may be staged at once.
+    pub fn staging_limit(&self) -> u64 {
+        self.arena.len() / STAGING_PART
+    }
+
+    /// Bytes of the largest free extent.
+    pub fn largest_free(&self) -> u64 {
+        let parts = self.cache.free_space().into_iter();
+        let largest = parts.map(|part| part.largest_free_bytes).max();
+        largest.unwrap_or_default()
+    }
+
+    /// The NUMA node of each part of the arena; none when it has no parts.
+    pub fn nodes(&self) -> &[u32] {
+        &self.nodes
+    }
+
+    /// The part of the arena for a device on this node, if it has parts and one of that node.
+    pub fn part_near(&self, node: Option<u32>) -> Option<u32> {
+        let part = self.nodes.iter().position(|own| Some(*own) == node)?;
+        u32::try_from(part).ok()
+    }
+}
+
+/// Places the arena and its allocator; gives the nodes that have a part each.
+///
+/// # Errors
+/// One line, when nodes that were asked for cannot be had, or an arena cannot be divided as it is to be.
+pub fn divide(
+    arena: &Arena,
+    config: &ServerConfig,
+    gpus: &[u32],
+) -> Result<(Vec<u32>, L1Allocator), String> {
+    let placed = place(arena, config, gpus)?;
+    let (nodes, mut parts): (Vec<_>, Vec<_>) = placed.into_iter().unzip();
+    if parts.is_empty() {
+        parts.push(0..arena.len());
+    }
+    let allocator = L1Allocator::over(parts, config.l1_align_bytes);
+    let allocator =
+        allocator.map_err(|error| format!("L1 of {:.2} GiB: {error}", in_gib(arena.len())));
+    allocator.map(|allocator| (nodes, allocator))
+}
+
+/// Has the arena come from the NUMA nodes that are wanted; gives those that have a part each, and which.
+///
+/// # Errors
+/// One line, when nodes that were asked for cannot be had. Those of the GPUs are done without instead.
+fn place(
+    arena: &Arena,
+    config: &ServerConfig,
+    gpus: &[u32],
+) -> Result<Vec<(u32, Range<u64>)>, String> {
+    let placed = match &config.l1_numa_nodes {
+        NumaNodes::Off => return Ok(Vec::new()),
+        NumaNodes::List(nodes) => {
+            let result = arena.prefer_nodes(nodes);
+            let result = result.map_err(|error| format!("--l1-numa-nodes: {error}"));
+            return result.map(|()| Vec::new());
+        }
+        NumaNodes::Auto if gpus.len() > 1 && arena.len() / gpus.len() as u64 >= LEAST_PART => {
+            let parts = parts(arena, config.l1_align_bytes, gpus.len());
+            let parts: Vec<_> = gpus.iter().copied().zip(parts).collect();
+            let placed = parts.iter().try_for_each(|(node, part)| {
+                arena.prefer_node_in(part.start, part.end - part.start, *node)
+            });
+            // Some parts may be placed already.
+            let turns = |_| arena.prefer_nodes(gpus).map(|()| Vec::new());
+            placed.map(|()| parts).or_else(turns)
+        }
+        NumaNodes::Auto => arena.prefer_nodes(gpus).map(|()| Vec::new()),
+    };
+    Ok(placed.unwrap_or_else(|error| {
+        tracing::warn!(%error, "L1 comes from wherever it is touched first");
+        Vec::new()
+    }))
+}
+
+/// An arena that stands for the one of a start, to be given back at once. A pool is not made, since a server that runs
+/// may have it; where there is room for it, some pages stand for it.
+///
+/// # Errors
+/// As [`create_arena`].
+pub fn rehearse_arena(config: &ServerConfig) -> Result<Arena, String> {
+    let l1_bytes = match (&config.shm_name, config.shm_shortage()) {
+        (Some(_), None) => STAND_IN,
+        (Some(name), Some(shortage)) if config.shm_required => {
+            return Err(format!("--shm-name {name}: {shortage}"));
+        }
+        _ => config.l1_bytes,
+    };
+    create_arena(&ServerConfig {
+        shm_name: None,
+        l1_bytes,
+        ..config.clone()
+    })
+}
+
+/// Makes the arena that a configuration asks for. Touches no page of it.
+///
+/// # Errors
+/// One line that names what cannot be had. A pool that nobody asked for by name is done without instead.
+pub fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
+    let bytes = config.l1_bytes;
+    let describe =
+        |error: ArenaError| format!("L1 of {:.2} GiB (--l1-size-gb): {error}", in_gib(bytes));
+    if config.l1_hugepages {
+        return Arena::create(ArenaKind::Hugepages, bytes).map_err(describe);
+    }
+    let Some(name) = &config.shm_name else {
+        return Arena::create(ArenaKind::Anonymous, bytes).map_err(describe);
+    };
+    let shared = Arena::create(ArenaKind::Shm { name: name.clone() }, bytes);
+    match shared.map_err(|error| match error {
+        ArenaError::OutOfMemory { available, .. } => config.describe_shortage(available),
+        error => error.to_string(),
+    }) {
+        Ok(arena) => Ok(arena),
+        Err(error) if config.shm_required => Err(format!("--shm-name {name}: {error}")),
+        Err(error) => {
+            tracing::warn!(%error, "no shared memory pool: engine-driven workers will send their data pickled");
+            Arena::create(ArenaKind::Anonymous, bytes).map_err(describe)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pool_of_a_killed_server_goes_before_room_is_looked_for() {
+        let name = format!("kvtier_server_test_{}", std::process::id());
+        let path = format!("/dev/shm/lmcache_l1_pool_{name}");
+        std::fs::write(&path, b"left behind").unwrap();
+        // A pebibyte, which no machine has.
+        let flags = ["--shm-name", &name, "--l1-size-gb", "1048576"];
+        let config = ServerConfig::from_flags(&flags).unwrap();
+        let error = create_arena(&config).err().unwrap();
+        for part in [name.as_str(), "--l1-size-gb", "worker that maps it"] {
+            assert!(error.contains(part), "{error}");
+        }
+        assert!(!std::fs::exists(&path).unwrap());
+    }
+}

@@ -1,0 +1,65 @@
+//! Errors of arenas.
+
+use std::io;
+
+use crate::fault::TableFull;
+
+/// Why an arena could not be created.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArenaError {
+    /// The size is zero, or too large for this machine's addresses.
+    #[error("invalid arena size of {bytes} bytes: allowed are 1 to {}", isize::MAX)]
+    Size {
+        /// Bytes requested.
+        bytes: u64,
+    },
+    /// The name cannot name a segment.
+    #[error("shared memory name {name:?} {reason}")]
+    Name {
+        /// The requested name.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A running process has an arena of that name.
+    #[error("shared memory {name:?} belongs to a running server: choose another name")]
+    NameInUse {
+        /// The full name.
+        name: String,
+    },
+    /// The file system has too little free space.
+    #[error(
+        "{bytes} bytes do not fit in the {available} bytes free in {place} \
+         (in a container, raise the size of /dev/shm)"
+    )]
+    OutOfMemory {
+        /// Bytes requested.
+        bytes: u64,
+        /// Bytes free.
+        available: u64,
+        /// Directory of the file system.
+        place: String,
+    },
+    /// There are not enough huge pages.
+    #[error("{needed} huge pages of 2 MiB are needed and {free} are free (set vm.nr_hugepages)")]
+    Hugepages {
+        /// Pages needed.
+        needed: u64,
+        /// Pages free.
+        free: u64,
+    },
+    /// A system call failed.
+    #[error("cannot {action} the arena in {place}: {source}")]
+    System {
+        /// The failed action.
+        action: &'static str,
+        /// Where.
+        place: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// The fault guard is full.
+    #[error("the arena cannot be guarded: {0}")]
+    Guard(#[from] TableFull),
+}

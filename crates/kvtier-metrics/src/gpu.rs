@@ -1,0 +1,181 @@
+//! Metrics of the GPUs. Everything is counted by the GPU's own thread and read when somebody scrapes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvtier_device::Direction;
+use kvtier_device::cuda::{GpuReadings, RUN_BUCKETS};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+
+use super::Prefix;
+
+/// One GPU that there is, in use or not.
+#[derive(Debug, Clone)]
+pub struct GpuFigures {
+    /// Its ordinal.
+    pub gpu: Arc<str>,
+    /// Whether it is of any use.
+    pub healthy: bool,
+    /// What it does, if it is in use.
+    pub readings: Option<GpuReadings>,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct MovedLabels {
+    gpu: Arc<str>,
+    direction: &'static str,
+    executor: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct RunLabels {
+    gpu: Arc<str>,
+    direction: &'static str,
+    /// Longest run of the class, bytes.
+    up_to: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct DirectionLabels {
+    gpu: Arc<str>,
+    direction: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct GpuLabels {
+    gpu: Arc<str>,
+}
+
+/// Names of the classes of runs.
+const RUN_NAMES: [&str; RUN_BUCKETS.len() + 1] =
+    ["256", "1024", "4096", "16384", "65536", "262144", "more"];
+
+/// The metrics of the GPUs.
+pub struct GpuMetrics {
+    bytes: Family<MovedLabels, Counter>,
+    pieces: Family<MovedLabels, Counter>,
+    seconds: Family<MovedLabels, Counter<f64, AtomicU64>>,
+    runs: Family<RunLabels, Counter>,
+    under_way: Family<DirectionLabels, Gauge>,
+    event_timeouts: Family<GpuLabels, Counter>,
+    healthy: Family<GpuLabels, Gauge>,
+    open_allocations: Family<GpuLabels, Gauge>,
+    pinned_bytes: Gauge,
+}
+
+impl GpuMetrics {
+    pub(super) fn new(own: &mut Prefix) -> Self {
+        Self {
+            bytes: own.add("gpu_copied_bytes", "Bytes copied between a GPU and L1"),
+            pieces: own.add("gpu_copied_pieces", "Pieces handed to a GPU and done"),
+            seconds: own.add(
+                "gpu_copy_seconds",
+                "Time from handing pieces to a GPU to seeing that they are done; pieces overlap",
+            ),
+            runs: own.add(
+                "gpu_copied_runs",
+                "Contiguous runs copied, by the mean length of their piece in bytes",
+            ),
+            under_way: own.add(
+                "gpu_transfers_under_way",
+                "Stores and retrieves of workers on a GPU that have not ended",
+            ),
+            event_timeouts: own.add(
+                "gpu_event_timeouts",
+                "Transfers that failed because the engine's event did not complete",
+            ),
+            healthy: own.add(
+                "gpu_healthy",
+                "0 when a GPU is of no use: after an error until the next start, or as long as its driver hangs while it is taken into use",
+            ),
+            open_allocations: own.add(
+                "gpu_open_allocations",
+                "Allocations of workers that are open",
+            ),
+            pinned_bytes: own.add("l1_pinned_bytes", "Bytes of L1 that GPUs reach directly"),
+        }
+    }
+
+    pub(super) fn read(&self, gpus: &[GpuFigures], pinned_bytes: u64) {
+        let set = |counter: &Counter, value: u64| counter.inner().store(value, Ordering::Relaxed);
+        self.pinned_bytes
+            .set(i64::try_from(pinned_bytes).unwrap_or(i64::MAX));
+        for GpuFigures {
+            gpu,
+            healthy,
+            readings,
+        } in gpus
+        {
+            let labels = GpuLabels {
+                gpu: Arc::clone(gpu),
+            };
+            self.healthy.get_or_create(&labels).set(i64::from(*healthy));
+            let Some(readings) = readings else {
+                continue;
+            };
+            for (direction, executor, moved) in &readings.moved {
+                let labels = MovedLabels {
+                    gpu: Arc::clone(gpu),
+                    direction: direction.name(),
+                    executor: executor.name(),
+                };
+                set(&self.bytes.get_or_create(&labels), moved.bytes);
+                set(&self.pieces.get_or_create(&labels), moved.pieces);
+                let seconds = moved.nanos as f64 / 1e9;
+                let counter = self.seconds.get_or_create(&labels);
+                counter.inner().store(seconds.to_bits(), Ordering::Relaxed);
+            }
+            for direction in [Direction::Store, Direction::Retrieve] {
+                let name = direction.name();
+                let counts = readings.runs[direction as usize];
+                for (up_to, count) in RUN_NAMES.into_iter().zip(counts) {
+                    let labels = RunLabels {
+                        gpu: Arc::clone(gpu),
+                        direction: name,
+                        up_to,
+                    };
+                    set(&self.runs.get_or_create(&labels), count);
+                }
+                let labels = DirectionLabels {
+                    gpu: Arc::clone(gpu),
+                    direction: name,
+                };
+                let under_way = readings.in_flight[direction as usize];
+                self.under_way
+                    .get_or_create(&labels)
+                    .set(i64::try_from(under_way).unwrap_or(i64::MAX));
+            }
+            set(
+                &self.event_timeouts.get_or_create(&labels),
+                readings.event_timeouts,
+            );
+            self.open_allocations
+                .get_or_create(&labels)
+                .set(readings.open_allocations as i64);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::GpuFigures;
+    use crate::{Metrics, Readings};
+
+    #[test]
+    fn a_gpu_that_cannot_be_taken_into_use_is_not_healthy() {
+        let gpu = GpuFigures {
+            gpu: "3".into(),
+            healthy: false,
+            readings: None,
+        };
+        let readings = Readings {
+            gpus: vec![gpu],
+            ..Readings::default()
+        };
+        let text = Metrics::new().encode(&readings);
+        assert!(text.contains("kvtier_gpu_healthy{gpu=\"3\"} 0\n"), "{text}");
+    }
+}

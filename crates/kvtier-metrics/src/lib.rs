@@ -1,0 +1,560 @@
+//! Metrics: LMCache 0.5.6's names where it has the figure, `kvtier_` names for what it lacks.
+//!
+//! Counters that belong to a request are bumped as it is answered; gauges are read from the engine when somebody
+//! scrapes. It must never know who counts: numbers and names are all it is given. Labels that clients choose are bounded: after [`MAX_SALTS`] tenants and [`MAX_MODELS`] models further ones
+//! share the value `other`.
+
+#![forbid(unsafe_code)]
+
+mod gpu;
+mod l2;
+mod labels;
+mod names;
+mod tenants;
+#[cfg(test)]
+mod tenants_tests;
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+pub use gpu::{GpuFigures, GpuMetrics};
+use kvtier_core::cache::KeyOutcome;
+pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
+use labels::{
+    BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
+    LoadedLabels, LookupLabels, OperationLabels, OverQuotaLabels, ReadFailureLabels, RefusedLabels,
+};
+use names::Names;
+use prometheus_client::encoding::text;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Metric, Registry};
+pub use tenants::TenantMetrics;
+
+/// Tenants with a label value of their own.
+pub const MAX_SALTS: usize = 1000;
+
+/// Models with a label value of their own.
+pub const MAX_MODELS: usize = 50;
+
+/// Latency buckets in seconds: 10 microseconds to 10 seconds, about three a decade.
+const LATENCY_BUCKETS: [f64; 19] = [
+    10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2,
+    0.5, 1.0, 2.0, 5.0, 10.0,
+];
+
+fn latency() -> Histogram {
+    Histogram::new(LATENCY_BUCKETS)
+}
+
+/// Everything that is counted.
+pub struct Metrics {
+    registries: [Registry; 2],
+    salts: Arc<Names>,
+    models: Arc<Names>,
+    /// Those of the tiers.
+    pub l2: L2Metrics,
+    /// Those of single tenants.
+    pub tenants: TenantMetrics,
+    gpus: GpuMetrics,
+
+    l1_write_chunks: Family<L1Labels, Counter>,
+    l1_read_chunks: Family<L1Labels, Counter>,
+    allocation_failures: Family<FailureLabels, Counter>,
+    over_quota: Family<OverQuotaLabels, Counter>,
+    over_staging: Family<OverQuotaLabels, Counter>,
+    read_failures: Family<ReadFailureLabels, Counter>,
+    lookup_requested_tokens: Family<LookupLabels, Counter>,
+    lookup_hit_tokens: Family<LookupLabels, Counter>,
+    lookup_hit_l1_tokens: Family<LookupLabels, Counter>,
+    lookup_hit_l2_tokens: Family<LookupLabels, Counter>,
+    lookup_hit_l1_keys: Family<LookupLabels, Counter>,
+    lookup_hit_l2_keys: Family<LookupLabels, Counter>,
+    lookups: Family<LookupLabels, Counter>,
+    early_exits: Family<EarlyExitLabels, Counter>,
+    submitted_stores: Family<DeviceLabels, Counter>,
+    finished_stores: Family<DeviceLabels, Counter>,
+    submitted_retrieves: Family<DeviceLabels, Counter>,
+    finished_retrieves: Family<DeviceLabels, Counter>,
+    chunks_loaded: Family<LoadedLabels, Counter>,
+    requests: Family<OperationLabels, Counter>,
+    refused: Family<RefusedLabels, Counter>,
+    /// Request latency from the frame's arrival to its answer, by operation.
+    latency: Family<OperationLabels, Histogram>,
+    /// Replies that could not be delivered because the client was gone or did not read.
+    pub undeliverable: Counter,
+    /// Messages that are no request of the protocol.
+    pub malformed_messages: Counter,
+    /// Handlers that panicked; each got its operation's failure answer.
+    pub handler_panics: Counter,
+    /// Workers taken for dead after their silence.
+    pub reaped_instances: Counter,
+    /// Transfers given up because their client never committed.
+    pub expired_transfers: Counter,
+    /// Lookup leases given up because nobody consumed them.
+    pub expired_lookups: Counter,
+    /// Lookups of clients that have not proved their chunk size.
+    pub unproven_lookups: Counter,
+    /// Background eviction passes, and those that evicted.
+    pub eviction_ticks: Counter,
+    /// Background eviction passes that evicted.
+    pub eviction_triggered: Counter,
+
+    /// Connections to the request port.
+    pub request_connections: Gauge,
+    request_connections_max: Gauge,
+    open_files_max: Gauge,
+
+    l1_usage_bytes: Family<L1GaugeLabels, Gauge>,
+    l1_usage_ratio: Family<L1GaugeLabels, Gauge<f64, AtomicU64>>,
+    l1_staging_bytes: Family<L1GaugeLabels, Gauge>,
+    l1_staging_limit_bytes: Gauge,
+    l1_largest_free_bytes: Gauge,
+    l1_capacity_bytes: Gauge,
+    l1_objects: Gauge,
+    l1_leased_objects: Gauge,
+    l1_prefaulted_bytes: Gauge,
+    active_prefetch_jobs: Gauge,
+    active_sessions: Gauge,
+    registered_instances: Gauge,
+    evicted_chunks: Counter,
+    evicted_bytes: Counter,
+    accounting_errors: Counter,
+    prompt_chunks_known: Counter,
+    prompt_chunks_hashed: Counter,
+}
+
+/// Figures read from the engine at scrape time.
+#[derive(Debug, Default, Clone)]
+pub struct Readings {
+    /// Bytes of L1.
+    pub capacity_bytes: u64,
+    /// Bytes in use, staged ones included.
+    pub used_bytes: u64,
+    /// Bytes reserved and not committed.
+    pub staged_bytes: u64,
+    /// Bytes that stores may have reserved and not committed.
+    pub staging_limit_bytes: u64,
+    /// Bytes of the largest free extent.
+    pub largest_free_bytes: u64,
+    /// Readable objects.
+    pub objects: u64,
+    /// Objects with at least one lease.
+    pub leased_objects: u64,
+    /// Bytes of the arena touched so far.
+    pub prefaulted_bytes: u64,
+    /// Request sessions alive.
+    pub sessions: u64,
+    /// Lookups whose result nobody has asked for yet.
+    pub unread_lookups: u64,
+    /// Workers registered.
+    pub instances: u64,
+    /// Objects evicted since start.
+    pub evicted_objects: u64,
+    /// Bytes evicted since start.
+    pub evicted_bytes: u64,
+    /// Accounting errors found since start; anything but 0 is a bug.
+    pub accounting_errors: u64,
+    /// Chunks whose hash was remembered from an earlier request.
+    pub prompt_chunks_known: u64,
+    /// Chunks that were decoded and hashed.
+    pub prompt_chunks_hashed: u64,
+    /// Lookups for which the tiers are asked now, as [`PrefetchPhase::ALL`].
+    pub l2_prefetches: [u64; 3],
+    /// Bytes of L1 that wait to be stored in a tier.
+    pub l2_queued_bytes: u64,
+    /// Objects that were not stored in a tier because too many bytes waited.
+    pub l2_dropped_objects: u64,
+    /// Objects being loaded from a tier.
+    pub l2_loading_objects: u64,
+    /// The tiers below L1.
+    pub tiers: Vec<TierReadings>,
+    /// The GPUs in use.
+    pub gpus: Vec<GpuFigures>,
+    /// Bytes of L1 that GPUs reach directly.
+    pub pinned_bytes: u64,
+}
+
+const L1: L1GaugeLabels = L1GaugeLabels {
+    backend: "dram",
+    l1_tag: "_default",
+};
+
+/// Metrics whose names share a prefix.
+struct Prefix(Registry);
+
+impl Prefix {
+    fn new(prefix: &str) -> Self {
+        Self(Registry::with_prefix(prefix))
+    }
+
+    fn add<M: Metric + Clone + Default>(&mut self, name: &str, help: &str) -> M {
+        self.add_made(name, help, M::default())
+    }
+
+    fn add_made<M: Metric + Clone>(&mut self, name: &str, help: &str, metric: M) -> M {
+        self.0.register(name, help, metric.clone());
+        metric
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    /// Makes and registers every metric.
+    pub fn new() -> Self {
+        // LMCache's names, then those it lacks.
+        let (mut lmcache, mut own) = (Prefix::new("lmcache_mp"), Prefix::new("kvtier"));
+        let build: Family<BuildLabels, Gauge> = own.add("build_info", "Version of this server");
+        build
+            .get_or_create(&BuildLabels {
+                version: env!("CARGO_PKG_VERSION"),
+            })
+            .set(1);
+        let salts = Arc::new(Names::new(MAX_SALTS));
+        let models = Arc::new(Names::new(MAX_MODELS));
+        Self {
+            l2: L2Metrics::new(
+                &mut lmcache,
+                &mut own,
+                Arc::clone(&salts),
+                Arc::clone(&models),
+            ),
+            tenants: TenantMetrics::new(&mut own),
+            gpus: GpuMetrics::new(&mut own),
+            salts,
+            models,
+            l1_write_chunks: lmcache.add("l1_write_chunks", "Objects admitted to L1"),
+            l1_read_chunks: lmcache.add("l1_read_chunks", "Objects leased by lookups"),
+            allocation_failures: lmcache
+                .add("l1_allocation_failure_chunks", "Chunks L1 had no room for"),
+            over_quota: own.add(
+                "l1_over_quota_chunks",
+                "Chunks L1 refused because of their tenant's limit",
+            ),
+            over_staging: own.add(
+                "l1_over_staging_chunks",
+                "Chunks refused because uncommitted stores were at their limit",
+            ),
+            read_failures: lmcache.add("l1_read_failure_chunks", "Chunks that could not be read"),
+            lookup_requested_tokens: lmcache
+                .add("lookup_requested_tokens", "Tokens of full chunks asked for"),
+            lookup_hit_tokens: lmcache.add("lookup_hit_tokens", "Tokens found"),
+            lookup_hit_l1_tokens: lmcache.add("lookup_hit_l1_tokens", "Tokens found in L1"),
+            lookup_hit_l2_tokens: lmcache.add(
+                "lookup_hit_l2_tokens",
+                "Tokens that the tiers below L1 added to the prefixes found there",
+            ),
+            lookup_hit_l1_keys: lmcache.add("lookup_hit_l1_keys", "Objects found in L1"),
+            lookup_hit_l2_keys: lmcache.add(
+                "lookup_hit_l2_keys",
+                "Objects that the tiers below L1 added to those found there",
+            ),
+            lookups: lmcache.add("lookups_requests", "Lookups"),
+            early_exits: lmcache.add(
+                "lookup_early_exit_requests",
+                "Lookups that asked for no key",
+            ),
+            submitted_stores: lmcache.add("num_submitted_stores", "Stores received"),
+            finished_stores: lmcache.add("num_finished_stores", "Stores answered"),
+            submitted_retrieves: lmcache.add("num_submitted_retrieves", "Retrieves received"),
+            finished_retrieves: lmcache.add("num_finished_retrieves", "Retrieves answered"),
+            chunks_loaded: lmcache.add("num_chunks_loaded", "Chunks given back to workers"),
+            requests: own.add("requests", "Requests by operation"),
+            refused: own.add(
+                "refused_requests",
+                "Requests that got their operation's failure answer",
+            ),
+            latency: own.add_made(
+                "request_duration_seconds",
+                "Time from a request's arrival to its answer",
+                Family::new_with_constructor(latency),
+            ),
+            undeliverable: own.add(
+                "undeliverable_replies",
+                "Replies whose client was gone or did not read",
+            ),
+            malformed_messages: own.add("malformed_messages", "Messages that are no request"),
+            handler_panics: own.add("handler_panics", "Handlers that panicked"),
+            reaped_instances: own.add("reaped_instances", "Workers taken for dead"),
+            expired_transfers: own.add("expired_transfers", "Transfers given up without a commit"),
+            expired_lookups: own.add("expired_lookups", "Lookup leases given up unused"),
+            unproven_lookups: own.add(
+                "unproven_lookups",
+                "Lookups of clients whose chunk size is not proven",
+            ),
+            request_connections: own.add("request_connections", "Connections to the request port"),
+            request_connections_max: own.add(
+                "request_connections_max",
+                "Connections to the request port that are accepted at most",
+            ),
+            open_files_max: own.add("open_files_max", "File descriptors the process may have"),
+            eviction_ticks: lmcache.add("l1_eviction_loop_ticks", "Background eviction passes"),
+            eviction_triggered: lmcache.add(
+                "l1_eviction_loop_triggered",
+                "Background eviction passes that evicted",
+            ),
+            l1_usage_bytes: lmcache.add("l1_memory_usage_bytes", "Bytes of L1 in use"),
+            l1_usage_ratio: lmcache.add("l1_usage_ratio", "Share of L1 in use"),
+            l1_staging_bytes: lmcache
+                .add("l1_staging_bytes", "Bytes reserved and not yet committed"),
+            l1_staging_limit_bytes: own.add(
+                "l1_staging_limit_bytes",
+                "Bytes that stores may have staged and not committed",
+            ),
+            l1_largest_free_bytes: own.add(
+                "l1_largest_free_bytes",
+                "Bytes of the largest free extent of L1",
+            ),
+            l1_capacity_bytes: own.add("l1_capacity_bytes", "Size of L1"),
+            l1_objects: own.add("l1_objects", "Readable objects in L1"),
+            l1_leased_objects: own.add("l1_leased_objects", "Objects in L1 with a lease"),
+            l1_prefaulted_bytes: own.add("l1_prefaulted_bytes", "Bytes of L1 touched since start"),
+            active_prefetch_jobs: lmcache.add(
+                "active_prefetch_jobs",
+                "Lookups whose result was not asked for yet",
+            ),
+            active_sessions: own.add("active_sessions", "Request sessions alive"),
+            registered_instances: own.add("registered_instances", "Workers registered"),
+            evicted_chunks: own.add("l1_evicted_chunks", "Objects evicted from L1"),
+            evicted_bytes: own.add("l1_evicted_bytes", "Bytes evicted from L1"),
+            accounting_errors: own.add(
+                "accounting_errors",
+                "Accounting errors found; anything but 0 is a bug",
+            ),
+            prompt_chunks_known: own.add(
+                "prompt_chunks_known",
+                "Prompt chunks whose hash was remembered",
+            ),
+            prompt_chunks_hashed: own
+                .add("prompt_chunks_hashed", "Prompt chunks decoded and hashed"),
+            registries: [lmcache.0, own.0],
+        }
+    }
+
+    /// How many file descriptors there are.
+    pub fn has_descriptors(&self, limit: u64, connections: u64) {
+        let gauge = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+        self.open_files_max.set(gauge(limit));
+        self.request_connections_max.set(gauge(connections));
+    }
+
+    /// What `/status` says of the request port.
+    pub fn request_port(&self) -> serde_json::Value {
+        serde_json::json!({
+            "connections": self.request_connections.get(),
+            "connections_max": self.request_connections_max.get(),
+            "open_files_max": self.open_files_max.get(),
+        })
+    }
+
+    /// A lookup that asked for keys.
+    pub fn lookup(
+        &self,
+        model: &str,
+        salt: &str,
+        requested_tokens: u64,
+        hit_tokens: u64,
+        hit_keys: u64,
+    ) {
+        let cache_salt = self.salts.label(salt);
+        let labels = LookupLabels {
+            cache_salt: Arc::clone(&cache_salt),
+            model_name: self.models.label(model),
+        };
+        self.lookups.get_or_create(&labels).inc();
+        self.lookup_requested_tokens
+            .get_or_create(&labels)
+            .inc_by(requested_tokens);
+        self.lookup_hit_tokens
+            .get_or_create(&labels)
+            .inc_by(hit_tokens);
+        self.lookup_hit_l1_tokens
+            .get_or_create(&labels)
+            .inc_by(hit_tokens);
+        self.lookup_hit_l1_keys
+            .get_or_create(&labels)
+            .inc_by(hit_keys);
+        self.l1_read_chunks
+            .get_or_create(&L1Labels {
+                cache_salt,
+                l1_tag: "_default",
+            })
+            .inc_by(hit_keys);
+    }
+
+    /// The tiers added this to the prefix that a lookup had found in L1.
+    pub fn prefetched(&self, model: &str, salt: &str, tokens: u64, keys: u64) {
+        let labels = LookupLabels {
+            cache_salt: self.salts.label(salt),
+            model_name: self.models.label(model),
+        };
+        self.lookup_hit_tokens.get_or_create(&labels).inc_by(tokens);
+        self.lookup_hit_l2_tokens
+            .get_or_create(&labels)
+            .inc_by(tokens);
+        self.lookup_hit_l2_keys.get_or_create(&labels).inc_by(keys);
+    }
+
+    /// A lookup that could not ask for any key.
+    pub fn early_exit(&self, model: &str, salt: &str, reason: &'static str) {
+        let labels = EarlyExitLabels {
+            cache_salt: self.salts.label(salt),
+            model_name: self.models.label(model),
+            reason,
+        };
+        self.early_exits.get_or_create(&labels).inc();
+    }
+
+    /// Objects admitted to L1.
+    pub fn admitted(&self, salt: &str, objects: u64) {
+        self.l1_write_chunks
+            .get_or_create(&L1Labels {
+                cache_salt: self.salts.label(salt),
+                l1_tag: "_default",
+            })
+            .inc_by(objects);
+    }
+
+    /// L1 was asked for memory `during` a store (`l1_store`) or a prefetch (`l2_prefetch`). Gives for how many objects there
+    /// was no room, and how many the tenant's limit refused.
+    pub fn reserved(
+        &self,
+        during: &'static str,
+        model: &str,
+        salt: &str,
+        outcomes: &[KeyOutcome],
+    ) -> [usize; 2] {
+        let count = |kind| outcomes.iter().filter(|outcome| **outcome == kind).count();
+        let [no_room, over_quota] = [KeyOutcome::NoMemory, KeyOutcome::OverQuota].map(count);
+        let over_staging = count(KeyOutcome::OverStaging);
+        if no_room > 0 {
+            let labels = FailureLabels {
+                during,
+                model_name: self.models.label(model),
+            };
+            let family = &self.allocation_failures;
+            family.get_or_create(&labels).inc_by(no_room as u64);
+        }
+        let refused = [
+            (&self.over_quota, over_quota),
+            (&self.over_staging, over_staging),
+        ];
+        for (family, count) in refused.into_iter().filter(|(_, count)| *count > 0) {
+            let labels = OverQuotaLabels {
+                cache_salt: self.salts.label(salt),
+                during,
+            };
+            family.get_or_create(&labels).inc_by(count as u64);
+        }
+        [no_room, over_quota]
+    }
+
+    /// Chunks that were not in L1 any more, `during` a retrieve (`l1_retrieve`: nobody had a lease on them) or a store
+    /// to a tier (`l2_store`).
+    pub fn not_found(&self, during: &'static str, model: &str, chunks: u64) {
+        let labels = ReadFailureLabels {
+            during,
+            model_name: self.models.label(model),
+            reason: "not_found",
+        };
+        self.read_failures.get_or_create(&labels).inc_by(chunks);
+    }
+
+    /// Chunks given to a worker.
+    pub fn loaded(&self, model: &str, salt: &str, worker_id: u32, chunks: u64) {
+        let labels = LoadedLabels {
+            cache_salt: self.salts.label(salt),
+            model_name: self.models.label(model),
+            worker_id,
+        };
+        self.chunks_loaded.get_or_create(&labels).inc_by(chunks);
+    }
+
+    /// A store was received, or answered.
+    pub fn store(&self, device: &'static str, finished: bool) {
+        let family = if finished {
+            &self.finished_stores
+        } else {
+            &self.submitted_stores
+        };
+        family.get_or_create(&DeviceLabels { device }).inc();
+    }
+
+    /// A retrieve was received, or answered.
+    pub fn retrieve(&self, device: &'static str, finished: bool) {
+        let family = if finished {
+            &self.finished_retrieves
+        } else {
+            &self.submitted_retrieves
+        };
+        family.get_or_create(&DeviceLabels { device }).inc();
+    }
+
+    /// A request was answered.
+    pub fn answered(&self, operation: &'static str, took: Duration) {
+        let labels = OperationLabels { operation };
+        self.requests.get_or_create(&labels).inc();
+        self.latency
+            .get_or_create(&labels)
+            .observe(took.as_secs_f64());
+    }
+
+    /// A request got its operation's failure answer.
+    pub fn refused(&self, operation: &'static str, reason: &'static str) {
+        self.refused
+            .get_or_create(&RefusedLabels { operation, reason })
+            .inc();
+    }
+
+    /// The text of `/metrics`.
+    pub fn encode(&self, readings: &Readings) -> String {
+        let set = |gauge: &Gauge, value: u64| {
+            gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        };
+        set(&self.l1_usage_bytes.get_or_create(&L1), readings.used_bytes);
+        set(
+            &self.l1_staging_bytes.get_or_create(&L1),
+            readings.staged_bytes,
+        );
+        let ratio = readings.used_bytes as f64 / readings.capacity_bytes.max(1) as f64;
+        self.l1_usage_ratio.get_or_create(&L1).set(ratio);
+        set(&self.l1_staging_limit_bytes, readings.staging_limit_bytes);
+        set(&self.l1_largest_free_bytes, readings.largest_free_bytes);
+        set(&self.l1_capacity_bytes, readings.capacity_bytes);
+        set(&self.l1_objects, readings.objects);
+        set(&self.l1_leased_objects, readings.leased_objects);
+        set(&self.l1_prefaulted_bytes, readings.prefaulted_bytes);
+        set(&self.active_prefetch_jobs, readings.unread_lookups);
+        set(&self.active_sessions, readings.sessions);
+        set(&self.registered_instances, readings.instances);
+        // The engine's own totals are the truth; the counters here only follow them.
+        for (counter, total) in [
+            (&self.evicted_chunks, readings.evicted_objects),
+            (&self.evicted_bytes, readings.evicted_bytes),
+            (&self.accounting_errors, readings.accounting_errors),
+            (&self.prompt_chunks_known, readings.prompt_chunks_known),
+            (&self.prompt_chunks_hashed, readings.prompt_chunks_hashed),
+        ] {
+            counter
+                .inner()
+                .fetch_max(total, std::sync::atomic::Ordering::Relaxed);
+        }
+        self.gpus.read(&readings.gpus, readings.pinned_bytes);
+        self.l2.read(readings);
+        let mut out = String::new();
+        // Writing to a String cannot fail.
+        for registry in &self.registries {
+            let _ = text::encode_registry(&mut out, registry);
+        }
+        let _ = text::encode_eof(&mut out);
+        out
+    }
+}

@@ -1,0 +1,20 @@
+//! Tenants: the names they have inside, and the table of their quotas, which is kept in a file.
+//!
+//! It must never know how a tier holds or evicts objects: tiers are given to it as [`QuotaTier`].
+#![forbid(unsafe_code)]
+
+mod file;
+mod listing;
+mod look;
+mod quotas;
+mod salts;
+mod table;
+mod tier;
+
+pub use file::QuotaFile;
+pub use listing::only_set;
+pub use look::{InTier, Look};
+pub use quotas::{ChangeError, Changes, Opened, Quotas, obstacle};
+pub use salts::Salts;
+pub use table::{Entry, MAX_TENANTS, Table, TierEntry};
+pub use tier::{QuotaTier, TenantSource};

@@ -1,0 +1,429 @@
+//! What tenants may have: one table for all tiers, kept in a file, enforced by each tier that keeps tenants apart.
+//!
+//! The table is there before the first tier is, so nothing is evicted by a quota that is not known yet.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+
+use crossbeam_channel::{Sender, bounded};
+use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
+use parking_lot::{Mutex, RwLock};
+
+use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
+
+use crate::{Entry, Look, MAX_TENANTS, QuotaFile, QuotaTier, Salts, Table};
+
+/// The table as it was read, for those who open the tiers.
+pub struct Opened {
+    settings: QuotaSettings,
+    places: Vec<Place>,
+    file: Option<QuotaFile>,
+    table: Table,
+}
+
+impl Opened {
+    /// Reads the file, if there is to be one.
+    ///
+    /// # Errors
+    /// One line: a file that cannot be used, shares that cannot be had.
+    pub fn open(config: &ServerConfig, salts: &Salts) -> Result<Self, String> {
+        let (file, table) = match &config.quotas.file {
+            None => (None, Table::default()),
+            Some(path) => {
+                let (file, read) = QuotaFile::open(path)?;
+                tracing::info!(tenants = read.len(), file = %file.path().display(), "read the quotas");
+                let table = prepared(config, salts, read.clone())?;
+                // At once: salts in clear must not stay, nor limits without the place they are for.
+                if table != read {
+                    let failed = |error| {
+                        format!(
+                            "--quota-file {}: what was read there has to be written anew, and cannot be: {error}; make it writable",
+                            path.display()
+                        )
+                    };
+                    file.save(&table).map_err(failed)?;
+                }
+                (Some(file), table)
+            }
+        };
+        Ok(Self {
+            settings: config.quotas.clone(),
+            places: config.places(),
+            file,
+            table,
+        })
+    }
+
+    /// How a tier deals with limits, but for watermark and ratio. One that does not keep tenants apart has none.
+    pub fn config(&self, tier: &str) -> QuotaConfig {
+        let (mode, default_limit) = match self.isolates(tier) {
+            true => (self.settings.mode, self.settings.default_limit.0),
+            false => (QuotaMode::Soft, None),
+        };
+        QuotaConfig {
+            mode,
+            default_limit,
+            ..QuotaConfig::default()
+        }
+    }
+
+    /// What tenants were granted in a tier.
+    pub fn grants(&self, tier: &str) -> impl Iterator<Item = (&str, Grant)> {
+        let isolates = self.isolates(tier);
+        self.table.grants(tier).filter(move |_| isolates)
+    }
+
+    fn isolates(&self, tier: &str) -> bool {
+        let mut places = self.places.iter();
+        places.any(|place| &*place.name == tier && place.isolates)
+    }
+}
+
+/// Why a server would not start with its quotas, told without changing anything. A secret that cannot be read is told of
+/// elsewhere.
+pub fn obstacle(config: &ServerConfig) -> Option<String> {
+    let table = QuotaFile::peek(config.quotas.file.as_deref()?);
+    let salts = Salts::of(config.tenants.salt_key().ok()?);
+    table
+        .and_then(|table| prepared(config, &salts, table))
+        .err()
+}
+
+/// The table as it holds now: by the names that tenants have, and for the tiers it was meant for.
+fn prepared(config: &ServerConfig, salts: &Salts, table: Table) -> Result<Table, String> {
+    // What was set before salts were hashed still holds.
+    let table = table
+        .renamed(|salt| salts.of_operator(salt).into())
+        .map_err(|name| {
+            format!("--quota-file: {name} has an entry, and so has the salt that it is the hash of; start without --hash-salts and delete one of them")
+        })?;
+    let places = config.places();
+    let now = |tier: &str| place_of(&places, tier);
+    // What is no longer named is forgotten first.
+    let table = table.placed(|_| None);
+    for (tier, then) in table.places() {
+        if let Some(now) = now(tier).filter(|now| now != then) {
+            return Err(format!(
+                "--quota-file: it has limits of its own for tier {tier}, which was in {then} and is in {now} now; give that \
+                 adapter another \"name\", and \"name\": {tier:?} to the one in {then} if there still is one"
+            ));
+        }
+    }
+    let table = table.placed(now);
+    check_reserved(config, &table)?;
+    Ok(table)
+}
+
+/// Where a tier is, if it is one whose place can be another.
+fn place_of(places: &[Place], tier: &str) -> Option<String> {
+    let found = places.iter().find(|place| &*place.name == tier)?;
+    found.location.clone()
+}
+
+/// Tiers may have become smaller since shares were reserved.
+fn check_reserved(config: &ServerConfig, table: &Table) -> Result<(), String> {
+    for place in config.places() {
+        let checked = place.check_reserved(table.reserved(&place.name));
+        checked.map_err(|what| {
+            format!(
+                "--quota-file: {what}; enlarge the tier, or reserve less while it is large enough"
+            )
+        })?;
+    }
+    Ok(())
+}
+
+/// Why an entry is as it was.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ChangeError {
+    /// It cannot be so.
+    #[error("{0}")]
+    Refused(String),
+    /// The file could not be written.
+    #[error("the quotas could not be written: {0}; nothing was changed")]
+    NotWritten(String),
+}
+
+/// Entries to set, or with `None` to take away.
+pub type Changes = Vec<(Arc<str>, Option<Entry>)>;
+
+/// Changes that wait to be written, all of them or none.
+struct Waiting {
+    changes: Changes,
+    /// Takes how many entries were there before.
+    answer: Sender<Result<usize, ChangeError>>,
+}
+
+/// Changes that were made.
+struct Accepted {
+    changes: Vec<(Arc<str>, Option<Arc<Entry>>)>,
+    existed: usize,
+    answer: Sender<Result<usize, ChangeError>>,
+}
+
+/// See the module.
+pub struct Quotas {
+    settings: QuotaSettings,
+    places: Vec<Place>,
+    file: Option<QuotaFile>,
+    /// The tier of each place.
+    tiers: Vec<Box<dyn QuotaTier>>,
+    /// Guards which table is the current one, no longer than that takes to read or to set.
+    table: RwLock<Arc<Table>>,
+    waiting: Mutex<Vec<Waiting>>,
+    /// Whose turn it is to write the file. Only those who change quotas wait for it; who reads or enforces them does not.
+    /// With the reserved shares of each tier together.
+    turn: Mutex<Vec<u128>>,
+}
+
+impl Quotas {
+    /// The quotas of these tiers, L1 first, each of which has its grants already.
+    pub fn new(opened: Opened, tiers: Vec<Box<dyn QuotaTier>>) -> Self {
+        let Opened {
+            settings,
+            places,
+            file,
+            table,
+        } = opened;
+        let is_place = |tier: &String| places.iter().any(|place| *place.name == **tier);
+        let elsewhere = |entry: &Entry| entry.tiers.keys().any(|tier| !is_place(tier));
+        let tenants = table.iter().filter(|(_, entry)| elsewhere(entry)).count();
+        if tenants > 0 {
+            tracing::warn!(tenants, "quotas name tiers that are not there");
+        }
+        let reserved = places.iter().map(|place| table.reserved(&place.name));
+        Self {
+            turn: Mutex::new(reserved.collect()),
+            settings,
+            places,
+            file,
+            tiers,
+            table: RwLock::new(Arc::new(table)),
+            waiting: Mutex::default(),
+        }
+    }
+
+    /// How limits are meant, and where they are kept.
+    pub fn settings(&self) -> &QuotaSettings {
+        &self.settings
+    }
+
+    /// The tiers, L1 first.
+    pub fn places(&self) -> &[Place] {
+        &self.places
+    }
+
+    /// Whether what is set outlives the process.
+    pub fn is_persistent(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// The table as it is now.
+    pub fn table(&self) -> Arc<Table> {
+        Arc::clone(&self.table.read())
+    }
+
+    /// Sets the entry of a tenant, or with `None` takes it away; says whether there was one. As [`Self::change_all`].
+    ///
+    /// # Errors
+    /// Then everything is as it was.
+    pub fn change(&self, salt: &str, entry: Option<Entry>) -> Result<bool, ChangeError> {
+        let existed = self.change_all(vec![(salt.into(), entry)])?;
+        Ok(existed > 0)
+    }
+
+    /// Makes all of these changes, or none; says how many entries were there before. They are written when this returns,
+    /// and L1 has evicted what has become too much; the tiers below have begun to.
+    ///
+    /// May wait for the disk. Changes that come meanwhile are written together.
+    ///
+    /// # Errors
+    /// Then everything is as it was.
+    pub fn change_all(&self, changes: Changes) -> Result<usize, ChangeError> {
+        for entry in changes.iter().filter_map(|(_, entry)| entry.as_ref()) {
+            self.check(entry).map_err(ChangeError::Refused)?;
+        }
+        let (answer, outcome) = bounded(1);
+        self.waiting.lock().push(Waiting { changes, answer });
+        let mut turn = self.turn.lock();
+        // Whoever had the turn before may have written this one too.
+        let waiting = std::mem::take(&mut *self.waiting.lock());
+        if !waiting.is_empty() {
+            self.write(waiting, &mut turn);
+        }
+        drop(turn);
+        let lost = |_| Err(ChangeError::NotWritten("an error of this server".into()));
+        let existed = outcome.recv().unwrap_or_else(lost)?;
+        for tier in &self.tiers {
+            tier.enforce();
+        }
+        Ok(existed)
+    }
+
+    /// Whether an entry can be, whatever others have.
+    ///
+    /// # Errors
+    /// Says which tier's share is more than its limit.
+    pub fn check(&self, entry: &Entry) -> Result<(), String> {
+        for Place { name, .. } in &self.places {
+            let Grant { limit, reserved } = entry.of_tier(name);
+            if let Some(limit) = limit
+                && reserved > limit
+            {
+                let (reserved, limit) = (Limit(Some(reserved)), Limit(Some(limit)));
+                return Err(format!(
+                    "{name}: {reserved} reserved is more than the limit of {limit}"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Evicts from L1 what exceeds quotas. Returns the number of objects.
+    pub fn enforce_l1(&self) -> usize {
+        self.tiers.first().map_or(0, |l1| l1.enforce())
+    }
+
+    /// The tiers, L1 first.
+    pub fn tiers(&self) -> impl Iterator<Item = &dyn QuotaTier> {
+        self.tiers.iter().map(|tier| &**tier)
+    }
+
+    fn write(&self, waiting: Vec<Waiting>, reserved: &mut Vec<u128>) {
+        let accepted = match &self.file {
+            // Large tables are not copied where nothing can fail.
+            None => {
+                let mut table = self.table.write();
+                self.admit(waiting, Arc::make_mut(&mut table), reserved).0
+            }
+            Some(file) => {
+                let mut table = Table::clone(&self.table());
+                let before = reserved.clone();
+                let (accepted, is_other) = self.admit(waiting, &mut table, reserved);
+                if is_other && let Err(error) = file.save(&table) {
+                    let path = file.path().display();
+                    let error = match error.kind() {
+                        ErrorKind::FileTooLarge => ChangeError::Refused(error.to_string()),
+                        _ => {
+                            tracing::error!(%error, file = %path, "the quotas could not be written");
+                            ChangeError::NotWritten(format!("{path}: {error}"))
+                        }
+                    };
+                    for change in accepted {
+                        let _ = change.answer.send(Err(error.clone()));
+                    }
+                    *reserved = before;
+                    return;
+                }
+                *self.table.write() = Arc::new(table);
+                accepted
+            }
+        };
+        for Accepted {
+            changes,
+            existed,
+            answer,
+        } in accepted
+        {
+            for (salt, entry) in changes {
+                self.grant(&salt, entry.as_deref());
+            }
+            let _ = answer.send(Ok(existed));
+        }
+    }
+
+    /// Makes the changes that can be, and refuses the others; says whether anything is other than before.
+    fn admit(
+        &self,
+        waiting: Vec<Waiting>,
+        table: &mut Table,
+        reserved: &mut Vec<u128>,
+    ) -> (Vec<Accepted>, bool) {
+        let (mut accepted, mut is_other) = (Vec::new(), false);
+        for Waiting { changes, answer } in waiting {
+            let tenants = table.len();
+            let mut sums = reserved.clone();
+            let (mut before, mut after) = (Vec::new(), Vec::with_capacity(changes.len()));
+            for (salt, entry) in changes {
+                if let Some(entry) = &entry {
+                    table.place(entry, |tier| place_of(&self.places, tier));
+                }
+                let old = table.set(&salt, entry);
+                let new = table.get(&salt).cloned();
+                for (place, sum) in self.places.iter().zip(&mut sums) {
+                    let share = |entry: &Option<Arc<Entry>>| {
+                        let entry = entry.as_ref();
+                        u128::from(entry.map_or(0, |entry| entry.of_tier(&place.name).reserved))
+                    };
+                    *sum = *sum + share(&new) - share(&old);
+                }
+                before.push((Arc::clone(&salt), old));
+                after.push((salt, new));
+            }
+            match self.check_together(tenants, table.len(), reserved, &sums) {
+                Ok(()) => {
+                    let pairs = || before.iter().zip(&after);
+                    is_other |= pairs().any(|((_, old), (_, new))| old != new);
+                    *reserved = sums;
+                    accepted.push(Accepted {
+                        existed: before.iter().filter(|(_, old)| old.is_some()).count(),
+                        changes: after,
+                        answer,
+                    });
+                }
+                Err(what) => {
+                    // Backwards, for a tenant that is named twice.
+                    for (salt, old) in before.into_iter().rev() {
+                        table.restore(&salt, old);
+                    }
+                    let _ = answer.send(Err(ChangeError::Refused(what)));
+                }
+            }
+        }
+        (accepted, is_other)
+    }
+
+    /// Whether there may be so many tenants, and the shares of all together. What was so before may stay so.
+    fn check_together(
+        &self,
+        tenants: usize,
+        will_be: usize,
+        reserved: &[u128],
+        sums: &[u128],
+    ) -> Result<(), String> {
+        if will_be > tenants && will_be > MAX_TENANTS {
+            return Err(format!(
+                "there would be {will_be} tenants with a quota, and may be {MAX_TENANTS} at most"
+            ));
+        }
+        for (place, (before, sum)) in self.places.iter().zip(reserved.iter().zip(sums)) {
+            if sum > before {
+                place.check_reserved(*sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the tiers.
+    fn grant(&self, salt: &str, entry: Option<&Entry>) {
+        for (place, tier) in self.places.iter().zip(&self.tiers) {
+            if place.isolates {
+                tier.set_grant(salt, entry.map(|entry| entry.of_tier(&place.name)));
+            }
+        }
+    }
+
+    /// What tenants have and may have, as it is now.
+    pub fn look(&self) -> Look<'_> {
+        let deleting = self.tiers.iter().map(|tier| tier.deleting());
+        Look::new(self, deleting.collect())
+    }
+}
+
+impl std::fmt::Debug for Quotas {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Quotas")
+            .field("settings", &self.settings)
+            .finish_non_exhaustive()
+    }
+}

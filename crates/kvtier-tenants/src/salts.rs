@@ -1,0 +1,59 @@
+//! How the tenants of requests are called inside: by their salts, or by keyed hashes of them.
+//!
+//! Whatever has a scope, and so all that is stored, listed, counted or logged, has only that name.
+
+use std::borrow::Cow;
+
+use kvtier_core::object_key::{KeyError, KeyScope, SaltKey, check_cache_salt};
+use kvtier_proto::key::CacheKey;
+
+use kvtier_config::TenantSettings;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Salts(Option<SaltKey>);
+
+impl Salts {
+    /// With the key that hashes them, if there is one.
+    pub fn of(key: Option<SaltKey>) -> Self {
+        Self(key)
+    }
+
+    /// As configured.
+    ///
+    /// # Errors
+    /// One line: a secret that cannot be read.
+    pub fn open(settings: &TenantSettings) -> Result<Self, String> {
+        let key = settings.salt_key()?;
+        if let Some(key) = &key {
+            tracing::info!(secret = key.fingerprint(), "cache salts are hashed");
+        }
+        Ok(Self(key))
+    }
+
+    /// The name of the tenant of a client. One whose salt looks like a hash is no other tenant.
+    pub fn of_client<'a>(&self, salt: &'a str) -> Cow<'a, str> {
+        match &self.0 {
+            None => salt.into(),
+            Some(key) => key.hashed(salt).into(),
+        }
+    }
+
+    /// The name of a tenant that an operator means, by its salt or by the hash that listings show.
+    pub fn of_operator<'a>(&self, salt: &'a str) -> Cow<'a, str> {
+        match &self.0 {
+            None => salt.into(),
+            Some(key) => key.hashed_once(salt),
+        }
+    }
+
+    /// Whose objects a request means.
+    ///
+    /// # Errors
+    /// A key whose names cannot be.
+    pub fn scope<T>(&self, key: &CacheKey<'_, T>) -> Result<KeyScope, KeyError> {
+        check_cache_salt(key.cache_salt)?;
+        let salt = self.of_client(key.cache_salt);
+        KeyScope::new(key.model_name, &salt, key.world_size, key.worker_id)
+    }
+}

@@ -1,0 +1,148 @@
+//! What is under way between L1 and the tiers, and what came of it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use kvtier_metrics::{Metrics, PrefetchPhase, TierCall};
+
+/// Counts calls of tiers and phases of prefetches.
+pub struct Calls {
+    metrics: Arc<Metrics>,
+    tiers: Vec<UnderWay>,
+    phases: [AtomicU64; 3],
+}
+
+/// Of one tier.
+struct UnderWay {
+    name: Arc<str>,
+    calls: [AtomicU64; 3],
+    loading_bytes: AtomicU64,
+}
+
+/// A call of a tier. It is over when this is dropped, whether there was an answer or not.
+pub struct Call<'a> {
+    calls: &'a Calls,
+    tier: &'a UnderWay,
+    call: TierCall,
+    bytes: u64,
+    started: Instant,
+}
+
+/// A prefetch that is in this phase until it is dropped.
+pub struct Phase<'a> {
+    calls: &'a Calls,
+    phase: PrefetchPhase,
+}
+
+impl Calls {
+    /// For tiers of these names.
+    pub fn new<'a>(metrics: Arc<Metrics>, names: impl Iterator<Item = &'a str>) -> Self {
+        let under_way = |name: &str| UnderWay {
+            name: name.into(),
+            calls: Default::default(),
+            loading_bytes: AtomicU64::new(0),
+        };
+        Self {
+            metrics,
+            tiers: names.map(under_way).collect(),
+            phases: Default::default(),
+        }
+    }
+
+    /// What else is counted.
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// A tier is given a batch.
+    pub fn begin(
+        &self,
+        call: TierCall,
+        tier: usize,
+        salt: &str,
+        objects: usize,
+        bytes: u64,
+    ) -> Call<'_> {
+        let tier = &self.tiers[tier];
+        self.metrics.l2.began(call, salt, objects);
+        tier.calls[call as usize].fetch_add(1, Ordering::Relaxed);
+        if call == TierCall::Load {
+            tier.loading_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
+        Call {
+            calls: self,
+            tier,
+            call,
+            bytes,
+            started: Instant::now(),
+        }
+    }
+
+    /// A prefetch begins to wait for its turn.
+    pub fn queue(&self) -> Phase<'_> {
+        self.phases[PrefetchPhase::Queue as usize].fetch_add(1, Ordering::Relaxed);
+        Phase {
+            calls: self,
+            phase: PrefetchPhase::Queue,
+        }
+    }
+
+    /// Prefetches by their phase.
+    pub fn phases(&self) -> [u64; 3] {
+        values(&self.phases)
+    }
+
+    /// Calls of a tier under way, by kind.
+    pub fn of_tier(&self, tier: usize) -> [u64; 3] {
+        values(&self.tiers[tier].calls)
+    }
+
+    /// Bytes of L1 that a tier is loading into.
+    pub fn loading_bytes(&self, tier: usize) -> u64 {
+        self.tiers[tier].loading_bytes.load(Ordering::Relaxed)
+    }
+}
+
+fn values(counters: &[AtomicU64; 3]) -> [u64; 3] {
+    counters
+        .each_ref()
+        .map(|counter| counter.load(Ordering::Relaxed))
+}
+
+impl Call<'_> {
+    /// The tier has answered, with success for this many objects and bytes.
+    pub fn answered(self, salt: &str, objects: usize, bytes: u64) {
+        let (took, name) = (self.started.elapsed(), &self.tier.name);
+        let metrics = &self.calls.metrics.l2;
+        metrics.ended(self.call, name, salt, objects, bytes, took);
+    }
+}
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        let took = self.started.elapsed();
+        self.calls.metrics.l2.took(self.call, &self.tier.name, took);
+        self.tier.calls[self.call as usize].fetch_sub(1, Ordering::Relaxed);
+        if self.call == TierCall::Load {
+            let loading = &self.tier.loading_bytes;
+            loading.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Phase<'_> {
+    /// The next phase begins.
+    pub fn is_now(&mut self, phase: PrefetchPhase) {
+        let phases = &self.calls.phases;
+        phases[phase as usize].fetch_add(1, Ordering::Relaxed);
+        phases[self.phase as usize].fetch_sub(1, Ordering::Relaxed);
+        self.phase = phase;
+    }
+}
+
+impl Drop for Phase<'_> {
+    fn drop(&mut self) {
+        self.calls.phases[self.phase as usize].fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,268 @@
+//! Between L1 and the tiers: what is stored is written behind, what L1 lacks is prefetched.
+//!
+//! It runs on threads of its own, so that no tier, however slow, delays what L1 can answer. It knows L1's cache and
+//! memory; requests, sessions and connections it never sees.
+
+#![forbid(unsafe_code)]
+
+mod calls;
+mod flights;
+mod objects;
+mod pending;
+mod prefetch;
+mod status;
+mod store;
+mod tenants;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use kvtier_core::cache::{Cache, Extent};
+use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
+use kvtier_l2::{AdapterConfig, Buffer, Registry};
+use kvtier_memory::Arena;
+use parking_lot::Mutex;
+use tokio::runtime::{Handle, Runtime};
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::timeout_at;
+
+pub use objects::Cursor;
+pub use prefetch::{PrefetchRequest, Prefetched};
+pub use store::StoreCounts;
+
+use calls::Calls;
+use flights::Flights;
+use kvtier_config::L2Config;
+use kvtier_l1::{Clock, L1Allocator};
+use kvtier_metrics::Metrics;
+use kvtier_tenants::{Opened, QuotaTier};
+use pending::Pending;
+use store::StoreQueue;
+use tenants::TierTenants;
+
+/// Threads that plan and wait; adapters have their own for what blocks.
+const THREADS: usize = 2;
+
+/// How often full tiers are looked at.
+const EVICTION_INTERVAL: Duration = Duration::from_secs(1);
+
+/// See the module.
+pub struct L2 {
+    config: L2Config,
+    tiers: Vec<Arc<Tier>>,
+    /// Wakes a tier's eviction: some tenant may have too much now.
+    quotas_changed: Vec<Arc<Notify>>,
+    cache: Cache<L1Allocator>,
+    arena: Arc<Arena>,
+    clock: Arc<Clock>,
+    stores: StoreQueue,
+    pending: Pending,
+    flights: Flights,
+    calls: Calls,
+    /// Lookups under way in the tiers.
+    lookups: Semaphore,
+    /// Room for loads, in units of [`LOAD_UNIT`].
+    loads: Arc<Semaphore>,
+    handle: Handle,
+    runtime: Mutex<Option<Runtime>>,
+    stop: Arc<AtomicBool>,
+}
+
+/// Bytes of one permit for loads: permits are counted in 32 bits.
+const LOAD_UNIT: u64 = 4096;
+
+impl L2 {
+    /// Opens the tiers and starts. Adopting what they hold goes on behind.
+    ///
+    /// # Errors
+    /// An adapter that cannot be opened, a system out of threads: one line.
+    pub fn start(
+        config: &L2Config,
+        quotas: &Opened,
+        cache: Cache<L1Allocator>,
+        arena: Arc<Arena>,
+        clock: Arc<Clock>,
+        metrics: Arc<Metrics>,
+    ) -> Result<Arc<Self>, String> {
+        let tiers = || open(config, quotas);
+        Self::start_with(config, tiers, cache, arena, clock, metrics)
+    }
+
+    /// The same with tiers that `open` gives, within a runtime.
+    fn start_with(
+        config: &L2Config,
+        open: impl FnOnce() -> Result<Vec<Arc<Tier>>, String>,
+        cache: Cache<L1Allocator>,
+        arena: Arc<Arena>,
+        clock: Arc<Clock>,
+        metrics: Arc<Metrics>,
+    ) -> Result<Arc<Self>, String> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(THREADS)
+            .thread_name("kvtier-l2")
+            .enable_all()
+            .build()
+            .map_err(|error| format!("no runtime for L2: {error}"))?;
+        let tiers = {
+            let _within = runtime.enter();
+            open()?
+        };
+        let (stores, receivers) = StoreQueue::new(tiers.len(), config.store_queue_bytes);
+        let units = usize::try_from(config.load_bytes / LOAD_UNIT).unwrap_or(usize::MAX);
+        let l2 = Arc::new(Self {
+            lookups: Semaphore::new(config.prefetch_max_in_flight.max(1)),
+            loads: Arc::new(Semaphore::new(units.clamp(1, Semaphore::MAX_PERMITS))),
+            flights: Flights::default(),
+            pending: Pending::default(),
+            calls: Calls::new(Arc::clone(&metrics), tiers.iter().map(|tier| tier.name())),
+            stop: Arc::default(),
+            handle: runtime.handle().clone(),
+            runtime: Mutex::new(Some(runtime)),
+            config: config.clone(),
+            quotas_changed: tiers.iter().map(|_| Arc::default()).collect(),
+            tiers,
+            cache,
+            arena,
+            clock,
+            stores,
+        });
+        for (number, (tier, receiver)) in l2.tiers.iter().zip(receivers).enumerate() {
+            let (stop, recovered) = (Arc::clone(&l2.stop), Arc::clone(tier));
+            l2.handle
+                .spawn(async move { recovered.recover(&stop).await });
+            l2.handle
+                .spawn(store::serve(Arc::downgrade(&l2), number, receiver));
+            let (stop, tier) = (Arc::clone(&l2.stop), Arc::clone(tier));
+            let (metrics, changed) = (Arc::clone(&metrics), Arc::clone(&l2.quotas_changed[number]));
+            l2.handle.spawn(async move {
+                while !stop.load(Ordering::Relaxed) {
+                    // A backend that hangs delays no eviction.
+                    let _ = tokio::time::timeout(EVICTION_INTERVAL, tier.check()).await;
+                    tokio::select! {
+                        () = tokio::time::sleep(EVICTION_INTERVAL) => tier.evict().await,
+                        () = changed.notified() => {}
+                    }
+                    tier.evict_over_quota().await;
+                    status::count_evicted(&tier, &metrics);
+                    tier.tell_rest();
+                }
+            });
+        }
+        Ok(l2)
+    }
+
+    /// The tenants of the tiers, in their order.
+    pub fn tenants(&self) -> impl Iterator<Item = Box<dyn QuotaTier>> {
+        let tiers = self.tiers.iter().zip(&self.quotas_changed);
+        tiers.map(|(tier, quotas_changed)| {
+            Box::new(TierTenants {
+                tier: Arc::clone(tier),
+                quotas_changed: Arc::clone(quotas_changed),
+            }) as Box<dyn QuotaTier>
+        })
+    }
+
+    /// How the tiers are used.
+    pub fn config(&self) -> &L2Config {
+        &self.config
+    }
+
+    /// Where its tasks run.
+    pub fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    /// What waits to be stored, and what was dropped.
+    pub fn store_counts(&self) -> StoreCounts {
+        self.stores.counts()
+    }
+
+    /// Objects being loaded.
+    pub fn loading(&self) -> usize {
+        self.flights.len()
+    }
+
+    fn now(&self) -> Duration {
+        self.clock.now()
+    }
+
+    fn buffer(&self, extent: Extent, hold: Arc<dyn std::any::Any + Send + Sync>) -> Buffer {
+        Buffer::new(Arc::clone(&self.arena), extent, hold)
+    }
+
+    /// Ends: what waits to be stored is still stored, as long as the configuration allows.
+    pub fn close(&self) {
+        let Some(runtime) = self.runtime.lock().take() else {
+            return;
+        };
+        self.stores.end();
+        self.stop.store(true, Ordering::Relaxed);
+        runtime.block_on(async {
+            let until = tokio::time::Instant::now() + self.config.drain_timeout;
+            if timeout_at(until, self.stores.drained()).await.is_err() {
+                let left = self.stores.counts();
+                tracing::warn!(
+                    objects = left.queued_objects,
+                    bytes = left.queued_bytes,
+                    "objects were not stored in time and are given up"
+                );
+            }
+            for tier in &self.tiers {
+                // What it is still doing ends with the process.
+                let _ = timeout_at(until.max(soon()), tier.adapter().close()).await;
+            }
+        });
+        runtime.shutdown_background();
+    }
+}
+
+/// When an adapter should be done that has nothing left to do.
+fn soon() -> tokio::time::Instant {
+    tokio::time::Instant::now() + Duration::from_millis(500)
+}
+
+fn open(config: &L2Config, quotas: &Opened) -> Result<Vec<Arc<Tier>>, String> {
+    let registry = Registry::built_in();
+    let open = |(number, adapter): (usize, &AdapterConfig)| {
+        for warning in &adapter.warnings {
+            tracing::warn!("--l2-adapter: {warning}");
+        }
+        let opened = registry
+            .open(adapter)
+            .map_err(|error| format!("--l2-adapter: type {:?}: {error}", adapter.kind))?;
+        let eviction = adapter.eviction.map(|eviction| TierEviction {
+            policy: eviction.policy,
+            trigger_watermark: eviction.trigger_watermark,
+            eviction_ratio: eviction.eviction_ratio,
+        });
+        let name = L2Config::tier_name(number, adapter);
+        let limits = quotas.config(&name);
+        let tier = TierConfig {
+            capacity_bytes: adapter.capacity_bytes(),
+            eviction,
+            quota_mode: limits.mode,
+            quota_default: limits.default_limit,
+            reserve_bytes: config.min_free_bytes,
+            name,
+        };
+        let tier = Tier::new(opened, tier);
+        // Before it looks at what it holds.
+        for (salt, grant) in quotas.grants(tier.name()) {
+            tier.set_grant(salt, Some(grant));
+        }
+        Ok(Arc::new(tier))
+    };
+    config.adapters.iter().enumerate().map(open).collect()
+}
+
+impl std::fmt::Debug for L2 {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("L2")
+            .field("config", &self.config)
+            .field("tiers", &self.tiers)
+            .finish_non_exhaustive()
+    }
+}

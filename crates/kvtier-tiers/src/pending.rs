@@ -1,0 +1,133 @@
+//! What is deleted while it waits to be stored, or is being stored: it must not come after its delete.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Weak};
+
+use kvtier_core::object_key::ObjectKey;
+use kvtier_core::{ChunkHash, Namespace};
+use parking_lot::{Mutex, MutexGuard};
+
+use super::L2;
+use super::store::{Shared, Ticket};
+
+/// Objects of one request and namespace.
+pub struct Objects {
+    /// As the tiers name it: without a layout.
+    pub stored_as: Arc<Namespace>,
+    pub namespace: Arc<Namespace>,
+    pub hashes: Vec<ChunkHash>,
+}
+
+/// What the buffers of a batch hold: the bytes in L1, and their part of the tier's bound. It goes with the last buffer:
+/// from then on nobody writes the batch any more.
+pub struct Hold {
+    l2: Weak<L2>,
+    number: u64,
+    tier: usize,
+    /// Goes before `ticket`: once nothing waits any more, what is to leave L1 has left it.
+    pub(super) shared: Arc<Shared>,
+    /// Those objects that were deleted since they were given to the tier, or before.
+    revoked: Mutex<HashSet<ChunkHash>>,
+    ticket: Option<Ticket>,
+}
+
+impl Hold {
+    /// Which objects are not to be stored. What is revoked from now on is deleted at the end.
+    pub fn take_revoked(&self) -> HashSet<ChunkHash> {
+        std::mem::take(&mut *self.revoked.lock())
+    }
+
+    /// Whether any is to be deleted.
+    pub fn is_revoked(&self) -> bool {
+        !self.revoked.lock().is_empty()
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let Some(l2) = self.l2.upgrade() else { return };
+        l2.pending.0.lock().holds.remove(&self.number);
+        let revoked = std::mem::take(self.revoked.get_mut());
+        if revoked.is_empty() {
+            return;
+        }
+        let keys = revoked
+            .into_iter()
+            .map(|hash| ObjectKey::of(&self.shared.objects.stored_as, hash));
+        let (keys, tier) = (keys.collect(), Arc::clone(&l2.tiers[self.tier]));
+        let ticket = self.ticket.take();
+        l2.handle.spawn(async move {
+            let failed = tier.delete(keys, true).await;
+            if let Some(Err(error)) = failed.into_iter().find(Result::is_err) {
+                tracing::warn!(tier = tier.name(), %error, "what was deleted while it was stored may still be there");
+            }
+            drop(ticket);
+        });
+    }
+}
+
+/// All batches that wait or are being stored.
+#[derive(Default)]
+pub struct Pending(Mutex<Holds>);
+
+#[derive(Default)]
+struct Holds {
+    next: u64,
+    holds: HashMap<u64, Weak<Hold>>,
+}
+
+/// While it lives nothing is revoked. No [`Hold`] may go meanwhile.
+pub struct Admission<'a>(MutexGuard<'a, Holds>);
+
+impl Pending {
+    /// Objects are taken from L1 and noted here in one step: who deletes them there finds them here.
+    pub fn admit(&self) -> Admission<'_> {
+        Admission(self.0.lock())
+    }
+
+    /// Marks what of these objects waits for this tier.
+    pub fn revoke(&self, tier: usize, keys: &[ObjectKey]) {
+        let holds: Vec<_> = {
+            let pending = self.0.lock();
+            pending.holds.values().filter_map(Weak::upgrade).collect()
+        };
+        let mut by_namespace: HashMap<_, HashSet<ChunkHash>> = HashMap::new();
+        for key in keys {
+            let hashes = by_namespace.entry(key.namespace()).or_default();
+            hashes.insert(key.chunk_hash());
+        }
+        for hold in holds.iter().filter(|hold| hold.tier == tier) {
+            let objects = &hold.shared.objects;
+            let Some(gone) = by_namespace.get(&objects.stored_as) else {
+                continue;
+            };
+            let hashes = objects.hashes.iter();
+            let gone = hashes.filter(|hash| gone.contains(hash)).copied();
+            hold.revoked.lock().extend(gone);
+        }
+    }
+}
+
+impl Admission<'_> {
+    /// Notes objects that are about to be given to a tier.
+    pub fn hold(
+        &mut self,
+        l2: &Arc<L2>,
+        tier: usize,
+        shared: &Arc<Shared>,
+        ticket: Ticket,
+    ) -> Arc<Hold> {
+        let number = self.0.next;
+        self.0.next += 1;
+        let hold = Arc::new(Hold {
+            l2: Arc::downgrade(l2),
+            number,
+            tier,
+            shared: Arc::clone(shared),
+            revoked: Mutex::default(),
+            ticket: Some(ticket),
+        });
+        self.0.holds.insert(number, Arc::downgrade(&hold));
+        hold
+    }
+}

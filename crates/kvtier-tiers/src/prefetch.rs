@@ -1,0 +1,427 @@
+//! Prefetch: what L1 lacks of a prompt comes from the tiers.
+//!
+//! A lookup never waits for more than two deadlines, one for asking and one for loading; its answer is what L1 has by
+//! then. Loads are tasks of their own: one that comes too late for its lookup still ends in L1.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kvtier_core::cache::{Counted, Lookup, ReadLease, Reservation, ReserveRequest};
+use kvtier_core::object_key::KeyScope;
+use kvtier_core::prefetch::{Cell, PrefetchPlan};
+use kvtier_core::{ChunkHash, GroupRow, ObjectKey};
+use kvtier_l2::tier::TierLease;
+use kvtier_l2::{ErrorKind, LoadItem, ObjectSpec};
+use parking_lot::Mutex;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
+
+use super::flights::{Boarded, Flight, over};
+use super::{L2, LOAD_UNIT};
+use kvtier_l1::L1Allocator;
+use kvtier_metrics::{PrefetchPhase, TierCall};
+
+/// Chunks that are asked for first, and at most at once. Behind a gap nobody asks for the rest, and most prompts that
+/// miss do so at their first chunk.
+const FIRST_SLICE: usize = 16;
+const LAST_SLICE: usize = 1024;
+
+/// Bytes that are loaded by one task: several of them overlap, and each becomes readable on its own.
+const LOAD_BATCH: u64 = 16 << 20;
+
+/// What a lookup asks for.
+#[derive(Debug, Clone)]
+pub struct PrefetchRequest {
+    /// Whose objects.
+    pub scope: KeyScope,
+    /// Object groups and ranks.
+    pub rows: Arc<[GroupRow]>,
+    /// The chunks.
+    pub hashes: Arc<[ChunkHash]>,
+    /// What of its lookup is counted already.
+    pub counted: Counted,
+}
+
+/// What came of it.
+pub struct Prefetched {
+    /// The prefix that L1 has now, held.
+    pub lookup: Lookup<L1Allocator>,
+    /// The objects that were loaded for it.
+    pub loaded: Vec<Cell>,
+}
+
+/// A tier that has an object, and the hold on it there.
+type Source = (usize, TierLease);
+
+/// Memory that is being loaded into. Adapters may go on writing after they were given up, so it is their holds that
+/// keep it: what was loaded is committed, and the rest given back, when the last of them is gone.
+struct Landing {
+    l2: Arc<L2>,
+    reservation: Mutex<Option<Reservation<L1Allocator>>>,
+    /// Which staged objects have their bytes.
+    landed: Mutex<Vec<bool>>,
+    /// Its part of the memory that may be loaded into at the same time.
+    _room: OwnedSemaphorePermit,
+}
+
+impl Landing {
+    fn commit(&mut self) {
+        let landed = std::mem::take(self.landed.get_mut());
+        if let Some(reservation) = self.reservation.get_mut().take() {
+            let mut landed = landed.into_iter();
+            let _ = reservation.commit_subset(self.l2.now(), |_| landed.next().unwrap_or(false));
+        }
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        self.commit();
+    }
+}
+
+/// A load of its own: the object, where it comes from, and the word to those who wait for it too.
+struct Wanted {
+    cell: Cell,
+    object: ObjectSpec,
+    source: Source,
+    flight: Flight,
+}
+
+impl L2 {
+    /// Brings as much of a prompt into L1 as there is. `cancelled` is asked now and then.
+    pub async fn prefetch(
+        self: &Arc<Self>,
+        request: &Arc<PrefetchRequest>,
+        cancelled: impl Fn() -> bool,
+    ) -> Prefetched {
+        let asked_until = Instant::now() + self.config.lookup_timeout;
+        let mut holds = Vec::new();
+        let mut loaded = Vec::new();
+        let mut phase = self.calls.queue();
+        // A queue that does not move is the same as a tier that does not answer.
+        let turn = timeout_at(asked_until, self.lookups.acquire()).await;
+        if turn.is_err() {
+            self.gave_up(PrefetchPhase::Queue);
+        }
+        if let Ok(Ok(turn)) = turn
+            && !cancelled()
+        {
+            phase.is_now(PrefetchPhase::Lookup);
+            let (plan, mut sources) = self.ask(request, asked_until).await;
+            // Loads are bounded by their bytes; whoever only asks need not wait for them.
+            drop(turn);
+            let hit = plan.hit();
+            let (missing, resident): (Vec<_>, Vec<_>) = plan
+                .needed(hit)
+                .into_iter()
+                .partition(|cell| sources.contains_key(cell));
+            if !missing.is_empty() && !cancelled() {
+                phase.is_now(PrefetchPhase::Load);
+                // What is in L1 and needed must not leave for what is loaded.
+                holds.extend(self.pin_cells(request, &resident));
+                let sources = missing
+                    .into_iter()
+                    .filter_map(|cell| Some((cell, sources.remove(&cell)?)));
+                let load_until = Instant::now() + self.config.load_timeout;
+                loaded = self
+                    .load(request, sources.collect(), load_until, &mut holds)
+                    .await;
+            }
+        }
+        let lookup =
+            self.cache
+                .lookup_again(self.now(), &request.rows, &request.hashes, request.counted);
+        Prefetched { lookup, loaded }
+    }
+
+    fn gave_up(&self, phase: PrefetchPhase) {
+        self.calls.metrics().l2.gave_up(phase);
+    }
+
+    /// Asks L1, and the tiers in turn for what is missing.
+    async fn ask(
+        &self,
+        request: &PrefetchRequest,
+        until: Instant,
+    ) -> (PrefetchPlan, HashMap<Cell, Source>) {
+        let chunks = request.hashes.len();
+        let mut plan = PrefetchPlan::new(Arc::clone(&request.rows), chunks);
+        let (salt, mut missing) = (request.scope.cache_salt(), chunks * request.rows.len());
+        for (row, GroupRow { namespace, .. }) in request.rows.iter().enumerate() {
+            let resident = self.cache.contains(namespace, &request.hashes);
+            for (chunk, _) in resident.into_iter().enumerate().filter(|(_, is)| *is) {
+                plan.found(Cell { row, chunk });
+                missing -= 1;
+            }
+        }
+        self.calls.metrics().l2.asked(salt, missing);
+        let mut is_late = false;
+        let mut sources = HashMap::new();
+        let (mut from, mut slice) = (0, FIRST_SLICE);
+        while from < chunks {
+            let asked = from..from + slice;
+            (from, slice) = (asked.end, LAST_SLICE.min(4 * slice));
+            for (number, tier) in self.tiers.iter().enumerate() {
+                let wanted = plan.wanted(asked.clone());
+                let objects = self.objects(request, &wanted);
+                if objects.is_empty() {
+                    break;
+                }
+                let (cells, objects): (Vec<_>, Vec<_>) = objects.into_iter().unzip();
+                let call = TierCall::Lookup;
+                let call = self.calls.begin(call, number, salt, objects.len(), 0);
+                let found = timeout_at(until, tier.lookup(objects)).await;
+                drop(call);
+                let found = match found {
+                    Ok(Ok(found)) => found,
+                    Ok(Err(error)) => {
+                        tracing::debug!(tier = tier.name(), %error, "a tier could not be asked");
+                        continue;
+                    }
+                    Err(_) => {
+                        tracing::debug!(tier = tier.name(), "a tier did not answer in time");
+                        is_late = true;
+                        continue;
+                    }
+                };
+                for (cell, lease) in cells.into_iter().zip(found) {
+                    if let Some(lease) = lease {
+                        plan.found(cell);
+                        sources.insert(cell, (number, lease));
+                    }
+                }
+            }
+        }
+        if is_late {
+            self.gave_up(PrefetchPhase::Lookup);
+        }
+        (plan, sources)
+    }
+
+    fn objects(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<(Cell, ObjectSpec)> {
+        let namespaces = request
+            .rows
+            .iter()
+            .map(|row| row.namespace.without_layout());
+        let namespaces: Vec<_> = namespaces.collect();
+        let object = |cell: &Cell| {
+            let (row, hash) = (&request.rows[cell.row], request.hashes[cell.chunk]);
+            let object = ObjectSpec {
+                key: ObjectKey::of(&namespaces[cell.row], hash),
+                len: row.object_bytes,
+                layout: row.namespace.layout(),
+            };
+            (*cell, object)
+        };
+        cells.iter().map(object).collect()
+    }
+
+    /// Holds on what of these objects is in L1.
+    fn pin_cells(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<ReadLease<L1Allocator>> {
+        let rows = request.rows.iter().enumerate();
+        rows.filter_map(|(number, row)| {
+            let of_row = cells.iter().filter(|cell| cell.row == number);
+            let hashes: Vec<_> = of_row.map(|cell| request.hashes[cell.chunk]).collect();
+            self.cache.pin(self.now(), &row.namespace, &hashes)
+        })
+        .collect()
+    }
+
+    /// Loads objects, or waits for others who do; gives those that were loaded here. What becomes resident in time is
+    /// held in `holds`.
+    async fn load(
+        self: &Arc<Self>,
+        request: &Arc<PrefetchRequest>,
+        sources: Vec<(Cell, Source)>,
+        until: Instant,
+        holds: &mut Vec<ReadLease<L1Allocator>>,
+    ) -> Vec<Cell> {
+        let cells: Vec<_> = sources.iter().map(|(cell, _)| *cell).collect();
+        let objects = self.objects(request, &cells);
+        let (mut tasks, mut joined) = (JoinSet::new(), Vec::new());
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        for ((cell, object), (_, source)) in objects.into_iter().zip(sources) {
+            match self.flights.board(&object) {
+                Boarded::Others(flight) => joined.push((cell, flight)),
+                Boarded::Own(flight) => {
+                    bytes += object.len;
+                    batch.push(Wanted {
+                        cell,
+                        object,
+                        source,
+                        flight,
+                    });
+                }
+            }
+            if bytes >= LOAD_BATCH {
+                let batch = std::mem::take(&mut batch);
+                let bytes = std::mem::take(&mut bytes);
+                self.spawn_load(&mut tasks, request, batch, bytes, until);
+            }
+        }
+        if !batch.is_empty() {
+            self.spawn_load(&mut tasks, request, batch, bytes, until);
+        }
+        let mut loaded = Vec::new();
+        // Loads that are late go on: what they give is worth having.
+        while let Ok(Some(done)) = timeout_at(until, tasks.join_next()).await {
+            if let Ok((cells, leases)) = done {
+                loaded.extend(cells);
+                holds.extend(leases);
+            }
+        }
+        let mut is_late = !tasks.is_empty();
+        tasks.detach_all();
+        for (cell, flight) in joined {
+            match timeout_at(until, over(flight)).await {
+                Ok(()) => holds.extend(self.pin_cells(request, &[cell])),
+                Err(_) => is_late = true,
+            }
+        }
+        if is_late {
+            self.gave_up(PrefetchPhase::Load);
+        }
+        loaded
+    }
+
+    fn spawn_load(
+        self: &Arc<Self>,
+        tasks: &mut JoinSet<(Vec<Cell>, Vec<ReadLease<L1Allocator>>)>,
+        request: &Arc<PrefetchRequest>,
+        batch: Vec<Wanted>,
+        bytes: u64,
+        until: Instant,
+    ) {
+        let (l2, request) = (Arc::clone(self), Arc::clone(request));
+        tasks.spawn(async move {
+            // A load that has not begun when its lookup gives up does not begin: there may be many of them.
+            let units = u32::try_from(bytes.div_ceil(LOAD_UNIT)).unwrap_or(u32::MAX);
+            // An object larger than all the room is loaded alone.
+            let most = u32::try_from(l2.config.load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
+            let room = Arc::clone(&l2.loads).acquire_many_owned(units.clamp(1, most.max(1)));
+            let Ok(Ok(room)) = timeout_at(until, room).await else {
+                return Default::default();
+            };
+            let cells = l2.load_batch(&request, batch, room).await;
+            let leases = l2.pin_cells(&request, &cells);
+            (cells, leases)
+        });
+    }
+
+    /// Loads one batch; gives what has become resident by it.
+    async fn load_batch(
+        self: &Arc<Self>,
+        request: &PrefetchRequest,
+        batch: Vec<Wanted>,
+        room: OwnedSemaphorePermit,
+    ) -> Vec<Cell> {
+        let hashes: Vec<_> = batch
+            .iter()
+            .map(|wanted| [request.hashes[wanted.cell.chunk]])
+            .collect();
+        let requests: Vec<_> = batch
+            .iter()
+            .zip(&hashes)
+            .map(|(wanted, hashes)| ReserveRequest {
+                namespace: &request.rows[wanted.cell.row].namespace,
+                hashes,
+                len: wanted.object.len,
+            })
+            .collect();
+        let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
+        let metrics = self.calls.metrics();
+        let reservation = match self.cache.reserve(self.now(), &requests) {
+            Ok(reserved) => {
+                let [no_room, over_quota] =
+                    metrics.reserved("l2_prefetch", model, salt, &reserved.outcomes);
+                for (reason, objects) in [("l1_oom", no_room), ("over_quota", over_quota)] {
+                    if objects > 0 {
+                        metrics.l2.not_loaded(model, reason, objects);
+                    }
+                }
+                reserved.reservation
+            }
+            Err(error) => {
+                tracing::warn!(%error, "no memory could be asked for to load into");
+                return Vec::new();
+            }
+        };
+        let staged = reservation.staged().to_vec();
+        let landing = Arc::new(Landing {
+            l2: Arc::clone(self),
+            landed: Mutex::new(vec![false; staged.len()]),
+            reservation: Mutex::new(Some(reservation)),
+            _room: room,
+        });
+        let (mut flights, mut places) = (Vec::new(), HashMap::new());
+        for (place, staged) in staged.iter().enumerate() {
+            places.insert(staged.request as usize, (place, staged.extent));
+        }
+        let mut by_tier: Vec<Vec<(usize, Cell, LoadItem, TierLease)>> =
+            self.tiers.iter().map(|_| Vec::new()).collect();
+        for (at, wanted) in batch.into_iter().enumerate() {
+            flights.push(wanted.flight);
+            let Some((place, extent)) = places.get(&at) else {
+                continue;
+            };
+            let item = LoadItem {
+                object: wanted.object,
+                to: self.buffer(*extent, Arc::clone(&landing) as _),
+            };
+            let (tier, lease) = wanted.source;
+            by_tier[tier].push((*place, wanted.cell, item, lease));
+        }
+        let mut loaded = Vec::new();
+        // What one tier fails to give, the next one is asked for.
+        let mut failed = Vec::new();
+        let mut reasons = Vec::new();
+        for (number, (tier, mut wanted)) in self.tiers.iter().zip(by_tier).enumerate() {
+            wanted.append(&mut failed);
+            if wanted.is_empty() {
+                continue;
+            }
+            reasons.clear();
+            let items: Vec<_> = wanted.iter().map(|(_, _, item, _)| item.clone()).collect();
+            let lens: Vec<_> = items.iter().map(|item| item.object.len).collect();
+            let (call, bytes) = (TierCall::Load, lens.iter().sum());
+            let call = self.calls.begin(call, number, salt, lens.len(), bytes);
+            let results = tier.load(items).await;
+            let read = lens
+                .iter()
+                .zip(&results)
+                .filter(|(_, result)| result.is_ok());
+            let (objects, bytes) = read.fold((0, 0), |(n, sum), (len, _)| (n + 1, sum + len));
+            call.answered(salt, objects, bytes);
+            for (wanted, result) in wanted.into_iter().zip(results) {
+                match result {
+                    Ok(_) => {
+                        landing.landed.lock()[wanted.0] = true;
+                        loaded.push(wanted.1);
+                    }
+                    Err(error) => {
+                        tracing::debug!(tier = tier.name(), %error, "an object could not be loaded");
+                        let reason = error.kind().name();
+                        if error.kind() == ErrorKind::Deadline {
+                            // It may still write to the memory, so nobody else loads into it.
+                            metrics.l2.not_loaded(model, reason, 1);
+                        } else {
+                            reasons.push(reason);
+                            failed.push(wanted);
+                        }
+                    }
+                }
+            }
+        }
+        for reason in reasons {
+            metrics.l2.not_loaded(model, reason, 1);
+        }
+        drop(failed);
+        // Commits, unless an adapter that was given up still writes: then that will, at its end.
+        drop(landing);
+        // Only now, so that whoever waited finds them.
+        drop(flights);
+        loaded
+    }
+}

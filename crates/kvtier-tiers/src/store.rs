@@ -1,0 +1,317 @@
+//! Write-behind: what was committed to L1 is stored in every tier.
+//!
+//! What waits is leased in L1, so neither eviction nor a timeout frees bytes that are being written; in return what may
+//! wait is bounded in bytes, for each tier on its own, and what does not fit is not stored there. Lease and bytes go
+//! together, with the last buffer of a batch: a tier that has missed its deadline and still reads has them both. So
+//! `pending` knows what may still be written.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use kvtier_core::cache::ReadLease;
+use kvtier_core::{ChunkHash, Namespace, ObjectKey};
+use kvtier_l2::{ObjectSpec, StoreItem};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, Semaphore, mpsc};
+
+use super::L2;
+use super::pending::{Hold, Objects};
+use kvtier_config::StorePolicy;
+use kvtier_l1::L1Allocator;
+use kvtier_metrics::TierCall;
+
+/// Batches that are stored in a tier at the same time: enough that one slow object does not hold up the others.
+pub const BATCHES: usize = 4;
+
+/// Bytes of one batch, unless a single object has more: what a slow disk writes well within a store's deadline.
+const BATCH_BYTES: u64 = 16 << 20;
+
+/// Objects to be stored in one tier, all of one request and namespace.
+pub struct Batch {
+    items: Vec<StoreItem>,
+    hold: Arc<Hold>,
+    bytes: u64,
+}
+
+/// What the batches of all tiers for the same objects have in common; the last one to be done drops it.
+pub struct Shared {
+    l2: Weak<L2>,
+    pub(super) objects: Objects,
+    /// Nothing of it leaves L1 meanwhile.
+    lease: Option<ReadLease<L1Allocator>>,
+    /// Tiers that have all of it; see [`StorePolicy::SkipL1`].
+    complete: AtomicU64,
+    tiers: u64,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        drop(self.lease.take());
+        let Some(l2) = self.l2.upgrade() else { return };
+        let is_complete = self.tiers > 0 && *self.complete.get_mut() == self.tiers;
+        if l2.config.store_policy == StorePolicy::SkipL1 && is_complete {
+            let Objects {
+                namespace, hashes, ..
+            } = &self.objects;
+            l2.cache.remove(namespace, hashes, false);
+        }
+    }
+}
+
+/// A part of a tier's bound; dropping it gives it back.
+pub struct Ticket {
+    queues: Arc<Queues>,
+    tier: usize,
+    objects: u64,
+    bytes: u64,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let queue = &self.queues.of_tier[self.tier];
+        queue.objects.fetch_sub(self.objects, Ordering::Relaxed);
+        queue.bytes.fetch_sub(self.bytes, Ordering::AcqRel);
+        self.queues.drained.notify_waiters();
+    }
+}
+
+/// What waits to be stored.
+pub struct StoreQueue {
+    bound: u64,
+    senders: Mutex<Vec<mpsc::UnboundedSender<Batch>>>,
+    queues: Arc<Queues>,
+}
+
+struct Queues {
+    of_tier: Vec<Queue>,
+    drained: Notify,
+}
+
+#[derive(Default)]
+struct Queue {
+    bytes: AtomicU64,
+    objects: AtomicU64,
+    dropped_objects: AtomicU64,
+    dropped_bytes: AtomicU64,
+}
+
+/// Figures of the write-behind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StoreCounts {
+    /// Objects waiting or being stored.
+    pub queued_objects: u64,
+    /// Their bytes.
+    pub queued_bytes: u64,
+    /// Objects that were not stored because too many bytes waited.
+    pub dropped_objects: u64,
+    /// Their bytes.
+    pub dropped_bytes: u64,
+}
+
+impl StoreQueue {
+    /// A queue for each of `tiers` tiers, and where they are served from.
+    pub fn new(tiers: usize, bound: u64) -> (Self, Vec<mpsc::UnboundedReceiver<Batch>>) {
+        // Unbounded in number: bounded in bytes.
+        let (senders, receivers) = (0..tiers).map(|_| mpsc::unbounded_channel()).unzip();
+        let queues = Queues {
+            of_tier: (0..tiers).map(|_| Queue::default()).collect(),
+            drained: Notify::new(),
+        };
+        let queue = Self {
+            bound,
+            senders: Mutex::new(senders),
+            queues: Arc::new(queues),
+        };
+        (queue, receivers)
+    }
+
+    /// Sets bytes of a tier's bound aside; counts what does not fit.
+    fn admit(&self, tier: usize, objects: u64, bytes: u64) -> Option<Ticket> {
+        let queue = &self.queues.of_tier[tier];
+        let admitted = queue
+            .bytes
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |queued| {
+                queued.checked_add(bytes).filter(|sum| *sum <= self.bound)
+            });
+        if admitted.is_err() {
+            queue.dropped_objects.fetch_add(objects, Ordering::Relaxed);
+            queue.dropped_bytes.fetch_add(bytes, Ordering::Relaxed);
+            return None;
+        }
+        queue.objects.fetch_add(objects, Ordering::Relaxed);
+        Some(Ticket {
+            queues: Arc::clone(&self.queues),
+            tier,
+            objects,
+            bytes,
+        })
+    }
+
+    fn send(&self, tier: usize, batch: Batch) {
+        if let Some(sender) = self.senders.lock().get(tier) {
+            // Fails when it is ending; the batch gives back what it holds.
+            let _ = sender.send(batch);
+        }
+    }
+
+    /// Takes nothing more.
+    pub fn end(&self) {
+        self.senders.lock().clear();
+    }
+
+    /// Waits until nothing waits.
+    pub async fn drained(&self) {
+        loop {
+            let news = self.queues.drained.notified();
+            if self.counts().queued_bytes == 0 {
+                return;
+            }
+            news.await;
+        }
+    }
+
+    /// Figures of all tiers together.
+    pub fn counts(&self) -> StoreCounts {
+        let tiers = (0..self.queues.of_tier.len()).map(|tier| self.of_tier(tier));
+        tiers.fold(StoreCounts::default(), |sum, tier| StoreCounts {
+            queued_objects: sum.queued_objects + tier.queued_objects,
+            queued_bytes: sum.queued_bytes + tier.queued_bytes,
+            dropped_objects: sum.dropped_objects + tier.dropped_objects,
+            dropped_bytes: sum.dropped_bytes + tier.dropped_bytes,
+        })
+    }
+
+    /// Figures of one tier.
+    pub fn of_tier(&self, tier: usize) -> StoreCounts {
+        let queue = &self.queues.of_tier[tier];
+        StoreCounts {
+            queued_objects: queue.objects.load(Ordering::Relaxed),
+            queued_bytes: queue.bytes.load(Ordering::Relaxed),
+            dropped_objects: queue.dropped_objects.load(Ordering::Relaxed),
+            dropped_bytes: queue.dropped_bytes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl L2 {
+    /// Stores objects of `len` bytes, which have just become resident, in every tier.
+    pub fn store(self: &Arc<Self>, namespace: &Arc<Namespace>, hashes: &[ChunkHash], len: u64) {
+        let objects = (BATCH_BYTES / len.max(1)).max(1);
+        for hashes in hashes.chunks(usize::try_from(objects).unwrap_or(usize::MAX)) {
+            self.store_batch(namespace, hashes, len);
+        }
+    }
+
+    fn store_batch(self: &Arc<Self>, namespace: &Arc<Namespace>, hashes: &[ChunkHash], len: u64) {
+        let mut admission = self.pending.admit();
+        let leased = self.lease(namespace, hashes);
+        let gone = hashes.len() - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
+        if gone > 0 {
+            let metrics = self.calls.metrics();
+            metrics.not_found("l2_store", namespace.model_name(), gone as u64);
+        }
+        let Some((hashes, lease)) = leased else {
+            return;
+        };
+        let (number, bytes) = (hashes.len() as u64, len * hashes.len() as u64);
+        let objects = Objects {
+            stored_as: namespace.without_layout(),
+            namespace: Arc::clone(namespace),
+            hashes,
+        };
+        let written = || {
+            let tiers = self.tiers.iter().enumerate();
+            tiers.filter(|(_, tier)| !tier.is_read_only())
+        };
+        let extents = lease.extents().to_vec();
+        let shared = Arc::new(Shared {
+            l2: Arc::downgrade(self),
+            complete: AtomicU64::new(0),
+            tiers: written().count() as u64,
+            objects,
+            lease: Some(lease),
+        });
+        let holds: Vec<_> = written()
+            .filter_map(|(tier, _)| {
+                let ticket = self.stores.admit(tier, number, bytes)?;
+                Some((tier, admission.hold(self, tier, &shared, ticket)))
+            })
+            .collect();
+        drop(admission);
+        for (tier, hold) in holds {
+            let extents = extents.iter().zip(&shared.objects.hashes);
+            let items = extents.map(|(extent, hash)| StoreItem {
+                object: ObjectSpec {
+                    key: ObjectKey::of(&shared.objects.stored_as, *hash),
+                    len,
+                    layout: namespace.layout(),
+                },
+                from: self.buffer(*extent, Arc::clone(&hold) as _),
+            });
+            let batch = Batch {
+                items: items.collect(),
+                hold,
+                bytes,
+            };
+            self.stores.send(tier, batch);
+        }
+    }
+
+    /// A lease on those of these objects that are still resident.
+    fn lease(
+        &self,
+        namespace: &Namespace,
+        hashes: &[ChunkHash],
+    ) -> Option<(Vec<ChunkHash>, ReadLease<L1Allocator>)> {
+        if let Some(lease) = self.cache.hold(self.now(), namespace, hashes) {
+            return (!hashes.is_empty()).then(|| (hashes.to_vec(), lease));
+        }
+        let resident = self.cache.contains(namespace, hashes);
+        let left: Vec<_> = hashes
+            .iter()
+            .zip(resident)
+            .filter(|(_, resident)| *resident)
+            .map(|(hash, _)| *hash)
+            .collect();
+        let lease = self.cache.hold(self.now(), namespace, &left)?;
+        (!left.is_empty()).then_some((left, lease))
+    }
+}
+
+/// Stores the batches of one tier, until its queue ends.
+pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiver<Batch>) {
+    let places = Arc::new(Semaphore::new(BATCHES));
+    while let Some(batch) = queue.recv().await {
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else {
+            return;
+        };
+        let Some(l2) = l2.upgrade() else { return };
+        tokio::spawn(async move {
+            let _place = place;
+            let Batch {
+                mut items,
+                // It waits until its results are counted.
+                hold,
+                bytes,
+            } = batch;
+            let shared = &hold.shared;
+            let bytes_each = bytes / (items.len() as u64).max(1);
+            let revoked = hold.take_revoked();
+            items.retain(|item| !revoked.contains(&item.object.key.chunk_hash()));
+            if items.is_empty() {
+                return;
+            }
+            let salt = shared.objects.namespace.cache_salt();
+            let bytes = bytes_each * items.len() as u64;
+            let call = TierCall::Store;
+            let call = l2.calls.begin(call, number, salt, items.len(), bytes);
+            let results = l2.tiers[number].store(items).await;
+            let stored = results.iter().filter(|result| result.is_ok()).count();
+            call.answered(salt, stored, bytes_each * stored as u64);
+            let is_whole = revoked.is_empty() && !hold.is_revoked();
+            if is_whole && results.iter().all(Result::is_ok) {
+                shared.complete.fetch_add(1, Ordering::AcqRel);
+            }
+        });
+    }
+}

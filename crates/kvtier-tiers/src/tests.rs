@@ -1,0 +1,513 @@
+//! What only an adapter that misbehaves on cue can show.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
+use kvtier_core::object_key::{KeyScope, ObjectKey};
+use kvtier_core::prefetch::Cell;
+use kvtier_core::quota::QuotaMode;
+use kvtier_core::{ChunkHash, GroupRow};
+use kvtier_l2::tier::{Deleted, Tier, TierConfig};
+use kvtier_l2::{
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
+    Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+};
+use kvtier_memory::{Arena, ArenaKind};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+
+use super::store::BATCHES;
+use super::{L2, PrefetchRequest, Prefetched};
+use kvtier_config::{L2Config, PrefetchPolicy, StorePolicy};
+use kvtier_l1::{Clock, L1Allocator};
+use kvtier_metrics::Readings;
+
+const LEN: u64 = 4096;
+
+/// What a scripted adapter does when it is asked to load.
+enum Load {
+    /// Gives the right bytes.
+    Right,
+    /// Says that it is late, and keeps the buffers to write to.
+    Late,
+    /// Waits for a permit, then gives the right bytes. Stores wait for one too.
+    Gated,
+}
+
+/// Has every object; its bytes are all of one value.
+struct Scripted {
+    load: Load,
+    value: u8,
+    read_only: bool,
+    kept: Mutex<Vec<Buffer>>,
+    gate: Semaphore,
+    /// Stores that were begun, and what is there of them.
+    begun: Mutex<Vec<ObjectKey>>,
+    stored: Mutex<HashSet<ObjectKey>>,
+}
+
+impl Scripted {
+    fn new(load: Load, value: u8) -> Arc<Self> {
+        Arc::new(Self::of(load, value))
+    }
+
+    fn of(load: Load, value: u8) -> Self {
+        Self {
+            load,
+            value,
+            read_only: false,
+            kept: Mutex::default(),
+            gate: Semaphore::new(0),
+            begun: Mutex::default(),
+            stored: Mutex::default(),
+        }
+    }
+
+    fn fill(&self, buffer: &Buffer) {
+        let bytes = vec![self.value; LEN as usize];
+        buffer.write(0, &bytes).expect("the arena is sound");
+    }
+}
+
+impl Adapter for Scripted {
+    fn kind(&self) -> &'static str {
+        "scripted"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            shared: true,
+            read_only: self.read_only,
+            ..Capabilities::default()
+        }
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(async move {
+            let keys = batch.iter().map(|item| item.object.key.clone());
+            self.begun.lock().extend(keys);
+            if matches!(self.load, Load::Gated) {
+                let _ = self.gate.acquire().await;
+            }
+            let store = |item: StoreItem| {
+                if matches!(self.load, Load::Late) {
+                    self.kept.lock().push(item.from);
+                    return Err(L2Error::new(ErrorKind::Deadline, "late"));
+                }
+                self.stored.lock().insert(item.object.key);
+                Ok(Stored::Written(LEN))
+            };
+            batch.into_iter().map(store).collect()
+        })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move { Ok(vec![Some(LEN); batch.len()]) })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(async move {
+            if matches!(self.load, Load::Gated) {
+                let _ = self.gate.acquire().await;
+            }
+            let load = |item: LoadItem| {
+                if matches!(self.load, Load::Late) {
+                    self.kept.lock().push(item.to);
+                    return Err(L2Error::new(ErrorKind::Deadline, "late"));
+                }
+                self.fill(&item.to);
+                Ok(Loaded { verified: true })
+            };
+            batch.into_iter().map(load).collect()
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        let mut stored = self.stored.lock();
+        let deleted = keys.iter().map(|key| Ok(stored.remove(key))).collect();
+        Box::pin(async move { deleted })
+    }
+
+    fn list(&self, _: Option<String>, _: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async { Ok(ListPage::default()) })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        _: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async { Ok(Recovered::default()) })
+    }
+
+    fn status(&self) -> Value {
+        json!({ "is_healthy": true, "type": "scripted" })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {})
+    }
+}
+
+struct Bed {
+    l2: Arc<L2>,
+    arena: Arc<Arena>,
+    cache: Cache<L1Allocator>,
+    request: Arc<PrefetchRequest>,
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        self.l2.close();
+    }
+}
+
+/// An empty L1 above these adapters, and a prompt of three chunks.
+fn bed(adapters: &[Arc<Scripted>], load_timeout: Duration) -> Bed {
+    bed_with(adapters, load_timeout, StorePolicy::Default)
+}
+
+fn bed_with(adapters: &[Arc<Scripted>], load_timeout: Duration, store_policy: StorePolicy) -> Bed {
+    let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).expect("memory"));
+    let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
+    let config = L2Config {
+        adapters: Vec::new(),
+        store_policy,
+        prefetch_policy: PrefetchPolicy::Retain,
+        prefetch_max_in_flight: 8,
+        lookup_timeout: Duration::from_secs(60),
+        load_timeout,
+        drain_timeout: Duration::ZERO,
+        store_queue_bytes: 1 << 20,
+        load_bytes: 1 << 20,
+        min_free_bytes: 0,
+    };
+    let tier = |adapter: &Arc<Scripted>| {
+        let config = TierConfig {
+            name: "scripted".into(),
+            capacity_bytes: None,
+            eviction: None,
+            quota_mode: QuotaMode::Soft,
+            quota_default: None,
+            reserve_bytes: 0,
+        };
+        Arc::new(Tier::new(Arc::clone(adapter) as _, config))
+    };
+    let tiers = adapters.iter().map(tier).collect();
+    let clock = Arc::new(Clock::start());
+    let l2 = L2::start_with(
+        &config,
+        || Ok(tiers),
+        cache.clone(),
+        Arc::clone(&arena),
+        clock,
+        Arc::default(),
+    );
+    let scope = KeyScope::new("m", "", 1, None).expect("good names");
+    let row = GroupRow {
+        namespace: scope.namespace(1, 0, 0),
+        window: None,
+        object_bytes: LEN,
+    };
+    let request = PrefetchRequest {
+        scope,
+        rows: [row].into(),
+        hashes: [1, 2, 3].map(|byte| ChunkHash([byte; 32])).into(),
+        counted: kvtier_core::cache::Counted::ALL,
+    };
+    Bed {
+        l2: l2.expect("threads"),
+        arena,
+        cache,
+        request: Arc::new(request),
+    }
+}
+
+impl Bed {
+    fn prefetch(&self) -> Prefetched {
+        let prefetch = self.l2.prefetch(&self.request, || false);
+        self.l2.handle().block_on(prefetch)
+    }
+
+    /// Puts the chunks of these numbers into L1, and has each stored by a batch of its own.
+    fn store(&self, numbers: impl IntoIterator<Item = u8>) {
+        let namespace = &self.request.rows[0].namespace;
+        for number in numbers {
+            let hashes = &[ChunkHash([number; 32])];
+            let request = ReserveRequest {
+                namespace,
+                hashes,
+                len: LEN,
+            };
+            let reserved = self
+                .cache
+                .reserve(Duration::ZERO, &[request])
+                .expect("room");
+            let _ = reserved.reservation.commit(Duration::ZERO);
+            self.l2.store(namespace, hashes, LEN);
+        }
+    }
+
+    fn key(&self, number: u8) -> ObjectKey {
+        ObjectKey::of(&self.request.rows[0].namespace, ChunkHash([number; 32]))
+    }
+
+    /// Deletes these chunks with force.
+    fn delete(&self, numbers: impl IntoIterator<Item = u8>) -> Vec<Deleted> {
+        let keys = numbers.into_iter().map(|number| self.key(number)).collect();
+        let deleted = self.l2.delete(0, keys, true);
+        let deleted = self.l2.handle().block_on(deleted).expect("no panic");
+        deleted
+            .into_iter()
+            .map(|each| each.expect("done"))
+            .collect()
+    }
+
+    /// Waits until nothing is stored any more.
+    fn settle(&self) {
+        while self.l2.store_counts().queued_bytes > 0 {
+            std::thread::yield_now();
+        }
+    }
+
+    /// The values of the bytes of all objects in L1, each object of one value.
+    fn values(&self) -> Vec<u8> {
+        let namespace = &self.request.rows[0].namespace;
+        let held = self
+            .cache
+            .pin(Duration::ZERO, namespace, &self.request.hashes);
+        let held = held.expect("all are resident");
+        let values = held.extents().iter().map(|extent| {
+            let (mut bytes, extent) = (Vec::new(), *extent);
+            self.arena
+                .read_into(extent, 0, extent.len, &mut bytes)
+                .expect("the arena is sound");
+            assert!(bytes.iter().all(|byte| *byte == bytes[0]));
+            bytes[0]
+        });
+        values.collect()
+    }
+}
+
+#[test]
+fn memory_that_a_late_load_may_still_write_is_given_to_nobody() {
+    let (late, right) = (Scripted::new(Load::Late, 66), Scripted::new(Load::Right, 1));
+    let bed = bed(&[Arc::clone(&late), right], Duration::from_secs(60));
+    assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
+    assert_eq!(bed.cache.stats().staged_objects, 3, "it may still write");
+    // It does, and lets go.
+    for buffer in late.kept.lock().drain(..) {
+        late.fill(&buffer);
+    }
+    let stats = bed.cache.stats();
+    assert_eq!((stats.staged_objects, stats.objects), (0, 0));
+}
+
+/// Wait until the first tier is asked for one load: a prefetch may give up before anybody was there to begin it.
+fn under_way(bed: &Bed) {
+    while bed.l2.calls.of_tier(0) != [0, 1, 0] {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_load_that_comes_after_its_deadline_still_ends_in_l1() {
+    let gated = Scripted::new(Load::Gated, 5);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
+    assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
+    // The next one waits for the same load instead of beginning another, and no longer either.
+    assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
+    under_way(&bed);
+    assert_eq!(bed.cache.stats().staged_objects, 3);
+    gated.gate.add_permits(1);
+    while bed.l2.loading() > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(bed.values(), [5, 5, 5]);
+    let found = bed.prefetch();
+    assert_eq!(
+        (found.lookup.hit_chunks, found.loaded),
+        (3, Vec::<Cell>::new())
+    );
+}
+
+#[test]
+fn a_lookup_that_was_given_up_loads_nothing() {
+    let bed = bed(&[Scripted::new(Load::Right, 1)], Duration::from_secs(60));
+    let prefetch = bed.l2.prefetch(&bed.request, || true);
+    assert_eq!(bed.l2.handle().block_on(prefetch).lookup.hit_chunks, 0);
+    assert_eq!(bed.cache.stats().objects, 0);
+}
+
+#[test]
+fn what_a_late_store_still_reads_stays_leased_and_counted() {
+    let late = Scripted::new(Load::Late, 0);
+    let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
+    bed.store(1..=3);
+    while late.kept.lock().len() < 3 {
+        std::thread::yield_now();
+    }
+    assert_eq!(bed.l2.store_counts().queued_bytes, 3 * LEN);
+    assert_eq!(bed.cache.stats().leased_objects, 3);
+    late.kept.lock().clear();
+    bed.settle();
+    assert_eq!(bed.cache.stats().leased_objects, 0);
+}
+
+#[test]
+fn what_was_stored_too_late_does_not_leave_l1() {
+    let late = Scripted::new(Load::Late, 0);
+    let policy = StorePolicy::SkipL1;
+    let bed = bed_with(&[Arc::clone(&late)], Duration::from_secs(60), policy);
+    let namespace = &bed.request.rows[0].namespace;
+    // The second one is stored when the tier's index has it already.
+    for round in 1..=2 {
+        bed.store([1]);
+        while late.kept.lock().is_empty() {
+            std::thread::yield_now();
+        }
+        late.kept.lock().clear();
+        bed.settle();
+        assert_eq!(late.begun.lock().len(), round);
+        assert!(bed.cache.contains(namespace, &[ChunkHash([1; 32])])[0]);
+    }
+}
+
+#[test]
+fn nothing_is_stored_in_a_tier_that_is_only_read_nor_leaves_l1_for_it() {
+    let policy = StorePolicy::SkipL1;
+    let read_only = || {
+        Arc::new(Scripted {
+            read_only: true,
+            ..Scripted::of(Load::Right, 1)
+        })
+    };
+    let alone = bed_with(&[read_only()], Duration::from_secs(60), policy);
+    alone.store([1, 2]);
+    assert_eq!(alone.l2.store_counts().queued_bytes, 0);
+    assert_eq!(alone.cache.stats().objects, 2);
+    let (none, all) = (read_only(), Scripted::new(Load::Right, 1));
+    let both = [Arc::clone(&none), Arc::clone(&all)];
+    let beside = bed_with(&both, Duration::from_secs(60), policy);
+    beside.store([1, 2]);
+    beside.settle();
+    assert_eq!((none.begun.lock().len(), all.begun.lock().len()), (0, 2));
+    while beside.cache.stats().objects > 0 {
+        std::thread::yield_now();
+    }
+    let tiers = beside.l2.readings();
+    assert!(tiers[0].is_read_only && !tiers[1].is_read_only);
+}
+
+#[test]
+fn what_is_deleted_while_it_waits_to_be_stored_never_is() {
+    let gated = Scripted::new(Load::Gated, 0);
+    let policy = StorePolicy::SkipL1;
+    let bed = bed_with(&[Arc::clone(&gated)], Duration::from_secs(60), policy);
+    // More than are stored at the same time.
+    bed.store(1..=9);
+    let all: Vec<_> = (1..=9).map(|number| bed.key(number)).collect();
+    while gated.begun.lock().len() < BATCHES {
+        std::thread::yield_now();
+    }
+    assert_eq!(bed.delete([1, 9]), [Deleted::Absent; 2]);
+    gated.gate.add_permits(1000);
+    bed.settle();
+    // The first one was being written, the last one was not.
+    assert!(gated.begun.lock().contains(&all[0]) && !gated.begun.lock().contains(&all[8]));
+    let left: HashSet<_> = all[1..8].iter().cloned().collect();
+    assert_eq!(*gated.stored.lock(), left);
+    assert_eq!(bed.l2.tiers()[0].usage().objects, 7);
+    // What the tier does not have stays in L1.
+    assert_eq!(bed.cache.stats().objects, 2);
+    // It can be stored again.
+    bed.store([1, 9]);
+    bed.settle();
+    assert_eq!(gated.stored.lock().len(), 9);
+}
+
+#[test]
+fn what_is_deleted_goes_even_if_its_store_comes_after_its_deadline() {
+    let late = Scripted::new(Load::Late, 0);
+    let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
+    bed.store([1, 2]);
+    while late.kept.lock().len() < 2 {
+        std::thread::yield_now();
+    }
+    bed.delete([1]);
+    // It comes nevertheless, and lets go.
+    let both = [bed.key(1), bed.key(2)];
+    late.stored.lock().extend(both.clone());
+    late.kept.lock().clear();
+    bed.settle();
+    assert_eq!(*late.stored.lock(), HashSet::from([both[1].clone()]));
+}
+
+#[test]
+fn a_load_for_which_there_is_no_room_in_time_does_not_begin() {
+    let gated = Scripted::new(Load::Gated, 5);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
+    let room = bed.l2.loads.available_permits();
+    let all = bed
+        .l2
+        .loads
+        .try_acquire_many(u32::try_from(room).expect("few"));
+    assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
+    while bed.l2.loading() > 0 {
+        std::thread::yield_now();
+    }
+    drop(all);
+    assert_eq!(bed.cache.stats().staged_objects, 0);
+}
+
+/// The lines of `/metrics` with one name.
+fn counted(bed: &Bed, name: &str) -> Vec<String> {
+    let metrics = bed.l2.calls.metrics().encode(&Readings::default());
+    let lines = metrics.lines().filter_map(|line| line.strip_prefix(name));
+    lines.map(str::to_owned).collect()
+}
+
+#[test]
+fn what_is_under_way_and_what_takes_too_long_is_counted() {
+    let gated = Scripted::new(Load::Gated, 5);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
+    bed.prefetch();
+    bed.prefetch();
+    let timeouts = counted(&bed, "kvtier_l2_prefetch_timeouts_total");
+    assert_eq!(timeouts, [r#"{phase="load"} 2"#]);
+    under_way(&bed);
+    assert_eq!(bed.l2.calls.loading_bytes(0), 3 * LEN);
+    assert_eq!(bed.l2.prefetches(), [0, 0, 0]);
+    gated.gate.add_permits(1);
+    while bed.l2.loading() > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(bed.l2.calls.of_tier(0), [0, 0, 0]);
+    assert_eq!(bed.l2.calls.loading_bytes(0), 0);
+}
+
+#[test]
+fn why_an_object_did_not_come_into_l1_is_counted() {
+    let failures = "lmcache_mp_l2_prefetch_failure_chunks_total";
+    let late = bed(&[Scripted::new(Load::Late, 1)], Duration::from_secs(60));
+    late.prefetch();
+    let expected = r#"{model_name="m",reason="deadline"} 3"#;
+    assert_eq!(counted(&late, failures), [expected]);
+
+    let full = bed(&[Scripted::new(Load::Right, 1)], Duration::from_secs(60));
+    let other = full.request.scope.namespace(2, 0, 0);
+    let request = ReserveRequest {
+        namespace: &other,
+        hashes: &full.request.hashes[..1],
+        len: 1 << 20,
+    };
+    let all = full.cache.reserve(Duration::ZERO, &[request]);
+    assert_eq!(full.prefetch().lookup.hit_chunks, 0);
+    let expected = r#"{model_name="m",reason="l1_oom"} 3"#;
+    assert_eq!(counted(&full, failures), [expected]);
+    let no_room = counted(&full, "lmcache_mp_l1_allocation_failure_chunks_total");
+    assert_eq!(no_room, [r#"{during="l2_prefetch",model_name="m"} 3"#]);
+    drop(all);
+}
