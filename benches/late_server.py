@@ -7,7 +7,7 @@
 Each round makes a scheduler's and a worker's adapter with default heartbeats and no server, waits up to three seconds (so the
 pauses between tries to connect have grown), starts the server, and measures from when its request port accepts connections:
 until the scheduler finds it healthy, until the worker is registered, and until a stored chunk is found by a lookup.
-`tests/run python` makes the package in ``target/python``, `cargo build --release -p kvtier` the server (or KVTIER_BIN).
+`tests/run package` makes the package in ``target/python``, `cargo build --release -p kvtier` the server (or KVTIER_BIN).
 """
 
 import argparse

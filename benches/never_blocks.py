@@ -5,7 +5,7 @@
         [--mode engine_driven|lmcache_driven] [--json FILE]
 
 The server is stopped (SIGSTOP); then that many lookups and as many stores are submitted, and each round asks for each of
-them once, with ``check_lookup_result`` and with ``get_finished``. `tests/run python` makes the package in
+them once, with ``check_lookup_result`` and with ``get_finished``. `tests/run package` makes the package in
 ``target/python``, `cargo build --release -p kvtier` the server (or KVTIER_BIN).
 """
 

@@ -17,7 +17,7 @@ while IFS=$'\t' read -r example scenario limit meaning; do
   [[ $example == \#* || -z $example ]] && continue
   few=$(count "$example" "$scenario" 8)
   many=$(count "$example" "$scenario" 40)
-  # 32 rounds of 128 chunks or pages apart.
+  # They differ by 32 rounds of 128 chunks or pages.
   each=$(((many - few) / (32 * 128)))
   if [ "$each" -le "$limit" ]; then
     echo "PASS $scenario: $each instructions each, limit $limit ($meaning)"

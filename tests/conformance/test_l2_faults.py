@@ -333,7 +333,8 @@ def test_directory_removed_while_running(serve, engines, tmp_path, options):
     assert tiers.recall(engine, 1) == tiers.recall(engine, 2) == 64
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert tiers.tier(server)["is_healthy"]
-    # Another directory in its place is used as it is.
+    # Another directory in its place is used as it is, until the server's periodic check notices it and warns.
+    server.expect_trouble("base_path is not the directory that was opened")
     directory.rename(tmp_path / "moved")
     directory.mkdir()
     tiers.store(engine, 3)

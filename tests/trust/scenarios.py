@@ -211,7 +211,7 @@ def windowed_engine(case, server):
 
 
 def prefixes(engine):
-    """Ask six prompts; seven prefixes of each, none of which was asked."""
+    """Ask six prompts; then seven prefixes of each, as prompts of their own."""
     prompts = [prompt_of(f"window-{number}", 1900) for number in range(6)]
     for prompt in prompts:
         engine.ask(prompt)

@@ -39,7 +39,8 @@ class Prompts:
         self.sibling = self.main[:WHOLE] + random_tokens(f"{seed}-sibling", PROMPT - WHOLE)
         self.parallel = [random_tokens(f"{seed}-parallel-{i}", FRESH) for i in range(4)]
         self.crowd = [random_tokens(f"{seed}-crowd-{i}", 2 * CHUNK + 88) for i in range(6)]
-        self.fillers = [random_tokens(f"{seed}-filler-{i}", 3900) for i in range(3)]
+        # With blocks of 128 tokens they take 23, 23 and 2 of the 47 that an engine has (one of its 48 is vLLM's own).
+        self.fillers = [random_tokens(f"{seed}-filler-{i}", count) for i, count in enumerate((2900, 2900, 200))]
 
     def named(self):
         """Those that have a baseline."""
@@ -124,7 +125,7 @@ class ModeCases:
                 self.vllm.stop()
 
     def run_brief(self):
-        """One engine, and that in which the modes differ: how bytes travel, and what is under way when the server dies."""
+        """One engine, and the checks in which the modes differ: how bytes travel, and what is in flight when the server dies."""
         try:
             self.first_engine()
             self.hits()
@@ -154,7 +155,7 @@ class ModeCases:
             self.check("other-first-chunk", sensitive, f"{other}; wrong KV would show")
             self.overwrite()
             self.expect("hit", vllm.measured(prompts.main), "main", WHOLE, local=0)
-            self.events_told()
+            self.events_published()
             self.connector_metrics()
             self.killed_while_loading()
         finally:
@@ -164,7 +165,7 @@ class ModeCases:
     # -- helpers -----------------------------------------------------------------------------
 
     def first_engine(self):
-        """An engine; with our connector somebody listens to its KV events."""
+        """An engine; with our connector its KV events are subscribed to."""
         events = Events() if self.options.connector == "kvtier" else None
         self.vllm = Vllm(self.options, self.log_name(1), self.server, events=events)
         return self.vllm
@@ -236,16 +237,16 @@ class ModeCases:
         # vLLM computes at least one token itself.
         self.expect("exact-hit", answer, "exact", answer.external if answer.external in (WHOLE - 1, WHOLE) else WHOLE)
         if vllm.events:
-            self.events_told()
+            self.events_published()
 
-    def events_told(self):
-        """Each chunk was told once, by vLLM's names of its blocks, and not again when it was loaded; none got lost."""
+    def events_published(self):
+        """Each chunk was published once, by vLLM's hashes of its blocks, and not again when it was loaded; none was lost."""
         events, wanted = self.vllm.events, (self.prompts.main, CHUNK, self.options.block_size)
-        wait_until(lambda: all(events.told(*wanted)), 20, "events of what was stored")
-        numbers, counts = events.sequence, events.told(*wanted)
+        wait_until(lambda: all(events.published(*wanted)), 20, "events of what was stored")
+        numbers, counts = events.sequence, events.published(*wanted)
         whole = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         once = counts == [1] * (WHOLE // CHUNK)
-        self.check("events", once and whole, f"chunks were told {counts} times, in {len(numbers)} batches")
+        self.check("events", once and whole, f"chunks were published {counts} times, in {len(numbers)} batches")
 
     def salts(self):
         """OpenAI's cache_salt separates tenants."""
@@ -280,7 +281,7 @@ class ModeCases:
 
     def crowded(self):
         """An engine with few blocks: requests are preempted while they are stored, and others cancelled while they load."""
-        # Prompts of five blocks, of which four fit; forty tokens later each needs a sixth.
+        # Prompts of five blocks; four prompts fit. Forty tokens later each needs a sixth block.
         crowd, long = self.prompts.crowd, 56
         flags = ["--num-gpu-blocks-override", "22", "--max-model-len", "1024"]
         self.vllm = vllm = Vllm(self.options, self.log_name(3), self.server, flags)
@@ -334,7 +335,7 @@ class ModeCases:
         self.server.start()
 
     def from_the_tier(self, name, tokens):
-        """So many tokens were hits because of the tier."""
+        """Exactly `tokens` were hits because of the tier."""
         found = self.tier_tokens()
         self.check(f"{name}-hits-from-disk", found == tokens or self.server.peer, f"{found:.0f} of {tokens:.0f} tokens")
 
@@ -403,7 +404,7 @@ class ModeCases:
             self.check("server-down-still-answers", False, repr(problem))
         server.start()
         began, tries = time.monotonic(), 0
-        # With a tier another prompt tells when the worker has registered again: the first tries miss, and store.
+        # With a tier another prompt shows when the worker has registered again: the first tries miss, and store.
         # A prompt of another length, with a rest of most of a chunk, shows the server that the client's chunk size is its own.
         prompt, wanted = (prompts.exact, 1) if self.directory else (prompts.main, WHOLE)
         while True:

@@ -9,7 +9,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from children import Child
+from children import Child, ForkServer
 from kvrig.server import client_mode, free_port
 from kvrig.waiting import wait_until
 
@@ -22,6 +22,8 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+    # Engines are forked: no thread pool in the parent.
+    "TOKENIZERS_PARALLELISM": "false",
     "VLLM_SERVER_DEV_MODE": "1",  # for POST /reset_prefix_cache
     "PYTHONDONTWRITEBYTECODE": "1",
 }  # fmt: skip
@@ -45,14 +47,12 @@ class Vllm:
     """One vLLM process group; ready to answer when constructed."""
 
     def __init__(self, options, name, server=None, flags=(), events=None):
-        """`server`: the cache server to connect to, or None for vLLM alone; `events`: who is told of KV events."""
+        """`server`: the cache server to connect to, or None for vLLM alone; `events`: the subscriber to its KV events."""
         self.name, self.events = name, events
         tensor, stages = (1, 1) if server is None else (options.tensor_parallel, options.pipeline_parallel)
         workers = tensor * stages
         self.base = f"http://127.0.0.1:{(port := free_port())}"
         argv = [
-            # `vllm serve` asks for a distribution called "vllm"; the CPU build has another name.
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
             "--model", options.model, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
             "--enforce-eager", "--max-model-len", "4096", "--block-size", str(options.block_size),
             "--dtype", options.dtype, "--max-num-seqs", "8", "--enable-prompt-tokens-details",
@@ -61,8 +61,7 @@ class Vllm:
         ]  # fmt: skip
         if server is not None:
             argv += ["--kv-transfer-config", json.dumps(transfer_config(options, server))]
-        environment = dict(ENVIRONMENT)
-        modules, patches = [], []
+        environment, patches = dict(ENVIRONMENT), []
         if workers > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_each(workers)
             patches.append("few_cores")
@@ -70,19 +69,23 @@ class Vllm:
             patches.append("stages")
         if options.mla:
             patches.append("own_prefixes")
+        modules = module_path(options)
         if patches:
             environment["RIG_PATCHES"] = ",".join(patches)
-            modules.append(HERE / "patches")
+            modules.insert(0, str(HERE / "patches"))
         if events:
             argv += events.flags()
-        if options.connector == "kvtier":
-            if server is not None:
-                environment["WITNESS_DIRECTORY"] = str(server.witness)
-            # The package under test, a subclass of its connector, and a module that has nothing of LMCache imported.
-            modules += [options.package, HERE / "witness", HERE / "without_lmcache"]
+        if options.connector == "kvtier" and server is not None:
+            environment["WITNESS_DIRECTORY"] = str(server.witness)
         if modules:
-            environment["PYTHONPATH"] = os.pathsep.join(map(str, modules))
-        self.child = Child(name, argv, os.path.join(options.logs, f"{name}.log"), environment)
+            environment["PYTHONPATH"] = os.pathsep.join(modules)
+        log = os.path.join(options.logs, f"{name}.log")
+        if options.fork_server and not patches:
+            self.child = options.fork_server.child(name, argv, log, environment)
+        else:
+            # `vllm serve` asks for a distribution called "vllm"; the CPU build has another name.
+            program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            self.child = Child(name, program + argv, log, environment)
         try:
             wait_until(self.ready, options.start_timeout, f"vLLM {name}", interval=0.2)
         except BaseException:
@@ -114,7 +117,7 @@ class Vllm:
             return response.read()
 
     def ask(self, prompt, count=16, salt=None, cancelled_after=None):
-        """Greedy completion of a list of token ids; or what there is of it when so many tokens have come."""
+        """Greedy completion of a list of token ids; or its first `cancelled_after` tokens, after which the request is cancelled."""
         body = {
             "model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True,
@@ -175,6 +178,21 @@ class Vllm:
             self.events.close()
         left = f", {removed >> 20} MiB of /dev/shm left by it removed" if removed else ""
         print(f"# vllm[{self.name}] stopped in {time.monotonic() - began:.1f} s{left}", flush=True)
+
+
+def module_path(options):
+    """Directories in front of the installed modules."""
+    if options.connector != "kvtier":
+        return []
+    # The package under test, a subclass of its connector, and a module that makes every import of LMCache fail.
+    return [str(options.package), str(HERE / "witness"), str(HERE / "without_lmcache")]
+
+
+def fork_server(options):
+    """Start a fork server for engines with the chosen connector. Its imports go on in the background."""
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(module_path(options))}
+    connector = "kvtier.vllm" if options.connector == "kvtier" else CONNECTOR
+    return ForkServer(os.path.join(options.logs, f"fork-server-{options.connector}.log"), [connector], environment)
 
 
 def total(text, name, labels=""):

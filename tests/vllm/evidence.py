@@ -19,7 +19,7 @@ def pages_as_stored(directory):
                 stored.setdefault(key, set()).add(content)
             else:
                 loaded.append((key, content))
-    # Who computes a prompt again may round otherwise, and what of it is kept is the first, or the last.
+    # A prompt that is computed twice may be rounded differently; the first or the last result is kept.
     wrong = [key for key, content in loaded if content not in stored.get(key, ())]
     if sum(map(len, stored.values())) != len(set().union(*stored.values())):
         wrong.append("blocks of different prefixes are alike: they are not what the model computed")
@@ -73,8 +73,8 @@ class Events:
             chain.append(parent)
         return chain
 
-    def told(self, prompt, chunk, size):
-        """For each whole chunk of the prompt, how often the connector has told that it is stored; as vLLM would."""
+    def published(self, prompt, chunk, size):
+        """For each whole chunk of the prompt, how often the connector has published that it is stored, as vLLM would."""
         hashes, counts, step = self.hashes(prompt, size), [], chunk // size
         for start in range(0, len(prompt) // chunk * chunk, chunk):
             first = start // size

@@ -14,6 +14,8 @@
                                with --pipeline-parallel 2
   run.py ... --mla             a model with multi-head latent attention: hits behind which the model says the same as
                                behind vLLM's own prefix cache
+  run.py ... --fresh           every engine is a new process, as an operator starts it, instead of a fork of one that has
+                               imported vLLM; always so with several workers and with --mla
 
 Every prompt is a list of random token ids, decoding is greedy. Hits are taken after vLLM's own prefix cache is
 emptied AND its KV blocks are overwritten, then in a new vLLM process; output must equal that of vLLM alone. With our
@@ -33,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "harness"))
 
 from cases import ModeCases, Prompts, baseline, run_name
+from engine import fork_server
 from evidence import pages_as_stored
 from kvrig import tiers
 from kvrig.proxy import Proxy
@@ -53,6 +56,7 @@ def options():
     parser.add_argument("--full", action="store_true", help="all checks in every mode")
     parser.add_argument("--quick", action="store_true", help="no mode in full")
     parser.add_argument("--brief", action="store_true", help="one engine, with hits and a server that dies")
+    parser.add_argument("--fresh", action="store_true", help="start each engine as a new process, not by fork")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="workers of a stage")
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="stages of an engine")
     parser.add_argument("--mla", action="store_true", help="a model with latent attention, made by make_model.py --mla")
@@ -62,7 +66,7 @@ def options():
     parser.add_argument("--model", help="made by make_model.py; default: setup.sh's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block-size", type=int, default=128, help="16 with --mla, where vLLM's kernel has no other")
-    parser.add_argument("--kv-blocks", type=int, default=96, help="paged blocks of vLLM; they are shared memory")
+    parser.add_argument("--kv-blocks", type=int, default=48, help="paged blocks of vLLM, which `Prompts.fillers` overwrite")
     parser.add_argument("--l1-gb", type=float, default=1.0)
     parser.add_argument("--mq-timeout", type=float, default=15)
     # It is also how long LMCache's client waits for a ping; one missed ends its engine if a load runs.
@@ -87,6 +91,9 @@ def main():
     os.makedirs(chosen.logs, exist_ok=True)
     report, prompts, began = Report(), Prompts(chosen.seed), time.monotonic()
     command = peer_command() if chosen.peer else our_command()
+    settings = dict(vars(chosen))
+    patched = chosen.mla or chosen.tensor_parallel * chosen.pipeline_parallel > 1
+    chosen.fork_server = None if chosen.fresh or patched else fork_server(chosen)
     # With latent attention the same engine's own prefix cache is what is compared with.
     known = None if chosen.mla else baseline(chosen, prompts, report)
     for mode in chosen.mode or MODES:
@@ -129,10 +136,12 @@ def main():
             detail = f"{blocks} blocks were loaded, {len(wrong)} wrong {wrong[:3]}"
             report.check(f"{run_name(chosen, mode)}/bytes", blocks and not wrong, detail)
         print(f"# {run_name(chosen, mode)}: {time.monotonic() - started:.0f} s", flush=True)
+    if chosen.fork_server:
+        chosen.fork_server.close()
     seconds = time.monotonic() - began
     kind = run_name(chosen, "brief" if chosen.brief else "all")
     with open(os.path.join(chosen.logs, f"summary-{kind}.json"), "w") as file:
-        json.dump({"seconds": seconds, "options": vars(chosen), "checks": report.rows}, file, indent=1)
+        json.dump({"seconds": seconds, "options": settings, "checks": report.rows}, file, indent=1)
     failed = report.failed()
     print(f"vLLM: {len(report.rows) - failed} passed, {failed} failed ({seconds:.0f} s)")
     return 1 if failed else 0

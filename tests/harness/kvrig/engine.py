@@ -49,7 +49,7 @@ class Group:
 
 @dataclass
 class Retrieved:
-    """What a retrieve told the engine."""
+    """Outcome of a retrieve, as the engine sees it."""
 
     ok: bool
     error_blocks: set = field(default_factory=set)
@@ -253,7 +253,7 @@ class Engine:
         self.scheduler.end_session(request)
 
     def abandon(self, request, prompt, salt=""):
-        """Give back what a lookup pinned and end the request, as for a hit that is not loaded."""
+        """Release what a lookup pinned and end the request, as for a hit that is not loaded."""
         whole = len(prompt) // self.chunk * self.chunk
         self.scheduler.free_lookup_locks(prompt, 0, whole, request, cache_salt=salt)
         self.end(request)

@@ -83,7 +83,7 @@ class GpuProcess:
 
 
 class RefCounters:
-    """PyTorch's file of reference counters, by which it learns that receivers let go of a storage."""
+    """PyTorch's file of reference counters, by which it learns that receivers have released a storage."""
 
     BYTES, HEADER = 80064, 64
 
@@ -230,7 +230,7 @@ class GpuWorker(Worker):
 
     def __init__(self, engine, rank, generator, handle_version=3, isolated=False, per_allocation=2):
         """`handle_version`: how PyTorch's memory handle begins: 3 (2.13), 2 (to 2.12), None (64 bytes, early). `isolated`:
-        as with LMCache's `isolated_ipc`. `per_allocation`: so many storages share an allocation."""
+        as with LMCache's `isolated_ipc`. `per_allocation`: number of storages that share an allocation."""
         super().__init__(engine, rank, generator)
         self.adapter.worker = self
         self.handle_version, self.isolated = handle_version, isolated
@@ -300,7 +300,7 @@ class GpuWorker(Worker):
         self.push()
 
     def crash(self):
-        """The process of the engine is gone, without a word to the server."""
+        """The process of the engine ends without unregistering."""
         self.closed = True
         self.gpu.kill()
         self.counters.path.unlink()

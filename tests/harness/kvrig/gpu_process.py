@@ -141,7 +141,7 @@ class Gpu:
         return out.value.decode()
 
     def finish(self):
-        """Give everything back, as an engine that ends does; the violations."""
+        """Release everything, as an engine that ends does. Returns the violations."""
         self.call("cuStreamSynchronize", self.stream)
         for event in self.events:
             self.call("cuEventDestroy_v2", ctypes.c_uint64(event))

@@ -73,7 +73,7 @@ def fill_blocks(tensor, block_axis, blocks, value=0):
 
 
 def write_blocks(tensor, block_axis, blocks, rows):
-    """Overwrite these blocks with rows of bytes as `read_blocks` gives them."""
+    """Overwrite these blocks with rows of bytes as `read_blocks` returns them."""
     places = tensor.view(torch.uint8).movedim(block_axis, 0)
     places[torch.tensor(blocks)] = rows.view(len(blocks), *places.shape[1:])
 

@@ -106,7 +106,7 @@ def conversation(folder, mode):
         restart(engine, server)
         assert engine.hits(prompt) == 0, "L1 does not survive a kill"
         load(engine, *store(engine, 2))
-        # A chunk size that the client does not know: it is never told of more than it asked for, and reads nothing else.
+        # A chunk size that the client does not know: its hits never exceed what it asked for, and it reads nothing else.
         restart(engine, server, CHUNK // 2)
         other = Engine(server, client_mode(mode), [Group(layout)], seed=1) if mode == "lmcache_driven" else engine
         for length in (2, 3, 1, 5):

@@ -3,6 +3,8 @@
 Everything listens on loopback. A server is stopped by its own process id, never by name.
 """
 
+import fcntl
+import itertools
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -34,7 +37,11 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # The fake driver says when the driver is used as no correct caller does.
 TROUBLE = re.compile(r"\b(WARN|WARNING|ERROR)\b|panicked at|cuda fake driver:")
 
-_handed_out = set()
+# Ports of test processes, below those that the kernel assigns to clients (`ip_local_port_range`), in blocks.
+FIRST_PORT, PORTS_PER_BLOCK, PORT_BLOCKS = 20000, 500, 24
+
+# The process that has the block, the file whose lock reserves it, and its ports from the next one on.
+_block = (None, None, None)
 
 
 def client_mode(mode):
@@ -43,14 +50,35 @@ def client_mode(mode):
 
 
 def free_port():
-    """A loopback TCP port nobody listens on, and that this process has not handed out before."""
-    while True:
+    """A loopback TCP port that nothing listens on, from a block that is reserved for this process until it ends."""
+    global _block
+    if _block[0] != os.getpid():
+        number, lock = reserve_block()
+        first = FIRST_PORT + number * PORTS_PER_BLOCK
+        _block = (os.getpid(), lock, itertools.cycle(range(first, first + PORTS_PER_BLOCK)))
+    for port in itertools.islice(_block[2], PORTS_PER_BLOCK):
         with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        if port not in _handed_out:
-            _handed_out.add(port)
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
             return port
+    raise RuntimeError(f"none of the {PORTS_PER_BLOCK} ports of this process is free")
+
+
+def reserve_block():
+    """(number, lock file) of a block of ports that no other test process has; one that is forked takes its own."""
+    directory = Path(tempfile.gettempdir(), f"kvtier-test-ports-{os.getuid()}")
+    directory.mkdir(exist_ok=True)
+    for number in range(PORT_BLOCKS):
+        lock = open(directory / f"{number}.lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        return number, lock
+    raise RuntimeError(f"{PORT_BLOCKS} test processes have reserved all ports, see {directory}")
 
 
 def our_command():

@@ -1,4 +1,4 @@
-"""Second tiers: how a server is told of one, what it says about it, its files, and KV whose bytes tell what they are.
+"""Second tiers: flags of a server, its metrics, the files of a tier, and KV whose bytes name their prompt.
 
 Everything painted follows from a seed, so what is loaded can be compared after any number of restarts.
 """
@@ -69,7 +69,7 @@ def being_written(directory):
 
 
 def wait_files(directory, count, timeout=30):
-    """Wait until so many objects lie in a directory; their files."""
+    """Wait until `count` objects are in a directory; returns their files."""
 
     def there():
         found = files(directory)

@@ -49,7 +49,7 @@ class WitnessConnector(KvTierConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_save(self):
-        """What is to be stored; nobody changes it until it has been."""
+        """What is to be stored; it does not change until it is."""
         for move in self._step().stores:
             self._note("S", move)
         super().wait_for_save()
