@@ -137,7 +137,7 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     let mut out = out::stdout();
     let shortage = config.shm_shortage();
     let l2 = config.l2.as_ref();
-    if let Some(obstacle) = preflight::obstacle(&config) {
+    if let Some(obstacle) = preflight::obstacle(config) {
         return Ok(refuse(config, &obstacle));
     }
     let rehearsed = preflight::rehearse_ports(config).and_then(|()| preflight::rehearse(config));

@@ -116,7 +116,7 @@ impl ServerSignals {
 
 /// Reloads on a thread of its own: a hanging file system must not delay a stop.
 fn reload(server: &Server) {
-    let access = Arc::clone(&server.access());
+    let access = Arc::clone(server.access());
     let reload = move || {
         let looked_at = access.reload().join(", ");
         tracing::info!(

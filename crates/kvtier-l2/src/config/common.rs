@@ -6,7 +6,7 @@ use kvtier_core::eviction::EvictionKind;
 use serde_json::{Map, Value};
 
 use super::error::ConfigError;
-use super::key::{Fallback, Interval, Key, Shape};
+use super::key::{Fallback, Interval, Key, Shape, refuse_rest};
 use super::options::Options;
 use crate::wrap::Guards;
 
@@ -249,21 +249,4 @@ fn eviction(owner: &str, value: Value) -> Result<EvictionConfig, ConfigError> {
         trigger_watermark: values.get("trigger_watermark"),
         eviction_ratio: values.get("eviction_ratio"),
     })
-}
-
-/// Refuses unknown keys of `map`.
-pub(crate) fn refuse_rest<'a>(
-    owner: &str,
-    map: &Map<String, Value>,
-    known: impl IntoIterator<Item = &'a Key>,
-) -> Result<(), ConfigError> {
-    let known: Vec<_> = known.into_iter().map(|key| key.name).collect();
-    let Some(key) = map.keys().find(|key| !known.contains(&key.as_str())) else {
-        return Ok(());
-    };
-    Err(ConfigError::new(format!(
-        "{owner}: key {:?} is unknown; known keys are {}",
-        super::clip(key),
-        known.join(", ")
-    )))
 }

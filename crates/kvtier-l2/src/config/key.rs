@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
+
+use super::error::ConfigError;
 
 /// Key of an adapter's configuration.
 ///
@@ -305,4 +307,21 @@ pub(crate) fn one_of(words: &[&str]) -> String {
         Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
         _ => words.concat(),
     }
+}
+
+/// Refuses unknown keys of `map`.
+pub(crate) fn refuse_rest<'a>(
+    owner: &str,
+    map: &Map<String, Value>,
+    known: impl IntoIterator<Item = &'a Key>,
+) -> Result<(), ConfigError> {
+    let known: Vec<_> = known.into_iter().map(|key| key.name).collect();
+    let Some(key) = map.keys().find(|key| !known.contains(&key.as_str())) else {
+        return Ok(());
+    };
+    Err(ConfigError::new(format!(
+        "{owner}: key {:?} is unknown; known keys are {}",
+        super::error::clip(key),
+        known.join(", ")
+    )))
 }

@@ -12,11 +12,11 @@ mod options;
 
 pub use common::{COMMON, EVICTION, EvictionConfig};
 pub use error::ConfigError;
-pub(crate) use key::one_of;
 pub use key::{Fallback, Interval, Key, Shape};
+pub(crate) use key::{one_of, refuse_rest};
 pub use options::{FromSetting, Options};
 
-pub(crate) use common::{Common, refuse_rest};
+pub(crate) use common::Common;
 pub(crate) use error::clip;
 
 use kvtier_core::eviction::EvictionKind;

@@ -315,5 +315,5 @@ fn the_limit_of_a_frame_is_told() {
     let reference = kvtier_config::reference_markdown();
     let mut lines = reference.lines();
     let flag = lines.find(|line| line.contains("`--max-message-gb`"));
-    assert!(flag.unwrap().contains("no frame above 4 GiB"));
+    assert!(flag.unwrap().contains("frames above 4 GiB"));
 }

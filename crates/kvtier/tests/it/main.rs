@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod access;
+mod arrows;
 mod bench;
 mod bench_l2;
 mod cli;

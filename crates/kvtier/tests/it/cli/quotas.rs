@@ -116,7 +116,7 @@ fn quotas_are_set_told_listed_and_taken_away() {
     for (args, part) in [
         (["set", "a@b", "1GiB"], "must not contain '@'"),
         (["set", "a", "10PB"], "such as 512MiB, 10GiB"),
-        (["set", "http://h:1", "a"], "the server last or as --url"),
+        (["set", "http://h:1", "a"], "the server last or with --url"),
     ] {
         let output = quota(&args);
         assert_eq!(output.status.code(), Some(2));
