@@ -1,5 +1,5 @@
 //! Work that may wait for a GPU's driver for seconds: a context, many handles, a driver that hangs. It has threads of its
-//! own, as long as there is any, so that nobody waits for it who needs no driver.
+//! own, as long as there is any, so that no request without need of the driver waits for it.
 //!
 //! The mutex guards the queue and the number of threads; nothing is done under it but pushing and popping.
 
@@ -15,7 +15,7 @@ use super::{Answer, Engine, Reply};
 /// Threads at once: twice the GPUs of a host. What comes beyond waits; the lane of a connection holds one piece of work.
 const THREADS: usize = 16;
 
-/// How long the end of the engine waits for what is under way.
+/// How long the end of the engine waits for running work.
 const END: Duration = Duration::from_secs(10);
 
 type Work = Box<dyn FnOnce() + Send>;

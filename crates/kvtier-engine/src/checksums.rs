@@ -24,7 +24,7 @@ pub enum ChecksumError {
 }
 
 impl Engine {
-    /// MD5 in hex of the blocks of each chunk: one list over all layers, or one list a layer.
+    /// MD5 in hex of the blocks of each chunk: one list over all layers, or one list per layer.
     ///
     /// The bytes are those LMCache hashes: for each layer in order the selected blocks, contiguous, with bfloat16 widened
     /// to float32.

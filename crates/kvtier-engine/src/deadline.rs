@@ -1,4 +1,4 @@
-//! Transfers that come too late for whoever asked.
+//! Deadlines of transfers: once the worker that asked has timed out, its transfer is refused.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use kvtier_proto::deadline;
 use kvtier_proto::key::CacheKey;
 use rustix::time::{ClockId, clock_gettime};
 
-/// When the worker that asked gives up, if it said so: behind that, the pages may be somebody else's.
+/// Deadline of the worker that asked, if its request names one: after it, the pages may belong to another request.
 ///
 /// # Errors
 /// One line, when that has passed.

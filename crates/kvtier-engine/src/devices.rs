@@ -21,7 +21,7 @@ pub struct Devices {
     told_left: AtomicBool,
 }
 
-/// Why there are no GPUs; in short where there is no driver, of which the dynamic linker has more to say.
+/// Why there are no GPUs. If there is no driver, the text is short, without the details of the dynamic linker.
 fn absence(error: &str) -> String {
     let missing = format!("{LIBRARY}: cannot open shared object file: No such file or directory");
     match error.contains(&missing) {
@@ -121,8 +121,8 @@ impl Devices {
         opened.map(Arc::from).map_err(|error| error.to_string())
     }
 
-    /// Has what is with the GPUs end, and the rest refused. Everybody is answered then, but for those on a GPU that does
-    /// not answer: that one is waited for some seconds, and gives its number here, at each call.
+    /// Ends the work on the GPUs and refuses the rest. Afterwards every request is answered, except those on a GPU that
+    /// does not respond: each call waits some seconds for it and returns its number.
     pub fn stop(&self) -> Vec<i32> {
         let left = self
             .cuda
@@ -134,7 +134,7 @@ impl Devices {
         left
     }
 
-    /// [`Devices::stop`], and gives up the pinned arena.
+    /// Calls [`Devices::stop`], then releases the pinned arena.
     pub fn close(&self) {
         let Ok(cuda) = &self.cuda else {
             return;
@@ -149,7 +149,7 @@ impl Devices {
         }
     }
 
-    /// Each GPU, for metrics: what was said of one is said anew, also when it came to nothing.
+    /// Figures of each GPU, for metrics. A GPU that was reported once is reported again, also if it could not be used.
     pub fn figures(&self) -> Vec<GpuFigures> {
         let Ok(cuda) = &self.cuda else {
             return Vec::new();

@@ -47,7 +47,7 @@ impl Transfer {
 }
 
 impl Engine {
-    /// Who asks for a transfer, and for what; else why not, for the metrics.
+    /// The instance that asks for a transfer, and the range; if there is none, the reason, for the metrics.
     fn transfer(
         &self,
         operation: &'static str,
@@ -139,20 +139,20 @@ impl Engine {
         })
     }
 
-    /// Begins a transfer, unless it is under way, or its instance has left on another connection just now: nobody would
-    /// take back what it has been lent.
-    fn lend(
+    /// Begins a transfer. If one is in flight, or the instance has just left on another connection, it is refused: no
+    /// COMMIT would release what it was granted.
+    fn begin_transfer(
         &self,
         instance: &Arc<Instance>,
         id: TransferId,
-        lent: Lent,
+        grant: Lent,
     ) -> Result<(), &'static str> {
-        if !self.transfers.begin(id.clone(), lent, self.now()) {
+        if !self.transfers.begin(id.clone(), grant, self.now()) {
             return Err("under_way");
         }
         let known = self.instances.get(instance.id);
         if known.is_none_or(|known| !Arc::ptr_eq(&known, instance)) {
-            // Its worker has not been told of the memory yet.
+            // Its worker has not received the memory yet.
             drop(self.transfers.finish(&id));
             return Err("unknown_instance");
         }
@@ -195,8 +195,8 @@ impl Engine {
             slots: slots.collect(),
             chunk_indices: positions.collect(),
         }));
-        let lent = Lent::Store(reservation, charge);
-        self.lend(&transfer.instance, transfer_id, lent)?;
+        let grant = Lent::Store(reservation, charge);
+        self.begin_transfer(&transfer.instance, transfer_id, grant)?;
         Ok(answer)
     }
 
@@ -255,7 +255,7 @@ impl Engine {
         data: &[u8],
     ) -> Result<(), &'static str> {
         let instance = &transfer.instance;
-        // The slots it was lent by its prepare stay unwritten.
+        // The slots that its PREPARE was granted stay unwritten.
         let transfer_id = Self::id(Kind::Store, instance.id, key, &transfer.range);
         drop(self.transfers.finish(&transfer_id));
         let tensors = pickle::read_tensors(data, &Limits::default()).map_err(|error| {
@@ -388,8 +388,8 @@ impl Engine {
                 slots: Some(slots),
             }));
             let leases = held.into_iter().map(|held| held.lease).collect();
-            let lent = Lent::Retrieve(leases, vec![charge]);
-            self.lend(&transfer.instance, transfer_id.clone(), lent)
+            let grant = Lent::Retrieve(leases, vec![charge]);
+            self.begin_transfer(&transfer.instance, transfer_id.clone(), grant)
                 .map_err(missed)?;
             return Ok(answer);
         }
@@ -451,8 +451,8 @@ impl Engine {
         .map_err(|PickleError(error)| error)
     }
 
-    /// Says whether what the worker has read was what it asked for: nobody else had the memory until now. LMCache's
-    /// server always says yes, and its worker does not listen.
+    /// Whether the worker has read what it asked for: no other request had the memory until now. LMCache's server
+    /// always answers yes, and its worker ignores the answer.
     pub(super) fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         let transfer = match self.transfer("commit_retrieve", key, id) {
             Ok(transfer) => transfer,

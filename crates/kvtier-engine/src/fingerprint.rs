@@ -1,8 +1,8 @@
 //! The layout fingerprint: everything a registration says that changes the bytes of an object or their order.
 //!
-//! It is part of every key in memory and of the trailer of every file, so objects of unlike fingerprints are different
-//! objects. It is the first eight bytes, little-endian, of the BLAKE3 hash of the encoding below. `docs/identity.md`
-//! names the test of each field.
+//! It is part of every key in memory and of the trailer of every file, so objects of different fingerprints are
+//! different objects. It is the first eight bytes, little-endian, of the BLAKE3 hash of the encoding below.
+//! `docs/identity.md` names the test of each field.
 //!
 //! # Encoding, version 2
 //! A number is a little-endian `u64`, a signed one in two's complement. A text is its length in bytes as a number, then

@@ -1,7 +1,8 @@
-//! What happens by the clock: workers that ended or fell silent, forgotten lookups and transfers, tenants that have too much, and the low watermark.
+//! Periodic work: workers that ended or fell silent, expired lookups and transfers, tenants over quota, and the low
+//! watermark.
 //!
-//! Nothing a request needs depends on this: `reserve` makes its own room, and every release has its own request. It only
-//! limits how long something stays that nobody will ask for again.
+//! No request depends on it: `reserve` evicts by itself, and every release has its own request. It only limits how long
+//! abandoned memory stays.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,14 +45,14 @@ impl Engine {
 
     fn reap(&self, now: Duration) {
         let ended = self.instances.take_ended();
-        self.give_up(ended, now, "a worker's process has ended");
+        self.abandon(ended, now, "a worker's process has ended");
         let Some(timeout) = self.config.worker_reap_timeout else {
             return;
         };
         let silent = self
             .instances
             .reap(now, timeout, self.config.registration_grace);
-        self.give_up(silent, now, "a worker fell silent and was taken for dead");
+        self.abandon(silent, now, "a worker fell silent and was taken for dead");
         let mut dead = std::collections::HashSet::new();
         self.scheduler_pings.lock().retain(|connection, last| {
             let alive = now.saturating_sub(*last) <= timeout;
@@ -73,7 +74,7 @@ impl Engine {
         }
     }
 
-    fn give_up(&self, instances: Vec<Arc<Instance>>, now: Duration, why: &str) {
+    fn abandon(&self, instances: Vec<Arc<Instance>>, now: Duration, why: &str) {
         for instance in &instances {
             instance.stop();
             // It may only be stopped and wake up again, so memory it may still write stays away for a while.
@@ -117,11 +118,11 @@ impl Engine {
         if let Some(limit) = now.checked_sub(self.config.session_ttl) {
             self.lookups.sweep(|lookup| lookup.created < limit);
         }
-        let given_up = self.transfers.expire(self.config.write_ttl, now);
-        if given_up > 0 {
-            self.metrics.expired_transfers.inc_by(given_up as u64);
+        let abandoned = self.transfers.expire(self.config.write_ttl, now);
+        if abandoned > 0 {
+            self.metrics.expired_transfers.inc_by(abandoned as u64);
             tracing::warn!(
-                transfers = given_up,
+                transfers = abandoned,
                 "transfers were prepared and never committed; given up"
             );
         }
@@ -153,7 +154,7 @@ impl Engine {
         }
     }
 
-    /// Whether pages of the arena were lost: somebody truncated the pool, or its file system is full.
+    /// Whether pages of the arena were lost: another process truncated the pool, or its file system is full.
     pub fn lost_memory(&self) -> bool {
         self.l1.arena.poisoned().is_some()
     }

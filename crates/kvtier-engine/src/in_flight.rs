@@ -67,7 +67,7 @@ mod tests {
     use super::super::testing::{TestPages, engine};
     use super::*;
 
-    /// The answers to a store without chunks, in order, of which there is to be one.
+    /// The answers to a store without chunks, in order. One is expected.
     fn answers(reply: &str, fails: bool, deadline: Option<Instant>) -> Vec<Option<Answer>> {
         let engine = Arc::new(engine(&["--gpu-reply", reply]));
         let pages = TestPages {
@@ -98,7 +98,7 @@ mod tests {
             answers("event", true, Some(Instant::now())),
             [Some(failed.clone())]
         );
-        // Too late to be told.
+        // The answer was sent before the failure.
         assert_eq!(answers("event", true, None), [Some(ok(b"event"))]);
     }
 }

@@ -24,7 +24,7 @@ pub struct ModelLayout {
     /// The object groups.
     pub groups: Vec<GroupLayout>,
     /// Stands for everything that changes the bytes of an object or their order; see [`super::fingerprint`]. Two workers
-    /// of unlike fingerprints never see each other's objects, even under one model name.
+    /// of different fingerprints never see each other's objects, even under one model name.
     pub fingerprint: u64,
     /// Whether objects fit only pages like those they were stored from. One without a fingerprint, as LMCache's files
     /// are, must then not be loaded: nothing says which pages it is from.

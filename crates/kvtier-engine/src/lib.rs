@@ -1,8 +1,8 @@
 //! The cache engine: what each request of the protocol does.
 //!
-//! [`Engine::handle`] takes a decoded request and gives its answer; it may be called from any number of threads. Whoever
-//! calls it keeps the order that the protocol promises within one connection. Handlers never wait for anything but the
-//! short locks of the tables and the copy of the bytes they are about.
+//! [`Engine::handle`] takes a decoded request and returns its answer; it may be called from any number of threads. The
+//! caller keeps the order that the protocol promises within one connection. Handlers wait for nothing but the short
+//! locks of the tables and the copy of the bytes of their request.
 
 #![forbid(unsafe_code)]
 
@@ -81,7 +81,7 @@ use transfers::Transfers;
 use warm::WarmUps;
 
 /// Bytes for remembered prompts. 16 MiB hold the token ids of about 4 million tokens, the prompts of some hundred
-/// requests under way.
+/// requests in flight.
 const PROMPT_MEMORY_BYTES: usize = 16 << 20;
 
 /// Seed of sha256_cbor's first hash where PYTHONHASHSEED is not set, as vLLM 0.32 and LMCache 0.5.6 have it.
@@ -122,7 +122,7 @@ pub struct Engine {
     staging: Arc<StagingBudget>,
     devices: Devices,
     apart: Apart,
-    /// Everybody was answered and everything stored; what is left is to give memory back.
+    /// All requests are answered and all objects stored; only memory is still to be released.
     settled: AtomicBool,
     /// Whether requests that wait for a tier are answered with what is known.
     waits_ended: tokio::sync::watch::Sender<bool>,
@@ -148,7 +148,7 @@ impl Engine {
     /// Makes the arena and an empty cache. Takes milliseconds whatever the size of L1.
     ///
     /// # Errors
-    /// One line that says what cannot be had, and which flag asks for it.
+    /// One line with what is unavailable and the flag that asks for it.
     pub fn new(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<Self, String> {
         let chunk_size = NonZeroUsize::new(config.chunk_size as usize)
             .ok_or("--chunk-size: 0 is not allowed")?;
@@ -293,7 +293,7 @@ impl Engine {
         }
     }
 
-    /// An operation that nobody serves here: its client learns so at once, the operator once.
+    /// Answers an operation that is not served: its client learns so at once, the operator once.
     pub fn unserved(&self, operation: Operation) -> Answer {
         let mut known = self.unserved.lock();
         if !known.contains(&operation) {
@@ -374,8 +374,8 @@ impl Engine {
         self.waits_ended.send_replace(true);
     }
 
-    /// Ends the transfers that go on by themselves; whoever waits for one is answered when this returns, unless a GPU
-    /// does not answer.
+    /// Ends the transfers that run by themselves. When this returns, every request that waits for one is answered,
+    /// except those on a GPU that does not respond.
     pub fn end_transfers(&self) {
         self.devices.stop();
     }

@@ -27,7 +27,7 @@ const MAX_READERS: i64 = 128;
 /// Longest request id and model name, bytes. They are remembered for as long as a request or an object lives.
 const MAX_NAME_BYTES: usize = 1024;
 
-/// Refuses names that nobody should have to remember.
+/// Refuses names that are too long to be kept.
 pub(super) fn check_names<T>(key: &CacheKey<'_, T>) -> Result<(), String> {
     for (field, name) in [
         ("request_id", key.request_id),
@@ -170,7 +170,7 @@ impl Engine {
         let (request, request_id) = (Arc::new(request), Box::<str>::from(request_id));
         let handle = l2.handle().clone();
         handle.spawn(async move {
-            // Nobody holds the other end of a lookup that was given up.
+            // If the lookup was abandoned, the other end is dropped.
             let Prefetched { lookup, loaded } = l2.prefetch(&request, || done.is_closed()).await;
             tracing::debug!(
                 request = &*request_id,
@@ -194,7 +194,7 @@ impl Engine {
                 loaded,
             };
             lookups.complete(&request_id, serial, result);
-            // Wakes whoever waits.
+            // Wakes the waiting requests.
             drop(done);
         });
     }

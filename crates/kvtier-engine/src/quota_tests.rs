@@ -139,7 +139,7 @@ fn what_cannot_be_written_does_not_hold() {
     }
     // Nothing to write.
     assert_eq!(quotas.change("a", entry(5, 0)), Ok(true));
-    // Shares of what was not written can be had by others.
+    // Shares of a change that was not written are available to other tenants.
     let lost = quotas.change("b", entry(8 * MIB, 8 * MIB)).unwrap_err();
     assert!(matches!(lost, ChangeError::NotWritten(_)), "{lost}");
     std::fs::remove_file(&path).unwrap();
@@ -312,7 +312,7 @@ fn salts_in_clear_leave_the_file_at_the_start() {
         Ok(&*hashing.quotas().table())
     );
     drop(hashing);
-    // The salt and its hash: nobody could say which of both is meant.
+    // The salt and its hash: which of both is meant is ambiguous.
     let plain = with_file(Path::new(path));
     plain.quotas().change("acme", entry(6, 0)).unwrap();
     drop(plain);
@@ -351,7 +351,7 @@ fn many_changes_are_made_together_or_not_at_all() {
 }
 
 #[test]
-fn what_is_only_read_keeps_nobody_to_a_limit() {
+fn strict_quotas_with_read_only_tiers_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let read_only = tier(directory.path(), "").replace("\"type\"", "\"read_only\":true,\"type\"");
     let flags = ["--eviction-policy", "LRU", "--l2-adapter", &read_only];

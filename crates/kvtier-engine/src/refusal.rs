@@ -3,7 +3,7 @@
 /// Why a transfer is answered with "no", in one line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Its worker has as much under way as it may have.
+    /// Its worker has as many transfers in flight as it may have.
     #[error("{0}")]
     Busy(String),
     /// Staged bytes are at their limit.

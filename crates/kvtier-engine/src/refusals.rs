@@ -5,7 +5,7 @@
 //! reports every retrieve that has no answer with its blocks in error, and the engine computes them. So
 //! 1. the retrieve is not answered; where the worker waits for the answer (engine-driven), it is held;
 //! 2. until the client is healthy again no other retrieve of its connection begins, since it drops those too and may
-//!    give their blocks to other requests;
+//!    hand their blocks to other requests;
 //! 3. as soon as no copy into the worker's pages runs, its pings are answered "no", [`REFUSED_PINGS`] times;
 //! 4. what is held is answered [`NOTICE_DELAY`] after the first of them, by when the client has taken note.
 //!
@@ -81,8 +81,8 @@ impl Refusals {
         self.by_connection.lock().contains_key(&connection)
     }
 
-    /// Whether a ping of this connection is answered "no". `is_copying` says whether bytes are on their way into the
-    /// worker's pages, which must not be given to other requests meanwhile.
+    /// Whether a ping of this connection is answered "no". `is_copying` is whether bytes are being copied into the
+    /// worker's pages: until the copy ends, these must not be handed to other requests.
     pub fn refuses_ping(
         &self,
         connection: u64,

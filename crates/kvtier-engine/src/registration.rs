@@ -51,7 +51,7 @@ impl Engine {
         let known = match instance {
             None => {
                 self.lookups.heard(caller.connection);
-                // Without a reaper nobody would forget them again.
+                // Without a reaper they would never be forgotten.
                 if self.config.worker_reap_timeout.is_some() {
                     self.scheduler_pings.lock().insert(caller.connection, now);
                 }
@@ -352,7 +352,7 @@ impl Engine {
                 "a new registration replaced the one under this instance id"
             );
             match on_gpu {
-                // A worker on a GPU is taken in apart already, and may need the memory as soon as it is told.
+                // A worker on a GPU is registered apart already, and may need the memory as soon as it is answered.
                 true => drop(earlier),
                 false => self.let_go(vec![earlier]),
             }
@@ -369,7 +369,7 @@ impl Engine {
     }
 
     fn take_out(&self, operation: Operation, id: InstanceId) -> Answer {
-        // In this order: no transfer begins for an instance that is gone.
+        // In this order: no transfer begins for an instance that was removed.
         let instance = self.instances.remove(id);
         let left = self.instances.wait_for_left(id);
         let transfers = self
@@ -383,13 +383,13 @@ impl Engine {
             Ok(()) => Answer::nothing(),
             Err(error) => {
                 tracing::error!("{}: {error}", operation.name());
-                // A client that takes no text has given up its wait long before.
+                // A client that takes no text has timed out long before.
                 Answer::error(error, "still_copying")
             }
         }
     }
 
-    /// Drops instances. Who has the last of one lets go of its pages, and may have to wait for a driver.
+    /// Drops instances. The last owner of an instance releases its pages, and may have to wait for a driver.
     pub(super) fn let_go(&self, instances: Vec<Arc<Instance>>) {
         let is_last = |instance: &Arc<Instance>| Arc::strong_count(instance) == 1;
         let slow = |instance: &Arc<Instance>| is_last(instance) && instance.is_on_gpu();
@@ -398,7 +398,7 @@ impl Engine {
         }
     }
 
-    /// Releases the lookups of a model when the worker that is gone was the last that could read what they found.
+    /// Releases the lookups of a model if the removed worker was the last that could read what they found.
     pub(super) fn release_unreadable(&self, gone: &Instance) {
         let (model, world_size) = (&gone.model_name, gone.world_size);
         if !self.instances.serves(model, world_size) {

@@ -1,4 +1,4 @@
-//! What a start asks of memory and GPUs, for those who only want to know the answers.
+//! Preflight check: what a start asks of memory and GPUs, without a start.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub struct Rehearsal {
     pub warning: Option<String>,
 }
 
-/// Finds what [`super::Engine::new`] would, and lets go of it.
+/// Reserves what [`super::Engine::new`] would, and releases it.
 ///
 /// # Errors
 /// The line with which the start would end.

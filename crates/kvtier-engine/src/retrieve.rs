@@ -24,7 +24,7 @@ pub(super) struct InFlightRetrieve {
     release: Release,
     range: WorkerRange,
     copying: Copying,
-    /// Nobody takes the bytes away before they are copied.
+    /// Keeps the bytes from eviction until they are copied.
     _held: Vec<Held>,
     /// Counts it.
     _retrieving: Arc<()>,

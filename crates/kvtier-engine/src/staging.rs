@@ -5,7 +5,7 @@
 //! most the limit, a quarter of L1, staged at once, for as long as they do not commit, and the budget is asked before
 //! anything is evicted. Bytes are those that the allocator takes, rounded up to `--l1-align-bytes`.
 //!
-//! | who | share |
+//! | owner | share |
 //! | --- | --- |
 //! | one worker | [`WORKER_RATIO`] times what stays free: alone seven eighths of the limit |
 //! | one tenant | [`TENANT_RATIO`] times what stays free, and no more than its quota |
@@ -167,7 +167,7 @@ pub struct StagingBudget {
 }
 
 impl StagingBudget {
-    /// For an L1 of which this many bytes may be staged.
+    /// Budget for an L1 with this limit of staged bytes.
     pub fn new(limit: u64) -> Self {
         Self {
             limit,

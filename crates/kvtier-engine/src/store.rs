@@ -72,7 +72,7 @@ pub(super) struct InFlightStore {
 }
 
 impl InFlight for InFlightStore {
-    /// A reservation that is dropped becomes readable for nobody.
+    /// If the reservation is dropped, its objects never become readable.
     fn finish(self: Box<Self>, engine: &Engine, moved: Result<u64, DeviceError>) -> Answer {
         engine.finish_store(*self, moved)
     }
@@ -200,7 +200,8 @@ impl Engine {
         }
     }
 
-    /// The bytes of a store are in place, or will never be: a reservation that is dropped becomes readable for nobody.
+    /// Finishes a store whose bytes are in place, or never will be. If the reservation is dropped, its objects never
+    /// become readable.
     fn finish_store(&self, store: InFlightStore, moved: Result<u64, DeviceError>) -> Answer {
         let instance = store.copying.instance();
         let event = instance.answer_event(&store.event, store.release);

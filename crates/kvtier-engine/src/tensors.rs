@@ -110,7 +110,7 @@ mod tests {
         let spec = tensor_spec(descriptor).unwrap();
         assert_eq!((spec.dtype_size, &*spec.dtype_name), (2, "bfloat16"));
         assert_eq!((spec.shape, spec.stride), (vec![4, 2, 8], vec![16, 8, 1]));
-        // Inside the storage; where that begins in the allocation is told apart.
+        // Inside the storage; the storage's own offset in the allocation is a separate field.
         assert_eq!(spec.storage_offset, 16);
         match spec.memory {
             MemorySpec::Cuda(storage) => *storage,

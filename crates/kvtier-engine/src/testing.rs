@@ -45,12 +45,12 @@ pub struct TestPages {
     pub numa_node: Option<u32>,
     /// Where the chunks of its transfers were in the arena.
     pub places: Mutex<Vec<u64>>,
-    /// Transfers that do not end before they are told to, where there are to be any.
+    /// Transfers that are held until the test ends them, if there are to be any.
     pub held: Mutex<Option<Vec<Done>>>,
 }
 
 impl TestPages {
-    /// Four pages of one token, of so many bytes each.
+    /// Four pages of one token, `page_bytes` each.
     pub fn new(page_bytes: u64) -> Self {
         let tensor = kvtier_device::TensorSpec {
             memory: kvtier_device::MemorySpec::CpuShm {
@@ -165,7 +165,7 @@ pub fn copies_itself(engine: &Engine, id: i64) {
     assert!(engine.instances.insert(instance).unwrap().is_none());
 }
 
-/// The key of a prompt of these chunks, of which no two are alike.
+/// The key of a prompt of these chunks, all of them different.
 pub fn key(chunks: Range<u8>) -> CacheKey<'static, Prompt> {
     CacheKey {
         model_name: "model",

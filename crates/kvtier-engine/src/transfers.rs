@@ -1,23 +1,24 @@
 //! Transfers between PREPARE and COMMIT: memory that a client is writing or reading by itself.
 //!
-//! A client maps the arena and copies without us, so nothing but its own word tells that it has stopped: a commit ends a
-//! transfer and gives its memory back. Until then one id has one store: a second PREPARE of it is lent nothing, so that
-//! a COMMIT never means other slots than those that were written. Retrieves of one id are counted, and the last COMMIT
-//! ends them all.
+//! A client maps the arena and copies by itself, so only its own COMMIT shows that it has stopped: a COMMIT ends a
+//! transfer and releases its memory. Until then one id has one store: a second PREPARE of it is granted nothing, so
+//! that a COMMIT never means other slots than those that were written. Retrieves of one id are counted, and the last
+//! COMMIT ends them all.
 //!
 //! What is not committed within the write TTL is abandoned ([`Transfers::expire`]): it can no longer be committed, but
-//! its memory stays lent, until a late COMMIT or until:
+//! its memory stays granted, until a late COMMIT or until:
 //!
 //! | abandoned | memory comes back |
 //! | --- | --- |
 //! | store | one write TTL after its instance has left: a late writer would write into objects of others |
-//! | retrieve | one write TTL later: a later reader harms itself alone, and its COMMIT is answered "no" |
+//! | retrieve | one write TTL later: a later reader corrupts only its own pages, and its COMMIT is answered "no" |
 //!
 //! An instance that has left, was replaced or fell silent keeps its memory for one more write TTL
 //! ([`Transfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a stopped
 //! process may wake up. A COMMIT under its id can be another process's, and ends nothing.
 //!
-//! Memory lent or withheld stays charged to its worker's share of the [staging budget](super::staging), which bounds it.
+//! Memory granted or withheld stays charged to its worker's share of the [staging budget](super::staging), which bounds
+//! it.
 //!
 //! The mutex guards the two tables. Reservations and leases are dropped only after it is released; the budget's lock is
 //! taken inside it.
@@ -85,7 +86,7 @@ impl TransferId {
     }
 }
 
-/// Memory lent to a client.
+/// Memory granted to a client.
 pub enum Lent {
     /// To write.
     Store(Reservation<L1Allocator>, Charge),
@@ -93,7 +94,8 @@ pub enum Lent {
     Retrieve(Vec<ReadLease<L1Allocator>>, Vec<Charge>),
 }
 
-/// PREPAREs of one retrieve that may wait for their COMMIT. A worker has one under way; it may have lost some answers.
+/// PREPAREs of one retrieve that may wait for their COMMIT. A worker has one in flight; some of its answers may be
+/// lost.
 const MAX_PREPARED: usize = 8;
 
 /// Transfers known at most. Each holds at least an object of L1, but retrieves may hold the same ones.
@@ -117,21 +119,21 @@ impl Lent {
 }
 
 struct Pending {
-    lent: Lent,
+    grant: Lent,
     /// PREPAREs whose COMMIT has not come.
     prepared: usize,
     /// Time of the first PREPARE.
     since: Duration,
 }
 
-/// Memory that nobody can commit any more, and whose borrower may still use it.
+/// Memory that can no longer be committed, and that its client may still use.
 struct Withheld {
     /// When its memory comes back by itself.
     until: Option<Duration>,
     /// Its instance has left, so that no COMMIT ends it.
     has_departed: bool,
     bytes: u64,
-    lent: Lent,
+    grant: Lent,
 }
 
 #[derive(Default)]
@@ -156,14 +158,14 @@ impl Tables {
         let sum = &mut self.withheld_bytes;
         self.withheld.extend(taken.map(|(id, mut pending)| {
             if has_departed {
-                pending.lent.depart();
+                pending.grant.depart();
             }
-            let comes_back = has_departed || matches!(pending.lent, Lent::Retrieve(..));
+            let comes_back = has_departed || matches!(pending.grant, Lent::Retrieve(..));
             let withheld = Withheld {
                 until: comes_back.then_some(until),
                 has_departed,
-                bytes: pending.lent.bytes(),
-                lent: pending.lent,
+                bytes: pending.grant.bytes(),
+                grant: pending.grant,
             };
             *sum += withheld.bytes;
             (id, withheld)
@@ -178,47 +180,48 @@ pub enum Finish {
     Last(Lent),
     /// One of several retrieves of it.
     Earlier,
-    /// One that was given up: there is nothing to commit, and nobody else had its memory until now.
+    /// One that was abandoned: there is nothing to commit, and no other transfer had its memory until now.
     GivenUp,
     /// Nothing that is known.
     Unknown,
 }
 
-/// All transfers under way.
+/// All transfers in flight.
 #[derive(Default)]
 pub struct Transfers {
     tables: Mutex<Tables>,
 }
 
 impl Transfers {
-    /// Whether memory is lent under this id, to be committed or not.
+    /// Whether memory is granted under this id, to be committed or not.
     pub fn is_lent(&self, id: &TransferId) -> bool {
         let tables = self.tables.lock();
         tables.pending.contains_key(id) || tables.withheld.contains_key(id)
     }
 
-    /// Notes what a PREPARE has lent; false, and nothing is lent, when this id has a store under way, too many
-    /// retrieves, or memory of a transfer that was given up: a COMMIT could mean that one. So when there are too many.
-    pub fn begin(&self, id: TransferId, lent: Lent, now: Duration) -> bool {
+    /// Records what a PREPARE is granted. If this id has a store in flight, too many retrieves, or memory of an
+    /// abandoned transfer, which a COMMIT could mean, nothing is granted and the result is `false`; the same if there
+    /// are too many transfers.
+    pub fn begin(&self, id: TransferId, grant: Lent, now: Duration) -> bool {
         let mut tables = self.tables.lock();
         let full = tables.pending.len() + tables.withheld.len() >= MAX_TRANSFERS;
         if full || tables.withheld.contains_key(&id) {
             drop(tables);
-            drop(lent);
+            drop(grant);
             return false;
         }
-        let refused = match (tables.pending.entry(id), lent) {
-            (Entry::Vacant(free), lent) => {
+        let refused = match (tables.pending.entry(id), grant) {
+            (Entry::Vacant(free), grant) => {
                 free.insert(Pending {
-                    lent,
+                    grant,
                     prepared: 1,
                     since: now,
                 });
                 None
             }
-            (Entry::Occupied(mut earlier), lent) => {
+            (Entry::Occupied(mut earlier), grant) => {
                 let earlier = earlier.get_mut();
-                match (&mut earlier.lent, lent) {
+                match (&mut earlier.grant, grant) {
                     (Lent::Retrieve(leases, charges), Lent::Retrieve(more, charge))
                         if earlier.prepared < MAX_PREPARED =>
                     {
@@ -227,7 +230,7 @@ impl Transfers {
                         earlier.prepared += 1;
                         None
                     }
-                    (_, lent) => Some(lent),
+                    (_, grant) => Some(grant),
                 }
             }
         };
@@ -236,16 +239,17 @@ impl Transfers {
     }
 
     /// A PREPARE of a retrieve that was a miss: its client commits all the same, and that COMMIT must not end what
-    /// another PREPARE of the id has lent.
+    /// another PREPARE of the id was granted.
     pub fn missed(&self, id: &TransferId) {
         if let Some(pending) = self.tables.lock().pending.get_mut(id)
-            && matches!(pending.lent, Lent::Retrieve(..))
+            && matches!(pending.grant, Lent::Retrieve(..))
         {
             pending.prepared = pending.prepared.saturating_add(1);
         }
     }
 
-    /// A COMMIT. A late one ends a transfer that was given up: its memory comes back, and there is nothing to commit.
+    /// Finishes a transfer by its COMMIT. A late one ends an abandoned transfer: its memory is released, and there is
+    /// nothing to commit.
     pub fn finish(&self, id: &TransferId) -> Finish {
         let mut tables = self.tables.lock();
         if let Some(pending) = tables.pending.get_mut(id) {
@@ -254,7 +258,7 @@ impl Transfers {
                 return Finish::Earlier;
             }
             return match tables.pending.remove(id) {
-                Some(pending) => Finish::Last(pending.lent),
+                Some(pending) => Finish::Last(pending.grant),
                 None => Finish::Unknown,
             };
         }
@@ -269,15 +273,15 @@ impl Transfers {
         Finish::GivenUp
     }
 
-    /// An instance has left, was replaced or fell silent: its transfers can no longer be committed, and their memory
-    /// comes back at `until`. Gives the number of transfers that were under way.
+    /// Abandons the transfers of an instance that has left, was replaced or fell silent: they can no longer be
+    /// committed, and their memory is released at `until`. Returns the number of transfers that were in flight.
     pub fn abandon(&self, instance: InstanceId, until: Duration) -> usize {
         let mut tables = self.tables.lock();
         for (id, held) in &mut tables.withheld {
             if id.instance == instance {
                 held.until.get_or_insert(until);
                 held.has_departed = true;
-                held.lent.depart();
+                held.grant.depart();
             }
         }
         tables.withhold(until, true, |id, _| id.instance == instance)
@@ -294,13 +298,13 @@ impl Transfers {
             .collect();
         tables.withheld_bytes -= due.iter().map(|(_, held)| held.bytes).sum::<u64>();
         let until = now.saturating_add(write_ttl);
-        let given_up = tables.withhold(until, false, |_, pending| pending.since < limit);
+        let abandoned = tables.withhold(until, false, |_, pending| pending.since < limit);
         drop(tables);
         drop(due);
-        given_up
+        abandoned
     }
 
-    /// Transfers under way, those withheld, and the bytes of these.
+    /// The number of transfers in flight and of those withheld, and the bytes of the withheld.
     pub fn counts(&self) -> (usize, usize, u64) {
         let tables = self.tables.lock();
         let withheld = tables.withheld.len();

@@ -1,6 +1,6 @@
-//! Prefetches without a request: a prompt comes into L1 before anybody asks for it.
+//! Prefetches without a request: a prompt is loaded into L1 before a request asks for it.
 //!
-//! The mutex guards the table of them; nothing is done under it but looking up.
+//! The mutex guards the table of them; only reads and writes of the table run under it.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
@@ -19,7 +19,7 @@ use kvtier_tiers::{L2, PrefetchRequest};
 /// Most tokens of a prompt.
 const MAX_TOKENS: usize = 1_000_000;
 
-/// Warm-ups under way or waiting for their turn.
+/// Prefetches that are running or queued.
 const MAX_PENDING: usize = 16;
 
 /// Results that are remembered.
@@ -69,7 +69,7 @@ pub enum WarmError {
 /// How far a warm-up is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WarmUp {
-    /// It waits for its turn, or is under way.
+    /// It is queued or running.
     Pending,
     /// It is over.
     Done(Warmed),
@@ -231,8 +231,9 @@ impl Engine {
     }
 }
 
-/// A prefetch has a deadline, since a request waits for it. Nobody waits here, so it is gone on with as long as more
-/// comes; what is there already is held meanwhile, so that it does not leave for the rest.
+/// Loads a prompt. A request's prefetch has a deadline, since the request waits for it. No request waits for this one,
+/// so it continues while objects arrive; those already in L1 are held meanwhile, so that they are not evicted for the
+/// rest.
 async fn load(l2: &Arc<L2>, request: &Arc<PrefetchRequest>) -> Warmed {
     let chunks = request.hashes.len();
     let mut found = l2.prefetch(request, || false).await;
@@ -264,23 +265,23 @@ mod tests {
     fn so_many_may_be_pending_and_one_that_is_given_up_is_forgotten() {
         let all = Arc::new(WarmUps::default());
         let mut pending: Vec<_> = (0..MAX_PENDING)
-            .map(|_| all.enter(NOW).expect("there is room"))
+            .map(|_| all.enter(NOW).expect("there is capacity"))
             .collect();
         let refused = all.enter(NOW).map(|entry| entry.id.clone()).unwrap_err();
         assert_eq!(
             refused.to_string(),
             "16 prefetches are pending, which is the limit; try again when one of them is completed"
         );
-        let given_up = pending.remove(0);
-        let id = given_up.id.clone();
-        drop(given_up);
+        let abandoned = pending.remove(0);
+        let id = abandoned.id.clone();
+        drop(abandoned);
         assert!(!all.table.lock().by_id.contains_key(&id));
-        // One that is completed makes room too, and is still known.
+        // One that is completed frees its slot too, and is still known.
         let done = pending.remove(0);
         let id = done.id.clone();
         done.done(NOW, Warmed::default());
         assert_eq!(all.table.lock().by_id[&id], WarmUp::Done(Warmed::default()));
-        pending.extend((0..2).map(|_| all.enter(NOW).expect("there is room")));
+        pending.extend((0..2).map(|_| all.enter(NOW).expect("there is capacity")));
         assert!(all.enter(NOW).is_err());
     }
 
@@ -289,7 +290,7 @@ mod tests {
         let all = Arc::new(WarmUps::default());
         let mut ids = Vec::new();
         for _ in 0..MAX_DONE + 10 {
-            let entry = all.enter(NOW).expect("there is room");
+            let entry = all.enter(NOW).expect("there is capacity");
             ids.push(entry.id.clone());
             entry.done(NOW, Warmed::default());
         }

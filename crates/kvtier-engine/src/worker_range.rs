@@ -36,7 +36,8 @@ pub(super) struct Held {
 }
 
 impl Engine {
-    /// What a transfer that we copy needs: what keeps the worker from leaving, when it gives up, and what its key names.
+    /// Returns what a transfer that the server copies needs: the guard of the instance, the worker's deadline, and what
+    /// its key names.
     pub(super) fn copying(
         &self,
         instance: &Arc<Instance>,
@@ -102,9 +103,9 @@ impl Engine {
         );
     }
 
-    /// A retrieve is refused, so its worker will not read what the lookup holds for it: an engine computes what it could
-    /// not retrieve, and LMCache's server lets go of it too. One that asks again has what is still there, since the
-    /// lookup goes on saying that it may.
+    /// Finishes a refused retrieve: its worker will not read what the lookup holds for it. An engine computes what it
+    /// could not retrieve, and LMCache's server releases it too. A worker that asks again receives what is still there,
+    /// since the lookup still permits it.
     pub(super) fn settle_refused(&self, instance: InstanceId, key: &CacheKey<'_, Prompt>) {
         if let Ok(range) = self.key_range(key) {
             self.settle(instance, key, &range);

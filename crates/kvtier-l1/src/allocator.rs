@@ -1,9 +1,9 @@
 //! Memory of L1 for the cache: the whole arena, or one part of it for each NUMA node that has GPUs.
 //!
 //! A worker's objects go to the part beside its GPU, so that their bytes cross no link between processors, now or when they
-//! are read again. The index is one, and so is the order in which objects leave: whoever needs room in a part has
-//! the next objects leave until one of that part did. Those of other parts that left on the way make room for who
-//! comes there, and when much of them is free, for this one too.
+//! are read again. The index is one, and so is the eviction order: if a part is full, the next objects are evicted
+//! until one of that part was. The space that this frees in other parts serves their own workers, and if much of it is
+//! free, this one too.
 
 use std::ops::Range;
 
@@ -11,10 +11,10 @@ use kvtier_core::cache;
 use kvtier_extent::{Extent, FreeExtents, GeometryError, Piece};
 use kvtier_memory::Arena;
 
-/// Of another part, this share may stay free (1/64) while who has a part of its own waits for room there.
+/// Share of another part (1/64) that stays free while a worker evicts from its own part.
 const SPARE: u64 = 64;
 
-/// Bytes of the arena for each of so many parts, which begin at whole pages and multiples of `align`, a power of two.
+/// Bytes of the arena for each of `count` parts, which begin at whole pages and multiples of `align`, a power of two.
 pub fn parts(arena: &Arena, align: u64, count: usize) -> Vec<Range<u64>> {
     divide(arena.len(), arena.page_bytes().max(align), count)
 }
@@ -93,17 +93,18 @@ impl L1Allocator {
         after.saturating_sub(1)
     }
 
-    /// In the part with the most room that leaves as much as `spare` says of it, or in one with less.
+    /// Allocates in the part with the most free space that keeps the free bytes `spare` returns for it. If the
+    /// allocation fails there, parts with less follow.
     fn allocate_in(
         &mut self,
         bytes: u64,
         owner: u32,
         spare: impl Fn(&Part) -> u64,
     ) -> Option<Extent> {
-        let has_room = |part: &&mut Part| part.free() >= bytes.saturating_add(spare(part));
-        let mut roomy: Vec<_> = self.parts.iter_mut().filter(has_room).collect();
-        roomy.sort_by_key(|part| std::cmp::Reverse(part.free()));
-        roomy
+        let has_space = |part: &&mut Part| part.free() >= bytes.saturating_add(spare(part));
+        let mut fitting: Vec<_> = self.parts.iter_mut().filter(has_space).collect();
+        fitting.sort_by_key(|part| std::cmp::Reverse(part.free()));
+        fitting
             .into_iter()
             .find_map(|part| part.allocate(bytes, owner))
     }
@@ -219,7 +220,7 @@ mod tests {
         cache.reserve_near(NOW, &[request], near).unwrap()
     }
 
-    /// Stores an object; says in which part it is.
+    /// Stores one object; returns the part that it is in.
     fn store(cache: &Cache<L1Allocator>, number: u64, near: Option<u32>) -> Option<u64> {
         let reserved = reserve(cache, number, near);
         let at = reserved
@@ -238,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_alone_has_nearly_all_of_it_and_its_own_part_first() {
+    fn a_lone_worker_fills_both_parts_own_first() {
         let cache = cache();
         let placed = |from: u64, count| -> Vec<_> {
             (from..from + count)
@@ -292,9 +293,9 @@ mod tests {
         assert_eq!(cache.stats().evicted_objects_total, 0);
     }
 
-    /// Both tenants are within what is reserved for them, so the one that stores could only evict itself.
+    /// Both tenants are within their reserved shares, so the one that stores could only evict its own objects.
     #[test]
-    fn room_elsewhere_goes_before_what_a_tenant_has_itself() {
+    fn free_space_elsewhere_is_used_before_own_eviction() {
         let allocator = L1Allocator::over(divide(2 * PART, 1, 2), 1).unwrap();
         let eviction = EvictionKind::IsolatedLru;
         let cache = Cache::new(
@@ -330,9 +331,9 @@ mod tests {
         assert_eq!(cache.stats().evicted_objects_total, 0);
     }
 
-    /// What may not leave makes no room; another part will do then, also the last of it.
+    /// Objects that cannot be evicted free no space; the other part is used then, to its last byte.
     #[test]
-    fn a_part_that_nothing_leaves_is_gone_without() {
+    fn a_part_without_evictable_objects_is_skipped() {
         let cache = cache();
         let all: Vec<_> = (0..2 * PART)
             .map(|number| reserve(&cache, number, Some(0)))

@@ -31,11 +31,11 @@ pub struct L1 {
 }
 
 impl L1 {
-    /// The cache over an arena of which nothing was touched yet. `nodes` are those that its memory is to come from; with
-    /// several, each has a part of it.
+    /// The cache over an untouched arena. `nodes` are the nodes that its memory comes from; with several, each has a
+    /// part of it.
     ///
     /// # Errors
-    /// One line that names what cannot be had.
+    /// One line that names what is unavailable.
     pub fn create(
         config: &ServerConfig,
         quotas: &Opened,
@@ -101,10 +101,10 @@ impl L1 {
     }
 }
 
-/// Places the arena and its allocator; gives the nodes that have a part each.
+/// Places the arena and its allocator; returns the nodes that have a part each.
 ///
 /// # Errors
-/// One line, when nodes that were asked for cannot be had, or an arena cannot be divided as it is to be.
+/// One line, if requested nodes are unavailable, or the arena cannot be divided as requested.
 pub fn divide(
     arena: &Arena,
     config: &ServerConfig,
@@ -121,10 +121,10 @@ pub fn divide(
     allocator.map(|allocator| (nodes, allocator))
 }
 
-/// Has the arena come from the NUMA nodes that are wanted; gives those that have a part each, and which.
+/// Places the arena on the requested NUMA nodes; returns those that have a part each, and which.
 ///
 /// # Errors
-/// One line, when nodes that were asked for cannot be had. Those of the GPUs are done without instead.
+/// One line, if requested nodes are unavailable. If those of the GPUs are, the arena is placed without them.
 fn place(
     arena: &Arena,
     config: &ServerConfig,
@@ -155,8 +155,8 @@ fn place(
     }))
 }
 
-/// An arena that stands for the one of a start, to be given back at once. A pool is not made, since a server that runs
-/// may have it; where there is room for it, some pages stand for it.
+/// An arena that stands for the one of a start, to be released at once. A pool is not made, since a running server may
+/// have it; if the file system has free space for it, some pages stand for it.
 ///
 /// # Errors
 /// As [`create_arena`].
@@ -178,7 +178,7 @@ pub fn rehearse_arena(config: &ServerConfig) -> Result<Arena, String> {
 /// Makes the arena that a configuration asks for. Touches no page of it.
 ///
 /// # Errors
-/// One line that names what cannot be had. A pool that nobody asked for by name is done without instead.
+/// One line that names what is unavailable. If a pool that no flag names is, the arena is made without it.
 pub fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
     let bytes = config.l1_bytes;
     let describe =
@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pool_of_a_killed_server_goes_before_room_is_looked_for() {
+    fn pool_of_a_killed_server_is_removed_before_check() {
         let name = format!("kvtier_server_test_{}", std::process::id());
         let path = format!("/dev/shm/lmcache_l1_pool_{name}");
         std::fs::write(&path, b"left behind").unwrap();

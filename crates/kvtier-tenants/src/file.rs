@@ -86,8 +86,8 @@ impl QuotaFile {
     /// Replaces the content. Afterwards the file has this table, or with an error what it had.
     ///
     /// # Errors
-    /// The system's; when somebody else has replaced the file since it was read; [`io::ErrorKind::FileTooLarge`] for more
-    /// than the next start would read.
+    /// The system's; if another process has replaced the file since it was read; [`io::ErrorKind::FileTooLarge`] for
+    /// more than the next start would read.
     pub fn save(&self, table: &Table) -> io::Result<()> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         if identity(&self.path)? != *self.seen.lock() {
@@ -115,7 +115,7 @@ impl QuotaFile {
         })?;
         *self.seen.lock() = Some(written);
         if let Err(error) = directory.sync_all() {
-            // Everybody sees the new content by now; to call that a failure would be wrong.
+            // Every reader sees the new content by now; to call that a failure would be incorrect.
             tracing::warn!(%error, "the quota file was written, and may be the old one after a power failure");
         }
         Ok(())

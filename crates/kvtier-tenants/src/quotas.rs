@@ -13,7 +13,7 @@ use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
 
 use crate::{Entry, Look, MAX_TENANTS, QuotaFile, QuotaTier, Salts, Table};
 
-/// The table as it was read, for those who open the tiers.
+/// The table as it was read, for the code that opens the tiers.
 pub struct Opened {
     settings: QuotaSettings,
     places: Vec<Place>,
@@ -25,7 +25,7 @@ impl Opened {
     /// Reads the file, if there is to be one.
     ///
     /// # Errors
-    /// One line: a file that cannot be used, shares that cannot be had.
+    /// One line: the file cannot be used, or shares are unavailable.
     pub fn open(config: &ServerConfig, salts: &Salts) -> Result<Self, String> {
         let (file, table) = match &config.quotas.file {
             None => (None, Table::default()),
@@ -79,8 +79,8 @@ impl Opened {
     }
 }
 
-/// Why a server would not start with its quotas, told without changing anything. A secret that cannot be read is told of
-/// elsewhere.
+/// Preflight check: why a server would not start with its quotas, without changing anything. A secret that cannot be
+/// read is reported elsewhere.
 pub fn obstacle(config: &ServerConfig) -> Option<String> {
     let table = QuotaFile::peek(config.quotas.file.as_deref()?);
     let salts = Salts::of(config.tenants.salt_key().ok()?);
@@ -161,7 +161,7 @@ struct Accepted {
     answer: Sender<Result<usize, ChangeError>>,
 }
 
-/// See the module.
+/// Quotas of all tenants in all tiers.
 pub struct Quotas {
     settings: QuotaSettings,
     places: Vec<Place>,
@@ -171,13 +171,13 @@ pub struct Quotas {
     /// Guards which table is the current one, no longer than that takes to read or to set.
     table: RwLock<Arc<Table>>,
     waiting: Mutex<Vec<Waiting>>,
-    /// Whose turn it is to write the file. Only those who change quotas wait for it; who reads or enforces them does not.
-    /// With the reserved shares of each tier together.
+    /// Turn to write the file, with the reserved shares of each tier together. Only changes of quotas wait for it;
+    /// reads and enforcement do not.
     turn: Mutex<Vec<u128>>,
 }
 
 impl Quotas {
-    /// The quotas of these tiers, L1 first, each of which has its grants already.
+    /// The quotas of these tiers, L1 first. Each tier has its grants already.
     pub fn new(opened: Opened, tiers: Vec<Box<dyn QuotaTier>>) -> Self {
         let Opened {
             settings,
@@ -223,7 +223,7 @@ impl Quotas {
         Arc::clone(&self.table.read())
     }
 
-    /// Sets the entry of a tenant, or with `None` takes it away; says whether there was one. As [`Self::change_all`].
+    /// Sets the entry of a tenant, or with `None` removes it; returns whether there was one. As [`Self::change_all`].
     ///
     /// # Errors
     /// Then everything is as it was.
@@ -246,7 +246,7 @@ impl Quotas {
         let (answer, outcome) = bounded(1);
         self.waiting.lock().push(Waiting { changes, answer });
         let mut turn = self.turn.lock();
-        // Whoever had the turn before may have written this one too.
+        // The previous holder of the turn may have written this one too.
         let waiting = std::mem::take(&mut *self.waiting.lock());
         if !waiting.is_empty() {
             self.write(waiting, &mut turn);
@@ -263,7 +263,7 @@ impl Quotas {
     /// Whether an entry can be, whatever others have.
     ///
     /// # Errors
-    /// Says which tier's share is more than its limit.
+    /// Names the tier whose share is more than its limit.
     pub fn check(&self, entry: &Entry) -> Result<(), String> {
         for Place { name, .. } in &self.places {
             let Grant { limit, reserved } = entry.of_tier(name);
@@ -332,7 +332,7 @@ impl Quotas {
         }
     }
 
-    /// Makes the changes that can be, and refuses the others; says whether anything is other than before.
+    /// Makes the changes that are possible, and refuses the others; returns whether anything has changed.
     fn admit(
         &self,
         waiting: Vec<Waiting>,
@@ -383,7 +383,7 @@ impl Quotas {
         (accepted, is_other)
     }
 
-    /// Whether there may be so many tenants, and the shares of all together. What was so before may stay so.
+    /// Whether this number of tenants is allowed, and the shares of all together. What was so before may stay so.
     fn check_together(
         &self,
         tenants: usize,
@@ -404,7 +404,7 @@ impl Quotas {
         Ok(())
     }
 
-    /// Tells the tiers.
+    /// Sets the grant of a tenant in each tier that isolates tenants.
     fn grant(&self, salt: &str, entry: Option<&Entry>) {
         for (place, tier) in self.places.iter().zip(&self.tiers) {
             if place.isolates {

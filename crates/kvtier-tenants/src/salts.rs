@@ -9,7 +9,7 @@ use kvtier_proto::key::CacheKey;
 
 use kvtier_config::TenantSettings;
 
-/// See the module.
+/// Names of tenants: their salts, or keyed hashes of them.
 #[derive(Debug)]
 pub struct Salts(Option<SaltKey>);
 

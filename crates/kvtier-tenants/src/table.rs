@@ -15,7 +15,7 @@ pub const MAX_TENANTS: usize = 1_000_000;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// At most so many bytes.
+    /// Limit in bytes.
     pub limit: Limit,
     /// Bytes that others cannot evict.
     pub reserved: u64,
@@ -28,7 +28,7 @@ pub struct Entry {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TierEntry {
-    /// At most so many bytes.
+    /// Limit in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<Limit>,
     /// Bytes that others cannot evict.

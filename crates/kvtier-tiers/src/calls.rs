@@ -1,4 +1,4 @@
-//! What is under way between L1 and the tiers, and what came of it.
+//! Calls in flight between L1 and the tiers, and their results.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,12 +9,12 @@ use kvtier_metrics::{Metrics, PrefetchPhase, TierCall};
 /// Counts calls of tiers and phases of prefetches.
 pub struct Calls {
     metrics: Arc<Metrics>,
-    tiers: Vec<UnderWay>,
+    tiers: Vec<InFlight>,
     phases: [AtomicU64; 3],
 }
 
 /// Of one tier.
-struct UnderWay {
+struct InFlight {
     name: Arc<str>,
     calls: [AtomicU64; 3],
     loading_bytes: AtomicU64,
@@ -23,7 +23,7 @@ struct UnderWay {
 /// A call of a tier. It is over when this is dropped, whether there was an answer or not.
 pub struct Call<'a> {
     calls: &'a Calls,
-    tier: &'a UnderWay,
+    tier: &'a InFlight,
     call: TierCall,
     bytes: u64,
     started: Instant,
@@ -38,14 +38,14 @@ pub struct Phase<'a> {
 impl Calls {
     /// For tiers of these names.
     pub fn new<'a>(metrics: Arc<Metrics>, names: impl Iterator<Item = &'a str>) -> Self {
-        let under_way = |name: &str| UnderWay {
+        let in_flight = |name: &str| InFlight {
             name: name.into(),
             calls: Default::default(),
             loading_bytes: AtomicU64::new(0),
         };
         Self {
             metrics,
-            tiers: names.map(under_way).collect(),
+            tiers: names.map(in_flight).collect(),
             phases: Default::default(),
         }
     }
@@ -93,7 +93,7 @@ impl Calls {
         values(&self.phases)
     }
 
-    /// Calls of a tier under way, by kind.
+    /// Calls of a tier in flight, by kind.
     pub fn of_tier(&self, tier: usize) -> [u64; 3] {
         values(&self.tiers[tier].calls)
     }

@@ -1,6 +1,6 @@
-//! One load for each object, however many requests want it.
+//! Single-flight: one load per object, however many requests want it.
 //!
-//! The mutex guards the table of loads under way; nothing is done under it but looking up.
+//! The mutex guards the table of in-flight loads; only reads and writes of the table run under it.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -13,13 +13,13 @@ use tokio::sync::watch;
 /// Identity and layout: objects of other layouts are other objects.
 type Name = (kvtier_core::ObjectKey, u64);
 
-/// Loads under way.
+/// In-flight loads.
 #[derive(Clone, Default)]
 pub struct Flights {
     table: Arc<Mutex<HashMap<Name, watch::Receiver<()>>>>,
 }
 
-/// A load that its owner has to do. Dropping it tells those who wait that it is over, one way or the other.
+/// A load that its owner has to do. Dropping it wakes the requests that wait for it, whether it succeeded or not.
 pub struct Flight {
     flights: Flights,
     name: Name,
@@ -27,11 +27,11 @@ pub struct Flight {
     _over: watch::Sender<()>,
 }
 
-/// Who loads an object.
+/// The request that loads an object.
 pub enum Boarded {
     /// The caller.
     Own(Flight),
-    /// Somebody else; closed once that is over.
+    /// Another request; closed once its load is over.
     Others(watch::Receiver<()>),
 }
 
@@ -54,7 +54,7 @@ impl Flights {
         }
     }
 
-    /// Loads under way.
+    /// The number of in-flight loads.
     pub fn len(&self) -> usize {
         self.table.lock().len()
     }
@@ -66,8 +66,8 @@ impl Drop for Flight {
     }
 }
 
-/// Waits until somebody else's load is over.
+/// Waits until another request's load is over.
 pub async fn over(mut flight: watch::Receiver<()>) {
-    // Nothing is ever sent: the only news is that the sender is gone.
+    // Nothing is ever sent: the only event is that the sender is dropped.
     while flight.changed().await.is_ok() {}
 }

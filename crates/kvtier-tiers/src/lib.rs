@@ -49,11 +49,11 @@ const THREADS: usize = 2;
 /// How often full tiers are looked at.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(1);
 
-/// See the module.
+/// L2: the tiers behind L1, and the tasks that store to them and load from them.
 pub struct L2 {
     config: L2Config,
     tiers: Vec<Arc<Tier>>,
-    /// Wakes a tier's eviction: some tenant may have too much now.
+    /// Wakes a tier's eviction: some tenant may be over quota now.
     quotas_changed: Vec<Arc<Notify>>,
     cache: Cache<L1Allocator>,
     arena: Arc<Arena>,
@@ -62,9 +62,9 @@ pub struct L2 {
     pending: Pending,
     flights: Flights,
     calls: Calls,
-    /// Lookups under way in the tiers.
+    /// Permits for running lookups in the tiers.
     lookups: Semaphore,
-    /// Room for loads, in units of [`LOAD_UNIT`].
+    /// Capacity for loads, in units of [`LOAD_UNIT`].
     loads: Arc<Semaphore>,
     handle: Handle,
     runtime: Mutex<Option<Runtime>>,

@@ -41,7 +41,7 @@ impl L2 {
     /// At most `most` objects of a tier, of one model or of all.
     ///
     /// # Errors
-    /// As the adapter's; [`ErrorKind::Refused`] for a cursor that is none of its own.
+    /// As the adapter's; [`ErrorKind::Refused`] for an invalid cursor.
     pub async fn list(
         &self,
         tier: usize,
@@ -59,7 +59,8 @@ impl L2 {
     }
 
     /// Deletes objects of a tier; one result each. With `force` also what is being read there, and what waits to be
-    /// stored there or is being stored: that is deleted once nobody writes it any more. Goes on when nobody waits.
+    /// stored there or is being stored: that is deleted once its writes have ended. Continues if the caller stops
+    /// waiting.
     ///
     /// # Errors
     /// When the task fails as a whole: one line.

@@ -18,8 +18,8 @@ pub struct Objects {
     pub hashes: Vec<ChunkHash>,
 }
 
-/// What the buffers of a batch hold: the bytes in L1, and their part of the tier's bound. It goes with the last buffer:
-/// from then on nobody writes the batch any more.
+/// What the buffers of a batch hold: the bytes in L1, and their part of the tier's bound. It is dropped with the last
+/// buffer: from then on nothing writes the batch any more.
 pub struct Hold {
     l2: Weak<L2>,
     number: u64,
@@ -80,7 +80,7 @@ struct Holds {
 pub struct Admission<'a>(MutexGuard<'a, Holds>);
 
 impl Pending {
-    /// Objects are taken from L1 and noted here in one step: who deletes them there finds them here.
+    /// Objects are taken from L1 and recorded here in one step: a deletion there finds them here.
     pub fn admit(&self) -> Admission<'_> {
         Admission(self.0.lock())
     }

@@ -22,7 +22,7 @@ use super::{L2, LOAD_UNIT};
 use kvtier_l1::L1Allocator;
 use kvtier_metrics::{PrefetchPhase, TierCall};
 
-/// Chunks that are asked for first, and at most at once. Behind a gap nobody asks for the rest, and most prompts that
+/// Chunks that are asked for first, and at most at once. The rest behind a gap is not asked for, and most prompts that
 /// miss do so at their first chunk.
 const FIRST_SLICE: usize = 16;
 const LAST_SLICE: usize = 1024;
@@ -54,15 +54,15 @@ pub struct Prefetched {
 /// A tier that has an object, and the hold on it there.
 type Source = (usize, TierLease);
 
-/// Memory that is being loaded into. Adapters may go on writing after they were given up, so it is their holds that
-/// keep it: what was loaded is committed, and the rest given back, when the last of them is gone.
+/// Load buffer. An adapter may still write after its load was abandoned, so the adapter's holds keep the memory: when
+/// the last of them is dropped, what was loaded is committed, and the rest released.
 struct Landing {
     l2: Arc<L2>,
     reservation: Mutex<Option<Reservation<L1Allocator>>>,
     /// Which staged objects have their bytes.
     landed: Mutex<Vec<bool>>,
     /// Its part of the memory that may be loaded into at the same time.
-    _room: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
 impl Landing {
@@ -81,7 +81,7 @@ impl Drop for Landing {
     }
 }
 
-/// A load of its own: the object, where it comes from, and the word to those who wait for it too.
+/// A load of its own: the object, its source, and the sender that wakes the other requests for it.
 struct Wanted {
     cell: Cell,
     object: ObjectSpec,
@@ -103,14 +103,14 @@ impl L2 {
         // A queue that does not move is the same as a tier that does not answer.
         let turn = timeout_at(asked_until, self.lookups.acquire()).await;
         if turn.is_err() {
-            self.gave_up(PrefetchPhase::Queue);
+            self.timed_out(PrefetchPhase::Queue);
         }
         if let Ok(Ok(turn)) = turn
             && !cancelled()
         {
             phase.is_now(PrefetchPhase::Lookup);
             let (plan, mut sources) = self.ask(request, asked_until).await;
-            // Loads are bounded by their bytes; whoever only asks need not wait for them.
+            // Loads are bounded by their bytes; a request that only asks need not wait for them.
             drop(turn);
             let hit = plan.hit();
             let (missing, resident): (Vec<_>, Vec<_>) = plan
@@ -136,7 +136,7 @@ impl L2 {
         Prefetched { lookup, loaded }
     }
 
-    fn gave_up(&self, phase: PrefetchPhase) {
+    fn timed_out(&self, phase: PrefetchPhase) {
         self.calls.metrics().l2.gave_up(phase);
     }
 
@@ -195,7 +195,7 @@ impl L2 {
             }
         }
         if is_late {
-            self.gave_up(PrefetchPhase::Lookup);
+            self.timed_out(PrefetchPhase::Lookup);
         }
         (plan, sources)
     }
@@ -229,8 +229,8 @@ impl L2 {
         .collect()
     }
 
-    /// Loads objects, or waits for others who do; gives those that were loaded here. What becomes resident in time is
-    /// held in `holds`.
+    /// Loads objects, or waits for other requests' loads; returns those that were loaded here. What becomes resident in
+    /// time is held in `holds`.
     async fn load(
         self: &Arc<Self>,
         request: &Arc<PrefetchRequest>,
@@ -281,7 +281,7 @@ impl L2 {
             }
         }
         if is_late {
-            self.gave_up(PrefetchPhase::Load);
+            self.timed_out(PrefetchPhase::Load);
         }
         loaded
     }
@@ -296,15 +296,15 @@ impl L2 {
     ) {
         let (l2, request) = (Arc::clone(self), Arc::clone(request));
         tasks.spawn(async move {
-            // A load that has not begun when its lookup gives up does not begin: there may be many of them.
+            // A load that has not begun when its lookup times out does not begin: there may be many of them.
             let units = u32::try_from(bytes.div_ceil(LOAD_UNIT)).unwrap_or(u32::MAX);
-            // An object larger than all the room is loaded alone.
+            // An object larger than the whole capacity is loaded alone.
             let most = u32::try_from(l2.config.load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
-            let room = Arc::clone(&l2.loads).acquire_many_owned(units.clamp(1, most.max(1)));
-            let Ok(Ok(room)) = timeout_at(until, room).await else {
+            let permit = Arc::clone(&l2.loads).acquire_many_owned(units.clamp(1, most.max(1)));
+            let Ok(Ok(permit)) = timeout_at(until, permit).await else {
                 return Default::default();
             };
-            let cells = l2.load_batch(&request, batch, room).await;
+            let cells = l2.load_batch(&request, batch, permit).await;
             let leases = l2.pin_cells(&request, &cells);
             (cells, leases)
         });
@@ -315,7 +315,7 @@ impl L2 {
         self: &Arc<Self>,
         request: &PrefetchRequest,
         batch: Vec<Wanted>,
-        room: OwnedSemaphorePermit,
+        permit: OwnedSemaphorePermit,
     ) -> Vec<Cell> {
         let hashes: Vec<_> = batch
             .iter()
@@ -334,9 +334,9 @@ impl L2 {
         let metrics = self.calls.metrics();
         let reservation = match self.cache.reserve(self.now(), &requests) {
             Ok(reserved) => {
-                let [no_room, over_quota] =
+                let [out_of_memory, over_quota] =
                     metrics.reserved("l2_prefetch", model, salt, &reserved.outcomes);
-                for (reason, objects) in [("l1_oom", no_room), ("over_quota", over_quota)] {
+                for (reason, objects) in [("l1_oom", out_of_memory), ("over_quota", over_quota)] {
                     if objects > 0 {
                         metrics.l2.not_loaded(model, reason, objects);
                     }
@@ -353,7 +353,7 @@ impl L2 {
             l2: Arc::clone(self),
             landed: Mutex::new(vec![false; staged.len()]),
             reservation: Mutex::new(Some(reservation)),
-            _room: room,
+            _permit: permit,
         });
         let (mut flights, mut places) = (Vec::new(), HashMap::new());
         for (place, staged) in staged.iter().enumerate() {
@@ -404,7 +404,7 @@ impl L2 {
                         tracing::debug!(tier = tier.name(), %error, "an object could not be loaded");
                         let reason = error.kind().name();
                         if error.kind() == ErrorKind::Deadline {
-                            // It may still write to the memory, so nobody else loads into it.
+                            // It may still write to the memory, so no other load uses it.
                             metrics.l2.not_loaded(model, reason, 1);
                         } else {
                             reasons.push(reason);
@@ -418,9 +418,9 @@ impl L2 {
             metrics.l2.not_loaded(model, reason, 1);
         }
         drop(failed);
-        // Commits, unless an adapter that was given up still writes: then that will, at its end.
+        // Commits, unless an adapter still writes for an abandoned load: then the end of that write commits.
         drop(landing);
-        // Only now, so that whoever waited finds them.
+        // Only now, so that the waiting requests find them.
         drop(flights);
         loaded
     }

@@ -148,7 +148,7 @@ impl Bed {
             let reserved = self
                 .cache
                 .reserve(Duration::ZERO, &[request])
-                .expect("room");
+                .expect("free space");
             let _ = reserved.reservation.commit(Duration::ZERO);
             self.l2.store(namespace, hashes, LEN);
         }
@@ -196,12 +196,12 @@ impl Bed {
 }
 
 #[test]
-fn memory_that_a_late_load_may_still_write_is_given_to_nobody() {
+fn memory_of_a_late_load_is_not_reused() {
     let (late, right) = (late(66), prompt(1));
     let bed = bed(&[Arc::clone(&late), right], Duration::from_secs(60));
     assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
     assert_eq!(bed.cache.stats().staged_objects, 3, "it may still write");
-    // It does, and lets go.
+    // It does, and releases the memory.
     for buffer in late.kept.lock().drain(..) {
         late.fill(&buffer);
     }
@@ -209,8 +209,8 @@ fn memory_that_a_late_load_may_still_write_is_given_to_nobody() {
     assert_eq!((stats.staged_objects, stats.objects), (0, 0));
 }
 
-/// Wait until the first tier is asked for one load: a prefetch may give up before anybody was there to begin it.
-fn under_way(bed: &Bed) {
+/// Waits until the first tier is asked for one load: a prefetch may time out before its load begins.
+fn wait_for_load(bed: &Bed) {
     while bed.l2.calls.of_tier(0) != [0, 1, 0] {
         std::thread::yield_now();
     }
@@ -223,7 +223,7 @@ fn a_load_that_comes_after_its_deadline_still_ends_in_l1() {
     assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
     // The next one waits for the same load instead of beginning another, and no longer either.
     assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
-    under_way(&bed);
+    wait_for_load(&bed);
     assert_eq!(bed.cache.stats().staged_objects, 3);
     gated.gate.add_permits(1);
     while bed.l2.loading() > 0 {
@@ -336,7 +336,7 @@ fn what_is_deleted_goes_even_if_its_store_comes_after_its_deadline() {
         std::thread::yield_now();
     }
     bed.delete([1]);
-    // It comes nevertheless, and lets go.
+    // It arrives nevertheless, and releases the memory.
     let both = [bed.key(1), bed.key(2)];
     for key in &both {
         late.put(key, LEN, 0);
@@ -347,14 +347,14 @@ fn what_is_deleted_goes_even_if_its_store_comes_after_its_deadline() {
 }
 
 #[test]
-fn a_load_for_which_there_is_no_room_in_time_does_not_begin() {
+fn a_load_without_capacity_in_time_does_not_begin() {
     let gated = gated(5);
     let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
-    let room = bed.l2.loads.available_permits();
+    let permits = bed.l2.loads.available_permits();
     let all = bed
         .l2
         .loads
-        .try_acquire_many(u32::try_from(room).expect("few"));
+        .try_acquire_many(u32::try_from(permits).expect("few"));
     assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
     while bed.l2.loading() > 0 {
         std::thread::yield_now();
@@ -371,14 +371,14 @@ fn counted(bed: &Bed, name: &str) -> Vec<String> {
 }
 
 #[test]
-fn what_is_under_way_and_what_takes_too_long_is_counted() {
+fn loads_in_flight_and_timeouts_are_counted() {
     let gated = gated(5);
     let bed = bed(&[Arc::clone(&gated)], Duration::from_millis(1));
     bed.prefetch();
     bed.prefetch();
     let timeouts = counted(&bed, "kvtier_l2_prefetch_timeouts_total");
     assert_eq!(timeouts, [r#"{phase="load"} 2"#]);
-    under_way(&bed);
+    wait_for_load(&bed);
     assert_eq!(bed.l2.calls.loading_bytes(0), 3 * LEN);
     assert_eq!(bed.l2.prefetches(), [0, 0, 0]);
     gated.gate.add_permits(1);
@@ -408,7 +408,10 @@ fn why_an_object_did_not_come_into_l1_is_counted() {
     assert_eq!(full.prefetch().lookup.hit_chunks, 0);
     let expected = r#"{model_name="m",reason="l1_oom"} 3"#;
     assert_eq!(counted(&full, failures), [expected]);
-    let no_room = counted(&full, "lmcache_mp_l1_allocation_failure_chunks_total");
-    assert_eq!(no_room, [r#"{during="l2_prefetch",model_name="m"} 3"#]);
+    let out_of_memory = counted(&full, "lmcache_mp_l1_allocation_failure_chunks_total");
+    assert_eq!(
+        out_of_memory,
+        [r#"{during="l2_prefetch",model_name="m"} 3"#]
+    );
     drop(all);
 }

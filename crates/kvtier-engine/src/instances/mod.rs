@@ -2,7 +2,7 @@
 //!
 //! The lock guards the tables; an instance is handed out by reference count, so a transfer that runs while its instance
 //! unregisters keeps its mappings to the end. One that has left stays known by its id until its last copy has ended, so
-//! that whoever asks whether its pages are free is told the truth.
+//! a request that asks whether its pages are free receives the right answer.
 
 mod rest;
 #[cfg(test)]
@@ -124,10 +124,11 @@ impl Instance {
         }
     }
 
-    /// To be held while its pages are copied.
+    /// Guard for a transfer: held while the instance's pages are copied.
     ///
     /// # Errors
-    /// It copies by itself; or it has left, and its pages may be somebody else's; or it has too much under way.
+    /// If the instance copies by itself, if it has left and its pages may belong to another request, or if it has too
+    /// many transfers in flight.
     pub fn copying(self: &Arc<Self>) -> Result<Copying, Refusal> {
         let Mode::LmcacheDriven { memory, .. } = &self.mode else {
             return Err(Refusal::Failed(
@@ -164,7 +165,7 @@ impl Instance {
         }
     }
 
-    /// Whether the driver of a GPU is needed to let go of its pages.
+    /// Whether the driver of a GPU is needed to release its pages.
     pub fn is_on_gpu(&self) -> bool {
         self.device() != "cpu"
     }
@@ -298,7 +299,7 @@ impl Instances {
         self.tables.read().by_id.get(&id).cloned()
     }
 
-    /// Whether the driver of a GPU is needed to let go of pages of this id.
+    /// Whether the driver of a GPU is needed to release pages of this id.
     pub fn is_on_gpu(&self, id: InstanceId) -> bool {
         let tables = self.tables.read();
         let leaving = tables.leaving.iter().filter(|instance| instance.id == id);
@@ -311,7 +312,7 @@ impl Instances {
         self.tables.write().take(id)
     }
 
-    /// Waits until no pages are copied of any instance that had this id and has been let go.
+    /// Waits until no pages are copied of any instance that had this id and was removed.
     ///
     /// # Errors
     /// One line, when some still are after [`LAST_COPIES`], or too many wait already.
@@ -347,9 +348,9 @@ impl Instances {
     /// there is none for the model, or one has more than [`MAX_LAYOUTS`].
     ///
     /// Which engine a scheduler belongs to is unknown, so what is found must be there in the layout of every engine that
-    /// may have asked: workers of one number differ in layout when engines of unlike block sizes share a model name. An
-    /// instance whose number is not known yet may be any worker; pipeline stages of unequal length are, until each has
-    /// named its number in its first transfer.
+    /// may have asked: workers of one number differ in layout when engines of different block sizes share a model name.
+    /// An instance whose number is not known yet may be any worker; pipeline stages of unequal length are, until each
+    /// has named its number in its first transfer.
     pub fn of_workers(
         &self,
         model_name: &Arc<str>,
@@ -412,7 +413,7 @@ impl Instances {
         }
         let mut tables = self.tables.write();
         if tables.unknown.len() >= MAX_UNKNOWN && !tables.unknown.contains_key(&id) {
-            // Which ones are forgotten does not matter: at worst one of them is told "no" once more.
+            // Which ones are forgotten does not matter: at worst one of them is answered "no" again.
             tables.unknown.clear();
         }
         let told = tables.unknown.entry(id).or_default();
@@ -441,7 +442,8 @@ impl Instances {
             };
             instance.silent_for(now) > limit
         };
-        // Nobody is waited for who only looks, and nothing is dropped here that the driver would be needed for.
+        // If no worker is dead, the read lock suffices, so other readers need not end first. Nothing is dropped here
+        // that needs the driver.
         let dead_ids = |tables: &Tables| {
             let all = tables.by_id.values();
             let dead = all.filter(|instance| dead(instance));
@@ -455,7 +457,7 @@ impl Instances {
         ids.into_iter().filter_map(|id| tables.take(id)).collect()
     }
 
-    /// Takes out the workers whose process has ended, of those of which that can be told.
+    /// Removes and returns the workers whose process has ended, as far as that is detectable.
     pub fn take_ended(&self) -> Vec<Arc<Instance>> {
         let all = self.all();
         let owned = all.iter().filter_map(|each| Some((each, each.owner()?)));

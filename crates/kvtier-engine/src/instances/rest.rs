@@ -1,4 +1,5 @@
-//! The transfers that touch a worker's pages, of which it may have only so many. One that leaves rests when the last of them has ended, and can be waited for.
+//! Transfers that touch a worker's pages, and their limit. An instance that has left is drained when the last of them
+//! has ended; a caller can wait for that.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,9 +10,9 @@ use parking_lot::{Condvar, Mutex};
 use super::super::refusal::Refusal;
 use super::Instance;
 
-/// Transfers of one worker that may be under way: as many as a lane lets wait for a worker whose bytes are copied in
-/// turn. An engine has as many as it has requests that come or go in a few steps.
-pub(in super::super) const MOST_UNDER_WAY: usize = 4096;
+/// Transfers of one worker that may be in flight: as many as a lane queues for a worker whose bytes are copied in turn.
+/// An engine has as many as it has requests that start or end within a few steps.
+pub(in super::super) const MAX_IN_FLIGHT: usize = 4096;
 
 /// Requests that may wait for the last copies of one instance: each keeps a thread that others need.
 pub(super) const MAX_WAITING: usize = 2;
@@ -43,18 +44,18 @@ impl Rest {
         })
     }
 
-    /// One more transfer.
+    /// Counts one more transfer.
     ///
     /// # Errors
-    /// The instance has left, and its pages may be somebody else's; or there are too many.
+    /// If the instance has left and its pages may belong to another request, or if there are too many.
     pub(super) fn count(self: &Arc<Self>) -> Result<Counted, Refusal> {
         let mut pages = self.pages.lock();
         if !pages.stay {
             return Err(String::from("the instance has left meanwhile").into());
         }
-        if pages.copying >= MOST_UNDER_WAY {
+        if pages.copying >= MAX_IN_FLIGHT {
             return Err(Refusal::Busy(format!(
-                "{MOST_UNDER_WAY} transfers of this worker are under way; no more are allowed"
+                "{MAX_IN_FLIGHT} transfers of this worker are under way; no more are allowed"
             )));
         }
         pages.copying += 1;
@@ -102,11 +103,11 @@ impl Drop for Counted {
     }
 }
 
-/// Held while an instance's pages are copied: who has it leave waits for it.
+/// Guard held while an instance's pages are copied. The removal of the instance waits for it.
 pub struct Copying {
     pub(super) memory: Arc<dyn EngineMemory>,
     pub(super) instance: Arc<Instance>,
-    // The last field: who waits for it is to be the last owner of the pages, which closes them.
+    // The last field: the waiting thread must be the last owner of the pages, which closes them.
     pub(super) _counted: Counted,
 }
 

@@ -12,7 +12,7 @@ use super::*;
 use kvtier_config::ServerConfig;
 use kvtier_metrics::Metrics;
 
-/// Pages that nobody looks at. Says how many transfers are counted when they are closed.
+/// Pages that no test reads. When they are closed, they report how many transfers are counted.
 #[derive(Default)]
 struct NoPages {
     counted: Arc<OnceLock<usize>>,
@@ -131,7 +131,7 @@ fn an_instance_has_left_when_its_last_copy_has_ended_and_no_other_begins() {
 }
 
 #[test]
-fn who_asks_again_about_an_instance_that_has_left_is_not_told_that_it_rests_before_it_does() {
+fn every_wait_for_a_departed_instance_lasts_until_drained() {
     let gone: [fn(&Instances); 3] = [
         |instances| drop(instances.remove(ID)),
         |instances| drop(instances.insert(instance()).unwrap()),

@@ -1,10 +1,11 @@
-//! Lookups under way: what each request found and still holds.
+//! Lookups in flight: what each request found and still holds.
 //!
 //! A lookup belongs to its request, its scope (model, workers, tenant) and its scheduler's connection, so equal request
 //! ids of two engines or tenants never meet. A scheduler that has reconnected finds its lookups again: they are those of
 //! connections that have been silent since its own first word. What a lookup holds goes when its workers have read it,
-//! when the scheduler frees it, when the session ends, when the scheduler's connection is dead, and in the end by age. A
-//! transfer under way has a lease of its own, so none of these takes memory from under it.
+//! connections that have been silent since its own first word. What a lookup holds is released when its workers have
+//! read it, when the scheduler frees it, when the session ends, when the scheduler's connection is dead, and in the end
+//! by age. A running transfer has a lease of its own, so none of these releases memory under it.
 //!
 //! The mutex guards the table. The cache's lock may be taken inside it, never the other way round.
 
@@ -33,7 +34,8 @@ const MAX_LOOKUPS: usize = 65_536;
 /// Objects that all lookups together may hold; each costs some 50 bytes here. Beyond it the oldest lookups go first.
 const MAX_HELD: usize = 16 << 20;
 
-/// Reads of one lookup that are told apart by who asked; a worker reads what was found at once, or in a few parts.
+/// Reads of one lookup that are distinguished by their reader; a worker reads what was found at once, or in a few
+/// parts.
 const MAX_READERS: usize = 64;
 
 /// What a lookup found, and what of it is still held.
@@ -70,7 +72,7 @@ pub struct PrefetchedLookup {
     pub loaded: Vec<Cell>,
 }
 
-/// All lookups under way.
+/// All lookups in flight.
 #[derive(Default)]
 pub struct Lookups {
     table: Mutex<Table>,
@@ -78,7 +80,7 @@ pub struct Lookups {
 
 /// The result of a lookup, as far as it is known.
 pub enum LookupResult {
-    /// There is none, or it was told already.
+    /// There is none, or it was reported already.
     Unknown,
     /// The tiers are still being asked. Closed once they were.
     Pending(watch::Receiver<()>),
@@ -92,13 +94,13 @@ impl Lookups {
         self.table.lock().schedulers.heard(connection);
     }
 
-    /// Takes a lookup in. An earlier one of the same request, scope and connection is given up.
+    /// Inserts a lookup. An earlier one of the same request, scope and connection is abandoned.
     pub fn insert(&self, request_id: &str, lookup: HeldLookup) {
         self.add(request_id, lookup, None);
     }
 
-    /// Takes a lookup in whose result is not known yet; [`Lookups::complete`] tells it by the number given here, and
-    /// whoever waits for it is woken when the other end of `pending` is dropped.
+    /// Inserts a lookup whose result is not known yet. [`Lookups::complete`] takes the serial returned here; requests
+    /// that wait for the result wake when the other end of `pending` is dropped.
     pub fn insert_pending(
         &self,
         request_id: &str,
@@ -108,7 +110,7 @@ impl Lookups {
         self.add(request_id, lookup, Some(pending))
     }
 
-    /// Puts the result in the place of a lookup that waits for it. Without effect if that is gone.
+    /// Sets the result of a lookup that waits for it. If the lookup was removed, nothing happens.
     pub fn complete(&self, request_id: &str, serial: u64, result: PrefetchedLookup) {
         let mut table = self.table.lock();
         let entries = table.by_request.get_mut(request_id);
@@ -209,11 +211,11 @@ impl Lookups {
         }
     }
 
-    /// The namespaces of which a request's lookup lets a worker of `kv_rank` and this layout read these chunks, one per
-    /// object group.
+    /// The namespaces, one per object group, in which a worker of `kv_rank` and this layout may read these chunks by a
+    /// request's lookup.
     ///
-    /// It must have found them, for the same tokens, and nobody may have freed them. A worker that reads twice is let:
-    /// the second time it gets what is still there.
+    /// The lookup must have found them, for the same tokens, and they must not have been freed. A worker may read
+    /// twice: the second time it receives what is still there.
     pub fn grant(
         &self,
         request_id: &str,
@@ -271,7 +273,7 @@ impl Lookups {
             if entry.readers.contains(&reader) {
                 return;
             }
-            // Beyond that the same one may count twice: it lets go too early, which costs a miss.
+            // Beyond that a reader may count twice: its lease is released too early, which costs a miss.
             if entry.readers.len() < MAX_READERS {
                 entry.readers.push(reader);
             }
@@ -316,7 +318,7 @@ impl Lookups {
             return;
         };
         if entry.pending.is_some() {
-            // Nobody will ask for its result any more, so nothing needs to be loaded for it.
+            // No request will ask for its result any more, so nothing needs to be loaded for it.
             let serial = entry.serial;
             let dropped = table.remove_where(request_id, |_, entry| entry.serial == serial);
             drop(table);
@@ -366,7 +368,7 @@ impl Lookups {
 
     /// Releases the leases of lookups made before `limit` and never read, but for those that last until the end; the
     /// lookups stay known.
-    /// Gives the number of objects released.
+    /// Returns the number of objects released.
     pub fn release_older(&self, limit: Duration) -> usize {
         let mut table = self.table.lock();
         let mut released = 0;
@@ -380,7 +382,7 @@ impl Lookups {
         released
     }
 
-    /// Lookups known, and those whose result nobody has asked for.
+    /// The number of known lookups, and of those whose result was never asked for.
     pub fn counts(&self) -> (usize, usize) {
         let table = self.table.lock();
         let unread = table

@@ -17,13 +17,13 @@ pub(super) struct Entry {
     pub(super) lookup: HeldLookup,
     /// Age order; also tells a newer lookup of the same request apart.
     pub(super) serial: u64,
-    /// Nobody has asked for the result yet.
+    /// The result was not asked for yet.
     pub(super) unread: bool,
     /// The tiers are still being asked; closed once they were.
     pub(super) pending: Option<watch::Receiver<()>>,
     /// Reads so far, by row and chunk; made at the first read of an object that has several readers.
     pub(super) reads: Vec<u16>,
-    /// Who has been counted there, of which ranks and chunks.
+    /// Readers that have been counted there, with their ranks and chunks.
     pub(super) readers: Vec<(InstanceId, u64, Range<usize>)>,
     /// Chunks of the hit that the scheduler has freed: no retrieve may have them any more. Made at the first free.
     pub(super) freed: Vec<bool>,
@@ -39,7 +39,7 @@ impl Entry {
 #[derive(Default)]
 pub(super) struct Table {
     pub(super) by_request: HashMap<Box<str>, Vec<Entry>>,
-    /// Serial and request, oldest first; entries that are gone already are passed over.
+    /// Serial and request, oldest first; entries that were removed already are skipped.
     pub(super) ages: VecDeque<(u64, Box<str>)>,
     pub(super) next_serial: u64,
     pub(super) len: usize,
@@ -62,7 +62,7 @@ impl Schedulers {
         let said = self.said;
         self.words.entry(connection).or_insert((said, said)).1 = said;
         if self.words.len() > MAX_SCHEDULERS {
-            // The longest silent half; whoever is forgotten counts as silent.
+            // The longest silent half; a forgotten scheduler counts as silent.
             let mut last: Vec<_> = self.words.values().map(|words| words.1).collect();
             let (_, &mut middle, _) = last.select_nth_unstable(MAX_SCHEDULERS / 2);
             self.words.retain(|_, words| words.1 > middle);

@@ -100,17 +100,17 @@ fn a_prefetch_that_ends_without_a_result_leaves_that_of_l1() {
 }
 
 #[test]
-fn a_lookup_that_is_freed_or_ended_before_its_result_is_given_up() {
+fn a_lookup_freed_or_ended_without_result_is_abandoned() {
     let (cache, lookups) = (cache(), Lookups::default());
-    let give_up: [fn(&Lookups); 2] = [
+    let abandon: [fn(&Lookups); 2] = [
         |lookups| lookups.free("r", 7, &scope(), 0..1),
         |lookups| drop(lookups.end("r", 7)),
     ];
-    for give_up in give_up {
+    for abandon in abandon {
         let (serial, done) = pending(&lookups, &cache);
         assert!(!done.is_closed());
-        give_up(&lookups);
-        assert!(done.is_closed(), "whoever loads for it can stop");
+        abandon(&lookups);
+        assert!(done.is_closed(), "a load for it can stop");
         assert_eq!(cache.stats().leased_objects, 0);
         // Too late.
         lookups.complete("r", serial, result(&cache));
@@ -119,7 +119,7 @@ fn a_lookup_that_is_freed_or_ended_before_its_result_is_given_up() {
     }
 }
 
-/// More of them than are told apart.
+/// More readers than are distinguished.
 #[test]
 fn every_one_of_many_readers_counts() {
     let (cache, lookups) = (cache(), Lookups::default());

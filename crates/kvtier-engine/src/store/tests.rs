@@ -31,7 +31,7 @@ fn what_a_worker_stores_goes_to_the_part_beside_its_device() {
     }
 }
 
-/// An engine with an L1 of 12 chunks that is full, of which 3 may be staged; and the pages of two workers.
+/// An engine with a full L1 of 12 chunks and a staging limit of 3 chunks; and the pages of two workers.
 fn full() -> (Arc<Engine>, [Arc<TestPages>; 2]) {
     let engine = Arc::new(engine(&[]));
     let pages = [0, 1].map(|id| TestPages::new(MIB).register(&engine, id));
@@ -165,7 +165,7 @@ fn resident_chunks_are_stored_whatever_is_staged() {
 }
 
 #[test]
-fn a_worker_may_have_so_many_transfers_under_way() {
+fn a_worker_at_its_limit_of_transfers_is_refused() {
     let (engine, _) = full();
     let instance = engine.instances.get(InstanceId(0)).unwrap();
     let mut all: Vec<_> = std::iter::from_fn(|| instance.copying().ok()).collect();

@@ -99,7 +99,7 @@ fn what_it_cannot_be_is_named_with_what_to_do() {
             }
             assert!(!told.contains('\n'));
         }
-        // Whoever has to find out what happened finds it.
+        // The file stays as it was, so that its fault can be found.
         assert_eq!(fs::read_to_string(&path).unwrap(), content);
     }
     fs::remove_file(&path).unwrap();
@@ -138,7 +138,7 @@ fn what_cannot_be_written_leaves_the_file_as_it_was() {
     let path = directory.path().join("q");
     let (file, _) = QuotaFile::open(&path).unwrap();
     file.save(&table()).unwrap();
-    // Somebody else has been here.
+    // Another process has replaced the file.
     let theirs = encode(&Table::default());
     fs::write(&path, &theirs).unwrap();
     let told = file.save(&table()).unwrap_err().to_string();
