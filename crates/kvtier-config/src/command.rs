@@ -7,7 +7,7 @@ use super::peer;
 
 /// The whole command.
 pub(super) fn command() -> Command {
-    // A number below 0 is a value, of which its flag says what is allowed.
+    // A number below 0 is a value; its flag decides whether it is allowed.
     ServerArgs::command()
         .mut_args(|arg| {
             let takes_values = arg.get_action().takes_values();

@@ -68,8 +68,8 @@ impl L2Config {
         warnings.map(|warning| format!("--l2-adapter: {warning}"))
     }
 
-    /// Why a tier could not be opened, as far as that can be told without making anything: its directory is made where it
-    /// is missing, so what is there of the way to it has to be one that can be written to.
+    /// Why a tier could not be opened, as far as a check that creates nothing can find out: a missing directory is created
+    /// at the start, so the part of its path that exists has to be a writable directory.
     pub fn obstacle(&self) -> Option<String> {
         self.adapters.iter().find_map(|adapter| {
             let path = base_path(adapter)?;
@@ -113,7 +113,7 @@ impl L2Config {
         })
     }
 
-    /// The tiers of these flags, all of which are checked; `None` without an adapter.
+    /// The tiers of these flags, all checked; `None` without an adapter.
     pub(super) fn of(args: &ServerArgs, l1_bytes: u64) -> Result<Option<Self>, ConfigError> {
         let tiers = args.l2_adapter.len() as u64;
         let config = Self {

@@ -107,7 +107,7 @@ pub struct ServerConfig {
     pub separate_object_groups: bool,
     /// Whether workers with sliding windows or recurrent states have a cache.
     pub windowed_clients: WindowedClients,
-    /// Silence after which a worker that has pinged is taken for dead; `None` never.
+    /// Silence after which a worker that has pinged is considered dead; `None` = never.
     pub worker_reap_timeout: Option<Duration>,
     /// Silence granted to a worker that registered but has not pinged yet.
     pub registration_grace: Duration,
@@ -129,7 +129,7 @@ pub struct ServerConfig {
     pub l1_prefault: bool,
     /// Life of a reservation whose client never commits.
     pub write_ttl: Duration,
-    /// Life of a lookup's leases that nobody consumes.
+    /// Time after which the leases of a lookup expire if no client consumes them.
     pub read_ttl: Duration,
     /// The tiers below L1; `None` without any.
     pub l2: Option<L2Config>,
@@ -141,7 +141,7 @@ pub struct ServerConfig {
     pub eviction_ratio: f64,
     /// What tenants may have.
     pub quotas: QuotaSettings,
-    /// How tenants are called, and how much is told of each.
+    /// How tenants are named, and how much is reported per tenant.
     pub tenants: TenantSettings,
     /// How GPUs are found and used; `None` when they are not.
     pub cuda: Option<CudaOptions>,
@@ -203,7 +203,7 @@ impl ServerConfig {
         }
     }
 
-    /// What an operator should know of it, except for the tiers' warnings and who may use HTTP.
+    /// Warnings for the operator, except those of the tiers and of the access to HTTP.
     pub fn warnings(&self) -> impl Iterator<Item = String> {
         let warnings = [
             self.memory_warning(),
@@ -211,11 +211,11 @@ impl ServerConfig {
             self.exposure_warning(),
         ];
         let warnings = warnings.into_iter().flatten();
-        warnings.chain(self.room_warnings())
+        warnings.chain(self.free_space_warnings())
     }
 
-    /// What it means that a tier is to leave more room than its file system has.
-    fn room_warnings(&self) -> impl Iterator<Item = String> {
+    /// A warning per tier that is to leave more space free than its file system has.
+    fn free_space_warnings(&self) -> impl Iterator<Item = String> {
         let l2 = self.l2.iter();
         l2.flat_map(|l2| {
             l2.file_systems().filter_map(|(name, size)| {
@@ -246,18 +246,18 @@ impl ServerConfig {
 
     /// Why the pool that is wanted cannot be in /dev/shm, if it does not fit there, or in place of an old one of its name.
     pub fn shm_shortage(&self) -> Option<String> {
-        let room = PoolRoom::of(self.shm_name.as_ref()?)?;
-        (room.free < self.l1_bytes).then(|| self.describe_shortage(room.free))
+        let shm = PoolRoom::of(self.shm_name.as_ref()?)?;
+        (shm.free < self.l1_bytes).then(|| self.describe_shortage(shm.free))
     }
 
-    /// What to do about a /dev/shm that has only this many bytes for the pool. A segment larger than its file system could
-    /// be made, and would kill whoever touches the part that does not fit.
-    pub fn describe_shortage(&self, room: u64) -> String {
+    /// What to do about a /dev/shm that has only `available` bytes for the pool. A segment larger than its file system can
+    /// be created, but a process that touches the part that does not fit is killed.
+    pub fn describe_shortage(&self, available: u64) -> String {
         format!(
             "/dev/shm has {:.2} GiB free, L1 needs {:.2} GiB; enlarge it, lower --l1-size-gb, or give --shm-name \"\" to do \
              without the pool (an earlier server's pool takes its room until each worker that maps it has registered \
              again or ended; after that, a restart gets the pool)",
-            in_gib(room),
+            in_gib(available),
             in_gib(self.l1_bytes)
         )
     }

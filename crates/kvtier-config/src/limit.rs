@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::de::{self, Deserialize, Deserializer, Visitor};
 use serde::ser::{Serialize, Serializer};
 
-/// How a limit is written that is none.
+/// How the absence of a limit is written.
 const UNLIMITED: &str = "unlimited";
 
 /// Bytes that one unit has. The larger ones come first, so that a size is written with the largest that fits.
@@ -21,7 +21,7 @@ const UNITS: [(&str, u64); 5] = [
 /// Sizes are below this, so that sums of them stay in 64 bits.
 pub const MAX_BYTES: u64 = 1 << 60;
 
-/// Bytes a tenant may have; `None` = unlimited.
+/// Bytes that one tenant may have; `None` = unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limit(pub Option<u64>);
 

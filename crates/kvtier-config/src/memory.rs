@@ -19,7 +19,7 @@ impl HostMemory {
         Self::new(machine, Path::new("/"))
     }
 
-    /// On a machine with so many bytes, whose file system is under `root`.
+    /// The memory of a process on a machine with `machine` bytes whose file system is under `root`.
     fn new(machine: u64, root: &Path) -> Self {
         match smallest_limit(root) {
             Some((bytes, file)) if bytes < machine => Self {
@@ -54,7 +54,7 @@ pub enum L1Origin {
     Shm,
 }
 
-/// Bytes of L1 that nobody gave a size, and where they come from.
+/// Bytes of L1 if no size is configured, and where they come from.
 ///
 /// A pool is no larger than 45 % of `shm`, the bytes of its file system: after a restart it stands beside the one before,
 /// whose pages stay until the last worker has registered again. Where not even one quarter of the memory fits, there is
@@ -71,8 +71,8 @@ pub(super) fn default_l1(memory: &HostMemory, shm: Option<u64>) -> (u64, L1Origi
 
 /// The smallest limit on the way from the process' own cgroups up to the roots of their hierarchies (cgroups(7)).
 ///
-/// In a container the paths in `/proc/self/cgroup` may be the host's, of which only the upper end can be seen, or none
-/// of them: what is not there limits nothing, and the root is always looked at.
+/// In a container the paths in `/proc/self/cgroup` may be the host's, and only their upper end is visible, or nothing
+/// of them: a missing file limits nothing, and the root is always read.
 fn smallest_limit(root: &Path) -> Option<(u64, PathBuf)> {
     let own = std::fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mut smallest: Option<(u64, PathBuf)> = None;
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_default_pool_leaves_room_for_the_one_before_it() {
+    fn default_pool_leaves_space_for_the_previous_one() {
         let memory = HostMemory {
             bytes: 4000,
             limit: None,
@@ -164,7 +164,7 @@ mod tests {
         for (shm, l1) in [
             (None, (1000, L1Origin::Memory)),
             (Some(4000), (1000, L1Origin::Memory)),
-            // What a machine has when nobody set it: half of its memory.
+            // The default of a machine: half of its memory.
             (Some(2000), (900, L1Origin::Shm)),
             (Some(1000), (450, L1Origin::Shm)),
             // A container's, in which no pool fits.
@@ -205,7 +205,7 @@ mod tests {
             let found = memory(&[own, root]);
             assert_eq!(found, limited(1_048_576, "/sys/fs/cgroup/memory.max"));
         }
-        // What `..` leads to is somebody else's.
+        // `..` leads to the cgroup of another process.
         let own = ("proc/self/cgroup", "0::/../x\n");
         let outside = ("sys/fs/x/memory.max", "1\n");
         assert_eq!(memory(&[own, outside]), (MACHINE, None));

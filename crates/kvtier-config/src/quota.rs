@@ -58,10 +58,10 @@ pub struct Place {
 }
 
 impl Place {
-    /// Whether so many bytes can be reserved.
+    /// Checks that `bytes` can be reserved here.
     ///
     /// # Errors
-    /// Says how many there are.
+    /// If the capacity is smaller; the error has the capacity.
     pub fn check_reserved(&self, bytes: u128) -> Result<(), String> {
         match self.capacity {
             Some(capacity) if self.isolates && bytes > u128::from(capacity) => Err(format!(
@@ -106,7 +106,7 @@ impl ServerConfig {
         self.places().iter().any(|place| place.isolates)
     }
 
-    /// Strict limits that nobody would see to are refused.
+    /// Refuses strict limits that no tier would enforce.
     pub(super) fn check_quotas(self) -> Result<Self, ConfigError> {
         match self.quotas.mode == QuotaMode::Strict && !self.isolates() {
             true => Err(ConfigError(format!(

@@ -1,4 +1,4 @@
-//! Where the request socket is, and what that means for those who can reach it.
+//! Where the request socket is, and which clients can reach it.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn who_can_be_reached_from_elsewhere_is_told_what_that_means() {
+    fn a_request_port_beyond_loopback_is_warned_of() {
         for host in [
             "localhost",
             "127.0.0.1",

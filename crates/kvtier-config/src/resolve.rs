@@ -58,7 +58,7 @@ impl ServerArgs {
         };
         let (l1_bytes, l1_origin) = match l1_size_gb {
             Some(size) => (gib("l1-size-gb", size)?, L1Origin::Given),
-            None => default_l1(&memory, shm.map(|room| room.size)),
+            None => default_l1(&memory, shm.map(|shm| shm.size)),
         };
         // Whole pages, and never less than one chunk of the smallest model.
         let l1_bytes = l1_bytes.max(1).next_multiple_of(2 << 20);

@@ -1,4 +1,4 @@
-//! How tenants are called, and how much is told of each.
+//! How tenants are named, and how much is reported per tenant.
 
 use std::path::{Path, PathBuf};
 

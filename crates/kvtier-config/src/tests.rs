@@ -322,7 +322,7 @@ fn tiers_have_directories_of_their_own() {
     for other in ["b", "ab", "b/a"] {
         tiers(&fs(&inside("a")), &fs(&inside(other))).unwrap();
     }
-    // Relative ones are told as what they are.
+    // Relative paths are reported as absolute ones.
     let here = std::env::current_dir()
         .unwrap()
         .join("x/y")
@@ -485,7 +485,7 @@ fn tiers_have_names_that_are_theirs_alone() {
 }
 
 #[test]
-fn more_room_to_be_left_than_there_is_is_warned_of() {
+fn free_space_above_the_capacity_is_warned_of() {
     let directory = tempfile::tempdir().unwrap();
     let adapter = format!(
         r#"{{"type":"fs","base_path":{:?}}}"#,

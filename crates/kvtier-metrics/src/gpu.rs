@@ -1,4 +1,4 @@
-//! Metrics of the GPUs. Everything is counted by the GPU's own thread and read when somebody scrapes.
+//! Metrics of the GPUs. The GPU's own thread counts everything; a scrape reads it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -59,7 +59,7 @@ pub struct GpuMetrics {
     pieces: Family<MovedLabels, Counter>,
     seconds: Family<MovedLabels, Counter<f64, AtomicU64>>,
     runs: Family<RunLabels, Counter>,
-    under_way: Family<DirectionLabels, Gauge>,
+    in_flight: Family<DirectionLabels, Gauge>,
     event_timeouts: Family<GpuLabels, Counter>,
     healthy: Family<GpuLabels, Gauge>,
     open_allocations: Family<GpuLabels, Gauge>,
@@ -79,7 +79,7 @@ impl GpuMetrics {
                 "gpu_copied_runs",
                 "Contiguous runs copied, by the mean length of their piece in bytes",
             ),
-            under_way: own.add(
+            in_flight: own.add(
                 "gpu_transfers_under_way",
                 "Stores and retrieves of workers on a GPU that have not ended",
             ),
@@ -143,10 +143,10 @@ impl GpuMetrics {
                     gpu: Arc::clone(gpu),
                     direction: name,
                 };
-                let under_way = readings.in_flight[direction as usize];
-                self.under_way
+                let in_flight = readings.in_flight[direction as usize];
+                self.in_flight
                     .get_or_create(&labels)
-                    .set(i64::try_from(under_way).unwrap_or(i64::MAX));
+                    .set(i64::try_from(in_flight).unwrap_or(i64::MAX));
             }
             set(
                 &self.event_timeouts.get_or_create(&labels),

@@ -1,6 +1,6 @@
 //! Metrics of the tiers below L1.
 //!
-//! What happens in a call is counted when it happens; what a tier counts by itself is read when somebody scrapes.
+//! What happens in a call is counted when it happens; what a tier counts by itself is read by a scrape.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -85,7 +85,7 @@ pub struct TierReadings {
     pub capacity_bytes: u64,
     /// Objects in it now.
     pub objects: u64,
-    /// It had no room at the last store.
+    /// It had no free space at the last store.
     pub is_full: bool,
     /// It is only loaded from.
     pub is_read_only: bool,
@@ -99,9 +99,9 @@ pub struct TierReadings {
     pub dropped_objects: u64,
     /// Their bytes.
     pub dropped_bytes: u64,
-    /// Calls under way, as [`TierCall::ALL`].
+    /// Calls in flight, as [`TierCall::ALL`].
     pub calls: [u64; 3],
-    /// Bytes of the loads under way.
+    /// Bytes of the loads in flight.
     pub loading_bytes: u64,
     /// Objects written.
     pub stored_objects: u64,
@@ -127,9 +127,9 @@ pub struct TierReadings {
     pub evicted_objects: u64,
     /// Bytes evicted.
     pub evicted_bytes: u64,
-    /// Objects put aside because they were not what was stored, where the adapter does that.
+    /// Objects quarantined because they were not what was stored, if the adapter does that.
     pub quarantined: u64,
-    /// Contradictions in its books; anything but 0 is a bug.
+    /// Violated invariants of its accounting; anything but 0 is a bug.
     pub accounting_errors: u64,
     /// Its guards, as [`TierCall::ALL`]; none where they are switched off.
     pub guards: Vec<GuardReadings>,

@@ -1,8 +1,8 @@
 //! Metrics: LMCache 0.5.6's names where it has the figure, `kvtier_` names for what it lacks.
 //!
-//! Counters that belong to a request are bumped as it is answered; gauges are read from the engine when somebody
-//! scrapes. It must never know who counts: numbers and names are all it is given. Labels that clients choose are bounded: after [`MAX_SALTS`] tenants and [`MAX_MODELS`] models further ones
-//! share the value `other`.
+//! Counters that belong to a request are incremented as it is answered; gauges are read from the engine by a scrape.
+//! This crate must never depend on the crates that count: it receives only numbers and names. Labels that clients choose
+//! are bounded: after [`MAX_SALTS`] tenants and [`MAX_MODELS`] models further ones share the value `other`.
 
 #![forbid(unsafe_code)]
 
@@ -90,11 +90,11 @@ pub struct Metrics {
     pub malformed_messages: Counter,
     /// Handlers that panicked; each got its operation's failure answer.
     pub handler_panics: Counter,
-    /// Workers taken for dead after their silence.
+    /// Workers considered dead after their silence.
     pub reaped_instances: Counter,
-    /// Transfers given up because their client never committed.
+    /// Transfers that expired because their client never committed.
     pub expired_transfers: Counter,
-    /// Lookup leases given up because nobody consumed them.
+    /// Lookup leases that expired because no client consumed them.
     pub expired_lookups: Counter,
     /// Lookups of clients that have not proved their chunk size.
     pub unproven_lookups: Counter,
@@ -148,7 +148,7 @@ pub struct Readings {
     pub prefaulted_bytes: u64,
     /// Request sessions alive.
     pub sessions: u64,
-    /// Lookups whose result nobody has asked for yet.
+    /// Lookups whose result no client has asked for yet.
     pub unread_lookups: u64,
     /// Workers registered.
     pub instances: u64,
@@ -423,8 +423,8 @@ impl Metrics {
             .inc_by(objects);
     }
 
-    /// L1 was asked for memory `during` a store (`l1_store`) or a prefetch (`l2_prefetch`). Gives for how many objects there
-    /// was no room, and how many the tenant's limit refused.
+    /// Counts the outcomes of a reservation in L1 `during` a store (`l1_store`) or a prefetch (`l2_prefetch`). Returns for
+    /// how many objects there was no memory, and how many the tenant's limit refused.
     pub fn reserved(
         &self,
         during: &'static str,
@@ -433,15 +433,15 @@ impl Metrics {
         outcomes: &[KeyOutcome],
     ) -> [usize; 2] {
         let count = |kind| outcomes.iter().filter(|outcome| **outcome == kind).count();
-        let [no_room, over_quota] = [KeyOutcome::NoMemory, KeyOutcome::OverQuota].map(count);
+        let [no_memory, over_quota] = [KeyOutcome::NoMemory, KeyOutcome::OverQuota].map(count);
         let over_staging = count(KeyOutcome::OverStaging);
-        if no_room > 0 {
+        if no_memory > 0 {
             let labels = FailureLabels {
                 during,
                 model_name: self.models.label(model),
             };
             let family = &self.allocation_failures;
-            family.get_or_create(&labels).inc_by(no_room as u64);
+            family.get_or_create(&labels).inc_by(no_memory as u64);
         }
         let refused = [
             (&self.over_quota, over_quota),
@@ -454,10 +454,10 @@ impl Metrics {
             };
             family.get_or_create(&labels).inc_by(count as u64);
         }
-        [no_room, over_quota]
+        [no_memory, over_quota]
     }
 
-    /// Chunks that were not in L1 any more, `during` a retrieve (`l1_retrieve`: nobody had a lease on them) or a store
+    /// Chunks that were not in L1 any more, `during` a retrieve (`l1_retrieve`: no client had a lease on them) or a store
     /// to a tier (`l2_store`).
     pub fn not_found(&self, during: &'static str, model: &str, chunks: u64) {
         let labels = ReadFailureLabels {

@@ -106,11 +106,11 @@ impl Since {
 /// A tenant with series of its own: what it did, by tier.
 type Labelled = HashMap<Arc<str>, Vec<Since>>;
 
-/// See the module.
+/// Metrics of tenants.
 pub struct TenantMetrics {
     bytes: Family<Labels, Gauge>,
     counters: [Family<Labels, Counter>; COUNTS.len()],
-    /// Also held while the series are written, which are made anew each time.
+    /// Also held while the series are written, as each scrape rebuilds them.
     labelled: Mutex<Labelled>,
 }
 
@@ -197,8 +197,8 @@ fn label(salt: &Arc<str>) -> Arc<str> {
     }
 }
 
-/// Decides who has series of its own. Who has them keeps them until another has a quarter more bytes, so that tenants of
-/// nearly equal size do not take turns.
+/// Decides which tenants have series of their own. A tenant keeps its series until another one has a quarter more bytes,
+/// so that tenants of nearly equal size do not take turns.
 fn choose(labelled: &mut Labelled, most: usize, tiers: &[&dyn TenantSource]) {
     let mut bytes: HashMap<Arc<str>, u64> = HashMap::new();
     for tier in tiers {

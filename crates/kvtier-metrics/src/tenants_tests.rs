@@ -1,4 +1,4 @@
-//! Series of tenants add up to the totals and never go down, whoever comes, grows and is forgotten.
+//! Series of tenants add up to the totals and never go down, whichever tenants come, grow and are forgotten.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -11,14 +11,14 @@ use proptest::prelude::*;
 use super::{Metrics, Readings};
 use kvtier_tenants::TenantSource;
 
-/// A tier that counts what it is told to.
+/// A tier whose counts the test sets.
 #[derive(Default)]
 struct Told {
     tenants: RefCell<BTreeMap<String, SaltUsage>>,
     all: RefCell<Stats>,
 }
 
-fn nobody(salt: &str) -> SaltUsage {
+fn empty_usage(salt: &str) -> SaltUsage {
     SaltUsage {
         salt: salt.into(),
         objects: 0,
@@ -41,7 +41,9 @@ fn nobody(salt: &str) -> SaltUsage {
 impl Told {
     fn has(&self, salt: &str, bytes: u64) {
         let mut tenants = self.tenants.borrow_mut();
-        let usage = tenants.entry(salt.into()).or_insert_with(|| nobody(salt));
+        let usage = tenants
+            .entry(salt.into())
+            .or_insert_with(|| empty_usage(salt));
         let mut all = self.all.borrow_mut();
         all.bytes = all.bytes - usage.counted_bytes + bytes;
         usage.counted_bytes = bytes;
@@ -49,7 +51,9 @@ impl Told {
 
     fn counts(&self, salt: &str, count: u64) {
         let mut tenants = self.tenants.borrow_mut();
-        let usage = tenants.entry(salt.into()).or_insert_with(|| nobody(salt));
+        let usage = tenants
+            .entry(salt.into())
+            .or_insert_with(|| empty_usage(salt));
         let mut all = self.all.borrow_mut();
         usage.requested_chunks_total += 2 * count;
         all.requested_chunks_total += 2 * count;

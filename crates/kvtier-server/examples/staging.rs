@@ -103,7 +103,7 @@ fn worker(server: &Server, instance: i64, scope: &Scope) -> EngineDrivenWorker {
     worker
 }
 
-/// Prepares a store of these chunks; returns whether it was lent slots.
+/// Prepares a store of these chunks; returns whether slots were granted.
 fn prepare(worker: &mut EngineDrivenWorker, prompt: &Prompt, chunks: usize, request: &str) -> bool {
     let (scope, instance) = (worker.spec().scope.clone(), worker.spec().instance);
     let key = scope.worker_key(0, prompt, 0..(chunks * CHUNK_TOKENS) as u64, request);

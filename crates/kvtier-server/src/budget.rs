@@ -1,4 +1,4 @@
-//! Bytes that may be held at once, and who holds them.
+//! Bytes that may be held at once, and their holders.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,7 +34,7 @@ impl Budget {
         self.limit
     }
 
-    /// Takes so many bytes, if there is room for them.
+    /// Takes `bytes`, if that many are free.
     pub fn take(self: &Arc<Self>, bytes: u64) -> Option<Charge> {
         self.try_add(bytes).then(|| Charge {
             budget: Arc::clone(self),
@@ -51,7 +51,7 @@ impl Budget {
         }
     }
 
-    /// Whether there is room for nothing more.
+    /// Whether no byte is free.
     pub fn is_full(&self) -> bool {
         self.held.load(Ordering::Relaxed) >= self.limit
             || self.whole.as_ref().is_some_and(|whole| whole.is_full())

@@ -18,7 +18,7 @@ const MAX_CONNECTIONS: u64 = 65_536;
 pub struct Descriptors {
     /// The process may have this many.
     pub limit: u64,
-    /// Of which the request port may have this many for its connections.
+    /// Descriptors that the request port may have for its connections.
     pub connections: u64,
 }
 

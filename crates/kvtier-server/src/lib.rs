@@ -1,4 +1,4 @@
-//! The cache server: the engine that ties the rooms together, the ZMQ front end, HTTP administration, metrics and
+//! The cache server: the engine that connects the other crates, the ZMQ front end, HTTP administration, metrics and
 //! configuration.
 //!
 //! A library, so that tests and `kvtier demo` run it in their own process. It must never do byte arithmetic: layouts,
@@ -17,11 +17,11 @@ pub mod logging;
 pub mod preflight;
 mod server;
 
-/// Who may use the HTTP API.
+/// Access to the HTTP API.
 pub use access::Access;
 pub use kvtier_config::{self as config, ConfigError, Parsed, ServerConfig};
 pub use kvtier_engine as engine;
-/// For those who start servers whose pools have names that nobody will ask for again.
+/// For programs that start servers whose pools have names that are never used again.
 pub use kvtier_memory::remove_stale_pools;
 pub use kvtier_metrics as metrics;
 pub use kvtier_tenants as quota;

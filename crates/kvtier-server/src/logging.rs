@@ -2,7 +2,7 @@
 //!
 //! An event is one line whatever its fields hold: what clients choose, such as names of models, is escaped in every line.
 //!
-//! A thread of its own writes them to stderr, so that no other thread ever waits for whoever reads stderr. What a slow
+//! A thread of its own writes them to stderr, so that no other thread ever waits for the reader of stderr. What a slow
 //! reader leaves waiting is bounded; lines beyond are lost, and the log says how many.
 
 use std::io::{IsTerminal, Write};
@@ -95,7 +95,7 @@ fn colored(line: &str) -> Option<String> {
     ))
 }
 
-/// Starts the thread. `say_lost` is told how many lines were lost, once there is room for saying it.
+/// Starts the thread. `say_lost` receives how many lines were lost, once there is space for a line about it.
 fn start(
     out: impl Write + Send + 'static,
     waiting: u64,
@@ -121,7 +121,7 @@ fn start(
 fn write(entries: &Receiver<Entry>, mut out: impl Write, lost: &AtomicU64, say_lost: impl Fn(u64)) {
     for entry in entries {
         if let Entry::Line(line, _) = &entry {
-            // Nobody is left to be told.
+            // There is no other place to report a failure to.
             let _ = out.write_all(line);
         }
         drop(entry);
@@ -142,7 +142,7 @@ impl Write for &Lines {
         let mut line = colored.unwrap_or_else(|| text.into_owned()).into_bytes();
         line.push(b'\n');
         match self.waiting.take(line.len() as u64) {
-            // Cannot fail: the thread takes entries as long as anybody can send some.
+            // Cannot fail: the thread takes entries as long as there is a sender.
             Some(charge) => drop(self.entries.send(Entry::Line(line, charge))),
             None => drop(self.lost.fetch_add(1, Ordering::Relaxed)),
         }
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn who_logs_waits_for_no_reader_and_what_is_lost_is_counted() {
+    fn logging_waits_for_no_reader_and_counts_lost_lines() {
         let (reads, reader) = bounded::<()>(0);
         let (read, lines_read) = unbounded();
         let (said, say) = unbounded();
@@ -195,7 +195,7 @@ mod tests {
         })
         .unwrap();
         let line = |number: u32| format!("{number:029}\n").into_bytes();
-        // Nobody reads, and yet this ends.
+        // There is no reader, and yet this ends.
         for number in 0..10 {
             (&lines).write_all(&line(number)).unwrap();
         }
@@ -204,7 +204,7 @@ mod tests {
             assert_eq!(lines_read.recv().unwrap(), line(kept));
         }
         assert_eq!(say.recv().unwrap(), 7);
-        // There is room again.
+        // There is space again.
         let last = format!("{:099}\n", 11);
         (&lines).write_all(last.as_bytes()).unwrap();
         assert_eq!(lines_read.recv().unwrap(), last.as_bytes());

@@ -55,7 +55,7 @@ impl Server {
     /// Starts everything; returns when requests are served.
     ///
     /// # Errors
-    /// A port that is taken, memory that cannot be had, a system out of threads.
+    /// If a port is taken, memory is unavailable, or the system is out of threads.
     pub fn start(config: ServerConfig) -> Result<Self, StartError> {
         let config = Arc::new(config);
         if let Some(obstacle) = preflight::obstacle(&config) {
@@ -126,12 +126,12 @@ impl Server {
         self.http_address
     }
 
-    /// Who may use HTTP.
+    /// Access to HTTP.
     pub fn access(&self) -> &Arc<Access> {
         &self.access
     }
 
-    /// The engine, for those who run a server in their own process.
+    /// The engine, for programs that run a server in their own process.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine
     }
@@ -148,7 +148,7 @@ impl Server {
         config.stop_timeout + drain.unwrap_or_default()
     }
 
-    /// Answers what is under way and stops.
+    /// Answers the requests in flight and stops.
     pub fn stop(self) {
         drop(self);
     }
@@ -196,7 +196,7 @@ fn start_http(
     let stopped = || {
         let mut stop = stop.subscribe();
         async move {
-            // Also ends when the sender is gone.
+            // Also ends when the sender was dropped.
             let _ = stop.wait_for(|stop| *stop).await;
         }
     };

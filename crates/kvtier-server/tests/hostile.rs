@@ -50,7 +50,7 @@ impl Random {
     }
 }
 
-/// Every request of the vectors but those that clear the cache, which are anybody's right. Registrations name segments
+/// Every request of the vectors but those that clear the cache, which every client may do. Registrations name segments
 /// that are there.
 fn requests(segments: &mut replay::Segments) -> Vec<Frames> {
     let folder = format!("{}/tests/vectors", env!("CARGO_MANIFEST_DIR"));
@@ -152,7 +152,7 @@ fn mutate(random: &mut Random, requests: &[Frames]) -> Frames {
     frames
 }
 
-/// Sends so many mutated requests over sockets that come and go; some of them are never read from.
+/// Sends `messages` mutated requests over sockets that come and go; some of the sockets are never read.
 fn attack(server: &TestServer, requests: &[Frames], seed: u64, messages: usize) {
     let mut random = Random::new(seed);
     let mut sent = 0;
@@ -205,7 +205,7 @@ fn pages(server: &TestServer, instance: i64) -> LmcacheDrivenWorker {
 
 /// One round: every answer must come, and be the right one.
 fn round(copies: &mut EngineDrivenWorker, pages: &mut LmcacheDrivenWorker, number: usize) {
-    // 100 prompts by turns, so that rounds store anew and find again, in bounded memory.
+    // 100 prompts by turns, so that rounds store and find again, in bounded memory.
     let seed = u32::try_from(number % 100).unwrap();
     let (prompt, request) = (prompt(seed + 1, 3), format!("good {number}"));
     let len = copies.chunk_bytes();
@@ -463,7 +463,7 @@ fn claimed_routing_identities_have_no_effect() {
 }
 
 #[test]
-fn a_message_above_the_limit_costs_its_sender_the_connection_and_nobody_else() {
+fn a_message_above_the_limit_disconnects_only_its_sender() {
     let _turn = TURN
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -501,7 +501,7 @@ fn a_chunk_larger_than_everything_evicts_nothing() {
         .store(&stored, range(0..3), "s", |chunk| bytes(1, chunk, len))
         .unwrap();
     for layers in [4096, 1 << 20] {
-        // 128 MiB and 32 GiB a chunk, in a cache of 64 MiB.
+        // 128 MiB and 32 GiB per chunk, in a cache of 64 MiB.
         let scope = Scope::new("hostile/large");
         let mut spec =
             EngineDrivenSpec::new(InstanceId(layers), scope.clone(), layers as u64, 1024);
@@ -564,7 +564,7 @@ fn a_client_that_does_not_read_its_chunks_gets_no_more_of_them_until_it_does() {
         .unwrap_or_else(std::sync::PoisonError::into_inner);
     // A quarter of L1 may be uncommitted.
     let server = TestServer::start(&["--l1-size-gb", "0.25"]);
-    // 8 x 2 x 16 x 2048 values are 1 MiB a chunk, 48 of them 48 MiB a reply.
+    // 8 x 2 x 16 x 2048 values are 1 MiB per chunk; 48 of them are 48 MiB per reply.
     let scope = Scope::new("hostile/unread");
     let (instance, chunks) = (InstanceId(3), 48);
     let mut spec = EngineDrivenSpec::new(instance, scope.clone(), 8, 2048);

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use kvtier_server::config::Limit;
 use kvtier_server::quota::{Entry, QuotaFile, Table};
 
-/// Tells the process that it is a writer, and of which file.
+/// Environment variable of a writer process: its file.
 const FILE: &str = "KVTIER_QUOTA_KILLS_FILE";
 
 /// Kills unless more are asked for.

@@ -1,5 +1,5 @@
-//! Tenants beside each other: whatever one does, another finds, reads and holds what it would alone; and what is told of
-//! their salts.
+//! Tenants beside each other: whatever one does, another finds, reads and holds what it would alone; and where their
+//! salts appear.
 //!
 //! A test program of its own, because it listens to the log of its process.
 #![expect(clippy::unwrap_used, reason = "test")]

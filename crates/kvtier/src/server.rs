@@ -92,9 +92,9 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Ends the process when its stop takes too long, handlers of libraries at its exit included: a driver of a GPU that
-/// does not answer keeps whoever calls it, and the system takes everything back from a process that is gone. That is as
-/// good an end as any when only pinned memory was left, which takes long where there is much.
+/// Ends the process if its stop takes too long, the exit handlers of libraries included: a call to a GPU driver that
+/// does not answer never returns, and the system takes everything back from a process that has ended. That is as good an
+/// end as any if only pinned memory was left; much of it takes long to release.
 fn end_in_time(server: &Server) -> std::io::Result<()> {
     let limit = server.stop_limit();
     // The engine is not held: it is to end with the server.
@@ -114,7 +114,7 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
                 "not stopped in time (--stop-timeout-seconds): the process ends now"
             ),
         }
-        // For the line above. Whoever reads it may be stuck too.
+        // For the line above. Its reader may be stuck too.
         std::thread::sleep(LAST_WORDS);
         kvtier_memory::exit_at_once(i32::from(!settled));
     };
@@ -122,7 +122,7 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
     thread.spawn(end).map(drop)
 }
 
-/// Says why there is no start; bad usage, unless another server has the socket.
+/// Prints why there is no start; bad usage, unless another server has the socket.
 fn refuse(config: &ServerConfig, obstacle: &str) -> ExitCode {
     complain("server", obstacle);
     let path = config.ipc_path();

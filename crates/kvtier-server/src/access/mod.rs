@@ -1,4 +1,4 @@
-//! Who may use the HTTP API: bearer tokens with a role each, and TLS. Without tokens it stays on loopback.
+//! Access to the HTTP API: bearer tokens with a role each, and TLS. Without tokens it stays on loopback.
 
 mod tls;
 mod tokens;
@@ -20,7 +20,7 @@ use watched::Watched;
 /// Tokens and certificates; both are read again by [`Access::look`] when their files have changed.
 pub struct Access {
     host: String,
-    /// `None` lets everybody on this host do everything.
+    /// `None` allows every client on this host everything.
     tokens: Option<Watched<Tokens>>,
     tls: Option<Watched<rustls::ServerConfig>>,
 }
@@ -61,7 +61,7 @@ impl Access {
         }
     }
 
-    /// The tokens there were at the last look; `None` without any, which lets everybody do everything.
+    /// The tokens as last read; `None` without any, which allows every client everything.
     pub(crate) fn tokens(&self) -> Option<Arc<Tokens>> {
         self.tokens.as_ref().map(Watched::get)
     }
@@ -103,7 +103,7 @@ impl Access {
         })
     }
 
-    /// What whoever configured this should know.
+    /// Warnings for the operator.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.tokens.is_some() && self.tls.is_none() && self.is_local() == Some(false) {

@@ -1,10 +1,10 @@
-//! Bearer tokens: who may use the HTTP API, and for what.
+//! Bearer tokens: which clients may use the HTTP API, and for what.
 //!
-//! A line a token: `ROLE NAME TOKEN`. Only their hashes are kept, so nothing can print one.
+//! One line per token: `ROLE NAME TOKEN`. Only their hashes are kept, so nothing can print one.
 
 use std::fmt;
 
-/// Fewest characters of a token: 16 of base64 are 96 bits, more than anybody can try.
+/// Fewest characters of a token: 16 of base64 are 96 bits, more than any client can try.
 const SHORTEST: usize = 16;
 
 /// Most characters of one.
@@ -38,7 +38,7 @@ impl Role {
 /// A token's owner.
 #[derive(Clone, PartialEq)]
 pub(crate) struct Token {
-    /// Who it is, for the log.
+    /// Name of the client, for the log.
     pub(crate) name: String,
     pub(crate) role: Role,
     hash: blake3::Hash,

@@ -1,7 +1,7 @@
 //! Files that are read again once they have changed, so that secrets are replaced without a restart.
 //!
-//! Somebody has to look now and then, and may wait for the disk: it costs one `stat` a file. Who wants the value waits for
-//! nobody. What cannot be used changes nothing: the last good content stays, and the log says so once for each bad content.
+//! A task has to check them now and then, and may wait for the disk: a check costs one `stat` per file. A reader of the
+//! value never waits. If the content is unusable, the last good one stays, and the log says so once per bad content.
 
 use std::fmt;
 use std::io::Read as _;
@@ -47,7 +47,7 @@ struct Look {
 struct Stamp(u64, u64, u64, (i64, i64), (i64, i64));
 
 impl<T> Watched<T> {
-    /// Reads the files, of which the last one is secret.
+    /// Reads the files; the last one is secret.
     ///
     /// # Errors
     /// A file that cannot be read, or what `make` says.
@@ -163,7 +163,7 @@ fn read(paths: &[PathBuf]) -> Result<Vec<Vec<u8>>, String> {
 fn read_file(path: &Path) -> Result<Vec<u8>, String> {
     let name = path.display();
     let failed = |error: std::io::Error| format!("{name} cannot be read: {error}");
-    // Anything else might block whoever opens it.
+    // Opening anything else might block.
     if !std::fs::metadata(path).map_err(failed)?.is_file() {
         return Err(format!("{name} is no file; give one"));
     }
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn who_wants_the_value_reads_no_file_and_waits_for_nobody_who_does() {
+    fn a_reader_never_waits_for_a_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("words");
         std::fs::write(&path, "one").unwrap();
@@ -245,7 +245,7 @@ mod tests {
         std::thread::scope(|scope| {
             let look = scope.spawn(|| words.look());
             read.recv().unwrap();
-            // Amid a look that does not end.
+            // During a check that does not end.
             assert_eq!(*words.get(), b"one");
             go_on.send(()).unwrap();
             look.join().unwrap();

@@ -7,10 +7,10 @@ use std::time::Duration;
 use super::{Access, Watched};
 use crate::health::Health;
 
-/// Between two looks: who was revoked is let in no longer than this and what the look takes.
+/// Interval between two checks: a revoked token is valid no longer than this and the duration of a check.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// A look that takes longer is told: a file system that answers late, or never.
+/// Timeout of a check, after which it is reported: the file system answers late, or never.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 impl Access {

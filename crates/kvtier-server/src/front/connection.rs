@@ -24,8 +24,8 @@ const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a client may take none of the bytes that wait for it.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long requests wait for one that shows the generation of their client: a worker pings every 10 s and gives up
-/// after 300 s.
+/// How long requests wait for one that shows the generation of their client: a worker pings every 10 s and times
+/// out after 300 s.
 const UNDECIDED_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Added to the time for which bytes have been held, so that of new ones the most count.

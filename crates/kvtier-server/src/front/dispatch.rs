@@ -177,7 +177,7 @@ fn unresolved(
     }
     let candidates = client.candidates;
     let id = OperationId::decode(message.op).ok();
-    // Who calls by name is of a release that takes a text, unless its connection has proved otherwise.
+    // A client that calls by name is of a release that takes a text, unless its connection has proved otherwise.
     let takes_text = candidates.release().takes_text_op()
         || matches!(id, Some(OperationId::Name(_))) && candidates.contains(Generation::G6);
     // A known operation with the wrong payloads still has its own "no", in the newest form its client may know.

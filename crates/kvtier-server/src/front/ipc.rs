@@ -1,4 +1,4 @@
-//! A request socket that is a file: its permissions say who may connect.
+//! A request socket that is a file: its permissions decide which clients may connect.
 //!
 //! Only a socket on which no process listens any more is removed from the path, and no client can connect before the mode
 //! is the configured one.
@@ -17,14 +17,14 @@ use rustix::net::{
 
 use super::socket::BACKLOG;
 
-/// How long a server waits for its turn to look and bind, which takes microseconds; the directory may be anybody's, who
-/// may lock it for ever.
+/// How long a server waits for its turn to check and bind, which takes microseconds; the directory may belong to another
+/// user, and a process may lock it for ever.
 const TURN: Duration = Duration::from_secs(1);
 
 /// Between two tries.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// The file of a socket; removed when this is dropped, unless it is somebody else's by then.
+/// The file of a socket; removed when this is dropped, unless it belongs to another server by then.
 #[derive(Debug)]
 pub(super) struct SocketFile {
     path: PathBuf,
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_somebody_keeps_locked_is_not_waited_for_for_ever() {
+    fn a_locked_directory_is_waited_for_briefly() {
         let directory = tempfile::tempdir().unwrap();
         let locked = std::fs::File::open(directory.path()).unwrap();
         flock(&locked, FlockOperation::LockExclusive).unwrap();
@@ -188,7 +188,7 @@ mod tests {
         let stale = id(&path);
         let (_socket, file) = listen_at(&path, 0o600).unwrap();
         UnixStream::connect(&path).unwrap();
-        // Somebody else's by now.
+        // It belongs to another server by now.
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "mine").unwrap();
         assert_ne!(id(&path), stale);

@@ -2,7 +2,7 @@
 //!
 //! A connection has one lane for transfers and one for everything else. A lane runs one job at a time, in order of
 //! arrival; a pool serves its lanes by turns, one job each, so a busy connection does not starve the others. A turn may
-//! outlast the call that serves its job: whoever has it holds up that lane, and no thread of the pool.
+//! outlast the call that serves its job: the holder of the turn blocks that lane, and no thread of the pool.
 //!
 //! The mutex of a lane guards its queue and whether the lane is in its pool's run queue. Nothing is done under it but
 //! pushing and popping.
@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use parking_lot::Mutex;
 
-/// Requests that may wait in one lane. A client has few requests under way; a lane this long belongs to a client that
+/// Requests that may wait in one lane. A client has few requests in flight; a lane this long belongs to a client that
 /// does not wait for answers.
 pub const LANE_LIMIT: usize = 4096;
 
@@ -25,7 +25,7 @@ pub struct Lane<J> {
 
 struct LaneState<J> {
     jobs: VecDeque<J>,
-    /// In the pool's run queue or having its turn; whoever sets it is the only one who queues the lane.
+    /// In the pool's run queue or having its turn; only the thread that sets it queues the lane.
     scheduled: bool,
 }
 
@@ -51,7 +51,7 @@ impl<J> Lane<J> {
 /// A lane with a job, in its pool's run queue.
 struct Ready<J> {
     lane: Arc<Lane<J>>,
-    /// That queue, which ends when nobody can come back to it any more.
+    /// That queue, which ends when no lane can come back to it any more.
     queue: Sender<Ready<J>>,
 }
 

@@ -49,7 +49,7 @@ pub const SMALL_REPLY: usize = 1024;
 pub const MAX_SMALL_OUTPUT: usize = 2 * LANE_LIMIT * (MAX_HEAD + SMALL_REPLY);
 
 /// Bytes of replies to one connection after which it gets no more large ones until it reads. A client of LMCache has one
-/// retrieve under way, which is never refused: what came before has left when it asks.
+/// retrieve in flight, which is never refused: the replies before it have been sent when it asks.
 pub const REPLY_SHARE: u64 = 256 << 20;
 
 /// The same for all connections together: 16 workers that do not read.

@@ -4,9 +4,9 @@
 //!
 //! | [`Wake::state`] | set by | meaning |
 //! | --- | --- | --- |
-//! | `ASLEEP` | the socket's thread, before it waits | whoever sends writes the eventfd |
+//! | `ASLEEP` | the socket's thread, before it waits | the sender writes the eventfd |
 //! | `AWAKE` | the socket's thread, after it waited | it drains the channel before its next sleep |
-//! | `WOKEN` | whoever sends | the same; and there is something, so the thread does not sleep |
+//! | `WOKEN` | the sender | the same; and there is something, so the thread does not sleep |
 //!
 //! Every change is a swap with acquire and release: it takes over what the previous one published, so a message sent
 //! before the state became `WOKEN` is seen by the drain that follows the next swap of the socket's thread.
@@ -43,8 +43,8 @@ struct Wake {
     state: AtomicU8,
 }
 
-/// Where messages are sent, from any thread. The channel is bounded in number by the requests under way, which the lanes bound, and in
-/// bytes by what is charged for them.
+/// Where messages are sent, from any thread. The lanes bound the requests in flight, and so the number of messages in the
+/// channel; the charges of the messages bound their bytes.
 #[derive(Clone)]
 pub struct Outbox {
     messages: Sender<Outgoing>,
@@ -83,7 +83,7 @@ pub fn outbox() -> std::io::Result<(Outbox, Inbox)> {
 impl Outbox {
     /// Hands a message over.
     pub fn send(&self, message: Outgoing) {
-        // Fails only when the socket's thread is gone, and then there is nobody to answer to.
+        // Fails only if the socket's thread has ended, and then there is no client to answer.
         let _ = self.messages.send(message);
         self.wake();
     }

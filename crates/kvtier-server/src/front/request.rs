@@ -20,7 +20,7 @@ use kvtier_l2::RateLimited;
 
 /// A request whose frames are still undecoded.
 pub struct Job {
-    /// Who asks, and for which operation.
+    /// The client that asks, and for which operation.
     pub sender: RequestSender,
     /// The payload frames; token ids and pickled data stay in them while the request is handled.
     pub payloads: Vec<Vec<u8>>,
@@ -99,7 +99,8 @@ impl RequestSender {
         }
     }
 
-    /// Takes memory for a request that waits, once. Returns false if its connection, or all together, have too much.
+    /// Takes memory for a request that waits, once. Returns false if the connection, or all of them together,
+    /// would exceed their limit.
     pub fn take_memory(&mut self) -> bool {
         if self.charge.is_none() {
             self.charge = self.peer.requests.take(self.bytes + JOB_BYTES);

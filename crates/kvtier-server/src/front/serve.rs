@@ -17,7 +17,7 @@ use super::socket::RequestSocket;
 use kvtier_l2::RateLimited;
 
 /// How long to look for more work before sleeping. A request that follows a reply, and a reply that a pool is about to
-/// give, come sooner than this; being woken for them costs more, most of all on virtual machines.
+/// send, come sooner than this; a wake-up for them costs more, most of all on virtual machines.
 const LINGER: Duration = Duration::from_micros(50);
 
 /// Longest sleep. Stopping wakes the thread.

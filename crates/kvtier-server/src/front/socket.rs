@@ -17,8 +17,8 @@ use kvtier_config::ServerConfig;
 /// Connections that may wait to be accepted, if the system allows as many.
 pub(super) const BACKLOG: i32 = 1024;
 
-/// After how long a silence the system asks whether a TCP peer is there, and how often until it gives up. Peers of
-/// ZMTP 3.1 are asked by heartbeats as well.
+/// After how long a silence the system probes a TCP peer, and how often until it closes the connection. Heartbeats probe
+/// peers of ZMTP 3.1 as well.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_COUNT: u32 = 6;

@@ -1,4 +1,4 @@
-//! The front end without its thread: each step is taken by hand, and its pools run jobs when they are told to.
+//! The front end without its thread: a test takes each step, and its pools run jobs when the test asks for it.
 
 mod connections;
 
@@ -31,7 +31,7 @@ struct ByHand {
 const BARRIER: &[u8] = b"barrier";
 
 impl ByHand {
-    /// With one client, which has said hello, and so many bytes for requests that wait.
+    /// A front end with one client, which has said hello, and `request_bytes` for requests that wait.
     fn new(request_bytes: u64) -> Self {
         Self::bounded(10, request_bytes)
     }
@@ -174,7 +174,7 @@ impl ByHand {
     }
 }
 
-/// A text of so many bytes as MessagePack has it.
+/// A text of `len` bytes in MessagePack.
 fn text(len: usize) -> Vec<u8> {
     error_text(&"x".repeat(len))
 }
@@ -287,7 +287,7 @@ fn no_client_fills_the_log() {
     tracing::subscriber::with_default(subscriber, || {
         let mut server = ByHand::new(0);
         for _ in 0..1000 {
-            // No request; an operation of no table; one that has to wait, without room; payloads that are none.
+            // No request; an unknown operation; one that has to wait, without memory for it; invalid payloads.
             server.send(&[&[1]]);
             server.send(&[&[2], &[99]]);
             server.send(&[&[3], &[13], b"\xa1x"]);

@@ -1,4 +1,5 @@
-//! One line in the log, of target `audit`, for each request that may change something: who, what, and how it ended.
+//! One line in the log, of target `audit`, for each request that may change something: the caller, the change, and how it
+//! ended.
 
 use axum::RequestExt as _;
 use axum::extract::{MatchedPath, RawPathParams, Request};
@@ -10,7 +11,7 @@ use serde_json::Value;
 
 use super::gate::Caller;
 
-/// Longest method that is told whole; whoever sends a longer one means no good.
+/// Longest method that is logged in full; no honest client sends a longer one.
 const METHOD: usize = 16;
 
 /// What a request did, in a handler's words and without salts in clear; goes into its answer.
@@ -44,7 +45,7 @@ impl Entry {
     /// For a request that is about to be handled.
     pub(super) async fn of(request: &mut Request, caller: Caller) -> Self {
         let path = request.extensions().get::<MatchedPath>();
-        // A path that is none of ours may be anything.
+        // A path that is no route may be anything.
         let route = path.map_or("(none)", MatchedPath::as_str).to_owned();
         let names = request.extract_parts::<RawPathParams>().await;
         let names = names.as_ref().map_or_else(|_| String::new(), names_of);

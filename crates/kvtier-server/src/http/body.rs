@@ -85,7 +85,7 @@ fn too_large(most: usize) -> ApiError {
     ApiError::Detail(StatusCode::PAYLOAD_TOO_LARGE, too_many_values(most))
 }
 
-/// Says so.
+/// Error text for such a body.
 pub(super) fn too_many_values(most: usize) -> String {
     format!(
         "the body has too many values: they would take more than {} MiB",

@@ -63,7 +63,7 @@ pub(super) async fn checksums(api: State, body: Payload) -> Result<Json<Value>, 
     let turn = CHECKSUMS.acquire().await;
     let asked = body.read(Asked::parse).await??;
     let (asked, result) = apart(move || {
-        // Goes on when its client is gone.
+        // Goes on after its client has disconnected.
         let _turn = turn;
         let ids = &asked.block_ids;
         let result = engine.checksums(asked.instance_id, ids, asked.chunk_size, asked.layerwise);

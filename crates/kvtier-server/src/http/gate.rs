@@ -1,7 +1,8 @@
 //! Decides, before anything else looks at a request, whether it may be answered.
 //!
 //! Reading (GET and HEAD) takes any token, everything else an admin's; so a new route is closed unless it only reads. One
-//! path is open: `/healthcheck`, for probes that carry no token. Without tokens, who reaches loopback may do everything.
+//! path is open: `/healthcheck`, for probes that carry no token. Without tokens, every client on loopback may do
+//! everything.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use crate::access::{Access, Role};
 /// The path that takes no token, and no turn.
 pub(super) const OPEN: &str = "/healthcheck";
 
-/// Between two lines about requests without a token: who tries many should not fill the log.
+/// Interval between two lines about requests without a token: a client that tries many should not fill the log.
 const QUIET: Duration = Duration::from_secs(1);
 
 /// Where a request came from; every connection adds it to its requests.
@@ -48,7 +49,7 @@ impl Gate {
         })
     }
 
-    /// Who asks, or the answer that refuses.
+    /// Returns the caller, or the answer that refuses.
     fn admit(&self, request: &Request) -> Result<Caller, Box<Response>> {
         let peer = request.extensions().get();
         let peer = peer.map_or_else(|| "-".to_owned(), |Peer(address)| address.to_string());

@@ -1,6 +1,6 @@
 //! Connections: taken up to a bound, with or without TLS, each with its deadlines.
 //!
-//! | who dawdles | is cut off after |
+//! | a client that is slow | is disconnected after |
 //! | --- | --- |
 //! | in the TLS handshake | [`HANDSHAKE`] |
 //! | in the head of a request, or between two requests | [`HEAD`] |
@@ -61,7 +61,7 @@ const HEAD_BYTES: usize = 64 << 10;
 /// Pause after the system has no connection to give, such as without a file descriptor.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves `router` until `stop` resolves, and then the requests that are under way.
+/// Serves `router` until `stop` resolves, and then finishes the requests in flight.
 pub(super) async fn serve(
     listener: TcpListener,
     access: Arc<Access>,
@@ -190,7 +190,7 @@ fn crowded() -> Response {
     ApiError::Detail(StatusCode::SERVICE_UNAVAILABLE, text.into()).into_response()
 }
 
-/// A stream that is given up when what was written is not taken in time.
+/// A stream that fails if the peer does not read what was written in time.
 struct Patient<S> {
     stream: S,
     /// Runs from when something could not be written until all has been.
@@ -278,7 +278,7 @@ mod tests {
 
     use super::*;
 
-    /// A connection to a small router; time passes by itself when nobody has anything to do.
+    /// A connection to a small router; time advances by itself while all tasks are idle.
     fn connect() -> (DuplexStream, GracefulShutdown) {
         let router = Router::new()
             .route("/", get(async || "here"))
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_dawdles_in_a_head_or_between_requests_is_cut_off() {
+    async fn slow_heads_and_idle_connections_are_closed() {
         for begun in ["", "GET / HT", "GET / HTTP/1.1\r\nhost: a\r\n"] {
             let (mut stream, _running) = connect();
             stream.write_all(begun.as_bytes()).await.unwrap();
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_reads_no_answer_or_slowly_is_cut_off() {
+    async fn a_client_that_reads_answers_too_slowly_is_disconnected() {
         for bytes in [0, 100] {
             let (mut stream, _running) = connect();
             stream

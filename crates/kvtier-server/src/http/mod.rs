@@ -51,7 +51,7 @@ pub struct Api {
     pub engine: std::sync::OnceLock<Arc<Engine>>,
     /// Readiness and poisoned components.
     pub health: Arc<Health>,
-    /// Who may ask.
+    /// Access of clients.
     pub access: Arc<Access>,
     /// What request bodies may hold.
     pub bodies: Arc<Bodies>,
@@ -189,7 +189,7 @@ pub(crate) async fn serve_metrics(
 /// Binds the host and `port`.
 ///
 /// # Errors
-/// One line without the flags: the system's, or that nobody is asked for a token where others reach it.
+/// One line without the flags: the system's error, or that other hosts could reach it without a token.
 pub(crate) async fn bind(
     access: &Access,
     port: u16,

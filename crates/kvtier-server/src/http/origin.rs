@@ -24,7 +24,7 @@ pub(super) fn foreign(headers: &HeaderMap, own: &str, changes: bool) -> Option<&
     None
 }
 
-/// Whether this is a name that nobody else can have lead here.
+/// Whether this is a name that no other party can resolve to this server.
 fn is_local(host: &str, own: &str) -> bool {
     let name = match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => name,

@@ -74,7 +74,7 @@ impl<const LIMIT: usize> Payload<LIMIT> {
             false => None,
         };
         apart(move || {
-            // Also of a request whose client is gone.
+            // Also of a request whose client has disconnected.
             let _turn = turn;
             read(&self.bytes)
         })

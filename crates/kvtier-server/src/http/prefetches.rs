@@ -1,4 +1,4 @@
-//! Routes that bring a prompt from the tiers into L1 before anybody asks for it.
+//! Routes that load a prompt from the tiers into L1 before an engine asks for it.
 
 use axum::Json;
 use axum::extract::Path;
@@ -11,7 +11,7 @@ use super::payload::Payload;
 use super::{ApiError, State, TIERS, engine};
 use kvtier_engine::{Engine, WarmError, WarmUp};
 
-/// Largest body: as many tokens as are allowed, of ten digits each, with room for commas and blanks.
+/// Largest body: as many tokens as are allowed, of ten digits each, with space for commas and blanks.
 const BODY_LIMIT: usize = 16 << 20;
 
 /// Bytes that they may take parsed.

@@ -284,7 +284,7 @@ async fn list(
     Ok(Json(told.await?))
 }
 
-/// So many of these tenants: in short without a number, wholly with one.
+/// `page_size` of these tenants, in full; without a size all of them, in brief.
 fn page<'a>(
     look: &Look<'_>,
     mut salts: impl Iterator<Item = &'a Arc<str>>,
@@ -415,7 +415,7 @@ fn in_tier(tier: &InTier<'_>) -> [(String, Value); 10] {
     .map(|(key, value)| (key.to_owned(), value))
 }
 
-/// Where LMCache sends whoever asks with a slash at the end.
+/// Redirect of LMCache for a path with a slash at its end.
 async fn without_slash(OriginalUri(uri): OriginalUri) -> Response {
     let path = uri.path().trim_end_matches('/');
     let query = uri

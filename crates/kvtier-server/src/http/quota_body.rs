@@ -31,7 +31,7 @@ const KEYS: [&str; 3] = ["limit_gb", "reserved_gb", "tiers"];
 /// Bytes that what is said of one tenant may take parsed.
 const PARSED: usize = 1 << 20;
 
-/// Longest name of somebody else's that an error repeats, characters.
+/// Longest name from a client that an error repeats, characters.
 const CLIP: usize = 128;
 
 /// Bytes as the GiB of answers.
@@ -121,7 +121,7 @@ pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, 
     Ok(entries)
 }
 
-/// A name of somebody else's in an error.
+/// A name from a client, shortened for an error.
 pub(super) fn clip(name: &str) -> String {
     let shown: String = name.chars().take(CLIP).collect();
     let more = if shown.len() < name.len() { "..." } else { "" };

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::lender::Lender;
 use crate::setup::{Bed, Worker, wait};
 
-/// A registered worker of a process whose end can be told, or not.
+/// A registered worker of a process whose end is detectable, or not.
 fn register(bed: &Bed, engine: &mut Lender, id: i64, counters: Option<&str>) -> Worker {
     let mut worker = Worker::new(bed, engine, id, "gpu/death");
     worker.counter = counters.map(|name| (name.into(), 0));
@@ -14,10 +14,10 @@ fn register(bed: &Bed, engine: &mut Lender, id: i64, counters: Option<&str>) -> 
     worker
 }
 
-/// One rank of several: its store fails at once and its memory is closed, before it could be taken for silent. The other
-/// ranks go on, also one whose process cannot be told, which is known until it has been silent for long.
+/// One rank of several: its store fails at once and its memory is closed, before it could be considered silent. The other
+/// ranks go on, also one whose process is unknown; that one stays registered until its silence times out.
 #[test]
-fn an_engine_that_dies_is_gone_at_once_and_takes_nobody_along() {
+fn dead_engine_is_removed_at_once_and_alone() {
     let bed = Bed::start();
     let [mut one, mut two, mut three] = std::array::from_fn(|_| Lender::start());
     let (first, second) = (one.counters(), two.counters());
@@ -36,7 +36,7 @@ fn an_engine_that_dies_is_gone_at_once_and_takes_nobody_along() {
     one.ask("fill 1");
     let event = one.bytes("event");
     let stored = dying.send_store(1, &event);
-    wait(|| bed.stores_under_way() == 1);
+    wait(|| bed.stores_in_flight() == 1);
     one.kill();
     three.kill();
     bed.pass(Duration::ZERO);
@@ -66,9 +66,9 @@ fn an_engine_that_dies_is_gone_at_once_and_takes_nobody_along() {
     bed.ends_clean();
 }
 
-/// It is asked who lends the memory before the memory is opened: an engine that dies between is noticed, too.
+/// The process of the memory is looked up before the memory is opened: an engine that dies between is noticed, too.
 #[test]
-fn an_engine_that_dies_as_it_is_registered_is_gone_at_once() {
+fn engine_death_during_registration_is_noticed_at_once() {
     let bed = Bed::start();
     let mut engine = Lender::start();
     let file = engine.counters();

@@ -9,7 +9,7 @@ use crate::setup::{Bed, Worker, wait};
 use crate::support::{prompt, range};
 
 /// While the driver opens or closes one worker's memory, a worker in host memory comes, stores and goes on the one thread
-/// there is, and nobody who only looks waits.
+/// there is, and no caller that only reads waits.
 fn others_go_on(bed: &Bed, seed: u32) {
     let mut host = bed.lmcache_driven(2, &Scope::new("gpu/host"));
     let stored = host.store(&prompt(seed, 1), range(0..1), "r", &[1, 2, 3, 4]);
@@ -129,9 +129,9 @@ fn an_event_that_the_driver_hangs_over_holds_up_no_other_worker() {
     bed.ends_clean();
 }
 
-/// A driver that hangs in the trial of a GPU holds up no end: who waits for it is told.
+/// A driver that hangs in the trial of a GPU blocks no stop: the worker that waits for it receives an answer.
 #[test]
-fn a_server_ends_amid_a_trial() {
+fn a_server_ends_during_a_trial() {
     let bed = Bed::start();
     let mut engine = Lender::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/trial");
@@ -159,7 +159,7 @@ fn a_gpu_is_healthy_again_when_its_driver_comes_back() {
     assert!(healthy(0));
     bed.fake_driver.script("release");
     wait(|| healthy(1));
-    // Nobody has it in use.
+    // It is not in use.
     assert_eq!(bed.open_allocations(), None);
     wait(|| bed.fake_driver.count("live.contexts") == 0);
     bed.ends_clean();

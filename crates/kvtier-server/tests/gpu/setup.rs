@@ -18,7 +18,7 @@ use crate::support::{CHUNK, TestServer, prompt, range};
 const BLOCKS: u64 = 64;
 const PAGE: u64 = 64;
 
-/// A server with one thread for transfers, over the fake driver, and nobody else at it.
+/// A server with one thread for transfers, over the fake driver, which no other process uses.
 pub struct Bed {
     server: TestServer,
     pub fake_driver: FakeDriver,
@@ -60,7 +60,7 @@ impl Bed {
     }
 
     /// Stores that have not ended on the first GPU, which is in use.
-    pub fn stores_under_way(&self) -> u64 {
+    pub fn stores_in_flight(&self) -> u64 {
         let gpus = self.server.readings().gpus;
         gpus[0].readings.as_ref().unwrap().in_flight[0]
     }
@@ -70,7 +70,7 @@ impl Bed {
         wait(|| self.fake_driver.count(function) >= times);
     }
 
-    /// Stops the server while something hangs, of which the driver lets go then.
+    /// Stops the server while a call hangs, which the driver releases then.
     pub fn ends_with_a_hang(self) {
         drop(self.server);
         self.fake_driver.script("release");

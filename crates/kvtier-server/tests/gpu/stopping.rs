@@ -34,7 +34,7 @@ fn a_gpu_that_hangs_is_in_the_log_once() {
     bed.fake_driver.script("clear; hold d2h; hold kernel");
     let _stored = worker.send_store(1, b"");
     bed.called("cuEventRecord", 1);
-    wait(|| bed.stores_under_way() == 1);
+    wait(|| bed.stores_in_flight() == 1);
     bed.ends_with_a_hang();
     let log = String::from_utf8(LOG.lock().unwrap().clone()).unwrap();
     assert_eq!(log.matches("transfers have not ended").count(), 1, "{log}");

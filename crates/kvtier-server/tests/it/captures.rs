@@ -18,7 +18,7 @@ use crate::support::{Frames, Raw, TestServer, bytes};
 /// Here a retrieve without a lookup of its own request is a miss, always.
 const RETRIEVED_WITHOUT_A_LOOKUP: &str = "req-f";
 
-/// Says the conversation, each request after the answer to the one before. `after` sees each request that was answered,
+/// Replays the conversation, each request after the answer to the one before. `after` sees each request that was answered,
 /// with the segments of the conversation.
 fn converse(server: &TestServer, file: &str, mut after: impl FnMut(&Frames, &Segments)) {
     let conversation = load(file);
@@ -128,7 +128,7 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
                 false => assert_eq!(got(&ours), theirs, "{context}"),
             }
         }
-        // Of slots that were not lent.
+        // Of slots that were not granted.
         Operation::CommitRetrieve
             if context.contains(RETRIEVED_WITHOUT_A_LOOKUP) && context.contains("_shm") =>
         {

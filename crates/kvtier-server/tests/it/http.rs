@@ -66,7 +66,7 @@ fn differences() -> Vec<(&'static str, &'static str, Value, u16, Value, &'static
             json!({}),
             400,
             json!({ "detail": "block_ids is required" }),
-            "the field that is missing, not an instance that nobody named",
+            "the field that is missing, not an instance that is not in the request",
         ),
         (
             "POST",
@@ -175,7 +175,7 @@ fn status_has_every_key_of_lmcaches_that_means_something_here() {
         .find(|exchange| exchange["request"]["path"] == "/status")
         .unwrap()["response"]["body"];
     let missing = missing_keys(theirs, &ours);
-    // There is no log of events whose state could be told.
+    // There is no log of events whose state could be reported.
     assert!(
         !missing.is_empty() && missing.iter().all(|key| key.starts_with("kv_events.")),
         "{missing:?}"

@@ -97,7 +97,7 @@ fn what_was_stored_comes_back_after_a_restart() {
     // It is in L1 now.
     assert_eq!(hits(worker.connection(), &scope, &prompt, "again"), 8);
     assert_eq!(server.readings().tiers[0].loaded_objects, 8);
-    // Nobody else has it.
+    // No other tenant has it.
     let stranger = scope.clone().with_salt("u");
     assert_eq!(hits(worker.connection(), &stranger, &prompt, "u"), 0);
     server.assert_sound();
@@ -246,7 +246,7 @@ fn a_request_that_ends_early_leaves_nothing_behind() {
 }
 
 #[test]
-fn one_cold_prefix_is_loaded_once_for_all_who_want_it() {
+fn one_cold_prefix_is_loaded_once_for_all_lookups() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/flights");
     let prompt = prompt(1, 100);

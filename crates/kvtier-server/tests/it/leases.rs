@@ -1,4 +1,4 @@
-//! A full L1: what makes room, in which order, and who lets go of what and when.
+//! A full L1: what is evicted, in which order, and when leases are released.
 
 use std::time::Duration;
 
@@ -6,8 +6,8 @@ use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, Scope};
 
 use crate::support::{TestServer, bytes, prompt, range};
 
-/// Chunks of 1 MiB that L1 has room for.
-const ROOM: usize = 64;
+/// Chunks of 1 MiB that fit into L1.
+const CAPACITY: usize = 64;
 
 /// A worker with chunks of 1 MiB.
 fn worker(server: &TestServer, instance: i64, scope: &Scope) -> EngineDrivenWorker {
@@ -15,14 +15,14 @@ fn worker(server: &TestServer, instance: i64, scope: &Scope) -> EngineDrivenWork
     let mut spec = EngineDrivenSpec::new(InstanceId(instance), scope.clone(), 4, 4096);
     spec.block_tokens = 4;
     let worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
-    assert_eq!(worker.chunk_bytes() * ROOM, 64 << 20);
+    assert_eq!(worker.chunk_bytes() * CAPACITY, 64 << 20);
     worker
 }
 
 /// Chunks that one store brings here: less than may be uncommitted.
 const STEP: usize = 8;
 
-/// Stores a whole prompt in steps, as engines do, and holds what is there until the last one; which chunks found room.
+/// Stores a whole prompt in steps, as engines do, and holds what is there until the last one; returns which chunks fit.
 fn store(worker: &mut EngineDrivenWorker, seed: u32, chunks: usize) -> Vec<u64> {
     let len = worker.chunk_bytes();
     let whole = prompt(seed, chunks);
@@ -59,7 +59,7 @@ fn the_last_chunk_of_the_oldest_prefix_goes_first() {
     let scope = Scope::new("leases/order");
     let mut worker = worker(&server, 1, &scope);
     for seed in 0..4 {
-        assert_eq!(store(&mut worker, seed, ROOM / 4).len(), ROOM / 4);
+        assert_eq!(store(&mut worker, seed, CAPACITY / 4).len(), CAPACITY / 4);
     }
     assert_eq!(
         server.readings().used_bytes,
@@ -70,7 +70,7 @@ fn the_last_chunk_of_the_oldest_prefix_goes_first() {
         assert_eq!(store(&mut worker, new, needed).len(), needed);
     }
     let left: Vec<_> = (0..4)
-        .map(|seed| resident(&mut worker, seed, ROOM / 4))
+        .map(|seed| resident(&mut worker, seed, CAPACITY / 4))
         .collect();
     assert_eq!(left, [8, 16, 16, 16]);
     for (new, needed) in [(10, 1), (11, 2), (12, 5)] {
@@ -85,16 +85,16 @@ fn what_was_used_last_stays_longest() {
     let scope = Scope::new("leases/used");
     let mut worker = worker(&server, 1, &scope);
     for seed in 0..4 {
-        store(&mut worker, seed, ROOM / 4);
+        store(&mut worker, seed, CAPACITY / 4);
     }
-    assert_eq!(resident(&mut worker, 0, ROOM / 4), 16);
-    assert_eq!(store(&mut worker, 10, ROOM / 4).len(), ROOM / 4);
+    assert_eq!(resident(&mut worker, 0, CAPACITY / 4), 16);
+    assert_eq!(store(&mut worker, 10, CAPACITY / 4).len(), CAPACITY / 4);
     let left: Vec<_> = [0, 2, 3, 10]
         .into_iter()
-        .map(|seed| resident(&mut worker, seed, ROOM / 4))
+        .map(|seed| resident(&mut worker, seed, CAPACITY / 4))
         .collect();
     assert_eq!(left, [16, 16, 16, 16]);
-    assert_eq!(resident(&mut worker, 1, ROOM / 4), 0);
+    assert_eq!(resident(&mut worker, 1, CAPACITY / 4), 0);
 }
 
 #[test]
@@ -102,18 +102,18 @@ fn a_store_is_refused_only_for_what_is_leased_or_being_written() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/refused");
     let mut worker = worker(&server, 1, &scope);
-    assert_eq!(store(&mut worker, 1, ROOM - 2).len(), ROOM - 2);
+    assert_eq!(store(&mut worker, 1, CAPACITY - 2).len(), CAPACITY - 2);
     assert_eq!(store(&mut worker, 2, 2).len(), 2);
     assert_eq!(
-        worker.lookup(&prompt(1, ROOM - 2), "held").unwrap(),
-        ROOM as u64 - 2
+        worker.lookup(&prompt(1, CAPACITY - 2), "held").unwrap(),
+        CAPACITY as u64 - 2
     );
-    // Only the two chunks of prompt 2 can go, and they do, at once; the third has no room.
+    // Only the two chunks of prompt 2 can go, and they do, at once; the third does not fit.
     assert_eq!(store(&mut worker, 3, 3), [0, 1]);
     assert_eq!(resident(&mut worker, 2, 2), 0);
     assert_eq!(worker.lookup(&prompt(3, 2), "held too").unwrap(), 2);
     assert!(store(&mut worker, 4, 1).is_empty());
-    assert_eq!(server.readings().leased_objects, ROOM as u64);
+    assert_eq!(server.readings().leased_objects, CAPACITY as u64);
     assert_eq!(
         server.readings().used_bytes,
         server.readings().capacity_bytes
@@ -124,12 +124,12 @@ fn a_store_is_refused_only_for_what_is_leased_or_being_written() {
 /// An L1 exactly full of chunks that one lookup holds.
 fn full_and_held(server: &TestServer, scope: &Scope) -> EngineDrivenWorker {
     let mut worker = worker(server, 1, scope);
-    assert_eq!(store(&mut worker, 1, ROOM).len(), ROOM);
+    assert_eq!(store(&mut worker, 1, CAPACITY).len(), CAPACITY);
     assert_eq!(
-        worker.lookup(&prompt(1, ROOM), "held").unwrap(),
-        ROOM as u64
+        worker.lookup(&prompt(1, CAPACITY), "held").unwrap(),
+        CAPACITY as u64
     );
-    assert_eq!(server.readings().leased_objects, ROOM as u64);
+    assert_eq!(server.readings().leased_objects, CAPACITY as u64);
     assert!(store(&mut worker, 2, 1).is_empty());
     worker
 }
@@ -140,7 +140,7 @@ fn the_end_of_a_session_lets_go_at_once() {
     let mut worker = full_and_held(&server, &Scope::new("leases/ended"));
     worker.connection().end_session("held").unwrap();
     assert_eq!(server.readings().leased_objects, 0);
-    assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM);
+    assert_eq!(store(&mut worker, 3, CAPACITY).len(), CAPACITY);
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn a_lookup_in_the_place_of_another_lets_go_of_the_other_at_once() {
     let mut worker = full_and_held(&server, &Scope::new("leases/replaced"));
     assert_eq!(worker.lookup(&prompt(1, 3), "held").unwrap(), 3);
     assert_eq!(server.readings().leased_objects, 3);
-    assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM - 3);
+    assert_eq!(store(&mut worker, 3, CAPACITY).len(), CAPACITY - 3);
 }
 
 #[test]
@@ -157,13 +157,13 @@ fn a_free_lets_go_at_once() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/freed");
     let mut worker = full_and_held(&server, &scope);
-    let held = prompt(1, ROOM);
+    let held = prompt(1, CAPACITY);
     worker
         .connection()
-        .free_lookup_locks(&scope.scheduler_key(&held, range(10..ROOM as u64), "held"))
+        .free_lookup_locks(&scope.scheduler_key(&held, range(10..CAPACITY as u64), "held"))
         .unwrap();
     assert_eq!(server.readings().leased_objects, 10);
-    assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM - 10);
+    assert_eq!(store(&mut worker, 3, CAPACITY).len(), CAPACITY - 10);
 }
 
 #[test]
@@ -171,8 +171,8 @@ fn a_retrieve_lets_go_at_its_end() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/retrieved");
     let mut worker = full_and_held(&server, &scope);
-    let held = prompt(1, ROOM);
-    let key = scope.worker_key(0, &held, range(0..ROOM as u64), "held");
+    let held = prompt(1, CAPACITY);
+    let key = scope.worker_key(0, &held, range(0..CAPACITY as u64), "held");
     assert!(
         worker
             .connection()
@@ -180,7 +180,7 @@ fn a_retrieve_lets_go_at_its_end() {
             .unwrap()
             .success
     );
-    // While the worker reads, neither the end of its session nor a forced clear gives its memory to anybody.
+    // While the worker reads, neither the end of its session nor a forced clear frees its memory.
     worker.connection().end_session("held").unwrap();
     assert!(store(&mut worker, 2, 1).is_empty());
     worker.connection().clear(true).unwrap();
@@ -191,7 +191,7 @@ fn a_retrieve_lets_go_at_its_end() {
             .commit_retrieve(&key, InstanceId(1))
             .unwrap()
     );
-    assert_eq!(store(&mut worker, 3, ROOM).len(), ROOM);
+    assert_eq!(store(&mut worker, 3, CAPACITY).len(), CAPACITY);
     server.assert_sound();
 }
 
@@ -291,11 +291,11 @@ fn the_last_worker_of_a_model_lets_go_when_it_is_dead() {
     let mut dead = full_and_held(&server, &scope);
     assert!(dead.connection().ping(Some(InstanceId(1))).unwrap());
     server.pass(Duration::from_secs(119));
-    assert_eq!(server.readings().leased_objects, ROOM as u64);
+    assert_eq!(server.readings().leased_objects, CAPACITY as u64);
     server.pass(Duration::from_secs(2));
     assert_eq!(server.readings().leased_objects, 0);
     let mut other = worker(&server, 2, &Scope::new("leases/living"));
-    assert_eq!(store(&mut other, 3, ROOM).len(), ROOM);
+    assert_eq!(store(&mut other, 3, CAPACITY).len(), CAPACITY);
 }
 
 #[test]
@@ -344,7 +344,7 @@ fn a_scheduler_that_fell_silent_lets_go() {
 }
 
 #[test]
-fn a_lookup_that_nobody_reads_lets_go_after_the_read_ttl() {
+fn an_unread_lookup_expires_after_the_read_ttl() {
     let server = TestServer::start(&[
         "--l1-read-ttl-seconds",
         "300",
@@ -354,7 +354,7 @@ fn a_lookup_that_nobody_reads_lets_go_after_the_read_ttl() {
     let scope = Scope::new("leases/unread");
     let mut worker = full_and_held(&server, &scope);
     server.pass(Duration::from_secs(299));
-    assert_eq!(server.readings().leased_objects, ROOM as u64);
+    assert_eq!(server.readings().leased_objects, CAPACITY as u64);
     server.pass(Duration::from_secs(2));
     assert_eq!(server.readings().leased_objects, 0);
     assert_eq!(store(&mut worker, 3, 1), [0]);
@@ -370,15 +370,18 @@ fn a_pass_of_the_background_brings_the_use_down_from_the_watermark() {
     ]);
     let scope = Scope::new("leases/watermark");
     let mut worker = worker(&server, 1, &scope);
-    store(&mut worker, 1, ROOM / 2 - 1);
+    store(&mut worker, 1, CAPACITY / 2 - 1);
     server.engine().housekeep();
-    assert_eq!(resident(&mut worker, 1, ROOM / 2 - 1), ROOM as u64 / 2 - 1);
+    assert_eq!(
+        resident(&mut worker, 1, CAPACITY / 2 - 1),
+        CAPACITY as u64 / 2 - 1
+    );
     assert_eq!(worker.lookup(&prompt(1, 4), "held").unwrap(), 4);
-    store(&mut worker, 2, ROOM / 2 - 4);
+    store(&mut worker, 2, CAPACITY / 2 - 4);
     server.engine().housekeep();
     // A quarter of the 59 MiB in use, from the end of the older prompt; more if the server's own pass came between.
-    let left = resident(&mut worker, 1, ROOM / 2 - 1);
-    assert!((4..=ROOM as u64 / 2 - 1 - 15).contains(&left), "{left}");
+    let left = resident(&mut worker, 1, CAPACITY / 2 - 1);
+    assert!((4..=CAPACITY as u64 / 2 - 1 - 15).contains(&left), "{left}");
     assert_eq!(server.readings().leased_objects, 4);
     assert!(server.readings().used_bytes < 45 << 20);
 }

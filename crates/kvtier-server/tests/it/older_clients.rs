@@ -165,7 +165,7 @@ fn frames(uid: u8, spec: &OperationSpec) -> Frames {
         .collect()
 }
 
-/// Says hello as every adapter does.
+/// Sends the first request of every adapter.
 fn hello(client: &Raw, generation: Generation) {
     let hello = frames(0, generation.spec(Operation::GetChunkSize).unwrap());
     client.send(&hello);
@@ -334,7 +334,7 @@ fn an_operation_of_no_table_is_answered_too() {
         if decided {
             hello(&client, Generation::G6);
         }
-        // Whoever calls by name takes a text.
+        // A client that calls by name takes a text.
         client.send(&by_name);
         let answer = client.receive();
         assert_eq!((answer.len(), &answer[0]), (2, &by_name[0]), "{decided}");

@@ -28,7 +28,7 @@ fn pings_lookups_and_waits_do_not_wait_for_copies() {
     // One thread copies and one does the rest, so nothing but the lanes lets them pass each other.
     let server = TestServer::start(&["--max-gpu-workers", "1", "--max-cpu-workers", "1"]);
     let scope = Scope::new("order/lanes");
-    // 64 blocks of 4 tokens; 2 x 8 layers x 16 tokens x 16 x 128 values x 2 bytes are 1 MiB a chunk.
+    // 64 blocks of 4 tokens; 2 x 8 layers x 16 tokens x 16 x 128 values x 2 bytes are 1 MiB per chunk.
     let mut spec = LmcacheDrivenSpec::new(InstanceId(1), scope.clone(), 8, 16, 128, 64);
     spec.block_tokens = 4;
     let mut worker = LmcacheDrivenWorker::register(server.connect(), spec).unwrap();

@@ -40,7 +40,7 @@ fn get(server: &TestServer, salt: &str) -> Value {
     told
 }
 
-/// Sets a limit of so many chunks.
+/// Sets a limit of `chunks`.
 fn limit(server: &TestServer, salt: &str, chunks: u64) {
     let size = (chunks * LEN) as f64 / GIB as f64;
     let (status, told) = put(server, salt, &json!({ "limit_gb": size }));
@@ -114,7 +114,7 @@ fn answers_are_lmcaches() {
             assert_eq!(Value::Object(users.clone()), answer["users"], "{context}");
         }
         assert!(covers(&body, &answer), "{context}, expected {body}");
-        // A tenant is told of in full; every other answer has no key that LMCache's lacks.
+        // A tenant is reported in full; every other answer has no key that LMCache's lacks.
         if method != "GET" || path == "/quota" {
             assert_eq!(answer, body, "{context}");
         }
@@ -424,7 +424,7 @@ fn a_strict_limit_is_never_passed_and_its_refusals_are_counted() {
 }
 
 #[test]
-fn an_allow_list_removes_whom_it_lacks_and_a_restart_nobody_else() {
+fn an_allow_list_removes_only_missing_tenants_across_restarts() {
     let directory = tempfile::tempdir().unwrap();
     let (tier, file) = (
         directory.path().join("tier"),

@@ -17,9 +17,9 @@ fn the_first_ping_of_an_unknown_worker_says_no_and_the_next_yes() {
         [worker.ping(UNKNOWN).unwrap(), worker.ping(UNKNOWN).unwrap()],
         [false, true]
     );
-    // One that does not register after that is told again.
+    // A worker that does not register after that receives the same answer again.
     assert!(!worker.ping(UNKNOWN).unwrap());
-    // Each worker is told by itself, and schedulers and probes have nothing to register.
+    // Each worker receives it once for itself; schedulers and probes have nothing to register.
     assert!(!worker.ping(Some(InstanceId(6))).unwrap());
     assert!(worker.ping(None).unwrap());
 }

@@ -36,7 +36,7 @@ impl Pages {
         format!("/dev/shm{}", self.name)
     }
 
-    /// Makes the file anew, as another process does that follows this one.
+    /// Creates the file again, as another process does that follows this one.
     fn make(&self, byte: u8) {
         let _ = std::fs::remove_file(self.path());
         std::fs::write(self.path(), [byte; BYTES as usize]).unwrap();
@@ -200,7 +200,7 @@ fn memory_of_a_dead_worker_is_removed() {
     server.pass(Duration::from_secs(2));
     assert_eq!(server.readings().instances, 1);
     assert!(pages.exist());
-    // Long before it is taken for dead by its silence.
+    // Long before it is considered dead because of its silence.
     end(process);
     server.pass(Duration::from_secs(2));
     assert_eq!(server.readings().instances, 0);
@@ -217,7 +217,7 @@ fn memory_of_a_silent_worker_stays_while_it_may_live() {
     assert!(pages.exist());
     end(silent);
 
-    // In the worker's own PID namespace its number is a living process; here it is a stranger, who ends.
+    // In the worker's own PID namespace its number is a living process; here it is another process, which ends.
     let stranger = process();
     let pages = Pages::new(stranger.id());
     pages.register(&mut server.connect(), &Scope::new("segments/elsewhere"));

@@ -45,7 +45,7 @@ fn a_reused_request_id_never_stores_under_the_hashes_of_other_tokens() {
 }
 
 #[test]
-fn a_lookup_lets_nobody_read_other_tokens_under_its_request_id() {
+fn a_lookup_allows_no_read_of_other_tokens() {
     let scope = Scope::new("sessions/other_tokens");
     let server = TestServer::start(&[]);
     let mut worker = server.engine_driven(1, &scope);
@@ -464,7 +464,7 @@ fn freeing_a_part_leaves_the_rest_to_be_retrieved() {
 }
 
 #[test]
-fn a_result_is_told_once_and_waits_for_whoever_asks() {
+fn a_lookup_result_waits_and_is_returned_once() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/once");
     let mut worker = server.engine_driven(1, &scope);
@@ -578,7 +578,7 @@ fn names_of_any_length_are_answered_and_not_kept() {
         connection.end_session(request).unwrap();
     }
     let spec = engine_driven(1, &Scope::new(long));
-    // A client that may be of 0.5.4 or older is refused without a text, by a pool that is none.
+    // A client that may be of 0.5.4 or older is refused without a text: it receives an invalid pool.
     let _refused = EngineDrivenWorker::register(server.connect(), spec);
     let readings = server.readings();
     assert_eq!((readings.sessions, readings.instances), (0, 0));

@@ -7,20 +7,20 @@ use kvtier_client::proto::pickle;
 use kvtier_client::proto::request::EngineDrivenContext;
 use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Scope};
 
-use crate::support::{TestServer, bytes, context, engine_driven, lend, prompt, range, slots};
+use crate::support::{TestServer, bytes, context, engine_driven, prompt, range, reserve, slots};
 
 /// A quarter of the 64 MiB of a [`TestServer`].
 const STAGING_LIMIT: u64 = 16 << 20;
 
-/// Prepares 1 MiB for each of these seeds and commits none; gives the slots lent.
+/// Prepares 1 MiB for each of these seeds and commits none; returns how many slots were granted.
 fn hog(connection: &mut Connection, instance: i64, scope: &Scope, seeds: Range<u32>) -> usize {
-    let lent = seeds.map(|seed| {
+    let granted = seeds.map(|seed| {
         let prompt = prompt(seed, 128);
         let key = scope.worker_key(0, &prompt, range(0..128), "hog");
         let prepared = connection.prepare_store(&key, InstanceId(instance));
         slots(prepared.unwrap()).len()
     });
-    lent.sum()
+    granted.sum()
 }
 
 /// Stores and finds again prompts of 8 KiB chunks.
@@ -43,22 +43,22 @@ fn a_worker_that_never_commits_does_not_fill_the_cache_for_others() {
         server.engine_driven(1, &scope),
         server.engine_driven(2, &scope),
     );
-    let mut lent = Vec::new();
+    let mut granted = Vec::new();
     for seed in 1.. {
         // Of 64 MiB, 1 MiB at a time.
         let prompt = prompt(seed, 128);
         let key = scope.worker_key(0, &prompt, range(0..128), "w");
-        lent.push(lend(&mut leaky, &key).len());
+        granted.push(reserve(&mut leaky, &key).len());
         server.pass(Duration::from_secs(61));
         // As a worker does that lives.
         assert!(leaky.connection().ping(Some(InstanceId(1))).unwrap());
         assert!(other.connection().ping(Some(InstanceId(2))).unwrap());
-        if lent.last() == Some(&0) {
+        if granted.last() == Some(&0) {
             break;
         }
     }
     // Seven eighths of a quarter are its share.
-    assert_eq!(lent.len(), 15);
+    assert_eq!(granted.len(), 15);
     let (prompt, len) = (prompt(1000, 128), other.chunk_bytes());
     let stored = other.store(&prompt, range(0..128), "s", |chunk| bytes(1, chunk, len));
     assert_eq!(stored.unwrap().chunks.len(), 128);
@@ -70,33 +70,33 @@ fn a_worker_that_never_commits_does_not_fill_the_cache_for_others() {
     server.pass(Duration::from_secs(61));
     assert_eq!(server.readings().staged_bytes, 0);
     let key = scope.worker_key(0, &prompt, range(0..128), "x");
-    assert_eq!(lend(&mut again, &key).len(), 128);
+    assert_eq!(reserve(&mut again, &key).len(), 128);
 }
 
 #[test]
 fn a_worker_that_never_commits_does_not_get_out_of_it_by_new_instance_ids() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
     let scope = Scope::new("transfers/renewing");
-    let mut lent = Vec::new();
+    let mut granted = Vec::new();
     for seed in 1..40u32 {
         // Of 64 MiB, 1 MiB at a time, each under an id of its own that leaves.
         let mut leaky = server.engine_driven(i64::from(seed), &scope);
         let prompt = prompt(seed, 128);
         let key = scope.worker_key(0, &prompt, range(0..128), "w");
-        lent.push(lend(&mut leaky, &key).len());
+        granted.push(reserve(&mut leaky, &key).len());
         leaky.close().unwrap();
     }
     // Seven eighths of a quarter are its share; then each registration has its first object.
-    assert_eq!(lent[..14], [128; 14]);
-    assert_eq!(lent[14..], [1; 25]);
+    assert_eq!(granted[..14], [128; 14]);
+    assert_eq!(granted[14..], [1; 25]);
     // Other workers of the model get on, and so does this one when the memory has come back.
     let prompt = prompt(1000, 128);
     let mut again = server.engine_driven(100, &scope);
     let key = scope.worker_key(0, &prompt, range(0..128), "w");
-    assert_eq!(lend(&mut again, &key).len(), 1);
+    assert_eq!(reserve(&mut again, &key).len(), 1);
     server.pass(Duration::from_secs(61));
     let key = scope.worker_key(0, &prompt, range(0..128), "x");
-    assert_eq!(lend(&mut again, &key).len(), 128);
+    assert_eq!(reserve(&mut again, &key).len(), 128);
 }
 
 #[test]
@@ -136,11 +136,11 @@ fn worker_that_never_commits_holds_at_most_a_quarter() {
     let mut leaky = server.engine_driven(1, &scope);
     let mut other = server.engine_driven(2, &scope);
     let mut tenant = server.engine_driven(3, &Scope::new("staging/tenant").with_salt("t"));
-    // 64 MiB of others' objects, of which the last 8 are the tenant's.
+    // 64 MiB of objects: 56 MiB without a salt, then 8 MiB of the tenant.
     stores_and_finds(&mut other, 1000..1112);
     stores_and_finds(&mut tenant, 2000..2016);
-    let lent = hog(leaky.connection(), 1, &scope, 0..256);
-    assert_eq!(lent, 14 * 128, "seven eighths of a quarter");
+    let granted = hog(leaky.connection(), 1, &scope, 0..256);
+    assert_eq!(granted, 14 * 128, "seven eighths of a quarter");
     for passed in 0..4 {
         assert!(server.readings().staged_bytes <= STAGING_LIMIT);
         for seed in 2000..2016 {
@@ -199,7 +199,7 @@ fn tenant_with_a_soft_limit_stages_no_more_than_that() {
 
 #[test]
 fn small_objects_with_a_large_alignment_hold_at_most_a_quarter() {
-    // 32 units of 2 MiB, of which an object of 8 KiB takes one.
+    // 32 units of 2 MiB; an object of 8 KiB takes one.
     let server = TestServer::start(&["--l1-align-bytes", "2097152"]);
     let scope = Scope::new("staging/small");
     let mut leaky = server.engine_driven(1, &scope);
@@ -301,15 +301,15 @@ fn object_larger_than_a_quarter_is_refused() {
     // 2 x 2 x 16 tokens x 131,072 values x 2 bytes are 16 MiB, and half as much again is more than a quarter.
     let scope = Scope::new("staging/huge");
     let mut connection = server.connect();
-    for (instance, hidden_dim_size, lent) in [(3, 131_072 * 3 / 2, 0), (4, 131_072, 1)] {
+    for (instance, hidden_dim_size, granted) in [(3, 131_072 * 3 / 2, 0), (4, 131_072, 1)] {
         let context = EngineDrivenContext {
             hidden_dim_size,
             ..context(instance, &scope)
         };
         connection.register_engine_driven(context).unwrap();
-        assert_eq!(hog(&mut connection, instance, &scope, 0..2), lent);
+        assert_eq!(hog(&mut connection, instance, &scope, 0..2), granted);
         let evicted = server.readings().evicted_objects;
-        assert_eq!(evicted > 0, lent > 0, "{evicted}");
+        assert_eq!(evicted > 0, granted > 0, "{evicted}");
     }
 }
 

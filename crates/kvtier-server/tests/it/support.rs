@@ -72,19 +72,19 @@ impl TestServer {
         self.0.engine().housekeep();
     }
 
-    /// Fails unless the server is well and its books are right.
+    /// Fails unless the server is healthy and its invariants hold.
     pub fn assert_sound(&self) {
         assert_eq!(self.0.health().reason(), None);
         assert_eq!(self.readings().accounting_errors, 0);
         assert_eq!(self.0.engine().metrics().handler_panics.get(), 0);
     }
 
-    /// A worker that copies by itself, 8 KiB a chunk.
+    /// A worker that copies by itself, 8 KiB per chunk.
     pub fn engine_driven(&self, instance: i64, scope: &Scope) -> EngineDrivenWorker {
         EngineDrivenWorker::register(self.connect(), engine_driven(instance, scope)).unwrap()
     }
 
-    /// A worker whose pages the server copies, 4 KiB a chunk.
+    /// A worker whose pages the server copies, 4 KiB per chunk.
     pub fn lmcache_driven(&self, instance: i64, scope: &Scope) -> LmcacheDrivenWorker {
         let mut spec = LmcacheDrivenSpec::new(InstanceId(instance), scope.clone(), 2, 2, 16, 32);
         spec.block_tokens = 4;
@@ -100,7 +100,7 @@ impl std::ops::Deref for TestServer {
     }
 }
 
-/// Two layers, two planes, 64 values a token: 16 x 64 x 2 x 2 x 2 bytes a chunk.
+/// Two layers, two planes, 64 values per token: 16 x 64 x 2 x 2 x 2 bytes per chunk.
 pub fn engine_driven(instance: i64, scope: &Scope) -> EngineDrivenSpec {
     let mut spec = EngineDrivenSpec::new(InstanceId(instance), scope.clone(), 2, 64);
     spec.block_tokens = 4;
@@ -128,8 +128,8 @@ pub fn slots(prepared: PrepareStore<'static>) -> Vec<(u64, Slot<'static>)> {
     target.chunk_indices.into_iter().zip(target.slots).collect()
 }
 
-/// Slots that a worker is lent for a store.
-pub fn lend(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> Vec<(u64, Slot<'static>)> {
+/// Reserves memory for a store and returns the granted slots.
+pub fn reserve(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> Vec<(u64, Slot<'static>)> {
     let instance = worker.spec().instance;
     slots(worker.connection().prepare_store(key, instance).unwrap())
 }
@@ -209,7 +209,7 @@ impl Raw {
     }
 }
 
-/// A prompt of so many chunks that no other seed has a chunk of.
+/// A prompt of `chunks` that shares no chunk with that of another seed.
 pub fn prompt(seed: u32, chunks: usize) -> Prompt {
     Prompt::new(&tokens(seed, chunks))
 }
@@ -221,7 +221,7 @@ pub fn tokens(seed: u32, chunks: usize) -> Vec<u32> {
         .collect()
 }
 
-/// Tokens of so many chunks.
+/// Token range of `chunks`.
 pub fn range(chunks: std::ops::Range<u64>) -> std::ops::Range<u64> {
     chunks.start * CHUNK as u64..chunks.end * CHUNK as u64
 }

@@ -8,7 +8,7 @@ use kvtier_client::proto::pickle;
 use kvtier_client::proto::request::ABORT_STORE;
 use kvtier_client::{EngineDrivenWorker, InstanceId, Key, Scope};
 
-use crate::support::{TestServer, bytes, context, engine_driven, lend, prompt, range, slots};
+use crate::support::{TestServer, bytes, context, engine_driven, prompt, range, reserve, slots};
 
 /// The server's pool, as a worker of its own opens it.
 fn pool(server: &TestServer, scope: &Scope) -> File {
@@ -58,13 +58,13 @@ fn what_is_prepared_and_not_committed_is_not_readable() {
     let mut worker = server.engine_driven(1, &scope);
     let prompt = prompt(1, 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
-    let lent = slots(
+    let granted = slots(
         worker
             .connection()
             .prepare_store(&key, InstanceId(1))
             .unwrap(),
     );
-    assert_eq!(lent.len(), 2);
+    assert_eq!(granted.len(), 2);
     assert_eq!(worker.lookup(&prompt, "q").unwrap(), 0);
     assert!(
         worker
@@ -92,16 +92,16 @@ fn commit(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> bool {
 }
 
 #[test]
-fn a_transfer_under_way_is_not_lent_twice() {
+fn a_store_in_flight_is_not_granted_twice() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/twice");
     let mut worker = server.engine_driven(1, &scope);
     let (prompt, len) = (prompt(1, 2), worker.chunk_bytes());
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
-    let first = lend(&mut worker, &key);
+    let first = reserve(&mut worker, &key);
     let staged = server.readings().staged_bytes;
     // The commit could mean either: only one of them is there to be written.
-    assert_eq!(lend(&mut worker, &key), []);
+    assert_eq!(reserve(&mut worker, &key), []);
     assert_eq!(server.readings().staged_bytes, staged);
     let pool = pool(&server, &scope);
     for (chunk, slot) in &first {
@@ -128,11 +128,11 @@ fn a_store_that_others_overtook_keeps_its_memory_to_its_commit() {
     );
     let (prompt, len) = (prompt(1, 2), slow.chunk_bytes());
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
-    assert_eq!(lend(&mut slow, &key).len(), 2);
+    assert_eq!(reserve(&mut slow, &key).len(), 2);
     let staged = server.readings().staged_bytes;
     fast.store(&prompt, range(0..2), "other", |chunk| bytes(1, chunk, len))
         .unwrap();
-    assert_eq!(lend(&mut slow, &key), []);
+    assert_eq!(reserve(&mut slow, &key), []);
     assert_eq!(
         server.readings().staged_bytes,
         staged,
@@ -168,7 +168,7 @@ fn a_retrieve_prepared_twice_is_leased_to_its_last_commit() {
         assert!(connection.commit_retrieve(&key, InstanceId(1)).unwrap());
         assert_eq!(server.readings().leased_objects, leased);
     }
-    // Whoever reads now reads what nobody holds.
+    // A worker that reads now reads memory without a lease.
     assert!(!connection.commit_retrieve(&key, InstanceId(1)).unwrap());
 }
 
@@ -183,15 +183,15 @@ fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
     let (prompt, len) = (prompt(1, 2), one.chunk_bytes());
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
     let pool = pool(&server, &scope);
-    let lend = |worker: &mut EngineDrivenWorker, seed: u64| {
+    let fill = |worker: &mut EngineDrivenWorker, seed: u64| {
         let instance = worker.spec().instance;
         for (chunk, slot) in slots(worker.connection().prepare_store(&key, instance).unwrap()) {
             pool.write_all_at(&bytes(seed, chunk, len), slot.offset)
                 .unwrap();
         }
     };
-    lend(&mut one, 1);
-    lend(&mut two, 2);
+    fill(&mut one, 1);
+    fill(&mut two, 2);
     assert!(
         two.connection()
             .commit_store(&key, InstanceId(2), b"")
@@ -230,7 +230,7 @@ fn memory_of_an_instance_that_left_is_kept_while_it_may_still_copy() {
     let used = server.readings().used_bytes;
 
     let write = scope.worker_key(0, &unfinished, range(0..2), "w");
-    assert_eq!(lend(&mut worker, &write).len(), 2);
+    assert_eq!(reserve(&mut worker, &write).len(), 2);
     assert_eq!(worker.lookup(&stored, "r").unwrap(), 2);
     let read = scope.worker_key(0, &stored, range(0..2), "r");
     assert!(
@@ -242,7 +242,7 @@ fn memory_of_an_instance_that_left_is_kept_while_it_may_still_copy() {
     );
     assert_eq!(held(&server), (used, 2, 2 * used));
 
-    // LMCache's client ends its copies after it was told that it is unregistered.
+    // LMCache's client ends its copies after the reply to its unregistration.
     let mut connection = worker.close().unwrap();
     assert_eq!(held(&server), (used, 2, 2 * used));
     assert!(!connection.commit_store(&write, InstanceId(1), b"").unwrap());
@@ -262,7 +262,7 @@ fn a_store_that_its_worker_gives_up_gives_its_memory_back_at_once() {
     let mut worker = server.engine_driven(1, &scope);
     let prompt = prompt(1, 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "w");
-    assert_eq!(lend(&mut worker, &key).len(), 2);
+    assert_eq!(reserve(&mut worker, &key).len(), 2);
     let connection = worker.connection();
     let mut abort = || {
         let told = connection.commit_store(&key, InstanceId(1), ABORT_STORE);
@@ -270,9 +270,9 @@ fn a_store_that_its_worker_gives_up_gives_its_memory_back_at_once() {
     };
     abort();
     assert_eq!(held(&server), (0, 0, 0));
-    // There may be nothing to give up, as after a commit whose answer was lost.
+    // There may be nothing to abort, as after a commit whose answer was lost.
     abort();
-    assert_eq!(lend(&mut worker, &key).len(), 2);
+    assert_eq!(reserve(&mut worker, &key).len(), 2);
     assert!(commit(&mut worker, &key));
     let connection = worker.connection();
     assert!(
@@ -290,7 +290,7 @@ fn a_registration_in_the_place_of_another_commits_none_of_its_transfers() {
     let mut worker = server.engine_driven(1, &scope);
     let prompt = prompt(1, 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "w");
-    assert_eq!(lend(&mut worker, &key).len(), 2);
+    assert_eq!(reserve(&mut worker, &key).len(), 2);
     let staged = server.readings().staged_bytes;
     let mut spec = engine_driven(1, &scope);
     spec.hidden = 32;
@@ -331,7 +331,7 @@ fn memory_of_a_vanished_worker_comes_back_after_its_death_and_the_write_ttl() {
 
     server.pass(Duration::from_secs(130));
     assert_eq!(server.readings().instances, 0);
-    // It may only be stopped and still write: its memory is not given to anybody yet, and not to be committed.
+    // It may only be stopped and still write: its memory is quarantined and cannot be committed.
     assert_eq!(server.readings().staged_bytes, staged);
     assert!(
         !worker
@@ -345,7 +345,7 @@ fn memory_of_a_vanished_worker_comes_back_after_its_death_and_the_write_ttl() {
 }
 
 #[test]
-fn a_prepared_store_that_nobody_commits_is_given_up_and_its_memory_kept_from_others() {
+fn a_prepared_store_without_commit_expires_and_is_quarantined() {
     let server = TestServer::start(&[
         "--worker-reap-timeout-seconds",
         "0",
@@ -357,9 +357,9 @@ fn a_prepared_store_that_nobody_commits_is_given_up_and_its_memory_kept_from_oth
     let (late, never) = (prompt(1, 2), prompt(2, 2));
     let late = scope.worker_key(0, &late, range(0..2), "w");
     let never = scope.worker_key(0, &never, range(0..2), "w");
-    assert_eq!(lend(&mut worker, &late).len(), 2);
+    assert_eq!(reserve(&mut worker, &late).len(), 2);
     let staged = server.readings().staged_bytes;
-    assert_eq!(lend(&mut worker, &never).len(), 2);
+    assert_eq!(reserve(&mut worker, &never).len(), 2);
     server.pass(Duration::from_secs(59));
     server.pass(Duration::from_secs(2));
     server.pass(Duration::from_secs(3600));
@@ -369,11 +369,11 @@ fn a_prepared_store_that_nobody_commits_is_given_up_and_its_memory_kept_from_oth
         "no clock can tell that the worker has stopped writing"
     );
     // A commit that is still to come could mean either, so the transfer does not begin again.
-    assert_eq!(lend(&mut worker, &late), []);
+    assert_eq!(reserve(&mut worker, &late), []);
     // Its own word can.
     assert!(!commit(&mut worker, &late));
     assert_eq!(server.readings().staged_bytes, staged);
-    assert_eq!(lend(&mut worker, &late).len(), 2);
+    assert_eq!(reserve(&mut worker, &late).len(), 2);
     assert!(commit(&mut worker, &late));
     worker.close().unwrap();
     assert_eq!(server.readings().staged_bytes, staged);

@@ -21,7 +21,7 @@ enum Ours {
     Text(&'static str),
     /// Name and size of a pool.
     Pool,
-    /// A hit of so many pickled chunks.
+    /// A hit of this number of pickled chunks.
     Chunks(usize),
     /// A stream that says there are no events, and ends.
     NoEvents,
@@ -134,7 +134,7 @@ const NOTHING_STAYS_RESERVED: Differences = &[
     (
         "query_after_clear",
         ZERO,
-        "a lookup in the place of another lets go of what that held, so nothing is left leased",
+        "a lookup in the place of another releases the leases of that one, so nothing stays leased",
     ),
 ];
 
@@ -147,7 +147,7 @@ const ERRORS_PICKLED: Differences = &[
 ];
 
 const PICKLES: &str =
-    "a worker that sent its data along cannot map the pool: it is lent no more slots";
+    "a worker that sent its data along cannot map the pool: it is granted no more slots";
 
 /// With a pool.
 const ERRORS_POOLED: Differences = &[
@@ -237,7 +237,7 @@ const MISC: Differences = &[
     (
         "noop after one_frame",
         Is("a24f4b"),
-        "the peer answers nobody any more",
+        "the peer answers no client any more",
     ),
 ];
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 /// A chunk of a prompt of a tenant.
 type Chunk = (usize, usize, u64);
 
-/// A lookup under way.
+/// A lookup in flight.
 struct Lookup {
     connection: usize,
     tenant: usize,
@@ -111,7 +111,7 @@ impl Model {
             .retain(|lookup| (lookup.connection, lookup.request) != (connection, request));
     }
 
-    /// L1 was cleared of all that nobody holds.
+    /// L1 was cleared of all objects without a lease.
     pub fn clear(&mut self) {
         let lookups = &self.lookups;
         self.in_l1.retain(|(tenant, prompt, chunk)| {

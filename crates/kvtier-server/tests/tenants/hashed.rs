@@ -1,4 +1,4 @@
-//! `--hash-salts`: no salt is on disk, in metrics or in listings, and tenants stay who they are.
+//! `--hash-salts`: no salt is on disk, in metrics or in listings, and tenants keep their identity.
 
 use kvtier_client::Scope;
 use kvtier_core::object_key::SaltKey;

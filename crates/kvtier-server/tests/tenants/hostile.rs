@@ -106,8 +106,8 @@ fn what_no_tenant_can_be_called_is_refused_by_every_operation() {
         let key = scope.worker_key(0, &prompt, chunks.clone(), "r");
         let (id, connection) = (InstanceId(1), worker.connection());
         connection.free_lookup_locks(&key).unwrap();
-        let lent = connection.prepare_store(&key, id).unwrap().target.unwrap();
-        assert!(lent.slots.is_empty() && lent.chunk_indices.is_empty());
+        let granted = connection.prepare_store(&key, id).unwrap().target.unwrap();
+        assert!(granted.slots.is_empty() && granted.chunk_indices.is_empty());
         assert!(!connection.commit_store(&key, id, b"").unwrap());
         assert!(!connection.prepare_retrieve(&key, id).unwrap().success);
         connection.commit_retrieve(&key, id).unwrap();
@@ -132,7 +132,7 @@ fn what_no_tenant_can_be_called_is_refused_by_every_operation() {
         "{}",
         heard()
     );
-    // Whoever has no salt still has what is theirs.
+    // A client without a salt still has its objects.
     assert_eq!(read(&mut worker, "", &prompt, 1, "r"), 2);
     server.assert_sound();
 }
@@ -153,7 +153,7 @@ fn odd_salts_are_tenants_of_their_own_in_every_tier() {
     {
         let server = server(directory.path(), &[]);
         let mut worker = server.engine_driven(1, &Scope::new(&model));
-        // Nobody finds what the others before have stored.
+        // No tenant finds what the others before it have stored.
         for (seed, salt) in salts.iter().enumerate() {
             assert_eq!(lookup(&mut worker, salt, &prompt, "r"), 0, "{salt:?}");
             store(&mut worker, salt, &prompt, seed as u64);

@@ -18,7 +18,7 @@ const CHUNKS: u64 = 5;
 #[derive(Debug, Clone)]
 enum Act {
     Store(Range<u64>),
-    /// Of the first so many chunks.
+    /// Of this number of first chunks.
     Lookup(u64),
     Retrieve(Range<u64>),
     Free(Range<u64>),
@@ -27,7 +27,7 @@ enum Act {
     Clear,
 }
 
-/// Who does it, and for which request: that of the prompt with its number.
+/// An operation on a connection of a tenant, for the request of the prompt with the same number.
 #[derive(Debug, Clone)]
 struct Op {
     tenant: usize,
@@ -217,7 +217,7 @@ impl<'s> Round<'s> {
                 let is_held = self.model.holds(op.tenant, op.request, &chunks);
                 let may = self.model.retrieve(op.tenant, op.request, chunks.clone());
                 let read = self.retrieve(op, chunks);
-                assert!(read || !is_held, "{op:?}: what was held is gone");
+                assert!(read || !is_held, "{op:?}: what was held was removed");
                 assert!(may || !read, "{op:?}: read without having been found");
             }
             Act::Clear => self.server.pass(std::time::Duration::ZERO),
@@ -276,7 +276,7 @@ fn each_tenant_sees_what_it_would_see_alone() {
 #[test]
 fn eviction_gives_no_tenant_anothers_bytes_and_takes_nothing_that_is_held() {
     let directory = tempfile::tempdir().unwrap();
-    // 8 KiB an object: 40 of them in L1 and 30 in the tier, for 90 that are stored in a round at most.
+    // 8 KiB per object: 40 of them in L1 and 30 in the tier, for 90 that are stored in a round at most.
     let tier = format!(
         r#"{{"type":"fs","base_path":"{}","max_capacity_gb":0.00025,"eviction":{{"eviction_policy":"LRU"}}}}"#,
         directory.path().display()

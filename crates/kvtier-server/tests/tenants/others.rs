@@ -8,7 +8,7 @@ use crate::bed::{files, http, lookup, read, server, settle, store};
 use crate::support::{TestServer, prompt, range};
 
 #[test]
-fn nobody_commits_frees_or_ends_what_another_tenant_has_under_the_same_ids() {
+fn no_tenant_commits_frees_or_ends_work_of_another() {
     let server = TestServer::start(&[]);
     let scopes = ["a", "b"].map(|salt| Scope::new("others").with_salt(salt));
     let mut worker = server.engine_driven(1, &scopes[0]);
@@ -18,12 +18,12 @@ fn nobody_commits_frees_or_ends_what_another_tenant_has_under_the_same_ids() {
         .each_ref()
         .map(|scope| scope.worker_key(0, &prompt, range(0..2), "r"));
     let connection = worker.connection();
-    let lent = connection.prepare_store(&a, id).unwrap().target.unwrap();
-    assert_eq!(lent.slots.len(), 2);
+    let granted = connection.prepare_store(&a, id).unwrap().target.unwrap();
+    assert_eq!(granted.slots.len(), 2);
     assert!(!connection.commit_store(&b, id, b"").unwrap());
     // The other's own store is another one, in other memory.
     let other = connection.prepare_store(&b, id).unwrap().target.unwrap();
-    assert!(other.slots.iter().all(|slot| !lent.slots.contains(slot)));
+    assert!(other.slots.iter().all(|slot| !granted.slots.contains(slot)));
     assert!(connection.commit_store(&b, id, b"").unwrap());
     let [of_a, of_b] = scopes
         .each_ref()

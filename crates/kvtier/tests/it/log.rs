@@ -1,4 +1,4 @@
-//! The server's log, as whoever reads its stderr gets it, or does not.
+//! The server's log, as the reader of its stderr gets it, or does not.
 
 use std::io::Read;
 use std::net::TcpListener;
@@ -35,7 +35,7 @@ impl Server {
         Self { child, client }
     }
 
-    /// Has it write so many lines.
+    /// Makes the server write `lines` log lines.
     fn log(&mut self, lines: usize) {
         for _ in 0..lines {
             self.client.clear(false).unwrap();
@@ -57,7 +57,7 @@ impl Drop for Server {
 }
 
 #[test]
-fn a_server_whose_stderr_nobody_reads_goes_on_and_ends() {
+fn a_server_with_unread_stderr_runs_and_ends() {
     let mut server = Server::start("unread");
     // More than a pipe holds.
     server.log(1000);

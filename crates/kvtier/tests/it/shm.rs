@@ -11,7 +11,7 @@ const FLAGS: &str = "--l1-size-gb 0.0390625 --host 127.0.0.1 --port 0 --http-por
 /// The pool that a server killed with SIGKILL leaves, all of it touched.
 const STALE: &str = "head -c 40m /dev/zero > /dev/shm/lmcache_l1_pool_old;";
 
-/// The same, removed, and held by somebody, as by a worker that has it mapped.
+/// The same, removed, and held by a process, as by a worker that has it mapped.
 const HELD: &str = "exec 9> /dev/shm/x; head -c 40m /dev/zero >&9; rm /dev/shm/x;";
 
 /// What a shell does in namespaces of its own, whose /dev/shm has 64 MiB. KVTIER is the program, SERVER a server with the
@@ -68,7 +68,7 @@ fn log(script: &str) -> String {
 }
 
 #[test]
-fn the_pool_of_a_killed_server_makes_room_for_the_next() {
+fn a_killed_servers_pool_is_freed_for_the_next() {
     if !is_possible() {
         return;
     }
@@ -89,7 +89,7 @@ fn the_pool_of_a_killed_server_makes_room_for_the_next() {
 }
 
 #[test]
-fn a_server_without_room_says_that_workers_may_hold_it() {
+fn full_shm_error_says_workers_may_hold_it() {
     if !is_possible() {
         return;
     }
@@ -111,7 +111,7 @@ fn a_server_without_room_says_that_workers_may_hold_it() {
 }
 
 #[test]
-fn the_default_pool_leaves_room_for_the_one_before_it() {
+fn the_default_pool_leaves_space_for_the_previous() {
     if !is_possible() {
         return;
     }

@@ -106,7 +106,7 @@ fn a_deletion_without_an_adapter_means_every_tier() {
 
 #[test]
 fn a_tier_that_cannot_delete_is_told_of() {
-    // Its one place for stores and deletes is taken for hours by a store that nobody waits for any more.
+    // Its one slot for stores and deletes is taken for hours by a store that has timed out.
     let busy = r#"{"type":"mock","max_size_gb":1,"mock_bandwidth_gb":1e-9,"store_timeout_ms":1,"max_in_flight":1}"#;
     let flags = ["--l2-drain-timeout-seconds", "0"];
     let server = with_tiers(&[busy], &flags);
@@ -114,7 +114,7 @@ fn a_tier_that_cannot_delete_is_told_of() {
     store(&mut worker, &prompt(1, 1), 1);
     let started = Instant::now();
     while server.readings().tiers[0].store_failures.is_empty() {
-        assert!(started.elapsed() < PATIENCE, "the store is not given up");
+        assert!(started.elapsed() < PATIENCE, "the store does not time out");
         std::thread::yield_now();
     }
     let key = list(&server, "tier=l1")[0]["key"].clone();

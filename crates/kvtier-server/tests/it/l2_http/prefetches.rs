@@ -29,7 +29,7 @@ fn completed(server: &TestServer, submitted: &Value) -> Value {
 }
 
 #[test]
-fn a_prompt_is_loaded_before_anybody_asks_for_it() {
+fn a_prompt_is_loaded_before_engines_ask() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("warm/ranks").with_salt("t").with_world_size(2);
     let server = with_tiers(
@@ -70,7 +70,7 @@ fn a_prompt_is_loaded_before_anybody_asks_for_it() {
         "chunks": 4, "loaded_keys": 8,
     });
     assert_eq!(result, expected);
-    // It is in L1 to stay, held by nobody, and the engines find it there.
+    // It stays in L1 without a lease, and the engines find it there.
     let readings = server.readings();
     assert_eq!(
         (

@@ -1,4 +1,4 @@
-//! Who may do what with the built server: tokens, TLS, secrets, socket files. Scenarios of requests are files, in
+//! Access to the built server: tokens, TLS, secrets, socket files. Scenarios of requests are files, in
 //! `tests/rest`.
 
 mod cli;

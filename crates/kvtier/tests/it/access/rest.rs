@@ -64,7 +64,7 @@ fn take(server: &Served, step: &Table, place: &str) {
         _ if !server.has_tokens() => {}
         "admin" => headers.push(bearer(ADMIN)),
         "reader" => headers.push(bearer(READER)),
-        other => panic!("{place}: nobody is called {other:?}"),
+        other => panic!("{place}: no client is named {other:?}"),
     }
     let request = text("request").unwrap();
     let answer = server.ask(request, &headers, text("body").unwrap_or_default());

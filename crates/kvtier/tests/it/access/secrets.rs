@@ -1,4 +1,4 @@
-//! No secret is told to anybody, and every change is told to the log.
+//! No secret is revealed, and every change is logged.
 
 use std::process::Command;
 
@@ -77,7 +77,7 @@ fn a_secret_is_in_no_answer_and_in_no_line_of_the_log() {
     }
     assert_eq!(ask(&[bearer(&ops)], &format!("DELETE /{MARK}"), ""), 404);
     assert_eq!(ask(&[bearer(&more)], "GET /config", ""), 200);
-    // Bad files are told about, too.
+    // Bad files are logged, too.
     server.files.put("tokens", &format!("admin {MARK}\n"));
     assert_eq!(ask(&[bearer(&ops)], "GET /version", ""), 200);
     server.files.put(
@@ -173,7 +173,7 @@ fn a_secret_is_in_no_error_and_in_no_check() {
 }
 
 #[test]
-fn every_change_is_told_to_the_log_with_who_what_and_how_it_ended() {
+fn every_change_is_logged_with_caller_and_result() {
     let server = Served::start(
         Setup::Tokens,
         &["--log-level", "warn,audit=info,kvtier::server=info"],

@@ -2,7 +2,7 @@
 
 use super::{Server, complaint, free_port, kvtier, lines};
 
-/// A start that is in nobody's way.
+/// A start that disturbs no other server.
 const START: [&str; 9] = [
     "server",
     "--l1-size-gb",
