@@ -114,7 +114,7 @@ def engines(serve):
         engine.close()
 
 
-# Mounts where nobody else sees it, says so, and keeps it until its stdin is closed.
+# Mounts where no other process sees it, prints that, and keeps the mount until its stdin is closed.
 KEEP_MOUNTED = 'mount -t tmpfs -o "$1" tmpfs "$0" && echo mounted && read -r _'
 
 
@@ -122,7 +122,7 @@ KEEP_MOUNTED = 'mount -t tmpfs -o "$1" tmpfs "$0" && echo mounted && read -r _'
 def small_disk(tmp_path):
     """Mount a file system of a given size: small_disk("size=2m") -> directory. Gone after the servers ended.
 
-    It is mounted in a namespace of its own, for which nobody needs to be root, and is reached through a process there.
+    It is mounted in a namespace of its own, which needs no root, and is reached through a process there.
     """
     keepers = []
 

@@ -64,7 +64,7 @@ def test_kvcache_clear(serve, engines):
     assert engine.hits(prompt) == 0
 
 
-def test_nobody_listens():
+def test_ping_without_a_server_fails():
     """The tool says so, which shows that the tests above prove something."""
     from kvrig.server import free_port
 

@@ -48,10 +48,10 @@ def gpu_state(server):
     return gpu
 
 
-def wait_under_way(server, count):
-    """Wait until so many stores are with the GPU's thread."""
-    under_way = lambda: gpu_state(server)["state"]["transfers_under_way"]["store"] == count  # noqa: E731
-    wait_until(under_way, 30, f"{count} stores under way")
+def wait_in_flight(server, count):
+    """Wait until `count` stores are in flight on the GPU's thread."""
+    in_flight = lambda: gpu_state(server)["state"]["transfers_under_way"]["store"] == count  # noqa: E731
+    wait_until(in_flight, 30, f"{count} stores in flight")
 
 
 HANDLES = {
@@ -65,8 +65,8 @@ HANDLES = {
 
 @pytest.mark.parametrize("form", HANDLES)
 def test_every_form_of_handles(serve, engines, form):
-    """How PyTorch writes handles, several storages in one allocation, and `isolated_ipc`: memory is opened once an
-    allocation, and closed when the worker leaves, of which its PyTorch is told."""
+    """How PyTorch writes handles, several storages in one allocation, and `isolated_ipc`: memory is opened once per
+    allocation, and closed when the worker unregisters; its PyTorch is notified."""
     server = serve("cuda")
     engine = engines(server, gpu=HANDLES[form])
     prompt = tokens(64)
@@ -95,7 +95,7 @@ def test_the_engine_is_waited_for(serve, engines, isolated):
     for storage in worker.storages.values():
         worker.gpu.fill(storage.at, 0xAB, storage.mirror.nbytes())
     worker.submit_store("late", prompt, 0, 64, engine.blocks_for(64))
-    wait_under_way(server, 1)
+    wait_in_flight(server, 1)
     assert not worker.stores["late"].query()
     worker.gpu.script("release")
     assert worker.finish_store("late") is True
@@ -110,7 +110,7 @@ def test_an_event_that_never_completes(serve, engines):
     stuck.worker.gpu.script("hold kernel")
     stuck.worker.gpu.fill(next(iter(stuck.worker.storages.values())).at, 1, 16)
     stuck.worker.submit_store("stuck", tokens(32), 0, 32, stuck.blocks_for(32))
-    wait_under_way(server, 1)
+    wait_in_flight(server, 1)
     prompt = tokens(32)
     stored = store(other, prompt)
     assert same(load(other, prompt), stored)
@@ -124,8 +124,8 @@ def test_an_event_that_never_completes(serve, engines):
 
 
 def test_an_engine_that_dies_in_a_store(serve, engines):
-    """Killed while the server waits for it: that store ends and its memory is let go, long before it is silent for long,
-    a second engine never notices, and the server stops."""
+    """If it is killed while the server waits for it, that store ends and its memory is released, long before it counts
+    as silent. A second engine is not affected, and the server stops."""
     server = serve("cuda", flags=["--gpu-event-timeout-seconds", "60"])
     server.expect_trouble("a worker's process has ended|the pages are being closed")
     dying, other = engines(server), engines(server, seed=1)
@@ -134,10 +134,10 @@ def test_an_engine_that_dies_in_a_store(serve, engines):
     dying.worker.gpu.script("hold kernel")
     dying.worker.gpu.fill(next(iter(dying.worker.storages.values())).at, 1, 16)
     dying.worker.submit_store("last", tokens(32), 0, 32, dying.blocks_for(32))
-    wait_under_way(server, 1)
+    wait_in_flight(server, 1)
     dying.worker.crash()
     assert same(load(other, before), stored), "what it had stored is there for others"
-    wait_under_way(server, 0)
+    wait_in_flight(server, 0)
     open_allocations = lambda: gpu_state(server)["state"]["open_allocations"]  # noqa: E731
     wait_until(lambda: open_allocations() == 2, 30, "the dead engine's memory is closed")
     assert server.get("/status")[1]["devices"]["instances_of_known_processes"] == [other.worker.adapter.instance_id]
@@ -153,7 +153,7 @@ def begin_waiting_store(server, engine):
     engine.worker.gpu.script("hold kernel")
     engine.worker.gpu.fill(next(iter(engine.worker.storages.values())).at, 1, 16)
     engine.worker.submit_store("waits", tokens(32), 0, 32, engine.blocks_for(32))
-    wait_under_way(server, 1)
+    wait_in_flight(server, 1)
 
 
 def assert_refused(engine):
@@ -174,11 +174,11 @@ def test_a_stop_ends_what_is_with_the_gpu_and_answers_the_rest(serve, engines):
     assert_refused(engine)
 
 
-# The first memory that is given up is that of the GPU's trial.
+# The first memory that is released is that of the GPU's trial.
 @pytest.mark.parametrize("held", ["cuIpcOpenMemHandle_v2", "cuMemHostUnregister@2+"])
 def test_a_stop_with_a_driver_that_does_not_answer_ends_in_time(serve, engines, held):
-    """Whoever called it is left, and the process ends by itself and without its pool, with exit code 1; or 0 when it was
-    only about giving memory back."""
+    """The thread that called it is abandoned, and the process ends by itself and without its pool, with exit code 1; or
+    0 if the call only frees memory."""
     server = serve("cuda", env={"KVTIER_CUDA_FAKE": f"hold {held}"}, flags=["--stop-timeout-seconds", "2"])
     server.expect_trouble("stop-timeout-seconds|register|does not give up")
     with contextlib.suppress(ConnectionError):
@@ -190,7 +190,7 @@ def test_a_stop_with_a_driver_that_does_not_answer_ends_in_time(serve, engines, 
     assert (status, 1.9 < seconds < 8) == (expected, True), server.tail()
 
 
-def test_a_stop_answers_others_than_who_waits_for_the_driver(serve, engines):
+def test_stop_answers_engines_not_waiting_for_the_driver(serve, engines):
     """A store that waits for its engine is answered although the registration of another worker never ends."""
     flags = ["--stop-timeout-seconds", "4", "--gpu-event-timeout-seconds", "60"]
     # The first engine's pages are in two allocations.
@@ -306,14 +306,14 @@ class TestRefusals:
         ids=["empty", "63 bytes", "truncated", "unknown kind"],
     )
     def test_handle_of_no_form(self, serve, engines, handle):
-        """Truncated, or of a kind nobody knows."""
+        """Truncated, or of an unknown kind."""
 
         def change(wrapper):
             wrapper.handle = (wrapper.handle[0], handle, *wrapper.handle[2:])
 
         self.check(serve, engines, change, "handle")
 
-    def test_handle_of_nobody(self, serve, engines):
+    def test_handle_that_no_driver_made(self, serve, engines):
         """64 bytes that no driver made. Only the driver can tell, so this is the one thing that the fake driver objects to: it
         shows that its objections are heard."""
 

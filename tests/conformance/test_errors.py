@@ -1,4 +1,4 @@
-"""Wrong requests are answered at once, with words where the client can show them, and harm nobody."""
+"""Invalid requests are answered at once, with a text where the client can show it, and affect no other client."""
 
 import time
 
@@ -219,7 +219,7 @@ HOSTILE = [
 
 
 @pytest.mark.ours("a message of one frame ends its I/O thread")
-def test_hostile_messages_harm_nobody(serve, engines):
+def test_hostile_messages_affect_no_other_client(serve, engines):
     """Frames no client would send, beside an engine that keeps working and memory that does not grow."""
     server = serve("both")
     server.expect_trouble(r".")

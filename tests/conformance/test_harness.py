@@ -79,7 +79,7 @@ def test_painted_blocks(serve, engines):
 
 
 def test_temporary_names():
-    """What is being written is told from objects."""
+    """Files that are being written are distinguished from objects."""
     for name in (".kvtier-tmp-0a", ".kvtier-tmp-0a-1f", "m@0x1@0@ab.tmp"):
         assert tiers.TEMPORARY.fullmatch(name)
     assert not tiers.TEMPORARY.fullmatch("m@0x1@0@ab.data")

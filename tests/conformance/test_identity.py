@@ -1,4 +1,4 @@
-"""Who shares with whom: salts, models, ranks, engines, and the two transfer modes."""
+"""What shares KV with what: salts, models, ranks, engines, and the two transfer modes."""
 
 import itertools
 import threading

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ours("its tiers lose what ours must not; the exchange t
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
 MIB = 1 / 1024  # of a GiB
 
-# 96 KiB a chunk.
+# 96 KiB per chunk.
 BIG = [Group(layout("kv_first_nhd", heads=8, size=64))]
 
 OPTIONS = {
@@ -274,7 +274,7 @@ def test_new_data_at_speed_is_never_refused(serve, engines, tmp_path, mode):
 
     L1's memory is held while it is written to the tier, yet every store succeeds, and the newest data is there.
     """
-    # 1.5 MiB a chunk, 6 MiB a prompt; L1 has room for 42 of the 90.
+    # 1.5 MiB per chunk, 6 MiB per prompt; L1 has capacity for 42 of the 90.
     huge = [Group(layout("kv_first_nhd", heads=32, size=256))]
     server = serve(mode, l1_gb=0.25, flags=tiers.fs(tmp_path / "tier"))
     engine = engines(server, groups=huge)

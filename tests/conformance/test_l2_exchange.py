@@ -30,7 +30,7 @@ TRUST = {"trust_missing_layout": True}
 
 
 def failing_loads(directory):
-    """Flags for a tier of which three loads in ten fail, always the same ones."""
+    """Flags for a tier whose loads fail, three in ten, always the same ones."""
     return tiers.adapter("fault_inject", inner={"type": "fs", "base_path": directory}, rate=0.3, seed=7)
 
 
@@ -63,7 +63,7 @@ def of_model(directory, engine):
 
 
 def wait_of_model(directory, engine, count):
-    """Wait until a model has so many files; exactly so many it must be."""
+    """Wait until a model has `count` files, and no more."""
     wait_until(lambda: len(of_model(directory, engine)) >= count, 30, f"{count} files in {directory}", interval=0.02)
     found = of_model(directory, engine)
     assert len(found) == count, found
@@ -273,7 +273,7 @@ def test_two_of_ours_on_one_directory(serve, engines, tmp_path):
     tiers.store(other, 2)
     tiers.settled(second)
     assert {path: path.stat().st_ino for path in tiers.files(directory)} == before
-    # Deleted by anybody, it is a miss for both, and is stored again by either.
+    # If a file is deleted, it is a miss for both, and either stores it again.
     for path in before:
         path.unlink()
     for engine in (one, other):

@@ -20,12 +20,12 @@ MIB = 1 / 1024  # of a GiB
 DAMAGE = r"not what was stored"
 CANNOT_STORE = r"objects cannot be stored"
 
-# 96 KiB a chunk.
+# 96 KiB per chunk.
 BIG = [Group(layout("kv_first_nhd", heads=8, size=64))]
 
 
-def put_aside(server):
-    """Damaged files that were taken out of the way; metrics and status must agree."""
+def damaged_files(server):
+    """Number of damaged files that were quarantined or discarded; metrics and status must agree."""
     status = tiers.tier(server)
     found = status["quarantined_files"] + status["discarded_files"]
     assert tiers.metric(server, "kvtier_l2_load_failures_total", reason="corrupt") == found
@@ -42,12 +42,12 @@ class Damage:
 
     do: Callable  # (path, file of another prompt, file of another tenant's same chunk, file of the next chunk)
     hit: tuple = (32,)  # tokens that may hit then
-    noticed: bool = True  # it is put aside and counted
+    noticed: bool = True  # it is quarantined or discarded, and counted
     written: bool = True  # the next store writes the object again
 
 
 def cut(path, left):
-    """Leave so many bytes; fewer than none counts from the end."""
+    """Leave `left` bytes; a negative number counts from the end."""
     size = path.stat().st_size
     os.truncate(path, left if left >= 0 else size + left)
 
@@ -115,7 +115,7 @@ def test_damaged_file(serve, engines, tmp_path, name, when):
     tiers.forget(engine)
 
     assert tiers.recall(engine, 1) in damage.hit
-    assert put_aside(server) == damage.noticed
+    assert damaged_files(server) == damage.noticed
     tiers.forget(engine)
     # It is known by now, and nothing worse happens the second time.
     assert tiers.recall(engine, 1) in damage.hit
@@ -128,13 +128,13 @@ def test_damaged_file(serve, engines, tmp_path, name, when):
     tiers.forget(engine)
     mended = 64 if damage.written else damage.hit[0]
     assert tiers.recall(engine, 1) == mended
-    assert put_aside(server) == damage.noticed
+    assert damaged_files(server) == damage.noticed
     if damage.written:
         assert stat.S_ISREG(paths[2].lstat().st_mode)
         assert {path.stat().st_size for path in tiers.files(directory)} == {96 * 1024 + 64}
 
 
-def test_store_mends_what_nobody_has_loaded(serve, engines, tmp_path):
+def test_store_replaces_damaged_file_before_any_load(serve, engines, tmp_path):
     """A damaged file of another server's in the way of a store is replaced when its length or its trailer shows it."""
     directory = tmp_path / "tier"
     ours, theirs = serve(flags=tiers.fs(directory)), serve(flags=tiers.fs(directory))
@@ -184,7 +184,7 @@ def test_objects_of_another_layout_are_never_given(serve, engines, tmp_path):
     half = engines(server, groups=[Group(layout("kv_first_nhd", dtype=torch.float16))])
     before.close()
     assert tiers.recall(half, 1) == 0
-    # Whoever stores last has it.
+    # The engine that stores last has it.
     tiers.store(half, 1)
     tiers.settled(server)
     tiers.forget(half)
@@ -192,7 +192,7 @@ def test_objects_of_another_layout_are_never_given(serve, engines, tmp_path):
 
 
 def test_foreign_files_are_left_alone(serve, engines, tmp_path):
-    """Anything may lie in the directory: it is neither served nor removed, nor does it keep anybody from working."""
+    """Anything may lie in the directory: it is neither served nor removed, and the tier works beside it."""
     directory = tmp_path / "tier"
     server = serve(flags=tiers.fs(directory))
     server.expect_trouble(r"instance")
@@ -251,7 +251,7 @@ def test_foreign_files_are_left_alone(serve, engines, tmp_path):
 def test_kill_in_the_middle_of_stores(serve, engines, tmp_path, mode, options):
     """SIGKILL while files are being written, again and again: what hits afterwards is whole, and no leftovers stay."""
     directory, rounds = tmp_path / "tier", 12
-    # 1.5 MiB a chunk; L1 holds sixteen of them, so almost all that hits comes from the tier.
+    # 1.5 MiB per chunk; L1 holds sixteen of them, so almost all that hits comes from the tier.
     huge = [Group(layout("kv_first_nhd", heads=32, size=256))]
     flags = [*tiers.fs(directory, **options), "--l2-store-queue-gb", str(12 * MIB)]
     server = serve(mode, l1_gb=24 * MIB, flags=flags)
@@ -276,7 +276,7 @@ def test_kill_in_the_middle_of_stores(serve, engines, tmp_path, mode, options):
         # A file that has no name yet leaves no trace but what is missing.
         caught += any(found[seed] < 32 for seed in seeds)
     assert caught, "no kill met a store, so nothing was proved"
-    assert put_aside(server) == 0, "a file had its name before it was whole"
+    assert damaged_files(server) == 0, "a file had its name before it was whole"
     again = {seed: tiers.recall(engine, seed, count=32) for seed in found}
     assert all(again[seed] >= hit for seed, hit in found.items()), (again, found)
     # And it goes on: what was lost is stored again.
@@ -306,7 +306,7 @@ def wait_for_a_write(engine, directory):
     for look in range(1_000_000):
         if any(writes(number) for number in os.listdir(descriptors)):
             return
-        # Asking the server takes long, so it is done seldom.
+        # Asking the server takes long, so it is done once per 50 rounds.
         if look % 50 == 49 and all(future.query() for future in futures) and tiers.is_settled(engine.server):
             return
 
@@ -316,7 +316,7 @@ def wait_for_a_write(engine, directory):
 
 @pytest.mark.parametrize("options", [{}, {"relative_tmp_dir": "tmp", "layout": "sharded"}], ids=["flat", "sharded"])
 def test_directory_removed_while_running(serve, engines, tmp_path, options):
-    """Everything in it is a miss, the next store makes it anew, and both go on as before."""
+    """Everything in it is a miss, the next store makes it again, and both go on as before."""
     directory = tmp_path / "tier"
     server = serve(flags=tiers.fs(directory, **options))
     engine = engines(server)
@@ -450,7 +450,7 @@ def test_read_only_from_the_start(unprivileged, serve):
 
 @pytest.mark.parametrize("lacks", ["bytes", "bytes-direct", "files"])
 def test_full_disk(small_disk, serve, engines, lacks):
-    """Stores stop and the status says so, loads go on; with room again it goes on by itself."""
+    """Stores stop and the status says so, loads go on; with free space again it goes on by itself."""
     directory = small_disk("nr_inodes=24" if lacks == "files" else "size=2m") / "tier"
     server = serve(flags=tiers.fs(directory, use_odirect=lacks == "bytes-direct"))
     server.expect_trouble(r"out of space")
@@ -483,11 +483,11 @@ def test_full_disk(small_disk, serve, engines, lacks):
     assert tiers.tier(server)["is_full"] is False
     tiers.forget(engine)
     assert tiers.recall(engine, 20) == 64
-    assert put_aside(server) == 0
+    assert damaged_files(server) == 0
 
 
-def test_disk_filled_by_somebody_else(small_disk, serve, engines):
-    """Free space goes between two looks at it: writes fail half-way, and nothing of them is left or served."""
+def test_disk_filled_by_another_program(small_disk, serve, engines):
+    """Free space is used up between two checks: writes fail half-way, and nothing of them is left or served."""
     disk = small_disk("size=3m")
     server = serve(flags=tiers.fs(disk / "tier"))
     server.expect_trouble(r"out of space")
@@ -510,7 +510,7 @@ def test_disk_filled_by_somebody_else(small_disk, serve, engines):
     tiers.forget(engine)
     for seed in range(20):
         tiers.recall(engine, seed)
-    assert put_aside(server) == 0
+    assert damaged_files(server) == 0
     for path in tiers.files(disk):
         path.unlink()
     tiers.store(engine, 99)
@@ -530,8 +530,8 @@ def test_reserve_of_the_disk(small_disk, serve, engines):
     for seed in range(12):
         tiers.store(engine, seed)
         tiers.settled(server)
-        room = os.statvfs(disk)
+        space = os.statvfs(disk)
         # One batch, of four objects, may be on its way.
-        assert room.f_bavail * room.f_frsize >= reserve - 4 * 100 * 1024
+        assert space.f_bavail * space.f_frsize >= reserve - 4 * 100 * 1024
     assert tiers.tier(server)["is_full"] is True
     assert len(tiers.files(disk)) >= 12

@@ -1,4 +1,4 @@
-"""Slow, dead and failing tiers: L1 answers as if there were none, and nobody waits longer than the deadlines say."""
+"""Slow, dead and failing tiers: L1 answers as if there were none, and no request waits longer than the deadlines."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
 MIB = 1 / 1024  # of a GiB
 KIB = MIB / 1024
 
-# 96 KiB a chunk.
+# 96 KiB per chunk.
 BIG = [Group(layout("kv_first_nhd", heads=8, size=64))]
 
 
@@ -98,7 +98,7 @@ def test_late_load_is_not_waited_for_and_not_lost(serve, engines):
     assert tiers.metric(server, "kvtier_l2_loaded_objects_total") == 2, "it was loaded once"
 
 
-def test_loads_that_hang_hold_up_nobody(serve, engines):
+def test_hanging_loads_do_not_block_other_requests(serve, engines):
     """The only place for prefetches is taken by a load that does not end: others miss at their deadline, L1 hits."""
     flags = ["--l2-load-timeout-seconds", "0.1", "--l2-lookup-timeout-seconds", "0.1", "--l2-prefetch-max-in-flight", "1"]
     server = serve(flags=[*mock(4), *flags])
@@ -127,7 +127,7 @@ def test_breaker_leaves_a_dead_tier_alone(serve, engines):
     engine = engines(server)
     for seed in range(6):
         tiers.store(engine, seed)
-    # What is late stays queued until the tier lets go of it.
+    # A late store stays queued until the tier releases it.
     wait_until(lambda: tiers.tier(server)["breaker"]["store"]["state"] == "open", 30, "an open breaker")
     assert tiers.metric(server, "kvtier_l2_breaker_open", call="store") == 1
     assert tiers.metric(server, "kvtier_l2_late_calls_total", call="store") >= 2
@@ -156,7 +156,7 @@ def test_mock_tier_is_a_tier(serve, engines):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_failing_loads_are_misses(serve, engines, tmp_path, mode):
-    """A tier of which loads fail: hits end there, what is given is right, and nothing is held for ever."""
+    """If loads of a tier fail, hits end there, the bytes returned are right, and nothing stays leased."""
     inner = {"type": "fs", "base_path": tmp_path / "tier"}
     server = serve(mode, flags=tiers.adapter("fault_inject", inner=inner, rate=0.25, seed=3))
     server.expect_trouble(r"fault_inject")
@@ -174,7 +174,7 @@ def test_failing_loads_are_misses(serve, engines, tmp_path, mode):
 
 
 def test_what_one_tier_fails_to_load_the_next_one_gives(serve, engines, tmp_path):
-    """A tier of which all loads fail before one that works: every prompt hits whole."""
+    """If all loads of a tier fail and the next one works, every prompt hits in full."""
     failing = tiers.adapter("fault_inject", inner={"type": "fs", "base_path": tmp_path / "first"}, rate=1.0)
     server = serve(flags=failing + tiers.fs(tmp_path / "second"))
     server.expect_trouble(r"fault_inject")

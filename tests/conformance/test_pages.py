@@ -1,4 +1,4 @@
-"""Which byte of which page goes where, against LMCache's own copy for processors: random registrations, both ways."""
+"""Where each byte of each page goes, against LMCache's own copy for processors: random registrations, both ways."""
 
 import json
 import os

@@ -15,7 +15,7 @@ HEARTBEAT = 1.0
 def round_trip(engine):
     """Store a new prompt, find it, load it elsewhere, compare."""
     prompt = tokens(32)
-    # Prompts of unlike lengths show a restarted server which chunk size the client has.
+    # Prompts of different lengths show a restarted server which chunk size the client has.
     engine.hits(tokens(63))
     engine.store_prompt(prompt)
     engine.wait_hit(prompt, 32)
@@ -81,7 +81,7 @@ def test_restart_after_the_client_noticed(serve, engines, mode):
 
 @pytest.mark.ours("an engine whose ping it missed is never told")
 def test_two_engines_both_return(serve, engines):
-    """Each instance is told on its own; one that has registered again is not asked to do it twice."""
+    """Each instance is notified on its own; one that has registered again is not asked to do it twice."""
     server = serve("lmcache_driven")
     server.expect_trouble(r"instance")
     crew = [engines(server, heartbeat=HEARTBEAT, seed=i) for i in range(2)]

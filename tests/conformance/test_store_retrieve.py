@@ -194,7 +194,7 @@ def test_first_store_of_a_prompt_stays(server, engines):
 
 
 def test_clear_spares_what_a_lookup_pinned(server, engines):
-    """reset_prefix_cache between a hit and its retrieve: the retrieve still delivers; afterwards all is gone."""
+    """reset_prefix_cache between a hit and its retrieve: the retrieve still delivers; afterwards all is removed."""
     engine = engines(server)
     prompt, other = tokens(32), tokens(32)
     engine.store_prompt(prompt)
@@ -227,7 +227,7 @@ def test_end_of_session_gives_back_its_pins(server, engines):
 
 
 def test_retrieve_without_lookup_fails(server, engines):
-    """Nothing was promised, so nothing is written and the engine is told to compute."""
+    """Nothing was promised, so nothing is written and the engine has to compute."""
     engine = engines(server)
     prompt = tokens(32)
     engine.store_prompt(prompt)

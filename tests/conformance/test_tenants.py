@@ -1,4 +1,4 @@
-"""Tenants beside each other, over the real protocol: who loses what, and what quotas change about it."""
+"""Tenants beside each other, over the real protocol: which one loses what, and what quotas change about it."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("its quotas exist in L2 only, and IsolatedLRU ends the thread that makes room in L1")
 
-# 96 KiB a chunk; 20 MiB hold 213 of them.
+# 96 KiB per chunk; 20 MiB hold 213 of them.
 BIG = layout("kv_first_nhd", heads=8, size=64)
 CHUNK_BYTES = 96 * 1024
 L1_GB = 20 / 1024
@@ -35,8 +35,8 @@ def in_l1(server, salt):
 
 
 def steady_hits(engine, rounds, scanned):
-    """A tenant whose prompts come back, and between two rounds another one with so many new prompts: the part of the
-    steady tenant's chunks that are found."""
+    """Part of a tenant's tokens that hit, if its prompts come back and another tenant stores `scanned` new prompts
+    between two rounds."""
     found = wanted = 0
     for turn in range(rounds):
         for prompt in STEADY:
@@ -75,7 +75,7 @@ def test_a_scanning_tenant_is_on_its_own(serve, engines, mode):
 
 
 def test_a_reserved_share_needs_no_quota_for_others(serve, engines):
-    """What is reserved for a tenant stays, though nobody else has a limit."""
+    """What is reserved for a tenant stays, even if no other tenant has a limit."""
     server = serve("engine_shm", l1_gb=L1_GB, eviction="IsolatedLRU")
     server.expect_trouble("--quota-file")
     set_quota(server, "steady", limit_gb="unlimited", reserved_gb=4 / 1024)
@@ -130,7 +130,7 @@ def test_a_quota_lowered_under_load_costs_only_its_tenant(serve, engines, quota_
 
 
 def test_unlisted_tenants_are_cleaned_where_only_a_list_is_allowed(serve, engines):
-    """With LMCache's meaning of no quota, who has none loses all within about a second; the listed keep theirs."""
+    """With LMCache's meaning of no quota, a tenant without one loses all within about a second; others keep theirs."""
     flags = ["--quota-mode", "soft", "--quota-default", "0"]
     server = serve("engine_shm", l1_gb=L1_GB, eviction="IsolatedLRU", flags=flags)
     server.expect_trouble("--quota-file")
@@ -146,8 +146,8 @@ def test_unlisted_tenants_are_cleaned_where_only_a_list_is_allowed(serve, engine
 
 @pytest.mark.parametrize("quota_mode", ["soft", "strict"])
 def test_ten_thousand_tenants_with_quotas(serve, quota_mode, tmp_path):
-    """Stores of 10 000 tenants at 320 MiB/s: all are taken, nobody reads another's bytes, and in the end nobody has
-    more than the quota."""
+    """Stores of 10 000 tenants at 320 MiB/s: all are accepted, no tenant reads another's bytes, and in the end none
+    has more than the quota."""
     limit = 256 * 1024
     flags = ["--quota-mode", quota_mode, "--quota-default", f"{limit // 1024}KiB"]
     server = serve("engine_shm", chunk=256, l1_gb=0.25, eviction="IsolatedLRU", flags=flags)
@@ -169,7 +169,7 @@ def test_ten_thousand_tenants_with_quotas(serve, quota_mode, tmp_path):
         usage = [in_l1(server, salt)["usage_bytes"] for salt in some]
         return usage if max(usage) <= limit else None
 
-    assert any(wait_until(within, 30, "everybody within the quota"))
+    assert any(wait_until(within, 30, "every tenant within the quota"))
 
 
 def says(told, shown):

@@ -98,7 +98,7 @@ class Case:
         tries = iter(range(1000))
 
         def again():
-            # Of unlike lengths, which show a restarted server the chunk size of LMCache's client.
+            # Of different lengths, which show a restarted server the chunk size of LMCache's client.
             number = next(tries)
             prompt = forked.prompt_of(f"probe-{number}", CHUNK * (3 + number % 2) - 8)
             engine.ask(prompt)

@@ -1,6 +1,6 @@
 """Fork server: a process that has imported vLLM, and forks one API server per engine.
 
-vLLM on CPUs spawns its API server, engine core and worker, each of which imports everything again: some 8 s of CPU time
+vLLM on CPUs spawns its API server, engine core and worker, and each imports everything again: some 8 s of CPU time
 per process. Here they are forked, the core and the worker too. Requests and replies are JSON, one object per line:
 
   {"start": {"argv": [...], "env": {...}, "log": PATH}}  -> {"pid": N}

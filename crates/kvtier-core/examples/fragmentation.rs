@@ -1,4 +1,4 @@
-//! Two models with objects of unlike sizes on one L1: hit rates, refused objects and evicted bytes, simulated.
+//! Two models with objects of different sizes on one L1: hit rates, refused objects and evicted bytes, simulated.
 //!
 //! `fragmentation [REQUESTS]`. Prompts of each model are drawn by a Zipf law; a request looks its prompt up, holds what it
 //! found for the next 16 or 400 requests, and stores the rest. `policy order` evicts in policy order until the allocator finds a

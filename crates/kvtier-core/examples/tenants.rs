@@ -118,7 +118,7 @@ fn main() {
             objects,
         ),
     ];
-    // Room for what a tenant has on the average and half as much again: some are over it, most are not.
+    // 1.5 times the average bytes per tenant: some tenants exceed it, most do not.
     let limit = objects * OBJECT / count * 3 / 2;
     for way in &mut ways[2..] {
         for salt in &salts {

@@ -27,7 +27,7 @@ pub struct PrefetchPlan {
 }
 
 impl PrefetchPlan {
-    /// A plan for these rows of a prompt of `chunks` chunks, of which nothing is found yet.
+    /// Returns a plan for these rows of a prompt of `chunks` chunks, with nothing found yet.
     pub fn new(rows: Arc<[GroupRow]>, chunks: usize) -> Self {
         let found = vec![ChunkBitmap::with_capacity(chunks); rows.len()];
         Self {

@@ -22,7 +22,7 @@ pub(crate) struct Slot {
     _pad: u32,
     pub recorded: AtomicU64,
     pub completed: AtomicU64,
-    _room: u64,
+    _reserved: u64,
 }
 
 const BYTES: u64 = SLOTS * size_of::<Slot>() as u64;

@@ -75,8 +75,8 @@ pub type Done = Box<dyn FnOnce(Result<u64, DeviceError>) + Send>;
 
 /// The open pages of one worker.
 ///
-/// Calls may run concurrently, for different chunks. The caller guarantees exclusive use of the extents, validates who
-/// may use the block ids, and bounds the number of transfers in flight.
+/// Calls may run concurrently, for different chunks. The caller guarantees exclusive use of the extents, checks
+/// that the worker may use the block ids, and bounds the number of transfers in flight.
 pub trait EngineMemory: Send + Sync {
     /// The layout these pages were opened with.
     fn layout(&self) -> &Arc<KvLayout>;

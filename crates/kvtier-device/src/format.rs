@@ -156,7 +156,7 @@ impl KvFormat {
     }
 
     /// Content of one token in an object. Formats of equal content write the same object for the same tokens, whatever
-    /// the order of heads and slots in their pages and however many slots a page has.
+    /// the order of heads and slots in their pages and the number of slots per page.
     pub fn token_content(self) -> TokenContent {
         match self {
             Self::NL_X_NB_BS_HS | Self::NL_X_NBBS_ONE_HS | Self::NL_X_NP_X_NB_BS_ONE_HS => {

@@ -137,8 +137,8 @@ impl FreeExtents {
         Self::with_alignment(capacity, DEFAULT_ALIGNMENT)
     }
 
-    /// An allocator over `capacity` bytes, of which whole multiples of `alignment` (a power of
-    /// two, in bytes) are used.
+    /// Returns an allocator over `capacity` bytes. It uses whole multiples of `alignment` (a power
+    /// of two, in bytes).
     ///
     /// # Errors
     /// See [`GeometryError`].

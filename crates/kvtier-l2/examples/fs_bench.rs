@@ -96,7 +96,7 @@ async fn adapter(case: &Case, dir: &Path, arena: &Arc<Arena>) -> Result<Times, E
     Ok([store, lookup, load].map(|time: Duration| time.as_secs_f64()))
 }
 
-/// The least that anybody has to do: one file an object, published by a rename; as many threads.
+/// The least work of any implementation: one file per object, published by a rename; the same number of threads.
 fn raw(case: &Case, dir: &Path, arena: &Arc<Arena>) -> Result<Times, Error> {
     let base = rustix::fs::openat(CWD, dir, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
     let names: Vec<_> = (0..case.count)

@@ -149,7 +149,7 @@ impl Arena {
         self.mapping.page() as u64
     }
 
-    /// Name of its shared memory segment, as clients are told: prefixed, without a slash.
+    /// Name of its shared memory segment, as clients receive it: prefixed, without a slash.
     #[must_use]
     pub fn shm_name(&self) -> Option<&str> {
         self.shm.as_ref().map(ShmFile::name)

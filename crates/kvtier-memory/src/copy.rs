@@ -144,12 +144,12 @@ pub fn copy_affine(
     }
     // The whole extent, once: from here on offsets inside it are offsets from its address.
     let inside = arena.mapping().locate(extent.offset, extent.len)?;
-    let lent = segment.mapping().locate(0, segment.len())?;
+    let foreign = segment.mapping().locate(0, segment.len())?;
     segment.check()?;
     for copy in copies {
         // SAFETY: `prove` has shown that every byte touched lies in the segment and the extent,
         // which are different mappings that live as long as the borrows.
-        unsafe { kernel::execute(copy, lent.as_ptr(), inside.as_ptr(), direction) };
+        unsafe { kernel::execute(copy, foreign.as_ptr(), inside.as_ptr(), direction) };
         // Also stops a copy from faulting its way through a truncated segment.
         segment.check()?;
     }
@@ -178,13 +178,13 @@ pub fn copy_runs(
         })?;
     }
     let inside = arena.mapping().locate(extent.offset, extent.len)?;
-    let lent = segment.mapping().locate(0, segment.len())?;
+    let foreign = segment.mapping().locate(0, segment.len())?;
     segment.check()?;
     for run in runs {
         // SAFETY: the run lies in the segment and the extent (checked above), which are
         // different mappings that live as long as the borrows.
         unsafe {
-            let there = lent.as_ptr().add(run.segment_offset as usize);
+            let there = foreign.as_ptr().add(run.segment_offset as usize);
             let here = inside.as_ptr().add(run.arena_offset as usize);
             let (from, to) = match direction {
                 Direction::SegmentToArena => (there.cast_const(), here),

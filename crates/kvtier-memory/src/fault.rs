@@ -81,7 +81,7 @@ pub fn install() {
         action.sa_sigaction = on_bus_error as *const () as usize;
         // On the alternate stack where a thread has one; the handler itself needs little.
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        // SAFETY: `action` is complete and its handler is async-signal-safe (see the module).
+        // SAFETY: `action` is complete and its handler is async-signal-safe: it takes no lock and allocates nothing.
         // It cannot fail: the signal number and both pointers are valid.
         unsafe {
             libc::sigemptyset(&mut action.sa_mask);

@@ -3,7 +3,7 @@
 //! * [`Arena`]: one large block of memory (anonymous, POSIX shared memory, huge pages or a file).
 //! * [`FreeExtents`]: which byte ranges ([`Extent`]) of an arena are free. All of its bookkeeping
 //!   lies outside the arena, so a process that writes to shared memory cannot corrupt it.
-//! * [`ForeignSegment`]: memory that a client created and lent to us.
+//! * [`ForeignSegment`]: memory that a client created and shares with us.
 //! * [`copy_affine`] and [`copy_runs`]: the one copy between the two.
 //! * [`Arena::read_file`] and [`Arena::write_file`]: files straight to and from an arena.
 //! * [`uring::Ring`]: the same, several at a time from one thread; it owns what the system still works on.

@@ -68,8 +68,8 @@ impl Arena {
             [_] => PREFERRED,
             _ => INTERLEAVE,
         };
-        // SAFETY: the range is of our mapping, of which only the policy changes; the mask lives and has as many bits as is
-        // said (the kernel reads one less).
+        // SAFETY: the range is of our mapping, and only its policy changes; the mask lives and has the number of bits
+        // that is passed (the kernel reads one less).
         let result = unsafe {
             libc::syscall(
                 libc::SYS_mbind,

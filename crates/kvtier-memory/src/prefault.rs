@@ -114,7 +114,7 @@ fn touch(mapping: &Mapping, offset: usize, len: usize) -> Result<(), Errno> {
         let byte = unsafe { AtomicU8::from_ptr(mapping.base().as_ptr().add(at)) };
         byte.fetch_add(0, Ordering::Relaxed);
     }
-    // A page that could not be had was replaced by the guard.
+    // The guard has replaced each page that was unavailable.
     mapping
         .check_poison(Extent::new(offset as u64, len as u64))
         .map_err(|_| Errno::NOMEM)

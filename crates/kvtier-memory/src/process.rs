@@ -1,4 +1,4 @@
-//! Processes that are told from later ones with their number, and the end of this one.
+//! Processes, distinguished from later ones with the same number, and the end of this one.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};

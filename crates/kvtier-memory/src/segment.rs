@@ -1,4 +1,4 @@
-//! Shared memory segments that engines create and lend: from our side ([`ForeignSegment`]) and
+//! Shared memory segments that engines create and share: from our side ([`ForeignSegment`]) and
 //! from theirs ([`OwnSegment`]).
 
 use std::io;
@@ -234,7 +234,7 @@ impl ForeignSegment {
         self.check().inspect_err(|_| buffer.truncate(old))
     }
 
-    /// Fails once any page was lost, wherever: such a segment is no longer what was lent.
+    /// Fails once any page was lost, wherever: such a segment is no longer what its creator shared.
     pub(crate) fn check(&self) -> Result<(), AccessError> {
         self.mapping.check_poison(Extent::new(0, u64::MAX))
     }

@@ -12,7 +12,7 @@ use rustix::shm::{self, OFlags};
 use crate::error::ArenaError;
 
 /// What every arena's shared-memory name begins with (LMCache 0.5.6 names its pools so, and its
-/// clients look for the name they are told, without a slash).
+/// clients look for the name they receive, without a slash).
 pub const SHM_PREFIX: &str = "lmcache_l1_pool_";
 
 /// Longest name of a file in one directory, hence of a segment in `/dev/shm`.
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_old_pool_takes_no_room_from_its_successor() {
+    fn old_pool_takes_no_space_from_its_successor() {
         let mut stat = rustix::fs::statvfs("/").unwrap();
         (stat.f_frsize, stat.f_blocks, stat.f_bavail) = (4096, 100, 10);
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();

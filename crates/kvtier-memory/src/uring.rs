@@ -283,7 +283,7 @@ impl<H> Inner<H> {
     }
 }
 
-/// Result of a transfer of which the system moved `moved` bytes, or a negative error number.
+/// Result of a transfer: `moved` is the number of bytes that the system moved, or a negative error number.
 fn outcome<H>(transfer: &mut Transfer<H>, moved: i32) -> Result<u64, FileError> {
     let Ok(moved) = u64::try_from(moved) else {
         return match -moved {

@@ -32,7 +32,7 @@ cudaError_t cudaDeviceSynchronize(void) { CALL(cuCtxSynchronize()); }
 cudaError_t cudaDriverGetVersion(int *v) { *v = 13000; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *v) { *v = 13000; return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { (void)a; (void)b; *can = 0; return cudaSuccess; }
-cudaError_t cudaDeviceGetPCIBusId(char *to, int room, int d) { CALL(cuDeviceGetPCIBusId(to, room, d)); }
+cudaError_t cudaDeviceGetPCIBusId(char *to, int capacity, int d) { CALL(cuDeviceGetPCIBusId(to, capacity, d)); }
 cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) { (void)a; (void)d; *v = 1; return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *l, int *g) { CALL(cuCtxGetStreamPriorityRange(l, g)); }
 cudaError_t cudaMemGetInfo(size_t *f, size_t *t) { CALL(cuMemGetInfo(f, t)); }

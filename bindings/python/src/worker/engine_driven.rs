@@ -113,9 +113,10 @@ pub fn register(
     Ok(pool)
 }
 
-/// Tells the server that this worker does not use the pool: otherwise it would lease slots to one that only retrieves.
+/// Reports to the server that this worker does not use the pool. Otherwise the server would lease slots to a worker
+/// that only retrieves.
 ///
-/// A server learns it from a pickled store, so it is sent an empty one.
+/// The server learns it from a pickled store, so the worker sends an empty one.
 fn report_unused_pool(
     core: &Core,
     client: &Native,

@@ -76,8 +76,8 @@ fn unregister(
     Ok(())
 }
 
-/// Tells the server that this client accepts a refusal's text. Without it a refused registration of pages looks like an
-/// accepted one, since clients of releases before 0.5.5 accept no text.
+/// Notifies the server that this client accepts a refusal's text. Without it a refused registration of pages looks like
+/// an accepted one, since clients of releases before 0.5.5 accept no text.
 fn accept_refusal_texts(client: &Native) -> Result<(), ClientError> {
     match client.get_experimental().join() {
         Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => Err(error),

@@ -18,8 +18,8 @@ use std::sync::Arc;
 /// Tenants over quota that one store examines; if all their objects are leased, it goes on to other tenants.
 const OVER_QUOTA_EXAMINED: usize = 4;
 
-/// Part of the memory (1/16) that may stay free for objects of unlike sizes: while less is free, victims that are smaller
-/// than the object are evicted in policy order, and smaller objects use the holes between them.
+/// Part of the memory (1/16) that may stay free for objects of different sizes: while less is free, victims that are
+/// smaller than the object are evicted in policy order, and smaller objects use the holes between them.
 const SPARE_PART: u64 = 16;
 
 /// Most such victims per object, before a run is evicted.

@@ -17,7 +17,7 @@ pub struct Counted {
 }
 
 impl Counted {
-    /// A lookup of which nothing more is counted.
+    /// A lookup that counts nothing more.
     pub const ALL: Self = Self {
         hit_chunks: usize::MAX,
         for_tenant: true,

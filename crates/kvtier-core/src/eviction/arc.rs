@@ -32,8 +32,8 @@ enum SlotState {
     T2,
 }
 
-/// ARC policy. Its four lists take 17 bytes per slot, and about 30 per key in B1 and B2, of which there are at most two
-/// per slot.
+/// ARC policy. Its four lists take 17 bytes per slot, and about 30 per key in B1 and B2, which have at most two
+/// keys per slot.
 #[derive(Debug, Default)]
 pub struct ArcPolicy {
     /// Objects used once.

@@ -79,7 +79,7 @@ fn what_a_scan_pushed_out_is_known_when_it_comes_back() {
 }
 
 #[test]
-fn a_hot_prompt_that_cools_down_makes_room_for_the_next() {
+fn hot_prompt_that_cools_down_yields_to_next() {
     let cache = cache_with(u64::from(CAPACITY), EvictionKind::Arc);
     let mut scan = Scan(10_000);
     for prompt in [0..60, 100..160, 200..260] {

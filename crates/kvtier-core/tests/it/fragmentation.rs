@@ -1,4 +1,4 @@
-//! Objects of unlike sizes in one arena: what is evicted for a store that no free range fits.
+//! Objects of different sizes in one arena: what is evicted for a store that no free range fits.
 
 use crate::cache_support::*;
 use kvtier_core::cache::{Cache, CacheConfig, KeyOutcome, ReadLease};

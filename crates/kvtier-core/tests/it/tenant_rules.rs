@@ -55,7 +55,7 @@ fn bytes(cache: &Cache<FirstFit>, salt: &str) -> u64 {
 }
 
 #[test]
-fn a_strict_limit_makes_room_among_the_tenant_s_own() {
+fn strict_limit_evicts_the_tenant_s_own_objects() {
     let cache = tenants(QuotaMode::Strict, None);
     cache.set_grant("a", limit(10));
     assert_eq!(put(&cache, "b", 0..20), 20);
@@ -179,7 +179,7 @@ fn a_limit_that_sinks_is_enforced_by_the_next_pass() {
 }
 
 #[test]
-fn who_has_too_much_pays_for_the_stores_of_others() {
+fn tenant_over_quota_pays_for_stores_of_others() {
     let cache = tenants(QuotaMode::Soft, None);
     cache.set_grant("greedy", limit(30));
     put(&cache, "steady", 0..40);

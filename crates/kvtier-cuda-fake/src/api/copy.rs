@@ -31,7 +31,7 @@ struct Piece {
     early: Option<Vec<u8>>,
 }
 
-// The sides are held, and their bytes are anybody's, as with a real device.
+// The piece holds both sides, and any thread may access their bytes, as with a real device.
 unsafe impl Send for Piece {}
 
 impl Piece {

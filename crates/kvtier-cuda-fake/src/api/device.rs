@@ -6,14 +6,14 @@ use super::exports;
 use crate::abi::*;
 use crate::world::{CURRENT, Device, context, device_of, only, world};
 
-fn text(of: &str, to: *mut c_char, room: c_int) -> Outcome {
-    if to.is_null() || room <= 0 {
+fn text(of: &str, to: *mut c_char, capacity: c_int) -> Outcome {
+    if to.is_null() || capacity <= 0 {
         return Err(wrong!(
             ERROR_INVALID_VALUE,
-            "{room} bytes at {to:?} for text"
+            "{capacity} bytes at {to:?} for text"
         ));
     }
-    let n = of.len().min(room as usize - 1);
+    let n = of.len().min(capacity as usize - 1);
     unsafe {
         std::ptr::copy_nonoverlapping(of.as_ptr(), to.cast(), n);
         to.add(n).write(0);
@@ -132,12 +132,12 @@ exports! {
         put(device, ordinal)
     }
 
-    fn cuDeviceGetName(to: *mut c_char, room: c_int, device: c_int) {
-        text(&described(device, |d| d.name.clone())?, to, room)
+    fn cuDeviceGetName(to: *mut c_char, capacity: c_int, device: c_int) {
+        text(&described(device, |d| d.name.clone())?, to, capacity)
     }
 
-    fn cuDeviceGetPCIBusId(to: *mut c_char, room: c_int, device: c_int) {
-        text(&described(device, |d| d.bus.clone())?, to, room)
+    fn cuDeviceGetPCIBusId(to: *mut c_char, capacity: c_int, device: c_int) {
+        text(&described(device, |d| d.bus.clone())?, to, capacity)
     }
 
     fn cuDeviceGetUuid_v2(to: *mut [u8; 16], device: c_int) {

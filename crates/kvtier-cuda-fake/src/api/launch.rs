@@ -14,11 +14,11 @@ const ERROR_LOG_BYTES: u32 = 6;
 /// Writes why PTX was refused to where the caller's options say.
 fn log(options: &[u32], values: &[*mut c_void], why: &str) {
     let value = |of| options.iter().position(|&o| o == of).map(|at| values[at]);
-    if let (Some(to), Some(room)) = (value(ERROR_LOG), value(ERROR_LOG_BYTES))
+    if let (Some(to), Some(capacity)) = (value(ERROR_LOG), value(ERROR_LOG_BYTES))
         && !to.is_null()
-        && room.addr() > 0
+        && capacity.addr() > 0
     {
-        let n = why.len().min(room.addr() - 1);
+        let n = why.len().min(capacity.addr() - 1);
         unsafe {
             std::ptr::copy_nonoverlapping(why.as_ptr(), to.cast(), n);
             to.cast::<u8>().add(n).write(0);

@@ -56,7 +56,7 @@ fn pageable_copy_waits() {
     let _alone = alone();
     let (stream, at, memory) = (stream(), device_memory(64), vec![3_u8; 64]);
     assert_eq!(OK, to_device(at, &memory, stream));
-    // Nobody waited for the stream.
+    // No call waited for the stream.
     assert_eq!(
         (OK, 64, 1),
         (

@@ -1,4 +1,4 @@
-//! The library as whoever loads it sees it: functions by name.
+//! The library as a process that loads it sees it: functions by name.
 
 use std::ffi::{CString, c_char, c_int, c_void};
 

@@ -10,7 +10,7 @@ use crate::vmm::{GRANULE, allow, create, map, reserve, unmap};
 
 const BYTES: usize = 4096;
 
-/// The other process: does what it is told, one line each.
+/// The other process: executes commands, one per line.
 struct Exporter {
     child: Child,
     say: ChildStdin,
@@ -380,7 +380,7 @@ fn physical_memory_is_shared_by_descriptor_and_by_fabric() {
     let mut exporter = Exporter::start();
     exporter.ask("physical");
     let theirs: c_int = exporter.ask("descriptor").parse().unwrap();
-    // SAFETY: plain system calls; the descriptor that comes is nobody else's.
+    // SAFETY: plain system calls; the descriptor that comes has no other owner.
     let ours = unsafe {
         let process = libc::syscall(libc::SYS_pidfd_open, exporter.child.id(), 0) as c_int;
         assert!(process >= 0);

@@ -59,7 +59,7 @@ fn copies_of_both_directions_overlap() {
 fn engine_rate_is_limited() {
     let _alone = alone();
     let (stream, at, from) = (stream(), device_memory(1000), host_memory(1000));
-    // A second for the lot, which is not there at once; how long it is, nobody measures.
+    // All bytes take one second, so they are not there at once; the test does not measure the time.
     script("h2d=1000");
     assert_eq!(OK, to_device(at, from, stream));
     await_count("started.h2d", 1);

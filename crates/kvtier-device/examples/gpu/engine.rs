@@ -68,7 +68,7 @@ impl Engine {
         self.answer().map(drop)
     }
 
-    /// A piece of the pages, as PyTorch 2.13 lends one.
+    /// A piece of the pages, as PyTorch 2.13 exports one.
     pub fn storage(&self, offset: u64, bytes: u64) -> CudaStorage {
         CudaStorage {
             device_uuid: self.uuid.clone(),

@@ -11,7 +11,7 @@ use crate::{Result, Settings, median};
 /// Bytes of the copy whose own time is taken off the latency of as small a transfer.
 pub const SMALL: u64 = 64 << 10;
 
-/// What the link does; rates in bytes a second.
+/// Measurements of the link; rates in bytes per second.
 pub struct Link {
     /// GPU to host.
     pub store: f64,

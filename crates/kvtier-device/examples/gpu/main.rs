@@ -94,7 +94,7 @@ impl Settings {
     }
 }
 
-/// One executor, one size of pages, one order of ids. Rates in bytes a second.
+/// One executor, one size of pages, one order of ids. Rates in bytes per second.
 struct Measured {
     executor: String,
     page: u64,

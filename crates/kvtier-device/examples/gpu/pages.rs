@@ -174,7 +174,7 @@ impl Pages {
         };
         let (tell, hear) = channel();
         let done = move |result: std::result::Result<u64, kvtier_device::DeviceError>| {
-            // A receiver that is gone has reported its error.
+            // A receiver that was dropped has reported its error.
             let _ = tell.send((Instant::now(), result.map_err(|error| error.to_string())));
         };
         self.memory.transfer(transfer, Box::new(done));

@@ -5,8 +5,8 @@
 //! - By virtual memory management (segments, fabric handles): each registration maps its own range, because a handle such
 //!   as a descriptor number may later mean other memory.
 //!
-//! A driver call may take seconds. The table's lock is not held meanwhile: an entry in [`Entry::Transition`] makes users
-//! of the same allocation wait, and nobody else.
+//! A driver call may take seconds. The table's lock is not held meanwhile: an entry in [`Entry::Transition`] makes only
+//! users of the same allocation wait.
 
 use std::collections::HashMap;
 use std::io;

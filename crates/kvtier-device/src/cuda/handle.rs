@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn expandable_segments_of_both_versions_are_read() {
-        // As genuine ones are: process 4242, 20 MiB a piece, descriptors 51 to 53.
+        // As genuine ones are: process 4242, 20 MiB per piece, descriptors 51 to 53.
         let fds: Vec<u8> = (51..54i32).flat_map(i32::to_le_bytes).collect();
         for version in [2, 3] {
             let bytes = write(version, 4242, 20 << 20, 3, 1, &fds);

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use crate::model::{Case, random_case};
 
 /// Puts a case's memory into segments and names them in its tensors.
-fn lend(case: &mut Case) -> Vec<OwnSegment> {
+fn share(case: &mut Case) -> Vec<OwnSegment> {
     let mut segments = Vec::new();
     for (name, bytes) in &mut case.memories {
         let segment = OwnSegment::create(bytes.len() as u64).unwrap();
@@ -84,7 +84,7 @@ proptest! {
     #[test]
     fn copies_match_the_model(seed in any::<u64>()) {
         let mut case = random_case(seed, "cpu");
-        let segments = lend(&mut case);
+        let segments = share(&mut case);
         let (layout, memory) = open(&case);
         let blocks = BlockTable::check(&layout, &case.block_ids(), case.chunks).unwrap();
         let before = content(&segments);
@@ -131,7 +131,7 @@ proptest! {
     #[test]
     fn blocks_are_read_in_tensor_order(seed in any::<u64>()) {
         let mut case = random_case(seed, "cpu");
-        let segments = lend(&mut case);
+        let segments = share(&mut case);
         let (layout, memory) = open(&case);
         let bytes = content(&segments);
         for layer in layout.grouped_layers() {
@@ -172,7 +172,7 @@ fn selected(
             .iter()
             .position(|(other, _)| other == name)
             .unwrap();
-        // Blocks and their slots may share a dimension; then a block is so many rows of it.
+        // Blocks and their slots may share a dimension; then a block is `rows` rows of it.
         let rows = if format.separate_k_and_v() {
             group.slots_per_block
         } else {
@@ -216,7 +216,7 @@ fn selected(
 #[test]
 fn invalid_memories_and_copies_are_refused() {
     let mut case = random_case(7, "cpu");
-    let segments = lend(&mut case);
+    let segments = share(&mut case);
     let (layout, memory) = open(&case);
     let blocks = BlockTable::check(&layout, &case.block_ids(), case.chunks).unwrap();
     let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap());
@@ -276,7 +276,7 @@ fn invalid_memories_and_copies_are_refused() {
     }
     let error = CpuDevice.open(Arc::new(case.layout())).err().unwrap();
     assert!(matches!(error, DeviceError::Open { .. }), "{error}");
-    // Segments that are gone, and memory of another kind.
+    // Segments that were removed, and memory of another kind.
     drop(segments);
     assert!(CpuDevice.open(layout).is_err());
     for tensor in &mut case.tensors {
@@ -301,7 +301,7 @@ fn invalid_memories_and_copies_are_refused() {
 #[test]
 fn transfer_past_its_deadline_moves_nothing() {
     let mut case = random_case(7, "cpu");
-    let segments = lend(&mut case);
+    let segments = share(&mut case);
     let (layout, memory) = open(&case);
     let blocks = BlockTable::check(&layout, &case.block_ids(), case.chunks).unwrap();
     let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap());

@@ -18,7 +18,7 @@ use libloading::Library;
 
 /// What the fake driver's first GPU is called.
 pub const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000000";
-/// Bytes of the allocation the other process lends.
+/// Bytes of the allocation that the other process exports.
 pub const LENT: u64 = 1 << 16;
 /// Granularity of the fake driver's physical allocations.
 pub const GRANULE: u64 = 2 << 20;
@@ -207,7 +207,7 @@ pub fn unhex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(pair).collect()
 }
 
-/// A storage of the lender's allocation, as PyTorch 2.13 lends it.
+/// A storage of the lender's allocation, as PyTorch 2.13 exports it.
 pub fn torch(handle: &[u8], offset: u64, bytes: u64) -> CudaStorage {
     CudaStorage {
         device_uuid: UUID.into(),
@@ -229,8 +229,8 @@ pub fn spec(storage: CudaStorage) -> MemorySpec {
     MemorySpec::Cuda(Box::new(storage))
 }
 
-/// What the lender keeps for others.
-struct Lent {
+/// What the lender keeps for other processes.
+struct Exports {
     context: Arc<Context>,
     stream: Stream,
     buffer: DeviceBuffer,
@@ -265,7 +265,7 @@ fn map_counters(path: &str) {
     }
 }
 
-impl Lent {
+impl Exports {
     fn new(driver: &Arc<Driver>) -> Self {
         let context = Context::retain(&driver.devices().unwrap()[0]).unwrap();
         context.make_current().unwrap();
@@ -361,7 +361,7 @@ impl Lent {
             "small" => {
                 let small = self.context.allocate(4096).unwrap();
                 let handle = small.ipc_handle().unwrap();
-                // Lent as long as the process lives.
+                // Exported as long as the process lives.
                 std::mem::forget(small);
                 hex(&handle.0)
             }
@@ -456,8 +456,8 @@ impl Lent {
 #[ignore = "the other process of the tests here"]
 fn other_process() {
     let driver = Driver::load(Some(&fake_driver_path().unwrap())).unwrap();
-    let mut lent = Lent::new(&driver);
+    let mut exports = Exports::new(&driver);
     for line in std::io::stdin().lines() {
-        println!("=> {}", lent.answer(&line.unwrap()));
+        println!("=> {}", exports.answer(&line.unwrap()));
     }
 }

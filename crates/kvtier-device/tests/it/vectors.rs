@@ -233,7 +233,7 @@ fn check(mut case: serde_json::Map<String, Value>, by: &str, run: Executor) {
     }
     assert!(
         case.is_empty(),
-        "{name}: fields nobody checked: {:?}",
+        "{name}: unchecked fields: {:?}",
         case.keys()
     );
 }

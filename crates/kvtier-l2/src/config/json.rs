@@ -1,4 +1,4 @@
-//! JSON without duplicate keys, of which `serde_json` alone would silently take the last one.
+//! JSON without duplicate keys: `serde_json` alone would silently take the last one.
 
 use std::fmt;
 

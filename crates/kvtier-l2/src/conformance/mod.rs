@@ -1,6 +1,6 @@
 //! Conformance suite of adapters, built-in or external.
 //!
-//! [`run`] needs a function that makes empty backing stores, each of which opens the adapter on itself:
+//! [`run`] needs a function that makes empty backing stores; each one opens the adapter on itself:
 //!
 //! ```no_run
 //! # use std::sync::Arc;

@@ -105,7 +105,7 @@ impl Adapter for Broken {
         let batch: Vec<_> = batch.into_iter().map(one).collect();
         Box::pin(async move {
             if self.fault == Fault::LateRead {
-                // The buffers outlive their holds, and are read once these are gone.
+                // The buffers outlive their holds, and are read once the holds are dropped.
                 let late = batch.into_iter().map(|item| {
                     let from = crate::Buffer::new(
                         item.from.arena().clone(),

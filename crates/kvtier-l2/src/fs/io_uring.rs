@@ -66,7 +66,7 @@ impl Engine for Uring {
 
     fn run(&self, work: &mut dyn Work) {
         if let Some(mut ring) = self.take() {
-            let mut under_way = Vec::new();
+            let mut in_flight = Vec::new();
             loop {
                 while !ring.is_full()
                     && !ring.is_broken()
@@ -74,7 +74,7 @@ impl Engine for Uring {
                 {
                     let number = one.number;
                     match ring.begin(transfer(one)) {
-                        Ok(()) => under_way.push(number),
+                        Ok(()) => in_flight.push(number),
                         Err(mut refused) => {
                             let moved = refused.finish(0);
                             done(work, refused, moved);
@@ -84,10 +84,10 @@ impl Engine for Uring {
                 let Some((ended, moved)) = ring.wait() else {
                     break;
                 };
-                under_way.retain(|number| *number != ended.hold.number);
+                in_flight.retain(|number| *number != ended.hold.number);
                 done(work, ended, moved);
             }
-            for number in under_way {
+            for number in in_flight {
                 work.lost(number);
             }
             match ring.is_broken() {

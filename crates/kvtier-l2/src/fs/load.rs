@@ -49,7 +49,7 @@ pub(super) struct Loads<'a> {
     scope: LookupScope,
     items: Vec<LoadItem>,
     begun: usize,
-    under_way: Vec<Option<Reading>>,
+    in_flight: Vec<Option<Reading>>,
     results: Vec<Result<Loaded, L2Error>>,
     tails: Vec<Tail>,
 }
@@ -60,7 +60,7 @@ impl<'a> Loads<'a> {
             files,
             scope: files.lookup_scope(),
             begun: 0,
-            under_way: items.iter().map(|_| None).collect(),
+            in_flight: items.iter().map(|_| None).collect(),
             results: items.iter().map(|_| Err(io::lost())).collect(),
             tails: Vec::new(),
             items,
@@ -92,7 +92,7 @@ impl Work for Loads<'_> {
             match self.files.find(item, self.scope, 0, not_found(), &mut tail) {
                 Ok((reading, file)) => {
                     let (body, size) = (reading.body, Some(size(&reading.seen)));
-                    self.under_way[number] = Some(reading);
+                    self.in_flight[number] = Some(reading);
                     return Some(Move {
                         number,
                         file,
@@ -118,7 +118,7 @@ impl Work for Loads<'_> {
             mut tail,
             ..
         } = one;
-        let Some(reading) = self.under_way[number].take() else {
+        let Some(reading) = self.in_flight[number].take() else {
             return;
         };
         let (files, item) = (self.files, &self.items[number]);
@@ -133,7 +133,7 @@ impl Work for Loads<'_> {
     }
 
     fn lost(&mut self, number: usize) {
-        self.under_way[number] = None;
+        self.in_flight[number] = None;
     }
 }
 

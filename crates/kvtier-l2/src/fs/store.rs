@@ -78,7 +78,7 @@ pub(super) struct Stores<'a> {
     scope: LookupScope,
     items: Vec<StoreItem>,
     begun: usize,
-    under_way: Vec<Option<Storing>>,
+    in_flight: Vec<Option<Storing>>,
     results: Vec<Result<Stored, L2Error>>,
     tails: Vec<Tail>,
 }
@@ -89,7 +89,7 @@ impl<'a> Stores<'a> {
             files,
             scope: files.lookup_scope(),
             begun: 0,
-            under_way: items.iter().map(|_| None).collect(),
+            in_flight: items.iter().map(|_| None).collect(),
             results: items.iter().map(|_| Err(io::lost())).collect(),
             tails: Vec::new(),
             items,
@@ -119,7 +119,7 @@ impl Work for Stores<'_> {
             let result = match begun {
                 Ok((storing, Begun::Writing(file))) => {
                     let body = storing.body;
-                    self.under_way[number] = Some(storing);
+                    self.in_flight[number] = Some(storing);
                     return Some(Move {
                         number,
                         file,
@@ -145,7 +145,7 @@ impl Work for Stores<'_> {
             mut tail,
             ..
         } = one;
-        let Some(mut storing) = self.under_way[number].take() else {
+        let Some(mut storing) = self.in_flight[number].take() else {
             return;
         };
         let (files, item) = (self.files, &self.items[number]);
@@ -158,7 +158,7 @@ impl Work for Stores<'_> {
             dir,
             name: Some(name),
             ..
-        }) = self.under_way[number].take()
+        }) = self.in_flight[number].take()
         {
             let _ = beneath::unlink(&dir, &name);
         }

@@ -173,8 +173,8 @@ impl Table {
         self.set(key, state);
     }
 
-    /// Ends the delete of a key that failed, or of which nothing is known if `is_late`. It goes back to the index if
-    /// `insert` puts it there; otherwise it is deleted later.
+    /// Ends the delete of a key that failed, or whose outcome is unknown if `is_late`. If `insert` puts the key into
+    /// the index, it stays there; otherwise it is deleted later.
     pub(super) fn delete_failed(
         &mut self,
         key: &ObjectKey,

@@ -163,9 +163,9 @@ impl Drop for Held {
     }
 }
 
-/// Two reads are under way. The second can end, and when it is given up the first can end too: so somebody has waited
-/// for the one and has not given up the other.
-fn waits_for_what_is_under_way(give_up: fn(Ring<Held>)) {
+/// Two reads are in flight. The second can end; once its hold is released, the first can end too. So the ring has
+/// waited for the second, and has not released the first.
+fn waits_for_reads_in_flight(end: fn(Ring<Held>)) {
     let Some(mut ring) = ring(2) else { return };
     let (arena, hold) = (arena(), Arc::new(()));
     let (first, mut to_first) = pipe();
@@ -192,7 +192,7 @@ fn waits_for_what_is_under_way(give_up: fn(Ring<Held>)) {
         assert!(ring.begin(read).is_ok());
     }
     io::Write::write_all(&mut to_second, b"x").unwrap();
-    give_up(ring);
+    end(ring);
     assert_eq!(tell.try_recv(), Ok((2, 2)));
     let counts = (Arc::strong_count(&hold), Arc::strong_count(&arena));
     assert_eq!(counts, (1, 1));
@@ -205,12 +205,12 @@ fn waits_for_what_is_under_way(give_up: fn(Ring<Held>)) {
 
 #[test]
 fn memory_is_held_until_the_system_is_through() {
-    waits_for_what_is_under_way(drop);
+    waits_for_reads_in_flight(drop);
 }
 
 #[test]
-fn a_panic_waits_for_what_is_under_way() {
-    waits_for_what_is_under_way(|ring| {
+fn panic_waits_for_reads_in_flight() {
+    waits_for_reads_in_flight(|ring| {
         let panics = std::thread::spawn(move || {
             let _ring = ring;
             panic!("as the test wants it");

@@ -166,7 +166,7 @@ fn a_stale_segment_is_replaced_and_a_living_one_is_not() {
 }
 
 #[test]
-fn a_stale_segment_goes_before_room_is_looked_for() {
+fn stale_segment_is_removed_before_capacity_is_checked() {
     let name = unique_name();
     let path = PathBuf::from(format!("/dev/shm/{SHM_PREFIX}{name}"));
     fs::write(&path, b"left behind").unwrap();

@@ -128,7 +128,7 @@ fn what_the_system_says_is_told() {
     );
 }
 
-/// Tells a test that it is the child.
+/// Environment variable of a test that is the child.
 const CHILD: &str = "KVTIER_MEMORY_FILE_TEST_CHILD";
 
 #[test]

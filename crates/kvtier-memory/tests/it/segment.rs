@@ -98,8 +98,8 @@ fn links_and_other_files_are_refused() {
     assert!(opened.is_err());
 }
 
-/// A process that lives until it is told, and a segment in its name.
-fn lent_by_a_child() -> (Child, String) {
+/// A process that runs until its stdin is closed, and a segment in its name.
+fn segment_of_a_child() -> (Child, String) {
     let child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
     let name = format!("/lmcache_kv_{}_{}", child.id(), std::process::id());
     fs::write(path_of(&name), [1; 4096]).unwrap();
@@ -112,7 +112,7 @@ fn path_of(name: &str) -> String {
 
 #[test]
 fn a_segment_is_current_while_its_name_leads_to_it() {
-    let (mut child, name) = lent_by_a_child();
+    let (mut child, name) = segment_of_a_child();
     let segment = ForeignSegment::open(&name, 4096).unwrap();
     assert!(segment.is_current());
     fs::remove_file(path_of(&name)).unwrap();
@@ -128,7 +128,7 @@ fn a_segment_is_current_while_its_name_leads_to_it() {
     assert!(again.write(0, b"byte").is_err());
     assert!(!again.is_current());
     fs::remove_file(path_of(&name)).unwrap();
-    // Whatever else has the name, nobody waits for it.
+    // Whatever else has the name, no call waits for it.
     assert!(
         Command::new("mkfifo")
             .arg(path_of(&name))
@@ -197,13 +197,13 @@ fn orphans_are_unlinked_and_others_are_not() {
 
 #[test]
 fn a_segment_of_another_pid_namespace_stays() {
-    // There its number is a living process that has nothing to do with the stranger who has it here.
-    let (mut stranger, name) = lent_by_a_child();
+    // There its number is of a living process, which is unrelated to the one that has the number here.
+    let (mut stranger, name) = segment_of_a_child();
     let segment = ForeignSegment::open(&name, 4096).unwrap();
     stranger.kill().unwrap();
     stranger.wait().unwrap();
     assert!(!segment.unlink_if_orphan().unwrap());
-    // And here it is nobody's.
+    // And here no process has the number.
     let segment = ForeignSegment::open(&name, 4096).unwrap();
     assert!(!segment.unlink_if_orphan().unwrap());
     assert!(segment.is_current());
@@ -211,7 +211,7 @@ fn a_segment_of_another_pid_namespace_stays() {
 }
 
 #[test]
-fn names_tell_who_created_a_segment() {
+fn segment_name_contains_its_creator() {
     assert_eq!(creator_of("/lmcache_kv_12_3"), Some(12));
     for name in [
         "/lmcache_kv_12",
@@ -238,7 +238,7 @@ fn a_truncated_segment_is_an_error_not_a_crash() {
         let copied = copy_affine(&foreign, &arena, extent, direction, &copy);
         assert_eq!(copied, Err(AccessError::Poisoned { what: "segment" }));
         assert!(foreign.is_poisoned() && arena.poisoned().is_none());
-        // Also the part that is still there: the segment is not what was lent.
+        // Also the part that is still there: the segment is not what its creator shared.
         let run = Run {
             segment_offset: 0,
             arena_offset: 0,

@@ -21,7 +21,7 @@ pub const EXT_CODE: i8 = 1;
 /// Most dimensions a tensor may have. Real caches have at most 6; PyTorch itself stops at 64.
 pub const MAX_RANK: usize = 16;
 
-/// Most bytes a descriptor may have. A real one has some 350; an expandable CUDA segment adds 4 to 64 bytes a piece.
+/// Most bytes a descriptor may have. A real one has some 350; an expandable CUDA segment adds 4 to 64 bytes per piece.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
 
 /// How the tensor lies in its memory. The axes are in the order the client sorted them, largest stride first.

@@ -190,7 +190,7 @@ impl Candidates {
         }
     }
 
-    /// Drops readings of which no adapter sends the request, unless none would be left.
+    /// Drops readings whose request no adapter sends, unless none would be left.
     ///
     /// get_chunk_size is the first request of every adapter and never repeated; no adapter sends clear or noop. So what
     /// looks like one of them on a connection that came back is the ping of another generation. The newest number of

@@ -50,8 +50,8 @@ impl Release {
         self == Self::Since0_5_5
     }
 
-    /// Whether the `kv_layout` hint holds for pickled tensors in CPU memory, which are heads-first up to 0.5.4 whatever it
-    /// says; nothing if that is not known.
+    /// Whether the `kv_layout` hint holds for pickled tensors in CPU memory; `None` if that is not known. Up to 0.5.4
+    /// these are heads-first whatever the hint is.
     #[must_use]
     pub fn hints_cpu_layout(self) -> Option<bool> {
         match self {

@@ -34,7 +34,7 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// Room for 4096 tensors: a prompt of a million tokens in chunks of 256.
+    /// Limits for 4096 tensors: a prompt of a million tokens in chunks of 256.
     fn default() -> Self {
         Limits {
             max_opcodes: 512 * 1024,

@@ -174,7 +174,7 @@ fn read_metadata<'a>(
     })
 }
 
-/// The members of the object, each of which must be taken once.
+/// The members of the object. Each one must be taken once.
 struct Members<'m, 'a> {
     all: &'m [(Value<'a>, Value<'a>)],
     taken: usize,

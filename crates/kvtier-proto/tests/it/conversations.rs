@@ -120,7 +120,7 @@ fn check_reply(reply: &[Vec<u8>]) -> String {
 const CUT: &[u8] = b"(cut)";
 
 /// The frames of a message. Long ones were recorded as `<hex>...(<n> bytes)`: bytes are padded to that
-/// length, which is as good for data nobody looks into; anything else gets a mark.
+/// length, which suffices for data that is not read; anything else gets a mark.
 fn whole_frames(recorded: &Value) -> Vec<Vec<u8>> {
     if list(recorded)
         .iter()

@@ -22,7 +22,7 @@ pub struct Object {
 pub struct Quotas {
     pub config: QuotaConfig,
     pub grants: BTreeMap<usize, Grant>,
-    /// Tenants with too much, as the list keeps them.
+    /// Tenants over quota, in the order of the list.
     pub over: Vec<usize>,
 }
 

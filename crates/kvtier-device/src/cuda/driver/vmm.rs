@@ -141,7 +141,7 @@ impl Reservation {
         Ok(())
     }
 
-    /// Allows the GPU to read and write the whole range, all of which must be mapped.
+    /// Allows the GPU to read and write the whole range. All of it must be mapped.
     ///
     /// # Errors
     /// The driver's error.

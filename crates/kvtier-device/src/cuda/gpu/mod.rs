@@ -118,7 +118,7 @@ struct Inbox {
 
 #[derive(Debug, Default)]
 struct End {
-    /// When the threads were told to stop.
+    /// When the threads were notified to stop.
     stopped: Option<Instant>,
     ended: bool,
 }

@@ -5,7 +5,7 @@
 #   build.sh check   hash, text, and that every GPU generation assembles it without spilling registers
 #
 # Needs Linux on x86-64, Python with pip and no CUDA toolkit: NVRTC and ptxas come from the package registry, into
-# $KVTIER_PTX_HOME (default ~/.cache/kvtier-ptx, 290 MiB). Exit status 3 when they cannot be had.
+# $KVTIER_PTX_HOME (default ~/.cache/kvtier-ptx, 290 MiB). Exit status 3 if they are unavailable.
 set -euo pipefail
 cd "$(dirname "$0")"
 version=13.5.37

@@ -34,7 +34,7 @@ impl Lent {
         if case.engine == Engine::Vllm && first != KvFormat::NB_NL_TWO_BS_NH_HS {
             case.hints.kv_layout.get_or_insert(KvAxisOrder::Hnd);
         }
-        let lent: Vec<_> = case
+        let allocations: Vec<_> = case
             .memories
             .iter()
             .map(|(name, bytes)| {
@@ -47,7 +47,10 @@ impl Lent {
             let MemorySpec::CpuShm { name, .. } = &tensor.memory else {
                 panic!("not shared memory")
             };
-            let (.., memory) = lent.iter().find(|(other, ..)| *other == name).unwrap();
+            let (.., memory) = allocations
+                .iter()
+                .find(|(other, ..)| *other == name)
+                .unwrap();
             TensorSpec {
                 memory: memory.clone(),
                 ..tensor.clone()
@@ -66,7 +69,7 @@ impl Lent {
         for (kernel, group) in layout.kernel_groups().iter().zip(&case.groups) {
             assert_eq!(kernel.format, group.format);
         }
-        let numbers = lent.iter().map(|(_, number, _)| *number).collect();
+        let numbers = allocations.iter().map(|(_, number, _)| *number).collect();
         Self {
             memory: server.cuda.open(Arc::clone(&layout)).unwrap(),
             layout,
@@ -98,7 +101,7 @@ impl Lent {
 fn check(server: &Server, engine: &mut Lender, seed: u64, formats: &mut BTreeSet<String>) {
     let mut case = random_case(seed, "cuda_device");
     let random = &mut Random(!seed);
-    let lent = Lent::new(server, engine, &mut case);
+    let registered = Lent::new(server, engine, &mut case);
     if server.arena.len() == ARENA {
         server.pinned();
     }
@@ -107,7 +110,7 @@ fn check(server: &Server, engine: &mut Lender, seed: u64, formats: &mut BTreeSet
     // Extents in an order of their own, some adjoining and some apart, anywhere.
     let mut chunks = Vec::new();
     let mut end = random.within(0, 5000);
-    for object in lent.layout.object_groups() {
+    for object in registered.layout.object_groups() {
         for chunk in 0..case.chunks {
             end += random.pick(&[0, 0, 1, 16]);
             chunks.push(ChunkCopy {
@@ -123,8 +126,9 @@ fn check(server: &Server, engine: &mut Lender, seed: u64, formats: &mut BTreeSet
     }
     end += 100;
     assert!(end <= ARENA);
-    let groups =
-        |chunk: &ChunkCopy| &lent.layout.object_groups()[chunk.request.object_group].kernel_groups;
+    let groups = |chunk: &ChunkCopy| {
+        &registered.layout.object_groups()[chunk.request.object_group].kernel_groups
+    };
 
     let fresh = random.bytes(end);
     server.arena.write(Extent::new(0, end), 0, &fresh).unwrap();
@@ -146,8 +150,8 @@ fn check(server: &Server, engine: &mut Lender, seed: u64, formats: &mut BTreeSet
             },
         );
     }
-    let moved = lent.run(server, &case, &chunks, Direction::Retrieve);
-    let pages = lent.read(engine, &case);
+    let moved = registered.run(server, &case, &chunks, Direction::Retrieve);
+    let pages = registered.read(engine, &case);
     assert!(pages == expected, "seed {seed}: retrieve");
     assert_eq!(moved, bytes, "seed {seed}: retrieve");
     assert!(content(&server.arena, end) == fresh, "seed {seed}: objects");
@@ -166,13 +170,16 @@ fn check(server: &Server, engine: &mut Lender, seed: u64, formats: &mut BTreeSet
             bytes += 1;
         });
     }
-    let moved = lent.run(server, &case, &chunks, Direction::Store);
+    let moved = registered.run(server, &case, &chunks, Direction::Store);
     assert!(
         content(&server.arena, end) == expected,
         "seed {seed}: store"
     );
     assert_eq!(moved, bytes, "seed {seed}: store");
-    assert!(lent.read(engine, &case) == pages, "seed {seed}: pages");
+    assert!(
+        registered.read(engine, &case) == pages,
+        "seed {seed}: pages"
+    );
 }
 
 /// Many registrations with one device; gives the executors that moved something.

@@ -120,7 +120,7 @@ fn event_timeout_fails_the_transfer() {
         let timeouts = server.readings().event_timeouts;
         let mut transfer = pages.store(&server, 8);
         transfer.event = pending(&mut engine, form, &pages);
-        // Two of one worker, one of which is queried at a time.
+        // Two of one worker; one of them is queried at a time.
         let both = [pages.begin(transfer.clone()), pages.begin(transfer.clone())];
         for ticket in both {
             let error = ticket.end().unwrap_err();

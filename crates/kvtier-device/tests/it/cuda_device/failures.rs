@@ -48,7 +48,7 @@ fn failed_copy_fails_its_transfer_after_the_others() {
     server.ends_clean();
 }
 
-/// A piece of several calls, one of which fails after others have started.
+/// A piece of several calls: one of them fails after others have started.
 #[test]
 fn partly_submitted_piece_is_waited_for() {
     for (executor, refused, retrieve) in [

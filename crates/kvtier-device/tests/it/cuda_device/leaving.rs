@@ -253,7 +253,7 @@ fn stopped_device_reports_all_and_names_hanging_gpus() {
     server.ends_clean();
 }
 
-/// What a transfer holds may be the last that holds the GPU: its own thread lets go of it.
+/// If a transfer holds the last reference to the GPU, the GPU's own thread releases it.
 #[test]
 fn transfer_may_be_the_last_owner() {
     let mut options = batches();

@@ -316,7 +316,7 @@ fn hanging_unpin_is_abandoned_with_the_arena() {
         // A machine that is busy with others may take longer to end what goes on.
         wait(|| server.cuda.stop().is_empty());
         assert_eq!(server.cuda.unpin(), Err(pinned_bytes), "{held}");
-        // Who asks again neither waits nor has another try.
+        // A second call neither waits nor tries again.
         wait(|| server.count(held) >= PIECES);
         assert_eq!(server.cuda.unpin(), Err(pinned_bytes), "{held}");
         let rest = server.without_device();

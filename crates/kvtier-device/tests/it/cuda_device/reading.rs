@@ -40,13 +40,13 @@ fn blocks_of_any_format_are_read() {
     let mut engine = Lender::start();
     for seed in 400..440 {
         let mut case = random_case(seed, "reading");
-        let lent = Lent::new(&server, &mut engine, &mut case);
+        let registered = Lent::new(&server, &mut engine, &mut case);
         let (host, _segments) = in_host_memory(&mut case);
         for group in &case.groups {
             for layer in &group.layers {
                 let ids = &group.ids[..group.ids.len().min(5)];
                 let expected = read(&*host, *layer, ids).unwrap();
-                let given = read(&*lent.memory, *layer, ids).unwrap();
+                let given = read(&*registered.memory, *layer, ids).unwrap();
                 assert!(
                     !given.is_empty() && given == expected,
                     "seed {seed}, layer {layer}"

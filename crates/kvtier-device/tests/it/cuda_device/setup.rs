@@ -120,7 +120,7 @@ pub fn wait(mut is_so: impl FnMut() -> bool) {
 }
 
 impl Lender {
-    /// A new allocation; gives its number and handle.
+    /// Allocates memory that other processes may open; returns its number and handle.
     pub fn lend(&mut self, bytes: u64) -> (usize, [u8; 64]) {
         self.lend_on(0, bytes)
     }
@@ -141,7 +141,7 @@ impl Lender {
     }
 }
 
-/// All of a lent allocation of the first GPU, or the second.
+/// All of an exported allocation of the first GPU, or the second.
 pub fn storage(gpu: u8, handle: [u8; 64], bytes: u64) -> MemorySpec {
     let mut device_uuid = UUID.to_owned();
     device_uuid.pop();
@@ -238,12 +238,12 @@ impl Pages {
         ids.iter().flat_map(page_of).copied().collect()
     }
 
-    /// So many chunks, from the last block back.
+    /// A store of `chunks` chunks, from the last block back.
     pub fn store(&self, server: &Server, chunks: u64) -> Transfer {
         self.transfer(server, Direction::Store, &self.backwards(chunks))
     }
 
-    /// As [`Pages::store`], the other way.
+    /// A retrieve of the same chunks as [`Pages::store`].
     pub fn retrieve(&self, server: &Server, chunks: u64) -> Transfer {
         self.transfer(server, Direction::Retrieve, &self.backwards(chunks))
     }

@@ -135,7 +135,7 @@ fn batch_and_kernel_need_registered_memory() {
     );
 }
 
-/// As in earnest, the next piece is with the GPU before the first one is done.
+/// As in real transfers, the GPU has the next piece before the first one is done.
 #[test]
 fn rates_are_measured_with_all_slots_in_flight() {
     let server = Server::with("hold d2h", GpuOptions::default(), 1 << 20);
@@ -166,7 +166,7 @@ fn staging_trial_uses_the_buffers_that_fit() {
     ));
 }
 
-/// Who demands what does not work hears of it when an engine registers, and not with every transfer.
+/// If a configured executor does not work, the registration of an engine reports it, and not every transfer.
 #[test]
 fn configured_executor_that_fails_is_refused() {
     for (script, executor, expected) in [
@@ -272,7 +272,7 @@ fn missing_staging_buffer_is_no_error() {
         let server = Server::with("", options, 1 << 20);
         let mut engine = Lender::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
-        // The trial's buffers are gone.
+        // The trial's buffers are freed.
         server.script("fail cuMemAlloc_v2=2");
         let bytes = pages.content.len() as u64;
         let moved_by = |executor| {
@@ -299,7 +299,7 @@ fn missing_staging_buffer_is_no_error() {
 }
 
 /// A GPU that had no memory for staging when it was tried out, and that is tried again at once.
-fn without_room() -> (Server, Lender, Pages) {
+fn without_staging_memory() -> (Server, Lender, Pages) {
     let options = GpuOptions {
         staging_pause: Duration::from_millis(1),
         ..GpuOptions::default()
@@ -313,7 +313,7 @@ fn without_room() -> (Server, Lender, Pages) {
 /// Memory that was short when the GPU was tried out, and is there again later.
 #[test]
 fn staging_trial_repeats_when_memory_is_free() {
-    let (server, _engine, pages) = without_room();
+    let (server, _engine, pages) = without_staging_memory();
     let staged = |direction: Direction| {
         let rates = server.readings().profile.rates;
         rates[direction as usize][Executor::Staged as usize]
@@ -339,7 +339,7 @@ fn staging_trial_repeats_when_memory_is_free() {
     }
     let bytes = pages.content.len() as u64;
     assert!(content(&server.arena, bytes) == pages.gather(&pages.backwards(8)));
-    // It is not tried any more, and its buffers are gone.
+    // It is not tried any more, and its buffers are freed.
     let asked = server.count("cuMemAlloc_v2");
     pages.run(pages.retrieve(&server, 8)).unwrap();
     assert!(server.count("cuMemAlloc_v2") <= asked + 1);
@@ -361,7 +361,7 @@ fn failed_staging_trial_keeps_the_gpu() {
         ("cuLaunchKernel", "2"),
         ("cuStreamSynchronize", "999@1"),
     ] {
-        let (server, _engine, pages) = without_room();
+        let (server, _engine, pages) = without_staging_memory();
         server.script(&format!("fail {function}={how}; memory=8589934592"));
         wait(|| {
             let readings = server.readings();
@@ -385,7 +385,7 @@ fn failed_staging_trial_keeps_the_gpu() {
 /// Lanes on which copies of a trial may still run are not used for transfers.
 #[test]
 fn staging_trial_of_unknown_state_is_the_last() {
-    let (server, _engine, pages) = without_room();
+    let (server, _engine, pages) = without_staging_memory();
     server.script("fail cuStreamSynchronize=999; memory=8589934592");
     wait(|| server.readings().broken.is_some());
     let error = pages.run(pages.store(&server, 1)).unwrap_err();

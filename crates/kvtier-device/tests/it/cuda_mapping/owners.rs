@@ -1,4 +1,4 @@
-//! Which process lends memory, and whether it has ended.
+//! Which process exports memory, and whether it has ended.
 
 use kvtier_device::cuda::owner::Owner;
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
@@ -49,9 +49,9 @@ fn unproven_owner_is_none() {
     let ours = counted(&file.0);
     assert!(Owner::identify(std::slice::from_ref(&ours)).is_some());
     // A living process that has not mapped the file; one that has not mapped it all.
-    let lent = linked(&file, two.pid() as u32);
-    assert!(Owner::identify(&[counted(&lent.0)]).is_none());
-    assert!(Owner::identify(&[counted(&others.0), counted(&lent.0)]).is_none());
+    let unmapped = linked(&file, two.pid() as u32);
+    assert!(Owner::identify(&[counted(&unmapped.0)]).is_none());
+    assert!(Owner::identify(&[counted(&others.0), counted(&unmapped.0)]).is_none());
     // Two processes; memory that names none; a file that is not there; none at all; ourselves.
     assert!(Owner::identify(&[ours.clone(), counted(&others.0)]).is_none());
     let raw = spec(CudaStorage {

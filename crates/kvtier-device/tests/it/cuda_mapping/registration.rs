@@ -71,7 +71,7 @@ fn closing_a_storage_decrements_its_counter_once() {
     let mut lender = Lender::start();
     let handle = lender.handle();
     let counters = Counters::new();
-    // Three layers of one storage, of which two came in the same wrapper.
+    // Three layers of one storage; two of them came in the same wrapper.
     let of = |index| storage(&handle, Some((&counters.name, index)), None);
     let layers = [of(4), of(5), of(5)];
     let values = || [3, 4, 5, 6].map(|index| counters.get(index));

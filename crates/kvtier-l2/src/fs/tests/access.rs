@@ -7,8 +7,8 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use super::*;
 use crate::fs::walk::Position;
 
-/// The rights of this thread become those of a plain user, also where tests run as root.
-fn be_nobody_special() {
+/// Reduces the rights of this thread to those of a plain user, also where tests run as root.
+fn drop_capabilities() {
     let mut sets = capabilities(None).unwrap();
     let override_all = CapabilitySet::DAC_OVERRIDE | CapabilitySet::DAC_READ_SEARCH;
     sets.effective.remove(override_all);
@@ -38,7 +38,7 @@ fn file_without_permission_is_replaced_by_store() {
     fixture.store(&object(1)).unwrap();
     let path = fixture.path(&object(1));
     lock(&path);
-    be_nobody_special();
+    drop_capabilities();
     assert_eq!(load_here(&fixture, &object(1)), Err(ErrorKind::Corrupt));
     assert!(path.exists(), "it may be another's");
     let files = &fixture.adapter.files;
@@ -58,7 +58,7 @@ fn directory_without_permission_does_not_end_scan() {
         fs::create_dir_all(fixture.base().join(dir)).unwrap();
         lock(&fixture.base().join(dir));
     }
-    be_nobody_special();
+    drop_capabilities();
     let page = fixture.adapter.files.page(Position::START, 1000).unwrap();
     assert_eq!((page.objects.len(), page.foreign), (1, 3));
     assert_eq!(page.next, None);

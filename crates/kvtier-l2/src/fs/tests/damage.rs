@@ -6,7 +6,7 @@ use std::io::{Seek, SeekFrom, Write};
 use super::super::trailer::Trailer;
 use super::*;
 
-/// Stores an object, damages its file, and expects a miss, a quarantined file, and that it can be stored again.
+/// Damages the file of a stored object, and expects a miss, a quarantined file, and that a store writes it again.
 fn is_found_out(what: &str, damage: impl Fn(&Path)) {
     for direct in [false, true] {
         let fixture = Fixture::with(|options| options.use_odirect = direct);
@@ -181,7 +181,7 @@ fn failed_quarantine_takes_no_slot() {
         assert_eq!(fixture.load(&object(number)), Err(ErrorKind::Corrupt));
         ["quarantined_files", "discarded_files"].map(|counter| fixture.status(counter))
     };
-    // Somebody's, where the directory has to be.
+    // A file of another program, where the directory has to be.
     fs::write(&quarantine, "").unwrap();
     for number in 0..40 {
         assert_eq!(damage(number), [0, u64::from(number) + 1]);

@@ -311,7 +311,7 @@ fn short_write_is_reported_by_both_engines() {
         return;
     }
     let small = tempfile::tempdir().unwrap();
-    // Room for a part of the first file.
+    // Capacity for a part of the first file.
     let mounted = Command::new("mount")
         .args(["-t", "tmpfs", "-o", "size=24k", "kvtier-test"])
         .arg(small.path())

@@ -70,7 +70,7 @@ async fn sharded_direct_files_with_old_names_pass() {
             options.num_workers = 1;
         })
     };
-    // Ten thousand directories would be of no use to anybody.
+    // The case of ten thousand keys would only make ten thousand directories.
     let report = check_some(make, |case| case != "ten_thousand_keys").await;
     assert!(report.failed().next().is_none(), "\n{report}");
 }

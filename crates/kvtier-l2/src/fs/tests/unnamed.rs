@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// An adapter that has looked through its directory, so that small objects are written without a look; and one that
-/// gives files names of their own.
+/// An adapter that has scanned its directory, so that small objects are written without a lookup; and one that
+/// creates files with temporary names.
 fn both() -> [Fixture; 2] {
     [false, true].map(|is_named| {
         let fixture = Fixture::new();
@@ -99,9 +99,9 @@ fn file_is_created_in_place_if_rename_fails() {
 
 /// The directories below the base are mounts, so neither links nor renames reach from one to another.
 fn stores_across_mounts() {
-    for gives_up in [false, true] {
+    for is_named in [false, true] {
         let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
-        if gives_up {
+        if is_named {
             fixture.adapter.files.unnamed.disable();
         }
         fixture.recover();

@@ -328,7 +328,7 @@ fn stores_of_one_key_in_flight_are_all_allowed() {
     assert!(sums.get(&[1])[0].is_empty());
 }
 
-/// With `faults` between it and a mock: how the loads end, of which none hands out wrong bytes.
+/// How loads end with `faults` between the checksums and a mock. None of them returns wrong bytes.
 async fn loads_through(faults: serde_json::Value, count: u64) -> Vec<Option<ErrorKind>> {
     let context = TestContext::new();
     let config = json!({

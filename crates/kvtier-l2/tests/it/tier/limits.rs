@@ -179,13 +179,13 @@ async fn pending_delete_found_over_limit_is_still_deleted() {
 async fn strict_limit_holds_from_first_store_after_restart() {
     let (memory, bytes) = (with_old((0..3).map(|number| (number, "a"))), Bytes::new());
     let tier = strict(&memory, 3);
-    let let_go = async {
+    let resume = async {
         tokio::task::yield_now().await;
         assert_eq!(memory.items(Operation::Store), 0);
         open_recovery(&memory);
     };
     let storing = store_of(&tier, &bytes, "a", 10..12);
-    let (stored, (), ()) = tokio::join!(storing, recover(&tier), let_go);
+    let (stored, (), ()) = tokio::join!(storing, recover(&tier), resume);
     assert!(stored.iter().all(Result::is_ok));
     assert_eq!(has(&memory, "a"), [2, 10, 11]);
     assert_eq!(memory.peak_bytes("a"), 3 * SIZE);
