@@ -396,7 +396,7 @@ fn the_reference_page_is_true() {
     let written = std::fs::read_to_string(path).unwrap_or_default();
     assert!(
         written == page,
-        "docs/flags.md is out of date; KVTIER_WRITE_DOCS=1 cargo test -p kvtier-server reference_page"
+        "docs/flags.md is out of date; KVTIER_WRITE_DOCS=1 cargo test -p kvtier-config reference_page"
     );
 }
 

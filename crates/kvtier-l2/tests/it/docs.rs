@@ -18,6 +18,6 @@ fn the_tables_of_keys_are_those_of_the_definitions() {
     }
     assert!(
         std::fs::read_to_string(PAGE).unwrap() == right,
-        "docs/l2.md is out of date; KVTIER_WRITE_DOCS=1 cargo test -p kvtier-l2 --test docs"
+        "docs/l2.md is out of date; KVTIER_WRITE_DOCS=1 cargo test -p kvtier-l2 --test it"
     );
 }
