@@ -142,10 +142,7 @@ fn refusal(operation: Operation, kind: ResponseKind) -> Response<'static> {
         ResponseKind::Nothing => Response::Nothing,
         ResponseKind::Int | ResponseKind::OptionalInt => Response::Int(0),
         // A ping that cannot be read still proves that the server is there; a commit that cannot has failed.
-        ResponseKind::Bool => Response::Bool(matches!(
-            operation,
-            Operation::Ping | Operation::CommitRetrieve
-        )),
+        ResponseKind::Bool => Response::Bool(operation == Operation::Ping),
         ResponseKind::Text => Response::Text("OK".into()),
         ResponseKind::Texts => Response::Texts(Vec::new()),
         ResponseKind::Ints => Response::Ints(Vec::new()),

@@ -1,6 +1,6 @@
 //! The cache engine: what each request of the protocol does.
 //!
-//! [`Engine::handle`] takes a decoded request and returns its answer; it may be called from any number of threads. The
+//! [`Engine::handle`] takes a decoded request and answers it through a [`Reply`]; it may be called from any number of threads. The
 //! caller keeps the order that the protocol promises within one connection. Handlers wait for nothing but the short
 //! locks of the tables and the copy of the bytes of their request.
 

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use kvtier_l2::redact;
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
@@ -64,7 +65,8 @@ impl Server {
         for warning in preflight::warnings(&config) {
             tracing::warn!("{warning}");
         }
-        let access = Arc::new(Access::open(&config.http).map_err(StartError)?);
+        let access =
+            Arc::new(Access::open(&config.http).map_err(|error| StartError(redact::text(&error)))?);
         let descriptors = Descriptors::raise().map_err(StartError)?;
         let socket = RequestSocket::bind(&config).map_err(StartError)?;
         let health = Arc::new(Health::default());

@@ -125,7 +125,10 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
 /// Prints why there is no start; bad usage, unless another server has the socket.
 fn refuse(config: &ServerConfig, obstacle: &str) -> ExitCode {
     complain("server", obstacle);
-    let path = config.ipc_path();
+    // Only of the request socket; whatever else is wrong does not end with that server.
+    let path = config
+        .ipc_path()
+        .filter(|_| obstacle.starts_with("--host:"));
     match path.is_some_and(|path| UnixStream::connect(path).is_ok()) {
         true => ExitCode::FAILURE,
         false => ExitCode::from(USAGE),

@@ -320,6 +320,13 @@ impl EngineDrivenTransfer<'_> {
             })?;
             server.check()?;
             source.read(chunk, |offset, piece| {
+                // Beyond it is another object.
+                if offset.saturating_add(piece.len() as u64) > slot.length {
+                    return Err(unexpected(format!(
+                        "chunk {index} has more bytes than its slot, {}",
+                        slot.length
+                    )));
+                }
                 pool.write(slot.offset.saturating_add(offset), piece)
                     .map_err(|error| pool_error(pool, &error))
             })?;

@@ -2,7 +2,6 @@
 //!
 //! A lookup belongs to its request, its scope (model, workers, tenant) and its scheduler's connection, so equal request
 //! ids of two engines or tenants never meet. A scheduler that has reconnected finds its lookups again: they are those of
-//! connections that have been silent since its own first word. What a lookup holds goes when its workers have read it,
 //! connections that have been silent since its own first word. What a lookup holds is released when its workers have
 //! read it, when the scheduler frees it, when the session ends, when the scheduler's connection is dead, and in the end
 //! by age. A running transfer has a lease of its own, so none of these releases memory under it.

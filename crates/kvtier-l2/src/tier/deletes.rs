@@ -1,24 +1,24 @@
 //! Deletes in flight.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use kvtier_core::cache::Removed;
 use kvtier_core::object_key::ObjectKey;
 
-use super::key_states::KeyStates;
+use super::key_states::{DeleteBytes, DeleteEnd, KeyStates};
 use crate::adapter::Adapter;
 use crate::error::{ErrorKind, L2Error};
 
-/// Keys in the state `Deleting`. Those that have no result when this is dropped are deleted again later.
+/// Deletes that were sent. Those that have no result when this is dropped are sent again later.
 pub(super) struct DeletesInFlight {
     states: Arc<KeyStates>,
-    keys: HashSet<ObjectKey>,
+    keys: HashMap<ObjectKey, DeleteBytes>,
 }
 
 impl DeletesInFlight {
-    /// Starts to delete `keys`, which `remove` takes out of the index; returns what it returned. Keys that are kept there
-    /// and those that another caller deletes already are not part of it.
+    /// Starts to delete `keys` by name, which `remove` takes out of the index; returns what it returned. Keys that are kept
+    /// there are not part of it.
     pub(super) fn start(
         states: &Arc<KeyStates>,
         keys: &[ObjectKey],
@@ -26,26 +26,27 @@ impl DeletesInFlight {
     ) -> (Self, Vec<Removed>) {
         let mut deletes = Self {
             states: Arc::clone(states),
-            keys: HashSet::new(),
+            keys: HashMap::new(),
         };
-        let removed = states.with(|table| {
-            let mut start = |key: &ObjectKey| {
+        let start = |key: &ObjectKey| {
+            // One key per hold of the lock: there may be thousands.
+            states.with(|table| {
                 let removed = remove(key);
-                if removed.kept == 0 && table.start_delete(key, removed.bytes) {
-                    deletes.keys.insert(key.clone());
+                // A key that is named twice is deleted once.
+                if removed.kept == 0 && !deletes.keys.contains_key(key) {
+                    let bytes = table.start_delete(key, removed);
+                    deletes.keys.insert(key.clone(), bytes);
                 }
                 removed
-            };
-            keys.iter().map(&mut start).collect()
-        });
+            })
+        };
+        let removed = keys.iter().map(start).collect();
         (deletes, removed)
     }
 
     /// The key was deleted.
     pub(super) fn succeeded(&mut self, key: &ObjectKey) {
-        if self.keys.remove(key) {
-            self.states.with(|table| table.deleted(key));
-        }
+        self.end(key, || DeleteEnd::Deleted);
     }
 
     /// The delete of the key failed; `insert` may put it back into the index.
@@ -55,21 +56,28 @@ impl DeletesInFlight {
         error: &L2Error,
         insert: impl FnOnce() -> bool,
     ) {
-        if self.keys.remove(key) {
-            let is_late = error.kind() == ErrorKind::Deadline;
+        let is_late = error.kind() == ErrorKind::Deadline;
+        self.end(key, || match insert() {
+            true => DeleteEnd::Reinserted,
+            false => DeleteEnd::Failed { is_late },
+        });
+    }
+
+    fn end(&mut self, key: &ObjectKey, end: impl FnOnce() -> DeleteEnd) {
+        if let Some(bytes) = self.keys.remove(key) {
+            // Under the lock: the object counts throughout.
             self.states
-                .with(|table| table.delete_failed(key, is_late, insert));
+                .with(|table| table.end_delete(key, bytes, end()));
         }
     }
 }
 
 impl Drop for DeletesInFlight {
     fn drop(&mut self) {
-        self.states.with(|table| {
-            for key in &self.keys {
-                table.delete_failed(key, true, || false);
-            }
-        });
+        for (key, bytes) in self.keys.drain() {
+            let end = DeleteEnd::Failed { is_late: true };
+            self.states.with(|table| table.end_delete(&key, bytes, end));
+        }
         self.states.notify_deletes_ended();
     }
 }
@@ -101,11 +109,14 @@ pub(super) async fn delete_pending(
         let _ = ended.changed().await;
         return Some(Deletes::default());
     }
-    let (keys, bytes): (Vec<_>, Vec<_>) = pending.into_iter().unzip();
+    let in_flight = pending
+        .iter()
+        .map(|(key, bytes)| (key.clone(), Some(*bytes)));
     let mut in_flight = DeletesInFlight {
         states: Arc::clone(states),
-        keys: keys.iter().cloned().collect(),
+        keys: in_flight.collect(),
     };
+    let (keys, bytes): (Vec<_>, Vec<_>) = pending.into_iter().unzip();
     let adapter = Arc::clone(adapter);
     let work = tokio::spawn(async move {
         let mut results = adapter.delete(keys.clone()).await.into_iter();

@@ -9,75 +9,76 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
+use kvtier_core::cache::Removed;
 use kvtier_core::object_key::ObjectKey;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::Adopted;
 
-/// State of a key beside the index. A key without one is what the index says.
+/// State of a key beside the index: three facts, each with its own transitions, since stores and deletes of one key may
+/// overlap. A key without a state is what the index says.
 ///
 /// ```text
-/// (none)        ── store not answered ──────────────────▶ Indeterminate
-/// (none)        ── evicted, or found beyond a limit ────▶ PendingDelete
-/// (none)        ── deleted by name ─────────────────────▶ Deleting
-/// Indeterminate ── stored, found, loaded, or removed ───▶ (none)
-/// Indeterminate ── evicted ─────────────────────────────▶ PendingDelete
-/// Indeterminate ── deleted by name ─────────────────────▶ Deleting
-/// PendingDelete ── stored or found again, if not late ──▶ (none)
-/// PendingDelete ── delete sent ─────────────────────────▶ Deleting
-/// Deleting      ── deleted ─────────────────────────────▶ (none)
-/// Deleting      ── failed, and back in the index ───────▶ Indeterminate
-/// Deleting      ── failed, or late if not answered ─────▶ PendingDelete
+/// indeterminate   set:   its store or delete was not answered, and the index has it
+///                 unset: the backend answered a store, lookup or load; or it was removed from the index by name
+/// pending delete  set:   evicted, found beyond a limit, or its delete failed and the index does not have it
+///                 unset: its delete was sent; stored or found again, unless it is late; deleted by name
+/// deleting        set:   a delete was sent
+///                 unset: the last delete in flight has ended. What one that failed had to delete goes back to the
+///                        index, then it is indeterminate, or to the pending deletes
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum KeyState {
-    /// In the index, but its last store or delete was not answered: only the backend knows whether it is there.
-    Indeterminate,
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct KeyState {
+    /// In the index, but only the backend knows whether it is there.
+    is_indeterminate: bool,
     /// Not in the index, in the backend: waits to be deleted, and counts until then.
-    PendingDelete {
-        bytes: u64,
-        /// An earlier delete was not answered and may still be executed.
-        is_late: bool,
-    },
-    /// Its delete is in flight. It counts until the delete is answered, also if the caller no longer waits.
-    Deleting {
-        bytes: u64,
-        /// State after the delete, left by a store that ended meanwhile.
-        raced: Option<Raced>,
-    },
+    pending: Option<PendingDelete>,
+    /// Deletes in flight. Their bytes count until they are answered, also if the caller no longer waits.
+    deleting: Option<Deleting>,
 }
 
-/// Result of a store that ended while a delete of the same key was in flight.
+/// Deletes of one key in flight.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Deleting {
+    /// Bytes of all of them.
+    bytes: u64,
+    count: u32,
+    /// An earlier delete was not answered and may still be executed.
+    is_late: bool,
+}
+
+/// What one delete in flight has to delete, as far as it is known: `None` if the tier did not know the key.
+pub(super) type DeleteBytes = Option<u64>;
+
+/// End of one delete in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Raced {
-    Indeterminate,
-    PendingDelete { bytes: u64 },
+pub(super) enum DeleteEnd {
+    /// It was answered: the key is not there.
+    Deleted,
+    /// It failed, and the index has the key again.
+    Reinserted,
+    /// It failed; if `is_late` it was not answered, and may still be executed.
+    Failed { is_late: bool },
+}
+
+/// A delete that waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct PendingDelete {
+    bytes: u64,
+    /// An earlier delete was not answered and may still be executed.
+    is_late: bool,
 }
 
 impl KeyState {
     /// Bytes in the backend that the index does not count.
     fn bytes(self) -> u64 {
-        match self {
-            Self::Indeterminate => 0,
-            Self::PendingDelete { bytes, .. } => bytes,
-            Self::Deleting { bytes, raced } => match raced {
-                Some(Raced::PendingDelete { bytes: more }) => bytes + more,
-                Some(Raced::Indeterminate) | None => bytes,
-            },
-        }
-    }
-
-    fn is_pending(self) -> bool {
-        matches!(self, Self::PendingDelete { .. })
-    }
-
-    fn is_deleting(self) -> bool {
-        matches!(self, Self::Deleting { .. })
+        let pending = self.pending.map_or(0, |pending| pending.bytes);
+        pending + self.deleting.map_or(0, |deleting| deleting.bytes)
     }
 }
 
-/// ChecksumCache of one tenant.
+/// Sums of one tenant.
 #[derive(Debug, Default)]
 struct TenantSums {
     /// Keys that wait to be deleted.
@@ -97,12 +98,13 @@ impl TenantSums {
 /// State under the lock.
 #[derive(Debug, Default)]
 pub(super) struct Table {
+    /// Without empty ones.
     states: HashMap<ObjectKey, KeyState>,
     /// By cache salt, without empty ones.
     tenants: BTreeMap<Arc<str>, TenantSums>,
     /// Keys whose delete is in flight.
     deleting: usize,
-    /// ChecksumCache of all tenants.
+    /// Sums of all tenants.
     deleting_bytes: u64,
     unsent_bytes: u64,
     /// Bytes of all writes that were started, and of those that have ended.
@@ -111,28 +113,33 @@ pub(super) struct Table {
 }
 
 impl Table {
-    fn get(&self, key: &ObjectKey) -> Option<KeyState> {
-        self.states.get(key).copied()
+    fn get(&self, key: &ObjectKey) -> KeyState {
+        self.states.get(key).copied().unwrap_or_default()
     }
 
-    /// Sets or removes the state of a key and keeps the sums.
-    fn set(&mut self, key: &ObjectKey, state: Option<KeyState>) {
-        let old = match state {
-            Some(state) => self.states.insert(key.clone(), state),
-            None => self.states.remove(key),
+    /// Sets the state of a key and keeps the sums.
+    fn set(&mut self, key: &ObjectKey, state: KeyState) {
+        let old = match state == KeyState::default() {
+            true => self.states.remove(key),
+            false => self.states.insert(key.clone(), state),
         };
-        let is = |state: Option<KeyState>, what: fn(KeyState) -> bool| state.is_some_and(what);
-        let bytes = |state: Option<KeyState>| state.map_or(0, KeyState::bytes);
-        self.deleting += usize::from(is(state, KeyState::is_deleting));
-        self.deleting -= usize::from(is(old, KeyState::is_deleting));
-        self.deleting_bytes = self.deleting_bytes + bytes(state) - bytes(old);
+        let old = old.unwrap_or_default();
+        self.deleting += usize::from(state.deleting.is_some());
+        self.deleting -= usize::from(old.deleting.is_some());
+        self.deleting_bytes = self.deleting_bytes + state.bytes() - old.bytes();
         self.update_tenant(key.cache_salt(), |tenant| {
-            tenant.deleting_bytes = tenant.deleting_bytes + bytes(state) - bytes(old);
-            match is(state, KeyState::is_pending) {
-                true => tenant.pending.insert(key.clone()),
-                false => tenant.pending.remove(key),
+            tenant.deleting_bytes = tenant.deleting_bytes + state.bytes() - old.bytes();
+            match state.pending {
+                Some(_) => tenant.pending.insert(key.clone()),
+                None => tenant.pending.remove(key),
             };
         });
+    }
+
+    fn update(&mut self, key: &ObjectKey, update: impl FnOnce(&mut KeyState)) {
+        let mut state = self.get(key);
+        update(&mut state);
+        self.set(key, state);
     }
 
     fn update_tenant(&mut self, salt: &Arc<str>, update: impl FnOnce(&mut TenantSums)) {
@@ -145,54 +152,50 @@ impl Table {
 
     /// Adds an object that is in the backend and not in the index.
     fn add_pending(&mut self, key: &ObjectKey, bytes: u64) {
-        let state = match self.get(key) {
-            Some(KeyState::Deleting { bytes: old, .. }) => KeyState::Deleting {
-                bytes: old,
-                raced: Some(Raced::PendingDelete { bytes }),
-            },
-            _ => KeyState::PendingDelete {
-                bytes,
-                is_late: false,
-            },
-        };
-        self.set(key, Some(state));
-    }
-
-    /// Ends the delete of a key.
-    pub(super) fn deleted(&mut self, key: &ObjectKey) {
-        let Some(KeyState::Deleting { raced, .. }) = self.get(key) else {
-            return;
-        };
-        let state = raced.map(|raced| match raced {
-            Raced::Indeterminate => KeyState::Indeterminate,
-            Raced::PendingDelete { bytes } => KeyState::PendingDelete {
-                bytes,
-                is_late: false,
-            },
+        self.update(key, |state| {
+            let is_late = state.pending.is_some_and(|pending| pending.is_late);
+            state.pending = Some(PendingDelete { bytes, is_late });
         });
-        self.set(key, state);
     }
 
-    /// Ends the delete of a key that failed, or whose outcome is unknown if `is_late`. If `insert` puts the key into
-    /// the index, it stays there; otherwise it is deleted later.
-    pub(super) fn delete_failed(
-        &mut self,
-        key: &ObjectKey,
-        is_late: bool,
-        insert: impl FnOnce() -> bool,
-    ) {
-        let Some(KeyState::Deleting { bytes, raced }) = self.get(key) else {
+    /// Starts a delete of a key, which took `removed` out of the index, and takes over a pending one.
+    pub(super) fn start_delete(&mut self, key: &ObjectKey, removed: Removed) -> DeleteBytes {
+        let mut state = self.get(key);
+        let pending = state.pending.take();
+        let is_known = removed.objects > 0 || pending.is_some();
+        let bytes = removed.bytes + pending.map_or(0, |pending| pending.bytes);
+        // What is not in the index is not indeterminate.
+        state.is_indeterminate &= removed.objects == 0;
+        let deleting = state.deleting.get_or_insert_default();
+        deleting.count += 1;
+        deleting.bytes += bytes;
+        deleting.is_late |= pending.is_some_and(|pending| pending.is_late);
+        self.set(key, state);
+        is_known.then_some(bytes)
+    }
+
+    /// Ends a delete of a key.
+    pub(super) fn end_delete(&mut self, key: &ObjectKey, bytes: DeleteBytes, end: DeleteEnd) {
+        let mut state = self.get(key);
+        let Some(mut deleting) = state.deleting else {
             return;
         };
-        let state = match raced {
-            Some(Raced::Indeterminate) => Some(KeyState::Indeterminate),
-            _ if insert() => Some(KeyState::Indeterminate),
-            Some(Raced::PendingDelete { bytes: more }) => Some(KeyState::PendingDelete {
-                bytes: bytes.max(more),
-                is_late,
-            }),
-            None => (bytes > 0).then_some(KeyState::PendingDelete { bytes, is_late }),
-        };
+        deleting.count -= 1;
+        deleting.bytes -= bytes.unwrap_or_default();
+        state.deleting = (deleting.count > 0).then_some(deleting);
+        match (end, bytes) {
+            (DeleteEnd::Reinserted, _) => state.is_indeterminate = true,
+            (DeleteEnd::Failed { is_late }, Some(bytes)) => {
+                let other = state.pending;
+                state.pending = Some(PendingDelete {
+                    bytes: other.map_or(bytes, |other| other.bytes.max(bytes)),
+                    is_late: is_late
+                        || deleting.is_late
+                        || other.is_some_and(|other| other.is_late),
+                });
+            }
+            (DeleteEnd::Failed { .. }, None) | (DeleteEnd::Deleted, _) => {}
+        }
         self.set(key, state);
     }
 
@@ -210,24 +213,12 @@ impl Table {
         let pending = tenants.flat_map(|tenant| &tenant.pending);
         let keys: Vec<_> = pending.take(limit).cloned().collect();
         let start = |key: ObjectKey| {
-            let bytes = self.get(&key).map_or(0, KeyState::bytes);
-            self.start_delete(&key, 0);
-            (key, bytes)
+            // A delete by name in flight may be about to answer for it.
+            let is_idle = self.get(&key).deleting.is_none();
+            let bytes = is_idle.then(|| self.start_delete(&key, Removed::default()))??;
+            Some((key, bytes))
         };
-        keys.into_iter().map(start).collect()
-    }
-
-    /// Starts the delete of a key, with the bytes that it had in the index; `false` if one is in flight already, which
-    /// counts them then.
-    pub(super) fn start_delete(&mut self, key: &ObjectKey, in_index: u64) -> bool {
-        let (is_new, bytes, raced) = match self.get(key) {
-            Some(KeyState::Deleting { bytes, raced }) => (false, bytes, raced),
-            Some(KeyState::PendingDelete { bytes, .. }) => (true, bytes, None),
-            Some(KeyState::Indeterminate) | None => (true, 0, None),
-        };
-        let bytes = bytes + in_index;
-        self.set(key, Some(KeyState::Deleting { bytes, raced }));
-        is_new
+        keys.into_iter().filter_map(start).collect()
     }
 
     /// Whether nothing is left to delete, of all tenants or of one.
@@ -316,33 +307,19 @@ impl KeyStates {
     }
 
     pub(super) fn is_indeterminate(&self, key: &ObjectKey) -> bool {
-        self.table.lock().get(key) == Some(KeyState::Indeterminate)
+        self.table.lock().get(key).is_indeterminate
     }
 
     /// The store of a key that goes into the index was not answered.
     pub(super) fn set_indeterminate(&self, key: &ObjectKey) {
         let mut table = self.table.lock();
-        let state = match table.get(key) {
-            Some(KeyState::Deleting { bytes, .. }) => KeyState::Deleting {
-                bytes,
-                raced: Some(Raced::Indeterminate),
-            },
-            _ => KeyState::Indeterminate,
-        };
-        table.set(key, Some(state));
+        table.update(key, |state| state.is_indeterminate = true);
     }
 
     /// The backend has answered what became of the key, or the index no longer has it.
     pub(super) fn resolve(&self, key: &ObjectKey) {
         let mut table = self.table.lock();
-        match table.get(key) {
-            Some(KeyState::Indeterminate) => table.set(key, None),
-            Some(KeyState::Deleting {
-                bytes,
-                raced: Some(Raced::Indeterminate),
-            }) => table.set(key, Some(KeyState::Deleting { bytes, raced: None })),
-            _ => {}
-        }
+        table.update(key, |state| state.is_indeterminate = false);
     }
 
     /// Adds what `evicted` returns to the pending deletes. It runs under the lock, so each object is counted throughout.
@@ -399,22 +376,19 @@ impl KeyStates {
 
     /// Cancels the pending delete of a key that is about to be stored. Waits while a delete of it is in flight.
     pub(super) async fn claim(&self, key: &ObjectKey) -> Claim {
-        let is_deleting = |table: &Table| matches!(table.get(key), Some(KeyState::Deleting { .. }));
+        let is_deleting = |table: &Table| table.get(key).deleting.is_some();
         let mut ended = self.deletes_ended();
         // Cannot fail: `self` has the sender.
         let _ = ended.wait_for(|()| !is_deleting(&self.table.lock())).await;
         let mut table = self.table.lock();
-        match table.get(key) {
-            Some(KeyState::Indeterminate) | None => Claim::Free,
-            Some(KeyState::PendingDelete {
-                bytes,
-                is_late: false,
-            }) => {
-                table.set(key, None);
-                Claim::Cancelled(bytes)
-            }
-            Some(KeyState::PendingDelete { is_late: true, .. } | KeyState::Deleting { .. }) => {
-                Claim::Refused
+        let state = table.get(key);
+        match state.pending {
+            _ if state.deleting.is_some() => Claim::Refused,
+            None => Claim::Free,
+            Some(pending) if pending.is_late => Claim::Refused,
+            Some(pending) => {
+                table.update(key, |state| state.pending = None);
+                Claim::Cancelled(pending.bytes)
             }
         }
     }
@@ -423,14 +397,12 @@ impl KeyStates {
     pub(super) fn adopt(&self, key: &ObjectKey, insert: impl FnOnce() -> Adopted) -> Adopted {
         let mut table = self.table.lock();
         let state = table.get(key);
-        if let Some(KeyState::Deleting { .. } | KeyState::PendingDelete { is_late: true, .. }) =
-            state
-        {
+        if state.deleting.is_some() || state.pending.is_some_and(|pending| pending.is_late) {
             return Adopted::Deleting;
         }
         let adopted = insert();
-        if adopted == Adopted::Indexed || state == Some(KeyState::Indeterminate) {
-            table.set(key, None);
+        if adopted == Adopted::Indexed {
+            table.update(key, |state| state.pending = None);
         }
         adopted
     }
@@ -499,5 +471,120 @@ pub(super) struct WriteInFlight<'a> {
 impl Drop for WriteInFlight<'_> {
     fn drop(&mut self) {
         self.states.table.lock().ended_bytes += self.bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvtier_core::ChunkHash;
+    use kvtier_core::object_key::Namespace;
+
+    use super::*;
+
+    const BYTES: u64 = 8;
+
+    const OF_INDEX: Removed = Removed {
+        objects: 1,
+        bytes: BYTES,
+        kept: 0,
+        missing: 0,
+    };
+
+    const FAILED: DeleteEnd = DeleteEnd::Failed { is_late: false };
+
+    fn key() -> ObjectKey {
+        let namespace = Namespace::new("model", 0, 0, 0, "").unwrap();
+        ObjectKey::of(&Arc::new(namespace), ChunkHash([1; 32]))
+    }
+
+    fn start(states: &KeyStates, removed: Removed) -> DeleteBytes {
+        states.with(|table| table.start_delete(&key(), removed))
+    }
+
+    fn end(states: &KeyStates, bytes: DeleteBytes, end: DeleteEnd) {
+        states.with(|table| table.end_delete(&key(), bytes, end));
+    }
+
+    fn bytes(states: &KeyStates) -> u64 {
+        states.read(None, || ()).1.deleting
+    }
+
+    #[test]
+    fn unanswered_store_during_a_delete_is_indeterminate() {
+        let states = KeyStates::default();
+        let delete = start(&states, Removed::default());
+        states.set_indeterminate(&key());
+        assert!(states.is_indeterminate(&key()));
+        end(&states, delete, DeleteEnd::Deleted);
+        assert!(states.is_indeterminate(&key()));
+    }
+
+    #[test]
+    fn failed_second_delete_counts_after_the_first_is_answered() {
+        let states = KeyStates::default();
+        let first = start(&states, Removed::default());
+        let second = start(&states, OF_INDEX);
+        end(&states, second, FAILED);
+        end(&states, first, DeleteEnd::Deleted);
+        assert_eq!(bytes(&states), BYTES);
+        assert!(states.has_pending());
+    }
+
+    #[test]
+    fn removal_by_name_ends_the_indeterminate_state() {
+        for (second_end, left) in [(DeleteEnd::Deleted, 0), (FAILED, BYTES)] {
+            let states = KeyStates::default();
+            let first = start(&states, Removed::default());
+            states.set_indeterminate(&key());
+            let second = start(&states, OF_INDEX);
+            assert!(!states.is_indeterminate(&key()));
+            end(&states, first, FAILED);
+            end(&states, second, second_end);
+            assert_eq!(bytes(&states), left);
+        }
+    }
+
+    #[tokio::test]
+    async fn late_delete_refuses_stores_whatever_another_store_left() {
+        let states = KeyStates::default();
+        states.add_pending(|| vec![(key(), BYTES)]);
+        let late = start(&states, Removed::default());
+        end(&states, late, DeleteEnd::Failed { is_late: true });
+        states.set_indeterminate(&key());
+        assert_eq!(states.claim(&key()).await, Claim::Refused);
+        // Evicted again, it is as late as before.
+        states.add_pending(|| vec![(key(), BYTES)]);
+        assert_eq!(states.claim(&key()).await, Claim::Refused);
+    }
+
+    #[tokio::test]
+    async fn refused_store_leaves_another_ones_indeterminate_state() {
+        let states = KeyStates::default();
+        states.add_pending(|| vec![(key(), BYTES)]);
+        assert_eq!(states.claim(&key()).await, Claim::Cancelled(BYTES));
+        states.set_indeterminate(&key());
+        states.add_pending(|| vec![(key(), BYTES)]);
+        assert!(states.is_indeterminate(&key()));
+    }
+
+    #[test]
+    fn object_without_bytes_is_deleted_again_after_a_failure() {
+        let states = KeyStates::default();
+        states.add_pending(|| vec![(key(), 0)]);
+        let delete = start(&states, Removed::default());
+        assert_eq!(delete, Some(0));
+        end(&states, delete, FAILED);
+        assert!(states.has_pending());
+    }
+
+    #[test]
+    fn nothing_is_left_of_a_key_whose_deletes_were_answered() {
+        let states = KeyStates::default();
+        let deletes = [Removed::default(), OF_INDEX].map(|removed| start(&states, removed));
+        deletes
+            .into_iter()
+            .for_each(|delete| end(&states, delete, DeleteEnd::Deleted));
+        let is_empty = states.with(|table| table.states.is_empty() && table.tenants.is_empty());
+        assert!(is_empty && states.with(|table| table.is_idle(None)));
     }
 }

@@ -263,6 +263,7 @@ impl Tier {
                 // An indeterminate key that was not found stays so: its store may still arrive.
                 let Some(bytes) = bytes else { continue };
                 let key = &batch[position].key;
+                self.states.resolve(key);
                 if self.adopt(key, bytes) != Adopted::Deleting {
                     // It can be loaded even if the index cannot hold it.
                     held[position] = Some(self.pin(key).unwrap_or(TierLease { _lease: None }));

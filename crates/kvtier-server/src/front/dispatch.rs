@@ -52,7 +52,8 @@ impl Front {
             Err(error) => {
                 let reply = unresolved(&self.server, client, &message, &error, received);
                 if let Some(reply) = reply {
-                    self.send(reply);
+                    // Behind what was answered before.
+                    self.server.outbox.send(reply);
                 }
                 return;
             }
