@@ -141,8 +141,12 @@ fn refusal(operation: Operation, kind: ResponseKind) -> Response<'static> {
     match kind {
         ResponseKind::Nothing => Response::Nothing,
         ResponseKind::Int | ResponseKind::OptionalInt => Response::Int(0),
-        // A ping that cannot be read still proves that the server is there; a commit that cannot has failed.
-        ResponseKind::Bool => Response::Bool(operation == Operation::Ping),
+        // A ping that cannot be read still proves that the server is there, and a commit of a retrieve is answered as by
+        // LMCache's server, whose clients ignore it; a commit of a store has failed.
+        ResponseKind::Bool => Response::Bool(matches!(
+            operation,
+            Operation::Ping | Operation::CommitRetrieve
+        )),
         ResponseKind::Text => Response::Text("OK".into()),
         ResponseKind::Texts => Response::Texts(Vec::new()),
         ResponseKind::Ints => Response::Ints(Vec::new()),
