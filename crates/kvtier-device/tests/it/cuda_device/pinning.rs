@@ -296,7 +296,8 @@ fn pieces_are_unpinned_in_parallel() {
 fn hanging_unpin_is_abandoned_with_the_arena() {
     for held in ["cuMemHostUnregister", "cuMemHostRegister_v2"] {
         let mut options = in_pieces(Executor::Batch);
-        options.leave_timeout = Duration::from_millis(1);
+        // Long enough for threads that have nothing left to do: without their end nothing is unpinned.
+        options.leave_timeout = Duration::from_secs(1);
         let server = Server::with("", options, ARENA);
         let mut engine = Lender::start();
         let pinned_bytes = match held {
