@@ -382,6 +382,16 @@ class ModeCases:
         self.overwrite()
         self.expect("hits-after-death-while-loading", vllm.measured(self.prompts.main), "main", WHOLE, local=0)
 
+    def degraded(self):
+        """How often LMCache's client has noticed that its server is down: once per scheduler and worker."""
+        with open(self.vllm.child.log, errors="replace") as log:
+            return log.read().count("entering degraded mode")
+
+    def wait_until_degraded(self, before):
+        """Waits until scheduler and worker have noticed. A worker that copies by itself and has not, when the scheduler has,
+        ends its engine: the connector does not catch the timeout of its store (docs/vllm.md)."""
+        wait_until(lambda: self.degraded() >= before + 2, 60, "scheduler and worker of LMCache without their server")
+
     def server_restart(self, apc):
         """The server is killed and started again: vLLM goes on and registers again.
 
@@ -390,6 +400,7 @@ class ModeCases:
         vllm, prompts, server = self.vllm, self.prompts, self.server
         if self.directory:
             tiers.settled(server)
+        noticed = self.degraded()
         server.kill()
         if self.directory and not server.peer:
             tiers.flip(self.files("alice")[0], 1000)
@@ -397,6 +408,8 @@ class ModeCases:
                 os.truncate(path, path.stat().st_size - 1)
         if apc:
             vllm.forget()
+        if server.mode != "lmcache_driven" and self.options.connector != "kvtier":
+            self.wait_until_degraded(noticed)
         try:
             answer = vllm.measured(prompts.main)
             self.expect("server-down-still-answers", answer, "main", 0)
