@@ -62,11 +62,12 @@ impl Server {
         if let Some(obstacle) = preflight::obstacle(&config) {
             return Err(StartError(obstacle));
         }
-        for warning in preflight::warnings(&config) {
+        let access =
+            Access::open(&config.http).map_err(|error| StartError(redact::text(&error)))?;
+        let access = Arc::new(access);
+        for warning in config.warnings().chain(access.warnings()) {
             tracing::warn!("{warning}");
         }
-        let access =
-            Arc::new(Access::open(&config.http).map_err(|error| StartError(redact::text(&error)))?);
         let descriptors = Descriptors::raise().map_err(StartError)?;
         let socket = RequestSocket::bind(&config).map_err(StartError)?;
         let health = Arc::new(Health::default());
