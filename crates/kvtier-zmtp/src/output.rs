@@ -117,8 +117,9 @@ impl<C> Output<C> {
     }
 
     fn small(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
-        let fits =
-            |segment: &Segment<C>| segment.charge.is_none() && segment.bytes.len() < MAX_BUFFER_BYTES;
+        let fits = |segment: &Segment<C>| {
+            segment.charge.is_none() && segment.bytes.len() < MAX_BUFFER_BYTES
+        };
         if !self.segments.back().is_some_and(fits) {
             self.segments.push_back(Segment {
                 bytes: std::mem::take(&mut self.spare),
@@ -180,7 +181,10 @@ mod tests {
         while !output.is_empty() {
             let left = Rc::strong_count(&charge);
             let taken = output.write_with(1, |slices| {
-                let bytes: Vec<u8> = slices.iter().flat_map(|slice| slice.iter().copied()).collect();
+                let bytes: Vec<u8> = slices
+                    .iter()
+                    .flat_map(|slice| slice.iter().copied())
+                    .collect();
                 let taken = bytes.len().min(7777);
                 got.extend_from_slice(&bytes[..taken]);
                 Ok::<_, ()>(taken)
