@@ -93,6 +93,12 @@ impl Link {
         self.state.lock().connections
     }
 
+    /// Whether the connection of this number is up.
+    fn is_up_on(&self, connection: u64) -> bool {
+        let state = self.state.lock();
+        state.up && state.connections == connection
+    }
+
     /// Waits until the state differs from `seen`, or for `until`; returns the state then.
     fn wait(&self, seen: LinkState, until: Instant) -> LinkState {
         let mut state = self.state.lock();
@@ -122,8 +128,19 @@ pub(super) struct Watch {
 #[derive(PartialEq, Eq)]
 struct WatchState {
     health: Health,
+    /// The connection on which it is healthy.
+    connection: u64,
     /// Why the server cannot be used although it answers.
     obstacle: Option<String>,
+}
+
+impl WatchState {
+    fn seen(&self, link: &Link) -> Health {
+        match self.health {
+            Health::Healthy if !link.is_up_on(self.connection) => Health::Degraded,
+            health => health,
+        }
+    }
 }
 
 impl Default for Watch {
@@ -131,6 +148,7 @@ impl Default for Watch {
         Self {
             state: Mutex::new(WatchState {
                 health: Health::Degraded,
+                connection: 0,
                 obstacle: None,
             }),
             changed: Condvar::new(),
@@ -141,23 +159,24 @@ impl Default for Watch {
 }
 
 impl Watch {
-    pub(super) fn state(&self) -> Health {
-        self.state.lock().health
+    /// The state. A lost connection degrades it at once, before the thread that reports states has noticed.
+    pub(super) fn state(&self, link: &Link) -> Health {
+        self.state.lock().seen(link)
     }
 
     pub(super) fn obstacle(&self) -> Option<String> {
         self.state.lock().obstacle.clone()
     }
 
-    pub(super) fn wait_healthy(&self, timeout: Duration) -> bool {
+    pub(super) fn wait_healthy(&self, link: &Link, timeout: Duration) -> bool {
         let until = Instant::now() + timeout;
         let mut state = self.state.lock();
-        while state.health != Health::Healthy {
+        while state.seen(link) != Health::Healthy {
             if self.changed.wait_until(&mut state, until).timed_out() {
                 break;
             }
         }
-        state.health == Health::Healthy
+        state.seen(link) == Health::Healthy
     }
 
     pub(super) fn add_callback(&self, callback: HealthCallback) {
@@ -174,24 +193,29 @@ impl Watch {
         *self.recover.lock() = None;
     }
 
-    pub(super) fn set(&self, health: Health) {
-        self.change(health, None);
+    pub(super) fn set_healthy(&self, connection: u64) {
+        self.change(Health::Healthy, connection, None);
     }
 
     /// Sets the state; returns the previous one.
-    fn change(&self, health: Health, obstacle: Option<String>) -> Health {
+    fn change(&self, health: Health, connection: u64, obstacle: Option<String>) -> Health {
         let mut state = self.state.lock();
         let before = state.health;
-        let next = WatchState { health, obstacle };
+        let next = WatchState {
+            health,
+            connection,
+            obstacle,
+        };
         if *state == next {
             return before;
         }
+        let is_reported = (health, &next.obstacle) != (before, &state.obstacle);
         *state = next;
         // Taken with the state: a callback that is added later gets later states only.
         let callbacks = self.callbacks.lock().clone();
         drop(state);
         self.changed.notify_all();
-        for callback in callbacks {
+        for callback in callbacks.into_iter().filter(|_| is_reported) {
             // A panic is the callback's, and printed; the heartbeats go on.
             let _ = catch_unwind(AssertUnwindSafe(|| callback(health)));
         }
@@ -201,7 +225,7 @@ impl Watch {
 
 /// Sets the state of a server that does not answer, or cannot be used.
 fn degrade(shared: &Shared, obstacle: Option<String>) {
-    if shared.watch.change(Health::Degraded, obstacle) != Health::Degraded {
+    if shared.watch.change(Health::Degraded, 0, obstacle) != Health::Degraded {
         shared.fail_in_flight();
     }
 }
@@ -213,7 +237,7 @@ fn recover(shared: &Shared, client: &Client) -> Result<(), Option<String>> {
         let chunk_tokens = chunk_tokens.map_err(|error| error.obstacle())? as u64;
         shared.agreement.accept(client.endpoint(), chunk_tokens)?;
     }
-    shared.watch.set(Health::Recovering);
+    shared.watch.change(Health::Recovering, 0, None);
     let hook = shared.watch.recover.lock().clone();
     let Some(hook) = hook else { return Ok(()) };
     // A panic is the hook's, and printed.
@@ -260,13 +284,13 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
         silent = if is_silent { silent + 1 } else { 0 };
         match heartbeat {
             Ok(true) if registered_on == Some(link.connections) => {
-                shared.watch.set(Health::Healthy)
+                shared.watch.set_healthy(link.connections)
             }
             // A server on a new connection may be another one. One that answers no does not know the worker (any more).
             Ok(_) => match recover(shared, &client) {
                 Ok(()) => {
                     registered_on = Some(link.connections);
-                    shared.watch.set(Health::Healthy);
+                    shared.watch.set_healthy(link.connections);
                 }
                 Err(obstacle) => {
                     registered_on = None;
@@ -285,6 +309,22 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lost_connection_degrades_before_it_is_reported() {
+        let (link, watch) = (Link::default(), Watch::default());
+        link.set(true);
+        watch.set_healthy(1);
+        assert_eq!(watch.state(&link), Health::Healthy);
+        link.set(false);
+        assert_eq!(watch.state(&link), Health::Degraded);
+        // The next connection may be to another server.
+        link.set(true);
+        assert_eq!(watch.state(&link), Health::Degraded);
+        assert!(!watch.wait_healthy(&link, Duration::ZERO));
+        watch.set_healthy(2);
+        assert!(watch.wait_healthy(&link, Duration::ZERO));
+    }
 
     #[test]
     fn requested_recovery_is_reported_once() {

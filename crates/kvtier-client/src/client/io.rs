@@ -482,7 +482,7 @@ mod tests {
         client.on_health(Box::new(move |health| {
             let _ = sender.send(health);
         }));
-        shared.watch.set(Health::Healthy);
+        shared.watch.set_healthy(0);
         super::super::health::run(&shared, Duration::from_secs(600));
         assert_eq!(states.iter().take(2).last(), Some(Health::Degraded));
     }

@@ -362,7 +362,7 @@ impl Client {
         if self.shared.is_forked() {
             return Health::Degraded;
         }
-        self.shared.watch.state()
+        self.shared.watch.state(&self.shared.link)
     }
 
     /// Whether the last try to connect has failed, as it does at once if nothing listens.
@@ -374,7 +374,7 @@ impl Client {
     /// Waits up to `timeout` for the server to be healthy; returns whether it is.
     #[must_use]
     pub fn wait_healthy(&self, timeout: Duration) -> bool {
-        !self.shared.is_forked() && self.shared.watch.wait_healthy(timeout)
+        !self.shared.is_forked() && self.shared.watch.wait_healthy(&self.shared.link, timeout)
     }
 
     /// Calls `callback` with each later state, and with [`Health::Degraded`] again when [`Client::obstacle`] changes.
