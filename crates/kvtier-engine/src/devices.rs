@@ -17,8 +17,8 @@ use kvtier_metrics::GpuFigures;
 pub struct Devices {
     /// The GPUs, or why there are none.
     cuda: Result<CudaDevice, String>,
-    /// It is in the log that some do not answer.
-    told_left: AtomicBool,
+    /// GPUs that do not respond were logged.
+    left_is_logged: AtomicBool,
 }
 
 /// Why there are no GPUs. If there is no driver, the text is short, without the details of the dynamic linker.
@@ -31,15 +31,15 @@ fn absence(error: &str) -> String {
 }
 
 impl Devices {
-    /// Looks what there is. Takes no GPU into use: that is for its first worker.
+    /// Finds the GPUs. The first worker of a GPU takes it into use.
     ///
     /// # Errors
-    /// One line, when a driver that was asked for by its path cannot be used.
+    /// One line, if a driver that was asked for by its path cannot be used.
     pub fn find(config: &ServerConfig, arena: &Arc<Arena>) -> Result<Self, String> {
         let Some(options) = &config.cuda else {
             return Ok(Self {
                 cuda: Err("this server runs with --cuda-driver off".into()),
-                told_left: AtomicBool::new(false),
+                left_is_logged: AtomicBool::new(false),
             });
         };
         let cuda = CudaDevice::find(options, Arc::clone(arena));
@@ -66,25 +66,25 @@ impl Devices {
         }
         Ok(Self {
             cuda: cuda.map_err(|error| absence(&error.to_string())),
-            told_left: AtomicBool::new(false),
+            left_is_logged: AtomicBool::new(false),
         })
     }
 
-    /// What the makers call the GPUs, or why there are none.
+    /// Names of the GPUs, or why there are none.
     pub fn names(&self) -> Result<Vec<String>, String> {
         let gpus = self.cuda.as_ref().map(CudaDevice::status);
         gpus.map(|gpus| gpus.into_iter().map(|gpu| gpu.name).collect())
             .map_err(Clone::clone)
     }
 
-    /// Flags that were given in vain, and why.
+    /// Flags that have no effect, and why.
     pub fn warning(&self, config: &ServerConfig) -> Option<String> {
         let why = self.cuda.as_ref().err()?;
         let flags = config.gpu_flags.join(", ");
         (!flags.is_empty()).then(|| format!("{flags}: without effect, no GPU is used: {why}"))
     }
 
-    /// NUMA nodes that the GPUs are on, as far as the system tells.
+    /// NUMA nodes of the GPUs, as far as they are known.
     pub fn numa_nodes(&self) -> Vec<u32> {
         let gpus = self
             .cuda
@@ -128,7 +128,7 @@ impl Devices {
             .cuda
             .as_ref()
             .map_or_else(|_| Vec::new(), CudaDevice::stop);
-        if !left.is_empty() && !self.told_left.swap(true, Ordering::Relaxed) {
+        if !left.is_empty() && !self.left_is_logged.swap(true, Ordering::Relaxed) {
             tracing::error!(gpus = ?left, "transfers have not ended: what these GPUs use is left to the end of the process");
         }
         left
@@ -144,7 +144,7 @@ impl Devices {
         {
             tracing::error!(
                 bytes,
-                "the driver does not give up pinned memory: it is left to the end of the process"
+                "unpinning timed out; memory stays pinned until the process ends"
             );
         }
     }
@@ -168,7 +168,7 @@ impl Devices {
         pinning.map_or(0, |pinning| pinning.bytes)
     }
 
-    /// Why a GPU is of no use any more, if one is.
+    /// Why a GPU is unusable, if one is.
     pub fn broken(&self) -> Option<String> {
         let gpus = self.cuda.as_ref().ok()?.status();
         gpus.into_iter()

@@ -1,5 +1,7 @@
 //! Why transfers are refused.
 
+use super::instances::Unserved;
+
 /// Why a transfer is answered with "no", in one line.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
@@ -9,9 +11,12 @@ pub enum Refusal {
     /// Staged bytes are at their limit.
     #[error("staged and not committed bytes are at the limit")]
     Staging,
-    /// It is a retrieve.
-    #[error("no lookup of its request has found these chunks, or they are gone")]
+    /// No lookup permits the retrieve.
+    #[error("no lookup of its request has found these chunks, or they were evicted")]
     NotHeld,
+    /// Its worker is registered without a cache.
+    #[error("{}", .0.name())]
+    Unserved(Unserved),
     /// It cannot be done, or could not.
     #[error("{0}")]
     Failed(String),
@@ -24,13 +29,19 @@ impl From<String> for Refusal {
 }
 
 impl Refusal {
-    /// For the metrics, given what is said of those that failed.
+    /// The label of the metrics; `failed` is that of transfers that failed.
     pub fn reason(&self, failed: &'static str) -> &'static str {
         match self {
             Self::Busy(_) => "lane_full",
             Self::Staging => "staging_full",
             Self::NotHeld => "not_held",
+            Self::Unserved(unserved) => unserved.name(),
             Self::Failed(_) => failed,
         }
+    }
+
+    /// Whether each is logged. A miss is no trouble; a full budget and a worker without a cache have log lines of their own.
+    pub fn is_trouble(&self) -> bool {
+        matches!(self, Self::Busy(_) | Self::Failed(_))
     }
 }

@@ -18,16 +18,16 @@ pub struct GroupLayout {
     pub object_bytes: u64,
 }
 
-/// What lookups must know of a model.
+/// The objects of a model, for lookups.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelLayout {
     /// The object groups.
     pub groups: Vec<GroupLayout>,
-    /// Stands for everything that changes the bytes of an object or their order; see [`super::fingerprint`]. Two workers
-    /// of different fingerprints never see each other's objects, even under one model name.
+    /// [Fingerprint](fingerprint) of everything that changes the bytes of an object or their order. Two workers of different
+    /// fingerprints never see each other's objects, even under one model name.
     pub fingerprint: u64,
     /// Whether objects fit only pages like those they were stored from. One without a fingerprint, as LMCache's files
-    /// are, must then not be loaded: nothing says which pages it is from.
+    /// are, must then not be loaded: its pages are unknown.
     pub page_bound: bool,
 }
 
@@ -125,7 +125,7 @@ impl EngineDrivenLayout {
         })
     }
 
-    /// What lookups must know.
+    /// The same for lookups.
     pub fn model(&self) -> ModelLayout {
         ModelLayout {
             groups: vec![GroupLayout {

@@ -1,10 +1,10 @@
-//! From the descriptors an engine registers to what its tensors are and where they lie.
+//! From the descriptors that an engine registers to the shapes and places of its tensors.
 
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec, TensorSpec};
 use kvtier_proto::descriptor::{Cuda, TensorDescriptor, VmmHandle};
 use kvtier_proto::pickle::{Limits, read_registration};
 
-/// What a descriptor says, or the pickled wrapper that clients up to 0.5.0 send in its place.
+/// Reads a descriptor, or the pickled wrapper that clients up to 0.5.0 send in its place.
 pub(super) fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec, String> {
     if let TensorDescriptor::Legacy { pickle } = descriptor {
         let read = read_registration(pickle, &Limits::default());
