@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use kvtier_config::ServerConfig;
 use kvtier_core::object_key::{KeyError, KeyScope};
+use kvtier_error::{Error, Result};
 use kvtier_l1::{Clock, L1};
 use kvtier_metrics::Metrics;
 use kvtier_proto::key::CacheKey;
@@ -47,19 +48,20 @@ impl Context {
     }
 
     /// [`Context::scope`], for a request whose names are kept: long ones are refused.
-    pub fn short_scope<T>(&self, key: &CacheKey<'_, T>) -> Result<KeyScope, String> {
+    pub fn short_scope<T>(&self, key: &CacheKey<'_, T>) -> Result<KeyScope> {
         check_name("request_id", key.request_id)?;
         check_name("model_name", key.model_name)?;
-        self.scope(key).map_err(|error| error.to_string())
+        self.scope(key)
+            .map_err(|error| Error::refused(error.to_string()))
     }
 }
 
 /// Refuses a name that is too long to be kept.
-pub fn check_name(field: &str, name: &str) -> Result<(), String> {
+pub fn check_name(field: &str, name: &str) -> Result<()> {
     match name.len() {
         0..=MAX_NAME_BYTES => Ok(()),
-        bytes => Err(format!(
+        bytes => Err(Error::refused(format!(
             "{field} has {bytes} bytes; allowed: at most {MAX_NAME_BYTES}"
-        )),
+        ))),
     }
 }

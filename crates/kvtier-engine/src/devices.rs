@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvtier_device::cuda::driver::LIBRARY;
 use kvtier_device::cuda::{CudaDevice, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS};
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
+use kvtier_error::Error;
 use kvtier_memory::Arena;
 use serde_json::{Map, Value, json};
 
@@ -106,19 +107,20 @@ impl Devices {
     ///
     /// # Errors
     /// One line: memory of a kind that no device here has, or what the device says.
-    pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>, String> {
+    pub fn open(&self, layout: KvLayout) -> kvtier_error::Result<Arc<dyn EngineMemory>> {
         let layout = Arc::new(layout);
         let device: &dyn Device = match &self.cuda {
             _ if !Self::is_on_gpu(&layout) => &CpuDevice,
             Ok(cuda) => cuda,
             Err(why) => {
-                return Err(format!(
-                    "the tensors are on a GPU, and this server uses none: {why}"
-                ));
+                let error = "the tensors are on a GPU, and this server uses none";
+                return Err(Error::refused(format!("{error}: {why}")));
             }
         };
         let opened = device.open(layout);
-        opened.map(Arc::from).map_err(|error| error.to_string())
+        opened
+            .map(Arc::from)
+            .map_err(|error| Error::refused(error.to_string()))
     }
 
     /// Ends the work on the GPUs and refuses the rest. Afterwards every request is answered, except those on a GPU that

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvtier_device::EngineMemory;
+use kvtier_error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
-use super::super::refusal::Refusal;
 use super::Instance;
 
 /// Transfers of one worker that may be in flight: as many as a lane queues for a worker whose bytes are copied in turn.
@@ -36,15 +36,15 @@ impl Gate {
     ///
     /// # Errors
     /// If the instance has left and its pages may belong to another request, or if there are too many.
-    pub(super) fn enter(self: &Arc<Self>) -> Result<GateGuard, Refusal> {
+    pub(super) fn enter(self: &Arc<Self>) -> Result<GateGuard> {
         let mut state = self.state.lock();
         if state.is_closed {
-            return Err(String::from("the instance has left meanwhile").into());
+            return Err(Error::refused("the instance has left meanwhile"));
         }
         if state.in_flight >= MAX_IN_FLIGHT {
-            return Err(Refusal::Busy(format!(
-                "{MAX_IN_FLIGHT} transfers of this worker are in flight; no more are allowed"
-            )));
+            let limit = format!("{MAX_IN_FLIGHT} transfers of this worker are in flight");
+            let error = Error::new(ErrorKind::LaneFull, limit);
+            return Err(error.hint("no more are allowed"));
         }
         state.in_flight += 1;
         Ok(GateGuard(Arc::clone(self)))

@@ -1,6 +1,7 @@
 //! The objects of a model as the cache sees them: object groups, windows, sizes, and the fingerprint of their bytes.
 
 use kvtier_device::KvLayout;
+use kvtier_error::{Error, Result};
 use kvtier_l2::PAGE_BOUND;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::request::EngineDrivenContext;
@@ -83,16 +84,18 @@ impl EngineDrivenLayout {
     ///
     /// # Errors
     /// Names the field, its value and what is allowed.
-    pub fn new(context: &EngineDrivenContext<'_>, chunk_size: u64) -> Result<Self, String> {
+    pub fn new(context: &EngineDrivenContext<'_>, chunk_size: u64) -> Result<Self> {
         let positive = |name: &str, value: i64| match u64::try_from(value) {
             Ok(value) if value > 0 && value <= 1 << 32 => Ok(value),
-            _ => Err(format!("{name} is {value}; allowed: 1 to 4294967296")),
+            _ => Err(Error::refused(format!(
+                "{name} is {value}; allowed: 1 to 4294967296"
+            ))),
         };
         let dtype = Dtype::from_name(context.dtype).ok_or_else(|| {
-            format!(
+            Error::refused(format!(
                 "dtype_str is {:?}; allowed: a torch dtype such as bfloat16",
                 context.dtype
-            )
+            ))
         })?;
         let layers = positive("num_layers", context.num_layers)?;
         let hidden = positive("hidden_dim_size", context.hidden_dim_size)?;
@@ -108,8 +111,9 @@ impl EngineDrivenLayout {
             })
             .filter(|bytes| *bytes <= 1 << 40)
             .ok_or_else(|| {
-                "num_layers x slots x hidden_dim_size: an object may have at most 2^40 bytes"
-                    .to_string()
+                Error::refused(
+                    "num_layers x slots x hidden_dim_size: an object may have at most 2^40 bytes",
+                )
             })?;
         let mut shape = vec![layers, slots, hidden];
         if planes == 2 {

@@ -18,12 +18,12 @@ use std::time::{Duration, Instant};
 
 use kvtier_device::EngineMemory;
 use kvtier_device::cuda::owner::Owner;
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
 use parking_lot::RwLock;
 
-use super::refusal::Refusal;
 pub use gate::CopyGuard;
 use gate::Gate;
 pub use layout::{EngineDrivenLayout, ModelLayout};
@@ -46,12 +46,8 @@ pub enum Mode {
     LmcacheDriven {
         /// Its pages.
         memory: Arc<dyn EngineMemory>,
-        /// As registered, to recognise the same registration.
-        tensors: Vec<TensorDescriptor>,
-        /// As registered.
-        hints: LayoutHints,
-        /// As registered.
-        groups: Vec<EngineGroupInfo>,
+        /// To recognise the same registration.
+        registered: RegisteredPages,
     },
     /// It copies by itself.
     EngineDriven {
@@ -60,6 +56,14 @@ pub enum Mode {
         /// It sent pickled data although it was offered the pool, so it cannot map the pool.
         pickles: AtomicBool,
     },
+}
+
+/// Pages as their worker has described them.
+#[derive(Default, PartialEq)]
+pub struct RegisteredPages {
+    pub tensors: Vec<TensorDescriptor>,
+    pub hints: LayoutHints,
+    pub groups: Vec<EngineGroupInfo>,
 }
 
 /// Why a registered worker has no cache. Nothing of it is stored or served.
@@ -131,10 +135,10 @@ impl Instance {
     /// # Errors
     /// If the instance copies by itself, if it has left and its pages may belong to another request, or if it has too
     /// many transfers in flight.
-    pub fn copying(self: &Arc<Self>) -> Result<CopyGuard, Refusal> {
+    pub fn copying(self: &Arc<Self>) -> Result<CopyGuard> {
         let Mode::LmcacheDriven { memory, .. } = &self.mode else {
-            return Err(Refusal::Failed(
-                "the instance is registered for engine-driven transfers; allowed: prepare and commit".into(),
+            return Err(Error::refused(
+                "the instance is registered for engine-driven transfers; allowed: prepare and commit",
             ));
         };
         Ok(CopyGuard {
@@ -156,13 +160,16 @@ impl Instance {
     ///
     /// # Errors
     /// One line, if copies still run at `until`: their device does not respond.
-    fn drain(&self, until: Instant) -> Result<(), String> {
+    fn drain(&self, until: Instant) -> Result<()> {
         self.stop();
         match self.gate.wait(until) {
             0 => Ok(()),
-            copying => Err(format!(
-                "{copying} transfers of instance {} have not ended since it left; its pages are not free",
-                self.id
+            copying => Err(Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "{copying} transfers of instance {} have not ended since it left; its pages are not free",
+                    self.id
+                ),
             )),
         }
     }
@@ -282,13 +289,13 @@ impl Instances {
     ///
     /// # Errors
     /// One line, if there are too many.
-    pub fn insert(&self, instance: Instance) -> Result<Option<Arc<Instance>>, String> {
+    pub fn insert(&self, instance: Instance) -> Result<Option<Arc<Instance>>> {
         let instance = Arc::new(instance);
         let mut tables = self.tables.write();
         if tables.by_id.len() >= MAX_INSTANCES && !tables.by_id.contains_key(&instance.id) {
-            return Err(format!(
+            return Err(Error::refused(format!(
                 "{MAX_INSTANCES} workers are registered; no more are allowed"
-            ));
+            )));
         }
         let earlier = tables.remove(instance.id);
         tables.unknown.remove(&instance.id);
@@ -324,11 +331,11 @@ impl Instances {
     ///
     /// # Errors
     /// One line, if some still are after [`DRAIN_TIMEOUT`], or too many wait already.
-    pub fn drain(&self, id: InstanceId) -> Result<(), String> {
+    pub fn drain(&self, id: InstanceId) -> Result<()> {
         self.drain_until(id, Instant::now() + DRAIN_TIMEOUT)
     }
 
-    fn drain_until(&self, id: InstanceId, until: Instant) -> Result<(), String> {
+    fn drain_until(&self, id: InstanceId, until: Instant) -> Result<()> {
         let tables = self.tables.read();
         let draining = tables.draining.iter().filter(|instance| instance.id == id);
         let draining: Vec<_> = draining.cloned().collect();
@@ -423,9 +430,9 @@ impl Instances {
             // Which ones are forgotten does not matter: at worst one of them is answered "no" again.
             tables.unknown.clear();
         }
-        let told = tables.unknown.entry(id).or_default();
-        *told = !*told;
-        !*told
+        let was_refused = tables.unknown.entry(id).or_default();
+        *was_refused = !*was_refused;
+        !*was_refused
     }
 
     /// Notes a sign of life of all workers.

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvtier_error::{Error, Result};
 use kvtier_proto::deadline;
 use kvtier_proto::key::CacheKey;
 use rustix::time::{ClockId, clock_gettime};
@@ -10,7 +11,7 @@ use rustix::time::{ClockId, clock_gettime};
 ///
 /// # Errors
 /// One line, when that has passed.
-pub fn of<T>(key: &CacheKey<'_, T>) -> Result<Option<Instant>, String> {
+pub fn of<T>(key: &CacheKey<'_, T>) -> Result<Option<Instant>> {
     let deadline = deadline::decode(key.request_configs);
     here(deadline, Instant::now, || {
         let time = clock_gettime(ClockId::Monotonic);
@@ -24,17 +25,19 @@ fn here(
     deadline: Option<Duration>,
     own: impl FnOnce() -> Instant,
     monotonic: impl FnOnce() -> Duration,
-) -> Result<Option<Instant>, String> {
+) -> Result<Option<Instant>> {
     let now = own();
     let left = left(deadline, monotonic())?;
     Ok(left.and_then(|left| now.checked_add(left)))
 }
 
 /// Both in the time of the system's monotonic clock.
-fn left(deadline: Option<Duration>, now: Duration) -> Result<Option<Duration>, String> {
+fn left(deadline: Option<Duration>, now: Duration) -> Result<Option<Duration>> {
     let left = deadline.map(|deadline| deadline.checked_sub(now));
     match left {
-        Some(None) => Err("it is past the deadline that the worker gave".to_owned()),
+        Some(None) => Err(Error::refused(
+            "it is past the deadline that the worker gave",
+        )),
         left => Ok(left.flatten()),
     }
 }

@@ -30,12 +30,12 @@ use std::sync::Arc;
 
 use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest};
 use kvtier_core::prompt::Prompt;
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 use parking_lot::Mutex;
 
 use super::super::instances::Instance;
-use super::super::refusal::Refusal;
 use super::Transfers;
 use super::worker_range::WorkerRange;
 use kvtier_l1::L1Allocator;
@@ -302,16 +302,16 @@ impl Transfers {
         range: &WorkerRange,
         requests: &[ReserveRequest<'_>],
         near: Option<u32>,
-    ) -> Result<(Reservation<L1Allocator>, Charge), Refusal> {
+    ) -> Result<(Reservation<L1Allocator>, Charge)> {
         let worker = WorkerShare::of(instance, range);
         let salt = range.scope.cache_salt();
         let cache = &self.context.l1.cache;
         let object_bytes = cache.footprint(requests.iter().map(|request| request.len));
         let reserve = |max_bytes| {
             let reserved = cache.reserve_staged(self.context.now(), requests, near, max_bytes);
-            let reserved = reserved.map_err(|error| Refusal::from(error.to_string()))?;
+            let reserved = reserved.map_err(|error| Error::refused(error.to_string()))?;
             let bytes = reserved.bytes;
-            Ok::<_, Refusal>((reserved, bytes))
+            Ok::<_, Error>((reserved, bytes))
         };
         let (reserved, charge) = self.staging.stage(&worker, salt, object_bytes, reserve)?;
         self.context
@@ -320,7 +320,8 @@ impl Transfers {
         if reserved.outcomes.contains(&KeyOutcome::OverStaging) {
             self.warn_of_staging(instance, &worker, object_bytes);
             if reserved.reservation.is_empty() {
-                return Err(Refusal::Staging);
+                let message = "staged and not committed bytes are at the limit";
+                return Err(Error::new(ErrorKind::StagingFull, message));
             }
         }
         Ok((reserved.reservation, charge))

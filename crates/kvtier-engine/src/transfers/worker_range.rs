@@ -7,6 +7,7 @@ use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
+use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 
@@ -36,7 +37,7 @@ impl Transfers {
         &self,
         instance: &Instance,
         key: &CacheKey<'_, Prompt>,
-    ) -> Result<WorkerRange, String> {
+    ) -> Result<WorkerRange> {
         let range = self.key_range(key)?;
         if let Some(other) = self.context.instances.learn(instance, range.worker) {
             tracing::warn!(
@@ -52,14 +53,14 @@ impl Transfers {
     }
 
     /// What the key of a worker's transfer names.
-    fn key_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange, String> {
+    fn key_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange> {
         let worker = key
             .worker_id
-            .ok_or("worker_id is nil; allowed: the number of a worker")?;
+            .ok_or_else(|| Error::refused("worker_id is nil; allowed: the number of a worker"))?;
         let scope = self.context.short_scope(key)?;
         let (chunk_size, tokens) = (self.context.chunk_size, key.tokens.token_count);
         let chunks = store_chunks(chunk_size, tokens, key.start, key.end)
-            .map_err(|error| error.to_string())?;
+            .map_err(|error| Error::refused(error.to_string()))?;
         Ok(WorkerRange {
             scope,
             kv_rank: kvtier_core::kv_rank(key.world_size, worker),
@@ -75,7 +76,7 @@ impl Transfers {
         key: &CacheKey<'_, Prompt>,
         range: &WorkerRange,
     ) {
-        self.lookups.held().release(
+        self.lookups.held.release(
             instance,
             key.request_id,
             &range.scope,
@@ -108,7 +109,7 @@ impl Transfers {
         }
         let hashes = &key.tokens.hashes;
         let layout = instance.layout.fingerprint;
-        let namespaces = self.lookups.held().grant(
+        let namespaces = self.lookups.held.grant(
             key.request_id,
             &range.scope,
             range.kv_rank,

@@ -7,6 +7,7 @@ use kvtier_device::{
     Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout, LayoutHints,
     MemorySpec, TensorSpec,
 };
+use kvtier_error::{Error, Result};
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::operation::Operation;
@@ -15,7 +16,9 @@ use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
 
 use super::super::context::check_name;
 use super::super::devices::Devices;
-use super::super::instances::{EngineDrivenLayout, Instance, Mode, ModelLayout, Unserved};
+use super::super::instances::{
+    EngineDrivenLayout, Instance, Mode, ModelLayout, RegisteredPages, Unserved,
+};
 use super::super::{Answer, Caller, Reply};
 use super::Workers;
 use super::tensors::tensor_spec;
@@ -30,11 +33,14 @@ const ENGINE_DRIVEN: Kind = (Operation::RegisterEngineDriven, ResponseKind::Engi
 /// World sizes that fit a rank's place in an object key.
 const WORLD_SIZES: std::ops::RangeInclusive<u32> = 1..=256;
 
-fn check_model(model_name: &str, world_size: u32) -> Result<(), String> {
+fn check_model(model_name: &str, world_size: u32) -> Result<()> {
     check_name("model_name", model_name)?;
-    kvtier_core::object_key::check_model_name(model_name).map_err(|error| error.to_string())?;
+    kvtier_core::object_key::check_model_name(model_name)
+        .map_err(|error| Error::refused(error.to_string()))?;
     if !WORLD_SIZES.contains(&world_size) {
-        return Err(format!("world_size is {world_size}; allowed: 1 to 256"));
+        return Err(Error::refused(format!(
+            "world_size is {world_size}; allowed: 1 to 256"
+        )));
     }
     Ok(())
 }
@@ -50,9 +56,9 @@ impl Workers {
         let newcomer = match self.newcomer(caller.release, registration) {
             Ok(Some(newcomer)) => newcomer,
             Ok(None) => return reply.answer(Answer::nothing()),
-            Err(text) => {
+            Err(error) => {
                 let (id, model_name) = (registration.instance, registration.model_name);
-                return reply.answer(refused(PAGES, id, model_name, &text));
+                return reply.answer(refused(PAGES, id, model_name, &error));
             }
         };
         let on_gpu =
@@ -61,7 +67,7 @@ impl Workers {
             let (id, model_name) = (newcomer.id, newcomer.model_name.clone());
             match workers.open(newcomer) {
                 Ok(()) => Answer::nothing(),
-                Err(text) => refused(PAGES, id, &model_name, &text),
+                Err(error) => refused(PAGES, id, &model_name, &error),
             }
         });
     }
@@ -71,9 +77,11 @@ impl Workers {
         &self,
         release: Release,
         registration: &Registration<'_>,
-    ) -> Result<Option<Newcomer>, String> {
+    ) -> Result<Option<Newcomer>> {
         if !self.context.config.transfer_mode.allows_lmcache_driven() {
-            return Err("this server runs with --supported-transfer-mode engine_driven; lmcache_driven workers cannot register".into());
+            return Err(Error::refused(
+                "this server runs with --supported-transfer-mode engine_driven; lmcache_driven workers cannot register",
+            ));
         }
         check_model(registration.model_name, registration.world_size)?;
         if let Some(instance) = self.context.instances.get(registration.instance)
@@ -83,15 +91,21 @@ impl Workers {
             return Ok(None);
         }
         if registration.tensors.is_empty() {
-            return Err("the list of tensors is empty; allowed: one tensor a layer".into());
+            return Err(Error::refused(
+                "the list of tensors is empty; allowed: one tensor per layer",
+            ));
         }
         let tensors = registration
             .tensors
             .iter()
             .map(tensor_spec)
             .collect::<Result<Vec<_>, _>>()?;
-        let engine = DeviceEngine::from_name(registration.engine.name())
-            .ok_or_else(|| format!("engine type {:?} is unknown", registration.engine.name()))?;
+        let engine = DeviceEngine::from_name(registration.engine.name()).ok_or_else(|| {
+            Error::refused(format!(
+                "engine type {:?} is unknown",
+                registration.engine.name()
+            ))
+        })?;
         let groups: Vec<_> = registration.groups.iter().map(group_spec).collect();
         let mut layout_hints = hints(&registration.hints);
         if registration.tensors.iter().any(is_pickled) && tensors.iter().any(is_in_host_memory) {
@@ -105,28 +119,24 @@ impl Workers {
             u64::from(self.context.config.chunk_size),
             self.context.config.separate_object_groups,
         )
-        .map_err(|error| error.to_string())?;
+        .map_err(|error| Error::refused(error.to_string()))?;
         Ok(Some(Newcomer {
             id: registration.instance,
             model_name: registration.model_name.to_owned(),
             world_size: registration.world_size,
             layout,
-            tensors: registration.tensors.clone(),
-            hints: registration.hints,
-            groups: registration.groups.clone(),
+            registered: registered(registration),
         }))
     }
 
     /// Opens a worker's pages and inserts it.
-    fn open(&self, newcomer: Newcomer) -> Result<(), String> {
+    fn open(&self, newcomer: Newcomer) -> Result<()> {
         let Newcomer {
             id,
             model_name,
             world_size,
             layout,
-            tensors,
-            hints,
-            groups,
+            registered,
         } = newcomer;
         let model = ModelLayout::of_pages(&layout);
         let layers = layout.num_layers();
@@ -136,9 +146,7 @@ impl Workers {
         };
         let mode = Mode::LmcacheDriven {
             memory: self.context.devices.open(layout)?,
-            tensors,
-            hints,
-            groups,
+            registered,
         };
         // Its silence counts from here on: opening may have taken long.
         let now = self.context.now();
@@ -177,7 +185,7 @@ impl Workers {
     ) -> Answer {
         match self.try_register_engine_driven(caller, context) {
             Ok(pool) => Answer::from(Response::EngineDriven(pool)),
-            Err(text) => refused(ENGINE_DRIVEN, context.instance, context.model_name, &text),
+            Err(error) => refused(ENGINE_DRIVEN, context.instance, context.model_name, &error),
         }
     }
 
@@ -185,9 +193,11 @@ impl Workers {
         &self,
         caller: Caller,
         context: &EngineDrivenContext<'_>,
-    ) -> Result<EngineDriven<'static>, String> {
+    ) -> Result<EngineDriven<'static>> {
         if !self.context.config.transfer_mode.allows_engine_driven() {
-            return Err("this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register".into());
+            return Err(Error::refused(
+                "this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register",
+            ));
         }
         check_model(context.model_name, context.world_size)?;
         let layout = EngineDrivenLayout::new(context, u64::from(self.context.config.chunk_size))?;
@@ -245,24 +255,20 @@ impl Workers {
     ///
     /// A client that has the chunk size from this process has the right one, whatever its pages are like. Another one is checked by
     /// `num_physical_slots`; if its release does not send that, by the shapes of pickled data at each store.
-    fn may_map_pool(
-        &self,
-        caller: Caller,
-        context: &EngineDrivenContext<'_>,
-    ) -> Result<bool, String> {
+    fn may_map_pool(&self, caller: Caller, context: &EngineDrivenContext<'_>) -> Result<bool> {
         let chunk_size = i64::from(self.context.config.chunk_size);
         match context.num_physical_slots {
             _ if caller.knows_chunk_size => Ok(true),
             None => Ok(false),
             Some(slots) if slots == chunk_size => Ok(true),
-            Some(slots) => Err(format!(
+            Some(slots) => Err(Error::refused(format!(
                 "num_physical_slots is {slots}; allowed of a client that reconnected: {chunk_size}, the chunk size of this \
                  server. Restart the engine, or the server with the former --chunk-size"
-            )),
+            ))),
         }
     }
 
-    fn admit(&self, instance: Instance) -> Result<(), String> {
+    fn admit(&self, instance: Instance) -> Result<()> {
         let (id, on_gpu) = (instance.id, instance.is_on_gpu());
         if let Some(earlier) = self.context.instances.insert(instance)? {
             // Another process, or the same one with other memory. The earlier one may still be copying by itself.
@@ -291,9 +297,15 @@ struct Newcomer {
     model_name: String,
     world_size: u32,
     layout: KvLayout,
-    tensors: Vec<TensorDescriptor>,
-    hints: kvtier_proto::request::LayoutHints,
-    groups: Vec<EngineGroupInfo>,
+    registered: RegisteredPages,
+}
+
+fn registered(registration: &Registration<'_>) -> RegisteredPages {
+    RegisteredPages {
+        tensors: registration.tensors.clone(),
+        hints: registration.hints,
+        groups: registration.groups.clone(),
+    }
 }
 
 fn is_pickled(tensor: &TensorDescriptor) -> bool {
@@ -305,19 +317,15 @@ fn is_in_host_memory(tensor: &TensorSpec) -> bool {
 }
 
 /// The order of axes of pickled tensors in CPU memory, given the hint: heads first up to 0.5.4, whatever it says.
-fn cpu_layout_hint(
-    release: Release,
-    hint: Option<KvAxisOrder>,
-) -> Result<Option<KvAxisOrder>, String> {
+fn cpu_layout_hint(release: Release, hint: Option<KvAxisOrder>) -> Result<Option<KvAxisOrder>> {
     let heads_first = KvAxisOrder::from_name("HND");
     match release.hints_cpu_layout() {
         Some(true) => Ok(hint),
         Some(false) => Ok(heads_first),
         None if hint.is_none() || hint == heads_first => Ok(heads_first),
-        None => Err(
-            "kv_layout is not HND; allowed of a reconnected client whose release is not known: HND. Restart the engine"
-                .into(),
-        ),
+        None => Err(Error::refused(
+            "kv_layout is not HND; allowed of a reconnected client whose release is not known: HND. Restart the engine",
+        )),
     }
 }
 
@@ -328,9 +336,9 @@ fn has_windows(layout: &KvLayout) -> bool {
 }
 
 /// Logs and answers a registration that is refused.
-fn refused(kind: Kind, id: InstanceId, model: &str, text: &str) -> Answer {
-    tracing::warn!(instance = id.0, model, error = text, "registration refused");
-    Answer::refusal_with(kind.0, kind.1, "bad_registration", &text)
+fn refused(kind: Kind, id: InstanceId, model: &str, error: &Error) -> Answer {
+    tracing::warn!(instance = id.0, model, %error, "registration refused");
+    Answer::refusal_with(kind.0, kind.1, "bad_registration", error)
 }
 
 fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
@@ -338,9 +346,8 @@ fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
         && instance.world_size == registration.world_size
         && matches!(
             &instance.mode,
-            Mode::LmcacheDriven { memory, tensors, hints, groups }
-                if *tensors == registration.tensors && *hints == registration.hints && *groups == registration.groups
-                    && memory.is_current()
+            Mode::LmcacheDriven { memory, registered: known }
+                if *known == registered(registration) && memory.is_current()
         )
 }
 
