@@ -8,11 +8,11 @@
 //!
 //! | service | requests |
 //! | --- | --- |
-//! | [`admin`] | HTTP: status, metrics, objects, prefetch jobs; eviction to the watermark |
-//! | [`workers`] | registrations, unregistrations, pings; an instance that has left ends its transfers and lookups |
-//! | [`transfers`] | stores and retrieves, by the server's copy or by PREPARE and COMMIT |
-//! | [`lookups`] | lookups, their results, and the ends of sessions |
-//! | [`context`] | no requests: configuration, L1, tiers, the table of workers, devices, clock, metrics |
+//! | `admin` | HTTP: status, metrics, objects, prefetch jobs; eviction to the watermark |
+//! | `workers` | registrations, unregistrations, pings; an instance that has left ends its transfers and lookups |
+//! | `transfers` | stores and retrieves, by the server's copy or by PREPARE and COMMIT |
+//! | `lookups` | lookups, their results, and the ends of sessions |
+//! | `context` | no requests: configuration, L1, tiers, the table of workers, devices, clock, metrics |
 //!
 //! A lock of a service may be held while one below it is taken, never the other way round; the cache's lock is the last.
 
