@@ -5,8 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_device::cuda::driver::LIBRARY;
-use kvtier_device::cuda::{CudaDevice, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS};
+use kvtier_device::cuda::{
+    CudaDevice, DeviceStatus, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS,
+};
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
+use kvtier_error::Error;
 use kvtier_memory::Arena;
 use serde_json::{Map, Value, json};
 
@@ -17,8 +20,8 @@ use kvtier_metrics::GpuFigures;
 pub struct Devices {
     /// The GPUs, or why there are none.
     cuda: Result<CudaDevice, String>,
-    /// It is in the log that some do not answer.
-    told_left: AtomicBool,
+    /// GPUs that do not respond were logged.
+    left_is_logged: AtomicBool,
 }
 
 /// Why there are no GPUs. If there is no driver, the text is short, without the details of the dynamic linker.
@@ -31,15 +34,15 @@ fn absence(error: &str) -> String {
 }
 
 impl Devices {
-    /// Looks what there is. Takes no GPU into use: that is for its first worker.
+    /// Finds the GPUs. The first worker of a GPU takes it into use.
     ///
     /// # Errors
-    /// One line, when a driver that was asked for by its path cannot be used.
+    /// One line, if a driver that was asked for by its path cannot be used.
     pub fn find(config: &ServerConfig, arena: &Arc<Arena>) -> Result<Self, String> {
         let Some(options) = &config.cuda else {
             return Ok(Self {
                 cuda: Err("this server runs with --cuda-driver off".into()),
-                told_left: AtomicBool::new(false),
+                left_is_logged: AtomicBool::new(false),
             });
         };
         let cuda = CudaDevice::find(options, Arc::clone(arena));
@@ -66,33 +69,33 @@ impl Devices {
         }
         Ok(Self {
             cuda: cuda.map_err(|error| absence(&error.to_string())),
-            told_left: AtomicBool::new(false),
+            left_is_logged: AtomicBool::new(false),
         })
     }
 
-    /// What the makers call the GPUs, or why there are none.
+    fn gpus(&self) -> Vec<DeviceStatus> {
+        let cuda = self.cuda.as_ref().ok();
+        cuda.map(CudaDevice::status).unwrap_or_default()
+    }
+
+    /// Names of the GPUs, or why there are none.
     pub fn names(&self) -> Result<Vec<String>, String> {
         let gpus = self.cuda.as_ref().map(CudaDevice::status);
         gpus.map(|gpus| gpus.into_iter().map(|gpu| gpu.name).collect())
             .map_err(Clone::clone)
     }
 
-    /// Flags that were given in vain, and why.
+    /// Flags that have no effect, and why.
     pub fn warning(&self, config: &ServerConfig) -> Option<String> {
         let why = self.cuda.as_ref().err()?;
         let flags = config.gpu_flags.join(", ");
         (!flags.is_empty()).then(|| format!("{flags}: without effect, no GPU is used: {why}"))
     }
 
-    /// NUMA nodes that the GPUs are on, as far as the system tells.
+    /// NUMA nodes of the GPUs, as far as they are known.
     pub fn numa_nodes(&self) -> Vec<u32> {
-        let gpus = self
-            .cuda
-            .as_ref()
-            .map_or_else(|_| Vec::new(), CudaDevice::status);
-        let nodes = gpus
-            .iter()
-            .filter_map(|gpu| u32::try_from(gpu.numa_node).ok());
+        let gpus = self.gpus().into_iter();
+        let nodes = gpus.filter_map(|gpu| u32::try_from(gpu.numa_node).ok());
         nodes.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
@@ -106,29 +109,27 @@ impl Devices {
     ///
     /// # Errors
     /// One line: memory of a kind that no device here has, or what the device says.
-    pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>, String> {
+    pub fn open(&self, layout: KvLayout) -> kvtier_error::Result<Arc<dyn EngineMemory>> {
         let layout = Arc::new(layout);
         let device: &dyn Device = match &self.cuda {
             _ if !Self::is_on_gpu(&layout) => &CpuDevice,
             Ok(cuda) => cuda,
             Err(why) => {
-                return Err(format!(
-                    "the tensors are on a GPU, and this server uses none: {why}"
-                ));
+                let error = "the tensors are on a GPU, and this server uses none";
+                return Err(Error::refused(format!("{error}: {why}")));
             }
         };
         let opened = device.open(layout);
-        opened.map(Arc::from).map_err(|error| error.to_string())
+        opened
+            .map(Arc::from)
+            .map_err(|error| Error::refused(error.to_string()))
     }
 
     /// Ends the work on the GPUs and refuses the rest. Afterwards every request is answered, except those on a GPU that
     /// does not respond: each call waits some seconds for it and returns its number.
     pub fn stop(&self) -> Vec<i32> {
-        let left = self
-            .cuda
-            .as_ref()
-            .map_or_else(|_| Vec::new(), CudaDevice::stop);
-        if !left.is_empty() && !self.told_left.swap(true, Ordering::Relaxed) {
+        let left = self.cuda.as_ref().map(CudaDevice::stop).unwrap_or_default();
+        if !left.is_empty() && !self.left_is_logged.swap(true, Ordering::Relaxed) {
             tracing::error!(gpus = ?left, "transfers have not ended: what these GPUs use is left to the end of the process");
         }
         left
@@ -144,17 +145,14 @@ impl Devices {
         {
             tracing::error!(
                 bytes,
-                "the driver does not give up pinned memory: it is left to the end of the process"
+                "unpinning timed out; memory stays pinned until the process ends"
             );
         }
     }
 
     /// Figures of each GPU, for metrics. A GPU that was reported once is reported again, also if it could not be used.
     pub fn figures(&self) -> Vec<GpuFigures> {
-        let Ok(cuda) = &self.cuda else {
-            return Vec::new();
-        };
-        let figures = cuda.status().into_iter().map(|gpu| GpuFigures {
+        let figures = self.gpus().into_iter().map(|gpu| GpuFigures {
             gpu: gpu.ordinal.to_string().into(),
             healthy: gpu.error.is_none(),
             readings: gpu.readings,
@@ -168,11 +166,10 @@ impl Devices {
         pinning.map_or(0, |pinning| pinning.bytes)
     }
 
-    /// Why a GPU is of no use any more, if one is.
+    /// Why a GPU is unusable, if one is.
     pub fn broken(&self) -> Option<String> {
-        let gpus = self.cuda.as_ref().ok()?.status();
-        gpus.into_iter()
-            .find_map(|gpu| gpu.readings.and_then(|readings| readings.broken))
+        let mut gpus = self.gpus().into_iter();
+        gpus.find_map(|gpu| gpu.readings.and_then(|readings| readings.broken))
     }
 
     /// For `/status`.

@@ -4,7 +4,6 @@
 use std::net::{TcpListener, ToSocketAddrs as _};
 
 use kvtier_config::ServerConfig;
-use kvtier_engine::Rehearsal;
 use kvtier_l2::redact;
 
 use crate::access::Access;
@@ -31,14 +30,6 @@ pub fn warnings(config: &ServerConfig) -> Vec<String> {
     let access = Access::open(&config.http).map(|access| access.warnings());
     let access = access.unwrap_or_default();
     config.warnings().chain(access).collect()
-}
-
-/// Finds the memory and the GPUs that a start would ask for. A server that runs may have what the next one needs.
-///
-/// # Errors
-/// The line with which the start would end.
-pub fn rehearse(config: &ServerConfig) -> Result<Rehearsal, String> {
-    kvtier_engine::rehearse(config)
 }
 
 /// Binds the ports that a start would, and releases them.

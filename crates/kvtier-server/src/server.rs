@@ -271,5 +271,5 @@ fn spawn_prefault(
     stop: &Arc<AtomicBool>,
 ) -> Result<JoinHandle<()>, StartError> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
-    spawn_background("prefault", health, move || engine.prefault(&stop))
+    spawn_background("prefault", health, move || engine.admin().prefault(&stop))
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Args;
 use kvtier_server::config::in_gib;
-use kvtier_server::{Parsed, Server, ServerConfig, preflight};
+use kvtier_server::{Parsed, Server, ServerConfig, engine, preflight};
 
 use crate::USAGE;
 use crate::out::{self, complain};
@@ -102,12 +102,12 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
     let end = move || {
         std::thread::sleep(limit);
         let engine = engine.upgrade();
-        let settled = engine.is_some_and(|engine| {
+        let drained = engine.is_some_and(|engine| {
             engine.unlink_pool();
-            engine.is_settled()
+            engine.is_drained()
         });
         let limit = limit.as_secs_f64();
-        match settled {
+        match drained {
             true => tracing::info!(limit, "stopped; the system takes back what is still pinned"),
             false => tracing::error!(
                 limit,
@@ -116,7 +116,7 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
         }
         // For the line above. Its reader may be stuck too.
         std::thread::sleep(LAST_WORDS);
-        kvtier_memory::exit_at_once(i32::from(!settled));
+        kvtier_memory::exit_at_once(i32::from(!drained));
     };
     let thread = std::thread::Builder::new().name("kvtier-stop".into());
     thread.spawn(end).map(drop)
@@ -143,7 +143,7 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     if let Some(obstacle) = preflight::obstacle(config) {
         return Ok(refuse(config, &obstacle));
     }
-    let rehearsed = preflight::rehearse_ports(config).and_then(|()| preflight::rehearse(config));
+    let rehearsed = preflight::rehearse_ports(config).and_then(|()| engine::preflight(config));
     let found = match rehearsed {
         Ok(found) => found,
         Err(obstacle) => {

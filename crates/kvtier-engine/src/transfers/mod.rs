@@ -1,0 +1,437 @@
+//! Transfers: stores and retrieves, copied by the server or by the worker itself.
+//!
+//! | state | guarded by |
+//! | --- | --- |
+//! | [`PreparedTransfers`]: memory granted by PREPARE until its COMMIT | its mutex; the budget's is taken inside |
+//! | [`StagingBudget`]: bytes reserved for stores, and leased to retrieves between PREPARE and COMMIT | its mutex; the cache's lock is taken inside |
+//! | [`RefusedRetrieves`]: connections whose next pings are refused | its mutex; nothing is taken inside |
+//!
+//! A transfer that the server copies is in no table: its [`InFlight`] owns the guard of the pages and the reservation or the
+//! leases, and ends them when it is dropped.
+
+mod deadline;
+mod engine_driven;
+mod prepared;
+mod refused_retrieves;
+mod retrieve;
+mod staging;
+mod store;
+mod worker_range;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_config::GpuReply;
+use kvtier_core::prompt::Prompt;
+use kvtier_device::{BlockTable, DeviceError, Direction, Transfer};
+use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_proto::generation::Release;
+use kvtier_proto::key::CacheKey;
+use kvtier_proto::request::{InstanceId, Retrieve, Store};
+use kvtier_proto::response::Response;
+use parking_lot::Mutex;
+
+use super::context::Context;
+use super::instances::{CopyGuard, Instance};
+use super::lookups::Lookups;
+use super::{Answer, Caller, Reply};
+use prepared::PreparedTransfers;
+use refused_retrieves::RefusedRetrieves;
+use staging::StagingBudget;
+use store::CopiedStore;
+use worker_range::{GroupLease, WorkerRange};
+
+/// The service of transfers.
+pub struct Transfers {
+    context: Arc<Context>,
+    lookups: Arc<Lookups>,
+    pub prepared: PreparedTransfers,
+    pub staging: Arc<StagingBudget>,
+    pub refused_retrieves: RefusedRetrieves,
+}
+
+/// A request for a copy by the server.
+struct CopyRequest<'a> {
+    direction: Direction,
+    caller: Caller,
+    instance: InstanceId,
+    key: &'a CacheKey<'a, Prompt>,
+    block_ids: &'a [Vec<i64>],
+    event: &'a [u8],
+    /// Of a retrieve: tokens at its start that are not copied.
+    skip_tokens: i64,
+    started: Duration,
+}
+
+/// A transfer whose bytes are being copied: what its end needs.
+struct InFlight {
+    /// Dropped before the guard, behind which the pages may be closed.
+    work: Work,
+    request_id: Box<str>,
+    started: Duration,
+    event: Vec<u8>,
+    release: Release,
+    range: WorkerRange,
+    guard: CopyGuard,
+}
+
+/// The memory of a transfer in flight.
+enum Work {
+    Store(CopiedStore),
+    Retrieve {
+        /// Keeps the bytes from eviction until they are copied.
+        _leases: Vec<GroupLease>,
+        /// Counts it.
+        _retrieving: Arc<()>,
+    },
+}
+
+impl Transfers {
+    pub fn new(context: &Arc<Context>, lookups: &Arc<Lookups>) -> Self {
+        Self {
+            prepared: PreparedTransfers::default(),
+            staging: Arc::new(StagingBudget::new(context.l1.staging_limit())),
+            refused_retrieves: RefusedRetrieves::default(),
+            lookups: Arc::clone(lookups),
+            context: Arc::clone(context),
+        }
+    }
+
+    /// Abandons the prepared transfers of an instance that has left, was replaced or fell silent; returns their number. Its
+    /// process may only be stopped and wake up again, so memory that it may still write is quarantined for one more write TTL.
+    pub fn abandon(&self, instance: InstanceId) -> usize {
+        let until = self.context.now() + self.context.config.write_ttl;
+        self.prepared.abandon(instance, until)
+    }
+
+    /// Abandons transfers that were not committed in time, and answers what is held for refused retrieves.
+    pub fn expire(&self, now: Duration) {
+        // Dropped, each is answered.
+        drop(self.refused_retrieves.due(now));
+        let abandoned = self.prepared.expire(self.context.config.write_ttl, now);
+        if abandoned > 0 {
+            let metrics = &self.context.metrics;
+            metrics.expired_transfers.inc_by(abandoned as u64);
+            tracing::warn!(
+                transfers = abandoned,
+                "transfers were prepared and not committed in time; abandoned"
+            );
+        }
+    }
+
+    /// Serves a store.
+    pub fn store(self: &Arc<Self>, caller: Caller, store: &Store<'_, Prompt>, reply: Reply) {
+        let request = CopyRequest {
+            direction: Direction::Store,
+            caller,
+            instance: store.instance,
+            key: &store.key,
+            block_ids: &store.block_ids,
+            event: store.event_handle,
+            skip_tokens: 0,
+            started: self.context.now(),
+        };
+        self.copy(&request, reply);
+    }
+
+    /// Serves a retrieve.
+    pub fn retrieve(
+        self: &Arc<Self>,
+        caller: Caller,
+        retrieve: &Retrieve<'_, Prompt>,
+        reply: Reply,
+    ) {
+        let request = CopyRequest {
+            direction: Direction::Retrieve,
+            caller,
+            instance: retrieve.instance,
+            key: &retrieve.key,
+            block_ids: &retrieve.block_ids,
+            event: retrieve.event_handle,
+            skip_tokens: retrieve.skip_first_n_tokens,
+            started: self.context.now(),
+        };
+        self.copy(&request, reply);
+    }
+
+    fn copy(self: &Arc<Self>, request: &CopyRequest<'_>, reply: Reply) {
+        let Context {
+            instances, metrics, ..
+        } = &*self.context;
+        let refused = |event: &[u8], reason| {
+            if request.direction == Direction::Retrieve {
+                self.release_refused(request.instance, request.key);
+            }
+            Answer::from(Response::transfer(event, false)).because(reason)
+        };
+        let Some(instance) = instances.get(request.instance) else {
+            return reply.answer(refused(&[], "unknown_instance"));
+        };
+        instance.seen(request.started);
+        match request.direction {
+            Direction::Store => metrics.store(instance.device(), false),
+            Direction::Retrieve => metrics.retrieve(instance.device(), false),
+        }
+        let request_id = request.key.request_id;
+        let failed = |error| self.failed(request.direction, &instance, request_id, &error);
+        let planned = match (request.direction, instance.unserved) {
+            (Direction::Store, Some(unserved)) => {
+                self.count_end(Direction::Store, &instance);
+                Err(unserved.name())
+            }
+            (Direction::Store, None) => self.plan_store(request, &instance).map_err(failed),
+            (Direction::Retrieve, _) => self.plan_retrieve(request, &instance).map_err(failed),
+        };
+        match planned {
+            Ok((transfer, in_flight)) => self.start(transfer, in_flight, reply),
+            Err(reason) => {
+                let event = instance.answer_event(request.event, request.caller.release);
+                reply.answer(refused(event, reason));
+            }
+        }
+    }
+
+    /// Checks a request for a copy. Returns the transfer, still without chunks, the range, and the guard of the pages.
+    fn begin(
+        &self,
+        request: &CopyRequest<'_>,
+        instance: &Arc<Instance>,
+    ) -> Result<(Transfer, WorkerRange, CopyGuard)> {
+        let guard = instance.copying()?;
+        let deadline = deadline::of(request.key)?;
+        let range = self.worker_range(instance, request.key)?;
+        let layout = guard.pages().layout();
+        let blocks = BlockTable::check(layout, request.block_ids, range.chunks.len())
+            .map_err(|error| Error::refused(error.to_string()))?;
+        let transfer = Transfer {
+            arena: Arc::clone(&self.context.l1.arena),
+            blocks,
+            chunks: Vec::new(),
+            direction: request.direction,
+            deadline,
+            event: request.event.to_vec(),
+        };
+        Ok((transfer, range, guard))
+    }
+
+    /// Starts a transfer, which answers its request: at its end, or with `--gpu-reply event` when the device has it.
+    fn start(self: &Arc<Self>, transfer: Transfer, in_flight: InFlight, mut reply: Reply) {
+        if !reply.later() {
+            // From its answer on the client may use the pages again.
+            return drop((transfer, in_flight));
+        }
+        let pages = Arc::clone(in_flight.guard.pages());
+        let transfers = Arc::clone(self);
+        // With a deadline the client asks whether the transfer has ended, which only its end tells.
+        if self.context.config.gpu_reply == GpuReply::Done || transfer.deadline.is_some() {
+            let done = move |moved| reply.answer(transfers.finish(in_flight, moved));
+            return pages.transfer(transfer, Box::new(done));
+        }
+        // The first of the two takes it.
+        let reply = Arc::new(Mutex::new(Some(reply)));
+        let early = Arc::clone(&reply);
+        let submitted = move |event: &[u8]| {
+            let reply = early.lock().take();
+            if let Some(reply) = reply {
+                reply.answer(Answer::from(Response::transfer(event, true)));
+            }
+        };
+        let done = move |moved| {
+            let answer = transfers.finish(in_flight, moved);
+            let reply = reply.lock().take();
+            match reply {
+                Some(reply) => reply.answer(answer),
+                // Its end has been logged. A store that failed is not readable; the pages of a retrieve are wrong, and
+                // all that the worker has is the event.
+                None if answer.refused.is_some() => {
+                    tracing::error!("a transfer failed after it was answered (--gpu-reply event)");
+                }
+                None => {}
+            }
+        };
+        pages.transfer_with_event(transfer, Box::new(submitted), Box::new(done));
+    }
+
+    /// Finishes a transfer whose bytes are in place, or never will be.
+    fn finish(&self, in_flight: InFlight, moved: Result<u64, DeviceError>) -> Answer {
+        let (instance, range) = (in_flight.guard.instance(), &in_flight.range);
+        let request_id = &*in_flight.request_id;
+        let event = instance.answer_event(&in_flight.event, in_flight.release);
+        let direction = match in_flight.work {
+            Work::Store(_) => Direction::Store,
+            Work::Retrieve { .. } => Direction::Retrieve,
+        };
+        if let Err(error) = moved {
+            let error = Error::refused(error.to_string());
+            let reason = self.failed(direction, instance, request_id, &error);
+            return Answer::from(Response::transfer(event, false)).because(reason);
+        }
+        let (has, chunks) = match in_flight.work {
+            Work::Store(store) => ("Stored", self.commit_copied(range, store)),
+            Work::Retrieve { .. } => ("Retrieved", self.count_loaded(range)),
+        };
+        self.count_end(direction, instance);
+        let tokens = chunks * self.context.chunk_size.get();
+        let seconds = (self.context.now() - in_flight.started).as_secs_f64();
+        tracing::info!(
+            request = request_id,
+            "{has} {tokens} tokens in {seconds:.6} seconds"
+        );
+        Answer::from(Response::transfer(event, true))
+    }
+
+    /// Logs and counts a transfer that failed, or was refused after it was counted as begun. Returns its metric label.
+    fn failed(
+        &self,
+        direction: Direction,
+        instance: &Instance,
+        request: &str,
+        error: &Error,
+    ) -> &'static str {
+        if is_trouble(error) {
+            let (instance, name) = (instance.id.0, direction.name());
+            tracing::warn!(request, instance, %error, "{name} failed");
+        }
+        self.count_end(direction, instance);
+        reason(error, direction)
+    }
+
+    fn count_end(&self, direction: Direction, instance: &Instance) {
+        match direction {
+            Direction::Store => self.context.metrics.store(instance.device(), true),
+            Direction::Retrieve => self.context.metrics.retrieve(instance.device(), true),
+        }
+    }
+}
+
+impl CopyRequest<'_> {
+    /// The transfer in flight with this memory.
+    fn in_flight(&self, work: Work, range: WorkerRange, guard: CopyGuard) -> InFlight {
+        InFlight {
+            work,
+            request_id: self.key.request_id.into(),
+            started: self.started,
+            event: self.event.to_vec(),
+            release: self.caller.release,
+            range,
+            guard,
+        }
+    }
+}
+
+/// The metric label of a transfer that is answered with "no".
+fn reason(error: &Error, direction: Direction) -> &'static str {
+    match (error.kind(), direction) {
+        (kind @ (ErrorKind::LaneFull | ErrorKind::StagingFull | ErrorKind::NotHeld), _) => {
+            kind.name()
+        }
+        (_, Direction::Store) => "store_failed",
+        (_, Direction::Retrieve) => "retrieve_failed",
+    }
+}
+
+/// Whether each such error is logged. A miss is no trouble; a full budget has a log line of its own.
+fn is_trouble(error: &Error) -> bool {
+    !matches!(error.kind(), ErrorKind::StagingFull | ErrorKind::NotHeld)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
+    use std::time::Instant;
+
+    use super::super::Engine;
+    use super::super::ReplyTarget;
+    use super::super::testing::{CALLER, TestPages, engine, key};
+    use super::*;
+
+    const ID: InstanceId = InstanceId(7);
+
+    /// A store of no chunks by the registered worker.
+    fn plan_empty_store(engine: &Engine) -> (Transfer, InFlight) {
+        let instance = engine.context.instances.get(ID).unwrap();
+        let request = CopyRequest {
+            direction: Direction::Store,
+            caller: CALLER,
+            instance: ID,
+            key: &key(0..0),
+            block_ids: &[Vec::new()],
+            event: b"",
+            skip_tokens: 0,
+            started: Duration::ZERO,
+        };
+        engine.transfers.plan_store(&request, &instance).unwrap()
+    }
+
+    /// The answers to a store without chunks, in order. One is expected.
+    fn answers(reply: &str, fails: bool, deadline: Option<Instant>) -> Vec<Option<Answer>> {
+        let engine = engine(&["--gpu-reply", reply]);
+        let pages = TestPages {
+            fails,
+            ..TestPages::new(16)
+        };
+        pages.register(&engine, ID.0);
+        let (planned, in_flight) = plan_empty_store(&engine);
+        let transfer = Transfer {
+            deadline,
+            ..planned
+        };
+        let (answers, receiver) = mpsc::channel();
+        let reply = Reply::new(move |answer| answers.send(answer).unwrap());
+        engine.transfers.start(transfer, in_flight, reply);
+        receiver.iter().collect()
+    }
+
+    #[test]
+    fn a_transfer_has_one_answer_whenever_it_is_given() {
+        let ok = |event: &[u8]| Answer::from(Response::transfer(event, true));
+        let failed = Answer::from(Response::transfer(&[][..], false)).because("store_failed");
+        assert_eq!(answers("done", false, None), [Some(ok(b""))]);
+        assert_eq!(answers("done", true, None), [Some(failed.clone())]);
+        assert_eq!(answers("event", false, None), [Some(ok(b"event"))]);
+        assert_eq!(
+            answers("event", true, Some(Instant::now())),
+            [Some(failed.clone())]
+        );
+        // The answer was sent before the failure.
+        assert_eq!(answers("event", true, None), [Some(ok(b"event"))]);
+    }
+
+    /// A target that has no capacity for deferred answers. Notes whether the worker was drained when it was answered.
+    struct Full {
+        instance: Arc<Instance>,
+        was_drained: Arc<AtomicBool>,
+    }
+
+    impl ReplyTarget for Full {
+        fn send(self: Box<Self>, answer: Option<Answer>) {
+            assert_eq!(answer, None);
+            let was_drained = self.instance.is_drained();
+            self.was_drained.store(was_drained, Ordering::Relaxed);
+        }
+
+        fn defer(&mut self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn refused_deferral_drops_the_transfer_before_its_answer() {
+        let engine = engine(&[]);
+        TestPages::new(16).register(&engine, ID.0);
+        let (transfer, in_flight) = plan_empty_store(&engine);
+        let instance = Arc::clone(in_flight.guard.instance());
+        instance.stop();
+        assert!(!instance.is_drained());
+        let was_drained = Arc::default();
+        let target = Full {
+            instance,
+            was_drained: Arc::clone(&was_drained),
+        };
+        engine
+            .transfers
+            .start(transfer, in_flight, Reply::new(target));
+        assert!(was_drained.load(Ordering::Relaxed));
+    }
+}

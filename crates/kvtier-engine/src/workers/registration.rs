@@ -1,0 +1,372 @@
+//! Registrations of both transfer modes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvtier_device::{
+    Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout, LayoutHints,
+    MemorySpec, TensorSpec,
+};
+use kvtier_error::{Error, Result};
+use kvtier_proto::descriptor::TensorDescriptor;
+use kvtier_proto::generation::Release;
+use kvtier_proto::operation::Operation;
+use kvtier_proto::request::{EngineDrivenContext, EngineGroupInfo, InstanceId, Registration};
+use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
+
+use super::super::context::check_name;
+use super::super::devices::Devices;
+use super::super::instances::{
+    EngineDrivenLayout, Instance, Mode, ModelLayout, RegisteredPages, Unserved,
+};
+use super::super::{Answer, Caller, Reply};
+use super::Workers;
+use super::tensors::tensor_spec;
+use kvtier_config::WindowedClients;
+
+/// A registration's operation, and the kind of its answer.
+type Kind = (Operation, ResponseKind);
+
+const PAGES: Kind = (Operation::RegisterKvCache, ResponseKind::Nothing);
+const ENGINE_DRIVEN: Kind = (Operation::RegisterEngineDriven, ResponseKind::EngineDriven);
+
+/// World sizes that fit a rank's place in an object key.
+const WORLD_SIZES: std::ops::RangeInclusive<u32> = 1..=256;
+
+fn check_model(model_name: &str, world_size: u32) -> Result<()> {
+    check_name("model_name", model_name)?;
+    kvtier_core::object_key::check_model_name(model_name)
+        .map_err(|error| Error::refused(error.to_string()))?;
+    if !WORLD_SIZES.contains(&world_size) {
+        return Err(Error::refused(format!(
+            "world_size is {world_size}; allowed: 1 to 256"
+        )));
+    }
+    Ok(())
+}
+
+impl Workers {
+    /// Registers a worker whose pages the server copies.
+    pub fn register_pages(
+        self: &Arc<Self>,
+        caller: Caller,
+        registration: &Registration<'_>,
+        reply: Reply,
+    ) {
+        let newcomer = match self.newcomer(caller.release, registration) {
+            Ok(Some(newcomer)) => newcomer,
+            Ok(None) => return reply.answer(Answer::nothing()),
+            Err(error) => {
+                let (id, model_name) = (registration.instance, registration.model_name);
+                return reply.answer(refused(PAGES, id, model_name, &error));
+            }
+        };
+        let on_gpu =
+            self.context.instances.is_on_gpu(newcomer.id) || Devices::is_on_gpu(&newcomer.layout);
+        self.answer_with(on_gpu, reply, move |workers| {
+            let (id, model_name) = (newcomer.id, newcomer.model_name.clone());
+            match workers.open(newcomer) {
+                Ok(()) => Answer::nothing(),
+                Err(error) => refused(PAGES, id, &model_name, &error),
+            }
+        });
+    }
+
+    /// Checks a registration, without touching the worker's memory; returns nothing if the worker is registered like this already.
+    fn newcomer(
+        &self,
+        release: Release,
+        registration: &Registration<'_>,
+    ) -> Result<Option<Newcomer>> {
+        if !self.context.config.transfer_mode.allows_lmcache_driven() {
+            return Err(Error::refused(
+                "this server runs with --supported-transfer-mode engine_driven; lmcache_driven workers cannot register",
+            ));
+        }
+        check_model(registration.model_name, registration.world_size)?;
+        if let Some(instance) = self.context.instances.get(registration.instance)
+            && is_same(&instance, registration)
+        {
+            instance.seen(self.context.now());
+            return Ok(None);
+        }
+        if registration.tensors.is_empty() {
+            return Err(Error::refused(
+                "the list of tensors is empty; allowed: one tensor per layer",
+            ));
+        }
+        let tensors = registration
+            .tensors
+            .iter()
+            .map(tensor_spec)
+            .collect::<Result<Vec<_>, _>>()?;
+        let engine = DeviceEngine::from_name(registration.engine.name()).ok_or_else(|| {
+            Error::refused(format!(
+                "engine type {:?} is unknown",
+                registration.engine.name()
+            ))
+        })?;
+        let groups: Vec<_> = registration.groups.iter().map(group_spec).collect();
+        let mut layout_hints = hints(&registration.hints);
+        let is_pickled = |it: &TensorDescriptor| matches!(it, TensorDescriptor::Legacy { .. });
+        let is_in_host = |it: &TensorSpec| matches!(it.memory, MemorySpec::CpuShm { .. });
+        if registration.tensors.iter().any(is_pickled) && tensors.iter().any(is_in_host) {
+            layout_hints.kv_layout = cpu_layout_hint(release, layout_hints.kv_layout)?;
+        }
+        let layout = KvLayout::detect(
+            &tensors,
+            engine,
+            &layout_hints,
+            &groups,
+            u64::from(self.context.config.chunk_size),
+            self.context.config.separate_object_groups,
+        )
+        .map_err(|error| Error::refused(error.to_string()))?;
+        Ok(Some(Newcomer {
+            id: registration.instance,
+            model_name: registration.model_name.to_owned(),
+            world_size: registration.world_size,
+            layout,
+            registered: registered(registration),
+        }))
+    }
+
+    /// Opens a worker's pages and inserts it.
+    fn open(&self, newcomer: Newcomer) -> Result<()> {
+        let Newcomer {
+            id,
+            model_name,
+            world_size,
+            layout,
+            registered,
+        } = newcomer;
+        let model = ModelLayout::of_pages(&layout);
+        let layers = layout.num_layers();
+        let unserved = match self.context.config.windowed_clients {
+            WindowedClients::Refuse => has_windows(&layout).then_some(Unserved::Windowed),
+            WindowedClients::Allow => None,
+        };
+        let mode = Mode::LmcacheDriven {
+            memory: self.context.devices.open(layout)?,
+            registered,
+        };
+        // Its silence counts from here on: opening may have taken long.
+        let now = self.context.now();
+        let mut instance = Instance::new(id, &model_name, world_size, mode, model, now);
+        instance.unserved = unserved;
+        let device = instance.device();
+        self.admit(instance)?;
+        tracing::info!(
+            model = model_name,
+            world_size,
+            device,
+            "Registered KV cache for {} {id} with {layers} layers",
+            if device == "cpu" {
+                "CPU worker"
+            } else {
+                "GPU ID"
+            },
+        );
+        if unserved == Some(Unserved::Windowed) {
+            tracing::warn!(
+                instance = id.0,
+                model = model_name,
+                "registered without a cache: some of its layers have sliding windows or recurrent states, and its \
+                 connector has blocks of such layers stored that the engine may have reused by then, so hits could be \
+                 wrong; nothing of it is stored or served unless --windowed-clients allow is given"
+            );
+        }
+        Ok(())
+    }
+
+    /// Registers a worker that copies by itself.
+    pub fn register_engine_driven(
+        &self,
+        caller: Caller,
+        context: &EngineDrivenContext<'_>,
+    ) -> Answer {
+        match self.try_register_engine_driven(caller, context) {
+            Ok(pool) => Answer::from(Response::EngineDriven(pool)),
+            Err(error) => refused(ENGINE_DRIVEN, context.instance, context.model_name, &error),
+        }
+    }
+
+    fn try_register_engine_driven(
+        &self,
+        caller: Caller,
+        context: &EngineDrivenContext<'_>,
+    ) -> Result<EngineDriven<'static>> {
+        if !self.context.config.transfer_mode.allows_engine_driven() {
+            return Err(Error::refused(
+                "this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register",
+            ));
+        }
+        check_model(context.model_name, context.world_size)?;
+        let layout = EngineDrivenLayout::new(context, u64::from(self.context.config.chunk_size))?;
+        let may_map = self.may_map_pool(caller, context)?;
+        let now = self.context.now();
+        let same = self.context.instances.get(context.instance).filter(|instance| {
+            *instance.model_name == *context.model_name
+                && instance.world_size == context.world_size
+                && matches!(&instance.mode, Mode::EngineDriven { layout: known, .. } if *known == layout)
+        });
+        match same {
+            Some(instance) => {
+                instance.seen(now);
+                if let Mode::EngineDriven { pickles, .. } = &instance.mode {
+                    // It may be able to map the pool now.
+                    pickles.store(!may_map, Ordering::Relaxed);
+                }
+            }
+            None => {
+                let model = layout.model();
+                let mode = Mode::EngineDriven {
+                    layout,
+                    pickles: AtomicBool::new(!may_map),
+                };
+                self.admit(Instance::new(
+                    context.instance,
+                    context.model_name,
+                    context.world_size,
+                    mode,
+                    model,
+                    now,
+                ))?;
+                tracing::info!(
+                    model = context.model_name,
+                    world_size = context.world_size,
+                    "Registered non-GPU context for instance {}",
+                    context.instance
+                );
+            }
+        }
+        let arena = &self.context.l1.arena;
+        Ok(match arena.shm_name().filter(|_| may_map) {
+            Some(name) => EngineDriven {
+                shm_name: name.trim_start_matches('/').to_string().into(),
+                pool_size: arena.len(),
+            },
+            None => EngineDriven {
+                shm_name: "".into(),
+                pool_size: 0,
+            },
+        })
+    }
+
+    /// Whether a worker may write into slots of the pool: one of another chunk size would write past their ends.
+    ///
+    /// A client that has the chunk size from this process has the right one, whatever its pages are like. Another one is checked by
+    /// `num_physical_slots`; if its release does not send that, by the shapes of pickled data at each store.
+    fn may_map_pool(&self, caller: Caller, context: &EngineDrivenContext<'_>) -> Result<bool> {
+        let chunk_size = i64::from(self.context.config.chunk_size);
+        match context.num_physical_slots {
+            _ if caller.knows_chunk_size => Ok(true),
+            None => Ok(false),
+            Some(slots) if slots == chunk_size => Ok(true),
+            Some(slots) => Err(Error::refused(format!(
+                "num_physical_slots is {slots}; allowed of a client that reconnected: {chunk_size}, the chunk size of this \
+                 server. Restart the engine, or the server with the former --chunk-size"
+            ))),
+        }
+    }
+
+    fn admit(&self, instance: Instance) -> Result<()> {
+        let (id, on_gpu) = (instance.id, instance.is_on_gpu());
+        if let Some(earlier) = self.context.instances.insert(instance)? {
+            // Another process, or the same one with other memory. The earlier one may still be copying by itself.
+            if let Err(error) = self.context.instances.drain(earlier.id) {
+                tracing::error!("{error}");
+            }
+            let transfers = self.transfers.abandon(id);
+            tracing::info!(
+                instance = id.0,
+                transfers,
+                "a new registration replaced the one under this instance id"
+            );
+            match on_gpu {
+                // This is a driver thread already, and the worker may need the memory as soon as it is answered.
+                true => drop(earlier),
+                false => self.release(vec![earlier]),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A checked registration of a worker whose pages the server copies.
+struct Newcomer {
+    id: InstanceId,
+    model_name: String,
+    world_size: u32,
+    layout: KvLayout,
+    registered: RegisteredPages,
+}
+
+fn registered(registration: &Registration<'_>) -> RegisteredPages {
+    RegisteredPages {
+        tensors: registration.tensors.clone(),
+        hints: registration.hints,
+        groups: registration.groups.clone(),
+    }
+}
+
+/// The order of axes of pickled tensors in CPU memory, given the hint: heads first up to 0.5.4, whatever it says.
+fn cpu_layout_hint(release: Release, hint: Option<KvAxisOrder>) -> Result<Option<KvAxisOrder>> {
+    let heads_first = KvAxisOrder::from_name("HND");
+    match release.hints_cpu_layout() {
+        Some(true) => Ok(hint),
+        Some(false) => Ok(heads_first),
+        None if hint.is_none() || hint == heads_first => Ok(heads_first),
+        None => Err(Error::refused(
+            "kv_layout is not HND; allowed of a reconnected client whose release is not known: HND. Restart the engine",
+        )),
+    }
+}
+
+/// Whether some layers keep only the end of a prompt.
+fn has_windows(layout: &KvLayout) -> bool {
+    let mut groups = layout.kernel_groups().iter();
+    groups.any(|group| group.window_tokens.is_some() || group.recurrent_state)
+}
+
+/// Logs and answers a registration that is refused.
+fn refused(kind: Kind, id: InstanceId, model: &str, error: &Error) -> Answer {
+    tracing::warn!(instance = id.0, model, %error, "registration refused");
+    Answer::refusal_with(kind.0, kind.1, "bad_registration", error)
+}
+
+fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
+    *instance.model_name == *registration.model_name
+        && instance.world_size == registration.world_size
+        && matches!(
+            &instance.mode,
+            Mode::LmcacheDriven { memory, registered: known }
+                if *known == registered(registration) && memory.is_current()
+        )
+}
+
+fn group_spec(info: &EngineGroupInfo) -> GroupSpec {
+    GroupSpec {
+        engine_group_id: info.engine_group_id,
+        layer_indices: info.layer_indices.clone(),
+        tokens_per_block: info.tokens_per_block,
+        sliding_window_tokens: info.sw_size_tokens,
+        extra_object_group_tag: info.extra_object_group_tag,
+        recurrent_state: info.recurrent_state,
+    }
+}
+
+fn hints(hints: &kvtier_proto::request::LayoutHints) -> LayoutHints {
+    let positive = |value: Option<i64>| value.and_then(|value| u64::try_from(value).ok());
+    LayoutHints {
+        kv_layout: hints
+            .kv_layout
+            .and_then(|layout| KvAxisOrder::from_name(layout.name())),
+        num_kv_heads: positive(hints.num_kv_heads),
+        tokens_per_block: positive(hints.tokens_per_block),
+        kv_list_layout: hints
+            .kv_list_layout
+            .and_then(|layout| KvListLayout::from_name(layout.name())),
+        head_dim: positive(hints.head_dim),
+    }
+}
