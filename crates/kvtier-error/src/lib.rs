@@ -87,13 +87,7 @@ impl Error {
 
     /// Returns an error of the system while `what` was done; its kind is that of the system's error.
     pub fn io(what: impl Into<String>, error: impl Into<io::Error>) -> Self {
-        let error = error.into();
-        let kind = match error.kind() {
-            io::ErrorKind::AddrInUse => ErrorKind::InUse,
-            io::ErrorKind::OutOfMemory => ErrorKind::Unavailable,
-            _ => ErrorKind::Io,
-        };
-        Self::new(kind, what).source(error)
+        Self::from(error.into()).context(what)
     }
 
     /// Names what the error is about, before all that names it already.
@@ -150,6 +144,18 @@ impl StdError for Error {
     /// The text has the source already: reports that print the chain continue behind it.
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         self.source.as_ref()?.source()
+    }
+}
+
+/// The kind and the text of the system's error.
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Self {
+        let kind = match error.kind() {
+            io::ErrorKind::AddrInUse => ErrorKind::InUse,
+            io::ErrorKind::OutOfMemory => ErrorKind::Unavailable,
+            _ => ErrorKind::Io,
+        };
+        Self::new(kind, error.to_string())
     }
 }
 

@@ -19,10 +19,10 @@ mod server;
 
 /// Access to the HTTP API.
 pub use access::Access;
-pub use kvtier_config::{self as config, ConfigError, Parsed, ServerConfig};
+pub use kvtier_config::{self as config, Parsed, ServerConfig};
 pub use kvtier_engine as engine;
 /// For programs that start servers whose pools have names that are never used again.
 pub use kvtier_memory::remove_stale_pools;
 pub use kvtier_metrics as metrics;
 pub use kvtier_tenants as quota;
-pub use server::{Server, StartError};
+pub use server::Server;

@@ -12,6 +12,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvtier_config::{HttpConfig, TOKENS_VARIABLE, is_loopback};
+use kvtier_error::{Error, Result};
+use kvtier_l2::redact;
 use tokio_rustls::rustls;
 
 pub(crate) use tokens::{Role, Tokens};
@@ -30,7 +32,12 @@ impl Access {
     ///
     /// # Errors
     /// One line that names the flag: a bad file, or a host beyond loopback without tokens.
-    pub(crate) fn open(config: &HttpConfig) -> Result<Self, String> {
+    pub(crate) fn open(config: &HttpConfig) -> Result<Self> {
+        // A refused value may be a secret, or contain one.
+        Self::read(config).map_err(|error| error.map_text(redact::text))
+    }
+
+    fn read(config: &HttpConfig) -> Result<Self> {
         let tls = match (&config.tls_cert, &config.tls_key) {
             (None, None) => None,
             (Some(cert), Some(key)) => {
@@ -39,26 +46,29 @@ impl Access {
                 let make = move |contents: &[Vec<u8>]| {
                     tls::settings((&cert, &contents[0]), (&key, &contents[1]))
                 };
-                let watched = Watched::open("the certificate and key of HTTP", paths, make);
-                Some(watched.map_err(|error| match error.starts_with("--") {
-                    true => error,
-                    false => format!("--http-tls-cert, --http-tls-key: {error}"),
-                })?)
+                let flags = "--http-tls-cert, --http-tls-key";
+                Some(Watched::open(
+                    "the certificate and key of HTTP",
+                    flags,
+                    paths,
+                    make,
+                )?)
             }
-            _ => return Err(
-                "--http-tls-cert and --http-tls-key: one is no use without the other; give both"
-                    .into(),
-            ),
+            _ => {
+                return Err(Error::refused(
+                    "--http-tls-cert and --http-tls-key: one is no use without the other; give both",
+                ));
+            }
         };
         let access = Self {
             tokens: tokens(config.token_file.clone(), config.tokens.clone())?,
             host: config.host.clone(),
             tls,
         };
-        match access.is_local() {
-            Some(false) => access.refusal(&access.host).map_or(Ok(access), Err),
-            _ => Ok(access),
+        if access.is_local() == Some(false) {
+            access.check_reachable_from_others(&access.host)?;
         }
+        Ok(access)
     }
 
     /// The tokens as last read; `None` without any, which allows every client everything.
@@ -88,19 +98,25 @@ impl Access {
         &self.host
     }
 
-    /// Why nothing may be served where the system has bound the host, if so: what a name means is only known then.
-    pub(crate) fn obstacle(&self, bound: SocketAddr) -> Option<String> {
-        let is_local = is_loopback(bound.ip());
-        (!is_local).then(|| self.refusal(&bound.ip()))?
+    /// Checks that HTTP may be served where the system has bound the host: only then is it known what a name means.
+    ///
+    /// # Errors
+    /// Other hosts reach it, and there is no token.
+    pub(crate) fn check_bound(&self, bound: SocketAddr) -> Result<()> {
+        match is_loopback(bound.ip()) {
+            true => Ok(()),
+            false => self.check_reachable_from_others(&bound.ip()),
+        }
     }
 
-    fn refusal(&self, place: &dyn fmt::Display) -> Option<String> {
-        self.tokens.is_none().then(|| {
-            format!(
+    fn check_reachable_from_others(&self, place: &dyn fmt::Display) -> Result<()> {
+        match self.tokens.is_some() {
+            true => Ok(()),
+            false => Err(Error::refused(format!(
                 "--http-host: {place} is reachable from other hosts, where everybody could change and read everything; \
                  give --http-token-file FILE (or tokens in the environment variable {TOKENS_VARIABLE}), or keep it on loopback"
-            )
-        })
+            ))),
+        }
     }
 
     /// Warnings for the operator.
@@ -138,15 +154,12 @@ impl fmt::Debug for Access {
 }
 
 /// Those of the file and of the variable.
-fn tokens(
-    file: Option<PathBuf>,
-    variable: Option<OsString>,
-) -> Result<Option<Watched<Tokens>>, String> {
+fn tokens(file: Option<PathBuf>, variable: Option<OsString>) -> Result<Option<Watched<Tokens>>> {
     let given = variable.filter(|text| !text.is_empty());
     let given = given.map(|text| {
         let text = text.to_string_lossy().replace(';', "\n");
         let tokens = Tokens::parse(text.as_bytes());
-        tokens.map_err(|error| format!("{TOKENS_VARIABLE}: {error}"))
+        tokens.map_err(|error| error.context(TOKENS_VARIABLE))
     });
     let given = given.transpose()?;
     if file.is_none() && given.is_none() {
@@ -160,16 +173,11 @@ fn tokens(
         let mut all = given.clone().unwrap_or_default();
         if let Some(content) = contents.first() {
             let tokens = Tokens::parse(content).and_then(|tokens| tokens.and(&all));
-            all = tokens.map_err(|error| format!("--http-token-file {name}: {error}"))?;
+            all = tokens.map_err(|error| error.context(format!("--http-token-file {name}")))?;
         }
         Ok(all)
     };
-    let watched = Watched::open("the tokens of HTTP", paths, make);
-    let watched = watched.map_err(|error| match error.starts_with("--") {
-        true => error,
-        false => format!("--http-token-file: {error}"),
-    });
-    watched.map(Some)
+    Watched::open("the tokens of HTTP", "--http-token-file", paths, make).map(Some)
 }
 
 #[cfg(test)]
@@ -199,7 +207,7 @@ mod tests {
             assert!(access.warnings().is_empty() && access.tokens().is_none());
         }
         for host in ["0.0.0.0", "::", "10.0.0.1", "fe80::1", "::ffff:10.0.0.1"] {
-            let told = Access::open(&wanted(host)).unwrap_err();
+            let told = Access::open(&wanted(host)).unwrap_err().to_string();
             assert!(
                 told.starts_with(&format!("--http-host: {host} is reachable")),
                 "{told}"
@@ -220,8 +228,9 @@ mod tests {
     #[test]
     fn what_a_name_stands_for_counts_once_it_is_bound() {
         let access = Access::open(&wanted("node-7")).unwrap();
-        assert_eq!(access.obstacle("127.0.0.1:1".parse().unwrap()), None);
-        let told = access.obstacle("10.0.0.1:1".parse().unwrap()).unwrap();
+        assert_eq!(access.check_bound("127.0.0.1:1".parse().unwrap()), Ok(()));
+        let told = access.check_bound("10.0.0.1:1".parse().unwrap());
+        let told = told.unwrap_err().to_string();
         assert!(
             told.starts_with("--http-host: 10.0.0.1 is reachable"),
             "{told}"
@@ -263,7 +272,7 @@ mod tests {
                 "KVTIER_HTTP_TOKENS: line 1: ",
             ),
         ] {
-            let error = with(file, variable).unwrap_err();
+            let error = with(file, variable).unwrap_err().to_string();
             assert!(
                 error.starts_with(told) && !error.contains("MARKER"),
                 "{error}"
@@ -272,7 +281,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         let mut gone = wanted("::1");
         gone.token_file = Some(path);
-        let error = Access::open(&gone).unwrap_err();
+        let error = Access::open(&gone).unwrap_err().to_string();
         assert!(
             error.starts_with("--http-token-file: /") && error.contains("cannot be read"),
             "{error}"
@@ -283,11 +292,12 @@ mod tests {
     fn a_certificate_needs_its_key() {
         let mut half = wanted("::1");
         half.tls_cert = Some("c.pem".into());
-        assert!(Access::open(&half).unwrap_err().contains("give both"));
+        let told = Access::open(&half).unwrap_err().to_string();
+        assert!(told.contains("give both"));
         let mut gone = wanted("::1");
         gone.tls_cert = Some("/nowhere/c.pem".into());
         gone.tls_key = Some("/nowhere/k.pem".into());
-        let told = Access::open(&gone).unwrap_err();
+        let told = Access::open(&gone).unwrap_err().to_string();
         assert!(
             told.starts_with("--http-tls-cert, --http-tls-key: /nowhere/c.pem cannot be read"),
             "{told}"

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use kvtier_error::{Error, Result};
 use parking_lot::Mutex;
 
 /// Most bytes of one file.
@@ -19,7 +20,7 @@ const SIZE: u64 = 1 << 20;
 const YOUNG: Duration = Duration::from_secs(2);
 
 /// Makes the value out of the files' contents, in their order; the error says what is wrong and in which of them.
-type Make<T> = Box<dyn Fn(&[Vec<u8>]) -> Result<T, String> + Send + Sync>;
+type Make<T> = Box<dyn Fn(&[Vec<u8>]) -> Result<T> + Send + Sync>;
 
 /// What some files say.
 pub(crate) struct Watched<T> {
@@ -38,8 +39,8 @@ pub(crate) struct Watched<T> {
 struct Look {
     /// What the files were like when they were last read, unless they may have changed since without a trace.
     seen: Option<Vec<Stamp>>,
-    /// Of what was read then.
-    content: Result<blake3::Hash, String>,
+    /// Of what was read then, or of why nothing was.
+    content: blake3::Hash,
 }
 
 /// Device, inode, size, and the times of the last change of content and of the file.
@@ -47,17 +48,18 @@ struct Look {
 struct Stamp(u64, u64, u64, (i64, i64), (i64, i64));
 
 impl<T> Watched<T> {
-    /// Reads the files; the last one is secret.
+    /// Reads the files that `flags` name; the last one is secret.
     ///
     /// # Errors
-    /// A file that cannot be read, or what `make` says.
+    /// A file that cannot be read, or the error of `make`.
     pub(crate) fn open(
         what: &'static str,
+        flags: &str,
         paths: Vec<PathBuf>,
-        make: impl Fn(&[Vec<u8>]) -> Result<T, String> + Send + Sync + 'static,
-    ) -> Result<Self, String> {
+        make: impl Fn(&[Vec<u8>]) -> Result<T> + Send + Sync + 'static,
+    ) -> Result<Self> {
         let seen = stamps(&paths);
-        let contents = read(&paths)?;
+        let contents = read(&paths).map_err(|error| error.context(flags))?;
         let value = Arc::new(make(&contents)?);
         Ok(Self {
             what,
@@ -65,7 +67,7 @@ impl<T> Watched<T> {
             value: Mutex::new(value),
             last: Mutex::new(Look {
                 seen,
-                content: Ok(digest(&contents)),
+                content: digest(&contents),
             }),
             paths,
         })
@@ -85,7 +87,10 @@ impl<T> Watched<T> {
             return;
         }
         let contents = read(&self.paths);
-        let content = contents.as_deref().map(digest).map_err(Clone::clone);
+        let content = match &contents {
+            Ok(contents) => digest(contents),
+            Err(error) => blake3::hash(error.to_string().as_bytes()),
+        };
         if content != last.content {
             self.take(contents);
         }
@@ -98,7 +103,7 @@ impl<T> Watched<T> {
         self.what
     }
 
-    fn take(&self, contents: Result<Vec<Vec<u8>>, String>) {
+    fn take(&self, contents: Result<Vec<Vec<u8>>>) {
         let (what, files) = (self.what, self.names());
         match contents.and_then(|contents| (self.make)(&contents)) {
             Ok(value) => {
@@ -109,6 +114,7 @@ impl<T> Watched<T> {
                 }
             }
             Err(error) => {
+                let error = error.to_string();
                 tracing::error!(target: "audit", files, error, "{what} cannot be used; the former stay");
             }
         }
@@ -156,16 +162,16 @@ fn stamps(paths: &[PathBuf]) -> Option<Vec<Stamp>> {
     paths.iter().map(stamp).collect()
 }
 
-fn read(paths: &[PathBuf]) -> Result<Vec<Vec<u8>>, String> {
+fn read(paths: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
     paths.iter().map(|path| read_file(path)).collect()
 }
 
-fn read_file(path: &Path) -> Result<Vec<u8>, String> {
+fn read_file(path: &Path) -> Result<Vec<u8>> {
     let name = path.display();
-    let failed = |error: std::io::Error| format!("{name} cannot be read: {error}");
+    let failed = |error| Error::io(format!("{name} cannot be read"), error);
     // Opening anything else might block.
     if !std::fs::metadata(path).map_err(failed)?.is_file() {
-        return Err(format!("{name} is no file; give one"));
+        return Err(Error::refused(format!("{name} is no file; give one")));
     }
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path).map_err(failed)?;
@@ -173,7 +179,10 @@ fn read_file(path: &Path) -> Result<Vec<u8>, String> {
         .read_to_end(&mut bytes)
         .map_err(failed)?;
     match bytes.len() as u64 > SIZE {
-        true => Err(format!("{name} has more than {} MiB", SIZE >> 20)),
+        true => Err(Error::refused(format!(
+            "{name} has more than {} MiB",
+            SIZE >> 20
+        ))),
         false => Ok(bytes),
     }
 }
@@ -191,15 +200,13 @@ fn digest(contents: &[Vec<u8>]) -> blake3::Hash {
 mod tests {
     use super::*;
 
-    fn text(path: &Path) -> Result<Watched<String>, String> {
-        Watched::open(
-            "words",
-            vec![path.to_owned()],
-            |contents| match String::from_utf8_lossy(&contents[0]).into_owned() {
-                bad if bad.contains("bad") => Err("that is bad".into()),
+    fn text(path: &Path) -> Result<Watched<String>> {
+        Watched::open("words", "--words", vec![path.to_owned()], |contents| {
+            match String::from_utf8_lossy(&contents[0]).into_owned() {
+                bad if bad.contains("bad") => Err(Error::refused("that is bad")),
                 good => Ok(good),
-            },
-        )
+            }
+        })
     }
 
     #[test]
@@ -232,7 +239,7 @@ mod tests {
         let (reading, read) = std::sync::mpsc::channel::<()>();
         let (go_on, waiting) = std::sync::mpsc::channel::<()>();
         let waiting = Mutex::new(waiting);
-        let words = Watched::open("words", vec![path.clone()], move |contents| {
+        let words = Watched::open("words", "--words", vec![path.clone()], move |contents| {
             if contents[0] == b"two" {
                 reading.send(()).unwrap();
                 waiting.lock().recv().unwrap();
@@ -281,12 +288,13 @@ mod tests {
     #[test]
     fn what_is_no_file_or_too_large_is_refused() {
         let directory = tempfile::tempdir().unwrap();
-        let told = text(directory.path()).unwrap_err();
+        let told = text(directory.path()).unwrap_err().to_string();
         assert!(told.ends_with("is no file; give one"), "{told}");
         let path = directory.path().join("words");
-        assert!(text(&path).unwrap_err().contains("cannot be read"));
+        let told = |path| text(path).unwrap_err().to_string();
+        assert!(told(&path).contains("cannot be read"));
         std::fs::write(&path, vec![b'a'; SIZE as usize + 1]).unwrap();
-        assert!(text(&path).unwrap_err().contains("more than 1 MiB"));
+        assert!(told(&path).contains("more than 1 MiB"));
     }
 
     #[test]

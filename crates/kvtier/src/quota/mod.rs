@@ -137,7 +137,9 @@ fn split(text: &str) -> Result<(String, &str), String> {
     Ok((tier.to_owned(), size))
 }
 
-fn of_tier<T: std::str::FromStr<Err = String>>(text: &str) -> Result<(String, T), String> {
+fn of_tier<T: std::str::FromStr<Err = kvtier_error::Error>>(
+    text: &str,
+) -> Result<(String, T), String> {
     let (tier, value) = split(text)?;
     Ok((tier, value.parse()?))
 }
