@@ -195,7 +195,7 @@ impl ServerConfig {
         match self.l1_origin {
             L1Origin::Given => "as asked for".to_owned(),
             L1Origin::Memory => format!("a quarter of {}", self.memory),
-            L1Origin::Shm => "45 % of /dev/shm, so that a restart finds room".to_owned(),
+            L1Origin::Shm => "45 % of /dev/shm, so that a restart finds free space".to_owned(),
         }
     }
 
@@ -251,7 +251,7 @@ impl ServerConfig {
     pub fn describe_shortage(&self, available: u64) -> String {
         format!(
             "/dev/shm has {:.2} GiB free, L1 needs {:.2} GiB; enlarge it, lower --l1-size-gb, or give --shm-name \"\" to do \
-             without the pool (an earlier server's pool takes its room until each worker that maps it has registered \
+             without the pool (an earlier server's pool takes its space until each worker that maps it has registered \
              again or ended; after that, a restart gets the pool)",
             in_gib(available),
             in_gib(self.l1_bytes)

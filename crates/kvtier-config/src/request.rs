@@ -45,8 +45,8 @@ impl ServerConfig {
         };
         (!is_local).then(|| {
             format!(
-                "--host {}: the request port is reachable from other hosts and the protocol knows no authentication: whoever \
-                 reaches it reads, replaces and removes the cached data of every tenant; let only engines reach it, or give \
+                "--host {}: the request port is reachable from other hosts and the protocol knows no authentication: any \
+                 client that reaches it reads, replaces and removes the cached data of every tenant; let only engines reach it, or give \
                  --host ipc://PATH for those on this host",
                 self.host
             )

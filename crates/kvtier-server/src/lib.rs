@@ -8,6 +8,7 @@
 
 mod access;
 mod budget;
+mod clock;
 mod descriptors;
 pub mod escape;
 pub mod front;

@@ -8,13 +8,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvtier_error::{Error, ErrorKind, Result};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
 use crate::access::Access;
+use crate::clock::Clock;
 use crate::descriptors::Descriptors;
 use crate::front::{FrontEnd, RequestSocket};
 use crate::health::Health;
@@ -231,12 +232,11 @@ fn spawn_housekeeping(
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
     let state = Arc::clone(health);
     spawn_background("housekeeping", health, move || {
-        let mut last_round = Instant::now();
+        let mut clock = Clock::start(MAX_PAUSE);
         while !stop.load(Ordering::Acquire) {
-            if last_round.elapsed() > MAX_PAUSE {
+            if clock.advance() {
                 engine.forgive_silence();
             }
-            last_round = Instant::now();
             engine.housekeep();
             if engine.lost_memory() {
                 state.poison("L1 memory (pages were lost)");

@@ -100,7 +100,7 @@ impl QuotaFile {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         if identity(&self.path)? != *self.seen.lock() {
             return Err(io::Error::other(
-                "somebody else has changed it since this server read it; restart the server to use what is there",
+                "another process has changed it since this server read it; restart the server to use what is there",
             ));
         }
         let content = encode(table);

@@ -208,7 +208,7 @@ impl L2 {
                 tracing::warn!(
                     objects = left.queued_objects,
                     bytes = left.queued_bytes,
-                    "objects were not stored in time and are given up"
+                    "objects were not stored in time and are dropped"
                 );
             }
             for tier in &self.tiers {

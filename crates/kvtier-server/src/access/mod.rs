@@ -19,12 +19,12 @@ use tokio_rustls::rustls;
 pub(crate) use tokens::{Role, Tokens};
 use watched::Watched;
 
-/// Tokens and certificates; both are read again by [`Access::look`] when their files have changed.
+/// Tokens and certificates; both are read again when their files have changed.
 pub struct Access {
     host: String,
     /// `None` allows every client on this host everything.
-    tokens: Option<Watched<Tokens>>,
-    tls: Option<Watched<rustls::ServerConfig>>,
+    tokens: Option<Arc<Watched<Tokens>>>,
+    tls: Option<Arc<Watched<rustls::ServerConfig>>>,
 }
 
 impl Access {
@@ -47,12 +47,12 @@ impl Access {
                     tls::settings((&cert, &contents[0]), (&key, &contents[1]))
                 };
                 let flags = "--http-tls-cert, --http-tls-key";
-                Some(Watched::open(
+                Some(Arc::new(Watched::open(
                     "the certificate and key of HTTP",
                     flags,
                     paths,
                     make,
-                )?)
+                )?))
             }
             _ => {
                 return Err(Error::refused(
@@ -73,18 +73,18 @@ impl Access {
 
     /// The tokens as last read; `None` without any, which allows every client everything.
     pub(crate) fn tokens(&self) -> Option<Arc<Tokens>> {
-        self.tokens.as_ref().map(Watched::get)
+        self.tokens.as_deref().map(Watched::get)
     }
 
-    /// How to answer a handshake, as of the last look; `None` without TLS.
+    /// How to answer a handshake, as of the last check; `None` without TLS.
     pub(crate) fn tls(&self) -> Option<Arc<rustls::ServerConfig>> {
-        self.tls.as_ref().map(Watched::get)
+        self.tls.as_deref().map(Watched::get)
     }
 
-    /// Looks at the files now. What has changed is used from here on, and logged; the answer names what was looked at.
+    /// Checks the files now. What has changed is used from here on, and logged; returns the names of what was checked.
     pub fn reload(&self) -> Vec<&'static str> {
-        let tokens = self.tokens.as_ref().map(Watched::reload);
-        let tls = self.tls.as_ref().map(Watched::reload);
+        let tokens = self.tokens.as_deref().map(Watched::reload);
+        let tls = self.tls.as_deref().map(Watched::reload);
         tokens.into_iter().chain(tls).collect()
     }
 
@@ -113,7 +113,7 @@ impl Access {
         match self.tokens.is_some() {
             true => Ok(()),
             false => Err(Error::refused(format!(
-                "--http-host: {place} is reachable from other hosts, where everybody could change and read everything; \
+                "--http-host: {place} is reachable from other hosts, where every client could change and read everything; \
                  give --http-token-file FILE (or tokens in the environment variable {TOKENS_VARIABLE}), or keep it on loopback"
             ))),
         }
@@ -124,13 +124,13 @@ impl Access {
         let mut warnings = Vec::new();
         if self.tokens.is_some() && self.tls.is_none() && self.is_local() == Some(false) {
             warnings.push(format!(
-                "--http-host {}: tokens travel in clear, whoever sees the traffic can use them; give --http-tls-cert and \
+                "--http-host {}: tokens travel in clear, and can be used by all that see the traffic; give --http-tls-cert and \
                  --http-tls-key, unless something in front of it does TLS",
                 self.host
             ));
         }
-        warnings.extend(self.tokens.as_ref().and_then(Watched::warning));
-        warnings.extend(self.tls.as_ref().and_then(Watched::warning));
+        warnings.extend(self.tokens.as_deref().and_then(Watched::warning));
+        warnings.extend(self.tls.as_deref().and_then(Watched::warning));
         warnings
     }
 
@@ -154,7 +154,10 @@ impl fmt::Debug for Access {
 }
 
 /// Those of the file and of the variable.
-fn tokens(file: Option<PathBuf>, variable: Option<OsString>) -> Result<Option<Watched<Tokens>>> {
+fn tokens(
+    file: Option<PathBuf>,
+    variable: Option<OsString>,
+) -> Result<Option<Arc<Watched<Tokens>>>> {
     let given = variable.filter(|text| !text.is_empty());
     let given = given.map(|text| {
         let text = text.to_string_lossy().replace(';', "\n");
@@ -177,7 +180,8 @@ fn tokens(file: Option<PathBuf>, variable: Option<OsString>) -> Result<Option<Wa
         }
         Ok(all)
     };
-    Watched::open("the tokens of HTTP", "--http-token-file", paths, make).map(Some)
+    let watched = Watched::open("the tokens of HTTP", "--http-token-file", paths, make)?;
+    Ok(Some(Arc::new(watched)))
 }
 
 #[cfg(test)]

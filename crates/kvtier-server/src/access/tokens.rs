@@ -170,8 +170,7 @@ fn token(line: &str) -> Result<Token> {
 mod tests {
     use super::*;
 
-    const GOOD: &str =
-        "# who may\n\nadmin ops 0123456789abcdef\r\n\tread prometheus fedcba9876543210+/=\n";
+    const GOOD: &str = "# allowed clients\n\nadmin ops 0123456789abcdef\r\n\tread prometheus fedcba9876543210+/=\n";
 
     #[test]
     fn each_token_has_its_owner_and_no_other_has_any() {

@@ -1,51 +1,35 @@
 //! Files that are read again once they have changed, so that secrets are replaced without a restart.
 //!
-//! A task has to check them now and then, and may wait for the disk: a check costs one `stat` per file. A reader of the
-//! value never waits. If the content is unusable, the last good one stays, and the log says so once per bad content.
+//! A task checks them once per second, and may wait for the disk. A reader of the value never waits. If the content is
+//! unusable, the last good one stays, and the log says so once per bad content.
 
 use std::fmt;
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
 
 use kvtier_error::{Error, Result};
 use parking_lot::Mutex;
 
 /// Most bytes of one file.
-const SIZE: u64 = 1 << 20;
+const MAX_BYTES: u64 = 1 << 20;
 
-/// A file this young may change again without its times telling, as they are those of the system's clock tick.
-const YOUNG: Duration = Duration::from_secs(2);
-
-/// Makes the value out of the files' contents, in their order; the error says what is wrong and in which of them.
+/// Makes the value out of the files' contents, in their order; its error names the file.
 type Make<T> = Box<dyn Fn(&[Vec<u8>]) -> Result<T> + Send + Sync>;
 
-/// What some files say.
+/// Value of some files.
 pub(crate) struct Watched<T> {
     /// For the log.
     what: &'static str,
     /// The last one is secret.
     paths: Vec<PathBuf>,
     make: Make<T>,
-    /// Not held while a file is read, as that one below.
+    /// Not held while a file is read, nor is `last`.
     value: Mutex<Arc<T>>,
-    last: Mutex<Look>,
+    /// Digest of what was read last, or of why nothing was.
+    last: Mutex<blake3::Hash>,
 }
-
-/// What one look has seen.
-#[derive(Clone)]
-struct Look {
-    /// What the files were like when they were last read, unless they may have changed since without a trace.
-    seen: Option<Vec<Stamp>>,
-    /// Of what was read then, or of why nothing was.
-    content: blake3::Hash,
-}
-
-/// Device, inode, size, and the times of the last change of content and of the file.
-#[derive(Clone, PartialEq)]
-struct Stamp(u64, u64, u64, (i64, i64), (i64, i64));
 
 impl<T> Watched<T> {
     /// Reads the files that `flags` name; the last one is secret.
@@ -58,48 +42,43 @@ impl<T> Watched<T> {
         paths: Vec<PathBuf>,
         make: impl Fn(&[Vec<u8>]) -> Result<T> + Send + Sync + 'static,
     ) -> Result<Self> {
-        let seen = stamps(&paths);
-        let contents = read(&paths).map_err(|error| error.context(flags))?;
-        let value = Arc::new(make(&contents)?);
+        let contents = read(&paths);
+        let last = Mutex::new(digest(&contents));
+        let value = make(&contents.map_err(|error| error.context(flags))?)?;
         Ok(Self {
             what,
             make: Box::new(make),
-            value: Mutex::new(value),
-            last: Mutex::new(Look {
-                seen,
-                content: digest(&contents),
-            }),
+            value: Mutex::new(Arc::new(value)),
+            last,
             paths,
         })
     }
 
-    /// What they said at the last look, or when they last could be used.
+    /// Name of the value in the log.
+    pub(crate) fn what(&self) -> &'static str {
+        self.what
+    }
+
+    /// Value as of the last check, or of the last one that found it usable.
     pub(crate) fn get(&self) -> Arc<T> {
         Arc::clone(&self.value.lock())
     }
 
-    /// Reads what has changed. Of two looks at a time the later to end counts; if it read the older files, the next look
-    /// mends that.
-    pub(crate) fn look(&self) {
-        let last = self.last.lock().clone();
-        let seen = stamps(&self.paths);
-        if seen.is_some() && seen == last.seen {
-            return;
-        }
+    /// Reads the files, and takes what has changed. Of two checks at a time the later to end counts; if it read the older
+    /// files, the next check corrects that.
+    pub(crate) fn check(&self) {
+        let last = *self.last.lock();
         let contents = read(&self.paths);
-        let content = match &contents {
-            Ok(contents) => digest(contents),
-            Err(error) => blake3::hash(error.to_string().as_bytes()),
-        };
-        if content != last.content {
+        let now = digest(&contents);
+        if now != last {
             self.take(contents);
         }
-        *self.last.lock() = Look { seen, content };
+        *self.last.lock() = now;
     }
 
-    /// Looks, and says at what.
+    /// Checks; returns the name of the value.
     pub(crate) fn reload(&self) -> &'static str {
-        self.look();
+        self.check();
         self.what
     }
 
@@ -125,7 +104,7 @@ impl<T> Watched<T> {
         names.collect::<Vec<_>>().join(", ")
     }
 
-    /// What is wrong with the mode of the secret file: others than its owner may read it.
+    /// Warning of the mode of the secret file: others than its owner may read it.
     pub(crate) fn warning(&self) -> Option<String> {
         let path = self.paths.last()?;
         let mode = std::fs::metadata(path).ok()?.mode() & 0o777;
@@ -144,24 +123,6 @@ impl<T> fmt::Debug for Watched<T> {
     }
 }
 
-/// `None` when a file is not there, or is so young that these stamps would not tell it from what it becomes.
-fn stamps(paths: &[PathBuf]) -> Option<Vec<Stamp>> {
-    let stamp = |path: &PathBuf| {
-        let data = std::fs::metadata(path).ok()?;
-        let age = SystemTime::now().duration_since(data.modified().ok()?);
-        age.is_ok_and(|age| age > YOUNG).then(|| {
-            Stamp(
-                data.dev(),
-                data.ino(),
-                data.size(),
-                (data.mtime(), data.mtime_nsec()),
-                (data.ctime(), data.ctime_nsec()),
-            )
-        })
-    };
-    paths.iter().map(stamp).collect()
-}
-
 fn read(paths: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
     paths.iter().map(|path| read_file(path)).collect()
 }
@@ -175,29 +136,38 @@ fn read_file(path: &Path) -> Result<Vec<u8>> {
     }
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path).map_err(failed)?;
-    file.take(SIZE + 1)
+    file.take(MAX_BYTES + 1)
         .read_to_end(&mut bytes)
         .map_err(failed)?;
-    match bytes.len() as u64 > SIZE {
+    match bytes.len() as u64 > MAX_BYTES {
         true => Err(Error::refused(format!(
             "{name} has more than {} MiB",
-            SIZE >> 20
+            MAX_BYTES >> 20
         ))),
         false => Ok(bytes),
     }
 }
 
-fn digest(contents: &[Vec<u8>]) -> blake3::Hash {
+fn digest(contents: &Result<Vec<Vec<u8>>>) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new();
-    for content in contents {
-        hasher.update(&(content.len() as u64).to_le_bytes());
-        hasher.update(content);
+    match contents {
+        Err(error) => {
+            hasher.update(error.to_string().as_bytes());
+        }
+        Ok(contents) => {
+            for content in contents {
+                hasher.update(&(content.len() as u64).to_le_bytes());
+                hasher.update(content);
+            }
+        }
     }
     hasher.finalize()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, SystemTime};
+
     use super::*;
 
     fn text(path: &Path) -> Result<Watched<String>> {
@@ -215,20 +185,20 @@ mod tests {
         let path = directory.path().join("words");
         std::fs::write(&path, "one").unwrap();
         let words = text(&path).unwrap();
-        let looked = || {
-            words.look();
+        let checked = || {
+            words.check();
             words.get()
         };
-        assert_eq!(*looked(), "one");
+        assert_eq!(*checked(), "one");
         // Of the same length and within the same tick.
         std::fs::write(&path, "two").unwrap();
-        assert_eq!(*looked(), "two");
+        assert_eq!(*checked(), "two");
         std::fs::write(&path, "bad").unwrap();
-        assert_eq!(*looked(), "two");
+        assert_eq!(*checked(), "two");
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(*looked(), "two");
+        assert_eq!(*checked(), "two");
         std::fs::write(&path, "three").unwrap();
-        assert_eq!(*looked(), "three");
+        assert_eq!(*checked(), "three");
     }
 
     #[test]
@@ -250,18 +220,18 @@ mod tests {
         std::fs::write(&path, "two").unwrap();
         assert_eq!(*words.get(), b"one");
         std::thread::scope(|scope| {
-            let look = scope.spawn(|| words.look());
+            let check = scope.spawn(|| words.check());
             read.recv().unwrap();
             // During a check that does not end.
             assert_eq!(*words.get(), b"one");
             go_on.send(()).unwrap();
-            look.join().unwrap();
+            check.join().unwrap();
         });
         assert_eq!(*words.get(), b"two");
     }
 
     #[test]
-    fn an_old_file_is_read_again_only_when_it_was_replaced() {
+    fn old_file_is_taken_again_only_when_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("words");
         let old = SystemTime::now() - Duration::from_secs(60);
@@ -278,10 +248,10 @@ mod tests {
         put("one");
         let words = text(&path).unwrap();
         let first = words.get();
-        words.look();
+        words.check();
         assert!(Arc::ptr_eq(&first, &words.get()));
         put("two");
-        words.look();
+        words.check();
         assert_eq!(*words.get(), "two");
     }
 
@@ -293,7 +263,7 @@ mod tests {
         let path = directory.path().join("words");
         let told = |path| text(path).unwrap_err().to_string();
         assert!(told(&path).contains("cannot be read"));
-        std::fs::write(&path, vec![b'a'; SIZE as usize + 1]).unwrap();
+        std::fs::write(&path, vec![b'a'; MAX_BYTES as usize + 1]).unwrap();
         assert!(told(&path).contains("more than 1 MiB"));
     }
 

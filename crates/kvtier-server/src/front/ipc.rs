@@ -152,7 +152,7 @@ fn remove_stale(path: &Path) -> Result<()> {
             })
         }
         Err(error) => Err(Error::io(
-            "it cannot be told whether a server listens there",
+            "it is unknown whether a server listens there",
             error,
         )),
     }

@@ -5,7 +5,6 @@
 //! thread.
 
 mod client;
-mod clock;
 mod connection;
 mod connections;
 mod dispatch;
