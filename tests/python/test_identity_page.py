@@ -34,7 +34,7 @@ def test_page_has_every_option(name):
 def test_tests_named_on_page_exist():
     """A name without a path is in one of the files of the page's head."""
     default = ["tests/python/test_fingerprint.py", "tests/python/test_contents.py"]
-    default.append("crates/kvtier-engine/src/fingerprint/tests.rs")
+    default.append("crates/kvtier-engine/src/instances/fingerprint/tests.rs")
     texts = "\n".join((ROOT / path).read_text() for path in default)
     rust = re.findall(r"fn (\w+)\(", texts)
     for path, test in re.findall(r"`((?:tests|crates)/[\w/.-]+)(?:::(\w+))?`", PAGE):

@@ -1,6 +1,7 @@
 //! Where workers' pages can be: shared memory, and the GPUs there are.
 
 use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,14 +12,15 @@ use kvtier_memory::Arena;
 use serde_json::{Map, Value, json};
 
 use kvtier_config::ServerConfig;
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_metrics::GpuFigures;
 
 /// The devices of this server.
 pub struct Devices {
     /// The GPUs, or why there are none.
-    cuda: Result<CudaDevice, String>,
-    /// It is in the log that some do not answer.
-    told_left: AtomicBool,
+    cuda: Result<CudaDevice>,
+    /// GPUs that do not respond were logged.
+    left_is_logged: AtomicBool,
 }
 
 /// Why there are no GPUs. If there is no driver, the text is short, without the details of the dynamic linker.
@@ -30,16 +32,20 @@ fn absence(error: &str) -> String {
     }
 }
 
+fn unavailable(why: impl Display) -> Error {
+    Error::new(ErrorKind::Unavailable, why)
+}
+
 impl Devices {
-    /// Looks what there is. Takes no GPU into use: that is for its first worker.
+    /// Finds the GPUs. The first worker of a GPU takes it into use.
     ///
     /// # Errors
-    /// One line, when a driver that was asked for by its path cannot be used.
-    pub fn find(config: &ServerConfig, arena: &Arc<Arena>) -> Result<Self, String> {
+    /// One line, if a driver that was asked for by its path cannot be used.
+    pub fn find(config: &ServerConfig, arena: &Arc<Arena>) -> Result<Self> {
         let Some(options) = &config.cuda else {
             return Ok(Self {
-                cuda: Err("this server runs with --cuda-driver off".into()),
-                told_left: AtomicBool::new(false),
+                cuda: Err(unavailable("this server runs with --cuda-driver off")),
+                left_is_logged: AtomicBool::new(false),
             });
         };
         let cuda = CudaDevice::find(options, Arc::clone(arena));
@@ -57,7 +63,7 @@ impl Devices {
                 }
             }
             Err(error) if options.library.is_some() => {
-                return Err(format!("--cuda-driver: {error}"));
+                return Err(unavailable(error).context("--cuda-driver"));
             }
             Err(error) => {
                 let reason = absence(&error.to_string());
@@ -65,26 +71,26 @@ impl Devices {
             }
         }
         Ok(Self {
-            cuda: cuda.map_err(|error| absence(&error.to_string())),
-            told_left: AtomicBool::new(false),
+            cuda: cuda.map_err(|error| unavailable(absence(&error.to_string()))),
+            left_is_logged: AtomicBool::new(false),
         })
     }
 
-    /// What the makers call the GPUs, or why there are none.
-    pub fn names(&self) -> Result<Vec<String>, String> {
+    /// Names of the GPUs, or why there are none.
+    pub fn names(&self) -> Result<Vec<String>> {
         let gpus = self.cuda.as_ref().map(CudaDevice::status);
         gpus.map(|gpus| gpus.into_iter().map(|gpu| gpu.name).collect())
             .map_err(Clone::clone)
     }
 
-    /// Flags that were given in vain, and why.
+    /// Flags that have no effect, and why.
     pub fn warning(&self, config: &ServerConfig) -> Option<String> {
         let why = self.cuda.as_ref().err()?;
         let flags = config.gpu_flags.join(", ");
         (!flags.is_empty()).then(|| format!("{flags}: without effect, no GPU is used: {why}"))
     }
 
-    /// NUMA nodes that the GPUs are on, as far as the system tells.
+    /// NUMA nodes of the GPUs, as far as they are known.
     pub fn numa_nodes(&self) -> Vec<u32> {
         let gpus = self
             .cuda
@@ -106,19 +112,17 @@ impl Devices {
     ///
     /// # Errors
     /// One line: memory of a kind that no device here has, or what the device says.
-    pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>, String> {
+    pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>> {
         let layout = Arc::new(layout);
         let device: &dyn Device = match &self.cuda {
             _ if !Self::is_on_gpu(&layout) => &CpuDevice,
             Ok(cuda) => cuda,
             Err(why) => {
-                return Err(format!(
-                    "the tensors are on a GPU, and this server uses none: {why}"
-                ));
+                let what = "the tensors are on a GPU, and this server uses none";
+                return Err(why.clone().context(what));
             }
         };
-        let opened = device.open(layout);
-        opened.map(Arc::from).map_err(|error| error.to_string())
+        device.open(layout).map(Arc::from).map_err(unavailable)
     }
 
     /// Ends the work on the GPUs and refuses the rest. Afterwards every request is answered, except those on a GPU that
@@ -128,7 +132,7 @@ impl Devices {
             .cuda
             .as_ref()
             .map_or_else(|_| Vec::new(), CudaDevice::stop);
-        if !left.is_empty() && !self.told_left.swap(true, Ordering::Relaxed) {
+        if !left.is_empty() && !self.left_is_logged.swap(true, Ordering::Relaxed) {
             tracing::error!(gpus = ?left, "transfers have not ended: what these GPUs use is left to the end of the process");
         }
         left
@@ -144,7 +148,7 @@ impl Devices {
         {
             tracing::error!(
                 bytes,
-                "the driver does not give up pinned memory: it is left to the end of the process"
+                "unpinning timed out; memory stays pinned until the process ends"
             );
         }
     }
@@ -168,7 +172,7 @@ impl Devices {
         pinning.map_or(0, |pinning| pinning.bytes)
     }
 
-    /// Why a GPU is of no use any more, if one is.
+    /// Why a GPU is unusable, if one is.
     pub fn broken(&self) -> Option<String> {
         let gpus = self.cuda.as_ref().ok()?.status();
         gpus.into_iter()
@@ -179,7 +183,7 @@ impl Devices {
     pub fn status(&self) -> Value {
         let cuda = match &self.cuda {
             Ok(cuda) => cuda,
-            Err(why) => return json!({ "available": false, "reason": why }),
+            Err(why) => return json!({ "available": false, "reason": why.to_string() }),
         };
         let gpus: Vec<_> = cuda
             .status()

@@ -4,23 +4,16 @@ use super::Answer;
 
 /// Where the answer to one request goes.
 pub trait ReplyTarget: Send {
-    /// Sends the answer; `None` if the handle was dropped without one.
+    /// Sends the answer. `None` is the operation's failure answer: the handle was dropped, or could not be deferred.
     fn send(self: Box<Self>, answer: Option<Answer>);
 
-    /// The answer comes after the call that handles the request. Returns false if too much waits already: then the request
-    /// is refused.
+    /// The answer comes after the call that handles the request. Returns false if too much waits already.
     fn defer(&mut self) -> bool {
         true
     }
 
-    /// Whether what the connection has sent behind the request waits for the answer too. Without that it waits no longer
-    /// than the call that handles the request.
-    fn hold_turn(&mut self, _hold: bool) {}
-
-    /// Refuses the request, for which too much waits already.
-    fn refuse(self: Box<Self>) {
-        self.send(None);
-    }
+    /// What the connection has sent behind the request waits no longer than the call that handles the request.
+    fn release_turn(&mut self) {}
 }
 
 impl<F: FnOnce(Option<Answer>) + Send> ReplyTarget for F {
@@ -45,28 +38,21 @@ impl Reply {
         }
     }
 
-    /// For an answer after the call that handles the request. `None` if too much waits already; the request has been refused
-    /// then.
+    /// Defers the answer beyond the call that handles the request. Returns false if too much waits already: then the request is
+    /// refused when the handle is dropped, which comes after everything that the client may use again.
     #[must_use]
-    pub fn later(self) -> Option<Self> {
-        self.defer(false)
+    pub fn later(&mut self) -> bool {
+        let is_deferred = self.later_in_turn();
+        if let Some(target) = self.0.as_mut().filter(|_| is_deferred) {
+            target.release_turn();
+        }
+        is_deferred
     }
 
     /// As [`Reply::later`], and what the connection has sent behind the request waits for the answer.
     #[must_use]
-    pub fn later_in_turn(self) -> Option<Self> {
-        self.defer(true)
-    }
-
-    fn defer(mut self, hold_turn: bool) -> Option<Self> {
-        let mut target = self.0.take()?;
-        if !target.defer() {
-            target.refuse();
-            return None;
-        }
-        target.hold_turn(hold_turn);
-        self.0 = Some(target);
-        Some(self)
+    pub fn later_in_turn(&mut self) -> bool {
+        self.0.as_mut().is_some_and(|target| target.defer())
     }
 }
 

@@ -1,9 +1,11 @@
 //! For tests: an engine, and workers whose pages are nowhere.
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use kvtier_core::ChunkHash;
 use kvtier_core::prompt::Prompt;
@@ -15,9 +17,8 @@ use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Store};
 use parking_lot::Mutex;
 
-use super::instances::{Instance, Mode};
-use super::layout::{EngineDrivenLayout, ModelLayout};
-use super::store::InFlightStore;
+use super::context::Context;
+use super::instances::{EngineDrivenLayout, Instance, Mode, ModelLayout};
 use super::{Answer, Caller, Engine, Reply};
 use kvtier_config::ServerConfig;
 use kvtier_metrics::Metrics;
@@ -29,24 +30,34 @@ pub const CALLER: Caller = Caller {
     knows_chunk_size: true,
 };
 
-/// With 12 MiB of L1, chunks of one token, and these flags.
+/// An engine with 12 MiB of L1, chunks of one token, and these flags.
 pub fn engine(flags: &[&str]) -> Engine {
+    engine_with(flags, |context| context)
+}
+
+/// The same, with a context that the test has changed.
+pub fn engine_with(flags: &[&str], change: impl FnOnce(Context) -> Context) -> Engine {
     let mut all = vec!["--shm-name", "", "--l1-size-gb", "0.01"];
     all.extend(["--chunk-size", "1"]);
     all.extend(flags);
     let config = Arc::new(ServerConfig::from_flags(&all).unwrap());
-    Engine::new(config, Arc::new(Metrics::new())).unwrap()
+    let (context, quotas) = Engine::open(config, Arc::new(Metrics::new())).unwrap();
+    Engine::over(change(context), quotas)
 }
 
-/// Pages of a device whose transfers move a byte, or fail, at once; it can tell of an event before.
+/// Pages of a device whose transfers move a byte, or fail, at once. It reports an event before.
 pub struct TestPages {
     pub layout: Arc<KvLayout>,
     pub fails: bool,
     pub numa_node: Option<u32>,
-    /// Where the chunks of its transfers were in the arena.
+    /// Offsets in the arena of the chunks of its transfers.
     pub places: Mutex<Vec<u64>>,
     /// Transfers that are held until the test ends them, if there are to be any.
     pub held: Mutex<Option<Vec<Done>>>,
+    /// Kind of the device. Pages are on a GPU unless it is "cpu".
+    pub device: &'static str,
+    /// Dropped with the pages.
+    pub closed: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 impl TestPages {
@@ -72,22 +83,29 @@ impl TestPages {
             numa_node: None,
             places: Mutex::default(),
             held: Mutex::default(),
+            device: "test",
+            closed: Mutex::default(),
         }
     }
 
     /// Registers a worker that has them.
     pub fn register(self, engine: &Engine, id: i64) -> Arc<Self> {
         let pages = Arc::new(self);
+        let instance = pages.instance(id, engine.context.now());
+        assert!(engine.context.instances.insert(instance).unwrap().is_none());
+        pages
+    }
+
+    /// A worker that has them.
+    pub fn instance(self: &Arc<Self>, id: i64, now: Duration) -> Instance {
         let mode = Mode::LmcacheDriven {
-            memory: Arc::clone(&pages) as _,
+            memory: Arc::clone(self) as _,
             tensors: Vec::new(),
             hints: Default::default(),
             groups: Vec::new(),
         };
-        let layout = ModelLayout::of_pages(&pages.layout);
-        let instance = Instance::new(InstanceId(id), "model", 1, mode, layout, engine.now());
-        assert!(engine.instances.insert(instance).unwrap().is_none());
-        pages
+        let layout = ModelLayout::of_pages(&self.layout);
+        Instance::new(InstanceId(id), "model", 1, mode, layout, now)
     }
 }
 
@@ -105,7 +123,7 @@ impl EngineMemory for TestPages {
     }
 
     fn device(&self) -> &'static str {
-        "test"
+        self.device
     }
 
     fn numa_node(&self) -> Option<u32> {
@@ -161,8 +179,15 @@ pub fn copies_itself(engine: &Engine, id: i64) {
         fingerprint: 0,
         page_bound: false,
     };
-    let instance = Instance::new(InstanceId(id), "other", 1, mode, layout, engine.now());
-    assert!(engine.instances.insert(instance).unwrap().is_none());
+    let instance = Instance::new(
+        InstanceId(id),
+        "other",
+        1,
+        mode,
+        layout,
+        engine.context.now(),
+    );
+    assert!(engine.context.instances.insert(instance).unwrap().is_none());
 }
 
 /// The key of a prompt of these chunks, all of them different.
@@ -184,8 +209,8 @@ pub fn key(chunks: Range<u8>) -> CacheKey<'static, Prompt> {
     }
 }
 
-/// Has a worker store these chunks, three at most. The answer comes when it is there.
-pub fn store(engine: &Arc<Engine>, id: i64, chunks: Range<u8>) -> Receiver<Answer> {
+/// Stores these chunks, three at most, for a worker. The answer comes when it is there.
+pub fn store(engine: &Engine, id: i64, chunks: Range<u8>) -> Receiver<Answer> {
     let store = Store {
         block_ids: vec![(1..).take(chunks.len()).collect()],
         key: key(chunks),
@@ -193,22 +218,8 @@ pub fn store(engine: &Arc<Engine>, id: i64, chunks: Range<u8>) -> Receiver<Answe
         event_handle: b"",
     };
     let (reply, answers) = reply();
-    engine.store(CALLER, &store, reply);
+    engine.transfers.store(CALLER, &store, reply);
     answers
-}
-
-impl Engine {
-    /// A store of no chunks by a registered worker.
-    pub(crate) fn plan_empty_store(&self, instance: &Arc<Instance>) -> (Transfer, InFlightStore) {
-        let store = Store {
-            block_ids: vec![Vec::new()],
-            key: key(0..0),
-            instance: instance.id,
-            event_handle: b"",
-        };
-        let planned = self.plan_store(CALLER.release, instance, &store, self.now());
-        planned.unwrap()
-    }
 }
 
 /// A reply, and what is answered with it.

@@ -25,22 +25,22 @@ pub enum ErrorKind {
     LaneFull,
     /// Staged bytes are at their limit.
     StagingFull,
-    /// A request does not hold the objects that it names.
+    /// No lookup permits the retrieve.
     NotHeld,
+    /// The worker is registered without a cache, because of its windows.
+    WindowedClient,
 }
 
 impl ErrorKind {
-    /// Its name in metric labels.
+    /// Its metric label, or `other` for a kind without a label of its own.
     #[must_use]
-    pub fn name(self) -> &'static str {
+    pub fn label(self, other: &'static str) -> &'static str {
         match self {
-            Self::Invalid => "invalid",
-            Self::InUse => "in_use",
-            Self::Unavailable => "unavailable",
-            Self::Io => "io",
             Self::LaneFull => "lane_full",
             Self::StagingFull => "staging_full",
             Self::NotHeld => "not_held",
+            Self::WindowedClient => "windowed_client",
+            Self::Invalid | Self::InUse | Self::Unavailable | Self::Io => other,
         }
     }
 }
@@ -61,18 +61,18 @@ pub struct Error {
 
 impl Error {
     /// Returns an error with this message.
-    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+    pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
         Self {
             kind,
-            message: message.into(),
+            message: message.to_string(),
             context: Vec::new(),
             source: None,
             hint: None,
         }
     }
 
-    /// Returns a refusal: [`ErrorKind::Invalid`] with this message.
-    pub fn refused(message: impl Into<String>) -> Self {
+    /// Returns a refusal, [`ErrorKind::Invalid`], with this message or the text of this error.
+    pub fn refused(message: impl fmt::Display) -> Self {
         Self::new(ErrorKind::Invalid, message)
     }
 
@@ -86,14 +86,14 @@ impl Error {
     }
 
     /// Returns an error of the system while `what` was done; its kind is that of the system's error.
-    pub fn io(what: impl Into<String>, error: impl Into<io::Error>) -> Self {
+    pub fn io(what: impl fmt::Display, error: impl Into<io::Error>) -> Self {
         Self::from(error.into()).context(what)
     }
 
     /// Names what the error is about, before all that names it already.
     #[must_use]
-    pub fn context(mut self, context: impl Into<String>) -> Self {
-        self.context.push(context.into());
+    pub fn context(mut self, context: impl fmt::Display) -> Self {
+        self.context.push(context.to_string());
         self
     }
 
@@ -106,8 +106,8 @@ impl Error {
 
     /// Adds what to do about it, at the end of the line.
     #[must_use]
-    pub fn hint(mut self, hint: impl Into<String>) -> Self {
-        self.hint = Some(hint.into());
+    pub fn hint(mut self, hint: impl fmt::Display) -> Self {
+        self.hint = Some(hint.to_string());
         self
     }
 
@@ -155,7 +155,7 @@ impl From<io::Error> for Error {
             io::ErrorKind::OutOfMemory => ErrorKind::Unavailable,
             _ => ErrorKind::Io,
         };
-        Self::new(kind, error.to_string())
+        Self::new(kind, error)
     }
 }
 
@@ -163,13 +163,6 @@ impl From<io::Error> for Error {
 impl PartialEq for Error {
     fn eq(&self, other: &Self) -> bool {
         self.kind == other.kind && self.to_string() == other.to_string()
-    }
-}
-
-/// For callers that report a text.
-impl From<Error> for String {
-    fn from(error: Error) -> Self {
-        error.to_string()
     }
 }
 

@@ -1,5 +1,6 @@
 //! L1: the arena with the bytes, and the cache that decides about them.
 
+use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -159,7 +160,7 @@ fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<(u32,
 ///
 /// # Errors
 /// As [`create_arena`].
-pub fn rehearse_arena(config: &ServerConfig) -> Result<Arena> {
+pub fn preflight_arena(config: &ServerConfig) -> Result<Arena> {
     let l1_bytes = match (&config.shm_name, config.shm_shortage()) {
         (Some(_), None) => STAND_IN,
         (Some(name), Some(shortage)) if config.shm_required => {
@@ -174,7 +175,7 @@ pub fn rehearse_arena(config: &ServerConfig) -> Result<Arena> {
     })
 }
 
-fn unavailable(what: impl Into<String>) -> Error {
+fn unavailable(what: impl Display) -> Error {
     Error::new(ErrorKind::Unavailable, what)
 }
 

@@ -4,8 +4,8 @@
 use std::net::{TcpListener, ToSocketAddrs as _};
 
 use kvtier_config::ServerConfig;
-use kvtier_engine::Rehearsal;
-use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_engine::Preflight;
+use kvtier_error::{Error, Result};
 
 use crate::access::Access;
 use crate::front::RequestSocket;
@@ -38,9 +38,9 @@ pub fn warnings(config: &ServerConfig) -> Vec<String> {
 ///
 /// # Errors
 /// The line with which the start would end.
-pub fn reserve(config: &ServerConfig) -> Result<Rehearsal> {
+pub fn reserve(config: &ServerConfig) -> Result<Preflight> {
     bind_ports(config)?;
-    kvtier_engine::rehearse(config).map_err(|error| Error::new(ErrorKind::Unavailable, error))
+    kvtier_engine::preflight(config)
 }
 
 fn bind_ports(config: &ServerConfig) -> Result<()> {

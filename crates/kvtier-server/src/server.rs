@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_error::{Error, Result};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
@@ -79,8 +79,7 @@ impl Server {
             request_connections = descriptors.connections,
             "file descriptors shared out: what the request port does not use is for files and HTTP"
         );
-        let engine = Engine::new(Arc::clone(&config), metrics)
-            .map_err(|error| Error::new(ErrorKind::Unavailable, error))?;
+        let engine = Engine::new(Arc::clone(&config), metrics)?;
         let engine = Arc::new(engine);
         let connections = usize::try_from(descriptors.connections).unwrap_or(usize::MAX);
         let front = FrontEnd::start(
@@ -255,5 +254,5 @@ fn spawn_prefault(
     stop: &Arc<AtomicBool>,
 ) -> Result<JoinHandle<()>> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
-    spawn_background("prefault", health, move || engine.prefault(&stop))
+    spawn_background("prefault", health, move || engine.admin().prefault(&stop))
 }

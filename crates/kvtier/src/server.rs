@@ -102,12 +102,12 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
     let end = move || {
         std::thread::sleep(limit);
         let engine = engine.upgrade();
-        let settled = engine.is_some_and(|engine| {
+        let drained = engine.is_some_and(|engine| {
             engine.unlink_pool();
-            engine.is_settled()
+            engine.is_drained()
         });
         let limit = limit.as_secs_f64();
-        match settled {
+        match drained {
             true => tracing::info!(limit, "stopped; the system takes back what is still pinned"),
             false => tracing::error!(
                 limit,
@@ -116,7 +116,7 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
         }
         // For the line above. Its reader may be stuck too.
         std::thread::sleep(LAST_WORDS);
-        kvtier_memory::exit_at_once(i32::from(!settled));
+        kvtier_memory::exit_at_once(i32::from(!drained));
     };
     let thread = std::thread::Builder::new().name("kvtier-stop".into());
     thread.spawn(end).map(drop)

@@ -228,6 +228,7 @@ impl<A: ExtentAllocator> Cache<A> {
         });
         Ok(Reserved {
             reservation: Reservation::new(self.clone(), batch.staged),
+            bytes: batch.bytes,
             outcomes: batch.outcomes,
         })
     }

@@ -52,6 +52,8 @@ pub enum ReserveError {
 pub struct Reserved<A: ExtentAllocator> {
     /// The reserved memory; possibly none.
     pub reservation: Reservation<A>,
+    /// Bytes that it takes, rounding included.
+    pub bytes: u64,
     /// One outcome per key, in the order of the requests and their keys.
     pub outcomes: Vec<KeyOutcome>,
 }

@@ -14,6 +14,8 @@ const MISSING: SlotRef = SlotRef::NONE;
 pub(super) struct ReserveBatch {
     pub(super) outcomes: Vec<KeyOutcome>,
     pub(super) staged: Vec<Staged>,
+    /// Taken by what is staged, rounding included.
+    pub(super) bytes: u64,
     /// Per key: its resident object, held during the batch.
     held: Vec<SlotRef>,
 }
@@ -24,6 +26,7 @@ impl ReserveBatch {
         Self {
             outcomes: Vec::with_capacity(keys),
             staged: Vec::with_capacity(keys),
+            bytes: 0,
             held: Vec::with_capacity(keys),
         }
     }
@@ -80,6 +83,7 @@ impl<A: ExtentAllocator> State<A> {
                     }
                 };
                 staging_left -= taken;
+                batch.bytes += taken;
                 batch.outcomes.push(KeyOutcome::Reserved(extent));
                 batch.staged.push(Staged {
                     request: which,

@@ -4,7 +4,9 @@
 //! unregisters keeps its mappings to the end. One that has left stays known by its id until its last copy has ended, so
 //! a request that asks whether its pages are free receives the right answer.
 
-mod rest;
+mod fingerprint;
+mod gate;
+mod layout;
 #[cfg(test)]
 mod tests;
 
@@ -16,15 +18,15 @@ use std::time::{Duration, Instant};
 
 use kvtier_device::EngineMemory;
 use kvtier_device::cuda::owner::Owner;
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
 use parking_lot::RwLock;
 
-use super::layout::{EngineDrivenLayout, ModelLayout};
-use super::refusal::Refusal;
-pub use rest::Copying;
-use rest::Rest;
+pub use gate::CopyGuard;
+use gate::Gate;
+pub use layout::{EngineDrivenLayout, ModelLayout};
 
 /// Unknown instances whose pings we remember.
 const MAX_UNKNOWN: usize = 4096;
@@ -35,8 +37,8 @@ const MAX_INSTANCES: usize = 4096;
 /// Layouts of one worker that a lookup is for at most. Each costs a lookup of its own; a fleet has one or two.
 const MAX_LAYOUTS: usize = 8;
 
-/// How long a worker that leaves is kept waiting for the last copies of its pages. The longest copies take seconds.
-const LAST_COPIES: Duration = Duration::from_secs(60);
+/// How long an unregistration waits for the last copies of its worker's pages. The longest copies take seconds.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How a worker's bytes travel.
 pub enum Mode {
@@ -68,11 +70,16 @@ pub enum Unserved {
 }
 
 impl Unserved {
+    /// The kind of refusals of its transfers.
+    pub fn kind(self) -> ErrorKind {
+        match self {
+            Self::Windowed => ErrorKind::WindowedClient,
+        }
+    }
+
     /// For metric labels and `/status`.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Windowed => "windowed_client",
-        }
+        self.kind().label("")
     }
 }
 
@@ -94,9 +101,9 @@ pub struct Instance {
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
     pinged: AtomicBool,
-    /// One reference for each retrieve whose bytes are on their way into its pages, and ours.
+    /// One reference for each retrieve in flight into its pages, and one of its own.
     retrieves: Arc<()>,
-    rest: Arc<Rest>,
+    gate: Arc<Gate>,
 }
 
 impl Instance {
@@ -120,7 +127,7 @@ impl Instance {
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
             retrieves: Arc::default(),
-            rest: Rest::new(),
+            gate: Arc::default(),
         }
     }
 
@@ -129,22 +136,22 @@ impl Instance {
     /// # Errors
     /// If the instance copies by itself, if it has left and its pages may belong to another request, or if it has too
     /// many transfers in flight.
-    pub fn copying(self: &Arc<Self>) -> Result<Copying, Refusal> {
+    pub fn copying(self: &Arc<Self>) -> Result<CopyGuard> {
         let Mode::LmcacheDriven { memory, .. } = &self.mode else {
-            return Err(Refusal::Failed(
-                "the instance is registered for engine-driven transfers; allowed: prepare and commit".into(),
+            return Err(Error::refused(
+                "the instance is registered for engine-driven transfers; allowed: prepare and commit",
             ));
         };
-        Ok(Copying {
+        Ok(CopyGuard {
             memory: Arc::clone(memory),
             instance: Arc::clone(self),
-            _counted: self.rest.count()?,
+            _guard: self.gate.enter()?,
         })
     }
 
-    /// Has no copy of its pages begin any more, whatever connection asked for it; those that run end soon.
+    /// Starts no more copies of its pages, for any connection; those that run end soon.
     pub fn stop(&self) {
-        self.rest.stop();
+        self.gate.close();
         if let Mode::LmcacheDriven { memory, .. } = &self.mode {
             memory.stop();
         }
@@ -153,16 +160,25 @@ impl Instance {
     /// [`Instance::stop`], and waits until nothing is copied.
     ///
     /// # Errors
-    /// One line, when something is at `until`: a device that does not answer any more.
-    fn leave(&self, until: Instant) -> Result<(), String> {
+    /// One line, if copies still run at `until`: their device does not respond.
+    fn drain(&self, until: Instant) -> Result<()> {
         self.stop();
-        match self.rest.wait(until) {
+        match self.gate.wait(until) {
             0 => Ok(()),
-            copying => Err(format!(
-                "{copying} transfers of instance {} have not ended since it left; its pages are not free",
-                self.id
+            copying => Err(Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "{copying} transfers of instance {} have not ended since it left; its pages are not free",
+                    self.id
+                ),
             )),
         }
+    }
+
+    /// Whether it has left and nothing is copied.
+    #[cfg(test)]
+    pub fn is_drained(&self) -> bool {
+        self.gate.is_drained()
     }
 
     /// Whether the driver of a GPU is needed to release its pages.
@@ -170,7 +186,7 @@ impl Instance {
         self.device() != "cpu"
     }
 
-    /// The process whose memory its pages are, where that is certain.
+    /// The process that owns its pages, where that is certain.
     fn owner(&self) -> Option<Owner> {
         match &self.mode {
             Mode::LmcacheDriven { memory, .. } => memory.owner(),
@@ -178,7 +194,7 @@ impl Instance {
         }
     }
 
-    /// Whether its process is known to have ended, where its memory itself tells.
+    /// Whether its memory shows that its process has ended.
     fn has_ended(&self) -> bool {
         match &self.mode {
             Mode::LmcacheDriven { memory, .. } => memory.has_ended(),
@@ -205,17 +221,17 @@ impl Instance {
         }
     }
 
-    /// To be held while the bytes of a retrieve are on their way.
+    /// To be held while a retrieve is in flight.
     pub fn retrieving(&self) -> Arc<()> {
         Arc::clone(&self.retrieves)
     }
 
-    /// Whether bytes of retrieves are on their way into its pages.
+    /// Whether retrieves into its pages are in flight.
     pub fn is_retrieving(&self) -> bool {
         Arc::strong_count(&self.retrieves) > 1
     }
 
-    /// It gave a sign of life.
+    /// Notes a sign of life.
     pub fn seen(&self, now: Duration) {
         self.last_seen.fetch_max(millis(now), Ordering::Relaxed);
     }
@@ -240,14 +256,14 @@ struct Tables {
     by_id: HashMap<InstanceId, Arc<Instance>>,
     /// Registrations of each model and world size, oldest first.
     by_model: HashMap<(Arc<str>, u32), Vec<Arc<Instance>>>,
-    /// Instances that pinged and are unknown: whether the last answer told them so.
+    /// Instances that pinged and are unknown: whether the last answer was "no".
     unknown: HashMap<InstanceId, bool>,
     /// Instances that have left, were replaced or fell silent, and whose pages may still be copied.
-    leaving: Vec<Arc<Instance>>,
+    draining: Vec<Arc<Instance>>,
 }
 
 impl Tables {
-    fn take(&mut self, id: InstanceId) -> Option<Arc<Instance>> {
+    fn remove(&mut self, id: InstanceId) -> Option<Arc<Instance>> {
         let instance = self.by_id.remove(&id)?;
         let key = (Arc::clone(&instance.model_name), instance.world_size);
         if let Some(same) = self.by_model.get_mut(&key) {
@@ -257,7 +273,7 @@ impl Tables {
             }
         }
         if matches!(instance.mode, Mode::LmcacheDriven { .. }) {
-            self.leaving.push(Arc::clone(&instance));
+            self.draining.push(Arc::clone(&instance));
         }
         Some(instance)
     }
@@ -270,19 +286,19 @@ pub struct Instances {
 }
 
 impl Instances {
-    /// Takes a worker in; gives the earlier registration under its id.
+    /// Inserts a worker; returns the earlier registration under its id.
     ///
     /// # Errors
-    /// One line, when there are too many.
-    pub fn insert(&self, instance: Instance) -> Result<Option<Arc<Instance>>, String> {
+    /// One line, if there are too many.
+    pub fn insert(&self, instance: Instance) -> Result<Option<Arc<Instance>>> {
         let instance = Arc::new(instance);
         let mut tables = self.tables.write();
         if tables.by_id.len() >= MAX_INSTANCES && !tables.by_id.contains_key(&instance.id) {
-            return Err(format!(
+            return Err(Error::refused(format!(
                 "{MAX_INSTANCES} workers are registered; no more are allowed"
-            ));
+            )));
         }
-        let earlier = tables.take(instance.id);
+        let earlier = tables.remove(instance.id);
         tables.unknown.remove(&instance.id);
         let key = (Arc::clone(&instance.model_name), instance.world_size);
         tables
@@ -302,53 +318,52 @@ impl Instances {
     /// Whether the driver of a GPU is needed to release pages of this id.
     pub fn is_on_gpu(&self, id: InstanceId) -> bool {
         let tables = self.tables.read();
-        let leaving = tables.leaving.iter().filter(|instance| instance.id == id);
-        let mut all = leaving.chain(tables.by_id.get(&id));
+        let draining = tables.draining.iter().filter(|instance| instance.id == id);
+        let mut all = draining.chain(tables.by_id.get(&id));
         all.any(|instance| instance.is_on_gpu())
     }
 
-    /// Lets a worker go.
+    /// Removes a worker.
     pub fn remove(&self, id: InstanceId) -> Option<Arc<Instance>> {
-        self.tables.write().take(id)
+        self.tables.write().remove(id)
     }
 
     /// Waits until no pages are copied of any instance that had this id and was removed.
     ///
     /// # Errors
-    /// One line, when some still are after [`LAST_COPIES`], or too many wait already.
-    pub fn wait_for_left(&self, id: InstanceId) -> Result<(), String> {
-        self.wait_until_left(id, Instant::now() + LAST_COPIES)
+    /// One line, if some still are after [`DRAIN_TIMEOUT`], or too many wait already.
+    pub fn drain(&self, id: InstanceId) -> Result<()> {
+        self.drain_until(id, Instant::now() + DRAIN_TIMEOUT)
     }
 
-    fn wait_until_left(&self, id: InstanceId, until: Instant) -> Result<(), String> {
+    fn drain_until(&self, id: InstanceId, until: Instant) -> Result<()> {
         let tables = self.tables.read();
-        let leaving = tables.leaving.iter().filter(|instance| instance.id == id);
-        let leaving: Vec<_> = leaving.cloned().collect();
+        let draining = tables.draining.iter().filter(|instance| instance.id == id);
+        let draining: Vec<_> = draining.cloned().collect();
         drop(tables);
-        let left = leaving
+        let drained = draining
             .iter()
-            .try_for_each(|instance| instance.leave(until));
-        drop(self.forget(|instance| instance.id == id));
-        left
+            .try_for_each(|instance| instance.drain(until));
+        drop(self.take_drained_where(|instance| instance.id == id));
+        drained
     }
 
-    /// Forgets instances that have left and rest, and gives them: dropping them may take long.
-    pub fn forget_left(&self) -> Vec<Arc<Instance>> {
-        self.forget(|_| true)
+    /// Removes and returns the departed instances that are drained: dropping them may take long.
+    pub fn take_drained(&self) -> Vec<Arc<Instance>> {
+        self.take_drained_where(|_| true)
     }
 
-    fn forget(&self, which: impl Fn(&Instance) -> bool) -> Vec<Arc<Instance>> {
+    fn take_drained_where(&self, which: impl Fn(&Instance) -> bool) -> Vec<Arc<Instance>> {
         let mut tables = self.tables.write();
-        let leaving = &mut tables.leaving;
-        let rest = leaving.extract_if(.., |instance| which(instance) && instance.rest.is_at_rest());
-        rest.collect()
+        let is_drained =
+            |instance: &mut Arc<Instance>| which(instance) && instance.gate.is_drained();
+        tables.draining.extract_if(.., is_drained).collect()
     }
 
-    /// For each of these workers the registrations whose layouts a lookup is for, one per layout, newest first; `None` when
-    /// there is none for the model, or one has more than [`MAX_LAYOUTS`].
+    /// For each of these workers the registrations whose layouts a lookup is for, one per layout, newest first; `None` if the
+    /// model has none, or one worker has more than [`MAX_LAYOUTS`].
     ///
-    /// Which engine a scheduler belongs to is unknown, so what is found must be there in the layout of every engine that
-    /// may have asked: workers of one number differ in layout when engines of different block sizes share a model name.
+    /// The engine of a scheduler is unknown, so a hit must be resident in the layout of every engine that may have asked: workers of one number differ in layout when engines of different block sizes share a model name.
     /// An instance whose number is not known yet may be any worker; pipeline stages of unequal length are, until each
     /// has named its number in its first transfer.
     pub fn of_workers(
@@ -386,7 +401,7 @@ impl Instances {
         self.tables.read().by_model.contains_key(&key)
     }
 
-    /// An instance said which worker it is; the first time, gives another one of this number with another layout.
+    /// Notes the number of an instance's worker. The first time, returns another instance of this number with another layout.
     pub fn learn(&self, instance: &Instance, worker: u32) -> Option<Arc<Instance>> {
         if instance.worker.set(worker).is_err() {
             return None;
@@ -401,9 +416,9 @@ impl Instances {
         same.find(differs).cloned()
     }
 
-    /// A worker's ping: whether we know it, as far as it should learn.
+    /// Notes a worker's ping; returns whether the answer is that it is known.
     ///
-    /// The first ping of a worker we do not know is answered "no": its client turns unhealthy and registers again at the
+    /// The first ping of an unknown worker is answered "no": its client turns unhealthy and registers again at the
     /// next "yes". Answering "no" again would only keep it unhealthy, so the answers alternate.
     pub fn ping(&self, id: InstanceId, now: Duration) -> bool {
         if let Some(instance) = self.tables.read().by_id.get(&id) {
@@ -421,14 +436,14 @@ impl Instances {
         !*told
     }
 
-    /// All workers gave a sign of life.
+    /// Notes a sign of life of all workers.
     pub fn all_seen(&self, now: Duration) {
         let tables = self.tables.read();
         tables.by_id.values().for_each(|each| each.seen(now));
     }
 
-    /// Takes out the workers that have been silent for too long.
-    pub fn reap(
+    /// Removes and returns the workers that have been silent for too long.
+    pub fn take_silent(
         &self,
         now: Duration,
         pinged: Duration,
@@ -454,7 +469,7 @@ impl Instances {
         }
         let mut tables = self.tables.write();
         let ids = dead_ids(&tables);
-        ids.into_iter().filter_map(|id| tables.take(id)).collect()
+        ids.into_iter().filter_map(|id| tables.remove(id)).collect()
     }
 
     /// Removes and returns the workers whose process has ended, as far as that is detectable.
@@ -477,7 +492,7 @@ impl Instances {
             .filter_map(|instance| {
                 // Another one may have taken its place since.
                 let same = Arc::ptr_eq(tables.by_id.get(&instance.id)?, instance);
-                same.then(|| tables.take(instance.id))?
+                same.then(|| tables.remove(instance.id))?
             })
             .collect()
     }

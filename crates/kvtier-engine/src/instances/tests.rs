@@ -1,92 +1,56 @@
-//! Workers that come, leave and are copied meanwhile.
+//! Workers that register and leave while copies run.
 
 use std::sync::Barrier;
 
-use kvtier_device::{DeviceError, Done, KvLayout, Transfer};
-use kvtier_memory::SegmentError;
 use kvtier_proto::request::Request;
 
+use super::super::testing::{CALLER, TestPages, engine, reply};
 use super::super::{Answer, Engine};
-use super::rest::MAX_WAITING;
+use super::gate::MAX_WAITING;
 use super::*;
-use kvtier_config::ServerConfig;
-use kvtier_metrics::Metrics;
 
-/// Pages that no test reads. When they are closed, they report how many transfers are counted.
-#[derive(Default)]
-struct NoPages {
-    counted: Arc<OnceLock<usize>>,
-    rest: OnceLock<Arc<Rest>>,
-}
-
-impl Drop for NoPages {
-    fn drop(&mut self) {
-        if let Some(rest) = self.rest.get() {
-            let _ = self.counted.set(rest.pages.lock().copying);
-        }
-    }
-}
-
-impl EngineMemory for NoPages {
-    fn layout(&self) -> &Arc<KvLayout> {
-        unreachable!()
-    }
-
-    fn is_current(&self) -> bool {
-        unreachable!()
-    }
-
-    fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
-        Vec::new()
-    }
-
-    fn device(&self) -> &'static str {
-        "cpu"
-    }
-
-    fn transfer(&self, _: Transfer, _: Done) {
-        unreachable!()
-    }
-
-    fn answer_event<'a>(&self, _: &'a [u8]) -> &'a [u8] {
-        unreachable!()
-    }
-
-    fn read_blocks(
-        &self,
-        _: usize,
-        _: &[i64],
-        _: &mut dyn FnMut(&[u8]),
-    ) -> Result<(), DeviceError> {
-        unreachable!()
+fn pages() -> TestPages {
+    TestPages {
+        device: "cpu",
+        ..TestPages::new(16)
     }
 }
 
 fn instance() -> Instance {
-    instance_with(Arc::new(NoPages::default()))
+    Arc::new(pages()).instance(ID.0, Duration::ZERO)
 }
 
-fn instance_with(memory: Arc<dyn EngineMemory>) -> Instance {
-    let mode = Mode::LmcacheDriven {
-        memory,
-        tensors: Vec::new(),
-        hints: LayoutHints::default(),
-        groups: Vec::new(),
-    };
-    let layout = ModelLayout {
-        groups: Vec::new(),
-        fingerprint: 0,
-        page_bound: false,
-    };
-    Instance::new(ID, "model", 1, mode, layout, Duration::ZERO)
+/// An engine with one worker, and that worker.
+fn engine_and_instance() -> (Engine, Arc<Instance>) {
+    let engine = engine(&[]);
+    pages().register(&engine, ID.0);
+    let instance = engine.context.instances.get(ID).unwrap();
+    (engine, instance)
+}
+
+/// Notes the number of counted transfers when it is dropped.
+struct CountAtClose {
+    counted: Arc<OnceLock<usize>>,
+    gate: Arc<Gate>,
+}
+
+impl Drop for CountAtClose {
+    fn drop(&mut self) {
+        let in_flight = self.gate.state.lock().in_flight;
+        self.counted.set(in_flight).unwrap();
+    }
 }
 
 #[test]
 fn pages_are_closed_before_the_transfer_that_kept_them_counts_as_ended() {
-    let pages = Arc::new(NoPages::default());
-    let counted = Arc::clone(&pages.counted);
-    let instance = Arc::new(instance_with(Arc::clone(&pages) as _));
-    assert!(pages.rest.set(Arc::clone(&instance.rest)).is_ok());
+    let pages = Arc::new(pages());
+    let instance = Arc::new(pages.instance(ID.0, Duration::ZERO));
+    let counted = Arc::new(OnceLock::new());
+    let count = CountAtClose {
+        counted: Arc::clone(&counted),
+        gate: Arc::clone(&instance.gate),
+    };
+    *pages.closed.lock() = Some(Box::new(count));
     drop(pages);
     let copying = instance.copying().unwrap();
     drop(instance);
@@ -114,7 +78,7 @@ fn an_instance_has_left_when_its_last_copy_has_ended_and_no_other_begins() {
         scope.spawn(|| {
             let copying = instance.copying().unwrap();
             begun.wait();
-            while instance.rest.pages.lock().stay {
+            while !instance.gate.state.lock().is_closed {
                 std::thread::yield_now();
             }
             has_copied.store(true, Ordering::Relaxed);
@@ -122,57 +86,53 @@ fn an_instance_has_left_when_its_last_copy_has_ended_and_no_other_begins() {
         });
         begun.wait();
         instances.remove(ID).unwrap();
-        instances.wait_for_left(ID).unwrap();
+        instances.drain(ID).unwrap();
         assert!(has_copied.load(Ordering::Relaxed));
         // Of a request that found the instance before.
         assert!(instance.copying().is_err());
     });
-    assert!(instances.tables.read().leaving.is_empty());
+    assert!(instances.tables.read().draining.is_empty());
 }
 
 #[test]
 fn every_wait_for_a_departed_instance_lasts_until_drained() {
-    let gone: [fn(&Instances); 3] = [
+    let leave: [fn(&Instances); 3] = [
         |instances| drop(instances.remove(ID)),
         |instances| drop(instances.insert(instance()).unwrap()),
         |instances| {
             let limit = Duration::from_secs(1);
-            let reaped = instances.reap(Duration::from_secs(9), limit, limit);
+            let reaped = instances.take_silent(Duration::from_secs(9), limit, limit);
             assert_eq!(reaped.len(), 1);
         },
     ];
-    for goes in gone {
+    for leave in leave {
         let (instances, instance) = instances();
         let copying = instance.copying().unwrap();
-        goes(&instances);
-        assert!(instances.forget_left().is_empty());
+        leave(&instances);
+        assert!(instances.take_drained().is_empty());
         let at_once = Instant::now();
-        assert!(instances.wait_until_left(ID, at_once).is_err());
-        assert!(instances.wait_until_left(ID, at_once).is_err());
+        assert!(instances.drain_until(ID, at_once).is_err());
+        assert!(instances.drain_until(ID, at_once).is_err());
         drop(copying);
-        assert_eq!(instances.wait_until_left(ID, at_once), Ok(()));
-        assert!(instances.tables.read().leaving.is_empty());
+        assert_eq!(instances.drain_until(ID, at_once), Ok(()));
+        assert!(instances.tables.read().draining.is_empty());
     }
 }
 
 #[test]
 fn an_unregistration_that_cannot_promise_free_pages_is_refused_with_a_text() {
-    let flags = ["--shm-name", "", "--l1-size-gb", "0.01"];
-    let config = Arc::new(ServerConfig::from_flags(&flags).unwrap());
-    let engine = Arc::new(Engine::new(config, Arc::new(Metrics::new())).unwrap());
-    assert!(engine.instances.insert(instance()).unwrap().is_none());
-    let instance = engine.instances.get(ID).unwrap();
+    let (engine, instance) = engine_and_instance();
     let unregister = || {
         let request = Request::UnregisterKvCache { instance: ID };
-        let (reply, answer) = super::super::testing::reply();
-        engine.handle(super::super::testing::CALLER, &request, reply);
+        let (reply, answer) = reply();
+        engine.handle(CALLER, &request, reply);
         // It is in host memory, so the answer is there.
         answer.try_recv().unwrap()
     };
     let copying = instance.copying().unwrap();
     std::thread::scope(|scope| {
         let wait: Vec<_> = (0..MAX_WAITING).map(|_| scope.spawn(unregister)).collect();
-        while instance.rest.pages.lock().waiting < MAX_WAITING {
+        while instance.gate.state.lock().waiting < MAX_WAITING {
             std::thread::yield_now();
         }
         let refused = unregister();
@@ -218,15 +178,12 @@ fn lookups_are_for_one_registration_per_layout() {
 
 #[test]
 fn silence_during_a_stop_of_the_process_is_forgiven() {
-    let flags = ["--shm-name", "", "--l1-size-gb", "0.01"];
-    let config = Arc::new(ServerConfig::from_flags(&flags).unwrap());
-    let engine = Arc::new(Engine::new(config, Arc::new(Metrics::new())).unwrap());
-    assert!(engine.instances.insert(instance()).unwrap().is_none());
+    let (engine, _) = engine_and_instance();
     engine.clock().skip(Duration::from_secs(36_000));
     engine.forgive_silence();
     engine.housekeep();
-    assert!(engine.instances.get(ID).is_some());
+    assert!(engine.context.instances.get(ID).is_some());
     engine.clock().skip(Duration::from_secs(36_000));
     engine.housekeep();
-    assert!(engine.instances.get(ID).is_none());
+    assert!(engine.context.instances.get(ID).is_none());
 }

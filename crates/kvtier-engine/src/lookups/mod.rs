@@ -1,410 +1,434 @@
-//! Lookups in flight: what each request found and still holds.
+//! Lookups: the prefix of a prompt that is in L1 or the tiers, leased until its workers have read it.
 //!
-//! A lookup belongs to its request, its scope (model, workers, tenant) and its scheduler's connection, so equal request
-//! ids of two engines or tenants never meet. A scheduler that has reconnected finds its lookups again: they are those of
-//! connections that have been silent since its own first word. What a lookup holds is released when its workers have
-//! read it, when the scheduler frees it, when the session ends, when the scheduler's connection is dead, and in the end
-//! by age. A running transfer has a lease of its own, so none of these releases memory under it.
+//! | state | guarded by |
+//! | --- | --- |
+//! | [`HeldLookups`]: lookups in flight and what they lease | its mutex; the cache's lock is taken inside it |
+//! | [`ChunkSizes`] of reconnected clients; when schedulers last pinged; [`PromptMemory`] | a mutex each; nothing is taken inside |
 //!
-//! The mutex guards the table. The cache's lock may be taken inside it, never the other way round.
+//! A lookup is `pending` while the tiers are asked, `unread` until its result was asked for, and known until its session ends.
 
-mod table;
-#[cfg(test)]
-mod tests;
+mod chunk_sizes;
+mod held;
 
-use std::ops::Range;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::cache::PrefixLease;
+use kvtier_config::PrefetchPolicy;
+use kvtier_core::hashing::{ChunkHasher, lookup_chunks};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
-use kvtier_core::{ChunkHash, Namespace};
-use kvtier_proto::request::InstanceId;
+use kvtier_core::prompt::{Prompt, PromptMemory};
+use kvtier_core::{ChunkHash, GroupRow};
+use kvtier_error::{Error, Result};
+use kvtier_proto::key::CacheKey;
+use kvtier_proto::request::JobRef;
+use kvtier_proto::response::Response;
+use kvtier_tiers::{L2, PrefetchRequest};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use kvtier_l1::L1Allocator;
-use table::{Entry, Table, covered, same_scope};
+use super::context::Context;
+use super::instances::{Instance, Unserved};
+use super::{Answer, Caller, Reply};
+use chunk_sizes::ChunkSizes;
+use held::{HeldLookup, HeldLookups, LookupOutcome};
 
-/// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.
-const MAX_LOOKUPS: usize = 65_536;
+/// Most workers that may read one object; LMCache clamps there too.
+const MAX_READERS: i64 = 128;
 
-/// Objects that all lookups together may hold; each costs some 50 bytes here. Beyond it the oldest lookups go first.
-const MAX_HELD: usize = 16 << 20;
+/// Bytes for remembered prompts. 16 MiB hold the token ids of about 4 million tokens, the prompts of some hundred
+/// requests in flight.
+const PROMPT_MEMORY_BYTES: usize = 16 << 20;
 
-/// Reads of one lookup that are distinguished by their reader; a worker reads what was found at once, or in a few
-/// parts.
-const MAX_READERS: usize = 64;
+/// Seed of sha256_cbor's first hash where PYTHONHASHSEED is not set, as vLLM 0.32 and LMCache 0.5.6 have it.
+const HASH_SEED: &str = "vllm-none-hash";
 
-/// What a lookup found, and what of it is still held.
-pub struct HeldLookup {
-    /// Whose objects.
-    pub scope: KeyScope,
-    /// Number of the scheduler's connection.
-    pub connection: u64,
-    /// Chunk hashes of the prefix that was found.
-    pub hashes: Arc<[ChunkHash]>,
-    /// Chunks in the prefix that was found.
-    pub hit_chunks: usize,
-    /// The hold itself.
-    pub lease: PrefixLease<L1Allocator>,
-    /// Workers that will read each object.
-    pub readers: u16,
-    /// Whether the lease stays until the session ends: the client does not notice that a retrieve was refused.
-    pub until_end: bool,
-    /// Objects that were loaded into L1 for it.
-    pub loaded: Vec<Cell>,
-    /// When it was made, since start.
-    pub created: Duration,
-}
-
-/// What became of a lookup once the tiers were asked.
-pub struct PrefetchedLookup {
-    /// Chunks in the prefix that L1 has now.
-    pub hit_chunks: usize,
-    /// Their hashes.
-    pub hashes: Arc<[ChunkHash]>,
-    /// The lease on them; rows as in the lookup.
-    pub lease: PrefixLease<L1Allocator>,
-    /// Objects that were loaded for it.
-    pub loaded: Vec<Cell>,
-}
-
-/// All lookups in flight.
-#[derive(Default)]
+/// The service of lookups.
 pub struct Lookups {
-    table: Mutex<Table>,
-}
-
-/// The result of a lookup, as far as it is known.
-pub enum LookupResult {
-    /// There is none, or it was reported already.
-    Unknown,
-    /// The tiers are still being asked. Closed once they were.
-    Pending(watch::Receiver<()>),
-    /// Chunks in the prefix that was found.
-    Hit(usize),
+    context: Arc<Context>,
+    /// Shared with the tasks that ask the tiers.
+    held: Arc<HeldLookups>,
+    prompts: PromptMemory,
+    chunk_sizes: ChunkSizes,
+    /// When each scheduler's connection last pinged. Bounded by forgetting the dead ones.
+    scheduler_pings: Mutex<HashMap<u64, Duration>>,
+    /// Whether requests that wait for a tier are answered with what is known.
+    waits_ended: watch::Sender<bool>,
 }
 
 impl Lookups {
-    /// A scheduler is there.
-    pub fn heard(&self, connection: u64) {
-        self.table.lock().schedulers.heard(connection);
+    pub fn new(context: &Arc<Context>) -> Self {
+        let seed = std::env::var("PYTHONHASHSEED").unwrap_or_else(|_| HASH_SEED.into());
+        let hasher = ChunkHasher::new(context.config.hash_algorithm, context.chunk_size, &seed);
+        Self {
+            held: Arc::default(),
+            prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
+            chunk_sizes: ChunkSizes::new(context.chunk_size),
+            scheduler_pings: Mutex::default(),
+            waits_ended: watch::Sender::new(false),
+            context: Arc::clone(context),
+        }
     }
 
-    /// Inserts a lookup. An earlier one of the same request, scope and connection is abandoned.
-    pub fn insert(&self, request_id: &str, lookup: HeldLookup) {
-        self.add(request_id, lookup, None);
+    /// The lookups in flight.
+    pub fn held(&self) -> &HeldLookups {
+        &self.held
     }
 
-    /// Inserts a lookup whose result is not known yet. [`Lookups::complete`] takes the serial returned here; requests
-    /// that wait for the result wake when the other end of `pending` is dropped.
-    pub fn insert_pending(
-        &self,
-        request_id: &str,
-        lookup: HeldLookup,
-        pending: watch::Receiver<()>,
-    ) -> u64 {
-        self.add(request_id, lookup, Some(pending))
+    /// The remembered prompts.
+    pub fn prompts(&self) -> &PromptMemory {
+        &self.prompts
     }
 
-    /// Sets the result of a lookup that waits for it. If the lookup was removed, nothing happens.
-    pub fn complete(&self, request_id: &str, serial: u64, result: PrefetchedLookup) {
-        let mut table = self.table.lock();
-        let entries = table.by_request.get_mut(request_id);
-        let entry =
-            entries.and_then(|entries| entries.iter_mut().find(|entry| entry.serial == serial));
-        let Some(entry) = entry else {
-            drop(table);
-            drop(result);
-            return;
+    /// The chunk sizes of reconnected clients.
+    pub fn chunk_sizes(&self) -> &ChunkSizes {
+        &self.chunk_sizes
+    }
+
+    /// Looks a prompt up and leases what it finds. The answer does not contain the result, which is asked for.
+    pub fn lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> Answer {
+        match self.try_lookup(caller, key, tp_size) {
+            Ok(()) => Answer::nothing(),
+            // No object can have such a key: the result is 0, whatever an earlier lookup of the request has found.
+            Err(error) => {
+                let error = error.to_string();
+                tracing::debug!(request = key.request_id, error, "lookup refused");
+                self.held.forget(key.request_id, caller.connection);
+                Answer::nothing().because("bad_key")
+            }
+        }
+    }
+
+    fn try_lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> Result<()> {
+        let Context { l1, l2, .. } = &*self.context;
+        let scope = self.context.short_scope(key)?;
+        let readers = key.readers(tp_size).min(MAX_READERS);
+        if readers < 1 {
+            let what = format!("num_kv_readers is {readers}; allowed: at least 1");
+            return Err(Error::refused(what));
+        }
+        // A lookup of nothing is held too. Its result is 0, whatever an earlier lookup of the request or one of another
+        // engine under the same id has found.
+        let (rows, hashes) = self.wanted(caller, key, &scope).unwrap_or_default();
+        let now = self.context.now();
+        let found = l1.cache.lookup(now, &rows, hashes);
+        if !hashes.is_empty() {
+            let keys = hashes.len() * rows.len();
+            self.count(key.request_id, &scope, hashes.len(), keys, &found);
+        }
+        let counted = found.counted;
+        let lookup = HeldLookup {
+            connection: caller.connection,
+            hashes: hashes[..found.hit_chunks].into(),
+            loaded: Vec::new(),
+            hit_chunks: found.hit_chunks,
+            lease: found.lease,
+            // At most 128.
+            readers: u16::try_from(readers).unwrap_or(u16::MAX),
+            until_end: !caller.release.notices_failed_retrieves(),
+            created: now,
+            scope,
         };
-        let PrefetchedLookup {
-            hit_chunks,
-            hashes,
-            lease,
-            loaded,
-        } = result;
-        let before = entry.objects();
-        entry.pending = None;
-        entry.lookup.hit_chunks = hit_chunks;
-        entry.lookup.hashes = hashes;
-        entry.lookup.loaded = loaded;
-        let earlier = std::mem::replace(&mut entry.lookup.lease, lease);
-        // A retrieve that did not wait for the result has been counted against the earlier lease.
-        (entry.reads, entry.readers) = (Vec::new(), Vec::new());
-        let after = entry.objects();
-        table.held = table.held - before + after;
-        drop(table);
-        drop(earlier);
-    }
-
-    fn add(
-        &self,
-        request_id: &str,
-        lookup: HeldLookup,
-        pending: Option<watch::Receiver<()>>,
-    ) -> u64 {
-        let mut dropped = Vec::new();
-        let added;
-        {
-            let mut table = self.table.lock();
-            table.schedulers.heard(lookup.connection);
-            dropped.extend(table.remove_where(request_id, |_, entry| {
-                entry.lookup.connection == lookup.connection
-                    && same_scope(&entry.lookup.scope, &lookup.scope)
-            }));
-            let serial = table.next_serial;
-            added = serial;
-            table.next_serial += 1;
-            table.len += 1;
-            table.held += lookup.lease.rows().len() * lookup.hit_chunks;
-            let entry = Entry {
-                lookup,
-                serial,
-                unread: true,
-                pending,
-                reads: Vec::new(),
-                readers: Vec::new(),
-                freed: Vec::new(),
-            };
-            table
-                .by_request
-                .entry(request_id.into())
-                .or_default()
-                .push(entry);
-            table.ages.push_back((serial, request_id.into()));
-            table.trim_ages();
-            while table.len > MAX_LOOKUPS || (table.held > MAX_HELD && table.len > 1) {
-                let Some((serial, request)) = table.ages.pop_front() else {
-                    break;
+        match l2 {
+            Some(l2) if lookup.hit_chunks < hashes.len() => {
+                let request = PrefetchRequest {
+                    scope: lookup.scope.clone(),
+                    rows,
+                    hashes: hashes.into(),
+                    counted,
                 };
-                dropped.extend(table.remove_where(&request, |_, entry| entry.serial == serial));
+                self.prefetch(Arc::clone(l2), key.request_id, lookup, request);
             }
+            _ => self.held.insert(key.request_id, lookup),
         }
-        drop(dropped);
-        added
+        Ok(())
     }
 
-    /// The hit of a request's lookup, once.
-    pub fn take_result(&self, request_id: &str, connection: u64) -> LookupResult {
-        let mut table = self.table.lock();
-        table.schedulers.heard(connection);
-        let Some(entry) = table.own(request_id, connection, |entry| entry.unread) else {
-            return LookupResult::Unknown;
+    /// The rows and chunks that a lookup is for; `None`, which is counted, if its client cannot have any.
+    fn wanted<'k>(
+        &self,
+        caller: Caller,
+        key: &'k CacheKey<'_, Prompt>,
+        scope: &KeyScope,
+    ) -> Option<(Arc<[GroupRow]>, &'k [ChunkHash])> {
+        let metrics = &self.context.metrics;
+        let model = scope.model_name();
+        let early_exit = |reason| {
+            metrics.early_exit(model, scope.cache_salt(), reason);
+            None
         };
-        // The other end is dropped once the tiers were asked, or by a panic: then the result is what L1 had.
-        match entry
-            .pending
-            .take_if(|pending| pending.has_changed().is_ok())
-        {
-            Some(pending) => {
-                entry.pending = Some(pending.clone());
-                LookupResult::Pending(pending)
-            }
-            None => {
-                (entry.unread, entry.pending) = (false, None);
-                LookupResult::Hit(entry.lookup.hit_chunks)
-            }
+        let instances = &self.context.instances;
+        let Some(instances) = instances.of_workers(model, key.world_size, scope.workers()) else {
+            return early_exit("no_gpu_context");
+        };
+        if let Some(unserved) = unserved(&instances) {
+            return early_exit(unserved.name());
         }
+        let tokens = key.tokens.token_count;
+        if !self.chunk_sizes.is_proven(caller, tokens as u64, key.end) {
+            metrics.unproven_lookups.inc();
+            return None;
+        }
+        let chunks = lookup_chunks(self.context.chunk_size, tokens, 0, key.end);
+        if chunks.is_empty() {
+            return early_exit("empty_chunk_hashes");
+        }
+        Some((rows(scope, &instances), &key.tokens.hashes[chunks]))
     }
 
-    /// The namespaces, one per object group, in which a worker of `kv_rank` and this layout may read these chunks by a
-    /// request's lookup.
-    ///
-    /// The lookup must have found them, for the same tokens, and they must not have been freed. A worker may read
-    /// twice: the second time it receives what is still there.
-    pub fn grant(
+    /// Counts what a lookup of these chunks has found in L1.
+    fn count(
         &self,
         request_id: &str,
         scope: &KeyScope,
-        kv_rank: u64,
-        layout: u64,
-        hashes: &[ChunkHash],
-        chunks: Range<usize>,
-    ) -> Option<Vec<Arc<Namespace>>> {
-        let mut table = self.table.lock();
-        let freed = |entry: &Entry| {
-            let freed = entry.freed.get(chunks.clone());
-            freed.is_some_and(|freed| freed.contains(&true))
-        };
-        let lookup = table
-            .readable(request_id, scope, hashes, &chunks)
-            .find(|entry| chunks.end <= entry.lookup.hit_chunks && !freed(entry))
-            .map(|entry| &entry.lookup)?;
-        let namespaces = lookup.lease.rows().iter().map(|row| &row.namespace);
-        let mine = namespaces.filter(|it| (it.kv_rank(), it.layout()) == (kv_rank, layout));
-        let mine: Vec<_> = mine.cloned().collect();
-        (!mine.is_empty()).then_some(mine)
-    }
-
-    /// One worker of `kv_rank` is done with these chunks, whether it read them or not; what had its last reader is
-    /// released. A worker that is done with the same chunks again, as one that was refused and asked once more, is still
-    /// one reader.
-    pub fn settle(
-        &self,
-        worker: InstanceId,
-        request_id: &str,
-        scope: &KeyScope,
-        kv_rank: u64,
-        hashes: &[ChunkHash],
-        chunks: Range<usize>,
+        chunks: usize,
+        keys: usize,
+        found: &kvtier_core::cache::Lookup<kvtier_l1::L1Allocator>,
     ) {
-        let mut table = self.table.lock();
-        let Some(entry) = table
-            .readable(request_id, scope, hashes, &chunks)
-            .find(|entry| !entry.lookup.lease.is_empty())
-        else {
-            return;
+        let tokens = |chunks: usize| (chunks * self.context.chunk_size.get()) as u64;
+        let held = found.lease.held() as u64;
+        self.context.metrics.lookup(
+            scope.model_name(),
+            scope.cache_salt(),
+            tokens(chunks),
+            tokens(found.hit_chunks),
+            held,
+        );
+        if found.hit_chunks > 0 {
+            tracing::debug!(
+                request = request_id,
+                "Prefetch request completed (L1+L2): {held}/{keys} retained keys ({held} L1, 0 L2)",
+            );
+        }
+    }
+
+    /// Asks the tiers for what L1 lacks; the result of the lookup waits for it.
+    fn prefetch(
+        &self,
+        l2: Arc<L2>,
+        request_id: &str,
+        lookup: HeldLookup,
+        request: PrefetchRequest,
+    ) {
+        let (done, pending) = watch::channel(());
+        let (in_l1, chunk_size) = (lookup.hit_chunks, self.context.chunk_size.get());
+        let keys_in_l1 = lookup.lease.held();
+        let serial = self.held.insert_pending(request_id, lookup, pending);
+        let (held, metrics) = (Arc::clone(&self.held), Arc::clone(&self.context.metrics));
+        let (request, request_id) = (Arc::new(request), Box::<str>::from(request_id));
+        let handle = l2.handle().clone();
+        handle.spawn(async move {
+            // If the lookup was abandoned, the other end is dropped.
+            let prefetched = l2.prefetch(&request, || done.is_closed()).await;
+            let found = &prefetched.lookup;
+            tracing::debug!(
+                request = &*request_id,
+                chunks = found.hit_chunks,
+                loaded = prefetched.loaded.len(),
+                "a prefetch has ended"
+            );
+            let from_tiers = found.hit_chunks.saturating_sub(in_l1);
+            metrics.prefetched(
+                request.scope.model_name(),
+                request.scope.cache_salt(),
+                (from_tiers * chunk_size) as u64,
+                found.lease.held().saturating_sub(keys_in_l1) as u64,
+            );
+            held.complete(&request_id, serial, &request.hashes, prefetched);
+            // Wakes the waiting requests.
+            drop(done);
+        });
+    }
+
+    /// The result of a lookup in chunks, once; 0 for one that is unknown, nothing for one that is pending.
+    pub fn result(&self, caller: Caller, job: JobRef<'_>) -> Answer {
+        match job {
+            JobRef::Request(request_id) => {
+                outcome_answer(self.held.take_outcome(request_id, caller.connection))
+            }
+            // A number is the answer of a lookup that was never served.
+            JobRef::Job(_) => Answer::from(Response::Int(0)),
+        }
+    }
+
+    /// The same, once it is there; nothing if it does not come within `timeout`.
+    pub fn wait_result(
+        &self,
+        caller: Caller,
+        job: JobRef<'_>,
+        timeout: Duration,
+        mut reply: Reply,
+    ) {
+        let JobRef::Request(request_id) = job else {
+            return reply.answer(self.result(caller, job));
         };
-        let width = entry.lookup.hit_chunks;
-        // What lies behind the hit was never held.
-        let chunks = covered(&chunks, width);
-        if chunks.is_empty() {
-            return;
-        }
-        if entry.lookup.readers > 1 {
-            if entry.reads.is_empty() {
-                entry.reads = vec![0; entry.lookup.lease.rows().len() * width];
-            }
-            let reader = (worker, kv_rank, chunks.clone());
-            if entry.readers.contains(&reader) {
-                return;
-            }
-            // Beyond that a reader may count twice: its lease is released too early, which costs a miss.
-            if entry.readers.len() < MAX_READERS {
-                entry.readers.push(reader);
-            }
-        }
-        let mine: Vec<_> = (0..entry.lookup.lease.rows().len())
-            .filter(|row| entry.lookup.lease.rows()[*row].namespace.kv_rank() == kv_rank)
-            .collect();
-        for row in mine {
-            if entry.lookup.readers <= 1 {
-                // One cache-lock for the range of a row; there is one row for each object group.
-                entry
-                    .lookup
-                    .lease
-                    .release_range(row..row + 1, chunks.clone());
-                continue;
-            }
-            let reads = &mut entry.reads[row * width..][chunks.clone()];
-            reads
-                .iter_mut()
-                .for_each(|reads| *reads = reads.saturating_add(1));
-            let done: Vec<_> = reads
-                .iter()
-                .map(|reads| *reads >= entry.lookup.readers)
-                .collect();
-            for run in runs(&done) {
-                let run = chunks.start + run.start..chunks.start + run.end;
-                entry.lookup.lease.release_range(row..row + 1, run);
-            }
-        }
-    }
-
-    /// The scheduler will not have these chunks retrieved.
-    pub fn free(&self, request_id: &str, connection: u64, scope: &KeyScope, chunks: Range<usize>) {
-        if chunks.is_empty() {
-            return;
-        }
-        let mut table = self.table.lock();
-        table.schedulers.heard(connection);
-        let Some(entry) = table.own(request_id, connection, |entry| {
-            same_scope(&entry.lookup.scope, scope)
-        }) else {
-            return;
+        let outcome = self.held.take_outcome(request_id, caller.connection);
+        // Only a lookup that asks the tiers is ever pending.
+        let (mut pending, runtime) = match (outcome, &self.context.l2) {
+            (LookupOutcome::Pending(pending), Some(l2)) => (pending, l2.handle().clone()),
+            (outcome, _) => return reply.answer(outcome_answer(outcome)),
         };
-        if entry.pending.is_some() {
-            // No request will ask for its result any more, so nothing needs to be loaded for it.
-            let serial = entry.serial;
-            let dropped = table.remove_where(request_id, |_, entry| entry.serial == serial);
-            drop(table);
-            drop(dropped);
+        if !reply.later() {
             return;
         }
-        entry.unread = false;
-        let rows = entry.lookup.lease.rows().len();
-        entry.lookup.lease.release_range(0..rows, chunks.clone());
-        let hit = entry.lookup.hit_chunks;
-        entry.freed.resize(hit, false);
-        entry.freed[covered(&chunks, hit)].fill(true);
+        let (held, request_id) = (Arc::clone(&self.held), Box::<str>::from(request_id));
+        let mut stopped = self.waits_ended.subscribe();
+        runtime.spawn(async move {
+            tokio::select! {
+                // Nothing is ever sent: the other end is dropped when the result is there.
+                _ = tokio::time::timeout(timeout, pending.changed()) => {}
+                _ = stopped.wait_for(|stopped| *stopped) => {}
+            }
+            drop(pending);
+            let outcome = held.take_outcome(&request_id, caller.connection);
+            reply.answer(outcome_answer(outcome));
+        });
     }
 
-    /// A request ended: gives its lookups, to be touched and dropped.
-    pub fn end(&self, request_id: &str, connection: u64) -> Vec<HeldLookup> {
-        let mut table = self.table.lock();
-        table.schedulers.heard(connection);
-        let ended = table.take_own(request_id, connection);
-        table.trim_ages();
-        ended.into_iter().map(|entry| entry.lookup).collect()
+    /// Answers the requests that wait for a result, now and from now on, with what is known by then.
+    pub fn end_waits(&self) {
+        self.waits_ended.send_replace(true);
     }
 
-    /// What a scheduler has looked up for a request that goes on is void.
-    pub fn forget(&self, request_id: &str, connection: u64) {
-        let mut table = self.table.lock();
-        table.schedulers.heard(connection);
-        let void = table.take_own(request_id, connection);
-        drop(table);
-        drop(void);
-    }
-
-    /// Takes out the lookups that `gone` says yes to, and gives how many there were.
-    pub fn sweep(&self, mut gone: impl FnMut(&HeldLookup) -> bool) -> usize {
-        let mut dropped = Vec::new();
-        {
-            let mut table = self.table.lock();
-            table.by_request.retain(|_, entries| {
-                dropped.extend(entries.extract_if(.., |entry| gone(&entry.lookup)));
-                !entries.is_empty()
-            });
-            table.forget(&dropped);
-            table.trim_ages();
-        }
-        dropped.len()
-    }
-
-    /// Releases the leases of lookups made before `limit` and never read, but for those that last until the end; the
-    /// lookups stay known.
-    /// Returns the number of objects released.
-    pub fn release_older(&self, limit: Duration) -> usize {
-        let mut table = self.table.lock();
-        let mut released = 0;
-        for entry in table.by_request.values_mut().flatten() {
-            let lookup = &entry.lookup;
-            if lookup.created < limit && !lookup.until_end && !lookup.lease.is_empty() {
-                let (rows, hit) = (entry.lookup.lease.rows().len(), entry.lookup.hit_chunks);
-                released += entry.lookup.lease.release_range(0..rows, 0..hit);
+    /// Frees chunks that the scheduler does not need.
+    pub fn free(&self, caller: Caller, key: &CacheKey<'_, Prompt>) -> Answer {
+        match self.context.scope(key) {
+            Ok(scope) => {
+                let tokens = key.tokens.token_count;
+                let chunks = lookup_chunks(self.context.chunk_size, tokens, key.start, key.end);
+                self.held
+                    .free(key.request_id, caller.connection, &scope, chunks);
+                Answer::nothing()
+            }
+            Err(error) => {
+                tracing::debug!(request = key.request_id, %error, "free_lookup_locks refused");
+                Answer::nothing().because("bad_key")
             }
         }
-        released
     }
 
-    /// The number of known lookups, and of those whose result was never asked for.
-    pub fn counts(&self) -> (usize, usize) {
-        let table = self.table.lock();
-        let unread = table
-            .by_request
-            .values()
-            .flatten()
-            .filter(|entry| entry.unread)
-            .count();
-        (table.len, unread)
+    /// Ends a request: its chunks count as used just now, and what it still held is released.
+    pub fn end_session(&self, caller: Caller, request_id: &str) -> Answer {
+        let now = self.context.now();
+        for lookup in self.held.end(request_id, caller.connection) {
+            for row in lookup.lease.rows().iter() {
+                let cache = &self.context.l1.cache;
+                cache.touch(now, &row.namespace, &lookup.hashes);
+            }
+            self.unload(lookup);
+        }
+        Answer::nothing()
+    }
+
+    /// If the prefetch policy says so, removes from L1 what was loaded for a lookup that has ended.
+    fn unload(&self, lookup: HeldLookup) {
+        let Context { l1, l2, .. } = &*self.context;
+        let is_kept = |l2: &Arc<L2>| l2.config().prefetch_policy != PrefetchPolicy::Default;
+        if l2.as_ref().is_none_or(is_kept) {
+            return;
+        }
+        let HeldLookup {
+            hashes,
+            loaded,
+            lease,
+            ..
+        } = lookup;
+        let rows = Arc::clone(lease.rows());
+        // Released first, so that nothing holds them.
+        drop(lease);
+        for Cell { row, chunk } in loaded {
+            if let (Some(row), Some(hash)) = (rows.get(row), hashes.get(chunk)) {
+                let hash = std::slice::from_ref(hash);
+                l1.cache.remove(&row.namespace, hash, false);
+            }
+        }
+    }
+
+    /// Releases the lookups of a model whose last worker has left.
+    pub fn release_model(&self, model_name: &str, world_size: u32) {
+        self.held.remove_where(|lookup| {
+            **lookup.scope.model_name() == *model_name && lookup.scope.world_size() == world_size
+        });
+    }
+
+    /// Notes a scheduler's ping.
+    pub fn scheduler_pinged(&self, connection: u64) {
+        self.held.heard(connection);
+        // Without a timeout they would never be forgotten.
+        if self.context.config.worker_reap_timeout.is_some() {
+            let now = self.context.now();
+            self.scheduler_pings.lock().insert(connection, now);
+        }
+    }
+
+    /// Notes a sign of life of all schedulers.
+    pub fn forgive_silence(&self, now: Duration) {
+        let mut pings = self.scheduler_pings.lock();
+        pings.values_mut().for_each(|last| *last = now);
+    }
+
+    /// Releases what has expired: lookups of schedulers that fell silent, that were not read, and of sessions that did not end.
+    pub fn expire(&self, now: Duration) {
+        let config = &self.context.config;
+        if let Some(timeout) = config.worker_reap_timeout {
+            let is_dead = |_: &u64, last: &mut Duration| now.saturating_sub(*last) > timeout;
+            let mut pings = self.scheduler_pings.lock();
+            let dead: HashSet<_> = pings.extract_if(is_dead).map(|(id, _)| id).collect();
+            drop(pings);
+            let is_of_dead = |lookup: &HeldLookup| dead.contains(&lookup.connection);
+            if !dead.is_empty() {
+                let released = self.held.remove_where(is_of_dead);
+                if released > 0 {
+                    tracing::warn!(
+                        lookups = released,
+                        "a scheduler fell silent; its lookups were released"
+                    );
+                }
+            }
+        }
+        if let Some(limit) = now.checked_sub(config.read_ttl) {
+            let released = self.held.release_older(limit);
+            if released > 0 {
+                self.context.metrics.expired_lookups.inc_by(released as u64);
+                tracing::info!(
+                    objects = released,
+                    "lookups expired unread; their leases were released"
+                );
+            }
+        }
+        if let Some(limit) = now.checked_sub(config.session_ttl) {
+            self.held.remove_where(|lookup| lookup.created < limit);
+        }
     }
 }
 
-/// The runs of `true`.
-fn runs(flags: &[bool]) -> Vec<Range<usize>> {
-    let mut out: Vec<Range<usize>> = Vec::new();
-    for (index, flag) in flags.iter().enumerate() {
-        if !flag {
-            continue;
-        }
-        match out.last_mut() {
-            Some(last) if last.end == index => last.end += 1,
-            _ => out.push(index..index + 1),
+/// The rows of a lookup: rank after rank, object groups within.
+pub fn rows(scope: &KeyScope, instances: &[Vec<Arc<Instance>>]) -> Arc<[GroupRow]> {
+    let mut rows = Vec::new();
+    for (kv_rank, layouts) in scope.kv_ranks().zip(instances) {
+        for layout in layouts.iter().map(|instance| &instance.layout) {
+            rows.extend(layout.groups.iter().map(|group| GroupRow {
+                namespace: scope.namespace(kv_rank, group.id, layout.fingerprint),
+                window: group.window,
+                object_bytes: group.object_bytes,
+            }));
         }
     }
-    out
+    rows.into()
+}
+
+/// Why lookups of these instances find nothing, if they do not.
+pub fn unserved(instances: &[Vec<Arc<Instance>>]) -> Option<Unserved> {
+    let mut all = instances.iter().flatten();
+    all.find_map(|instance| instance.unserved)
+}
+
+fn outcome_answer(outcome: LookupOutcome) -> Answer {
+    let chunks = match outcome {
+        LookupOutcome::Pending(_) => return Answer::nothing(),
+        LookupOutcome::Unknown => 0,
+        LookupOutcome::Hit(chunks) => chunks,
+    };
+    Answer::from(Response::Int(i64::try_from(chunks).unwrap_or(i64::MAX)))
 }

@@ -121,7 +121,7 @@ impl Tokens {
     }
 }
 
-fn refuse<T>(what: impl Into<String>) -> Result<T> {
+fn refuse<T>(what: impl fmt::Display) -> Result<T> {
     Err(Error::refused(what))
 }
 

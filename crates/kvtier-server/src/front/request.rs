@@ -119,33 +119,36 @@ struct Unanswered {
     sender: RequestSender,
     /// The turn of its lane, if what its connection has sent behind it waits for the answer.
     turn: Option<Turn<Job>>,
+    /// Why it is refused if there is no answer.
+    refused: &'static str,
     _counted: Arc<()>,
 }
 
 impl ReplyTarget for Unanswered {
     fn send(self: Box<Self>, answer: Option<Answer>) {
-        let Self { server, sender, .. } = *self;
+        let Self {
+            server,
+            sender,
+            refused,
+            ..
+        } = *self;
         let answer = answer.unwrap_or_else(|| match std::thread::panicking() {
             true => server.panicked(&sender),
-            // At the end, when what it waited for ends too.
-            false => sender.refusal("given_up"),
+            false => sender.refusal(refused),
         });
         server.send(sender, answer);
     }
 
     fn defer(&mut self) -> bool {
-        self.sender.take_memory()
-    }
-
-    fn hold_turn(&mut self, hold: bool) {
-        if !hold {
-            self.turn = None;
+        let is_deferred = self.sender.take_memory();
+        if !is_deferred {
+            self.refused = "queue_full";
         }
+        is_deferred
     }
 
-    fn refuse(self: Box<Self>) {
-        let answer = self.sender.refusal("queue_full");
-        self.send(Some(answer));
+    fn release_turn(&mut self) {
+        self.turn = None;
     }
 }
 
@@ -185,6 +188,8 @@ impl Server {
             server: Arc::clone(self),
             sender,
             turn,
+            // At the end of the server, when what it waits for ends too.
+            refused: "given_up",
             _counted: Arc::clone(&self.unanswered),
         })
     }

@@ -219,7 +219,8 @@ fn requests_whose_answers_are_to_come_are_counted_until_they_have_come() {
     let server = Arc::clone(&by_hand.front.server);
     let mut wait = |uid| {
         let job = by_hand.job(&[&[uid], &[13], &text(3)]);
-        server.reply(job.sender, None).later()
+        let mut reply = server.reply(job.sender, None);
+        reply.later().then_some(reply)
     };
     let waiting = [wait(1), wait(2)];
     assert!(waiting.iter().all(Option::is_some) && wait(3).is_none());

@@ -66,7 +66,8 @@ pub(super) async fn checksums(api: State, body: Payload) -> Result<Json<Value>, 
         // Goes on after its client has disconnected.
         let _turn = turn;
         let ids = &asked.block_ids;
-        let result = engine.checksums(asked.instance_id, ids, asked.chunk_size, asked.layerwise);
+        let admin = engine.admin();
+        let result = admin.checksums(asked.instance_id, ids, asked.chunk_size, asked.layerwise);
         (asked, result)
     })
     .await?;

@@ -128,7 +128,7 @@ fn list_l1(
         Some(position) => position.parse().map_err(|_| bad_token(&position))?,
         None => 0,
     };
-    let (objects, next) = engine.list_objects(from, model, most);
+    let (objects, next) = engine.admin().list_objects(from, model, most);
     let entries = objects.into_iter().map(|object| {
         let key = EncodedObjectKey {
             chunk_hash_hex: hex::encode(object.chunk_hash.as_bytes()),
@@ -229,7 +229,7 @@ pub(super) async fn delete(api: State, body: Payload) -> Result<Told, ApiError> 
     let mut outcome = Outcome::default();
     if request.tier != "l2" {
         let (engine, keys) = (Arc::clone(&engine), Arc::clone(&keys));
-        let removed = apart(move || engine.delete_objects(&keys, force)).await?;
+        let removed = apart(move || engine.admin().delete_objects(&keys, force)).await?;
         outcome.count(L1, removed.objects, removed.kept, 0);
     }
     for tier in in_tiers {

@@ -9,7 +9,7 @@ use super::audit::{Told, hidden, told};
 use super::body::Body;
 use super::payload::Payload;
 use super::{ApiError, State, TIERS, engine};
-use kvtier_engine::{Engine, WarmError, WarmUp};
+use kvtier_engine::{Engine, PrefetchError, PrefetchJob};
 
 /// Largest body: as many tokens as are allowed, of ten digits each, with space for commas and blanks.
 const BODY_LIMIT: usize = 16 << 20;
@@ -64,14 +64,15 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
         token_ids.len(),
         hidden(cache_salt)
     );
-    let begun = engine.warm_up(model_name, world_size, cache_salt, &token_ids);
+    let admin = engine.admin();
+    let begun = admin.start_prefetch(model_name, world_size, cache_salt, &token_ids);
     begun.map(|begun| (begun, what)).map_err(|error| {
         let status = match error {
-            WarmError::NoLayout { .. } | WarmError::NotServed { .. } | WarmError::NoTiers => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
-            WarmError::Key(_) | WarmError::TooManyTokens(_) => StatusCode::BAD_REQUEST,
-            WarmError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
+            PrefetchError::NoLayout { .. }
+            | PrefetchError::NotServed { .. }
+            | PrefetchError::NoTiers => StatusCode::SERVICE_UNAVAILABLE,
+            PrefetchError::Key(_) | PrefetchError::TooManyTokens(_) => StatusCode::BAD_REQUEST,
+            PrefetchError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
         };
         ApiError::Detail(status, error.to_string())
     })
@@ -89,17 +90,17 @@ pub(super) async fn result(
     api: State,
     Path(request_id): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    match engine(&api)?.warmed_up(&request_id) {
+    match engine(&api)?.admin().prefetch_job(&request_id) {
         None => Err(ApiError::Detail(
             StatusCode::NOT_FOUND,
             format!(
                 "unknown prefetch request_id='{request_id}' (already completed or never submitted)"
             ),
         )),
-        Some(WarmUp::Pending) => Ok(Json(
+        Some(PrefetchJob::Pending) => Ok(Json(
             json!({ "request_id": request_id, "status": "pending" }),
         )),
-        Some(WarmUp::Done(done)) => Ok(Json(json!({
+        Some(PrefetchJob::Done(done)) => Ok(Json(json!({
             "request_id": request_id,
             "status": "completed",
             "found_keys": done.found_keys,

@@ -160,7 +160,9 @@ fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, String> {
     for (name, entry) in parse_many(bytes, quotas.places())? {
         let told = |what: String| format!("users.{}: {what}", clip(&name));
         let salt = tenant(engine, &name).map_err(told)?;
-        quotas.check(&entry).map_err(|error| told(error.into()))?;
+        quotas
+            .check(&entry)
+            .map_err(|error| told(error.to_string()))?;
         // A salt, and its hash.
         if named.insert(salt.into(), entry).is_some() {
             return Err(told("this tenant is there twice, under two names".into()));

@@ -62,7 +62,7 @@ fn deleting_and_warming_are_for_the_tenant_that_is_named() {
         store(&mut worker, salt, &prompt, seed as u64);
     }
     settle(&server);
-    let (objects, _) = server.engine().list_objects(0, None, 100);
+    let (objects, _) = server.engine().admin().list_objects(0, None, 100);
     assert_eq!(objects.len(), 6);
     let of_a = objects
         .iter()
@@ -77,9 +77,11 @@ fn deleting_and_warming_are_for_the_tenant_that_is_named() {
     assert_eq!(status, 200, "{told}");
     assert_eq!(files(directory.path()).len(), 4);
     server.engine().clear(true);
-    let warm = server
-        .engine()
-        .warm_up("others", 1, "a", &crate::support::tokens(1, 2));
+    let warm =
+        server
+            .engine()
+            .admin()
+            .start_prefetch("others", 1, "a", &crate::support::tokens(1, 2));
     assert!(warm.unwrap().is_some());
     assert_eq!(lookup(&mut worker, "a", &prompt, "r"), 0);
     assert_eq!(read(&mut worker, "b", &prompt, 1, "r"), 2);

@@ -1,19 +1,26 @@
-//! Where what is stored goes, and how much may be on its way.
+//! Places of stored objects, and limits of what is staged.
 
 use std::ops::Range;
 
+use kvtier_device::{DeviceError, Done};
 use kvtier_proto::request::{InstanceId, Retrieve};
 
-use super::super::testing::{CALLER, TestPages, copies_itself, engine, key, reply, store};
+use super::super::super::Engine;
+
+use super::super::super::testing::{
+    CALLER, TestPages, copies_itself, engine, engine_with, key, reply, store,
+};
 use super::*;
 
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn what_a_worker_stores_goes_to_the_part_beside_its_device() {
-    let mut engine = engine(&[]);
-    engine.l1 = engine.l1.in_parts(&[3, 5]);
-    let (engine, half) = (Arc::new(engine), 6 * MIB);
+fn store_goes_to_the_part_beside_its_device() {
+    let engine = engine_with(&[], |context| Context {
+        l1: context.l1.in_parts(&[3, 5]),
+        ..context
+    });
+    let half = 6 * MIB;
     for (id, numa_node) in [(0, Some(3)), (1, Some(5))] {
         let pages = TestPages {
             numa_node,
@@ -32,8 +39,8 @@ fn what_a_worker_stores_goes_to_the_part_beside_its_device() {
 }
 
 /// An engine with a full L1 of 12 chunks and a staging limit of 3 chunks; and the pages of two workers.
-fn full() -> (Arc<Engine>, [Arc<TestPages>; 2]) {
-    let engine = Arc::new(engine(&[]));
+fn full() -> (Engine, [Arc<TestPages>; 2]) {
+    let engine = engine(&[]);
     let pages = [0, 1].map(|id| TestPages::new(MIB).register(&engine, id));
     for chunk in 100..112 {
         let stored = store(&engine, 0, chunk..chunk + 1);
@@ -44,17 +51,17 @@ fn full() -> (Arc<Engine>, [Arc<TestPages>; 2]) {
 }
 
 fn evicted(engine: &Engine) -> u64 {
-    engine.l1.cache.stats().evicted_objects_total
+    engine.context.l1.cache.stats().evicted_objects_total
 }
 
-/// Has no transfer of these workers end.
+/// Holds all transfers of these workers.
 fn hold(pages: &[Arc<TestPages>]) {
     for pages in pages {
         *pages.held.lock() = Some(Vec::new());
     }
 }
 
-/// Has those end that were held; gives how many.
+/// Ends the transfers that were held; returns their number.
 fn end(pages: &[Arc<TestPages>]) -> usize {
     let held = pages.iter().filter_map(|pages| pages.held.lock().take());
     let held: Vec<_> = held.flatten().collect();
@@ -63,8 +70,8 @@ fn end(pages: &[Arc<TestPages>]) -> usize {
     ended
 }
 
-/// Has a worker store a chunk each; which are refused at once.
-fn refused(engine: &Arc<Engine>, id: i64, chunks: Range<u8>) -> Vec<u8> {
+/// Stores each chunk by itself; returns those that are refused at once.
+fn refused(engine: &Engine, id: i64, chunks: Range<u8>) -> Vec<u8> {
     let mut refused = Vec::new();
     for chunk in chunks {
         if let Ok(answer) = store(engine, id, chunk..chunk + 1).try_recv() {
@@ -100,9 +107,9 @@ fn worker_on_a_slow_device_stages_most_of_the_limit_and_no_more() {
     hold(&slow);
     assert_eq!(refused(&engine, 0, 10..13), [12]);
     let held = slow[0].held.lock().take().unwrap();
-    let failed = |done: kvtier_device::Done| done(Err(DeviceError::Stopped));
+    let failed = |done: Done| done(Err(DeviceError::Stopped));
     held.into_iter().for_each(failed);
-    assert_eq!(engine.staging.staged_bytes(), 0);
+    assert_eq!(engine.transfers.staging.staged_bytes(), 0);
     hold(&slow);
     assert_eq!(refused(&engine, 0, 20..23), [22]);
     assert_eq!(end(&slow), 2);
@@ -111,14 +118,14 @@ fn worker_on_a_slow_device_stages_most_of_the_limit_and_no_more() {
 /// A store's memory is bounded by what the allocator takes: a whole MiB for an object of 16 bytes.
 #[test]
 fn small_objects_count_rounded_to_the_alignment() {
-    let engine = Arc::new(engine(&["--l1-align-bytes", "1048576"]));
+    let engine = engine(&["--l1-align-bytes", "1048576"]);
     let slow = [TestPages::new(16).register(&engine, 0)];
     hold(&slow);
     assert_eq!(refused(&engine, 0, 0..6), [2, 3, 4, 5]);
-    assert_eq!(engine.staging.staged_bytes(), 2 * MIB);
-    assert_eq!(engine.l1.cache.usage().used_bytes, 2 * MIB);
+    assert_eq!(engine.transfers.staging.staged_bytes(), 2 * MIB);
+    assert_eq!(engine.context.l1.cache.usage().used_bytes, 2 * MIB);
     assert_eq!(end(&slow), 2);
-    assert_eq!(engine.staging.staged_bytes(), 0);
+    assert_eq!(engine.transfers.staging.staged_bytes(), 0);
 }
 
 #[test]
@@ -132,7 +139,10 @@ fn worker_is_served_beside_one_at_its_share() {
         assert_eq!(refused(&engine, 0, 0..3), [2]);
         assert_eq!(refused(&engine, 1, 10..12), [11]);
         assert_eq!(refused(&engine, 0, 5..6), [5]);
-        assert_eq!(engine.staging.staged_bytes(), engine.staging.limit());
+        assert_eq!(
+            engine.transfers.staging.staged_bytes(),
+            engine.transfers.staging.limit()
+        );
         assert_eq!(end(&slow[..1]), 2);
         // Now there is enough for it.
         assert_eq!(refused(&engine, 1, 13..15), [14]);
@@ -157,8 +167,8 @@ fn resident_chunks_are_stored_whatever_is_staged() {
     for stored in resident.into_iter().chain([stored, again]) {
         assert_eq!(stored.try_recv().unwrap().refused, None);
     }
-    let told = engine.status(true);
-    let l1 = &told["storage_manager"]["l1_manager"];
+    let status = engine.status(true);
+    let l1 = &status["storage_manager"]["l1_manager"];
     assert_eq!(l1["staging_limit_bytes"], 3 * MIB);
     assert_eq!(l1["staging_uncommitted_bytes"], 0);
     assert_eq!(l1["memory_largest_free_bytes"], 0);
@@ -167,7 +177,7 @@ fn resident_chunks_are_stored_whatever_is_staged() {
 #[test]
 fn a_worker_at_its_limit_of_transfers_is_refused() {
     let (engine, _) = full();
-    let instance = engine.instances.get(InstanceId(0)).unwrap();
+    let instance = engine.context.instances.get(InstanceId(0)).unwrap();
     let mut all: Vec<_> = std::iter::from_fn(|| instance.copying().ok()).collect();
     assert_eq!(all.len(), 4096);
     let refused = store(&engine, 0, 0..1);
@@ -179,7 +189,7 @@ fn a_worker_at_its_limit_of_transfers_is_refused() {
         skip_first_n_tokens: 0,
     };
     let (reply, refused_retrieve) = reply();
-    engine.retrieve(CALLER, &retrieve, reply);
+    engine.transfers.retrieve(CALLER, &retrieve, reply);
     for refused in [refused, refused_retrieve] {
         assert_eq!(refused.try_recv().unwrap().refused, Some("lane_full"));
     }

@@ -1,34 +1,34 @@
-//! Single objects of L1, for people.
+//! Single objects of L1, listed and deleted by operators.
 
 use std::collections::HashMap;
 
 use kvtier_core::cache::{Removed, ResidentObject};
 use kvtier_core::{ChunkHash, ObjectKey};
 
-use super::Engine;
+use super::Admin;
 
 /// Namespaces or objects that are examined per hold of the cache's lock.
 const SLICE: usize = 1024;
 
-/// Slots that one call looks at, once it has an object.
-const MAX_LOOKED_AT: usize = 100_000;
+/// Slots that one call examines, once it has an object.
+const MAX_EXAMINED: usize = 100_000;
 
-impl Engine {
-    /// At most `most` objects of L1, of one model or of all, and where the next part begins. `from` is 0 at first.
+impl Admin {
+    /// At most `limit` objects of L1, of one model or of all, and the `from` of the next part. `from` is 0 at first.
     pub fn list_objects(
         &self,
         from: u32,
         model: Option<&str>,
-        most: usize,
+        limit: usize,
     ) -> (Vec<ResidentObject>, Option<u32>) {
-        let (mut objects, mut next, mut left) = (Vec::new(), Some(from), MAX_LOOKED_AT);
+        let (mut objects, mut next, mut left) = (Vec::new(), Some(from), MAX_EXAMINED);
         // A page is empty only at the end.
         while let Some(from) =
-            next.filter(|_| objects.len() < most && (left > 0 || objects.is_empty()))
+            next.filter(|_| objects.len() < limit && (left > 0 || objects.is_empty()))
         {
-            let slots = SLICE.min(most - objects.len());
+            let slots = SLICE.min(limit - objects.len());
             left = left.saturating_sub(slots);
-            let page = self.l1.cache.objects(from, slots);
+            let page = self.context.l1.cache.objects(from, slots);
             let of_model = |object: &ResidentObject| {
                 model.is_none_or(|model| **object.namespace.model_name() == *model)
             };
@@ -38,7 +38,7 @@ impl Engine {
         (objects, next)
     }
 
-    /// Takes objects out of L1, of whatever layout: those without a lease, or all of them with `force`.
+    /// Removes objects from L1, of any layout: those without a lease, or all of them with `force`.
     pub fn delete_objects(&self, keys: &[ObjectKey], force: bool) -> Removed {
         let mut by_namespace: HashMap<_, Vec<ChunkHash>> = HashMap::new();
         for key in keys {
@@ -47,10 +47,10 @@ impl Engine {
         }
         let (mut sum, mut next) = (Removed::default(), Some(0));
         while let Some(from) = next {
-            let page = self.l1.cache.namespaces(from, SLICE);
+            let page = self.context.l1.cache.namespaces(from, SLICE);
             for namespace in &page.entries {
                 if let Some(hashes) = by_namespace.get(&namespace.without_layout()) {
-                    let removed = self.l1.cache.remove(namespace, hashes, force);
+                    let removed = self.context.l1.cache.remove(namespace, hashes, force);
                     sum.objects += removed.objects;
                     sum.bytes += removed.bytes;
                     sum.kept += removed.kept;

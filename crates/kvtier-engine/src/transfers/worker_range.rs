@@ -1,26 +1,22 @@
-//! What a worker's key names: whose objects, which chunks, and the leases a transfer of them takes.
+//! The objects and chunks that a worker's key names, and the leases that a transfer of them takes.
 
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::Instant;
 
 use kvtier_core::cache::ReadLease;
 use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
+use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 
-use super::Engine;
-use super::deadline;
-use super::instances::{Copying, Instance};
-use super::lookup::check_names;
-use super::refusal::Refusal;
+use super::super::instances::Instance;
+use super::Transfers;
 use kvtier_l1::L1Allocator;
 
-/// What a worker's key names: whose objects, and which chunks.
-pub(super) struct WorkerRange {
+/// The objects and chunks that a worker's key names.
+pub struct WorkerRange {
     pub scope: KeyScope,
     pub kv_rank: u64,
     pub worker: u32,
@@ -28,34 +24,22 @@ pub(super) struct WorkerRange {
 }
 
 /// A lease on the chunks of one object group that a transfer needs.
-pub(super) struct Held {
+pub struct GroupLease {
     pub object_group: u32,
     /// Counted from the prompt's start.
     pub chunks: Range<usize>,
     pub lease: ReadLease<L1Allocator>,
 }
 
-impl Engine {
-    /// Returns what a transfer that the server copies needs: the guard of the instance, the worker's deadline, and what
-    /// its key names.
-    pub(super) fn copying(
-        &self,
-        instance: &Arc<Instance>,
-        key: &CacheKey<'_, Prompt>,
-    ) -> Result<(Copying, Option<Instant>, WorkerRange), Refusal> {
-        let copying = instance.copying()?;
-        let deadline = deadline::of(key)?;
-        Ok((copying, deadline, self.worker_range(instance, key)?))
-    }
-
+impl Transfers {
     /// Checks the key of a registered worker's transfer.
     pub(super) fn worker_range(
         &self,
         instance: &Instance,
         key: &CacheKey<'_, Prompt>,
-    ) -> Result<WorkerRange, String> {
+    ) -> Result<WorkerRange> {
         let range = self.key_range(key)?;
-        if let Some(other) = self.instances.learn(instance, range.worker) {
+        if let Some(other) = self.context.instances.learn(instance, range.worker) {
             tracing::warn!(
                 instance = instance.id.0,
                 other = other.id.0,
@@ -69,31 +53,30 @@ impl Engine {
     }
 
     /// What the key of a worker's transfer names.
-    pub(super) fn key_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange, String> {
-        check_names(key)?;
+    fn key_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange> {
         let worker = key
             .worker_id
-            .ok_or("worker_id is nil; allowed: the number of a worker")?;
-        let scope = self.scope(key).map_err(|error| error.to_string())?;
-        let chunks = store_chunks(self.chunk_size, key.tokens.token_count, key.start, key.end)
-            .map_err(|error| error.to_string())?;
-        let kv_rank = kvtier_core::kv_rank(key.world_size, worker);
+            .ok_or_else(|| Error::refused("worker_id is nil; allowed: the number of a worker"))?;
+        let scope = self.context.short_scope(key)?;
+        let (chunk_size, tokens) = (self.context.chunk_size, key.tokens.token_count);
+        let chunks =
+            store_chunks(chunk_size, tokens, key.start, key.end).map_err(Error::refused)?;
         Ok(WorkerRange {
             scope,
-            kv_rank,
+            kv_rank: kvtier_core::kv_rank(key.world_size, worker),
             worker,
             chunks,
         })
     }
 
-    /// The worker of a range is done with what its request's lookup holds of it.
-    pub(super) fn settle(
+    /// Releases what a request's lookup holds of a range for its worker.
+    pub(super) fn release(
         &self,
         instance: InstanceId,
         key: &CacheKey<'_, Prompt>,
         range: &WorkerRange,
     ) {
-        self.lookups.settle(
+        self.lookups.held().release(
             instance,
             key.request_id,
             &range.scope,
@@ -106,27 +89,27 @@ impl Engine {
     /// Finishes a refused retrieve: its worker will not read what the lookup holds for it. An engine computes what it
     /// could not retrieve, and LMCache's server releases it too. A worker that asks again receives what is still there,
     /// since the lookup still permits it.
-    pub(super) fn settle_refused(&self, instance: InstanceId, key: &CacheKey<'_, Prompt>) {
+    pub(super) fn release_refused(&self, instance: InstanceId, key: &CacheKey<'_, Prompt>) {
         if let Ok(range) = self.key_range(key) {
-            self.settle(instance, key, &range);
+            self.release(instance, key, &range);
         }
     }
 
-    /// Leases of its own for a transfer, one an object group: all that the range needs, or nothing.
+    /// Leases of its own for a transfer, one per object group: all that the range needs, or nothing.
     ///
     /// The lookup of the request must have found the range for a worker of this layout.
-    pub(super) fn hold(
+    pub(super) fn lease(
         &self,
         instance: &Instance,
         key: &CacheKey<'_, Prompt>,
         range: &WorkerRange,
-    ) -> Option<Vec<Held>> {
+    ) -> Option<Vec<GroupLease>> {
         if instance.unserved.is_some() {
             return None;
         }
         let hashes = &key.tokens.hashes;
         let layout = instance.layout.fingerprint;
-        let namespaces = self.lookups.grant(
+        let namespaces = self.lookups.held().grant(
             key.request_id,
             &range.scope,
             range.kv_rank,
@@ -144,11 +127,12 @@ impl Engine {
                 .window;
             let chunks = needed(window, range.chunks.end);
             let chunks = chunks.start.max(range.chunks.start)..range.chunks.end;
-            let lease = self
-                .l1
-                .cache
-                .pin(self.now(), namespace, &hashes[chunks.clone()])?;
-            Some(Held {
+            let lease = self.context.l1.cache.pin(
+                self.context.now(),
+                namespace,
+                &hashes[chunks.clone()],
+            )?;
+            Some(GroupLease {
                 object_group: id,
                 chunks,
                 lease,

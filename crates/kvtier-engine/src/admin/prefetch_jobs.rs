@@ -1,6 +1,6 @@
-//! Prefetches without a request: a prompt is loaded into L1 before a request asks for it.
+//! Prefetch jobs: a prompt is loaded into L1 before a request asks for it.
 //!
-//! The mutex guards the table of them; only reads and writes of the table run under it.
+//! The mutex guards the table of jobs; only reads and writes of the table run under it.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
@@ -11,9 +11,9 @@ use kvtier_core::cache::Counted;
 use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_salt};
 use parking_lot::Mutex;
 
-use super::Engine;
-use super::instances::Unserved;
-use super::lookup::prefetch_request;
+use super::super::instances::Unserved;
+use super::super::lookups;
+use super::Admin;
 use kvtier_tiers::{L2, PrefetchRequest};
 
 /// Most tokens of a prompt.
@@ -23,14 +23,14 @@ const MAX_TOKENS: usize = 1_000_000;
 const MAX_PENDING: usize = 16;
 
 /// Results that are remembered.
-const MAX_DONE: usize = 1024;
+const MAX_RESULTS: usize = 1024;
 
-/// How long they are.
-const KEPT_FOR: Duration = Duration::from_secs(600);
+/// Time for which a result is remembered.
+const RESULT_TTL: Duration = Duration::from_secs(600);
 
-/// Why none was begun.
+/// Why no job was started.
 #[derive(Debug, thiserror::Error)]
-pub enum WarmError {
+pub enum PrefetchError {
     /// Nothing of the model's workers is served.
     #[error("nothing of model_name='{model_name}' is served: {}", unserved.name())]
     NotServed {
@@ -39,7 +39,7 @@ pub enum WarmError {
         /// Why.
         unserved: Unserved,
     },
-    /// No worker told how the model's objects are laid out.
+    /// No worker of the model is registered.
     #[error(
         "no layout registered for model_name='{model_name}' world_size={world_size}; the model has not allocated KV \
          cache on this node yet"
@@ -66,18 +66,18 @@ pub enum WarmError {
     TooManyPending,
 }
 
-/// How far a warm-up is.
+/// State of a prefetch job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WarmUp {
+pub enum PrefetchJob {
     /// It is queued or running.
     Pending,
-    /// It is over.
-    Done(Warmed),
+    /// It has ended.
+    Done(PrefetchResult),
 }
 
-/// What a warm-up came to.
+/// Result of a prefetch job.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Warmed {
+pub struct PrefetchResult {
     /// Objects of the prompt in L1 that a lookup would find.
     pub found_keys: usize,
     /// Objects that a lookup would find if all of it were there.
@@ -88,25 +88,25 @@ pub struct Warmed {
     pub loaded_keys: usize,
 }
 
-/// All warm-ups that are known.
+/// All prefetch jobs that are known.
 #[derive(Default)]
-pub struct WarmUps {
+pub struct PrefetchJobs {
     table: Mutex<Table>,
-    /// One at a time, so that engines' own lookups are not held up for long.
+    /// Held by the job that runs: one at a time, so that lookups of engines are not delayed for long.
     turn: tokio::sync::Mutex<()>,
 }
 
 #[derive(Default)]
 struct Table {
-    by_id: HashMap<String, WarmUp>,
-    /// Those that are over, and when they were, oldest first.
+    by_id: HashMap<String, PrefetchJob>,
+    /// Jobs that have ended and the times of their ends, oldest first.
     done: VecDeque<(Duration, String)>,
 }
 
 impl Table {
     fn forget(&mut self, now: Duration) {
         while let Some((at, _)) = self.done.front()
-            && (self.done.len() > MAX_DONE || now.saturating_sub(*at) > KEPT_FOR)
+            && (self.done.len() > MAX_RESULTS || now.saturating_sub(*at) > RESULT_TTL)
         {
             if let Some((_, id)) = self.done.pop_front() {
                 self.by_id.remove(&id);
@@ -115,17 +115,17 @@ impl Table {
     }
 }
 
-/// A warm-up in the table; one that is dropped without a result is forgotten.
+/// A job in the table; one that is dropped without a result is removed.
 struct Entry {
-    all: Arc<WarmUps>,
+    all: Arc<PrefetchJobs>,
     id: String,
 }
 
 impl Entry {
-    fn done(self, now: Duration, warmed: Warmed) {
+    fn done(self, now: Duration, result: PrefetchResult) {
         let mut table = self.all.table.lock();
         if let Some(state) = table.by_id.get_mut(&self.id) {
-            *state = WarmUp::Done(warmed);
+            *state = PrefetchJob::Done(result);
             table.done.push_back((now, self.id.clone()));
             table.forget(now);
         }
@@ -135,21 +135,21 @@ impl Entry {
 impl Drop for Entry {
     fn drop(&mut self) {
         let mut table = self.all.table.lock();
-        if table.by_id.get(&self.id) == Some(&WarmUp::Pending) {
+        if table.by_id.get(&self.id) == Some(&PrefetchJob::Pending) {
             table.by_id.remove(&self.id);
         }
     }
 }
 
-impl WarmUps {
-    fn enter(self: &Arc<Self>, now: Duration) -> Result<Entry, WarmError> {
+impl PrefetchJobs {
+    fn enter(self: &Arc<Self>, now: Duration) -> Result<Entry, PrefetchError> {
         let mut table = self.table.lock();
         table.forget(now);
         if table.by_id.len() - table.done.len() >= MAX_PENDING {
-            return Err(WarmError::TooManyPending);
+            return Err(PrefetchError::TooManyPending);
         }
         let id = format!("{:016x}{:016x}", random(), random());
-        table.by_id.insert(id.clone(), WarmUp::Pending);
+        table.by_id.insert(id.clone(), PrefetchJob::Pending);
         Ok(Entry {
             all: Arc::clone(self),
             id,
@@ -162,71 +162,73 @@ fn random() -> u64 {
     RandomState::new().hash_one(0)
 }
 
-impl Engine {
-    /// Begins to load a prompt; gives the name to ask for the result by, and the number of chunks. Nothing when there is
-    /// no whole chunk.
+impl Admin {
+    /// Starts to load a prompt; returns the id of the job and the number of chunks, or nothing if there is no whole chunk.
     ///
     /// # Errors
-    /// See [`WarmError`].
-    pub fn warm_up(
+    /// See [`PrefetchError`].
+    pub fn start_prefetch(
         &self,
         model_name: &str,
         world_size: i64,
         cache_salt: &str,
         token_ids: &[u32],
-    ) -> Result<Option<(String, usize)>, WarmError> {
+    ) -> Result<Option<(String, usize)>, PrefetchError> {
         let workers = u32::try_from(world_size).ok();
         let workers = workers.filter(|workers| (1..=MAX_WORLD_SIZE).contains(workers));
         let instances = workers.and_then(|workers| {
             let model = Arc::from(model_name);
-            self.instances.of_workers(&model, workers, 0..workers)
+            self.context
+                .instances
+                .of_workers(&model, workers, 0..workers)
         });
         let (Some(workers), Some(instances)) = (workers, instances) else {
-            return Err(WarmError::NoLayout {
+            return Err(PrefetchError::NoLayout {
                 model_name: model_name.into(),
                 world_size,
             });
         };
-        if let Some(unserved) = instances
-            .iter()
-            .flatten()
-            .find_map(|instance| instance.unserved)
-        {
-            return Err(WarmError::NotServed {
+        if let Some(unserved) = lookups::unserved(&instances) {
+            return Err(PrefetchError::NotServed {
                 model_name: model_name.into(),
                 unserved,
             });
         }
-        let l2 = self.l2().ok_or(WarmError::NoTiers)?;
+        let l2 = self.context.l2.as_ref().ok_or(PrefetchError::NoTiers)?;
         check_cache_salt(cache_salt)?;
-        let salt = self.salts.of_operator(cache_salt);
+        let salt = self.context.salts.of_operator(cache_salt);
         let scope = KeyScope::new(model_name, &salt, workers, None)?;
         if token_ids.len() > MAX_TOKENS {
-            return Err(WarmError::TooManyTokens(token_ids.len()));
+            return Err(PrefetchError::TooManyTokens(token_ids.len()));
         }
-        if token_ids.len() < self.chunk_size.get() {
+        if token_ids.len() < self.context.chunk_size.get() {
             return Ok(None);
         }
-        let entry = self.warm_ups.enter(self.now())?;
-        let hashes = self.prompts.hasher().hash_prompt(token_ids);
+        let entry = self.prefetch_jobs.enter(self.context.now())?;
+        let hashes = self.lookups.prompts().hasher().hash_prompt(token_ids);
         let begun = (entry.id.clone(), hashes.len());
-        let request = Arc::new(prefetch_request(&scope, &instances, &hashes, Counted::ALL));
-        let (l2, clock) = (Arc::clone(l2), Arc::clone(&self.clock));
+        let request = Arc::new(PrefetchRequest {
+            rows: lookups::rows(&scope, &instances),
+            scope,
+            hashes: hashes.into(),
+            counted: Counted::ALL,
+        });
+        let (l2, clock) = (Arc::clone(l2), Arc::clone(&self.context.clock));
         let handle = l2.handle().clone();
         handle.spawn(async move {
             let all = Arc::clone(&entry.all);
             let _turn = all.turn.lock().await;
-            let warmed = load(&l2, &request).await;
-            tracing::debug!(?warmed, "a warm-up has ended");
-            entry.done(clock.now(), warmed);
+            let result = load(&l2, &request).await;
+            tracing::debug!(?result, "a prefetch job has ended");
+            entry.done(clock.now(), result);
         });
         Ok(Some(begun))
     }
 
-    /// How far a warm-up is, for ten minutes after it has ended.
-    pub fn warmed_up(&self, id: &str) -> Option<WarmUp> {
-        let mut table = self.warm_ups.table.lock();
-        table.forget(self.now());
+    /// The state of a job, until ten minutes after its end.
+    pub fn prefetch_job(&self, id: &str) -> Option<PrefetchJob> {
+        let mut table = self.prefetch_jobs.table.lock();
+        table.forget(self.context.now());
         table.by_id.get(id).copied()
     }
 }
@@ -234,7 +236,7 @@ impl Engine {
 /// Loads a prompt. A request's prefetch has a deadline, since the request waits for it. No request waits for this one,
 /// so it continues while objects arrive; those already in L1 are held meanwhile, so that they are not evicted for the
 /// rest.
-async fn load(l2: &Arc<L2>, request: &Arc<PrefetchRequest>) -> Warmed {
+async fn load(l2: &Arc<L2>, request: &Arc<PrefetchRequest>) -> PrefetchResult {
     let chunks = request.hashes.len();
     let mut found = l2.prefetch(request, || false).await;
     let mut loaded_keys = found.loaded.len();
@@ -247,7 +249,7 @@ async fn load(l2: &Arc<L2>, request: &Arc<PrefetchRequest>) -> Warmed {
         found = more;
     }
     let needed = |window: Option<u32>| window.map_or(chunks, |window| chunks.min(window as usize));
-    Warmed {
+    PrefetchResult {
         found_keys: found.lookup.lease.held(),
         total_keys: request.rows.iter().map(|row| needed(row.window)).sum(),
         found_chunks: found.lookup.hit_chunks,
@@ -262,8 +264,8 @@ mod tests {
     const NOW: Duration = Duration::from_secs(1);
 
     #[test]
-    fn so_many_may_be_pending_and_one_that_is_given_up_is_forgotten() {
-        let all = Arc::new(WarmUps::default());
+    fn pending_jobs_have_a_limit_and_dropped_ones_are_removed() {
+        let all = Arc::new(PrefetchJobs::default());
         let mut pending: Vec<_> = (0..MAX_PENDING)
             .map(|_| all.enter(NOW).expect("there is capacity"))
             .collect();
@@ -279,27 +281,30 @@ mod tests {
         // One that is completed frees its slot too, and is still known.
         let done = pending.remove(0);
         let id = done.id.clone();
-        done.done(NOW, Warmed::default());
-        assert_eq!(all.table.lock().by_id[&id], WarmUp::Done(Warmed::default()));
+        done.done(NOW, PrefetchResult::default());
+        assert_eq!(
+            all.table.lock().by_id[&id],
+            PrefetchJob::Done(PrefetchResult::default())
+        );
         pending.extend((0..2).map(|_| all.enter(NOW).expect("there is capacity")));
         assert!(all.enter(NOW).is_err());
     }
 
     #[test]
-    fn so_many_results_are_kept_for_so_long() {
-        let all = Arc::new(WarmUps::default());
+    fn results_are_kept_up_to_number_and_age() {
+        let all = Arc::new(PrefetchJobs::default());
         let mut ids = Vec::new();
-        for _ in 0..MAX_DONE + 10 {
+        for _ in 0..MAX_RESULTS + 10 {
             let entry = all.enter(NOW).expect("there is capacity");
             ids.push(entry.id.clone());
-            entry.done(NOW, Warmed::default());
+            entry.done(NOW, PrefetchResult::default());
         }
         let known = |id: &String| all.table.lock().by_id.contains_key(id);
-        assert_eq!(ids.iter().filter(|id| known(id)).count(), MAX_DONE);
+        assert_eq!(ids.iter().filter(|id| known(id)).count(), MAX_RESULTS);
         assert!(!known(&ids[9]) && known(&ids[10]));
-        all.table.lock().forget(NOW + KEPT_FOR);
+        all.table.lock().forget(NOW + RESULT_TTL);
         assert!(known(&ids[10]));
-        all.table.lock().forget(NOW + KEPT_FOR + NOW);
+        all.table.lock().forget(NOW + RESULT_TTL + NOW);
         assert_eq!(all.table.lock().by_id.len(), 0);
     }
 }

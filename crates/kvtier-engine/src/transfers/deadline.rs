@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvtier_error::{Error, Result};
 use kvtier_proto::deadline;
 use kvtier_proto::key::CacheKey;
 use rustix::time::{ClockId, clock_gettime};
@@ -10,31 +11,33 @@ use rustix::time::{ClockId, clock_gettime};
 ///
 /// # Errors
 /// One line, when that has passed.
-pub(super) fn of<T>(key: &CacheKey<'_, T>) -> Result<Option<Instant>, String> {
-    let told = deadline::decode(key.request_configs);
-    here(told, Instant::now, || {
+pub fn of<T>(key: &CacheKey<'_, T>) -> Result<Option<Instant>> {
+    let deadline = deadline::decode(key.request_configs);
+    here(deadline, Instant::now, || {
         let time = clock_gettime(ClockId::Monotonic);
         // It starts at nought and never goes back.
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     })
 }
 
-/// Our own clock is looked at first: a pause between the two looks makes the deadline earlier, never later.
+/// Our own clock is read first: a pause before the other is read makes the deadline earlier, never later.
 fn here(
-    told: Option<Duration>,
+    deadline: Option<Duration>,
     own: impl FnOnce() -> Instant,
     monotonic: impl FnOnce() -> Duration,
-) -> Result<Option<Instant>, String> {
+) -> Result<Option<Instant>> {
     let now = own();
-    let left = left(told, monotonic())?;
+    let left = left(deadline, monotonic())?;
     Ok(left.and_then(|left| now.checked_add(left)))
 }
 
 /// Both in the time of the system's monotonic clock.
-fn left(deadline: Option<Duration>, now: Duration) -> Result<Option<Duration>, String> {
+fn left(deadline: Option<Duration>, now: Duration) -> Result<Option<Duration>> {
     let left = deadline.map(|deadline| deadline.checked_sub(now));
     match left {
-        Some(None) => Err("it is past the deadline that the worker gave".to_owned()),
+        Some(None) => Err(Error::refused(
+            "it is past the deadline that the worker gave",
+        )),
         left => Ok(left.flatten()),
     }
 }
@@ -46,12 +49,12 @@ mod tests {
     #[test]
     fn a_pause_between_two_clocks_makes_a_deadline_earlier() {
         let start = Instant::now();
-        // Both clocks show this, and each look at one is followed by a pause of 3 s.
+        // Both clocks show this, and each reading is followed by a pause of 3 s.
         let time = std::cell::Cell::new(Duration::from_secs(10));
-        let look = || time.replace(time.get() + Duration::from_secs(3));
-        let told = Some(Duration::from_secs(20));
-        let deadline = here(told, || start + look(), look).unwrap();
-        assert_eq!(deadline, Some(start + Duration::from_secs(17)));
+        let read = || time.replace(time.get() + Duration::from_secs(3));
+        let deadline = Some(Duration::from_secs(20));
+        let here = here(deadline, || start + read(), read).unwrap();
+        assert_eq!(here, Some(start + Duration::from_secs(17)));
     }
 
     #[test]

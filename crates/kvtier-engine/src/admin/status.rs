@@ -3,17 +3,17 @@
 use kvtier_core::cache::FreeSpace;
 use serde_json::{Map, Value, json};
 
-use super::Engine;
-use super::instances::Mode;
+use super::super::instances::Mode;
+use super::Admin;
 
 /// Tag of the only L1.
 const TAG: &str = "_default";
 
-impl Engine {
+impl Admin {
     /// Free space of each part of L1; with one part, none is named.
     fn free_space(&self) -> Vec<Value> {
-        let parts = self.l1.cache.free_space();
-        let nodes = self.l1.nodes().iter();
+        let parts = self.context.l1.cache.free_space();
+        let nodes = self.context.l1.nodes().iter();
         let part = |(part, node): (FreeSpace, &u32)| {
             json!({
                 "numa_node": node,
@@ -28,11 +28,12 @@ impl Engine {
 
     /// The whole state.
     pub fn status(&self, healthy: bool) -> Value {
-        let stats = self.l1.cache.stats();
-        let (lookups, unread) = self.lookups.counts();
-        let (transfers, withheld, withheld_bytes) = self.transfers.counts();
-        let config = &self.config;
-        let memory_healthy = self.l1.arena.poisoned().is_none() && stats.accounting_errors == 0;
+        let stats = self.context.l1.cache.stats();
+        let (lookups, unread) = self.lookups.held().counts();
+        let (transfers, quarantined, quarantined_bytes) = self.transfers.counts();
+        let config = &self.context.config;
+        let memory_healthy =
+            self.context.l1.arena.poisoned().is_none() && stats.accounting_errors == 0;
         let by_backend = json!({ "dram": stats.capacity_bytes });
         let l1 = json!({
             "is_healthy": memory_healthy,
@@ -42,12 +43,12 @@ impl Engine {
             "temporary_count": 0,
             "staging_object_count": stats.staged_objects,
             "staging_bytes": stats.staged_bytes,
-            "staging_uncommitted_bytes": self.staging.staged_bytes(),
-            "staging_limit_bytes": self.staging.limit(),
+            "staging_uncommitted_bytes": self.transfers.staging().staged_bytes(),
+            "staging_limit_bytes": self.transfers.staging().limit(),
             "memory_used_bytes": stats.used_bytes,
             "memory_total_bytes": stats.capacity_bytes,
             "memory_free_bytes": stats.capacity_bytes - stats.used_bytes,
-            "memory_largest_free_bytes": self.l1.largest_free(),
+            "memory_largest_free_bytes": self.context.l1.largest_free(),
             "memory_parts": self.free_space(),
             "memory_configured_bytes": config.l1_bytes,
             "capacity_bytes_by_backend": by_backend,
@@ -76,7 +77,7 @@ impl Engine {
             "num_over_quota_buckets": stats.over_quota_salts,
             "over_quota_refusals": stats.over_quota_total,
         });
-        let l2 = self.l2.as_ref();
+        let l2 = self.context.l2.as_ref();
         let adapters = l2.map_or_else(Vec::new, |l2| l2.adapters_status());
         let adapter_count = adapters.len();
         let stores = l2.map(|l2| l2.store_counts()).unwrap_or_default();
@@ -93,7 +94,7 @@ impl Engine {
         let mut known_processes = Vec::new();
         let mut engine_driven = Map::new();
         let mut unserved = Map::new();
-        let instances = self.instances.all();
+        let instances = self.context.instances.all();
         for instance in &instances {
             let id = instance.id.to_string();
             if let Some(reason) = instance.unserved {
@@ -153,7 +154,7 @@ impl Engine {
             }
         }
         // Some may have left meanwhile.
-        self.let_go(instances);
+        self.workers.release(instances);
         let ids = |map: &Map<String, Value>| {
             map.keys()
                 .filter_map(|id| id.parse::<i64>().ok())
@@ -166,13 +167,13 @@ impl Engine {
             "server": "kvtier",
             "version": env!("CARGO_PKG_VERSION"),
             "instance_id": config.instance_id,
-            "uptime_seconds": self.now().as_secs(),
+            "uptime_seconds": self.context.now().as_secs(),
             "chunk_size": config.chunk_size,
             "hash_algorithm": config.hash_algorithm.name(),
             "active_sessions": lookups,
             "pending_transfers": transfers,
-            "withheld_transfers": withheld,
-            "withheld_bytes": withheld_bytes,
+            "withheld_transfers": quarantined,
+            "withheld_bytes": quarantined_bytes,
             "storage_manager": {
                 "is_healthy": healthy && memory_healthy,
                 "l1_managers": { TAG: l1 },
@@ -219,15 +220,15 @@ impl Engine {
                 "enabled": reap.is_some(),
                 "reap_timeout_seconds": reap.map_or(0.0, |timeout| timeout.as_secs_f64()),
                 "registration_grace_seconds": config.registration_grace.as_secs_f64(),
-                "tracked_instances": self.instances.len(),
+                "tracked_instances": self.context.instances.len(),
             },
             "devices": {
-                "cuda": self.devices.status(),
+                "cuda": self.context.devices.status(),
                 "of_instances": on_device,
                 // Their end is noticed at once, without waiting for them to be silent.
                 "instances_of_known_processes": known_processes,
             },
-            "request_port": self.metrics.request_port(),
+            "request_port": self.context.metrics.request_port(),
             "unserved_instances": unserved,
             "kv_events": { "enabled": false },
             "registered_gpu_ids": ids(&pages),

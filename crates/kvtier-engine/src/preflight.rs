@@ -1,17 +1,19 @@
-//! Preflight check: what a start asks of memory and GPUs, without a start.
+//! Preflight check: the memory and the GPUs that a start would ask for, without a start.
 
 use std::sync::Arc;
 
-use super::devices::Devices;
 use kvtier_config::ServerConfig;
-use kvtier_l1::{divide, rehearse_arena};
+use kvtier_error::Result;
+use kvtier_l1::{divide, preflight_arena};
+
+use super::devices::Devices;
 
 /// What was found.
 #[derive(Debug)]
-pub struct Rehearsal {
+pub struct Preflight {
     /// Names of the GPUs, or why there are none.
-    pub gpus: Result<Vec<String>, String>,
-    /// What a start would warn of.
+    pub gpus: Result<Vec<String>>,
+    /// A warning that the start would log.
     pub warning: Option<String>,
 }
 
@@ -19,11 +21,11 @@ pub struct Rehearsal {
 ///
 /// # Errors
 /// The line with which the start would end.
-pub fn rehearse(config: &ServerConfig) -> Result<Rehearsal, String> {
-    let arena = Arc::new(rehearse_arena(config)?);
+pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
+    let arena = Arc::new(preflight_arena(config)?);
     let devices = Devices::find(config, &arena)?;
     divide(&arena, config, &devices.numa_nodes())?;
-    Ok(Rehearsal {
+    Ok(Preflight {
         gpus: devices.names(),
         warning: devices.warning(config),
     })

@@ -1,6 +1,7 @@
 //! The objects of a model as the cache sees them: object groups, windows, sizes, and the fingerprint of their bytes.
 
 use kvtier_device::KvLayout;
+use kvtier_error::{Error, Result};
 use kvtier_l2::PAGE_BOUND;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::request::EngineDrivenContext;
@@ -18,16 +19,16 @@ pub struct GroupLayout {
     pub object_bytes: u64,
 }
 
-/// What lookups must know of a model.
+/// The objects of a model, for lookups.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelLayout {
     /// The object groups.
     pub groups: Vec<GroupLayout>,
-    /// Stands for everything that changes the bytes of an object or their order; see [`super::fingerprint`]. Two workers
-    /// of different fingerprints never see each other's objects, even under one model name.
+    /// [Fingerprint](fingerprint) of everything that changes the bytes of an object or their order. Two workers of different
+    /// fingerprints never see each other's objects, even under one model name.
     pub fingerprint: u64,
     /// Whether objects fit only pages like those they were stored from. One without a fingerprint, as LMCache's files
-    /// are, must then not be loaded: nothing says which pages it is from.
+    /// are, must then not be loaded: its pages are unknown.
     pub page_bound: bool,
 }
 
@@ -83,16 +84,18 @@ impl EngineDrivenLayout {
     ///
     /// # Errors
     /// Names the field, its value and what is allowed.
-    pub fn new(context: &EngineDrivenContext<'_>, chunk_size: u64) -> Result<Self, String> {
+    pub fn new(context: &EngineDrivenContext<'_>, chunk_size: u64) -> Result<Self> {
         let positive = |name: &str, value: i64| match u64::try_from(value) {
             Ok(value) if value > 0 && value <= 1 << 32 => Ok(value),
-            _ => Err(format!("{name} is {value}; allowed: 1 to 4294967296")),
+            _ => Err(Error::refused(format!(
+                "{name} is {value}; allowed: 1 to 4294967296"
+            ))),
         };
         let dtype = Dtype::from_name(context.dtype).ok_or_else(|| {
-            format!(
+            Error::refused(format!(
                 "dtype_str is {:?}; allowed: a torch dtype such as bfloat16",
                 context.dtype
-            )
+            ))
         })?;
         let layers = positive("num_layers", context.num_layers)?;
         let hidden = positive("hidden_dim_size", context.hidden_dim_size)?;
@@ -108,8 +111,9 @@ impl EngineDrivenLayout {
             })
             .filter(|bytes| *bytes <= 1 << 40)
             .ok_or_else(|| {
-                "num_layers x slots x hidden_dim_size: an object may have at most 2^40 bytes"
-                    .to_string()
+                Error::refused(
+                    "num_layers x slots x hidden_dim_size: an object may have at most 2^40 bytes",
+                )
             })?;
         let mut shape = vec![layers, slots, hidden];
         if planes == 2 {
@@ -125,7 +129,7 @@ impl EngineDrivenLayout {
         })
     }
 
-    /// What lookups must know.
+    /// The same for lookups.
     pub fn model(&self) -> ModelLayout {
         ModelLayout {
             groups: vec![GroupLayout {

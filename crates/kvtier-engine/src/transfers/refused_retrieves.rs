@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::Reply;
+use super::super::Reply;
 
 /// Pings answered "no". The client asks again one heartbeat after each, so that it is unhealthy for two heartbeats: the
 /// engine's step in which a held request was answered ends within them.
@@ -45,11 +45,11 @@ struct Refusal {
 
 /// The connections whose retrieves are refused.
 #[derive(Default)]
-pub struct Refusals {
+pub struct RefusedRetrieves {
     by_connection: Mutex<HashMap<u64, Refusal>>,
 }
 
-impl Refusals {
+impl RefusedRetrieves {
     /// Refuses a retrieve, and every other one of its connection until the client is healthy again. Answers `held` once
     /// the client has noticed.
     pub fn add(&self, connection: u64, held: Option<Reply>, now: Duration) {
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn refused_retrieve_turns_two_pings_into_no() {
-        let refusals = Refusals::default();
+        let refusals = RefusedRetrieves::default();
         let ping = |now| refusals.refuses_ping(7, || false, now * SECOND);
         assert!(!ping(0));
         refusals.add(7, None, SECOND);
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn running_copies_delay_the_no() {
-        let refusals = Refusals::default();
+        let refusals = RefusedRetrieves::default();
         refusals.add(7, None, SECOND);
         assert!(!refusals.refuses_ping(7, || true, 2 * SECOND));
         assert!(refusals.is_refusing(7));
@@ -173,7 +173,7 @@ mod tests {
 
     #[test]
     fn held_answer_follows_the_noticed_no() {
-        let refusals = Refusals::default();
+        let refusals = RefusedRetrieves::default();
         let answered = Arc::new(AtomicUsize::new(0));
         let held = || {
             let answered = Arc::clone(&answered);

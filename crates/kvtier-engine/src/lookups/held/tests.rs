@@ -21,7 +21,7 @@ fn cache() -> Cache<L1Allocator> {
     cache
 }
 
-fn lease(cache: &Cache<L1Allocator>, chunks: usize) -> PrefixLease<L1Allocator> {
+fn find(cache: &Cache<L1Allocator>, chunks: usize) -> Lookup<L1Allocator> {
     let row = GroupRow {
         namespace: namespace(),
         window: None,
@@ -29,7 +29,7 @@ fn lease(cache: &Cache<L1Allocator>, chunks: usize) -> PrefixLease<L1Allocator> 
     };
     let found = cache.lookup(Duration::ZERO, &[row].into(), &HASHES[..chunks]);
     assert_eq!(found.hit_chunks, chunks);
-    found.lease
+    found
 }
 
 fn scope() -> KeyScope {
@@ -43,7 +43,7 @@ fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
         connection: 7,
         hashes: HASHES[..1].into(),
         hit_chunks: 1,
-        lease: lease(cache, 1),
+        lease: find(cache, 1).lease,
         readers,
         until_end: false,
         loaded: Vec::new(),
@@ -52,32 +52,36 @@ fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
 }
 
 /// A lookup that has found one chunk so far, and what ends its wait.
-fn pending(lookups: &Lookups, cache: &Cache<L1Allocator>) -> (u64, watch::Sender<()>) {
+fn pending(lookups: &HeldLookups, cache: &Cache<L1Allocator>) -> (u64, watch::Sender<()>) {
     let (done, pending) = watch::channel(());
     let lookup = found(cache, 1);
     (lookups.insert_pending("r", lookup, pending), done)
 }
 
-fn result(cache: &Cache<L1Allocator>) -> PrefetchedLookup {
-    PrefetchedLookup {
-        hit_chunks: 2,
-        hashes: HASHES.into(),
-        lease: lease(cache, 2),
+fn result(cache: &Cache<L1Allocator>) -> Prefetched {
+    Prefetched {
+        lookup: find(cache, 2),
         loaded: vec![Cell { row: 0, chunk: 1 }],
     }
 }
 
 #[test]
 fn a_result_takes_the_place_of_what_was_held_and_is_told_once() {
-    let (cache, lookups) = (cache(), Lookups::default());
+    let (cache, lookups) = (cache(), HeldLookups::default());
     let (serial, done) = pending(&lookups, &cache);
-    let waits = lookups.take_result("r", 7);
-    assert!(matches!(waits, LookupResult::Pending(_)));
-    lookups.complete("r", serial, result(&cache));
+    let waits = lookups.take_outcome("r", 7);
+    assert!(matches!(waits, LookupOutcome::Pending(_)));
+    lookups.complete("r", serial, &HASHES, result(&cache));
     drop(done);
     assert_eq!(cache.stats().leased_objects, 2);
-    assert!(matches!(lookups.take_result("r", 7), LookupResult::Hit(2)));
-    assert!(matches!(lookups.take_result("r", 7), LookupResult::Unknown));
+    assert!(matches!(
+        lookups.take_outcome("r", 7),
+        LookupOutcome::Hit(2)
+    ));
+    assert!(matches!(
+        lookups.take_outcome("r", 7),
+        LookupOutcome::Unknown
+    ));
     let grant = lookups.grant("r", &scope(), 1, 0, &HASHES, 0..2);
     let grant = grant.unwrap();
     let groups: Vec<_> = grant.iter().map(|row| row.object_group_id()).collect();
@@ -90,19 +94,25 @@ fn a_result_takes_the_place_of_what_was_held_and_is_told_once() {
 
 #[test]
 fn a_prefetch_that_ends_without_a_result_leaves_that_of_l1() {
-    let (cache, lookups) = (cache(), Lookups::default());
+    let (cache, lookups) = (cache(), HeldLookups::default());
     let (_, done) = pending(&lookups, &cache);
     drop(done);
-    assert!(matches!(lookups.take_result("r", 7), LookupResult::Hit(1)));
-    assert!(matches!(lookups.take_result("r", 7), LookupResult::Unknown));
+    assert!(matches!(
+        lookups.take_outcome("r", 7),
+        LookupOutcome::Hit(1)
+    ));
+    assert!(matches!(
+        lookups.take_outcome("r", 7),
+        LookupOutcome::Unknown
+    ));
     drop(lookups.end("r", 7));
     assert_eq!(cache.stats().leased_objects, 0);
 }
 
 #[test]
 fn a_lookup_freed_or_ended_without_result_is_abandoned() {
-    let (cache, lookups) = (cache(), Lookups::default());
-    let abandon: [fn(&Lookups); 2] = [
+    let (cache, lookups) = (cache(), HeldLookups::default());
+    let abandon: [fn(&HeldLookups); 2] = [
         |lookups| lookups.free("r", 7, &scope(), 0..1),
         |lookups| drop(lookups.end("r", 7)),
     ];
@@ -113,7 +123,7 @@ fn a_lookup_freed_or_ended_without_result_is_abandoned() {
         assert!(done.is_closed(), "a load for it can stop");
         assert_eq!(cache.stats().leased_objects, 0);
         // Too late.
-        lookups.complete("r", serial, result(&cache));
+        lookups.complete("r", serial, &HASHES, result(&cache));
         assert_eq!(cache.stats().leased_objects, 0);
         assert_eq!(lookups.counts(), (0, 0));
     }
@@ -122,12 +132,12 @@ fn a_lookup_freed_or_ended_without_result_is_abandoned() {
 /// More readers than are distinguished.
 #[test]
 fn every_one_of_many_readers_counts() {
-    let (cache, lookups) = (cache(), Lookups::default());
+    let (cache, lookups) = (cache(), HeldLookups::default());
     let readers = 2 * MAX_READERS as u16;
     lookups.insert("r", found(&cache, readers));
     for reader in 0..readers {
         assert_eq!(cache.stats().leased_objects, 1, "{reader}");
-        lookups.settle(
+        lookups.release(
             InstanceId(reader.into()),
             "r",
             &scope(),

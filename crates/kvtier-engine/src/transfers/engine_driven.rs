@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvtier_core::Namespace;
 use kvtier_core::cache::{Extent, Reservation, ReserveRequest};
 use kvtier_core::prompt::Prompt;
+use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite};
 use kvtier_proto::request::{ABORT_STORE, InstanceId};
@@ -13,13 +14,12 @@ use kvtier_proto::response::{
     PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget, prepare_retrieve_hit,
 };
 
-use super::instances::{Instance, Mode};
-use super::layout::EngineDrivenLayout;
-use super::refusal::Refusal;
+use super::super::instances::{EngineDrivenLayout, Instance, Mode};
+use super::super::{Answer, Caller};
+use super::prepared::{Finish, Grant, Kind, TransferId};
 use super::staging::{Charge, WorkerShare};
-use super::transfers::{Finish, Kind, Lent, TransferId};
-use super::worker_range::{Held, WorkerRange};
-use super::{Answer, Caller, Engine};
+use super::worker_range::{GroupLease, WorkerRange};
+use super::{Transfers, is_logged};
 use kvtier_l1::L1Allocator;
 
 const DEVICE: &str = "cpu";
@@ -46,7 +46,7 @@ impl Transfer {
     }
 }
 
-impl Engine {
+impl Transfers {
     /// The instance that asks for a transfer, and the range; if there is none, the reason, for the metrics.
     fn transfer(
         &self,
@@ -54,11 +54,13 @@ impl Engine {
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
     ) -> Result<Transfer, &'static str> {
-        let instance = self.instances.get(id).ok_or("unknown_instance")?;
-        instance.seen(self.now());
+        let instance = self.context.instances.get(id).ok_or("unknown_instance")?;
+        instance.seen(self.context.now());
         let range = match &instance.mode {
             Mode::EngineDriven { .. } => self.worker_range(&instance, key),
-            Mode::LmcacheDriven { .. } => Err("the instance is registered for lmcache-driven transfers; allowed: store and retrieve".into()),
+            Mode::LmcacheDriven { .. } => Err(Error::refused(
+                "the instance is registered for lmcache-driven transfers; allowed: store and retrieve",
+            )),
         };
         match range {
             Ok(range) => {
@@ -70,6 +72,7 @@ impl Engine {
                 })
             }
             Err(error) => {
+                let error = error.to_string();
                 tracing::debug!(
                     request = key.request_id,
                     instance = id.0,
@@ -83,7 +86,7 @@ impl Engine {
 
     /// Whether a worker gets slots in the pool.
     fn has_pool(&self, transfer: &Transfer) -> bool {
-        self.l1.arena.shm_name().is_some() && !transfer.worker().1.load(Ordering::Relaxed)
+        self.context.l1.arena.shm_name().is_some() && !transfer.worker().1.load(Ordering::Relaxed)
     }
 
     fn id(
@@ -130,42 +133,43 @@ impl Engine {
     ) -> Result<(Reservation<L1Allocator>, Charge), &'static str> {
         let (instance, range) = (&transfer.instance, &transfer.range);
         let staged = self.stage(instance, key, range, &[Self::objects(key, transfer)], None);
-        staged.map_err(|refusal| {
-            if let Refusal::Failed(error) = &refusal {
+        staged.map_err(|error| {
+            if is_logged(&error) {
                 let (request, instance) = (key.request_id, instance.id.0);
+                let error = error.to_string();
                 tracing::warn!(request, instance, error, "{operation} failed");
             }
-            refusal.reason("store_failed")
+            error.kind().label("store_failed")
         })
     }
 
     /// Begins a transfer. If one is in flight, or the instance has just left on another connection, it is refused: no
-    /// COMMIT would release what it was granted.
+    /// COMMIT would release its grant.
     fn begin_transfer(
         &self,
         instance: &Arc<Instance>,
         id: TransferId,
-        grant: Lent,
+        grant: Grant,
     ) -> Result<(), &'static str> {
-        if !self.transfers.begin(id.clone(), grant, self.now()) {
+        if !self.prepared.begin(id.clone(), grant, self.context.now()) {
             return Err("under_way");
         }
-        let known = self.instances.get(instance.id);
+        let known = self.context.instances.get(instance.id);
         if known.is_none_or(|known| !Arc::ptr_eq(&known, instance)) {
             // Its worker has not received the memory yet.
-            drop(self.transfers.finish(&id));
+            drop(self.prepared.finish(&id));
             return Err("unknown_instance");
         }
         Ok(())
     }
 
-    pub(super) fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
+    pub fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
         self.try_prepare_store(key, id)
             .unwrap_or_else(|reason| store_target(Some(StoreTarget::default())).because(reason))
     }
 
-    /// Slots for the chunks that are not here; none at all for a worker that will send its data.
+    /// Slots for the chunks that are not resident; none at all for a worker that will send its data.
     fn try_prepare_store(
         &self,
         key: &CacheKey<'_, Prompt>,
@@ -176,14 +180,14 @@ impl Engine {
             return Ok(store_target(None));
         }
         let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
-        if self.transfers.is_lent(&transfer_id) {
+        if self.prepared.is_granted(&transfer_id) {
             return Err("under_way");
         }
         let (reservation, charge) = self.stage_range("prepare_store", key, &transfer)?;
         if reservation.is_empty() {
             return Ok(store_target(Some(StoreTarget::default())));
         }
-        self.metrics.store(DEVICE, false);
+        self.context.metrics.store(DEVICE, false);
         let slots = reservation
             .extents()
             .map(|extent| Self::slot(transfer.layout(), extent));
@@ -195,24 +199,19 @@ impl Engine {
             slots: slots.collect(),
             chunk_indices: positions.collect(),
         }));
-        let grant = Lent::Store(reservation, charge);
+        let grant = Grant::Store(reservation, charge);
         self.begin_transfer(&transfer.instance, transfer_id, grant)?;
         Ok(answer)
     }
 
-    pub(super) fn commit_store(
-        &self,
-        key: &CacheKey<'_, Prompt>,
-        id: InstanceId,
-        data: &[u8],
-    ) -> Answer {
+    pub fn commit_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId, data: &[u8]) -> Answer {
         let verdict = self
             .transfer("commit_store", key, id)
             .and_then(|transfer| match data {
                 [] => self.commit_slots(key, &transfer),
                 ABORT_STORE => {
                     drop(
-                        self.transfers
+                        self.prepared
                             .finish(&Self::id(Kind::Store, id, key, &transfer.range)),
                     );
                     Err("aborted")
@@ -232,17 +231,16 @@ impl Engine {
         transfer: &Transfer,
     ) -> Result<(), &'static str> {
         let transfer_id = Self::id(Kind::Store, transfer.instance.id, key, &transfer.range);
-        let finished = self.transfers.finish(&transfer_id);
-        let Finish::Last(Lent::Store(reservation, _charge)) = finished else {
+        let finished = self.prepared.finish(&transfer_id);
+        let Finish::Last(Grant::Store(reservation, _charge)) = finished else {
             return Err("not_prepared");
         };
         let staged = self.to_write_behind(&reservation);
-        let tokens = reservation.len() * self.chunk_size.get();
-        let committed = reservation.commit(self.now());
-        self.metrics
-            .admitted(transfer.range.scope.cache_salt(), committed.inserted as u64);
-        self.metrics.store(DEVICE, true);
-        self.write_behind(&[Self::objects(key, transfer)], &staged);
+        let tokens = reservation.len() * self.context.chunk_size.get();
+        let inserted = reservation.commit(self.context.now()).inserted;
+        let objects = [Self::objects(key, transfer)];
+        self.admitted(&transfer.range, inserted, &objects, &staged);
+        self.context.metrics.store(DEVICE, true);
         tracing::debug!(request = key.request_id, tokens, "committed a store");
         Ok(())
     }
@@ -257,7 +255,7 @@ impl Engine {
         let instance = &transfer.instance;
         // The slots that its PREPARE was granted stay unwritten.
         let transfer_id = Self::id(Kind::Store, instance.id, key, &transfer.range);
-        drop(self.transfers.finish(&transfer_id));
+        drop(self.prepared.finish(&transfer_id));
         let tensors = pickle::read_tensors(data, &Limits::default()).map_err(|error| {
             tracing::warn!(request = key.request_id, instance = instance.id.0, %error, "commit_store: the data was refused");
             "bad_data"
@@ -269,7 +267,7 @@ impl Engine {
                 "this worker cannot map the pool; its data travels pickled from now on"
             );
         }
-        self.metrics.store(DEVICE, false);
+        self.context.metrics.store(DEVICE, false);
         let (reservation, _charge) = self.stage_range("commit_store", key, transfer)?;
         // The chunks whose bytes are in place; a position of the range has at most one staged object.
         let mut written = vec![false; transfer.range.chunks.len()];
@@ -286,13 +284,13 @@ impl Engine {
         let wanted = reservation.len();
         let mut staged = self.to_write_behind(&reservation);
         staged.retain(|staged| written[staged.position as usize]);
-        let tokens = self.chunk_size.get() * wanted;
-        let committed =
-            reservation.commit_subset(self.now(), |staged| written[staged.position as usize]);
-        self.metrics
-            .admitted(transfer.range.scope.cache_salt(), committed.inserted as u64);
-        self.metrics.store(DEVICE, true);
-        self.write_behind(&[Self::objects(key, transfer)], &staged);
+        let tokens = self.context.chunk_size.get() * wanted;
+        let committed = reservation.commit_subset(self.context.now(), |staged| {
+            written[staged.position as usize]
+        });
+        let objects = [Self::objects(key, transfer)];
+        self.admitted(&transfer.range, committed.inserted, &objects, &staged);
+        self.context.metrics.store(DEVICE, true);
         tracing::debug!(
             request = key.request_id,
             tokens,
@@ -320,20 +318,20 @@ impl Engine {
         let mut result = Ok(());
         tensor.for_each_run(|run| {
             if result.is_ok() {
-                result = self.l1.arena.write(extent, at, run);
+                result = self.context.l1.arena.write(extent, at, run);
                 at += run.len() as u64;
             }
         });
         result
     }
 
-    pub(super) fn prepare_retrieve(
+    pub fn prepare_retrieve(
         &self,
         caller: Caller,
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
     ) -> Answer {
-        let prepared = match self.refusals.is_refusing(caller.connection) {
+        let prepared = match self.refused_retrieves.is_refusing(caller.connection) {
             true => Err("not_held"),
             false => self.try_prepare_retrieve(key, id),
         };
@@ -349,29 +347,30 @@ impl Engine {
     ) -> Result<Answer, &'static str> {
         let transfer = self
             .transfer("prepare_retrieve", key, id)
-            .inspect_err(|_| self.settle_refused(id, key))?;
-        self.metrics.retrieve(DEVICE, false);
+            .inspect_err(|_| self.release_refused(id, key))?;
+        self.context.metrics.retrieve(DEVICE, false);
         let range = &transfer.range;
         let held = self
-            .hold(&transfer.instance, key, range)
+            .lease(&transfer.instance, key, range)
             .filter(|held| held.iter().any(|held| !held.chunks.is_empty()));
         // From here on the transfer has leases of its own, or will not happen.
-        self.settle(id, key, range);
+        self.release(id, key, range);
         let chunks = range.chunks.len() as u64;
         let transfer_id = Self::id(Kind::Retrieve, id, key, range);
         let missed = |reason| {
-            self.transfers.missed(&transfer_id);
+            self.prepared.missed(&transfer_id);
             reason
         };
         let held = held.ok_or_else(|| {
-            self.metrics
+            self.context
+                .metrics
                 .not_found("l1_retrieve", key.model_name, chunks);
             missed("not_held")
         })?;
         let charge = self
             .lease_staged(&transfer, &held)
             .ok_or_else(|| missed("staging_full"))?;
-        self.metrics.loaded(
+        self.context.metrics.loaded(
             key.model_name,
             range.scope.cache_salt(),
             range.worker,
@@ -388,14 +387,14 @@ impl Engine {
                 slots: Some(slots),
             }));
             let leases = held.into_iter().map(|held| held.lease).collect();
-            let grant = Lent::Retrieve(leases, vec![charge]);
+            let grant = Grant::Retrieve(leases, vec![charge]);
             self.begin_transfer(&transfer.instance, transfer_id.clone(), grant)
                 .map_err(missed)?;
             return Ok(answer);
         }
         match self.pickled(transfer.layout(), &held) {
             Ok(Some(payload)) => {
-                self.metrics.retrieve(DEVICE, true);
+                self.context.metrics.retrieve(DEVICE, true);
                 Ok(Answer {
                     payload: Some(payload),
                     ..Answer::nothing()
@@ -409,6 +408,7 @@ impl Engine {
                 Err("too_large")
             }
             Err(error) => {
+                let error = error.to_string();
                 tracing::warn!(request = key.request_id, error, "prepare_retrieve failed");
                 Err("retrieve_failed")
             }
@@ -416,20 +416,20 @@ impl Engine {
     }
 
     /// What a retrieve takes of the staging budget.
-    fn lease_staged(&self, transfer: &Transfer, held: &[Held]) -> Option<Charge> {
+    fn lease_staged(&self, transfer: &Transfer, held: &[GroupLease]) -> Option<Charge> {
         let extents = held.iter().flat_map(|held| held.lease.extents());
-        let bytes = self.l1.cache.footprint(extents.map(|extent| extent.len));
+        let bytes = self
+            .context
+            .l1
+            .cache
+            .footprint(extents.map(|extent| extent.len));
         let worker = WorkerShare::of(&transfer.instance, &transfer.range);
-        let leased_bytes = || self.l1.cache.stats().leased_bytes;
+        let leased_bytes = || self.context.l1.cache.stats().leased_bytes;
         self.staging.lease(&worker, bytes, leased_bytes)
     }
 
     /// The answer with the chunks pickled, copied once from the arena into the frame.
-    fn pickled(
-        &self,
-        layout: &EngineDrivenLayout,
-        held: &[Held],
-    ) -> Result<Option<Vec<u8>>, String> {
+    fn pickled(&self, layout: &EngineDrivenLayout, held: &[GroupLease]) -> Result<Option<Vec<u8>>> {
         let extents: Vec<_> = held.iter().flat_map(|held| held.lease.extents()).collect();
         let tensors: Vec<_> = extents
             .iter()
@@ -438,33 +438,34 @@ impl Engine {
                 shape: &layout.shape,
             })
             .collect();
-        let size = pickle::written_size(&tensors).map_err(|error| error.to_string())?;
+        let size = pickle::written_size(&tensors).map_err(Error::refused)?;
         prepare_retrieve_hit(size, |out| {
             pickle::write_tensors_into(out, &tensors, |index, out| {
                 let extent = *extents[index];
-                self.l1
+                self.context
+                    .l1
                     .arena
                     .read_into(extent, 0, extent.len, out)
                     .map_err(|error| PickleError(error.to_string()))
             })
         })
-        .map_err(|PickleError(error)| error)
+        .map_err(|PickleError(error)| Error::refused(error))
     }
 
     /// Whether the worker has read what it asked for: no other request had the memory until now. LMCache's server
     /// always answers yes, and its worker ignores the answer.
-    pub(super) fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
+    pub fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         let transfer = match self.transfer("commit_retrieve", key, id) {
             Ok(transfer) => transfer,
             Err(reason) => return Answer::from(Response::Bool(false)).because(reason),
         };
         let transfer_id = Self::id(Kind::Retrieve, id, key, &transfer.range);
-        let was_held = match self.transfers.finish(&transfer_id) {
+        let was_held = match self.prepared.finish(&transfer_id) {
             Finish::Last(_) | Finish::Earlier => {
-                self.metrics.retrieve(DEVICE, true);
+                self.context.metrics.retrieve(DEVICE, true);
                 true
             }
-            Finish::GivenUp => true,
+            Finish::Abandoned => true,
             // Pickled data needs no commit. A worker commits after a miss too, which is no failure, but no yes either.
             Finish::Unknown => !self.has_pool(&transfer),
         };

@@ -1,4 +1,4 @@
-//! Which lookups there are, by request, age and scheduler. Knows nothing of locks.
+//! The table of lookups by request, age and scheduler. Knows nothing of locks.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -80,13 +80,13 @@ impl Table {
     pub(super) fn remove_where(
         &mut self,
         request_id: &str,
-        gone: impl Fn(&Schedulers, &Entry) -> bool,
+        which: impl Fn(&Schedulers, &Entry) -> bool,
     ) -> Vec<Entry> {
         let Some(entries) = self.by_request.get_mut(request_id) else {
             return Vec::new();
         };
         let taken: Vec<_> = entries
-            .extract_if(.., |entry| gone(&self.schedulers, entry))
+            .extract_if(.., |entry| which(&self.schedulers, entry))
             .collect();
         if entries.is_empty() {
             self.by_request.remove(request_id);
@@ -95,7 +95,7 @@ impl Table {
         taken
     }
 
-    /// The lookups of a request that a scheduler means which speaks on `connection`.
+    /// Removes and returns the lookups of a request of the scheduler on `connection`.
     pub(super) fn take_own(&mut self, request_id: &str, connection: u64) -> Vec<Entry> {
         let own = self.remove_where(request_id, |_, entry| entry.lookup.connection == connection);
         if !own.is_empty() {
@@ -129,7 +129,7 @@ impl Table {
         })
     }
 
-    /// The lookup of a request that a scheduler means which speaks on `connection`.
+    /// The lookup of a request of the scheduler on `connection`.
     pub(super) fn own(
         &mut self,
         request_id: &str,
@@ -147,7 +147,7 @@ impl Table {
         })
     }
 
-    /// Drops what has gone from the front of the age order, and the order itself when it is mostly empty entries.
+    /// Drops removed lookups from the front of the age order, and from all of it once they are the greater part.
     pub(super) fn trim_ages(&mut self) {
         let alive = |by_request: &HashMap<Box<str>, Vec<Entry>>,
                      (serial, request): &(u64, Box<str>)| {

@@ -7,8 +7,8 @@ use kvtier_device::{
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::request::{EngineDrivenContext, InstanceId};
 
+use super::super::layout::ModelLayout;
 use super::*;
-use crate::layout::ModelLayout;
 
 fn avx512() -> Processor {
     Processor("x86_64 avx512f".into())

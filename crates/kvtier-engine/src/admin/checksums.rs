@@ -3,8 +3,8 @@
 use kvtier_proto::request::InstanceId;
 use md5::{Digest, Md5};
 
-use super::Engine;
-use super::instances::Mode;
+use super::super::instances::Mode;
+use super::Admin;
 
 /// Blocks of one request: a million tokens in blocks of 16. A request reads them all.
 const MAX_BLOCKS: usize = 65_536;
@@ -15,7 +15,7 @@ pub enum ChecksumError {
     /// No such worker.
     #[error("instance_id {0} not registered")]
     UnknownInstance(i64),
-    /// The worker keeps its pages to itself.
+    /// The worker copies by itself.
     #[error("{0}")]
     NotSupported(String),
     /// A value that is not allowed.
@@ -23,7 +23,7 @@ pub enum ChecksumError {
     BadRequest(String),
 }
 
-impl Engine {
+impl Admin {
     /// MD5 in hex of the blocks of each chunk: one list over all layers, or one list per layer.
     ///
     /// The bytes are those LMCache hashes: for each layer in order the selected blocks, contiguous, with bfloat16 widened
@@ -39,6 +39,7 @@ impl Engine {
         layerwise: bool,
     ) -> Result<Vec<Vec<String>>, ChecksumError> {
         let known = self
+            .context
             .instances
             .get(InstanceId(instance))
             .ok_or(ChecksumError::UnknownInstance(instance))?;

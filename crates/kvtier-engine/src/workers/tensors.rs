@@ -1,20 +1,21 @@
-//! From the descriptors an engine registers to what its tensors are and where they lie.
+//! From the descriptors that an engine registers to the shapes and places of its tensors.
 
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec, TensorSpec};
+use kvtier_error::{Error, Result};
 use kvtier_proto::descriptor::{Cuda, TensorDescriptor, VmmHandle};
 use kvtier_proto::pickle::{Limits, read_registration};
 
-/// What a descriptor says, or the pickled wrapper that clients up to 0.5.0 send in its place.
-pub(super) fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec, String> {
+/// Reads a descriptor, or the pickled wrapper that clients up to 0.5.0 send in its place.
+pub(super) fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec> {
     if let TensorDescriptor::Legacy { pickle } = descriptor {
         let read = read_registration(pickle, &Limits::default());
-        return tensor_spec(&read.map_err(|error| error.to_string())?);
+        return tensor_spec(&read.map_err(Error::refused)?);
     }
     let Some(metadata) = descriptor.metadata() else {
-        return Err(format!(
+        return Err(Error::refused(format!(
             "tensors of kind {} cannot be registered; allowed: cpu_shm, cuda, cuda_raw and cuda_vmm",
             descriptor.kind()
-        ));
+        )));
     };
     let cuda = |allocation, offset, bytes| {
         MemorySpec::Cuda(Box::new(CudaStorage {
@@ -200,7 +201,7 @@ mod tests {
         let hostile = TensorDescriptor::Legacy {
             pickle: b"\x80\x04cposix\nsystem\n.".to_vec(),
         };
-        let error = tensor_spec(&hostile).unwrap_err();
+        let error = tensor_spec(&hostile).unwrap_err().to_string();
         assert!(error.contains("posix"), "{error}");
     }
 
@@ -210,7 +211,7 @@ mod tests {
             vendor: kvtier_proto::descriptor::OpaqueVendor::Npu,
             body: vec![0x80],
         };
-        let error = tensor_spec(&npu).unwrap_err();
+        let error = tensor_spec(&npu).unwrap_err().to_string();
         assert!(
             error.contains("npu") && error.contains("cuda_vmm"),
             "{error}"

@@ -14,7 +14,7 @@ use crate::Engine;
 
 const MIB: u64 = 1 << 20;
 
-fn engine(flags: &[&str]) -> Result<Engine, String> {
+fn engine(flags: &[&str]) -> kvtier_error::Result<Engine> {
     let mut all = vec![
         "--l1-size-gb",
         "0.0078125",
@@ -106,7 +106,7 @@ fn a_file_with_shares_that_are_not_there_is_refused() {
         "--l1-size-gb",
         "0.00390625",
     ];
-    let told = engine(&flags).err().unwrap();
+    let told = engine(&flags).err().unwrap().to_string();
     assert!(
         told.starts_with("--quota-file: l1: 8MiB reserved"),
         "{told}"
@@ -232,7 +232,7 @@ fn limits_of_a_tier_do_not_hold_for_another_directory() {
     // As it was.
     drop(start(&[tier(&one, ""), tier(&two, "")]).unwrap());
     let swapped = [tier(&two, ""), tier(&one, "")];
-    let told = start(&swapped).err().unwrap();
+    let told = start(&swapped).err().unwrap().to_string();
     let (one_shown, two_shown) = (one.canonicalize().unwrap(), two.canonicalize().unwrap());
     for part in [
         format!("tier fs-1, which was in {}", two_shown.display()),
@@ -315,7 +315,7 @@ fn salts_in_clear_leave_the_file_at_the_start() {
     plain.quotas().change("acme", entry(6, 0)).unwrap();
     drop(plain);
     let before = std::fs::read_to_string(path).unwrap();
-    let told = engine(&flags).err().unwrap();
+    let told = engine(&flags).err().unwrap().to_string();
     assert!(
         told.contains("h1-") && told.contains("start without --hash-salts"),
         "{told}"

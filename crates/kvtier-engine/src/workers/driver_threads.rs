@@ -1,7 +1,7 @@
-//! Work that may wait for a GPU's driver for seconds: a context, many handles, a driver that hangs. It has threads of its
-//! own, as long as there is any, so that no request without need of the driver waits for it.
+//! Driver threads: a blocking executor for calls that may wait for a GPU's driver for seconds. It has threads only while there is
+//! work, so that no request without need of the driver waits for it.
 //!
-//! The mutex guards the queue and the number of threads; nothing is done under it but pushing and popping.
+//! The mutex guards the queue and the number of threads; work is only pushed and popped under it.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,24 +10,22 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Answer, Engine, Reply};
-
-/// Threads at once: twice the GPUs of a host. What comes beyond waits; the lane of a connection holds one piece of work.
+/// Threads at once: twice the GPUs of a host. Further work waits; the lane of a connection holds one piece of work.
 const THREADS: usize = 16;
 
-/// How long the end of the engine waits for running work.
-const END: Duration = Duration::from_secs(10);
+/// How long [`DriverThreads::finish`] waits for running work.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(10);
 
 type Work = Box<dyn FnOnce() + Send>;
 
 /// The threads.
 #[derive(Default)]
-pub struct Apart(Arc<Shared>);
+pub struct DriverThreads(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// There is no thread any more.
+    /// Notified when the last thread has ended.
     idle: Condvar,
 }
 
@@ -37,8 +35,8 @@ struct State {
     threads: usize,
 }
 
-impl Apart {
-    /// Has it done, soon.
+impl DriverThreads {
+    /// Runs `work` on a thread, once one is free.
     pub fn run(&self, work: impl FnOnce() + Send + 'static) {
         let mut state = self.0.state.lock();
         state.waiting.push_back(Box::new(work));
@@ -55,16 +53,16 @@ impl Apart {
         }
     }
 
-    /// Waits until nothing is left, for a while: a driver that hangs is left to the end of the process.
+    /// Waits until nothing is left, for a while: a call to a driver that hangs ends with the process.
     pub fn finish(&self) {
         let mut state = self.0.state.lock();
         let busy = |state: &mut State| state.threads > 0;
-        self.0.idle.wait_while_for(&mut state, busy, END);
+        self.0.idle.wait_while_for(&mut state, busy, FINISH_TIMEOUT);
     }
 }
 
 impl Shared {
-    /// Does what waits, until nothing does.
+    /// Runs waiting work until none is left.
     fn serve(&self) {
         loop {
             let mut state = self.state.lock();
@@ -76,29 +74,9 @@ impl Shared {
                 return;
             };
             drop(state);
-            // What is caught has been printed, and a reply inside notes it in the health.
+            // A panic has been printed, and a reply inside reports it to /healthcheck.
             let _ = catch_unwind(AssertUnwindSafe(work));
         }
-    }
-}
-
-impl Engine {
-    /// Answers a request about a worker with the outcome of `work`, which runs apart if it needs the driver of a GPU. What
-    /// its connection asks for behind it finds it done.
-    pub(super) fn about_worker(
-        self: &Arc<Self>,
-        on_gpu: bool,
-        reply: Reply,
-        work: impl FnOnce(&Self) -> Answer + Send + 'static,
-    ) {
-        if !on_gpu {
-            return reply.answer(work(self));
-        }
-        let Some(reply) = reply.later_in_turn() else {
-            return;
-        };
-        let engine = Arc::clone(self);
-        self.apart.run(move || reply.answer(work(&engine)));
     }
 }
 
@@ -110,13 +88,13 @@ mod tests {
 
     #[test]
     fn work_runs_side_by_side_up_to_a_bound_and_a_panic_ends_no_thread() {
-        let apart = Apart::default();
+        let threads = DriverThreads::default();
         let (begun, begins) = mpsc::channel();
         let mut gates = Vec::new();
         let add = |number: usize| {
             let (open, gate) = mpsc::channel::<()>();
             let begun = begun.clone();
-            apart.run(move || {
+            threads.run(move || {
                 begun.send(number).unwrap();
                 let _ = gate.recv();
                 panic!("as a test has it");
@@ -132,7 +110,7 @@ mod tests {
         assert_eq!(begins.recv(), Ok(THREADS));
         drop(gates);
         assert_eq!(begins.recv(), Ok(THREADS + 1));
-        apart.finish();
-        assert_eq!(apart.0.state.lock().threads, 0);
+        threads.finish();
+        assert_eq!(threads.0.state.lock().threads, 0);
     }
 }

@@ -5,7 +5,7 @@
 //! that a COMMIT never means other slots than those that were written. Retrieves of one id are counted, and the last
 //! COMMIT ends them all.
 //!
-//! What is not committed within the write TTL is abandoned ([`Transfers::expire`]): it can no longer be committed, but
+//! What is not committed within the write TTL is abandoned ([`PreparedTransfers::expire`]): it can no longer be committed, but
 //! its memory stays granted, until a late COMMIT or until:
 //!
 //! | abandoned | memory comes back |
@@ -14,10 +14,10 @@
 //! | retrieve | one write TTL later: a later reader corrupts only its own pages, and its COMMIT is answered "no" |
 //!
 //! An instance that has left, was replaced or fell silent keeps its memory for one more write TTL
-//! ([`Transfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a stopped
+//! ([`PreparedTransfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a stopped
 //! process may wake up. A COMMIT under its id can be another process's, and ends nothing.
 //!
-//! Memory granted or withheld stays charged to its worker's share of the [staging budget](super::staging), which bounds
+//! Memory granted or quarantined stays charged to its worker's share of the [staging budget](super::staging), which bounds
 //! it.
 //!
 //! The mutex guards the two tables. Reservations and leases are dropped only after it is released; the budget's lock is
@@ -87,7 +87,7 @@ impl TransferId {
 }
 
 /// Memory granted to a client.
-pub enum Lent {
+pub enum Grant {
     /// To write.
     Store(Reservation<L1Allocator>, Charge),
     /// To read; one lease per object group, of every PREPARE, and one charge per PREPARE.
@@ -101,7 +101,7 @@ const MAX_PREPARED: usize = 8;
 /// Transfers known at most. Each holds at least an object of L1, but retrieves may hold the same ones.
 const MAX_TRANSFERS: usize = 65_536;
 
-impl Lent {
+impl Grant {
     /// Its instance has left.
     fn depart(&mut self) {
         match self {
@@ -119,7 +119,7 @@ impl Lent {
 }
 
 struct Pending {
-    grant: Lent,
+    grant: Grant,
     /// PREPAREs whose COMMIT has not come.
     prepared: usize,
     /// Time of the first PREPARE.
@@ -127,85 +127,85 @@ struct Pending {
 }
 
 /// Memory that can no longer be committed, and that its client may still use.
-struct Withheld {
+struct Quarantined {
     /// When its memory comes back by itself.
     until: Option<Duration>,
     /// Its instance has left, so that no COMMIT ends it.
     has_departed: bool,
     bytes: u64,
-    grant: Lent,
+    grant: Grant,
 }
 
 #[derive(Default)]
 struct Tables {
     pending: HashMap<TransferId, Pending>,
-    withheld: HashMap<TransferId, Withheld>,
-    /// Of all that is withheld.
-    withheld_bytes: u64,
+    quarantined: HashMap<TransferId, Quarantined>,
+    /// Of all that is quarantined.
+    quarantined_bytes: u64,
 }
 
 impl Tables {
-    /// Withholds the transfers that `gone` names; returns how many.
-    fn withhold(
+    /// Quarantines the transfers that `which` names; returns how many.
+    fn quarantine(
         &mut self,
         until: Duration,
         has_departed: bool,
-        gone: impl Fn(&TransferId, &Pending) -> bool,
+        which: impl Fn(&TransferId, &Pending) -> bool,
     ) -> usize {
         // No id is in both tables, so none is displaced here.
-        let taken = self.pending.extract_if(|id, pending| gone(id, pending));
-        let before = self.withheld.len();
-        let sum = &mut self.withheld_bytes;
-        self.withheld.extend(taken.map(|(id, mut pending)| {
+        let taken = self.pending.extract_if(|id, pending| which(id, pending));
+        let before = self.quarantined.len();
+        let sum = &mut self.quarantined_bytes;
+        self.quarantined.extend(taken.map(|(id, mut pending)| {
             if has_departed {
                 pending.grant.depart();
             }
-            let comes_back = has_departed || matches!(pending.grant, Lent::Retrieve(..));
-            let withheld = Withheld {
+            let comes_back = has_departed || matches!(pending.grant, Grant::Retrieve(..));
+            let quarantined = Quarantined {
                 until: comes_back.then_some(until),
                 has_departed,
                 bytes: pending.grant.bytes(),
                 grant: pending.grant,
             };
-            *sum += withheld.bytes;
-            (id, withheld)
+            *sum += quarantined.bytes;
+            (id, quarantined)
         }));
-        self.withheld.len() - before
+        self.quarantined.len() - before
     }
 }
 
 /// What a COMMIT ends.
 pub enum Finish {
     /// The transfer.
-    Last(Lent),
+    Last(Grant),
     /// One of several retrieves of it.
     Earlier,
     /// One that was abandoned: there is nothing to commit, and no other transfer had its memory until now.
-    GivenUp,
+    Abandoned,
     /// Nothing that is known.
     Unknown,
 }
 
 /// All transfers in flight.
 #[derive(Default)]
-pub struct Transfers {
+pub struct PreparedTransfers {
     tables: Mutex<Tables>,
 }
 
-impl Transfers {
+impl PreparedTransfers {
     /// Whether memory is granted under this id, to be committed or not.
-    pub fn is_lent(&self, id: &TransferId) -> bool {
+    pub fn is_granted(&self, id: &TransferId) -> bool {
         let tables = self.tables.lock();
-        tables.pending.contains_key(id) || tables.withheld.contains_key(id)
+        tables.pending.contains_key(id) || tables.quarantined.contains_key(id)
     }
 
     /// Records what a PREPARE is granted. If this id has a store in flight, too many retrieves, or memory of an
     /// abandoned transfer, which a COMMIT could mean, nothing is granted and the result is `false`; the same if there
     /// are too many transfers.
-    pub fn begin(&self, id: TransferId, grant: Lent, now: Duration) -> bool {
+    pub fn begin(&self, id: TransferId, grant: Grant, now: Duration) -> bool {
         let mut tables = self.tables.lock();
-        let full = tables.pending.len() + tables.withheld.len() >= MAX_TRANSFERS;
-        if full || tables.withheld.contains_key(&id) {
+        let full = tables.pending.len() + tables.quarantined.len() >= MAX_TRANSFERS;
+        if full || tables.quarantined.contains_key(&id) {
             drop(tables);
             drop(grant);
             return false;
@@ -222,7 +222,7 @@ impl Transfers {
             (Entry::Occupied(mut earlier), grant) => {
                 let earlier = earlier.get_mut();
                 match (&mut earlier.grant, grant) {
-                    (Lent::Retrieve(leases, charges), Lent::Retrieve(more, charge))
+                    (Grant::Retrieve(leases, charges), Grant::Retrieve(more, charge))
                         if earlier.prepared < MAX_PREPARED =>
                     {
                         leases.extend(more);
@@ -242,7 +242,7 @@ impl Transfers {
     /// another PREPARE of the id was granted.
     pub fn missed(&self, id: &TransferId) {
         if let Some(pending) = self.tables.lock().pending.get_mut(id)
-            && matches!(pending.grant, Lent::Retrieve(..))
+            && matches!(pending.grant, Grant::Retrieve(..))
         {
             pending.prepared = pending.prepared.saturating_add(1);
         }
@@ -262,52 +262,52 @@ impl Transfers {
                 None => Finish::Unknown,
             };
         }
-        let late = match tables.withheld.get(id) {
-            Some(held) if !held.has_departed => tables.withheld.remove(id),
-            Some(_) => return Finish::GivenUp,
+        let late = match tables.quarantined.get(id) {
+            Some(held) if !held.has_departed => tables.quarantined.remove(id),
+            Some(_) => return Finish::Abandoned,
             None => return Finish::Unknown,
         };
-        tables.withheld_bytes -= late.as_ref().map_or(0, |held| held.bytes);
+        tables.quarantined_bytes -= late.as_ref().map_or(0, |held| held.bytes);
         drop(tables);
         drop(late);
-        Finish::GivenUp
+        Finish::Abandoned
     }
 
     /// Abandons the transfers of an instance that has left, was replaced or fell silent: they can no longer be
     /// committed, and their memory is released at `until`. Returns the number of transfers that were in flight.
     pub fn abandon(&self, instance: InstanceId, until: Duration) -> usize {
         let mut tables = self.tables.lock();
-        for (id, held) in &mut tables.withheld {
+        for (id, held) in &mut tables.quarantined {
             if id.instance == instance {
                 held.until.get_or_insert(until);
                 held.has_departed = true;
                 held.grant.depart();
             }
         }
-        tables.withhold(until, true, |id, _| id.instance == instance)
+        tables.quarantine(until, true, |id, _| id.instance == instance)
     }
 
-    /// Abandons transfers that began more than a write TTL ago and frees withheld memory whose time has come.
+    /// Abandons transfers that began more than a write TTL ago and frees quarantined memory whose time has come.
     /// Returns the number of transfers abandoned.
     pub fn expire(&self, write_ttl: Duration, now: Duration) -> usize {
         let limit = now.saturating_sub(write_ttl);
         let mut tables = self.tables.lock();
         let due: Vec<_> = tables
-            .withheld
+            .quarantined
             .extract_if(|_, held| held.until.is_some_and(|until| until <= now))
             .collect();
-        tables.withheld_bytes -= due.iter().map(|(_, held)| held.bytes).sum::<u64>();
+        tables.quarantined_bytes -= due.iter().map(|(_, held)| held.bytes).sum::<u64>();
         let until = now.saturating_add(write_ttl);
-        let abandoned = tables.withhold(until, false, |_, pending| pending.since < limit);
+        let abandoned = tables.quarantine(until, false, |_, pending| pending.since < limit);
         drop(tables);
         drop(due);
         abandoned
     }
 
-    /// The number of transfers in flight and of those withheld, and the bytes of the withheld.
+    /// The number of transfers in flight and of those quarantined, and the bytes of the quarantined.
     pub fn counts(&self) -> (usize, usize, u64) {
         let tables = self.tables.lock();
-        let withheld = tables.withheld.len();
-        (tables.pending.len(), withheld, tables.withheld_bytes)
+        let quarantined = tables.quarantined.len();
+        (tables.pending.len(), quarantined, tables.quarantined_bytes)
     }
 }

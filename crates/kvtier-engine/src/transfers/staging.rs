@@ -19,7 +19,7 @@
 //! Retrieves have a ledger of their own, without tenants: they evict nothing, and what they lease stays readable. Several
 //! may lease the same object, so one is refused only if its instance has others and more than the limit is leased in all.
 //! The first one may be as large as L1, as a prompt may; if it is not committed, its leases end after two write TTLs
-//! ([`super::transfers`]).
+//! ([`super::prepared`]).
 //!
 //! The mutex guards the ledgers. A store reserves its memory while it is held, so that no two stores take the same
 //! share; the cache's lock is taken inside it, never around it.
@@ -30,13 +30,13 @@ use std::sync::Arc;
 
 use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest};
 use kvtier_core::prompt::Prompt;
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 use parking_lot::Mutex;
 
-use super::Engine;
-use super::instances::Instance;
-use super::refusal::Refusal;
+use super::super::instances::Instance;
+use super::Transfers;
 use super::worker_range::WorkerRange;
 use kvtier_l1::L1Allocator;
 use kvtier_l2::RateLimited;
@@ -289,7 +289,7 @@ impl Drop for Charge {
     }
 }
 
-impl Engine {
+impl Transfers {
     /// Reserves memory for those of these objects that are not resident, as far as the staging budget allows: the first
     /// ones of each request.
     ///
@@ -302,24 +302,26 @@ impl Engine {
         range: &WorkerRange,
         requests: &[ReserveRequest<'_>],
         near: Option<u32>,
-    ) -> Result<(Reservation<L1Allocator>, Charge), Refusal> {
+    ) -> Result<(Reservation<L1Allocator>, Charge)> {
         let worker = WorkerShare::of(instance, range);
         let salt = range.scope.cache_salt();
-        let cache = &self.l1.cache;
+        let cache = &self.context.l1.cache;
         let object_bytes = cache.footprint(requests.iter().map(|request| request.len));
         let reserve = |max_bytes| {
-            let reserved = cache.reserve_staged(self.now(), requests, near, max_bytes);
-            let reserved = reserved.map_err(|error| Refusal::from(error.to_string()))?;
-            let bytes = cache.footprint(reserved.reservation.extents().map(|extent| extent.len));
-            Ok::<_, Refusal>((reserved, bytes))
+            let reserved = cache.reserve_staged(self.context.now(), requests, near, max_bytes);
+            let reserved = reserved.map_err(Error::refused)?;
+            let bytes = reserved.bytes;
+            Ok::<_, Error>((reserved, bytes))
         };
         let (reserved, charge) = self.staging.stage(&worker, salt, object_bytes, reserve)?;
-        self.metrics
+        self.context
+            .metrics
             .reserved("l1_store", key.model_name, salt, &reserved.outcomes);
         if reserved.outcomes.contains(&KeyOutcome::OverStaging) {
             self.warn_of_staging(instance, &worker, object_bytes);
             if reserved.reservation.is_empty() {
-                return Err(Refusal::Staging);
+                let what = "staged and not committed bytes are at the limit";
+                return Err(Error::new(ErrorKind::StagingFull, what));
             }
         }
         Ok((reserved.reservation, charge))

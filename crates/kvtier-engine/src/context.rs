@@ -1,0 +1,66 @@
+//! What all services read: immutable, or with a lock of its own that is taken after the services' locks.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_config::ServerConfig;
+use kvtier_core::object_key::{KeyError, KeyScope};
+use kvtier_error::{Error, Result};
+use kvtier_l1::{Clock, L1};
+use kvtier_metrics::Metrics;
+use kvtier_proto::key::CacheKey;
+use kvtier_tenants::Salts;
+use kvtier_tiers::L2;
+
+use super::devices::Devices;
+use super::instances::Instances;
+
+/// Longest request id and model name, bytes. They are remembered for as long as a request or an object lives.
+const MAX_NAME_BYTES: usize = 1024;
+
+/// The configuration, the memory, and the workers of this server.
+pub struct Context {
+    pub config: Arc<ServerConfig>,
+    /// Tokens.
+    pub chunk_size: NonZeroUsize,
+    pub l1: L1,
+    /// The tiers below L1, if there are any.
+    pub l2: Option<Arc<L2>>,
+    pub salts: Salts,
+    /// Only [`super::workers`] inserts and removes them.
+    pub instances: Instances,
+    /// Transfers on a GPU keep them open to their end.
+    pub devices: Devices,
+    pub metrics: Arc<Metrics>,
+    pub clock: Arc<Clock>,
+}
+
+impl Context {
+    /// The time of all tables.
+    pub fn now(&self) -> Duration {
+        self.clock.now()
+    }
+
+    /// The objects that a key names.
+    pub fn scope<T>(&self, key: &CacheKey<'_, T>) -> Result<KeyScope, KeyError> {
+        self.salts.scope(key)
+    }
+
+    /// [`Context::scope`], for a request whose names are kept: long ones are refused.
+    pub fn short_scope<T>(&self, key: &CacheKey<'_, T>) -> Result<KeyScope> {
+        check_name("request_id", key.request_id)?;
+        check_name("model_name", key.model_name)?;
+        self.scope(key).map_err(Error::refused)
+    }
+}
+
+/// Refuses a name that is too long to be kept.
+pub fn check_name(field: &str, name: &str) -> Result<()> {
+    match name.len() {
+        0..=MAX_NAME_BYTES => Ok(()),
+        bytes => Err(Error::refused(format!(
+            "{field} has {bytes} bytes; allowed: at most {MAX_NAME_BYTES}"
+        ))),
+    }
+}

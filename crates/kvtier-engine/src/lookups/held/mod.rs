@@ -1,0 +1,402 @@
+//! Lookups in flight: what each request found and still holds.
+//!
+//! A lookup belongs to its request, its scope (model, workers, tenant) and its scheduler's connection, so equal request
+//! ids of two engines or tenants never meet. A scheduler that has reconnected finds its lookups again: they are those of
+//! connections that have been silent since its own first word. What a lookup holds is released when its workers have
+//! read it, when the scheduler frees it, when the session ends, when the scheduler's connection is dead, and in the end
+//! by age. A running transfer has a lease of its own, so none of these releases memory under it.
+//!
+//! The mutex guards the table. Leases are dropped, and so the cache's lock is taken, after it or inside it, never around it.
+
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_core::cache::PrefixLease;
+use kvtier_core::object_key::KeyScope;
+use kvtier_core::prefetch::Cell;
+use kvtier_core::{ChunkHash, Namespace};
+use kvtier_proto::request::InstanceId;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use kvtier_core::cache::Lookup;
+use kvtier_l1::L1Allocator;
+use kvtier_tiers::Prefetched;
+use table::{Entry, Table, covered, same_scope};
+
+/// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.
+const MAX_LOOKUPS: usize = 65_536;
+
+/// Objects that all lookups together may hold; each costs some 50 bytes here. Beyond it the oldest lookups go first.
+const MAX_HELD: usize = 16 << 20;
+
+/// Reads of one lookup that are distinguished by their reader; a worker reads what was found at once, or in a few
+/// parts.
+const MAX_READERS: usize = 64;
+
+/// What a lookup found, and what of it is still held.
+pub struct HeldLookup {
+    /// Whose objects.
+    pub scope: KeyScope,
+    /// Number of the scheduler's connection.
+    pub connection: u64,
+    /// Chunk hashes of the prefix that was found.
+    pub hashes: Arc<[ChunkHash]>,
+    /// Chunks in the prefix that was found.
+    pub hit_chunks: usize,
+    /// The hold itself.
+    pub lease: PrefixLease<L1Allocator>,
+    /// Workers that will read each object.
+    pub readers: u16,
+    /// Whether the lease stays until the session ends: the client does not notice that a retrieve was refused.
+    pub until_end: bool,
+    /// Objects that were loaded into L1 for it.
+    pub loaded: Vec<Cell>,
+    /// When it was made, since start.
+    pub created: Duration,
+}
+
+/// All lookups in flight.
+#[derive(Default)]
+pub struct HeldLookups {
+    table: Mutex<Table>,
+}
+
+/// Outcome of a lookup, as far as it is known.
+pub enum LookupOutcome {
+    /// There is none, or it was reported already.
+    Unknown,
+    /// The tiers are still being asked. Closed once they were.
+    Pending(watch::Receiver<()>),
+    /// Chunks in the prefix that was found.
+    Hit(usize),
+}
+
+impl HeldLookups {
+    /// Notes that a scheduler is connected here.
+    pub fn heard(&self, connection: u64) {
+        self.table.lock().schedulers.heard(connection);
+    }
+
+    /// Inserts a lookup. An earlier one of the same request, scope and connection is abandoned.
+    pub fn insert(&self, request_id: &str, lookup: HeldLookup) {
+        self.add(request_id, lookup, None);
+    }
+
+    /// Inserts a lookup whose result is not known yet. [`HeldLookups::complete`] takes the serial returned here; requests
+    /// that wait for the result wake when the other end of `pending` is dropped.
+    pub fn insert_pending(
+        &self,
+        request_id: &str,
+        lookup: HeldLookup,
+        pending: watch::Receiver<()>,
+    ) -> u64 {
+        self.add(request_id, lookup, Some(pending))
+    }
+
+    /// Sets the result of a pending lookup of these chunks. If the lookup was removed, nothing happens.
+    pub fn complete(
+        &self,
+        request_id: &str,
+        serial: u64,
+        hashes: &[ChunkHash],
+        result: Prefetched,
+    ) {
+        let mut table = self.table.lock();
+        let entries = table.by_request.get_mut(request_id);
+        let entry =
+            entries.and_then(|entries| entries.iter_mut().find(|entry| entry.serial == serial));
+        let Some(entry) = entry else {
+            drop(table);
+            drop(result);
+            return;
+        };
+        let Lookup {
+            hit_chunks, lease, ..
+        } = result.lookup;
+        let before = entry.objects();
+        entry.pending = None;
+        entry.lookup.hit_chunks = hit_chunks;
+        entry.lookup.hashes = hashes[..hit_chunks].into();
+        entry.lookup.loaded = result.loaded;
+        let earlier = std::mem::replace(&mut entry.lookup.lease, lease);
+        // A retrieve that did not wait for the result has been counted against the earlier lease.
+        (entry.reads, entry.readers) = (Vec::new(), Vec::new());
+        let after = entry.objects();
+        table.held = table.held - before + after;
+        drop(table);
+        drop(earlier);
+    }
+
+    fn add(
+        &self,
+        request_id: &str,
+        lookup: HeldLookup,
+        pending: Option<watch::Receiver<()>>,
+    ) -> u64 {
+        let mut dropped = Vec::new();
+        let added;
+        {
+            let mut table = self.table.lock();
+            table.schedulers.heard(lookup.connection);
+            dropped.extend(table.remove_where(request_id, |_, entry| {
+                entry.lookup.connection == lookup.connection
+                    && same_scope(&entry.lookup.scope, &lookup.scope)
+            }));
+            let serial = table.next_serial;
+            added = serial;
+            table.next_serial += 1;
+            table.len += 1;
+            table.held += lookup.lease.rows().len() * lookup.hit_chunks;
+            let entry = Entry {
+                lookup,
+                serial,
+                unread: true,
+                pending,
+                reads: Vec::new(),
+                readers: Vec::new(),
+                freed: Vec::new(),
+            };
+            table
+                .by_request
+                .entry(request_id.into())
+                .or_default()
+                .push(entry);
+            table.ages.push_back((serial, request_id.into()));
+            table.trim_ages();
+            while table.len > MAX_LOOKUPS || (table.held > MAX_HELD && table.len > 1) {
+                let Some((serial, request)) = table.ages.pop_front() else {
+                    break;
+                };
+                dropped.extend(table.remove_where(&request, |_, entry| entry.serial == serial));
+            }
+        }
+        drop(dropped);
+        added
+    }
+
+    /// The hit of a request's lookup, once.
+    pub fn take_outcome(&self, request_id: &str, connection: u64) -> LookupOutcome {
+        let mut table = self.table.lock();
+        table.schedulers.heard(connection);
+        let Some(entry) = table.own(request_id, connection, |entry| entry.unread) else {
+            return LookupOutcome::Unknown;
+        };
+        // The other end is dropped once the tiers were asked, or by a panic: then the result is what L1 had.
+        match entry
+            .pending
+            .take_if(|pending| pending.has_changed().is_ok())
+        {
+            Some(pending) => {
+                entry.pending = Some(pending.clone());
+                LookupOutcome::Pending(pending)
+            }
+            None => {
+                (entry.unread, entry.pending) = (false, None);
+                LookupOutcome::Hit(entry.lookup.hit_chunks)
+            }
+        }
+    }
+
+    /// The namespaces, one per object group, in which a worker of `kv_rank` and this layout may read these chunks by a
+    /// request's lookup.
+    ///
+    /// The lookup must have found them, for the same tokens, and they must not have been freed. A worker may read
+    /// twice: the second time it receives what is still there.
+    pub fn grant(
+        &self,
+        request_id: &str,
+        scope: &KeyScope,
+        kv_rank: u64,
+        layout: u64,
+        hashes: &[ChunkHash],
+        chunks: Range<usize>,
+    ) -> Option<Vec<Arc<Namespace>>> {
+        let mut table = self.table.lock();
+        let freed = |entry: &Entry| {
+            let freed = entry.freed.get(chunks.clone());
+            freed.is_some_and(|freed| freed.contains(&true))
+        };
+        let lookup = table
+            .readable(request_id, scope, hashes, &chunks)
+            .find(|entry| chunks.end <= entry.lookup.hit_chunks && !freed(entry))
+            .map(|entry| &entry.lookup)?;
+        let namespaces = lookup.lease.rows().iter().map(|row| &row.namespace);
+        let mine = namespaces.filter(|it| (it.kv_rank(), it.layout()) == (kv_rank, layout));
+        let mine: Vec<_> = mine.cloned().collect();
+        (!mine.is_empty()).then_some(mine)
+    }
+
+    /// Releases these chunks for one worker of `kv_rank`, whether it read them or not; the leases end with the last reader. A
+    /// worker that is done with the same chunks again, as one that was refused and repeats its request, is still one reader.
+    pub fn release(
+        &self,
+        worker: InstanceId,
+        request_id: &str,
+        scope: &KeyScope,
+        kv_rank: u64,
+        hashes: &[ChunkHash],
+        chunks: Range<usize>,
+    ) {
+        let mut table = self.table.lock();
+        let Some(entry) = table
+            .readable(request_id, scope, hashes, &chunks)
+            .find(|entry| !entry.lookup.lease.is_empty())
+        else {
+            return;
+        };
+        let width = entry.lookup.hit_chunks;
+        // What lies behind the hit was never held.
+        let chunks = covered(&chunks, width);
+        if chunks.is_empty() {
+            return;
+        }
+        if entry.lookup.readers > 1 {
+            if entry.reads.is_empty() {
+                entry.reads = vec![0; entry.lookup.lease.rows().len() * width];
+            }
+            let reader = (worker, kv_rank, chunks.clone());
+            if entry.readers.contains(&reader) {
+                return;
+            }
+            // Beyond that a reader may count twice: its lease is released too early, which costs a miss.
+            if entry.readers.len() < MAX_READERS {
+                entry.readers.push(reader);
+            }
+        }
+        let mine: Vec<_> = (0..entry.lookup.lease.rows().len())
+            .filter(|row| entry.lookup.lease.rows()[*row].namespace.kv_rank() == kv_rank)
+            .collect();
+        for row in mine {
+            if entry.lookup.readers <= 1 {
+                // One cache-lock for the range of a row; there is one row for each object group.
+                entry
+                    .lookup
+                    .lease
+                    .release_range(row..row + 1, chunks.clone());
+                continue;
+            }
+            let reads = &mut entry.reads[row * width..][chunks.clone()];
+            reads
+                .iter_mut()
+                .for_each(|reads| *reads = reads.saturating_add(1));
+            let done: Vec<_> = reads
+                .iter()
+                .map(|reads| *reads >= entry.lookup.readers)
+                .collect();
+            for run in runs(&done) {
+                let run = chunks.start + run.start..chunks.start + run.end;
+                entry.lookup.lease.release_range(row..row + 1, run);
+            }
+        }
+    }
+
+    /// Frees chunks that the scheduler will not retrieve.
+    pub fn free(&self, request_id: &str, connection: u64, scope: &KeyScope, chunks: Range<usize>) {
+        if chunks.is_empty() {
+            return;
+        }
+        let mut table = self.table.lock();
+        table.schedulers.heard(connection);
+        let Some(entry) = table.own(request_id, connection, |entry| {
+            same_scope(&entry.lookup.scope, scope)
+        }) else {
+            return;
+        };
+        if entry.pending.is_some() {
+            // No request will ask for its result any more, so nothing needs to be loaded for it.
+            let serial = entry.serial;
+            let dropped = table.remove_where(request_id, |_, entry| entry.serial == serial);
+            drop(table);
+            drop(dropped);
+            return;
+        }
+        entry.unread = false;
+        let rows = entry.lookup.lease.rows().len();
+        entry.lookup.lease.release_range(0..rows, chunks.clone());
+        let hit = entry.lookup.hit_chunks;
+        entry.freed.resize(hit, false);
+        entry.freed[covered(&chunks, hit)].fill(true);
+    }
+
+    /// Ends a request: returns its lookups, to be touched and dropped.
+    pub fn end(&self, request_id: &str, connection: u64) -> Vec<HeldLookup> {
+        let mut table = self.table.lock();
+        table.schedulers.heard(connection);
+        let ended = table.take_own(request_id, connection);
+        table.trim_ages();
+        ended.into_iter().map(|entry| entry.lookup).collect()
+    }
+
+    /// Removes the lookups of a request that continues.
+    pub fn forget(&self, request_id: &str, connection: u64) {
+        let mut table = self.table.lock();
+        table.schedulers.heard(connection);
+        let void = table.take_own(request_id, connection);
+        drop(table);
+        drop(void);
+    }
+
+    /// Removes the lookups that `which` selects; returns their number.
+    pub fn remove_where(&self, mut which: impl FnMut(&HeldLookup) -> bool) -> usize {
+        let mut dropped = Vec::new();
+        {
+            let mut table = self.table.lock();
+            table.by_request.retain(|_, entries| {
+                dropped.extend(entries.extract_if(.., |entry| which(&entry.lookup)));
+                !entries.is_empty()
+            });
+            table.forget(&dropped);
+            table.trim_ages();
+        }
+        dropped.len()
+    }
+
+    /// Releases the leases of lookups made before `limit` and never read, but for those that last until the end; the
+    /// lookups stay known.
+    /// Returns the number of objects released.
+    pub fn release_older(&self, limit: Duration) -> usize {
+        let mut table = self.table.lock();
+        let mut released = 0;
+        for entry in table.by_request.values_mut().flatten() {
+            let lookup = &entry.lookup;
+            if lookup.created < limit && !lookup.until_end && !lookup.lease.is_empty() {
+                let (rows, hit) = (entry.lookup.lease.rows().len(), entry.lookup.hit_chunks);
+                released += entry.lookup.lease.release_range(0..rows, 0..hit);
+            }
+        }
+        released
+    }
+
+    /// The number of known lookups, and of those whose result was never asked for.
+    pub fn counts(&self) -> (usize, usize) {
+        let table = self.table.lock();
+        let unread = table
+            .by_request
+            .values()
+            .flatten()
+            .filter(|entry| entry.unread)
+            .count();
+        (table.len, unread)
+    }
+}
+
+/// The runs of `true`.
+fn runs(flags: &[bool]) -> Vec<Range<usize>> {
+    let mut out: Vec<Range<usize>> = Vec::new();
+    for (index, flag) in flags.iter().enumerate() {
+        if !flag {
+            continue;
+        }
+        match out.last_mut() {
+            Some(last) if last.end == index => last.end += 1,
+            _ => out.push(index..index + 1),
+        }
+    }
+    out
+}

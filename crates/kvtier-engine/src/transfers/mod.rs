@@ -1,0 +1,394 @@
+//! Transfers: stores and retrieves, copied by the server or by the worker itself.
+//!
+//! | state | guarded by |
+//! | --- | --- |
+//! | [`PreparedTransfers`]: memory granted by PREPARE until its COMMIT | its mutex; the budget's is taken inside |
+//! | [`StagingBudget`]: bytes reserved for stores, and leased to retrieves between PREPARE and COMMIT | its mutex; the cache's lock is taken inside |
+//! | [`RefusedRetrieves`]: connections whose next pings are refused | its mutex; nothing is taken inside |
+//!
+//! A transfer that the server copies is in no table: its [`InFlight`] owns the guard of the pages and the reservation or the
+//! leases, and ends them when it is dropped.
+
+mod deadline;
+mod engine_driven;
+mod prepared;
+mod refused_retrieves;
+mod retrieve;
+mod staging;
+mod store;
+mod worker_range;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_config::GpuReply;
+use kvtier_core::prompt::Prompt;
+use kvtier_device::{BlockTable, DeviceError, Direction, Transfer};
+use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_proto::generation::Release;
+use kvtier_proto::key::CacheKey;
+use kvtier_proto::request::InstanceId;
+use kvtier_proto::response::Response;
+use parking_lot::Mutex;
+
+use super::context::Context;
+use super::instances::{CopyGuard, Instance};
+use super::lookups::Lookups;
+use super::{Answer, Caller, Reply};
+use prepared::PreparedTransfers;
+use refused_retrieves::RefusedRetrieves;
+pub use staging::StagingBudget;
+use store::CopiedStore;
+use worker_range::{GroupLease, WorkerRange};
+
+/// The service of transfers.
+pub struct Transfers {
+    context: Arc<Context>,
+    lookups: Arc<Lookups>,
+    prepared: PreparedTransfers,
+    staging: Arc<StagingBudget>,
+    refused_retrieves: RefusedRetrieves,
+}
+
+/// A request for a copy by the server.
+struct CopyRequest<'a> {
+    direction: Direction,
+    caller: Caller,
+    instance: &'a Arc<Instance>,
+    key: &'a CacheKey<'a, Prompt>,
+    block_ids: &'a [Vec<i64>],
+    event: &'a [u8],
+    started: Duration,
+}
+
+/// A transfer whose bytes are being copied: what its end needs.
+struct InFlight {
+    /// Dropped before the guard, behind which the pages may be closed.
+    work: Work,
+    request_id: Box<str>,
+    started: Duration,
+    event: Vec<u8>,
+    release: Release,
+    range: WorkerRange,
+    guard: CopyGuard,
+}
+
+/// The memory of a transfer in flight.
+enum Work {
+    Store(CopiedStore),
+    Retrieve {
+        /// Keeps the bytes from eviction until they are copied.
+        _leases: Vec<GroupLease>,
+        /// Counts it.
+        _retrieving: Arc<()>,
+    },
+}
+
+impl Transfers {
+    pub fn new(context: &Arc<Context>, lookups: &Arc<Lookups>) -> Self {
+        Self {
+            prepared: PreparedTransfers::default(),
+            staging: Arc::new(StagingBudget::new(context.l1.staging_limit())),
+            refused_retrieves: RefusedRetrieves::default(),
+            lookups: Arc::clone(lookups),
+            context: Arc::clone(context),
+        }
+    }
+
+    /// The bytes that are staged, and their limit.
+    pub fn staging(&self) -> &StagingBudget {
+        &self.staging
+    }
+
+    /// The connections whose retrieves are refused.
+    pub fn refused_retrieves(&self) -> &RefusedRetrieves {
+        &self.refused_retrieves
+    }
+
+    /// The number of prepared transfers and of those quarantined, and the bytes of the quarantined.
+    pub fn counts(&self) -> (usize, usize, u64) {
+        self.prepared.counts()
+    }
+
+    /// Abandons the prepared transfers of an instance that has left, was replaced or fell silent; returns their number. Its
+    /// process may only be stopped and wake up again, so memory that it may still write is quarantined for one more write TTL.
+    pub fn abandon(&self, instance: InstanceId) -> usize {
+        let until = self.context.now() + self.context.config.write_ttl;
+        self.prepared.abandon(instance, until)
+    }
+
+    /// Abandons transfers that were not committed in time, and answers what is held for refused retrieves.
+    pub fn expire(&self, now: Duration) {
+        // Dropped, each is answered.
+        drop(self.refused_retrieves.due(now));
+        let abandoned = self.prepared.expire(self.context.config.write_ttl, now);
+        if abandoned > 0 {
+            let metrics = &self.context.metrics;
+            metrics.expired_transfers.inc_by(abandoned as u64);
+            tracing::warn!(
+                transfers = abandoned,
+                "transfers were prepared and not committed in time; abandoned"
+            );
+        }
+    }
+
+    /// Checks a request for a copy. Returns the transfer, still without chunks, the range, and the guard of the pages.
+    fn begin(&self, request: &CopyRequest<'_>) -> Result<(Transfer, WorkerRange, CopyGuard)> {
+        let guard = request.instance.copying()?;
+        let deadline = deadline::of(request.key)?;
+        let range = self.worker_range(request.instance, request.key)?;
+        let layout = guard.pages().layout();
+        let blocks = BlockTable::check(layout, request.block_ids, range.chunks.len())
+            .map_err(Error::refused)?;
+        let transfer = Transfer {
+            arena: Arc::clone(&self.context.l1.arena),
+            blocks,
+            chunks: Vec::new(),
+            direction: request.direction,
+            deadline,
+            event: request.event.to_vec(),
+        };
+        Ok((transfer, range, guard))
+    }
+
+    /// Starts a transfer, which answers its request: at its end, or with `--gpu-reply event` when the device has it.
+    fn start(self: &Arc<Self>, transfer: Transfer, in_flight: InFlight, mut reply: Reply) {
+        if !reply.later() {
+            // From its answer on the client may use the pages again.
+            return drop((transfer, in_flight));
+        }
+        let pages = Arc::clone(in_flight.guard.pages());
+        let transfers = Arc::clone(self);
+        // With a deadline the client asks whether the transfer has ended, which only its end tells.
+        if self.context.config.gpu_reply == GpuReply::Done || transfer.deadline.is_some() {
+            let done = move |moved| reply.answer(transfers.finish(in_flight, moved));
+            return pages.transfer(transfer, Box::new(done));
+        }
+        // The first of the two takes it.
+        let reply = Arc::new(Mutex::new(Some(reply)));
+        let early = Arc::clone(&reply);
+        let submitted = move |event: &[u8]| {
+            let reply = early.lock().take();
+            if let Some(reply) = reply {
+                reply.answer(Answer::from(Response::transfer(event, true)));
+            }
+        };
+        let done = move |moved| {
+            let answer = transfers.finish(in_flight, moved);
+            let reply = reply.lock().take();
+            match reply {
+                Some(reply) => reply.answer(answer),
+                // Its end has been logged. A store that failed is not readable; the pages of a retrieve are wrong, and
+                // all that the worker has is the event.
+                None if answer.refused.is_some() => {
+                    tracing::error!("a transfer failed after it was answered (--gpu-reply event)");
+                }
+                None => {}
+            }
+        };
+        pages.transfer_with_event(transfer, Box::new(submitted), Box::new(done));
+    }
+
+    /// Finishes a transfer whose bytes are in place, or never will be.
+    fn finish(&self, in_flight: InFlight, moved: Result<u64, DeviceError>) -> Answer {
+        let (instance, range) = (in_flight.guard.instance(), &in_flight.range);
+        let request_id = &*in_flight.request_id;
+        let event = instance.answer_event(&in_flight.event, in_flight.release);
+        let direction = match in_flight.work {
+            Work::Store(_) => Direction::Store,
+            Work::Retrieve { .. } => Direction::Retrieve,
+        };
+        if let Err(error) = moved {
+            let error = Error::new(ErrorKind::Io, error);
+            return self.failed(direction, instance, request_id, event, &error);
+        }
+        let (has, chunks) = match in_flight.work {
+            Work::Store(store) => ("Stored", self.commit_copied(range, store)),
+            Work::Retrieve { .. } => ("Retrieved", self.count_loaded(range)),
+        };
+        self.count_end(direction, instance);
+        let tokens = chunks * self.context.chunk_size.get();
+        let seconds = (self.context.now() - in_flight.started).as_secs_f64();
+        tracing::info!(
+            request = request_id,
+            "{has} {tokens} tokens in {seconds:.6} seconds"
+        );
+        Answer::from(Response::transfer(event, true))
+    }
+
+    /// Logs, counts and answers a transfer that failed, or was refused after it was counted as begun.
+    fn failed(
+        &self,
+        direction: Direction,
+        instance: &Instance,
+        request_id: &str,
+        event: &[u8],
+        error: &Error,
+    ) -> Answer {
+        if is_logged(error) {
+            tracing::warn!(
+                request = request_id,
+                instance = instance.id.0,
+                %error,
+                "{} failed",
+                direction.name()
+            );
+        }
+        self.count_end(direction, instance);
+        let failed = match direction {
+            Direction::Store => "store_failed",
+            Direction::Retrieve => "retrieve_failed",
+        };
+        Answer::from(Response::transfer(event, false)).because(error.kind().label(failed))
+    }
+
+    fn count_end(&self, direction: Direction, instance: &Instance) {
+        match direction {
+            Direction::Store => self.context.metrics.store(instance.device(), true),
+            Direction::Retrieve => self.context.metrics.retrieve(instance.device(), true),
+        }
+    }
+}
+
+impl CopyRequest<'_> {
+    /// The transfer in flight with this memory.
+    fn in_flight(&self, work: Work, range: WorkerRange, guard: CopyGuard) -> InFlight {
+        InFlight {
+            work,
+            request_id: self.key.request_id.into(),
+            started: self.started,
+            event: self.event.to_vec(),
+            release: self.caller.release,
+            range,
+            guard,
+        }
+    }
+
+    /// The answer to a request that was refused after it was counted as begun.
+    fn refused(&self, transfers: &Transfers, error: &Error) -> Answer {
+        let event = (self.instance).answer_event(self.event, self.caller.release);
+        transfers.failed(
+            self.direction,
+            self.instance,
+            self.key.request_id,
+            event,
+            error,
+        )
+    }
+}
+
+fn not_held() -> Error {
+    let what = "no lookup of its request has found these chunks, or they were evicted";
+    Error::new(ErrorKind::NotHeld, what)
+}
+
+/// Whether each error is logged. A miss is no trouble; a full budget and a worker without a cache have log lines of their own.
+fn is_logged(error: &Error) -> bool {
+    use ErrorKind::{NotHeld, StagingFull, WindowedClient};
+    !matches!(error.kind(), NotHeld | StagingFull | WindowedClient)
+}
+
+/// The answer to a transfer of a worker that is not registered.
+fn unknown_instance() -> Answer {
+    Answer::from(Response::transfer(&[][..], false)).because("unknown_instance")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
+    use std::time::Instant;
+
+    use super::super::Engine;
+    use super::super::ReplyTarget;
+    use super::super::testing::{CALLER, TestPages, engine, key};
+    use super::*;
+
+    const ID: InstanceId = InstanceId(7);
+
+    /// A store of no chunks by the registered worker.
+    fn plan_empty_store(engine: &Engine) -> (Transfer, InFlight) {
+        let instance = engine.context.instances.get(ID).unwrap();
+        let request = CopyRequest {
+            direction: Direction::Store,
+            caller: CALLER,
+            instance: &instance,
+            key: &key(0..0),
+            block_ids: &[Vec::new()],
+            event: b"",
+            started: Duration::ZERO,
+        };
+        engine.transfers.plan_store(&request).unwrap()
+    }
+
+    /// The answers to a store without chunks, in order. One is expected.
+    fn answers(reply: &str, fails: bool, deadline: Option<Instant>) -> Vec<Option<Answer>> {
+        let engine = engine(&["--gpu-reply", reply]);
+        let pages = TestPages {
+            fails,
+            ..TestPages::new(16)
+        };
+        pages.register(&engine, ID.0);
+        let (planned, in_flight) = plan_empty_store(&engine);
+        let transfer = Transfer {
+            deadline,
+            ..planned
+        };
+        let (answers, receiver) = mpsc::channel();
+        let reply = Reply::new(move |answer| answers.send(answer).unwrap());
+        engine.transfers.start(transfer, in_flight, reply);
+        receiver.iter().collect()
+    }
+
+    #[test]
+    fn a_transfer_has_one_answer_whenever_it_is_given() {
+        let ok = |event: &[u8]| Answer::from(Response::transfer(event, true));
+        let failed = Answer::from(Response::transfer(&[][..], false)).because("store_failed");
+        assert_eq!(answers("done", false, None), [Some(ok(b""))]);
+        assert_eq!(answers("done", true, None), [Some(failed.clone())]);
+        assert_eq!(answers("event", false, None), [Some(ok(b"event"))]);
+        assert_eq!(
+            answers("event", true, Some(Instant::now())),
+            [Some(failed.clone())]
+        );
+        // The answer was sent before the failure.
+        assert_eq!(answers("event", true, None), [Some(ok(b"event"))]);
+    }
+
+    /// A target that has no capacity for deferred answers. Notes whether the worker was drained when it was answered.
+    struct Full {
+        instance: Arc<Instance>,
+        was_drained: Arc<AtomicBool>,
+    }
+
+    impl ReplyTarget for Full {
+        fn send(self: Box<Self>, answer: Option<Answer>) {
+            assert_eq!(answer, None);
+            let was_drained = self.instance.is_drained();
+            self.was_drained.store(was_drained, Ordering::Relaxed);
+        }
+
+        fn defer(&mut self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn refused_deferral_drops_the_transfer_before_its_answer() {
+        let engine = engine(&[]);
+        TestPages::new(16).register(&engine, ID.0);
+        let (transfer, in_flight) = plan_empty_store(&engine);
+        let instance = Arc::clone(in_flight.guard.instance());
+        instance.stop();
+        assert!(!instance.is_drained());
+        let was_drained = Arc::default();
+        let target = Full {
+            instance,
+            was_drained: Arc::clone(&was_drained),
+        };
+        engine
+            .transfers
+            .start(transfer, in_flight, Reply::new(target));
+        assert!(was_drained.load(Ordering::Relaxed));
+    }
+}

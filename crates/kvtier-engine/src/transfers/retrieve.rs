@@ -1,0 +1,111 @@
+//! A retrieve: the server copies from the arena into a worker's pages.
+
+use std::sync::Arc;
+
+use kvtier_core::prompt::Prompt;
+use kvtier_device::{ChunkCopy, ChunkRequest, Direction, Transfer};
+use kvtier_error::{Error, Result};
+use kvtier_proto::request::Retrieve;
+
+use super::super::{Caller, Reply};
+use super::worker_range::WorkerRange;
+use super::{CopyRequest, InFlight, Transfers, Work, not_held, unknown_instance};
+
+impl Transfers {
+    /// Serves a retrieve.
+    pub fn retrieve(
+        self: &Arc<Self>,
+        caller: Caller,
+        retrieve: &Retrieve<'_, Prompt>,
+        reply: Reply,
+    ) {
+        let key = &retrieve.key;
+        let Some(instance) = self.context.instances.get(retrieve.instance) else {
+            self.release_refused(retrieve.instance, key);
+            return reply.answer(unknown_instance());
+        };
+        let started = self.context.now();
+        instance.seen(started);
+        self.context.metrics.retrieve(instance.device(), false);
+        let request = CopyRequest {
+            direction: Direction::Retrieve,
+            caller,
+            instance: &instance,
+            key,
+            block_ids: &retrieve.block_ids,
+            event: retrieve.event_handle,
+            started,
+        };
+        match self.plan_retrieve(&request, retrieve.skip_first_n_tokens) {
+            Ok((transfer, in_flight)) => self.start(transfer, in_flight, reply),
+            Err(refusal) => {
+                self.release_refused(instance.id, key);
+                reply.answer(request.refused(self, &refusal));
+            }
+        }
+    }
+
+    /// Leases what the range needs, and plans the copies.
+    fn plan_retrieve(
+        &self,
+        request: &CopyRequest<'_>,
+        skip_tokens: i64,
+    ) -> Result<(Transfer, InFlight)> {
+        let CopyRequest { instance, key, .. } = request;
+        // Counted first: a ping is only refused while none is counted.
+        let retrieving = instance.retrieving();
+        if self
+            .refused_retrieves
+            .is_refusing(request.caller.connection)
+        {
+            return Err(not_held());
+        }
+        let (mut transfer, range, guard) = self.begin(request)?;
+        let skip_tokens = u64::try_from(skip_tokens).map_err(|_| {
+            Error::refused(format!(
+                "skip_first_n_tokens is {skip_tokens}; allowed: at least 0"
+            ))
+        })?;
+        let leases = match range.chunks.is_empty() {
+            true => Vec::new(),
+            false => self.lease(instance, key, &range).ok_or_else(|| {
+                let chunks = range.chunks.len() as u64;
+                let metrics = &self.context.metrics;
+                metrics.not_found("l1_retrieve", key.model_name, chunks);
+                not_held()
+            })?,
+        };
+        // From here on the transfer has leases of its own, and is not refused.
+        self.release(instance.id, key, &range);
+        for group in &leases {
+            let extents = group.lease.extents().iter().zip(group.chunks.clone());
+            transfer
+                .chunks
+                .extend(extents.map(|(extent, chunk)| ChunkCopy {
+                    request: ChunkRequest {
+                        object_group: group.object_group as usize,
+                        chunk: chunk - range.chunks.start,
+                        skip_tokens,
+                    },
+                    extent: *extent,
+                }));
+        }
+        let work = Work::Retrieve {
+            _leases: leases,
+            _retrieving: retrieving,
+        };
+        Ok((transfer, request.in_flight(work, range, guard)))
+    }
+
+    /// Counts the chunks of a range as loaded; returns their number.
+    pub(super) fn count_loaded(&self, range: &WorkerRange) -> usize {
+        let (scope, chunks) = (&range.scope, range.chunks.len());
+        self.context.metrics.loaded(
+            scope.model_name(),
+            scope.cache_salt(),
+            range.worker,
+            chunks as u64,
+        );
+        chunks
+    }
+}

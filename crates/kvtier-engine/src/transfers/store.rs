@@ -1,0 +1,178 @@
+//! A store: the server copies from a worker's pages into the arena; then write-behind to the tiers.
+
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use kvtier_core::cache::{Reservation, ReserveRequest, Staged};
+use kvtier_core::prompt::Prompt;
+use kvtier_core::{ChunkHash, Namespace};
+use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Direction, KvLayout, Transfer};
+use kvtier_error::{Error, Result};
+use kvtier_l1::L1Allocator;
+use kvtier_proto::request::Store;
+
+use super::super::context::Context;
+use super::super::{Caller, Reply};
+use super::staging::Charge;
+use super::worker_range::WorkerRange;
+use super::{CopyRequest, InFlight, Transfers, Work, unknown_instance};
+
+/// The chunks of a range that one object group has data for.
+struct GroupChunks {
+    namespace: Arc<Namespace>,
+    object_bytes: u64,
+    /// Positions in the range.
+    chunks: Vec<usize>,
+    /// Of those chunks.
+    hashes: Vec<ChunkHash>,
+}
+
+impl GroupChunks {
+    fn request(&self) -> ReserveRequest<'_> {
+        ReserveRequest {
+            namespace: &self.namespace,
+            hashes: &self.hashes,
+            len: self.object_bytes,
+        }
+    }
+}
+
+/// A store whose bytes are being copied. Dropped without a commit, its objects never become readable.
+pub(super) struct CopiedStore {
+    groups: Vec<GroupChunks>,
+    reservation: Reservation<L1Allocator>,
+    _charge: Charge,
+}
+
+impl CopiedStore {
+    /// Where in the range a staged object's chunk is.
+    fn chunk(&self, staged: &Staged) -> usize {
+        self.groups[staged.request as usize].chunks[staged.position as usize]
+    }
+}
+
+impl Transfers {
+    /// Serves a store.
+    pub fn store(self: &Arc<Self>, caller: Caller, store: &Store<'_, Prompt>, reply: Reply) {
+        let Some(instance) = self.context.instances.get(store.instance) else {
+            return reply.answer(unknown_instance());
+        };
+        let started = self.context.now();
+        instance.seen(started);
+        self.context.metrics.store(instance.device(), false);
+        let request = CopyRequest {
+            direction: Direction::Store,
+            caller,
+            instance: &instance,
+            key: &store.key,
+            block_ids: &store.block_ids,
+            event: store.event_handle,
+            started,
+        };
+        match self.plan_store(&request) {
+            Ok((transfer, in_flight)) => self.start(transfer, in_flight, reply),
+            Err(refusal) => reply.answer(request.refused(self, &refusal)),
+        }
+    }
+
+    /// Reserves memory for the chunks that are not resident, and plans the copies into it.
+    pub(super) fn plan_store(&self, request: &CopyRequest<'_>) -> Result<(Transfer, InFlight)> {
+        let CopyRequest { instance, key, .. } = request;
+        if let Some(unserved) = instance.unserved {
+            return Err(Error::new(unserved.kind(), unserved.name()));
+        }
+        let (mut transfer, range, guard) = self.begin(request)?;
+        let groups = self.group_chunks(request, &range, &transfer.blocks, guard.pages().layout());
+        let requests: Vec<_> = groups.iter().map(GroupChunks::request).collect();
+        let near = self.context.l1.part_near(guard.pages().numa_node());
+        let (reservation, charge) = self.stage(instance, key, &range, &requests, near)?;
+        drop(requests);
+        let store = CopiedStore {
+            groups,
+            reservation,
+            _charge: charge,
+        };
+        let copies = store.reservation.staged().iter().map(|staged| ChunkCopy {
+            request: ChunkRequest {
+                object_group: staged.request as usize,
+                chunk: store.chunk(staged),
+                skip_tokens: 0,
+            },
+            extent: staged.extent,
+        });
+        transfer.chunks = copies.collect();
+        let in_flight = request.in_flight(Work::Store(store), range, guard);
+        Ok((transfer, in_flight))
+    }
+
+    /// The chunks of the range that each object group has data for, and their hashes.
+    fn group_chunks(
+        &self,
+        request: &CopyRequest<'_>,
+        range: &WorkerRange,
+        blocks: &BlockTable,
+        layout: &KvLayout,
+    ) -> Vec<GroupChunks> {
+        let null_block_id = self.context.config.null_block_id;
+        let hashes = &request.key.tokens.hashes[range.chunks.clone()];
+        let model = &request.instance.layout;
+        let groups = model.groups.iter().map(|group| {
+            let has_data =
+                |chunk: &usize| blocks.has_data(layout, group.id as usize, *chunk, null_block_id);
+            let chunks: Vec<_> = (0..hashes.len()).filter(has_data).collect();
+            GroupChunks {
+                namespace: range
+                    .scope
+                    .namespace(range.kv_rank, group.id, model.fingerprint),
+                object_bytes: group.object_bytes,
+                hashes: chunks.iter().map(|chunk| hashes[*chunk]).collect(),
+                chunks,
+            }
+        });
+        groups.collect()
+    }
+
+    /// Commits a store whose bytes are in place, from here on readable. Returns the number of its chunks.
+    pub(super) fn commit_copied(&self, range: &WorkerRange, store: CopiedStore) -> usize {
+        // A chunk counts once, however many groups it has.
+        let mut stored = vec![false; range.chunks.len()];
+        for staged in store.reservation.staged() {
+            stored[store.chunk(staged)] = true;
+        }
+        let staged = self.to_write_behind(&store.reservation);
+        let committed = store.reservation.commit(self.context.now());
+        let requests: Vec<_> = store.groups.iter().map(GroupChunks::request).collect();
+        self.admitted(range, committed.inserted, &requests, &staged);
+        stored.into_iter().filter(|stored| *stored).count()
+    }
+
+    /// The objects of a reservation that the tiers will want; none without a tier.
+    pub(super) fn to_write_behind(&self, reservation: &Reservation<L1Allocator>) -> Vec<Staged> {
+        match &self.context.l2 {
+            Some(_) => reservation.staged().to_vec(),
+            None => Vec::new(),
+        }
+    }
+
+    /// Counts what a commit of these requests has inserted, and stores what was committed in the tiers too.
+    pub(super) fn admitted(
+        &self,
+        range: &WorkerRange,
+        inserted: usize,
+        requests: &[ReserveRequest<'_>],
+        committed: &[Staged],
+    ) {
+        let Context { l2, metrics, .. } = &*self.context;
+        metrics.admitted(range.scope.cache_salt(), inserted as u64);
+        let Some(l2) = l2 else { return };
+        for (request, number) in requests.iter().zip(0..) {
+            let of_request = committed.iter().filter(|staged| staged.request == number);
+            let hashes: Vec<_> = of_request
+                .map(|staged| request.hashes[staged.position as usize])
+                .collect();
+            l2.store(request.namespace, &hashes, request.len);
+        }
+    }
+}
